@@ -42,32 +42,39 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """The small vision transformer."""
+    """A vision transformer. The defaults are the small one."""
 
-    def __init__(self) -> None:
+    def __init__(self, side: int = 32, patch: int = 4, width: int = 192, depth: int = 6, heads: int = 3) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, 192, 4, 4)
-        self.places = nn.Embedding(64, 192)
-        self.blocks = nn.Sequential(*[Block(192, 3, False) for _ in range(6)])
-        self.norm, self.head = nn.LayerNorm(192), nn.Linear(192, CLASSES)
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.places = nn.Embedding((side // patch) ** 2, width)
+        self.blocks = nn.Sequential(*[Block(width, heads, False) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000 if side > 32 else CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.patches(x).flatten(2).transpose(1, 2)
-        places = self.places(torch.arange(64).expand(len(x), -1).contiguous())
+        places = self.places(torch.arange(x.shape[1], device=x.device).expand(len(x), -1).contiguous())
         return self.head(self.norm(self.blocks(x + places)).mean(1))
 
 
 class Language(nn.Module):
     """A causal transformer. Opacus does not clip a shared embedding, so the output layer is its own."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        vocabulary: int = VOCABULARY,
+        length: int = LENGTH,
+        width: int = WIDTH,
+        depth: int = DEPTH,
+        heads: int = HEADS,
+    ) -> None:
         super().__init__()
-        self.embedding, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(*[Block(WIDTH, HEADS, True) for _ in range(DEPTH)])
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*[Block(width, heads, True) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = self.places(torch.arange(LENGTH).expand(len(x), -1).contiguous())
+        places = self.places(torch.arange(x.shape[1], device=x.device).expand(len(x), -1).contiguous())
         return self.head(self.norm(self.blocks(self.embedding(x) + places)))
 
 
@@ -87,6 +94,37 @@ class Residual(nn.Module):
         y = torch.relu(self.norms[0](self.one(x)))
         short = nn.functional.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.pad))
         return torch.relu(self.norms[1](self.two(y)) + short)
+
+
+class LoRA(nn.Module):
+    """A frozen layer and two trained factors."""
+
+    def __init__(self, layer: nn.Linear, rank: int):
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def with_lora(model: nn.Module, rank: int) -> nn.Module:
+    """Freezes a model and adds factors to the queries and values."""
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            for k in (0, 2):
+                module.parts[k] = LoRA(module.parts[k], rank)
+    return model
+
+
+def wide_resnet(depth: int, width: int) -> nn.Module:
+    """Returns the convolutions of a WideResNet."""
+    widths = [16 * width * 2**k for k in range(3) for _ in range((depth - 4) // 6)]
+    blocks = [Residual(a, b, 1 + (16 < a < b)) for a, b in zip([16, *widths], widths, strict=False)]
+    stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.GroupNorm(8, 16), nn.ReLU()]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], CLASSES))
 
 
 def network(name: str) -> nn.Module:
@@ -192,3 +230,133 @@ def steps(name: str, size: int, clip_norm: float, noise_multiplier: float) -> di
     if name != "lm":
         found["Opacus ghost"] = ghost()
     return found
+
+
+def device_steps(
+    name: str, batch: Any, count: int, clip_norm: float, noise_multiplier: float, *, tiny: bool
+) -> dict[str, Callable[[], tuple[Callable[[], Any], float | None]]]:
+    """Returns makers of the steps of a case of `benchmarks.device`.
+
+    Each returns a step, and its peak of memory in MB, which is None on a CPU.
+
+    Args:
+      name: The name of the case.
+      batch: A physical batch, tokens or a dict of images and labels.
+      count: The number of physical batches of a step.
+      clip_norm, noise_multiplier: Of the private steps.
+      tiny: Whether the shapes are those of `--tiny`.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    text = not isinstance(batch, dict)
+    if text:
+        tokens = torch.from_numpy(np.array(batch, np.int64)).to(device)
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    else:
+        inputs = torch.from_numpy(np.array(batch["x"]).transpose(0, 3, 1, 2).copy()).to(device)
+        labels = torch.from_numpy(np.array(batch["label"], np.int64)).to(device)
+
+    def built() -> nn.Module:
+        small = {"width": 16, "depth": 2, "heads": 2}
+        if name.startswith("ViT"):
+            return ViT(**({"side": 32, "patch": 16, **small} if tiny else {"side": 224, "patch": 16, **_BASE}))
+        if name.startswith("wrn"):
+            return wide_resnet(10, 1) if tiny else wide_resnet(int(name.split("_")[1]), 4)
+        sizes = {"vocabulary": 61, "length": 16, **small} if tiny else {"vocabulary": 50_257, "length": 1024, **_BASE}
+        model = Language(**sizes)
+        return with_lora(model, 8) if "lora" in name else model
+
+    def made() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = built().to(device)
+        return model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01, momentum=0.9)
+
+    def loss_of(model: nn.Module, reduction: str = "mean") -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled="bfloat16" in name):
+            logits = model(inputs)
+        losses = nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction=reduction)
+        return losses if reduction == "mean" else losses.view(len(inputs), -1).mean(1).mean()
+
+    def watched(step: Callable[[], None]) -> tuple[Callable[[], Any], float | None]:
+        def synchronised() -> None:
+            step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        if device == "cpu":
+            return synchronised, None
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        synchronised()
+        return synchronised, torch.cuda.max_memory_allocated() / 1e6
+
+    def plain() -> tuple[Callable[[], Any], float | None]:
+        model, optimizer = made()
+
+        def step() -> None:
+            for _ in range(count):
+                loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return watched(step)
+
+    def opacus(functorch: bool, ghost: bool) -> tuple[Callable[[], Any], float | None]:
+        model, optimizer = made()
+        how = {"noise_multiplier": noise_multiplier, "max_grad_norm": clip_norm}
+        if ghost:
+            loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, labels), len(inputs))
+            wrapped, private, criterion, _ = PrivacyEngine().make_private(
+                module=model,
+                optimizer=optimizer,
+                data_loader=loader,
+                criterion=nn.CrossEntropyLoss(),
+                poisson_sampling=False,
+                grad_sample_mode="ghost",
+                **how,
+            )
+        else:
+            wrapped = GradSampleModule(model, force_functorch=functorch)
+            private = DPOptimizer(optimizer, expected_batch_size=count * len(inputs), **how)
+
+        def step() -> None:
+            for k in range(count):
+                private.signal_skip_step(do_skip=k < count - 1)
+                if ghost:
+                    with torch.autocast(device, torch.bfloat16, enabled="bfloat16" in name):
+                        logits = wrapped(inputs)
+                    criterion(logits.float(), labels).backward()
+                else:
+                    loss_of(wrapped, "none").backward()
+                private.step()
+                private.zero_grad()
+
+        return watched(step)
+
+    def fast() -> tuple[Callable[[], Any], float | None]:
+        import fastDP
+
+        model, optimizer = made()
+        examples = count * len(inputs)
+        how = {"batch_size": examples, "sample_size": 50 * examples, "epochs": 1, "max_grad_norm": clip_norm}
+        fastDP.PrivacyEngine(model, **how, noise_multiplier=noise_multiplier, clipping_mode="MixOpt").attach(optimizer)
+
+        def step() -> None:
+            for _ in range(count):
+                loss_of(model, "none").backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return watched(step)
+
+    found = {
+        "torch plain": plain,
+        "Opacus hooks": lambda: opacus(False, False),
+        "Opacus functorch": lambda: opacus(True, False),
+        "fastDP": fast,
+    }
+    if not text:
+        found["Opacus ghost"] = lambda: opacus(False, True)
+    return found
+
+
+_BASE = {"width": 768, "depth": 12, "heads": 12}  # of ViT-B/16 and GPT-2 small

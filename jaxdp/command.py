@@ -44,6 +44,7 @@ from jaxdp.privacy.store import accept
 
 LAUNCHERS = {
     "finetune": "private fine-tuning, and the table of DPAdapter",
+    "lm": "private training of a language model",
     "pretrain": "robust pre-training on public images",
     "lifecycle": "every stage of a model's life under one ledger, and a report",
     "adapt": "private test-time adaptation",

@@ -339,11 +339,13 @@ def arrays(config: Any, field: str, keys: Sequence[str], what: str) -> dict[str,
     return read_npz(path, keys, remedy=f"Make it again with {content}.", limits=limits)
 
 
-def texts(name: str, split: str, field: str, *, data_dir: str | None = None) -> tuple[list[str], np.ndarray]:
-    """Returns the texts of a field, and the labels int32 [n], of a split of TFDS.
+def texts(
+    name: str, split: str, field: str, *, data_dir: str | None = None, labelled: bool = True
+) -> tuple[list[str], np.ndarray]:
+    """Returns the texts of a field, and the labels int32 [n] (without `labelled` zeros), of a split of TFDS.
 
     Raises:
-      ValueError: The split has no labels.
+      ValueError: The split has no labels, or no such field.
       FileNotFoundError: As in `parts`.
     """
     tfds = optional("tensorflow_datasets", "tfds")
@@ -352,7 +354,9 @@ def texts(name: str, split: str, field: str, *, data_dir: str | None = None) -> 
         builder = sources._prepared_builder(tfds, name, data_dir or os.environ.get("TFDS_DATA_DIR") or None)
         records = builder.as_data_source(split=split)
         rows = records.__getitems__(list(range(len(records))))
-    label = np.array([row["label"] for row in rows], np.int32)
+    if rows and field not in rows[0]:
+        raise ValueError(f"field must be one of {', '.join(sorted(rows[0]))}, got {field!r}.")
+    label = np.array([row["label"] if labelled else 0 for row in rows], np.int32)
     if (label < 0).any():
         raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1).")
     return [row[field].decode("utf-8", "replace") for row in rows], label

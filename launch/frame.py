@@ -69,6 +69,7 @@ _PARTS = {
     "split_server": ("server", "client"),
     "split_client": ("server", "client"),
     "pretrain": ("ascent",),
+    "lm": ("generation",),  # before "finetune", whose part it has too
     "finetune": ("private",),
 }
 _DEVICES = (

@@ -4,7 +4,7 @@ A *model* has the fields
 
     name, options  as in `jaxdp.models.create`
     num_classes    only where the data does not say it
-    preprocessing  fields of a `Preprocessing`: side of the images, mean and std of each channel
+    preprocessing  fields of a `Preprocessing`: side of the images, mean and std of each channel; () for tokens
     checkpoint     a public file in one of the namings of `jaxdp.models.load_checkpoint`; "" or left out for none
     naming         of the checkpoint, "auto" by default
 
@@ -31,7 +31,18 @@ import optax
 from jaxdp import data
 from jaxdp.data import Examples
 from jaxdp.data.protocol import inputs_of
-from jaxdp.models import Preprocessing, Pretrained, create, load_checkpoint, load_params, save_params
+from jaxdp.models import (
+    LanguageModel,
+    Preprocessing,
+    Pretrained,
+    create,
+    load_checkpoint,
+    load_params,
+    save_params,
+    trainable,
+    with_lora,
+)
+from jaxdp.models.checkpoints import blank_inputs
 from jaxdp.models.training import fit_public
 from jaxdp.release import locked
 from jaxdp.report import progress_bar
@@ -62,11 +73,29 @@ def network(config: Any, num_classes: int | None = None, *, new_head: bool = Fal
         naming = config.get("naming", "auto")
         found = {"naming": naming, "preprocessing": preprocessing, "new_head": new_head}
         return load_checkpoint(config.checkpoint, model=model, **found)
-    if preprocessing is None:
+    if preprocessing is None and not isinstance(model, LanguageModel):
         raise ValueError(
             "config.model.preprocessing must be given to train a source model, for example a size and mean."
         )
     return Pretrained(model, {}, preprocessing)
+
+
+def adapted(network: Pretrained, config: Any, *, seed: int) -> tuple[Pretrained, Callable[[str, Any], bool] | None]:
+    """Returns the network with LoRA factors if the `model` part of a config has a rank, and what is trained of it.
+
+    The second is the argument `trainable` of `jaxdp.finetune.dp_sgd`, None for all. The seed is that of new parameters.
+
+    Raises:
+      ValueError: No layer or no parameter matches, or there is a rank without a checkpoint.
+    """
+    if config.lora.rank:
+        if not network.params:
+            raise ValueError("config.model.lora.rank must be 0 without config.model.checkpoint, which LoRA adapts.")
+        with named("model.lora", config.lora):
+            network = with_lora(network, rank=config.lora.rank, layers=config.lora.layers, seed=seed)
+    with named("model", config):
+        chosen = trainable(config.trainable, fresh(network, seed))
+    return network, None if config.trainable == "all" else chosen
 
 
 def resize(network: Pretrained, source: Examples) -> Examples:
@@ -83,14 +112,16 @@ def fresh(network: Pretrained, seed: int) -> Params:
     """Returns the parameters of the network's checkpoint, or initial ones if it has none."""
     if network.params:
         return network.params
-    side, channels = network.preprocessing.size, len(network.preprocessing.mean)
-    return network.model.init(jax.random.key(seed), jnp.zeros((1, side, side, channels)))["params"]
+    return network.model.init(jax.random.key(seed), blank_inputs(network.preprocessing))["params"]
 
 
 def loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:
-    """Returns the cross entropy of one example, {"image" or "features", "label"}."""
+    """Returns the cross entropy of one example, {"image" or "features", "label"}, or of the next tokens, {"tokens"}."""
 
     def cross_entropy(params: Params, example: Mapping[str, jax.Array]) -> jax.Array:
+        if "tokens" in example:
+            tokens = example["tokens"]
+            return losses.next_token(network.apply_fn(params, tokens[None, :-1])[0], tokens[1:])
         inputs = example["image"] if "image" in example else example["features"]
         logits = network.apply_fn(params, inputs[None])[0]
         return losses.softmax_cross_entropy(logits, example["label"])

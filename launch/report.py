@@ -77,6 +77,7 @@ _KINDS = {
     "adapt": _Kind("test-time adaptation, compared"),
     "recalibrate": _Kind("recalibration, compared", released={"source.safetensors": "public classifier"}),
     "split": _Kind("Split Adaptation, compared", released={"backbone.safetensors": "model of the server"}),
+    "lm": _Kind("private training of a language model", released={"params.safetensors": "language model"}),
     "curve": _Kind(
         "accuracy over epsilon",
         released={"cells/*/*/params.safetensors": "a model of its own"},

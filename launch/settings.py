@@ -42,7 +42,7 @@ _NAMES: Mapping[_Rule, str] = {
         "trials runs repetitions draws inputs candidates queries members samples sources records shots max_distance "
         "max_records client_images fisher_images anchors basis_size basis_every groups ascent_steps devices bins "
         "num_classes depth width widths hidden num_heads patch_size mlp_width protocol.seeds noise.seeds "
-        "data.images tuning.images"
+        "data.images tuning.images length positions"
     ),
     _COUNT_OR_NONE: (
         "data.tuning.images pretrain.steps physical_batch_size truncated_batch_size augmult copies n_patches "
@@ -52,7 +52,7 @@ _NAMES: Mapping[_Rule, str] = {
     ),
     _NOT_NEGATIVE: (
         "weight_decay lr_decay lr_min ascent_radius gamma ascent_rate alpha laplace laplace_scale query_laplace_scale "
-        "noise_multiplier relative_std fisher_strength"
+        "noise_multiplier relative_std fisher_strength generation.temperature"
     ),
     _BELOW_ONE: "momentum ema_decay quantile delta",
     _SHARE: "pretrain_fraction label_share patch_share confidence whiten keep drops",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data import Examples, Groups, by_group, from_arrays
-from jaxdp.models import Pretrained, load_params, merge_lora, trainable, with_lora
+from jaxdp.models import Pretrained, load_params, merge_lora
 
 from . import data, frozen, models, trainers
 
@@ -86,11 +86,6 @@ def open_task(config: Any, root: pathlib.Path) -> Task:
         private, test = (head.source(role, found[role]) for role in ("private", "test"))
         units = data.units(config.data, found["private"], private)
         return Task(public, private, units, unit, test, head.head(), None, head)
-    if model.lora.rank:
-        if not loaded:
-            raise ValueError("config.model.lora.rank must be 0 without config.model.checkpoint, which LoRA adapts.")
-        network = with_lora(network, rank=model.lora.rank, layers=model.lora.layers, seed=config.init_seed)
-    chosen = trainable(model.trainable, models.fresh(network, config.init_seed))
-    everything = None if model.trainable == "all" else chosen
+    network, chosen = models.adapted(network, model, seed=config.init_seed)
     units = data.units(config.data, found["private"])
-    return Task(public, found["private"], units, unit, found["test"], network, everything, None)
+    return Task(public, found["private"], units, unit, found["test"], network, chosen, None)

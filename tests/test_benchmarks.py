@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import bench_estimate, bench_reading, bench_scale, run
+from benchmarks import bench_estimate, bench_reading, bench_scale, device, run
 
 # The gate as `python -m` runs it, for each of several arguments. One process imports JAX for all of them.
 GATES = """
@@ -70,3 +70,36 @@ def test_the_page_of_scale_has_the_tables():
     assert bench_scale.markdown(counts["steps"]) in page
     assert bench_estimate.markdown(estimate) in page
     assert bench_reading.markdown(json.loads((run.RESULTS / "reading_cpu.json").read_text())["rows"]) in page
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:optax.global_norm")  # of jax_privacy
+def test_a_device_is_measured_and_a_case_that_fails_leaves_the_others(tmp_path, monkeypatch):
+    """The case of a language model with LoRA at tiny shapes stands for all: they share their steps."""
+    tiny = device.cases(tiny=True)
+
+    def too_large():
+        raise MemoryError("RESOURCE_EXHAUSTED: out of memory")
+
+    chosen = {"too large": too_large, "lora": tiny["GPT-2 small, lora, bfloat16"]}
+    monkeypatch.setattr(device, "cases", lambda tiny: chosen)
+    monkeypatch.setattr(device, "torch_steps_of", lambda *_: {"torch": too_large})
+    output = tmp_path / "device.json"
+    report = device.main(
+        ["--tiny", "--rounds", "1", "--cases", "lora,large", "--minutes", "5", "--output", str(output)]
+    )
+    assert json.loads(output.read_text()).keys() == report.keys()
+    assert report["cases"]["too large"]["error"] == "MemoryError: RESOURCE_EXHAUSTED: out of memory"
+    steps = report["cases"]["lora"]["steps"]
+    assert "out of memory" in steps.pop("torch")["error"]
+    assert set(steps) == {"plain", "clipped", "private", "jax_privacy"} and steps["plain"]["over_plain"] == 1
+    assert all(row["ms"] > 0 and row["memory_mb"] > 0 for row in steps.values())
+    late = device.measured({"plain": too_large}, deadline=0, rounds=1)
+    assert "no time left" in late["plain"]["error"]
+    assert set(report["cases"]) == {"too large", "lora"}
+
+
+def test_the_cases_of_a_device_are_those_of_its_page():
+    names = set(device.cases(tiny=False))
+    assert names == set(device.cases(tiny=True))
+    assert [part in " ".join(names) for part in ("ViT-B/16", "wrn_16_4", "wrn_40_4", "lora", "full")] == [True] * 5

@@ -4,7 +4,7 @@ TensorFlow Datasets, Hugging Face datasets, scikit-learn, jax-privacy, OpenCV an
 package.
 """
 
-from jaxdp.data.adapters import from_folder, from_grain, from_hf, from_npz, from_torch
+from jaxdp.data.adapters import from_folder, from_grain, from_hf, from_npz, from_texts, from_torch
 from jaxdp.data.augment import augment, augmentation, normalise, random_crop, random_flip
 from jaxdp.data.corruptions import (
     CORRUPTIONS,
@@ -53,6 +53,7 @@ __all__ = [
     "from_grain",
     "from_hf",
     "from_npz",
+    "from_texts",
     "from_tfds",
     "from_torch",
     "imagenet_r_classes",

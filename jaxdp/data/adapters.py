@@ -154,6 +154,47 @@ def from_torch(
     return from_grain(dataset, prepare=prepare, num_classes=num_classes, name=name, declared=declared)
 
 
+def from_texts(
+    texts: Sequence[str],
+    *,
+    length: int,
+    encode: Callable[[str], Sequence[int]] | None = None,
+    num_classes: int = 256,
+    name: str = "texts",
+) -> Examples:
+    """Encodes texts as rows of tokens of one length, in memory. Longer texts are cut.
+
+    Args:
+      texts: One text per record.
+      length: The public number of tokens per row. The rest of a shorter text is -1, which is padding.
+      encode: The PUBLIC tokenizer: text -> token ids in [0, num_classes). The default are the bytes of UTF-8, with a
+        zero before and after each text, which no text contains.
+      num_classes: The size of the vocabulary of `encode`, a public declaration.
+      name: As in `Examples`.
+
+    Returns:
+      A source with the column "tokens", int32 [length].
+
+    Raises:
+      ValueError: length is below 2, or a token is outside of the vocabulary (the message says no token and no record).
+    """
+    if length < 2:
+        raise ValueError(f"length must be at least 2, a token and the next one, got {length}.")
+    tokens = np.full((len(texts), length), -1, np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        ids = (encode or _bytes)(text)[:length]
+        row[: len(ids)] = ids
+    if tokens.max(initial=0) >= num_classes or tokens.min(initial=-1) < -1:
+        raise ValueError(
+            f"encode returns tokens outside of 0..{num_classes - 1}. Set num_classes to the size of its vocabulary."
+        )
+    return from_arrays(tokens=tokens, num_classes=num_classes, name=name)
+
+
+def _bytes(text: str) -> list[int]:
+    return [0, *text.encode().replace(b"\0", b" "), 0]
+
+
 def from_folder(
     folder: str | os.PathLike[str],
     table: str = "labels.csv",

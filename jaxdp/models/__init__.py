@@ -9,6 +9,7 @@ from jaxdp.models.cnn import CNN
 from jaxdp.models.convnext import ConvNeXt
 from jaxdp.models.efficientnet import EfficientNetLite
 from jaxdp.models.imagenet_resnet import ImageNetResNet
+from jaxdp.models.language import LanguageModel, generate
 from jaxdp.models.layers import FrozenBatchNorm, GroupNorm, WSConv, max_pool
 from jaxdp.models.mlp import MLP
 from jaxdp.models.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
@@ -34,6 +35,7 @@ __all__ = [
     "FrozenBatchNorm",
     "GroupNorm",
     "ImageNetResNet",
+    "LanguageModel",
     "Preprocessing",
     "Pretrained",
     "ResNet",
@@ -45,6 +47,7 @@ __all__ = [
     "create",
     "fit_in_memory",
     "fit_public",
+    "generate",
     "head_inputs",
     "load_checkpoint",
     "load_params",

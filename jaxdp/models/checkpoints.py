@@ -1,4 +1,4 @@
-"""Public checkpoints of image models, read under the names of their publishers.
+"""Public checkpoints of image and language models, read under the names of their publishers.
 
 Each naming is a row of `NAMINGS`, a table from our modules to the names in the file. The table is complete: a tensor
 that is missing, superfluous or of another shape is an error.
@@ -19,6 +19,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdp.files import Limits, check_finite, read_json, read_npz
+from jaxdp.models.language import LanguageModel
 from jaxdp.models.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, from_hugging_face, from_timm
 from jaxdp.models.pretrained import load_tensors
 
@@ -30,6 +31,7 @@ _SELF = "swin.encoder.layers.*.blocks.*.attention.self"
 _POSITIONS = "Transformer/posembed_input/pos_embedding"
 _TORCH_LEAVES = {"kernel": ".weight", "bias": ".bias", "scale": ".weight"}
 _BATCH_NORM_LEAVES = {**_TORCH_LEAVES, "mean": ".running_mean", "var": ".running_var"}
+_LANGUAGE_LEAVES = {**_TORCH_LEAVES, "embedding": ".weight"}
 HEADS = ("head", "head_distilled")  # the modules that end in the classes
 Names = Mapping[str, str]
 Tables = tuple[tuple[str, str, Names], ...]
@@ -49,6 +51,10 @@ def _from_convolution(path: str, array: np.ndarray) -> np.ndarray:
 def _from_caffe(path: str, array: np.ndarray) -> np.ndarray:
     """Converts as `_from_convolution`. The first convolution of the file takes blue, green and red in this order."""
     return _from_convolution(path, array[:, ::-1] if path == "conv/kernel" else array)
+
+
+def _as_it_is(path: str, array: np.ndarray) -> np.ndarray:
+    return array
 
 
 def _from_flax(path: str, array: np.ndarray) -> np.ndarray:
@@ -72,6 +78,7 @@ class Naming:
       ignored: Tensors, with such stars, that may be in the file and take no part in classification.
       attributes: The attributes of the model that the naming implies.
       leaves: Our name of a module's parameter to the end of its name in the file.
+      outputs_axis: The axis of outputs of a tensor in the file, along which "[*]" is stacked.
       convert: `convert(our path, array of the file) -> our array`.
     """
 
@@ -80,6 +87,7 @@ class Naming:
     ignored: tuple[str, ...] = ()
     attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     leaves: Names = dataclasses.field(default_factory=lambda: _TORCH_LEAVES)
+    outputs_axis: int = 0
     convert: Callable[[str, np.ndarray], np.ndarray] = _from_torch
 
     def find(self, path: str) -> tuple[str, str] | None:
@@ -137,6 +145,24 @@ def _squeezenet(version: str, places: tuple[int, ...]) -> Naming:
         ),
         attributes={"version": version},
         convert=_from_convolution,
+    )
+
+
+def _gpt2(prefix: str) -> Naming:
+    """Returns the naming of GPT-2, whose dense layers are (inputs, outputs) as ours are."""
+    block = {"norm_0": "ln_1", "norm_1": "ln_2", "mlp_0": "mlp.c_fc", "mlp_1": "mlp.c_proj"}
+    block |= {"attention/out": "attn.c_proj", "attention/*": "attn.c_attn[*]"}
+    return Naming(
+        f"{prefix}h.0.attn.c_attn.weight",
+        (
+            ("", prefix, {"embed": "wte", "positions": "wpe.weight", "norm": "ln_f"}),
+            ("block_*/", f"{prefix}h.*.", block),
+        ),
+        ignored=(f"{prefix}h.*.attn.bias", f"{prefix}h.*.attn.masked_bias"),  # the causal mask
+        attributes={"form": "gpt2", "tied": True},
+        leaves=_LANGUAGE_LEAVES,
+        convert=_as_it_is,
+        outputs_axis=-1,
     )
 
 
@@ -274,6 +300,21 @@ NAMINGS: Mapping[str, Naming] = {
         attributes={"norm": "frozen_batch"},
         leaves=_BATCH_NORM_LEAVES,
     ),
+    "hf_gpt2": _gpt2("transformer."),  # GPT2LMHeadModel; the first file of its publisher has no prefix
+    "gpt2": _gpt2(""),
+    "hf_llama": Naming(  # LlamaForCausalLM
+        "model.layers.0.self_attn.q_proj.weight",
+        (
+            ("", "", {"embed": "model.embed_tokens", "norm": "model.norm", "unembed": "lm_head"}),
+            ("block_*/", "model.layers.*.", {"norm_0": "input_layernorm", "norm_1": "post_attention_layernorm"}),
+            ("block_*/attention/", "model.layers.*.self_attn.", {n: f"{n[0]}_proj" for n in ("query", "key", "value")}),
+            ("block_*/attention/out", "model.layers.*.self_attn.o_proj", {"": ""}),
+            ("block_*/mlp_", "model.layers.*.mlp.", {"0": "up_proj", "gate": "gate_proj", "1": "down_proj"}),
+        ),
+        ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+        attributes={"form": "llama"},
+        leaves=_LANGUAGE_LEAVES,
+    ),
     "squeezenet1_0": _squeezenet("1.0", (3, 4, 5, 7, 8, 9, 10, 12)),
     "squeezenet1_1": _squeezenet("1.1", (3, 4, 6, 7, 9, 10, 11, 12)),
     "caffe_squeezenet": Naming(  # forresti/SqueezeNet and songhan/SqueezeNet-Deep-Compression, as arrays
@@ -291,28 +332,44 @@ NAMINGS: Mapping[str, Naming] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pretrained:
-    """A public model that takes images in [0, 1] and normalises them itself.
+    """A public model. It takes images in [0, 1] and normalises them itself, or it takes tokens.
 
     Attributes:
       model: The Linen module. It sees normalised images only.
       params: Nested dicts of float32 arrays, all parameters that are trained or adapted.
-      preprocessing: The preprocessing that the checkpoint expects.
+      preprocessing: The preprocessing that the checkpoint expects, a `Preprocessing`. None for a language model.
       constants: The other collections by name, such as "batch_stats" with the mean and variance of every
         `FrozenBatchNorm`. They never change.
     """
 
     model: nn.Module
     params: Mapping[str, Any] = dataclasses.field(repr=False)
-    preprocessing: Preprocessing
+    preprocessing: Any
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
-    def apply_fn(self, params: Mapping[str, Any], images: jax.Array) -> jax.Array:
-        """Maps images, floating point [B, S, S, C] in [0, 1] as `preprocessing.prepare` returns, to logits.
+    def apply_fn(self, params: Mapping[str, Any], inputs: jax.Array) -> jax.Array:
+        """Maps inputs to float32 logits.
 
-        The logits are float32 [B, num_classes]. `params` has the structure of `self.params`.
+        Args:
+          params: Parameters with the structure of `self.params`.
+          inputs: Images, floating point [B, S, S, C] in [0, 1] as `preprocessing.prepare` returns, or tokens [B, T].
+
+        Returns:
+          [B, num_classes], or for tokens [B, T, num_classes].
         """
-        logits: Any = self.model.apply({**self.constants, "params": params}, self.preprocessing.normalise(images))
+        return self._applied({"params": params}, inputs)
+
+    def _applied(self, variables: Mapping[str, Any], inputs: jax.Array) -> jax.Array:
+        normalised = self.preprocessing.normalise(inputs) if self.preprocessing else inputs
+        logits: Any = self.model.apply({**self.constants, **variables}, normalised)
         return logits
+
+
+def blank_inputs(preprocessing: Preprocessing | None) -> jax.Array:
+    """Returns the inputs of one record, zeros [1, ...], with which a model makes its parameters."""
+    if preprocessing is None:
+        return jnp.zeros((1, 1), jnp.int32)
+    return jnp.zeros((1, preprocessing.size, preprocessing.size, len(preprocessing.mean)))
 
 
 def load_checkpoint(
@@ -337,7 +394,8 @@ def load_checkpoint(
         `create("vit_b16", num_classes=1000, norm_epsilon=1e-12)`.
       naming: A key of `NAMINGS`, or "auto" to recognise it from the names in the file.
       preprocessing: The normalisation and size of the checkpoint's training. None takes 0.5 for augreg files. For
-        others it reads Hugging Face's preprocessor_config.json or timm's config.json beside the file.
+        others it reads Hugging Face's preprocessor_config.json or timm's config.json beside the file. A language model
+        has none.
       new_head: Whether the model has other classes than the file. Its head then starts at zero. The file's is not used.
       limits: The limit on the bytes of its arrays. The default is `Limits()`.
 
@@ -352,7 +410,10 @@ def load_checkpoint(
     try:
         naming = _recognise(naming, tensors)
         _check_attributes(naming, _read_json(path.with_name("config.json")), tensors, model)
-        preprocessing = _choose(preprocessing, path, naming, tensors)
+        if not isinstance(model, LanguageModel):
+            preprocessing = _choose(preprocessing, path, naming, tensors)
+        elif preprocessing is not None:
+            raise ValueError(f"preprocessing must be None for a language model, got {preprocessing}.")
         variables = _translate(naming, tensors, model, preprocessing, new_head)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -393,7 +454,11 @@ def _check_attributes(naming: str, config: Mapping[str, Any], tensors: Tensors, 
     """Compares the naming, Hugging Face's config.json and the shapes with the attributes that the model has."""
     stated = dict(NAMINGS[naming].attributes)
     known = {"num_attention_heads": "num_heads", "layer_norm_eps": "norm_epsilon"}
-    stated |= {ours: config[theirs] for theirs, ours in known.items() if theirs in config}
+    if isinstance(model, LanguageModel):
+        known, model = _LANGUAGE_CONFIG, model.clone(kv_heads=model.kv_heads or model.num_heads)
+        config = {**config, **_rotary(config)}
+        stated["positions"] = min(model.positions, config.get("max_position_embeddings", model.positions))
+    stated |= {ours: config[theirs] for theirs, ours in known.items() if config.get(theirs) is not None}
     if naming == "augreg" and _QUERY in tensors and tensors[_QUERY].ndim == 3:
         stated["num_heads"] = tensors[_QUERY].shape[1]
     wrong = [
@@ -403,6 +468,25 @@ def _check_attributes(naming: str, config: Mapping[str, Any], tensors: Tensors, 
     ]
     if wrong:
         raise ValueError(f"the checkpoint needs a model with {'; '.join(wrong)}.")
+
+
+_LANGUAGE_CONFIG = {  # config.json of GPT-2 and Llama
+    **{"n_head": "num_heads", "num_attention_heads": "num_heads", "num_key_value_heads": "kv_heads"},
+    **{"layer_norm_epsilon": "norm_epsilon", "rms_norm_eps": "norm_epsilon", "rope_theta": "rotary_base"},
+    **{"vocab_size": "num_classes", "n_positions": "positions", "tie_word_embeddings": "tied"},
+}
+_ACTIVATIONS = {"activation_function": "gelu_new", "hidden_act": "silu"}
+
+
+def _rotary(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the base of rotary positions. Raises ValueError for what `LanguageModel` does not compute."""
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    wrong = [f"{name}={config[name]!r}" for name, ours in _ACTIVATIONS.items() if config.get(name, ours) != ours]
+    if wrong or kind != "default":
+        wrong += [f"rope_type={kind!r}"] * (kind != "default")
+        raise ValueError(f"config.json has {', '.join(wrong)}, which LanguageModel does not compute. Take another one.")
+    return {"rope_theta": rotary["rope_theta"]} if "rope_theta" in rotary else {}
 
 
 def _stated_preprocessing(path: Path, naming: str, tensors: Tensors) -> Preprocessing | None:
@@ -440,15 +524,39 @@ def _choose(given: Preprocessing | None, path: Path, naming: str, tensors: Tenso
     return chosen
 
 
+def _by_layer(variables: Any) -> dict[tuple[str, ...], Any]:
+    """Returns variables by path. Those of a stack of layers, "blocks", become those of layers "block_0", ..."""
+    found: dict[tuple[str, ...], Any] = {}
+    for (collection, first, *keys), x in flatten_dict(variables).items():
+        if first == "blocks":
+            one = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+            found |= {(collection, f"block_{k}", *keys): one for k in range(x.shape[0])}
+        else:
+            found[collection, first, *keys] = x
+    return found
+
+
+def _stacked(variables: Mapping[tuple[str, ...], jax.Array]) -> dict[tuple[str, ...], jax.Array]:
+    """Returns the variables of `_by_layer` with the layers of a stack in one array."""
+    found: dict[tuple[str, ...], Any] = {}
+    for (collection, first, *keys), x in variables.items():  # layers are in order
+        if first.startswith("block_"):
+            found.setdefault((collection, "blocks", *keys), []).append(x)
+        else:
+            found[collection, first, *keys] = x
+    return {path: jnp.stack(x) if isinstance(x, list) else x for path, x in found.items()}
+
+
 def _translate(
-    naming: str, tensors: Tensors, model: nn.Module, preprocessing: Preprocessing, new_head: bool
+    naming: str, tensors: Tensors, model: nn.Module, preprocessing: Preprocessing | None, new_head: bool
 ) -> dict[str, Any]:
     """Returns our collections from the tensors of a file. A ValueError lists everything that does not fit."""
-    images = jnp.zeros((1, preprocessing.size, preprocessing.size, len(preprocessing.mean)))
-    variables = jax.eval_shape(model.init, jax.random.key(0), images)
+    variables = jax.eval_shape(model.init, jax.random.key(0), blank_inputs(preprocessing))
+    stack = isinstance(model, LanguageModel)
+    expected_of = _by_layer(variables) if stack else flatten_dict(variables)
     rules, used, problems = NAMINGS[naming], set[str](), list[str]()
     translated: dict[tuple[str, ...], jax.Array] = {}
-    for (collection, *keys), expected in flatten_dict(variables).items():
+    for (collection, *keys), expected in expected_of.items():
         path = "/".join(keys)
         if (found := rules.find(path)) is None:
             problems.append(f"{path} of the model: not in the naming {naming!r}")
@@ -462,7 +570,7 @@ def _translate(
             problems.append(f"{name}: missing, for {path} {expected.shape}")
             continue
         try:
-            stacked = np.split(given, 3)[("query", "key", "value").index(part)] if part else given
+            stacked = _part(given, part, rules.outputs_axis) if part else given
             array = rules.convert(path, stacked)
         except (ValueError, IndexError, TypeError):  # The number of axes does not fit.
             array = None
@@ -476,9 +584,14 @@ def _translate(
         if not any(re.fullmatch(_pattern(ignored), name) for ignored in rules.ignored):
             problems.append(f"{name}: superfluous, shape {tensors[name].shape}")
     if problems:
+        size = f" at {preprocessing.size}x{preprocessing.size}" if preprocessing else ""
+        remedy = " at its image size" if preprocessing else ", with its vocabulary and number of positions"
         raise ValueError(
-            f"the checkpoint (naming {naming!r}) does not fit the model at {preprocessing.size}x{preprocessing.size}. "
-            "Build the model of the checkpoint at its image size (position embeddings are not interpolated):\n  "
-            + "\n  ".join(problems)
+            f"the checkpoint (naming {naming!r}) does not fit the model{size}. Build the checkpoint's model{remedy}"
+            " (position embeddings are not interpolated):\n  " + "\n  ".join(problems)
         )
-    return unflatten_dict(translated)
+    return unflatten_dict(_stacked(translated) if stack else translated)
+
+
+def _part(stacked: np.ndarray, part: str, axis: int) -> np.ndarray:
+    return np.split(stacked, 3, axis)[("query", "key", "value").index(part)]

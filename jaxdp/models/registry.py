@@ -10,6 +10,7 @@ from jaxdp.models.cnn import CNN
 from jaxdp.models.convnext import ConvNeXt
 from jaxdp.models.efficientnet import EfficientNetLite
 from jaxdp.models.imagenet_resnet import ImageNetResNet
+from jaxdp.models.language import LanguageModel
 from jaxdp.models.mlp import MLP
 from jaxdp.models.resnet import ResNet
 from jaxdp.models.squeezenet import SqueezeNet
@@ -32,6 +33,16 @@ def _convnext(width: int, depth: int) -> _Entry:
 def _swin(width: int, depth: int) -> _Entry:
     heads = width // 32
     return Swin, {"width": width, "depths": (2, 2, depth, 2), "num_heads": (heads, 2 * heads, 4 * heads, 8 * heads)}
+
+
+def _gpt2(width: int, depth: int) -> _Entry:
+    sizes = {"width": width, "depth": depth, "num_heads": width // 64, "mlp_width": 4 * width}
+    return LanguageModel, {"positions": 1024, **sizes}
+
+
+def _llama(width: int, depth: int, num_heads: int, mlp_width: int, **attributes: Any) -> _Entry:
+    sizes = {"width": width, "depth": depth, "num_heads": num_heads, "mlp_width": mlp_width}
+    return LanguageModel, {"form": "llama", "positions": 2048, **sizes, **attributes}
 
 
 _DEIT = {"ti": (192, 12, 3), "s": (384, 12, 6), "b": (768, 12, 12)}  # width, depth and number of heads
@@ -62,6 +73,15 @@ MODELS: Mapping[str, _Entry] = {
     "convnext_small": _convnext(96, 27),
     "convnext_base": _convnext(128, 27),
     "convnext_large": _convnext(192, 27),
+    "lm_tiny": (LanguageModel, {}),
+    "gpt2": _gpt2(768, 12),
+    "gpt2_medium": _gpt2(1024, 24),
+    "gpt2_large": _gpt2(1280, 36),
+    "gpt2_xl": _gpt2(1600, 48),
+    "smollm_135m": _llama(576, 30, 9, 1536, kv_heads=3),
+    "smollm2_135m": _llama(576, 30, 9, 1536, kv_heads=3, positions=8192, rotary_base=100_000.0),
+    "tinyllama_1b": _llama(2048, 22, 32, 5632, kv_heads=4, tied=False),
+    "llama2_7b": _llama(4096, 32, 32, 11_008, positions=4096, tied=False),
     "swin_tiny": _swin(96, 6),
     "swin_small": _swin(96, 18),
     "swin_base": _swin(128, 18),
@@ -84,13 +104,17 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
           adds the distillation token and its head.
         "convnext_tiny", "convnext_small", "convnext_base", "convnext_large" (Liu et al. 2022).
         "swin_tiny", "swin_small", "swin_base", "swin_large" (Liu et al. 2021) for 224x224. window=12 is for 384x384.
-      num_classes: The number of logits, at least 2.
+        "lm_tiny" (ours, for bytes), "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl" (Radford et al. 2019),
+          "smollm_135m", "smollm2_135m" (Hugging Face 2024),
+          "tinyllama_1b" (Zhang et al. 2024), "llama2_7b" (Touvron et al. 2023).
+      num_classes: The number of logits, at least 2. For a language model it is the size of the vocabulary.
       **kwargs: Attributes of the model's class, for example `patch_size=2`. They override the attributes of the name.
         An activation may be the name of a function in `flax.linen`.
 
     Returns:
       A Linen module that maps images [B, H, W, C] to float32 logits [B, num_classes]. Its last layer is "head". A
-      distilled model also has "head_distilled".
+      distilled model also has "head_distilled". A language model maps tokens [B, T] to [B, T, num_classes], see
+      `jaxdp.models.LanguageModel`.
 
     Raises:
       ValueError: The name is unknown, or there are fewer than 2 classes.

@@ -53,19 +53,20 @@ def trainable(choice: str, params: Params) -> Callable[[str, Any], bool]:
 
 
 class _WithLoRA(Pretrained):
-    def apply_fn(self, params: Params, images: jax.Array) -> jax.Array:
+    def apply_fn(self, params: Params, inputs: jax.Array) -> jax.Array:
         rest = {name: part for name, part in params.items() if name != LORA}
-        factors = flatten_dict(dict(params[LORA]), sep="/")
 
         def add(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-            y, name = call(*args, **kwargs), "/".join(context.module.path)
-            if context.method_name != "__call__" or f"{name}/down" not in factors:
+            y, layer = call(*args, **kwargs), context.module
+            if context.method_name != "__call__" or not layer.has_variable(LORA, "down"):
                 return y
-            down, up = factors[f"{name}/down"], factors[f"{name}/up"]
-            return y + (args[0].astype(down.dtype) @ down @ up).astype(y.dtype)
+            down, up = layer.get_variable(LORA, "down"), layer.get_variable(LORA, "up")
+            x = args[0].astype(layer.dtype or down.dtype)
+            return y + (x @ down.astype(x.dtype) @ up.astype(x.dtype)).astype(y.dtype)
 
+        # The factors are a collection, so that a scan over layers divides them like the weights.
         with nn.intercept_methods(add):
-            return super().apply_fn(rest, images)
+            return self._applied({"params": rest, LORA: params[LORA]}, inputs)
 
 
 def with_lora(pretrained: Pretrained, *, rank: int, layers: str = ".*attention/(query|value)", seed: int) -> Pretrained:
@@ -84,18 +85,21 @@ def with_lora(pretrained: Pretrained, *, rank: int, layers: str = ".*attention/(
       ValueError: The rank is below 1, or no dense layer matches. The message lists them.
     """
     flat = flatten_dict(dict(pretrained.params), sep="/")
-    dense = {path.removesuffix("/kernel"): leaf for path, leaf in flat.items() if leaf.ndim == 2}
+    dense = {
+        path.removesuffix("/kernel"): leaf
+        for path, leaf in flat.items()
+        if path.endswith("/kernel") and leaf.ndim in (2, 3) and path != "unembed/kernel"  # 3 is a stack of layers
+    }
     chosen = [path for path in dense if re.fullmatch(layers, path)]
-    if rank < 1 or not chosen:
-        raise ValueError(
-            f"rank must be at least 1 and layers must match a dense layer, got rank={rank} and layers={layers!r}. The "
-            f"dense layers are {', '.join(sorted(dense))}."
-        )
+    if rank < 1:
+        raise ValueError(f"rank must be at least 1, got {rank}.")
+    if not chosen:
+        raise ValueError(f"layers must match a dense layer, got {layers!r}. There are {', '.join(sorted(dense))}.")
     factors = {}
     for path, key in zip(chosen, jax.random.split(jax.random.key(seed), len(chosen)), strict=True):
-        inputs, outputs = dense[path].shape
-        factors[f"{path}/down"] = jax.random.normal(key, (inputs, rank)) / math.sqrt(inputs)
-        factors[f"{path}/up"] = jnp.zeros((rank, outputs))
+        *layers_of, inputs, outputs = dense[path].shape
+        factors[f"{path}/down"] = jax.random.normal(key, (*layers_of, inputs, rank)) / math.sqrt(inputs)
+        factors[f"{path}/up"] = jnp.zeros((*layers_of, rank, outputs))
     fields = {field.name: getattr(pretrained, field.name) for field in dataclasses.fields(pretrained)}
     params = {**pretrained.params, LORA: unflatten_dict(factors, sep="/")}
     return _WithLoRA(**(fields | {"params": params}))

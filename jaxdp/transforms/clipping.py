@@ -854,6 +854,9 @@ def can_factor(component: list[sites.Site]) -> bool:
     return all(_axes(s) in (first, first[::-1]) for s in component)
 
 
+# Where factors are possible, gradients of more bytes per example are kept only if the factors take about as many. One
+# of an embedding of 50,000 tokens takes 150 MB.
+_ROOM = 2.0**24
 # The number of floating-point operations that take as long as moving one byte. Only orders of magnitude matter.
 _BALANCE = {"cpu": 4.0, "gpu": 20.0, "tpu": 50.0}
 
@@ -864,8 +867,9 @@ def method_costs(component: list[sites.Site], leaf_size: int, keep: bool) -> tup
     The methods are "factors", "keep" (per-example gradients) and "drop" (form them twice).
     """
     balance = _BALANCE.get(jax.default_backend(), 20.0)
-    activations = contract = form = gram = 0.0
-    lookups_only = all(isinstance(site.rule, sites.Lookup) for site in component)
+    activations = factors = contract = form = gram = 0.0
+    lookups = sum(isinstance(site.rule, sites.Lookup) for site in component)
+    lookups_only = lookups == len(component)
     for site in component:
         rule = site.rule
         t, s = rule.positions * site.repeats, rule.groups * site.slices
@@ -875,6 +879,7 @@ def method_costs(component: list[sites.Site], leaf_size: int, keep: bool) -> tup
             continue
         lookup = isinstance(rule, sites.Lookup)
         work = 2.0 * s * t * rule.cols * (1 if lookup else rule.rows) / balance
+        factors += 4.0 * s * t * (rule.cols + (1 if lookup else rule.rows))
         contract += work
         form += work + 8.0 * s * rule.rows * rule.cols
         if lookup and lookups_only:
@@ -882,14 +887,18 @@ def method_costs(component: list[sites.Site], leaf_size: int, keep: bool) -> tup
         elif t == 1:
             gram += 4.0 * s * (rule.rows + rule.cols)
         else:
-            gram += 2.0 * s * t * t * (rule.rows + rule.cols) / balance + 8.0 * s * t * t
+            share = (1 + sites.gram_rows(t) / t) / 2  # of the blocks that are computed
+            gram += share * s * t * t * (2.0 * (rule.cols + (0 if lookup else rule.rows)) / balance + 8.0)
     reuse = 4.0 * leaf_size * (1 + 2 / balance)
-    if len(component) > 1 and not lookups_only:
-        gram *= len(component)
+    if not lookups_only:
+        gram *= max(1, len(component) - lookups)  # a product with rows of an identity matrix costs next to nothing
     options = {"drop": form + contract}
-    if keep or 4.0 * leaf_size <= activations:
+    factorable, room = can_factor(component), activations
+    if keep:
+        room = max(_ROOM, 1.25 * factors) if factorable else math.inf
+    if 4.0 * leaf_size <= room:
         options["keep"] = form + reuse
-    if can_factor(component):
+    if factorable:
         options["factors"] = gram + contract
     return options, contract
 
@@ -927,7 +936,7 @@ def _leaf_treatments(
         rules = tuple(sorted({_RULE_NAMES[type(site.rule)] for site in component}))
         positions = [site.rule.positions * site.repeats for site in component]
         groups = [site.rule.groups * site.slices for site in component]
-        gram = sum(8 * s * t * t for s, t in zip(groups, positions, strict=True) if t > 1)
+        gram = sum(8 * s * sites.gram_rows(t) ** 2 for s, t in zip(groups, positions, strict=True) if t > 1)
         if all(isinstance(site.rule, sites.Lookup) for site in component):
             gram = sum(4 * math.prod(site.tap.shape) for site in component)
         for i in members:

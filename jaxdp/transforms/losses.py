@@ -19,7 +19,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["hinge", "sigmoid_cross_entropy", "softmax_cross_entropy", "squared_error"]
+__all__ = ["hinge", "next_token", "sigmoid_cross_entropy", "softmax_cross_entropy", "squared_error"]
 
 
 def softmax_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
@@ -40,6 +40,30 @@ def softmax_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
     """
     logits = _at_least_float32(logits)
     return _softmax_cross_entropy(logits, _class_weights(logits, label))
+
+
+def next_token(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Computes the mean cross-entropy of the tokens of one text, where they are known.
+
+        loss = sum_t (log sum_j exp(z_tj) - z_t,y_t) / n,  over the n positions t with y_t >= 0
+
+    It is a plain function: every derivative of JAX works, and memory beyond the logits is that of one more such array.
+
+    Args:
+        logits: [T, V], from the tokens up to each position: `model(tokens[:-1])`.
+        targets: [T] integers, the tokens that follow: `tokens[1:]`. A negative one is padding. One of V or more gives
+            NaN. Without a known token the loss is 0.
+
+    Raises:
+        ValueError: The shapes do not match.
+    """
+    if logits.ndim != 2 or targets.shape != logits.shape[:1]:
+        raise ValueError(f"logits must be [T, V] and targets [T], got {logits.shape} and {targets.shape}.")
+    logits, known = _at_least_float32(logits), targets >= 0
+    place = jnp.maximum(targets, 0)[:, None]
+    chosen = jnp.take_along_axis(logits, place, axis=1, mode="fill", fill_value=jnp.nan)[:, 0]
+    losses = jnp.where(known, jax.nn.logsumexp(logits, axis=1) - chosen, 0)
+    return losses.sum() / jnp.maximum(known.sum(), 1).astype(losses.dtype)
 
 
 def sigmoid_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ for sequences. Bu et al. (2023, arXiv:2210.00038) keep u and w instead of a seco
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -32,6 +33,9 @@ _FLUSHED = 2.0**-126
 # Longer inner products are summed in blocks of this many terms, which rounds less.
 _BLOCK = 2048
 
+# Gram matrices of more positions are computed by blocks of at most this many rows.
+_GRAM_ROWS = 256
+
 # Patches of a convolution of few channels are formed up to this many entries.
 _PATCH_ROWS = 64
 
@@ -48,6 +52,7 @@ class OneHot:
 
 
 Factor = Any  # jax.Array or OneHot
+Pair = tuple[tuple[Factor, ...], Factor]  # parts of u, and w
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -535,6 +540,47 @@ def _square(x: jax.Array) -> jax.Array:
     return jnp.square(_wide(x))
 
 
+def _grams(x: Pair, y: Pair, kind: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the inner products <u_t, u'_t'> and <w_t, w'_t'> [B, S, T, T'] of two pairs of factors."""
+    products = [inner_products(p, q).astype(kind) for p, q in zip(x[0], y[0], strict=True)]
+    return functools.reduce(jnp.add, products), inner_products(x[1], y[1]).astype(kind)
+
+
+def gram_rows(positions: int) -> int:
+    """Returns the number of rows of the blocks of Gram matrices, which divides the number of positions."""
+    return next((size for size in range(_GRAM_ROWS, _GRAM_ROWS // 2, -1) if positions % size == 0), positions)
+
+
+def _gram_norm(pair: Pair, kind: Any) -> tuple[jax.Array, ...]:
+    """Returns ||sum_t u_t w_t^T||^2, [B], and the lengths of u and w, [B, S, T] each.
+
+    Gram matrices are symmetric. Of long ones it computes the blocks of one half, one after the other.
+    """
+    positions = jax.tree.leaves(pair[1])[0].shape[2]
+    size = gram_rows(positions)
+
+    def sums(x: Pair, y: Pair) -> tuple[jax.Array, ...]:
+        grams = _grams(x, y, kind)
+        return (grams[0] * grams[1]).sum((1, 2, 3)), *(jnp.diagonal(g, axis1=2, axis2=3) for g in grams)
+
+    def block(place: Any) -> tuple[jax.Array, ...]:
+        def cut(k: Any) -> Pair:
+            rows: Pair = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, k * size, size, axis=2), pair)
+            return rows
+
+        return sums(*map(cut, place))
+
+    if size == positions:
+        total, *squares = sums(pair, pair)
+    else:
+        places = list(itertools.combinations_with_replacement(range(positions // size), 2))
+        totals, *found = lax.map(block, jnp.array(places))
+        total = (jnp.array([1 if i == j else 2 for i, j in places], kind)[:, None] * totals).sum(0)
+        diagonal = [n for n, (i, j) in enumerate(places) if i == j]
+        squares = [jnp.concatenate([x[n] for n in diagonal], 2) for x in found]
+    return total, *(jnp.sqrt(x) for x in squares)
+
+
 def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.Array:
     """Computes ||sum_j sum_t u_jt w_jt^T||^2 [B] of every example, from the factors of the sites of one weight.
 
@@ -555,16 +601,15 @@ def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.
         return (square_u * (_square(w).sum((2, 3)) + cols * _FLUSHED)).sum(1)
     kind = wide_dtype(*jax.tree.leaves(pairs))
     total, bound, rounding, lengths_u, lengths_w = jnp.zeros((5, 1), kind)
-    for j, (parts_j, w_j) in enumerate(pairs):
-        for k, (parts_k, w_k) in enumerate(pairs[: j + 1]):
-            gram_u = sum(inner_products(p, q).astype(kind) for p, q in zip(parts_j, parts_k, strict=True))
-            gram_w = inner_products(w_j, w_k).astype(kind)
-            total = total + (1 if j == k else 2) * (gram_u * gram_w).sum((1, 2, 3))
-            if j == k:
-                length_u, length_w = (jnp.sqrt(jnp.diagonal(g, axis1=2, axis2=3)) for g in (gram_u, gram_w))
-                bound = bound + (length_u * length_w).sum((1, 2))
-                rounding = rounding + jnp.square(length_u * length_w).sum((1, 2))
-                lengths_u, lengths_w = lengths_u + length_u.sum((1, 2)), lengths_w + length_w.sum((1, 2))
+    for j in range(len(pairs)):
+        for pair in pairs[:j]:
+            gram_u, gram_w = _grams(pairs[j], pair, kind)
+            total = total + 2 * (gram_u * gram_w).sum((1, 2, 3))
+        square, length_u, length_w = _gram_norm(pairs[j], kind)
+        total = total + square
+        bound = bound + (length_u * length_w).sum((1, 2))
+        rounding = rounding + jnp.square(length_u * length_w).sum((1, 2))
+        lengths_u, lengths_w = lengths_u + length_u.sum((1, 2)), lengths_w + length_w.sum((1, 2))
     flushed = _FLUSHED * (rows * jnp.square(lengths_w) + cols * jnp.square(lengths_u))
     terms = min(max(rows, cols), 2 * _BLOCK)
     rounding = float(jnp.finfo(kind).eps) * max(math.sqrt(terms), terms / 32) * rounding

@@ -1,7 +1,8 @@
 """Tiny random checkpoints in public namings, with the logits of the libraries that publish in them.
 
 `python tests/golden/make_checkpoints.py` (needs `pip install --group parity`) rewrites tests/golden/checkpoints.
-tests/models/test_checkpoints.py reads them without those libraries, and calls `write` in `make parity`.
+tests/models/test_checkpoints.py reads them without those libraries, and calls `write` in `make parity`. Language models
+are in tests/golden/language, for tests/models/test_language.py.
 """
 
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 FOLDER = Path(__file__).parent / "checkpoints"
+LANGUAGE = Path(__file__).parent / "language"
 SIZES = {"vit": 8, "convnext": 64, "swin": 32}
 WIDTHS, DEPTHS = (4, 6, 8, 10), (1, 1, 2, 1)
 SWIN_DEPTHS, SWIN_HEADS = (1, 2, 1), (1, 2, 4)  # grids of 16x16, 8x8 (where windows shift) and 4x4 (one window)
@@ -177,8 +179,37 @@ def write(case: str, folder: Path, seed: int) -> tuple[Path, np.ndarray]:
     return path, getattr(logits, "logits", logits).numpy()
 
 
+def tokens() -> np.ndarray:
+    """Returns two rows of tokens of a vocabulary of 31."""
+    return np.random.default_rng(7).integers(31, size=(2, 9))
+
+
+def write_language(case: str, folder: Path, seed: int) -> tuple[Path, np.ndarray]:
+    """Writes "hf_gpt2" or "hf_llama" with its config.json. Returns its file and the publisher's logits on `tokens`."""
+    import torch
+    import transformers
+
+    config: Any
+    if case == "hf_gpt2":
+        config = transformers.GPT2Config(vocab_size=31, n_positions=16, n_embd=8, n_layer=2, n_head=2, n_inner=12)
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        sizes = {"vocab_size": 31, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
+        config = transformers.LlamaConfig(**sizes, **heads, rms_norm_eps=1e-5, rope_theta=500.0)
+        model = transformers.LlamaForCausalLM(config)
+    model = perturb(model, seed)
+    (folder / case).mkdir(exist_ok=True, parents=True)
+    model.save_pretrained(folder / case)
+    (folder / case / "generation_config.json").unlink(missing_ok=True)
+    with torch.no_grad():
+        return folder / case / "model.safetensors", model(torch.from_numpy(tokens())).logits.numpy()
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
+    language = {case: write_language(case, LANGUAGE, 0)[1] for case in ("hf_gpt2", "hf_llama")}
+    np.savez(LANGUAGE / "logits.npz", **language)
     logits = {case: write(case, FOLDER, seed)[1] for seed, case in enumerate(BUILDERS)}
     np.savez(FOLDER / "logits.npz", **logits)
     sys.stdout.write("".join(f"{case}: {values.tolist()}\n" for case, values in logits.items()))

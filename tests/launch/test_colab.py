@@ -1,96 +1,34 @@
 """The notebook: it runs from top to bottom in a fresh kernel, holds no logic, and leaves the runtime's jax alone."""
 
 import ast
-import importlib.metadata
-import json
-import os
 import pathlib
 import re
 import subprocess
-import tomllib
-import venv
 import zipfile
 
 import jax
-import nbclient
 import nbformat
 import numpy as np
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from configs import lifecycle_digits
 from jaxdp.privacy import Ledger
 from launch import colab
+from tests.launch import notebook
+from tests.launch.notebook import NOTEBOOK, ROOT
 
 pytestmark = pytest.mark.slow
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-NOTEBOOK = ROOT / "launch" / "colab.ipynb"
 
 
 # --- The notebook -----------------------------------------------------------------------------------------------------
 
 
-def needed(*wanted):
-    """Returns the distributions that requirements bring, by the metadata of those that are installed."""
-    found, left = {}, [Requirement(text) for text in wanted]
-    while left:
-        asked = left.pop()
-        name = canonicalize_name(asked.name)
-        if new := {"", *asked.extras} - found.get(name, set()):
-            found.setdefault(name, set()).update(new)
-            listed = map(Requirement, importlib.metadata.distribution(name).requires or ())
-            left += [one for one in listed if not one.marker or any(one.marker.evaluate({"extra": e}) for e in new)]
-    return [importlib.metadata.distribution(name) for name in found]
-
-
-def runtime(folder):
-    """Makes an environment with a notebook's kernel and with what the install cell asks for, and nothing else.
-
-    The packages are links to those of this environment, so nothing is downloaded. Returns its Python.
-    """
-    *_, asked = colab.command(folder)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = Requirement(f"jaxdp{asked.removeprefix(str(ROOT))}").extras
-    extras = [one for extra in extras for one in project["optional-dependencies"][extra]]
-    venv.create(folder, with_pip=False)
-    [site] = folder.glob("lib/python*/site-packages")
-    for distribution in needed("ipykernel", *project["dependencies"], *extras):
-        for file in distribution.files:
-            place, parts = pathlib.Path(distribution.locate_file("")), file.parts
-            # Several distributions share a folder that is no module, such as google.
-            alone = (place / parts[0] / "__init__.py").exists() or parts[0].endswith((".dist-info", ".libs"))
-            parts = parts[: 1 if alone else 2]
-            link = site.joinpath(*parts)
-            if parts[0] not in ("..", "__pycache__") and not link.exists():
-                link.parent.mkdir(exist_ok=True)
-                link.symlink_to(place.joinpath(*parts))
-    (site / "jaxdp.dist-info").mkdir()
-    (site / "jaxdp.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: jaxdp\nVersion: 0\n")
-    return folder / "bin" / "python"
-
-
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
-    """Executes the notebook in such an environment. Returns its folder, and its cells with their outputs, by id."""
+    """Returns the folder in which the notebook was executed, and its cells with their outputs, by id."""
     folder = tmp_path_factory.mktemp("colab")
-    (folder / "jaxdp").symlink_to(ROOT)  # cloned already
-    kernel = folder / "share" / "kernels" / "colab"
-    kernel.mkdir(parents=True)
-    command = [str(runtime(folder / "runtime")), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    (kernel / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "", "language": "python"}))
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    options = {"kernel_name": "colab", "resources": {"metadata": {"path": str(folder)}}}
-    client = nbclient.NotebookClient(notebook, timeout=900, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUPYTER_PATH", str(folder / "share"))
-        patch.delenv("PYTHONPATH", raising=False)
-        patch.setenv("JAX_PLATFORMS", "cpu")
-        flags = os.environ["XLA_FLAGS"].split()
-        patch.setenv("XLA_FLAGS", " ".join(f for f in flags if "device_count" not in f))  # one, as on most runtimes
-        client.execute()
-    return folder, {cell.id: cell.get("outputs", []) for cell in notebook.cells}
+    made = notebook.executed(folder)
+    return folder, {cell.id: cell.get("outputs", []) for cell in made.cells}
 
 
 def printed(outputs):
@@ -146,11 +84,16 @@ def code_cells():
     return [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
 
 
-def test_nothing_is_stored_that_a_run_makes():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    nbformat.validate(notebook)
-    assert all(cell.outputs == [] and cell.execution_count is None for cell in code_cells())
-    identities = [cell.id for cell in notebook.cells]
+def test_the_outputs_of_a_run_on_cpu_are_stored_without_names_of_a_machine():
+    """They were stored after all cells had run in order. `python -m tests.launch.notebook` stores them again."""
+    kept = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(kept)
+    assert [cell.execution_count for cell in code_cells()] == list(range(1, len(code_cells()) + 1))
+    outputs = {cell.id: cell.outputs for cell in code_cells()}
+    assert "CpuDevice" in str(outputs["devices"]) and printed(outputs["life"]).count(": done\n") == 13
+    assert not [output for found in outputs.values() for output in found if output.get("name") == "stderr"]
+    assert not re.search("/tmp/|/home/|/root/", NOTEBOOK.read_text())
+    identities = [cell.id for cell in kept.cells]
     assert len(set(identities)) == len(identities) and all(re.fullmatch("[a-z]+(-[a-z]+)*", i) for i in identities)
     assert "://" not in NOTEBOOK.read_text()
 

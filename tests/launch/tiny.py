@@ -28,6 +28,33 @@ def finetune(**changes: Any) -> Any:
     return _config("digits_dpsgd", FINETUNE, changes)
 
 
+_LM_RUN = {
+    "data.length": 12,
+    "private.batch_size": 8,
+    "private.physical_batch_size": 16,
+    "private.steps": 4,
+    "private.checkpoint_every": 2,
+    "generation.prompts": ("the film",),
+    "generation.length": 16,
+}
+
+
+def lm(**changes: Any) -> Any:
+    sizes = {"positions": 16, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 12}
+    run = {"no_privacy.steps": 4, "no_privacy.batch_size": 16, **_LM_RUN}
+    return _config("lm.bytes", run | {f"model.options.{k}": v for k, v in sizes.items()}, changes, "bundled")
+
+
+def lora(folder: Any, **changes: Any) -> Any:
+    """Returns LoRA of the tiny Llama in a folder with model.safetensors, tokenizer.json and files of texts."""
+    run = {"model.num_classes": 31, "model.checkpoint": f"{folder}/model.safetensors", "data.path": str(folder)}
+    run |= {"data.tokenizer": f"{folder}/tokenizer.json", "model.lora.rank": 2, **_LM_RUN}
+    config = _config("lm.lora", run, changes, "tinyllama_1b")
+    sizes = {"positions": 16, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 12}
+    config.model.options = {**sizes, "kv_heads": 1, "rotary_base": 500.0, "dtype": "float32"}
+    return config
+
+
 PRETRAIN = {
     "model.options.widths": (8,),
     "train.steps": 6,

@@ -344,3 +344,16 @@ def test_low_precision_is_accumulated_in_float32() -> None:
     assert site.contract(xs, gs).dtype == site.per_example(xs, gs).dtype == jnp.float32
     check_rule(site, xs, gs, truth)
     check_rule(site, xs, gs.astype(jnp.float32), truth)  # as when cotangents were scaled in float32
+
+
+@pytest.mark.parametrize("positions", [512, 640, 521])
+def test_gram_norms_of_long_sequences_by_blocks(positions: int) -> None:
+    """A twin that counts the blocks beside the diagonal once has another norm. 521 is prime: one block."""
+    u, w = normal(0, 2, 1, positions, 3), normal(1, 2, 1, positions, 4)
+    index = np.random.default_rng(2).integers(-1, 3, (2, 1, positions))
+    table = np.concatenate([np.eye(3), np.zeros((1, 3))])[index]
+    squares = [np.square(np.einsum("bstp,bstq->bspq", x.astype(float), w)).sum((1, 2, 3)) for x in (u, u + table)]
+    pairs: list[Any] = [((jnp.asarray(u),), jnp.asarray(w)), ((sites.OneHot(jnp.asarray(index)),), jnp.asarray(w))]
+    for chosen, expected in zip((pairs[:1], pairs), squares, strict=True):
+        np.testing.assert_allclose(jax.jit(sites.squared_norms)(chosen), expected, rtol=1e-5)
+    assert sites.gram_rows(positions) == {512: 256, 640: 160, 521: 521}[positions]

@@ -1,0 +1,277 @@
+"""Private training of a language model: python -m launch.lm --config configs/lm/bytes.py --workdir workdir/lm."""
+
+import functools
+import importlib.resources
+import math
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp import finetune
+from jaxdp.data import Examples, from_texts, pad_to_physical
+from jaxdp.files import optional, understood
+from jaxdp.models import LanguageModel, Pretrained, generate, merge_lora, save_params
+from jaxdp.models.registry import MODELS
+from jaxdp.report import format_table
+
+from . import data, frame, models, plans, settings, trainers
+
+Params = Any
+BYTES = "bytes"
+# Rows of the embedding beyond the tokenizer's vocabulary that a publisher may have added, so that sizes are round.
+_SPARE = 1024
+
+
+class Model(NamedTuple):
+    """A cell: the private model, or the one without privacy."""
+
+    model: str
+
+
+class Opened(NamedTuple):
+    """The records as tokens, the model, and what translates tokens.
+
+    Attributes:
+      chosen: As `Task.chosen` in launch/tasks.py.
+      prompts: Those of the config, as tokens.
+      decode: Token ids to text.
+    """
+
+    private: Examples
+    test: Examples
+    network: Pretrained
+    chosen: Callable[[str, Any], bool] | None
+    prompts: list[list[int]]
+    decode: Callable[[Sequence[int]], str]
+    trainer: Any
+
+
+def _tokenizer(config: Any) -> tuple[Callable[[str], Sequence[int]] | None, Callable[[Sequence[int]], str], int]:
+    """Returns (encode, decode, size of the vocabulary) of the data part of a config."""
+    if config.tokenizer == BYTES:
+        return None, lambda ids: bytes(i for i in ids if i > 0).decode("utf-8", "replace"), 256
+    path = pathlib.Path(config.tokenizer)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"config.data.tokenizer must be 'bytes' or the tokenizer.json of the checkpoint, got {config.tokenizer!r}, "
+            "which is no file."
+        )
+    library = optional("tokenizers", "text")
+    with understood(path, "Give the tokenizer.json that lies beside the checkpoint."):
+        tokenizer = library.Tokenizer.from_file(str(path))
+    return lambda text: tokenizer.encode(text).ids, tokenizer.decode, tokenizer.get_vocab_size()
+
+
+def _texts(config: Any) -> dict[str, list[str]]:
+    """Returns the private and the test texts of the data part of a config, one per record."""
+    roles, found = ("private", "test"), {}
+    if config.source == "tfds":
+        where = data.splits(config)
+        for role in roles:
+            with settings.named("data", config):
+                found[role], _ = data.texts(*where[role], config.field, data_dir=config.data_dir, labelled=False)
+    elif config.source == "lines":
+        for role in roles:
+            path = pathlib.Path(config.path, config.parts[role])
+            if not path.is_file():
+                raise FileNotFoundError(f"config.data.parts.{role} must be a file of texts, got {str(path)!r}.")
+            found[role] = path.read_text(encoding="utf-8").splitlines()
+    elif config.source == "bundled":
+        folder = importlib.resources.files("sklearn.datasets.descr")
+        pages = sorted((page for page in folder.iterdir() if page.name.endswith(".rst")), key=lambda page: page.name)
+        lines = [line.strip() for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+        whole = [line for line in lines if len(line) >= 20]
+        order = data.choose(len(whole), len(whole), seed=config.split_seed)
+        cut = round(config.parts.private * len(whole))
+        found = {"private": [whole[i] for i in order[:cut]], "test": [whole[i] for i in order[cut:]]}
+    else:
+        raise ValueError(f"config.data.source must be 'tfds', 'lines' or 'bundled', got {config.source!r}.")
+    if empty := [role for role in roles if not found[role]]:
+        raise ValueError(f"config.data.parts.{empty[0]} has no text.")
+    return found
+
+
+def _check(config: Any, vocabulary: int) -> None:
+    """Refuses a model of images, and a tokenizer that does not fit the vocabulary of the model."""
+    model, tokenizer = config.model, config.data.tokenizer
+    languages = [name for name, (family, _) in MODELS.items() if family is LanguageModel]
+    frame.known("model.name", [model.name], languages)
+    spare = model.num_classes - vocabulary
+    if spare < 0 or (model.checkpoint and spare >= (1 if tokenizer == BYTES else _SPARE)):
+        raise ValueError(
+            f"config.data.tokenizer={tokenizer!r} has {vocabulary} tokens, and config.model.num_classes="
+            f"{model.num_classes} is the vocabulary of the model. Give the tokenizer.json of the checkpoint."
+        )
+
+
+def _prompts(config: Any, encode: Callable[[str], Sequence[int]], positions: int) -> list[list[int]]:
+    """Returns the prompts of a config as tokens. Refuses those to which no token can be added."""
+    found, length = [list(encode(prompt)) for prompt in config.prompts], config.length
+    if length > positions:
+        raise ValueError(f"config.generation.length must be at most {positions}, the model's positions, got {length}.")
+    for prompt, tokens in zip(config.prompts, found, strict=True):
+        if not 1 <= len(tokens) < length:
+            raise ValueError(
+                f"config.generation.prompts must have 1 to {length - 1} tokens each, which is below "
+                f"config.generation.length, got {len(tokens)} in {prompt!r}."
+            )
+    return found
+
+
+def _open(config: Any, root: pathlib.Path) -> Opened:
+    encode, decode, vocabulary = _tokenizer(config.data)
+    _check(config, vocabulary)
+    network = models.network(config.model)
+    positions = network.model.positions
+    if config.data.length - 1 > positions:
+        raise ValueError(
+            f"config.data.length must be at most {positions + 1}, the model's positions and the last target, got "
+            f"{config.data.length}. Cut the texts, or take a model with more positions."
+        )
+    prompts = _prompts(config.generation, encode or (lambda text: [0, *text.encode()]), positions)
+    network, chosen = models.adapted(network, config.model, seed=config.init_seed)
+    how = {"length": config.data.length, "encode": encode, "num_classes": vocabulary}
+    found = {
+        role: from_texts(texts, name=f"{config.data.name}/{role}", **how) for role, texts in _texts(config.data).items()
+    }
+    sizes = [f"{len(source)} {role} ({source.name})" for role, source in found.items()]
+    print(f"{', '.join(sizes)}.", flush=True)
+    private, test = found["private"], found["test"]
+    unit = data.terms(config.data)["unit"]
+    trainer = trainers.make(config.private, network, private, None, config.data, unit=unit, trainable=chosen)
+    return Opened(private, test, network, chosen, prompts, decode, trainer)
+
+
+def _cells(config: Any) -> Iterator[Model]:
+    yield Model("private")
+    if config.references:
+        yield Model("no_privacy")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _nats(network: Pretrained, params: Params, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (sum of the losses, number) of the known tokens of a batch."""
+    logits, targets = network.apply_fn(params, tokens[:, :-1]), tokens[:, 1:]
+    known = (targets >= 0) & mask[:, None]
+    chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], 2)[..., 0]
+    return jnp.where(known, jax.nn.logsumexp(logits, -1) - chosen, 0).sum(), known.sum()
+
+
+def bits(network: Pretrained, params: Params, source: Examples, *, batch_size: int = 64) -> float:
+    """Returns the mean bits per token of held-out texts. Nothing is charged."""
+    batches = zip(*pad_to_physical(np.arange(len(source)), min(batch_size, len(source))), strict=True)
+    found = [_nats(network, params, source.gather(rows)["tokens"], mask) for rows, mask in batches]
+    losses, count = np.array(found, np.float64).sum(0)
+    return float(losses / max(count, 1) / math.log(2))
+
+
+def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
+    config, opened, root = work.config, work.shared, work.root
+    network, start = opened.network, models.fresh(opened.network, config.init_seed)
+    judge = functools.partial(bits, network, source=opened.test)
+    if cell.model == "no_privacy":
+
+        def optimizer(rate: Callable[[Any], Any]) -> Any:  # a transformer needs a warm-up without privacy too
+            first = max(1, config.no_privacy.steps // 10)
+            return models.adam_on(lambda step: rate(step) * jnp.minimum(1, (step + 1) / first), chosen=opened.chosen)
+
+        how = {"seed": config.init_seed, "optimizer": optimizer, "label": "no privacy"}
+        params = models.train(network, start, opened.private, config.no_privacy, **how)
+        return {"bits": judge(params), "samples": _samples(config, opened, params)}
+    private, folder, terms = config.private, work.folder(cell), _terms(config, opened)
+    with (
+        frame.account(root / "ledger.sqlite", opened.private.name, label="private", **terms) as account,
+        frame.watching(config, folder) as writers,
+    ):
+        state = finetune.fit(
+            opened.trainer,
+            start,
+            opened.private,
+            steps=private.steps,
+            account=account,
+            workdir=folder,
+            checkpoint_every=private.checkpoint_every,
+            evaluate=lambda params: {"bits": judge(params)},
+            evaluate_every=private.get("evaluate_every") or None,
+            callbacks=writers,
+        )
+        spent = account.epsilon(delta=private.delta)
+    params = trainers.released(state)
+    save_params(root / "params.safetensors", merge_lora(params))
+    written = {"untrained": judge(start), "bits": judge(params), "epsilon": spent}
+    return {**written, "samples": _samples(config, opened, params)}
+
+
+def _terms(config: Any, opened: Opened) -> dict[str, Any]:
+    budget = {"epsilon": config.private.epsilon, "delta": config.private.delta}
+    return data.terms(config.data) | {"records": len(opened.private)} | budget
+
+
+def _samples(config: Any, opened: Opened, params: Params) -> list[str]:
+    """Returns a continuation of every prompt. A model is post-processing of what was paid for it."""
+    how, found = config.generation, []
+    for seed, prompt in enumerate(opened.prompts):
+        options = {"length": how.length, "seed": seed, "temperature": how.temperature}
+        tokens = generate(opened.network.apply_fn, params, prompt, **options).tolist()
+        end = tokens.index(0, 1) if config.data.tokenizer == BYTES and 0 in tokens[1:] else len(tokens)
+        found.append(opened.decode(tokens[:end]))
+    return found
+
+
+def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+    private, *references = rows
+    config, opened = work.config, work.shared
+    return {
+        **{name: private[name] for name in ("untrained", "bits", "epsilon", "samples")},
+        **{row["model"]: row["bits"] for row in references},
+        "delta": config.private.delta,
+        "noise_multiplier": float(opened.trainer.privatizer.event_at(0).noise_multiplier),
+        "steps": config.private.steps,
+        **data.terms(config.data),
+        "dataset": opened.private.name,
+    }
+
+
+def _table(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows = [
+        {"model": "at the start", "bits per token": result["untrained"], "epsilon": "0"},
+        {"model": "private", "bits per token": result["bits"], "epsilon": f"{result['epsilon']:.3f}"},
+    ]
+    if "no_privacy" in result:
+        rows.append({"model": "no privacy", "bits per token": result["no_privacy"], "epsilon": "inf"})
+    return rows
+
+
+def _summary(result: Mapping[str, Any]) -> str:
+    change = f"one {result['unit']} of {result['dataset']} under {result['adjacency']}"
+    lines = [format_table(_table(result)), "", f"Epsilon is at delta = {result['delta']:g}, for {change}."]
+    return "\n".join([*lines, *(f"  {text!r}" for text in result["samples"])])
+
+
+def _plan(config: Any, opened: Callable[[], Opened]) -> Iterator[plans.Item]:
+    found, private = opened(), config.private
+    start, loss = models.fresh(found.network, config.init_seed), models.loss(found.network)
+    how: dict[str, Any] = {"steps": private.steps, "every": private.checkpoint_every, "terms": _terms(config, found)}
+    yield plans.training("private", found.trainer, found.private, start, folder="cells/private", **how)
+    if config.references:
+        yield plans.public_training("reference without privacy", loss, start, found.private, config.no_privacy)
+
+
+STUDY = frame.Study(
+    name="lm",
+    open=_open,
+    cells=_cells,
+    run=_run,
+    result=_result,
+    summary=_summary,
+    tables=lambda result, work: {"Bits per token of held-out texts": _table(result)},
+    plan=_plan,
+)
+
+
+if __name__ == "__main__":
+    frame.main(STUDY)

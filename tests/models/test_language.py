@@ -1,0 +1,156 @@
+"""Language models: logits of their publisher, causality, LoRA in a scan, remat, generation, and mistakes."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxdp
+from jaxdp import models
+
+ROOT = Path(__file__).resolve().parents[1]
+_spec = importlib.util.spec_from_file_location("make_checkpoints", ROOT / "golden" / "make_checkpoints.py")
+make_checkpoints = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(make_checkpoints)
+
+SIZES = {"positions": 16, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 12}
+FORMS = {"hf_gpt2": {}, "hf_llama": {"form": "llama", "kv_heads": 1, "tied": False, "rotary_base": 500.0}}
+LOGITS = dict(np.load(make_checkpoints.LANGUAGE / "logits.npz"))
+TOKENS = jnp.asarray(make_checkpoints.tokens(), jnp.int32)
+
+
+def build(case, **attributes):
+    return models.create("lm_tiny", num_classes=31, **SIZES | FORMS[case] | attributes)
+
+
+def load(case, path=None, **attributes):
+    path = path or make_checkpoints.LANGUAGE / case / "model.safetensors"
+    return models.load_checkpoint(path, model=build(case, **attributes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["hf_gpt2", "hf_llama", "gpt2"])
+def test_logits_are_those_of_the_publishing_library(case, tmp_path):
+    """A twin that turns neighbouring entries in place of halves, or pairs heads and keys otherwise, is far off."""
+    path, form = None, "hf_gpt2" if case == "gpt2" else case
+    if case == "gpt2":  # the first files of the publisher
+        path = tmp_path / "model.safetensors"
+        tensors = load_file(make_checkpoints.LANGUAGE / form / "model.safetensors")
+        save_file({name.removeprefix("transformer."): x for name, x in tensors.items()}, path)
+    public = load(form, path)
+    logits = public.apply_fn(public.params, TOKENS)
+    assert LOGITS[form].std() > 0.1 and logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, LOGITS[form], atol=1e-4)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", FORMS)
+@pytest.mark.filterwarnings("ignore")  # other libraries' own
+def test_live_parity_of_language_models(case, tmp_path, record_property):
+    """Logits of a language model with random weights, loaded from the file that transformers writes."""
+    path, expected = make_checkpoints.write_language(case, tmp_path, seed=1234)
+    public = load(case, path)
+    difference = np.abs(public.apply_fn(public.params, TOKENS) - expected).max()
+    record_property("compared with", "transformers")
+    record_property("largest difference", f"{difference:.1e}")
+    record_property("allowed", "1e-4")
+    assert difference <= 1e-4 and np.abs(expected - LOGITS[case]).max() > 0.01
+
+
+def moved(network):
+    """Parameters with LoRA factors away from zero."""
+    return {**network.params, "lora": jax.tree.map(lambda x: x + 0.1, network.params["lora"])}
+
+
+def loss_of(network):
+    def loss(params, row):
+        return jaxdp.losses.next_token(network.apply_fn(params, row[None, :-1])[0], row[1:])
+
+    return loss
+
+
+@pytest.mark.slow
+def test_lora_of_a_checkpoint_is_clipped_merged_and_generates():
+    public = load("hf_llama")
+    tuned = models.with_lora(public, rank=2, seed=0)
+    params = moved(tuned)
+    logits = tuned.apply_fn(params, TOKENS)
+    np.testing.assert_allclose(public.apply_fn(models.merge_lora(params), TOKENS), logits, rtol=1e-3, atol=1e-3)
+    assert np.abs(logits - LOGITS["hf_llama"]).max() > 0.01
+    changed = tuned.apply_fn(params, TOKENS.at[:, 4].add(1) % 31)
+    np.testing.assert_allclose(changed[:, :4], logits[:, :4], rtol=1e-5, atol=1e-5)  # a later token is not seen
+    how = {"clip_norm": 1.0, "trainable": models.trainable("lora", params)}
+    ours, theirs = (
+        jaxdp.clipped_grad(loss_of(tuned), engine=engine, **how)(params, TOKENS) for engine in ("auto", "vmap")
+    )
+    np.testing.assert_allclose(ours.norms, theirs.norms, rtol=1e-3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), ours.grads["lora"], theirs.grads["lora"])
+    assert not jax.tree.leaves(jax.tree.map(lambda x: x.any() or None, ours.grads["blocks"]))  # frozen: zeros
+    written = models.generate(tuned.apply_fn, params, [1, 2], length=8, seed=0)
+    assert written[:2].tolist() == [1, 2] and (written >= 0).all()
+
+
+@pytest.mark.slow
+def test_remat_and_bfloat16_change_cost_and_rounding_only():
+    """Gradients of tied embeddings, a scan and remat are those of engine vmap. Sums are float32 in bfloat16."""
+    public, clipped = load("hf_gpt2"), {}
+    for name, engine, attributes in (
+        ("plain", "vmap", {}),
+        ("remat", "bookkeeping", {"remat": True}),
+        ("bfloat16", "auto", {"dtype": jnp.bfloat16}),
+    ):
+        network = load("hf_gpt2", **attributes)
+        out = jaxdp.clipped_grad(loss_of(network), clip_norm=0.5, engine=engine)(public.params, TOKENS)
+        assert {x.dtype for x in jax.tree.leaves((out.grads, out.norms))} == {jnp.dtype("float32")}
+        clipped[name] = out
+    np.testing.assert_allclose(clipped["remat"].norms, clipped["plain"].norms, rtol=1e-4)
+    np.testing.assert_allclose(clipped["bfloat16"].norms, clipped["plain"].norms, rtol=0.05)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), clipped["remat"].grads, clipped["plain"].grads
+    )
+
+
+@pytest.mark.slow
+def test_generation_is_greedy_at_temperature_zero_and_repeats_by_seed():
+    public = load("hf_llama")
+    tokens = models.generate(public.apply_fn, public.params, [3], length=6, seed=0, temperature=0.0)
+    logits = public.apply_fn(public.params, jnp.asarray(tokens)[None])
+    np.testing.assert_array_equal(tokens[1:], logits[0, :-1].argmax(-1))
+    drawn = [models.generate(public.apply_fn, public.params, [3], length=6, seed=seed) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    assert (drawn[0] != drawn[2]).any()
+
+
+def test_mistakes_are_sentences(tmp_path):
+    public = load("hf_llama")
+    with pytest.raises(ValueError, match=r"at most positions=16 columns, got 17. Cut the texts"):
+        build("hf_gpt2").init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32))
+    with pytest.raises(ValueError, match=r"layers must match a dense layer, got 'query'.*blocks/attention/query"):
+        models.with_lora(public, rank=2, layers="query", seed=0)
+    with pytest.raises(ValueError, match=r"trainable='atention/.*' matches no parameter"):
+        models.trainable("atention/.*", public.params)
+    with pytest.raises(ValueError, match=r"needs a model with .*num_heads=2, not 4; rotary_base=500.0, not 10000.0"):
+        load("hf_llama", num_heads=4, rotary_base=1e4)
+    with pytest.raises(ValueError, match="needs a model with positions=16, not 17"):
+        load("hf_llama", positions=17)
+    assert load("hf_llama", positions=9).model.positions == 9  # shorter texts need no table of positions
+    path = Path(shutil.copy(make_checkpoints.LANGUAGE / "hf_gpt2" / "model.safetensors", tmp_path))  # no config.json
+    (tmp_path / "config.json").write_text('{"num_key_value_heads": 2}')  # as many as heads
+    load("hf_gpt2", path)
+    with pytest.raises(ValueError, match=r"(?s)with its vocabulary and number of positions.*wte.weight"):
+        models.load_checkpoint(path, model=models.create("lm_tiny", num_classes=32, **SIZES))
+    with pytest.raises(ValueError, match=r"encode returns tokens outside of 0..9. Set num_classes"):
+        jaxdp.data.from_texts(["a"], length=4, num_classes=10)
+    with pytest.raises(ValueError, match="length must be at least 2"):
+        jaxdp.data.from_texts(["a"], length=1)
+    for prompt, options, message in (
+        ([], {}, "prompt must have 1 to length - 1 = 3 tokens, got 0"),
+        ([1], {"temperature": -1.0}, "temperature must be finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            models.generate(public.apply_fn, public.params, prompt, length=4, seed=0, **options)
