@@ -15,6 +15,7 @@ pyproject.toml holds flwr to one release line.
 import contextlib
 import pathlib
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxdp.files import optional
 from .certificates import PARTIES
 
 _REFUSED = "the party refused, and its own output says why"  # an error's text could depend on private data
-_POLL_SECONDS, _AGAIN_SECONDS = 0.2, 10.0
+_POLL_SECONDS, _AGAIN_SECONDS = 0.5, 10.0  # a SuperNode looks for messages every 3 seconds
 _FAB = b"""[project]
 name = "parties"
 version = "1.0.0"
@@ -59,7 +60,10 @@ def _data(message: Any) -> bytes:
     return data
 
 
-def client_app(answer: Callable[[bytes, Mapping[str, Any]], bytes], failed: Callable[[Exception], Any] = print) -> Any:
+def client_app(
+    answer: Callable[[bytes, Mapping[str, Any]], bytes],
+    failed: Callable[[Exception], Any] = traceback.print_exception,  # Ray cannot send `print`
+) -> Any:
     """Returns a ClientApp that answers every message by a function. It tells the server of an error, but not its text.
 
     Args:

@@ -1,5 +1,6 @@
 """The gate against slower steps, and the table of all benchmarks."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks import bench_estimate, bench_scale, run
+from benchmarks import bench_estimate, bench_scale, hospitals, run
 
 
 def gated(*arguments):
@@ -53,3 +54,17 @@ def test_the_page_of_scale_has_the_tables():
     counts, estimate = (json.loads((run.RESULTS / f"scale_{name}.json").read_text()) for name in ("cpu", "estimate"))
     assert bench_scale.markdown(counts["steps"]) in page
     assert bench_estimate.markdown(estimate) in page
+
+
+@pytest.mark.slow
+def test_fifty_hospitals_exchange_what_the_page_states(tmp_path):
+    """Without Flower's engine, which needs Ray."""
+    page = (run.ROOT / "docs" / "design" / "network.md").read_text()
+    stated = json.loads((run.RESULTS / "hospitals.json").read_text())
+    hospitals.write_records(tmp_path, 50)
+    with contextlib.ExitStack() as opened:
+        found = hospitals.calibrate(hospitals.InProcess(tmp_path, 50, opened), tmp_path)
+    for name in ("hospitals", "questions", "bytes_to_a_hospital", "bytes_from_a_hospital", "epsilon"):
+        assert found[name] == stated[name], name
+    for value in (stated["bytes_to_a_hospital"], stated["bytes_from_a_hospital"], stated["seconds"]):
+        assert f"| {value:,} |" in page, value
