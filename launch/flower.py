@@ -15,6 +15,7 @@ pyproject.toml holds flwr to one release line.
 import contextlib
 import pathlib
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxdp.files import optional
 from .certificates import PARTIES
 
 _REFUSED = "the party refused, and its own output says why"  # an error's text could depend on private data
-_POLL_SECONDS, _AGAIN_SECONDS = 0.2, 10.0
+_POLL_SECONDS, _AGAIN_SECONDS = 0.5, 10.0  # a SuperNode looks for messages every 3 seconds
 _FAB = b"""[project]
 name = "parties"
 version = "1.0.0"
@@ -59,7 +60,10 @@ def _data(message: Any) -> bytes:
     return data
 
 
-def client_app(answer: Callable[[bytes, Mapping[str, Any]], bytes], failed: Callable[[Exception], Any] = print) -> Any:
+def client_app(
+    answer: Callable[[bytes, Mapping[str, Any]], bytes],
+    failed: Callable[[Exception], Any] = traceback.print_exception,  # Ray cannot send `print`
+) -> Any:
     """Returns a ClientApp that answers every message by a function. It tells the server of an error, but not its text.
 
     Args:
@@ -135,7 +139,12 @@ def serve(
     with contextlib.closing(_executor(address, keys, None)) as executor:
         while not until():
             if token := _acquire(executor, "CLIENT_APP"):
-                with contextlib.closing(_runtime(address, None, token)) as client, _heartbeat(client):
+                # If the SuperNode has died, the task died with it, and the question comes again.
+                with (
+                    contextlib.suppress(optional("httpx", "flower").HTTPError),
+                    contextlib.closing(_runtime(address, None, token)) as client,
+                    _heartbeat(client),
+                ):
                     message, context, _, _ = run.pull_task_input(client)
                     run.push_message(client, app(message, context), context)
                     run.push_task_output(client, context, "completed", "")
@@ -167,12 +176,13 @@ def running(address: str, keys: pathlib.Path) -> Iterator[Nodes]:
     def find(grid: Any) -> dict[str, int]:
         return {names[node.public_key]: node.node_id for node in grid.get_nodes() if node.public_key in names}
 
+    grids, identity = _flwr("superlink.grid"), _flwr("supercore.task_identity")  # before the token, which soon lapses
     with contextlib.closing(_executor(address, keys, authority)) as executor:
         while not (token := _acquire(executor, "SERVER_APP", run)):
             time.sleep(_POLL_SECONDS)
-    grid = _flwr("superlink.grid").HttpGrid(address, root_certificates=authority, token=token)
+    grid = grids.HttpGrid(address, root_certificates=authority, token=token)
     with contextlib.closing(_runtime(address, authority, token)) as client, _heartbeat(client):
-        given, identity = client.PullTaskInput(runtime.PullTaskInputRequest()), _flwr("supercore.task_identity")
+        given = client.PullTaskInput(runtime.PullTaskInputRequest())
         identity.TaskIdentity.task_id, identity.TaskIdentity.run_id = given.task_id, given.run.run_id
         identity.TaskIdentity.node_id = given.context.node_id  # flwr gives them to all messages of this process
         grid.set_run(serde.run_from_proto(given.run))
@@ -221,7 +231,9 @@ def _executor(address: str, keys: pathlib.Path, authority: bytes | None) -> Any:
 
 def _runtime(address: str, authority: bytes | None, token: str) -> Any:
     own = _flwr("supercore.interceptors").RuntimeTokenHttpInterceptor(token)
-    return _client(_flwr("supercore.runtime").RuntimeHttpClient, address, authority, "flwr-clientapp", own)
+    kind = _flwr("supercore.runtime").RuntimeHttpClient
+    # The retries of flwr never end after a token has lapsed. They are for the network, not for this machine.
+    return _client(kind, address, authority, "flwr-clientapp", own, patient=authority is not None)
 
 
 def _client(

@@ -1,5 +1,6 @@
 """The gate against slower steps, and the table of all benchmarks."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks import bench_estimate, bench_reading, bench_scale, device, run
+from benchmarks import bench_estimate, bench_reading, bench_scale, device, hospitals, run
 
 # The gate as `python -m` runs it, for each of several arguments. One process imports JAX for all of them.
 GATES = """
@@ -103,3 +104,17 @@ def test_the_cases_of_a_device_are_those_of_its_page():
     names = set(device.cases(tiny=False))
     assert names == set(device.cases(tiny=True))
     assert [part in " ".join(names) for part in ("ViT-B/16", "wrn_16_4", "wrn_40_4", "lora", "full")] == [True] * 5
+
+
+@pytest.mark.slow
+def test_fifty_hospitals_exchange_what_the_page_states(tmp_path):
+    """Without Flower's engine, which needs Ray."""
+    page = (run.ROOT / "docs" / "design" / "network.md").read_text()
+    stated = json.loads((run.RESULTS / "hospitals.json").read_text())
+    hospitals.write_records(tmp_path, 50)
+    with contextlib.ExitStack() as opened:
+        found = hospitals.calibrate(hospitals.InProcess(tmp_path, 50, opened), tmp_path)
+    for name in ("hospitals", "questions", "bytes_to_a_hospital", "bytes_from_a_hospital", "epsilon"):
+        assert found[name] == stated[name], name
+    for value in (stated["bytes_to_a_hospital"], stated["bytes_from_a_hospital"], stated["seconds"]):
+        assert f"| {value:,} |" in page, value

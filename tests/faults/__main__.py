@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.report import format_table
+from tests.faults import network
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DAMAGED = (
@@ -38,6 +39,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--damages", type=int, default=1000, help="of each kind of file")
     parser.add_argument("--kills-from", type=pathlib.Path, help="JSON of an earlier campaign, in place of a new one")
+    parser.add_argument("--network-kills", type=int, default=100, help="of the processes of parties on Flower")
+    parser.add_argument("--network-from", type=pathlib.Path, help="JSON of an earlier campaign on Flower")
     parser.add_argument("--output", type=pathlib.Path, help="the page; by default it is printed")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -46,13 +49,25 @@ def main() -> None:
             command = [sys.executable, "-m", "tests.faults.kills", f"--kills={given.kills}", f"--output={found}"]
             subprocess.run(command, cwd=ROOT, check=True)
         kills = json.loads(found.read_text())["launchers"]
+        known = given.network_from or pathlib.Path(folder) / "network.json"
+        if given.network_from is None:
+            command = [
+                sys.executable,
+                "-m",
+                "tests.faults.network",
+                f"--kills={given.network_kills}",
+                f"--output={known}",
+            ]
+            subprocess.run(command, cwd=ROOT, check=True)
+        parties = network.summary(json.loads(known.read_text()))
         damages, passed = damaged(given.damages, pathlib.Path(folder) / "damaged.xml")
-    text = page(kills, damages)
+    text = page(kills, parties, damages)
     if given.output is None:
         print(text)
     else:
         given.output.write_text(text)
-    sys.exit(not passed or any(row["under-counted"] or row["stuck"] or row["damaged"] for row in kills))
+    wrong = any(row["paid otherwise"] or row["other results"] or row["completed"] < row["kills"] for row in parties)
+    sys.exit(not passed or wrong or any(row["under-counted"] or row["stuck"] or row["damaged"] for row in kills))
 
 
 def damaged(count: int, report: pathlib.Path) -> tuple[list[dict[str, Any]], bool]:
@@ -76,7 +91,24 @@ def damaged(count: int, report: pathlib.Path) -> tuple[list[dict[str, Any]], boo
     return rows, done.returncode == 0
 
 
-def page(kills: Sequence[Mapping[str, Any]], damages: Sequence[Mapping[str, Any]]) -> str:
+def deaths(parties: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the section about parties on Flower."""
+    columns = ["process", "kills", "kinds of messages", "completed", "other results", "paid otherwise", "secrets left"]
+    total: dict[str, Any] = {name: sum(row[name] for row in parties) for name in columns[1:]}
+    table = format_table([*parties, {"process": "all", **total}], columns, style="markdown")
+    return f"""## Parties over a network
+
+`python -m tests.faults.network` runs recalibration and Split Adaptation [over Flower](network.md), with TLS and keys.
+In each run the SuperLink, a SuperNode and the programs of both parties are killed with SIGKILL, each before or after
+one of its HTTP messages, and started again. The end is compared with a run without a kill.
+
+{table}
+"""
+
+
+def page(
+    kills: Sequence[Mapping[str, Any]], parties: Sequence[Mapping[str, Any]], damages: Sequence[Mapping[str, Any]]
+) -> str:
     """Returns the page."""
     columns = ["launcher", "kills", "sites", "sites hit", "completed", "under-counted", "over-charged", "leftovers"]
     total: dict[str, Any] = {name: sum(row[name] for row in kills) for name in columns[1:]}
@@ -105,6 +137,7 @@ has run, and a reservation that is made after its body.
 `tests/finetune/test_hosts.py` kills one of several processes of `jax.distributed` in the same way: before a payment,
 after it, within a step and while a checkpoint is written. The others end, and the charges are those of the notes.
 
+{deaths(parties)}
 ## Damage
 
 Bits are flipped, blocks zeroed, files cut and deleted at random places. A damaged file is harmless if everything that

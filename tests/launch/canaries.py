@@ -9,7 +9,8 @@ def forms(secret):
         return [secret, secret.hex().encode()]
     array = np.asarray(secret).ravel()
     assert array.size >= 3 and len(set(array.tolist())) > 1, "a canary must be unlikely by chance"
-    values = [array.astype(dtype).tobytes() for dtype in (np.float64, np.float32)]
+    dtypes = [array.dtype, np.float64, np.float32, *([np.int32] if array.dtype.kind == "i" else [])]
+    values = [array.astype(dtype).tobytes() for dtype in dtypes]
     texts = [", ".join(map(repr, array[:3].astype(dtype).tolist())).encode() for dtype in (np.float64, np.float32)]
     return [*values, *texts]
 

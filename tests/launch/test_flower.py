@@ -1,200 +1,174 @@
-"""Hospitals and a calibrator on Flower: the commands of the how-to, and refused strangers.
+"""The parties of recalibration and of Split Adaptation on Flower: kills, bytes on the wire, and refused strangers.
 
-One SuperLink with TLS and authentication serves all tests of this file. Its processes are those of the how-to.
+One SuperLink with TLS and authentication serves all tests of this file. The commands are those of the how-to.
 """
 
+import concurrent.futures
 import contextlib
+import functools
 import http.client
-import json
-import os
-import pathlib
-import re
-import shlex
+import shutil
 import signal
-import socket
 import ssl
-import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
 import pytest
 
-from jaxdp.privacy import Ledger
-from launch import certificates, flower
-from tests.launch import program
-from tests.launch.test_hospitals import Direct, alone
+from configs.split import two_parties
+from jaxdp.files import pack, read_package, unpack
+from launch import certificates, flower, links, parties
+from tests.launch.canaries import leaks
+from tests.launch.federation import (
+    CLINICS,
+    OFFLINE_SECONDS,
+    SETTING,
+    SPLIT_CLIENT,
+    SPLIT_SERVER,
+    Federation,
+    free_ports,
+)
+from tests.launch.test_hospitals import seed
 
 pytest.importorskip("flwr", reason="the dependency group test is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="flwr ends processes by signals")]
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-HOWTO = ROOT / "docs" / "howto" / "parties_over_a_network.md"
-CLINICS = ("clinic-1", "clinic-2")
-ENVIRONMENT = {"FLWR_TELEMETRY_ENABLED": "0", "PYTHONPATH": str(ROOT)}
-
-
-def free_ports(count):
-    with contextlib.ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
-class Federation:
-    """The processes of the how-to, in a folder with the keys and the records.
-
-    Attributes:
-        ports: Those of the SuperLink and the SuperNodes.
-        running: The processes by name.
-    """
-
-    def __init__(self, folder):
-        self.folder, self.running = folder, {}
-        self.ports = dict(zip(("superlink", *CLINICS), free_ports(3), strict=True))
-        blocks = re.findall(r"```bash\n(.*?)```", HOWTO.read_text(), flags=re.DOTALL)
-        lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if "export" not in line]
-        self.commands = [shlex.split(line.removesuffix("&")) for line in lines]
-        random = np.random.default_rng(0)
-        for name in CLINICS:  # as in the how-to
-            logits = random.normal(size=(60, 5)).astype(np.float32)
-            labels = (logits + random.gumbel(size=logits.shape)).argmax(1)
-            np.savez(folder / f"{name}.npz", logits=4 * logits, labels=labels)
-
-    def command(self, which, name="clinic-1", run=""):
-        """Returns a command of the how-to for one clinic, with the ports and the workdirs of this test."""
-        (words,) = (words for words in self.commands if which in (words[0], words[2]))
-        changed = [
-            word.replace("clinic-1", name)
-            .replace("9092", str(self.ports["superlink"]))
-            .replace("9094", str(self.ports[name]))
-            .replace("workdir/", f"{run}/")
-            .replace("configs/", f"{ROOT}/configs/")
-            for word in words
-        ]
-        if changed[0] == "python":
-            return [sys.executable, *changed[1:]]  # flwr warns of its own dependencies
-        return [str(pathlib.Path(sys.executable).parent / changed[0]), *changed[1:]]
-
-    def start(self, key, command):
-        """Starts a process whose output goes to a file."""
-        environment = {**os.environ, **ENVIRONMENT, "FLWR_HOME": str(self.folder / "flwr")}
-        with open(self.folder / f"{key}.log", "ab") as log:
-            self.running[key] = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log)
-
-    def output(self, key):
-        return (self.folder / f"{key}.log").read_text(errors="replace")
-
-    def kill(self, *keys):
-        for key in keys:
-            process = self.running.pop(key)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-
-    def wait(self, *keys, timeout=240):
-        for key in keys:
-            code = self.running.pop(key).wait(timeout)
-            assert code == 0, f"{key} ended with {code}: {self.output(key)[-3000:]}"
-
-    def until(self, seen, timeout=120):
-        end = time.monotonic() + timeout
-        while not seen():
-            late = time.monotonic() > end
-            ended = [key for key, process in self.running.items() if late or process.poll() is not None]
-            assert not ended, {key: self.output(key)[-1500:] for key in ended}
-            time.sleep(0.1)
-
-    def start_superlink(self):
-        self.start("superlink", self.command("flower-superlink"))
-        self.until(lambda: self._listens(self.ports["superlink"]))
-
-    def start_node(self, name):
-        self.start(f"node {name}", self.command("flower-supernode", name))
-
-    def start_program(self, which, name, run, *flags, first=""):
-        """Starts a launcher. The code `first` runs before it."""
-        command = [*self.command(f"launch.{which}", name, run), *flags]
-        command = [sys.executable, "-c", first + program.FORKED, *command[2:]] if first else command
-        self.start(f"{which} {name}", command)
-
-    def registered(self):
-        """Tells whether the calibrator's program has registered the clinics, so that their nodes may come."""
-        return self.output("superlink").count("Created node_id") >= len(CLINICS)
-
-    def _listens(self, port):
-        with socket.socket() as one:
-            return one.connect_ex(("127.0.0.1", port)) == 0
-
-    def keys(self, name):
-        return self.folder / "keys" / name
-
-    def address(self):
-        return f"localhost:{self.ports['superlink']}"
-
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory):
-    found = Federation(tmp_path_factory.mktemp("federation"))
-    certificates.make(found.folder / "keys", CLINICS, hosts=["localhost"])
-    found.start_superlink()
-    yield found
-    for process in found.running.values():
-        process.kill()
-    for process in found.running.values():
-        process.wait()
+    with contextlib.closing(Federation(tmp_path_factory.mktemp("federation"))) as found:
+        for name in CLINICS:
+            found.wires[f"node {name}"] = {"tap": str(found.folder / f"{name}.tap")}
+        found.start_superlink()
+        yield found
 
 
-def expected(federation, run):
-    """Returns the temperature that the same hospitals with the same secrets give in one process."""
-    direct = Direct.__new__(Direct)
-    direct.names, direct.root, direct.changes = CLINICS, federation.folder / run, {}
-    found = alone(
-        direct, federation.folder / f"{run}-alone", {name: federation.folder / f"{name}.npz" for name in CLINICS}
-    )
-    return float(found.temperature)
-
-
-def plant(federation, run):
-    """Gives every clinic a secret before it begins."""
-    for i, name in enumerate(CLINICS):
-        folder = federation.folder / run / name / "conversation"
-        folder.mkdir(parents=True)
-        (folder / "secret_seed").write_text(bytes([i] * 16).hex())
-
-
-def spends(federation, run):
-    found = {}
-    for name in CLINICS:
-        with Ledger(federation.folder / run / name / "ledger.sqlite") as ledger:
-            (entry,) = ledger.report()["datasets"]
-            found[name] = sum(row["spends"] for row in entry["spends"]), len(entry["open"]), ledger.epsilon("records")
-    return found
-
-
-def result(federation, run):
-    return json.loads((federation.folder / run / "calibrator" / "result.json").read_text())
-
-
-ITERATIONS = "--config.method.iterations=2"
-
-
-SERVER, CLIENT = "recalibrate_server clinic-1", "recalibrate_client {}"
+def settled(federation, run, name, **spends):
+    """Checks that each data set of a clinic paid once, and that no secret is left."""
+    paid = {dataset: value for (party, dataset), value in federation.spends(run).items() if party == name}
+    assert paid == {dataset.replace("_", "/"): (count, 0) for dataset, count in spends.items()}
+    assert not list((federation.folder / run / name).rglob("secret_seed"))
 
 
 def test_the_commands_of_the_howto_recalibrate(federation):
-    plant(federation, "howto")
-    federation.start_program("recalibrate_server", "clinic-1", "howto", ITERATIONS)
+    federation.plant("howto")
+    federation.start_program("recalibrate_server", "clinic-1", "howto")
     federation.until(federation.registered)
     for name in CLINICS:
         federation.start_node(name)
-        federation.start_program("recalibrate_client", name, "howto", ITERATIONS)
-    federation.wait(SERVER, *map(CLIENT.format, CLINICS))
-    assert result(federation, "howto")["parameters"]["0"] == expected(federation, "howto")
-    assert result(federation, "howto")["ended"] == list(CLINICS)
-    assert spends(federation, "howto") == dict.fromkeys(CLINICS, (1, 0, 1.0))
-    assert not list(federation.folder.glob("howto/**/secret_seed"))
-    assert "calibrator: 2 hospitals answered 3 rounds" in federation.output(SERVER)
+        federation.start_program("recalibrate_client", name, "howto")
+    federation.wait("recalibrate_server clinic-1", *(f"recalibrate_client {name}" for name in CLINICS))
+    result = federation.result("howto")
+    assert result["parameters"]["0"] == federation.expected("howto") and result["ended"] == list(CLINICS)
+    assert "calibrator: 2 hospitals answered 3 rounds" in federation.output("recalibrate_server clinic-1")
+    for name in CLINICS:
+        settled(federation, "howto", name, records=1)
+
+
+def split_alone(federation):
+    """Runs both parties of Split Adaptation in this process, with the same backbone and the same secret."""
+    config, folder = two_parties.get_config(), federation.folder / "split-alone"
+    config.update_from_flattened_dict({f"server.{name}": value for name, value in SPLIT_SERVER.items()})
+    config.update_from_flattened_dict({f"client.{name}": value for name, value in SPLIT_CLIENT.items()})
+    config.client.images = str(federation.images)
+    for made in ("frontend", "backend.safetensors"):
+        (folder / "server").mkdir(parents=True, exist_ok=True)
+        shutil.copy(federation.folder / "split" / "server" / made, folder / "server")
+    serve = functools.partial(links.serve_folder, folder / "exchange", timeout=240.0)
+    client = links.Folders([folder / "exchange"])
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        server = pool.submit(parties.run_server, config.server, folder / "server", client, timeout=240.0)
+        parties.run_client(config.client, folder / "clinic-1", serve, queries=True)
+        server.result()
+    return folder / "clinic-1"
+
+
+def test_split_adaptation_survives_the_death_of_every_process(federation, monkeypatch):
+    """Every process dies once: Flower's while they carry nothing, the programs at their first question and answer."""
+    server, client, node = "split_server clinic-1", "split_client clinic-1", "node clinic-1"
+    for folder in ("split", "split-alone"):
+        federation.plant(folder, "")
+    federation.kill(node)
+    lapses = time.monotonic() + OFFLINE_SECONDS
+    federation.wires[server] = {"kill": ["out /v1/runtime/push-object", 5, "after"]}  # a message is 5 objects
+    federation.wires[client] = {"kill": ["out /v1/runtime/push-messages", 1, "before"]}  # it has paid
+    for key in (server, client):
+        federation.start_program(key.split()[0], "clinic-1", "split")
+    time.sleep(max(0.0, lapses - time.monotonic()))
+    federation.start_node("clinic-1")
+    federation.until(lambda: federation.running[server].poll() is not None)
+    federation.kill("superlink")
+    federation.start_superlink()
+    for key in (server, client):
+        federation.until(lambda key=key: federation.running[key].poll() is not None)
+        assert federation.running.pop(key).returncode == -signal.SIGKILL
+        federation.wires.pop(key)
+        federation.start_program(key.split()[0], "clinic-1", "split")
+    federation.wait(server, client)
+    settled(federation, "split", "clinic-1", client_images=1, client_queries=1)
+    monkeypatch.setenv(*SETTING)
+    found, expected = federation.folder / "split" / "clinic-1", split_alone(federation)
+    assert (found / "upload").read_bytes() == (expected / "upload").read_bytes()
+    np.testing.assert_array_equal(np.load(found / "predictions.npy"), np.load(expected / "predictions.npy"))
+
+
+# --- Bytes on the wire ------------------------------------------------------------------------------------------------
+
+
+def secrets(federation, name):
+    """Returns what a clinic must not send: its secret, its records, its images and their labels."""
+    found = {"seed": [seed(CLINICS.index(name))]}
+    with np.load(federation.folder / f"{name}.npz") as file:
+        found |= {"records": list(file["logits"][6:10]), "labels of records": [file["labels"]]}
+    with np.load(federation.images) as file:
+        images = [*file["image"][:3], *file["test_image"][:3]]
+        found |= {"images": [*images, *((image - 0.3) / 0.4 for image in images)], "labels": [file["label"]]}
+    return found
+
+
+def tapped(federation, name):
+    """Returns all that the SuperNode of a clinic has sent to the SuperLink, as it was before TLS."""
+    return [(federation.folder / f"{name}.tap").read_bytes()]
+
+
+def test_no_secret_is_in_the_bytes_of_flower(federation):
+    """Runs after the runs of above. What a clinic does send is there: so the bytes are those of its messages."""
+    stored = [path.read_bytes() for path in federation.folder.glob("superlink.sqlite*")]
+    assert sum(map(len, stored)) > 100_000
+    for name in CLINICS:
+        assert not leaks([*tapped(federation, name), *stored], secrets(federation, name))
+    upload = unpack(read_package(federation.folder / "split" / "clinic-1" / "upload"), "upload").arrays["features"]
+    assert leaks(tapped(federation, "clinic-1"), {"upload": list(upload)}) == {"upload"}
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # flwr uses it
+def test_a_hospital_that_leaks_is_noticed(federation):
+    """The broken twin answers with a record and its secret. It is a message of Flower as any other."""
+    records = np.load(federation.folder / "clinic-2.npz")["logits"]
+    leaked, done = [], threading.Event()
+
+    def answer(question):
+        leaked.append(pack("answer", fields={"seed": seed(1).hex()}, arrays={"answer": records[7]}))
+        return leaked[-1]
+
+    def serve():
+        at = f"localhost:{federation.ports['clinic-2']}"
+        flower.serve(answer, at, federation.folder / "keys" / "clinic-2", until=done.is_set, timeout=60)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        served = pool.submit(serve)
+        try:
+            with flower.running(
+                f"localhost:{federation.ports['superlink']}", federation.folder / "keys" / "superlink"
+            ) as nodes:
+                question = pack("question", fields={}, arrays={})
+                assert nodes.ask({"clinic-2": question}, timeout=60) == {"clinic-2": leaked[0]}
+        finally:
+            done.set()
+            served.result()
+    assert leaks(tapped(federation, "clinic-2"), secrets(federation, "clinic-2")) == {"seed", "records"}
 
 
 # --- Strangers --------------------------------------------------------------------------------------------------------
@@ -207,7 +181,7 @@ def test_a_plaintext_connection_and_another_authority_are_refused(federation, tm
         with pytest.raises((http.client.HTTPException, OSError)):
             plain.getresponse()
     certificates.make(tmp_path, [], hosts=["localhost"])
-    for authority, right in ((federation.keys("clinic-1"), True), (tmp_path / "superlink", False)):
+    for authority, right in ((federation.folder / "keys" / "clinic-1", True), (tmp_path / "superlink", False)):
         context = ssl.create_default_context(cafile=str(authority / "ca.crt"))
         with contextlib.closing(http.client.HTTPSConnection("localhost", port, timeout=5, context=context)) as secure:
             if right:

@@ -88,12 +88,17 @@ def network(tmp_path, records):
         yield direct
 
 
+def seed(i):
+    """Returns the planted secret of a hospital, which no message may hold."""
+    return bytes(range(16 * i, 16 * i + 16))
+
+
 def seeds(network):
     """Gives every hospital a secret before it begins, so that its answers can be repeated elsewhere."""
     for i, name in enumerate(network.names):
         folder = network.root / name / "conversation"
         folder.mkdir(parents=True)
-        (folder / "secret_seed").write_text(bytes([i] * 16).hex())
+        (folder / "secret_seed").write_text(seed(i).hex())
 
 
 def alone(network, folder, records):
@@ -102,7 +107,7 @@ def alone(network, folder, records):
     method = recalibration.AccT(bracket=recalibration.Bracket.of((0.5, 20.0)), iterations=2)
     for i, path in enumerate(records.values()):
         (folder / str(i)).mkdir(parents=True)
-        (folder / str(i) / "secret_seed").write_text(bytes([i] * 16).hex())
+        (folder / str(i) / "secret_seed").write_text(seed(i).hex())
         with np.load(path) as file, Ledger(folder / f"{i}.sqlite") as ledger:
             ledger.register("records", adjacency="add_remove", unit="record", epsilon=1.0, delta=0.0)
             party = recalibration.Party(file["logits"], file["labels"], account=ledger.account("records"))
@@ -248,7 +253,7 @@ def test_records_of_another_model_are_refused(tmp_path):
 
 
 def secrets(network, records):
-    found = {"seed": [bytes([i] * 16) for i in range(len(NAMES))]}
+    found = {"seed": list(map(seed, range(len(NAMES))))}
     for path in records.values():
         with np.load(path) as file:
             found["records"] = [*found.get("records", []), *file["logits"].astype(np.float32)]

@@ -1,0 +1,151 @@
+"""Times private recalibration with many hospitals, in Flower's simulation engine, which needs Ray.
+
+    pip install "flwr[simulation]>=1.41,<1.42"
+    python -m benchmarks.hospitals --hospitals 50 --cores 2
+
+Every hospital is the `launch.hospitals.Hospital` of a real run, with its own records, workdir and ledger. It is opened
+anew for every question, because the engine has one process per core for all of them. `--in_process` does without Flower
+and Ray. The output has the seconds, and the bytes of packages per party.
+"""
+
+import contextlib
+import os
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from benchmarks import timing
+from configs.recalibration.hospitals import get_config
+from jaxdp.files import optional, write_json
+from jaxdp.privacy import Ledger
+from launch import flower, hospitals, links
+
+RECORDS, CLASSES, TIMEOUT = 200, 5, 600.0
+
+
+def write_records(folder: pathlib.Path, count: int) -> None:
+    """Writes the records of every hospital: logits of an over-confident model, and labels."""
+    random = np.random.default_rng(0)
+    for i in range(count):
+        logits = random.normal(size=(RECORDS, CLASSES)).astype(np.float32)
+        labels = (logits + random.gumbel(size=logits.shape)).argmax(1)
+        (folder / f"hospital-{i}").mkdir(parents=True)
+        np.savez(folder / f"hospital-{i}" / "records.npz", logits=4 * logits, labels=labels)
+
+
+def hospital(folder: pathlib.Path, number: int) -> hospitals.Hospital:
+    config, root = get_config(), folder / f"hospital-{number}"
+    config.client.records = str(root / "records.npz")
+    return hospitals.Hospital(config, root)
+
+
+def answer(folder: pathlib.Path, number: int, question: bytes) -> bytes:
+    """Opens a hospital and answers a question. A file gets the CPU-seconds that this took."""
+    began = time.process_time()
+    with hospital(folder, number) as one:
+        found = one.answer(question)
+    with open(folder / f"hospital-{number}" / "seconds", "a") as file:
+        file.write(f"{time.process_time() - began}\n")
+    return found
+
+
+class InProcess:
+    """The hospitals of a folder as parties."""
+
+    def __init__(self, folder: pathlib.Path, count: int, opened: contextlib.ExitStack):
+        found = {f"hospital-{i}": opened.enter_context(hospital(folder, i)) for i in range(count)}
+        self._hospitals, self.names = found, tuple(found)
+
+    def ask(self, questions: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes]:
+        return {name: self._hospitals[name].answer(asked) for name, asked in questions.items()}
+
+
+class Counted:
+    """Other parties, with their bytes and the seconds of every question."""
+
+    def __init__(self, parties: links.Parties):
+        self._parties, self.names = parties, parties.names
+        self.seconds, self.sent, self.received = list[float](), 0, 0
+
+    def ask(self, questions: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes]:
+        began = time.monotonic()
+        found = self._parties.ask(questions, timeout=timeout)
+        self.seconds.append(time.monotonic() - began)
+        self.sent += sum(map(len, questions.values()))
+        self.received += sum(map(len, found.values()))
+        return found
+
+
+def calibrate(parties: links.Parties, folder: pathlib.Path) -> dict[str, Any]:
+    """Returns the figures of one recalibration with these parties."""
+    counted, began = Counted(parties), time.monotonic()
+    with contextlib.redirect_stdout(sys.stderr):
+        found = hospitals.run_server(get_config(), folder / "calibrator", counted, timeout=TIMEOUT)
+    count = len(parties.names)
+    epsilons = []
+    for name in (f"hospital-{i}" for i in range(count)):
+        with Ledger(folder / name / "ledger.sqlite", read_only=True) as ledger:
+            epsilons.append(ledger.epsilon("records"))
+    return {
+        "hospitals": count,
+        "questions": len(counted.seconds),
+        "seconds": round(time.monotonic() - began, 1),
+        "seconds_per_question": [round(seconds, 2) for seconds in counted.seconds],
+        "bytes_to_a_hospital": round(counted.sent / count),
+        "bytes_from_a_hospital": round(counted.received / count),
+        "epsilon": sorted(set(epsilons)),
+        "temperature": round(float(found.temperature), 4),
+    }
+
+
+def simulated(folder: pathlib.Path, count: int, cores: int) -> dict[str, Any]:
+    """Returns the figures of a recalibration in the engine. Its processes have `cores` cores together."""
+    optional("ray", "simulation of flwr")
+    serverapp, simulation = optional("flwr.serverapp", "flower"), optional("flwr.simulation", "flower")
+    os.environ["PYTHONPATH"] = str(pathlib.Path(__file__).resolve().parents[1])  # for the processes of Ray
+    server, found = serverapp.ServerApp(), dict[str, Any]()
+
+    def find(grid: Any) -> dict[str, int]:
+        return {f"hospital-{i}": node for i, node in enumerate(sorted(grid.get_node_ids()))}
+
+    @server.main()  # type: ignore[untyped-decorator]
+    def main(grid: Any, context: Any) -> None:
+        while len(names := tuple(find(grid))) < count:
+            time.sleep(0.1)
+        found.update(calibrate(flower.Nodes(grid, find, names), folder))
+
+    client = flower.client_app(lambda question, node: answer(folder, int(node["partition-id"]), question))
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": cores}}
+    simulation.run_simulation(server, client, count, backend_config=resources)
+    return found
+
+
+def main() -> None:
+    parser = timing.arguments(__doc__, output="benchmarks/results/hospitals.json")
+    parser.add_argument("--hospitals", type=int, default=50)
+    parser.add_argument("--cores", type=int, default=2, help="of the simulation engine")
+    parser.add_argument("--in_process", action="store_true", help="without Flower and Ray")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        write_records(folder, options.hospitals)
+        if options.in_process:
+            with contextlib.ExitStack() as opened:
+                found = calibrate(InProcess(folder, options.hospitals, opened), folder)
+        else:
+            found = simulated(folder, options.hospitals, options.cores) | {"cores": options.cores}
+            took = [float(line) for path in folder.glob("*/seconds") for line in path.read_text().split()]
+            found |= {
+                "cpu_seconds_per_answer": {"median": round(float(np.median(took)), 3), "all": round(sum(took), 1)}
+            }
+    write_json(pathlib.Path(options.output), found)
+    print(found)
+
+
+if __name__ == "__main__":
+    main()
