@@ -164,10 +164,10 @@ def page(report: Any) -> str:
         "`python -m benchmarks.bench_intervals` writes this page and `benchmarks/results/intervals.json`. It takes 35"
         " CPU seconds.",
         "Every program is a function of six numbers, over a box that reaches 1e-4 or 0.1 to both sides of one point."
-        " The width is the largest width of a result of `jaxdp.interval`, whose rules [the design](../design/prediction.md#"
-        f"bounds) describes. The sampled width is the largest distance of two of {SAMPLES} values in float64, half of"
-        " them at corners. No sound bound is narrower. A program is sound here if all values lie inside. An infinite"
-        " bound says nothing.",
+        " The width is the largest width of a result of `jaxdp.interval`, whose rules"
+        " [the design](../design/prediction.md#bounds) describes. The sampled width is the largest distance of two of"
+        f" {SAMPLES} values in float64, half of them at corners. No sound bound is narrower. A program is sound here if"
+        " all values lie inside. An infinite bound says nothing.",
         "## Bounded",
         format_table(rows, style="markdown"),
         "## Refused",
