@@ -259,17 +259,17 @@ def _rem(eqn: Equation, x: Operand, y: Operand) -> Operand:
     if not is_float(x):
         raise NoRuleError("It does not support integer division by an interval or of an interval.")
     low, high, far = lower(x), upper(x), magnitude(y)
-    ends = jnp.maximum(-far, jnp.minimum(low, 0)), jnp.minimum(far, jnp.maximum(high, 0))
     near = lower(_absolute(y)) if isinstance(y, Interval) else far
+    known = (near > 0) & jnp.isfinite(low) & jnp.isfinite(high)  # the rest by zero, or of infinity, is NaN
+    ends = jnp.maximum(-far, jnp.minimum(low, 0)), jnp.minimum(far, jnp.maximum(high, 0))
     same = magnitude(x) < near
     rests = low, high
     if not isinstance(y, Interval):
         rests = eqn.ends(x, y)
         close = ((low >= 0) | (high <= 0)) & ((high - low) * (1 + 4 * slack(low.dtype, 1)) < near)
         same |= close & (rests[0] <= rests[1])
-    ends = tuple(jnp.where(same, rest, end) for rest, end in zip(rests, ends, strict=True))
-    known = (near > 0) & jnp.isfinite(low) & jnp.isfinite(high)  # the rest by zero, or of infinity, is NaN
-    return Box(jnp.where(known, ends[0], -jnp.inf), jnp.where(known, ends[1], jnp.inf))
+    low, high = (jnp.where(same, rest, end) for rest, end in zip(rests, ends, strict=True))
+    return Box(jnp.where(known, low, -jnp.inf), jnp.where(known, high, jnp.inf))
 
 
 @register_rule("convert_element_type")

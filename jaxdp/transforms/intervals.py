@@ -402,7 +402,7 @@ def _finite(x: Any, producers: dict[Any, Any]) -> Any:
     made = _producer(x, producers)
     if not made or made.primitive.name != "select_n":
         return x
-    test, z, *_ = _producer(made.invars[0], producers), *made.invars[1:]
+    test, z = _producer(made.invars[0], producers), made.invars[1]
     if not test or test.primitive.name != "eq" or not _same(test.invars[0], z):
         return x
     bound = test.invars[1]
