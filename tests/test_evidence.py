@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-from benchmarks import bench_intervals, evidence_agt
+from benchmarks import bench_intervals, evidence_agt, evidence_recalibration
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -46,3 +46,14 @@ def test_the_page_of_intervals_is_that_of_its_run_and_all_its_bounds_are_sound()
     assert read("intervals.md") == bench_intervals.page(report)
     found = [one for program in report["programs"].values() for one in program.values()]
     assert len(report["programs"]) >= 40 and all(one.get("sound", "refused" in one) for one in found)
+
+
+def test_the_page_of_recalibration_has_the_tables_of_its_runs():
+    report, page = json.loads(evidence_recalibration.RESULTS.read_text()), read("recalibration.md")
+    tables = evidence_recalibration.tables(report)
+    assert all(table in page for table in tables.values())
+    verdict = page[page.index("## Verdict") : page.index("## Further findings")]
+    stated = set(re.findall(r"\b0\.\d{3}\b", verdict))
+    assert stated and stated <= set(re.findall(r"\b0\.\d{3}\b", " ".join(tables.values())))
+    report["resnet20"]["methods"]["Acc-T wide"]["centre"][0][0] += 0.1
+    assert not all(table in page for table in evidence_recalibration.tables(report).values())
