@@ -10,7 +10,7 @@ from jaxdp.recalibration.methods import (
     LogisticBinning,
     NllT,
 )
-from jaxdp.recalibration.metrics import brier, ece, nll, reliability
+from jaxdp.recalibration.metrics import brier, classwise_ece, ece, nll, reliability
 from jaxdp.recalibration.protocol import Conversation, Method, Party, Records, event, noise_scale, play
 from jaxdp.recalibration.recalibrate import (
     Recalibration,
@@ -40,6 +40,7 @@ __all__ = [
     "Records",
     "acc_t",
     "brier",
+    "classwise_ece",
     "ece",
     "ece_t",
     "event",

@@ -1,4 +1,4 @@
-"""The calibration of a classifier: expected calibration error, Brier score, negative log likelihood.
+"""The calibration of a classifier: expected calibration errors, Brier score, negative log likelihood.
 
 NOT private. These metrics have no noise. A value on a private data set is a release outside every ledger: never publish
 it.
@@ -83,6 +83,33 @@ def ece(
         gap -= 2 * deviation * (jax.scipy.stats.norm.pdf(z) - z * jax.scipy.stats.norm.cdf(-z))
     error = jnp.sum(jnp.where(table.counts > 0, table.counts * gap, 0)) / jnp.sum(table.counts)
     return jnp.maximum(error, 0)
+
+
+def classwise_ece(
+    probabilities: Float[Array, "n m"],
+    labels: Int[Array, " n"],
+    *,
+    bins: int = 15,
+    binning: _Binning = "equal_width",
+) -> Float[Array, ""]:
+    """Computes the mean over classes k of the ECE of probability k as a confidence in 1[k = y] (Kull et al. 2019).
+
+    With binning="equal_mass" it is the adaptive calibration error (Nixon et al. 2019, arXiv:1904.01685). The result is
+    float32 [].
+
+    Args:
+      probabilities: float [n, m].
+      labels: int [n] in 0 .. m - 1.
+      bins, binning: As in `ece`.
+    """
+    _check_classes("probabilities", probabilities, labels)
+    probabilities, labels = jnp.asarray(probabilities, jnp.float32), jnp.asarray(labels)
+
+    def of_class(p: jax.Array, k: jax.Array) -> jax.Array:
+        return ece(p, labels == k, bins=bins, binning=binning)
+
+    errors = jax.vmap(of_class, (1, 0))(probabilities, jnp.arange(probabilities.shape[1]))
+    return _mean(jnp.broadcast_to(errors.mean(), labels.shape), labels, probabilities.shape[1])
 
 
 def reliability(confidence: Float[Array, " n"], correct: Bool[Array, " n"], *, bins: int = 15) -> Reliability:

@@ -64,7 +64,7 @@ _MOVES = (
     "device_put",
 )
 _MONOTONE_EXACT = (
-    *("max", "min", "clamp", "floor", "ceil", "round", "sign", "reduce_max", "reduce_min", "cummax", "cummin", "sort"),
+    *("max", "min", "clamp", "floor", "ceil", "round", "sign", "reduce_max", "reduce_min", "cummax", "cummin"),
     *("reduce_window_max", "reduce_window_min", "and", "or", "reduce_and", "reduce_or"),
 )
 # Exact operands of these give exact results. Every other primitive with float results needs a rule.
@@ -72,6 +72,7 @@ EXACT = {
     *_MOVES,
     *_MONOTONE_EXACT,
     *("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "not", "xor", "is_finite", "argmax", "argmin", "iota", "top_k"),
+    *("sort", "rem"),
     *("empty", "empty2", "bitcast_convert_type", "select_and_gather_add", "shift_left", "shift_right_logical"),
     *("shift_right_arithmetic", "population_count", "nextafter", "random_bits", "random_wrap", "random_unwrap"),
     *("random_seed", "random_fold_in", "random_split", "random_clone", "threefry2x32", "rng_bit_generator"),
@@ -92,11 +93,7 @@ def _check_boolean(x: Operand) -> None:
 def _monotone_exact(eqn: Equation, *operands: Operand) -> list[Operand]:
     first = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2, "scatter": 1}.get(eqn.name, len(operands))
     _check_positions(operands[first : 2 if eqn.name == "scatter" else None])
-    if eqn.name == "sort":
-        if len(operands) > 1:
-            raise NoRuleError("It does not sort several operands by an interval.")
-        operands = (without_nan(operands[0]),)
-    elif eqn.name in ("and", "or", "reduce_and", "reduce_or"):
+    if eqn.name in ("and", "or", "reduce_and", "reduce_or"):
         _check_boolean(operands[0])
     elif eqn.name == "select_n" and isinstance(operands[0], Interval):
         return [_select_unknown(*operands)]
@@ -184,6 +181,14 @@ def _equality(eqn: Equation, x: Operand, y: Operand) -> Operand:
     return Box(certain, possible) if eqn.name == "eq" else Box(~possible, ~certain)
 
 
+@register_rule("eq_itself", "ne_itself")
+def _equality_to_itself(eqn: Equation, x: Operand) -> Operand:
+    """Bounds x == x, which is False for NaN only. No NaN lies between finite ends."""
+    certain = jnp.isfinite(lower(x)) & jnp.isfinite(upper(x)) if is_float(x) else jnp.ones(x.shape, bool)
+    always = jnp.ones_like(certain)
+    return Box(certain, always) if eqn.name == "eq_itself" else Box(~always, ~certain)
+
+
 @register_rule("is_finite")
 def _is_finite(eqn: Equation, x: Operand) -> Operand:
     low, high = lower(x), upper(x)
@@ -198,6 +203,73 @@ def _argmax(eqn: Equation, x: Operand) -> Operand:
     first = jnp.argmax(possible, axis)
     last = x.shape[axis] - 1 - jnp.argmax(jnp.flip(possible, axis), axis)
     return Box(first.astype(eqn.outputs[0].dtype), last.astype(eqn.outputs[0].dtype))
+
+
+def _may_stand(x: Operand, places: Any) -> jax.Array:
+    """Returns whether entry n of the last axis may be at place p in ascending order: bool [..., P, N]."""
+
+    def counted(side: str, among: jax.Array, entries: jax.Array) -> jax.Array:
+        rows, size = jnp.sort(among), among.shape[-1]
+        find = jax.vmap(functools.partial(jnp.searchsorted, side=side))
+        return find(rows.reshape(-1, size), entries.reshape(-1, size)).reshape(*entries.shape[:-1], 1, size)
+
+    # An entry stands behind those that are certainly smaller, and before those that are certainly larger.
+    first, behind = counted("left", upper(x), lower(x)), counted("right", lower(x), upper(x))
+    place = np.asarray(places).reshape(*(1,) * (x.ndim - 1), -1, 1)
+    return (first <= place) & (place < behind)
+
+
+def _along_last(axis: int, *operands: Operand) -> list[Operand]:
+    return [moved(lambda v: jnp.moveaxis(v, axis, -1), x) for x in operands]
+
+
+@register_rule("top_k")
+def _top_k(eqn: Equation, x: Operand) -> list[Operand]:
+    """Bounds the k largest entries, and the indices that each of them can have."""
+    x, axis = without_nan(x), eqn.params.get("axis", x.ndim - 1)
+    values, dtype = [eqn.bind(end(x))[0] for end in (lower, upper)], eqn.outputs[1].dtype
+    (rows,) = _along_last(axis, x)
+    may = _may_stand(rows, rows.shape[-1] - 1 - np.arange(values[0].shape[axis]))
+    ends = jnp.argmax(may, -1), rows.shape[-1] - 1 - jnp.argmax(jnp.flip(may, -1), -1)
+    return [Box(*values), Box(*(jnp.moveaxis(end, -1, axis).astype(dtype) for end in ends))]
+
+
+@register_rule("sort")
+def _sort(eqn: Equation, *operands: Operand) -> list[Operand]:
+    """Bounds sorted entries. Entries that are sorted by an interval may stand wherever their key can."""
+    keys, axis = operands[: eqn.params["num_keys"]], eqn.params["dimension"]
+    if not any(isinstance(key, Interval) for key in keys):  # both ends have one order
+        return [Box(*ends) for ends in zip(*(eqn.bind(*map(end, operands)) for end in (lower, upper)), strict=True)]
+    if len(keys) > 1:
+        raise NoRuleError("It does not sort by several keys of which one is an interval.")
+    key, *others = _along_last(axis, without_nan(operands[0]), *operands[1:])
+    results = [both(jnp.sort, key)]
+    if others:
+        may = _may_stand(key, np.arange(key.shape[-1]))
+    for x in others:
+        most, least = (jnp.asarray(end, x.dtype) for end in _extremes(x.dtype))
+        low, high = (end(x)[..., None, :] for end in (lower, upper))
+        results.append((jnp.where(may, low, most).min(-1), jnp.where(may, high, least).max(-1)))
+    return [Box(*(jnp.moveaxis(end, -1, axis) for end in ends)) for ends in results]
+
+
+@register_rule("rem")
+def _rem(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    """Bounds the rest of a division, which has the sign of x. It rises with x between multiples of y."""
+    if not is_float(x):
+        raise NoRuleError("It does not support integer division by an interval or of an interval.")
+    low, high, far = lower(x), upper(x), magnitude(y)
+    near = lower(_absolute(y)) if isinstance(y, Interval) else far
+    known = (near > 0) & jnp.isfinite(low) & jnp.isfinite(high)  # the rest by zero, or of infinity, is NaN
+    ends = jnp.maximum(-far, jnp.minimum(low, 0)), jnp.minimum(far, jnp.maximum(high, 0))
+    same = magnitude(x) < near
+    rests = low, high
+    if not isinstance(y, Interval):
+        rests = eqn.ends(x, y)
+        close = ((low >= 0) | (high <= 0)) & ((high - low) * (1 + 4 * slack(low.dtype, 1)) < near)
+        same |= close & (rests[0] <= rests[1])
+    low, high = (jnp.where(same, rest, end) for rest, end in zip(rests, ends, strict=True))
+    return Box(jnp.where(known, low, -jnp.inf), jnp.where(known, high, jnp.inf))
 
 
 @register_rule("convert_element_type")
@@ -343,6 +415,66 @@ def _exp_neg_sq(eqn: Equation, x: Operand) -> Operand:
     square = _power(x, 2)
     low, high = widen(jnp.exp(-square.upper), jnp.exp(-square.lower), 16)
     return Box(jnp.maximum(low, 0), high, nonnegative=True)
+
+
+@register_rule("logaddexp", "logaddexp2")
+def _logaddexp(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    """Bounds log(exp(x) + exp(y)), which rises with both. Its larger operand and the logarithm may cancel."""
+    return _around(eqn.ends(x, y), _ends_of_max(x, y), 24)
+
+
+@register_rule("exp_share", "exp2_share")
+def _exp_share(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    """Bounds exp(x) / (exp(x) + exp(y)) = sigmoid(x - y), or the same with powers of two."""
+    low, high = _rounded(lower(x) - upper(y), upper(x) - lower(y))
+    if eqn.name == "exp2_share":
+        low, high = widen(*both(lambda v: v * math.log(2), unchecked(low, high)), 2)
+    low, high = widen(jax.nn.sigmoid(low), jax.nn.sigmoid(high), 16)
+    return Box(jnp.maximum(low, 0), jnp.minimum(high, 1), nonnegative=True)
+
+
+def _ends_of_max(x: Operand, y: Operand) -> Ends:
+    return jnp.maximum(lower(x), lower(y)), jnp.maximum(upper(x), upper(y))
+
+
+def _around(ends: Ends, scales: Ends, roundings: float) -> Box:
+    """Moves ends outward by roundings of 1 + |scale|. An infinite end stays."""
+    low, high = (
+        jnp.where(jnp.isfinite(end), end + sign * slack(end.dtype, roundings) * (1 + jnp.abs(scale)), end)
+        for sign, end, scale in zip((-1, 1), ends, scales, strict=True)
+    )
+    return Box(*without_overflow(low, high))
+
+
+@register_rule("log_sum_exp")
+def _log_sum_exp_of(eqn: Equation, x: Operand) -> Operand:
+    """Bounds log(sum(exp(x))) over the last axis, which rises with every entry."""
+    wide, shape = at_least_float32(x), eqn.outputs[0].shape
+    ends, scales = (both(f, wide) for f in (lambda v: _log_sum_exp(v, -1), lambda v: jnp.max(v, -1)))
+    result = _around(ends, scales, wide.shape[-1] + 24)
+    return _narrow(eqn, result.lower.reshape(shape), result.upper.reshape(shape))
+
+
+@register_rule("log_softmax")
+def _log_softmax(eqn: Equation, x: Operand) -> Operand:
+    """Bounds x_k - log(sum(exp(x))) = -log(sum_j exp(x_j - x_k)) over the last axis, by differences up to a length."""
+    x = at_least_float32(x)
+    if x.shape[-1] <= _PAIRWISE:
+        gaps = pairwise_gaps(x, eqn.product)
+        ends = scales = -_log_sum_exp(gaps, -2), -_log_sum_exp(-gaps, -1)
+    else:  # the entry at one end, and all others at the other end
+        low, high = (_log_of_others(end) for end in (lower(x), upper(x)))
+        ends = -jnp.logaddexp(high - lower(x), 0), -jnp.logaddexp(low - upper(x), 0)
+        scales = (2 * jnp.max(magnitude(x), -1, keepdims=True),) * 2
+    result = _around(ends, scales, x.shape[-1] + 24)
+    return _narrow(eqn, result.lower, jnp.minimum(result.upper, 0))
+
+
+def _log_of_others(x: jax.Array) -> jax.Array:
+    """Returns the logarithm of the sum of exponentials of the other entries of the last axis."""
+    top = jnp.max(x, axis=-1, keepdims=True)
+    shift = jnp.where(jnp.isfinite(top), top, 0)
+    return jnp.log(_others(jnp.exp(x - shift))) + shift
 
 
 @register_rule("pow")
@@ -542,6 +674,32 @@ def _reduce_prod(eqn: Equation, x: Operand) -> Operand:
         ends = widen(*_corner_products(*(Box(low[..., p], high[..., p], nonnegative=known) for p in parts)))
         low, high = (jnp.concatenate([a, b[..., 2 * half :]], -1) for a, b in zip(ends, (low, high), strict=True))
     return _narrow(eqn, low[..., 0], high[..., 0], nonnegative=known)
+
+
+@register_rule("cumprod")
+def _cumprod(eqn: Equation, x: Operand) -> Operand:
+    """Multiplies neighbours, then pairs of them, and so on. Each multiplication bounds its own rounding."""
+    if not is_float(x):
+        raise NoRuleError("It does not support products over an interval of integers.")
+    x, known = at_least_float32(x), is_nonnegative(x)
+
+    def multiply(a: Ends, b: Ends) -> Ends:
+        return widen(*_corner_products(Box(*a, nonnegative=known), Box(*b, nonnegative=known)))
+
+    ends = lax.associative_scan(multiply, (lower(x), upper(x)), reverse=eqn.params["reverse"], axis=eqn.params["axis"])
+    return _narrow(eqn, *ends, nonnegative=known)
+
+
+@register_rule("cumlogsumexp")
+def _cumlogsumexp(eqn: Equation, x: Operand) -> Operand:
+    """Bounds logarithms of cumulative sums of exponentials, which rise with every entry."""
+    wide, axis = at_least_float32(x), eqn.params["axis"]
+
+    def tops(v: jax.Array) -> jax.Array:
+        return lax.cummax(v, axis=axis, reverse=eqn.params["reverse"])
+
+    result = _around(eqn.ends(wide), both(tops, wide), 16 * x.shape[axis] + 24)
+    return _narrow(eqn, result.lower, result.upper)
 
 
 @register_rule("scatter-add")

@@ -34,6 +34,8 @@ from jaxdp.transforms.walker import bind_equation
 
 __all__ = ["Interval", "UnsupportedPrimitive", "bound", "interval", "lower", "register_rule", "upper", "widen"]
 
+# Functions of JAX with a rule of their own.
+_WHOLE = ("exp_neg_sq", "logaddexp", "logaddexp2")
 _OURS, _JAX = (os.path.dirname(os.path.abspath(f)) + os.sep for f in (__file__, jax.__file__))
 
 
@@ -340,11 +342,19 @@ def _rewrite(eqn: Any, producers: dict[Any, Any]) -> tuple[str, Sequence[Any]]:
         found = _meets_itself(atoms, producers, "mul")
         if found and not isinstance(found[1], jex.Literal):
             return "x_plus_xy", found[1:]
-    # JAX 0.12 computes exp(-x^2), in the derivative of erf, from the bits of x.
-    if name == "custom_jvp_call" and _is_of_jax(eqn.params["call_jaxpr"].jaxpr, "exp_neg_sq"):
-        return "exp_neg_sq", atoms
+    if name in ("eq", "ne") and _same(atoms[0], atoms[1]):
+        return f"{name}_itself", atoms[:1]
+    # Bodies that use an operand twice. JAX 0.12 computes exp(-x^2), in the derivative of erf, from the bits of x.
+    if name == "custom_jvp_call":
+        return next((known for known in _WHOLE if _is_of_jax(eqn.params["call_jaxpr"].jaxpr, known)), name), atoms
+    if name in ("exp", "exp2") and (operands := _share(atoms[0], producers, name)):
+        return f"{name}_share", operands
     if name == "div" and (operands := _softmax(atoms[0], atoms[1], producers)):
         return "softmax", operands
+    if name == "sub" and (operands := _log_softmax(atoms[0], atoms[1], producers)):
+        return "log_softmax", operands
+    if name == "add" and (operands := _log_sum_exp(atoms, producers)):
+        return "log_sum_exp", operands
     return name, atoms
 
 
@@ -375,21 +385,90 @@ def _same(x: Any, y: Any) -> bool:
     return x is y
 
 
+def _share(exponent: Any, producers: dict[Any, Any], exp: str) -> tuple[Any, Any] | None:
+    """Matches exp(x - logaddexp(x, y)), the derivative of logaddexp. Returns (x, y)."""
+    sub = _producer(exponent, producers)
+    if not sub or sub.primitive.name != "sub":
+        return None
+    x, total = (_finite(a, producers) for a in sub.invars)
+    made, known = _producer(total, producers), {"exp": "logaddexp", "exp2": "logaddexp2"}[exp]
+    if not made or made.primitive.name != "custom_jvp_call" or _rewrite(made, producers)[0] != known:
+        return None
+    return next(((one, other) for one, other in (made.invars, made.invars[::-1]) if _same(x, one)), None)
+
+
+def _finite(x: Any, producers: dict[Any, Any]) -> Any:
+    """Returns z if x is where(z == inf, ..., z), which JAX subtracts in place of z. Else returns x."""
+    made = _producer(x, producers)
+    if not made or made.primitive.name != "select_n":
+        return x
+    test, z = _producer(made.invars[0], producers), made.invars[1]
+    if not test or test.primitive.name != "eq" or not _same(test.invars[0], z):
+        return x
+    bound = test.invars[1]
+    return z if isinstance(bound, jex.Literal) and bool(np.all(bound.val == np.inf)) else x
+
+
+def _log_softmax(shifted: Any, total: Any, producers: dict[Any, Any]) -> tuple[Any, ...] | None:
+    """Matches s - log(sum(exp(s))) over the last axis. Returns (a,) if s = a - m with a constant m, else (s,)."""
+    log = _producer(_root(total, producers, _repeats_last), producers)
+    if not log or log.primitive.name != "log" or _sum_of_exp(log.invars[0], producers) is not shifted:
+        return None
+    return _shifted(shifted, producers)[:1] or (shifted,)
+
+
+def _log_sum_exp(atoms: Sequence[Any], producers: dict[Any, Any]) -> tuple[Any, ...] | None:
+    """Matches log(sum(exp(a - m))) + m over the last axis, with m constant along it. Returns (a,)."""
+    for log, m in (atoms, atoms[::-1]):
+        made = _producer(log, producers)
+        if made and made.primitive.name == "log":
+            shifted = _sum_of_exp(made.invars[0], producers)
+            a, *shift = _shifted(shifted, producers) or (None,)
+            once = bool(shift) and made.outvars[0].aval.size * a.aval.shape[-1] == a.aval.size
+            if once and _root(shift[0], producers, _keeps) is _root(m, producers, _keeps):
+                return (a,)
+    return None
+
+
+def _sum_of_exp(total: Any, producers: dict[Any, Any]) -> Any:
+    """Returns x if a value is sum(exp(x)) over the last axis."""
+    made = _producer(_root(total, producers, lambda eqn: eqn.primitive.name == "abs" or _repeats_last(eqn)), producers)
+    if not made or made.primitive.name != "reduce_sum" or made.params["axes"] != (made.invars[0].aval.ndim - 1,):
+        return None
+    exp = _producer(made.invars[0], producers)
+    return exp.invars[0] if exp and exp.primitive.name == "exp" else None
+
+
+def _shifted(x: Any, producers: dict[Any, Any]) -> tuple[Any, ...]:
+    """Returns (a, m) if x = a - m, a has the shape of x, and m is constant along the last axis. Else nothing."""
+    sub = _producer(x, producers)
+    if not sub or sub.primitive.name != "sub" or isinstance(sub.invars[0], jex.Literal):
+        return ()
+    a, m = sub.invars
+    last = len(x.aval.shape) - 1
+    return (a, m) if a.aval.shape == x.aval.shape and m.aval.shape[last:] == (1,) else ()
+
+
+def _root(atom: Any, producers: dict[Any, Any], passes: Callable[[Any], bool]) -> Any:
+    """Returns the value behind equations of one operand that `passes` accepts."""
+    while (made := _producer(atom, producers)) and passes(made):
+        atom = made.invars[0]
+    return atom
+
+
+def _keeps(eqn: Any) -> bool:
+    """Returns whether an equation only adds axes of length one, or none."""
+    return eqn.primitive.name == "stop_gradient" or (
+        _repeats_last(eqn) and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    )
+
+
 def _softmax(top: Any, bottom: Any, producers: dict[Any, Any]) -> tuple[Any, ...] | None:
     """Matches exp(a - m) / sum(exp(a - m)) over the last axis, with m constant along it. Returns (a,)."""
-    while (made := _producer(bottom, producers)) and _repeats_last(made):
-        bottom = made.invars[0]
-    exp = _producer(top, producers)
-    if not made or made.primitive.name != "reduce_sum" or not exp or exp.primitive.name != "exp":
+    exp, summed = _producer(top, producers), _sum_of_exp(bottom, producers)
+    if not exp or exp.primitive.name != "exp" or summed is None or summed is not exp.invars[0]:
         return None
-    last = top.aval.ndim - 1
-    if made.invars[0] is not top or made.params["axes"] != (last,):
-        return None
-    sub = _producer(exp.invars[0], producers)
-    if not sub or sub.primitive.name != "sub" or isinstance(sub.invars[0], jex.Literal):
-        return None
-    a, m = sub.invars
-    return (a,) if a.aval.shape == top.aval.shape and m.aval.shape[last:] == (1,) else None
+    return _shifted(summed, producers)[:1] or None
 
 
 def _repeats_last(eqn: Any) -> bool:

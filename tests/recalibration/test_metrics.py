@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxdp.recalibration import metrics
-from jaxdp.recalibration.metrics import brier, equal_width_bin, nll, reliability
+from jaxdp.recalibration.metrics import brier, classwise_ece, equal_width_bin, nll, reliability
 
 ece = jax.jit(metrics.ece, static_argnames=("bins", "binning", "debiased"))  # compiles faster than it runs eagerly
 BINNINGS = ("equal_width", "equal_mass")
@@ -227,3 +227,44 @@ def test_a_label_out_of_range_is_no_number(label):
 def test_bad_input_is_named_with_its_remedy(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("binning", BINNINGS)
+def test_the_classwise_error_is_the_mean_over_classes(binning):
+    """A mean over examples in place of classes would be another number, since the classes differ in size."""
+    rng = np.random.default_rng(0)
+    p = rng.dirichlet([1.0, 2.0, 4.0], 300).astype(np.float32)
+    y = rng.choice(3, 300, p=[0.1, 0.3, 0.6])
+    expected = np.mean([slow_ece(p[:, k], y == k, 10, binning, False) for k in range(3)])
+    assert classwise_ece(p, y, bins=10, binning=binning) == pytest.approx(expected, abs=2e-6)
+    assert np.isnan(classwise_ece(p, np.where(y == 0, 3, y)))
+
+
+@pytest.mark.parity
+def test_errors_are_those_of_scikit_learn(record_property):
+    """Calibration errors and Brier scores of scikit-learn's curves."""
+    calibration, scores = (pytest.importorskip(f"sklearn.{name}") for name in ("calibration", "metrics"))
+    confidence, correct = examples(2000, accuracy=lambda c: 0.1 + 0.7 * c)
+    right, mean = calibration.calibration_curve(correct, confidence, n_bins=15)
+    counts = np.histogram(confidence, np.linspace(0, 1, 16))[0]
+    counts = counts[counts > 0]
+    theirs = float(np.sum(counts * np.abs(right - mean)) / counts.sum())
+    record_property("ECE", f"{theirs:.4f}")
+    assert ece(confidence, correct) == pytest.approx(theirs, abs=2e-6)
+    both = np.stack([1 - confidence, confidence], 1)
+    twice = 2 * scores.brier_score_loss(correct, confidence)
+    assert brier(both, correct.astype(int)) == pytest.approx(twice, rel=1e-5)
+
+
+@pytest.mark.parity
+def test_errors_are_those_of_netcal(record_property):
+    """The calibration error of netcal, for a confidence in the predicted class and for one of two classes."""
+    netcal, rng = pytest.importorskip("netcal.metrics"), np.random.default_rng(0)
+    p = rng.dirichlet([1.0, 2.0, 4.0], 1500)
+    y = np.array([rng.choice(3, p=one) for one in p])
+    for name, theirs, ours in (
+        ("predicted class", netcal.ECE(15).measure(p, y), ece(p.max(1), p.argmax(1) == y)),
+        ("one of two", netcal.ECE(15).measure(p[:, 0], (y == 0).astype(int)), ece(p[:, 0], y == 0)),
+    ):
+        record_property(name, f"{theirs:.4f}")
+        assert ours == pytest.approx(float(theirs), abs=2e-6)

@@ -1,0 +1,198 @@
+"""Bounds forty programs of JAX and optax over a box by `jaxdp.interval`, and compares with sampled values.
+
+    python -m benchmarks.bench_intervals           # writes benchmarks/results/intervals.json and the page
+    python -m benchmarks.bench_intervals --page    # only the page, from the committed results
+
+Every program is a function of six numbers, and every box reaches 1e-4 or 0.1 to both sides of one point. "Width" is
+the largest width of a result, "sampled" the largest distance of two of 512 values at points of the box. A sound bound
+cannot be narrower. The samples are computed in float64. The page is docs/results/intervals.md.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import jaxdp
+from jaxdp.files import write_durably, write_json
+from jaxdp.report import format_table
+from jaxdp.transforms import losses
+from jaxdp.transforms.intervals import UnsupportedPrimitive
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "intervals.json"
+PAGE = ROOT / "docs" / "results" / "intervals.md"
+RADII, SAMPLES = (1e-4, 0.1), 512
+POINT = np.array([0.3, -1.1, 2.0, 0.7, -0.2, 1.3], np.float32)
+LABEL = np.array([0.0, 1.0, 0.0, 0.0, 1.0, 1.0], np.float32)
+SHARES = np.array([0.05, 0.3, 0.1, 0.2, 0.15, 0.2], np.float32)
+WEIGHTS = np.random.default_rng(0).normal(size=(6, 6)).astype(np.float32)
+TIMES = np.linspace(0.5, 2.0, 7, dtype=np.float32)
+
+
+def ctc(z: jax.Array) -> jax.Array:
+    logits = jnp.outer(like(z, TIMES), z)[None]
+    return optax.ctc_loss(logits, jnp.zeros((1, 7)), jnp.array([[1, 2, 4]]), jnp.zeros((1, 3)))
+
+
+def like(z: jax.Array, values: np.ndarray) -> jax.Array:
+    return jnp.asarray(values, z.dtype)
+
+
+def layer(z: jax.Array) -> jax.Array:
+    return jnp.tanh(like(z, WEIGHTS) @ z)
+
+
+def attention(z: jax.Array) -> jax.Array:
+    x = like(z, WEIGHTS) * z
+    return jax.nn.softmax(x @ x.T / math.sqrt(6)) @ x
+
+
+def normalised(z: jax.Array) -> jax.Array:
+    return (z - z.mean()) * lax.rsqrt(z.var() + 1e-3)
+
+
+PROGRAMS: dict[str, Callable[[jax.Array], Any]] = {
+    # Losses of optax, as its documentation lists them.
+    "optax.sigmoid_binary_cross_entropy": lambda z: optax.sigmoid_binary_cross_entropy(z, like(z, LABEL)),
+    "optax.softmax_cross_entropy": lambda z: optax.softmax_cross_entropy(z, like(z, SHARES)),
+    "optax.softmax_cross_entropy_with_integer_labels": lambda z: optax.softmax_cross_entropy_with_integer_labels(z, 2),
+    "optax.sigmoid_focal_loss": lambda z: optax.sigmoid_focal_loss(z, like(z, LABEL)),
+    "optax.kl_divergence": lambda z: optax.kl_divergence(jax.nn.log_softmax(z), like(z, SHARES)),
+    "optax.ctc_loss": ctc,
+    "optax.hinge_loss": lambda z: optax.hinge_loss(z, 2 * like(z, LABEL) - 1),
+    "optax.huber_loss": lambda z: optax.huber_loss(z, like(z, LABEL)),
+    "optax.l2_loss": lambda z: optax.l2_loss(z, like(z, LABEL)),
+    "optax.log_cosh": lambda z: optax.log_cosh(z, like(z, LABEL)),
+    "optax.cosine_distance": lambda z: optax.cosine_distance(z, like(z, LABEL)),
+    "optax.ranking_softmax_loss": lambda z: optax.losses.ranking_softmax_loss(z, like(z, LABEL)),
+    "optax.triplet_margin_loss": lambda z: optax.losses.triplet_margin_loss(z, like(z, LABEL), like(z, SHARES)),
+    "optax.ntxent": lambda z: optax.ntxent(like(z, WEIGHTS[:4]) * z, jnp.array([0, 0, 1, 1])),
+    # Their gradients, which training with bounds needs.
+    "gradient of optax.sigmoid_binary_cross_entropy": jax.grad(
+        lambda z: optax.sigmoid_binary_cross_entropy(z, like(z, LABEL)).sum()
+    ),
+    "gradient of optax.softmax_cross_entropy": jax.grad(lambda z: optax.softmax_cross_entropy(z, like(z, SHARES))),
+    "gradient of optax.ctc_loss": jax.grad(lambda z: ctc(z).sum()),
+    "gradient of jaxdp's sigmoid_cross_entropy": jax.grad(lambda z: losses.sigmoid_cross_entropy(z, like(z, LABEL))),
+    "gradient of jaxdp's softmax_cross_entropy": jax.grad(lambda z: losses.softmax_cross_entropy(z, like(z, SHARES))),
+    # Functions of JAX.
+    "jax.nn.log_sigmoid": jax.nn.log_sigmoid,
+    "jax.nn.softplus": jax.nn.softplus,
+    "jax.nn.log_softmax": jax.nn.log_softmax,
+    "jax.nn.softmax": jax.nn.softmax,
+    "jax.nn.logsumexp": jax.nn.logsumexp,
+    "jnp.logaddexp": lambda z: jnp.logaddexp(z, z[::-1]),
+    "jax.nn.gelu": jax.nn.gelu,
+    "jax.nn.silu": jax.nn.silu,
+    "jax.nn.mish": jax.nn.mish,
+    "jax.nn.elu": jax.nn.elu,
+    "jnp.linalg.norm": jnp.linalg.norm,
+    "jnp.std": jnp.std,
+    "jnp.sort": jnp.sort,
+    "jnp.argsort": jnp.argsort,
+    "lax.sort by a key": lambda z: lax.sort((z, z[::-1]), num_keys=1)[1],
+    "lax.top_k": lambda z: lax.top_k(z, 2),
+    "jnp.fmod": lambda z: jnp.fmod(z, 0.75),
+    "jnp.cumprod": jnp.cumprod,
+    "lax.cumlogsumexp": lax.cumlogsumexp,
+    # Parts of networks.
+    "a dense layer with tanh": layer,
+    "normalisation": normalised,
+    "attention": attention,
+    "a scan of ten layers": lambda z: lax.scan(lambda h, _: (0.5 * layer(h), None), z, length=10)[0],
+    "max pooling": lambda z: lax.reduce_window(z, -jnp.inf, lax.max, (2,), (1,), "VALID"),
+    # Programs that are refused.
+    "jnp.fft.fft": lambda z: jnp.abs(jnp.fft.fft(z)),
+    "jnp.linalg.cholesky": lambda z: jnp.linalg.cholesky(jnp.outer(z, z) + 9 * jnp.eye(6)),
+    "lax.ragged_dot": lambda z: lax.ragged_dot(z[:, None], like(z, WEIGHTS[:2, None]), jnp.array([2, 4])),
+    "jnp.median": jnp.median,
+    "gradient of jnp.sort": jax.grad(lambda z: (jnp.sort(z) * like(z, SHARES)).sum()),
+}
+
+
+def flat(x: Any) -> np.ndarray:
+    return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(x)])
+
+
+def measure(program: Callable[[jax.Array], Any], radius: float) -> dict[str, Any]:
+    """Returns the widths of one program over one box, and whether all samples lie inside."""
+    box = jaxdp.Interval(POINT - np.float32(radius), POINT + np.float32(radius))
+    try:
+        found = jax.jit(jaxdp.interval(program))(box)
+    except UnsupportedPrimitive as error:
+        return {"refused": str(error).split(" It arises")[0]}
+    intervals = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, jaxdp.Interval))
+    lower, upper = flat([x.lower for x in intervals]), flat([x.upper for x in intervals])
+    rng, (low, high) = np.random.default_rng(1), (np.asarray(end, np.float64) for end in (box.lower, box.upper))
+    where = rng.random((SAMPLES, POINT.size))
+    where[: SAMPLES // 2] = where[: SAMPLES // 2] > 0.5  # half of the points are corners
+    with jax.enable_x64(True):
+        values = jax.device_get(jax.jit(jax.vmap(program))(low + where * (high - low)))
+    values = np.concatenate([np.asarray(x, np.float64).reshape(SAMPLES, -1) for x in jax.tree.leaves(values)], 1)
+    width = float(np.max(upper - lower))
+    return {
+        "width": width if math.isfinite(width) else None,
+        "sampled": float(np.max(np.ptp(values, axis=0))),
+        "sound": bool(np.all((values >= lower) & (values <= upper))),
+    }
+
+
+def page(report: Any) -> str:
+    """Returns the page of a report."""
+    rows, refused = [], []
+    for name, found in report["programs"].items():
+        if any("refused" in one for one in found.values()):
+            refused.append({"program": name, **next(iter(found.values()))})
+            continue
+        row = {"program": name}
+        for radius in RADII:
+            one = found[str(radius)]
+            row |= {f"width, {radius:g}": _number(one["width"]), f"sampled, {radius:g}": _number(one["sampled"])}
+        row["sound"] = "yes" if all(one["sound"] for one in found.values()) else "no"
+        rows.append(row)
+    parts = [
+        "# Programs over intervals",
+        "`python -m benchmarks.bench_intervals` writes this page and `benchmarks/results/intervals.json`. It takes 35"
+        " CPU seconds.",
+        "Every program is a function of six numbers, over a box that reaches 1e-4 or 0.1 to both sides of one point."
+        " The width is the largest width of a result of `jaxdp.interval`, whose rules"
+        " [the design](../design/prediction.md#bounds) describes. The sampled width is the largest distance of two of"
+        f" {SAMPLES} values in float64, half of them at corners. No sound bound is narrower. A program is sound here if"
+        " all values lie inside. An infinite bound says nothing.",
+        "## Bounded",
+        format_table(rows, style="markdown"),
+        "## Refused",
+        "The error names the primitive, its line and the remedy.",
+        format_table(refused, style="markdown"),
+        f"JAX {report['jax']}, optax {report['optax']}.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _number(x: float | None) -> str:
+    return "infinite" if x is None else f"{x:.2g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", action="store_true")
+    if not parser.parse_args().page:
+        report: dict[str, Any] = {"jax": jax.__version__, "optax": optax.__version__, "programs": {}}
+        for name, program in PROGRAMS.items():
+            report["programs"][name] = {str(radius): measure(program, radius) for radius in RADII}
+            print(name, report["programs"][name], flush=True)
+        write_json(RESULTS, report)
+    write_durably(PAGE, page(json.loads(RESULTS.read_text(encoding="utf-8"))).encode())
+
+
+if __name__ == "__main__":
+    main()

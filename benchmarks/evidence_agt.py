@@ -1,0 +1,279 @@
+"""The claims of Wicker et al. 2025 on small data: certificates, mechanisms, students, DP-SGD, PATE, ensembles.
+
+    python -m benchmarks.evidence_agt --data_dir DIR --word_vectors FILE.npz
+    python -m benchmarks.evidence_agt --page    # only the tables and the picture, from the committed results
+
+A draw is a set of private records: new points for Blobs, a new division of the digits, and a random 80 % of the records
+of PneumoniaMNIST and SST-2. The accuracy of an answer is an expectation over the noise, computed from the certified
+labels and distances of all test inputs. So it has no error but that of the draws. DIR holds prepared TFDS data, FILE
+is that of configs/predict/sst2.py. Reads private labels without payment: for public benchmark data only.
+"""
+
+import argparse
+import functools
+import importlib
+import json
+import math
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdp import finetune, prediction
+from jaxdp.data import from_arrays
+from jaxdp.files import write_json
+from jaxdp.report import format_table, plot_panels
+from launch import data, frame, results
+from launch.predict import dp_sgd
+from launch.teachers import GLOBAL, OURS, SMOOTH, Bench, Pool
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "evidence_agt.json", ROOT / "docs" / "results" / "agt.png"
+DATA = {"Blobs": "blobs", "digits": "digits", "PneumoniaMNIST": "pneumonia", "SST-2": "sst2"}
+SIZES = (1, 2, 5, 10, 20, 25)
+QUERIES = (1, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
+CLASSES = (2, 3, 5, 10)
+BUDGET = {"epsilon": 10.0, "delta": 1e-5}
+WAYS = {"stable": OURS, "smooth": SMOOTH, "global": GLOBAL}
+ASKED = 100
+
+
+@functools.cache
+def epsilon_of(queries: int) -> float:
+    """Returns the epsilon of each of a number of answers within the budget."""
+    return prediction.query_epsilon(**BUDGET, queries=queries)
+
+
+def config_of(name: str, options: argparse.Namespace, draw: int) -> Any:
+    """Returns the config of a data set and draw."""
+    file, _, variant = DATA[name].partition(":")
+    config = importlib.import_module(f"configs.predict.{file}").get_config(*[variant] * bool(variant))
+    for field in ("data_dir", "word_vectors"):
+        if field in config.data:
+            config.data[field] = getattr(options, field)
+    if "seed" in config.data:
+        config.data.seed = draw
+    if "split_seed" in config.data:
+        config.data.split_seed = draw
+    config.ensemble.salt += f" {draw}"
+    return config
+
+
+def draws(name: str, options: argparse.Namespace, root: pathlib.Path) -> Iterator[Bench]:
+    """Yields the draws. A draw that is a share of the records computes no features."""
+    bench, whole = None, None
+    for draw in range(options.draws):
+        config = config_of(name, options, draw)
+        if bench is None or name.startswith("Blobs") or name == "digits":
+            bench = Bench(config, root)
+            whole = bench.train
+        if not (name.startswith("Blobs") or name == "digits"):
+            rows = data.choose(len(whole["label"]), len(whole["label"]) * 4 // 5, seed=draw)
+            bench.train = {key: array[rows] for key, array in whole.items()}
+        config.training.records = len(bench.train["label"])
+        bench.config, bench.plan = config, config.prediction
+        yield bench
+
+
+def pool(bench: Bench, size: int) -> Pool:
+    """Returns a certified ensemble of a size, or a certified model."""
+    records = bench.config.training.records
+    if size == 1:
+        return Pool(*bench.certified(bench.train, records)[1:], bench.classes)
+    part = prediction.partition_by_hash(bench.train, size, salt=bench.config.ensemble.salt.encode())
+    members = [
+        bench.certified({key: array[part == k] for key, array in bench.train.items()}, records // size)[1:]
+        for k in range(size)
+    ]
+    votes, distances = map(np.stack, zip(*members, strict=True))
+    return Pool(*prediction.vote(votes, distances, num_classes=bench.classes), bench.classes, votes)
+
+
+def measure(bench: Bench, draw: int, trainer: Any, pate: Any) -> dict[str, Any]:
+    """Returns the scores of one draw."""
+    truth, epsilons = bench.test["label"], {q: epsilon_of(q) for q in QUERIES}
+    ways = {way: how for way, how in WAYS.items() if bench.classes == 2 or way != "smooth"}
+    found: dict[str, Any] = {"accuracy": {}, "distance": {}, "certified": {}, "student": {}}
+    pools = {size: pool(bench, size) for size in SIZES}
+    for size, one in pools.items():
+        found["distance"][size] = float(one.distance.mean())
+        found["certified"][size] = float(np.mean(one.distance >= prediction.needed_distance(epsilons[ASKED])))
+        found["accuracy"][size] = {
+            way: {q: one.expected_accuracy(how, epsilon, truth) for q, epsilon in epsilons.items()}
+            for way, how in ways.items()
+        }
+    found["without noise"] = float(np.mean(pools[1].label == truth))
+    rows, key = bench.asked(draw), jax.random.key(draw, impl="threefry2x32")
+    for way, how in ways.items():
+        answers = pools[1].answer(how, epsilons[ASKED], jax.random.fold_in(key, len(way)), rows)
+        found["student"][way] = bench.student(rows, answers)[1]
+    votes = pools[25].votes[:, rows]
+    answers = pate.answer(key, votes, num_classes=bench.classes, max_answers=ASKED)
+    there = answers >= 0
+    found["PATE"] = float(np.mean(answers[there] == truth[rows[there]])) if there.any() else None
+    found["PATE answered"] = float(there.mean())
+    found["DP-SGD"] = private_training(bench, trainer)
+    return found
+
+
+def private_training(bench: Bench, trainer: Any) -> float:
+    """Returns the accuracy of the same model after DP-SGD."""
+    steps, records = bench.config.dp_sgd.steps, len(bench.train["label"])
+    source = from_arrays(**bench.train, num_classes=bench.classes, name="draw")
+    terms = {"adjacency": "add_remove", "unit": "example", "records": records, "delta": BUDGET["delta"]}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        frame.account(pathlib.Path(folder) / "ledger.sqlite", "draw", **terms) as account,
+    ):
+        how = {"steps": steps, "checkpoint_every": steps, "delta": BUDGET["delta"], "progress": False}
+        state = finetune.fit(trainer, bench.model.init(), source, account=account, **how)
+    return bench.model.accuracy(state.params, bench.test)
+
+
+def classes(options: argparse.Namespace, root: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns certificates of digits by the number of classes."""
+    rows = []
+    for count in CLASSES:
+        found = []
+        for draw in range(options.draws):
+            config = config_of("digits", options, draw)
+            config.data.classes = tuple(range(count)) if count < 10 else ()
+            config.training.records = 1
+            config.prediction.queries, config.references = 1, False
+            bench = Bench(config, root)
+            config.training.records = len(bench.train["label"])
+            one, truth = pool(bench, 1), bench.test["label"]
+            epsilon = epsilon_of(ASKED)
+            found.append(
+                {
+                    "distance": float(one.distance.mean()),
+                    "stable": one.expected_accuracy(OURS, epsilon, truth),
+                    "global": one.expected_accuracy(GLOBAL, epsilon, truth),
+                    "without noise": float(np.mean(one.label == truth)),
+                }
+            )
+        rows.append({"classes": count, **{key: [row[key] for row in found] for key in found[0]}})
+    return rows
+
+
+def rounded(found: Any) -> Any:
+    """Returns results with five decimals, which keeps the file small."""
+    if isinstance(found, dict):
+        return {key: rounded(value) for key, value in found.items()}
+    if isinstance(found, list):
+        return [rounded(value) for value in found]
+    return round(found, 5) if isinstance(found, float) else found
+
+
+def tables(report: Any) -> dict[str, str]:
+    """Returns the tables of docs/results/agt.md: percent, with standard errors over draws in parentheses."""
+    each = {name: found["draws"] for name, found in report["data"].items()}
+
+    def row(name: str, value: Callable[[Any], float | None]) -> dict[str, str]:
+        cells = {data: [value(draw) for draw in rows] for data, rows in each.items()}
+        return {"": name} | {data: share(x) for data, x in cells.items()}
+
+    def way(name: str, size: int = 1, queries: int = ASKED) -> Callable[[Any], float | None]:
+        return lambda draw: draw["accuracy"][str(size)].get(name, {}).get(str(queries))
+
+    def above(name: str, queries: int) -> Callable[[Any], float | None]:
+        def difference(draw: Any) -> float | None:
+            answer = way(name, queries=queries)(draw)
+            return None if answer is None else answer - draw["DP-SGD"]
+
+        return difference
+
+    mechanisms = [row(name, way(name)) for name in WAYS]
+    mechanisms += [row(f"student of {name} answers", lambda d, name=name: d["student"].get(name)) for name in WAYS]
+    mechanisms += [
+        row(name, lambda d, name=name: d[name]) for name in ("PATE", "PATE answered", "DP-SGD", "without noise")
+    ]
+    sizes = [row(f"{name}, T = {size}", way(name, size)) for name in WAYS for size in SIZES]
+    sizes += [row(f"certified, T = {size}", lambda d, size=size: d["certified"][str(size)]) for size in SIZES]
+    sweep = [row(f"{name}, Q = {q}", above(name, q)) for name in WAYS for q in (1, 10, 100, 1000, 10_000, 100_000)]
+    classes = [
+        {
+            "classes": str(found["classes"]),
+            "mean distance": results.number(*results.moments(found["distance"])[::2]),
+            **{name: share(found[name]) for name in ("stable", "global", "without noise")},
+        }
+        for found in report["classes"]
+    ]
+    found = {"mechanisms": mechanisms, "sizes": sizes, "queries": sweep, "classes": classes}
+    return {title: format_table(rows, style="markdown") for title, rows in found.items()}
+
+
+def share(values: list[float | None]) -> str:
+    """Returns a mean in percent with its standard error, "" if the mechanism does not apply."""
+    there = [value for value in values if value is not None]
+    if not there:
+        return ""
+    mean, _, error = results.moments(there)
+    return f"{round(100 * mean, 1) + 0.0:.1f} ({100 * error:.1f})"  # no -0.0
+
+
+def draw(report: Any) -> None:
+    """Draws the picture of docs/results/agt.md."""
+    panels: dict[str, Any] = {}
+    for name, found in report["data"].items():
+        rows, ways = found["draws"], [way for way in WAYS if way in found["draws"][0]["accuracy"]["1"]]
+        curves = {
+            way: [(math.log10(q), float(np.mean([r["accuracy"]["1"][way][str(q)] for r in rows]))) for q in QUERIES]
+            for way in ways
+        }
+        private = float(np.mean([r["DP-SGD"] for r in rows]))
+        curves["DP-SGD"] = [(math.log10(q), private) for q in QUERIES]
+        panels[name] = ("queries, power of ten", curves)
+    plot_panels(
+        PICTURE,
+        panels,
+        title="Private prediction: accuracy of an answer over the number of answers",
+        subtitle="One certified model, (10, 1e-5) for all answers together. Means of ten draws.",
+        ylabel="Accuracy",
+        percent=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data_dir", default="")
+    parser.add_argument("--word_vectors", default="")
+    parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument("--only", default="", help=f"parts of names, separated by semicolons, of {'; '.join(DATA)}")
+    parser.add_argument("--page", action="store_true")
+    options = parser.parse_args()
+    report = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"data": {}}
+    if not options.page:
+        frame.keep_compiled()
+        for name in (*DATA, "classes"):
+            if any(part in name for part in options.only.split(";")):
+                with tempfile.TemporaryDirectory() as folder:
+                    if name == "classes":
+                        report["classes"] = classes(options, pathlib.Path(folder))
+                    else:
+                        report["data"][name] = one(name, options, pathlib.Path(folder))
+                write_json(RESULTS, rounded(report))
+    for title, text in tables(report).items():
+        print(f"{title}\n\n{text}\n")
+    draw(report)
+
+
+def one(name: str, options: argparse.Namespace, root: pathlib.Path) -> dict[str, Any]:
+    """Returns the scores of all draws of a data set."""
+    trainer, rows = None, []
+    for draw, bench in enumerate(draws(name, options, root)):
+        if trainer is None:
+            trainer = dp_sgd(bench.config, bench.model, len(bench.train["label"]))
+            how = dict(bench.config.pate)
+            how["threshold"] *= SIZES[-1]
+            pate = prediction.ConfidentGNMax.calibrated(**how, **BUDGET, queries=ASKED, max_answers=ASKED)
+        rows.append(measure(bench, draw, trainer, pate))
+        print(name, draw, flush=True)
+    return {"records": bench.config.training.records, "tested": len(bench.test["label"]), "draws": rows}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""The claims of Luo et al. 2020 on CIFAR-10: the tables of runs of launch.recalibrate, and four further comparisons.
+
+    python -m launch.recalibrate --config configs/recalibration/cifar10.py:checkpoint --workdir W/resnet20 ...
+    python -m launch.recalibrate --config configs/recalibration/cifar10.py:resnet56 --workdir W/resnet56 ...
+    python -m benchmarks.evidence_recalibration --workdirs W/resnet20,W/resnet56
+    python -m benchmarks.evidence_recalibration --page    # only the tables and the picture
+
+The docstring of the config has the whole commands. The further comparisons are at the centre (50 sources of 30, epsilon
+1) under the 15 shifts, with the same records and ten trials: class-wise and adaptive errors of temperatures, and beta
+and vector scaling, which are methods of this file.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp import recalibration
+from jaxdp.files import read_npz, write_json
+from jaxdp.recalibration import AccBisection, AccT, Bracket, LogisticBinning, Records, classwise_ece, ece
+from jaxdp.report import format_table, plot_panels
+from launch import results
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "evidence_recalibration.json"
+PICTURE = ROOT / "docs" / "results" / "recalibration.png"
+TRIALS, SOURCES, SAMPLES, EPSILON = 10, 50, 30, 1.0
+EARLIER = RESULTS.with_name("recalibration_network_b.json")
+PRIOR = jnp.array([1.0, 1.0, 0.0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BetaBinning(LogisticBinning):
+    """Beta calibration (Kull et al. 2017) of noisy bins: sigmoid(a log p - b log(1 - p) + c)."""
+
+    def finish(self, state: Any) -> jax.Array:
+        """Fits a, b and c by Fisher scoring with the weights of `LogisticBinning`, and priors around 1, 1 and 0."""
+        variance, answer = state
+        right, wrong = jnp.split(answer, 2)
+        total, design = jnp.maximum(right + wrong, 0), _design(jnp.array(self.places))
+        precision = jnp.diag(jnp.array([self.slope_sd, self.slope_sd, self.shift_sd]) ** -2)
+
+        def step(_: int, line: jax.Array) -> jax.Array:
+            q = jax.nn.sigmoid(design @ line)
+            slope = total * q * (1 - q)
+            weight = slope / jnp.maximum(variance * ((1 - q) ** 2 + q**2) + slope, 1e-6)
+            gradient = design.T @ (weight * ((1 - q) * right - q * wrong)) - precision @ (line - PRIOR)
+            curvature = (design * (weight * slope)[:, None]).T @ design + precision
+            return line + 0.7 * jnp.clip(jnp.linalg.solve(curvature, gradient), -1, 1)
+
+        return jax.lax.fori_loop(0, self.steps, step, PRIOR)
+
+    def curve(self, parameters: jax.Array, score: jax.Array) -> jax.Array:
+        """Computes sigmoid(a log p - b log(1 - p) + c)."""
+        return jax.nn.sigmoid(_design(score) @ parameters)
+
+
+def _design(score: jax.Array) -> jax.Array:
+    return jnp.stack([-jax.nn.softplus(-score), jax.nn.softplus(score), jnp.ones(score.shape)], -1)
+
+
+def vector_scaling(records: Records, rng: np.random.Generator, *, private: bool, rounds: int = 5) -> Any:
+    """Returns scales and shifts [m] of the logits, from noisy clipped gradients (Guo et al. 2017, section 4.2).
+
+    A record's gradient of its negative log likelihood is clipped to an L1 norm of 2. A round is then (epsilon /
+    rounds)-DP with Laplace noise of scale 2 rounds / epsilon at every source.
+    """
+    logits, labels = np.asarray(records.logits), np.asarray(records.labels)
+    unit, count = 10.0, SOURCES * SAMPLES
+    line = np.stack([np.full(logits.shape[1], 0.5), np.zeros(logits.shape[1])])
+    for _ in range(rounds if private else 200):
+        p = np.asarray(jax.nn.softmax(line[0] * logits + line[1]))
+        residual = p - np.eye(p.shape[1])[labels]
+        each = np.stack([residual * logits / unit, residual], 1)
+        each *= np.minimum(1, 2 / np.maximum(np.abs(each).sum((1, 2), keepdims=True), 1e-9))
+        total = each.sum(0)
+        if private:
+            total += rng.laplace(size=(SOURCES, *total.shape)).sum(0) * 2 * rounds / EPSILON
+        line -= np.array([[1 / unit], [1.0]]) * total / count
+    return line
+
+
+def further(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the scores of each shift and trial."""
+    methods = {
+        "Acc-T wide": AccT(bracket=Bracket.of((0.5, 16.0), "log")),
+        "Acc-T bisection": AccBisection(bracket=Bracket.of((0.5, 16.0), "log")),
+        "logistic binning": LogisticBinning(),
+        "beta binning": BetaBinning(),
+    }
+    finish = {name: jax.jit(method.finish) for name, method in methods.items() if "binning" in name}
+    scores = jax.jit(
+        lambda p, y: {
+            "ece": ece(p.max(1), p.argmax(1) == y),
+            "classwise": classwise_ece(p, y),
+            "adaptive": classwise_ece(p, y, binning="equal_mass"),
+        }
+    )
+    rows = []
+    for path in sorted((folder / "logits").glob("*.npz")):
+        if path.stem == "clean":
+            continue
+        found = read_npz(path)
+        everyone = Records(jnp.asarray(found["logits"]), jnp.asarray(found["labels"]))
+        for trial in range(TRIALS):
+            rng = np.random.default_rng([trial, len(rows)])
+            order = rng.permutation(len(everyone.labels))
+            own, test = (Records(*(x[part] for x in everyone)) for part in np.split(order, [SOURCES * SAMPLES]))
+            row: dict[str, Any] = {
+                "shift": path.stem,
+                "none": _floats(scores(jax.nn.softmax(test.logits), test.labels)),
+            }
+            for name, method in methods.items():
+                scale = recalibration.noise_scale(
+                    method, epsilon=EPSILON, adjacency="add_remove", num_classes=test.logits.shape[1]
+                )
+
+                def ask(
+                    k: int,
+                    temperature: Any,
+                    method: Any = method,
+                    scale: Any = scale,
+                    rng: Any = rng,
+                    own: Records = own,
+                ) -> Any:
+                    exact = method.summand(k, own, temperature).sum(0)
+                    return exact + rng.laplace(size=(SOURCES, *exact.shape)).sum(0) * scale.noise * scale.step
+
+                variance = scale.variance * SOURCES
+                if name in finish:
+                    parameters = finish[name]((jnp.float32(variance), jnp.asarray(ask(0, 1.0), jnp.float32)))
+                    p = method.confidence(parameters, test.logits)
+                    row[name] = {"ece": float(ece(p, test.correct))}
+                else:
+                    temperature = recalibration.play(method, ask, variance).temperature
+                    row[name] = _floats(scores(jax.nn.softmax(test.logits / temperature), test.labels))
+            for name, private in (("vector scaling", True), ("vector scaling, no privacy", False)):
+                line = vector_scaling(own, rng, private=private)
+                row[name] = _floats(scores(jax.nn.softmax(line[0] * test.logits + line[1]), test.labels))
+            rows.append(row)
+    return rows
+
+
+def _floats(scores: Any) -> dict[str, float]:
+    return {name: round(float(value), 5) for name, value in scores.items()}
+
+
+def summary(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns what the page needs of a workdir. One that is not finished has the further comparisons only."""
+    if not (folder / "result.json").exists():
+        return {"further": further(folder)}
+    found = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    shifts = [shift for shift in found["cells"] if shift != "clean"]
+    methods = {}
+    for name in (cost["method"] for cost in found["costs"]):
+        cells = [found["cells"][shift][name] for shift in shifts]
+
+        def over(part: str, score: str = "ece", cells: Any = cells) -> list[list[float]]:
+            return [[round(x, 5) for x in cell[part][score]] for cell in cells]  # [shift][setting]
+
+        methods[name] = {part: over(part) for part in ("sources", "samples", "epsilon", "centre", "no privacy")}
+        methods[name]["brier"] = over("centre", "brier")
+    accuracy = found["accuracy"]
+    return {
+        "images": found["images"],
+        "trials": found["trials"],
+        "shifts": len(shifts),
+        "clean": accuracy["clean"],
+        "shifted": float(np.mean([accuracy[shift] for shift in shifts])),
+        "settings": {
+            part: points for part, points in found["settings"].items() if part in ("sources", "samples", "epsilon")
+        },
+        "methods": methods,
+        "further": further(folder),
+    }
+
+
+def tables(report: Any) -> dict[str, str]:
+    """Returns the tables of docs/results/recalibration.md."""
+    rows, second, third = [], [], []
+    whole = {network: found for network, found in report.items() if "methods" in found}
+    names = list(next(iter(whole.values()))["methods"])
+    for name in names:
+        row = {"method": name}
+        for network, found in whole.items():
+            one = found["methods"][name]
+            every = np.concatenate([np.asarray(one[part]).ravel() for part in ("sources", "samples", "epsilon")])
+            row[f"{network}, all"] = f"{np.median(every):.3f} / {np.mean(every):.3f}"
+            centre = np.ravel(one["centre"])
+            row[f"{network}, centre"] = _error(centre)
+            row[f"{network}, Brier"] = f"{np.mean(one['brier']):.3f}"
+            if name not in ("none", "one source"):
+                row[f"{network}, no privacy"] = _error(np.ravel(one["no privacy"]))
+        rows.append(row)
+    ways = ("none", "Acc-T wide", "Acc-T bisection", "logistic binning", "beta binning")
+    for name in (*ways, "vector scaling", "vector scaling, no privacy"):
+        row = {"method": name}
+        for network, found in report.items():
+            for score in ("ece", "classwise", "adaptive"):
+                if score in found["further"][0][name]:  # a binning has a confidence in the first class only
+                    row[f"{network}, {score}"] = _error(_by_shift(found["further"], lambda r, n=name, s=score: r[n][s]))
+        second.append(row)
+    for name in ("beta binning", "vector scaling", "Acc-T bisection"):
+        row = {"method, less logistic binning": name}
+        for network, found in report.items():
+            gaps = _by_shift(found["further"], lambda r, n=name: r[n]["ece"] - r["logistic binning"]["ece"])
+            row[network] = _error(gaps)
+        third.append(row)
+    earlier = json.loads(EARLIER.read_text(encoding="utf-8"))["rows"]
+    heads = ("method", "all", "centre", "Brier")
+    fourth = [dict(zip(heads, (name, *row), strict=True)) for name, row in earlier.items()]
+    found = {"methods": rows, "class-wise": second, "differences": third, "b": fourth}
+    return {title: format_table(rows, style="markdown") for title, rows in found.items()}
+
+
+def _by_shift(rows: Any, value: Any) -> list[float]:
+    shifts = dict.fromkeys(row["shift"] for row in rows)
+    return [float(np.mean([value(row) for row in rows if row["shift"] == shift])) for shift in shifts]
+
+
+def _error(values: Any) -> str:
+    """Returns a mean over shifts with its standard error."""
+    mean, _, error = results.moments(values)
+    return f"{mean:.3f} ({error:.3f})"
+
+
+def draw(report: Any) -> None:
+    """Draws the picture of the page: the mean error over shifts."""
+    panels = {}
+    chosen = ("Acc-T wide", "HB published", "one source", "Acc-T bisection", "logistic binning", "none")
+    for network, found in report.items():
+        if "methods" not in found:
+            continue
+        for axis, part in enumerate(("sources", "samples", "epsilon")):
+            at = [point[axis] for point in found["settings"][part]]
+            curves = {
+                name: list(zip(at, np.mean(found["methods"][name][part], axis=0).tolist(), strict=True))
+                for name in chosen
+            }
+            panels[f"{network}: {part}"] = (part, curves)
+    plot_panels(
+        PICTURE,
+        panels,
+        title="Recalibration of CIFAR-10 networks under 15 shifts",
+        subtitle="Mean expected calibration error over shifts. One factor varies, the others are those of the paper.",
+        ylabel="ECE",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workdirs", default="", help="finished workdirs, separated by commas")
+    parser.add_argument("--page", action="store_true")
+    options = parser.parse_args()
+    report = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    if not options.page:
+        for folder in map(pathlib.Path, options.workdirs.split(",")):
+            report[folder.name] = summary(folder)
+        write_json(RESULTS, report)
+    for title, text in tables(report).items():
+        print(f"{title}\n\n{text}\n")
+    draw(report)
+
+
+if __name__ == "__main__":
+    main()
