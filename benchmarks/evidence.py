@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from benchmarks import finetune_methods, membership, split_costs, split_private
 from launch import results
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -31,6 +32,11 @@ def curve(found: Mapping[str, Any]) -> str:
 # Page, name of the table, JSON file, and what makes the table of it.
 TABLES: list[tuple[str, str, str, Callable[[Any], str]]] = [
     ("scattering.md", "curve", "finetune_scattering.json", curve),
+    ("public_checkpoint.md", "methods", "finetune_methods.json", lambda found: finetune_methods.table(found["rows"])),
+    ("membership.md", "membership", "membership.json", lambda found: membership.table(found["rows"])),
+    ("membership.md", "lira", "membership.json", lambda found: membership.lira_table(found["rows"])),
+    ("split_adaptation.md", "private", "split_private.json", split_private.table),
+    ("split_adaptation.md", "costs", "split_costs.json", split_costs.table),
 ]
 
 

@@ -4,7 +4,7 @@
 
 The data and the network are those of `configs/finetune/cifar10_squeezenet.py`. Each of five disjoint sets of 2000
 training images of CIFAR-10 is a private set. Learning rates are chosen on coarse classes of CIFAR-100. The page
-docs/results/public_checkpoint.md has the table, and `tests/test_finetune_methods.py` compares it.
+docs/results/public_checkpoint.md has the table, and `tests/test_evidence.py` compares it.
 """
 
 import functools

@@ -11,11 +11,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def shifted(found, changed=None):
-    """Returns results in which every accuracy and bound is higher: no table may stay as it is."""
+    """Returns results in which every accuracy, bound and size is higher: no table may stay as it is."""
     if isinstance(found, dict):
         return {k: shifted(v, k) for k, v in found.items()}
     if isinstance(found, list):
         return [shifted(v, changed) for v in found]
+    if isinstance(found, int) and found > 1e6:
+        return 2 * found
     return found + 0.02 if isinstance(found, float) and changed not in ("epsilon", "upper") else found
 
 
