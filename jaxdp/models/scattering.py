@@ -133,7 +133,9 @@ class Scattering(nn.Module):
         found = scattering(x, scales=self.scales, angles=self.angles)
         channels = found.reshape(*found.shape[:3], -1)
         if channels.shape[-1] % self.groups:
-            raise ValueError(f"groups must divide {channels.shape[-1]}, the number of channels, got {self.groups}.")
+            raise ValueError(
+                f"groups must divide {channels.shape[-1]}, the number of channels, got {self.groups}. Choose a divisor."
+            )
         grouped = channels.reshape(*channels.shape[:3], self.groups, -1)
         mean, var = (f(grouped, axis=(1, 2, 4), keepdims=True) for f in (jnp.mean, jnp.var))
         features = ((grouped - mean) * jax.lax.rsqrt(var + 1e-5)).reshape(len(x), -1)
