@@ -50,7 +50,7 @@ def _cells(config: Any) -> Iterator[Model]:
     yield Model("private")
     if config.references:
         yield Model("no_privacy")
-        trained_here = config.data.parts.get("public") and not config.model.checkpoint
+        trained_here = config.data.parts.get("public") and not models.has_backbone(config.model)
         if trained_here or config.pretrain.weights:
             yield Model("no_pretraining")
 
@@ -117,7 +117,7 @@ def _backbone(config: Any, task: tasks.Task, work: frame.Work) -> Params | None:
     """Returns the parameters of a file of public weights, or trains them here on the public examples."""
     if config.pretrain.weights:
         return load_params(config.pretrain.weights)
-    if task.public is None or config.model.checkpoint:
+    if task.public is None or models.has_backbone(config.model):
         return None
     public = task.public
 
@@ -192,7 +192,7 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
     records, units = task.blank()
     how: dict[str, Any] = {"steps": private.steps, "every": private.checkpoint_every}
     how["terms"] = task.terms(private, config.data)
-    if task.public is not None and not (config.pretrain.weights or config.model.checkpoint):
+    if task.public is not None and not (config.pretrain.weights or models.has_backbone(config.model)):
         yield plans.public_training("public pre-training", loss, start, task.public, config.pretrain)
     for cell in _cells(config):
         if cell.model == "no_privacy":

@@ -159,9 +159,9 @@ def check(config: Any) -> None:
     frame.known("model.features.keep", [model.features.keep], ("", "memory", "workdir"))
     if not model.features.keep:
         return
-    if model.trainable != "head" or model.lora.rank or not model.checkpoint:
+    if model.trainable != "head" or model.lora.rank or not models.has_backbone(model):
         raise ValueError(
-            "config.model.features.keep needs a checkpoint of which only the head is trained, got "
+            "config.model.features.keep needs a checkpoint or 'scattering', of which only the head is trained, got "
             f"config.model.trainable={model.trainable!r}, config.model.lora.rank={model.lora.rank} and "
             f"config.model.checkpoint={model.checkpoint!r}. Set config.model.features.keep='' to train more."
         )

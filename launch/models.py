@@ -51,10 +51,11 @@ from jaxdp.transforms import losses
 from .settings import named
 
 Params = Any
+_FIXED = ("scattering",)  # networks whose only parameters are those of the head
 
 
 def network(config: Any, num_classes: int | None = None, *, new_head: bool = False) -> Pretrained:
-    """Returns the network of a config, on images in [0, 1]. It has no parameters if there is no checkpoint.
+    """Returns the network of a config, on images in [0, 1]. It has no parameters if its backbone is untrained.
 
     Args:
       config: The `model` part of a study's config, see above.
@@ -77,7 +78,15 @@ def network(config: Any, num_classes: int | None = None, *, new_head: bool = Fal
         raise ValueError(
             "config.model.preprocessing must be given to train a source model, for example a size and mean."
         )
-    return Pretrained(model, {}, preprocessing)
+    untrained = Pretrained(model, {}, preprocessing)
+    if config.name in _FIXED:
+        return dataclasses.replace(untrained, params=fresh(untrained, 0))
+    return untrained
+
+
+def has_backbone(config: Any) -> bool:
+    """Returns whether everything but the head of a config's network is given: by a checkpoint, or by its formulas."""
+    return bool(config.get("checkpoint", "")) or config.name in _FIXED
 
 
 def adapted(network: Pretrained, config: Any, *, seed: int) -> tuple[Pretrained, Callable[[str, Any], bool] | None]:
@@ -148,7 +157,13 @@ def outputs(function: Callable[[Any], Any], source: Examples, *, batch_size: int
     """Returns what a compiled function, inputs [B, ...] -> [B, ...], makes of all records of a source, [n, ...]."""
     rows, mask = data.pad_to_physical(np.arange(len(source)), min(batch_size, len(source)))
     parts = progress_bar(rows, label=label, unit="batch")
-    return np.stack([np.asarray(function(inputs_of(source.gather(part)))) for part in parts])[mask]
+    found: Any = None  # filled part by part, because features of many images take gigabytes
+    for at, (part, kept) in enumerate(zip(parts, mask, strict=True)):
+        output = np.asarray(function(inputs_of(source.gather(part))))
+        if found is None:
+            found = np.empty((len(source), *output.shape[1:]), output.dtype)
+        found[at * len(part) :][: kept.sum()] = output[kept]
+    return found
 
 
 def train(

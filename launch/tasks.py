@@ -65,7 +65,7 @@ def open_task(config: Any, root: pathlib.Path) -> Task:
     """Reads the data and the network of a config, and refuses what cannot work."""
     found = data.parts(config.data, "public", "private", "test", grouped=True)
     data.require_images(found)
-    model, loaded = config.model, bool(config.model.checkpoint)
+    model, loaded = config.model, models.has_backbone(config.model)
     frozen.check(config)
     network = models.network(model, found["private"].num_classes, new_head=config.pretrain.new_head)
     found = {role: models.resize(network, source) for role, source in found.items()}

@@ -16,6 +16,7 @@ from jaxdp.models.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessin
 from jaxdp.models.pretrained import load_params, merge_pretrained, save_params
 from jaxdp.models.registry import MODELS, create
 from jaxdp.models.resnet import ResNet
+from jaxdp.models.scattering import Scattering, morlet, scattering
 from jaxdp.models.squeezenet import SqueezeNet
 from jaxdp.models.swin import Swin
 from jaxdp.models.training import fit_in_memory, fit_public
@@ -39,6 +40,7 @@ __all__ = [
     "Preprocessing",
     "Pretrained",
     "ResNet",
+    "Scattering",
     "SqueezeNet",
     "Swin",
     "ViT",
@@ -54,7 +56,9 @@ __all__ = [
     "max_pool",
     "merge_lora",
     "merge_pretrained",
+    "morlet",
     "save_params",
+    "scattering",
     "trainable",
     "with_lora",
 ]

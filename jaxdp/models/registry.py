@@ -13,6 +13,7 @@ from jaxdp.models.imagenet_resnet import ImageNetResNet
 from jaxdp.models.language import LanguageModel
 from jaxdp.models.mlp import MLP
 from jaxdp.models.resnet import ResNet
+from jaxdp.models.scattering import Scattering
 from jaxdp.models.squeezenet import SqueezeNet
 from jaxdp.models.swin import Swin
 from jaxdp.models.vit import ViT
@@ -50,6 +51,7 @@ _DEIT = {"ti": (192, 12, 3), "s": (384, 12, 6), "b": (768, 12, 12)}  # width, de
 MODELS: Mapping[str, _Entry] = {
     "mlp": (MLP, {}),
     "cnn": (CNN, {}),
+    "scattering": (Scattering, {}),
     "squeezenet1_0": (SqueezeNet, {"version": "1.0"}),
     "squeezenet1_1": (SqueezeNet, {"version": "1.1"}),
     **{
@@ -96,6 +98,7 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
       name: A key of `MODELS`:
         "mlp", "cnn", "resnet20", "wrn_16_4", "wrn_28_10", "wrn_40_4". "resnet20" with depth=56 and norm="frozen_batch"
           is a public CIFAR ResNet with BatchNorm (`load_checkpoint`).
+        "scattering" (Bruna and Mallat 2013), a linear head on features without parameters.
         "squeezenet1_0", "squeezenet1_1" (Iandola et al. 2016), "efficientnet_lite0" to "efficientnet_lite4" (Tan and Le
           2019), "resnet18", "resnet34", "resnet50", "resnet101" (He et al. 2016), all for ImageNet. Their BatchNorm is
           frozen.

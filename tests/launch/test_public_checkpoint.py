@@ -87,6 +87,22 @@ def test_only_the_head_moves_and_the_saved_model_is_the_plain_one(checkpoint, ke
 
 
 @pytest.mark.slow
+def test_scattering_needs_no_file_and_trains_only_its_head(tmp_path):
+    """Catches a head that starts elsewhere than at zero, or features that are not those of the saved model."""
+    config = config_of("", **{"model.name": "scattering", "model.features.keep": "memory"})
+    config.model.options = {"scales": 1, "angles": 2, "groups": 3}
+    result = frame.run(finetune.STUDY, config, tmp_path / "run")
+    model = models.create("scattering", num_classes=10, scales=1, angles=2, groups=3)
+    plain = models.Pretrained(model, {}, models.Preprocessing(size=8, mean=(0.5,), std=(0.5,)))
+    test = data.bundled("digits").split([0.05, 0.65, 0.3], seed=0)[2]
+    rows = test.gather(np.arange(len(test)))
+    params = models.load_params(tmp_path / "run" / "params.safetensors")
+    assert list(params) == ["head"]
+    right = np.asarray(jax.jit(plain.apply_fn)(params, rows["image"])).argmax(-1) == rows["label"]
+    assert result["private"] == pytest.approx(right.mean(), abs=0.01)
+
+
+@pytest.mark.slow
 def test_lora_is_merged_when_saved(checkpoint, tmp_path):
     changes = {"model.trainable": "lora", "model.lora.rank": 2, "private.learning_rate": 5.0}
     result = frame.run(finetune.STUDY, config_of(checkpoint, **changes), tmp_path / "run")

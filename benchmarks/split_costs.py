@@ -1,0 +1,56 @@
+"""The client's costs of Table 2 of Split Adaptation, counted from shapes: ViT-L/16, CIFAR-100, five images per class.
+
+python -m benchmarks.split_costs
+"""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks import timing
+from jaxdp.files import write_json
+from jaxdp.models import Preprocessing, create
+from jaxdp.split.backbone import Backbone
+from jaxdp.split.costs import cost
+
+# The paper's peak memory in MB and minutes. Its hardware, data and number of images are not stated.
+PAPER = {"lp": (6979, 66), "ft": (10302, 34), "ln": (5968, 25), "sl": (8932, 15), "ot": (4896, 23), "sa": (2233, 2.5)}
+NAMES = {
+    "lp": "linear probing",
+    "ft": "fine-tuning",
+    "ln": "LN-tune",
+    "sl": "split learning",
+    "ot": "offsite tuning",
+    "sa": "Split Adaptation",
+    "sa_noise_once": "the same, noise once",
+    "sa_private": "private mode",
+}
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Returns the table of docs/results/split_adaptation.md."""
+    lines = ["| method | paper: MB, minutes | client's parameters, MB | PFLOP | upload, MB | download, MB |"]
+    lines.append("|---|---|---|---|---|---|")
+    for method, row in found["methods"].items():
+        paper = "{}, {}".format(*PAPER[method]) if method in PAPER else ""
+        sizes = [row["parameter_bytes"] / 1e6, row["total_flops"] / 1e15, row["upload"] / 1e6, row["download"] / 1e6]
+        numbers = [f"{sizes[0]:,.0f}", f"{sizes[1]:.2g}", *(f"{size:,.1f}" for size in sizes[2:])]
+        lines.append("| " + " | ".join([NAMES[method], paper, *numbers]) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    options = timing.arguments(__doc__, output="benchmarks/results/split_costs.json").parse_args()
+    model = create("vit_l16", num_classes=1000)
+    backbone = Backbone(model, Preprocessing(size=224, mean=(0.5,) * 3, std=(0.5,) * 3), 16)
+    found = {}
+    for method in NAMES:
+        counted = cost(method, backbone, images=500, num_classes=100, epochs=50 if method == "ot" else 100)
+        names = ("parameters", "parameter_bytes", "total_flops", "upload", "download")
+        found[method] = {name: getattr(counted, name) for name in names}
+    write_json(pathlib.Path(options.output), {"images": 500, "num_classes": 100, "methods": found})
+    print(table({"methods": found}))
+
+
+if __name__ == "__main__":
+    main()

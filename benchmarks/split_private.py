@@ -1,0 +1,184 @@
+"""What a client with few images can release under a real epsilon: accuracy for n images per class.
+
+    python -m benchmarks.split_private --checkpoint FILE --data_dir DIR
+
+The client has features of a public SqueezeNet for n images of each of the ten classes of CIFAR-10. CIFAR-100 is public,
+without labels. Every way is (epsilon, delta)-DP for replacing one image with its label. The numbers n are public.
+
+    images      the private mode of jaxdp.split: each image on public directions with noise, and randomised labels
+    means       the sum of the clipped coordinates of each class, with Gaussian noise
+    prototypes  how many images of a class are nearest to each of 50 public cluster centres, with Gaussian noise
+    votes       the client labels public images by noisy votes of disjoint teachers (Papernot et al. 2018, GNMax)
+
+The server predicts by the nearest class mean. The page docs/results/split_adaptation.md has the table.
+"""
+
+import functools
+import math
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.finetune_methods import features
+from jaxdp import split
+from jaxdp.files import write_json
+from jaxdp.models import Features
+from jaxdp.privacy import GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
+from jaxdp.report import plot_curves
+from launch import results
+
+CLASSES, DELTA, DRAWS = 10, 1e-5, 5
+EPSILONS = (1.0, 2.0, 4.0, 8.0, 32.0, math.inf)
+PER_CLASS = (10, 50, 200)
+DIMENSIONS, CENTRES, QUERIES = 16, 50, 100
+WAYS = ("images", "means", "prototypes", "votes")
+
+
+@functools.cache
+def multiplier(epsilon: float, sensitivity: float, count: int = 1) -> float:
+    """Returns the noise over which `count` Gaussian answers of a sensitivity are (epsilon, DELTA)-DP."""
+    if epsilon == math.inf:
+        return 0.0
+    make = lambda s: SelfComposedDpEvent(GaussianDpEvent(s), count)  # noqa: E731
+    return sensitivity * calibrate_noise(make, epsilon=epsilon, delta=DELTA)
+
+
+def nearest(x: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """Returns the index of the nearest point [m, r] for each row of x [n, r]."""
+    return (np.square(points).sum(1) - 2 * x @ points.T).argmin(1)
+
+
+def clipped(x: np.ndarray, norm: float) -> np.ndarray:
+    return x * np.minimum(1, norm / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12))
+
+
+def class_means(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Returns the mean of each class. A class without rows has a mean that is never nearest."""
+    return np.stack([x[y == c].mean(0) if (y == c).any() else np.full(x.shape[1], 1e6) for c in range(CLASSES)])
+
+
+class Server:
+    """What is public: coordinates of public images, their clip norm and their cluster centres."""
+
+    def __init__(self, public: np.ndarray) -> None:
+        self.map = Features.from_public(public, dimensions=DIMENSIONS, whiten=0.5)
+        self.public = self.map(public)
+        self.clip = float(np.median(np.linalg.norm(self.public, axis=1)))
+        self.centres = self.public[:CENTRES]
+        for _ in range(20):  # Lloyd's algorithm
+            at = nearest(self.public, self.centres)
+            self.centres = np.stack(
+                [self.public[at == k].mean(0) if (at == k).any() else c for k, c in enumerate(self.centres)]
+            )
+
+    def images(self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator) -> np.ndarray:
+        release = split.PrivateRelease.calibrated(
+            epsilon=epsilon, delta=DELTA, clip_norm=self.clip, num_classes=CLASSES
+        )
+        same = split.Projection(np.zeros((1, DIMENSIONS), np.float32), np.eye(DIMENSIONS, dtype=np.float32))
+        key = jax.random.key(int(random.integers(2**31)), impl="threefry2x32")
+        sent = release.release(key, x[:, None], labels=y, projection=same)
+        return class_means(np.asarray(sent.features), np.asarray(sent.labels))
+
+    def means(self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator) -> np.ndarray:
+        inside = clipped(x, self.clip)
+        sums = np.stack([inside[y == c].sum(0) for c in range(CLASSES)])
+        # A replaced image leaves one sum and joins another, or moves one by twice the clip norm.
+        noise = multiplier(epsilon, 2 * self.clip) * random.normal(size=sums.shape)
+        return (sums + noise) * CLASSES / len(y)
+
+    def prototypes(self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator) -> np.ndarray:
+        counts = np.zeros((CLASSES, CENTRES))
+        np.add.at(counts, (y, nearest(x, self.centres)), 1)
+        noisy = counts + multiplier(epsilon, math.sqrt(2)) * random.normal(size=counts.shape)
+        return noisy @ self.centres * CLASSES / len(y)
+
+    def votes(self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator) -> np.ndarray:
+        queries = self.public[random.choice(len(self.public), QUERIES, replace=False)]
+        teachers = max(2, len(y) // (5 * CLASSES))  # about five images of a class each
+        part = random.permutation(len(y)) % teachers
+        tally = np.zeros((QUERIES, CLASSES))
+        for teacher in range(teachers):
+            answers = nearest(queries, class_means(x[part == teacher], y[part == teacher]))
+            tally[np.arange(QUERIES), answers] += 1
+        noisy = tally + multiplier(epsilon, math.sqrt(2), QUERIES) * random.normal(size=tally.shape)
+        return class_means(queries, noisy.argmax(1))
+
+
+def run(found: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Returns the accuracy of every way, epsilon, number of images per class and draw of them."""
+    server, rows = Server(found["public"]), []
+    private, test = server.map(found["private"]), server.map(found["test"])
+    label, test_label = found["private_label"], found["test_label"]
+    for draw in range(DRAWS):
+        random = np.random.default_rng(draw)
+        for count in PER_CLASS:
+            chosen = np.concatenate([random.permutation(np.flatnonzero(label == c))[:count] for c in range(CLASSES)])
+            x, y = private[chosen], label[chosen]
+            for way in WAYS:
+                for epsilon in EPSILONS:
+                    means = getattr(server, way)(x, y, epsilon, random)
+                    got = float(np.mean(nearest(test, means) == test_label))
+                    rows.append({"way": way, "epsilon": epsilon, "per_class": count, "seed": draw, "accuracy": got})
+    return rows
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Returns the table of docs/results/split_adaptation.md."""
+    names = ["no privacy" if e == math.inf else f"epsilon {e:g}" for e in EPSILONS]
+    lines = [f"| images per class | release | {' | '.join(names)} |", "|---" * (2 + len(names)) + "|"]
+    for count in PER_CLASS:
+        for way in WAYS:
+            cells = [str(count), way]
+            for epsilon in EPSILONS:
+                here = results.select(found["rows"], way=way, per_class=count, epsilon=epsilon)
+                mean, _, error = results.moments(row["accuracy"] for row in here)
+                cells.append(f"{100 * mean:.1f} ({100 * error:.1f})")
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def figure(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, count: int = 50) -> None:
+    """Draws accuracy over epsilon for one number of images per class."""
+    finite = [epsilon for epsilon in EPSILONS if epsilon < math.inf]
+
+    def mean(way: str, epsilon: float) -> float:
+        return results.moments(
+            row["accuracy"] for row in results.select(rows, way=way, per_class=count, epsilon=epsilon)
+        ).mean
+
+    plot_curves(
+        path,
+        {way: [(epsilon, mean(way, epsilon)) for epsilon in finite] for way in WAYS},
+        title=f"{count} private images per class of CIFAR-10",
+        subtitle=f"mean of {DRAWS} draws, delta = {DELTA:g}",
+        xlabel="epsilon",
+        ylabel="test accuracy",
+        xscale="log",
+        xticks={epsilon: f"{epsilon:g}" for epsilon in finite},
+        references={"chance": 1 / CLASSES},
+    )
+
+
+def main() -> None:
+    parser = timing.arguments(__doc__, output="benchmarks/results/split_private.json")
+    parser.add_argument("--checkpoint", help="SqueezeNet 1.0, arrays of the Caffe model")
+    parser.add_argument("--data_dir", help="prepared TFDS data of cifar10 and CIFAR-100")
+    parser.add_argument("--cifar100", default="cifar100", help="the name of CIFAR-100 or of a part of it in data_dir")
+    parser.add_argument("--features", default="features.npz", help="a file that keeps the features")
+    options = parser.parse_args()
+    began = time.process_time()
+    rows = run(features(options))
+    seconds = round(time.process_time() - began)
+    write_json(pathlib.Path(options.output), {"cpu_seconds": seconds, "rows": rows})
+    figure(rows, pathlib.Path("docs/results/split_private.png"))
+    print(table({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
