@@ -54,7 +54,10 @@ def get_config(source: str = "trained") -> ConfigDict:
                 "order": "continual",
                 "reset": "never",
                 "remainder": "drop",
-                "seeds": 5,
+                "seeds": 5,  # runs. Run s has source model s % sources and stream s // sources.
+                "sources": 1,
+                # "given": each stream has other photographs. "shuffled": all have the same, in an order of its own.
+                "domain_order": "given",
                 "accumulate": 1,
             },
             "methods": ("Tent", "EATA", "SAR", "DeYO", "DeYO-COME"),
