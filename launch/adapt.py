@@ -366,14 +366,14 @@ def crossed(values: Mapping[int, float], sources: int) -> tuple[float, float]:
       The mean, and the root of the sum of the squared standard errors of the means per source model and per stream.
       This counts the variation of single runs twice, so it is rather too large.
     """
-    variance = 0.0
+    errors = []
     for level in (lambda seed: seed % sources, lambda seed: seed // sources):
         groups: dict[int, list[float]] = {}
         for seed, value in values.items():
             groups.setdefault(level(seed), []).append(value)
-        error = results.moments(results.moments(group).mean for group in groups.values()).error
-        variance += error**2 if len(groups) > 1 else 0.0
-    return results.moments(values.values()).mean, variance**0.5 or math.nan
+        if len(groups) > 1:
+            errors.append(results.moments(results.moments(group).mean for group in groups.values()).error)
+    return results.moments(values.values()).mean, math.hypot(*errors) if errors else math.nan
 
 
 def _accuracies(cells: Sequence[frame.Row]) -> list[dict[str, str]]:

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import evidence_tta
 from configs.tta import usps_shift
+from tests.test_result_pages import untied
 
 FOUND = json.loads(evidence_tta.RESULTS.read_text())
 PAGE = evidence_tta.PAGE.read_text()
@@ -32,3 +33,13 @@ def test_the_runs_are_those_of_the_config(protocol):
     assert settings == {"original", "clipped", *(f"epsilon {budget:g}" for budget in config.privacy.budgets)}
     for cell in found["cells"]:
         assert all(math.isfinite(number) for number in (*cell["over_source"], *cell["over_original"]))
+
+
+def test_numbers_of_sentences_are_in_the_files():
+    prose = PAGE
+    for table in evidence_tta.tables(FOUND).values():
+        prose = prose.replace(table, "")
+    names = ("evidence_tta.json", "tta_cifar10_earlier.json", "tta_paper.json")
+    documents = [json.loads(evidence_tta.RESULTS.with_name(name).read_text()) for name in names]
+    assert len(prose) < 0.8 * len(PAGE) and untied(prose, documents) == []
+    assert untied(prose.replace("+4.9 ± 3.5", "+9.9 ± 3.5"), documents)

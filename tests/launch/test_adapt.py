@@ -216,7 +216,7 @@ def test_the_error_counts_streams_and_source_models():
     mean, error = adapt.crossed(values, 2)
     assert mean == 2.5 and error == pytest.approx(math.sqrt(1.0**2 + 0.5**2))
     assert adapt.crossed({0: 1.0, 1: 3.0}, 1) == (2.0, 1.0), "one source model: the standard error over streams"
-    assert math.isnan(adapt.crossed({0: 1.0}, 1)[1])
+    assert math.isnan(adapt.crossed({0: 1.0}, 1)[1]) and adapt.crossed({0: 1.0, 1: 1.0}, 1) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(
