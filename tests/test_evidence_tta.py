@@ -23,7 +23,7 @@ def test_the_tables_are_those_of_the_runs():
     assert evidence_tta.filled(PAGE, evidence_tta.tables(other)) != PAGE
 
 
-@pytest.mark.parametrize("protocol", evidence_tta.PROTOCOLS)
+@pytest.mark.parametrize("protocol", FOUND)
 def test_the_runs_are_those_of_the_config(protocol):
     config, found = usps_shift.get_config(protocol), FOUND[protocol]
     assert found["source models"] == config.protocol.sources
