@@ -5,9 +5,11 @@ Differential Privacy" (arXiv:2606.01908). In the workdir, ledger.sqlite records 
 its stream. methods.txt describes the private form of each method.
 """
 
+import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -44,9 +46,11 @@ class _Task:
     """The source model, photographs and methods.
 
     Attributes:
-      public: Clean images, to train the source model on and for Fisher information.
+      public: Clean images, to train the source models on and for Fisher information.
       tuning: Photographs under the held-out corruptions. No stream contains them.
       noise: The noise multiplier of each private setting. At it a visit costs at most the setting's epsilon.
+      source: The source model of a number.
+      method: The method of a name, for the source model of a number.
     """
 
     def __init__(self, config: Any, root: pathlib.Path):
@@ -54,77 +58,121 @@ class _Task:
         at: Any = {name: config.privacy[name] for name in ("delta", "adjacency")}
         budgets = progress_bar(config.privacy.budgets, label="noise", unit="budget")
         noise = [calibrate_noise(GaussianDpEvent, epsilon=budget, **at) for budget in budgets]
-        self.noise = dict(zip(settings(config)[1:], [0.0, *noise], strict=True))
+        self.noise = dict(zip(settings(config)[2:], noise, strict=True))
         self._network = models.network(config.model)
-        found = data.parts(config.data, "public", "test", prepare=self._network.preprocessing.prepare)
-        self.public = found["public"]
-        seeds, images = config.protocol.seeds, config.data.images
-        held_out = np.arange(config.tuning.images) + seeds * images
-        photographs = functools.partial(_photographs, config.data, found.get("test"))
-        self._mine = photographs(config.data.corruptions, np.arange(seeds * images))
-        self.tuning = photographs(config.tuning.corruptions, held_out)
-        self.method = functools.cache(self._method)
+        found = data.parts(config.data, "public", "test", "tuning", prepare=self._network.preprocessing.prepare)
+        self.public, test, tuning = found["public"], found.get("test"), found.get("tuning")
+        streams, images = config.protocol.seeds // config.protocol.sources, config.data.images
+        used = images if config.protocol.domain_order == "shuffled" else streams * images
+        self._mine = self._photographs(test, config.data.corruptions, np.arange(used))
+        held_out = np.arange(config.tuning.images) + (used if tuning is None else 0)
+        self.tuning = self._photographs(test if tuning is None else tuning, config.tuning.corruptions, held_out)
+        self._counted: dict[tta.Method, tta.Method] = {}
+        self.source, self.method = functools.cache(self._source), functools.cache(self._method)
         print(
-            f"{seeds} streams of {len(self._mine)} domains with {images} photographs each. Hyper-parameters are "
+            f"{streams} streams of {len(self._mine)} domains with {images} photographs each. Hyper-parameters are "
             f"chosen on {', '.join(self.tuning)} of other photographs.",
             flush=True,
         )
 
-    @functools.cached_property
-    def source(self) -> Pretrained:
-        return models.source_model(self.config, lambda: self.public, self.root, untrained=self._network)
+    def _source(self, number: int) -> Pretrained:
+        name = f"source_{number}" if number else "source"
+        return models.source_model(
+            self.config, lambda: self.public, self.root, name, untrained=self._network, number=number
+        )
 
     @functools.cached_property
     def apply_fn(self) -> Callable[[Any, jax.Array], jax.Array]:
-        apply_fn: Any = self.source.apply_fn
+        apply_fn: Any = self._network.apply_fn
         return restrict_classes(apply_fn, imagenet_r_classes()) if self.config.model.classes else apply_fn
 
-    def _method(self, name: str) -> tta.Method:
+    def _method(self, name: str, number: int, counting: bool = False) -> tta.Method:
         """Returns a method by its name. The suffix "-COME" puts COME over that method."""
+        if counting:
+            plain = self.method(name, number)
+            return self._counted.setdefault(plain, _counting(plain))
         classes = next(iter(self.tuning.values())).num_classes
         base, _, come = name.partition("-")
         options = dict(self.config.method_options.get(base, {}))
         kind = tta.METHODS[base]
         takes = inspect.signature(kind).parameters
+        if number and "fisher" not in takes:
+            return self.method(name, 0)  # one object for all source models, so that its step is compiled once
         if "num_classes" in takes:
             options["num_classes"] = classes
         if "fisher" in takes:
             starts = range(0, self.config.fisher_images, 64)  # the papers' fisher_strength is for batches of 64
             images = [self.public.gather(np.arange(k, k + 64))["image"] for k in starts]
-            options["fisher"] = tta.fisher(self.apply_fn, self.source.params, images)
+            options["fisher"] = tta.fisher(self.apply_fn, self.source(number).params, images)
         method = kind(**options)
         return tta.COME(method, classes) if come else method
 
     def adapter(self, cell: Cell, choice: Mapping[str, float]) -> tta.Adapter:
         """Returns the adapter of a cell with these hyper-parameters."""
-        method: Any = self.method("Tent" if cell.method == SOURCE else cell.method)
+        number = cell.seed % self.config.protocol.sources
+        counting = cell.setting in (ORIGINAL, CLIPPED)
+        method: Any = self.method("Tent" if cell.method == SOURCE else cell.method, number, counting)
         accumulate = 1
-        if cell.setting != ORIGINAL:
+        if cell.setting == CLIPPED:
+            method = tta.clipped(method, choice["clip_norm"])
+        elif not counting:
             noise, filters = self.noise[cell.setting], dict(self.config.privacy.filters)
             method = tta.private(method, clip_norm=choice["clip_norm"], noise_multiplier=noise, **filters)
             accumulate = self.config.protocol.accumulate
         optimizer = _sgd(choice["learning_rate"])
-        return tta.Adapter(self.apply_fn, self.source.params, method, optimizer, accumulate=accumulate)
+        return tta.Adapter(self.apply_fn, self.source(number).params, method, optimizer, accumulate=accumulate)
 
     def stream(self, seed: int) -> tta.Stream:
-        """Returns the stream of a seed. Streams of different seeds share no photograph."""
-        n, how = self.config.data.images, ("batch_size", "order", "reset", "remainder")
-        mine = {name: source.take(np.arange(seed * n, (seed + 1) * n)) for name, source in self._mine.items()}
-        return tta.Stream(mine, seed=seed, **{name: self.config.protocol[name] for name in how})
+        """Returns the stream of a seed. Seeds that differ in their source model only have the same stream."""
+        protocol, number = self.config.protocol, seed // self.config.protocol.sources
+        how = {name: protocol[name] for name in ("batch_size", "order", "reset", "remainder")}
+        if protocol.domain_order == "shuffled":
+            names = list(self._mine)
+            order = data.choose(len(names), len(names), seed=number)
+            mine = {names[k]: self._mine[names[k]] for k in order}
+        else:
+            n = self.config.data.images
+            mine = {name: source.take(np.arange(number * n, (number + 1) * n)) for name, source in self._mine.items()}
+        others = self.config.data.get("others", {})
+        units = {k: [f"{k} {i}" if k in others else i for i in range(len(source))] for k, source in mine.items()}
+        return tta.Stream(mine, seed=number, units=units, **how)
+
+    def _photographs(self, test: Examples | None, shifts: Sequence[str], rows: np.ndarray) -> dict[str, Examples]:
+        """Returns the same photographs under each shift. Reads one shift at a time and keeps only these photographs."""
+        found, config = {}, self.config.data
+        for name in progress_bar(shifts, label="reading", unit="corruption"):
+            if name in (others := config.get("others", {})):
+                other = models.resize(self._network, data.read(others[name]))
+                found[name] = data.in_memory(other.take(rows[rows < len(other)]))
+                continue
+            domain = data.under(test, config, name)
+            if rows[-1] >= len(domain):
+                raise ValueError(
+                    "config.data.images for each of config.protocol.seeds, and config.tuning.images, together need "
+                    f"{rows[-1] + 1} photographs, but {domain.name} has {len(domain)}."
+                )
+            found[name] = data.in_memory(domain.take(rows))
+        return found
 
 
-def _photographs(config: Any, test: Examples | None, shifts: Sequence[str], rows: np.ndarray) -> dict[str, Examples]:
-    """Returns the same photographs under each shift. Reads one shift at a time and keeps only these photographs."""
-    found = {}
-    for name in progress_bar(shifts, label="reading", unit="corruption"):
-        domain = data.under(test, config, name)
-        if rows[-1] >= len(domain):
-            raise ValueError(
-                "config.data.images for each of config.protocol.seeds, and config.tuning.images, together need "
-                f"{rows[-1] + 1} photographs, but {domain.name} has {len(domain)}."
-            )
-        found[name] = data.in_memory(domain.take(rows))
-    return found
+def _counting(method: tta.Method) -> tta.Method:
+    """Returns the method with a memory that also counts the images that took part and those seen, since a reset."""
+
+    class Counting(type(method)):  # type: ignore[misc]
+        def start(self) -> Any:
+            return super().start(), jnp.zeros(2)
+
+        def novel(self, memory: Any, sample: tta.Sample) -> jax.Array:
+            return super().novel(memory[0], sample)
+
+        def remember(self, memory: Any, samples: tta.Sample, kept: jax.Array) -> Any:
+            counts = memory[1] + jnp.array([kept.sum(), len(kept)])
+            return super().remember(memory[0], samples, kept), counts
+
+        def lost(self, memory: Any) -> jax.Array:
+            return super().lost(memory[0])
+
+    return Counting(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
 
 
 def _sgd(learning_rate: float) -> optax.GradientTransformation:
@@ -170,6 +218,15 @@ def _cells(config: Any) -> Iterator[Cell]:
         )
     frame.some("data.corruptions", config.data.corruptions)
     frame.some("tuning.corruptions", config.tuning.corruptions)
+    if config.protocol.domain_order not in ("given", "shuffled"):
+        raise ValueError(
+            f"config.protocol.domain_order must be 'given' or 'shuffled', got {config.protocol.domain_order!r}."
+        )
+    if config.protocol.sources < 1 or config.protocol.seeds % config.protocol.sources:
+        raise ValueError(
+            "config.protocol.seeds must be a multiple of config.protocol.sources, one run for each stream and source "
+            f"model, got {config.protocol.seeds} and {config.protocol.sources}."
+        )
     frame.known("methods", frame.some("methods", config.methods), _names())
     pairs = list(itertools.product(config.methods, settings(config)))
     yield from (Cell("tuning", *pair, 0) for pair in pairs)
@@ -193,7 +250,8 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
         paid = tta.StreamAccount(account, event=getattr(adapter.method, "event", NonPrivateDpEvent()))
         scratch = work.folder(cell) / "scratch"
         served = tta.serve(adapter, task.stream(cell.seed), account=paid, workdir=scratch)
-    return {"visits": paid.worst, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
+    found = {"visits": paid.worst, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
+    return found | _diagnostics(served)
 
 
 def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
@@ -206,14 +264,23 @@ def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
         # If most gradients are clipped, a step is about learning_rate * clip_norm long. So this product varies.
         lengths = itertools.product(config.tuning.clipped_steps, config.tuning.clip_norms)
         candidates = [{"learning_rate": length / norm, "clip_norm": norm} for length, norm in lengths]
-    stream, tried = tta.Stream(task.tuning, batch_size=config.protocol.batch_size, seed=0), []
+    how = {name: config.protocol[name] for name in ("batch_size", "reset")}
+    stream, tried = tta.Stream(task.tuning, seed=0, **how), []
     for candidate in candidates:
         served = tta.serve(task.adapter(cell, candidate), stream, account=None)
-        made: Any = served.state.opt_state
-        length = float(made["length"] / jnp.maximum(made["steps"], 1))
-        tried.append({**candidate, "length": length, "accuracy": _mean(served.accuracy)})
+        tried.append({**candidate, "accuracy": _mean(served.accuracy), **_diagnostics(served)})
     best = results.best(tried)
     return {"chosen": {name: best[name] for name in candidates[0]}, "tried": tried}
+
+
+def _diagnostics(served: tta.Served) -> dict[str, float]:
+    """Returns the mean length of an update and the share of images that took part, both since the last reset."""
+    made: Any = served.state.opt_state
+    found = {"length": float(made["length"] / jnp.maximum(made["steps"], 1))}
+    if served.state.memory:
+        taken, seen = np.asarray(served.state.memory[1])
+        found["taken"] = float(taken / max(seen, 1))
+    return found
 
 
 def _mean(accuracy: Mapping[str, float]) -> float:
@@ -227,7 +294,7 @@ def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
     for setting in settings(config):
         noise = task.noise.get(setting, 0.0)
         release = GaussianDpEvent(noise) if noise else NonPrivateDpEvent()
-        accumulate = 1 if setting == ORIGINAL else config.protocol.accumulate
+        accumulate = config.protocol.accumulate if noise else 1
         yield plans.Item(
             f"{setting}, {streams}",
             "each stream",
@@ -247,12 +314,10 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     tuning, runs = (results.select(rows, part=part) for part in ("tuning", "runs"))
     chosen = {(row["method"], row["setting"]): row["chosen"] for row in tuning}
 
-    def over(key: str, mine: list[frame.Row], other: Any) -> list[float]:
+    def over(mine: list[frame.Row], other: list[frame.Row]) -> list[float]:
         """Returns mean and standard error of the difference to what was run on the same streams."""
-        gap = results.paired_difference(
-            [*mine, *other], key, other[0][key], mine[0][key], coordinates=(key, "seed"), value="mean"
-        )
-        return [gap.mean, gap.error]
+        at = {row["seed"]: row["mean"] for row in other}
+        return list(crossed({row["seed"]: row["mean"] - at[row["seed"]] for row in mine}, config.protocol.sources))
 
     for method, setting in dict.fromkeys((row["method"], row["setting"]) for row in runs):
         mine = results.select(runs, method=method, setting=setting)
@@ -263,8 +328,13 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
             **chosen.get((method, setting), {}),
             "mean": mean,
             "std": deviation,
-            "over_source": over("method", mine, results.select(runs, method=SOURCE)),
-            "over_original": over("setting", mine, results.select(runs, method=method, setting=ORIGINAL)),
+            "over_source": over(mine, results.select(runs, method=SOURCE)),
+            "over_original": over(mine, results.select(runs, method=method, setting=ORIGINAL)),
+            **{
+                name: results.moments(row[name] for row in mine).mean
+                for name in ("length", "taken")
+                if all(name in row for row in mine)
+            },
             "per_corruption": {
                 name: results.moments(row["accuracy"][name] for row in mine).mean for name in mine[0]["accuracy"]
             },
@@ -285,6 +355,27 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     }
 
 
+def crossed(values: Mapping[int, float], sources: int) -> tuple[float, float]:
+    """Returns the mean over runs, and a standard error for streams and source models that are both samples.
+
+    Args:
+      values: One number per run, by seed. Run s has source model s % sources and stream s // sources.
+      sources: The number of source models.
+
+    Returns:
+      The mean, and the root of the sum of the squared standard errors of the means per source model and per stream.
+      This counts the variation of single runs twice, so it is rather too large.
+    """
+    errors = []
+    for level in (lambda seed: seed % sources, lambda seed: seed // sources):
+        groups: dict[int, list[float]] = {}
+        for seed, value in values.items():
+            groups.setdefault(level(seed), []).append(value)
+        if len(groups) > 1:
+            errors.append(results.moments(results.moments(group).mean for group in groups.values()).error)
+    return results.moments(values.values()).mean, math.hypot(*errors) if errors else math.nan
+
+
 def _accuracies(cells: Sequence[frame.Row]) -> list[dict[str, str]]:
     """Returns a line per method with a column per setting."""
     return results.pivot(cells, "method", "setting", lambda c: results.percent(c[0]["mean"], c[0]["std"]))
@@ -298,23 +389,22 @@ def _private(cells: Sequence[frame.Row]) -> list[frame.Row]:
 def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
     *cells, source = result["cells"]
     named = [({"method": c["method"], "setting": c["setting"]}, c) for c in cells]
-    by_key = {(c["method"], c["setting"]): c for c in cells}
+    changed = [c for c in cells if c["setting"] != ORIGINAL]
 
-    def gain(method: str, setting: str, over: str) -> str:
-        return results.percent(*by_key[method, setting][over], sign="+")
+    def differences(over: str, shown: Sequence[frame.Row]) -> list[dict[str, str]]:
+        return results.pivot(shown, "method", "setting", lambda c: results.percent(*c[0][over], sign="+"))
 
     return {
         f"Accuracy in percent over all corruptions, mean ± standard deviation of {result['seeds']} streams": (
             _accuracies([source, *cells])
         ),
-        "The stabilising effect of clipping: difference on the same streams ± standard error": [
-            {
-                "method": method,
-                "without clipping, over no adaptation": gain(method, ORIGINAL, "over_source"),
-                "with clipping, over no adaptation": gain(method, CLIPPED, "over_source"),
-                "change by clipping": gain(method, CLIPPED, "over_original"),
-            }
-            for method in dict.fromkeys(c["method"] for c in cells)
+        "Difference to no adaptation on the same streams ± standard error": differences("over_source", cells),
+        "Difference to the original method on the same streams ± standard error": (
+            differences("over_original", changed)
+        ),
+        "Diagnostics, functions of the records: mean length of an update, and percent of images that took part": [
+            name | {"length": c["length"], "took part": results.percent(c["taken"]) if "taken" in c else None}
+            for name, c in named
         ],
         f"What it costs at delta = {result['delta']:g}, {result['adjacency']}": [
             {

@@ -38,6 +38,8 @@ A set under domain shift also has the fields
     severity        1 to 5
     corruptions     names of shifts; "clean" means no shift
     corrupted_name  tfds: a set of images that are corrupted already; "" corrupts the test images here
+    strengths       {shift: strength}: shifts of `launch.shifts`, computed here
+    others          {shift: a whole set of images, see `read`}: shifts that are other sets with the same classes
 """
 
 import csv
@@ -56,13 +58,13 @@ from jaxdp.data import Examples, sources
 from jaxdp.files import Limits, optional, read_npz
 from jaxdp.report import progress_bar
 
-from . import settings
+from . import settings, shifts
 
 Prepare = Callable[[Any], Any]
 CLEAN = "clean"  # no shift
 SOURCES = ("bundled", "tfds", "npz", "hf", "folder")
 # A bundled set is divided in this order, so studies with the same parts have the same division.
-ROLES = ("upstream", "public", "private", "sources", "stream", "client", "test")
+ROLES = ("upstream", "public", "private", "sources", "stream", "client", "test", "tuning")
 
 
 def parts(config: Any, *roles: str, prepare: Prepare | None = None, grouped: bool = False) -> dict[str, Examples]:
@@ -421,6 +423,8 @@ def under(test: Examples | None, config: Any, shift: str) -> Examples:
         return data.corrupted_tfds(config.corrupted_name, shift, config.severity, data_dir=config.data_dir or None)
     if test is None:
         raise ValueError(f"config.data.parts.test must name the images for the shift {shift!r}, got none.")
+    if shift in (strengths := config.get("strengths", {})):
+        return shifts.shifted(test, shift, strengths[shift])
     return test if shift == CLEAN else data.corrupt(test, shift, severity=config.severity)
 
 

@@ -249,11 +249,12 @@ def source_model(
     name: str = "source",
     *,
     untrained: Pretrained | None = None,
+    number: int = 0,
 ) -> Pretrained:
     """Returns the model of a config with parts `model` and `train`, trained once in `root` if it has no checkpoint.
 
     config.train has steps, batch_size, learning_rate (of AdamW), crop_padding (of random crops and flips, 0 for
-    neither) and init_seed. `untrained` is `network(config.model)`, if the caller has it.
+    neither) and init_seed, to which `number` is added. `untrained` is `network(config.model)`, if the caller has it.
     """
     padding = config.train.crop_padding
     return trained(
@@ -261,7 +262,7 @@ def source_model(
         images,
         config.train,
         root / f"{name}.safetensors",
-        seed=config.train.init_seed,
+        seed=config.train.init_seed + number,
         optimizer=optax.adamw,
         augment=(lambda key, x: {**x, "image": data.augment(key, x["image"], padding=padding)}) if padding else None,
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from jaxdp.tta.accounts import Epsilons, StreamAccount, Visits, epsilons, event
 from jaxdp.tta.adapter import Adapter, AdaptState
+from jaxdp.tta.clipped import Clipped, clipped
 from jaxdp.tta.come import COME
 from jaxdp.tta.deyo import DeYO
 from jaxdp.tta.eata import EATA, fisher
@@ -32,6 +33,7 @@ __all__ = [
     "AdaptState",
     "Adapter",
     "Batch",
+    "Clipped",
     "CollapseMonitor",
     "CollapseReport",
     "DeYO",
@@ -44,6 +46,7 @@ __all__ = [
     "StreamAccount",
     "Tent",
     "Visits",
+    "clipped",
     "epsilons",
     "event",
     "fisher",

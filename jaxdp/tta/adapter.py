@@ -16,6 +16,7 @@ from jaxdp.release import program as program_text
 from jaxdp.transforms.clipping import clipped_grad
 from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, rounded_up
 from jaxdp.transforms.noise import gaussian
+from jaxdp.tta.clipped import Clipped
 from jaxdp.tta.method import Method, Sample, check_name
 from jaxdp.tta.private import Private
 from jaxdp.tta.select import Adapted, lower_blocks, merge, selected, trainable_part
@@ -63,6 +64,7 @@ class _Program(NamedTuple):
     reset_every: int | None
     predict: Predict
     private: bool
+    clipped: bool
     layout: Layout | None
     noisy: bool = False
     filters: str = "keep"
@@ -101,7 +103,7 @@ class Adapter:
       apply_fn: `apply_fn(params, images [B, ...]) -> logits [B, C]`, without randomness. Each row of logits must be a
         function of one image only, so BatchNorm must use frozen statistics.
       params: The parameters of the source model. They never change, adapted parameters are copies.
-      method: One of `jaxdp.tta.METHODS`, your `Method`, or `private(...)` of it.
+      method: One of `jaxdp.tta.METHODS`, your `Method`, or `private(...)` or `clipped(...)` of it.
       optimizer: Any optax optimizer. For private methods it gets the noisy G_t, so its step is post-processing.
       adapted: `adapted(path, leaf) -> bool` with paths such as "block_0/norm_0/scale". The default is scale and bias of
         all normalisation layers. For SAR and DeYO it is the lower three quarters of the blocks (`lower_blocks`).
@@ -125,7 +127,7 @@ class Adapter:
 
     apply_fn: ApplyFn
     params: Any
-    method: Method | Private
+    method: Method | Private | Clipped
     optimizer: optax.GradientTransformation
     adapted: Adapted | None = None
     accumulate: int = 1
@@ -141,9 +143,12 @@ class Adapter:
 
     def __post_init__(self) -> None:
         form = self.method if isinstance(self.method, Private) else None
-        method = form.method if form else self.method
+        method = self.method.method if isinstance(self.method, Private | Clipped) else self.method
         if not isinstance(method, Method):
-            raise TypeError(f"method must be a jaxdp.tta.Method or private(...) of one, got {type(method).__name__}.")
+            raise TypeError(
+                "method must be a jaxdp.tta.Method, or private(...) or clipped(...) of one, got "
+                f"{type(method).__name__}."
+            )
         if self.accumulate < 1 or (self.accumulate > 1 and form is None):
             raise ValueError(
                 f"accumulate must be at least 1, and 1 for a method that is not private, got {self.accumulate}. "
@@ -171,8 +176,9 @@ class Adapter:
             params = jax.device_put(params, layout.shardings(params, params, params))
         moving = trainable_part(params, paths)
         static: tuple[Any, ...] = (self.apply_fn, method, self.optimizer.update, paths)
-        static += (self.accumulate, self.reset_every, self.predict, form is not None, layout)
-        numbers: tuple[float, ...] = ()
+        static += (self.accumulate, self.reset_every, self.predict, form is not None)
+        static += (isinstance(self.method, Clipped), layout)
+        numbers: tuple[float, ...] = (self.method.clip_norm,) if isinstance(self.method, Clipped) else ()
         if form:
             static += (form.noise_multiplier > 0, form.filters, form.clip_rule)
             numbers = (form.clip_norm, form.noise_std, form.kept_fraction)
@@ -381,24 +387,40 @@ def _advanced(
 def _plain_step(
     program: _Program, constants: _Constants, state: AdaptState, images: jax.Array, views: Any, mask: jax.Array
 ) -> tuple[AdaptState, jax.Array]:
-    """Makes one step of the method as published."""
+    """Makes one step of the method as published, or of its clipped form."""
     method = program.method
+    Seen = tuple[jax.Array, Sample, jax.Array]  # the logits, the sample, and whether the image takes part
 
-    def loss(moving: Any, candidates: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Sample, jax.Array]]:
+    def weighted(logits: jax.Array, again: jax.Array | None, candidate: jax.Array) -> tuple[jax.Array, Seen]:
+        sample = method(logits, again)
+        seen = jax.lax.stop_gradient(sample)
+        kept = candidate & method.reliable(seen) & method.novel(state.memory, seen)
+        return jnp.where(kept, method.weight(seen) * sample.uncertainty, 0), (logits, seen, kept)
+
+    def mean(moving: Any, candidates: jax.Array) -> tuple[jax.Array, Seen]:
         params = merge(moving, constants.params)
         logits = program.apply_fn(params, images)
         again = None if views is None else program.apply_fn(jax.lax.stop_gradient(params), views)
-        samples = jax.vmap(method)(logits, again)
-        seen = jax.lax.stop_gradient(samples)
-        reliable = candidates & jax.vmap(method.reliable)(seen)
-        kept = reliable & jax.vmap(method.novel, in_axes=(None, 0))(state.memory, seen)
-        weighted = jnp.where(kept, jax.vmap(method.weight)(seen) * samples.uncertainty, 0)
-        return weighted.sum() / jnp.maximum(kept.sum(), 1), (logits, seen, kept)
+        losses, seen = jax.vmap(weighted)(logits, again, candidates)
+        return losses.sum() / jnp.maximum(seen[2].sum(), 1), seen
 
-    gradient, (logits, samples, kept) = jax.grad(loss, has_aux=True)(state.params, mask)
+    def one(params: Any, example: Any) -> tuple[jax.Array, Seen]:
+        return weighted(*_views_of_one(program, params, *example[:2]), example[2])
+
+    def clipped(moving: Any, candidates: jax.Array) -> tuple[Any, Seen]:
+        examples = (images, views, candidates)
+        result = _clipped(program, constants, one)(merge(moving, constants.params), examples)
+        count = jnp.maximum(result.aux[2].sum(), 1)
+        return jax.tree.map(lambda x: x / count, result.grads), result.aux
+
+    published = jax.grad(mean, has_aux=True)
+    followed = clipped if program.clipped else published
     if method.radius:
+        gradient, (logits, _, kept) = published(state.params, mask)
         ahead = _add(state.params, _ascent(method.radius, gradient))
-        gradient, (_, samples, kept) = jax.grad(loss, has_aux=True)(ahead, kept)
+        gradient, (_, samples, kept) = followed(ahead, kept)
+    else:
+        gradient, (logits, samples, kept) = followed(state.params, mask)
     new = _update(program, constants, state, gradient)
     if method.skips_empty:
         new = _where(kept.any(), new, state)
@@ -419,9 +441,7 @@ def _private_step(
     method, images = program.method, examples[0]
 
     def loss(params: Any, example: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
-        image, view = example
-        logits = _predict_one(program, params, image)
-        again = None if view is None else _predict_one(program, jax.lax.stop_gradient(params), view)
+        logits, again = _views_of_one(program, params, *example)
         sample = method(logits, again)
         seen = jax.lax.stop_gradient(sample)
         weight = method.weight(seen)
@@ -429,8 +449,7 @@ def _private_step(
             weight = jnp.where(method.reliable(seen), weight, 0)
         return weight * sample.uncertainty, logits
 
-    rule: dict[str, Any] = {"clip_norm": constants.clip_norm, "clip_rule": program.clip_rule}
-    clipped = clipped_grad(loss, trainable=functools.partial(_in, program.adapted), has_aux=True, **rule)
+    clipped = _clipped(program, constants, loss)
     params = merge(state.params, constants.params)
     if method.radius:
         ahead = merge(_add(state.params, _ascent(method.radius, state.released)), constants.params)
@@ -465,6 +484,20 @@ def _predict(program: _Program, params: Any, images: jax.Array) -> jax.Array:
 
 def _predict_one(program: _Program, params: Any, image: jax.Array) -> jax.Array:
     return program.apply_fn(params, image[None])[0]
+
+
+def _views_of_one(
+    program: _Program, params: Any, image: jax.Array, view: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the logits [C] of an image, and without gradient those of its second view if there is one."""
+    again = None if view is None else _predict_one(program, jax.lax.stop_gradient(params), view)
+    return _predict_one(program, params, image), again
+
+
+def _clipped(program: _Program, constants: _Constants, loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the clipped sum of the gradients of a loss of one image, which returns more than the loss."""
+    rule: dict[str, Any] = {"clip_norm": constants.clip_norm, "clip_rule": program.clip_rule}
+    return clipped_grad(loss, trainable=functools.partial(_in, program.adapted), has_aux=True, **rule)
 
 
 def _in(paths: frozenset[str], path: str, leaf: Any) -> bool:

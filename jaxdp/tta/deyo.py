@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxdp.tta.method import Method, Sample, check_constants, check_name
 
 Destruction = Literal["patch", "pixel", "occlusion"]
+_CHANNELS = (1, 3)  # by which images of the other form are recognised
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,8 +30,12 @@ class DeYO(Method):
       margin: E0 as a fraction of ln C.
       augmentation: "patch" permutes a grid of patches, independently for each image. "pixel" permutes all pixels, alike
         for the whole batch. "occlusion" fills the middle quarter of the image with its mean colour. A function
-        `augmentation(key, image [H, W, C]) -> image` is allowed too.
+        `augmentation(key, image) -> image` is allowed too.
       patches: The side of the grid of "patch".
+      channel_axis: -1 for images [H, W, C], 0 for images [C, H, W]. Named augmentations need it.
+
+    Raises:
+      ValueError: A field is out of range. When stepping: images are not of this form, or look like the other one.
     """
 
     num_classes: int
@@ -39,6 +44,7 @@ class DeYO(Method):
     margin: float = 0.4
     augmentation: Destruction | Callable[[jax.Array, jax.Array], jax.Array] = "patch"
     patches: int = 4
+    channel_axis: int = -1
 
     lower_blocks_only = True
 
@@ -48,6 +54,10 @@ class DeYO(Method):
             check_name("augmentation", self.augmentation, Destruction, " or a function")
         if self.patches < 2:
             raise ValueError(f"patches must be at least 2, got {self.patches}. One patch cannot be permuted.")
+        if self.channel_axis not in (0, -1):
+            raise ValueError(
+                f"channel_axis must be -1 for images [H, W, C] or 0 for [C, H, W], got {self.channel_axis}."
+            )
 
     def weight(self, sample: Sample) -> jax.Array:
         """Weighs images by exp(E0 - H) + exp(PLPD)."""
@@ -60,14 +70,23 @@ class DeYO(Method):
 
     def augment(self, key: jax.Array, common_key: jax.Array, image: jax.Array) -> jax.Array:
         """Destroys the object's shape in a second view, for PLPD."""
+        if callable(self.augmentation):
+            return self.augmentation(key, image)
+        axis, other = self.channel_axis, -1 - self.channel_axis
+        if image.ndim != 3 or (image.shape[axis] not in _CHANNELS and image.shape[other] in _CHANNELS):
+            raise ValueError(
+                f"channel_axis={axis} does not suit images of shape {image.shape}. Give images [H, W, C], images "
+                "[C, H, W] with channel_axis=0, or an augmentation of your own."
+            )
+        image = jnp.moveaxis(image, axis, -1)
         if self.augmentation == "pixel":
             flat = image.reshape(-1, image.shape[-1])
-            return flat[jax.random.permutation(common_key, len(flat))].reshape(image.shape)
-        if self.augmentation == "occlusion":
-            return _occlude(image)
-        if self.augmentation == "patch":
-            return _permute_patches(key, image, self.patches)
-        return self.augmentation(key, image)
+            view = flat[jax.random.permutation(common_key, len(flat))].reshape(image.shape)
+        elif self.augmentation == "occlusion":
+            view = _occlude(image)
+        else:
+            view = _permute_patches(key, image, self.patches)
+        return jnp.moveaxis(view, -1, axis)
 
 
 def _permute_patches(key: jax.Array, image: jax.Array, grid: int) -> jax.Array:

@@ -106,7 +106,9 @@ def private(
       clip_norm: C > 0, the L2 norm to which each image's gradient over all adapted parameters is clipped.
       noise_multiplier: sigma >= 0, the standard deviation of the noise divided by C. 0 clips only: epsilon is inf.
       filters: "remove" removes filters on single images, as in the paper. "keep" makes them factors 0 or 1 inside the
-        clip. That costs nothing, because a filter is a function of one image and of released parameters.
+        clip. That costs nothing, because a filter is a function of one image and of released parameters. It keeps
+        `reliable` only: `novel` (EATA's diversity), which reads a memory of raw images, and `lost` (SAR's recovery) are
+        removed in any case. `clipped` keeps all of them, without a guarantee.
       kept_fraction: With "keep", the fraction kappa in (0, 1] of images expected to pass, a public guess. The divisor
         is then kappa B, which keeps the length of steps.
       clip_rule: The rule that scales a gradient, as in `jaxdp.clipped_grad`.

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from scipy.special import log_ndtr
 
-from configs.tta import cifar10, cifar10_batch_one, imagenet_c, imagenet_r
+from configs.tta import cifar10, cifar10_batch_one, imagenet_c, imagenet_r, usps_shift
 from jaxdp import data
 from jaxdp.privacy import Ledger
 from jaxdp.tta.adapter import Adapter
-from launch import adapt, frame
+from launch import adapt, frame, shifts
 from tests.launch import golden, program, tiny
 
 pytestmark = pytest.mark.slow
@@ -75,7 +75,7 @@ def test_tables_are_means_over_the_runs_that_were_kept(finished):
         atol=1e-12,
     )
     text = (root / "tables.md").read_text()
-    assert text.count("## ") == 5 and f"{100 * found['mean']:.1f} ± {100 * found['std']:.1f}" in text
+    assert text.count("## ") == 7 and f"{100 * found['mean']:.1f} ± {100 * found['std']:.1f}" in text
     for name in ("by_epsilon.png", "stream_original.png", "gain_clipped.png", "stream_epsilon_5.png"):
         assert (root / name).stat().st_size > 10_000
 
@@ -87,7 +87,7 @@ def test_without_adaptation_the_source_model_predicts(finished):
         right = []
         for seed in (0, 1):
             images = task.stream(seed).domains[name].gather(np.arange(32))
-            right.append(np.asarray(task.source.apply_fn(task.source.params, images["image"])).argmax(-1))
+            right.append(np.asarray(task.apply_fn(task.source(0).params, images["image"])).argmax(-1))
             right[-1] = right[-1] == images["label"]
         assert cell(result, "no adaptation", "original")["per_corruption"][name] == np.mean(right)
 
@@ -170,12 +170,16 @@ def test_given_hyper_parameters_are_not_tuned():
         imagenet_c.get_config("episodic"),
         imagenet_c.get_config("convnext"),
         imagenet_r.get_config(),
+        usps_shift.get_config(),
+        usps_shift.get_config("episodic"),
     ],
-    ids=["cifar10", "batch_one", "imagenet_c", "episodic", "convnext", "imagenet_r"],
+    ids=["cifar10", "batch_one", "imagenet_c", "episodic", "convnext", "imagenet_r", "usps", "usps_episodic"],
 )
 def test_configs_name_known_corruptions_methods_and_settings(config):
-    assert set(config.data.corruptions) <= {*data.CORRUPTIONS, "clean"}
-    assert set(config.tuning.corruptions) == set(data.HELD_OUT_CORRUPTIONS)
+    others, strengths = config.data.get("others", {}), config.data.get("strengths", {})
+    assert set(config.data.corruptions) <= {*data.CORRUPTIONS, "clean", *others, *strengths}
+    assert set(strengths) <= set(shifts.SHIFTS) and not {*config.tuning.corruptions} & {*config.data.corruptions}
+    assert strengths or set(config.tuning.corruptions) == set(data.HELD_OUT_CORRUPTIONS)
     for given in config.hyper_parameters.values():
         assert set(given) == set(adapt.settings(config))
         assert all(choice.learning_rate > 0 for choice in given.values())
@@ -184,6 +188,68 @@ def test_configs_name_known_corruptions_methods_and_settings(config):
     frame.check_numbers(config)
 
 
+def test_runs_cross_streams_with_source_models(monkeypatch):
+    config = usps_shift.get_config()
+    rng = np.random.default_rng(0)
+
+    def digits(count):
+        image = rng.integers(0, 256, (count, 16, 16, 1)).astype(np.uint8)
+        return data.from_arrays(image=image, label=np.arange(count) % 10, num_classes=10, name="usps")
+
+    found = {"public": digits(64), "test": digits(70), "tuning": digits(66)}
+    monkeypatch.setattr(adapt.data, "parts", lambda *_, **__: found)
+    config.data.images, config.tuning.images = 70, 66
+    task = adapt.STUDY.open(config, None)
+    streams = [task.stream(seed) for seed in range(6)]
+    names = [tuple(stream.domains) for stream in streams]
+    assert names[0] == names[2] != names[3] == names[5], "seeds 0 to 2 share a stream, with three source models"
+    assert {*names[0]} == {*names[3]} == {*config.data.corruptions}
+    batches = list(streams[0])
+    visits = [unit for batch in batches for unit in batch.units if str(unit).startswith("digits")]
+    assert len(visits) == len(set(visits)) == 64, "scikit-learn's digits are photographs of their own"
+    labels = found["tuning"].gather(np.arange(66))["label"]
+    assert all((domain.gather(np.arange(66))["label"] == labels).all() for domain in task.tuning.values())
+
+
+def test_the_error_counts_streams_and_source_models():
+    values = {0: 1.0, 1: 3.0, 2: 2.0, 3: 4.0}  # sources 0 and 1 of streams 0 and 1
+    mean, error = adapt.crossed(values, 2)
+    assert mean == 2.5 and error == pytest.approx(math.sqrt(1.0**2 + 0.5**2))
+    assert adapt.crossed({0: 1.0, 1: 3.0}, 1) == (2.0, 1.0), "one source model: the standard error over streams"
+    assert math.isnan(adapt.crossed({0: 1.0}, 1)[1]) and adapt.crossed({0: 1.0, 1: 1.0}, 1) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": 14}, "seeds must be a multiple of config.protocol.sources"),
+        ({"domain_order": "any"}, "must be 'given'"),
+    ],
+)
+def test_protocols_that_do_not_fit(changes, message):
+    config = usps_shift.get_config()
+    config.protocol.update(changes)
+    with pytest.raises(ValueError, match=message):
+        list(adapt.STUDY.cells(config))
+
+
+@pytest.mark.parametrize("name", shifts.SHIFTS)
+def test_shifts_keep_labels_and_change_images_alike_each_time(name):
+    source = data.bundled("digits").take(np.arange(8))
+    first, again = (shifts.shifted(source, name, 0.7).gather(np.arange(8)) for _ in range(2))
+    np.testing.assert_array_equal(first["image"], again["image"])
+    clean = source.gather(np.arange(8))
+    np.testing.assert_array_equal(first["label"], clean["label"])
+    assert first["image"].shape == clean["image"].shape and np.abs(first["image"] - clean["image"]).max() > 0.05
+
+
+def test_an_unknown_shift_is_refused():
+    with pytest.raises(ValueError, match="strengths must name noise, impulse"):
+        shifts.shifted(data.bundled("digits").take(np.arange(8)), "fog", 1.0)
+
+
 def test_an_unknown_variant_is_refused():
+    with pytest.raises(ValueError, match="variant must be 'continual' or 'episodic'"):
+        usps_shift.get_config("cyclic")
     with pytest.raises(ValueError, match="variant must be 'continual', 'episodic' or 'convnext'"):
         imagenet_c.get_config("cyclic")

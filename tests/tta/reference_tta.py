@@ -87,6 +87,7 @@ class Adaptation:
         closest: smallest distance of any quantity from the threshold it was compared with: a float32 implementation
             selects alike if it is far above rounding.
         selected: how many images took part in each step.
+        clips: for each gradient that was followed, whether it was clipped.
     """
 
     def __init__(
@@ -98,17 +99,28 @@ class Adaptation:
         uncertainty: Callable[[np.ndarray], Pair] = entropy,
         learning_rate: float = 0.1,
         momentum: float = 0.9,
+        clip_norm: float = np.inf,
     ):
+        self.clip_norm = clip_norm
         self.model, self.theta, self.source = model, theta.copy(), theta.copy()
         self.adapts = np.isin(np.arange(4), rows)[:, None]
         self.uncertainty, self.learning_rate, self.momentum = uncertainty, learning_rate, momentum
         self.velocity = np.zeros_like(theta)
-        self.closest, self.selected = np.inf, []
+        self.closest, self.selected, self.clips = np.inf, [], []
 
     def gradients(self, theta: np.ndarray, x: np.ndarray) -> np.ndarray:
         """Returns each image's gradient of its uncertainty, [B, 4, D], zero where nothing adapts."""
         _, slope = self.uncertainty(self.model.logits(theta, x))
         return self.model.gradients(theta, x, slope) * self.adapts
+
+    def clipped_mean(self, gradients: np.ndarray) -> np.ndarray:
+        """Returns the mean over images of their gradients [B, 4, D], each clipped."""
+        total = np.zeros_like(self.theta)
+        for one in gradients:
+            norm = np.linalg.norm(one)
+            self.clips.append(norm > self.clip_norm)
+            total += one * min(1.0, self.clip_norm / max(norm, 1e-30))
+        return total / len(gradients)
 
     def descend(self, gradient: np.ndarray) -> None:
         self.velocity = self.momentum * self.velocity + gradient
@@ -123,7 +135,7 @@ class Adaptation:
 class Tent(Adaptation):
     def step(self, x: np.ndarray) -> np.ndarray:
         logits = self.model.logits(self.theta, x)
-        self.descend(self.gradients(self.theta, x).mean(0))
+        self.descend(self.clipped_mean(self.gradients(self.theta, x)))
         return logits
 
 
@@ -149,7 +161,7 @@ class EATA(Adaptation):
         new = p[kept].mean(0)
         self.mean = new if self.mean is None else 0.9 * self.mean + 0.1 * new
         weights = np.exp(self.threshold - value[kept])
-        gradient = (weights[:, None, None] * self.gradients(self.theta, x[kept])).mean(0)
+        gradient = self.clipped_mean(weights[:, None, None] * self.gradients(self.theta, x[kept]))
         if self.fisher is not None:
             gradient = gradient + self.strength * 2 * self.fisher * (self.theta - self.source)
         self.descend(gradient)
@@ -175,7 +187,7 @@ class SAR(Adaptation):
         if len(second):
             loss = value[second].mean()
             self.average = loss if self.average is None else 0.9 * self.average + 0.1 * loss
-            gradient = self.gradients(ahead, x[first][second]).mean(0)
+            gradient = self.clipped_mean(self.gradients(ahead, x[first][second]))
         self.selected.append(len(second))
         self.descend(gradient)  # also with a zero gradient: momentum goes on
         if self.average is not None:
@@ -205,7 +217,7 @@ class DeYO(Adaptation):
         kept, drop = first[second], drop[second]
         self.selected[-1] = len(kept)
         weights = np.exp(self.threshold - value[kept]) + np.exp(drop)
-        self.descend((weights[:, None, None] * self.gradients(self.theta, x[kept])).mean(0))
+        self.descend(self.clipped_mean(weights[:, None, None] * self.gradients(self.theta, x[kept])))
         return logits
 
 

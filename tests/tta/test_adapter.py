@@ -314,7 +314,11 @@ def divided(path, leaf):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [EATA, private(DEYO, noise_multiplier=1.0)], ids=["published", "private"])
+@pytest.mark.parametrize(
+    "method",
+    [EATA, private(DEYO, noise_multiplier=1.0), tta.clipped(EATA, 0.5)],
+    ids=["published", "private", "clipped"],
+)
 def test_a_mesh_shares_padded_batches_and_changes_nothing(method):
     # Six images on four devices. Padding that counted in the divisor, or drew other keys, would change the parameters.
     alone, many = adapter_of(method), adapter_of(method, mesh=mesh_of(), param_sharding=divided)
@@ -351,7 +355,11 @@ def test_each_device_gets_its_part_of_a_batch():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"method": "tent"}, TypeError, r"method must be a jaxdp.tta.Method or private\(...\) of one, got str"),
+        (
+            {"method": "tent"},
+            TypeError,
+            r"method must be a jaxdp.tta.Method, or private\(...\) or clipped\(...\) of one, got str",
+        ),
         ({"reset_every": 0}, ValueError, "reset_every must be at least 1 or None, got 0"),
         ({"predict": "now"}, ValueError, "predict must be 'before' or 'after', got 'now'"),
         ({"mesh": 4}, TypeError, "mesh must be a jax.sharding.Mesh, got int"),

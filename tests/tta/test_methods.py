@@ -508,6 +508,24 @@ def test_patches_of_images_that_do_not_divide():
         method.augment(key, key, ramp[:3])
 
 
+@pytest.mark.parametrize("augmentation", ["patch", "pixel", "occlusion"])
+def test_channels_of_destroyed_images_stay_where_they_are(augmentation):
+    kind = functools.partial(tta.DeYO, tiny.CLASSES, augmentation=augmentation)
+    last, first = kind(), kind(channel_axis=0)
+    image, key = tiny.stream(0)[0, 0], jax.random.key(0)
+    expected = last.augment(key, key, image)
+    np.testing.assert_array_equal(first.augment(key, key, image.transpose(2, 0, 1)), expected.transpose(2, 0, 1))
+    assert not np.array_equal(expected, image)
+    with pytest.raises(ValueError, match=r"channel_axis=-1 does not suit images of shape \(3, 4, 4\)"):
+        last.augment(key, key, image.transpose(2, 0, 1))
+    with pytest.raises(ValueError, match=r"channel_axis=0 does not suit images of shape \(4, 4, 3\)"):
+        first.augment(key, key, image)
+    with pytest.raises(ValueError, match="does not suit images of shape"):
+        last.augment(key, key, image.reshape(4, -1))
+    with pytest.raises(ValueError, match="channel_axis must be -1"):
+        kind(channel_axis=1)
+
+
 @pytest.mark.slow
 def test_deyo_with_nothing_selected_makes_no_step():
     batches = tiny.stream(6, 2)

@@ -1,0 +1,67 @@
+r"""Test-time adaptation from USPS digits to noise, blur, brightness and the digits of another scanner.
+
+    python -m launch.adapt --config configs/tta/usps_shift.py --workdir workdir/usps_shift --config.data.data_dir=DIR
+    python -m launch.adapt --config configs/tta/usps_shift.py:episodic --workdir workdir/usps_shift_episodic \
+        --config.data.data_dir=DIR
+
+A GroupNorm network is trained on clean digits of USPS and then sees five domains. Four are shifts of USPS's test
+images. The fifth has scikit-learn's digits, which were scanned elsewhere. Three source models see each stream in five
+orders of the domains. Hyper-parameters are chosen on training images that no source model saw, under three other
+shifts. The episodic variant resets to the source model before each domain. There the order of the domains has no
+effect, and two streams differ in the order of images only. Results and times: docs/results/tta.md.
+
+DIR holds USPS as a data set of TFDS (usps/1.0.0, splits train and test, images [16, 16, 1]). The catalogue of TFDS does
+not have USPS. With .npz files of the arrays image uint8 [n, 16, 16, 1] and label [n], give instead:
+
+    --config.data.source=npz --config.data.path=FOLDER --config.data.parts.public=train.npz \
+    --config.data.parts.tuning=tuning.npz --config.data.parts.test=test.npz
+
+configs/tta/digits.py needs no data.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.tta import cifar10
+
+
+def get_config(variant: str = "continual") -> ConfigDict:
+    if variant not in ("continual", "episodic"):
+        raise ValueError(f"the variant must be 'continual' or 'episodic', got {variant!r}.")
+    config = cifar10.get_config()
+    config.data = {
+        "source": "tfds",
+        "name": "usps",
+        "path": "",
+        "data_dir": "",
+        "num_classes": 10,
+        "parts": {"public": "train[:6000]", "tuning": "train[6000:]", "test": "test"},
+        "prepare": False,
+        "corruptions": ("noise", "digits", "brightness", "impulse", "blur"),
+        "strengths": {
+            **{"noise": 0.45, "brightness": 0.5, "impulse": 0.2, "blur": 2.0},
+            **{"speckle": 1.2, "contrast": 0.25, "rotation": 25.0},  # held out
+        },
+        "others": {"digits": {"source": "bundled", "name": "digits", "classes": ()}},
+        "images": 1024,
+    }
+    config.model = {
+        "name": "cnn",
+        "num_classes": 10,
+        "classes": "",
+        "options": {"widths": (32, 64), "dense": 0, "norm": "group", "activation": "relu"},
+        "checkpoint": "",
+        "naming": "auto",
+        "preprocessing": {"size": 16, "mean": (0.25,), "std": (0.3,)},
+    }
+    config.train = {"steps": 800, "batch_size": 64, "learning_rate": 2e-3, "crop_padding": 0, "init_seed": 0}
+    config.protocol.update(seeds=15, sources=3, domain_order="shuffled")
+    if variant == "episodic":
+        config.protocol.update(reset="domain", seeds=6)
+    config.tuning.update(
+        corruptions=("speckle", "contrast", "rotation"),
+        images=1024,
+        learning_rates=(3e-3, 1e-2, 3e-2, 1e-1),
+        clipped_steps=(3e-3, 1e-2, 3e-2, 1e-1),
+        clip_norms=(0.3,),
+    )
+    return config

@@ -1,0 +1,179 @@
+"""The clip-only form of every method follows the published trajectory with clipped gradients, and is not private.
+
+Each case runs beside an oracle in float64 and beside a broken twin that differs by one operator.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import pathlib
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxdp import Ledger, tta
+from jaxdp.data import from_arrays
+from jaxdp.privacy import NonPrivateDpEvent
+
+
+def _load(name):
+    spec = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tiny = _load("tiny_model")
+published = tiny.published
+K, LN, STEPS = tiny.CLASSES, math.log(tiny.CLASSES), 8
+EVERY, LOWER = (0, 1, 2, 3), (0, 1)
+SGD = optax.sgd(0.1, momentum=0.9)
+CLIP = 0.1  # of the other tests
+CLIPS = {"Tent": 0.5, "COME": 0.3, "EATA": 1.0, "SAR": 0.3, "DeYO": 1.0}  # some gradients are clipped, not all
+
+
+def upside_down(key, image):
+    return image[::-1]
+
+
+FISHER = [x[None] for x in tiny.stream(9)[:, 0]]
+ANCHOR = dict(fisher=published.fisher(tiny.MODEL, tiny.THETA, FISHER, "batch"), strength=50.0)
+EATA = tta.EATA(K, margin=1.1 / LN, diversity=0.7, fisher_strength=50.0)
+EATA_O = {"threshold": 1.1, "diversity": 0.7, **ANCHOR}
+SAR = tta.SAR(K, margin=0.8 / LN, rho=0.2, reset_below=0.65)
+SAR_O = {"threshold": 0.8, "rho": 0.2, "reset_below": 0.65}
+DEYO = tta.DeYO(K, entropy_margin=1.2 / LN, plpd_margin=0.3, margin=1.0 / LN, augmentation=upside_down)
+DEYO_O = {"entropy_threshold": 1.2, "threshold": 1.0, "plpd_margin": 0.3}
+# The method, the oracle and its constants, and constants of twins: the same with an operator removed.
+CASES = {
+    "Tent": (tta.Tent(), "Tent", EVERY, {}, {}),
+    "COME": (tta.COME(tta.Tent(), K), "Tent", EVERY, {"uncertainty": published.opinion}, {"no COME": {}}),
+    "EATA": (
+        EATA,
+        "EATA",
+        EVERY,
+        EATA_O,
+        {
+            "no filter": EATA_O | {"threshold": 9.0},
+            "no memory": EATA_O | {"diversity": 2.0},
+            "no anchor": EATA_O | {"strength": 0.0},
+        },
+    ),
+    "SAR": (
+        SAR,
+        "SAR",
+        LOWER,
+        SAR_O,
+        {
+            "no filter": SAR_O | {"threshold": 9.0},
+            "one pass": SAR_O | {"rho": 0},
+            "no reset": SAR_O | {"reset_below": 0},
+        },
+    ),
+    "DeYO": (
+        DEYO,
+        "DeYO",
+        LOWER,
+        DEYO_O,
+        {"no PLPD filter": DEYO_O | {"plpd_margin": -2.0}, "no entropy filter": DEYO_O | {"entropy_threshold": 9.0}},
+    ),
+}
+
+
+def oracle(name, rows, constants, clip_norm):
+    options = {"uncertainty": published.entropy, "learning_rate": 0.1, "clip_norm": clip_norm, **constants}
+    return getattr(published, name)(tiny.MODEL, tiny.THETA, rows=rows, **options)
+
+
+def trajectory(reference, batches):
+    """Returns the parameters after every batch, [T, 4, D]."""
+    views = [(x[:, ::-1],) if isinstance(reference, published.DeYO) else () for x in batches]
+    found = []
+    for x, view in zip(batches, views, strict=True):
+        reference.step(x, *view)
+        found.append(reference.theta)
+    return np.array(found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_the_clip_is_added(name):
+    method, kind, rows, constants, twins = CASES[name]
+    if name == "EATA":
+        method = dataclasses.replace(method, fisher=tta.fisher(tiny.apply_fn, tiny.PARAMS, FISHER))
+    batches, clip = tiny.stream(4, STEPS), CLIPS[name]
+    reference = oracle(kind, rows, constants, clip)
+    expected = trajectory(reference, batches)
+    assert reference.closest > 1e-4 and 0 < np.mean(reference.clips) < 1
+    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, tta.clipped(method, clip), SGD)
+    states, _ = tiny.run(adapter, batches)
+    found = np.array([tiny.theta_of(state.params) for state in states])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    broken = {twin: oracle(kind, rows, changed, clip) for twin, changed in twins.items()}
+    broken["no clip"] = oracle(kind, rows, constants, math.inf)
+    broken["clip of the batch"] = clipping_the_mean(oracle(kind, rows, constants, clip), clip)
+    for twin, other in broken.items():
+        assert np.abs(trajectory(other, batches) - expected).max() > 1e-3, twin
+    if name == "SAR":
+        assert reference.resets
+
+
+def clipping_the_mean(reference, clip):
+    """Returns an oracle that clips the mean gradient instead of each image's."""
+
+    def mean(gradients):
+        whole = gradients.mean(0)
+        return whole * min(1.0, clip / max(np.linalg.norm(whole), 1e-30))
+
+    reference.clipped_mean = mean
+    return reference
+
+
+def test_padding_and_broken_images_add_nothing():
+    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, tta.clipped(EATA, CLIP), SGD)
+    (batch,) = tiny.stream(4, 1)
+    few, _ = adapter.step(adapter.init(jax.random.key(0)), batch[:4])
+    padded, _ = adapter.step(
+        adapter.init(jax.random.key(0)),
+        np.concatenate([batch[:4], np.full_like(batch[:2], np.nan)]),
+        mask=np.arange(6) < 4,
+    )
+    np.testing.assert_allclose(tiny.theta_of(padded.params), tiny.theta_of(few.params), atol=1e-6)
+    np.testing.assert_allclose(padded.memory[0], few.memory[0], atol=1e-6)
+
+
+def test_it_is_never_reported_as_private():
+    form = tta.clipped(tta.Tent(), CLIP)
+    assert not isinstance(form, tta.Private) and not hasattr(form, "epsilon") and not hasattr(form, "event")
+    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, form, SGD)
+    image = np.zeros((12, tiny.SIDE, tiny.SIDE, 3), np.float32)
+    stream = tta.Stream(
+        {"site": from_arrays(image=image, label=np.zeros(12, int), num_classes=K)}, batch_size=6, seed=0
+    )
+    ledger = Ledger.in_memory()
+    ledger.register("site", adjacency="replace_one", unit="image")
+    account = tta.StreamAccount(
+        ledger.account("site"), event=tta.private(tta.Tent(), clip_norm=1, noise_multiplier=1).event
+    )
+    with pytest.raises(ValueError, match="the method has NonPrivateDpEvent"):
+        tta.serve(adapter, stream, account=account)
+    tta.serve(adapter, stream, account=tta.StreamAccount(ledger.account("site"), event=NonPrivateDpEvent()))
+    assert ledger.epsilon("site", delta=1e-6) == math.inf
+    with pytest.raises(TypeError, match="got Clipped"):
+        tta.private(form, clip_norm=1.0, noise_multiplier=1.0)
+    with pytest.raises(TypeError, match="got Clipped"):
+        tta.COME(form, K)
+    with pytest.raises(ValueError, match="1 for a method that is not private"):
+        tta.Adapter(tiny.apply_fn, tiny.PARAMS, form, SGD, accumulate=2)
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, -1.0, math.inf, math.nan])
+def test_clip_norms_out_of_range(clip_norm):
+    with pytest.raises(ValueError, match="clip_norm must be positive and finite"):
+        tta.clipped(tta.Tent(), clip_norm)
+
+
+def test_only_methods_are_clipped():
+    with pytest.raises(TypeError, match="such as Tent"):
+        tta.clipped(tta.private(tta.Tent(), clip_norm=1.0, noise_multiplier=1.0), 1.0)
