@@ -65,8 +65,8 @@ class _Bench:
         """Returns the `data` part of a fine-tuning config, with the public images and a data set."""
         images, mine = copy.deepcopy(self.config.pretrain.data), self.config.sets[dataset]
         with images.unlocked(), images.ignore_type():
-            if mine.get("source", images.source) != images.source:
-                images.parts = {}  # parts of another source are of another kind
+            if (mine.get("source", images.source), mine.name) != (images.source, images.name):
+                images.parts = {}  # another set, whose records are not those of the public part
             images.update(mine)
         return images
 
