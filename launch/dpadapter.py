@@ -188,8 +188,18 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         # A grid with fewer methods or upstreams has fewer comparisons.
         compared = [c for c in grid.comparisons if {*c[1:]} <= {*grid.upstreams, *grid.methods}]
         differences = [_difference(mine, *c) for c in compared]
-        grids[name] = {"seeds": len(_seeds(grid, config)), "table": layout(mine, grid), "differences": differences}
-    return {"seeds": len(config.seeds), "grids": grids, "upstreams": upstreams}
+        robust = layout(mine, grid, "robust_accuracy") if grid.get("figures", False) else []
+        grids[name] = {"seeds": len(_seeds(grid, config)), "table": layout(mine, grid), "robust_accuracy": robust}
+        grids[name]["differences"] = differences
+    columns = ("accuracy", "robust_accuracy", "rho", "perturbation_norm")
+    means = [
+        {
+            "upstream": name,
+            **{key: results.over_seeds(results.select(upstreams, upstream=name), key).mean for key in columns},
+        }
+        for name in dict.fromkeys(row["upstream"] for row in upstreams)
+    ]
+    return {"seeds": len(config.seeds), "grids": grids, "upstreams": upstreams, "upstream_means": means}
 
 
 def _seeds(grid: Any, config: Any) -> tuple[int, ...]:
@@ -203,7 +213,7 @@ def _of_grid(rows: Sequence[frame.Row], grid: Any, config: Any) -> list[frame.Ro
     return results.select(rows, epsilon=epsilons, seed=_seeds(grid, config), **names)
 
 
-def layout(rows: Sequence[frame.Row], grid: Any) -> list[dict[str, str]]:
+def layout(rows: Sequence[frame.Row], grid: Any, value: str = "accuracy") -> list[dict[str, str]]:
     """Returns Table 1: a line per method and upstream, a column per data set and epsilon, averages last."""
     table = []
     for method in grid.methods:
@@ -213,7 +223,7 @@ def layout(rows: Sequence[frame.Row], grid: Any) -> list[dict[str, str]]:
                 found = results.select(rows, method=method, upstream=upstream, epsilon=float(epsilon))
                 columns = {name: results.select(found, dataset=name) for name in grid.sets} | {"average": found}
                 for name, cells in columns.items():
-                    mean, deviation, _ = results.over_seeds(cells)
+                    mean, deviation, _ = results.over_seeds(cells, value)
                     spread = f" ± {deviation:.3f}" if np.isfinite(deviation) else ""
                     line[f"{name} ε={epsilon:g}"] = f"{mean:.3f}{spread}"
             table.append(line)
@@ -222,7 +232,8 @@ def layout(rows: Sequence[frame.Row], grid: Any) -> list[dict[str, str]]:
 
 def _difference(rows: Sequence[frame.Row], key: str, first: Any, second: Any) -> str:
     mean, error, higher, pairs = results.paired_difference(rows, key, first, second, coordinates=Cell._fields)
-    return f"{second} over {first}: {mean:+.4f} (standard error {error:.4f}), higher in {higher} of {pairs}"
+    known = f" (standard error {error:.4f})" if np.isfinite(error) else ""
+    return f"{second} over {first}: {mean:+.4f}{known}, higher in {higher} of {pairs}"
 
 
 def _tables(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,15 +243,7 @@ def _tables(result: Mapping[str, Any]) -> dict[str, Any]:
         if grid["differences"]:
             tables[f"{name}: differences"] = "\n".join(f"* {line}" for line in grid["differences"])
     if result["upstreams"]:
-        columns = ("accuracy", "robust_accuracy", "rho", "perturbation_norm")
-        tables["upstream models, means over seeds"] = [
-            {
-                "upstream": name,
-                **{column: results.over_seeds(rows, column).mean for column in columns},
-            }
-            for name in dict.fromkeys(row["upstream"] for row in result["upstreams"])
-            for rows in [results.select(result["upstreams"], upstream=name)]
-        ]
+        tables["upstream models, means over seeds"] = result["upstream_means"]
     return tables
 
 
@@ -253,10 +256,11 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
 
 def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row], known: Sequence[frame.Row]) -> None:
     """Draws Figures 1 to 3, 5 and 6, at the grid's first method and epsilon."""
-    method, epsilon = grid.methods[0], float(grid.epsilons[0])
+    method, epsilon, seeds = grid.methods[0], float(grid.epsilons[0]), _seeds(grid, config)
+    known = results.select(known, seed=seeds)
     rows = results.select(rows, method=method, epsilon=epsilon)
     noise = f"noise of {config.robust.std:g}{' of each tensor' if config.robust.relative else ' on every parameter'}"
-    text = f"{method}, ε = {epsilon:g}; robust: under {noise}; {len(_seeds(grid, config))} seeds"
+    text = f"{method}, ε = {epsilon:g}; robust: under {noise}; seeds {', '.join(map(str, seeds))}"
     families = {row["upstream"]: row["family"] for row in known if row["upstream"] in grid.upstreams}
 
     def point(upstream: str, key: str, sets: Sequence[str]) -> tuple[float, float, float, float]:
