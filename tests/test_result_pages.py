@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
+    "dpadapter.md": ["dpadapter_usps.json", "dpadapter_paper.json", "dpadapter_cifar.json"],
     "public_checkpoint.md": ["finetune_squeezenet.json"],
 }
 _SKIPPED = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)", flags=re.DOTALL)
