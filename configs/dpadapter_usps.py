@@ -13,7 +13,7 @@ SAM. "SAM" and "DPAdapter" with a γ have perturbations of this length. "AMP" is
 projected to the ball, with one batch of 100 unless the name says otherwise. "DPAdapter, in the ball" is Eq. 6.
 
 The grids "order" and "gamma_1" have Figures 2, 5 and 6 of Wang et al. 2024, "amp" Figure 1, "batches" Figure 3. The
-grid "gamma_4" has Figure 7, which we did not run.
+grid "gamma_4" has Figure 7.
 """
 
 import itertools
