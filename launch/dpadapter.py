@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from jaxdp import finetune
 from jaxdp.data import Examples
 from jaxdp.models import Pretrained, load_params, merge_pretrained
 from jaxdp.models.robustness import robust_accuracy
-from jaxdp.report import plot_curves, plot_points
+from jaxdp.report import plot_panels, plot_points
 
 from . import data, frame, models, plans, pretrain, results, trainers
 
@@ -49,10 +50,11 @@ class _Bench:
         self.task = functools.cache(self._task)
         self.trainer = functools.cache(self._trainer)
 
-    def private(self, method: str, epsilon: float, dataset: str) -> Any:
-        """Returns the `private` part of a fine-tuning config."""
+    def private(self, method: str, epsilon: float, dataset: str, rate: float | None = None) -> Any:
+        """Returns the `private` part of a fine-tuning config, with the method's learning rate or another one."""
         private = copy.deepcopy(self.config.private)
         private.update(self.config.methods[method])
+        private.learning_rate = rate or private.learning_rate
         steps = private.epochs * -(-len(self.task(dataset)[1]) // private.batch_size)  # epochs of ceil(1 / q) steps
         with private.unlocked():
             private.update({"epsilon": epsilon, "steps": steps})
@@ -61,9 +63,11 @@ class _Bench:
 
     def images(self, dataset: str) -> Any:
         """Returns the `data` part of a fine-tuning config, with the public images and a data set."""
-        images = copy.deepcopy(self.config.pretrain.data)
-        with images.unlocked():
-            images.update(self.config.sets[dataset])
+        images, mine = copy.deepcopy(self.config.pretrain.data), self.config.sets[dataset]
+        with images.unlocked(), images.ignore_type():
+            if (mine.get("source", images.source), mine.name) != (images.source, images.name):
+                images.parts = {}  # another set, whose records are not those of the public part
+            images.update(mine)
         return images
 
     def _task(self, dataset: str) -> tuple[Pretrained, Examples, Examples]:
@@ -72,9 +76,9 @@ class _Bench:
         private, test = (models.resize(network, found[role]) for role in ("private", "test"))
         return network, dataclasses.replace(private, name=dataset), test
 
-    def _trainer(self, method: str, epsilon: float, dataset: str) -> Any:
+    def _trainer(self, method: str, epsilon: float, dataset: str, rate: float | None = None) -> Any:
         network, source, _ = self.task(dataset)
-        private, public = self.private(method, epsilon, dataset), None
+        private, public = self.private(method, epsilon, dataset, rate), None
         if private.method == "gep":
             public = models.resize(network, data.parts(self.config.pretrain.data, "public")["public"])
         images = self.images(dataset)
@@ -104,6 +108,9 @@ def _cells(config: Any) -> Iterator[Cell]:
     upstreams = [SCRATCH, *config.upstreams]
     for names in (upstreams, config.methods, config.sets):
         frame.distinct((name,) for name in names)
+    if tuning := config.get("tuning"):
+        frame.known("tuning.set", [tuning.set], config.sets)
+        frame.known("tuning.methods", tuning.methods, config.methods)
     sweep = "relative_std" if config.robust.relative else "std"
     frame.known("robust.std", [config.robust.std], config.pretrain.robustness[sweep])
     for name, grid in config.grids.items():
@@ -113,18 +120,28 @@ def _cells(config: Any) -> Iterator[Cell]:
             frame.known(f"grids.{name}.comparisons", pair, config.methods if key == "method" else upstreams)
     for seed in config.seeds:
         for grid in config.grids.values():
-            for dataset in grid.sets:
+            for dataset in grid.sets if seed in _seeds(grid, config) else ():
                 for method in grid.methods:
                     for epsilon in grid.epsilons:
                         for upstream in grid.upstreams:
                             yield Cell(dataset, method, float(epsilon), upstream, int(seed))
 
 
+def _tuned(cell: Cell, work: frame.Work) -> float | None:
+    """Returns the best learning rate for the upstream model of a cell on a PUBLIC set, None if it is not tuned."""
+    tuning = work.config.get("tuning")
+    if not tuning or cell.method in tuning.methods:
+        return None
+    tried = [work.row(cell._replace(dataset=tuning.set, method=method)) for method in tuning.methods]
+    return results.best(tried)["learning_rate"]
+
+
 def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     bench, robust = work.shared, work.config.robust
     network, source, test = bench.task(cell.dataset)
-    private = bench.private(cell.method, cell.epsilon, cell.dataset)
-    made = bench.trainer(cell.method, cell.epsilon, cell.dataset)
+    rate = _tuned(cell, work)
+    private = bench.private(cell.method, cell.epsilon, cell.dataset, rate)
+    made = bench.trainer(cell.method, cell.epsilon, cell.dataset, rate)
     start = models.fresh(network, cell.seed)
     if cell.upstream != SCRATCH:
         start = merge_pretrained(start, bench.upstream(cell.upstream, cell.seed)[0], exclude=("head",))
@@ -140,6 +157,7 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
         "accuracy": finetune.accuracy(network.apply_fn, params, test),
         "robust_accuracy": float(robust_accuracy(network.apply_fn, params, test, **noise).mean()),
         "delta": private.delta,
+        "learning_rate": private.learning_rate,
         **cost,
     }
 
@@ -147,8 +165,8 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     config, kind = work.config, "relative" if work.config.robust.relative else "absolute"
     upstreams = []
-    for name in dict.fromkeys(row["upstream"] for row in rows if row["upstream"] != SCRATCH):
-        for seed in config.seeds:
+    for name, seed in dict.fromkeys((row["upstream"], row["seed"]) for row in rows):
+        if name != SCRATCH:
             _, known = work.shared.upstream(name, seed)
             method, sweep = known["method"], known["robust_accuracy"][kind]
             upstreams.append(
@@ -157,6 +175,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
                     "seed": seed,
                     "family": method,
                     "gamma": known["provenance"]["config"]["method"][method].get("gamma", 0.0),
+                    "batch size": known["provenance"]["config"]["train"]["batch_size"],
                     "accuracy": known["accuracy"],
                     "robust_accuracy": float(np.mean(sweep["draws"][sweep["std"].index(config.robust.std)])),
                     "rho": known["rho"]["local"],
@@ -165,20 +184,36 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
             )
     grids = {}
     for name, grid in config.grids.items():
-        mine = _of_grid(rows, grid)
+        mine = _of_grid(rows, grid, config)
         # A grid with fewer methods or upstreams has fewer comparisons.
         compared = [c for c in grid.comparisons if {*c[1:]} <= {*grid.upstreams, *grid.methods}]
-        grids[name] = {"table": layout(mine, grid), "differences": [_difference(mine, *c) for c in compared]}
-    return {"seeds": len(config.seeds), "grids": grids, "upstreams": upstreams}
+        differences = [_difference(mine, *c) for c in compared]
+        robust = layout(mine, grid, "robust_accuracy") if grid.get("figures", False) else []
+        grids[name] = {"seeds": len(_seeds(grid, config)), "table": layout(mine, grid), "robust_accuracy": robust}
+        grids[name]["differences"] = differences
+    columns = ("accuracy", "robust_accuracy", "rho", "perturbation_norm")
+    means = [
+        {
+            "upstream": name,
+            **{key: results.over_seeds(results.select(upstreams, upstream=name), key).mean for key in columns},
+        }
+        for name in dict.fromkeys(row["upstream"] for row in upstreams)
+    ]
+    return {"seeds": len(config.seeds), "grids": grids, "upstreams": upstreams, "upstream_means": means}
 
 
-def _of_grid(rows: Sequence[frame.Row], grid: Any) -> list[frame.Row]:
+def _seeds(grid: Any, config: Any) -> tuple[int, ...]:
+    """Returns the seeds of a grid: its own, or those of the config."""
+    return tuple(map(int, grid.get("seeds", config.seeds)))
+
+
+def _of_grid(rows: Sequence[frame.Row], grid: Any, config: Any) -> list[frame.Row]:
     epsilons = tuple(map(float, grid.epsilons))
     names = {"upstream": tuple(grid.upstreams), "method": tuple(grid.methods), "dataset": tuple(grid.sets)}
-    return results.select(rows, epsilon=epsilons, **names)
+    return results.select(rows, epsilon=epsilons, seed=_seeds(grid, config), **names)
 
 
-def layout(rows: Sequence[frame.Row], grid: Any) -> list[dict[str, str]]:
+def layout(rows: Sequence[frame.Row], grid: Any, value: str = "accuracy") -> list[dict[str, str]]:
     """Returns Table 1: a line per method and upstream, a column per data set and epsilon, averages last."""
     table = []
     for method in grid.methods:
@@ -188,7 +223,7 @@ def layout(rows: Sequence[frame.Row], grid: Any) -> list[dict[str, str]]:
                 found = results.select(rows, method=method, upstream=upstream, epsilon=float(epsilon))
                 columns = {name: results.select(found, dataset=name) for name in grid.sets} | {"average": found}
                 for name, cells in columns.items():
-                    mean, deviation, _ = results.over_seeds(cells)
+                    mean, deviation, _ = results.over_seeds(cells, value)
                     spread = f" ± {deviation:.3f}" if np.isfinite(deviation) else ""
                     line[f"{name} ε={epsilon:g}"] = f"{mean:.3f}{spread}"
             table.append(line)
@@ -197,41 +232,35 @@ def layout(rows: Sequence[frame.Row], grid: Any) -> list[dict[str, str]]:
 
 def _difference(rows: Sequence[frame.Row], key: str, first: Any, second: Any) -> str:
     mean, error, higher, pairs = results.paired_difference(rows, key, first, second, coordinates=Cell._fields)
-    return f"{second} over {first}: {mean:+.4f} (standard error {error:.4f}), higher in {higher} of {pairs}"
+    known = f" (standard error {error:.4f})" if np.isfinite(error) else ""
+    return f"{second} over {first}: {mean:+.4f}{known}, higher in {higher} of {pairs}"
 
 
 def _tables(result: Mapping[str, Any]) -> dict[str, Any]:
     tables: dict[str, Any] = {}
     for name, grid in result["grids"].items():
-        tables[f"{name}: accuracy, mean ± standard deviation over {result['seeds']} seeds"] = grid["table"]
+        tables[f"{name}: accuracy, mean ± standard deviation over {grid['seeds']} seeds"] = grid["table"]
         if grid["differences"]:
             tables[f"{name}: differences"] = "\n".join(f"* {line}" for line in grid["differences"])
     if result["upstreams"]:
-        columns = ("accuracy", "robust_accuracy", "rho", "perturbation_norm")
-        tables["upstream models, means over seeds"] = [
-            {
-                "upstream": name,
-                **{column: results.over_seeds(rows, column).mean for column in columns},
-            }
-            for name in dict.fromkeys(row["upstream"] for row in result["upstreams"])
-            for rows in [results.select(result["upstreams"], upstream=name)]
-        ]
+        tables["upstream models, means over seeds"] = result["upstream_means"]
     return tables
 
 
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     for name, grid in work.config.grids.items():
         if grid.get("figures", False) and result["upstreams"]:
-            rows = _of_grid([work.row(cell) for cell in frame.distinct(_cells(work.config))], grid)
+            rows = _of_grid([work.row(cell) for cell in frame.distinct(_cells(work.config))], grid, work.config)
             _draw(work.config, work.root / name, grid, rows, result["upstreams"])
 
 
 def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row], known: Sequence[frame.Row]) -> None:
-    """Draws Figures 2, 5 and 6, at the grid's first method and epsilon."""
-    method, epsilon = grid.methods[0], float(grid.epsilons[0])
+    """Draws Figures 1 to 3, 5 and 6, at the grid's first method and epsilon."""
+    method, epsilon, seeds = grid.methods[0], float(grid.epsilons[0]), _seeds(grid, config)
+    known = results.select(known, seed=seeds)
     rows = results.select(rows, method=method, epsilon=epsilon)
     noise = f"noise of {config.robust.std:g}{' of each tensor' if config.robust.relative else ' on every parameter'}"
-    text = f"{method}, ε = {epsilon:g}; robust: under {noise}; {len(config.seeds)} seeds"
+    text = f"{method}, ε = {epsilon:g}; robust: under {noise}; seeds {', '.join(map(str, seeds))}"
     families = {row["upstream"]: row["family"] for row in known if row["upstream"] in grid.upstreams}
 
     def point(upstream: str, key: str, sets: Sequence[str]) -> tuple[float, float, float, float]:
@@ -258,23 +287,30 @@ def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row],
         xlabel="robust accuracy of the upstream model",
         ylabel="robust accuracy of the private model",
     )
-    gammas = {row["upstream"]: row["gamma"] for row in known}
-    swept = sorted((gammas[name], name) for name in families if families[name] in ("standard", "dpadapter"))
+    field = grid.get("field", "gamma")
+    magnitude = {row["upstream"]: row[field] for row in known}
     shown: dict[str, tuple[Sequence[frame.Row], str]] = {
         **{name: (results.select(rows, dataset=name), "accuracy") for name in grid.sets},
         **{"upstream": (known, "accuracy"), "upstream, robust": (known, "robust_accuracy")},
     }
 
-    def curve(found: Sequence[frame.Row], key: str) -> list[tuple[float, float]]:
-        return [(gamma, results.over_seeds(results.select(found, upstream=name), key).mean) for gamma, name in swept]
+    def panel(family: str) -> tuple[str, dict[str, list[tuple[float, float]]]]:
+        start = "standard" if field == "gamma" else family
+        names = sorted((name for name in families if families[name] in (start, family)), key=magnitude.__getitem__)
+        return {"gamma": "γ (0 is standard pre-training)"}.get(field, field), {
+            label: [
+                (magnitude[name], results.over_seeds(results.select(found, upstream=name), key).mean) for name in names
+            ]
+            for label, (found, key) in shown.items()
+        }
 
-    plot_curves(  # Fig. 5
-        stem.with_name(f"{stem.name}_gamma.png"),
-        {label: curve(*what) for label, what in shown.items()},
-        title="Perturbation magnitude of DPAdapter",
+    plot_panels(  # Figures 1, 3 and 5
+        stem.with_name(f"{stem.name}_{field.replace(' ', '_')}.png"),
+        {_FAMILIES[family]: panel(family) for family in sorted({*families.values()} - {"standard"}) or ["standard"]},
+        title="Perturbation magnitude" if field == "gamma" else f"The {field}",
         subtitle=text,
-        xlabel="γ (0 is standard pre-training)",
         ylabel="accuracy",
+        percent=True,
     )
 
 
@@ -303,11 +339,10 @@ def _plan(config: Any, opened: Callable[[], _Bench]) -> Iterator[plans.Item]:
 
 def _grows(config: Any) -> Any:
     """Returns the config without what may change: the seeds, the grids and the folder of the data."""
-    config = copy.deepcopy(config)
-    with config.unlocked():
-        del config.seeds, config.grids
-        config.pretrain.data.data_dir = ""
-    return config
+    fields = config.to_dict()  # a deep copy refuses names with a dot
+    del fields["seeds"], fields["grids"]
+    fields["pretrain"]["data"]["data_dir"] = ""
+    return ConfigDict(fields, allow_dotted_keys=True)
 
 
 STUDY = frame.Study(

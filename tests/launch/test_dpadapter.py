@@ -72,6 +72,29 @@ def test_a_comparison_of_an_unknown_name_is_refused_first(tmp_path):
     assert not list(tmp_path.rglob("ledger.sqlite*"))
 
 
+def test_a_learning_rate_is_chosen_on_a_public_set(tmp_path):
+    config = tiny.dpadapter(methods=("DP-SGD",), upstreams=("none",), sets=("digits",), seeds=(0,), figures=False)
+    rates = {"DP-SGD at 0.5": 0.5, "DP-SGD at 1e-9": 1e-9}
+    config.methods = ConfigDict(
+        {"DP-SGD": {}, **{k: {"learning_rate": r} for k, r in rates.items()}}, allow_dotted_keys=True
+    )
+    config.sets.public = {"name": "digits", "split_seed": 1}
+    config.tuning = {"set": "public", "methods": tuple(rates)}
+    frame.run(dpadapter.STUDY, config, tmp_path)
+    (row,) = rows_of(tmp_path)  # one seed of two
+    tried = [json.loads(path.read_text()) for path in tmp_path.glob("cells/public/**/row.json")]
+    assert {row["learning_rate"]: row["accuracy"] for row in tried}.keys() == {*rates.values()}
+    # Twin: the method's own rate, which no trial has.
+    assert (
+        row["learning_rate"]
+        == max(tried, key=lambda row: row["accuracy"])["learning_rate"]
+        != config.private.learning_rate
+    )
+    config.tuning.set = "held out"
+    with pytest.raises(ValueError, match=r"config.tuning.set has 'held out', which is not one of digits"):
+        frame.run(dpadapter.STUDY, config, tmp_path / "other")
+
+
 def test_an_interrupted_cell_resumes_and_pays_once(tmp_path, monkeypatch):
     config = tiny.dpadapter(methods=("DP-SGD",), upstreams=("none",), figures=False)
     config.seeds = (0,)
