@@ -137,7 +137,7 @@ def filled(text: str, made: dict[str, str]) -> str:
             rest = after.lstrip("\n").split("\n")
             while rest and rest[0].startswith("|"):
                 rest.pop(0)
-            text = f"{before}{mark}\n{table}\n" + "\n".join(rest)
+            text = f"{before}{mark}\n{table}\n\n" + "\n".join(rest).lstrip("\n")
     return text
 
 
