@@ -86,7 +86,7 @@ def get_config() -> ConfigDict:
     lengths = tuple(zip(sam, dpadapter, strict=True))
     config.grids = {
         "order": grid(every, *orders, figures=True),
-        "order_4": grid(every, *orders, epsilons=(4.0,), seeds=(0,)),
+        "order_4": grid(every, *orders, epsilons=(4.0,)),
         "tuning": grid(every, methods=tuple(trials), sets=(_HELD_OUT,)),
         "gamma_1": grid(swept, *lengths, figures=True, seeds=(0,)),
         "amp": grid(("standard", *amp), sets=(*private, _HELD_OUT), figures=True, seeds=(0,)),
