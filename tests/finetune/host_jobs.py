@@ -9,6 +9,7 @@ each job.
 """
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -242,6 +243,8 @@ def work(folder, job, process, processes, port, kill):
     jax.config.update("jax_num_cpu_devices", DEVICES // processes)
     if kill and kill[0] == process:
         arm(kill[1])
+    limits = {"heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 10}
+    jax.distributed.initialize = functools.partial(jax.distributed.initialize, **limits)
     if job == "launcher":  # It joins the processes itself.
         devices = "local" if processes == 1 else f"127.0.0.1:{port},{process},{processes}"
         if processes > 1 and not kill:
@@ -254,8 +257,7 @@ def work(folder, job, process, processes, port, kill):
         return launcher(folder, devices)
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        limits = {"heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 10}
-        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, **limits)
+        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
     JOBS[job](folder)
     if processes > 1:
         jax.distributed.shutdown()
