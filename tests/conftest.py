@@ -23,8 +23,6 @@ for flag in FLAGS:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 # The compiler's expensive passes take longer than the tests' programs. Public CI also runs the tests with them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
-# As launchers do (`jaxdp.memory`). A token has the flag, so all programs of a test need the same.
-os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
 # All workers, the programs that they start, and the next run share what was compiled.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
