@@ -7,6 +7,7 @@ training images of CIFAR-10 is a private set. Learning rates are chosen on coars
 docs/results/public_checkpoint.md has the table, and `tests/test_evidence.py` compares it.
 """
 
+import argparse
 import functools
 import pathlib
 import time
@@ -28,6 +29,16 @@ from launch import results
 FOLDS, RECORDS, STEPS, CLIP, DELTA = 5, 2000, 30, 0.15, 1e-5
 EPSILONS = (1.0, 4.0)
 RATES = (16.0, 32.0, 64.0, 128.0)
+
+
+def arguments(doc: str | None, *, output: str) -> argparse.ArgumentParser:
+    """Returns a parser with what `features` asks for."""
+    parser = timing.arguments(doc, output=output)
+    parser.add_argument("--checkpoint", help="SqueezeNet 1.0, arrays of the Caffe model")
+    parser.add_argument("--data_dir", help="prepared TFDS data of cifar10 and CIFAR-100")
+    parser.add_argument("--cifar100", default="cifar100", help="the name of CIFAR-100 or of a part of it in data_dir")
+    parser.add_argument("--features", default="features.npz", help="a file that keeps the features")
+    return parser
 
 
 def features(options: Any) -> dict[str, np.ndarray]:
@@ -179,12 +190,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = timing.arguments(__doc__, output="benchmarks/results/finetune_methods.json")
-    parser.add_argument("--checkpoint", help="SqueezeNet 1.0, arrays of the Caffe model")
-    parser.add_argument("--data_dir", help="prepared TFDS data of cifar10 and CIFAR-100")
-    parser.add_argument("--cifar100", default="cifar100", help="the name of CIFAR-100 or of a part of it in data_dir")
-    parser.add_argument("--features", default="features.npz", help="a file that keeps the features")
-    options = parser.parse_args()
+    options = arguments(__doc__, output="benchmarks/results/finetune_methods.json").parse_args()
     began = time.process_time()
     found = features(options)
     mapping = models.Features.from_public(found["public"], dimensions=256, whiten=0.5)

@@ -23,8 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import timing
-from benchmarks.finetune_methods import features
+from benchmarks.finetune_methods import arguments, features
 from jaxdp import split
 from jaxdp.files import write_json
 from jaxdp.models import Features
@@ -166,12 +165,7 @@ def figure(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, count: int = 5
 
 
 def main() -> None:
-    parser = timing.arguments(__doc__, output="benchmarks/results/split_private.json")
-    parser.add_argument("--checkpoint", help="SqueezeNet 1.0, arrays of the Caffe model")
-    parser.add_argument("--data_dir", help="prepared TFDS data of cifar10 and CIFAR-100")
-    parser.add_argument("--cifar100", default="cifar100", help="the name of CIFAR-100 or of a part of it in data_dir")
-    parser.add_argument("--features", default="features.npz", help="a file that keeps the features")
-    options = parser.parse_args()
+    options = arguments(__doc__, output="benchmarks/results/split_private.json").parse_args()
     began = time.process_time()
     rows = run(features(options))
     seconds = round(time.process_time() - began)
