@@ -2,20 +2,23 @@
 
     python -m benchmarks.bench_steps --cases mlp,cnn,resnet20,vit,lm --rounds 15 --peers
 
-"private" is `trainer.step` with the sizes of physical batches that the library chooses. Its batches vary in size, as
-Poisson sampling demands, and its ratios compare sums over all rounds. "clipped" is the clipped gradient of one batch
-alone, and "noise" the step of an empty batch. "plain" reads a batch of the expected size and takes an ordinary step.
-"first" is the time from a new trainer to the end of its first step, with all compiling and without a cache.
+"private" is a step as `fit` takes it, with the sizes of physical batches that the library chooses. Its batches vary in
+size, as Poisson sampling demands, and its ratios compare sums over all rounds. "clipped" is the clipped gradient of one
+batch alone, and "noise" the step of an empty batch. "plain" takes an ordinary step on a batch of the expected size. A
+thread draws and reads the next batch during each of these steps, as `fit` does. "first" is the time from a new trainer
+to the end of its first step, with all compiling and without a cache.
 
 With --peers, jax_privacy clips, adds noise and updates on a batch of the expected size. Opacus does so with hooks,
 ghost clipping and functorch. Its ratios are over a plain step in PyTorch. Neither samples here. Install torch and
 opacus for this. A step of more than ten seconds is timed once.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -30,8 +33,16 @@ from jaxdp.data import PoissonSampler, from_arrays
 from jaxdp.memory import keep_freed_memory
 from jaxdp.report import format_table
 
-RECORDS, CLIP, NOISE, CLASSES = 1024, 1.0, 1.0, 10
+RECORDS, CLIP, NOISE, CLASSES, MOST_STEPS = 1024, 1.0, 1.0, 10, 10_000
 VOCABULARY, LENGTH, WIDTH, DEPTH, HEADS = 4096, 128, 256, 4, 4
+# What a case is, and its aims: over plain, over the best mode of Opacus, and seconds of the first step.
+AIMS = {
+    "mlp": ("MLP 784-512-512-10, batch 256", 1.5, 0.8, 2),
+    "cnn": ("CNN of the MNIST examples, batch 256", 1.3, 0.8, 3),
+    "resnet20": ("ResNet-20 with GroupNorm, batch 64", 1.2, 1.0, 8),
+    "vit": ("ViT, width 192, 6 layers, batch 32", 1.2, 1.0, 10),
+    "lm": ("tied transformer LM, 128 tokens, batch 16", 1.15, 0.9, 10),
+}
 
 
 class Digits(nn.Module):
@@ -105,8 +116,8 @@ def losses_of(case: Case) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return loss, lambda params, batch: batch_losses(params, batch).mean()
 
 
-def our_steps(case: Case, peers: bool) -> dict[str, Callable[[], Any]]:
-    """Returns steps that keep their own state."""
+def our_steps(case: Case, peers: bool, running: contextlib.ExitStack) -> dict[str, Callable[[], Any]]:
+    """Returns steps that keep their own state. `running` stops what reads ahead for them."""
     loss, mean_loss = losses_of(case)
     source, size = source_of(case), case.batch_size
     example = jax.tree.map(lambda x: x[:1], source.gather(np.arange(1)))
@@ -122,48 +133,70 @@ def our_steps(case: Case, peers: bool) -> dict[str, Callable[[], Any]]:
     def read() -> Any:
         return jax.device_put(source.gather(generator.choice(len(source), size, replace=False)))
 
+    @contextlib.contextmanager
+    def ahead() -> Iterator[Iterator[Any]]:
+        with concurrent.futures.ThreadPoolExecutor(1) as reader:
+
+            def batches() -> Iterator[Any]:
+                coming = reader.submit(read)
+                while True:
+                    batch, coming = coming, reader.submit(read)
+                    yield batch.result()
+
+            yield batches()
+
     @jax.jit
     def updated(params: Any, state: Any, batch: Any) -> Any:
         updates, state = optimizer.update(jax.grad(mean_loss)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
     def plain() -> Callable[[], Any]:
-        now = [params, optimizer.init(params)]
+        now, batches = [params, optimizer.init(params)], running.enter_context(ahead())
 
         def step() -> Any:
-            now[:] = updated(*now, read())
+            now[:] = updated(*now, next(batches))
             return now
 
         return step
 
-    def private(taken: Callable[[Any, Any], Any]) -> Callable[[], Any]:
+    def empty() -> Callable[[], Any]:
         trainer = finetune.dp_sgd(loss, optimizer, **options)
         now = [trainer.init(params)]
 
         def step() -> Any:
-            now[0], _ = taken(trainer, now[0])
+            now[0], _ = trainer.update(now[0], trainer.zeros(params))
             return now
 
         return step
 
-    @functools.cache  # compiles all sizes before the first step, as `fit` does
-    def compiled(trainer: Any) -> Any:
-        trainer.compile(trainer.init(params), source)
-        return trainer
+    def private() -> Callable[[], Any]:
+        trainer = finetune.dp_sgd(loss, optimizer, **options)
+        now = [trainer.init(params)]
+
+        @functools.cache  # compiles all sizes before the first step, as `fit` does
+        def batches() -> Iterator[Any]:
+            trainer.compile(now[0], source)
+            return running.enter_context(trainer.batches(now[0], source, MOST_STEPS))
+
+        def step() -> Any:
+            now[0], _ = trainer.step(now[0], source, next(batches()), meanwhile=lambda: None)
+            return now
+
+        return step
 
     clipped, batch = jax.jit(lambda p, b: jaxdp.clipped_grad(loss, clip_norm=CLIP)(p, b).grads), read()
     steps = {
         "plain": plain(),
         "clipped": lambda: clipped(params, batch),
-        "noise": private(lambda trainer, state: trainer.update(state, trainer.zeros(params))),
-        "private": private(lambda trainer, state: compiled(trainer).step(state, source)),
+        "noise": empty(),
+        "private": private(),
     }
     if peers:
-        steps["jax_privacy"] = jax_privacy_step(loss, params, optimizer, read, size)
+        steps["jax_privacy"] = jax_privacy_step(loss, params, optimizer, running.enter_context(ahead()), size)
     return steps
 
 
-def jax_privacy_step(loss: Any, params: Any, optimizer: Any, read: Any, size: int) -> Callable[[], Any]:
+def jax_privacy_step(loss: Any, params: Any, optimizer: Any, batches: Iterator[Any], size: int) -> Callable[[], Any]:
     from jax_privacy import clipping, noise_addition
 
     clipped = clipping.clipped_grad(loss, l2_clip_norm=CLIP, batch_argnums=(1,), keep_batch_dim=False)
@@ -178,7 +211,7 @@ def jax_privacy_step(loss: Any, params: Any, optimizer: Any, read: Any, size: in
     now = [params, optimizer.init(params), privatizer.init(params)]
 
     def step() -> Any:
-        now[:] = updated(*now, read())
+        now[:] = updated(*now, next(batches))
         return now
 
     return step
@@ -207,14 +240,15 @@ def row_of(name: str, base: str, wall: timing.Seconds, cpu: timing.Seconds) -> d
 
 def measured(name: str, rounds: int, peers: bool, torch: bool) -> dict[str, dict[str, Any]]:
     """Returns the rows of a case."""
-    steps = our_steps(cases()[name], peers)
-    if torch:
-        from benchmarks import torch_steps
+    with contextlib.ExitStack() as running:
+        steps = our_steps(cases()[name], peers, running)
+        if torch:
+            from benchmarks import torch_steps
 
-        steps |= torch_steps.steps(name, cases()[name].batch_size, CLIP, NOISE)
-    first = first_of(steps)
-    again = first_of(steps)
-    wall, cpu = timing.interleaved({step: call for step, call in steps.items() if again[step] < 10}, rounds)
+            steps |= torch_steps.steps(name, cases()[name].batch_size, CLIP, NOISE)
+        first = first_of(steps)
+        again = first_of(steps)
+        wall, cpu = timing.interleaved({step: call for step, call in steps.items() if again[step] < 10}, rounds)
     rows: dict[str, dict[str, Any]] = {}
     for step in steps:
         base = "torch plain" if step.startswith(("torch", "Opacus")) else "plain"
@@ -227,6 +261,20 @@ def measured(name: str, rounds: int, peers: bool, torch: bool) -> dict[str, dict
     if best is not None:
         rows["private"]["over_best_opacus"] = rows["private"]["wall_ms"] / best
     return rows
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Returns the steps of a report with their aims, in Markdown."""
+    rows = []
+    for name, steps in found["cases"].items():
+        (what, over_plain, over_opacus, first), step = AIMS[name], steps["private"]
+        row = {"": what, "private, ms": f"{step['wall_ms']:.3g}"}
+        row["over plain (aim)"] = f"{step['over_plain']:.2f} ({over_plain})"
+        row |= {f"{part} alone": f"{steps[part]['over_plain']:.2f}" for part in ("clipped", "noise")}
+        best = step.get("over_best_opacus")
+        row["over Opacus' best mode (aim)"] = f"{best:.2f} ({over_opacus})" if best else "not measured"
+        rows.append(row | {"first step, s (aim)": f"{step['first_s']:.1f} ({first})"})
+    return format_table(rows, style="markdown")
 
 
 def main() -> None:

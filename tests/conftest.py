@@ -37,6 +37,8 @@ from tests.forked import PYTHON
 
 # flax and optax respect rank promotion; optax.adam does not respect strict dtypes (see `strict_dtypes`).
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# As the launchers do, see jaxdp.memory. A test may run one in this process, which must not change the settings.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 # The tests make little garbage. Looking for it takes a third of the time of imports, and a tenth of tracing.
 gc.freeze()

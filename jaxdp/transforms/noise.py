@@ -71,8 +71,9 @@ _SMALLEST_STD, _LARGEST_STD = 2.0**-100, 2.0**100
 _MOST_WORDS = 256
 # The most values of one vector of noise, which bounds the memory beside the leaves to 256 MiB or one leaf.
 _LARGEST_VECTOR = 2**26
-# Pairs of normals per step of a loop. XLA-CPU divides a step of this size among cores.
-_STEP = 2**14
+# Pairs of normals per step of a loop. XLA-CPU divides a step of this size among cores. It computes the pairs of a step
+# one by one unless their number is a multiple of eight, which takes five times as long.
+_STEP, _TOGETHER = 2**14, 8
 # Positions in a vector are int32.
 _LARGEST_LEAF = 2**31 - 2 * _STEP
 # The last term of the Taylor series of a cosine in [0, pi / 4], per itemsize.
@@ -440,7 +441,7 @@ def _cipher_key(key: jax.Array) -> jax.Array:
 
 def _width(size: int) -> int:
     """Returns the number of pairs per step of a vector of `size` normals."""
-    return min(_STEP, max(1, -(-size // 2)))
+    return min(_STEP, _TOGETHER * max(1, -(-size // (2 * _TOGETHER))))
 
 
 def _pair(cipher_key: jax.Array, lane: jax.Array, number: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:

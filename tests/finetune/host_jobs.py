@@ -311,10 +311,15 @@ def charged(folder):
 
 
 def main():
-    root = pathlib.Path(sys.argv[1])
-    for name, jobs in json.load(sys.stdin).items():
-        results = [run(root / name, *job) for job in jobs]
-        (root / name / "results.json").write_text(json.dumps(results))
+    """Runs the launchers' jobs beside the others, because one of them waits for a process that has died."""
+    root, groups = pathlib.Path(sys.argv[1]), json.load(sys.stdin)
+    beside = os.fork()
+    for name, jobs in groups.items():
+        if name.startswith("launched") == (beside == 0):
+            results = [run(root / name, *job) for job in jobs]
+            (root / name / "results.json").write_text(json.dumps(results))
+    if beside:
+        assert os.waitstatus_to_exitcode(os.waitpid(beside, 0)[1]) == 0
 
 
 if __name__ == "__main__":

@@ -256,8 +256,11 @@ def normals(high, low, high_angle, low_angle, octant):
 
 
 def vector(key, group, size):
-    """Computes the normals of one dtype: steps of 2**14 pairs, the first normals of a step before the second."""
-    width = min(2**14, -(-size // 2))
+    """Computes the normals of one dtype: steps of 2**14 pairs, the first normals of a step before the second.
+
+    A vector of fewer pairs has one step, of a multiple of eight pairs.
+    """
+    width = min(2**14, 8 * math.ceil(size / 16))
     own = cipher_blocks(key, np.array([group]), 0, SPLIT)[:8, 0]
     steps = range(-(-size // (2 * width)))
     return np.concatenate([normals(*cipher_blocks(own, np.arange(width), n, NOISE)[:5]).ravel() for n in steps])[:size]
