@@ -1,11 +1,13 @@
 """Times private recalibration with many hospitals, in Flower's simulation engine, which needs Ray.
 
     pip install "flwr[simulation]>=1.41,<1.42"
-    python -m benchmarks.hospitals --hospitals 50 --cores 2
+    RAY_worker_niceness=0 python -m benchmarks.hospitals --hospitals 50 --cores 2
 
+Without the variable, Ray gives its workers a low priority, and other work on the machine holds them up.
 Every hospital is the `launch.hospitals.Hospital` of a real run, with its own records, workdir and ledger. It is opened
 anew for every question, because the engine has one process per core for all of them. `--in_process` does without Flower
-and Ray. The output has the seconds, and the bytes of packages per party.
+and Ray. The output has the seconds, the CPU-seconds of all processes together (on Linux), which a busy machine distorts
+less, and the bytes of packages per party.
 """
 
 import contextlib
@@ -54,6 +56,19 @@ def answer(folder: pathlib.Path, number: int, question: bytes) -> bytes:
     return found
 
 
+def cpu_seconds() -> float:
+    """Returns the CPU-seconds of this process and of all processes below it, also of those that were waited for."""
+    ticks, parents = dict[str, int](), dict[str, str]()
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has ended
+            fields = path.read_text().rpartition(")")[2].split()  # man 5 proc, from the third field
+            parents[path.parent.name], ticks[path.parent.name] = fields[1], sum(map(int, fields[11:15]))
+    mine = {str(os.getpid())}
+    while more := {name for name, parent in parents.items() if parent in mine} - mine:
+        mine |= more
+    return sum(ticks[name] for name in mine) / os.sysconf("SC_CLK_TCK")
+
+
 class InProcess:
     """The hospitals of a folder as parties."""
 
@@ -83,7 +98,7 @@ class Counted:
 
 def calibrate(parties: links.Parties, folder: pathlib.Path) -> dict[str, Any]:
     """Returns the figures of one recalibration with these parties."""
-    counted, began = Counted(parties), time.monotonic()
+    counted, began, cpu = Counted(parties), time.monotonic(), cpu_seconds()
     with contextlib.redirect_stdout(sys.stderr):
         found = hospitals.run_server(get_config(), folder / "calibrator", counted, timeout=TIMEOUT)
     count = len(parties.names)
@@ -95,6 +110,7 @@ def calibrate(parties: links.Parties, folder: pathlib.Path) -> dict[str, Any]:
         "hospitals": count,
         "questions": len(counted.seconds),
         "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(cpu_seconds() - cpu, 1),
         "seconds_per_question": [round(seconds, 2) for seconds in counted.seconds],
         "bytes_to_a_hospital": round(counted.sent / count),
         "bytes_from_a_hospital": round(counted.received / count),

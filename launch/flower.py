@@ -24,6 +24,7 @@ from jaxdp.files import optional
 from .certificates import PARTIES
 
 _REFUSED = "the party refused, and its own output says why"  # an error's text could depend on private data
+_UNAUTHORIZED = 401
 _POLL_SECONDS, _AGAIN_SECONDS = 0.5, 10.0  # a SuperNode looks for messages every 3 seconds
 _FAB = b"""[project]
 name = "parties"
@@ -135,19 +136,19 @@ def serve(
       TimeoutError: `until()` is false `timeout` seconds after the last message.
     """
     run, errors = _flwr("supernode.runtime.run_clientapp"), list[Exception]()
+    broken = optional("httpx", "flower").HTTPError  # of a SuperNode that has died, or that knows nothing of the task
     app, last = client_app(lambda question, _: answer(question), errors.append), time.monotonic()
     with contextlib.closing(_executor(address, keys, None)) as executor:
         while not until():
             if token := _acquire(executor, "CLIENT_APP"):
-                # If the SuperNode has died, the task died with it, and the question comes again.
-                with (
-                    contextlib.suppress(optional("httpx", "flower").HTTPError),
-                    contextlib.closing(_runtime(address, None, token)) as client,
-                    _heartbeat(client),
-                ):
-                    message, context, _, _ = run.pull_task_input(client)
-                    run.push_message(client, app(message, context), context)
-                    run.push_task_output(client, context, "completed", "")
+                try:
+                    with contextlib.closing(_runtime(address, None, token)) as client:
+                        with _heartbeat(client):
+                            message, context, _, _ = run.pull_task_input(client)
+                            run.push_message(client, app(message, context), context)
+                        run.push_task_output(client, context, "completed", "")
+                except broken as error:
+                    print(f"party: a question was lost with its SuperNode ({type(error).__name__}). It comes again.")
                 last = time.monotonic()
                 if errors:
                     raise errors[0]
@@ -166,6 +167,9 @@ def running(address: str, keys: pathlib.Path) -> Iterator[Nodes]:
 
     Only nodes that proved to have the private key of a known party are asked. The SuperLink itself lets everybody who
     can reach it register a key.
+
+    Raises:
+      ConnectionError: The SuperLink has given up the run.
     """
     runtime, serde = _flwr("proto.runtime_pb2"), _flwr("common.serde")
     authority = (keys / "ca.crt").read_bytes()
@@ -181,18 +185,26 @@ def running(address: str, keys: pathlib.Path) -> Iterator[Nodes]:
         while not (token := _acquire(executor, "SERVER_APP", run)):
             time.sleep(_POLL_SECONDS)
     grid = grids.HttpGrid(address, root_certificates=authority, token=token)
-    with contextlib.closing(_runtime(address, authority, token)) as client, _heartbeat(client):
-        given = client.PullTaskInput(runtime.PullTaskInputRequest())
-        identity.TaskIdentity.task_id, identity.TaskIdentity.run_id = given.task_id, given.run.run_id
-        identity.TaskIdentity.node_id = given.context.node_id  # flwr gives them to all messages of this process
-        grid.set_run(serde.run_from_proto(given.run))
-        done = "failed"
-        try:
-            yield Nodes(grid, find, list(names.values()))
-            done = "completed"
-        finally:
-            grid.close()
-            client.PushTaskOutput(runtime.PushTaskOutputRequest(sub_status=done, details=""))
+    try:
+        with contextlib.closing(_runtime(address, authority, token)) as client:
+            done = "failed"
+            try:
+                with _heartbeat(client), contextlib.closing(grid):
+                    given = client.PullTaskInput(runtime.PullTaskInputRequest())
+                    identity.TaskIdentity.task_id, identity.TaskIdentity.run_id = given.task_id, given.run.run_id
+                    identity.TaskIdentity.node_id = given.context.node_id  # flwr gives them to all messages from here
+                    grid.set_run(serde.run_from_proto(given.run))
+                    yield Nodes(grid, find, list(names.values()))
+                done = "completed"
+            finally:
+                client.PushTaskOutput(runtime.PushTaskOutputRequest(sub_status=done, details=""))
+    except optional("httpx", "flower").HTTPStatusError as error:
+        if error.response.status_code != _UNAUTHORIZED:
+            raise
+        raise ConnectionError(
+            f"the SuperLink at {address} has given up this run, because one of the two was away for a minute. Start "
+            "again as before. Answered questions are repeated, and nothing is paid twice."
+        ) from error
 
 
 def _begin(address: str, authority: bytes, public_keys: Iterable[bytes]) -> int:
@@ -232,7 +244,7 @@ def _executor(address: str, keys: pathlib.Path, authority: bytes | None) -> Any:
 def _runtime(address: str, authority: bytes | None, token: str) -> Any:
     own = _flwr("supercore.interceptors").RuntimeTokenHttpInterceptor(token)
     kind = _flwr("supercore.runtime").RuntimeHttpClient
-    # The retries of flwr never end after a token has lapsed. They are for the network, not for this machine.
+    # The retries of flwr wait for a dead SuperNode and then end the program, because its tasks died with it.
     return _client(kind, address, authority, "flwr-clientapp", own, patient=authority is not None)
 
 
@@ -249,7 +261,10 @@ def _client(
 
 @contextlib.contextmanager
 def _heartbeat(client: Any) -> Iterator[None]:
-    """Tells for the time of the body that the task is alive."""
+    """Tells for the time of the body that the task is alive.
+
+    The body must not end the task. flwr interrupts the program whose heartbeat comes after the end of its task.
+    """
     module = _flwr("supercore.heartbeat")
     sender = module.HeartbeatSender(module.make_task_heartbeat_fn_http(client))
     sender.start()

@@ -73,7 +73,11 @@ def run_server(
         check_numbers(config)
         frame.check_same_config("split server", config, root)
         if len(client.names) != 1:
-            raise ValueError(f"the server of Split Adaptation has one client, got {', '.join(client.names) or 'none'}.")
+            names = ", ".join(client.names) or "none"
+            raise ValueError(
+                f"the server of Split Adaptation has one client, got {names}. Give --exchange one folder, or --keys a "
+                "folder that was made with one --party."
+            )
         model = models.network(config.model)
         backbone = split.Backbone(model.model, model.preprocessing, config.cut or split.two_thirds(model.model))
         messages.check_augmentation(backbone, copies=config.copies, n_patches=config.n_patches)

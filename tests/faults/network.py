@@ -4,8 +4,9 @@
 
 The processes are those of the how-to: a SuperLink, a SuperNode and the programs of two parties, with TLS and keys. One
 run without a fault lists the messages of each process. In every other run each process is killed once, before or after
-one of its messages (`tests.faults.wire`). What has ended is started again, as an operator does. The end is compared
-with that of the first run.
+one of its messages (`tests.faults.wire`). What has ended is started again, as an operator does. If the party's program
+has sent nothing for two minutes, the SuperNode is ended and started again ("freed" counts it): flwr 1.41 waits for ever
+for an answer of which only a part came. The end is compared with that of the first run.
 
 Results are written after each run. The same command continues from them.
 """
@@ -29,8 +30,9 @@ from tests.launch.federation import Federation
 
 CLINIC = "clinic-1"
 JOBS = {"recalibrate": "calibrator", "split": "server"}  # the folder of the server
-_LIMIT = 400.0  # seconds of one run
+_LOOKS = 4000  # at the processes of one run, ten a second: a campaign that was stopped for a while goes on
 _IDLE = 20.0  # seconds after which a party that has ended is started again, because the other one waits
+_QUIET = 120.0  # seconds without a message of the party after which its SuperNode is ended
 _Row = dict[str, Any]
 _Kill = tuple[str, int, str]  # a message, which of them, "before" or "after"
 
@@ -57,7 +59,8 @@ class Job:
     def attempt(self, kills: dict[str, _Kill]) -> _Row:
         """Runs the job and kills processes by name."""
         self._root = pathlib.Path(tempfile.mkdtemp(dir=self._folder))
-        began, row, problems = time.monotonic(), {"kills": kills, "killed": [], "starts": 0}, dict[str, Any]()
+        row: _Row = {"kills": kills, "killed": [], "ended": [], "starts": 0, "freed": 0}
+        began, problems = time.monotonic(), dict[str, Any]()
         with contextlib.closing(Federation(self._root, [CLINIC])) as federation:
             self._federation = federation
             federation.plant("run", "conversation" if self._name == "recalibrate" else "")
@@ -82,37 +85,40 @@ class Job:
             self._federation.start_program(which, name, "run")
 
     def _until_the_end(self, row: _Row, problems: dict[str, Any]) -> None:
-        federation, end, ended, due = (
-            self._federation,
-            time.monotonic() + _LIMIT,
-            dict[str, float](),
-            dict[str, float](),
-        )
-        due = dict.fromkeys(self.names, 0.0)
-        while set(self._programs) - set(ended):
-            now = time.monotonic()
-            if now > end:
-                problems["stuck"] = {key: federation.output(key)[-400:] for key in self.names}
+        federation, ended, due = self._federation, dict[str, float](), dict.fromkeys(self.names, 0.0)
+        node, told, last = f"node {CLINIC}", self._root / f"{self._programs[1]}.events", (0, time.monotonic())
+        for _ in range(_LOOKS):
+            if ended.keys() >= set(self._programs):
                 return
+            now = time.monotonic()
             for key in [key for key, process in federation.running.items() if process.poll() is not None]:
                 code = federation.running.pop(key).returncode
                 row["starts"] += 1
                 if code == -signal.SIGKILL:
                     row["killed"].append(key)
                     federation.wires[key].pop("kill", None)
+                elif code != 0:  # because of the death of another one
+                    row["ended"].append([key, federation.output(key).strip().rpartition("\n")[2]])
                 if key in self._programs and code == 0:
                     ended[key] = now
                 else:
                     due[key] = now + 1.0
             for key in [key for key, then in due.items() if then <= now]:
-                if key == f"node {CLINIC}" and not federation.registered():
+                if key == node and not federation.registered():
                     continue  # the SuperLink refuses it until the server's program has come
                 due.pop(key)
                 self._start(key)
             for key in [key for key, then in ended.items() if now > then + _IDLE]:  # the other party waits for it
                 ended.pop(key)
                 due[key] = now
+            if (count := told.stat().st_size if told.exists() else 0) != last[0] or node not in federation.running:
+                last = count, now
+            elif now > last[1] + _QUIET:
+                federation.kill(node)
+                row["freed"] += 1
+                due[node] = now + 1.0
             time.sleep(0.1)
+        problems["stuck"] = {key: federation.output(key)[-400:] for key in self.names}
 
     def _found(self) -> dict[str, Any]:
         """Returns the result, and what was paid."""

@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from tests.faults import network
+from tests.faults.__main__ import deaths
+
 pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -52,3 +55,8 @@ def test_the_operations_inside_paid_work_are_seen(sample):
             *("flock ledger.sqlite.head", "write charges.jsonl", "fsync charges.jsonl", "replace secret_seed"),
             *("unlink secret_seed", "UPDATE spends"),
         } <= operations
+
+
+def test_the_page_has_the_deaths_over_a_network():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "network_deaths.json").read_text())
+    assert deaths(network.summary(rows)) in (ROOT / "docs" / "design" / "faults.md").read_text()

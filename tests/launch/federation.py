@@ -9,15 +9,17 @@ import shlex
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 
 from jaxdp.data import bundled
 from jaxdp.privacy import Ledger
 from launch import certificates
+from tests import forked
+from tests.faults.wire import HEARTBEAT_SECONDS
 from tests.launch.test_hospitals import Direct, alone, seed
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -25,8 +27,12 @@ HOWTO = ROOT / "docs" / "howto" / "parties_over_a_network.md"
 CLINICS = ("clinic-1", "clinic-2")
 # The tests' own setting of JAX. Under another one, in the configuration or in a variable, a release is another one.
 SETTING = ("JAX_NUMPY_RANK_PROMOTION", "raise")
-OFFLINE_SECONDS = 21.0  # after which the SuperLink knows that a node has gone, with the times of `tests.faults.wire`
+OFFLINE_SECONDS = 2 * HEARTBEAT_SECONDS + 1  # after which the SuperLink knows that a node has gone
 ITERATIONS = "--config.method.iterations=2"
+_WIRE = "from tests.faults import wire; wire.main()"
+# What the processes import, without the launchers themselves, because these define flags of the same names.
+_MODULES = ("tests.faults.wire", "launch.flower", "launch.hospitals", "launch.parties", "uvicorn")
+_MODULES += ("flwr.supernode.cli", "flwr.superlink.cli", "flwr.superlink.grid", "flwr.supernode.runtime.run_clientapp")
 # A small model, which takes seconds.
 _MODEL = {"patch_size": 2, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 16}
 SPLIT_SERVER = {
@@ -57,6 +63,8 @@ class Federation:
 
     def __init__(self, folder, clinics=CLINICS):
         self.folder, self.clinics, self.running, self.wires = folder, clinics, {}, {}
+        shared = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_HOME": str(folder / "flwr"), **dict([SETTING])}
+        self._interpreter = forked.Interpreter([sys.executable], shared)
         names = ("superlink", *clinics)
         self.ports = dict(zip(names, free_ports(len(names)), strict=True))
         blocks = re.findall(r"```bash\n(.*?)```", HOWTO.read_text(), flags=re.DOTALL)
@@ -91,6 +99,7 @@ class Federation:
             word.replace("clinic-1", name)
             .replace("9092", str(self.ports["superlink"]))
             .replace("9094", str(self.ports[name]))
+            .replace("workdir/split/", "workdir/")
             .replace("workdir/", f"{run}/")
             .replace("configs/", f"{ROOT}/configs/")
             for word in words
@@ -99,27 +108,17 @@ class Federation:
 
     def start(self, key, command):
         """Starts a process whose output goes to a file."""
-        environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "PYTHONPATH": str(ROOT), **dict([SETTING])}
-        environment |= {
-            "FLWR_HOME": str(self.folder / "flwr"),
-            "JAXDP_WIRE": json.dumps({"quick": True} | self.wires.get(key, {})),
-        }
         program = command[2:] if command[0] == "python" else command
-        if key in self.wires or key != "superlink":
-            command = [sys.executable, "-m", "tests.faults.wire", *program]
-        else:
-            command = [str(pathlib.Path(sys.executable).parent / program[0]), *program[1:]]
-        with open(self.folder / f"{key}.log", "ab") as log:
-            self.running[key] = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log)
+        wire = {"JAXDP_WIRE": json.dumps({"quick": True} | self.wires.get(key, {}))}
+        given = {"env": wire, "modules": _MODULES, "files": [str(self.folder / f"{key}.log")] * 2}
+        self.running[key] = self._interpreter.start(_WIRE, *program, cwd=self.folder, **given)
 
     def output(self, key):
         return (self.folder / f"{key}.log").read_text(errors="replace")
 
     def kill(self, *keys):
         for key in keys:
-            process = self.running.pop(key)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+            self.running.pop(key).kill()
 
     def wait(self, *keys, timeout=240):
         for key in keys:
@@ -136,6 +135,7 @@ class Federation:
 
     def close(self):
         self.kill(*self.running)
+        self._interpreter.close()
 
     def start_superlink(self):
         self.start("superlink", self.command("flower-superlink"))
@@ -177,7 +177,8 @@ class Federation:
         direct = Direct.__new__(Direct)
         direct.names, direct.root, direct.changes = self.clinics, self.folder / run, {}
         records = {name: self.folder / f"{name}.npz" for name in self.clinics}
-        return float(alone(direct, self.folder / f"{run}-alone", records).temperature)
+        with mock.patch.dict(os.environ, [SETTING]):
+            return float(alone(direct, self.folder / f"{run}-alone", records).temperature)
 
     def result(self, run, party="calibrator"):
         return json.loads((self.folder / run / party / "result.json").read_text())

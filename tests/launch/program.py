@@ -48,21 +48,21 @@ def run(arguments, first=""):
 
 # Under other settings of JAX than those of this process, a release would be another one. A process in the background of
 # a shell would ignore Ctrl-C.
-ALIKE = """
-import runpy, signal, sys
+ALIKE = f"""
+import signal
 import jax
 jax.config.update("jax_numpy_rank_promotion", "raise")
 signal.signal(signal.SIGINT, signal.default_int_handler)
-del sys.argv[0]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
+{FORKED}"""
 
 
-def start(arguments):
-    """Starts a command in a process whose releases this process can continue."""
-    module, *rest = arguments[len(PYTHON) + 1 :]
-    pipe = subprocess.PIPE
-    return subprocess.Popen([*PYTHON, "-c", ALIKE, module, *rest], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+def start(arguments, folder):
+    """Starts a command in a process whose releases this process can continue.
+
+    Returns the process, and the files with what it prints and with its errors.
+    """
+    files = [folder / name for name in ("stdout", "stderr")]
+    return forked.start(ALIKE, *arguments[len(PYTHON) + 1 :], modules=MODULES, files=files), *files
 
 
 def call(arguments):

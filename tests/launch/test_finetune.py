@@ -131,14 +131,14 @@ def test_references_have_a_ledger_of_their_own(tmp_path):
 def test_an_experiment_that_is_killed_resumes_to_the_same_result(finished, tmp_path):
     workdir = tmp_path / "run"
     plant_seed(workdir)
-    process = program.start(program.command("finetune", "configs/digits_dpsgd.py", workdir, tiny.FINETUNE))
+    command = program.command("finetune", "configs/digits_dpsgd.py", workdir, tiny.FINETUNE)
+    process, _, errors = program.start(command, tmp_path)
     charges = workdir / CELL / "charges.jsonl"
     deadline = time.monotonic() + 120
     while not (charges.exists() and charges.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    _, errors = process.communicate()
-    assert process.returncode == -signal.SIGKILL, errors
+    process.kill()
+    assert process.returncode == -signal.SIGKILL, errors.read_text()
     assert not (workdir / "result.json").exists()
     # One chunk, so that the planted seed covers the whole run.
     assert sum(steps_charged(workdir).values()) == 6 and (workdir / CELL / "secret_seed").exists()

@@ -101,15 +101,17 @@ def test_split_adaptation_survives_the_death_of_every_process(federation, monkey
     federation.until(lambda: federation.running[server].poll() is not None)
     federation.kill("superlink")
     federation.start_superlink()
-    for key in (server, client):
-        federation.until(lambda key=key: federation.running[key].poll() is not None)
-        assert federation.running.pop(key).returncode == -signal.SIGKILL
-        federation.wires.pop(key)
-        federation.start_program(key.split()[0], "clinic-1", "split")
-    federation.wait(server, client)
-    settled(federation, "split", "clinic-1", client_images=1, client_queries=1)
     monkeypatch.setenv(*SETTING)
-    found, expected = federation.folder / "split" / "clinic-1", split_alone(federation)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        alone = pool.submit(split_alone, federation)  # the server that died has made the backbone
+        for key in (server, client):
+            federation.until(lambda key=key: federation.running[key].poll() is not None)
+            assert federation.running.pop(key).returncode == -signal.SIGKILL
+            federation.wires.pop(key)
+            federation.start_program(key.split()[0], "clinic-1", "split")
+        federation.wait(server, client)
+        found, expected = federation.folder / "split" / "clinic-1", alone.result()
+    settled(federation, "split", "clinic-1", client_images=1, client_queries=1)
     assert (found / "upload").read_bytes() == (expected / "upload").read_bytes()
     np.testing.assert_array_equal(np.load(found / "predictions.npy"), np.load(expected / "predictions.npy"))
 

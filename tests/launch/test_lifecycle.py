@@ -491,14 +491,14 @@ def test_ctrl_c_at_the_launcher_and_the_same_command_again(tmp_path, finished, m
     root = tmp_path / "run"
     shutil.copytree(finished[0] / "pretrain", root / "pretrain")
     changes = {"finetune__steps": 16, "finetune__checkpoint_every": 1}
-    running = program.start(command(root, **changes))
+    running, printed, errors = program.start(command(root, **changes), tmp_path)
     wait_for(lambda: list(root.glob("finetune/*/charges.jsonl")), running)
     while running.poll() is None:  # Python drops the exception where a destructor or JAX's callback of gc runs
         if "stopped by the user" not in (root / "report.html").read_text():  # a signal at its end would kill it
             running.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             running.wait(timeout=5)
-    printed, errors = running.communicate(timeout=300)
+    printed, errors = printed.read_text(), errors.read_text()
     assert running.returncode == 130, errors
     assert "pretrain: done" in printed and "Traceback" not in errors
     assert "Interrupted in stage 'finetune'" in errors and "The same command continues from here" in errors
@@ -518,7 +518,8 @@ import jax
 from launch.lifecycle import life
 from jaxdp.release import till
 workdir, seen, *fields = sys.argv[1:]
-jax.config.update("jax_numpy_rank_promotion", "raise")  # as the tests do: another setting would be another release
+for name, value in [("jax_numpy_rank_promotion", "raise"), ("jax_cpu_enable_async_dispatch", False)]:
+    jax.config.update(name, value)  # as the tests do: another setting would be another release
 write = till.write_durably
 
 def killed(path, content):

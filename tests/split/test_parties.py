@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from configs.split import two_parties
 from jaxdp import split
 from jaxdp.data import bundled
-from jaxdp.files import pack, read_package, unpack, write_package
+from jaxdp.files import Limits, pack, read_package, unpack, write_package
 from jaxdp.models import save_params
 from jaxdp.privacy import BudgetExceeded, Ledger
 from jaxdp.release import alone, notes
@@ -349,24 +349,39 @@ def test_noise_once_between_two_parties(client, server, batch, monkeypatch):
     )
     found = {}
 
+    kinds = ["frontend", "logits", "adapted", "answers"]
+
     def serve(answer, until):
-        direct = found["direct"] = Direct(answer)
-        found["server"] = run_server(config, root, direct)
+        huge = lambda question: unpack(question, kinds).kind == found.get("huge")  # noqa: E731
+        direct = found["direct"] = Direct(lambda question: bytes(2**20 + 1) if huge(question) else answer(question))
+        found["server"] = run_server(config, root, direct, limits=Limits(bytes=2**20))
         assert until()
 
-    def run():
-        return run_client(ConfigDict({**client.config.to_dict(), "mode": "noise_once"}), client.root, serve)
+    def run(**limits):
+        config = ConfigDict({**client.config.to_dict(), "mode": "noise_once"})
+        return run_client(config, client.root, serve, limits=Limits(**limits))
 
+    def too_large(kind):
+        """Answers a kind of question with a package above the server's limit."""
+        found["huge"] = kind
+        with pytest.raises(ValueError, match=r"declares 1048577 bytes, more than the limit of 1048576"):
+            run()
+        found.pop("huge")
+
+    with pytest.raises(ValueError, match=r"the server's package declares \d+ bytes, more than the limit of 100"):
+        run(bytes=100)
+    too_large("frontend")
+    too_large("logits")
     result = run()
     assert found["server"] == {"mode": "noise_once", "bytes": result["bytes"], "queries": 5}
     assert result["epsilon"] is None and 0 <= result["accuracy"] <= 1
-    kinds = ["frontend", "logits", "adapted", "answers"]
     asked = [unpack(question, kinds) for question in found["direct"].asked]
     assert [package.kind for package in asked] == ["frontend", *["logits"] * (len(asked) - 3), "adapted", "answers"]
     np.testing.assert_array_equal(np.load(client.root / "predictions.npy"), asked[-1].arrays["logits"].argmax(1))
     assert not client.has_secret
     monkeypatch.setattr(parties.Till, "stream", lambda *args: pytest.fail("a run that has ended needs no secret"))
     monkeypatch.setattr(parties.Till, "release", lambda *args: pytest.fail("a run that has ended releases nothing"))
+    too_large("adapted")
     assert run() == result and len(found["direct"].asked) == 3  # both tell what they have kept
     assert not client.has_secret and client.spends() == client.spends(parties.QUERIES) == 1
 
