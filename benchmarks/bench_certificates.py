@@ -11,6 +11,7 @@ mechanism.
 import argparse
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ import jaxdp
 from jaxdp.memory import keep_freed_memory
 from jaxdp.prediction import certify, mechanisms, query_epsilon, train_with_bounds
 from jaxdp.transforms import losses
+from launch import results
 
 KS = 40
 DISTANCES = (0, 3, 10, 30, 100)
@@ -136,6 +138,18 @@ def flips() -> list[dict[str, float]]:
     return rows
 
 
+def table(report: Mapping[str, Any]) -> str:
+    """Returns the table of docs/results/agt.md: mean stable distances with standard errors over seeds."""
+    rows = []
+    for name, runs in report["cases"].items():
+        found = {rule: results.moments(run[rule] for run in runs) for rule, *_ in RULES}
+        cells = {rule: f"{one.mean:.1f} ({one.error:.1f})" for rule, one in found.items()}
+        gain = f"{found['add_remove'].mean / found['published'].mean:.1f}"
+        heads = ("network", "published", "records replaced", "records added or removed", "gain")
+        rows.append(dict(zip(heads, (name, *cells.values(), gain), strict=True)))
+    return jaxdp.report.format_table(rows, style="markdown")
+
+
 def main() -> None:
     keep_freed_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,15 +157,15 @@ def main() -> None:
     parser.add_argument("--output", default=".bench/certificates.json")
     flags = parser.parse_args()
     report: dict[str, Any] = {"jax": jax.__version__, "jaxdp": jaxdp.__version__, "seeds": flags.seeds, "cases": {}}
-    table = []
+    rows = []
     for name, case in CASES.items():
         runs = [measure(case, seed) for seed in range(flags.seeds)]
         report["cases"][name] = runs
         mean = {column: float(np.mean([run[column] for run in runs])) for column in runs[0]}
         gain = {f"{rule} / published": mean[rule] / mean["published"] for rule in ("replace", "add_remove")}
-        table.append({"case": name, **mean, **gain})
+        rows.append({"case": name, **mean, **gain})
     print(f"mean stable distance over 200 queries and {flags.seeds} seeds, largest k {KS}\n")
-    print(jaxdp.report.format_table(table, digits=3))
+    print(jaxdp.report.format_table(rows, digits=3))
     report["flips"] = flips()
     print("\nprobability of flipping a label, 100 queries at (10, 1e-5)\n")
     print(jaxdp.report.format_table(report["flips"], digits=3))

@@ -1,15 +1,13 @@
 """Bounds forty programs of JAX and optax over a box by `jaxdp.interval`, and compares with sampled values.
 
-    python -m benchmarks.bench_intervals           # writes benchmarks/results/intervals.json and the page
-    python -m benchmarks.bench_intervals --page    # only the page, from the committed results
+    python -m benchmarks.bench_intervals
+    python -m benchmarks.evidence results/intervals.md
 
 Every program is a function of six numbers, and every box reaches 1e-4 or 0.1 to both sides of one point. "Width" is
 the largest width of a result, "sampled" the largest distance of two of 512 values at points of the box. A sound bound
-cannot be narrower. The samples are computed in float64. The page is docs/results/intervals.md.
+cannot be narrower. The samples are computed in float64. The second command writes the tables of the page.
 """
 
-import argparse
-import json
 import math
 import pathlib
 from collections.abc import Callable
@@ -22,14 +20,13 @@ import optax
 from jax import lax
 
 import jaxdp
-from jaxdp.files import write_durably, write_json
+from jaxdp.files import write_json
 from jaxdp.report import format_table
 from jaxdp.transforms import losses
 from jaxdp.transforms.intervals import UnsupportedPrimitive
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "intervals.json"
-PAGE = ROOT / "docs" / "results" / "intervals.md"
 RADII, SAMPLES = (1e-4, 0.1), 512
 POINT = np.array([0.3, -1.1, 2.0, 0.7, -0.2, 1.3], np.float32)
 LABEL = np.array([0.0, 1.0, 0.0, 0.0, 1.0, 1.0], np.float32)
@@ -146,8 +143,8 @@ def measure(program: Callable[[jax.Array], Any], radius: float) -> dict[str, Any
     }
 
 
-def page(report: Any) -> str:
-    """Returns the page of a report."""
+def tables(report: Any) -> dict[str, str]:
+    """Returns the tables of docs/results/intervals.md."""
     rows, refused = [], []
     for name, found in report["programs"].items():
         if any("refused" in one for one in found.values()):
@@ -159,23 +156,7 @@ def page(report: Any) -> str:
             row |= {f"width, {radius:g}": _number(one["width"]), f"sampled, {radius:g}": _number(one["sampled"])}
         row["sound"] = "yes" if all(one["sound"] for one in found.values()) else "no"
         rows.append(row)
-    parts = [
-        "# Programs over intervals",
-        "`python -m benchmarks.bench_intervals` writes this page and `benchmarks/results/intervals.json`. It takes 35"
-        " CPU seconds.",
-        "Every program is a function of six numbers, over a box that reaches 1e-4 or 0.1 to both sides of one point."
-        " The width is the largest width of a result of `jaxdp.interval`, whose rules"
-        " [the design](../design/prediction.md#bounds) describes. The sampled width is the largest distance of two of"
-        f" {SAMPLES} values in float64, half of them at corners. No sound bound is narrower. A program is sound here if"
-        " all values lie inside. An infinite bound says nothing.",
-        "## Bounded",
-        format_table(rows, style="markdown"),
-        "## Refused",
-        "The error names the primitive, its line and the remedy.",
-        format_table(refused, style="markdown"),
-        f"JAX {report['jax']}, optax {report['optax']}.",
-    ]
-    return "\n\n".join(parts) + "\n"
+    return {"bounded": format_table(rows, style="markdown"), "refused": format_table(refused, style="markdown")}
 
 
 def _number(x: float | None) -> str:
@@ -183,15 +164,11 @@ def _number(x: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true")
-    if not parser.parse_args().page:
-        report: dict[str, Any] = {"jax": jax.__version__, "optax": optax.__version__, "programs": {}}
-        for name, program in PROGRAMS.items():
-            report["programs"][name] = {str(radius): measure(program, radius) for radius in RADII}
-            print(name, report["programs"][name], flush=True)
-        write_json(RESULTS, report)
-    write_durably(PAGE, page(json.loads(RESULTS.read_text(encoding="utf-8"))).encode())
+    report: dict[str, Any] = {"jax": jax.__version__, "optax": optax.__version__, "programs": {}}
+    for name, program in PROGRAMS.items():
+        report["programs"][name] = {str(radius): measure(program, radius) for radius in RADII}
+        print(name, report["programs"][name], flush=True)
+    write_json(RESULTS, report)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python -m benchmarks.demo_ranges [--runs 5]
 
-The documentation states these ranges. `tests/test_demo_ranges.py` compares them.
+The documentation states these ranges, and `tests/test_demo_ranges.py` compares them. `python -m benchmarks.evidence
+howto/whole_life.md` writes the table.
 """
 
 import contextlib

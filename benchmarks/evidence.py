@@ -1,58 +1,163 @@
-"""Tables of result pages from committed JSON files: `python -m benchmarks.evidence` writes them into the pages.
+"""Writes the tables and pictures of pages from committed JSON files.
 
-A table stands between the lines `<!-- NAME -->` and `<!-- end -->` of a page. `tests/test_evidence.py` compares.
+    python -m benchmarks.evidence                 # all pages
+    python -m benchmarks.evidence results/tta.md  # one page
+
+The other scripts of this folder measure and write the JSON files. A table stands between the lines
+`<!-- table: NAME -->` and `<!-- end -->` of a page below docs. `tests/test_evidence.py` compares.
 """
 
+import argparse
 import json
 import pathlib
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks import finetune_methods, membership, split_costs, split_private
+from benchmarks import (
+    bench_certificates,
+    bench_estimate,
+    bench_intervals,
+    bench_reading,
+    bench_scale,
+    bench_steps,
+    demo_ranges,
+    evidence_agt,
+    evidence_dpadapter,
+    evidence_recalibration,
+    evidence_split,
+    evidence_tta,
+    finetune_methods,
+    membership,
+    run,
+    split_costs,
+    split_private,
+)
+from jaxdp.report import format_table
 from launch import results
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PLACE = r"(?<=<!-- {} -->\n\n).*?(?=\n\n<!-- end -->)"
+DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+PLACE = r"(?<=<!-- table: {} -->\n).*?(?=<!-- end -->)"
+
+
+class Evidence(NamedTuple):
+    """Tables by name, and pictures by file name, of JSON files. The functions take the content of each file."""
+
+    page: str
+    files: tuple[str, ...]
+    tables: Callable[..., Mapping[str, str]]
+    pictures: Mapping[str, Callable[..., None]] = {}  # the last argument is the path of the picture
 
 
 def curve(found: Mapping[str, Any]) -> str:
     """Returns accuracies over epsilon, a row for each set of private images."""
-    epsilons = sorted({point["epsilon"] for run in found["runs"].values() for point in run["points"]})
+    epsilons = sorted({point["epsilon"] for one in found["runs"].values() for point in one["points"]})
     lines = [f"| private images | runs |{''.join(f' epsilon {e:g} |' for e in epsilons)} no privacy |"]
     lines.append("|---|---|" + "---|" * (len(epsilons) + 1))
-    for name, run in found["runs"].items():
-        at = {point["epsilon"]: results.percent(point["accuracy"], point["deviation"]) for point in run["points"]}
-        plain = "" if run["without_privacy"] is None else results.percent(run["without_privacy"])
-        cells = [f"{run['records']} of {name.removesuffix('_full')}", str(run["runs"])]
+    for name, one in found["runs"].items():
+        at = {point["epsilon"]: results.percent(point["accuracy"], point["deviation"]) for point in one["points"]}
+        plain = "" if one["without_privacy"] is None else results.percent(one["without_privacy"])
+        cells = [f"{one['records']} of {name.removesuffix('_full')}", str(one["runs"])]
         lines.append("| " + " | ".join([*cells, *(at.get(e, "") for e in epsilons), plain]) + " |")
     return "\n".join(lines)
 
 
-# Page, name of the table, JSON file, and what makes the table of it.
-TABLES: list[tuple[str, str, str, Callable[[Any], str]]] = [
-    ("scattering.md", "curve", "finetune_scattering.json", curve),
-    ("public_checkpoint.md", "methods", "finetune_methods.json", lambda found: finetune_methods.table(found["rows"])),
-    ("membership.md", "membership", "membership.json", lambda found: membership.table(found["rows"])),
-    ("membership.md", "lira", "membership.json", lambda found: membership.lira_table(found["rows"])),
-    ("split_adaptation.md", "private", "split_private.json", split_private.table),
-    ("split_adaptation.md", "costs", "split_costs.json", split_costs.table),
+EVIDENCE = [
+    Evidence("results/scattering.md", ("finetune_scattering.json",), lambda found: {"curve": curve(found)}),
+    Evidence("results/public_checkpoint.md", ("finetune_squeezenet.json",), lambda found: {"curve": curve(found)}),
+    Evidence(
+        "results/public_checkpoint.md",
+        ("finetune_methods.json",),
+        lambda found: {"methods": finetune_methods.table(found["rows"])},
+    ),
+    Evidence(
+        "results/membership.md",
+        ("membership.json",),
+        lambda found: {"membership": membership.table(found["rows"]), "lira": membership.lira_table(found["rows"])},
+        {"membership.png": membership.draw},
+    ),
+    Evidence(
+        "results/split_adaptation.md",
+        ("split_private.json",),
+        lambda found: {"private": split_private.table(found)},
+        {"split_private.png": split_private.draw},
+    ),
+    Evidence("results/split_adaptation.md", ("split_costs.json",), lambda found: {"costs": split_costs.table(found)}),
+    Evidence("results/split_adaptation.md", ("split_earlier.json", "split_paper.json"), evidence_split.earlier_tables),
+    Evidence("results/split_adaptation.md", ("split_cifar100.json", "split_paper.json"), evidence_split.tables),
+    Evidence("results/tta.md", ("evidence_tta.json",), evidence_tta.tables, {"tta.png": evidence_tta.draw}),
+    Evidence("results/agt.md", ("evidence_agt.json",), evidence_agt.tables, {"agt.png": evidence_agt.draw}),
+    Evidence(
+        "results/agt.md",
+        ("agt_paper.json",),
+        lambda paper: {"paper": format_table(paper["table"], style="markdown")},
+    ),
+    Evidence(
+        "results/agt.md", ("certificates_cpu.json",), lambda found: {"certificates": bench_certificates.table(found)}
+    ),
+    Evidence(
+        "results/recalibration.md",
+        ("evidence_recalibration.json", "recalibration_network_b.json"),
+        evidence_recalibration.tables,
+        {"recalibration.png": evidence_recalibration.draw},
+    ),
+    Evidence("results/dpadapter.md", ("dpadapter_usps.json",), evidence_dpadapter.tables),
+    Evidence(
+        "results/dpadapter.md", ("dpadapter_cifar.json", "dpadapter_paper.json"), evidence_dpadapter.earlier_tables
+    ),
+    Evidence("results/intervals.md", ("intervals.json",), bench_intervals.tables),
+    Evidence(
+        "results/speed.md",
+        tuple(job.path("cpu").name for job in run.SUITES["cpu"]),
+        lambda *found: {"suite": run.markdown(run.rows_of("cpu", found))},
+        {"speed.png": lambda *found: run.draw(run.rows_of("cpu", found[:-1]), found[-1])},
+    ),
+    Evidence(
+        "results/speed.md",
+        ("steps_cpu.json", "steps_other_machine.json"),
+        lambda found, other: {"steps": bench_steps.table(found), "steps elsewhere": bench_steps.table(other)},
+    ),
+    Evidence("howto/whole_life.md", ("demo_ranges.json",), lambda found: {"ranges": demo_ranges.table(found)}),
+    Evidence(
+        "design/scale.md",
+        ("scale_cpu.json", "reading_cpu.json", "scale_estimate.json"),
+        lambda counts, reading, estimate: {
+            "counts": bench_scale.markdown(counts["steps"]),
+            "reading": bench_reading.markdown(reading["rows"]),
+            "estimate": bench_estimate.markdown(estimate),
+        },
+    ),
 ]
+
+
+def read(files: tuple[str, ...]) -> list[Any]:
+    """Returns the content of JSON files of benchmarks/results."""
+    return [json.loads((RESULTS / file).read_text(encoding="utf-8")) for file in files]
 
 
 def place(page: str, name: str, table: str) -> str:
     """Returns the page with the table in its place."""
-    found, count = re.subn(PLACE.format(name), lambda _: table, page, flags=re.DOTALL)
+    found, count = re.subn(PLACE.format(re.escape(name)), lambda _: f"\n{table}\n\n", page, flags=re.DOTALL)
     if count != 1:
         raise ValueError(f"the page must have one place {name!r}, got {count}.")
     return found
 
 
 def main() -> None:
-    for page, name, file, make in TABLES:
-        path = ROOT / "docs" / "results" / page
-        found = json.loads((ROOT / "benchmarks" / "results" / file).read_text(encoding="utf-8"))
-        path.write_text(place(path.read_text(encoding="utf-8"), name, make(found)), encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    pages = list(dict.fromkeys(one.page for one in EVIDENCE))
+    parser.add_argument("page", nargs="?", choices=pages, help="a path below docs, by default all")
+    only = parser.parse_args().page
+    for page, files, tables, pictures in EVIDENCE:
+        if only in (None, page):
+            found, path = read(files), DOCS / page
+            text = path.read_text(encoding="utf-8")
+            for name, table in tables(*found).items():
+                text = place(text, name, table)
+            path.write_text(text, encoding="utf-8")
+            for name, draw in pictures.items():
+                draw(*found, path.with_name(name))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The claims of Wicker et al. 2025 on small data: certificates, mechanisms, students, DP-SGD, PATE, ensembles.
 
     python -m benchmarks.evidence_agt --data_dir DIR --word_vectors FILE.npz
-    python -m benchmarks.evidence_agt --page    # only the tables and the picture, from the committed results
+    python -m benchmarks.evidence results/agt.md
 
 A draw is a set of private records: new points for Blobs, a new division of the digits, and a random 80 % of the records
 of PneumoniaMNIST and SST-2. The accuracy of an answer is an expectation over the noise, computed from the certified
@@ -31,7 +31,7 @@ from launch.predict import dp_sgd
 from launch.teachers import GLOBAL, OURS, SMOOTH, Bench, Pool
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "evidence_agt.json", ROOT / "docs" / "results" / "agt.png"
+RESULTS = ROOT / "benchmarks" / "results" / "evidence_agt.json"
 DATA = {"Blobs": "blobs", "digits": "digits", "PneumoniaMNIST": "pneumonia", "SST-2": "sst2"}
 SIZES = (1, 2, 5, 10, 20, 25)
 QUERIES = (1, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
@@ -215,7 +215,7 @@ def share(values: list[float | None]) -> str:
     return f"{round(100 * mean, 1) + 0.0:.1f} ({100 * error:.1f})"  # no -0.0
 
 
-def draw(report: Any) -> None:
+def draw(report: Any, path: pathlib.Path) -> None:
     """Draws the picture of docs/results/agt.md."""
     panels: dict[str, Any] = {}
     for name, found in report["data"].items():
@@ -228,7 +228,7 @@ def draw(report: Any) -> None:
         curves["DP-SGD"] = [(math.log10(q), private) for q in QUERIES]
         panels[name] = ("queries, power of ten", curves)
     plot_panels(
-        PICTURE,
+        path,
         panels,
         title="Private prediction: accuracy of an answer over the number of answers",
         subtitle="One certified model, (10, 1e-5) for all answers together. Means of ten draws.",
@@ -243,22 +243,17 @@ def main() -> None:
     parser.add_argument("--word_vectors", default="")
     parser.add_argument("--draws", type=int, default=10)
     parser.add_argument("--only", default="", help=f"parts of names, separated by semicolons, of {'; '.join(DATA)}")
-    parser.add_argument("--page", action="store_true")
     options = parser.parse_args()
     report = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"data": {}}
-    if not options.page:
-        frame.keep_compiled()
-        for name in (*DATA, "classes"):
-            if any(part in name for part in options.only.split(";")):
-                with tempfile.TemporaryDirectory() as folder:
-                    if name == "classes":
-                        report["classes"] = classes(options, pathlib.Path(folder))
-                    else:
-                        report["data"][name] = one(name, options, pathlib.Path(folder))
-                write_json(RESULTS, rounded(report))
-    for title, text in tables(report).items():
-        print(f"{title}\n\n{text}\n")
-    draw(report)
+    frame.keep_compiled()
+    for name in (*DATA, "classes"):
+        if any(part in name for part in options.only.split(";")):
+            with tempfile.TemporaryDirectory() as folder:
+                if name == "classes":
+                    report["classes"] = classes(options, pathlib.Path(folder))
+                else:
+                    report["data"][name] = one(name, options, pathlib.Path(folder))
+            write_json(RESULTS, rounded(report))
 
 
 def one(name: str, options: argparse.Namespace, root: pathlib.Path) -> dict[str, Any]:

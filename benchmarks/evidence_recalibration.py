@@ -3,7 +3,7 @@
     python -m launch.recalibrate --config configs/recalibration/cifar10.py:checkpoint --workdir W/resnet20 ...
     python -m launch.recalibrate --config configs/recalibration/cifar10.py:resnet56 --workdir W/resnet56 ...
     python -m benchmarks.evidence_recalibration --workdirs W/resnet20,W/resnet56
-    python -m benchmarks.evidence_recalibration --page    # only the tables and the picture
+    python -m benchmarks.evidence results/recalibration.md
 
 The docstring of the config has the whole commands. The further comparisons are at the centre (50 sources of 30, epsilon
 1) under the 15 shifts, with the same records and ten trials: class-wise and adaptive errors of temperatures, and beta
@@ -28,9 +28,7 @@ from launch import results
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence_recalibration.json"
-PICTURE = ROOT / "docs" / "results" / "recalibration.png"
 TRIALS, SOURCES, SAMPLES, EPSILON = 10, 50, 30, 1.0
-EARLIER = RESULTS.with_name("recalibration_network_b.json")
 PRIOR = jnp.array([1.0, 1.0, 0.0])
 
 
@@ -180,7 +178,7 @@ def summary(folder: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def tables(report: Any) -> dict[str, str]:
+def tables(report: Any, earlier: Any) -> dict[str, str]:
     """Returns the tables of docs/results/recalibration.md."""
     rows, second, third = [], [], []
     whole = {network: found for network, found in report.items() if "methods" in found}
@@ -211,10 +209,14 @@ def tables(report: Any) -> dict[str, str]:
             gaps = _by_shift(found["further"], lambda r, n=name: r[n]["ece"] - r["logistic binning"]["ece"])
             row[network] = _error(gaps)
         third.append(row)
-    earlier = json.loads(EARLIER.read_text(encoding="utf-8"))["rows"]
     heads = ("method", "all", "centre", "Brier")
-    fourth = [dict(zip(heads, (name, *row), strict=True)) for name, row in earlier.items()]
-    found = {"methods": rows, "class-wise": second, "differences": third, "b": fourth}
+    fourth = [dict(zip(heads, (name, *row), strict=True)) for name, row in earlier["rows"].items()]
+    networks = [
+        {"network": network, **{key: one[key] for key in ("images", "trials", "shifts")}}
+        | {key: results.percent(one[key]) for key in ("clean", "shifted")}
+        for network, one in whole.items()
+    ]
+    found = {"networks": networks, "methods": rows, "class-wise": second, "differences": third, "b": fourth}
     return {title: format_table(rows, style="markdown") for title, rows in found.items()}
 
 
@@ -229,7 +231,7 @@ def _error(values: Any) -> str:
     return f"{mean:.3f} ({error:.3f})"
 
 
-def draw(report: Any) -> None:
+def draw(report: Any, _: Any, path: pathlib.Path) -> None:
     """Draws the picture of the page: the mean error over shifts."""
     panels = {}
     chosen = ("Acc-T wide", "HB published", "one source", "Acc-T bisection", "logistic binning", "none")
@@ -244,7 +246,7 @@ def draw(report: Any) -> None:
             }
             panels[f"{network}: {part}"] = (part, curves)
     plot_panels(
-        PICTURE,
+        path,
         panels,
         title="Recalibration of CIFAR-10 networks under 15 shifts",
         subtitle="Mean expected calibration error over shifts. One factor varies, the others are those of the paper.",
@@ -254,17 +256,12 @@ def draw(report: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workdirs", default="", help="finished workdirs, separated by commas")
-    parser.add_argument("--page", action="store_true")
+    parser.add_argument("--workdirs", required=True, help="finished workdirs, separated by commas")
     options = parser.parse_args()
     report = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    if not options.page:
-        for folder in map(pathlib.Path, options.workdirs.split(",")):
-            report[folder.name] = summary(folder)
-        write_json(RESULTS, report)
-    for title, text in tables(report).items():
-        print(f"{title}\n\n{text}\n")
-    draw(report)
+    for folder in map(pathlib.Path, options.workdirs.split(",")):
+        report[folder.name] = summary(folder)
+    write_json(RESULTS, report)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""The claims of arXiv:2606.01908 on USPS under shift: clipping, conversion cost, and budgets of five methods.
+"""The claims of arXiv:2606.01908 on USPS and CIFAR-10 under shift: clipping, conversion cost, and budgets.
 
-    python -m benchmarks.evidence_tta --data_dir DIR [--workdir workdir/evidence_tta]
-    python -m benchmarks.evidence_tta --page    # only the tables and the picture, from the committed results
+    python -m benchmarks.evidence_tta --data_dir DIR [--study continual] [--workdir workdir/evidence_tta]
+    python -m benchmarks.evidence_tta --data_dir DIR --study cifar10 --checkpoint resnet20_cifar10.npz
+    python -m benchmarks.evidence results/tta.md
 
-It runs configs/tta/usps_shift.py, continual and episodic, and keeps what docs/results/tta.md states. An interrupted run
-goes on from its workdir. Update lengths and shares of images are functions of the records: for public benchmarks only.
+The first two commands run configs/tta/usps_shift.py, continual and episodic, and configs/tta/cifar10.py:group_norm, and
+keep what docs/results/tta.md states. The third writes the page. An interrupted run goes on from its workdir. Update
+lengths and shares of images are functions of the records: for public benchmarks only.
 """
 
 import argparse
@@ -14,40 +16,88 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from configs.tta import usps_shift
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from configs.tta import cifar10, usps_shift
 from jaxdp.files import write_json
+from jaxdp.models import save_params
+from jaxdp.models.layers import GroupNorm
 from jaxdp.report import format_table, plot_curves
-from launch import adapt, frame, results
+from launch import adapt, data, frame, models, results
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "evidence_tta.json", ROOT / "docs" / "results" / "tta.md"
+RESULTS = ROOT / "benchmarks" / "results" / "evidence_tta.json"
 KEPT = ("method", "setting", "mean", "std", "over_source", "over_original", "length", "taken", "learning_rate")
-PROTOCOLS = ("continual", "episodic")
+STUDIES = {
+    "continual": lambda: usps_shift.get_config("continual"),
+    "episodic": lambda: usps_shift.get_config("episodic"),
+    "cifar10": lambda: cifar10.get_config("group_norm"),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_dir", default="")
     parser.add_argument("--workdir", default="workdir/evidence_tta")
-    parser.add_argument("--page", action="store_true")
+    parser.add_argument("--study", action="append", choices=STUDIES, help="the default is those of USPS")
+    parser.add_argument("--checkpoint", default="", help="the published ResNet-20 of the study cifar10")
     options = parser.parse_args()
-    if not options.page:
-        for protocol in PROTOCOLS:
-            found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-            write_json(RESULTS, found | {protocol: run(protocol, options.data_dir, pathlib.Path(options.workdir))})
-    found = json.loads(RESULTS.read_text())
-    write_page(found)
-    draw(found, PAGE.with_suffix(".png"))
+    for study in options.study or ("continual", "episodic"):
+        found = run(study, options.data_dir, pathlib.Path(options.workdir) / study, options.checkpoint)
+        earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        write_json(RESULTS, earlier | {study: found})
 
 
-def run(protocol: str, data_dir: str, root: pathlib.Path) -> dict[str, Any]:
-    """Returns what is kept of the study under a protocol."""
-    config = usps_shift.get_config(protocol)
+def run(study: str, data_dir: str, root: pathlib.Path, checkpoint: str = "") -> dict[str, Any]:
+    """Returns what is kept of a study."""
+    config = STUDIES[study]()
     config.data.data_dir = data_dir
-    start = time.process_time()
-    result = frame.run(adapt.STUDY, config, root / protocol)
-    rows = [json.loads(line) for line in (root / protocol / "rows.jsonl").read_text().splitlines()]
-    return summary(result, rows, config, (time.process_time() - start) / 60)
+    start, clean = time.process_time(), {}
+    if study == "cifar10":
+        clean = {"clean": group_norm_source(config, checkpoint, root / "source.safetensors")}
+    result = frame.run(adapt.STUDY, config, root)
+    rows = [json.loads(line) for line in (root / "rows.jsonl").read_text().splitlines()]
+    return clean | summary(result, rows, config, (time.process_time() - start) / 60)
+
+
+def group_norm_source(config: Any, checkpoint: str, path: pathlib.Path) -> float:
+    """Writes the source model of CIFAR-10 for launch/adapt.py. Returns its accuracy on clean test images.
+
+    It is a published ResNet-20 whose BatchNorms became GroupNorms, see `group_norms`. No parameter is trained.
+    """
+    batch_norm = cifar10.get_config("resnet20").model
+    batch_norm.checkpoint = checkpoint
+    network = models.network(config.model)
+    found = data.parts(config.data, "public", "test")
+    images = network.preprocessing.normalise(found["public"].gather(np.arange(256))["image"])
+    params = group_norms(network.model, models.network(batch_norm).params, images)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_params(path, params)
+    return float(np.mean(models.right(network, params, found["test"])))
+
+
+def group_norms(model: Any, params: Any, images: Any) -> dict[str, Any]:
+    """Returns parameters of a ResNet with GroupNorm from those of one with BatchNorm, whose outputs they imitate.
+
+    On the images [B, H, W, C] each channel then has the BatchNorm's scale as deviation and its bias as mean.
+    """
+    made = dict(params)
+
+    @jax.jit
+    def moments(params: Any) -> Any:
+        kept = {"capture_intermediates": lambda module, _: isinstance(module, GroupNorm)}
+        outputs = model.apply({"params": params}, images, **kept)[1]["intermediates"]
+        axes = tuple(range(images.ndim - 1))
+        return {name: (y["__call__"][0].mean(axes), y["__call__"][0].std(axes)) for name, y in outputs.items()}
+
+    for name in sorted((name for name in made if "norm" in name), key=lambda name: (name != "norm", name)):
+        scale, bias = made[name]["scale"], made[name]["bias"]
+        plain = {"scale": jnp.ones_like(scale), "bias": jnp.zeros_like(bias)}
+        mean, deviation = moments({**made, name: plain})[name]
+        made[name] = {"scale": scale / deviation, "bias": bias - scale * mean / deviation}
+    return made
 
 
 def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> dict[str, Any]:
@@ -87,7 +137,7 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
 def tables(found: Any) -> dict[str, str]:
     """Returns the tables of the page in Markdown, by the name in their comment."""
     made = {}
-    for protocol in (name for name in PROTOCOLS if name in found):
+    for protocol in (name for name in STUDIES if name in found):
         *cells, source = found[protocol]["cells"]
         changed = [cell for cell in cells if cell["setting"] != adapt.ORIGINAL]
         runs = found[protocol]["streams"] * found[protocol]["source models"]
@@ -104,6 +154,10 @@ def tables(found: Any) -> dict[str, str]:
         made[f"{protocol}: taken"] = _pivot(
             [cell for cell in cells if "taken" in cell], lambda c: f"{100 * c['taken']:.0f}"
         )
+        if "clean" in found[protocol]:
+            right = {"clean test images": found[protocol]["clean"], "the stream": source["mean"]}
+            shown = {"source right on": "percent", **{where: f"{100 * share:.1f}" for where, share in right.items()}}
+            made[f"{protocol}: source"] = format_table([shown], style="markdown")
         made[f"{protocol}: by length"] = _by_length(found[protocol]["tried"])
     return made
 
@@ -121,24 +175,6 @@ def _by_length(tried: Sequence[Any]) -> str:
             shown = {f"rate {k}": f"{100 * r['accuracy']:.1f} at {r['length']:.3f}" for k, r in enumerate(mine, 1)}
             rows.append({"method": method, "setting": setting} | shown)
     return format_table(rows, style="markdown")
-
-
-def write_page(found: Any) -> None:
-    """Replaces the tables of the page."""
-    PAGE.write_text(filled(PAGE.read_text(), tables(found)))
-
-
-def filled(text: str, made: dict[str, str]) -> str:
-    """Returns a page with the table of each comment `<!-- table: name -->` in place of the one that follows it."""
-    for name, table in made.items():
-        mark = f"<!-- table: {name} -->\n"
-        if mark in text:
-            before, _, after = text.partition(mark)
-            rest = after.lstrip("\n").split("\n")
-            while rest and rest[0].startswith("|"):
-                rest.pop(0)
-            text = f"{before}{mark}\n{table}\n\n" + "\n".join(rest).lstrip("\n")
-    return text
 
 
 def draw(found: Any, path: pathlib.Path) -> None:

@@ -3,8 +3,8 @@
     python -m benchmarks.finetune_methods --checkpoint FILE --data_dir DIR
 
 The data and the network are those of `configs/finetune/cifar10_squeezenet.py`. Each of five disjoint sets of 2000
-training images of CIFAR-10 is a private set. Learning rates are chosen on coarse classes of CIFAR-100. The page
-docs/results/public_checkpoint.md has the table, and `tests/test_evidence.py` compares it.
+training images of CIFAR-10 is a private set. Learning rates are chosen on coarse classes of CIFAR-100.
+`python -m benchmarks.evidence results/public_checkpoint.md` writes the table into the page.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python -m benchmarks.membership
 
 Fine-tuning is attacked through its final model only, by LiRA (Carlini et al. 2022, arXiv:2112.03570) with shadow models
-and with wrongly labelled records as canaries. The other stages are attacked by their canary audits. The page
-docs/results/membership.md has the tables, and `tests/test_evidence.py` compares them.
+and with wrongly labelled records as canaries. The other stages are attacked by their canary audits. `python -m
+benchmarks.evidence results/membership.md` writes the tables and the picture of the page.
 """
 
 import dataclasses
@@ -452,14 +452,12 @@ def lira_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def figure(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
+def draw(found: Mapping[str, Any], path: pathlib.Path) -> None:
     """Draws which share of the claim of the attacked release each attack proves."""
-    attacked = [found for found in rows if found["epsilon"] < math.inf]
+    attacked = [row for row in found["rows"] if row["epsilon"] < math.inf]
     curves = {
-        stage: sorted(
-            (found["upper"], found["lower"] / found["upper"]) for found in attacked if found["stage"] == stage
-        )
-        for stage in dict.fromkeys(found["stage"] for found in attacked)
+        stage: sorted((row["upper"], row["lower"] / row["upper"]) for row in attacked if row["stage"] == stage)
+        for stage in dict.fromkeys(row["stage"] for row in attacked)
     }
     plot_curves(
         path,
@@ -498,8 +496,6 @@ def main() -> None:
         print(table(rows), seconds, sep="\n", flush=True)
     output = pathlib.Path(options.output)
     write_json(output, {"models": options.models, "trials": options.trials, "cpu_seconds": seconds, "rows": rows})
-    print(table(rows), lira_table(rows), sep="\n\n")
-    figure(rows, pathlib.Path("docs/results/membership.png"))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python -m benchmarks.run --suite cpu               # hours
     python -m benchmarks.run --suite cpu --only steps,noise
-    python -m benchmarks.run --suite cpu --table       # only the table and the picture, from the committed results
+    python -m benchmarks.run --suite cpu --table       # only the table, from the committed results
 
-Every benchmark writes `benchmarks/results/<name>_<suite>.json`. The table is that of docs/results/speed.md. The
-picture is docs/results/speed.png. Peers that are not installed have no rows.
+Every benchmark writes `benchmarks/results/<name>_<suite>.json`. `python -m benchmarks.evidence results/speed.md` puts
+the table and the picture of the suite cpu into the page. Peers that are not installed have no rows.
 """
 
 import argparse
@@ -14,13 +14,13 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jaxdp.report import format_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-RESULTS, PICTURE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results" / "speed.png"
+RESULTS = ROOT / "benchmarks" / "results"
 # A row: the work, the step, its base, the ratio of their times, and milliseconds of the step where they are known.
 Row = dict[str, Any]
 
@@ -121,14 +121,16 @@ SUITES = {
 }
 
 
-def table(suite: str) -> list[Row]:
-    """Returns the rows of all results of a suite that are there."""
-    found = []
-    for job in SUITES[suite]:
-        if job.path(suite).exists():
-            report = json.loads(job.path(suite).read_text())
-            found += [{"benchmark": job.name, **row} for row in job.rows(report)]
-    return found
+def reports(suite: str) -> list[Any]:
+    """Returns the report of each job of a suite, None for one that did not run."""
+    paths = [job.path(suite) for job in SUITES[suite]]
+    return [json.loads(path.read_text()) if path.exists() else None for path in paths]
+
+
+def rows_of(suite: str, reports: Iterable[Any]) -> list[Row]:
+    """Returns the rows of all reports of a suite."""
+    pairs = zip(SUITES[suite], reports, strict=True)
+    return [{"benchmark": job.name, **row} for job, report in pairs if report is not None for row in job.rows(report)]
 
 
 def markdown(rows: list[Row]) -> str:
@@ -140,7 +142,7 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: list[Row]) -> None:
+def draw(rows: list[Row], path: pathlib.Path) -> None:
     """Draws the ratios of whole steps as bars."""
     from matplotlib.figure import Figure
 
@@ -167,8 +169,8 @@ def draw(rows: list[Row]) -> None:
     axes.set_yticks([place + 0.3 for place in range(len(works))], works)
     axes.set(xlim=(0, 4.5), xlabel="ratio of times (bars end at 4)", title="A whole private step on two CPU cores")
     axes.invert_yaxis()
-    axes.legend(fontsize=8, loc="lower right")
-    figure.savefig(PICTURE, dpi=110)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=4)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -184,11 +186,8 @@ def main() -> None:
         if job.name in chosen and not options.table:
             command = [sys.executable, "-m", f"benchmarks.bench_{job.name}", *job.flags.split()]
             subprocess.run([*command, "--output", str(job.path(options.suite))], check=True)
-    rows = table(options.suite)
+    rows = rows_of(options.suite, reports(options.suite))
     print(format_table(rows, digits=3))
-    print(f"\n{markdown(rows)}")
-    if options.suite == "cpu" and any(row["benchmark"] == "steps" for row in rows):
-        draw(rows)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,15 @@ without labels. Every way is (epsilon, delta)-DP for replacing one image with it
     prototypes  how many images of a class are nearest to each of 50 public cluster centres, with Gaussian noise
     votes       the client labels public images by noisy votes of disjoint teachers (Papernot et al. 2018, GNMax)
 
-The server predicts by the nearest class mean. The page docs/results/split_adaptation.md has the table.
+The server predicts by the nearest class mean. `python -m benchmarks.evidence results/split_adaptation.md` writes the
+table and the picture of the page.
 """
 
 import functools
 import math
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -142,13 +143,13 @@ def table(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def figure(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, count: int = 50) -> None:
+def draw(found: Mapping[str, Any], path: pathlib.Path, count: int = 50) -> None:
     """Draws accuracy over epsilon for one number of images per class."""
     finite = [epsilon for epsilon in EPSILONS if epsilon < math.inf]
 
     def mean(way: str, epsilon: float) -> float:
         return results.moments(
-            row["accuracy"] for row in results.select(rows, way=way, per_class=count, epsilon=epsilon)
+            row["accuracy"] for row in results.select(found["rows"], way=way, per_class=count, epsilon=epsilon)
         ).mean
 
     plot_curves(
@@ -170,7 +171,6 @@ def main() -> None:
     rows = run(features(options))
     seconds = round(time.process_time() - began)
     write_json(pathlib.Path(options.output), {"cpu_seconds": seconds, "rows": rows})
-    figure(rows, pathlib.Path("docs/results/split_private.png"))
     print(table({"rows": rows}))
 
 

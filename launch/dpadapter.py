@@ -260,7 +260,9 @@ def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row],
     known = results.select(known, seed=seeds)
     rows = results.select(rows, method=method, epsilon=epsilon)
     noise = f"noise of {config.robust.std:g}{' of each tensor' if config.robust.relative else ' on every parameter'}"
-    text = f"{method}, ε = {epsilon:g}; robust: under {noise}; seeds {', '.join(map(str, seeds))}"
+    several = len(seeds) > 1
+    text = f"{method}, ε = {epsilon:g}; robust: under {noise}; seed{'s' * several} {', '.join(map(str, seeds))}"
+    spread = ", bars: standard error" * several
     families = {row["upstream"]: row["family"] for row in known if row["upstream"] in grid.upstreams}
 
     def point(upstream: str, key: str, sets: Sequence[str]) -> tuple[float, float, float, float]:
@@ -275,7 +277,7 @@ def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row],
             for family in dict.fromkeys(families.values())
         },
         title="Robustness of the upstream model, and private accuracy",
-        subtitle=f"{text}, bars: standard error",
+        subtitle=text + spread,
         xlabel="robust accuracy of the upstream model",
         ylabel="private accuracy, mean of the data sets",
     )
@@ -283,7 +285,7 @@ def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row],
         stem.with_name(f"{stem.name}_transfer.png"),
         {dataset: [point(name, "robust_accuracy", [dataset]) for name in families] for dataset in grid.sets},
         title="Robustness before and after private fine-tuning",
-        subtitle=f"{text}, bars: standard error",
+        subtitle=text + spread,
         xlabel="robust accuracy of the upstream model",
         ylabel="robust accuracy of the private model",
     )

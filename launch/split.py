@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from jaxdp.files import read_npz, write_durably
 from jaxdp.privacy import Ledger
-from jaxdp.report import format_table, plot_curves, plot_images
+from jaxdp.report import format_table, plot_curves, plot_images, plot_panels
 
 from . import data, frame, results, split_runs
 from .split_runs import PRIVATE, SA, SA_CLEAN, SA_ONCE, Bench, Client, Task
@@ -44,6 +45,14 @@ class Run(NamedTuple):
     shots: int
     seed: int
     laplace: float
+
+
+class Sweep(NamedTuple):
+    """Split Adaptation with another share of replaced patches ("patches"), or another number of copies ("copies")."""
+
+    part: str
+    value: float
+    seed: int
 
 
 class Private(NamedTuple):
@@ -98,6 +107,8 @@ def _cells(config: Any) -> Iterator[Any]:
     for scale in config.noise.scales:
         yield from (run for method in (SA, SA_ONCE) for run in _noisy(config, method, scale))
         yield Attack("attacks_noise", SA, scale)
+    for part in ("patches", "copies"):
+        yield from (cell for value in config.sweeps[part] for cell in _swept(config, part, value))
     options = config.private
     for chosen in itertools.product(options.shots, options.dimensions, options.epsilons):
         yield from (Private("private", *chosen, seed) for seed in config.seeds)
@@ -113,6 +124,16 @@ def _noisy(config: Any, method: str, scale: float) -> list[Run]:
     return [Run("runs", method, config.ablation.shots, s, laplace) for s in config.seeds[: config.noise.seeds]]
 
 
+def _swept(config: Any, part: str, value: float) -> list[Sweep]:
+    return [Sweep(part, value, seed) for seed in config.seeds[: config.sweeps.seeds]]
+
+
+def swept(config: Any, part: str, value: float) -> split_runs.Variant:
+    """Returns Split Adaptation with a share of replaced patches ("patches"), or a number of copies ("copies")."""
+    usual = config.client.patch_share if part == "patches" else config.client.copies
+    return split_runs.PUBLISHED._replace(**{part: value / usual})
+
+
 def _run(cell: Any, work: frame.Work) -> dict[str, Any]:
     config, bench = work.config, work.shared
     match cell:
@@ -120,10 +141,13 @@ def _run(cell: Any, work: frame.Work) -> dict[str, Any]:
             tried = [_tried(bench, cell, seed)["accuracy"] for seed in config.tuning.seeds]
             return {"accuracy": results.moments(tried).mean}
         case Run():
-            client = _client(bench.client, cell.shots, cell.seed, _rate(work, _tuned_as(cell)))
+            client = client_of(bench.client, cell.shots, cell.seed, _rate(work, _tuned_as(cell)))
             return bench.accuracy(cell.method, client, laplace=cell.laplace)
+        case Sweep():
+            variant = swept(config, cell.part, cell.value)
+            return bench.adapted(variant, client_of(bench.client, config.ablation.shots, cell.seed, _rate(work, SA)))
         case Private():
-            client = _client(bench.client, cell.shots, cell.seed, _rate(work, PRIVATE))
+            client = client_of(bench.client, cell.shots, cell.seed, _rate(work, PRIVATE))
             at = f"{cell.shots} shots, {cell.dimensions} dimensions, epsilon {cell.epsilon:g}"
             with _account(work, f"client {cell.seed}, {at}") as account:
                 return bench.private(account, client, epsilon=cell.epsilon, dimensions=cell.dimensions)
@@ -132,16 +156,17 @@ def _run(cell: Any, work: frame.Work) -> dict[str, Any]:
     return bench.cost(cell.method)
 
 
-def _client(task: Task, shots: int, seed: int, rate: float = 0.0) -> Client:
+def client_of(task: Task, shots: int, seed: int, rate: float = 0.0) -> Client:
+    """Returns a client with some of the images of a task, drawn by the seed."""
     return Client(task, data.few_shots(task.pool, shots, seed=seed), seed, rate)
 
 
 def _tried(bench: Bench, cell: Rate, seed: int) -> dict[str, float]:
     task, options = bench.tuning, bench.config.private
     if cell.method != PRIVATE:
-        return bench.accuracy(cell.method, _client(task, bench.config.ablation.shots, seed, cell.rate))
+        return bench.accuracy(cell.method, client_of(task, bench.config.ablation.shots, seed, cell.rate))
     # The largest epsilon shows the differences between rates best.
-    client = _client(task, min(max(options.shots), data.smallest_class(task.pool)), seed, cell.rate)
+    client = client_of(task, min(max(options.shots), data.smallest_class(task.pool)), seed, cell.rate)
     with Ledger.in_memory() as ledger:  # the images are the server's own
         ledger.register("tuning", **_terms(bench.config), delta=options.delta)
         account = ledger.account("tuning")
@@ -175,7 +200,7 @@ def _account(work: frame.Work, name: str) -> Any:
 def _attack(cell: Attack, work: frame.Work) -> dict[str, Any]:
     """Returns the scores of attackers on one client's uploads, over its images by attacker and score."""
     config, bench, options = work.config, work.shared, work.config.attack
-    client = _client(bench.client, config.ablation.shots, config.seeds[0])
+    client = client_of(bench.client, config.ablation.shots, config.seeds[0])
     client = client._replace(few=_spread(client.few, options.client_images))
     if cell.part == "attacks_private":
         dimensions = config.private.dimensions[0]
@@ -242,6 +267,10 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
             }
             for scale in config.noise.scales
         },
+        "sweeps": {
+            part: [{"value": value, **mean(_swept(config, part, value))} for value in config.sweeps[part]]
+            for part in ("patches", "copies")
+        },
         "private": private,
         "costs": [
             {"Method": row["method"], **{k: v for k, v in row.items() if k not in Cost._fields}}
@@ -297,6 +326,15 @@ def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
             }
             for scale, row in result["noise"].items()
         ],
+        **{
+            f"Table {number}: {what}, {shots} shots, {config.sweeps.seeds} draws": [
+                {what: row["value"], "accuracy": _percent(row["accuracy"])} for row in result["sweeps"][part]
+            ]
+            for number, part, what in (
+                (9, "patches", "share of replaced patches"),
+                (10, "copies", "augmented copies of an image"),
+            )
+        },
         f"A real epsilon, at delta = {config.private.delta:g}: one image replaced by another, with its label": [
             {
                 "images": f"{row['shots']} per class",
@@ -320,6 +358,26 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     config, root, classes, shots = work.config, work.root, result["classes"], work.config.ablation.shots
     scales = {float(scale): row for scale, row in result["noise"].items()}
     chance = {"chance": 1 / classes}
+    score = "ssim_gaussian11" if "ssim_gaussian11" in result["attacks"][SA]["noise-aware"] else "ssim_uniform7"
+    plot_panels(  # Figure 4
+        root / "tradeoff.png",
+        {
+            name: (
+                name,
+                {
+                    attacker: [
+                        (row["attacks"][attacker][key]["mean"], row[SA]["accuracy"]["mean"]) for row in scales.values()
+                    ]
+                    for attacker in reversed(STRONGEST)
+                },
+            )
+            for key, name in (("psnr", "PSNR in dB"), (score, _SCORES[score]))
+        },
+        title="Accuracy against reconstruction",
+        subtitle=f"Laplace noise of {len(scales)} scales, {shots} images of each of {classes} classes",
+        ylabel="accuracy",
+        percent=True,
+    )
     plot_curves(
         root / "noise.png",
         {name: [(x, row[name]["accuracy"]["mean"]) for x, row in scales.items()] for name in (SA, SA_ONCE)},
@@ -393,6 +451,17 @@ def _number(moments: Mapping[str, Any]) -> str:
     return results.number(moments["mean"], moments["error"])
 
 
+def _grows(config: Any) -> Any:
+    """Returns the config without what only chooses cells: draws, methods, uploads, scales and sweeps."""
+    fields = config.to_dict()
+    for name in ("seeds", "shots", "methods", "stolen", "noise", "sweeps"):
+        del fields[name]
+    for name in ("uploads", "epsilons"):
+        del fields["attack"][name]
+    del fields["ablation"]["rows"]
+    return ConfigDict(fields)
+
+
 STUDY = frame.Study(
     name="split",
     open=Bench,
@@ -402,6 +471,7 @@ STUDY = frame.Study(
     summary=_summary,
     tables=_tables,
     figures=_figures,
+    grows=_grows,
     benchmark=(
         "Accuracies and reconstructions are functions of the client's images, and no ledger pays for them. Use "
         "launch/split_client.py for private images."

@@ -1,5 +1,6 @@
 """One run of everything that `launch.split` compares: a method, the few images of a client, a seed."""
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ class Variant(NamedTuple):
       order: Noise on every copy ("published"), or once before augmentation ("once").
       laplace: The scale b of the noise in units of the config's.
       alpha: The scale of the noise on the frontend in units of the config's.
-      patches: Whether patches are replaced.
+      patches: The number of replaced patches in units of the config's.
       copies: The number of augmented copies in units of the config's.
     """
 
@@ -39,7 +40,7 @@ class Variant(NamedTuple):
     order: Literal["published", "once"] = "published"
     laplace: float = 1.0
     alpha: float = 1.0
-    patches: bool = True
+    patches: float = 1.0
     copies: float = 1.0
 
 
@@ -67,12 +68,12 @@ ABLATIONS = {
     "without Hilbert augmentation": Variant(server="without Hilbert"),
     "backend tuned with F_0 only": Variant(server="F_0 only"),
     "backend not tuned": Variant(server="untuned"),
-    "one noisy copy (no patch retrieval)": Variant(copies=0.0, patches=False),
-    "fresh noise on all copies, no retrieval": Variant(patches=False),
+    "one noisy copy (no patch retrieval)": Variant(copies=0.0, patches=0.0),
+    "fresh noise on all copies, no retrieval": Variant(patches=0.0),
     "noise once, then retrieval": ONCE,
     "no Laplace noise": Variant(laplace=0.0),
     "no noise": CLEAN,
-    "no noise, no retrieval": Variant(laplace=0.0, alpha=0.0, copies=0.0, patches=False),
+    "no noise, no retrieval": Variant(laplace=0.0, alpha=0.0, copies=0.0, patches=0.0),
 }
 VARIANTS = {**ABLATIONS, SA_ONCE: ONCE, SA_CLEAN: CLEAN}
 # Tables 5 and 6: uploads and attackers.
@@ -83,7 +84,9 @@ UPLOADS: Mapping[str, Variant | None] = {
     "SA without model noise": Variant(alpha=0.0),
     SA_ONCE: ONCE,
 }
-ATTACKERS = ("noise-unaware", "noise-aware", "aggregating", "oracle")
+# FORA aligns the shipped frontend with the uploads, and then reads one copy or the median of all.
+FORA = {"FORA": "noise-aware", "FORA, aggregating": "aggregating"}
+ATTACKERS = ("noise-unaware", "noise-aware", "aggregating", "oracle", *FORA)
 
 
 class Task(NamedTuple):
@@ -214,7 +217,7 @@ class Bench:
         """
         if method in VARIANTS:
             variant = VARIANTS[method]
-            return self._split(variant._replace(laplace=variant.laplace * laplace), client)
+            return self.adapted(variant._replace(laplace=variant.laplace * laplace), client)
         baseline = baselines.BASELINES[BASELINES[method]] if method in BASELINES else STOLEN[method]
         adapted = baselines.adapt(
             baseline or self._auxiliary,
@@ -243,8 +246,11 @@ class Bench:
         cut = config.cut or split.two_thirds(model.model)
         return baselines.probe_auxiliary_backend(split.Backbone(model.model, model.preprocessing, cut), model.params)
 
-    def _split(self, variant: Variant, client: Client) -> dict[str, float]:
-        """Returns accuracies of a variant. All variants take the same number of steps for any number of copies."""
+    def adapted(self, variant: Variant, client: Client) -> dict[str, float]:
+        """Returns accuracies of a variant, on test images without and with noise.
+
+        All variants take the same number of steps for any number of copies.
+        """
         labels, (x, params) = client.few["label"], self._noisily(variant, client)
         steps = self.config.adaptation.epochs * self._batches(labels, self.config.client.copies)
         right = self._adapted(variant, client, self._copies(variant, client, x), labels, steps)
@@ -276,7 +282,7 @@ class Bench:
         return {
             "laplace_scale": self._scale(variant),
             "copies": round(variant.copies * self.config.client.copies),
-            "n_patches": round(self.config.client.patch_share * tokens) if variant.patches else 0,
+            "n_patches": round(variant.patches * self.config.client.patch_share * tokens),
             "prefix_tokens": self.backbone.prefix_tokens,
         }
 
@@ -333,7 +339,7 @@ class Bench:
             projection=projection,
             seed=client.secret,
         )
-        variant = Variant(laplace=0.0, patches=options.copies > 0)
+        variant = Variant(laplace=0.0, patches=float(options.copies > 0))
         copying, key = {**self._copying(variant), "copies": options.copies}, jax.random.key(client.seed)
         made = split.augment_then_noise(key, split.lift(projection, released.features), **copying)
         matrix = split.label_noise_matrix(client.task.pool.num_classes, release.label_epsilon)
@@ -374,9 +380,29 @@ class Bench:
             release=functools.partial(_simulated, variant.order, copying),
             copies=len(uploads),
         )
+        if any(name in names for name in FORA):
+            attackers |= self._fora(client, uploads, attackers)
         if len(uploads) == 1:  # one copy has no median
-            del attackers["aggregating"]
+            attackers = {name: found for name, found in attackers.items() if "aggregating" not in name}
         return self._attack(client, uploads, {name: attackers[name] for name in names if name in attackers})
+
+    def _fora(
+        self, client: Client, uploads: np.ndarray, attackers: Mapping[str, attacks.Attacker]
+    ) -> dict[str, attacks.Attacker]:
+        """Returns the attackers of FORA. Their frontend is not quantised, because rounding has no gradient."""
+        options, (known, shipped) = self.config.attack, attackers["noise-aware"]
+        simulation = attacks.Simulation(self.backbone.front, release=known.release)
+        front = attacks.align(
+            jax.random.key(client.seed),
+            simulation,
+            shipped,
+            uploads,
+            public=self.public["image"][: options.images],
+            steps=options.fora_steps,
+            batch_size=options.batch_size,
+        )
+        copies = {name: attackers[like].simulation.copies for name, like in FORA.items()}
+        return {name: attacks.Attacker(dataclasses.replace(simulation, copies=n), front) for name, n in copies.items()}
 
     def reconstruct_private(
         self, client: Client, *, epsilon: float, dimensions: int

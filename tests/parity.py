@@ -14,7 +14,7 @@ import pytest
 from jaxdp.report import format_table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PACKAGES = ("jax", "flax", "safetensors", "torch", "torchvision", "transformers", "timm", "datasets")
+PACKAGES = ("jax", "flax", "safetensors", "torch", "torchvision", "transformers", "timm", "datasets", "netcal")
 HEAD = """# Parity with publishers
 
 `make parity` writes this page. It builds networks of torch, transformers and timm with random weights and compares

@@ -98,9 +98,15 @@ def get_config() -> ConfigDict:
                 "epsilons": (8.0, 64.0),  # of private uploads
                 "images": 400,  # public ones, to train decoders
                 "epochs": 20,
+                "fora_steps": 400,  # of the alignment of "FORA" and "FORA, aggregating"
                 "batch_size": 32,
             },
             "noise": {"scales": (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0), "seeds": 3},
+            "sweeps": {  # Tables 9 and 10. The paper replaces 0 to 180 of 196 patches, and makes 0 to 100 copies.
+                "patches": (0.0, 0.125, 0.25, 0.5, 0.75),
+                "copies": (0, 1, 4, 16, 64, 100),
+                "seeds": 3,
+            },
             "private": {
                 "delta": 1e-5,
                 "epsilons": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0),

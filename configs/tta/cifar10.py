@@ -5,21 +5,25 @@ r"""Test-time adaptation of a small ViT to CIFAR-10 under 15 corruptions of seve
         --config.data.data_dir=... --config.model.checkpoint=vit_tiny_patch4_cifar10.npz
     python -m launch.adapt --config configs/tta/cifar10.py:resnet20 --workdir workdir/tta_cifar10_resnet20 \
         --config.data.data_dir=... --config.model.checkpoint=resnet20_cifar10.npz
+    python -m benchmarks.evidence_tta --study cifar10 --data_dir ... --checkpoint resnet20_cifar10.npz
 
 The first trains its source model, a ViT of width 64 and 4 blocks, on CIFAR-10's training images. The second reads one
 of width 128 and 6 post-norm blocks from a file in the naming of PyTorch's nn.TransformerEncoder (73.7% clean). The
 third reads a published ResNet-20 (akamaster/pytorch_resnet_cifar10, 91.73% clean) and adapts scale and bias of its
-BatchNorms with frozen statistics. Not run by us: the third as a whole. Results and times: docs/results/tta.md. On CPU,
-set the environment variables MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ to 8589934592. Otherwise glibc returns
-memory after every step, which may cost half of the time.
+BatchNorms with frozen statistics. The fourth runs `:group_norm`, the same network with GroupNorms in their place. The
+command makes it. launch.adapt alone would train it from random parameters. Not run by us: the third as a whole. Results
+and times: docs/results/tta.md. On CPU, set the environment variables MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_
+to 8589934592. Otherwise glibc returns memory after every step, which may cost half of the time.
 """
 
 from ml_collections import ConfigDict
 
 
 def get_config(source: str = "trained") -> ConfigDict:
-    if source not in ("trained", "checkpoint", "resnet20"):
-        raise ValueError(f"the source model must be 'trained', 'checkpoint' or 'resnet20', got {source!r}.")
+    if source not in ("trained", "checkpoint", "resnet20", "group_norm"):
+        raise ValueError(
+            f"the source model must be 'trained', 'checkpoint', 'resnet20' or 'group_norm', got {source!r}."
+        )
     config = ConfigDict(
         {
             "public_benchmark": True,  # no stream is private, so accuracies may be written
@@ -103,5 +107,18 @@ def get_config(source: str = "trained") -> ConfigDict:
             name="resnet20",
             options={"norm": "frozen_batch"},
             preprocessing={"size": 32, "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
+        )
+    elif source == "group_norm":
+        config.update(get_config("resnet20"))
+        config.model.options = {"norm": "group", "groups": 2}
+        config.data.images = 128
+        config.protocol.seeds = 2
+        config.privacy.budgets = (20.0,)
+        config.fisher_images = 512
+        config.tuning.update(
+            images=128,
+            learning_rates=(1e-3, 3e-3, 1e-2),
+            clipped_steps=(1e-2, 3e-2, 1e-1),
+            clip_norms=(3.0,),  # a third of the median gradient norm
         )
     return config

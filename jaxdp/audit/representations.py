@@ -10,6 +10,9 @@ So `standard_attackers` and `attack` have five:
 - "oracle" is noise-aware and knows the client's noisy frontend, but takes one copy;
 - "mean image" ignores the uploads and answers with the mean of the public images, a floor for the others.
 
+FORA itself does not know the client's frontend. `align` is its first stage: it moves a frontend until its
+representations of public images have the distribution of the uploads. `Attacker(simulation, aligned)` is the second.
+
 An attack that fails proves nothing. Its result is evidence about these attackers only. LPIPS, the third metric of the
 paper, needs pretrained networks and is not offered.
 """
@@ -24,8 +27,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from jaxdp.models.training import Loss, fit_in_memory
+from jaxdp.models.training import Loss, adam_step, fit_in_memory
 from jaxdp.models.vit import Block
 from jaxdp.report import progress_bar
 
@@ -219,6 +223,123 @@ def decode(decoder: Decoder, params: Any, representations: Any) -> jax.Array:
         return jnp.clip(decoder.apply({"params": params}, representation[None])[0], 0, 1)
 
     return jax.lax.map(one, representations, batch_size=64)
+
+
+class Discriminator(nn.Module):
+    """Tells the client's representations [B, T, D] from simulated ones: two layers on every token, and their mean."""
+
+    hidden: int = 128
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns logits [B]."""
+        for k in range(2):
+            x = nn.leaky_relu(nn.Dense(self.hidden, name=f"dense_{k}")(x))
+        logits: jax.Array = nn.Dense(1, name="logit")(x.mean(1))
+        return logits[:, 0]
+
+
+def align(
+    key: jax.Array,
+    simulation: Simulation,
+    front: Any,
+    uploads: Any,
+    *,
+    public: Any,
+    steps: int,
+    batch_size: int,
+    learning_rate: float = 1e-4,
+    discriminator_rate: float = 3e-4,
+    mmd_weight: float = 0.8,
+    penalty: float = 1000.0,
+) -> Any:
+    """Moves a frontend to the distribution of a client's uploads, the substitute of FORA (Xu et al. 2024, section 4).
+
+    Adam minimises `mmd_weight` times the multi-kernel maximum mean discrepancy between simulated and uploaded
+    representations, and the rest of the weight times the loss that a discriminator tells them apart. The discriminator
+    has the gradient penalty of Wasserstein networks. The defaults are those of FORA's published demonstration.
+
+    Args:
+      key: A typed PRNG key.
+      simulation: What the server simulates. `extract` must have a gradient, and only one copy is taken.
+      front: The parameters of the frontend to start from.
+      uploads: Floating point [c, n, T, D], c copies of the representations of n images. Every copy is a sample.
+      public: The server's own images, floating point [m, S, S, C] in [0, 1].
+      steps, batch_size: The number of steps of both players, and of images and uploads in each.
+      learning_rate, discriminator_rate: Of Adam, for the frontend and the discriminator.
+      mmd_weight: The weight of the discrepancy, in [0, 1].
+      penalty: The weight of the gradient penalty.
+
+    Returns:
+      The parameters of the substitute.
+
+    Raises:
+      ValueError: The images or uploads have another shape, or the simulation takes a median of copies.
+    """
+    public, uploads = _checked_images("public", public), np.asarray(uploads)
+    if uploads.ndim != 4:
+        raise ValueError(f"uploads must be [c, n, T, D], got {uploads.shape}.")
+    if simulation.copies > 1:
+        raise ValueError(f"align needs a simulation of one copy, got copies={simulation.copies}.")
+    if not 0 <= mmd_weight <= 1:
+        raise ValueError(f"mmd_weight must be in [0, 1], got {mmd_weight}.")
+    weights = {"mmd": mmd_weight, "penalty": penalty, "rate": learning_rate, "discriminator_rate": discriminator_rate}
+    seen = uploads.reshape(-1, *uploads.shape[2:])
+    return _aligned(simulation, steps, batch_size, key, front, seen, public, weights)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _aligned(
+    simulation: Simulation, steps: int, size: int, key: jax.Array, front: Any, seen: Any, public: Any, weights: Any
+) -> Any:
+    network = Discriminator()
+    start = network.init(key, seen[:1])["params"]
+
+    def judged(params: Any, x: jax.Array) -> Any:
+        return network.apply({"params": params}, x)
+
+    def worse(params: Any, real: jax.Array, made: jax.Array, key: jax.Array) -> jax.Array:
+        share = jax.random.uniform(key, (len(real), 1, 1))
+        slope = jax.grad(lambda x: judged(params, x).sum())(share * real + (1 - share) * made)
+        norm = jnp.sqrt(jnp.square(slope).sum((1, 2)) + 1e-12)
+        told = jax.nn.softplus(-judged(params, real)) + jax.nn.softplus(judged(params, made))
+        return jnp.mean(told + weights["penalty"] * (norm - 1) ** 2)
+
+    def apart(front: Any, params: Any, images: jax.Array, real: jax.Array, key: jax.Array) -> jax.Array:
+        made = simulation(front, key, images)
+        fooled = jnp.mean(jax.nn.softplus(-judged(params, made)))
+        return weights["mmd"] * discrepancy(made, real) + (1 - weights["mmd"]) * fooled
+
+    def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
+        front, front_state, params, state = carry
+        rows, chosen, simulated, mixed = jax.random.split(key, 4)
+        images = public[jax.random.randint(rows, (size,), 0, len(public))]
+        real = seen[jax.random.randint(chosen, (size,), 0, len(seen))]
+        made = simulation(front, simulated, images)
+        params, state = adam_step(
+            params, state, jax.grad(worse)(params, real, made, mixed), weights["discriminator_rate"]
+        )
+        slope = jax.grad(apart)(front, params, images, real, simulated)
+        front, front_state = adam_step(front, front_state, slope, weights["rate"])
+        return (front, front_state, params, state), None
+
+    adam = optax.scale_by_adam()
+    carry = (front, adam.init(front), start, adam.init(start))
+    return jax.lax.scan(step, carry, jax.random.split(jax.random.fold_in(key, 1), steps))[0][0]
+
+
+def discrepancy(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Computes the squared maximum mean discrepancy of two samples [n, ...] and [m, ...], biased, with five kernels.
+
+    They are Gaussian, with 1/8, 1/4, 1/2, 1 and 2 times the mean squared distance of all pairs as their width.
+    """
+    both = jnp.concatenate([x.reshape(len(x), -1), y.reshape(len(y), -1)])
+    squares = jnp.square(both).sum(1)
+    distance = jnp.maximum(squares[:, None] + squares[None] - 2 * jnp.matmul(both, both.T, precision="highest"), 0)
+    width = jax.lax.stop_gradient(distance.mean())
+    kernel = sum(jnp.exp(-distance / (width * 2.0**k)) for k in range(-3, 2))
+    sign = jnp.concatenate([jnp.full(len(x), 1 / len(x)), jnp.full(len(y), -1 / len(y))])
+    return jnp.einsum("i,ij,j->", sign, kernel, sign, precision="highest")
 
 
 class Estimate(NamedTuple):

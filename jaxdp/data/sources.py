@@ -651,11 +651,18 @@ def _prepared_builder(tfds: Any, name: str, data_dir: str | None, download: bool
 def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
     place = data_dir or tfds.core.constants.DATA_DIR
     build = shlex.join(["tfds", "build", name, "--file_format=array_record", f"--data_dir={place}"])
-    return (
+    text = (
         f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. Prepare it on a "
         "machine with network access. Use a separate environment, because TFDS may need TensorFlow to write:\n"
         f"    pip install tensorflow-datasets tensorflow array-record importlib_resources\n    {build}\n"
         "Or pass data_dir= or set the environment variable TFDS_DATA_DIR to a directory with a prepared copy."
+    )
+    if name.partition("/")[0].partition(":")[0] in tfds.list_builders(with_community_datasets=False):
+        return text
+    return (  # without TensorFlow the list lacks some data sets of the catalogue, such as glue
+        f"{text}\nThe TFDS that is installed does not list {name!r}. If the catalogue of TFDS does not have it either, "
+        "TFDS cannot build it. Then correct the name, or read files of your own with jaxdp.data.from_npz, from_hf or "
+        "from_folder. In a launcher these are config.data.source='npz', 'hf' and 'folder'."
     )
 
 

@@ -14,8 +14,10 @@ from jaxdp.audit.representations import (
     Decoder,
     Reconstruction,
     Simulation,
+    align,
     attack,
     decode,
+    discrepancy,
     median_of_copies,
     standard_attackers,
     train_decoder,
@@ -230,3 +232,30 @@ def test_what_does_not_fit_is_refused_before_training(world):
         dataclasses.replace(aware, copies=0)
     with pytest.raises(ValueError, match=r"represent must return representations \[B, T, D\]"):
         train_decoder(jax.random.key(0), lambda front, key, images: images, None, public, **TRAINING)
+
+
+def test_alignment_moves_another_frontend_to_the_uploads(world):
+    public, _, _, _, uploads = world
+    simulation = Simulation(EXTRACT, release=release)
+    start, _ = BACKBONE.divide(MODEL.init(jax.random.key(9), jnp.zeros((1, 8, 8, 1)))["params"])
+    how = {"public": public, "batch_size": 64, "learning_rate": 3e-3, "penalty": 10.0}
+    aligned = align(jax.random.key(4), simulation, start, uploads, steps=60, **how)
+
+    def distance(front):
+        return float(discrepancy(simulation(front, jax.random.key(5), public[:180]), uploads[:3].reshape(180, 17, 16)))
+
+    assert distance(aligned) < 0.5 * distance(start)
+    with pytest.raises(ValueError, match="a simulation of one copy, got copies=2"):
+        align(jax.random.key(4), dataclasses.replace(simulation, copies=2), start, uploads, steps=1, **how)
+    with pytest.raises(ValueError, match=r"uploads must be \[c, n, T, D\], got \(60, 17, 16\)"):
+        align(jax.random.key(4), simulation, start, uploads[0], steps=1, **how)
+
+
+def test_the_discrepancy_is_that_of_its_definition():
+    x, y = (np.random.default_rng(k).normal(k, 1, (n, 2, 3)).astype(np.float32) for k, n in ((0, 4), (1, 6)))
+    both = [*x.reshape(4, -1).astype(float), *y.reshape(6, -1).astype(float)]
+    squares = np.array([[((a - b) ** 2).sum() for b in both] for a in both])
+    kernel = sum(np.exp(-squares / (squares.mean() * factor)) for factor in (1 / 8, 1 / 4, 1 / 2, 1, 2))
+    expected = kernel[:4, :4].mean() + kernel[4:, 4:].mean() - 2 * kernel[:4, 4:].mean()
+    assert float(discrepancy(x, y)) == pytest.approx(expected, rel=1e-5)
+    assert float(discrepancy(x, x)) == pytest.approx(0, abs=1e-6) and float(discrepancy(x, y)) > 0.1

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from configs.split import cifar10, deit_b, digits, swin_l, vit_l
+from configs.split import cifar10, cifar100, deit_b, digits, swin_l, vit_l
 from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import composition
 from launch import data, frame, split, split_runs
@@ -36,10 +36,20 @@ def row(root, *cell):
 def test_all_tables_and_figures_are_written(finished):
     root, result = finished
     text = (root / "tables.md").read_text()
-    for title in ("Table 1", "Table 2", "Table 3", "Table 4", "Tables 5 and 6", "Figure 4", "A real epsilon"):
+    for title in (
+        "Table 1",
+        "Table 2",
+        "Table 3",
+        "Table 4",
+        "Tables 5 and 6",
+        "Figure 4",
+        "Table 9",
+        "Table 10",
+        "A real epsilon",
+    ):
         assert f"## {title}" in text
     assert "inf (empirical only)" in text and "Chance is 20 %" in text
-    for name in ("noise.png", "attack_noise.png", "private.png", "reconstructions.png"):
+    for name in ("noise.png", "attack_noise.png", "tradeoff.png", "private.png", "reconstructions.png"):
         assert (root / name).stat().st_size > 10_000
     assert json.loads((root / "result.json").read_text()) == json.loads(json.dumps(result))
 
@@ -83,7 +93,7 @@ def spends(root):
 
 def test_the_attackers_are_where_they_belong(finished):
     attacks = finished[1]["attacks"]
-    assert set(attacks["Split Adaptation"]) == {"mean image", "noise-aware", "aggregating"}
+    assert set(attacks["Split Adaptation"]) == {"mean image", "noise-aware", "aggregating", "FORA"}
     assert set(attacks["Split learning"]) == {"mean image", "noise-aware"}
     assert set(attacks["Split learning"]["noise-aware"]) == {
         "psnr",
@@ -125,7 +135,7 @@ def test_known_images_turned_make_another_task(tmp_path):
     np.testing.assert_array_equal(np.rot90(first["image"], axes=(1, 2)), second["image"])
 
 
-@pytest.mark.parametrize("module", [cifar10, vit_l, deit_b, swin_l])
+@pytest.mark.parametrize("module", [cifar10, cifar100, vit_l, deit_b, swin_l])
 def test_larger_configs_have_the_same_fields(module):
     def fields(config, prefix=""):
         for name, value in config.items():
