@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -823,10 +822,8 @@ def frozen_and_integer_leaves() -> Case:
 # --- The conformance tests ---
 
 
-def check(case: Case, methods: tuple[str, ...], oracle: Any, options: dict[str, Any]) -> None:
-    reference = oracle.micro_batches_of_one(
-        case.loss, case.params, case.batch, trainable=case.trainable, compiler_options=options
-    )
+def check(case: Case, methods: tuple[str, ...], oracle: Any) -> None:
+    reference = oracle.micro_batches_of_one(case.loss, case.params, case.batch, trainable=case.trainable)
     clip_norm = float(np.median(reference.norms))
     expected = reference.clipped_sum(clip_norm)
     arrays, static = eqx.partition(case.params, eqx.is_array)
@@ -835,17 +832,12 @@ def check(case: Case, methods: tuple[str, ...], oracle: Any, options: dict[str, 
         settings = {"clip_norm": clip_norm, "trainable": case.trainable}
         return oracle.every_method(case.loss, methods, eqx.combine(arrays, static), batch, **settings)
 
-    found = jax.jit(run, compiler_options=options)(arrays, case.batch)
+    found = jax.jit(run, compiler_options=oracle.compiler_options(case.batch))(arrays, case.batch)
     for method, out in found.items():
         np.testing.assert_allclose(out.losses, reference.losses, rtol=2e-5, atol=1e-6, err_msg=method)
         np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5, atol=1e-12, err_msg=method)
         oracle.assert_same_sum(case.params, out.grads, expected, err=method)
         assert out.nonfinite == 0
-
-
-# XLA's older code for fusions, which tests/conftest.py chooses, reads indices of 8 bits wrongly.
-EIGHT_BITS = {"lookups_by_small_integers", "linen_embedding_of_bytes"}
-NEWER = {"xla_cpu_use_fusion_emitters": True} if "emitters=false" in os.environ["XLA_FLAGS"] else {}
 
 
 assert CASES.keys() >= WITH_ALL_ENGINES
@@ -854,6 +846,5 @@ assert CASES.keys() >= WITH_ALL_ENGINES
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_all_methods_equal_float64_micro_batches_of_one(name: str, oracle: Any) -> None:
-    options = oracle.compiler_options | (NEWER if name in EIGHT_BITS else {})
     with jax.numpy_rank_promotion("allow"):
-        check(CASES[name](), METHODS + ("vmap", "bookkeeping") * (name in WITH_ALL_ENGINES), oracle, options)
+        check(CASES[name](), METHODS + ("vmap", "bookkeeping") * (name in WITH_ALL_ENGINES), oracle)

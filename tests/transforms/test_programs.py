@@ -450,7 +450,8 @@ def differences(program: Program, methods: tuple[str, ...], oracle: Any) -> dict
         def run(*args: Any) -> Any:
             return oracle.every_method(loss, methods, *args, clip_norm=clip_norm, group=setting.group)
 
-        got = jax.jit(run, compiler_options=oracle.compiler_options)(setting.params, setting.batch, setting.mask)
+        options = oracle.compiler_options(setting.batch)
+        got = jax.jit(run, compiler_options=options)(setting.params, setting.batch, setting.mask)
 
     wrong, scale = {}, max(float(np.sqrt(sum(np.square(s).sum() for s in sums))), 0.01 * clip_norm)
     for method, out in got.items():
@@ -509,6 +510,16 @@ def test_random_programs(block: int, oracle: Any) -> None:
         if wrong:
             failures.append(f"seed {program.seed}: {wrong}\n{program.source}\n{program.shapes} {program.index_type}")
     assert not failures, "\n\n".join(failures)
+
+
+@pytest.mark.slow
+def test_programs_with_small_indices_are_compiled_to_index_rightly(oracle: Any) -> None:
+    table, index = np.ones((300, 1), np.float32), np.arange(200, 208, dtype=np.uint8)
+    total = lambda table, index: jnp.take(table, index, axis=0, mode="fill").sum()  # noqa: E731
+    hits = lambda options: int(jax.jit(jax.grad(total), compiler_options=options)(table, index).sum())  # noqa: E731
+    assert hits(oracle.compiler_options(index)) == len(index)
+    wide = oracle.compiler_options(index.astype(np.int32))
+    assert (hits(wide) == len(index)) == (oracle.compiler_options(index) == wide)
 
 
 # --- Broken twins: what the programs must catch ---
