@@ -8,6 +8,7 @@ The other scripts of this folder measure and write the JSON files. A table stand
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import re
@@ -100,7 +101,10 @@ EVIDENCE = [
         "results/recalibration.md",
         ("evidence_recalibration.json", "recalibration_network_b.json"),
         evidence_recalibration.tables,
-        {"recalibration.png": evidence_recalibration.draw},
+        {
+            "recalibration.png": functools.partial(evidence_recalibration.draw, "resnet20"),
+            "recalibration_resnet56.png": functools.partial(evidence_recalibration.draw, "resnet56"),
+        },
     ),
     Evidence("results/dpadapter.md", ("dpadapter_usps.json",), evidence_dpadapter.tables),
     Evidence(

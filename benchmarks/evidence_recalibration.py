@@ -231,24 +231,19 @@ def _error(values: Any) -> str:
     return f"{mean:.3f} ({error:.3f})"
 
 
-def draw(report: Any, _: Any, path: pathlib.Path) -> None:
-    """Draws the picture of the page: the mean error over shifts."""
-    panels = {}
+def draw(network: str, report: Any, _: Any, path: pathlib.Path) -> None:
+    """Draws the picture of a network: the mean error over shifts."""
+    found, panels = report[network], {}
     chosen = ("Acc-T wide", "HB published", "one source", "Acc-T bisection", "logistic binning", "none")
-    for network, found in report.items():
-        if "methods" not in found:
-            continue
-        for axis, part in enumerate(("sources", "samples", "epsilon")):
-            at = [point[axis] for point in found["settings"][part]]
-            curves = {
-                name: list(zip(at, np.mean(found["methods"][name][part], axis=0).tolist(), strict=True))
-                for name in chosen
-            }
-            panels[f"{network}: {part}"] = (part, curves)
+    for axis, part in enumerate(("sources", "samples", "epsilon")):
+        at = [point[axis] for point in found["settings"][part]]
+        means = {name: np.mean(found["methods"][name][part], axis=0).tolist() for name in chosen}
+        curves = {name: list(zip(at, mean, strict=True)) for name, mean in means.items()}
+        panels[f"{network}: {part}"] = (part, curves)
     plot_panels(
         path,
         panels,
-        title="Recalibration of CIFAR-10 networks under 15 shifts",
+        title=f"Recalibration of a CIFAR-10 network under {found['shifts']} shifts",
         subtitle="Mean expected calibration error over shifts. One factor varies, the others are those of the paper.",
         ylabel="ECE",
     )
