@@ -375,9 +375,10 @@ class _Files:
             found = file.metadata()
             named = {str(number): file.get_tensor(str(number)) for number in range(len(file.keys()))}
             stated = found.pop("digest", None)  # files of the first version have none
-            if stated not in (None, release.digest([named, found])):
+            names = (*terms, "kind", "run", "batches", "step")
+            if stated not in (None, release.digest([named, found])) or not found.keys() <= set(names):
                 raise ValueError("it does not hold the state that was written.")
-            if missing := [name for name in (*terms, "kind", "run", "batches", "step") if name not in found]:
+            if missing := [name for name in names if name not in found]:
                 raise ValueError(f"it lacks {', '.join(missing)}.")
         # An unfinished sum was clipped to the old norm, and needs noise for that norm.
         unfinished = int(found["step"]) % adapter.accumulate != 0

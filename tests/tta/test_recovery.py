@@ -582,5 +582,11 @@ def test_a_damaged_workdir_is_named_and_charges_nothing(tmp_path):
         with pytest.raises(ValueError, match=rf"{tmp_path}.* (is damaged|not a metrics line|holds a stream)"):
             tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path, seed=SEED)
         path.write_bytes(content)
+    path = tmp_path / "state.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"digest"', b'"digesu"'))  # one bit: the file seems to have no digest
+    with pytest.raises(ValueError, match="is damaged"):
+        tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path, seed=SEED)
+    path.write_bytes(content)
     assert charged(ledger) == before
     same_served(tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path, seed=SEED), expected)
