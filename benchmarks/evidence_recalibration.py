@@ -149,9 +149,7 @@ def _floats(scores: Any) -> dict[str, float]:
 
 
 def summary(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns what the page needs of a workdir. One that is not finished has the further comparisons only."""
-    if not (folder / "result.json").exists():
-        return {"further": further(folder)}
+    """Returns what the page needs of a finished workdir."""
     found = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     shifts = [shift for shift in found["cells"] if shift != "clean"]
     methods = {}
@@ -181,11 +179,10 @@ def summary(folder: pathlib.Path) -> dict[str, Any]:
 def tables(report: Any, earlier: Any) -> dict[str, str]:
     """Returns the tables of docs/results/recalibration.md."""
     rows, second, third = [], [], []
-    whole = {network: found for network, found in report.items() if "methods" in found}
-    names = list(next(iter(whole.values()))["methods"])
+    names = list(next(iter(report.values()))["methods"])
     for name in names:
         row = {"method": name}
-        for network, found in whole.items():
+        for network, found in report.items():
             one = found["methods"][name]
             every = np.concatenate([np.asarray(one[part]).ravel() for part in ("sources", "samples", "epsilon")])
             row[f"{network}, all"] = f"{np.median(every):.3f} / {np.mean(every):.3f}"
@@ -214,7 +211,7 @@ def tables(report: Any, earlier: Any) -> dict[str, str]:
     networks = [
         {"network": network, **{key: one[key] for key in ("images", "trials", "shifts")}}
         | {key: results.percent(one[key]) for key in ("clean", "shifted")}
-        for network, one in whole.items()
+        for network, one in report.items()
     ]
     found = {"networks": networks, "methods": rows, "class-wise": second, "differences": third, "b": fourth}
     return {title: format_table(rows, style="markdown") for title, rows in found.items()}
