@@ -82,6 +82,7 @@ RELATIONS: Mapping[str, NeighboringRelation] = {
 }
 METHODS = ("auto", "pld", "rdp")
 RDP_ORDERS: tuple[float, ...] = tuple(DEFAULT_RDP_ORDERS)
+ROUGH_ORDERS = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 128.0, 256.0, 1024.0)
 
 # Log-sum-exp at small orders errs by about 1e-14 / (order - 1). dp_accounting reads a negative RDP as "no loss".
 _RDP_SLACK = 1e-13
@@ -96,9 +97,9 @@ def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency = "add_remove"
         event: One release or a composition of them (`jaxdp.privacy.events`). A million equal releases cost one PLD.
         delta: A number in [0, 1). At 0 only releases with a pure proof are finite, and their epsilons add up.
         adjacency: "add_remove", "replace_one" or "zero_out" (a record against the zero or null record).
-        method: "auto" (PLD, or RDP where a part has no PLD rule), or only "pld" or only "rdp". Where several proofs
-            hold, "auto" returns the smallest bound. That is PLD's up to rounding, unless delta is below 1e-11 or
-            epsilon above 1e5. Every method includes the sum of pure epsilons.
+        method: "auto" (PLD, or RDP where a part has no PLD rule), or only "pld" or only "rdp". RDP is above PLD up to
+            PLD's rounding. So "auto" computes both only where delta is below 1e-9 or epsilon above 1e5, and returns the
+            smaller one. Every method includes the sum of pure epsilons.
 
     Returns:
         Epsilon >= 0. It is 0 for an empty composition, and `math.inf` with a `NonPrivateDpEvent` or an unproven part.
@@ -128,14 +129,14 @@ def delta(event: DpEvent, *, epsilon: float, adjacency: Adjacency = "add_remove"
         return 1.0
     if _pure_epsilon(counts, adjacency) <= epsilon:
         return 0.0
-    bounds = [1.0]
-    if "rdp" in rules:
-        bounds.append(float(compute_delta(RDP_ORDERS, _total_rdp(counts, adjacency), epsilon)[0]))
+    bound = 1.0
     if "pld" in rules:
         total = _total_pld(counts, adjacency, _scale(counts, adjacency, 1e-5))
         if total is not None:
-            bounds.append(float(total.get_delta_for_epsilon(epsilon)) + _fft_slack(counts))
-    return min(bounds)
+            bound = min(bound, float(total.get_delta_for_epsilon(epsilon)) + _fft_slack(counts))
+    if "rdp" in rules and not _fine(counts) < bound < 1:
+        bound = min(bound, float(compute_delta(RDP_ORDERS, _total_rdp(counts, adjacency), epsilon)[0]))
+    return bound
 
 
 def epsilon_of_counts(counts: Mapping[DpEvent, int], *, delta: float, adjacency: Adjacency, method: Method) -> float:
@@ -156,14 +157,14 @@ def _epsilon_of_leaves(
         return 0.0
     if _is_boundless(counts):
         return math.inf
-    bounds = [_pure_epsilon(counts, adjacency)]
-    if "rdp" in rules:
-        bounds.append(_epsilon_from_rdp(_total_rdp(counts, adjacency), delta))
+    bound, pure = math.inf, _pure_epsilon(counts, adjacency)
     if "pld" in rules and delta > _fft_slack(counts):
         total = _total_pld(counts, adjacency, _scale(counts, adjacency, delta))
         if total is not None:
-            bounds.append(float(total.get_epsilon_for_delta(delta - _fft_slack(counts))))
-    return max(0.0, min(bounds))
+            bound = float(total.get_epsilon_for_delta(delta - _fft_slack(counts)))
+    if "rdp" in rules and (bound == math.inf or delta < _fine(counts)):
+        bound = min(bound, _epsilon_from_rdp(_total_rdp(counts, adjacency), delta))
+    return max(0.0, min(bound, pure))
 
 
 def rdp_epsilon_of_counts(
@@ -197,13 +198,15 @@ class Tally:
 
     Attributes:
         adjacency: The adjacency of the dataset.
+        orders: The Renyi orders of the first check.
         precision: The precision of the Gaussians.
         others: The leaves that are not Gaussians.
         rules: Which of "pld" and "rdp" have a rule for every leaf.
     """
 
-    def __init__(self, adjacency: Adjacency):
+    def __init__(self, adjacency: Adjacency, orders: Sequence[float] = RDP_ORDERS):
         self.adjacency: Adjacency = adjacency
+        self.orders = orders
         self.precision = 0.0
         self.others: Counts = Counter()
         self.rules = frozenset({"pld", "rdp"})
@@ -235,7 +238,7 @@ class Tally:
                 total.others[leaf] += times * count
                 total.rules &= _leaf_rules(leaf, self.adjacency)
                 if total._sums is not None:
-                    total._sums = total._sums + times * count * _losses(leaf, self.adjacency)
+                    total._sums = total._sums + times * count * _losses(leaf, self.adjacency, self.orders)
         return total
 
     def plus_share(self, other: "Tally", share: float) -> "Tally":
@@ -263,21 +266,22 @@ class Tally:
         sums = self._known_sums()
         if self.precision:
             gaussian = GaussianDpEvent(self.precision**-0.5)
-            sums = sums + np.append(_leaf_rdp(gaussian, self.adjacency, RDP_ORDERS), math.inf)
+            sums = sums + np.append(_leaf_rdp(gaussian, self.adjacency, self.orders), math.inf)
         *rdp, pure = sums
-        return float(min(pure, math.inf if np.isinf(rdp).all() else _epsilon_from_rdp(np.asarray(rdp), delta)))
+        bound = math.inf if np.isinf(rdp).all() else _epsilon_from_rdp(np.asarray(rdp), delta, self.orders)
+        return float(min(pure, bound))
 
     def _known_sums(self) -> np.ndarray:
         if self._sums is None or self._age > 256:
-            losses = (count * _losses(leaf, self.adjacency) for leaf, count in self.others.items())
-            self._sums, self._age = sum(losses, np.zeros(len(RDP_ORDERS) + 1)), 0
+            losses = (count * _losses(leaf, self.adjacency, self.orders) for leaf, count in self.others.items())
+            self._sums, self._age = sum(losses, np.zeros(len(self.orders) + 1)), 0
         return self._sums
 
 
-def _losses(leaf: DpEvent, adjacency: Adjacency) -> np.ndarray:
+def _losses(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) -> np.ndarray:
     """Returns the Renyi DP of a leaf at every order and then its pure epsilon. A loss without a rule is infinite."""
     ruled = not _is_boundless([leaf]) and "rdp" in _leaf_rules(leaf, adjacency)
-    rdp = _leaf_rdp(leaf, adjacency, RDP_ORDERS) if ruled else np.full(len(RDP_ORDERS), math.inf)
+    rdp = _leaf_rdp(leaf, adjacency, orders) if ruled else np.full(len(orders), math.inf)
     return np.append(rdp, _leaf_pure_epsilon(leaf, adjacency))
 
 
@@ -406,6 +410,11 @@ def _interval(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float)
 def _fft_slack(counts: Mapping[DpEvent, int]) -> float:
     """Returns the delta that covers the FFT's rounding. The error of a million Gaussians is 3e-12."""
     return max(1e-11, 1e-17 * sum(counts.values()))
+
+
+def _fine(counts: Mapping[DpEvent, int]) -> float:
+    """Returns the delta below which the FFT's rounding may cost more than RDP does."""
+    return 100 * _fft_slack(counts)
 
 
 def _self_compose(distribution: pld.PrivacyLossDistribution, count: int) -> pld.PrivacyLossDistribution:
@@ -541,8 +550,10 @@ def _loss_range(leaf: DpEvent, adjacency: Adjacency) -> float:
 
 def _scale(counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float) -> float:
     """Returns roughly the epsilon of a composition, to choose the grid. It is not a privacy statement."""
-    total = sum(count * _leaf_rdp(_proxy(leaf, adjacency), "add_remove", RDP_ORDERS) for leaf, count in counts.items())
-    return _epsilon_from_rdp(np.asarray(total), delta)
+    proxies: Counts = Counter()
+    for leaf, count in counts.items():
+        proxies[_proxy(leaf, adjacency)] += count
+    return _epsilon_from_rdp(_total_rdp(proxies, "add_remove", ROUGH_ORDERS), delta, ROUGH_ORDERS)
 
 
 def _proxy(leaf: DpEvent, adjacency: Adjacency) -> DpEvent:

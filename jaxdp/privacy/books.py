@@ -101,7 +101,7 @@ class Spends:
 
     def tallies(self, db: sqlite3.Connection, dataset: Dataset, partition: str | None) -> list[Tally]:
         """Returns the proven parts of `compositions`. Reads only the spends that are new since the last call."""
-        read = self._read.get(dataset.id, _Read(Tally(dataset.adjacency), None, None))
+        read = self._read.get(dataset.id, _Read(Tally(dataset.adjacency, dataset.orders), None, None))
         whole, known = read.whole, read.parts
         last = db.execute("SELECT max(id) FROM spends").fetchone()[0] or 0
         if read.position is None:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from jaxdp.privacy.accounting import (
+    RDP_ORDERS,
+    ROUGH_ORDERS,
     Adjacency,
     Method,
     Tally,
@@ -68,6 +70,11 @@ class Dataset:
     def method(self) -> Method:
         """The method of `jaxdp.privacy.accounting` that computes this dataset's numbers."""
         return "auto" if self.accounting == "pld" else "rdp"
+
+    @property
+    def orders(self) -> tuple[float, ...]:
+        """The Renyi orders of the first check. Where PLD decides, a few are enough."""
+        return RDP_ORDERS if self.accounting == "rdp" else ROUGH_ORDERS
 
     @property
     def renyi_bound(self) -> float:

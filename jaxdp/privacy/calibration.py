@@ -5,12 +5,18 @@ import itertools
 import math
 from collections.abc import Callable
 
-from jaxdp.privacy.accounting import Adjacency, Method, check_rules, epsilon_of_counts, rdp_epsilon_of_counts
+from jaxdp.privacy.accounting import (
+    ROUGH_ORDERS,
+    Adjacency,
+    Method,
+    check_rules,
+    epsilon_of_counts,
+    rdp_epsilon_of_counts,
+)
 from jaxdp.privacy.events import DpEvent, composition
 
 _LARGEST = 2.0**40
 _SMALLEST = 2.0**-20
-_ROUGH_ORDERS = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 128.0, 256.0, 1024.0)
 
 
 def calibrate_noise(
@@ -68,7 +74,7 @@ def calibrate_noise(
     @functools.cache
     def rough_cost(multiplier: float) -> float:
         counts = composition(make_event(multiplier))
-        return rdp_epsilon_of_counts(counts, delta=delta, adjacency=adjacency, orders=_ROUGH_ORDERS)
+        return rdp_epsilon_of_counts(counts, delta=delta, adjacency=adjacency, orders=ROUGH_ORDERS)
 
     # A rough bracket by RDP costs milliseconds and saves most PLDs. The result does not depend on it.
     low, high = _bracket(rough_cost, epsilon, 1.0, 2.0)

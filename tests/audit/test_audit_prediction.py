@@ -159,7 +159,7 @@ def test_a_replaced_record_is_two_changes():
 @pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "least"), [("cauchy_values", 0.5), ("laplace_values", 0.3)])
 def test_values_are_audited_by_the_ranges_in_which_they_are_heard(mechanism, least):
-    found = audit(records(10, 10), mechanism=mechanism, apply_fn=surplus, output_range=(-1.0, 1.0), trials=20_000)
+    found = audit(records(10, 10), mechanism=mechanism, apply_fn=surplus, output_range=(-1.0, 1.0), trials=60_000)
     assert found.upper == pytest.approx(1.0, rel=1e-12)
     assert least * found.upper < found.lower <= found.upper
 
