@@ -121,7 +121,7 @@ def fresh(network: Pretrained, seed: int) -> Params:
     """Returns the parameters of the network's checkpoint, or initial ones if it has none."""
     if network.params:
         return network.params
-    return network.model.init(jax.random.key(seed), blank_inputs(network.preprocessing))["params"]
+    return jax.jit(network.model.init)(jax.random.key(seed), blank_inputs(network.preprocessing))["params"]
 
 
 def loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:

@@ -33,6 +33,7 @@ class Reliability(NamedTuple):
     accuracy: Float[Array, " bins"]
 
 
+@functools.partial(jax.jit, static_argnames=("bins", "binning", "debiased"))
 def ece(
     confidence: Float[Array, " n"],
     correct: Bool[Array, " n"],
@@ -85,6 +86,7 @@ def ece(
     return jnp.maximum(error, 0)
 
 
+@functools.partial(jax.jit, static_argnames=("bins", "binning"))
 def classwise_ece(
     probabilities: Float[Array, "n m"],
     labels: Int[Array, " n"],
@@ -112,6 +114,7 @@ def classwise_ece(
     return _mean(jnp.broadcast_to(errors.mean(), labels.shape), labels, probabilities.shape[1])
 
 
+@functools.partial(jax.jit, static_argnames="bins")
 def reliability(confidence: Float[Array, " n"], correct: Bool[Array, " n"], *, bins: int = 15) -> Reliability:
     """Computes the reliability diagram over bins of equal width, for `jaxdp.report.plot_reliability`.
 
@@ -134,6 +137,7 @@ def equal_width_bin(confidence: Float[Array, "..."], bins: int) -> Int[Array, ".
     return index.astype(jnp.int32)
 
 
+@jax.jit
 def brier(probabilities: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, ""]:
     """Computes the Brier score of several classes: the mean squared distance of probabilities from the one-hot label.
 
@@ -151,6 +155,7 @@ def brier(probabilities: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float
     return _mean(jnp.sum(distances, axis=1), labels, probabilities.shape[1])
 
 
+@jax.jit
 def nll(logits: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, ""]:
     """Computes the mean negative log likelihood of labels under softmax(logits), in nats. Huge logits are safe.
 
@@ -167,7 +172,6 @@ def nll(logits: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, "
     return -_mean(jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0], labels, logits.shape[1])
 
 
-@functools.partial(jax.jit, static_argnums=3)
 def _tabulate(confidence: jax.Array, correct: jax.Array, index: jax.Array, bins: int) -> Reliability:
     """Counts and averages by bin. It leaves out examples with index `bins`."""
     # These are sums over comparisons. Scattered sums add one by one and lose three digits over 10^5 examples.

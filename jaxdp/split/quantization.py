@@ -143,8 +143,12 @@ class QuantizedFrontend:
     @property
     def params(self) -> dict[str, Any]:
         """The dequantised parameters of the frontend, as `Backbone.front` takes them."""
-        floats = {path: dequantize(q, _per_output(self.units[path], q)) for path, q in self.codes.items()}
-        return unflatten_dict(floats, sep="/")
+        return unflatten_dict(_dequantized(self.codes, self.units), sep="/")
+
+
+@jax.jit
+def _dequantized(codes: Mapping[str, jax.Array], units: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    return {path: dequantize(q, _per_output(units[path], q)) for path, q in codes.items()}
 
 
 jax.tree_util.register_dataclass(QuantizedFrontend, data_fields=["codes", "units", "scales"], meta_fields=["bits"])
