@@ -628,10 +628,7 @@ def certify(
     for k in progress_bar(range(len(bounds.ks)), label="certificates", unit="distance"):
         certain = _certain(apply_fn, product, bounds.layout, (low, high), np.int32(k), frozen, queries)
         found.append(jax.block_until_ready(certain))
-    certain, ends = jax.tree.map(lambda *rows: jnp.stack(rows), *found)
-    label, distance = _labels(apply_fn, bounds.layout, bounds.ks, moving, frozen, queries, certain)
-    below, above = (jnp.where(jnp.isnan(end), sign * jnp.inf, end) for end, sign in zip(ends, (-1, 1), strict=True))
-    return Certificates(label, distance, unchecked(below, above))
+    return _certificates(apply_fn, bounds.layout, bounds.ks, moving, frozen, queries, found)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -652,16 +649,18 @@ def _certain(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _labels(
+def _certificates(
     apply_fn: Any,
     layout: Layout,
     ks: tuple[int, ...],
     moving: Leaves,
     frozen: Leaves,
     queries: Any,
-    certain: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns labels and distances [Q] from the certain labels [K, Q]."""
+    found: list[tuple[jax.Array, Box]],
+) -> Certificates:
+    """Returns the certificates from the certain labels [Q] and the ends of logits [Q, C] of every row."""
+    certain, ends = jax.tree.map(lambda *rows: jnp.stack(rows), *found)
+    below, above = (jnp.where(jnp.isnan(end), sign * jnp.inf, end) for end, sign in zip(ends, (-1, 1), strict=True))
 
     def nominal(query: Any) -> jax.Array:
         logits = apply_fn(layout.join(moving, frozen), query).reshape(-1)
@@ -670,4 +669,5 @@ def _labels(
     # Rounding may order nominal logits differently from all logits in the box.
     labels = jnp.where(certain[0] >= 0, certain[0], lax.map(nominal, queries, batch_size=_QUERIES))
     counted = np.asarray(ks) > 0
-    return labels, jnp.sum(jnp.cumprod(certain == labels[None], axis=0)[counted], axis=0, dtype=jnp.int32)
+    distance = jnp.sum(jnp.cumprod(certain == labels[None], axis=0)[counted], axis=0, dtype=jnp.int32)
+    return Certificates(labels, distance, unchecked(below, above))
