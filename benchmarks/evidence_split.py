@@ -1,27 +1,24 @@
 """The claims of Split Adaptation (arXiv:2503.00441) with a public ViT of CIFAR-10 and five classes of CIFAR-100.
 
-    python -m benchmarks.evidence_split --checkpoint vit_tiny_patch4_cifar10.npz
+    python -m launch.split --config configs/split/cifar100.py --workdir W ...
+    python -m benchmarks.evidence_split --workdir W
     python -m benchmarks.evidence results/split_adaptation.md
 
-The first command runs the accuracies of configs/split/cifar100.py, whose docstring has the data, one by one. It writes
-each to benchmarks/results/split_cifar100.json at once and leaves out those that the file has. `--minutes` stops it
-after so much processor time, and the same command goes on. The second command writes the page. All images are public
-benchmarks. `python -m launch.split` also has the attacks and sweeps of the config.
+The docstring of the config has the whole first command. The second one keeps the rows of the finished workdir, and the
+third one writes the page. All images are public benchmarks.
 """
 
 import argparse
 import json
 import pathlib
-import tempfile
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from configs.split import cifar100
 from jaxdp.files import write_json
-from jaxdp.report import format_table
-from launch import frame, results, split
-from launch.split_runs import SA, VARIANTS, Bench
+from jaxdp.report import format_table, plot_panels
+from launch import results
+from launch.split_runs import ABLATIONS, BASELINES, SA, SA_ONCE, STOLEN
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "split_cifar100.json"
@@ -32,61 +29,31 @@ PAPER_ROWS = {
     "backend not tuned": "without OOD quantisation-aware tuning",
     "fresh noise on all copies, no retrieval": "without patch retrieval",
 }
-
-
-def cells_of(config: Any) -> Iterator[tuple[Any, ...]]:
-    """Yields ("rates", method, rate) and ("runs", method, shots, seed), the most important first, some twice."""
-
-    def of_method(method: str, *counts: int) -> Iterator[tuple[Any, ...]]:
-        if method in config.methods:
-            yield from (("rates", method, rate) for rate in config.learning_rates)
-        yield from (("runs", method, count, seed) for count in counts for seed in config.seeds)
-
-    compared = (SA, "Linear probing", "Fine-tuning")
-    rows = config.ablation.rows
-    for method in (*compared[:2], *rows[-2:], *compared[2:], *reversed(rows)):
-        yield from of_method(method, config.ablation.shots)
-    for method in (*compared, *config.methods):
-        yield from of_method(method, *config.shots)
-
-
-def accuracy(cell: tuple[Any, ...], config: Any, bench: Bench, rows: Sequence[Mapping[str, Any]]) -> float:
-    """Returns the accuracy of a cell. A variant of Split Adaptation has its learning rate."""
-    part, method, *where = cell
-    if part == "rates":
-        client = split.client_of(bench.tuning, config.ablation.shots, config.tuning.seeds[0], *where)
-    else:
-        tried = [row["cell"][2] for row in ranked(rows, SA if method in VARIANTS else method)]
-        client = split.client_of(bench.client, *where, tried[0])
-    return bench.accuracy(method, client)["accuracy"]
-
-
-def ranked(rows: Sequence[Mapping[str, Any]], method: str) -> list[Mapping[str, Any]]:
-    """Returns the learning rates that were tried for a method, the best first."""
-    mine = [row for row in rows if row["cell"][:2] == ["rates", method]]
-    return sorted(mine, key=lambda row: -row["accuracy"])
+PAPER_UPLOADS = {  # of Tables 5 and 6
+    "Split learning": ("table 5, SSIM, PSNR, LPIPS", "Split learning"),
+    SA: ("table 5, SSIM, PSNR, LPIPS", SA),
+    "SA without Laplace noise": ("table 6, SSIM, PSNR, LPIPS", "no Laplace noise"),
+    "SA without model noise": ("table 6, SSIM, PSNR, LPIPS", "no noise on the model"),
+}
+CONFIG = cifar100.get_config()
+SHOTS = CONFIG.ablation.shots  # of all tables but the first two
+STRONGEST = {"noise-aware": "one copy", "aggregating": f"median of {1 + CONFIG.client.copies} copies"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", required=True)
-    parser.add_argument("--minutes", type=float, default=1e9, help="processor time after which no run begins")
-    options = parser.parse_args()
-    config, began = cifar100.get_config(), time.process_time()
-    config.model.checkpoint = options.checkpoint
-    frame.keep_compiled()
-    report = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cpu minutes": 0.0, "rows": []}
-    rows, earlier = report["rows"], report["cpu minutes"]
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(config, pathlib.Path(folder))
-        for cell in cells_of(config):
-            if time.process_time() - began > 60 * options.minutes:
-                break
-            if not any(row["cell"] == list(cell) for row in rows):
-                rows.append({"cell": list(cell), "accuracy": accuracy(cell, config, bench, rows)})
-                report["cpu minutes"] = round(earlier + (time.process_time() - began) / 60, 1)
-                write_json(RESULTS, report)
-                print(rows[-1], flush=True)
+    parser.add_argument("--workdir", required=True, type=pathlib.Path, help="a finished workdir")
+    workdir = parser.parse_args().workdir
+    if not (workdir / "result.json").exists():
+        raise SystemExit(f"--workdir must be finished, but {workdir} has no result.json. Run launch.split to its end.")
+    rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(workdir.glob("cells/**/row.json"))]
+    write_json(RESULTS, {"rows": [_rounded(row) for row in rows if row["part"] != "costs"]})
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 # --- The page ---------------------------------------------------------------------------------------------------------
@@ -94,50 +61,170 @@ def main() -> None:
 
 def tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]:
     """Returns the tables of the run, beside the paper's numbers."""
-    runs: dict[tuple[str, int], dict[int, float]] = {}
-    for part, method, *where, value in ((*row["cell"], row["accuracy"]) for row in found["rows"]):
-        if part == "runs":
-            runs.setdefault((method, where[0]), {})[where[1]] = value
+    rows = found["rows"]
+    runs = results.select(rows, part="runs", laplace=1.0)
+    shots = sorted({row["shots"] for row in runs})
     theirs = {row["method"]: row["5 shots"] for row in paper["table 1"]}
-    gain = {name: float(theirs[SA].split()[0]) - float(value.split()[0]) for name, value in theirs.items()}
-    ablated = paper["table 4, 5 shots"]
-    gain |= {name: ablated[SA] - ablated[row] for name, row in PAPER_ROWS.items()}
-    methods, variants = [], []
-    for method, shots in sorted(runs, key=lambda key: (key[0] in VARIANTS, -key[1])):
-        mine, ours = runs[method, shots], runs.get((SA, shots), {})
-        row = {"shots": str(shots), "draws": str(len(mine)), "accuracy": _mean(mine.values())}
-        if method in theirs:
-            methods.append({"method": method} | row | {"paper": theirs[method] if shots == 5 else None})
-        if method != SA:
-            less = [ours[seed] - value for seed, value in mine.items() if seed in ours]
-            shown = f"{gain[method]:+.2f}" if method in gain and shots == 5 else None
-            variants.append({"Split Adaptation less": method} | row | {"difference": _mean(less, "+"), "paper": shown})
-    tried = [
-        {"method": name} | {f"rate {rate:g}": f"{100 * value:.1f}" for rate, value in sorted(_rates(found, name))}
-        for name in dict.fromkeys(row["cell"][1] for row in found["rows"] if row["cell"][0] == "rates")
-    ]
-    return {"accuracy": _markdown(methods), "variants": _markdown(variants), "rates": _markdown(tried)}
+    methods = [name for name in (*BASELINES, SA) if results.select(runs, method=name)]
+    ablations = [name for name in ABLATIONS if results.select(runs, method=name)]
+    ablated, reference = paper["table 4, 5 shots"], float(theirs[SA].split()[0])
+    made: dict[str, list[dict[str, Any]]] = {
+        "accuracy": [
+            {"method": name} | {f"{k} shots": _mean(results.select(runs, method=name, shots=k)) for k in shots}
+            for name in methods
+        ],
+        "differences": [
+            {"Split Adaptation less": name}
+            | {f"{k} shots": _gain(runs, name, k) for k in shots}
+            | {"paper, 5 shots": f"{reference - float(theirs[name].split()[0]):+.2f}"}
+            for name in methods
+            if name != SA
+        ],
+        "ablations": [
+            {
+                "variant": name,
+                "accuracy": _mean(results.select(runs, method=name, shots=SHOTS)),
+                "Split Adaptation less this": _gain(runs, name, SHOTS) if name != SA else None,
+                "paper": f"{ablated[SA] - ablated[PAPER_ROWS[name]]:+.2f}" if name in PAPER_ROWS else None,
+            }
+            for name in ablations
+        ],
+        "rates": [
+            {"method": name} | {f"rate {row['rate']:g}": results.percent(row["accuracy"]) for row in tried}
+            for name in dict.fromkeys(row["method"] for row in results.select(rows, part="tuning"))
+            for tried in [sorted(results.select(rows, part="tuning", method=name), key=lambda row: row["rate"])]
+        ],
+        "stealing": [
+            {"model": name, "accuracy": _mean(results.select(runs, method=name, shots=SHOTS)), "paper": known}
+            for name, known in ((name, _shown(paper["table 3"].get(name))) for name in (*STOLEN, SA))
+            if results.select(runs, method=name)
+        ],
+        "reconstruction": [
+            {
+                "upload": row["upload"],
+                "attacker": name,
+                "PSNR, dB": _score(scores["psnr"]),
+                "SSIM (11)": _score(scores["ssim_gaussian11"]),
+                "paper, PSNR and SSIM": _published(paper, row["upload"]) if name == "noise-aware" else None,
+            }
+            for row in _uploads(rows)
+            for name, scores in row["attackers"].items()
+        ],
+        "noise": [
+            {"scale b": f"{scale:g}"}
+            | {name: _mean(_noisy(rows, name, scale)) for name in (SA, SA_ONCE)}
+            | {f"PSNR, {STRONGEST[name]}": _score(attack[name]["psnr"]) for name in STRONGEST}
+            for scale, attack in _attacks(rows).items()
+        ],
+        "patches": _swept(rows, "patches", "share of replaced patches"),
+        "copies": _swept(rows, "copies", "copies"),
+        "private mode": [
+            {"epsilon": f"{level:g}", "images of a class": str(k), "accuracy": _mean(mine)}
+            for (level, k), mine in _private(rows).items()
+        ],
+    }
+    return {name: format_table(lines, style="markdown") for name, lines in made.items() if lines}
 
 
-def _rates(found: Mapping[str, Any], method: str) -> Iterable[tuple[float, float]]:
-    return ((row["cell"][2], row["accuracy"]) for row in ranked(found["rows"], method))
+def draw(found: Mapping[str, Any], _: Any, path: pathlib.Path) -> None:
+    """Draws Figure 4: accuracy against what two attackers reconstruct, a point for each scale of the noise."""
+    rows = found["rows"]
+    accuracy = {scale: results.over_seeds(_noisy(rows, SA, scale)).mean for scale in _attacks(rows)}
+    panels = {
+        title: (
+            title,
+            {
+                STRONGEST[name]: [(attack[name][score]["mean"], accuracy[k]) for k, attack in _attacks(rows).items()]
+                for name in reversed(STRONGEST)
+            },
+        )
+        for score, title in (("psnr", "PSNR in dB"), ("ssim_gaussian11", "SSIM"))
+    }
+    plot_panels(
+        path,
+        panels,
+        title="Accuracy against reconstruction",
+        subtitle=f"Laplace noise of {len(accuracy)} scales, {SHOTS} images of each of five classes. Attackers take one "
+        "copy, or the median of all.",
+        ylabel="accuracy",
+        percent=True,
+    )
+
+
+def _uploads(rows: Sequence[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+    named = {row["upload"]: row for row in results.select(rows, part="attacks")}
+    yield from (named[name] for name in (*PAPER_UPLOADS, *sorted({*named} - {*PAPER_UPLOADS})) if name in named)
+    for row in sorted(results.select(rows, part="attacks_private"), key=lambda row: -row["level"]):
+        yield {**row, "upload": f"private mode, epsilon {row['level']:g}"}
+
+
+def _attacks(rows: Sequence[Mapping[str, Any]]) -> dict[float, Any]:
+    found = {row["level"]: row["attackers"] for row in results.select(rows, part="attacks_noise")}
+    return dict(sorted(found.items()))
+
+
+def _noisy(rows: Sequence[Mapping[str, Any]], method: str, scale: float) -> list[Mapping[str, Any]]:
+    """Returns the runs with noise of this scale."""
+    runs = results.select(rows, part="runs", method=method, shots=SHOTS, seed=tuple(CONFIG.seeds[: CONFIG.noise.seeds]))
+    return [row for row in runs if abs(row["laplace"] * CONFIG.client.laplace / scale - 1) < 1e-3]
+
+
+def _swept(rows: Sequence[Mapping[str, Any]], part: str, title: str) -> list[dict[str, Any]]:
+    found = results.select(rows, part=part)
+    values = sorted({row["value"] for row in found})
+    return [{title: f"{value:g}", "accuracy": _mean(results.select(found, value=value))} for value in values]
+
+
+def _private(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[float, int], list[Mapping[str, Any]]]:
+    found: dict[tuple[float, int], list[Mapping[str, Any]]] = {}
+    for row in sorted(results.select(rows, part="private"), key=lambda row: row["epsilon"]):
+        found.setdefault((round(row["epsilon"], 2), row["shots"]), []).append(row)
+    return found
+
+
+def _published(paper: Mapping[str, Any], upload: str) -> str | None:
+    if upload not in PAPER_UPLOADS:
+        return None
+    table, name = PAPER_UPLOADS[upload]
+    ssim, psnr, _ = paper[table][name]
+    return f"{psnr:g}, {ssim:g}"
+
+
+def _shown(value: float | None) -> str | None:
+    return None if value is None else f"{value:g}"
+
+
+def _score(moments: Mapping[str, float]) -> str:
+    return f"{moments['mean']:.3g} ({moments['error']:.2g})"
+
+
+def _gain(runs: Sequence[Mapping[str, Any]], method: str, shots: int) -> str:
+    """Returns what Split Adaptation has more on the same draws."""
+    ours = {row["seed"]: row["accuracy"] for row in results.select(runs, method=SA, shots=shots)}
+    mine = results.select(runs, method=method, shots=shots)
+    return _percent([ours[row["seed"]] - row["accuracy"] for row in mine if row["seed"] in ours], "+")
+
+
+def _mean(rows: Sequence[Mapping[str, Any]]) -> str:
+    return _percent([row["accuracy"] for row in rows])
+
+
+def _percent(values: Sequence[float], sign: str = "") -> str:
+    """Returns a mean in percent with its standard error, nothing without values."""
+    if not values:
+        return ""
+    mean, _, error = results.moments(values)
+    return f"{100 * mean:{sign}.1f}" + (f" ({100 * error:.1f})" if len(values) > 1 else "")
 
 
 def earlier_tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]:
     """Returns the tables of earlier runs and of the paper's accuracies, which are kept as text."""
-    earlier = {f"earlier: {name}": _markdown(rows) for name, rows in found.items() if isinstance(rows, list)}
-    return earlier | {"paper: accuracy": _markdown(paper["table 1"])}
-
-
-def _mean(values: Iterable[float], sign: str = "") -> str:
-    """Returns a mean in percent with its standard error."""
-    found = list(values)
-    mean, _, error = results.moments(found)
-    return f"{100 * mean:{sign}.1f}" + (f" ({100 * error:.1f})" if len(found) > 1 else "")
-
-
-def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    return format_table(rows, style="markdown")
+    earlier = {
+        f"earlier: {name}": format_table(rows, style="markdown")
+        for name, rows in found.items()
+        if isinstance(rows, list)
+    }
+    return earlier | {"paper: accuracy": format_table(paper["table 1"], style="markdown")}
 
 
 if __name__ == "__main__":
