@@ -12,8 +12,7 @@ of width 128 and 6 post-norm blocks from a file in the naming of PyTorch's nn.Tr
 third reads a published ResNet-20 (akamaster/pytorch_resnet_cifar10, 91.73% clean) and adapts scale and bias of its
 BatchNorms with frozen statistics. The fourth runs `:group_norm`, the same network with GroupNorms in their place. The
 command makes it. launch.adapt alone would train it from random parameters. Not run by us: the third as a whole. Results
-and times: docs/results/tta.md. On CPU, set the environment variables MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_
-to 8589934592. Otherwise glibc returns memory after every step, which may cost half of the time.
+and times: docs/results/tta.md.
 """
 
 from ml_collections import ConfigDict
@@ -112,13 +111,13 @@ def get_config(source: str = "trained") -> ConfigDict:
         config.update(get_config("resnet20"))
         config.model.options = {"norm": "group", "groups": 2}
         config.data.images = 128
-        config.protocol.seeds = 2
-        config.privacy.budgets = (20.0,)
+        config.protocol.seeds = 3
+        config.privacy.budgets = (20.0, 5.0)
         config.fisher_images = 512
         config.tuning.update(
-            images=128,
-            learning_rates=(1e-3, 3e-3, 1e-2),
-            clipped_steps=(1e-2, 3e-2, 1e-1),
+            images=512,  # as many updates as the evaluated stream has
+            learning_rates=(1e-4, 3e-4, 1e-3, 3e-3),
+            clipped_steps=(1e-3, 3e-3, 1e-2, 3e-2),
             clip_norms=(3.0,),  # a third of the median gradient norm
         )
     return config
