@@ -86,7 +86,12 @@ EVIDENCE = [
     ),
     Evidence("results/split_adaptation.md", ("split_costs.json",), lambda found: {"costs": split_costs.table(found)}),
     Evidence("results/split_adaptation.md", ("split_earlier.json", "split_paper.json"), evidence_split.earlier_tables),
-    Evidence("results/split_adaptation.md", ("split_cifar100.json", "split_paper.json"), evidence_split.tables),
+    Evidence(
+        "results/split_adaptation.md",
+        ("split_cifar100.json", "split_paper.json"),
+        evidence_split.tables,
+        {"split_noise.png": evidence_split.draw},
+    ),
     Evidence("results/tta.md", ("evidence_tta.json",), evidence_tta.tables, {"tta.png": evidence_tta.draw}),
     Evidence("results/agt.md", ("evidence_agt.json",), evidence_agt.tables, {"agt.png": evidence_agt.draw}),
     Evidence(

@@ -11,6 +11,7 @@ The ledger holds the whole rest of the run before the first chunk, so that a run
 """
 
 import contextlib
+import functools
 import os
 import pathlib
 import time
@@ -20,7 +21,7 @@ from typing import Any, cast
 import jax
 
 from jaxdp.data import Source, check_source
-from jaxdp.finetune.trainer import PrivateTrainer, TrainState
+from jaxdp.finetune.trainer import FIRST_STEPS, PrivateTrainer, Programs, TrainState
 from jaxdp.privacy import Account
 from jaxdp.privacy.cautions import warn_if_weak
 from jaxdp.release import Checkpoints, Hosts, Release, Till, digest, stream
@@ -116,16 +117,11 @@ def fit(
         hosts.explained(),
         Till(workdir, seed=seed, hosts=hosts) as till,
         contextlib.closing(_Files(till.workdir, hosts)) as files,
+        trainer.compile(source) as programs,
     ):
         state, first = files.restore(trainer.init(params))
         state = trainer.placed(state)
-        texts: list[str] = []  # All chunks share one program.
         shown: dict[str, float] = {}
-
-        def programs(start: TrainState) -> list[str]:
-            if not texts:
-                texts.append(trainer.lowered_text(start, source))
-            return texts
 
         def chunk(pays: Account, start: TrainState, first: int) -> Release[TrainState]:
             last = min(first + checkpoint_every, steps)
@@ -133,9 +129,9 @@ def fit(
                 label=f"training, steps {first}..{last - 1}",
                 charges=[(pays, trainer.event(first, last))],
                 facts=lambda: [source.fingerprint, repr(trainer.sampler), trainer.query.public, _resumable(start)],
-                programs=lambda: programs(start),
+                programs=lambda: [programs.text(start, last)],
                 deterministic=True,  # The trainer compiles its steps with `repeatable`.
-                compute=lambda secret: _run(trainer, start, source, secret, last - first, finished, hosts),
+                compute=lambda secret: _run(programs, start, secret, range(first, last), finished, hosts),
                 keep=files.save,
             )
 
@@ -144,7 +140,7 @@ def fit(
             return {
                 "config": repr([*config, workdir is None, seed is None]),
                 "data": source.fingerprint,
-                "program": digest([programs(state), trainer.query.public]),
+                "program": digest([[programs.text(state, steps)], trainer.query.public]),
             }
 
         def settle() -> None:
@@ -195,7 +191,7 @@ def fit(
             token = till.token(chunk(pays, state, first)) if first < steps else ""
             hosts.first(hold)
             if first < steps:
-                hosts.each(lambda: trainer.compile(state, source))
+                hosts.each(lambda: programs.wait(first))
             for start in range(first, steps, checkpoint_every):
                 state = till.release(chunk(pays, state, start))
     return state
@@ -225,15 +221,15 @@ def _check_unit(trainer: PrivateTrainer, account: Account) -> None:
 
 
 def _run(
-    trainer: PrivateTrainer,
+    programs: Programs,
     state: TrainState,
-    source: Source,
     secret: bytes,
-    steps: int,
+    steps: range,
     finished: Callable[[TrainState, dict[str, float], bool], None],
     hosts: Hosts,
 ) -> TrainState:
-    """Runs some steps with all randomness from `secret`. Calls `finished(state, metrics, last)` after each step."""
+    """Runs numbered steps with all randomness from `secret`. Calls `finished(state, metrics, last)` after each step."""
+    trainer, source = programs.trainer, programs.source
     state = trainer.placed(
         state._replace(
             noise=PrivatizeState(stream(secret, "gradient noise"), state.step),
@@ -248,8 +244,10 @@ def _run(
             if row:
                 finished(state, _fetched(row), False)
 
-    with trainer.batches(state, source, steps) as batches:
-        for _ in range(steps):
+    with trainer.batches(state, source, len(steps)) as batches:
+        for step in steps:
+            if step <= FIRST_STEPS:
+                hosts.each(functools.partial(programs.wait, step))
             batch = hosts.together(lambda: next(batches))  # A process that cannot read stops all.
             with jax.transfer_guard("disallow"):
                 state, row = trainer.step(state, source, batch, meanwhile)

@@ -17,6 +17,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
@@ -39,6 +40,9 @@ from jaxdp.transforms.noise import Privatizer, PrivatizeState, privatize
 from jaxdp.transforms.walker import forward_bytes
 
 CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
+# Steps that take the largest physical size alone, so that a run starts before the programs of the others are compiled.
+FIRST_STEPS = 8
+_FIRST_PROGRAMS = 2  # the sum of the largest size, and the update
 # What a physical batch may take, by the rough count of `PrivateTrainer.physical`, where a device does not tell its own.
 _MEMORY = 2**31
 
@@ -261,7 +265,9 @@ class PrivateTrainer:
         """
         self.check(source)
         state = self.refreshed(state)
-        sums = self.total(state, self.load(state, source, self.drawn(state)) if batch is None else batch)
+        if batch is None:
+            batch = self.load(state, source, self.drawn(state), step=int(jax.device_get(state.step)))
+        sums = self.total(state, batch)
         if meanwhile is None:
             return self.update(state, sums)
         meanwhile()
@@ -276,7 +282,7 @@ class PrivateTrainer:
         first, words = jax.device_get((state.step, jax.random.key_data(state.noise.key)))
 
         def load(step: int) -> list[Any]:
-            return self.load(state, source, self._drawn(words.tobytes(), step))
+            return self.load(state, source, self._drawn(words.tobytes(), step), step=step)
 
         with concurrent.futures.ThreadPoolExecutor(1, "jaxdp batches") as reader:
 
@@ -326,10 +332,15 @@ class PrivateTrainer:
         forward = forward_bytes(jax.make_jaxpr(gradient.loss_fn)(state.params, example, **key).jaxpr)
         return 2 * views * forward + held * moving
 
-    def load(self, state: TrainState, source: Source, rows: np.ndarray) -> list[Any]:
-        """Cuts `rows`, [B >= 0] indices into `source`, into physical batches, and reads what this process needs."""
-        parts = enumerate(self.physical(state, source).cut(rows))
-        return [self._put(state, source, *rows_and_mask, part) for part, rows_and_mask in parts]
+    def load(self, state: TrainState, source: Source, rows: np.ndarray, *, step: int | None = None) -> list[Any]:
+        """Cuts `rows`, [B >= 0] indices into `source`, into physical batches, and reads what this process needs.
+
+        The first `FIRST_STEPS` steps take the largest size only. Without `step`, all sizes are used.
+        """
+        sizes = self.physical(state, source)
+        if step is not None and step < FIRST_STEPS:
+            sizes = dataclasses.replace(sizes, sizes=sizes.sizes[:1])
+        return [self._put(state, source, *cut, part) for part, cut in enumerate(sizes.cut(rows))]
 
     def _put(self, state: TrainState, source: Source, rows: np.ndarray, mask: np.ndarray, part: int) -> Any:
         if (layout := state.layout) is None:
@@ -360,14 +371,27 @@ class PrivateTrainer:
 
     def lowered_text(self, state: TrainState, source: Source) -> str:
         """Returns the compiled steps as StableHLO. Equal text, data and keys give equal results on equal devices."""
-        texts = [function.lower(*args).as_text() for function, args in self.programs(state, source).values()]
-        return "".join([f"refresh_every={self.query.refresh_every}\n{state.layout}\n", *texts])
+        return "".join([self.settings_text(state), *(program.as_text() for _, program in self.lowered(state, source))])
 
-    def programs(self, state: TrainState, source: Source) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    def settings_text(self, state: TrainState) -> str:
+        """Returns what the programs do not tell of how they are called."""
+        return f"refresh_every={self.query.refresh_every}\nfirst steps={FIRST_STEPS}\n{state.layout}\n"
+
+    def lowered(
+        self, state: TrainState, source: Source, last: int | None = None
+    ) -> Iterator[tuple[str, jax.stages.Lowered]]:
+        """Yields the programs of steps up to `last`, excluded, by the names of `programs`, once each is traced."""
+        for name, (function, args) in self.programs(state, source, last).items():
+            yield name, function.lower(*args)
+
+    def programs(
+        self, state: TrainState, source: Source, last: int | None = None
+    ) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Returns the compiled functions of a step by name, each with arguments for its `lower`.
 
         "refresh" is called every `query.refresh_every` steps, "accumulate M" for each physical batch of M examples, and
-        "update" once per step. Arguments that an earlier function computes are `jax.ShapeDtypeStruct`s.
+        "update" once per step. Arguments that an earlier function computes are `jax.ShapeDtypeStruct`s. Those of the
+        first step come first. With `last`, the programs are those of the steps before it.
         """
         sums = self._shapes(state, jax.eval_shape(self.zeros, state.params, state.layout))
         found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
@@ -375,10 +399,12 @@ class PrivateTrainer:
             args = (state.params, state.carried, state.step, self.query.public)
             found["refresh"] = (jax.jit(self.query.refresh), args)
             state = state._replace(carried=jax.eval_shape(self.query.refresh, *args))
-        for size in self.physical(state, source).sizes:
+        every = self.physical(state, source).sizes
+        for size in every if last is None or last > FIRST_STEPS else every[:1]:
             batch = self._put(state, source, np.zeros(size, np.int64), np.zeros(size, bool), 0)
             found[f"accumulate {size}"] = (self.accumulate, (state, sums, *batch))
-        return found | {"update": (self.update_in_place, (*apart(state), sums))}
+            found.setdefault("update", (self.update_in_place, (*apart(state), sums)))
+        return found
 
     def _shapes(self, state: TrainState, tree: Any) -> Any:
         """Returns shapes with the shardings that the steps give them."""
@@ -387,13 +413,12 @@ class PrivateTrainer:
         lie = self._shardings(state.params, state.layout, tree)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, lie)
 
-    def compile(self, state: TrainState, source: Source) -> None:
-        """Compiles the programs of `fit` side by side. Without it each is compiled when it is first needed."""
-        programs = self.programs(state, source)
-        programs.pop("refresh", None)  # It is compiled where it is called.
-        lowered = [function.lower(*args) for function, args in programs.values()]
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            list(pool.map(lambda program: program.compile(), lowered))
+    def compile(self, source: Source) -> "Programs":
+        """Returns programs that are compiled side by side, in the background. Close them.
+
+        Without it, a step compiles what it needs first.
+        """
+        return Programs(self, source)
 
     def _zeros(self, params: Any, layout: Layout | None = None) -> Any:
         return self._laid_out(params, layout, self.query.zeros(params))
@@ -453,6 +478,50 @@ class PrivateTrainer:
         metrics = {"released_gradient_norm": optax.tree.norm(gradient), **metrics}
         after = TrainState(state.step + 1, params, opt_state, ema, carried, released, noise, state.key, state.layout)
         return self._laid_out(params, state.layout, after), metrics
+
+
+class Programs:
+    """The programs of a run, which are compiled in the background.
+
+    Those of the first step come first. Those of steps from `FIRST_STEPS` on are compiled while earlier steps run.
+    """
+
+    def __init__(self, trainer: PrivateTrainer, source: Source):
+        self.trainer, self.source = trainer, source
+        self._pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jaxdp compiler")
+        self._texts: dict[bool, str] = {}
+        self._lowered: dict[str, jax.stages.Lowered] = {}
+        self._compiling: dict[str, concurrent.futures.Future[Any]] = {}
+
+    def __enter__(self) -> "Programs":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def text(self, state: TrainState, last: int) -> str:
+        """Returns `PrivateTrainer.lowered_text` of the steps before `last`, and starts to compile the first ones."""
+        every = last > FIRST_STEPS
+        if every not in self._texts:
+            parts = [self.trainer.settings_text(state)]
+            for name, program in self.trainer.lowered(state, self.source, last):
+                parts.append(program.as_text())
+                if name != "refresh":  # which is compiled where it is called
+                    self._lowered.setdefault(name, program)
+                    self._compile(_FIRST_PROGRAMS)
+            self._texts[every] = "".join(parts)
+        return self._texts[every]
+
+    def wait(self, step: int) -> None:
+        """Returns when the programs of a step are compiled, or raises the error of one. Call it before every step."""
+        # On few cores the first step would wait for what it does not need.
+        self._compile(len(self._lowered) if step else _FIRST_PROGRAMS)
+        for compiling in list(self._compiling.values())[: None if step >= FIRST_STEPS else _FIRST_PROGRAMS]:
+            compiling.result()
+
+    def _compile(self, count: int) -> None:
+        for name in list(self._lowered)[len(self._compiling) : count]:
+            self._compiling[name] = self._pool.submit(self._lowered[name].compile)
 
 
 def apart(state: TrainState) -> tuple[dict[str, Any], TrainState]:

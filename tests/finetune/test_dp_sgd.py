@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import re
 
 import equinox as eqx
 import jax
@@ -15,6 +16,7 @@ from dp_accounting.pld import PLDAccountant
 from flax import nnx
 
 from jaxdp import data, finetune
+from jaxdp.finetune.trainer import FIRST_STEPS
 from jaxdp.privacy import Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.transforms import losses, noise
@@ -479,15 +481,17 @@ def test_no_recompilation_and_no_implicit_transfers_whatever_the_batch_sizes():
 
 @pytest.mark.slow
 def test_chosen_sizes_and_batches_read_ahead_take_the_same_steps():
+    steps = FIRST_STEPS + 4  # the first ones take one size
+
     def run(ahead, **options):
         trainer, source = trainer_of(data.PoissonSampler(N, 0.35), **options), source_of()
         state = trainer.init(params_of())
         state = state._replace(noise=state.noise._replace(key=noise.stream(bytes(16), "test")))
         if not ahead:
-            for _ in range(4):
+            for _ in range(steps):
                 state, _ = trainer.step(state, source)
             return trainer, state
-        with trainer.batches(state, source, 4) as batches:
+        with trainer.batches(state, source, steps) as batches:
             for batch in batches:
                 state, _ = trainer.step(state, source, batch)
         return trainer, state
@@ -499,26 +503,36 @@ def test_chosen_sizes_and_batches_read_ahead_take_the_same_steps():
     assert_close(now.params, float64(fixed.params))
     for name in fixed.params:  # the same physical batches give the same bits
         np.testing.assert_array_equal(now.params[name], later.params[name])
-    names = [f"accumulate {size}" for size in chosen.physical(now, source_of()).sizes]
-    assert [*chosen.programs(now, source_of())] == [*names, "update"]
+    first, *others = (f"accumulate {size}" for size in chosen.physical(now, source_of()).sizes)
+    assert [*chosen.programs(now, source_of())] == [first, "update", *others]
 
 
 @pytest.mark.slow
-def test_programs_are_compiled_ahead(caplog):
-    def compiled_by_steps(ahead):
-        trainer, source = trainer_of(data.PoissonSampler(N, 0.5), physical_batch_size=None), source_of()
-        state = trainer.init(params_of())
-        if ahead:
-            trainer.compile(state, source)
-        caplog.clear()
-        with jax.log_compiles():
-            for _ in range(2):
-                state, _ = trainer.step(state, source, meanwhile=bool)  # as `fit` takes it
-        names = ("_accumulate", "_update_in_place")
-        return {name for name in names if f"Finished XLA compilation of jit({name})" in caplog.text}
+def test_a_run_starts_before_all_its_programs_are_compiled(caplog):
+    steps = FIRST_STEPS + 4
 
-    assert compiled_by_steps(ahead=True) == set()
-    assert compiled_by_steps(ahead=False) == {"_accumulate", "_update_in_place"}
+    def run(ahead):
+        """Returns the number of programs that each step itself compiled, and the names of those of the first steps."""
+        trainer, source = trainer_of(data.PoissonSampler(N, 0.5), physical_batch_size=None), source_of()
+        state, counts = trainer.init(params_of()), []
+        with trainer.compile(source) as programs:
+            for step in range(steps):
+                if ahead:
+                    programs.text(state, steps)
+                    programs.wait(step)
+                caplog.clear()
+                with jax.log_compiles():  # of this thread alone
+                    state, _ = trainer.step(state, source, meanwhile=bool)  # as `fit` takes it
+                counts.append(
+                    len(re.findall(r"Finished XLA compilation of jit\((?:_accumulate|_update_in_p)", caplog.text))
+                )
+        return counts, [*trainer.programs(state, source, FIRST_STEPS)], [*trainer.programs(state, source)]
+
+    counts, first, every = run(ahead=True)
+    assert counts == [0] * steps
+    assert first == every[:2] and first[1] == "update" and len(every) > 2
+    counts, *_ = run(ahead=False)
+    assert counts[0] == 2 and sum(counts[:FIRST_STEPS]) == 2 < sum(counts)
 
 
 def test_memory_bounds_the_chosen_sizes():
