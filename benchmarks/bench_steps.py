@@ -125,7 +125,7 @@ def our_steps(case: Case, peers: bool, running: contextlib.ExitStack) -> dict[st
     source, size = source_of(case), case.batch_size
     example = jax.tree.map(lambda x: x[:1], source.gather(np.arange(1)))
     inputs = example["tokens"][:, :-1] if case.tokens else example["x"]
-    params, optimizer = case.network.init(jax.random.key(0), inputs), optax.sgd(0.01, momentum=0.9)
+    params, optimizer = jax.jit(case.network.init)(jax.random.key(0), inputs), optax.sgd(0.01, momentum=0.9)
     options: dict[str, Any] = {
         "sampler": PoissonSampler(len(source), size / len(source)),
         "clip_norm": CLIP,

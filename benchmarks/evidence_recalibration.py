@@ -2,7 +2,8 @@
 
     python -m launch.recalibrate --config configs/recalibration/cifar10.py:checkpoint --workdir W/resnet20 ...
     python -m launch.recalibrate --config configs/recalibration/cifar10.py:resnet56 --workdir W/resnet56 ...
-    python -m benchmarks.evidence_recalibration --workdirs W/resnet20,W/resnet56
+    python -m launch.recalibrate --config configs/recalibration/cifar10.py:cifar100 --workdir W/cifar100 ...
+    python -m benchmarks.evidence_recalibration --workdirs W/resnet20,W/resnet56,W/cifar100
     python -m benchmarks.evidence results/recalibration.md
 
 The docstring of the config has the whole commands. The further comparisons are at the centre (50 sources of 30, epsilon
@@ -178,31 +179,22 @@ def summary(folder: pathlib.Path) -> dict[str, Any]:
 
 def tables(report: Any, earlier: Any) -> dict[str, str]:
     """Returns the tables of docs/results/recalibration.md."""
+    public = {network: found for network, found in report.items() if network != "cifar100"}
     rows, second, third = [], [], []
-    names = list(next(iter(report.values()))["methods"])
-    for name in names:
-        row = {"method": name}
-        for network, found in report.items():
-            one = found["methods"][name]
-            every = np.concatenate([np.asarray(one[part]).ravel() for part in ("sources", "samples", "epsilon")])
-            row[f"{network}, all"] = f"{np.median(every):.3f} / {np.mean(every):.3f}"
-            centre = np.ravel(one["centre"])
-            row[f"{network}, centre"] = _error(centre)
-            row[f"{network}, Brier"] = f"{np.mean(one['brier']):.3f}"
-            if name not in ("none", "one source"):
-                row[f"{network}, no privacy"] = _error(np.ravel(one["no privacy"]))
-        rows.append(row)
+    for name in next(iter(report.values()))["methods"]:
+        scores = {network: _scores(name, found["methods"][name]) for network, found in public.items()}
+        rows.append({"method": name, **{f"{n}, {score}": x for n, row in scores.items() for score, x in row.items()}})
     ways = ("none", "Acc-T wide", "Acc-T bisection", "logistic binning", "beta binning")
     for name in (*ways, "vector scaling", "vector scaling, no privacy"):
         row = {"method": name}
-        for network, found in report.items():
+        for network, found in public.items():
             for score in ("ece", "classwise", "adaptive"):
                 if score in found["further"][0][name]:  # a binning has a confidence in the first class only
                     row[f"{network}, {score}"] = _error(_by_shift(found["further"], lambda r, n=name, s=score: r[n][s]))
         second.append(row)
     for name in ("beta binning", "vector scaling", "Acc-T bisection"):
         row = {"method, less logistic binning": name}
-        for network, found in report.items():
+        for network, found in public.items():
             gaps = _by_shift(found["further"], lambda r, n=name: r[n]["ece"] - r["logistic binning"]["ece"])
             row[network] = _error(gaps)
         third.append(row)
@@ -213,8 +205,18 @@ def tables(report: Any, earlier: Any) -> dict[str, str]:
         | {key: results.percent(one[key]) for key in ("clean", "shifted")}
         for network, one in report.items()
     ]
-    found = {"networks": networks, "methods": rows, "class-wise": second, "differences": third, "b": fourth}
-    return {title: format_table(rows, style="markdown") for title, rows in found.items()}
+    hundred = [{"method": name, **_scores(name, one)} for name, one in report["cifar100"]["methods"].items()]
+    found = {"networks": networks, "methods": rows, "class-wise": second, "differences": third, "cifar100": hundred}
+    return {title: format_table(rows, style="markdown") for title, rows in {**found, "b": fourth}.items()}
+
+
+def _scores(name: str, one: Any) -> dict[str, str]:
+    """Returns what a table shows of a method on a network."""
+    every = np.concatenate([np.asarray(one[part]).ravel() for part in ("sources", "samples", "epsilon")])
+    row = {"all": f"{np.median(every):.3f} / {np.mean(every):.3f}", "centre": _error(np.ravel(one["centre"]))}
+    row["Brier"] = f"{np.mean(one['brier']):.3f}"
+    public = name in ("none", "one source")
+    return row if public else row | {"no privacy": _error(np.ravel(one["no privacy"]))}
 
 
 def _by_shift(rows: Any, value: Any) -> list[float]:

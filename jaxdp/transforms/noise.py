@@ -35,14 +35,16 @@ which the (epsilon, delta) of the ledger does not cover:
   are all zero. Nothing else about timing is promised.
 
 **Cost.** All leaves of a dtype are slices of one vector, so a tree compiles one program. The normals of a vector are
-functions of the key and their index only. On a CPU, XLA fuses the cipher with them. The two normals of a pair are one
-complex number, because XLA would compute the cipher once for each real vector.
+functions of the key and their index only. A block of the cipher gives two pairs of float32 normals, or one of float64.
+On a CPU, XLA fuses the cipher with them. What a block gives is one complex number there, because XLA would compute the
+cipher once for each vector.
 
 **Shards.** Inside `jax.shard_map`, a key that all devices share gives all of them the same noise. That is right for a
 sum that they also share, such as the result of `jax.lax.psum`. Under `check_vma=True`, the default, equal noise on
 devices whose values differ raises an error. Under `check_vma=False` JAX cannot tell, and the caller must check.
 """
 
+import contextlib
 import functools
 import hmac
 import itertools
@@ -71,9 +73,11 @@ _SMALLEST_STD, _LARGEST_STD = 2.0**-100, 2.0**100
 _MOST_WORDS = 256
 # The most values of one vector of noise, which bounds the memory beside the leaves to 256 MiB or one leaf.
 _LARGEST_VECTOR = 2**26
-# Pairs of normals per step of a loop. XLA-CPU divides a step of this size among cores. It computes the pairs of a step
-# one by one unless their number is a multiple of eight, which takes five times as long.
+# Blocks of the cipher per step of a loop. XLA-CPU divides a step of this size among cores. It computes the blocks of a
+# step one by one unless their number is a multiple of eight, which takes five times as long.
 _STEP, _TOGETHER = 2**14, 8
+# Pairs of normals that a block gives, per itemsize. A pair takes five words.
+_PAIRS, _WORDS = {4: 2, 8: 1}, 5
 # Positions in a vector are int32.
 _LARGEST_LEAF = 2**31 - 2 * _STEP
 # The last term of the Taylor series of a cosine in [0, pi / 4], per itemsize.
@@ -417,21 +421,51 @@ def _scaled(
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _standard_normal(key: jax.Array, size: int, dtype: Any) -> jax.Array:
     """Draws pairs of normals by Box and Muller's method, with 64 bits for the radius and 3 + 64 for the angle."""
-    cipher_key, width = _cipher_key(key), _width(size)
-    steps = max(1, -(-size // (2 * width)))
+    cipher_key, width = _cipher_key(key), _width(size, dtype)
+    pairs = _PAIRS[dtype.itemsize]
+    each = 2 * pairs * width  # values of a step
+    steps = max(1, -(-size // each))
+    packs = jax.default_backend() == "cpu" and pairs > 1
 
-    def step(number: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def step(number: jax.Array, state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         values, before = state
         # XLA uses one core for what a step writes to the result. So the next step writes what this one computes.
-        start = 2 * width * jnp.maximum(number - 1, 0)
-        values = jax.lax.dynamic_update_slice(values, jnp.concatenate([before.real, before.imag]), (start,))
-        lane = jax.lax.iota(jnp.uint32, width)
-        return values, jax.lax.complex(*_pair(cipher_key, lane, number.astype(jnp.uint32), dtype))
+        start = each * jnp.maximum(number - 1, 0)
+        values = jax.lax.dynamic_update_slice(values, _flat(before), (start,))
+        words = chacha.unrolled_block(
+            cipher_key, (jax.lax.iota(jnp.uint32, width), number.astype(jnp.uint32), 0, chacha.NOISE)
+        )
+        found = [jax.lax.complex(*_pair(words[_WORDS * k :], dtype)) for k in range(pairs)]
+        return values, _packed(found) if packs else found
 
-    none = jnp.zeros(2 * width * steps, dtype) * cipher_key[0].astype(dtype)  # varies over the same mesh axes
-    start = (none, jax.lax.complex(none[:width], none[:width]))
-    values: jax.Array = jax.lax.fori_loop(0, steps + 1, step, start)[0]
-    return values[:size]
+    with jax.enable_x64(True) if packs else contextlib.nullcontext():
+        none = jnp.zeros(each * steps, dtype) * cipher_key[0].astype(dtype)  # varies over the same mesh axes
+        begun = [jax.lax.complex(none[:width], none[:width])] * pairs
+        start = (none, _packed(begun) if packs else begun)
+        values: jax.Array = jax.lax.fori_loop(jnp.int32(0), jnp.int32(steps + 1), step, start)[0]
+        return values[:size]
+
+
+def _packed(pairs: Sequence[jax.Array]) -> jax.Array:
+    """Returns two complex64 arrays as one complex128 array of their bits.
+
+    XLA-CPU computes the cipher once for each array that it fills.
+    """
+
+    def bits(x: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(x, jnp.uint32).astype(jnp.uint64)
+
+    halves = (bits(x.real) | (bits(x.imag) << jnp.uint64(32)) for x in pairs)
+    return jax.lax.complex(*(jax.lax.bitcast_convert_type(half, jnp.float64) for half in halves))
+
+
+def _flat(found: Any) -> jax.Array:
+    """Returns the normals of a step. Those of a pair are neighbours. All first pairs come before the second ones."""
+    if isinstance(found, jax.Array):
+        pairs = [jax.lax.bitcast_convert_type(half, jnp.float32) for half in (found.real, found.imag)]
+    else:
+        pairs = [jnp.stack([x.real, x.imag], axis=-1) for x in found]
+    return jnp.concatenate([pair.reshape(-1) for pair in pairs])
 
 
 def _cipher_key(key: jax.Array) -> jax.Array:
@@ -439,14 +473,13 @@ def _cipher_key(key: jax.Array) -> jax.Array:
     return jax.random.key_data(key) if own else jax.random.bits(key, (8,), jnp.uint32)
 
 
-def _width(size: int) -> int:
-    """Returns the number of pairs per step of a vector of `size` normals."""
-    return min(_STEP, _TOGETHER * max(1, -(-size // (2 * _TOGETHER))))
+def _width(size: int, dtype: Any) -> int:
+    """Returns the number of blocks per step of a vector of `size` normals."""
+    return min(_STEP, _TOGETHER * max(1, -(-size // (2 * _PAIRS[dtype.itemsize] * _TOGETHER))))
 
 
-def _pair(cipher_key: jax.Array, lane: jax.Array, number: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the two normals of each pair, which has a lane in a numbered step."""
-    words = chacha.unrolled_block(cipher_key, (lane, number, 0, chacha.NOISE))
+def _pair(words: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the two normals of the first five words."""
     radius = jnp.sqrt(2 * _minus_log(words[0], words[1], dtype))
     angle = _uniform_from_bits(words[2], words[3], dtype) * (math.pi / 4)
     sine, cosine, octant = radius * _sine(angle), radius * _cosine(angle), words[4]
@@ -460,10 +493,11 @@ def _normal_in_parts(
 ) -> tuple[jax.Array, ...]:
     """Draws the vector of `_standard_normal`, cut into leaves. Each device computes the parts that it holds.
 
-    A value is computed from its own position, so a pair whose values lie on two devices costs twice.
+    A value is computed from its own position, so each costs a block.
     """
     dtype, sizes = _noise_dtype(leaves[0]), [math.prod(jnp.shape(leaf)) for leaf in leaves]
-    starts, width, mesh = np.cumsum([0, *sizes[:-1]]), _width(sum(sizes)), shardings[0].mesh
+    starts, width, mesh = np.cumsum([0, *sizes[:-1]]), _width(sum(sizes), dtype), shardings[0].mesh
+    pairs = _PAIRS[dtype.itemsize]
 
     def places(leaf: Any, sharding: NamedSharding, start: int) -> jax.Array:
         """Returns the positions in the vector of this device's part of a leaf."""
@@ -481,17 +515,22 @@ def _normal_in_parts(
 
     def part(cipher_key: jax.Array) -> tuple[jax.Array, ...]:
         place = jnp.concatenate([places(*each) for each in zip(leaves, shardings, starts.tolist(), strict=True)])
-        number, lane = jnp.divmod(jnp.pad(place, (0, blocks * block - len(place))), 2 * width)
+        number, own = jnp.divmod(jnp.pad(place, (0, blocks * block - len(place))), 2 * pairs * width)
+        second, lane, odd = own // (2 * width), own % (2 * width) // 2, own % 2
+
+        def cut(x: jax.Array, start: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice(x, (start,), (block,))
 
         def step(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             values, before = state
             last, now = block * jnp.maximum(i - 1, 0), block * i
-            written = jax.lax.dynamic_slice(lane, (last,), (block,)) < width
-            values = jax.lax.dynamic_update_slice(values, jnp.where(written, before.real, before.imag), (last,))
-            column, row = (
-                jax.lax.dynamic_slice(x, (now,), (block,)).astype(jnp.uint32) for x in (lane % width, number)
-            )
-            return values, jax.lax.complex(*_pair(cipher_key, column, row, dtype))
+            written = jnp.where(cut(odd, last) == 0, before.real, before.imag)
+            values = jax.lax.dynamic_update_slice(values, written, (last,))
+            counters = (cut(x, now).astype(jnp.uint32) for x in (lane, number))
+            words = chacha.unrolled_block(cipher_key, (*counters, 0, chacha.NOISE))
+            if pairs > 1:
+                words = [jnp.where(cut(second, now) == 0, *both) for both in zip(words, words[_WORDS:], strict=False)]
+            return values, jax.lax.complex(*_pair(words, dtype))
 
         none = jnp.zeros(blocks * block, dtype)
         values = jax.lax.fori_loop(0, blocks + 1, step, (none, jax.lax.complex(none[:block], none[:block])))[0]

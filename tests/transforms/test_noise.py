@@ -255,15 +255,15 @@ def normals(high, low, high_angle, low_angle, octant):
     return np.sqrt(2 * minus_log) * signs * (x, y)
 
 
-def vector(key, group, size):
-    """Computes the normals of one dtype: steps of 2**14 pairs, the first normals of a step before the second.
+def vector(key, group, size, pairs=2):
+    """Computes the normals of one dtype: steps of 2**14 blocks, the first pairs of a step before the second ones.
 
-    A vector of fewer pairs has one step, of a multiple of eight pairs.
+    A vector of fewer blocks has one step, of a multiple of eight blocks.
     """
-    width = min(2**14, 8 * math.ceil(size / 16))
+    width = min(2**14, 8 * math.ceil(size / (16 * pairs)))
     own = cipher_blocks(key, np.array([group]), 0, SPLIT)[:8, 0]
-    steps = range(-(-size // (2 * width)))
-    return np.concatenate([normals(*cipher_blocks(own, np.arange(width), n, NOISE)[:5]).ravel() for n in steps])[:size]
+    blocks = [cipher_blocks(own, np.arange(width), n, NOISE) for n in range(-(-size // (2 * pairs * width)))]
+    return np.concatenate([normals(*b[5 * k : 5 * k + 5]).T.ravel() for b in blocks for k in range(pairs)])[:size]
 
 
 def test_gaussian_noise_is_that_of_an_independent_computation():
@@ -278,22 +278,28 @@ def test_gaussian_noise_is_that_of_an_independent_computation():
         wide = noise.gaussian(KEY, {"a": jnp.zeros(5), "b": jnp.zeros(101, jnp.float32), "c": jnp.zeros(6)}, 1.0)
     both = np.concatenate([wide["a"], wide["c"]])
     assert both.dtype == np.float64
-    np.testing.assert_allclose(both, vector(jax.random.key_data(KEY), 0, 11), rtol=1e-14)
+    np.testing.assert_allclose(both, vector(jax.random.key_data(KEY), 0, 11, pairs=1), rtol=1e-14)
     np.testing.assert_allclose(wide["b"], vector(jax.random.key_data(KEY), 1, 101), rtol=2e-6)
+
+
+def test_another_backend_draws_the_same_normals(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    drawn = noise.gaussian(KEY, jnp.zeros(4321), 1.0)  # No other test draws as many.
+    np.testing.assert_allclose(drawn, vector(jax.random.key_data(KEY), 0, 4321), rtol=2e-6)
 
 
 def test_every_edge_of_the_words_gives_finite_normals_of_both_signs(monkeypatch):
     """Fails if a word of zeros or ones gives 0, infinity or NaN, or if a sign is more frequent."""
     edges = np.array([0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1], np.uint32)
     words = [part.ravel() for part in np.meshgrid(*[edges] * 4, np.arange(8, dtype=np.uint32), indexing="ij")]
-    monkeypatch.setattr(chacha, "unrolled_block", lambda key, inputs: [jnp.asarray(word) for word in words])
+    monkeypatch.setattr(chacha, "unrolled_block", lambda key, inputs: [jnp.asarray(word) for word in 2 * words])
     # No other test draws as many values, so none meets this program in JAX's cache.
-    found = np.asarray(noise.gaussian(KEY, jnp.zeros((2, words[0].size)), 1.0))
-    np.testing.assert_allclose(found, normals(*words), rtol=2e-6)
+    found = np.asarray(noise.gaussian(KEY, jnp.zeros((2, words[0].size, 2)), 1.0))
+    np.testing.assert_allclose(found, [normals(*words).T] * 2, rtol=2e-6)
     assert np.isfinite(found).all() and abs(found).min() > 2.0**-98
     assert 9.4 < abs(found).max() < 9.5
-    octants = found.reshape(2, -1, 8)
-    assert (np.sort(octants) == np.sort(-octants)).all()
+    octants = found.reshape(2, -1, 8, 2)
+    assert (np.sort(octants, axis=2) == np.sort(-octants, axis=2)).all()
 
 
 def test_trees_without_values_have_no_noise():

@@ -1,0 +1,93 @@
+"""Times what a user waits for before the first result: a first private step, and the demo, with and without a cache.
+
+    python -m benchmarks.bench_start --cases mlp,cnn,resnet20,vit,lm,demo --rounds 3
+
+A run is a new process. "cold" begins with an empty folder of compiled programs, "warm" with that of the cold run, as
+the second run of a launcher does. The time is that from the start of the process to the end of the first private step
+of a case of `benchmarks.bench_steps`, whose parameters it makes. "import" ends before the first computation. "demo" is
+`make demo` as a whole, so it has the computation of all stages in both runs.
+"""
+
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks import timing
+from jaxdp.report import format_table
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DEMO = ["-m", "launch.lifecycle", "--config", "configs/lifecycle_digits.py", "--workdir"]
+# What a launcher does before it computes, and one step. It prints the seconds since the epoch before and after.
+STEP = """
+import contextlib, sys, time
+import jax
+from benchmarks import bench_steps
+from jaxdp.memory import keep_freed_memory
+
+keep_freed_memory()
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+print(time.time())
+with contextlib.ExitStack() as running:
+    jax.block_until_ready(bench_steps.our_steps(bench_steps.cases()[sys.argv[1]], False, running)["private"]())
+    print(time.time(), flush=True)
+"""
+
+
+def started(case: str, cache: pathlib.Path, workdir: pathlib.Path) -> dict[str, float]:
+    """Returns seconds from the start of a process."""
+    demo = case == "demo"
+    command = [sys.executable, *([*DEMO, str(workdir)] if demo else ["-c", STEP, case])]
+    folder = "XDG_CACHE_HOME" if demo else "JAX_COMPILATION_CACHE_DIR"
+    begun = time.time()
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, folder: str(cache)}, check=True, capture_output=True, text=True
+    )
+    if demo:
+        return {"end": time.time() - begun}
+    return dict(zip(("import", "end"), (float(line) - begun for line in done.stdout.splitlines()[-2:]), strict=True))
+
+
+def measured(case: str, rounds: int) -> dict[str, float]:
+    """Returns medians over rounds of a cold run and a warm one."""
+    found: dict[str, list[float]] = {"import": [], "cold": [], "warm": [], "ratio": []}
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            places = pathlib.Path(folder)
+            cold, warm = (started(case, places / "cache", places / name) for name in ("cold", "warm"))
+        found["import"] += [cold["import"]] if "import" in cold else []
+        found["cold"].append(cold["end"])
+        found["warm"].append(warm["end"])
+        found["ratio"].append(warm["end"] / cold["end"])
+    return {name: statistics.median(values) for name, values in found.items() if values}
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """Returns the cases of a report as a table."""
+    columns = ("import", "cold", "warm", "ratio")
+    rows = [
+        {"process": case, **{name: f"{row[name]:.2g}" if name in row else None for name in columns}}
+        for case, row in found["cases"].items()
+    ]
+    return format_table(rows, style="markdown")
+
+
+def main() -> None:
+    parser = timing.arguments(__doc__, output=".bench/start.json")
+    parser.add_argument("--cases", default="mlp,cnn,resnet20,vit,lm,demo")
+    parser.add_argument("--rounds", type=int, default=3)
+    flags = parser.parse_args()
+    report: dict[str, Any] = {**timing.machine(), "rounds": flags.rounds, "cases": {}}
+    for case in flags.cases.split(","):
+        report["cases"][case] = row = measured(case, flags.rounds)
+        print(case, {name: round(value, 2) for name, value in row.items()}, flush=True)
+    timing.write(report, flags.output)
+
+
+if __name__ == "__main__":
+    main()
