@@ -497,7 +497,7 @@ class Programs:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)  # An interrupted run does not wait for the compiler.
 
     def text(self, state: TrainState, last: int) -> str:
         """Returns `PrivateTrainer.lowered_text` of the steps before `last`, and starts to compile the first ones."""
