@@ -183,7 +183,7 @@ def our_steps(case: Case, peers: bool, running: contextlib.ExitStack) -> dict[st
 
         def step() -> Any:
             if (number := next(numbers)) <= FIRST_STEPS:  # compiles as `fit` does
-                programs.text(now[0], MOST_STEPS)
+                programs.start(now[0], range(MOST_STEPS))
                 programs.wait(number)
             now[0], _ = trainer.step(now[0], source, next(batches()), meanwhile=lambda: None)
             return now

@@ -129,18 +129,22 @@ def fit(
                 label=f"training, steps {first}..{last - 1}",
                 charges=[(pays, trainer.event(first, last))],
                 facts=lambda: [source.fingerprint, repr(trainer.sampler), trainer.query.public, _resumable(start)],
-                programs=lambda: [programs.text(start, last)],
+                programs=lambda: [programs.text(last)],
                 deterministic=True,  # The trainer compiles its steps with `repeatable`.
                 compute=lambda secret: _run(programs, start, secret, range(first, last), finished, hosts),
                 keep=files.save,
             )
 
+        def trace() -> None:
+            programs.start(state, range(first, steps))
+
         def shared() -> dict[str, str]:
+            trace()
             config = [steps, checkpoint_every, evaluate_every, repr(trainer.sampler), str(trainer.event(0, steps))]
             return {
                 "config": repr([*config, workdir is None, seed is None]),
                 "data": source.fingerprint,
-                "program": digest([[programs.text(state, steps)], trainer.query.public]),
+                "program": digest([programs.text(steps), trainer.query.public]),
             }
 
         def settle() -> None:
@@ -188,6 +192,8 @@ def fit(
                 held = pays.hold(trainer.event(after, steps), key=till.name, seconds=_HELD_SECONDS)
                 pays = room.enter_context(held).account(pays)
 
+            if first < steps:
+                hosts.each(trace)
             token = till.token(chunk(pays, state, first)) if first < steps else ""
             hosts.first(hold)
             if first < steps:

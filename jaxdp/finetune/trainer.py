@@ -483,45 +483,50 @@ class PrivateTrainer:
 class Programs:
     """The programs of a run, which are compiled in the background.
 
-    Those of the first step come first. Those of steps from `FIRST_STEPS` on are compiled while earlier steps run.
+    Those of the first step are compiled while the others are traced. Those of steps from `FIRST_STEPS` on are compiled
+    while earlier steps run. So an error of the compiler may come in a chunk that is paid, which a later call repeats.
     """
 
     def __init__(self, trainer: PrivateTrainer, source: Source):
         self.trainer, self.source = trainer, source
+        # Python waits for running threads when it ends.
         self._pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jaxdp compiler")
-        self._texts: dict[bool, str] = {}
+        self._texts: dict[str, str] = {}
         self._lowered: dict[str, jax.stages.Lowered] = {}
-        self._compiling: dict[str, concurrent.futures.Future[Any]] = {}
+        self._compiling: list[concurrent.futures.Future[Any]] = []
 
     def __enter__(self) -> "Programs":
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)  # An interrupted run does not wait for the compiler.
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def text(self, state: TrainState, last: int) -> str:
-        """Returns `PrivateTrainer.lowered_text` of the steps before `last`, and starts to compile the first ones."""
-        every = last > FIRST_STEPS
-        if every not in self._texts:
-            parts = [self.trainer.settings_text(state)]
-            for name, program in self.trainer.lowered(state, self.source, last):
-                parts.append(program.as_text())
-                if name != "refresh":  # which is compiled where it is called
-                    self._lowered.setdefault(name, program)
-                    self._compile(_FIRST_PROGRAMS)
-            self._texts[every] = "".join(parts)
-        return self._texts[every]
+    def start(self, state: TrainState, steps: range) -> None:
+        """Traces the programs of these steps, and starts to compile those of the first one. A second call is free."""
+        if self._texts:
+            return
+        self._texts[""] = self.trainer.settings_text(state)
+        for name, program in self.trainer.lowered(state, self.source, steps.stop):
+            self._texts[name] = program.as_text()
+            if name != "refresh" and steps:  # "refresh" is compiled where it is called
+                self._lowered[name] = program
+                self._compile(_FIRST_PROGRAMS)
+
+    def text(self, last: int) -> str:
+        """Returns `PrivateTrainer.lowered_text` of the steps before `last`."""
+        names = list(self._texts)
+        return "".join(self._texts[name] for name in names[: None if last > FIRST_STEPS else names.index("update") + 1])
 
     def wait(self, step: int) -> None:
         """Returns when the programs of a step are compiled, or raises the error of one. Call it before every step."""
         # On few cores the first step would wait for what it does not need.
         self._compile(len(self._lowered) if step else _FIRST_PROGRAMS)
-        for compiling in list(self._compiling.values())[: None if step >= FIRST_STEPS else _FIRST_PROGRAMS]:
+        for compiling in self._compiling[: None if step >= FIRST_STEPS else _FIRST_PROGRAMS]:
             compiling.result()
 
     def _compile(self, count: int) -> None:
-        for name in list(self._lowered)[len(self._compiling) : count]:
-            self._compiling[name] = self._pool.submit(self._lowered[name].compile)
+        for program in list(self._lowered.values())[len(self._compiling) : count]:
+            self._compiling.append(self._pool.submit(program.compile))
 
 
 def apart(state: TrainState) -> tuple[dict[str, Any], TrainState]:

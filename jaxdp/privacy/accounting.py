@@ -82,7 +82,28 @@ RELATIONS: Mapping[str, NeighboringRelation] = {
 }
 METHODS = ("auto", "pld", "rdp")
 RDP_ORDERS: tuple[float, ...] = tuple(DEFAULT_RDP_ORDERS)
-ROUGH_ORDERS = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 128.0, 256.0, 1024.0)
+ROUGH_ORDERS = (
+    1.1,
+    1.2,
+    1.35,
+    1.5,
+    1.75,
+    2.0,
+    2.5,
+    3.0,
+    4.0,
+    6.0,
+    8.0,
+    12.0,
+    16.0,
+    24.0,
+    32.0,
+    48.0,
+    64.0,
+    128.0,
+    256.0,
+    1024.0,
+)
 
 # Log-sum-exp at small orders errs by about 1e-14 / (order - 1). dp_accounting reads a negative RDP as "no loss".
 _RDP_SLACK = 1e-13
@@ -98,8 +119,9 @@ def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency = "add_remove"
         delta: A number in [0, 1). At 0 only releases with a pure proof are finite, and their epsilons add up.
         adjacency: "add_remove", "replace_one" or "zero_out" (a record against the zero or null record).
         method: "auto" (PLD, or RDP where a part has no PLD rule), or only "pld" or only "rdp". RDP is above PLD up to
-            PLD's rounding. So "auto" computes both only where delta is below 1e-9 or epsilon above 1e5, and returns the
-            smaller one. Every method includes the sum of pure epsilons.
+            PLD's rounding. So "auto" computes both only where rounding may matter, and returns the smaller one: for a
+            delta below 1e-9, a very large epsilon, or a grid that is coarser than wanted. Every method includes the sum
+            of pure epsilons.
 
     Returns:
         Epsilon >= 0. It is 0 for an empty composition, and `math.inf` with a `NonPrivateDpEvent` or an unproven part.
@@ -129,12 +151,13 @@ def delta(event: DpEvent, *, epsilon: float, adjacency: Adjacency = "add_remove"
         return 1.0
     if _pure_epsilon(counts, adjacency) <= epsilon:
         return 0.0
-    bound = 1.0
+    bound, coarse = 1.0, False
     if "pld" in rules:
-        total = _total_pld(counts, adjacency, _scale(counts, adjacency, 1e-5))
+        scale = _scale(counts, adjacency, 1e-5)
+        total, coarse = _total_pld(counts, adjacency, scale), _is_coarse(counts, adjacency, scale)
         if total is not None:
             bound = min(bound, float(total.get_delta_for_epsilon(epsilon)) + _fft_slack(counts))
-    if "rdp" in rules and not _fine(counts) < bound < 1:
+    if "rdp" in rules and (coarse or not _fine(counts) < bound < 1):
         bound = min(bound, float(compute_delta(RDP_ORDERS, _total_rdp(counts, adjacency), epsilon)[0]))
     return bound
 
@@ -157,12 +180,13 @@ def _epsilon_of_leaves(
         return 0.0
     if _is_boundless(counts):
         return math.inf
-    bound, pure = math.inf, _pure_epsilon(counts, adjacency)
+    bound, coarse, pure = math.inf, True, _pure_epsilon(counts, adjacency)
     if "pld" in rules and delta > _fft_slack(counts):
-        total = _total_pld(counts, adjacency, _scale(counts, adjacency, delta))
+        scale = _scale(counts, adjacency, delta)
+        total, coarse = _total_pld(counts, adjacency, scale), _is_coarse(counts, adjacency, scale)
         if total is not None:
             bound = float(total.get_epsilon_for_delta(delta - _fft_slack(counts)))
-    if "rdp" in rules and (bound == math.inf or delta < _fine(counts)):
+    if "rdp" in rules and (coarse or bound == math.inf or delta < _fine(counts)):
         bound = min(bound, _epsilon_from_rdp(_total_rdp(counts, adjacency), delta))
     return max(0.0, min(bound, pure))
 
@@ -402,9 +426,19 @@ def _interval(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float)
     Connect-the-dots adds at most about interval^2 / 8 per leaf. The floor keeps grids small. Intervals are powers of
     two, so that nearby compositions share cached leaves.
     """
+    return 2.0 ** round(math.log2(max(_intervals(counts, adjacency, scale))))
+
+
+def _is_coarse(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float) -> bool:
+    """Returns whether the grid's rounding may cost more than RDP does."""
+    wanted, floor = _intervals(counts, adjacency, scale)
+    return floor > wanted
+
+
+def _intervals(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float) -> tuple[float, float]:
+    """Returns the grid for the precision that is wanted, and the finest one that is affordable."""
     wanted = min(scale * 1e-4, math.sqrt(4e-4 * scale / sum(counts.values())))
-    floor = max(scale * 2.0**-20, max(_loss_range(leaf, adjacency) for leaf in counts) * 2.0**-18, 1e-12)
-    return 2.0 ** round(math.log2(max(wanted, floor)))
+    return wanted, max(scale * 2.0**-20, max(_loss_range(leaf, adjacency) for leaf in counts) * 2.0**-18, 1e-12)
 
 
 def _fft_slack(counts: Mapping[DpEvent, int]) -> float:

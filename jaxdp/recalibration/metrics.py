@@ -9,7 +9,8 @@ below 1 and an unknown binning.
 """
 
 import functools
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,26 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 _Binning = Literal["equal_width", "equal_mass"]
+
+
+def _compiled(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compiles a metric of arrays. It converts lists and arrays of other libraries."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = jax.jit(function, static_argnames=static)
+
+        @functools.wraps(function)
+        def metric(*args: Any, **options: Any) -> Any:
+            options = {name: x if name in static else _array(x) for name, x in options.items()}
+            return compiled(*map(_array, args), **options)
+
+        return metric
+
+    return decorate
+
+
+def _array(x: Any) -> Any:
+    return x if x is None or isinstance(x, jax.Array) else np.asarray(x)
 
 
 class Reliability(NamedTuple):
@@ -33,7 +54,7 @@ class Reliability(NamedTuple):
     accuracy: Float[Array, " bins"]
 
 
-@functools.partial(jax.jit, static_argnames=("bins", "binning", "debiased"))
+@_compiled("bins", "binning", "debiased")
 def ece(
     confidence: Float[Array, " n"],
     correct: Bool[Array, " n"],
@@ -86,7 +107,7 @@ def ece(
     return jnp.maximum(error, 0)
 
 
-@functools.partial(jax.jit, static_argnames=("bins", "binning"))
+@_compiled("bins", "binning")
 def classwise_ece(
     probabilities: Float[Array, "n m"],
     labels: Int[Array, " n"],
@@ -114,7 +135,7 @@ def classwise_ece(
     return _mean(jnp.broadcast_to(errors.mean(), labels.shape), labels, probabilities.shape[1])
 
 
-@functools.partial(jax.jit, static_argnames="bins")
+@_compiled("bins")
 def reliability(confidence: Float[Array, " n"], correct: Bool[Array, " n"], *, bins: int = 15) -> Reliability:
     """Computes the reliability diagram over bins of equal width, for `jaxdp.report.plot_reliability`.
 
@@ -137,7 +158,7 @@ def equal_width_bin(confidence: Float[Array, "..."], bins: int) -> Int[Array, ".
     return index.astype(jnp.int32)
 
 
-@jax.jit
+@_compiled()
 def brier(probabilities: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, ""]:
     """Computes the Brier score of several classes: the mean squared distance of probabilities from the one-hot label.
 
@@ -155,7 +176,7 @@ def brier(probabilities: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float
     return _mean(jnp.sum(distances, axis=1), labels, probabilities.shape[1])
 
 
-@jax.jit
+@_compiled()
 def nll(logits: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, ""]:
     """Computes the mean negative log likelihood of labels under softmax(logits), in nats. Huge logits are safe.
 

@@ -78,8 +78,8 @@ _LARGEST_VECTOR = 2**26
 _STEP, _TOGETHER = 2**14, 8
 # Pairs of normals that a block gives, per itemsize. A pair takes five words.
 _PAIRS, _WORDS = {4: 2, 8: 1}, 5
-# Positions in a vector are int32.
-_LARGEST_LEAF = 2**31 - 2 * _STEP
+# Positions in a vector of whole steps are int32.
+_LARGEST_LEAF = 2**31 - 4 * _STEP
 # The last term of the Taylor series of a cosine in [0, pi / 4], per itemsize.
 _TERMS = {4: 10, 8: 20}
 

@@ -32,6 +32,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
 from jaxdp import data, finetune, release
+from jaxdp.finetune.trainer import Programs
 from jaxdp.privacy import Ledger, NoOpDpEvent
 from jaxdp.privacy.events import composition
 from launch import finetune as launched  # noqa: F401
@@ -222,7 +223,7 @@ JOBS = {job.__name__: job for job in (same_steps, four_steps, six_steps, refused
 def arm(at):
     """Makes this process kill itself where `fit` gets to a method."""
     owner, name = {
-        "compile": (finetune.PrivateTrainer, "compile"),  # before anything is paid
+        "compile": (Programs, "wait"),  # before anything is paid
         "batches": (finetune.PrivateTrainer, "batches"),  # paid, before the first step
         "step": (finetune.PrivateTrainer, "step"),
         "save": (release.Checkpoints, "save"),  # after the last step of a chunk, before its commit

@@ -518,7 +518,7 @@ def test_a_run_starts_before_all_its_programs_are_compiled(caplog):
         with trainer.compile(source) as programs:
             for step in range(steps):
                 if ahead:
-                    programs.text(state, steps)
+                    programs.start(state, range(steps))
                     programs.wait(step)
                 caplog.clear()
                 with jax.log_compiles():  # of this thread alone

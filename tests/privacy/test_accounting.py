@@ -366,6 +366,20 @@ def test_mixed_kinds_fall_back_to_rdp():
         )
 
 
+@pytest.mark.parametrize(
+    ("event", "delta"),
+    [
+        (ComposedDpEvent([dp_sgd(1e-5, 0.1, 30), GaussianDpEvent(20.0)]), 1e-2),  # many losses of little weight
+        (dp_sgd(1e-5, 0.05, 1000), 1e-6),
+        (dp_sgd(1e-5, 0.3, 30), 1e-4),
+        (GaussianDpEvent(0.0026), DELTA),
+        (SelfComposedDpEvent(PureDpEvent(1e-4), 10**10), 1e-4),
+    ],
+)
+def test_a_coarse_grid_costs_no_more_than_rdp(event, delta):
+    assert epsilon_at(event, delta=delta) <= epsilon_at(event, delta=delta, method="rdp")
+
+
 @pytest.mark.slow
 def test_a_million_releases():
     q, sigma, steps = 1e-4, 1.0, 1_000_000

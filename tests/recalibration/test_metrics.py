@@ -268,3 +268,11 @@ def test_errors_are_those_of_netcal(record_property):
     ):
         record_property(name, f"{theirs:.4f}")
         assert ours == pytest.approx(float(theirs), abs=2e-6)
+
+
+def test_lists_are_arrays():
+    confidence, correct, logits, labels = [0.9, 0.6, 0.7], [True, False, True], [[2.0, 0.0], [0.0, 1.0]], [0, 1]
+    for metric, args in ((metrics.ece, (confidence, correct)), (brier, (logits, labels)), (nll, (logits, labels))):
+        assert metric(*args) == metric(*map(np.asarray, args))
+    masked = metrics.ece(confidence, correct, mask=[True, True, False])
+    assert masked == metrics.ece(np.array(confidence[:2]), np.array(correct[:2]))
