@@ -200,11 +200,11 @@ class PhysicalSizes:
             _check_count("physical_batch_size", size, 1)
 
     @classmethod
-    def choose(cls, sampler: PoissonSampler, *, largest: int) -> "PhysicalSizes":
+    def choose(cls, sampler: PoissonSampler, *, largest: int, overhead: float = 0.0) -> "PhysicalSizes":
         """Returns up to three sizes, none above `largest`, whose expected cost is small for the sampler's batches.
 
-        Expected padding is below 3 % of the expected batch size where that is 32 or more. The choice depends on public
-        numbers alone.
+        `overhead` is at least 1 and a 64th of the expected batch size. With that, expected padding is below 3 % of the
+        expected batch size where this is 32 or more. The choice depends on public numbers alone.
         """
         _check_count("largest", largest, 1)
         n, q = sampler.num_examples, sampler.sampling_probability
@@ -213,7 +213,7 @@ class PhysicalSizes:
         batches = np.arange(max(0, math.floor(mean - 5 * std)), math.ceil(mean + 5 * std) + 1)
         weights = np.exp(-0.5 * np.square((batches - mean) / max(std, 0.1)))  # the normal limit of the binomial
         batches, weights = np.minimum(batches, most), weights / weights.sum()
-        overhead = max(1.0, mean / 64)
+        overhead = max(1.0, mean / 64, overhead)
         top = min(largest, int(batches[-1]))
         near = mean + std * np.linspace(-4, 4, 2 * _CANDIDATES // 3)
         found = np.concatenate([np.geomspace(1, max(top, 1), _CANDIDATES), near, [largest]])

@@ -314,23 +314,27 @@ class PrivateTrainer:
         known = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))  # `load` asks in every step
         if known not in self._sizes:
             memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 4 * _MEMORY) / 4
-            largest = int(memory / max(1, self._row_bytes(state, source)))
-            largest = max(1, largest) * data_devices(self.mesh, self.data_axes)
-            chosen = PhysicalSizes.choose(self.sampler, largest=largest)
+            forward, moving = self._row_bytes(state, source)
+            held = self.query.copies + (self.query.gradient.engine == "vmap")
+            largest = max(1, int(memory / max(1, 2 * forward + held * moving)))
+            largest *= data_devices(self.mesh, self.data_axes)
+            # A call reads and writes arrays like the parameters four times, and a row its values some six times.
+            overhead = 4 * moving / max(1, 6 * forward)
+            chosen = PhysicalSizes.choose(self.sampler, largest=largest, overhead=overhead)
             sizes = rounded_up(chosen.sizes, self.mesh, self.data_axes)
             self._sizes[known] = dataclasses.replace(chosen, sizes=sizes)
         return self._sizes[known]
 
-    def _row_bytes(self, state: TrainState, source: Source) -> int:
+    def _row_bytes(self, state: TrainState, source: Source) -> tuple[int, int]:
+        """Returns the bytes of the values of an example's forward pass, and of its gradient."""
         gradient, row = self.query.gradient, source.gather(np.zeros(1, np.int64))
         records = jax.tree.map(lambda x: x[0], row.records if isinstance(row, Records) else row)
         views = self.augmult * (len(row.present[0]) if isinstance(row, Records) else 1)
         example = jax.tree.map(lambda x: x[0], records) if isinstance(row, Records) else records
         key = {"key": state.key} if self.stochastic else {}
-        held = self.query.copies + (gradient.engine == "vmap")
         moving = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(moving_params(gradient, state.params)))
         forward = forward_bytes(jax.make_jaxpr(gradient.loss_fn)(state.params, example, **key).jaxpr)
-        return 2 * views * forward + held * moving
+        return views * forward, moving
 
     def load(self, state: TrainState, source: Source, rows: np.ndarray, *, step: int | None = None) -> list[Any]:
         """Cuts `rows`, [B >= 0] indices into `source`, into physical batches, and reads what this process needs.

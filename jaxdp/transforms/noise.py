@@ -474,8 +474,10 @@ def _cipher_key(key: jax.Array) -> jax.Array:
 
 
 def _width(size: int, dtype: Any) -> int:
-    """Returns the number of blocks per step of a vector of `size` normals."""
-    return min(_STEP, _TOGETHER * max(1, -(-size // (2 * _PAIRS[dtype.itemsize] * _TOGETHER))))
+    """Returns the number of blocks per step of a vector of `size` normals. All steps are equally full."""
+    blocks = max(1, -(-size // (2 * _PAIRS[dtype.itemsize])))
+    steps = -(-blocks // _STEP)
+    return _TOGETHER * -(-blocks // (steps * _TOGETHER))
 
 
 def _pair(words: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:

@@ -256,13 +256,14 @@ def normals(high, low, high_angle, low_angle, octant):
 
 
 def vector(key, group, size, pairs=2):
-    """Computes the normals of one dtype: steps of 2**14 blocks, the first pairs of a step before the second ones.
+    """Computes the normals of one dtype: steps of equally many blocks, with all first pairs before the second ones.
 
-    A vector of fewer blocks has one step, of a multiple of eight blocks.
+    A step has at most 2**14 blocks, a multiple of eight.
     """
-    width = min(2**14, 8 * math.ceil(size / (16 * pairs)))
+    steps = math.ceil(size / (2 * pairs * 2**14))
+    width = 8 * math.ceil(size / (2 * pairs * 8 * steps))
     own = cipher_blocks(key, np.array([group]), 0, SPLIT)[:8, 0]
-    blocks = [cipher_blocks(own, np.arange(width), n, NOISE) for n in range(-(-size // (2 * pairs * width)))]
+    blocks = [cipher_blocks(own, np.arange(width), n, NOISE) for n in range(steps)]
     return np.concatenate([normals(*b[5 * k : 5 * k + 5]).T.ravel() for b in blocks for k in range(pairs)])[:size]
 
 
