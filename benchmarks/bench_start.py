@@ -71,7 +71,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     """Returns the cases of a report as a table."""
     columns = ("import", "cold", "warm", "ratio")
     rows = [
-        {"process": case, **{name: f"{row[name]:.2g}" if name in row else None for name in columns}}
+        {"process": case, **{name: f"{row[name]:.3g}" if name in row else None for name in columns}}
         for case, row in found["cases"].items()
     ]
     return format_table(rows, style="markdown")

@@ -21,6 +21,7 @@ from benchmarks import (
     bench_intervals,
     bench_reading,
     bench_scale,
+    bench_start,
     bench_steps,
     demo_ranges,
     evidence_agt,
@@ -127,6 +128,7 @@ EVIDENCE = [
         ("steps_cpu.json", "steps_other_machine.json"),
         lambda found, other: {"steps": bench_steps.table(found), "steps elsewhere": bench_steps.table(other)},
     ),
+    Evidence("results/speed.md", ("start_cpu.json",), lambda found: {"start": bench_start.markdown(found)}),
     Evidence("howto/whole_life.md", ("demo_ranges.json",), lambda found: {"ranges": demo_ranges.table(found)}),
     Evidence(
         "design/scale.md",
