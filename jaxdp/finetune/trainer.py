@@ -375,11 +375,13 @@ class PrivateTrainer:
 
     def lowered_text(self, state: TrainState, source: Source) -> str:
         """Returns the compiled steps as StableHLO. Equal text, data and keys give equal results on equal devices."""
-        return "".join([self.settings_text(state), *(program.as_text() for _, program in self.lowered(state, source))])
+        programs = (program.as_text() for _, program in self.lowered(state, source))
+        return "".join([self.settings_text(state, source), *programs])
 
-    def settings_text(self, state: TrainState) -> str:
-        """Returns what the programs do not tell of how they are called."""
-        return f"refresh_every={self.query.refresh_every}\nfirst steps={FIRST_STEPS}\n{state.layout}\n"
+    def settings_text(self, state: TrainState, source: Source) -> str:
+        """Returns what the programs do not tell of how they are called, such as how a batch is cut."""
+        cut = f"first steps={FIRST_STEPS}\n{self.physical(state, source)}"
+        return f"refresh_every={self.query.refresh_every}\n{cut}\n{state.layout}\n"
 
     def lowered(
         self, state: TrainState, source: Source, last: int | None = None
@@ -509,7 +511,7 @@ class Programs:
         """Traces the programs of these steps, and starts to compile those of the first one. A second call is free."""
         if self._texts:
             return
-        self._texts[""] = self.trainer.settings_text(state)
+        self._texts[""] = self.trainer.settings_text(state, self.source)
         for name, program in self.trainer.lowered(state, self.source, steps.stop):
             self._texts[name] = program.as_text()
             if name != "refresh" and steps:  # "refresh" is compiled where it is called
