@@ -192,9 +192,10 @@ def fit(
                 held = pays.hold(trainer.event(after, steps), key=till.name, seconds=_HELD_SECONDS)
                 pays = room.enter_context(held).account(pays)
 
+            token = ""
             if first < steps:
                 hosts.each(trace)
-            token = till.token(chunk(pays, state, first)) if first < steps else ""
+                token = till.token(chunk(pays, state, first))
             hosts.first(hold)
             if first < steps:
                 hosts.each(lambda: programs.wait(first))

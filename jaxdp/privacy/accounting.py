@@ -82,28 +82,9 @@ RELATIONS: Mapping[str, NeighboringRelation] = {
 }
 METHODS = ("auto", "pld", "rdp")
 RDP_ORDERS: tuple[float, ...] = tuple(DEFAULT_RDP_ORDERS)
-ROUGH_ORDERS = (
-    1.1,
-    1.2,
-    1.35,
-    1.5,
-    1.75,
-    2.0,
-    2.5,
-    3.0,
-    4.0,
-    6.0,
-    8.0,
-    12.0,
-    16.0,
-    24.0,
-    32.0,
-    48.0,
-    64.0,
-    128.0,
-    256.0,
-    1024.0,
-)
+# For grids, brackets and first checks. The smallest ones find the scale of many losses of little weight.
+_WHOLE_ORDERS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 1024)
+ROUGH_ORDERS = (1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, *map(float, _WHOLE_ORDERS))
 
 # Log-sum-exp at small orders errs by about 1e-14 / (order - 1). dp_accounting reads a negative RDP as "no loss".
 _RDP_SLACK = 1e-13
