@@ -1,6 +1,8 @@
-"""The memory that a CPU process keeps between steps."""
+"""The memory that a process keeps: freed blocks for the next step, and compiled programs."""
 
 import ctypes
+import gc
+import pathlib
 import sys
 
 # The parameters of mallopt(3) in glibc.
@@ -36,3 +38,40 @@ def keep_freed_memory() -> bool:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     settings = {_MMAP_THRESHOLD: 2**30, _TRIM_THRESHOLD: 2**31 - 1}
     return all([mallopt(name, value) == 1 for name, value in settings.items()])
+
+
+def mappings() -> int:
+    """Returns the number of memory mappings of this process, 0 if the system does not tell."""
+    maps = pathlib.Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
+
+
+def forget_programs() -> None:
+    """Frees compiled programs that nothing else holds, and returns their memory to the system.
+
+    A function that is called again is traced again. Its program is read from JAX's compilation cache if there is one.
+    """
+    import jax
+
+    jax.block_until_ready(jax.live_arrays())  # a program that still runs must not be freed
+    jax.clear_caches()
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc keeps freed memory otherwise
+        libc.malloc_trim(0)
+
+
+def make_room_for_programs() -> bool:
+    """Calls `forget_programs` if this process has more than half of the memory mappings that Linux allows.
+
+    JAX keeps every program that it compiles, and XLA on CPU takes several mappings for each. Every trainer has programs
+    of its own, some 300 mappings. The default limit (`vm.max_map_count`) is 65,530. At the limit XLA cannot load a
+    program and ends the process. `jaxdp.finetune.fit` and the launchers call this before a training.
+
+    Returns:
+      Whether programs were freed.
+    """
+    limit = pathlib.Path("/proc/sys/vm/max_map_count")
+    if not limit.exists() or mappings() <= int(limit.read_text()) // 2:
+        return False
+    forget_programs()
+    return True

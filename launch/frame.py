@@ -166,6 +166,7 @@ class Work:
 
     def _run(self, cell: Any, folder: pathlib.Path) -> Row:
         folder.mkdir(parents=True, exist_ok=True)
+        memory.make_room_for_programs()
         try:
             return self.study.run(cell, self)
         except BudgetExceeded as error:

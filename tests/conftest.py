@@ -1,6 +1,5 @@
 """Settings and helpers shared by all tests."""
 
-import ctypes
 import gc
 import importlib.metadata
 import os
@@ -33,6 +32,7 @@ import hypothesis
 import jax
 import pytest
 
+from jaxdp.memory import forget_programs, mappings
 from tests.forked import PYTHON
 
 # flax and optax respect rank promotion; optax.adam does not respect strict dtypes (see `strict_dtypes`).
@@ -85,7 +85,7 @@ def little_memory() -> Iterator[None]:
 def few_programs() -> Iterator[None]:
     """Forgets compiled programs after a module, before they fill the 65,530 mappings that Linux allows a process."""
     yield
-    if resident() > 1.4e9 or (PROCESS.exists() and (PROCESS / "maps").read_bytes().count(b"\n") > 15_000):
+    if resident() > 1.4e9 or mappings() > 15_000:
         forget_programs()
 
 
@@ -93,15 +93,6 @@ def resident() -> int:
     """Returns the memory of this process in bytes, 0 if it is not known."""
     pages = int((PROCESS / "statm").read_text().split()[1]) if PROCESS.exists() else 0
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def forget_programs() -> None:
-    """Returns the memory of compiled programs to the system."""
-    jax.block_until_ready(jax.live_arrays())  # a program that still runs must not be freed
-    jax.clear_caches()
-    gc.collect()
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc keeps freed memory otherwise
-        libc.malloc_trim(0)
 
 
 @pytest.fixture(scope="session")

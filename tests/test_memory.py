@@ -1,9 +1,16 @@
-"""Freed memory is kept for the next step."""
+"""Freed memory is kept for the next step, and programs are freed before they are too many."""
 
+import pathlib
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+
+from jaxdp import Ledger, data, finetune, memory
 
 # A step with temporaries of 64 MB, of a kind that XLA dispatches asynchronously by default.
 PROGRAM = """
@@ -37,3 +44,51 @@ def test_freed_memory_is_kept():
     assert count < 1000
     # Without the settings the system clears the pages of every step again.
     assert faults("default")[1] > 10 * max(count, 50)
+
+
+@pytest.mark.skipif(not memory.mappings(), reason="the system does not tell the number of mappings")
+def test_programs_are_freed_before_they_are_too_many(monkeypatch):
+    traced = []
+
+    @jax.jit
+    def program(x):
+        traced.append(x)
+        return jnp.cos(x) * 3
+
+    limit = int(pathlib.Path("/proc/sys/vm/max_map_count").read_text())
+    before = memory.mappings()
+    program(np.zeros(7, np.float32))
+    assert memory.mappings() > before  # a program takes mappings
+    with monkeypatch.context() as patched:
+        patched.setattr(memory, "mappings", lambda: limit // 2)
+        assert not memory.make_room_for_programs()
+    program(np.zeros(7, np.float32))
+    assert len(traced) == 1
+    taken = memory.mappings()
+    with monkeypatch.context() as patched:
+        patched.setattr(memory, "mappings", lambda: limit // 2 + 1)
+        assert memory.make_room_for_programs()
+    assert memory.mappings() < taken
+    np.testing.assert_array_equal(program(np.zeros(7, np.float32)), np.full(7, 3))
+    assert len(traced) == 2
+
+
+def test_a_training_makes_room_first(monkeypatch, tmp_path):
+    class Called(Exception):
+        pass
+
+    def make_room():
+        raise Called
+
+    def loss(params, example):
+        return (params["w"] * example["x"]).sum()
+
+    sampler = data.PoissonSampler(4, 0.5)
+    trainer = finetune.dp_sgd(loss, optax.sgd(0.1), sampler=sampler, noise_multiplier=1.0, clip_norm=1.0)
+    source = data.from_arrays(x=np.ones((4, 2), np.float32))
+    monkeypatch.setattr(memory, "make_room_for_programs", make_room)
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.register("d", adjacency="add_remove", unit="example", delta=1e-5)
+        with pytest.raises(Called):
+            finetune.fit(trainer, {"w": np.zeros(2, np.float32)}, source, steps=1, account=ledger.account("d"))
+        assert ledger.epsilon("d") == 0

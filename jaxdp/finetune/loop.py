@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import jax
 
+from jaxdp import memory
 from jaxdp.data import Source, check_source
 from jaxdp.finetune.trainer import FIRST_STEPS, PrivateTrainer, Programs, TrainState
 from jaxdp.privacy import Account
@@ -113,6 +114,7 @@ def fit(
             _check_account(trainer, account, delta)
 
     hosts.each(check)
+    memory.make_room_for_programs()
     with (
         hosts.explained(),
         Till(workdir, seed=seed, hosts=hosts) as till,

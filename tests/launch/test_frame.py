@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from jaxdp import memory
 from jaxdp.privacy import BudgetExceeded, GaussianDpEvent
 from launch import adapt, dpadapter, finetune, frame, predict, pretrain, recalibrate, split
 from tests import forked
@@ -108,6 +109,14 @@ def test_an_interrupted_run_goes_on_with_the_next_cell(tmp_path):
     assert frame.run(study, config(), tmp_path) == {"total": 14.0}
     assert kept.items() <= contents(tmp_path).items()
     assert runs == [*frame.distinct(STUDY.cells(config()))[:3], *frame.distinct(STUDY.cells(config()))[2:]]
+
+
+def test_every_cell_makes_room_for_its_programs_first(tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr(memory, "make_room_for_programs", lambda: order.append("room"))
+    study = dataclasses.replace(STUDY, run=lambda *cell: order.append("cell") or run_one(*cell))
+    frame.run(study, config(), tmp_path)
+    assert order == ["room", "cell"] * 4
 
 
 def test_a_study_that_grows_takes_more_cells(tmp_path):
