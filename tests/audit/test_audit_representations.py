@@ -241,8 +241,9 @@ def test_alignment_moves_another_frontend_to_the_uploads(world):
     how = {"public": public, "batch_size": 64, "learning_rate": 3e-3, "penalty": 10.0}
     aligned = align(jax.random.key(4), simulation, start, uploads, steps=60, **how)
 
+    @jax.jit
     def distance(front):
-        return float(discrepancy(simulation(front, jax.random.key(5), public[:180]), uploads[:3].reshape(180, 17, 16)))
+        return discrepancy(simulation(front, jax.random.key(5), public[:180]), uploads[:3].reshape(180, 17, 16))
 
     assert distance(aligned) < 0.5 * distance(start)
     with pytest.raises(ValueError, match="a simulation of one copy, got copies=2"):
