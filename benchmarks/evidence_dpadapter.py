@@ -15,11 +15,11 @@ DIFFERENCE = r"(.+): ([+-]\d+\.\d+) \(standard error (\d+\.\d+)\), higher in (.+
 def tables(found: Mapping[str, Any]) -> dict[str, str]:
     """Returns the tables of the run on USPS."""
     grids, means = found["grids"], {row["upstream"]: row for row in found["upstream_means"]}
-    first = {row["upstream"]: row for row in found["upstreams"] if row["seed"] == 0}
     made = {}
     for name in ("order", "order_4"):
         made[name] = _markdown(_without_method(grids[name]["table"]))
         made[f"{name}: differences"] = _markdown(map(_difference, grids[name]["differences"]))
+    made["transfer"] = _markdown(_without_method(grids["order"]["robust_accuracy"]))
     made["upstreams"] = _markdown(
         {
             "upstream": name,
@@ -36,13 +36,15 @@ def tables(found: Mapping[str, Any]) -> dict[str, str]:
         at = row["method"].replace("DP-SGD at", "rate")
         rates.setdefault(row["upstream"], {"upstream": row["upstream"]})[at] = row["average ε=1"]
     made["rates"] = _markdown(rates.values())
-    for name in ("gamma_1", "gamma_4", "amp", "batches"):  # one seed
+    for name in ("gamma_1", "gamma_4", "amp", "batches"):
         rows = []
         for row in _without_method(grids[name]["table"]):
-            found_first = first[row["upstream"]]
-            two = {"upstream accuracy": found_first["accuracy"], "robust": found_first["robust_accuracy"]}
+            of = means[row["upstream"]]
+            two = {"upstream accuracy": of["accuracy"], "robust": of["robust_accuracy"]}
             rows.append(row | {key: f"{value:.3f}" for key, value in two.items()})
         made[name] = _markdown(rows)
+    made["family"] = _markdown(grids["family"]["table"])
+    made["family: differences"] = _markdown(map(_difference, grids["family"]["differences"]))
     return made
 
 

@@ -13,7 +13,7 @@ SAM. "SAM" and "DPAdapter" with a γ have perturbations of this length. "AMP" is
 projected to the ball, with one batch of 100 unless the name says otherwise. "DPAdapter, in the ball" is Eq. 6.
 
 The grids "order" and "gamma_1" have Figures 2, 5 and 6 of Wang et al. 2024, "amp" Figure 1, "batches" Figure 3. The
-grid "gamma_4" has Figure 7.
+grid "gamma_4" has Figure 7, and "family" its Table 1 with the other methods of private training.
 """
 
 import itertools
@@ -62,7 +62,8 @@ def get_config() -> ConfigDict:
     }
     config.private.update({"batch_size": 150, "physical_batch_size": 150, "epochs": 10, "clip_norm": 1.0})
     trials = {f"DP-SGD at {rate:g}": {"learning_rate": rate} for rate in RATES}
-    config.methods = ConfigDict({"DP-SGD": {}, **trials}, allow_dotted_keys=True)
+    others = {"AdpClip": {"method": "adp_clip"}, "GEP": {"method": "gep"}, "AdpAlloc": {"method": "adp_alloc"}}
+    config.methods = ConfigDict({"DP-SGD": {}, **others, **trials}, allow_dotted_keys=True)
     config.tuning = {"set": _HELD_OUT, "methods": tuple(trials)}
 
     swept = ("standard", *sam, *dpadapter)
@@ -88,11 +89,10 @@ def get_config() -> ConfigDict:
         "order": grid(every, *orders, figures=True),
         "order_4": grid(every, *orders, epsilons=(4.0,)),
         "tuning": grid(every, methods=tuple(trials), sets=(_HELD_OUT,)),
-        "gamma_1": grid(swept, *lengths, figures=True, seeds=(0,)),
-        "amp": grid(("standard", *amp), sets=(*private, _HELD_OUT), figures=True, seeds=(0,)),
-        "batches": grid(
-            ("AMP of 50", "AMP γ=1", "AMP of 200", "AMP of 400"), figures=True, field="batch size", seeds=(0,)
-        ),
-        "gamma_4": grid(swept, *lengths, epsilons=(4.0,), figures=True, seeds=(0,)),
+        "gamma_1": grid(swept, *lengths, figures=True),
+        "amp": grid(("standard", *amp), sets=(*private, _HELD_OUT), figures=True),
+        "batches": grid(("AMP of 50", "AMP γ=1", "AMP of 200", "AMP of 400"), figures=True, field="batch size"),
+        "gamma_4": grid(swept, *lengths, epsilons=(4.0,), figures=True),
+        "family": grid(every[:-1], *orders, methods=tuple(others)),
     }
     return config
