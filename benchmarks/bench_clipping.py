@@ -10,7 +10,7 @@ The peer is `jax_privacy.clipping.clipped_grad`.
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ import jaxdp
 from benchmarks import bench_steps, timing
 from jaxdp import models
 from jaxdp.memory import keep_freed_memory
+from jaxdp.report import format_table
 from jaxdp.transforms import losses, noise
 
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int]] = {
@@ -35,6 +36,8 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int]] = {
         32,
     ),
 }
+
+TITLES = {case: title for case, (title, *_) in bench_steps.AIMS.items()}
 
 
 def steps_of(case: str, engines: list[str]) -> tuple[dict[str, Callable[..., Any]], tuple[Any, Any]]:
@@ -96,6 +99,18 @@ def run_case(case: str, engines: list[str], rounds: int) -> dict[str, Any]:
         row["cpu_ratio"] = timing.median_ratio(cpu[name], cpu["plain"])
         row["memory_ratio"] = row["memory_mb"] / rows["plain"]["memory_mb"]
     return rows
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Returns the ratios to the plain gradient as a table of a page."""
+    rows = []
+    for case, row in found["cases"].items():
+        for name, key in (("time", "wall_ratio"), ("processor time", "cpu_ratio"), ("memory", "memory_ratio")):
+            ratios = {engine: f"{row[engine][key]:.3g}" for engine in row if engine not in ("plain", "noise")}
+            rows.append({"over the plain gradient": f"{TITLES[case]}: {name}", **ratios})
+        compiling = {engine: row[engine]["compile_s"] / row["plain"]["compile_s"] for engine in ratios}
+        rows.append({"over the plain gradient": f"{TITLES[case]}: compiling"} | {k: f"{v:.3g}" for k, v in compiling.items()})
+    return format_table(rows, style="markdown")
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import (
     bench_certificates,
+    bench_clipping,
     bench_estimate,
     bench_intervals,
     bench_reading,
@@ -128,6 +129,7 @@ EVIDENCE = [
         ("steps_cpu.json", "steps_other_machine.json"),
         lambda found, other: {"steps": bench_steps.table(found), "steps elsewhere": bench_steps.table(other)},
     ),
+    Evidence("results/speed.md", ("clipping_cpu.json",), lambda found: {"clipping": bench_clipping.table(found)}),
     Evidence("results/speed.md", ("start_cpu.json",), lambda found: {"start": bench_start.markdown(found)}),
     Evidence("howto/whole_life.md", ("demo_ranges.json",), lambda found: {"ranges": demo_ranges.table(found)}),
     Evidence(

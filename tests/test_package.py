@@ -57,7 +57,7 @@ def layer_violations(layer: str, names: set[str]) -> set[str]:
         parts = name.split(".")
         if parts[0] == "jaxdp":
             target = parts[1] if len(parts) > 1 else ""
-            if target not in {layer, "version"} | ALLOWED[layer]:
+            if target not in {layer, "version", "memory"} | ALLOWED[layer]:
                 bad.add(name)
         elif parts[0] in {"launch", "configs", "ml_collections"} or (
             parts[0] == "flax" and layer in {"privacy", "transforms"}
