@@ -109,7 +109,21 @@ def table(found: Mapping[str, Any]) -> str:
             ratios = {engine: f"{row[engine][key]:.3g}" for engine in row if engine not in ("plain", "noise")}
             rows.append({"over the plain gradient": f"{TITLES[case]}: {name}", **ratios})
         compiling = {engine: row[engine]["compile_s"] / row["plain"]["compile_s"] for engine in ratios}
-        rows.append({"over the plain gradient": f"{TITLES[case]}: compiling"} | {k: f"{v:.3g}" for k, v in compiling.items()})
+        rows.append(
+            {"over the plain gradient": f"{TITLES[case]}: compiling"} | {k: f"{v:.3g}" for k, v in compiling.items()}
+        )
+    return format_table(rows, style="markdown")
+
+
+def memory_table(found: Mapping[str, Any], sequential: Mapping[str, Any]) -> str:
+    """Returns the megabytes of the gradients without and with XLA's flag as a table of a page."""
+    rows = []
+    for case, row in found["cases"].items():
+        both = {"": row, ", in sequence": sequential["cases"][case]}
+        values = {
+            f"{step}{how}": f"{run[step]['memory_mb']:.3g}" for how, run in both.items() for step in ("plain", "auto")
+        }
+        rows.append({"MB": TITLES[case], **values})
     return format_table(rows, style="markdown")
 
 

@@ -129,7 +129,15 @@ EVIDENCE = [
         ("steps_cpu.json", "steps_other_machine.json"),
         lambda found, other: {"steps": bench_steps.table(found), "steps elsewhere": bench_steps.table(other)},
     ),
-    Evidence("results/speed.md", ("clipping_cpu.json",), lambda found: {"clipping": bench_clipping.table(found)}),
+    Evidence(
+        "results/speed.md",
+        ("clipping_cpu.json", "clipping_sequential_cpu.json"),
+        lambda found, sequential: {
+            "clipping": bench_clipping.table(found),
+            "clipping in sequence": bench_clipping.table(sequential),
+            "clipping memory": bench_clipping.memory_table(found, sequential),
+        },
+    ),
     Evidence("results/speed.md", ("start_cpu.json",), lambda found: {"start": bench_start.markdown(found)}),
     Evidence("howto/whole_life.md", ("demo_ranges.json",), lambda found: {"ranges": demo_ranges.table(found)}),
     Evidence(

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import pathlib
 import platform
 import statistics
@@ -69,6 +70,7 @@ def machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "jax": jax.__version__,
         "jaxdp": jaxdp.__version__,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 
