@@ -12,19 +12,19 @@ import pytest
 
 from jaxdp import Ledger, data, finetune, memory
 
-# A step with temporaries of 64 MB, of a kind that XLA dispatches asynchronously by default.
+# A step with temporaries of 40 MB, of a kind that XLA dispatches asynchronously by default.
 PROGRAM = """
 import resource, sys
 import jax, jax.numpy as jnp, numpy as np
 from jaxdp.memory import keep_freed_memory
 
 kept = sys.argv[1] == "keep" and keep_freed_memory()
-step = jax.jit(lambda x: jnp.exp(x[:, None] + x) @ jnp.ones((4000, 8)))
+step = jax.jit(lambda x: jnp.exp(x[:, None] + x) @ jnp.ones((3200, 8)))
 rounds = []
-for _ in range(4):  # the first rounds take the memory
+for _ in range(3):  # the first rounds take the memory
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(10):
-        step(np.zeros(4000, np.float32)).block_until_ready()
+    for _ in range(6):
+        step(np.zeros(3200, np.float32)).block_until_ready()
     rounds.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 print(kept, min(rounds))
 """
