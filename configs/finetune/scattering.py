@@ -23,7 +23,7 @@ def get_config(chosen: str = "cifar10") -> ConfigDict:
         known = ", ".join(repr(name + end) for name in _IMAGES for end in ("", "_full"))
         raise ValueError(f"the config takes one of {known} after the colon, got {chosen!r}.")
     side, channels, records = _IMAGES[name]
-    records = records if full else 5000
+    records, steps = (records, 80) if full else (5000, 40)
     return ConfigDict(
         {
             "public_benchmark": False,  # see launch/curve.py
@@ -32,7 +32,7 @@ def get_config(chosen: str = "cifar10") -> ConfigDict:
             "references": True,  # also train without privacy
             "curve": {
                 "epsilons": (1.0, 2.0, 3.0, 8.0),
-                "learning_rates": (32.0, 32.0, 64.0, 128.0),
+                "learning_rates": (128.0, 128.0, 256.0, 256.0) if full else (32.0, 32.0, 64.0, 128.0),
                 "runs": 1 if full else 5,
             },
             "data": {
@@ -64,14 +64,14 @@ def get_config(chosen: str = "cifar10") -> ConfigDict:
                 "batch_size": records,  # all images in every step: the least noise for the same epsilon
                 "truncated_batch_size": 0,  # the largest batch; 0 truncates none
                 "physical_batch_size": 5000,
-                "steps": 40,
+                "steps": steps,
                 "clip_norm": 0.15,
                 "learning_rate": 64.0,
                 **optimizer(momentum=0.9),
                 "schedule": "constant",
                 "augmult": 0,
                 "ema_decay": 0.0,
-                "checkpoint_every": 40,
+                "checkpoint_every": steps,
                 "evaluate_every": 0,  # 0 is with every checkpoint
                 "ascent_radius": 0.0,
             },
