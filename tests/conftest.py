@@ -25,8 +25,6 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 # All workers, the programs that they start, and the next run share what was compiled.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# Nobody reads which line each operation of a program came from.
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Several workers, and the programs that they start, share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
