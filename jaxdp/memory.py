@@ -65,7 +65,7 @@ def make_room_for_programs() -> bool:
 
     JAX keeps every program that it compiles, and XLA on CPU takes several mappings for each. Every trainer has programs
     of its own, some 300 mappings. The default limit (`vm.max_map_count`) is 65,530. At the limit XLA cannot load a
-    program and ends the process. `jaxdp.finetune.fit` and the launchers call this before a training.
+    program and ends the process. `jaxdp.finetune.fit`, `jaxdp.pretrain.fit` and the cells of a study call this first.
 
     Returns:
       Whether programs were freed.

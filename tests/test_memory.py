@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdp import Ledger, data, finetune, memory
+from jaxdp import Ledger, data, finetune, memory, pretrain
 
 # A step with temporaries of 40 MB, of a kind that XLA dispatches asynchronously by default.
 PROGRAM = """
@@ -73,22 +73,38 @@ def test_programs_are_freed_before_they_are_too_many(monkeypatch):
     assert len(traced) == 2
 
 
-def test_a_training_makes_room_first(monkeypatch, tmp_path):
-    class Called(Exception):
-        pass
+class Called(Exception):
+    """What the tests put in the place of freeing programs."""
 
+
+@pytest.fixture
+def caught(monkeypatch):
     def make_room():
         raise Called
 
-    def loss(params, example):
-        return (params["w"] * example["x"]).sum()
+    monkeypatch.setattr(memory, "make_room_for_programs", make_room)
 
+
+PARAMS = {"w": np.zeros(2, np.float32)}
+SOURCE = data.from_arrays(x=np.ones((4, 2), np.float32))
+
+
+def loss(params, example):
+    return (params["w"] * example["x"]).sum()
+
+
+def test_private_training_makes_room_first(caught, tmp_path):
     sampler = data.PoissonSampler(4, 0.5)
     trainer = finetune.dp_sgd(loss, optax.sgd(0.1), sampler=sampler, noise_multiplier=1.0, clip_norm=1.0)
-    source = data.from_arrays(x=np.ones((4, 2), np.float32))
-    monkeypatch.setattr(memory, "make_room_for_programs", make_room)
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         ledger.register("d", adjacency="add_remove", unit="example", delta=1e-5)
         with pytest.raises(Called):
-            finetune.fit(trainer, {"w": np.zeros(2, np.float32)}, source, steps=1, account=ledger.account("d"))
+            finetune.fit(trainer, PARAMS, SOURCE, steps=1, account=ledger.account("d"))
         assert ledger.epsilon("d") == 0
+
+
+def test_public_training_makes_room_first(caught):
+    trainer = pretrain.sam(loss, optax.sgd(0.1), gamma=0.1)
+    sizes = {"perturbation_batch_size": 2, "update_batch_size": 2}
+    with pytest.raises(Called):
+        pretrain.fit(trainer, PARAMS, SOURCE, steps=1, seed=bytes(16), shared_batch=True, **sizes)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxdp import memory
 from jaxdp.data import FixedBatchSampler, Source, check_source
 from jaxdp.files import read_json, write_json
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer
@@ -87,6 +88,7 @@ def fit(
             raise ValueError(f"{name} must be at least 1, got {count}.")
     plan.check_microbatches(trainer)
     trainer.check_devices("perturbation_batch_size", perturbation_batch_size)
+    memory.make_room_for_programs()
     key = trainer.everywhere(stream(seed, "augmentation", impl="threefry2x32"))
 
     @jax.jit
