@@ -29,7 +29,7 @@ from jaxdp.prediction.checks import check_queries, distances, one_of
 from jaxdp.prediction.plan import Layout, Plan, Threat, Trainable, Training, make_plan
 from jaxdp.prediction.sums import SHIFT, Total, add_units, add_up, carry, public_rows
 from jaxdp.report import progress_bar
-from jaxdp.transforms.boxes import Interval, lower, slack, unchecked, upper, widen
+from jaxdp.transforms.boxes import Interval, lower, outward, slack, unchecked, upper
 from jaxdp.transforms.interval_rules import certain_argmax
 from jaxdp.transforms.intervals import bound, stage
 from jaxdp.transforms.meshes import check_mesh, rounded_up
@@ -282,7 +282,7 @@ class _Gradients:
             grads = jax.vmap(lambda record: self.gradient(params, record))(records)
             return [grid.sum(grid.bits(g, nearest=True), nearest=True) for g in grads]
 
-        totals = add_up(grid, self.plan.blocks, batch.records, lambda block: block, summands)
+        totals = add_up(grid, self.plan.blocks, params, batch.records, lambda block: block, summands)
         grads = [grid.mean(total, nearest=True) for total in totals]
         if self.plan.threat == "replace_per_batch":
             return [g * (grid.divisor / batch.size) for g in grads]
@@ -304,9 +304,10 @@ class _Gradients:
         # A place without a record adds neither a unit of rounding nor the NaN of 0 * inf.
         return [jnp.where(_rows(weights, x) > 0, grid.bits(x), grid.bias()) for x in self.bounds(factors)]
 
-    def total(self, box: Box, batch: _Batch, summands: Callable[[Any], Leaves]) -> list[Total]:
+    def total(self, box: Box, batch: _Batch, summands: Callable[[Any], Leaves], copies: int = 1) -> list[Total]:
         """Returns the sums over the batch of the integers that `summands` makes from `factors`."""
-        return add_up(self.plan.grid, self.plan.blocks, batch.kept, functools.partial(self.factors, box), summands)
+        like, factors = [*box[0], *box[1]] * copies, functools.partial(self.factors, box)
+        return add_up(self.plan.grid, self.plan.blocks, like, batch.kept, factors, summands)
 
 
 def _rows(weights: jax.Array, x: jax.Array) -> jax.Array:
@@ -362,7 +363,7 @@ def _replace_one(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
 
         def halve(_: Any, ends: Any) -> Any:
             taus = [(a + b) >> 1 for (a, _), (b, _) in zip(*ends, strict=True)]
-            totals = gradients.total(box, batch, functools.partial(above, taus))
+            totals = gradients.total(box, batch, functools.partial(above, taus), copies=2)
             middle = list(zip(taus, totals[: len(taus)], strict=True))
             # If at most k entries exceed tau, the minimum is not above it.
             rising = [(high << SHIFT) + low <= k for high, low in totals[len(taus) :]]
@@ -455,7 +456,7 @@ def _advance(
 
 def _out(x: jax.Array, sign: int, roundings: int = 1) -> jax.Array:
     """Rounds a computed value outward, down for sign -1 and up for +1."""
-    return widen(x, x, roundings)[sign > 0] if sign else x
+    return outward(x, sign, roundings) if sign else x
 
 
 # --- All batches -----------------------------------------------------------------------------------------------------
@@ -482,6 +483,7 @@ def _train(
     if plan.shared_budget:
         # The first epoch has a line for each number j = 0..K of changes so far (T8).
         ends, used = ks, np.arange(ks[-1] + 1)
+    step_plan = dataclasses.replace(plan, groups=())  # any number of epochs has the same programs
     with progress_bar(total=len(order), label="bounds", unit="batch") as bar:
         for step, (rows, rate) in enumerate(zip(order, np.asarray(rates), strict=True)):
             if used is not None and step in starts:
@@ -489,7 +491,7 @@ def _train(
                 # j = k.
                 state = state._replace(lines=_take(state.lines, np.repeat(ends, ks + 1)))
                 ends, used = np.cumsum(ks + 1) - 1, np.concatenate([np.arange(k + 1) for k in ks])
-            state = jax.block_until_ready(_batch_step(loss_fn, plan, frozen, data, state, rows, rate, used))
+            state = jax.block_until_ready(_batch_step(loss_fn, step_plan, frozen, data, state, rows, rate, used))
             bar.update()
     low, high, *_ = _take(state.lines, ends)
     return state.params, low, high

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdp.transforms.boxes import widen
+from jaxdp.transforms.boxes import outward
 
 # The number of records whose quantised gradients fit half of an int32.
 BLOCK = 256
@@ -70,7 +70,7 @@ class Grid(NamedTuple):
         """Returns the total over the divisor as a float, rounded down or to nearest."""
         high, low = (part.astype(self.dtype) for part in total)
         scale = self.unit * 2**SHIFT / self.divisor
-        return (high + low / 2**SHIFT) * scale if nearest else widen(high * scale, high * scale, 3)[0]
+        return (high + low / 2**SHIFT) * scale if nearest else outward(high * scale, -1, 3)
 
 
 def carry(high: jax.Array, low: jax.Array, shift: int = SHIFT) -> Total:
@@ -91,6 +91,7 @@ def public_rows(batch_size: int) -> int:
 def add_up(
     grid: Grid,
     cut: tuple[int, int, int],
+    like: list[jax.Array],
     blocks: Any,
     factors: Callable[[Any], Any],
     summands: Callable[[Any], list[jax.Array]],
@@ -98,14 +99,12 @@ def add_up(
     """Adds up integers over a batch in blocks [outer, records, ...]. Memory does not grow with the batch.
 
     `factors` is evaluated for one block at a time, `summands` for one fragment that fits a cache. `cut` is (outer
-    blocks, fragments in each, records in a fragment).
+    blocks, fragments in each, records in a fragment). The sums have the shapes of `like`.
     """
+    zeros = [jnp.zeros(x.shape, grid.ints) for x in like]
 
     def fragments(block: Any) -> Any:
         return jax.tree.map(lambda x: x.reshape(*cut[1:], *x.shape[1:]), factors(block))
-
-    first = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], fragments(jax.tree.map(lambda x: x[0], blocks))))
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(summands, first)]
 
     def add(sums: Any, fragment: Any) -> tuple[Any, None]:
         return [a + b for a, b in zip(sums, summands(fragment), strict=True)], None

@@ -194,10 +194,14 @@ def tiny(dtype: Any) -> float:
 
 def widen(low: jax.Array, high: jax.Array, roundings: float = 1) -> tuple[jax.Array, jax.Array]:
     """Moves endpoints outward by the error of `roundings` operations and by `tiny`. The computed result is monotone."""
-    error, least = slack(low.dtype, roundings), tiny(low.dtype)
-    low = jnp.minimum(low * (1 - error), low * (1 + error)) - least
-    high = jnp.maximum(high * (1 - error), high * (1 + error)) + least
-    return without_overflow(low, high)
+    return outward(low, -1, roundings), outward(high, 1, roundings)
+
+
+def outward(end: jax.Array, sign: int, roundings: float = 1) -> jax.Array:
+    """Moves one endpoint as `widen` does: a lower one, sign -1, or an upper one, sign 1."""
+    error, worst = slack(end.dtype, roundings), jnp.minimum if sign < 0 else jnp.maximum
+    moved = worst(end * (1 - error), end * (1 + error)) + sign * tiny(end.dtype)
+    return worst(moved, -sign * float(jnp.finfo(end.dtype).max))  # as `without_overflow`
 
 
 def without_overflow(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -28,6 +28,7 @@ from jaxdp.transforms.boxes import (
     lower,
     magnitude,
     moved,
+    outward,
     register_rule,
     slack,
     tiny,
@@ -528,8 +529,8 @@ def _add(eqn: Equation, x: Operand, y: Operand) -> Operand:
 def _shifted(differences: Callable[[], jax.Array], b: Operand) -> jax.Array:
     """Returns upper bounds of (z + b)_j - (z + b)_c."""
     step = upper(b)[..., :, None] - lower(b)[..., None, :]
-    total = differences() + widen(step, step)[1]
-    return _off_diagonal(widen(total, total)[1])
+    total = differences() + outward(step, 1)
+    return _off_diagonal(outward(total, 1))
 
 
 def _off_diagonal(x: jax.Array) -> jax.Array:
@@ -1014,7 +1015,7 @@ def pairwise_gaps(logits: Operand, product: str = "tight") -> jax.Array:
     box = high[..., :, None] - low[..., None, :]
     # The difference of two logits of -inf (probability zero) is unknown. A NaN stays NaN.
     vague = jnp.isnan(box) & ~jnp.isnan(high)[..., :, None] & ~jnp.isnan(low)[..., None, :]
-    box = _off_diagonal(widen(box, box)[1])
+    box = _off_diagonal(outward(box, 1))
     box = jnp.where(vague, jnp.inf, box)
     if product == "tight" and isinstance(logits, Box) and logits.differences is not None:
         gaps = logits.differences()
