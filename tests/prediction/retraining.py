@@ -103,14 +103,13 @@ def worst_change(
             out = rows[np.argsort(gain[rows])[:k]]
             changed.append(np.where(np.isin(rows, out), new, rows))
         return changed
-    where = [[t for t, rows in enumerate(batches) if i in rows] for i in range(n)]
+    member = np.array([np.isin(np.arange(n), rows) for rows in batches], float)  # [steps, n]
+    leaving = (member * push[:, :n]).sum(axis=0)
     if threat == "replace_one":
-        gains = np.array(
-            [[sum(push[t, c] - push[t, i] for t in where[i]) for c in range(n, push.shape[1])] for i in range(n)]
-        )
+        gains = member.T @ push[:, n:] - leaving[:, None]  # [n, candidates]
         best = {i: n + np.argmax(gains[i]) for i in np.argsort(-gains.max(axis=1))[:k]}
         return [np.array([best.get(i, i) for i in rows]) for rows in batches]
-    removals = [(sum(-push[t, i] for t in where[i]), i, None) for i in range(n)]
+    removals = [(-gain, i, None) for i, gain in enumerate(leaving)]
     grid = push[:, n:].reshape(epochs, per_epoch, -1)
     additions = [(total, n + c, None) for c, total in enumerate(grid.max(axis=1).sum(axis=0))]
     options = sorted(removals + additions * k, key=lambda option: -option[0])[:k]

@@ -168,6 +168,8 @@ CASES = {
     "reference": Case("bce", (3, 6, 1), "replace_per_batch", 8, 2, 0.2, 0.3, weight_decay=0.05, momentum=0.5),
 }
 
+# Variants of it with other records, rates and numbers of epochs share its programs.
+SMALL = Case("bce", (3, 1), "add_remove", 8, 2, 0.2, 0.3, ks=2)
 
 SEEDS = range(3)
 
@@ -321,11 +323,12 @@ def witnesses(name, seed):
         [rng.choice([-1, 1], size=(6, size)), np.eye(size)[rng.permutation(size)[:6]], bias, queries]
     )
     found = []
+    _, unchanged = case.retrain(params, *pool, batches, trace=True)
     for direction, k in itertools.product([*directions, *-directions], (1, 3, 4)):
-        changed = batches
-        for _ in range(2):
-            _, seen = case.retrain(params, *pool, changed, trace=True)
-            changed = retraining.worst_change(seen, order, case.n, k, direction, case.threat, case.epochs)
+        worst = functools.partial(retraining.worst_change, order=order, n=case.n, k=k, direction=direction)
+        worst = functools.partial(worst, threat=case.threat, epochs=case.epochs)
+        _, seen = case.retrain(params, *pool, worst(unchanged), trace=True)
+        changed = worst(seen)
         found += [(k, case.retrain(params, *pool, changed, dtype=dtype)) for dtype in (np.float64, np.float32)]
     return found
 
@@ -530,8 +533,8 @@ def test_the_number_of_batches_where_that_of_records_is_public(arrays):
 @pytest.mark.slow
 @pytest.mark.parametrize("batches", [None, 2])
 def test_a_neighbour_is_trained_with_as_many_batches(batches):
-    """150 records are one and a half batches of 100: rounding would make a batch less of them when one leaves."""
-    case = Case("bce", (3, 1), "add_remove", 100, 1, 0.5, 1.0, n=150, ks=3)
+    """12 records are one and a half batches of 8: rounding would make a batch less of them when one leaves."""
+    case = dataclasses.replace(SMALL, epochs=1, learning_rate=5.0, n=12)
     options = {} if batches is None else {"batches": batches}
     for seed in range(4):
         params, x, y, _ = case.problem(seed)
@@ -553,7 +556,7 @@ def test_a_neighbour_is_trained_with_as_many_batches(batches):
 @pytest.mark.slow
 def test_no_records():
     """The neighbour of a single record; a part of an ensemble may be empty, too."""
-    case = Case("bce", (3, 1), "add_remove", 8, 2, 0.2, 0.3, n=1, ks=2)
+    case = dataclasses.replace(SMALL, n=1)
     params, x, y, _ = case.problem()
     for epochs, batches in ((1, None), (2, 2)):
         case = dataclasses.replace(case, epochs=epochs)
@@ -590,7 +593,7 @@ def test_budget_when_batches_are_empty(monkeypatch):
     """Added records may sit in the empty first batch of every epoch."""
     empty = np.array([[-1, -1, -1], [0, 1, 2], [3, 4, 5]] * 2)
     monkeypatch.setattr(plan, "partition_by_hash", lambda *args, **kwargs: np.array([1, 1, 1, 2, 2, 2]))
-    case = Case("bce", (3, 1), "add_remove", 2, 2, 0.1, 0.01, lr_decay=1.0, n=6, ks=2)
+    case = dataclasses.replace(SMALL, learning_rate=0.02, lr_decay=1.0, n=6)
     params, x, y, _ = case.problem()
     bounds = case.bounds(params, x, y, None, batches=3)
     for sign in (-1, 1):
@@ -933,7 +936,7 @@ def test_one_program():
         dataclasses.replace(case, learning_rate=0.1, lr_decay=0.3).bounds(params, x, y, order)
     assert not seen
     with compilations() as seen:
-        dataclasses.replace(case, momentum=0.0, ks=0).bounds(params, x, y, order)
+        dataclasses.replace(case, momentum=0.0, ks=0, epochs=1).bounds(params, x, y, order[:1])
     assert seen
 
 
@@ -969,9 +972,19 @@ def test_a_device_computes_its_lines_only(monkeypatch):
         counts.append(len(jax.tree.leaves(xs)[0]))
         return lines(function, xs, **options)
 
+    class Traced(Exception):
+        pass
+
+    def traced(*args):
+        step.trace(*args)
+        raise Traced
+
+    step = agt._batch_step
     monkeypatch.setattr(jax.lax, "map", counted)
+    monkeypatch.setattr(agt, "_batch_step", traced)
     case = dataclasses.replace(CASES["full"], ks=14, epochs=1)
-    case.bounds(*case.problem(), mesh=mesh_of(8))
+    with pytest.raises(Traced):
+        case.bounds(*case.problem(), mesh=mesh_of(8))
     assert 2 in counts and 15 not in counts
 
 
