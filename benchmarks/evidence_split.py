@@ -1,6 +1,6 @@
 """The claims of Split Adaptation (arXiv:2503.00441) with a public ViT of CIFAR-10 and five classes of CIFAR-100.
 
-    python -m launch.split --config configs/split/cifar100.py --workdir W ...
+    python -m launch.split --config configs/split/cifar100.py --workdir W --config.attack.lpips ...
     python -m benchmarks.evidence_split --workdir W
     python -m benchmarks.evidence results/split_adaptation.md
 
@@ -105,7 +105,8 @@ def tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]
                 "attacker": name,
                 "PSNR, dB": _score(scores["psnr"]),
                 "SSIM (11)": _score(scores["ssim_gaussian11"]),
-                "paper, PSNR and SSIM": _published(paper, row["upload"]) if name == "noise-aware" else None,
+                "LPIPS": _score(scores["lpips"]),
+                "paper: PSNR, SSIM, LPIPS": _published(paper, row["upload"]) if name == "noise-aware" else None,
             }
             for row in _uploads(rows)
             for name, scores in row["attackers"].items()
@@ -186,8 +187,8 @@ def _published(paper: Mapping[str, Any], upload: str) -> str | None:
     if upload not in PAPER_UPLOADS:
         return None
     table, name = PAPER_UPLOADS[upload]
-    ssim, psnr, _ = paper[table][name]
-    return f"{psnr:g}, {ssim:g}"
+    ssim, psnr, lpips = paper[table][name]
+    return f"{psnr:g}, {ssim:g}, {lpips:g}"
 
 
 def _shown(value: float | None) -> str | None:

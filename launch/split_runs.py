@@ -436,6 +436,7 @@ class Bench:
             prefix_tokens=self.backbone.prefix_tokens,
             epochs=options.epochs,
             batch_size=options.batch_size,
+            perceptual=options.lpips,
         )
 
     # --- Costs --------------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 r"""Split Adaptation of a public ViT of CIFAR-10 to five classes of CIFAR-100, for docs/results/split_adaptation.md.
 
     python -m launch.split --config configs/split/cifar100.py --workdir workdir/split_cifar100 \
-        --config.model.checkpoint=vit_tiny_patch4_cifar10.npz
+        --config.model.checkpoint=vit_tiny_patch4_cifar10.npz --config.attack.lpips
 
 Set TFDS_DATA_DIR if the data is not in the default directory of TFDS. The checkpoint is a ViT of width 128 and 6 blocks
 around PyTorch's nn.TransformerEncoder (smmk47/CIFAR10-Classification, 73.7 % on CIFAR-10). configs/split/cifar10.py
-trains a backbone of its own, and configs/split/digits.py needs no data.
+trains a backbone of its own, and configs/split/digits.py needs no data. LPIPS needs the extra "lpips". Leave
+--config.attack.lpips out without it.
 
 The server has images of CIFAR-10. The client has five classes of CIFAR-100: apple, chair, lamp, plain, squirrel. Rates
 are tuned on five others: bowl, dolphin, mouse, rose, train. The set "cifar100_subset" has 8000 training images.
@@ -52,7 +53,8 @@ def get_config() -> ConfigDict:
     config.adaptation.epochs = 1
     config.baselines.epochs = 50  # as many steps as Split Adaptation has with 5 images per class
     config.ablation.rows = config.ablation.rows[:7]
-    config.attack.update({"images": 300, "epochs": 5, "epsilons": (8.0,), "fora_steps": 100})
+    # Small batches: as many decoder steps as possible for each image that is read.
+    config.attack.update({"images": 300, "epochs": 12, "batch_size": 8, "epsilons": (8.0,), "fora_steps": 400})
     config.attack.uploads = config.attack.uploads[:-1]
     config.attack.attackers = ("noise-aware", "aggregating", "FORA", "FORA, aggregating")
     config.noise.seeds = 2

@@ -100,6 +100,7 @@ def get_config() -> ConfigDict:
                 "epochs": 20,
                 "fora_steps": 400,  # of the alignment of "FORA" and "FORA, aggregating"
                 "batch_size": 32,
+                "lpips": False,  # a score of images of 31x31 pixels and more. It needs the extra "lpips".
             },
             "noise": {"scales": (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0), "seeds": 3},
             "sweeps": {  # Tables 9 and 10. The paper replaces 0 to 180 of 196 patches, and makes 0 to 100 copies.

