@@ -412,7 +412,7 @@ def test_what_is_changed_after_a_crash_pays_again(tmp_path, monkeypatch):
     for options in ({}, {}, *CHANGES):
         with pytest.raises(RuntimeError, match="crash"):
             finetune.fit(
-                trainer_of(**{"basis_every": 2, **options}),
+                trainer_of(**{"basis_every": 2, "physical_batch_size": ANCHORS, **options}),  # one chunk of anchors
                 params_of(),
                 source_of(features_of()),
                 steps=3,
