@@ -2,13 +2,13 @@
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
+from tests import forked
 from tests.faults import network
 from tests.faults.__main__ import deaths
+from tests.launch import program
 
 pytestmark = pytest.mark.slow
 
@@ -17,8 +17,9 @@ TWINS = ("late", "rolled_back", "unnoted")
 
 # One process that forks, for all of them: its imports take longer than a kill.
 SAMPLE = """
-import pathlib, sys
+import pathlib, sys, warnings
 from tests.faults import kills
+warnings.simplefilter("default")  # as in a launcher
 folder = pathlib.Path(sys.argv[1])
 kills.warm()
 kills.campaign(["fit", "accuracy"], 6, folder / "right.json")
@@ -30,9 +31,9 @@ for twin in sys.argv[2:]:
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kills")
-    command = [sys.executable, "-c", SAMPLE, str(folder), *TWINS]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stdout + process.stderr
+    files = [folder / "stdout", folder / "stderr"]
+    process = forked.start(SAMPLE, folder, *TWINS, modules=program.MODULES, files=files)
+    assert process.wait(300) == 0, "".join(file.read_text() for file in files)
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 

@@ -1,11 +1,9 @@
 """Runs jobs in several processes of `jax.distributed`, on four virtual devices in all.
 
-    python tests/finetune/host_jobs.py FOLDER < jobs.json
-
-The jobs are {folder: [[job, number of processes, kill], ...]}. A kill is [i, "compile" | "batches" | "step" | "save"]:
-process i kills itself where `fit` gets there, at "step" and "save" the second time. This program imports everything
-once, and forks the processes before JAX has started. It writes what they raised, and what the ledger has charged after
-each job.
+`main(folder, jobs)` takes {group: [[job, number of processes, kill], ...]}. A kill is [i, "compile" | "batches" |
+"step" | "save"]: process i kills itself where `fit` gets there, at "step" and "save" the second time. This module has
+imported everything, and forks the processes before JAX has started. It writes what they raised, and what the ledger
+has charged after each job.
 """
 
 import contextlib
@@ -312,9 +310,8 @@ def charged(folder):
         return sum(composition(ledger.events(name).get(None, NoOpDpEvent())).values())
 
 
-def main():
+def main(root, groups):
     """Runs the launchers' jobs beside the others, because one of them waits for a process that has died."""
-    root, groups = pathlib.Path(sys.argv[1]), json.load(sys.stdin)
     beside = os.fork()
     for name, jobs in groups.items():
         if name.startswith("launched") == (beside == 0):
@@ -322,7 +319,3 @@ def main():
             (root / name / "results.json").write_text(json.dumps(results))
     if beside:
         assert os.waitstatus_to_exitcode(os.waitpid(beside, 0)[1]) == 0
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,9 @@
 """Runs `fit` in processes that are killed with SIGKILL at chosen instants, and resumed until they finish.
 
-    python tests/finetune/killed_runs.py FOLDER < scenarios.json
-
-A scenario is {"name": ..., "kills": [kill, ...]}: attempt i of the run in FOLDER/name dies by kills[i], which is
+`main(folder, scenarios)` takes a list. A scenario is {"name": ..., "kills": [kill, ...]}: attempt i of the run in FOLDER/name dies by kills[i], which is
 {"at": "reserved" | "step" | "kept" | "checkpoint" | "saved", "time": k}, the k-th time it gets there.
 
-This process imports everything once and forks the runs before JAX has started. Every released step is appended to
+This module has imported everything and forks the runs before JAX has started. Every released step is appended to
 FOLDER/name/released.jsonl, with digests of what determines its noise, of the clipped sum, and of the result.
 """
 
@@ -178,11 +176,10 @@ def attempt(folder, source, kill):
     return True
 
 
-def main():
-    folder = pathlib.Path(sys.argv[1])
+def main(folder, scenarios):
     source = data.bundled("digits").take(np.arange(150))
     source.fingerprint  # noqa: B018
-    for scenario in json.load(sys.stdin):
+    for scenario in scenarios:
         place, log = folder / scenario["name"], []
         for kill in [*scenario["kills"], None]:
             finished = attempt(place, source, kill)
@@ -201,7 +198,3 @@ def accounts(place):
         "released": len({json.loads(line)["step"] for line in lines}),
         "checkpoints": sorted(path.name for path in place.glob("checkpoints/*")),
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,24 @@
 """Private training in several processes of `jax.distributed`: equal results, one ledger, and what is left of a kill."""
 
-import importlib.util
 import json
-import os
-import pathlib
 import re
 import signal
-import subprocess
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.forked import PYTHON
+from tests import forked
+from tests.finetune import host_jobs
+from tests.launch import program
 
-PROGRAM = pathlib.Path(__file__).with_name("host_jobs.py")
-_spec = importlib.util.spec_from_file_location("host_jobs", PROGRAM)
-host_jobs = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(host_jobs)
+# Unoptimised code compiles faster.
+PROGRAM = """
+import json, os, pathlib, sys
+os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+from tests.finetune import host_jobs
+host_jobs.main(pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]))
+"""
 CHAIN = [
     # the job, its processes, who dies where, then what the ledger has charged
     (["four_steps", 2, [1, "compile"]], 0),  # before a payment
@@ -42,17 +43,9 @@ pytestmark = pytest.mark.slow
 def ran(tmp_path_factory):
     """The folder of each group of jobs, and what its jobs ended with."""
     folder = tmp_path_factory.mktemp("hosts")
-    # Unoptimised code compiles faster.
-    flags = f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0"
-    process = subprocess.run(
-        [*PYTHON, PROGRAM, folder],
-        input=json.dumps(JOBS),
-        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(PROGRAM.parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert process.returncode == 0, process.stderr
+    files = [folder / "stdout", folder / "stderr"]
+    process = forked.start(PROGRAM, folder, json.dumps(JOBS), modules=program.MODULES, files=files)
+    assert process.wait(900) == 0, files[1].read_text()
     return {name: (folder / name, json.loads((folder / name / "results.json").read_text())) for name in JOBS}
 
 

@@ -2,14 +2,12 @@
 
 import collections
 import dataclasses
+import functools
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import os
-import pathlib
 import stat
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +20,14 @@ from jaxdp import data, finetune
 from jaxdp.privacy import BudgetExceeded, Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.report import read_metrics
-from tests.forked import PYTHON
+from tests import forked
+from tests.finetune import killed_runs
 
-PROGRAM = pathlib.Path(__file__).with_name("killed_runs.py")
-_spec = importlib.util.spec_from_file_location("killed_runs", PROGRAM)
-killed_runs = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(killed_runs)
+PROGRAM = """
+import json, pathlib, sys
+from tests.finetune import killed_runs
+killed_runs.main(pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]))
+"""
 STEPS, CHUNK = killed_runs.STEPS, killed_runs.CHUNK
 STEP = dp_event.PoissonSampledDpEvent(0.1, dp_event.GaussianDpEvent(1.0))
 
@@ -81,16 +81,10 @@ def killed(tmp_path_factory):
     """Folders of one run twice: whole, and killed at chosen instants. `tests/faults` kills at every operation."""
     folder = tmp_path_factory.mktemp("killed")
     scenarios = {"whole": [], "chosen": [kill for kill, _, _ in CHOSEN]}
-    root = str(PROGRAM.parents[2])
-    process = subprocess.run(
-        [*PYTHON, PROGRAM, folder],
-        input=json.dumps([{"name": name, "kills": kills} for name, kills in scenarios.items()]),
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr
+    given = json.dumps([{"name": name, "kills": kills} for name, kills in scenarios.items()])
+    files = [folder / "stdout", folder / "stderr"]
+    process = forked.start(PROGRAM, folder, given, modules=("jaxdp.finetune", "orbax.checkpoint"), files=files)
+    assert process.wait(300) == 0, files[1].read_text()
     return {name: folder / name for name in scenarios}
 
 
@@ -241,7 +235,7 @@ def test_a_constant_in_the_loss_is_part_of_the_program():
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["environment", "cores", "sampling package", "nothing"])
 def test_what_changes_the_arithmetic_after_a_crash_draws_fresh_noise(tmp_path, monkeypatch, change):
-    trainer, ledger = blobs_trainer(), blobs_ledger(delta=1e-5)
+    trainer, ledger = shared_trainer(), blobs_ledger(delta=1e-5)
 
     def crash(params):
         raise Crash
@@ -281,6 +275,12 @@ def blobs_trainer(source=BLOBS, noise_multiplier=1.0, **kwargs):
     )
 
 
+@functools.cache
+def shared_trainer():
+    """The trainer of all tests that leave it as it is. So it is compiled once."""
+    return blobs_trainer()
+
+
 def blobs_ledger(**terms):
     ledger = Ledger.in_memory()
     ledger.register("blobs", adjacency="add_remove", unit="example", **terms)
@@ -316,7 +316,7 @@ def test_a_run_that_does_not_fit_spends_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_nobody_takes_the_room_of_a_run_that_has_begun(tmp_path):
-    trainer = blobs_trainer()
+    trainer = shared_trainer()
     ledger = blobs_ledger(epsilon=epsilon(trainer.event(0, 4), delta=1e-5), delta=1e-5)
     refused = []
 
@@ -334,7 +334,7 @@ def test_nobody_takes_the_room_of_a_run_that_has_begun(tmp_path):
 @pytest.mark.slow
 def test_an_interrupted_chunk_needs_no_room(tmp_path):
     """It is paid for: with the whole budget reserved, the run still comes to its end."""
-    trainer = blobs_trainer()
+    trainer = shared_trainer()
     ledger = blobs_ledger(epsilon=epsilon(trainer.event(0, 4), delta=1e-5), delta=1e-5)
     for place in (1, 2):
 
@@ -461,7 +461,7 @@ def test_chunks_of_any_size_are_one_run_of_independent_noise():
 
 def test_the_secret_seed_is_secret_and_is_deleted(tmp_path):
     """Whoever has the seed and the notes can derive the noise: it may live only while a chunk is unfinished."""
-    trainer, ledger, seeds = blobs_trainer(), blobs_ledger(delta=1e-5), []
+    trainer, ledger, seeds = shared_trainer(), blobs_ledger(delta=1e-5), []
     path = tmp_path / "secret_seed"
 
     def evaluate(params):
@@ -486,18 +486,18 @@ def test_the_secret_seed_is_secret_and_is_deleted(tmp_path):
 
 
 def test_no_seed_outlives_a_run_that_was_given_one(tmp_path):
-    fit(blobs_trainer(), blobs_ledger(delta=1e-5), workdir=tmp_path, seed=bytes(16))
+    fit(shared_trainer(), blobs_ledger(delta=1e-5), workdir=tmp_path, seed=bytes(16))
     assert not list(tmp_path.rglob("secret_seed"))
 
 
 def test_two_runs_draw_different_seeds(tmp_path):
-    trainer = blobs_trainer()
+    trainer = shared_trainer()
     one, other = (fit(trainer, blobs_ledger(delta=1e-5), steps=1).params["w"] for _ in range(2))
     assert not np.array_equal(np.asarray(one), np.asarray(other))
 
 
 def test_one_workdir_has_one_process(tmp_path):
-    trainer, ledger = blobs_trainer(), blobs_ledger(delta=1e-5)
+    trainer, ledger = shared_trainer(), blobs_ledger(delta=1e-5)
     messages = []
 
     def evaluate(params):
@@ -517,7 +517,7 @@ def test_one_workdir_has_one_process(tmp_path):
 @pytest.mark.parametrize("place", ["evaluate", "save"])
 def test_interrupts_and_full_disks_cost_nothing_twice(tmp_path, monkeypatch, error, place):
     """Control-C, or no space for a checkpoint: the chunk counts as spent, and repeating it is free."""
-    trainer, ledger = blobs_trainer(), blobs_ledger(delta=1e-5)
+    trainer, ledger = shared_trainer(), blobs_ledger(delta=1e-5)
     expected = fit(trainer, blobs_ledger(delta=1e-5), workdir=tmp_path / "whole", seed=bytes(16))
     arguments = {"workdir": tmp_path / "run", "seed": bytes(16)}
 
@@ -631,16 +631,16 @@ def test_evaluations_are_apart_from_checkpoints(tmp_path):
     settings = {"steps": 7, "checkpoint_every": 4, "evaluate": evaluate}
     for every, steps in ((None, [4, 7]), (3, [3, 6, 7]), (5, [5, 7])):
         folder = tmp_path / str(every)
-        fit(blobs_trainer(), blobs_ledger(delta=1e-5), workdir=folder, evaluate_every=every, **settings)
+        fit(shared_trainer(), blobs_ledger(delta=1e-5), workdir=folder, evaluate_every=every, **settings)
         assert [row["step"] for row in metrics(folder) if "accuracy" in row] == steps
         assert [row["step"] for row in metrics(folder) if "epsilon" in row] == [4, 7]
     with pytest.raises(ValueError, match="evaluate_every must be at least 1, got 0"):
-        fit(blobs_trainer(), blobs_ledger(delta=1e-5), evaluate_every=0)
+        fit(shared_trainer(), blobs_ledger(delta=1e-5), evaluate_every=0)
 
 
 @pytest.mark.slow
 def test_an_evaluation_on_private_data_pays_between_two_checkpoints(tmp_path):
-    trainer, ledger = blobs_trainer(), blobs_ledger(delta=1e-5)
+    trainer, ledger = shared_trainer(), blobs_ledger(delta=1e-5)
     noise = dp_event.GaussianDpEvent(20.0)
 
     def evaluate(params):
@@ -673,7 +673,7 @@ def test_callbacks_see_every_step_once_its_row_is_written(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [3, 4])
 def test_a_callback_that_raises_loses_nothing_that_was_paid(tmp_path, at):
-    trainer, ledger, seen = blobs_trainer(), blobs_ledger(delta=1e-5), []
+    trainer, ledger, seen = shared_trainer(), blobs_ledger(delta=1e-5), []
 
     def callback(step, row, params):
         seen.append((step, row["released_gradient_norm"]))
@@ -694,7 +694,7 @@ def test_a_step_of_fit_moves_no_array_by_accident(tmp_path):
         def total(self, state, parts):
             return super().total(state, [(batch, np.ones(8, bool), part) for batch, _, part in parts])
 
-    trainer = blobs_trainer()
+    trainer = shared_trainer()
     fields = {f.name: getattr(trainer, f.name) for f in dataclasses.fields(trainer) if f.init}
     fit(trainer, blobs_ledger(delta=1e-5), steps=1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
