@@ -6,6 +6,7 @@ import math
 import shutil
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from scipy.special import log_ndtr
@@ -83,11 +84,12 @@ def test_tables_are_means_over_the_runs_that_were_kept(finished):
 def test_without_adaptation_the_source_model_predicts(finished):
     root, result, _ = finished
     task = adapt.STUDY.open(tiny.adapt(), root)
+    apply_fn = jax.jit(task.apply_fn)
     for name in ("gaussian_noise", "contrast"):
         right = []
         for seed in (0, 1):
             images = task.stream(seed).domains[name].gather(np.arange(32))
-            right.append(np.asarray(task.apply_fn(task.source(0).params, images["image"])).argmax(-1))
+            right.append(np.asarray(apply_fn(task.source(0).params, images["image"])).argmax(-1))
             right[-1] = right[-1] == images["label"]
         assert cell(result, "no adaptation", "original")["per_corruption"][name] == np.mean(right)
 

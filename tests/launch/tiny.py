@@ -79,7 +79,7 @@ def pretrain(method: str = "dpadapter", **changes: Any) -> Any:
 ADAPT = {
     "data.images": 32,
     "data.corruptions": ("gaussian_noise", "contrast"),
-    "model.options.depth": 2,
+    "model.options.depth": 1,
     "train.steps": 30,
     "protocol.seeds": 2,
     "methods": ("Tent-COME",),
