@@ -10,7 +10,6 @@ import contextlib
 import functools
 import json
 import os
-import pathlib
 import runpy
 import signal
 import socket

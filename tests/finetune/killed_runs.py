@@ -1,10 +1,11 @@
 """Runs `fit` in processes that are killed with SIGKILL at chosen instants, and resumed until they finish.
 
-`main(folder, scenarios)` takes a list. A scenario is {"name": ..., "kills": [kill, ...]}: attempt i of the run in FOLDER/name dies by kills[i], which is
-{"at": "reserved" | "step" | "kept" | "checkpoint" | "saved", "time": k}, the k-th time it gets there.
+`main(folder, scenarios)` takes a list of {"name": ..., "kills": [kill, ...]}: attempt i of the run in folder/name dies
+by kills[i], which is {"at": "reserved" | "step" | "kept" | "checkpoint" | "saved", "time": k}, the k-th time it gets
+there.
 
-This module has imported everything and forks the runs before JAX has started. Every released step is appended to
-FOLDER/name/released.jsonl, with digests of what determines its noise, of the clipped sum, and of the result.
+This module has imported everything, and forks the runs before JAX has started. Every released step is appended to
+folder/name/released.jsonl, with digests of what determines its noise, of the clipped sum, and of the result.
 """
 
 import contextlib

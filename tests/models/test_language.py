@@ -43,7 +43,7 @@ def test_logits_are_those_of_the_publishing_library(case, tmp_path):
         tensors = load_file(make_checkpoints.LANGUAGE / form / "model.safetensors")
         save_file({name.removeprefix("transformer."): x for name, x in tensors.items()}, path)
     public = load(form, path)
-    logits = public.apply_fn(public.params, TOKENS)
+    logits = jax.jit(public.apply_fn)(public.params, TOKENS)
     assert LOGITS[form].std() > 0.1 and logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, LOGITS[form], atol=1e-4)
 
@@ -78,15 +78,17 @@ def loss_of(network):
 def test_lora_of_a_checkpoint_is_clipped_merged_and_generates():
     public = load("hf_llama")
     tuned = models.with_lora(public, rank=2, seed=0)
-    params = moved(tuned)
-    logits = tuned.apply_fn(params, TOKENS)
-    np.testing.assert_allclose(public.apply_fn(models.merge_lora(params), TOKENS), logits, rtol=1e-3, atol=1e-3)
+    params, apply = moved(tuned), jax.jit(tuned.apply_fn)
+    logits = apply(params, TOKENS)
+    np.testing.assert_allclose(
+        jax.jit(public.apply_fn)(models.merge_lora(params), TOKENS), logits, rtol=1e-3, atol=1e-3
+    )
     assert np.abs(logits - LOGITS["hf_llama"]).max() > 0.01
-    changed = tuned.apply_fn(params, TOKENS.at[:, 4].add(1) % 31)
+    changed = apply(params, TOKENS.at[:, 4].add(1) % 31)
     np.testing.assert_allclose(changed[:, :4], logits[:, :4], rtol=1e-5, atol=1e-5)  # a later token is not seen
     how = {"clip_norm": 1.0, "trainable": models.trainable("lora", params)}
     ours, theirs = (
-        jaxdp.clipped_grad(loss_of(tuned), engine=engine, **how)(params, TOKENS) for engine in ("auto", "vmap")
+        jax.jit(jaxdp.clipped_grad(loss_of(tuned), engine=engine, **how))(params, TOKENS) for engine in ("auto", "vmap")
     )
     np.testing.assert_allclose(ours.norms, theirs.norms, rtol=1e-3)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), ours.grads["lora"], theirs.grads["lora"])
@@ -111,7 +113,7 @@ def test_remat_and_bfloat16_change_cost_and_rounding_only():
 def test_generation_is_greedy_at_temperature_zero_and_repeats_by_seed():
     public = load("hf_llama")
     tokens = models.generate(public.apply_fn, public.params, [3], length=6, seed=0, temperature=0.0)
-    logits = public.apply_fn(public.params, jnp.asarray(tokens)[None])
+    logits = np.asarray(jax.jit(public.apply_fn)(public.params, tokens[None]))
     np.testing.assert_array_equal(tokens[1:], logits[0, :-1].argmax(-1))
     drawn = [models.generate(public.apply_fn, public.params, [3], length=6, seed=seed) for seed in (0, 0, 1)]
     np.testing.assert_array_equal(drawn[0], drawn[1])

@@ -1,5 +1,7 @@
 """Scattering coefficients against sums in float64, pixel by pixel, without any Fourier transform."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +65,8 @@ def expected(image, scales, angles):
 def test_coefficients_are_those_of_the_definition(side, scales, angles):
     """Catches a wrong wave number, width, angle, order of paths, padding, offset, or scale of a sampled signal."""
     images = np.random.default_rng(0).random((2, side, side, 2))
-    found = np.asarray(models.scattering(jnp.asarray(images, jnp.float32), scales=scales, angles=angles))
+    scattering = jax.jit(functools.partial(models.scattering, scales=scales, angles=angles))
+    found = np.asarray(scattering(jnp.asarray(images, jnp.float32)))
     for b, c in ((0, 1), (1, 0)):
         np.testing.assert_allclose(
             np.moveaxis(found[b, ..., c, :], -1, 0), expected(images[b, ..., c], scales, angles), atol=3e-4
@@ -81,16 +84,18 @@ def test_a_wavelet_has_sum_zero_and_turns_with_its_angle():
 def test_the_model_normalises_groups_of_each_image_and_has_only_a_head():
     model = models.create("scattering", num_classes=3, scales=1, angles=2, groups=3)
     images = jnp.asarray(np.random.default_rng(1).random((3, 4, 4, 1)), jnp.float32)
-    params = model.init(jax.random.key(0), images)["params"]
+    params = jax.jit(model.init)(jax.random.key(0), images)["params"]
     assert list(params) == ["head"] and params["head"]["kernel"].shape == (2 * 2 * 3, 3)
     public = models.Pretrained(model, params, models.Preprocessing(size=4, mean=(0.0,), std=(1.0,)))
-    features = np.asarray(models.head_inputs(public, images))
-    coefficients = np.asarray(models.scattering(images, scales=1, angles=2)).reshape(3, 4, 3).astype(np.float64)
+    inputs = jax.jit(functools.partial(models.head_inputs, public))
+    features = np.asarray(inputs(images))
+    scattering = jax.jit(functools.partial(models.scattering, scales=1, angles=2))
+    coefficients = np.asarray(scattering(images)).reshape(3, 4, 3).astype(np.float64)
     wanted = coefficients - coefficients.mean(1, keepdims=True)
     wanted /= np.sqrt((wanted**2).mean(1, keepdims=True) + 1e-5)
     np.testing.assert_allclose(features, wanted.reshape(3, -1) / np.sqrt(12), atol=1e-5)
     assert (np.linalg.norm(features, axis=1) <= 1).all()
-    np.testing.assert_allclose(models.head_inputs(public, images[1:2])[0], features[1], atol=1e-6)
+    np.testing.assert_allclose(inputs(images[1:2])[0], features[1], atol=1e-6)
 
 
 def test_images_and_groups_that_do_not_fit_are_refused():

@@ -1,6 +1,7 @@
 """Which part of a public model is trained: patterns, LoRA, and heads on kept features."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ from jaxdp.models import Features, Preprocessing, Pretrained, head_inputs, merge
 IMAGES = np.random.default_rng(0).random((3, 8, 8, 3), np.float32)
 
 
-def vit(**attributes):
-    sizes = {"patch_size": 4, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 12} | attributes
+@functools.cache
+def vit():
+    sizes = {"patch_size": 4, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 12}
     model = models.create("vit_tiny", num_classes=4, **sizes)
     params = jax.jit(model.init)(jax.random.key(0), IMAGES)["params"]
     return Pretrained(model, params, Preprocessing(size=8, mean=(0.5,) * 3, std=(0.5,) * 3))
@@ -58,9 +60,9 @@ def test_lora_starts_as_the_model_is_trained_and_merges_into_it():
     added = {f"lora/block_{k}/attention/{part}/{leaf}" for k in range(2) for part in ("query", "value") for leaf in UPS}
     assert set(flatten_dict(tuned.params, sep="/")) - set(flatten_dict(base.params, sep="/")) == added
     assert chosen("lora", tuned.params) == added | {"head/kernel", "head/bias"}
-    np.testing.assert_array_equal(
-        tuned.apply_fn(tuned.params, IMAGES), base.apply_fn(base.params, IMAGES)
-    )  # B is zero at the start
+    apply_tuned, apply_base = jax.jit(tuned.apply_fn), jax.jit(base.apply_fn)
+    # B is zero at the start.
+    np.testing.assert_array_equal(apply_tuned(tuned.params, IMAGES), apply_base(base.params, IMAGES))
 
     def loss(params, example):
         return jaxdp.losses.softmax_cross_entropy(tuned.apply_fn(params, example["image"][None])[0], example["label"])
@@ -77,8 +79,8 @@ def test_lora_starts_as_the_model_is_trained_and_merges_into_it():
     assert {path for path in before if not np.array_equal(before[path], after[path])} == chosen("lora", tuned.params)
     merged = merge_lora(moved)
     assert set(flatten_dict(merged, sep="/")) == set(flatten_dict(base.params, sep="/"))
-    np.testing.assert_allclose(base.apply_fn(merged, IMAGES), tuned.apply_fn(moved, IMAGES), atol=1e-5)
-    assert np.abs(base.apply_fn(merged, IMAGES) - base.apply_fn(base.params, IMAGES)).max() > 1e-3
+    np.testing.assert_allclose(apply_base(merged, IMAGES), apply_tuned(moved, IMAGES), atol=1e-5)
+    assert np.abs(apply_base(merged, IMAGES) - apply_base(base.params, IMAGES)).max() > 1e-3
 
 
 UPS = ("down", "up")
@@ -93,12 +95,11 @@ def test_lora_without_a_layer_or_a_rank_is_refused():
 
 def test_a_head_on_mapped_features_folds_back_into_the_plain_model():
     network = vit()
-    features = np.asarray(head_inputs(network, IMAGES))
+    apply = jax.jit(network.apply_fn)
+    features = np.asarray(jax.jit(lambda images: head_inputs(network, images))(IMAGES))
     assert features.shape == (3, 8)
     head = jax.device_get(network.params["head"])
-    np.testing.assert_allclose(
-        features @ head["kernel"] + head["bias"], network.apply_fn(network.params, IMAGES), atol=1e-6
-    )
+    np.testing.assert_allclose(features @ head["kernel"] + head["bias"], apply(network.params, IMAGES), atol=1e-6)
     random = np.random.default_rng(1)
     public = random.standard_normal((50, 8)) @ random.standard_normal((8, 8)) + 3
     project = Features.from_public(public, dimensions=5, whiten=0.5)
@@ -112,7 +113,7 @@ def test_a_head_on_mapped_features_folds_back_into_the_plain_model():
     trained = {"kernel": random.standard_normal((5, 4)), "bias": random.standard_normal(4)}
     params = {**network.params, "head": project.fold(trained)}
     expected = project(features) @ trained["kernel"] + trained["bias"]
-    np.testing.assert_allclose(network.apply_fn(params, IMAGES), expected, atol=1e-4)
+    np.testing.assert_allclose(apply(params, IMAGES), expected, atol=1e-4)
     with pytest.raises(ValueError, match="dimensions must be at most 8"):
         Features.from_public(public, dimensions=9)
     with pytest.raises(ValueError, match="at least two features"):
