@@ -225,20 +225,19 @@ def test_calibration_by_renyi_divergences_asks_for_more_noise():
 
 @pytest.mark.slow
 def test_epsilon_below_what_the_schedule_reaches_says_what_it_reaches():
-    # Steps on all examples, each an epoch, are accounted for in a tenth of the time.
-    schedule, sampler = finetune.polynomial_noise(1.0, 2.0, 2), data.PoissonSampler(N, 1.0)
-    arguments = {"steps": 4, "delta": 1e-5}
+    q, schedule, sampler = 0.2, finetune.polynomial_noise(1.0, 2.0, 2), data.PoissonSampler(N, 0.2)
+    arguments = {"steps": 20, "delta": 1e-5}
     with pytest.raises(ValueError, match="is out of reach") as caught:
         finetune.calibrate_schedule(schedule, sampler, epsilon=0.5, **arguments)
     message = str(caught.value)
     reachable = float(re.search(r"costs at least ([\d.]+)", message)[1])
     # Epochs 2 and 3 have noise 1 whatever sigma_0 is, epochs 0 and 1 cost nothing in the limit.
     accountant = PLDAccountant()
-    accountant.compose(dp_event.GaussianDpEvent(1.0), 2)
+    accountant.compose(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(1.0)), 10)
     assert reachable == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
     assert "a noise multiplier of 1," in message
     sigma_0 = finetune.calibrate_schedule(schedule, sampler, epsilon=1.01 * reachable, **arguments)
-    event = schedule_event(schedule, sigma_0, sampler, 4)
+    event = schedule_event(schedule, sigma_0, sampler, 20)
     assert epsilon(event, delta=1e-5) <= 1.01 * reachable
 
 
@@ -265,7 +264,7 @@ def test_calibration_keeps_noise_in_every_epoch():
     sigma_0 = finetune.calibrate_schedule(
         falling, data.PoissonSampler(N, 1.0), steps=3, epsilon=3.0, delta=1e-5, method="rdp"
     )
-    assert sigma_0 > 2.5
+    assert sigma_0 > 3.3  # 2.77 would do for the first two of the three epochs
 
 
 @pytest.mark.parametrize("schedule", [lambda s, t: -s, lambda s, t: math.nan * s, lambda s, t: 0.0 * s])
