@@ -293,11 +293,17 @@ def test_payments_never_share_noise():
         assert np.abs(np.subtract(found[0], once)).max() > np.abs(np.subtract(*exact)).max()
 
 
+def released(method, sources, epsilon, keys):
+    """Returns what `recalibrate` releases under each of many keys, without its facts and payment."""
+    parties = [Party(*source) for source in sources]
+    terms = {"epsilon": epsilon, "adjacency": "add_remove"}
+    return [MODULE.converse(method, parties, jax.random.fold_in(KEY, i), **terms) for i in range(keys)]
+
+
 @pytest.mark.slow
 def test_sources_do_not_share_noise():
     """Checks that the noise of 400 empty sources is 20 times the noise of one, as if independent."""
     nothing = [(np.zeros((0, 2), np.float32), np.zeros(0, int))] * 400
-    drawn = []
 
     class Listening(AccT):
         def finish(self, state):
@@ -306,10 +312,7 @@ def test_sources_do_not_share_noise():
         def update(self, k, state, answer):
             return (state[0]._replace(values=state[0].values + answer), state[1]) if k == 0 else state
 
-    for i in range(40):
-        drawn.append(
-            recalibrate(Listening(iterations=1), nothing, epsilon=2.0, key=jax.random.fold_in(KEY, i)).parameters[0]
-        )
+    drawn = [values[0] for values in released(Listening(iterations=1), nothing, 2.0, 40)]
     # A scale of 1: standard deviation sqrt(2 x 400); with shared noise 20 times that. Five standard errors.
     assert np.std(drawn) == pytest.approx(math.sqrt(800), rel=5 / math.sqrt(2 * 40))
 
@@ -319,9 +322,7 @@ def test_noise_has_the_scale_of_its_epsilon():
     """Checks the error of a histogram over many records: sd sqrt(2 d) / epsilon, in both cells."""
     logits = np.tile(np.float32([[0.0, 0.0]]), (4000, 1))
     sources = divided(logits, np.arange(4000) % 2, [1000] * 4)
-    shares = [
-        histogram_binning(sources, epsilon=0.2, bins=1, key=jax.random.fold_in(KEY, i)).bins[0] for i in range(150)
-    ]
+    shares = [bins[0] for bins in released(HistogramBinning(bins=1), sources, 0.2, 150)]
     # (R + a) / (R + W + a + b) with R = W = 2000: to first order 1/2 + (a - b) / 8000.
     expected = math.sqrt(2 * 2 * 4) / 0.2 / 8000
     assert np.mean(shares) == pytest.approx(0.5, abs=5 * expected / math.sqrt(150))
@@ -602,7 +603,7 @@ def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(change, 
 
         def ask(logits=logits, labels=labels, cut=20, epsilon=1.0):
             if change in ("method", "nothing"):
-                jax.clear_caches()  # as in a process of its own
+                MODULE._play.clear_cache()  # as in a process of its own
             parts = divided(logits, labels, [cut, 40 - cut])
             names = ("north", "south")
             sources = [Party(*part, account=ledger.account(name)) for part, name in zip(parts, names, strict=True)]
