@@ -61,7 +61,7 @@ class Backbone:
     @property
     def tokens(self) -> tuple[int, int]:
         """The shape [T, D] of the representation of one image at the cut."""
-        return jax.eval_shape(self.front, jax.eval_shape(self._init_front), self.images).shape[1:]
+        return self._front_shapes[0].shape[1:]
 
     def front(self, params: Params, images: jax.Array) -> jax.Array:
         """Maps images [B, S, S, C] in [0, 1] to representations [B, T, D]. It needs the parameters of the frontend."""
@@ -80,7 +80,7 @@ class Backbone:
         Raises:
           ValueError: Parameters of the frontend are missing.
         """
-        names = jax.eval_shape(self._init_front).keys()
+        names = self._front_shapes[1]["params"].keys()
         if missing := sorted(set(names) - set(params)):
             raise ValueError(f"params have no {', '.join(missing)}. Give the parameters of this model.")
         return {name: params[name] for name in names}, {k: v for k, v in params.items() if k not in names}
@@ -110,9 +110,11 @@ class Backbone:
         if not (images.min() >= 0 and images.max() <= 1):
             raise ValueError("images must be in [0, 1]. Some are outside. Divide by the largest possible value.")
 
-    def _init_front(self) -> Params:
-        images = jnp.zeros(self.images.shape)
-        return nn.Module.init(self.model, jax.random.key(0), images, 0, self.cut)["params"]
+    @functools.cached_property
+    def _front_shapes(self) -> tuple[Any, Params]:
+        """The shapes of the representation of one image and of the frontend's variables. The frontend is traced once."""
+        begin = functools.partial(nn.Module.init_with_output, self.model, start=0, stop=self.cut)
+        return jax.eval_shape(begin, jax.random.key(0), self.images)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # under jit only the head is drawn
