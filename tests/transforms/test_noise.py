@@ -496,7 +496,9 @@ def test_discrete_laplace_is_independent_over_leaves_steps_and_places():
 @pytest.mark.slow
 def test_discrete_laplace_takes_a_traced_scale_and_refuses_impossible_ones():
     draw = lambda scale: noise.discrete_laplace(KEY, jnp.zeros(SAMPLES), scale)  # noqa: E731
-    assert np.mean(np.asarray(jax.jit(draw)(7.0)) == np.asarray(draw(7.0))) > 0.99  # compiled logarithms may differ in the last bit
+    assert (
+        np.mean(np.asarray(jax.jit(draw)(7.0)) == np.asarray(draw(7.0))) > 0.99
+    )  # compiled logarithms may differ in the last bit
     for scale in (0.0, -1.0, math.nan, math.inf, 1.001 * noise.LARGEST_DISCRETE_SCALE):
         with pytest.raises(ValueError, match="scale must be in"):
             draw(scale)

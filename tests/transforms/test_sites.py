@@ -123,8 +123,10 @@ def test_dot_rule_for_any_contraction(drawn: tuple[str, dict[str, int]]) -> None
     tap = jax.eval_shape(fn, w, xs[0]).shape
     gs = normal(2, N, *tap)
     site = site_of(rule, tap, w.shape)
-    of_batch, of_data, of_weight = ("".join(c for c in spec.split("->")[0] if c in kind) for kind in ("ab", "tu", "fg"))
-    out = "".join(sorted(set(of_batch), key=data.index)) + (of_weight + of_data if weight_first else of_data + of_weight)
+    shared, of_data, of_weight = (
+        [c for c in side if c in kind] for side, kind in ((data, "ab"), (data, "tu"), (weight, "fg"))
+    )
+    out = "".join(shared + (of_weight + of_data if weight_first else of_data + of_weight))
     truth = np.einsum(f"n{data},n{out}->n{weight}", xs, gs, dtype=np.float64)
     check_rule(site, xs, gs, truth)
     assert rule.rows * rule.cols * rule.groups == w.size
