@@ -112,7 +112,7 @@ class Backbone:
 
     @functools.cached_property
     def _front_shapes(self) -> tuple[Any, Params]:
-        """The shapes of the representation of one image and of the frontend's variables. The frontend is traced once."""
+        """The shapes of an image's representation and of the frontend's variables, kept because tracing takes long."""
         begin = functools.partial(nn.Module.init_with_output, self.model, start=0, stop=self.cut)
         return jax.eval_shape(begin, jax.random.key(0), self.images)
 
