@@ -115,14 +115,15 @@ def fit_in_memory(
         raise ValueError("data must have at least one example, got none.")
     state, size = optax.scale_by_adam().init(params), min(batch_size, count)
     for epoch_key in progress_bar(jax.random.split(key, epochs), label="training", unit="epoch"):
-        ended = _epoch(loss_fn, size, params, state, frozen, data, epoch_key, jnp.float32(learning_rate))
+        batches = epoch_batches(epoch_key, count, size)
+        ended = _epoch(loss_fn, params, state, frozen, data, batches, jnp.float32(learning_rate))
         params, state = jax.block_until_ready(ended)
     return params
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def _epoch(
-    loss_fn: Loss, size: int, params: Any, state: Any, frozen: Any, data: Any, key: jax.Array, learning_rate: jax.Array
+    loss_fn: Loss, params: Any, state: Any, frozen: Any, data: Any, batches: Any, learning_rate: jax.Array
 ) -> tuple[Any, Any]:
     def mean_loss(params: Any, rows: jax.Array, weight: jax.Array, key: jax.Array) -> jax.Array:
         losses = loss_fn(params, frozen, jax.tree.map(lambda column: column[rows], data), key)
@@ -131,10 +132,10 @@ def _epoch(
     def step(carry: tuple[Any, Any], batch: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[tuple[Any, Any], None]:
         return adam_step(*carry, jax.grad(mean_loss)(carry[0], *batch), learning_rate), None
 
-    batches = epoch_batches(key, len(jax.tree.leaves(data)[0]), size)
     return jax.lax.scan(step, (params, state), batches)[0]
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def epoch_batches(key: jax.Array, count: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the batches of one epoch over `count` examples, `size` <= `count` in each.
 

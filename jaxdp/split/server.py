@@ -296,7 +296,7 @@ def adapt_by_client(
     state = optax.scale_by_adam().init(tuned)
     images, numbers = (np.asarray(column) for column in copies.index())
     for epoch_key in progress_bar(jax.random.split(key, epochs), label="training", unit="epoch"):
-        batches = _batches(epoch_key, len(images), min(batch_size, len(images)))[:2]
+        batches = epoch_batches(epoch_key, len(images), min(batch_size, len(images)))[:2]
         for rows, weights in zip(*map(np.asarray, batches), strict=True):
             shown, numbered = images[rows], numbers[rows]
             logits = np.asarray(_copies_logits(backbone, tuned, copies, shown, numbered))
@@ -309,9 +309,6 @@ def adapt_by_client(
             of_mean = answer.astype(np.float32) * (weights / weights.sum())[:, None]
             tuned, state = _pull_back(backbone, tuned, state, copies, shown, numbered, of_mean, learning_rate)
     return Adapted(backbone, tuned)
-
-
-_batches = jax.jit(epoch_batches, static_argnums=(1, 2))
 
 
 @functools.partial(jax.jit, static_argnums=0)
