@@ -11,8 +11,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -174,14 +172,15 @@ def test_what_is_not_private_is_shown_on_request_in_a_file_of_its_own(copied, ra
 def test_changed_data_is_noticed(finished):
     root, states = finished
     done = {name: cache.find(root / state["folder"]) for name, state in states.items()}
-    keys = [
-        {stage.name: stage.key(config, parts.load(config.data), done) for stage in stages.STAGES}
-        for config in (
-            tiny.lifecycle(),
-            tiny.lifecycle(data__stream_shifts=("contrast",)),
-            tiny.lifecycle(data__split_seed=1),
-        )
-    ]
+    configs = (
+        tiny.lifecycle(),
+        tiny.lifecycle(data__stream_shifts=("contrast",)),
+        tiny.lifecycle(data__split_seed=1),
+    )
+    keys = []
+    for config in configs:
+        loaded = parts.load(config.data)
+        keys.append({stage.name: stage.key(config, loaded, done) for stage in stages.STAGES})
     assert {name for name in NAMES if keys[0][name] != keys[1][name]} == {"adapt", "deploy", "audit_adapt"}
     assert all(keys[0][name] != keys[2][name] for name in NAMES)
 
@@ -541,8 +540,7 @@ life.run(config, workdir)
 def test_kill_9_in_the_middle_of_a_release(copied, tmp_path, monkeypatch):
     shutil.rmtree(copied / "recalibrate")
     lose(copied)
-    arguments = [sys.executable, "-c", KILLED, str(copied), str(tmp_path / "seen"), repr(tiny.LIFECYCLE)]
-    killed = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    killed = forked.run(KILLED, copied, tmp_path / "seen", repr(tiny.LIFECYCLE), modules=program.MODULES)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert spent(copied)["hospital 0"] == spent(copied)["hospital 1"] == 1 and unfinished(copied) == 2  # it counts
     (seed,) = copied.rglob("secret_seed")
