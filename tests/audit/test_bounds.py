@@ -94,11 +94,11 @@ def test_more_confidence_and_fewer_runs_find_less():
 @pytest.mark.parametrize("run", [audit.multi_run, audit.one_run])
 @pytest.mark.parametrize("claim", ["approximate", "gaussian"])
 def test_only_the_order_of_scores_counts(run, claim):
-    scores = gaussian(np.random.default_rng(3), 2.0, 50)
+    scores = gaussian(np.random.default_rng(3), 2.0, 20)
     terms = {"upper": 1.0, "delta": 0.001, "claim": claim}
     assert run(*map(np.exp, scores), **terms) == run(*scores, **terms)
     # A mechanism without noise: scores that never overlap.
-    assert run(np.full(100, np.inf), np.full(100, -np.inf), **terms).violated
+    assert run(np.full(40, np.inf), np.full(40, -np.inf), **terms).violated
 
 
 # --------------------------------------------------------------------------------------------------------- one run
@@ -191,12 +191,12 @@ def test_a_finding_says_what_it_is():
 def test_the_ceiling_is_what_scores_without_any_error_reach(run, claim):
     rng = np.random.default_rng(11)
     terms = {"upper": 1.0, "delta": 1e-5, "claim": claim}
-    perfect = run(np.full(60, 1.0), np.full(50, 0.0), **terms)
+    perfect = run(np.full(40, 1.0), np.full(30, 0.0), **terms)
     assert perfect.lower == perfect.ceiling > 1
     for strength in (0.0, 2.0, 10.0):
-        found = run(gaussian(rng, strength, 60)[0], rng.normal(size=50), **terms)
+        found = run(gaussian(rng, strength, 40)[0], rng.normal(size=30), **terms)
         assert found.ceiling == perfect.ceiling and found.lower <= found.ceiling
-    more = run(np.full(120, 1.0), np.full(100, 0.0), **terms)
+    more = run(np.full(80, 1.0), np.full(60, 0.0), **terms)
     assert more.ceiling > perfect.ceiling  # more trials, more power
 
 

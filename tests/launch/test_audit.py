@@ -19,6 +19,15 @@ SAME_NOISE = {f"private {name}" for name in ("EATA", "SAR", "DeYO", "COME over T
 SAME_NOISE |= {"DP-SAT", "DP-SGD of patients"}
 OF_THE_NOISE = {"half the noise", "a reused key", "add/remove charged for replace-one", "the noise of the step before"}
 
+# These mechanisms have many trials, because a twin of each shows in rare answers. Their other twins do not, and would
+# pass in this many trials with probability below 1e-20.
+FEW = 20_000
+CLEAR = {"half the noise", "no clipping", "a reused key"}
+FOUND_IN_FEW = {
+    "randomised response of a certified vote": CLEAR,
+    "Cauchy noise on values": CLEAR | {"sensitivity off by two"},
+}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
@@ -29,7 +38,7 @@ def test_the_honest_mechanism_is_consistent_and_every_twin_is_caught(case):
     assert honest.ceiling > honest.upper
     left_out = OF_THE_NOISE if case.mechanism in SAME_NOISE else set()
     for name in case.twins.keys() - left_out:
-        found = case.broken(name, SEED)
+        found = case.broken(name, SEED, FEW if name in FOUND_IN_FEW.get(case.mechanism, ()) else None)
         if not isinstance(found, str):
             assert found.upper == pytest.approx(honest.upper), f"{name} is audited under another claim"
             assert found.violated, f"{name}: {found.describe()}"
