@@ -83,7 +83,7 @@ def audit(
 
 # Rounding Cauchy noise makes no use of some of its epsilon: log((1 - p) / p) is 0.63 there.
 @pytest.mark.slow
-# The bound of 10,000 trials would be below 0.5 at every seventh seed, that of 30,000 at one of a million.
+# The bound of 10,000 trials is below 0.5 at about one seed of fifty, that of 30,000 at fewer than one of a million.
 @pytest.mark.parametrize(
     ("mechanism", "trials", "least"), [("randomised_response", 10_000, 0.8), ("smooth_cauchy", 30_000, 0.5)]
 )
