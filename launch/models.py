@@ -23,7 +23,6 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,10 +121,7 @@ def fresh(network: Pretrained, seed: int) -> Params:
     """Returns the parameters of the network's checkpoint, or initial ones if it has none."""
     if network.params:
         return network.params
-    return _init(network.model, jax.random.key(seed), blank_inputs(network.preprocessing))["params"]
-
-
-_init = jax.jit(nn.Module.init, static_argnums=0)  # equal models share a program
+    return jax.jit(network.model.init)(jax.random.key(seed), blank_inputs(network.preprocessing))["params"]
 
 
 def loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:

@@ -19,9 +19,6 @@ NAMES = [f"{case.mechanism}, {case.claim}" for case in CASES]
 SAME_NOISE = {f"private {name}" for name in ("EATA", "SAR", "DeYO", "COME over Tent", "COME over DeYO")}
 SAME_NOISE |= {"DP-SAT", "DP-SGD of patients"}
 OF_THE_NOISE = {"half the noise", "a reused key", "add/remove charged for replace-one", "the noise of the step before"}
-# The scales of their noise are their own. Its keys are those of DP-SGD, by the same lines of `privatize`.
-SAME_KEYS = {"AdpClip", "GEP"}
-OF_THE_KEYS = {"a reused key", "the noise of the step before"}
 
 # These mechanisms have many trials, because a twin of each shows in rare answers. Their other twins do not, and would
 # pass in this many trials with probability below 1e-20.
@@ -46,7 +43,7 @@ def test_the_honest_mechanism_is_consistent_and_every_twin_is_caught(case):
     honest = case.honest(SEED)
     assert honest.verdict == "consistent", honest.describe()
     assert honest.ceiling > honest.upper
-    left_out = OF_THE_NOISE if case.mechanism in SAME_NOISE else OF_THE_KEYS if case.mechanism in SAME_KEYS else set()
+    left_out = OF_THE_NOISE if case.mechanism in SAME_NOISE else set()
     for name in case.twins.keys() - left_out:
         found = case.broken(name, SEED, FEW if name in FOUND_IN_FEW.get(case.mechanism, ()) else None)
         if not isinstance(found, str):
