@@ -167,7 +167,7 @@ def _epsilon_of_leaves(
         total, coarse = _total_pld(counts, adjacency, scale), _is_coarse(counts, adjacency, scale)
         if total is not None:
             bound = float(total.get_epsilon_for_delta(delta - _fft_slack(counts)))
-    if "rdp" in rules and (coarse or bound == math.inf or delta < _fine(counts)):
+    if bound > 0 and "rdp" in rules and (coarse or bound == math.inf or delta < _fine(counts)):
         bound = min(bound, _epsilon_from_rdp(_total_rdp(counts, adjacency), delta))
     return max(0.0, min(bound, pure))
 
