@@ -59,7 +59,7 @@ def test_lora_of_a_checkpoint_continues_after_a_crash_and_belongs_to_its_config(
     config = tiny.lora(public)
     network = models.load_checkpoint(public / "model.safetensors", model=lm.models.network(config.model).model)
     served = models.load_params(root / "params.safetensors", like=network.params)  # W + A B has the form of W
-    changed = jax.tree.map(lambda a, b: bool((a != b).any()), served, network.params)
+    changed = jax.tree.map(lambda a, b: (np.asarray(a) != np.asarray(b)).any(), served, network.params)
     assert changed["blocks"]["attention"]["query"]["kernel"] and not changed["embed"]["embedding"]
     with pytest.raises(ValueError, match=r"another model.lora.rank. Use a new workdir"):
         frame.run(lm.STUDY, tiny.lora(public, references=True, model__lora__rank=3), root)
