@@ -536,7 +536,7 @@ def _by_layer(variables: Any) -> dict[tuple[str, ...], Any]:
     return found
 
 
-def _stacked(variables: Mapping[tuple[str, ...], jax.Array]) -> dict[tuple[str, ...], jax.Array]:
+def _stacked(variables: Mapping[tuple[str, ...], np.ndarray]) -> dict[tuple[str, ...], np.ndarray]:
     """Returns the variables of `_by_layer` with the layers of a stack in one array."""
     found: dict[tuple[str, ...], Any] = {}
     for (collection, first, *keys), x in variables.items():  # layers are in order
@@ -544,7 +544,7 @@ def _stacked(variables: Mapping[tuple[str, ...], jax.Array]) -> dict[tuple[str, 
             found.setdefault((collection, "blocks", *keys), []).append(x)
         else:
             found[collection, first, *keys] = x
-    return {path: jnp.stack(x) if isinstance(x, list) else x for path, x in found.items()}
+    return {path: np.stack(x) if isinstance(x, list) else x for path, x in found.items()}
 
 
 def _translate(
@@ -555,7 +555,7 @@ def _translate(
     stack = isinstance(model, LanguageModel)
     expected_of = _by_layer(variables) if stack else flatten_dict(variables)
     rules, used, problems = NAMINGS[naming], set[str](), list[str]()
-    translated: dict[tuple[str, ...], jax.Array] = {}
+    translated: dict[tuple[str, ...], np.ndarray] = {}
     for (collection, *keys), expected in expected_of.items():
         path = "/".join(keys)
         if (found := rules.find(path)) is None:
@@ -564,7 +564,7 @@ def _translate(
         name, part = found
         used.add(name)
         if new_head and keys[0] in HEADS:
-            translated[collection, *keys] = jnp.zeros(expected.shape, jnp.float32)
+            translated[collection, *keys] = np.zeros(expected.shape, np.float32)
             continue
         if (given := tensors.get(name)) is None:
             problems.append(f"{name}: missing, for {path} {expected.shape}")
@@ -579,7 +579,7 @@ def _translate(
         elif not jnp.issubdtype(array.dtype, jnp.floating):
             problems.append(f"{name}: dtype {array.dtype} is not floating point")
         else:
-            translated[collection, *keys] = jax.device_put(np.asarray(array, np.float32))
+            translated[collection, *keys] = np.asarray(array, np.float32)
     for name in sorted(set(tensors) - used):
         if not any(re.fullmatch(_pattern(ignored), name) for ignored in rules.ignored):
             problems.append(f"{name}: superfluous, shape {tensors[name].shape}")
@@ -590,7 +590,7 @@ def _translate(
             f"the checkpoint (naming {naming!r}) does not fit the model{size}. Build the checkpoint's model{remedy}"
             " (position embeddings are not interpolated):\n  " + "\n  ".join(problems)
         )
-    return unflatten_dict(_stacked(translated) if stack else translated)
+    return jax.device_put(unflatten_dict(_stacked(translated) if stack else translated))
 
 
 def _part(stacked: np.ndarray, part: str, axis: int) -> np.ndarray:
