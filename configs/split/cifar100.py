@@ -11,7 +11,7 @@ trains a backbone of its own, and configs/split/digits.py needs no data. LPIPS n
 The server has images of CIFAR-10. The client has five classes of CIFAR-100: apple, chair, lamp, plain, squirrel. Rates
 are tuned on five others: bowl, dolphin, mouse, rose, train. The set "cifar100_subset" has 8000 training images.
 
-5 images per class: 0.70 for Split Adaptation, 0.71 for fine-tuning, 0.61 for a linear probe. An hour and a half of
+5 images per class: 0.70 for Split Adaptation, 0.71 for fine-tuning, 0.61 for a linear probe. Two hours of
 processor time. docs/results/split_adaptation.md has all tables.
 """
 
