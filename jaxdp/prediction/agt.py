@@ -305,7 +305,7 @@ class _Gradients:
         return [jnp.where(_rows(weights, x) > 0, grid.bits(x), grid.bias()) for x in self.bounds(factors)]
 
     def total(self, box: Box, batch: _Batch, summands: Callable[[Any], Leaves], copies: int = 1) -> list[Total]:
-        """Returns the sums over the batch of the integers that `summands` makes from `factors`."""
+        """Returns sums over the batch of what `summands` makes from `factors`: `copies` times one per end of a leaf."""
         like, factors = [*box[0], *box[1]] * copies, functools.partial(self.factors, box)
         return add_up(self.plan.grid, self.plan.blocks, like, batch.kept, factors, summands)
 
