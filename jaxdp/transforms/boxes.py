@@ -201,13 +201,17 @@ def outward(end: jax.Array, sign: int, roundings: float = 1) -> jax.Array:
     """Moves one endpoint as `widen` does: a lower one, sign -1, or an upper one, sign 1."""
     error, worst = slack(end.dtype, roundings), jnp.minimum if sign < 0 else jnp.maximum
     moved = worst(end * (1 - error), end * (1 + error)) + sign * tiny(end.dtype)
-    return worst(moved, -sign * float(jnp.finfo(end.dtype).max))  # as `without_overflow`
+    return _end_without_overflow(moved, sign)
 
 
 def without_overflow(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Replaces an endpoint that overflowed inward by the largest finite number."""
-    most = float(jnp.finfo(low.dtype).max)
-    return jnp.minimum(low, most), jnp.maximum(high, -most)
+    return _end_without_overflow(low, -1), _end_without_overflow(high, 1)
+
+
+def _end_without_overflow(end: jax.Array, sign: int) -> jax.Array:
+    most = float(jnp.finfo(end.dtype).max)
+    return jnp.minimum(end, most) if sign < 0 else jnp.maximum(end, -most)
 
 
 def inflate(x: Operand, roundings: float, *, keep_sign: bool = False) -> Interval:
