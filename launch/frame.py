@@ -393,11 +393,8 @@ def bind(study: str, config: Any, root: pathlib.Path) -> Iterator[None]:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python, this library, and those that it computes with."""
-    named = {name: _installed(name) for name in ("jax", "flax", "optax", "numpy")}
+    named = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "numpy")}
     return {"jaxdp": __version__, "python": platform.python_version(), **named}
-
-
-_installed = functools.cache(importlib.metadata.version)  # a life asks for it after every stage
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
