@@ -1,4 +1,4 @@
-"""Counts compilations, for tests that a second call compiles nothing."""
+"""Counts compilations, for tests that a second call compiles nothing, and identifies programs."""
 
 import contextlib
 
@@ -17,3 +17,10 @@ def compilations():
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield seen
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def text_of(trainer, state, source):
+    """Returns what identifies the programs of a private trainer. Compiles nothing."""
+    with trainer.compile(source) as programs:
+        programs.start(state, range(0))
+        return programs.text

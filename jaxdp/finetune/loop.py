@@ -131,7 +131,7 @@ def fit(
                 label=f"training, steps {first}..{last - 1}",
                 charges=[(pays, trainer.event(first, last))],
                 facts=lambda: [source.fingerprint, repr(trainer.sampler), trainer.query.public, _resumable(start)],
-                programs=lambda: [programs.text(last)],
+                programs=lambda: [programs.text],
                 deterministic=True,  # The trainer compiles its steps with `repeatable`.
                 compute=lambda secret: _run(programs, start, secret, range(first, last), finished, hosts),
                 keep=files.save,
@@ -146,7 +146,7 @@ def fit(
             return {
                 "config": repr([*config, workdir is None, seed is None]),
                 "data": source.fingerprint,
-                "program": digest([programs.text(steps), trainer.query.public]),
+                "program": digest([programs.text, trainer.query.public]),
             }
 
         def settle() -> None:

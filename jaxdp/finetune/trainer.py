@@ -373,11 +373,6 @@ class PrivateTrainer:
         counts = collections.Counter(map(self.privatizer.event_at, range(first, last)))
         return compose({self.sampler.event(event): count for event, count in counts.items()})
 
-    def lowered_text(self, state: TrainState, source: Source) -> str:
-        """Returns the compiled steps as StableHLO. Equal text, data and keys give equal results on equal devices."""
-        programs = (program.as_text() for _, program in self.lowered(state, source))
-        return "".join([self.settings_text(state, source), *programs])
-
     def settings_text(self, state: TrainState, source: Source) -> str:
         """Returns what the programs do not tell of how they are called, such as how a batch is cut."""
         cut = f"first steps={FIRST_STEPS}\n{self.physical(state, source)}"
@@ -386,7 +381,7 @@ class PrivateTrainer:
     def lowered(
         self, state: TrainState, source: Source, last: int | None = None
     ) -> Iterator[tuple[str, jax.stages.Lowered]]:
-        """Yields the programs of steps up to `last`, excluded, by the names of `programs`, once each is traced."""
+        """Yields the programs of steps up to `last`, excluded, by the names of `programs`, and traces one at a time."""
         for name, (function, args) in self.programs(state, source, last).items():
             yield name, function.lower(*args)
 
@@ -489,16 +484,23 @@ class PrivateTrainer:
 class Programs:
     """The programs of a run, which are compiled in the background.
 
-    Those of the first step are compiled while the others are traced. Those of steps from `FIRST_STEPS` on are compiled
-    while earlier steps run. So an error of the compiler may come in a chunk that is paid, which a later call repeats.
+    Those of the first step come first. The others are traced while these are compiled, and the rest before the second
+    step. They are compiled while earlier steps run. So an error of the compiler may come in a chunk that is paid, which
+    a later call repeats.
+
+    Attributes:
+      text: What determines the results of the steps, once `start` has been called: the programs of the first step as
+        StableHLO, and the sizes of all physical batches. Equal text, data and keys give equal results on equal devices.
+        The programs of the other sizes come from the same functions, and every token has the source of jaxdp.
     """
 
     def __init__(self, trainer: PrivateTrainer, source: Source):
         self.trainer, self.source = trainer, source
+        self.text = ""
         # Python waits for running threads when it ends.
         self._pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jaxdp compiler")
-        self._texts: dict[str, str] = {}
-        self._lowered: dict[str, jax.stages.Lowered] = {}
+        self._coming: Iterator[tuple[str, jax.stages.Lowered]] = iter(())
+        self._lowered: list[jax.stages.Lowered] = []
         self._compiling: list[concurrent.futures.Future[Any]] = []
 
     def __enter__(self) -> "Programs":
@@ -508,30 +510,34 @@ class Programs:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def start(self, state: TrainState, steps: range) -> None:
-        """Traces the programs of these steps, and starts to compile those of the first one. A second call is free."""
-        if self._texts:
+        """Traces the programs of the first of these steps, and starts to compile them. A second call is free."""
+        if self.text:
             return
-        self._texts[""] = self.trainer.settings_text(state, self.source)
-        for name, program in self.trainer.lowered(state, self.source, steps.stop):
-            self._texts[name] = program.as_text()
+        texts = [self.trainer.settings_text(state, self.source)]
+        self._coming = self.trainer.lowered(state, self.source, steps.stop)
+        for name, program in self._coming:
+            texts.append(program.as_text())
             if name != "refresh" and steps:  # "refresh" is compiled where it is called
-                self._lowered[name] = program
+                self._lowered.append(program)
                 self._compile(_FIRST_PROGRAMS)
-
-    def text(self, last: int) -> str:
-        """Returns `PrivateTrainer.lowered_text` of the steps before `last`."""
-        names = list(self._texts)
-        return "".join(self._texts[name] for name in names[: None if last > FIRST_STEPS else names.index("update") + 1])
+            if name == "update":
+                break
+        self.text = "".join(texts)
 
     def wait(self, step: int) -> None:
         """Returns when the programs of a step are compiled, or raises the error of one. Call it before every step."""
+        first = self._compiling[:_FIRST_PROGRAMS]
+        while step or not all(compiling.done() for compiling in first):
+            if (coming := next(self._coming, None)) is None:
+                break
+            self._lowered.append(coming[1])
         # On few cores the first step would wait for what it does not need.
         self._compile(len(self._lowered) if step else _FIRST_PROGRAMS)
         for compiling in self._compiling[: None if step >= FIRST_STEPS else _FIRST_PROGRAMS]:
             compiling.result()
 
     def _compile(self, count: int) -> None:
-        for program in list(self._lowered.values())[len(self._compiling) : count]:
+        for program in self._lowered[len(self._compiling) : count]:
             self._compiling.append(self._pool.submit(program.compile))
 
 

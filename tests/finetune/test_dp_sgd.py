@@ -1,9 +1,11 @@
 """DP-SGD steps against an independent float64 computation, their noise, their events, and what is compiled."""
 
 import collections
+import concurrent.futures
 import dataclasses
 import math
 import re
+import threading
 
 import equinox as eqx
 import jax
@@ -20,6 +22,7 @@ from jaxdp.finetune.trainer import FIRST_STEPS
 from jaxdp.privacy import Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.transforms import losses, noise
+from tests.compilations import text_of
 from tests.finetune.batches import with_batches
 
 N, FEATURES, CLASSES = 40, 6, 3
@@ -474,7 +477,7 @@ def test_no_recompilation_and_no_implicit_transfers_whatever_the_batch_sizes():
     assert {0, 1, 2} <= set(sizes[sizes.index(2) + 1 :])
     assert traces["update"] == 1
     assert traces["accumulate"] == 1
-    trainer.lowered_text(state, source)
+    text_of(trainer, state, source)
     assert traces["update"] == 1
     assert traces["accumulate"] == 1
 
@@ -533,6 +536,42 @@ def test_a_run_starts_before_all_its_programs_are_compiled(caplog):
     assert first == every[:2] and first[1] == "update" and len(every) > 2
     counts, *_ = run(ahead=False)
     assert counts[0] == 2 and sum(counts[:FIRST_STEPS]) == 2 < sum(counts)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_other_sizes_are_traced_while_the_first_is_compiled_or_after_its_step(monkeypatch, cached):
+    class Compiler(concurrent.futures.ThreadPoolExecutor):
+        """Has the program at once, as from a cache, or once another one is traced."""
+
+        def submit(self, function, *args):
+            if not cached:
+                return super().submit(lambda: traced.wait(60))
+            found = concurrent.futures.Future()
+            found.set_result(None)
+            return found
+
+    def lowered(*args):
+        for name, program in original(*args):
+            names.append(name)
+            if len(names) > 2:
+                traced.set()
+            yield name, program
+
+    original, names, traced = finetune.PrivateTrainer.lowered, [], threading.Event()
+    monkeypatch.setattr(finetune.PrivateTrainer, "lowered", lowered)
+    monkeypatch.setattr(concurrent.futures, "ThreadPoolExecutor", Compiler)
+    trainer, source = trainer_of(data.PoissonSampler(N, 0.5), physical_batch_size=None), source_of()
+    state = trainer.init(params_of())
+    every = [*trainer.programs(state, source)]
+    with trainer.compile(source) as programs:
+        programs.start(state, range(FIRST_STEPS + 1))
+        text = programs.text
+        assert names == every[:2]
+        programs.wait(0)
+        assert names == every[:2] if cached else names[2] == every[2]
+        state, _ = trainer.step(state, source, meanwhile=bool)  # deletes the arrays of the first state
+        programs.wait(1)
+        assert names == every and programs.text == text == text_of(trainer, state, source)
 
 
 def test_memory_bounds_the_chosen_sizes():

@@ -21,6 +21,7 @@ from jaxdp.privacy import BudgetExceeded, Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.report import read_metrics
 from tests import forked
+from tests.compilations import text_of
 from tests.finetune import killed_runs
 
 PROGRAM = """
@@ -221,7 +222,7 @@ def test_a_constant_in_the_loss_is_part_of_the_program():
         trainer = finetune.dp_sgd(
             loss, optax.sgd(0.1), sampler=sampler, clip_norm=1.0, noise_multiplier=0.0, physical_batch_size=4
         )
-        return trainer.lowered_text(trainer.init({"w": jnp.zeros(size)}), source)
+        return text_of(trainer, trainer.init({"w": jnp.zeros(size)}), source)
 
     for size in (3, 10_000):
         for array in (np.asarray, jnp.asarray):

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdp.data import PoissonSampler, from_arrays
 from jaxdp.finetune import adp_alloc, adp_clip, dp_sgd, exponential_noise, fit, gep
 from jaxdp.privacy import Ledger
-from tests.compilations import compilations
+from tests.compilations import compilations, text_of
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="fewer than eight devices")
 
@@ -111,7 +111,7 @@ def test_the_program_names_the_mesh():
     texts = set()
     for count in (4, 8):
         trainer = trainer_of(mesh=mesh_of(count))
-        texts.add(trainer.lowered_text(trainer.init(PARAMS), SOURCE))
+        texts.add(text_of(trainer, trainer.init(PARAMS), SOURCE))
     assert len(texts) == 2
 
 

@@ -16,6 +16,7 @@ from jaxdp.privacy import Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.release import digest
 from jaxdp.transforms import losses, noise
+from tests.compilations import text_of
 
 N, FEATURES, CLASSES, PHYSICAL, Q, Z = 30, 5, 3, 4, 0.25, 0.9
 
@@ -282,7 +283,7 @@ def test_what_a_token_hashes_tells_methods_apart():
     source = source_of()
 
     def identity(trainer):
-        return digest([trainer.lowered_text(keyed(trainer), source), trainer.query.public])
+        return digest([text_of(trainer, keyed(trainer), source), trainer.query.public])
 
     identities = [identity(compiled(name)) for name in METHODS]
     assert len(set(identities)) == len(METHODS)
