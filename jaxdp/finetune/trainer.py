@@ -43,6 +43,7 @@ CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
 # Steps that take the largest physical size alone, so that a run starts before the programs of the others are compiled.
 FIRST_STEPS = 8
 _FIRST_PROGRAMS = 2  # the sum of the largest size, and the update
+_CACHED_SECONDS = 0.5  # in which they are read from JAX's cache, if they are there
 # What a physical batch may take, by the rough count of `PrivateTrainer.physical`, where a device does not tell its own.
 _MEMORY = 2**31
 
@@ -527,6 +528,8 @@ class Programs:
     def wait(self, step: int) -> None:
         """Returns when the programs of a step are compiled, or raises the error of one. Call it before every step."""
         first = self._compiling[:_FIRST_PROGRAMS]
+        if not step:
+            concurrent.futures.wait(first, timeout=_CACHED_SECONDS)
         while step or not all(compiling.done() for compiling in first):
             if (coming := next(self._coming, None)) is None:
                 break
