@@ -4,11 +4,12 @@
 
 Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios are medians of
 the ratios to the plain step of the same round. "memory" is what XLA allocates for a step beyond its arguments
-(temporaries and outputs). "cpu" is processor time of all threads, which a busy machine distorts less than wall time.
+(temporaries and outputs). "compile" includes "trace", which lowers to StableHLO too. "cpu" is processor time of all threads, which a busy machine distorts less than wall time.
 The peer is `jax_privacy.clipping.clipped_grad`.
 """
 
 import functools
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int]] = {
     ),
 }
 
+_PRODUCT = re.compile(r" (?:dot|convolution)\(|custom_call_target=\"\w*(?:matmul|conv|dot)", re.IGNORECASE)
 TITLES = {case: title for case, (title, *_) in bench_steps.AIMS.items()}
 
 
@@ -88,9 +90,12 @@ def run_case(case: str, engines: list[str], rounds: int) -> dict[str, Any]:
     compiled, rows = {}, {}
     for name, step in steps.items():
         start = time.perf_counter()
-        compiled[name] = jax.jit(step).lower(*args).compile()
-        seconds = time.perf_counter() - start
-        rows[name] = {"compile_s": seconds, "memory_mb": timing.allocated_mb(compiled[name])}
+        lowered = jax.jit(step).lower(*args)
+        traced = time.perf_counter() - start
+        compiled[name] = lowered.compile()
+        seconds, text = time.perf_counter() - start, compiled[name].as_text()
+        rows[name] = {"trace_s": traced, "compile_s": seconds, "memory_mb": timing.allocated_mb(compiled[name])}
+        rows[name] |= {"fusions": text.count(" fusion("), "products": len(_PRODUCT.findall(text))}
     check_equal(compiled, args)
     wall, cpu = timing.interleaved({name: functools.partial(step, *args) for name, step in compiled.items()}, rounds)
     for name, row in rows.items():
@@ -112,6 +117,20 @@ def table(found: Mapping[str, Any]) -> str:
         rows.append(
             {"over the plain gradient": f"{TITLES[case]}: compiling"} | {k: f"{v:.3g}" for k, v in compiling.items()}
         )
+    return format_table(rows, style="markdown")
+
+
+def compile_table(found: Mapping[str, Any]) -> str:
+    """Returns what there is to compile for the plain gradient and for the engine "auto", as a table of a page."""
+    rows = []
+    for case, row in found["cases"].items():
+        values: dict[str, str] = {}
+        for step in ("plain", "auto"):
+            one = row[step]
+            values[f"{step}: trace, s"] = f"{one['trace_s']:.2f}"
+            values[f"{step}: compile, s"] = f"{one['compile_s'] - one['trace_s']:.2f}"
+            values[f"{step}: fusions, products"] = f"{one['fusions']}, {one['products']}"
+        rows.append({"": TITLES[case], **values})
     return format_table(rows, style="markdown")
 
 

@@ -136,6 +136,7 @@ EVIDENCE = [
             "clipping": bench_clipping.table(found),
             "clipping in sequence": bench_clipping.table(sequential),
             "clipping memory": bench_clipping.memory_table(found, sequential),
+            "clipping compile": bench_clipping.compile_table(found),
         },
     ),
     Evidence("results/speed.md", ("start_cpu.json",), lambda found: {"start": bench_start.markdown(found)}),
