@@ -76,6 +76,8 @@ _LARGEST_VECTOR = 2**26
 # Blocks of the cipher per step of a loop. XLA-CPU divides a step of this size among cores. It computes the blocks of a
 # step one by one unless their number is a multiple of eight, which takes five times as long.
 _STEP, _TOGETHER = 2**14, 8
+# So few blocks take no time, and the small code of `chacha.block` compiles in half of the time.
+_FEW = 2**8
 # Pairs of normals that a block gives, per itemsize. A pair takes five words.
 _PAIRS, _WORDS = {4: 2, 8: 1}, 5
 # Positions in a vector of whole steps are int32.
@@ -425,16 +427,16 @@ def _standard_normal(key: jax.Array, size: int, dtype: Any) -> jax.Array:
     pairs = _PAIRS[dtype.itemsize]
     each = 2 * pairs * width  # values of a step
     steps = max(1, -(-size // each))
-    packs = jax.default_backend() == "cpu" and pairs > 1
+    on_cpu = jax.default_backend() == "cpu"
+    packs = on_cpu and pairs > 1
+    block: Any = chacha.block if on_cpu and width <= _FEW else chacha.unrolled_block
 
     def step(number: jax.Array, state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         values, before = state
         # XLA uses one core for what a step writes to the result. So the next step writes what this one computes.
         start = each * jnp.maximum(number - 1, 0)
         values = jax.lax.dynamic_update_slice(values, _flat(before), (start,))
-        words = chacha.unrolled_block(
-            cipher_key, (jax.lax.iota(jnp.uint32, width), number.astype(jnp.uint32), 0, chacha.NOISE)
-        )
+        words = block(cipher_key, (jax.lax.iota(jnp.uint32, width), number.astype(jnp.uint32), 0, chacha.NOISE))
         found = [jax.lax.complex(*_pair(words[_WORDS * k :], dtype)) for k in range(pairs)]
         return values, _packed(found) if packs else found
 
