@@ -427,16 +427,14 @@ def _standard_normal(key: jax.Array, size: int, dtype: Any) -> jax.Array:
     pairs = _PAIRS[dtype.itemsize]
     each = 2 * pairs * width  # values of a step
     steps = max(1, -(-size // each))
-    on_cpu = jax.default_backend() == "cpu"
-    packs = on_cpu and pairs > 1
-    block: Any = chacha.block if on_cpu and width <= _FEW else chacha.unrolled_block
+    packs = jax.default_backend() == "cpu" and pairs > 1
 
     def step(number: jax.Array, state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         values, before = state
         # XLA uses one core for what a step writes to the result. So the next step writes what this one computes.
         start = each * jnp.maximum(number - 1, 0)
         values = jax.lax.dynamic_update_slice(values, _flat(before), (start,))
-        words = block(cipher_key, (jax.lax.iota(jnp.uint32, width), number.astype(jnp.uint32), 0, chacha.NOISE))
+        words = _blocks(cipher_key, jax.lax.iota(jnp.uint32, width), number.astype(jnp.uint32))
         found = [jax.lax.complex(*_pair(words[_WORDS * k :], dtype)) for k in range(pairs)]
         return values, _packed(found) if packs else found
 
@@ -480,6 +478,13 @@ def _width(size: int, dtype: Any) -> int:
     blocks = max(1, -(-size // (2 * _PAIRS[dtype.itemsize])))
     steps = -(-blocks // _STEP)
     return _TOGETHER * -(-blocks // (steps * _TOGETHER))
+
+
+def _blocks(cipher_key: jax.Array, counters: jax.Array, number: jax.Array) -> Any:
+    """Returns the 16 words of the blocks of normals at `counters` [n]."""
+    few = jax.default_backend() == "cpu" and counters.size <= _FEW
+    block: Any = chacha.block if few else chacha.unrolled_block
+    return block(cipher_key, (counters, number, 0, chacha.NOISE))
 
 
 def _pair(words: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -531,7 +536,7 @@ def _normal_in_parts(
             written = jnp.where(cut(odd, last) == 0, before.real, before.imag)
             values = jax.lax.dynamic_update_slice(values, written, (last,))
             counters = (cut(x, now).astype(jnp.uint32) for x in (lane, number))
-            words = chacha.unrolled_block(cipher_key, (*counters, 0, chacha.NOISE))
+            words = _blocks(cipher_key, *counters)
             if pairs > 1:
                 words = [jnp.where(cut(second, now) == 0, *both) for both in zip(words, words[_WORDS:], strict=False)]
             return values, jax.lax.complex(*_pair(words, dtype))
