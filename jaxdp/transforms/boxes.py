@@ -109,7 +109,7 @@ def _check_endpoints(lower: jax.Array, upper: jax.Array) -> None:
         )
     if isinstance(lower, jax.core.Tracer) or isinstance(upper, jax.core.Tracer):
         return
-    bad = ~np.asarray(lower <= upper)
+    bad = ~(np.asarray(lower) <= np.asarray(upper))
     if bad.any():
         raise ValueError(
             f"lower must be at most upper and neither may be NaN, which fails in {bad.sum()} of {bad.size} entries. For"

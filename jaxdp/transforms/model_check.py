@@ -349,16 +349,20 @@ def _mixes(f: ClippedGrad, one: Callable[..., Any], params: Any, batch: Any) -> 
         return x + 0.1 * np.random.default_rng(seed).normal(size=x.shape).astype(x.dtype) if floating else x
 
     leaves, structure = jax.tree.flatten(params)
-    params = jax.tree.unflatten(structure, [moved(x, i) for i, x in enumerate(leaves)])
+    arrays, rebuild = _split(jax.tree.unflatten(structure, [moved(x, i) for i, x in enumerate(leaves)]))
 
-    def value(loss_fn: Callable[..., Any], examples: Any) -> jax.Array:
-        out = loss_fn(params, examples)
+    def value(loss_fn: Callable[..., Any], arrays: list[Any], examples: Any) -> jax.Array:
+        out = loss_fn(rebuild(arrays), examples)
         return jnp.asarray(out[0] if f.has_aux else out, jnp.float32)
 
-    together = value(f.loss_fn, batch)
-    alone = jnp.stack([value(one, jax.tree.map(lambda x, i=i: x[i], batch)) for i in range(3)])
-    expected = [alone] if together.ndim else [alone.mean(), alone.sum()]
-    return not any(bool(jnp.allclose(together, e, rtol=1e-3, atol=1e-5, equal_nan=True)) for e in expected)
+    @jax.jit
+    def both(arrays: list[Any], batch: Any) -> tuple[jax.Array, list[jax.Array]]:
+        examples = [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(3)]
+        return value(f.loss_fn, arrays, batch), [value(one, arrays, example) for example in examples]
+
+    together, alone = jax.tree.map(np.asarray, both(arrays, batch))
+    expected = [np.stack(alone)] if together.ndim else [np.mean(alone), np.sum(alone)]
+    return not any(np.allclose(together, e, rtol=1e-3, atol=1e-5, equal_nan=True) for e in expected)
 
 
 def _split(params: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

@@ -76,6 +76,8 @@ _LARGEST_VECTOR = 2**26
 # Blocks of the cipher per step of a loop. XLA-CPU divides a step of this size among cores. It computes the blocks of a
 # step one by one unless their number is a multiple of eight, which takes five times as long.
 _STEP, _TOGETHER = 2**14, 8
+# So few blocks take no time, and the small code of `chacha.block` compiles in half of the time.
+_FEW = 2**8
 # Pairs of normals that a block gives, per itemsize. A pair takes five words.
 _PAIRS, _WORDS = {4: 2, 8: 1}, 5
 # Positions in a vector of whole steps are int32.
@@ -432,9 +434,7 @@ def _standard_normal(key: jax.Array, size: int, dtype: Any) -> jax.Array:
         # XLA uses one core for what a step writes to the result. So the next step writes what this one computes.
         start = each * jnp.maximum(number - 1, 0)
         values = jax.lax.dynamic_update_slice(values, _flat(before), (start,))
-        words = chacha.unrolled_block(
-            cipher_key, (jax.lax.iota(jnp.uint32, width), number.astype(jnp.uint32), 0, chacha.NOISE)
-        )
+        words = _blocks(cipher_key, jax.lax.iota(jnp.uint32, width), number.astype(jnp.uint32))
         found = [jax.lax.complex(*_pair(words[_WORDS * k :], dtype)) for k in range(pairs)]
         return values, _packed(found) if packs else found
 
@@ -478,6 +478,13 @@ def _width(size: int, dtype: Any) -> int:
     blocks = max(1, -(-size // (2 * _PAIRS[dtype.itemsize])))
     steps = -(-blocks // _STEP)
     return _TOGETHER * -(-blocks // (steps * _TOGETHER))
+
+
+def _blocks(cipher_key: jax.Array, counters: jax.Array, number: jax.Array) -> Any:
+    """Returns the 16 words of the blocks of normals at `counters` [n]."""
+    few = jax.default_backend() == "cpu" and counters.size <= _FEW
+    block: Any = chacha.block if few else chacha.unrolled_block
+    return block(cipher_key, (counters, number, 0, chacha.NOISE))
 
 
 def _pair(words: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -529,7 +536,7 @@ def _normal_in_parts(
             written = jnp.where(cut(odd, last) == 0, before.real, before.imag)
             values = jax.lax.dynamic_update_slice(values, written, (last,))
             counters = (cut(x, now).astype(jnp.uint32) for x in (lane, number))
-            words = chacha.unrolled_block(cipher_key, (*counters, 0, chacha.NOISE))
+            words = _blocks(cipher_key, *counters)
             if pairs > 1:
                 words = [jnp.where(cut(second, now) == 0, *both) for both in zip(words, words[_WORDS:], strict=False)]
             return values, jax.lax.complex(*_pair(words, dtype))

@@ -328,12 +328,12 @@ def test_noise_schedule_and_its_events():
 @pytest.mark.slow
 def test_events_cost_what_dp_accounting_says_and_chunks_compose_to_the_run():
     def sigma(step):
-        return 0.8 + 0.1 * step
+        return 2 + 0.25 * step
 
-    trainer = trainer_of(data.PoissonSampler(N, 0.1), noise_multiplier=sigma)
+    trainer = trainer_of(data.PoissonSampler(N, 0.25), noise_multiplier=sigma)
     independent = PLDAccountant()
     for step in range(3):
-        independent.compose(dp_event.PoissonSampledDpEvent(0.1, dp_event.GaussianDpEvent(sigma(step))))
+        independent.compose(dp_event.PoissonSampledDpEvent(0.25, dp_event.GaussianDpEvent(sigma(step))))
     expected = independent.get_epsilon(1e-5)
     assert epsilon(trainer.event(0, 3), delta=1e-5) == pytest.approx(expected, rel=1e-3)
     ledger = Ledger.in_memory()

@@ -1,6 +1,7 @@
 """GEP: the basis, one example's contribution, steps in float64, noise in and outside the subspace, the charge."""
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -17,7 +18,8 @@ from jaxdp.privacy.events import composition
 from jaxdp.transforms import noise
 from tests.finetune.batches import with_batches
 
-N, ANCHORS, PHYSICAL = 30, 14, 5
+# Anchors of whole chunks, for each size of a chunk is a program.
+N, ANCHORS, PHYSICAL = 30, 15, 5
 SHAPES = {"a": (6,), "b": (3, 4), "c": (8,)}
 SIZE = 26
 
@@ -60,6 +62,12 @@ def trainer_of(sampler=None, loss_fn=linear, optimizer=None, **kwargs):
     }
     sampler = sampler or data.PoissonSampler(N, 0.4)
     return finetune.gep(loss_fn, optimizer or optax.sgd(1.0), sampler=sampler, **{**defaults, **kwargs})
+
+
+@functools.cache
+def plain():
+    """Returns one trainer for all tests that change nothing of it."""
+    return trainer_of()
 
 
 def keyed(state, number=0):
@@ -127,7 +135,7 @@ def test_the_basis_follows_the_parameters_and_does_not_depend_on_chunks():
 
     rng = np.random.default_rng(0)
     one, other = (jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params_of()) for _ in "ab")
-    small, large = (trainer_of(loss_fn=quadratic, physical_batch_size=size) for size in (5, 100))
+    small, large = (trainer_of(loss_fn=quadratic, physical_batch_size=size) for size in (4, 100))
     basis = blocks(refreshed(small, one))
     np.testing.assert_allclose(basis, blocks(refreshed(large, one)), atol=1e-4)
     assert np.abs(projector(basis) - projector(blocks(refreshed(small, other)))).max() > 0.1
@@ -174,9 +182,10 @@ AWKWARD = [
 ]
 
 
+@functools.cache
 def bad_bases():
     rng = np.random.default_rng(3)
-    good = refreshed(trainer_of())
+    good = refreshed(plain())
     overflowing = trainer_of(anchors={"features": 1e15 * features_of(ANCHORS, 5), "label": np.zeros(ANCHORS)})
     return {
         "orthonormal": good,
@@ -211,7 +220,7 @@ def test_one_example_contributes_at_most_a_vector_of_norm_one_whatever_the_basis
 @pytest.mark.slow
 def test_adding_or_removing_an_example_moves_the_release_by_at_most_one():
     query = trainer_of(clip_norm=0.9, residual_clip_norm=0.2).query
-    sums, basis, moved = jax.jit(query.sums), refreshed(trainer_of()), []
+    sums, basis, moved = jax.jit(query.sums), refreshed(plain()), []
     for example in AWKWARD:
         batch = np.concatenate([features_of(PHYSICAL - 1, 7), [example]]).astype(np.float32)
         with_it, without = np.ones(PHYSICAL, bool), np.arange(PHYSICAL) < PHYSICAL - 1
@@ -406,6 +415,8 @@ def test_what_is_changed_after_a_crash_pays_again(tmp_path, monkeypatch):
         raise RuntimeError("crash")
 
     monkeypatch.setattr(finetune.PrivateTrainer, "step", crash)  # by then the chunk has been charged
+    # Noise that compiles in no time: each trainer has its own programs.
+    monkeypatch.setattr(noise, "gaussian", lambda key, tree, std, **_: jax.tree.map(lambda x: std + 0 * x, tree))
     ledger = Ledger.in_memory()
     ledger.register("data", adjacency="add_remove", unit="example", delta=1e-5)
     charged = []
@@ -448,7 +459,7 @@ def test_anchors_without_finite_gradients_span_nothing():
 
 
 def test_a_basis_larger_than_the_gradient_or_the_anchors_is_refused_before_any_gradient():
-    with pytest.raises(ValueError, match=r"gives 7 directions to 'a', which needs 1 to 6. .*6 entries.*14 anchors"):
+    with pytest.raises(ValueError, match=r"gives 7 directions to 'a', which needs 1 to 6. .*6 entries.*15 anchors"):
         trainer_of(basis_size=26, groups=lambda path: path).init(params_of())
     with pytest.raises(ValueError, match=r"needs 1 to 3.*there are 3 anchors"):
         trainer_of(anchors=anchors_of(count=3), basis_size=7, groups=1).init(params_of())

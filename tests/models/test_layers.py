@@ -11,11 +11,10 @@ from jaxdp.models import FrozenBatchNorm, GroupNorm, WSConv
 def test_a_standardised_kernel_ignores_shift_and_scale_of_its_weights():
     x = np.random.default_rng(0).standard_normal((2, 5, 5, 3)).astype(np.float32)
     layer = WSConv(4, (3, 3))
-    params = layer.init(jax.random.key(0), x)["params"]
-    moved = {**params, "kernel": 3 * params["kernel"] + 0.7}
-    np.testing.assert_allclose(
-        layer.apply({"params": moved}, x), layer.apply({"params": params}, x), rtol=1e-4, atol=1e-5
-    )
+    params = jax.jit(layer.init)(jax.random.key(0), x)["params"]
+    moved = {**params, "kernel": 3 * np.asarray(params["kernel"]) + np.float32(0.7)}
+    apply = jax.jit(layer.apply)
+    np.testing.assert_allclose(apply({"params": moved}, x), apply({"params": params}, x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -24,8 +23,14 @@ def test_a_constant_kernel_is_bounded_by_the_floor_on_the_variance():
     x = np.ones((1, 3, 3, 1), np.float32)
     layer = WSConv(1, (3, 3))
     params = {"kernel": jnp.full((3, 3, 1, 1), 0.5), "gain": jnp.ones(1), "bias": jnp.full(1, 0.25)}
-    np.testing.assert_allclose(layer.apply({"params": params}, x), 0.25)
-    gradient = jax.grad(lambda p: layer.apply({"params": p}, x)[0, 0, 0, 0])(params)["kernel"]
+
+    def corner(params):
+        y = layer.apply({"params": params}, x)
+        return y[0, 0, 0, 0], y
+
+    gradients, output = jax.jit(jax.grad(corner, has_aux=True))(params)
+    np.testing.assert_allclose(output, 0.25)
+    gradient = np.asarray(gradients["kernel"])
     centred = np.zeros((3, 3))
     centred[1:, 1:] = 1  # the corner sees four of the nine weights
     np.testing.assert_allclose(gradient[..., 0, 0], 100 * (centred - 4 / 9), rtol=1e-4)
@@ -42,13 +47,13 @@ def test_ws_conv_pads_like_a_same_convolution(size):
 def test_frozen_batch_norm_starts_as_the_identity_and_uses_its_statistics():
     x = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
     layer = FrozenBatchNorm(epsilon=1e-3)
-    variables = layer.init(jax.random.key(0), x)
-    np.testing.assert_allclose(layer.apply(variables, x), x / np.sqrt(1 + 1e-3), rtol=1e-5)
+    variables, apply = jax.jit(layer.init)(jax.random.key(0), x), jax.jit(layer.apply)
+    np.testing.assert_allclose(apply(variables, x), x / np.sqrt(1 + 1e-3), rtol=1e-5)
     mean, var = np.arange(6.0), np.arange(1.0, 7.0)
     stats = {"mean": jnp.asarray(mean), "var": jnp.asarray(var)}
-    output = layer.apply({**variables, "batch_stats": stats}, x)
+    output = apply({**variables, "batch_stats": stats}, x)
     np.testing.assert_allclose(output, (x - mean) / np.sqrt(var + 1e-3), rtol=1e-5)
-    assert layer.apply(variables, x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    assert jax.eval_shape(layer.apply, variables, x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def test_a_backbone_of_another_library_gets_a_new_head():
 
 def backbone(num_classes: int, seed: int, **attributes):
     model = models.create("mlp", num_classes=num_classes, **{"hidden": (6, 4), **attributes})
-    return model.init(jax.random.key(seed), jnp.zeros((1, 5)))["params"]
+    return jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 5)))["params"]
 
 
 @pytest.mark.slow

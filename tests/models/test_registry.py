@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -5,6 +7,7 @@ import pytest
 from jaxdp import models
 
 
+@functools.cache
 def count(name: str, shape: tuple[int, ...], num_classes: int, **attributes) -> int:
     model = models.create(name, num_classes=num_classes, **attributes)
     variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, *shape)))

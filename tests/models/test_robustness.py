@@ -158,8 +158,10 @@ def test_rho_of_a_network_is_the_largest_spectral_norm():
     def network(params, inputs):
         return jnp.tanh(inputs @ params["u"]) @ params["w"]
 
+    jacobians = jax.jit(lambda x: jax.jacobian(lambda p: network(p, x[None])[0])(params))
+
     def jacobian(x):
-        parts = jax.jacobian(lambda p: network(p, x[None])[0])(params)
+        parts = jacobians(x)
         return np.concatenate([np.asarray(part).reshape(5, -1) for part in parts.values()], axis=1)
 
     exact = max(np.linalg.norm(jacobian(x), 2) for x in INPUTS)

@@ -425,11 +425,11 @@ def test_labels_of_retrained_models(name):
     for seed in SEEDS:
         queries, answer = answers(name, seed)
         label, distance = np.asarray(answer.label), np.asarray(answer.distance)
+        low, high = (np.asarray(end, np.float64) for end in (answer.logits.lower, answer.logits.upper))
         for k, theta in witnesses(name, seed):
             z = retraining.forward(theta, queries.astype(theta[0].dtype))[1]
             now = (z[:, 0] > 0) if z.shape[1] == 1 else np.argmax(z, axis=1)
-            low, high = (np.asarray(end[k], np.float64) for end in (answer.logits.lower, answer.logits.upper))
-            assert ((z >= low) & (z <= high)).all()
+            assert ((z >= low[k]) & (z <= high[k])).all()
             flipped = now != label
             assert not (flipped & (distance >= k)).any()
             flips += flipped.sum()

@@ -181,7 +181,7 @@ def test_tuning_lowers_the_loss_and_returns_the_backend_alone(vit):
     options = {"learning_rate": 1e-2, "epochs": 30, "batch_size": 4}
     back = tune_backend(KEY, vit.backbone, vit.params, frontends, vit.images, vit.labels, **options)
     assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, vit.back)
-    moved = jax.tree.map(lambda a, b: float(np.max(abs(np.asarray(a) - b))), back, vit.back)
+    moved = jax.tree.map(lambda a, b: float(np.max(abs(np.asarray(a) - np.asarray(b)))), back, vit.back)
     assert min(jax.tree.leaves(moved)) > 1e-4
     quantized = vit.represent_quantized(frontends[0], frontends[0].params, vit.images)
     for x in (vit.represent(vit.images), quantized):

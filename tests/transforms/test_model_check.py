@@ -110,14 +110,14 @@ def test_groups_of_records() -> None:
 
 def linen_batch_norm(**how: Any) -> Any:
     model = nn.BatchNorm(use_running_average=False)
-    variables = model.init(jax.random.key(0), jnp.ones((1, 4)))
+    variables = jax.jit(model.init)(jax.random.key(0), np.ones((1, 4), np.float32))
     loss = lambda p, x: jnp.sum(model.apply({**variables, "params": p}, x[None], **how)[0])  # noqa: E731
     return loss, variables["params"]
 
 
 def haiku_batch_norm(training: bool) -> Any:
     network = hk.transform_with_state(lambda x, training: hk.BatchNorm(True, True, 0.9)(hk.Linear(3)(x), training))
-    params, state = network.init(jax.random.key(0), jnp.ones((1, 4)), True)
+    params, state = jax.jit(lambda key: network.init(key, np.ones((1, 4), np.float32), True))(jax.random.key(0))
     return lambda p, x: jnp.sum(jnp.square(network.apply(p, state, None, x[None], training)[0])), params
 
 
@@ -211,7 +211,7 @@ def test_random_numbers() -> None:
     fixed = lambda p, x: energy(p, x) * jax.random.uniform(jax.random.key(0))  # noqa: E731
     only(jaxdp.check(fixed, {"w": W}, X), "error: .*neither on the example nor on key=")
     dropout = nn.Sequential([nn.Dense(3), nn.Dropout(0.5, deterministic=False)])
-    params = nn.Sequential([nn.Dense(3)]).init(jax.random.key(0), jnp.ones(4))["params"]
+    params = jax.jit(nn.Sequential([nn.Dense(3)]).init)(jax.random.key(0), np.ones(4, np.float32))["params"]
     with jax.numpy_rank_promotion("allow"):
         report = jaxdp.check(lambda p, x: jnp.sum(dropout.apply({"params": p}, x)), params, X)
         only(report, r"error: loss_fn needs random numbers.*rngs=\{'dropout': key\}")
