@@ -180,7 +180,7 @@ def adaptation(shape: bench_adaptation.Shape, batch_size: int) -> Steps:
 
 
 BF16 = {"dtype": jnp.bfloat16}
-TINY_TEXT = {"num_classes": 61, "positions": 16, "width": 16, "depth": 2, "num_heads": 2, "mlp_width": 32}
+TINY_TEXT = {"num_classes": 61, "positions": 16, "width": 16, "depth": 1, "num_heads": 2, "mlp_width": 32}
 TINY_VIT = {"width": 16, "depth": 2, "num_heads": 2, "mlp_width": 32}
 
 

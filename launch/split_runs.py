@@ -376,8 +376,8 @@ class Bench:
             self._extract(variant.server),
             shipped=self.server(variant.server)[0].params,
             true=params,
-            model_noise=functools.partial(split.perturb_params, **alpha) if alpha["alpha"] else None,
-            release=functools.partial(_simulated, variant.order, copying),
+            model_noise=_perturbed(**alpha) if alpha["alpha"] else None,
+            release=_simulated(variant.order, **copying),
             copies=len(uploads),
         )
         if any(name in names for name in FORA):
@@ -467,9 +467,21 @@ class Bench:
         }
 
 
-def _simulated(order: str, copying: Mapping[str, Any], key: jax.Array, x: jax.Array, copy: jax.Array) -> jax.Array:
-    """Returns copy number `copy` of a client's upload of a batch of images, as attackers simulate it."""
-    if order == "once":
-        return x + noise.laplace(key, x, copying["laplace_scale"])
-    images = jnp.arange(len(x), dtype=jnp.int32)
-    return split.augment_then_noise(key, x, **{**copying, "copies": 1}).batch(images, jnp.full_like(images, copy))
+# Equal arguments give one object, so that decoders compile once.
+@functools.cache
+def _perturbed(**noise_of_model: Any) -> Callable[[jax.Array, Any], Any]:
+    """Returns the noise on the frontend, as attackers simulate it."""
+    return functools.partial(split.perturb_params, **noise_of_model)
+
+
+@functools.cache
+def _simulated(order: str, **copying: Any) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """Returns a function that draws a copy of a client's upload of a batch of images, as attackers simulate it."""
+
+    def release(key: jax.Array, x: jax.Array, copy: jax.Array) -> jax.Array:
+        if order == "once":
+            return x + noise.laplace(key, x, copying["laplace_scale"])
+        images = jnp.arange(len(x), dtype=jnp.int32)
+        return split.augment_then_noise(key, x, **{**copying, "copies": 1}).batch(images, jnp.full_like(images, copy))
+
+    return release

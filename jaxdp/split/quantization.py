@@ -7,12 +7,13 @@ softmax, GELU and the residual stream stay in floating point.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdp.models.vit import Product
@@ -104,18 +105,17 @@ def search_scales(
         raise ValueError(f"fractions must be (low, high, count) with 0 < low < high and count >= 1, got {fractions}.")
     at_least(1, rounds=rounds, batch_size=batch_size)
     check_labels(labels, len(images), backbone.num_classes)
-    candidates = low + (high - low) / count * jnp.arange(count, dtype=jnp.float32)
+    candidates = low + (high - low) / count * np.arange(count, dtype=np.float32)
 
     batches = [slice(i, i + batch_size) for i in range(0, len(images), batch_size)]
     observed = [observe(backbone, params, images[rows], labels[rows]) for rows in batches]
-    sites: dict[str, _Observed] = jax.tree.map(lambda *parts: jnp.concatenate(parts), *observed)
+    sites, largest = _joined(observed)
     weights, specs, found = flatten_dict(params, sep="/"), describe_frontend(backbone).sites, {}
-    _, of_logits = sites.pop(_LOGITS)
     if metric == "hessian":
-        _check_gradients({path: float(jnp.max(jnp.abs(g))) for path, (_, g) in sites.items()}, of_logits)
+        _check_gradients({path: float(value) for path, value in largest.items()})
+    del sites[_LOGITS]
     for path, (operands, g) in sites.items():
-        # Squares of small gradients would underflow. In units of the largest |g| the minimum stays the same.
-        g = g / jnp.max(jnp.abs(g)) if metric == "hessian" else jnp.ones_like(g)
+        g = g if metric == "hessian" else jnp.ones_like(g)
         if path == _OUTPUT:
             output = _search_output(bits, *operands, g, candidates)
         else:
@@ -278,12 +278,20 @@ def observe(backbone: Backbone, params: Params, images: jax.Array, labels: jax.A
     return {path: (seen[path], gradients[path]) for path in seen}
 
 
-def _check_gradients(largest: Mapping[str, float], of_logits: jax.Array) -> None:
+@jax.jit
+def _joined(observed: Sequence[dict[str, _Observed]]) -> tuple[dict[str, _Observed], dict[str, jax.Array]]:
+    """Returns what all batches observed, and the largest |gradient|, by site."""
+    sites: dict[str, _Observed] = jax.tree.map(lambda *parts: jnp.concatenate(parts), *observed)
+    return sites, {path: jnp.max(jnp.abs(g)) for path, (_, g) in sites.items()}
+
+
+def _check_gradients(largest: Mapping[str, float]) -> None:
     """Raises ValueError if the largest gradient of a site is only round-off."""
-    if not float(jnp.max(jnp.abs(of_logits))) > _NO_GRADIENT:
+    of_sites = {path: value for path, value in largest.items() if path != _LOGITS}
+    if not largest[_LOGITS] > _NO_GRADIENT:
         site = "the logits"
     else:
-        found = (path for path, value in largest.items() if not value > _NO_GRADIENT * max(largest.values()))
+        found = (path for path, value in of_sites.items() if not value > _NO_GRADIENT * max(of_sites.values()))
         site = next(found, "")
     if site:
         raise ValueError(
@@ -300,7 +308,7 @@ def _search(
     site: Site, bits: int, rounds: int, operands: tuple[jax.Array, jax.Array], g: jax.Array, candidates: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the scales of both operands of a site (Eq. 8)."""
-    a, b = operands
+    (a, b), g = operands, _in_units(g)
     if site.kind == "embed":
         a, b = _patches(a, b), b.reshape(-1, b.shape[-1])
     g = g.reshape(*a.shape[:-1], b.shape[-1]) if site.kind != "product" else g
@@ -339,9 +347,14 @@ def _search(
 @functools.partial(jax.jit, static_argnums=0)
 def _search_output(bits: int, y: jax.Array, g: jax.Array, candidates: jax.Array) -> jax.Array:
     """Returns the scale of the representation, which has no operands."""
-    base = _unit(jnp.max(jnp.abs(y)), _highest(bits))
+    base, g = _unit(jnp.max(jnp.abs(y)), _highest(bits)), _in_units(g)
     scores = jax.lax.map(lambda c: jnp.mean((g * (_round(y, c * base, bits) - y)) ** 2), candidates)
     return candidates[jnp.argmin(scores)] * base
+
+
+def _in_units(g: jax.Array) -> jax.Array:
+    """Divides by the largest |g|. Squares of small gradients would underflow. The minimum stays the same."""
+    return g / jnp.max(jnp.abs(g))
 
 
 def _multiply(site: Site, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -48,13 +48,19 @@ def block(key: jax.Array, inputs: Sequence[Any]) -> jax.Array:
 
 def unrolled_block(key: jax.Array, inputs: Sequence[Any]) -> list[jax.Array]:
     """Returns the 16 words of `block` as expressions in `inputs` of any shape, which XLA fuses into what reads them."""
-    start = np.empty((4, 4), object)  # NumPy would read an array of arrays as one array of numbers
-    for i, word in enumerate([*_CONSTANTS, *key, *inputs]):
-        start[divmod(i, 4)] = word
-    state = tuple(start)
+    start = jnp.broadcast_arrays(*(jnp.asarray(x, jnp.uint32) for x in [*_CONSTANTS, *key, *inputs]))
+    state = start
     for _ in range(DOUBLE_ROUNDS):
-        state = _double_round(state, np.roll)
-    return [word for rows in zip(state, start, strict=True) for word in rows[0] + rows[1]]
+        state = _unrolled_double_round(state)
+    return [x + y for x, y in zip(state, start, strict=True)]
+
+
+@jax.jit  # traced once, and inlined by XLA
+def _unrolled_double_round(words: list[jax.Array]) -> list[jax.Array]:
+    rows = np.empty((4, 4), object)  # NumPy would read an array of arrays as one array of numbers
+    for i, word in enumerate(words):
+        rows[divmod(i, 4)] = word
+    return [word for row in _double_round(tuple(rows), np.roll) for word in row]
 
 
 def _double_round(rows: Any, roll: Callable[..., Any]) -> Any:

@@ -32,8 +32,11 @@ FOUND_IN_FEW = {
 
 @pytest.fixture(autouse=True)
 def fewer_images(monkeypatch):
-    """Leaves 20 of the 32 candidates of private adaptation. The farthest two still tell every twin by 5 deviations."""
-    monkeypatch.setattr(tta, "IMAGES", tta.IMAGES[:24])
+    """Leaves 8 of the 32 candidates of private adaptation. The farthest two still tell every twin by 6 deviations.
+
+    Every image is clipped, so beside padding any is as far away as all 32. Of replacements the 8 have 91 %.
+    """
+    monkeypatch.setattr(tta, "IMAGES", tta.IMAGES[:12])
 
 
 @pytest.mark.slow
