@@ -4,8 +4,8 @@
 
 Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios are medians of
 the ratios to the plain step of the same round. "memory" is what XLA allocates for a step beyond its arguments
-(temporaries and outputs). "trace" includes the lowering to StableHLO, and "compile" includes "trace". "cpu" is processor
-time of all threads, which a busy machine distorts less than wall time.
+(temporaries and outputs). "trace" includes the lowering to StableHLO, and "compile" includes "trace". "cpu" is
+processor time of all threads, which a busy machine distorts less than wall time.
 The peer is `jax_privacy.clipping.clipped_grad`.
 """
 
