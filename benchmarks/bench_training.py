@@ -19,7 +19,7 @@ clipping, and GEP as Yu et al. 2021 describe it, by `torch.func`. Install torch 
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -28,11 +28,11 @@ import numpy as np
 import optax
 import optax.contrib
 
-import jaxdp
 from benchmarks import timing
 from jaxdp import finetune, models, pretrain
 from jaxdp.data import PoissonSampler
 from jaxdp.memory import keep_freed_memory
+from jaxdp.report import format_table
 from jaxdp.transforms import losses
 
 
@@ -322,6 +322,30 @@ def bases(name: str) -> dict[str, str]:
     return {"plain": "plain", "dp_sgd": "DP-SGD"}
 
 
+def tables(found: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the tables of a page. A step without a limit of its own repeats no gradient."""
+    chosen = {"pre-training": "over_plain", "fine-tuning": "over_dp_sgd"}
+    made = {}
+    for kind, ratio in chosen.items():
+        cases = {title: rows for title, rows in found["cases"].items() if kind in title}
+        steps = [
+            step
+            for step in next(iter(cases.values()))
+            if step.startswith(("DPAdapter", "SAM", "optax", "Adp", "DP-SAT", "GEP"))
+        ]
+        rows = []
+        for step in steps:
+            row = {kind: step}
+            for title, measured in cases.items():
+                limit = measured[step].get("limit")
+                row[title.replace(f", {kind}", "")] = f"{measured[step][ratio]:.2f}" + (
+                    f" ({limit:.3g})" if limit else ""
+                )
+            rows.append(row)
+        made[kind] = format_table(rows, style="markdown")
+    return made
+
+
 def main() -> None:
     keep_freed_memory()
     parser = timing.arguments(__doc__, output=".bench/training.json")
@@ -356,7 +380,7 @@ def show(report: dict[str, Any], title: str, rows: dict[str, Any], columns: tupl
     table = [
         {"step": step, **{c: row.get(c) for c in ("wall_ms", *columns, "memory_mb")}} for step, row in rows.items()
     ]
-    print(f"\n{title}\n{jaxdp.report.format_table(table, digits=3)}", flush=True)
+    print(f"\n{title}\n{format_table(table, digits=3)}", flush=True)
 
 
 if __name__ == "__main__":

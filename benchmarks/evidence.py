@@ -24,6 +24,7 @@ from benchmarks import (
     bench_scale,
     bench_start,
     bench_steps,
+    bench_training,
     demo_ranges,
     evidence_agt,
     evidence_dpadapter,
@@ -140,6 +141,7 @@ EVIDENCE = [
         },
     ),
     Evidence("results/speed.md", ("start_cpu.json",), lambda found: {"start": bench_start.markdown(found)}),
+    Evidence("results/speed.md", ("training_cpu.json",), bench_training.tables),
     Evidence("howto/whole_life.md", ("demo_ranges.json",), lambda found: {"ranges": demo_ranges.table(found)}),
     Evidence(
         "design/scale.md",

@@ -43,6 +43,7 @@ CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
 # Steps that take the largest physical size alone, so that a run starts before the programs of the others are compiled.
 FIRST_STEPS = 8
 _FIRST_PROGRAMS = 2  # the sum of the largest size, and the update
+_CACHED_SECONDS = 0.5  # in which they are read from JAX's cache, if they are there
 # What a physical batch may take, by the rough count of `PrivateTrainer.physical`, where a device does not tell its own.
 _MEMORY = 2**31
 
@@ -484,8 +485,9 @@ class PrivateTrainer:
 class Programs:
     """The programs of a run, which are compiled in the background.
 
-    Those of the first step come first. The others are traced before the second step, and compiled while earlier steps
-    run. So an error of the compiler may come in a chunk that is paid, which a later call repeats.
+    Those of the first step come first. The others are traced while these are compiled, and the rest before the second
+    step. They are compiled while earlier steps run. So an error of the compiler may come in a chunk that is paid, which
+    a later call repeats.
 
     Attributes:
       text: What determines the results of the steps, once `start` has been called: the programs of the first step as
@@ -499,6 +501,7 @@ class Programs:
         # Python waits for running threads when it ends.
         self._pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jaxdp compiler")
         self._coming: Iterator[tuple[str, jax.stages.Lowered]] = iter(())
+        self._lowered: list[jax.stages.Lowered] = []
         self._compiling: list[concurrent.futures.Future[Any]] = []
 
     def __enter__(self) -> "Programs":
@@ -516,21 +519,29 @@ class Programs:
         for name, program in self._coming:
             texts.append(program.as_text())
             if name != "refresh" and steps:  # "refresh" is compiled where it is called
-                self._compile(program)
+                self._lowered.append(program)
+                self._compile(_FIRST_PROGRAMS)
             if name == "update":
                 break
         self.text = "".join(texts)
 
     def wait(self, step: int) -> None:
         """Returns when the programs of a step are compiled, or raises the error of one. Call it before every step."""
-        if step:  # On few cores the first step would wait for what it does not need.
-            for _, program in self._coming:
-                self._compile(program)
+        first = self._compiling[:_FIRST_PROGRAMS]
+        if not step:
+            concurrent.futures.wait(first, timeout=_CACHED_SECONDS)
+        while step or not all(compiling.done() for compiling in first):
+            if (coming := next(self._coming, None)) is None:
+                break
+            self._lowered.append(coming[1])
+        # On few cores the first step would wait for what it does not need.
+        self._compile(len(self._lowered) if step else _FIRST_PROGRAMS)
         for compiling in self._compiling[: None if step >= FIRST_STEPS else _FIRST_PROGRAMS]:
             compiling.result()
 
-    def _compile(self, program: jax.stages.Lowered) -> None:
-        self._compiling.append(self._pool.submit(program.compile))
+    def _compile(self, count: int) -> None:
+        for program in self._lowered[len(self._compiling) : count]:
+            self._compiling.append(self._pool.submit(program.compile))
 
 
 def apart(state: TrainState) -> tuple[dict[str, Any], TrainState]:

@@ -1,9 +1,11 @@
 """DP-SGD steps against an independent float64 computation, their noise, their events, and what is compiled."""
 
 import collections
+import concurrent.futures
 import dataclasses
 import math
 import re
+import threading
 
 import equinox as eqx
 import jax
@@ -536,22 +538,37 @@ def test_a_run_starts_before_all_its_programs_are_compiled(caplog):
     assert counts[0] == 2 and sum(counts[:FIRST_STEPS]) == 2 < sum(counts)
 
 
-def test_other_sizes_are_traced_after_the_first_step(monkeypatch):
+@pytest.mark.parametrize("cached", [True, False])
+def test_other_sizes_are_traced_while_the_first_is_compiled_or_after_its_step(monkeypatch, cached):
+    class Compiler(concurrent.futures.ThreadPoolExecutor):
+        """Has the program at once, as from a cache, or once another one is traced."""
+
+        def submit(self, function, *args):
+            if not cached:
+                return super().submit(lambda: traced.wait(60))
+            found = concurrent.futures.Future()
+            found.set_result(None)
+            return found
+
     def lowered(*args):
         for name, program in original(*args):
             names.append(name)
+            if len(names) > 2:
+                traced.set()
             yield name, program
 
-    original, names = finetune.PrivateTrainer.lowered, []
+    original, names, traced = finetune.PrivateTrainer.lowered, [], threading.Event()
     monkeypatch.setattr(finetune.PrivateTrainer, "lowered", lowered)
+    monkeypatch.setattr(concurrent.futures, "ThreadPoolExecutor", Compiler)
     trainer, source = trainer_of(data.PoissonSampler(N, 0.5), physical_batch_size=None), source_of()
     state = trainer.init(params_of())
     every = [*trainer.programs(state, source)]
     with trainer.compile(source) as programs:
         programs.start(state, range(FIRST_STEPS + 1))
-        programs.wait(0)
         text = programs.text
-        assert names == every[:2] and len(every) > 2
+        assert names == every[:2]
+        programs.wait(0)
+        assert names == every[:2] if cached else names[2] == every[2]
         state, _ = trainer.step(state, source, meanwhile=bool)  # deletes the arrays of the first state
         programs.wait(1)
         assert names == every and programs.text == text == text_of(trainer, state, source)
