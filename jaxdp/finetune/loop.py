@@ -255,11 +255,11 @@ def _run(
 
     with trainer.batches(state, source, len(steps)) as batches:
         for step in steps:
-            if step <= FIRST_STEPS:
-                hosts.each(functools.partial(programs.wait, step))
             batch = hosts.together(lambda: next(batches))  # A process that cannot read stops all.
             with jax.transfer_guard("disallow"):
                 state, row = trainer.step(state, source, batch, meanwhile)
+            if step < FIRST_STEPS:  # before the caller's functions run, which a later tracing must not depend on
+                hosts.each(functools.partial(programs.wait, step + 1))
     if row:
         finished(state, _fetched(row), True)
     return state

@@ -485,7 +485,7 @@ class PrivateTrainer:
 class Programs:
     """The programs of a run, which are compiled in the background.
 
-    Those of the first step come first. The others are traced while these are compiled, and the rest before the second
+    Those of the first step come first. The others are traced while these are compiled, and the rest after the first
     step. They are compiled while earlier steps run. So an error of the compiler may come in a chunk that is paid, which
     a later call repeats.
 
