@@ -76,7 +76,7 @@ _LARGEST_VECTOR = 2**26
 # Blocks of the cipher per step of a loop. XLA-CPU divides a step of this size among cores. It computes the blocks of a
 # step one by one unless their number is a multiple of eight, which takes five times as long.
 _STEP, _TOGETHER = 2**14, 8
-# So few blocks take no time, and the small code of `chacha.block` compiles in half of the time.
+# So few blocks take no time, and the small code of `chacha.block` is traced and compiled sooner.
 _FEW = 2**8
 # Pairs of normals that a block gives, per itemsize. A pair takes five words.
 _PAIRS, _WORDS = {4: 2, 8: 1}, 5
