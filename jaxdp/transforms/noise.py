@@ -73,15 +73,14 @@ _SMALLEST_STD, _LARGEST_STD = 2.0**-100, 2.0**100
 _MOST_WORDS = 256
 # The most values of one vector of noise, which bounds the memory beside the leaves to 256 MiB or one leaf.
 _LARGEST_VECTOR = 2**26
-# Blocks of the cipher per step of a loop. XLA-CPU divides a step of this size among cores. It computes the blocks of a
-# step one by one unless their number is a multiple of eight, which takes five times as long.
-_STEP, _TOGETHER = 2**14, 8
+# XLA-CPU computes blocks of the cipher one by one, which takes five times as long, unless their number is a multiple.
+_TOGETHER = 8
 # So few blocks take no time, and the small code of `chacha.block` is traced and compiled sooner.
 _FEW = 2**8
 # Pairs of normals that a block gives, per itemsize. A pair takes five words.
 _PAIRS, _WORDS = {4: 2, 8: 1}, 5
-# Positions in a vector of whole steps are int32.
-_LARGEST_LEAF = 2**31 - 4 * _STEP
+# Positions in a vector of whole blocks are int32.
+_LARGEST_LEAF = 2**31 - 4 * _TOGETHER
 # The last term of the Taylor series of a cosine in [0, pi / 4], per itemsize.
 _TERMS = {4: 10, 8: 20}
 
@@ -423,27 +422,34 @@ def _scaled(
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _standard_normal(key: jax.Array, size: int, dtype: Any) -> jax.Array:
     """Draws pairs of normals by Box and Muller's method, with 64 bits for the radius and 3 + 64 for the angle."""
-    cipher_key, width = _cipher_key(key), _width(size, dtype)
-    pairs = _PAIRS[dtype.itemsize]
-    each = 2 * pairs * width  # values of a step
-    steps = max(1, -(-size // each))
+    cipher_key, pairs = _cipher_key(key), _PAIRS[dtype.itemsize]
+    blocks = _TOGETHER * max(1, -(-size // (2 * pairs * _TOGETHER)))
+    # XLA-CPU takes twice as long where it computes the counters and the cipher in one program.
+    counters = jax.lax.iota(jnp.uint32, blocks)
     packs = jax.default_backend() == "cpu" and pairs > 1
 
-    def step(number: jax.Array, state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        values, before = state
-        # XLA uses one core for what a step writes to the result. So the next step writes what this one computes.
-        start = each * jnp.maximum(number - 1, 0)
-        values = jax.lax.dynamic_update_slice(values, _flat(before), (start,))
-        words = _blocks(cipher_key, jax.lax.iota(jnp.uint32, width), number.astype(jnp.uint32))
+    def draw(first: jax.Array) -> Any:
+        words = _blocks(cipher_key, counters + first)
         found = [jax.lax.complex(*_pair(words[_WORDS * k :], dtype)) for k in range(pairs)]
-        return values, _packed(found) if packs else found
+        return _packed(found) if packs else found
 
     with jax.enable_x64(True) if packs else contextlib.nullcontext():
-        none = jnp.zeros(each * steps, dtype) * cipher_key[0].astype(dtype)  # varies over the same mesh axes
-        begun = [jax.lax.complex(none[:width], none[:width])] * pairs
-        start = (none, _packed(begun) if packs else begun)
-        values: jax.Array = jax.lax.fori_loop(jnp.int32(0), jnp.int32(steps + 1), step, start)[0]
-        return values[:size]
+        values = _flat(_once(cipher_key, draw))
+    return values[:size]
+
+
+def _once(cipher_key: jax.Array, draw: Callable[[jax.Array], Any]) -> Any:
+    """Returns `draw(0)`. XLA computes it once, and not again for each of its readers.
+
+    XLA-CPU removes barriers before it fuses. It cannot know that this loop runs once, and that `draw` is constant.
+    """
+    if jax.default_backend() != "cpu":
+        return jax.lax.optimization_barrier(draw(jnp.uint32(0)))
+    word = cipher_key[0]
+    shapes = jax.eval_shape(draw, jax.ShapeDtypeStruct((), jnp.uint32))
+    # The zero of the key varies over the same mesh axes.
+    none = jax.tree.map(lambda x: jnp.full(x.shape, (word * jnp.uint32(0)).astype(x.dtype)), shapes)
+    return jax.lax.fori_loop(jnp.uint32(0), jnp.minimum(word, 0) + 1, lambda first, _: draw(first), none)
 
 
 def _packed(pairs: Sequence[jax.Array]) -> jax.Array:
@@ -460,12 +466,12 @@ def _packed(pairs: Sequence[jax.Array]) -> jax.Array:
 
 
 def _flat(found: Any) -> jax.Array:
-    """Returns the normals of a step. Those of a pair are neighbours. All first pairs come before the second ones."""
+    """Returns the normals block by block."""
     if isinstance(found, jax.Array):
         pairs = [jax.lax.bitcast_convert_type(half, jnp.float32) for half in (found.real, found.imag)]
     else:
         pairs = [jnp.stack([x.real, x.imag], axis=-1) for x in found]
-    return jnp.concatenate([pair.reshape(-1) for pair in pairs])
+    return jnp.stack(pairs, axis=1).reshape(-1)
 
 
 def _cipher_key(key: jax.Array) -> jax.Array:
@@ -473,18 +479,11 @@ def _cipher_key(key: jax.Array) -> jax.Array:
     return jax.random.key_data(key) if own else jax.random.bits(key, (8,), jnp.uint32)
 
 
-def _width(size: int, dtype: Any) -> int:
-    """Returns the number of blocks per step of a vector of `size` normals. All steps are equally full."""
-    blocks = max(1, -(-size // (2 * _PAIRS[dtype.itemsize])))
-    steps = -(-blocks // _STEP)
-    return _TOGETHER * -(-blocks // (steps * _TOGETHER))
-
-
-def _blocks(cipher_key: jax.Array, counters: jax.Array, number: jax.Array) -> Any:
+def _blocks(cipher_key: jax.Array, counters: jax.Array) -> Any:
     """Returns the 16 words of the blocks of normals at `counters` [n]."""
     few = jax.default_backend() == "cpu" and counters.size <= _FEW
     block: Any = chacha.block if few else chacha.unrolled_block
-    return block(cipher_key, (counters, number, 0, chacha.NOISE))
+    return block(cipher_key, (counters, 0, 0, chacha.NOISE))
 
 
 def _pair(words: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -505,8 +504,7 @@ def _normal_in_parts(
     A value is computed from its own position, so each costs a block.
     """
     dtype, sizes = _noise_dtype(leaves[0]), [math.prod(jnp.shape(leaf)) for leaf in leaves]
-    starts, width, mesh = np.cumsum([0, *sizes[:-1]]), _width(sum(sizes), dtype), shardings[0].mesh
-    pairs = _PAIRS[dtype.itemsize]
+    starts, each = np.cumsum([0, *sizes[:-1]]), 2 * _PAIRS[dtype.itemsize]
 
     def places(leaf: Any, sharding: NamedSharding, start: int) -> jax.Array:
         """Returns the positions in the vector of this device's part of a leaf."""
@@ -519,35 +517,24 @@ def _normal_in_parts(
 
     local = [sharding.shard_shape(jnp.shape(leaf)) for leaf, sharding in zip(leaves, shardings, strict=True)]
     ends = np.cumsum([math.prod(shape) for shape in local])
-    block = min(_STEP, int(ends[-1]))
-    blocks = -(-int(ends[-1]) // block)
 
     def part(cipher_key: jax.Array) -> tuple[jax.Array, ...]:
-        place = jnp.concatenate([places(*each) for each in zip(leaves, shardings, starts.tolist(), strict=True)])
-        number, own = jnp.divmod(jnp.pad(place, (0, blocks * block - len(place))), 2 * pairs * width)
-        second, lane, odd = own // (2 * width), own % (2 * width) // 2, own % 2
+        place = jnp.concatenate([places(*its) for its in zip(leaves, shardings, starts.tolist(), strict=True)])
+        place = jnp.pad(place, (0, -len(place) % _TOGETHER))
+        counters, own = (x.astype(jnp.uint32) for x in jnp.divmod(place, each))
 
-        def cut(x: jax.Array, start: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice(x, (start,), (block,))
+        def draw(first: jax.Array) -> jax.Array:
+            words = _blocks(cipher_key, counters + first)
+            if each > 2:
+                words = [jnp.where(own < 2, *both) for both in zip(words, words[_WORDS:], strict=False)]
+            x, y = _pair(words, dtype)
+            return jnp.where(own % 2 == 0, x, y)
 
-        def step(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            values, before = state
-            last, now = block * jnp.maximum(i - 1, 0), block * i
-            written = jnp.where(cut(odd, last) == 0, before.real, before.imag)
-            values = jax.lax.dynamic_update_slice(values, written, (last,))
-            counters = (cut(x, now).astype(jnp.uint32) for x in (lane, number))
-            words = _blocks(cipher_key, *counters)
-            if pairs > 1:
-                words = [jnp.where(cut(second, now) == 0, *both) for both in zip(words, words[_WORDS:], strict=False)]
-            return values, jax.lax.complex(*_pair(words, dtype))
-
-        none = jnp.zeros(blocks * block, dtype)
-        values = jax.lax.fori_loop(0, blocks + 1, step, (none, jax.lax.complex(none[:block], none[:block])))[0]
-        parts = jnp.split(values[: ends[-1]], ends[:-1])
+        parts = jnp.split(_once(cipher_key, draw)[: ends[-1]], ends[:-1])
         return tuple(values.reshape(shape) for values, shape in zip(parts, local, strict=True))
 
     specs = tuple(sharding.spec for sharding in shardings)
-    drawn = jax.shard_map(part, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs, check_vma=False)
+    drawn = jax.shard_map(part, mesh=shardings[0].mesh, in_specs=PartitionSpec(), out_specs=specs, check_vma=False)
     result: tuple[jax.Array, ...] = drawn(_cipher_key(key))
     return result
 

@@ -262,15 +262,11 @@ def normals(high, low, high_angle, low_angle, octant):
 
 
 def vector(key, group, size, pairs=2):
-    """Computes the normals of one dtype: steps of equally many blocks, with all first pairs before the second ones.
-
-    A step has at most 2**14 blocks, a multiple of eight.
-    """
-    steps = math.ceil(size / (2 * pairs * 2**14))
-    width = 8 * math.ceil(size / (2 * pairs * 8 * steps))
+    """Computes the normals of one dtype, block by block."""
     own = cipher_blocks(key, np.array([group]), 0, SPLIT)[:8, 0]
-    blocks = [cipher_blocks(own, np.arange(width), n, NOISE) for n in range(steps)]
-    return np.concatenate([normals(*b[5 * k : 5 * k + 5]).T.ravel() for b in blocks for k in range(pairs)])[:size]
+    words = cipher_blocks(own, np.arange(math.ceil(size / (2 * pairs))), 0, NOISE)
+    found = [normals(*words[5 * k : 5 * k + 5]) for k in range(pairs)]
+    return np.stack(found).transpose(2, 0, 1).ravel()[:size]
 
 
 def test_gaussian_noise_is_that_of_an_independent_computation():
@@ -301,12 +297,12 @@ def test_every_edge_of_the_words_gives_finite_normals_of_both_signs(monkeypatch)
     words = [part.ravel() for part in np.meshgrid(*[edges] * 4, np.arange(8, dtype=np.uint32), indexing="ij")]
     monkeypatch.setattr(chacha, "unrolled_block", lambda key, inputs: [jnp.asarray(word) for word in 2 * words])
     # No other test draws as many values, so none meets this program in JAX's cache.
-    found = np.asarray(noise.gaussian(KEY, jnp.zeros((2, words[0].size, 2)), 1.0))
-    np.testing.assert_allclose(found, [normals(*words).T] * 2, rtol=2e-6)
+    found = np.asarray(noise.gaussian(KEY, jnp.zeros((words[0].size, 2, 2)), 1.0))
+    np.testing.assert_allclose(found, np.stack([normals(*words).T] * 2, axis=1), rtol=2e-6)
     assert np.isfinite(found).all() and abs(found).min() > 2.0**-98
     assert 9.4 < abs(found).max() < 9.5
-    octants = found.reshape(2, -1, 8, 2)
-    assert (np.sort(octants, axis=2) == np.sort(-octants, axis=2)).all()
+    octants = found.reshape(-1, 8, 2, 2)
+    assert (np.sort(octants, axis=1) == np.sort(-octants, axis=1)).all()
 
 
 def test_trees_without_values_have_no_noise():
@@ -316,7 +312,7 @@ def test_trees_without_values_have_no_noise():
 def test_128_bits_make_almost_every_value_distinct():
     """Counts repeats. A normal of one float32 uniform has 2**23 values, so 400k draws collide about 9500 times."""
     values = np.asarray(noise.gaussian(KEY, jnp.zeros(400_000), 1.0))
-    np.testing.assert_allclose(values, vector(jax.random.key_data(KEY), 0, 400_000), rtol=2e-6)  # of several steps
+    np.testing.assert_allclose(values, vector(jax.random.key_data(KEY), 0, 400_000), rtol=2e-6)
     one_draw = np.asarray(jax.random.normal(jax.random.fold_in(KEY, 1), (400_000,)))
     repeats = lambda x: x.size - np.unique(x).size  # noqa: E731
     assert repeats(one_draw) > 8_000 > 4_000 > repeats(values)
