@@ -2,13 +2,14 @@
 
     python -m benchmarks.bench_noise [--size 1048576] [--rounds 9]
 
-The design before ChaCha is here as "rbg, two normals". NumPy and PyTorch draw on the host. Processor time counts all
-threads, so a value of one core and of two cores are compared fairly.
+The design before ChaCha is here as "rbg, two normals". `jaxdp.transforms.noise.CPU_OPTIONS` are those of `fit`. NumPy
+and PyTorch draw on the host. Processor time counts all threads, so a value of one core and of two cores are compared
+fairly.
 """
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import numpy as np
 import jaxdp
 from benchmarks import timing
 from jaxdp import models
+from jaxdp.report import format_table
 from jaxdp.transforms import losses, noise
 
 SEED = bytes(16)
@@ -58,10 +60,12 @@ def main() -> None:
     timing.write(report, options.output)
 
 
-def compiled(function: Callable[..., Any], *args: Any) -> tuple[Callable[[], Any], float]:
+def compiled(
+    function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None
+) -> tuple[Callable[[], Any], float]:
     """Returns a call and the processor seconds of its tracing and compilation."""
     start = time.process_time()
-    program = jax.jit(function).lower(*args).compile()
+    program = jax.jit(function, compiler_options=options).lower(*args).compile()
     return lambda: program(*args), time.process_time() - start
 
 
@@ -89,6 +93,8 @@ def vector(size: int, rounds: int) -> dict[str, Any]:
         "threefry2x32, one normal": (lambda key: jax.random.normal(key, like.shape), keys["threefry2x32"]),
     }
     calls = {name: compiled(function, key)[0] for name, (function, key) in functions.items()}
+    function, key = functions["chacha12"]
+    calls["chacha12, CPU_OPTIONS"] = compiled(function, key, options=noise.CPU_OPTIONS)[0]
     generator = np.random.default_rng(0)
     calls["numpy"] = lambda: generator.standard_normal(size, np.float32)
     if not timing.missing("torch"):
@@ -121,7 +127,9 @@ def step(name: str, rounds: int) -> dict[str, Any]:
     gradient, _ = compiled(lambda params: grad_fn(params, (images, labels)).grads, params)
     grads, key = gradient(), noise.stream(SEED, "noise")
     noisy, quiet = privatizer(1.0, key), privatizer(0.0, key)
-    private, compile_s = compiled(lambda grads, state: noisy.update(grads, state)[0], grads, noisy.init(params))
+    private, compile_s = compiled(
+        lambda grads, state: noisy.update(grads, state)[0], grads, noisy.init(params), options=noise.CPU_OPTIONS
+    )
     plain, plain_compile_s = compiled(lambda grads, state: quiet.update(grads, state)[0], grads, quiet.init(params))
     before, old_compile_s = compiled(old, grads, jax.random.key(0, impl="rbg"))
     wall, cpu = timing.interleaved(
@@ -137,6 +145,48 @@ def step(name: str, rounds: int) -> dict[str, Any]:
             for part in ("privatize", "before")
         },
         "wall_ms": {part: timing.median_ms(wall[part]) for part in wall},
+    }
+
+
+NAMES = {
+    "chacha12": "jaxdp, ChaCha12",
+    "chacha12, CPU_OPTIONS": "jaxdp, ChaCha12 with `CPU_OPTIONS`, as in `fit`",
+    "rbg, two normals": "before",
+    "rbg, one normal": "`jax.random.normal`, rbg, one draw",
+    "threefry2x32, one normal": "`jax.random.normal`, threefry2x32, one draw",
+    "numpy": "NumPy, `standard_normal` in float32",
+    "torch": "PyTorch, `randn`",
+}
+
+
+def tables(found: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the tables of a page."""
+    vector = [
+        {
+            "a vector of 2^20 values": NAMES[name],
+            "processor ns per value": f"{row['cpu_ns_per_value']:.1f}",
+            "ns per value": f"{row['wall_ns_per_value']:.1f}",
+            "processor time over jaxdp": f"{row['cpu_over_chacha12']:.2g}",
+        }
+        for name, row in found["vector"].items()
+    ]
+    parts: dict[str, Callable[[Any, str], str]] = {
+        "share of clipped gradient and noise (before)": lambda row, part: (
+            f"{100 * row['cpu_share_of_step'][part]:.1f} %"
+        ),
+        "processor ns per value (before)": lambda row, part: f"{row['cpu_ns_per_value'][part]:.1f}",
+        "seconds to compile `privatize` (before)": lambda row, part: f"{row['compile_cpu_s'][part]:.1f}",
+    }
+    of_models = [
+        {"noise of a model's gradient": title}
+        | {
+            f"{name}, batch {MODELS[name][2]}": f"{show(row, 'privatize')} ({show(row, 'before')})"
+            for name, row in found["steps"].items()
+        }
+        for title, show in parts.items()
+    ]
+    return {
+        name: format_table(rows, style="markdown") for name, rows in (("noise", vector), ("noise of models", of_models))
     }
 
 

@@ -32,7 +32,7 @@ import jaxdp
 from benchmarks import timing
 from jaxdp import finetune, models
 from jaxdp.data import PoissonSampler, from_arrays
-from jaxdp.finetune.trainer import FIRST_STEPS
+from jaxdp.finetune.trainer import FIRST_STEPS, apart
 from jaxdp.memory import keep_freed_memory
 from jaxdp.report import format_table
 from jaxdp.transforms import noise
@@ -187,7 +187,7 @@ def our_steps(
         now = [trainer.init(params)]
 
         def step() -> Any:
-            now[0], _ = trainer.update(now[0], trainer.zeros(params))
+            now[0], _ = trainer.update_in_place(*apart(now[0]), trainer.zeros(now[0].params))
             return now
 
         return step

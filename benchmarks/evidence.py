@@ -20,6 +20,7 @@ from benchmarks import (
     bench_clipping,
     bench_estimate,
     bench_intervals,
+    bench_noise,
     bench_reading,
     bench_scale,
     bench_start,
@@ -142,6 +143,7 @@ EVIDENCE = [
     ),
     Evidence("results/speed.md", ("start_cpu.json",), lambda found: {"start": bench_start.markdown(found)}),
     Evidence("results/speed.md", ("training_cpu.json",), bench_training.tables),
+    Evidence("results/speed.md", ("noise_cpu.json",), bench_noise.tables),
     Evidence("howto/whole_life.md", ("demo_ranges.json",), lambda found: {"ranges": demo_ranges.table(found)}),
     Evidence(
         "design/scale.md",

@@ -36,7 +36,7 @@ from jaxdp.release import Hosts, derive, digest, new_seed, stream
 from jaxdp.report import counting
 from jaxdp.transforms.clipping import ClippedGrad, Engine, check_params, clipped_grad, paths_of
 from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, data_devices, put, rounded_up
-from jaxdp.transforms.noise import Privatizer, PrivatizeState, privatize
+from jaxdp.transforms.noise import CPU_OPTIONS, Privatizer, PrivatizeState, privatize
 from jaxdp.transforms.walker import forward_bytes
 
 CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
@@ -44,8 +44,6 @@ CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
 FIRST_STEPS = 8
 _FIRST_PROGRAMS = 2  # the sum of the largest size, and the update
 _CACHED_SECONDS = 0.5  # in which they are read from JAX's cache, if they are there
-# On a CPU with vectors of 512 bits, the cipher of the noise takes two thirds of the time with them.
-_WIDE = {"xla_cpu_prefer_vector_width": 512}
 # What a physical batch may take, by the rough count of `PrivateTrainer.physical`, where a device does not tell its own.
 _MEMORY = 2**31
 
@@ -161,7 +159,7 @@ class PrivateTrainer:
         object.__setattr__(self, "zeros", repeatable(self._zeros))
         object.__setattr__(self, "accumulate", repeatable(self._accumulate, donate=(1,)))
         object.__setattr__(self, "update", repeatable(self._update))
-        in_place = repeatable(self._update_in_place, donate=(0,), cpu_options=_WIDE)
+        in_place = repeatable(self._update_in_place, donate=(0,), cpu_options=CPU_OPTIONS)
         object.__setattr__(self, "update_in_place", in_place)
 
     def init(self, params: Any) -> TrainState:
