@@ -142,7 +142,7 @@ def test_a_crash_in_the_middle_of_a_run_is_charged_once(finished, tmp_path, monk
         with pytest.raises(KeyboardInterrupt):
             frame.run(adapt.STUDY, tiny.adapt(), tmp_path)
         assert len(list(tmp_path.glob("cells/runs/**/scratch/secret_seed"))) == 1
-    again = frame.run(adapt.STUDY, tiny.adapt(), tmp_path)
+    again = frame.run(tiny.undrawn(adapt.STUDY), tiny.adapt(), tmp_path)
     assert not list(tmp_path.rglob("scratch"))
     assert cell(again, "Tent-COME", "clipped") == cell(result, "Tent-COME", "clipped")
     with Ledger(tmp_path / "ledger.sqlite") as ledger:

@@ -22,7 +22,7 @@ PARTS = ("sources", "samples", "epsilon", "centre", "no privacy")
 
 
 def run(config, root):
-    return frame.run(recalibrate.STUDY, config, root)
+    return frame.run(tiny.undrawn(recalibrate.STUDY), config, root)
 
 
 def settings(config):

@@ -109,7 +109,7 @@ def test_what_was_paid_for_and_lost_is_made_again_and_not_paid_again(finished, t
     shutil.rmtree(folder(again, "runs", "SA, noise once", 3, 42, 1.0))
     shutil.rmtree(folder(again, "private", 3, 2, 8.0, 42))
     shutil.rmtree(folder(again, "attacks", "Split Adaptation", 1.0))
-    resumed = frame.run(split.STUDY, tiny.split(), again)
+    resumed = frame.run(tiny.undrawn(split.STUDY), tiny.split(), again)
     assert resumed["accuracy"] == result["accuracy"] and resumed["private"] == result["private"]
     assert resumed["attacks"] == result["attacks"] and spends(again) == spends(root)
 
