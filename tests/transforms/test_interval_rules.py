@@ -361,8 +361,8 @@ def evaluated_together(group):
     # One box after the other: the very same program for every box, which is what isotonicity is about.
     flat = [[tuple(end.reshape(-1, *end.shape[2:]) for end in pair) for pair in pairs] for pairs in given]
     found = of_all(lambda case, ends: lax.map(functools.partial(bounds, case), ends), flat)
-    with jax.enable_x64(True):
-        values = of_all(lambda case, xs: jax.vmap(functools.partial(value, case))(*xs), points)
+    with jax.enable_x64(True):  # One point after the other, too: XLA takes long for hundreds of convolutions in one.
+        values = of_all(lambda case, xs: lax.map(lambda one: value(case, *one), xs), points)
     ends = [[np.concatenate([np.float64(pair[i]) for pair in pairs], 1) for i in range(2)] for pairs in found]
     return [
         (*(end.reshape(FAMILIES, LEVELS, -1) for end in pair), x.reshape(FAMILIES, LEVELS, POINTS, -1))
