@@ -80,11 +80,10 @@ def counts_of(layers: int) -> tuple[int, dict[str, hlo.Count], dict[str, int]]:
     part = jax.ShapeDtypeStruct((), jnp.uint32, sharding=layout.everywhere)
 
     @jax.jit
-    def gradient(params: Any, sums: Any, batch: Any) -> Any:
+    def gradient(params: Any, batch: Any) -> Any:
         whole = layout.whole().constrained(params, params, params)
         grads = jax.grad(lambda params: losses(params, batch).sum())(whole)
-        grads = layout.whole().constrained(grads, params, params)
-        return layout.constrained(jax.tree.map(jnp.add, sums, grads), params, params)
+        return layout.constrained(layout.whole().constrained(grads, params, params), params, params)
 
     @jax.jit
     def update(params: Any, opt_state: Any, grads: Any) -> Any:
@@ -92,9 +91,9 @@ def counts_of(layers: int) -> tuple[int, dict[str, hlo.Count], dict[str, int]]:
         return layout.constrained((optax.apply_updates(params, updates), opt_state), params, params)
 
     programs = {
-        "plain gradient": gradient.lower(state.params, sums, batch),
+        "plain gradient": gradient.lower(state.params, batch),
         "plain update": update.lower(state.params, state.opt_state, sums),
-        "clipped sum": trainer.accumulate.lower(state, sums, batch, mask, part),
+        "clipped sum": trainer.part_sum.lower(state, batch, mask, part),
         "noise and update": trainer.update.lower(state, sums),
     }
     size = sum(leaf.size for leaf in jax.tree.leaves(params))

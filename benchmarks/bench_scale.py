@@ -94,7 +94,7 @@ def steps(
     found = {"plain": hlo.count(plain.lower(state.params, state.opt_state, batch).compile())}
     programs = trainer.programs(state, source).items()
     parts = {name.split()[0]: hlo.count(f.lower(*args).compile()) for name, (f, args) in programs}
-    return found | {"private": parts["accumulate"].plus(parts["update"])} | parts
+    return found | {"private": parts["sum"].plus(parts["update"])} | parts
 
 
 def cases() -> dict[str, bench_steps.Case]:

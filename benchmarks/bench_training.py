@@ -148,10 +148,10 @@ def private_step(trainer: finetune.PrivateTrainer, params: Any, batch: Any) -> t
     if trainer.query.refresh_every:
         state = state._replace(carried=refreshed(trainer, state))
     rows = jax.device_put((batch, np.ones(len(batch[1]), bool), np.uint32(0)))
-    compiled = trainer.accumulate.lower(state, trainer.zeros(state.params), *rows).compile()
+    compiled = trainer.part_sum.lower(state, *rows).compile()
 
     def call() -> Any:
-        return trainer.update(state, trainer.accumulate(state, trainer.zeros(state.params), *rows))
+        return trainer.update(state, trainer.part_sum(state, *rows))
 
     return Step(call, {"memory_mb": timing.allocated_mb(compiled)}), state
 

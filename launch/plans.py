@@ -83,8 +83,8 @@ def training(
     state = trainer.init(params)
     programs, sizes = trainer.programs(state, source), trainer.physical(state, source)
     drawn = [sizes.counts(len(sampler.batch(k))) for k in range(_DRAWS)]
-    calls = {f"accumulate {m}": steps * float(np.mean([counts[m] for counts in drawn])) for m in sizes.sizes}
-    calls |= {"refresh": refreshes, "update": float(steps)}
+    calls = {f"sum {m}": steps * float(np.mean([counts[m] for counts in drawn])) for m in sizes.sizes}
+    calls |= {"add": sum(calls.values()) - steps, "refresh": refreshes, "update": float(steps)}
     computed = [(*program, float(calls[name])) for name, program in programs.items()]
     return Item(what, source.name, trainer.event(0, steps), terms, rows, programs=computed, **where)
 

@@ -16,6 +16,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ from jaxdp.transforms.walker import forward_bytes
 CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
 # Steps that take the largest physical size alone, so that a run starts before the programs of the others are compiled.
 FIRST_STEPS = 8
-_FIRST_PROGRAMS = 2  # the sum of the largest size, and the update
+_FIRST_PROGRAMS = 3  # the sum of the largest size, the addition of two sums, and the update
 _CACHED_SECONDS = 0.5  # in which they are read from JAX's cache, if they are there
 # What a physical batch may take, by the rough count of `PrivateTrainer.physical`, where a device does not tell its own.
 _MEMORY = 2**31
@@ -138,8 +139,9 @@ class PrivateTrainer:
     mesh: jax.sharding.Mesh | None = None
     data_axes: Sequence[str] = ("data",)
     param_sharding: ParamSharding | None = None
-    zeros: Any = dataclasses.field(init=False)  # compiled `_zeros`, `_accumulate` and `_update`
-    accumulate: Any = dataclasses.field(init=False)  # writes into the buffers of its sums
+    zeros: Any = dataclasses.field(init=False)  # compiled `_zeros`, `_part_sum`, `_add` and `_update`
+    part_sum: Any = dataclasses.field(init=False)
+    add: Any = dataclasses.field(init=False)  # writes into the buffers of its first sum
     update: Any = dataclasses.field(init=False)
     update_in_place: Any = dataclasses.field(init=False)  # of `apart(state)`, writes into the buffers of the large part
     _sizes: dict[Any, PhysicalSizes] = dataclasses.field(init=False, default_factory=dict, repr=False)
@@ -157,7 +159,8 @@ class PrivateTrainer:
             raise ValueError("unit must name what group=True protects, for example unit='patient', got 'example'.")
         check_mesh(self.mesh, self.data_axes, self.param_sharding, processes=True)
         object.__setattr__(self, "zeros", repeatable(self._zeros))
-        object.__setattr__(self, "accumulate", repeatable(self._accumulate, donate=(1,)))
+        object.__setattr__(self, "part_sum", repeatable(self._part_sum))
+        object.__setattr__(self, "add", repeatable(self._add, donate=(0,)))
         object.__setattr__(self, "update", repeatable(self._update))
         in_place = repeatable(self._update_in_place, donate=(0,), cpu_options=CPU_OPTIONS)
         object.__setattr__(self, "update_in_place", in_place)
@@ -361,10 +364,7 @@ class PrivateTrainer:
 
     def total(self, state: TrainState, parts: list[Any]) -> Any:
         """Sums the contributions of the examples of a batch from `batches` or `load`. Private, without noise."""
-        sums = self.zeros(state.params, state.layout)
-        for part in parts:
-            sums = self.accumulate(state, sums, *part)
-        return sums
+        return functools.reduce(self.add, (self.part_sum(state, *part) for part in parts))
 
     def event(self, first: int, last: int) -> DpEvent:
         """Returns the privacy event of steps first, ..., last - 1."""
@@ -392,9 +392,10 @@ class PrivateTrainer:
     ) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Returns the compiled functions of a step by name, each with arguments for its `lower`.
 
-        "refresh" is called every `query.refresh_every` steps, "accumulate M" for each physical batch of M examples, and
-        "update" once per step. Arguments that an earlier function computes are `jax.ShapeDtypeStruct`s. Those of the
-        first step come first. With `last`, the programs are those of the steps before it.
+        "refresh" is called every `query.refresh_every` steps, "sum M" for each physical batch of M examples, "add" for
+        each but the first of a step, and "update" once per step. Arguments that an earlier function computes are
+        `jax.ShapeDtypeStruct`s. Those of the first step come first. With `last`, the programs are those of the steps
+        before it.
         """
         sums = self._shapes(state, jax.eval_shape(self.zeros, state.params, state.layout))
         found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
@@ -405,7 +406,8 @@ class PrivateTrainer:
         every = self.physical(state, source).sizes
         for size in every if last is None or last > FIRST_STEPS else every[:1]:
             batch = self._put(state, source, np.zeros(size, np.int64), np.zeros(size, bool), 0)
-            found[f"accumulate {size}"] = (self.accumulate, (state, sums, *batch))
+            found[f"sum {size}"] = (self.part_sum, (state, *batch))
+            found.setdefault("add", (self.add, (sums, sums)))
             found.setdefault("update", (self.update_in_place, (*apart(state), sums)))
         return found
 
@@ -426,7 +428,7 @@ class PrivateTrainer:
     def _zeros(self, params: Any, layout: Layout | None = None) -> Any:
         return self._laid_out(params, layout, self.query.zeros(params))
 
-    def _accumulate(self, state: TrainState, sums: Any, batch: Any, mask: jax.Array, part: jax.Array) -> Any:
+    def _part_sum(self, state: TrainState, batch: Any, mask: jax.Array, part: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), part)
         augment_key, loss_key = jax.random.split(key)
         if self.group:
@@ -441,9 +443,12 @@ class PrivateTrainer:
         mesh = contextlib.nullcontext() if whole is None else jax.sharding.use_abstract_mesh(whole.mesh.abstract_mesh)
         with mesh:
             params = self._laid_out(params, whole, params)
-            added = self.query.sums(params, state.carried, batch, mask, loss_key if self.stochastic else None)
-            added = self._laid_out(params, whole, added)
-        return self._laid_out(state.params, state.layout, jax.tree.map(jnp.add, sums, added))
+            sums = self.query.sums(params, state.carried, batch, mask, loss_key if self.stochastic else None)
+            sums = self._laid_out(params, whole, sums)
+        return self._laid_out(state.params, state.layout, sums)
+
+    def _add(self, sums: Any, others: Any) -> Any:
+        return jax.tree.map(jnp.add, sums, others)
 
     def _views(self, key: jax.Array, example: Any) -> Any:
         """Returns the views of an example, [K, ...], or of the k records of a user, [k K, ...]."""

@@ -366,8 +366,8 @@ def test_an_example_with_nan_or_inf_changes_nothing_but_its_own_contribution():
     state = trainer.init(params)
     batch, mask = jax.device_put((whole.gather(np.arange(N)), np.ones(N, bool)))
     fewer, fewer_mask = jax.device_put((whole.gather(keep), np.ones(N - 2, bool)))
-    sums = trainer.accumulate(state, trainer.zeros(params), batch, mask, np.uint32(0))
-    expected = without.accumulate(state, trainer.zeros(params), fewer, fewer_mask, np.uint32(0))
+    sums = trainer.part_sum(state, batch, mask, np.uint32(0))
+    expected = without.part_sum(state, fewer, fewer_mask, np.uint32(0))
     assert_close(sums, float64(expected))
     state, _ = trainer.step(state, whole)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
@@ -506,8 +506,8 @@ def test_chosen_sizes_and_batches_read_ahead_take_the_same_steps():
     assert_close(now.params, float64(fixed.params))
     for name in fixed.params:  # the same physical batches give the same bits
         np.testing.assert_array_equal(now.params[name], later.params[name])
-    first, *others = (f"accumulate {size}" for size in chosen.physical(now, source_of()).sizes)
-    assert [*chosen.programs(now, source_of())] == [first, "update", *others]
+    first, *others = (f"sum {size}" for size in chosen.physical(now, source_of()).sizes)
+    assert [*chosen.programs(now, source_of())] == [first, "add", "update", *others]
 
 
 @pytest.mark.slow
@@ -527,13 +527,13 @@ def test_a_run_starts_before_all_its_programs_are_compiled(caplog):
                 with jax.log_compiles():  # of this thread alone
                     state, _ = trainer.step(state, source, meanwhile=bool)  # as `fit` takes it
                 counts.append(
-                    len(re.findall(r"Finished XLA compilation of jit\((?:_accumulate|_update_in_p)", caplog.text))
+                    len(re.findall(r"Finished XLA compilation of jit\((?:_part_sum|_update_in_p)", caplog.text))
                 )
         return counts, [*trainer.programs(state, source, FIRST_STEPS)], [*trainer.programs(state, source)]
 
     counts, first, every = run(ahead=True)
     assert counts == [0] * steps
-    assert first == every[:2] and first[1] == "update" and len(every) > 2
+    assert first == every[:3] and first[1:] == ["add", "update"] and len(every) > 3
     counts, *_ = run(ahead=False)
     assert counts[0] == 2 and sum(counts[:FIRST_STEPS]) == 2 < sum(counts)
 
@@ -553,7 +553,7 @@ def test_other_sizes_are_traced_while_the_first_is_compiled_or_after_its_step(mo
     def lowered(*args):
         for name, program in original(*args):
             names.append(name)
-            if len(names) > 2:
+            if len(names) > 3:
                 traced.set()
             yield name, program
 
@@ -566,9 +566,9 @@ def test_other_sizes_are_traced_while_the_first_is_compiled_or_after_its_step(mo
     with trainer.compile(source) as programs:
         programs.start(state, range(FIRST_STEPS + 1))
         text = programs.text
-        assert names == every[:2]
+        assert names == every[:3]
         programs.wait(0)
-        assert names == every[:2] if cached else names[2] == every[2]
+        assert names == every[:3] if cached else names[3] == every[3]
         state, _ = trainer.step(state, source, meanwhile=bool)  # deletes the arrays of the first state
         programs.wait(1)
         assert names == every and programs.text == text == text_of(trainer, state, source)

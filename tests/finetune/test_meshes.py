@@ -83,7 +83,7 @@ def test_each_device_computes_its_part_of_a_batch():
     # A replicated batch takes as many operations on each device as on one.
     flops = []
     for trainer in (trainer_of(physical_batch_size=64), trainer_of(mesh=mesh_of())):
-        function, arguments = trainer.programs(trainer.init(PARAMS), SOURCE)["accumulate 64"]
+        function, arguments = trainer.programs(trainer.init(PARAMS), SOURCE)["sum 64"]
         flops.append(function.lower(*arguments).compile().cost_analysis()["flops"])
     assert flops[1] < flops[0] / 6
 
