@@ -24,10 +24,10 @@ REPEATS, FAILURES, ROUNDS = 5, 3, 3
 # Limits of the ratios. "private" is clipped gradient and noise, "noise" over one normal of Threefry.
 LIMITS = {
     "dense clipped": 1.6,
-    "dense private": 6.5,
+    "dense private": 3.0,
     "convolution clipped": 2.2,
-    "noise": 3.0,
-    "noise of a small model": 2.5,
+    "noise": 0.8,
+    "noise of a small model": 1.4,
 }
 
 
