@@ -948,19 +948,15 @@ def mesh_of(count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "epochs"), [("batches", 1), ("replace, batches", 2)], ids=["batches", "replace, batches"]
-)
-def test_devices_share_the_distances_and_change_no_bound(name, epochs):
-    # Five distances and up to fifteen lines, which a second epoch has, on three devices: the last device has padding.
-    case = dataclasses.replace(CASES[name], epochs=epochs)
-    problem = case.problem()
-    alone = case.bounds(*problem)
+@pytest.mark.parametrize("name", ["batches", "replace, batches"])
+def test_devices_share_the_distances_and_change_no_bound(name):
+    # Five distances and up to fifteen lines on three devices: the last device has padding.
+    problem, alone = solved(name, 0)
     with compilations() as seen:
-        many = case.bounds(*problem, mesh=mesh_of(3))
+        many = CASES[name].bounds(*problem, mesh=mesh_of(3))
     assert seen
     with compilations() as seen:
-        case.bounds(*case.problem(1), mesh=mesh_of(3))
+        CASES[name].bounds(*CASES[name].problem(1), mesh=mesh_of(3))
     assert not seen
     for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
