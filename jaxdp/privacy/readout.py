@@ -21,7 +21,7 @@ def entry(db: sqlite3.Connection, dataset: Dataset, default_delta: float) -> dic
     """Returns one dataset of `Ledger.report`, without the fields that need a PLD."""
 
     def rows(query: str) -> list[dict[str, Any]]:
-        found = [dict(row) for row in db.execute(query, (dataset.id,))]
+        found = [dict(row) for row in db.execute(query, {"dataset": dataset.id})]
         for row in found:
             if "partition" in row:
                 row["partition"] = row["partition"] or None
@@ -32,13 +32,13 @@ def entry(db: sqlite3.Connection, dataset: Dataset, default_delta: float) -> dic
     spends = rows(
         "SELECT totals.partition, json, spends, coalesce(open, 0) AS open, first_at, last_at, first_label, last_label "
         "FROM totals JOIN events ON events.id = event LEFT JOIN (SELECT partition, event, count(*) AS open FROM spends "
-        f"WHERE dataset = ?1 AND {_OPEN} GROUP BY partition, event) USING (partition, event) WHERE dataset = ?1 "
-        "ORDER BY first_at, totals.partition, event LIMIT 1000"
+        f"WHERE dataset = :dataset AND {_OPEN} GROUP BY partition, event) USING (partition, event) "
+        "WHERE dataset = :dataset ORDER BY first_at, totals.partition, event LIMIT 1000"
     )
     (counted,) = rows(
         "SELECT count(*) AS rows, count(DISTINCT nullif(partition, '')) AS partitions, "
         'coalesce(max(json LIKE \'%"type":"Unproven"%\'), 0) AS unproven '
-        "FROM totals JOIN events ON events.id = event WHERE dataset = ?"
+        "FROM totals JOIN events ON events.id = event WHERE dataset = :dataset"
     )
     return {
         **{key: getattr(dataset, key) for key in ("name", "adjacency", "unit", "records", "accounting", "renyi_order")},
@@ -49,12 +49,12 @@ def entry(db: sqlite3.Connection, dataset: Dataset, default_delta: float) -> dic
         "spends": spends,
         "runs": rows(
             f"SELECT who, host, run, version, count(*) AS spends, sum({_OPEN}) AS open, min(reserved_at) AS first_at, "
-            "max(reserved_at) AS last_at FROM spends WHERE dataset = ? GROUP BY who, host, run, version "
+            "max(reserved_at) AS last_at FROM spends WHERE dataset = :dataset GROUP BY who, host, run, version "
             "ORDER BY max(id) DESC LIMIT 1000"
         )[::-1],
         "open": rows(
             "SELECT id, partition, label, status, run, version, who, host, reserved_at FROM spends "
-            f"WHERE dataset = ? AND {_OPEN} ORDER BY id LIMIT 1000"
+            f"WHERE dataset = :dataset AND {_OPEN} ORDER BY id LIMIT 1000"
         ),
         "holds": [
             {
@@ -79,8 +79,8 @@ def history(db: sqlite3.Connection, dataset: Dataset | None) -> list[dict[str, A
     rows = db.execute(
         "SELECT spends.id AS spend, name AS dataset, partition, json AS event, label, status, reserved_at, "
         "finished_at, who, host, run, version, token, link FROM spends JOIN datasets ON datasets.id = dataset "
-        "JOIN events ON events.id = event WHERE dataset = ?1 OR ?1 IS NULL ORDER BY spends.id",
-        (dataset and dataset.id,),
+        "JOIN events ON events.id = event WHERE dataset = :dataset OR :dataset IS NULL ORDER BY spends.id",
+        {"dataset": dataset and dataset.id},
     ).fetchall()
     events = {text: describe(from_json(text)) for text in {row["event"] for row in rows}}
     return [{**row, "partition": row["partition"] or None, "event": events[row["event"]]} for row in rows]
