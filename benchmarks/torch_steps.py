@@ -1,4 +1,7 @@
-"""The networks of `bench_steps` in PyTorch, and their steps: plain, and private by Opacus in three modes."""
+"""The networks of `bench_steps` in PyTorch, and their steps: plain, and private by Opacus in three modes.
+
+They run on a GPU where PyTorch finds one.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +13,7 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 
 CLASSES, VOCABULARY, LENGTH, WIDTH, DEPTH, HEADS = 10, 4096, 128, 256, 4, 4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Attention(nn.Module):
@@ -157,6 +161,17 @@ def network(name: str) -> nn.Module:
     return ViT() if name == "vit" else Language()
 
 
+def synchronised(step: Callable[[], None]) -> Callable[[], None]:
+    """Returns a step that waits until the GPU has computed it."""
+
+    def waiting() -> None:
+        step()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+    return waiting
+
+
 def steps(name: str, size: int, clip_norm: float, noise_multiplier: float) -> dict[str, Callable[[], Any]]:
     """Returns the steps of a case on one fixed batch."""
     if name == "lm":
@@ -165,10 +180,11 @@ def steps(name: str, size: int, clip_norm: float, noise_multiplier: float) -> di
     else:
         shape = (1, 28, 28) if name in ("mlp", "cnn") else (3, 32, 32)
         inputs, labels = torch.rand(size, *shape), torch.from_numpy(np.arange(size) % CLASSES)
+    inputs, labels = inputs.to(DEVICE), labels.to(DEVICE)
 
     def made() -> Any:
         torch.manual_seed(0)
-        model = network(name)
+        model = network(name).to(DEVICE)
         with torch.no_grad():
             model(inputs)
         return model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
@@ -229,7 +245,7 @@ def steps(name: str, size: int, clip_norm: float, noise_multiplier: float) -> di
     found = {"torch plain": plain(), "Opacus hooks": hooks(False), "Opacus functorch": hooks(True)}
     if name != "lm":
         found["Opacus ghost"] = ghost()
-    return found
+    return {step: synchronised(call) for step, call in found.items()}
 
 
 def device_steps(
@@ -246,14 +262,13 @@ def device_steps(
       clip_norm, noise_multiplier: Of the private steps.
       tiny: Whether the shapes are those of `--tiny`.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     text = not isinstance(batch, dict)
     if text:
-        tokens = torch.from_numpy(np.array(batch, np.int64)).to(device)
+        tokens = torch.from_numpy(np.array(batch, np.int64)).to(DEVICE)
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
     else:
-        inputs = torch.from_numpy(np.array(batch["x"]).transpose(0, 3, 1, 2).copy()).to(device)
-        labels = torch.from_numpy(np.array(batch["label"], np.int64)).to(device)
+        inputs = torch.from_numpy(np.array(batch["x"]).transpose(0, 3, 1, 2).copy()).to(DEVICE)
+        labels = torch.from_numpy(np.array(batch["label"], np.int64)).to(DEVICE)
 
     def built() -> nn.Module:
         small = {"width": 16, "depth": 2, "heads": 2}
@@ -267,27 +282,23 @@ def device_steps(
 
     def made() -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
-        model = built().to(device)
+        model = built().to(DEVICE)
         return model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01, momentum=0.9)
 
     def loss_of(model: nn.Module, reduction: str = "mean") -> torch.Tensor:
-        with torch.autocast(device, torch.bfloat16, enabled="bfloat16" in name):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled="bfloat16" in name):
             logits = model(inputs)
         losses = nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction=reduction)
         return losses if reduction == "mean" else losses.view(len(inputs), -1).mean(1).mean()
 
     def watched(step: Callable[[], None]) -> tuple[Callable[[], Any], float | None]:
-        def synchronised() -> None:
-            step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-
-        if device == "cpu":
-            return synchronised, None
+        waiting = synchronised(step)
+        if DEVICE == "cpu":
+            return waiting, None
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        synchronised()
-        return synchronised, torch.cuda.max_memory_allocated() / 1e6
+        waiting()
+        return waiting, torch.cuda.max_memory_allocated() / 1e6
 
     def plain() -> tuple[Callable[[], Any], float | None]:
         model, optimizer = made()
@@ -322,7 +333,7 @@ def device_steps(
             for k in range(count):
                 private.signal_skip_step(do_skip=k < count - 1)
                 if ghost:
-                    with torch.autocast(device, torch.bfloat16, enabled="bfloat16" in name):
+                    with torch.autocast(DEVICE, torch.bfloat16, enabled="bfloat16" in name):
                         logits = wrapped(inputs)
                     criterion(logits.float(), labels).backward()
                 else:

@@ -701,11 +701,12 @@ def _bookkeeping(loss: Loss, moving: list[Any], batch: Any, choose: Choice) -> _
     taps = [shards.vary(jnp.zeros(s.tap.shape, s.tap.dtype), axes) for s in plan.sites]
     backward = jax.vmap(jax.value_and_grad(tapped, has_aux=True), in_axes=(None, 0))
     (losses, (aux, records)), cotangents = backward(taps, examples)
-    records, cotangents = jax.tree.map(sites.settled, (records, cotangents))
-
     wide = [x.astype(sites.wide_dtype(x)) for x in moving]
     program = plan.weights_program(wide)
-    met = list(zip(plan.sites, records, cotangents, strict=True))
+    met = [
+        (site, *sites.settled_at(site.rule, record, g))
+        for site, record, g in zip(plan.sites, records, cotangents, strict=True)
+    ]
     components = [
         _Component([met[j] for j in indices], walker.restricted(program, indices), wide, choose)
         for indices in _connected(plan.sites)

@@ -36,11 +36,17 @@ _BLOCK = 2048
 # Gram matrices of more positions are computed by blocks of at most this many rows.
 _GRAM_ROWS = 256
 
+# Loops of at most this many iterations are unrolled on a GPU.
+_UNROLLED = 10
+
 # Patches of a convolution of few channels are formed up to this many entries.
 _PATCH_ROWS = 64
 
 # Accelerators multiply float32 in TF32 or bfloat16 by default, which changes norms and sums by 1e-3 and more.
 PRECISION = lax.Precision.HIGHEST
+
+# Stored bits of the significands of what tensor cores multiply exactly.
+_TF32, _BFLOAT16 = 10, 7
 
 
 @jax.tree_util.register_dataclass
@@ -103,11 +109,65 @@ def settled(x: jax.Array) -> jax.Array:
     return rounded.astype(x.dtype)
 
 
+def _multiplies(dtype: Any) -> bool:
+    """Returns whether the device multiplies bfloat16, or float32 in TF32, many times faster than float32."""
+    if dtype == jnp.bfloat16 and jax.default_backend() == "tpu":
+        return True
+    capability = str(getattr(jax.devices()[0], "compute_capability", "")).partition(".")[0]
+    return jax.default_backend() == "gpu" and capability.isdigit() and int(capability) >= 8
+
+
+def in_tf32() -> bool:
+    """Returns whether a plain step multiplies float32 in TF32: on a GPU that can, unless JAX is told otherwise."""
+    asked = jax.config.jax_default_matmul_precision
+    return asked in (None, "default", "fastest", "tensorfloat32") and _multiplies(jnp.float32)
+
+
+def _precision() -> lax.Precision:
+    """Returns the precision of a product of what `settled_at` returns. TF32 multiplies that without rounding."""
+    return lax.Precision.DEFAULT if in_tf32() else PRECISION
+
+
+def settled_at(rule: "Rule", record: Any, g: Any) -> Any:
+    """Rounds the record and the cotangent of a site to what is multiplied there, and returns both.
+
+    A plain step rounds factors of float32 to TF32 where the device multiplies in it. Here they are rounded before,
+    so the norm and the sum have the same factors. All products of such factors are exact.
+    """
+
+    def rounded(x: jax.Array) -> jax.Array:
+        return lax.reduce_precision(x, 8, _TF32) if x.dtype == jnp.float32 else x
+
+    pair = jax.tree.map(settled, (record, g))
+    return jax.tree.map(rounded, pair) if isinstance(rule, (Dot, Conv)) and in_tf32() else pair
+
+
+def _exact_parts(x: jax.Array, rule: "Rule", record: Any) -> list[jax.Array]:
+    """Returns a sum of arrays for `x`, each of which the device multiplies with `record` without rounding.
+
+    `x` is a cotangent times a factor in float32. Three bfloat16 have all its bits, and two TF32 all but two.
+    """
+    if isinstance(rule, Dot) and record.dtype == jnp.bfloat16 and _multiplies(jnp.bfloat16):
+        count, bits, dtype = 3, _BFLOAT16, jnp.bfloat16
+    elif isinstance(rule, (Dot, Conv)) and in_tf32():
+        count, bits, dtype = 2, _TF32, jnp.float32
+    else:
+        return [x]
+    if x.dtype != jnp.float32:
+        return [x]
+    parts = []
+    for _ in range(count):
+        part = lax.reduce_precision(x, 8, bits)
+        x = x - part
+        parts.append(part.astype(dtype))
+    return parts
+
+
 def _einsum(spec: str, *xs: jax.Array) -> jax.Array:
     """Computes an einsum that accumulates in float32 or wider for inputs of any dtype."""
     kind = wide_dtype(*xs)
     operands = xs if len({x.dtype for x in xs}) == 1 else [x.astype(kind) for x in xs]
-    return jnp.einsum(spec, *operands, preferred_element_type=kind, precision=PRECISION)
+    return jnp.einsum(spec, *operands, preferred_element_type=kind, precision=_precision())
 
 
 def _outer_sum(u: jax.Array, w: jax.Array) -> jax.Array:
@@ -115,6 +175,16 @@ def _outer_sum(u: jax.Array, w: jax.Array) -> jax.Array:
     if u.shape[1] == 1:  # a plain matrix product
         return _einsum("tp,tq->pq", u.reshape(-1, u.shape[-1]), w.reshape(-1, w.shape[-1]))[None]
     return _einsum("nstp,nstq->spq", u, w)
+
+
+def _mapped(fn: Callable[[Any], Any], places: Sequence[tuple[int, ...]]) -> Any:
+    """Returns the stacked results of `fn` at all places.
+
+    They are computed one after the other. On a GPU, a loop copies what it reads and writes, so short ones are unrolled.
+    """
+    if len(places) == 1 or (jax.default_backend() == "gpu" and len(places) <= _UNROLLED):
+        return jax.tree.map(lambda *xs: jnp.stack(xs), *map(fn, places))
+    return lax.map(fn, jnp.array(places))
 
 
 def _prod(shape: Sequence[int], dims: Sequence[int]) -> int:
@@ -212,6 +282,8 @@ class Conv(Rule):
         """The number of leading window dimensions whose positions form separate parts of u. Others are in its rows."""
         if self.groups == 1 and self.window == self.strides:  # patches do not overlap
             return 0
+        if self.groups == 1 and jax.default_backend() == "gpu":  # few large products are faster than many small ones
+            return min(1, len(self.window))
         if self.groups > 1 or self.rows // math.prod(self.window) >= 8:
             return len(self.window)
         # A part of few rows multiplies slowly.
@@ -289,7 +361,7 @@ class Conv(Rule):
             return jax.vmap(_outer_sum)(w, u) if self._wide_part else jax.vmap(_outer_sum)(u, w)
 
         # The loop over kernel positions takes less memory and time than all patches at once.
-        grad = (lax.map(at, jnp.asarray(self._offsets)) if self._looped else at(())[None]).sum(1)
+        grad = _mapped(at, self._offsets).sum(1)
         looped, rest = self.window[: self._looped], self.window[self._looped :]
         if self._wide_part:
             grad = grad.reshape(*looped, self.groups, self.cols, *rest, -1)
@@ -314,7 +386,7 @@ class Conv(Rule):
                 rhs_dilation=self.kernel_dilation,
                 dimension_numbers=self.numbers,
                 feature_group_count=self.groups,
-                precision=PRECISION,
+                precision=_precision(),
             )
 
         kernel = jax.ShapeDtypeStruct(self.weight_shape, g.dtype)
@@ -469,7 +541,9 @@ class Site:
         # In a conditional or a loop, XLA on CPU runs a convolution many times slower than the same dot products.
         if isinstance(self.rule, Conv) and jax.default_backend() != "cpu":
             grad = self.rule.weight_grad_by_primitive
-        return self._loops_in_front(_vmap_or_squeeze(grad)(*jax.tree.map(together, (record, g))))
+        form = _vmap_or_squeeze(grad)
+        record, parts = jax.tree.map(together, (record, _exact_parts(g, self.rule, record)))
+        return self._loops_in_front(functools.reduce(jnp.add, [form(record, part) for part in parts]))
 
     def per_example(self, record: Any, g: jax.Array) -> jax.Array:
         """Computes dV of every example, [B, *sliced loops, *weight]."""
@@ -598,7 +672,7 @@ def _gram_norm(pair: Pair, kind: Any) -> tuple[jax.Array, ...]:
         total, *squares = sums(pair, pair)
     else:
         places = list(itertools.combinations_with_replacement(range(positions // size), 2))
-        totals, *found = lax.map(block, jnp.array(places))
+        totals, *found = _mapped(block, places)
         total = (jnp.array([1 if i == j else 2 for i, j in places], kind)[:, None] * totals).sum(0)
         diagonal = [n for n, (i, j) in enumerate(places) if i == j]
         squares = [jnp.concatenate([x[n] for n in diagonal], 2) for x in found]

@@ -1,6 +1,9 @@
 """The rules of where weights meet data, one by one, against NumPy float64 and JAX's own derivatives."""
 
 import dataclasses
+import functools
+import itertools
+import types
 from typing import Any
 
 import hypothesis
@@ -35,13 +38,15 @@ def check_rule(site: Any, record: Any, g: Any, truth: np.ndarray) -> None:
     """Compares every result of a rule about dV with the true dV of each example [B, ...]."""
 
     def everything(record: Any, g: Any) -> dict[str, Any]:
-        # `contract` forms dV in another way on accelerators. Both ways must be right.
+        # dV is formed in other ways on accelerators. All ways must be right.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax, "default_backend", lambda: "gpu")
             one_by_one = jax.vmap(lambda *pair: site.contract(*jax.tree.map(lambda x: x[None], pair)))(record, g)
+            on_a_gpu = site.per_example(record, g)
         return {
             "one_by_one": one_by_one,
             "per_example": site.per_example(record, g),
+            "per_example on a GPU": on_a_gpu,
             "sum": site.contract(record, g),
             "squares": sites.squared_norms([site.factors(record, g)]),
             "bound": site.reformed_norm(record, g) / np.sqrt(sites.REFORMED_FLOOR),
@@ -389,6 +394,95 @@ def test_low_precision_is_accumulated_in_float32() -> None:
         assert jax.eval_shape(found, xs, gs).dtype == jnp.float32
     check_rule(site, xs, gs, truth)
     check_rule(site, xs, gs.astype(jnp.float32), truth)  # as when cotangents were scaled in float32
+
+
+def truncated(x: jax.Array) -> jax.Array:
+    """Returns what a tensor core reads of an array: the leading 11 bits of float32, and all 8 of bfloat16."""
+    words = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & jnp.uint32(0xFFFFE000)
+    return lax.bitcast_convert_type(words, jnp.float32).astype(x.dtype)
+
+
+def gpu(patch: pytest.MonkeyPatch, capability: str, *, cores: bool = False) -> None:
+    """Lets JAX report a GPU. With `cores`, all products of settled values read truncated operands."""
+    device = types.SimpleNamespace(compute_capability=capability)
+    patch.setattr(jax, "default_backend", lambda: "gpu")
+    patch.setattr(jax, "devices", lambda: [device])
+    if cores:
+        einsum, grad = jnp.einsum, sites.Conv.weight_grad_by_primitive
+        patch.setattr(jnp, "einsum", lambda spec, *xs, **how: einsum(spec, *map(truncated, xs), **how))
+        patch.setattr(
+            sites.Conv, "weight_grad_by_primitive", lambda rule, *xs: grad(rule, *jax.tree.map(truncated, xs))
+        )
+
+
+def contracted(kind: str, dtype: Any) -> tuple[Any, Any, Any, np.ndarray]:
+    """Returns a site, its record and cotangent, and the gradient of each example in float64."""
+    if kind == "dot":
+        xs, w, gs = normal(1, N, 6, 5), normal(0, 5, 7), normal(2, N, 6, 7)
+        rule: Any = sites.Dot.of(equation(jnp.matmul, "dot_general", xs[0], w), 1)
+    else:
+        xs, w, gs = normal(1, N, 1, 6, 6, 3), normal(0, 3, 3, 3, 4), normal(2, N, 1, 4, 4, 4)
+        numbers = ("NHWC", "HWIO", "NHWC")
+        apply = functools.partial(
+            lax.conv_general_dilated, window_strides=(1, 1), padding="VALID", dimension_numbers=numbers
+        )
+        rule = sites.Conv.of(equation(apply, "conv_general_dilated", xs[0], w))
+    site = site_of(rule, gs.shape[1:], w.shape)
+    record, g = jax.jit(functools.partial(sites.settled_at, rule))(jnp.asarray(xs, dtype), jnp.asarray(gs, dtype))
+    x, y = (np.asarray(a, np.float64) for a in (record, g))
+    if kind == "dot":
+        return site, record, g, np.einsum("ntp,ntq->npq", x, y)
+    places = itertools.product(range(3), range(3))
+    truth = [np.einsum("nhwp,nhwq->npq", x[:, 0, i : i + 4, j : j + 4], y[:, 0]) for i, j in places]
+    return site, record, g, np.stack(truth, 1).reshape(N, 3, 3, 3, 4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kind", ["dot", "conv"])
+def test_tensor_cores_multiply_settled_values_without_rounding(kind: str, dtype: Any) -> None:
+    factors = np.linspace(0.1, 0.9, N, dtype=np.float32)
+
+    def computed(cores: bool, settled: bool = True) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        with pytest.MonkeyPatch.context() as patch:
+            gpu(patch, "9.0", cores=cores)
+            if not settled:
+                patch.setattr(sites, "settled_at", lambda rule, record, g: (record, g))
+            site, record, g, truth = contracted(kind, dtype)
+            scaled = g.astype(jnp.float32) * factors.reshape(-1, *(1,) * (g.ndim - 1))
+            found = {
+                "sum": site.contract(record, scaled),
+                "per_example": site.per_example(record, g),
+                "squares": sites.squared_norms([site.factors(record, g)]),
+            }
+            rows = factors.astype(np.float64).reshape(-1, *(1,) * (truth.ndim - 1))
+            wanted = {"sum": (rows * truth).sum(0), "per_example": truth}
+            return found, wanted | {"squares": np.square(truth).reshape(N, -1).sum(1)}
+
+    found, wanted = computed(cores=True)
+    for name, value in found.items():
+        np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=2e-6, err_msg=name)
+    if dtype == jnp.float32:  # the cores would have rounded what was not settled
+        found, wanted = computed(cores=True, settled=False)
+        for name, value in found.items():
+            assert np.abs(value - wanted[name]).max() > 1e-4, name
+
+
+def test_what_a_gpu_multiplies_in_tf32_follows_its_age_and_jaxs_settings() -> None:
+    for capability, asked, wanted in [
+        ("9.0", None, True),
+        ("8.0", "tensorfloat32", True),
+        ("9.0", "highest", False),
+        ("9.0", "float32", False),
+        ("7.5", None, False),
+        ("gfx90a", None, False),
+    ]:
+        with pytest.MonkeyPatch.context() as patch, jax.default_matmul_precision(asked):
+            gpu(patch, capability)
+            assert sites.in_tf32() == wanted
+            site, record, g, _ = contracted("dot", jnp.float32)
+            program = str(jax.make_jaxpr(site.contract)(record, g))
+        assert ("HIGHEST" in program) != wanted and ("reduce_precision" in program) == wanted
+    assert not sites.in_tf32()
 
 
 @pytest.mark.parametrize("positions", [512, 640, 521])
