@@ -295,6 +295,20 @@ def certificates(tiny: bool, rounds: int) -> dict[str, dict[str, Any]]:
     }
 
 
+def markdown(found: Mapping[str, Any]) -> str:
+    """Returns the steps of all cases of a report as a table of a page."""
+    rows = []
+    for case, row in found["cases"].items():
+        for step, of in row["steps"].items():
+            if "error" not in of:
+                ratios = {"over plain": of.get("over_plain"), "over private": of.get("over_private")}
+                memory = {"MB": of["memory_mb"], "MB over plain": of.get("memory_over_plain")}
+                numbers = {"ms": of["ms"], **ratios, "share of the peak": of.get("mfu"), **memory}
+                shown = {name: "" if x is None else f"{x:.3g}" for name, x in numbers.items()}
+                rows.append({"case": case, "step": step} | shown)
+    return format_table(rows, style="markdown")
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = timing.arguments(__doc__, output=".bench/device.json")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to check the programs")

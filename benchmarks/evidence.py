@@ -27,6 +27,7 @@ from benchmarks import (
     bench_steps,
     bench_training,
     demo_ranges,
+    device,
     evidence_agt,
     evidence_dpadapter,
     evidence_recalibration,
@@ -144,6 +145,7 @@ EVIDENCE = [
     Evidence("results/speed.md", ("start_cpu.json",), lambda found: {"start": bench_start.markdown(found)}),
     Evidence("results/speed.md", ("training_cpu.json",), bench_training.tables),
     Evidence("results/speed.md", ("noise_cpu.json",), bench_noise.tables),
+    Evidence("results/speed.md", ("device_gpu.json",), lambda found: {"gpu": device.markdown(found)}),
     Evidence("howto/whole_life.md", ("demo_ranges.json",), lambda found: {"ranges": demo_ranges.table(found)}),
     Evidence(
         "design/scale.md",

@@ -306,6 +306,7 @@ def clipped_grad(
     | NaN or inf in an example or its gradient | contributes zero, counted in `nonfinite` |
     | gradient norm 0 | contributes zero |
     | squared norm overflows float32 | counts as non-finite |
+    | float32 on a GPU that multiplies in TF32 | factors are rounded as in a plain step, and their products are exact |
     | bf16, float16 parameters or compute | norms, clipping and sum in float32; overflow counts as non-finite |
     | integer and boolean leaves of params | frozen |
     | weights that become complex in the loss or enter a `jax.custom_vjp` | their gradients are formed: B x P memory |

@@ -146,8 +146,8 @@ def gaussian(key: jax.Array, tree: Any, std: float | jax.Array, *, shardings: An
         tree: Pytree of real arrays or `jax.ShapeDtypeStruct`s. None leaves stay None. Values are not read.
         std: Standard deviation, a non-negative finite scalar. A traced value is not checked.
         shardings: Pytree like `tree` of `jax.sharding.NamedSharding`s of one mesh with Auto axes. Each device then
-            computes its part of the noise, with the bits that it has without shardings, and sends none. None, the
-            default, leaves the division to XLA, and devices exchange what they have computed.
+            computes its part of the noise, equal up to rounding to what it is without shardings, and sends none. None,
+            the default, leaves the division to XLA, and devices exchange what they have computed.
 
     Returns:
         A pytree like `tree` in float32, or float64 for float64 leaves. The noise of a leaf depends on the sizes and

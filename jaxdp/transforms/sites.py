@@ -36,7 +36,7 @@ _BLOCK = 2048
 # Gram matrices of more positions are computed by blocks of at most this many rows.
 _GRAM_ROWS = 256
 
-# Loops of at most this many iterations are unrolled on a GPU.
+# Gram matrices of at most this many blocks are computed without a loop on a GPU.
 _UNROLLED = 10
 
 # Patches of a convolution of few channels are formed up to this many entries.
@@ -147,20 +147,19 @@ def _exact_parts(x: jax.Array, rule: "Rule", record: Any) -> list[jax.Array]:
 
     `x` is a cotangent times a factor in float32. Three bfloat16 have all its bits, and two TF32 all but two.
     """
+    if not isinstance(rule, (Dot, Conv)) or x.dtype != jnp.float32:
+        return [x]
     if isinstance(rule, Dot) and record.dtype == jnp.bfloat16 and _multiplies(jnp.bfloat16):
         count, bits, dtype = 3, _BFLOAT16, jnp.bfloat16
-    elif isinstance(rule, (Dot, Conv)) and in_tf32():
+    elif in_tf32():
         count, bits, dtype = 2, _TF32, jnp.float32
     else:
         return [x]
-    if x.dtype != jnp.float32:
-        return [x]
     parts = []
     for _ in range(count):
-        part = lax.reduce_precision(x, 8, bits)
-        x = x - part
-        parts.append(part.astype(dtype))
-    return parts
+        parts.append(lax.reduce_precision(x, 8, bits))
+        x = x - parts[-1]
+    return [part.astype(dtype) for part in parts]
 
 
 def _einsum(spec: str, *xs: jax.Array) -> jax.Array:
@@ -175,16 +174,6 @@ def _outer_sum(u: jax.Array, w: jax.Array) -> jax.Array:
     if u.shape[1] == 1:  # a plain matrix product
         return _einsum("tp,tq->pq", u.reshape(-1, u.shape[-1]), w.reshape(-1, w.shape[-1]))[None]
     return _einsum("nstp,nstq->spq", u, w)
-
-
-def _mapped(fn: Callable[[Any], Any], places: Sequence[tuple[int, ...]]) -> Any:
-    """Returns the stacked results of `fn` at all places.
-
-    They are computed one after the other. On a GPU, a loop copies what it reads and writes, so short ones are unrolled.
-    """
-    if len(places) == 1 or (jax.default_backend() == "gpu" and len(places) <= _UNROLLED):
-        return jax.tree.map(lambda *xs: jnp.stack(xs), *map(fn, places))
-    return lax.map(fn, jnp.array(places))
 
 
 def _prod(shape: Sequence[int], dims: Sequence[int]) -> int:
@@ -282,8 +271,6 @@ class Conv(Rule):
         """The number of leading window dimensions whose positions form separate parts of u. Others are in its rows."""
         if self.groups == 1 and self.window == self.strides:  # patches do not overlap
             return 0
-        if self.groups == 1 and jax.default_backend() == "gpu":  # few large products are faster than many small ones
-            return min(1, len(self.window))
         if self.groups > 1 or self.rows // math.prod(self.window) >= 8:
             return len(self.window)
         # A part of few rows multiplies slowly.
@@ -361,7 +348,7 @@ class Conv(Rule):
             return jax.vmap(_outer_sum)(w, u) if self._wide_part else jax.vmap(_outer_sum)(u, w)
 
         # The loop over kernel positions takes less memory and time than all patches at once.
-        grad = _mapped(at, self._offsets).sum(1)
+        grad = (lax.map(at, jnp.asarray(self._offsets)) if self._looped else at(())[None]).sum(1)
         looped, rest = self.window[: self._looped], self.window[self._looped :]
         if self._wide_part:
             grad = grad.reshape(*looped, self.groups, self.cols, *rest, -1)
@@ -672,7 +659,10 @@ def _gram_norm(pair: Pair, kind: Any) -> tuple[jax.Array, ...]:
         total, *squares = sums(pair, pair)
     else:
         places = list(itertools.combinations_with_replacement(range(positions // size), 2))
-        totals, *found = _mapped(block, places)
+        if jax.default_backend() == "gpu" and len(places) <= _UNROLLED:  # a loop copies what it reads and writes
+            totals, *found = (jnp.stack(xs) for xs in zip(*map(block, places), strict=True))
+        else:
+            totals, *found = lax.map(block, jnp.array(places))
         total = (jnp.array([1 if i == j else 2 for i, j in places], kind)[:, None] * totals).sum(0)
         diagonal = [n for n, (i, j) in enumerate(places) if i == j]
         squares = [jnp.concatenate([x[n] for n in diagonal], 2) for x in found]

@@ -495,4 +495,7 @@ def test_gram_norms_of_long_sequences_by_blocks(positions: int) -> None:
     pairs: list[Any] = [((jnp.asarray(u),), jnp.asarray(w)), ((sites.OneHot(jnp.asarray(index)),), jnp.asarray(w))]
     for chosen, expected in zip((pairs[:1], pairs), squares, strict=True):
         np.testing.assert_allclose(squared_norms(chosen), expected, rtol=1e-5)
+        with pytest.MonkeyPatch.context() as patch:  # without a loop
+            patch.setattr(jax, "default_backend", lambda: "gpu")
+            np.testing.assert_allclose(jax.jit(lambda x: sites.squared_norms(x))(chosen), expected, rtol=1e-5)
     assert sites.gram_rows(positions) == {512: 256, 640: 160, 521: 521}[positions]
