@@ -437,6 +437,7 @@ def contracted(kind: str, dtype: Any) -> tuple[Any, Any, Any, np.ndarray]:
     return site, record, g, np.stack(truth, 1).reshape(N, 3, 3, 3, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kind", ["dot", "conv"])
 def test_tensor_cores_multiply_settled_values_without_rounding(kind: str, dtype: Any) -> None:
