@@ -119,7 +119,7 @@ def _multiplies(dtype: Any) -> bool:
 
 def in_tf32() -> bool:
     """Returns whether a plain step multiplies float32 in TF32: on a GPU that can, unless JAX is told otherwise."""
-    asked = jax.config.jax_default_matmul_precision
+    asked = jax.config.values["jax_default_matmul_precision"]
     return asked in (None, "default", "fastest", "tensorfloat32") and _multiplies(jnp.float32)
 
 
