@@ -325,6 +325,8 @@ class PrivateTrainer:
             largest *= data_devices(self.mesh, self.data_axes)
             # A call reads and writes arrays like the parameters four times, and a row its values some six times.
             overhead = 4 * moving / max(1, 6 * forward)
+            if jax.default_backend() != "cpu":  # the launches of a call take a GPU as long for a few rows as for many
+                overhead = max(overhead, min(largest, self.sampler.expected_batch_size) / 8)
             chosen = PhysicalSizes.choose(self.sampler, largest=largest, overhead=overhead)
             sizes = rounded_up(chosen.sizes, self.mesh, self.data_axes)
             self._sizes[known] = dataclasses.replace(chosen, sizes=sizes)

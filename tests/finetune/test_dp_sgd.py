@@ -574,13 +574,31 @@ def test_other_sizes_are_traced_while_the_first_is_compiled_or_after_its_step(mo
         assert names == every and programs.text == text == text_of(trainer, state, source)
 
 
+def sizes_of(sampler, width):
+    """The physical batches of a network with 1000 parameters and 1000 x `width` activations."""
+
+    def wide(params, example):
+        return jnp.sum(jnp.outer(params["w"], jnp.ones(width)) * example["features"][0])
+
+    trainer = trainer_of(sampler, loss_fn=wide, physical_batch_size=None)
+    return trainer.physical(trainer.init({"w": jnp.ones(1000)}), source_of())
+
+
+def test_an_accelerator_takes_most_batches_in_one_call(monkeypatch):
+    sampler = data.PoissonSampler(10_000, 0.0064)
+
+    def calls():
+        chosen = sizes_of(sampler, 1000)
+        return np.mean([len(chosen.cut(np.arange(rows))) for rows in range(48, 81)])
+
+    on_a_cpu = calls()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert on_a_cpu > 2 and calls() < 1.1
+
+
 def test_memory_bounds_the_chosen_sizes():
     def sizes(width):
-        def wide(params, example):
-            return jnp.sum(jnp.outer(params["w"], jnp.ones(width)) * example["features"][0])
-
-        trainer = trainer_of(data.PoissonSampler(N, 1.0), loss_fn=wide, physical_batch_size=None)
-        return trainer.physical(trainer.init({"w": jnp.ones(1000)}), source_of()).sizes
+        return sizes_of(data.PoissonSampler(N, 1.0), width).sizes
 
     assert max(sizes(10)) == N
     # Some arrays of 1000 x 30,000 float32 values per example, each counted twice, fit into 2 GiB.
