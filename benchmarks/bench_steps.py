@@ -120,16 +120,24 @@ def losses_of(case: Case) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return loss, lambda params, batch: batch_losses(params, batch).mean()
 
 
-def typical(trainer: Any, state: Any, steps: Sequence[int]) -> Any:
-    """Returns the state with the first key for which the mean batch of these steps is within 1 % of the expected one.
+def typical(trainer: Any, state: Any, source: Any, steps: Sequence[int]) -> Any:
+    """Returns the state with the first key for which the batches of these steps are typical.
 
-    The mean of a few batches of 16 examples is often a tenth off, and so would be the time.
+    Their mean size, and the mean cost of their physical batches, are within 1 % of what is expected. A few batches of 16
+    examples are often a tenth off, and so would be the time.
     """
+    sizes, mean = trainer.physical(state, source), trainer.sampler.expected_batch_size
+
+    def means(rows: Any) -> np.ndarray:
+        costs = [sum(count * (size + sizes.overhead) for size, count in sizes.counts(int(n)).items()) for n in rows]
+        return np.array([np.mean(rows), np.mean(costs)])
+
+    expected = means(np.random.default_rng(0).binomial(RECORDS, mean / RECORDS, 10_000))
     for number in range(1000 if steps else 0):
         key = noise.stream(number.to_bytes(16, "big"), "benchmark")
         found = state._replace(noise=state.noise._replace(key=key))
         rows = [len(trainer.drawn(found._replace(step=np.int32(step)))) for step in steps]
-        if abs(np.mean(rows) / trainer.sampler.expected_batch_size - 1) < 0.01:
+        if np.abs(means(rows) / expected - 1).max() < 0.01:
             return found
     return state
 
@@ -194,7 +202,10 @@ def our_steps(
 
     def private() -> Callable[[], Any]:
         trainer = finetune.dp_sgd(loss, optimizer, **options)
-        now, programs = [typical(trainer, trainer.init(params), timed)], running.enter_context(trainer.compile(source))
+        now, programs = (
+            [typical(trainer, trainer.init(params), source, timed)],
+            running.enter_context(trainer.compile(source)),
+        )
         numbers = itertools.count()
 
         @functools.cache

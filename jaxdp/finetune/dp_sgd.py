@@ -78,7 +78,8 @@ def dp_sgd(
       physical_batch_size: The number of examples per compiled call. A sampled batch of any size is cut into such calls
         and the last is padded. No example is left out. None, the default, chooses up to three sizes that suit sampler
         and memory (`PrivateTrainer.physical`). Up to three programs compile. Padding then costs about 3 % or less on a
-        CPU, and 3 to 9 % on an accelerator, where most batches are one call if memory allows. Give a number if memory is short, or to compile once.
+        CPU, and 3 to 9 % on an accelerator, where most batches are one call if memory allows. Give a number if memory
+        is short, or to compile once.
       augment: `augment(key, example) -> example`, jittable, for one example. None, the default, is no augmentation.
       augmult: K >= 1 (default 1), the augmented views per example (De et al. 2022). Their mean gradient is clipped.
       ema_decay: The decay of a moving average of the parameters in `state.ema`. None, the default, keeps no average.
