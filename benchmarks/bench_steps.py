@@ -123,8 +123,8 @@ def losses_of(case: Case) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def typical(trainer: Any, state: Any, source: Any, steps: Sequence[int]) -> Any:
     """Returns the state with the first key for which the batches of these steps are typical.
 
-    Their mean size, and the mean cost of their physical batches, are within 1 % of what is expected. A few batches of 16
-    examples are often a tenth off, and so would be the time.
+    Their mean size, and the mean cost of their physical batches, are within 1 % of what is expected. A few batches of
+    16 examples are often a tenth off, and so would be the time.
     """
     sizes, mean = trainer.physical(state, source), trainer.sampler.expected_batch_size
 
