@@ -202,10 +202,8 @@ def our_steps(
 
     def private() -> Callable[[], Any]:
         trainer = finetune.dp_sgd(loss, optimizer, **options)
-        now, programs = (
-            [typical(trainer, trainer.init(params), source, timed)],
-            running.enter_context(trainer.compile(source)),
-        )
+        now = [typical(trainer, trainer.init(params), source, timed)]
+        programs = running.enter_context(trainer.compile(source))
         numbers = itertools.count()
 
         @functools.cache
