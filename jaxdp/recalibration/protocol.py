@@ -189,11 +189,11 @@ def exact_sums(
     return jax.ops.segment_sum(added, source, sources)
 
 
-def with_noise(key: jax.Array, exact: jax.Array, scale: Scale | None) -> jax.Array:
-    """Adds the noise of one round to exact answers in steps. The result is float32 in the method's units."""
+def with_noise(key: jax.Array, exact: jax.Array, scale: Scale | None, number: Any = 0) -> jax.Array:
+    """Adds the noise of round `number` to exact answers in steps. The result is float32 in the method's units."""
     if scale is None:
         return exact
-    return (exact + noise.discrete_laplace(key, exact, scale.noise)).astype(jnp.float32) * scale.step
+    return (exact + noise.discrete_laplace(key, exact, scale.noise, number=number)).astype(jnp.float32) * scale.step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

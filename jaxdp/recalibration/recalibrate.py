@@ -217,7 +217,7 @@ def _play(
 ) -> Any:
     def ask(k: int, temperature: jax.Array) -> jax.Array:
         exact = exact_sums(summands(method, k, records, temperature), source, sources, scale, owner)
-        return with_noise(jax.random.fold_in(key, k), exact, scale).sum(0)
+        return with_noise(key, exact, scale, k).sum(0)
 
     return play(method, ask, 0.0 if scale is None else scale.variance * sources)
 

@@ -5,7 +5,8 @@ keys. Every word that a key yields is a word of a block of the cipher under that
 blocks: word 15 of the input tells bits, children of `split`, children of `fold_in` and the normals of
 `jaxdp.transforms.noise` apart. Within a purpose, words 12 to 14 tell the blocks of one call apart. So if ChaCha12 is a
 pseudo-random function of its input, these streams of a key are independent and uniform, and so are those of its
-descendants. Two calls with one key and one purpose read the same blocks.
+descendants. Two calls with one key and one purpose read the same blocks. Noise tells its draws apart by
+word 13, and by word 14 the turns of a draw that goes on.
 
 Each word is a function of the key and of its index. So keys are independent under `jax.vmap`, unlike "rbg" keys of JAX,
 and bits do not depend on the backend.

@@ -2,10 +2,11 @@
 
 **Keys.** All randomness behind a guarantee starts from 128 bits of operating-system entropy (`new_seed`). `stream`
 derives one key per purpose from them. Noise keys are "chacha12" keys of 256 bits (`jaxdp.transforms.chacha`), so
-`jax.random` and this module draw from ChaCha12 under them. They are independent under `jax.vmap`. The
-functions of this module split their key, so a key is for one call, and for nothing else. Keys of JAX's own generators
-are accepted. The noise is then as strong as their generator and has its traps: under `jax.vmap`, the bits of "rbg" keys
-depend on the first key only. "threefry2x32" keys, of 64 bits, are for augmentation and dropout.
+`jax.random` and this module draw from ChaCha12 under them. They are independent under `jax.vmap`. A key is for the
+calls of one function of this module, each with a `number` of its own, and for nothing else. The number is part of the
+cipher's nonce. Keys of JAX's own generators are accepted. The noise is then as strong as their generator and has its
+traps: under `jax.vmap`, the bits of "rbg" keys depend on the first key only. "threefry2x32" keys, of 64 bits, are for
+augmentation and dropout.
 
 **Threat model.** Noise is pseudo-random if ChaCha12 and HMAC-SHA256 are pseudo-random functions. ChaCha12 is
 the cipher of RFC 8439 with 12 rounds instead of 20. The best published attacks reach 7 rounds and a little more, and
@@ -138,13 +139,17 @@ def stream(seed: bytes, purpose: str, *, impl: str = "chacha12") -> jax.Array:
     return key
 
 
-def gaussian(key: jax.Array, tree: Any, std: float | jax.Array, *, shardings: Any = None) -> Any:
+def gaussian(
+    key: jax.Array, tree: Any, std: float | jax.Array, *, number: int | jax.Array = 0, shardings: Any = None
+) -> Any:
     """Draws noise N(0, std**2) shaped like `tree`.
 
     Args:
         key: Typed key of shape ().
         tree: Pytree of real arrays or `jax.ShapeDtypeStruct`s. None leaves stay None. Values are not read.
         std: Standard deviation, a non-negative finite scalar. A traced value is not checked.
+        number: Integer scalar from 0 to 2**32 - 1. It is part of the nonce of the cipher, so draws of different numbers
+            under one key are independent. It saves a program a key for each step. A traced value is not checked.
         shardings: Pytree like `tree` of `jax.sharding.NamedSharding`s of one mesh with Auto axes. Each device then
             computes its part of the noise, equal up to rounding to what it is without shardings, and sends none. None,
             the default, leaves the division to XLA, and devices exchange what they have computed.
@@ -155,13 +160,21 @@ def gaussian(key: jax.Array, tree: Any, std: float | jax.Array, *, shardings: An
 
     Raises:
         TypeError: `key` is an old-style uint32 key or a leaf is not real.
-        ValueError: `key` or `std` is not a scalar, or `std` is negative, NaN or infinite, or a leaf has almost 2**31
-            values. Inside `jax.shard_map`: a leaf varies over a mesh axis and `key` does not.
+        ValueError: `key`, `std` or `number` is not a scalar, or `std` is negative, NaN or infinite, or `number` is
+            outside its range, or a leaf has almost 2**31 values. Inside `jax.shard_map`: a leaf varies over a mesh
+            axis and `key` does not.
     """
-    return _scaled(key, tree, "std", std, _standard_normal, jax.tree.leaves(shardings))
+    number, layout = _check_number_of_draw(number), jax.tree.leaves(shardings)
+    divided = any(not sharding.is_fully_replicated for sharding in layout)
+    draw = (
+        functools.partial(_normals_in_parts, number, layout)
+        if divided
+        else _cut(functools.partial(_standard_normal, number))
+    )
+    return _scaled(key, tree, "std", std, draw)
 
 
-def laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
+def laplace(key: jax.Array, tree: Any, scale: float | jax.Array, *, number: int | jax.Array = 0) -> Any:
     """Draws Laplace noise of density exp(-|x| / scale) / (2 scale) shaped like `tree`.
 
     Arguments, result and errors are as in `gaussian`. Each value is the difference of two independent exponentials
@@ -169,10 +182,10 @@ def laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
     full relative precision. Each exponential ends where 8192 bits in a row are zero. So in exact arithmetic a mechanism
     that draws n values has a delta of at most n 2**-8190 in addition to its pure epsilon.
     """
-    return _scaled(key, tree, "scale", scale, _standard_laplace)
+    return _scaled(key, tree, "scale", scale, _cut(functools.partial(_standard_laplace, _check_number_of_draw(number))))
 
 
-def discrete_laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
+def discrete_laplace(key: jax.Array, tree: Any, scale: float | jax.Array, *, number: int | jax.Array = 0) -> Any:
     """Draws int32 noise with P(k) proportional to exp(-|k| / scale), shaped like `tree`.
 
     Added to integers of L1 sensitivity s, it gives (s / scale)-DP (Ghosh, Roughgarden, Sundararajan 2009). It leaves no
@@ -180,7 +193,7 @@ def discrete_laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any
     difference of two independent geometrics, which are the integer parts of exponentials as in `laplace`.
 
     Args:
-        key, tree: As in `gaussian`.
+        key, tree, number: As in `gaussian`.
         scale: Positive and at most `LARGEST_DISCRETE_SCALE`. Every integer within 22 scales is then a float32 and every
             geometric an int32.
 
@@ -189,22 +202,17 @@ def discrete_laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any
     """
     if not isinstance(scale, jax.core.Tracer) and not 0 < scale <= LARGEST_DISCRETE_SCALE:
         raise ValueError(f"scale must be in (0, {LARGEST_DISCRETE_SCALE:g}], got {scale!r}.")
-
-    def draw(key: jax.Array, size: int, dtype: Any) -> jax.Array:
-        drawn = _geometric(key, (2, size), scale)
-        return drawn[0] - drawn[1]
-
-    return _drawn(key, tree, draw)
+    return _drawn(key, tree, _cut(functools.partial(_discrete_laplace, _check_number_of_draw(number), scale)))
 
 
-def cauchy(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
+def cauchy(key: jax.Array, tree: Any, scale: float | jax.Array, *, number: int | jax.Array = 0) -> Any:
     """Draws Cauchy noise of density scale / (pi (scale**2 + x**2)) shaped like `tree`.
 
     Arguments, result and errors are as in `gaussian`. Each value is the mean of two independent Cauchy draws, which is
     again Cauchy (a 1-stable law). `scale` is half of the interquartile range. The variance is infinite. A value that
     exceeds the largest float becomes infinite.
     """
-    return _scaled(key, tree, "scale", scale, _standard_cauchy)
+    return _scaled(key, tree, "scale", scale, _cut(functools.partial(_standard_cauchy, _check_number_of_draw(number))))
 
 
 class PrivatizeState(NamedTuple):
@@ -356,7 +364,7 @@ def privatize(
         if callable(noise_multiplier) or noise_multiplier > 0:
             for leaf in jax.tree.leaves(total):
                 _check_shards(state.key, leaf, shared=True)
-            noise = gaussian(jax.random.fold_in(state.key, state.step), total, std_at(state.step), shardings=shardings)
+            noise = gaussian(state.key, total, std_at(state.step), number=state.step, shardings=shardings)
             total = jax.tree.map(jnp.add, total, noise)
         return jax.tree.map(lambda leaf: leaf / divisor, total), PrivatizeState(state.key, state.step + 1)
 
@@ -365,28 +373,33 @@ def privatize(
     return privatizer
 
 
-Draw = Callable[[jax.Array, int, Any], jax.Array]  # of (key, size, dtype)
+Draw = Callable[[jax.Array, list[Any], list[int]], Sequence[jax.Array]]  # of (key, all leaves, indices of a group)
 
 
-def _drawn(key: jax.Array, tree: Any, draw: Draw, shardings: Sequence[NamedSharding] = ()) -> Any:
-    """Draws one vector for a group of leaves and cuts it into them, because each draw is compiled."""
+def _drawn(key: jax.Array, tree: Any, draw: Draw) -> Any:
+    """Draws one group of leaves after the other. One group has the key itself, and several have its children."""
     check_key(key)
     leaves, treedef = jax.tree.flatten(tree)
     for leaf in leaves:
         _check_shards(key, leaf)
     groups = _groups(leaves)
-    for group, own_key in zip(groups, jax.random.split(key, max(1, len(groups))), strict=False):
-        if any(not sharding.is_fully_replicated for sharding in shardings):
-            parts = _normal_in_parts(own_key, [leaves[i] for i in group], [shardings[i] for i in group])
-            for i, part in zip(group, parts, strict=True):
-                leaves[i] = part
-            continue
-        ends = np.cumsum([math.prod(jnp.shape(leaves[i])) for i in group])
-        # Without the barrier XLA may compute the vector once for each leaf.
-        vector = jax.lax.optimization_barrier(draw(own_key, int(ends[-1]), _noise_dtype(leaves[group[0]])))
-        for i, part in zip(group, jnp.split(vector, ends[:-1]), strict=True):
-            leaves[i] = part.reshape(jnp.shape(leaves[i]))
+    for group, own_key in zip(groups, jax.random.split(key, len(groups)) if len(groups) > 1 else [key], strict=False):
+        for i, part in zip(group, draw(own_key, leaves, group), strict=True):
+            leaves[i] = part
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _cut(draw: Callable[[jax.Array, int, Any], jax.Array]) -> Draw:
+    """Draws one vector for a group by `draw(key, size, dtype)` and cuts it into leaves, because a draw is compiled."""
+
+    def cut(key: jax.Array, leaves: list[Any], group: list[int]) -> list[jax.Array]:
+        shapes = [jnp.shape(leaves[i]) for i in group]
+        ends = np.cumsum([math.prod(shape) for shape in shapes])
+        # Without the barrier XLA may compute the vector once for each leaf.
+        vector = jax.lax.optimization_barrier(draw(key, int(ends[-1]), _noise_dtype(leaves[group[0]])))
+        return [part.reshape(shape) for part, shape in zip(jnp.split(vector, ends[:-1]), shapes, strict=True)]
+
+    return cut
 
 
 def _groups(leaves: list[Any]) -> list[list[int]]:
@@ -406,39 +419,41 @@ def _groups(leaves: list[Any]) -> list[list[int]]:
     return groups
 
 
-def _scaled(
-    key: jax.Array,
-    tree: Any,
-    name: str,
-    scale: float | jax.Array,
-    draw: Draw,
-    shardings: Sequence[NamedSharding] = (),
-) -> Any:
+def _scaled(key: jax.Array, tree: Any, name: str, scale: float | jax.Array, draw: Draw) -> Any:
     check_key(key)
     if jnp.ndim(scale) != 0:
         raise ValueError(f"{name} must be one scalar for the whole tree, got shape {jnp.shape(scale)}.")
     if not isinstance(scale, jax.core.Tracer):
         scale = _check_scale(name, scale)
-    return jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), _drawn(key, tree, draw, shardings))
+    return jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), _drawn(key, tree, draw))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _standard_normal(key: jax.Array, size: int, dtype: Any) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _standard_normal(number: jax.Array, key: jax.Array, size: int, dtype: Any) -> jax.Array:
     """Draws pairs of normals by Box and Muller's method, with 64 bits for the radius and 3 + 64 for the angle."""
     cipher_key, pairs = _cipher_key(key), _PAIRS[dtype.itemsize]
     blocks = _TOGETHER * max(1, -(-size // (2 * pairs * _TOGETHER)))
     # XLA-CPU takes twice as long where it computes the counters and the cipher in one program.
     counters = jax.lax.iota(jnp.uint32, blocks)
+    if _few(blocks):
+        words = chacha.block(cipher_key, (counters, number, 0, chacha.NOISE))
+        found = _pair(words[: pairs * _WORDS].reshape(pairs, _WORDS, blocks).swapaxes(0, 1), dtype)
+        few: jax.Array = jnp.stack(found).transpose(2, 1, 0).reshape(-1)[:size]
+        return few
     packs = jax.default_backend() == "cpu" and pairs > 1
 
     def draw(first: jax.Array) -> Any:
-        words = _blocks(cipher_key, counters + first)
+        words = chacha.unrolled_block(cipher_key, (counters + first, number, 0, chacha.NOISE))
         found = [jax.lax.complex(*_pair(words[_WORDS * k :], dtype)) for k in range(pairs)]
         return _packed(found) if packs else found
 
     with jax.enable_x64(True) if packs else contextlib.nullcontext():
         values = _flat(_once(cipher_key, draw))
     return values[:size]
+
+
+def _few(blocks: int) -> bool:
+    return blocks <= _FEW and jax.default_backend() == "cpu"
 
 
 def _once(cipher_key: jax.Array, draw: Callable[[jax.Array], Any]) -> Any:
@@ -482,14 +497,7 @@ def _cipher_key(key: jax.Array) -> jax.Array:
     return jax.random.key_data(key) if own else jax.random.bits(key, (8,), jnp.uint32)
 
 
-def _blocks(cipher_key: jax.Array, counters: jax.Array) -> Any:
-    """Returns the 16 words of the blocks of normals at `counters` [n]."""
-    few = jax.default_backend() == "cpu" and counters.size <= _FEW
-    block: Any = chacha.block if few else chacha.unrolled_block
-    return block(cipher_key, (counters, 0, 0, chacha.NOISE))
-
-
-def _pair(words: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _pair(words: Sequence[jax.Array] | jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the two normals of the first five words."""
     radius = jnp.sqrt(2 * _minus_log(words[0], words[1], dtype))
     angle = _uniform_from_bits(words[2], words[3], dtype) * (math.pi / 4)
@@ -499,13 +507,14 @@ def _pair(words: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]
     return jnp.where(octant & 2 == 0, x, -x), jnp.where(octant & 4 == 0, y, -y)
 
 
-def _normal_in_parts(
-    key: jax.Array, leaves: Sequence[Any], shardings: Sequence[NamedSharding]
-) -> tuple[jax.Array, ...]:
+def _normals_in_parts(
+    number: jax.Array, layout: list[NamedSharding], key: jax.Array, every: list[Any], group: list[int]
+) -> Sequence[jax.Array]:
     """Draws the vector of `_standard_normal`, cut into leaves. Each device computes the parts that it holds.
 
     A value is computed from its own position, so each costs a block.
     """
+    leaves, shardings = [every[i] for i in group], [layout[i] for i in group]
     dtype, sizes = _noise_dtype(leaves[0]), [math.prod(jnp.shape(leaf)) for leaf in leaves]
     starts, each = np.cumsum([0, *sizes[:-1]]), 2 * _PAIRS[dtype.itemsize]
 
@@ -521,13 +530,14 @@ def _normal_in_parts(
     local = [sharding.shard_shape(jnp.shape(leaf)) for leaf, sharding in zip(leaves, shardings, strict=True)]
     ends = np.cumsum([math.prod(shape) for shape in local])
 
-    def part(cipher_key: jax.Array) -> tuple[jax.Array, ...]:
+    def part(number: jax.Array, cipher_key: jax.Array) -> tuple[jax.Array, ...]:
         place = jnp.concatenate([places(*its) for its in zip(leaves, shardings, starts.tolist(), strict=True)])
         place = jnp.pad(place, (0, -len(place) % _TOGETHER))
         counters, own = (x.astype(jnp.uint32) for x in jnp.divmod(place, each))
 
         def draw(first: jax.Array) -> jax.Array:
-            words = _blocks(cipher_key, counters + first)
+            inputs = (counters + first, number, 0, chacha.NOISE)
+            words: Any = (chacha.block if _few(counters.size) else chacha.unrolled_block)(cipher_key, inputs)
             if each > 2:
                 words = [jnp.where(own < 2, *both) for both in zip(words, words[_WORDS:], strict=False)]
             x, y = _pair(words, dtype)
@@ -538,7 +548,7 @@ def _normal_in_parts(
 
     specs = tuple(sharding.spec for sharding in shardings)
     drawn = jax.shard_map(part, mesh=shardings[0].mesh, in_specs=PartitionSpec(), out_specs=specs, check_vma=False)
-    result: tuple[jax.Array, ...] = drawn(_cipher_key(key))
+    result: tuple[jax.Array, ...] = drawn(number, _cipher_key(key))
     return result
 
 
@@ -558,45 +568,44 @@ def _series(y: jax.Array, last: int) -> jax.Array:
     return total
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _standard_laplace(key: jax.Array, size: int, dtype: Any) -> jax.Array:
-    blocks, rest = _exponential(key, (2, size), dtype)
+# -log(2**-32): a leading word of zeros adds this much to an exponential.
+_BLOCK = 32 * math.log(2)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _standard_laplace(number: jax.Array, key: jax.Array, size: int, dtype: Any) -> jax.Array:
+    blocks, rest = _exponentials(number, key, size, dtype)
     drawn: jax.Array = (blocks[0] - blocks[1]).astype(dtype) * _BLOCK + (rest[0] - rest[1])
     return drawn
 
 
-def _geometric(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array) -> jax.Array:
-    blocks, rest = _exponential(key, shape, jnp.float32)
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _discrete_laplace(number: jax.Array, scale: float | jax.Array, key: jax.Array, size: int, dtype: Any) -> jax.Array:
+    blocks, rest = _exponentials(number, key, size, jnp.float32)
     block = jnp.asarray(_BLOCK * scale, jnp.float32)
     whole = jnp.floor(block)
     # Whole numbers are added as integers because float32 does not represent all of them beyond 2**24.
     rest = rest * scale + blocks.astype(jnp.float32) * (block - whole)
-    drawn: jax.Array = blocks * whole.astype(jnp.int32) + jnp.floor(rest).astype(jnp.int32)
+    geometric = blocks * whole.astype(jnp.int32) + jnp.floor(rest).astype(jnp.int32)
+    drawn: jax.Array = geometric[0] - geometric[1]
     return drawn
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _standard_cauchy(key: jax.Array, size: int, dtype: Any) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _standard_cauchy(number: jax.Array, key: jax.Array, size: int, dtype: Any) -> jax.Array:
     # |C| < 1 has probability 1/2, and 1/|C| has the law of |C|. So the draws are precise near zero and far out.
-    key_uniform, key_choice = jax.random.split(key)
-    blocks, high, low = _leading_bits(key_uniform, (2, size))
+    blocks, (high, low, choice) = _leading_bits(number, key, (3, 2, size))
     angle = _uniform_from_bits(high, low, dtype) * (math.pi / 4)
     # Behind a word of zeros the tangent is the angle, to a relative 2**-64.
     small = jnp.where(blocks == 0, jnp.tan(angle), jnp.ldexp(angle, -32 * blocks))
-    choice = jax.random.bits(key_choice, (2, size), jnp.uint32)
     magnitude = jnp.where(choice & 1 == 0, small, 1 / small)
     drawn = jnp.where(choice & 2 == 0, magnitude, -magnitude)
     return drawn[0] * 0.5 + drawn[1] * 0.5
 
 
-# -log(2**-32): a leading word of zeros adds this much to an exponential.
-_BLOCK = 32 * math.log(2)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _exponential(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Draws exponentials blocks * _BLOCK + rest. Returns (blocks, rest) with int32 blocks and 0 <= rest <= _BLOCK."""
-    blocks, high, low = _leading_bits(key, shape)
+def _exponentials(number: jax.Array, key: jax.Array, size: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Draws blocks * _BLOCK + rest of int32 blocks and 0 <= rest <= _BLOCK, and returns both, each [2, size]."""
+    blocks, (high, low) = _leading_bits(number, key, (2, 2, size))
     return blocks, _minus_log(high, low, dtype)
 
 
@@ -610,23 +619,31 @@ def _minus_log(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(below, log, jnp.where(v == 1, small, log * (small / (1 - v))))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _leading_bits(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Draws uniform bits: (int32 number of leading zero words, uint32 first other word, uint32 word after it)."""
-    key_first, key_more = jax.random.split(key)
-    first, low = jax.random.bits(key_first, (2, *shape), jnp.uint32)
+def _leading_bits(number: jax.Array, key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Draws words uint32 of `shape` until those of the first row are not zero.
 
-    def more(state: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
-        return jnp.logical_and(state[0] < _MOST_WORDS, (state[1] == 0).any())
+    A value that was zero draws the words of all rows again, from blocks of their own.
 
-    def draw(state: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
-        index, high, blocks = state
-        word = jax.random.bits(jax.random.fold_in(key_more, index), shape, jnp.uint32)
-        return index + 1, jnp.where(high == 0, word, high), blocks + (high == 0).astype(jnp.int32)
+    Returns:
+        The number of zeros before the word of the first row, int32 [*shape[1:]], and the words.
+    """
+    cipher_key, count = _cipher_key(key), math.prod(shape)
+    counters = jax.lax.iota(jnp.uint32, -(-count // 16))
 
-    none = (first != first).astype(jnp.int32)  # zero that varies over the same mesh axes
-    _, high, blocks = jax.lax.while_loop(more, draw, (1, first, none))
-    return blocks, jnp.maximum(high, 1), low
+    def more(state: tuple[jax.Array, ...]) -> jax.Array:
+        turn, words, _ = state
+        return (turn == 0) | ((turn < _MOST_WORDS) & (words[0] == 0).any())
+
+    def draw(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        turn, words, zeros = state
+        drawn = chacha.block(cipher_key, (counters, number, turn, chacha.NOISE)).reshape(-1)[:count].reshape(shape)
+        again = words[0] == 0
+        return turn + 1, jnp.where(again, drawn, words), zeros + again.astype(jnp.int32)
+
+    none = jnp.broadcast_to(cipher_key[0] * 0, shape)  # zeros that vary over the same mesh axes
+    start = (jnp.uint32(0), none, none[0].astype(jnp.int32) - 1)
+    found: tuple[jax.Array, ...] = jax.lax.while_loop(more, draw, start)
+    return found[2], found[1].at[0].max(1)
 
 
 def _uniform_from_bits(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
@@ -670,6 +687,14 @@ def check_key(key: Any) -> None:
         )
     if key.shape != ():
         raise ValueError(f"key must have shape (), got {key.shape}. Use jax.random.fold_in to derive one key per use.")
+
+
+def _check_number_of_draw(number: Any) -> jax.Array:
+    if jnp.ndim(number) != 0:
+        raise ValueError(f"number must be one scalar for the whole tree, got shape {jnp.shape(number)}.")
+    if not isinstance(number, jax.Array) and not 0 <= number < 2**32:
+        raise ValueError(f"number must be from 0 to 2**32 - 1, got {number!r}.")
+    return jnp.asarray(number, jnp.uint32)
 
 
 def _check_number(name: str, value: Any) -> float:

@@ -368,15 +368,15 @@ def _advanced(
     if not program.private:
         # Padding may be NaN, and zero times NaN in a loss has a NaN gradient.
         images = jnp.where(mask.reshape(-1, *[1] * (images.ndim - 1)) | jnp.isfinite(images), images, 0)
-    noise_key, view_key = jax.random.split(jax.random.fold_in(key, state.step))
     # Keys of this kind stay independent under vmap, and reveal nothing about the noise.
-    view_key = jax.random.wrap_key_data(jax.random.bits(view_key, (2,), jnp.uint32), impl="threefry2x32")
+    words = jax.random.bits(jax.random.fold_in(key, state.step), (2,), jnp.uint32)
+    view_key = jax.random.wrap_key_data(words, impl="threefry2x32")
     own_keys, common_key = jax.random.split(view_key, size), jax.random.fold_in(view_key, size)
     if size < len(images):
         own_keys = own_keys[np.minimum(np.arange(len(images)), size - 1)]
     views = jax.vmap(program.method.augment, in_axes=(0, None, 0))(own_keys, common_key, images)
     if program.private:
-        new, logits = _private_step(program, size, constants, state, (images, views), mask, noise_key)
+        new, logits = _private_step(program, size, constants, state, (images, views), mask, key)
     else:
         new, logits = _plain_step(program, constants, state, images, views, mask)
     if program.predict == "after":
@@ -435,7 +435,7 @@ def _private_step(
     state: AdaptState,
     examples: Any,
     mask: jax.Array,
-    noise_key: jax.Array,
+    key: jax.Array,
 ) -> tuple[AdaptState, jax.Array]:
     """Makes one step of the private form by the equations in `jaxdp.tta.private`."""
     method, images = program.method, examples[0]
@@ -461,7 +461,7 @@ def _private_step(
     total = result.grads if program.accumulate == 1 else _add(state.pending, result.grads)
 
     def release(total: Any) -> AdaptState:
-        noisy = _add(total, gaussian(noise_key, total, constants.noise_std)) if program.noisy else total
+        noisy = _add(total, gaussian(key, total, constants.noise_std, number=state.step)) if program.noisy else total
         divisor = size * program.accumulate * constants.divisor_scale
         gradient = jax.tree.map(lambda x: x / divisor, noisy)
         return _update(program, constants, state, gradient)._replace(

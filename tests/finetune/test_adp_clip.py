@@ -144,7 +144,7 @@ def test_steps_equal_float64(probability, unit_norm):
         taken.append(indices)
         # The noise that the trainer draws, which has standard deviation z on contributions of norm 1.
         shapes = (params_of(), jnp.float32(0))
-        drawn, count_drawn = noise.gaussian(jax.random.fold_in(key, step), shapes, 1.0)
+        drawn, count_drawn = noise.gaussian(key, shapes, 1.0, number=step)
         total, below = z_delta * clip_norm * flat(drawn), sigma_b * float(count_drawn)
         for i in indices:
             norm = np.linalg.norm(features[i])

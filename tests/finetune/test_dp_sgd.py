@@ -128,7 +128,7 @@ def test_steps_equal_float64(probability, augmult):
             each = [gradient64(params, x, example["label"]) for x in inputs]
             for name, g in clipped64({name: np.mean([g[name] for g in each], 0) for name in params}).items():
                 total[name] += g
-        drawn = noise.gaussian(jax.random.fold_in(key, step), state.params, SIGMA * CLIP)
+        drawn = noise.gaussian(key, state.params, SIGMA * CLIP, number=step)
         mean = {name: (total[name] + np.asarray(drawn[name], np.float64)) / (probability * N) for name in params}
         trace = mean if trace is None else {name: mean[name] + MOMENTUM * trace[name] for name in params}
         params = {name: params[name] - RATE * trace[name] for name in params}
@@ -198,7 +198,7 @@ def test_stochastic_loss_has_one_key_per_example_and_step():
             features = example["features"] * np.concatenate([[1], kept])
             for name, g in clipped64(gradient64(before, features, example["label"])).items():
                 total[name] += g
-        drawn = noise.gaussian(jax.random.fold_in(key, step), state.params, SIGMA * CLIP)
+        drawn = noise.gaussian(key, state.params, SIGMA * CLIP, number=step)
         mean = {name: (total[name] + np.asarray(drawn[name], np.float64)) / (0.4 * N) for name in params}
         norm = math.sqrt(sum((m**2).sum() for m in mean.values()))
         assert float(metrics["released_gradient_norm"]) == pytest.approx(norm, rel=1e-4)
@@ -260,7 +260,7 @@ def test_with_ascent_gradients_are_taken_uphill_of_the_last_release(probability)
             example = source[int(i)]
             for name, g in clipped64(gradient64(at, example["features"], example["label"])).items():
                 total[name] += g
-        drawn = noise.gaussian(jax.random.fold_in(key, step), state.params, SIGMA * CLIP)
+        drawn = noise.gaussian(key, state.params, SIGMA * CLIP, number=step)
         released = {name: (total[name] + np.asarray(drawn[name], np.float64)) / (probability * N) for name in params}
         trace = {name: released[name] + MOMENTUM * trace[name] for name in params}
         params = {name: params[name] - RATE * trace[name] for name in params}  # the step starts where it was

@@ -254,7 +254,7 @@ def test_steps_equal_float64(probability, share):
         basis, key, indices = refreshed(trainer, state.params, step), state.noise.key, trainer.drawn(state)
         state, metrics = trainer.step(state, source)
         taken.append(indices)
-        drawn = noise.gaussian(jax.random.fold_in(key, step), trainer.zeros(params_of()), 1.0)
+        drawn = noise.gaussian(key, trainer.zeros(params_of()), 1.0, number=step)
         sigma_0, sigma_1 = z / math.sqrt(1 - share), z / math.sqrt(share) if share else 0.0
         matrix = blocks(basis)
         w_sum = sigma_0 * c0 * flat(drawn.embeddings)

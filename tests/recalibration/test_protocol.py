@@ -341,7 +341,8 @@ def test_an_answer_is_the_exact_sum_plus_noise_in_whole_steps():
         assert answer.shape == (1,) and answer.dtype == np.float32
         assert (answer / scale.step == np.rint(answer / scale.step)).all()
         drawn.append(float((answer - exact.answer(1.5))[0]))
-    assert len(set(drawn)) == method.rounds and np.abs(drawn).max() < 40 * scale.noise * scale.step
+    # Two answers in six have equal noise once in 400 runs, and three once in 100,000.
+    assert len(set(drawn)) >= method.rounds - 1 and np.abs(drawn).max() < 40 * scale.noise * scale.step
 
 
 @pytest.mark.slow

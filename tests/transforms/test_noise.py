@@ -261,10 +261,9 @@ def normals(high, low, high_angle, low_angle, octant):
     return np.sqrt(2 * minus_log) * signs * (x, y)
 
 
-def vector(key, group, size, pairs=2):
+def vector(key, size, pairs=2, number=0):
     """Computes the normals of one dtype, block by block."""
-    own = cipher_blocks(key, np.array([group]), 0, SPLIT)[:8, 0]
-    words = cipher_blocks(own, np.arange(math.ceil(size / (2 * pairs))), 0, NOISE)
+    words = cipher_blocks(key, np.arange(math.ceil(size / (2 * pairs))), number, NOISE)
     found = [normals(*words[5 * k : 5 * k + 5]) for k in range(pairs)]
     return np.stack(found).transpose(2, 0, 1).ravel()[:size]
 
@@ -273,7 +272,7 @@ def test_gaussian_noise_is_that_of_an_independent_computation():
     """Fails if leaves share noise, blocks are read twice, or a value loses relative precision."""
     tree = {"a": jnp.zeros((3, 7)), "b": None, "c": jnp.zeros(SAMPLES - 22, jnp.bfloat16), "d": jnp.zeros(())}
     drawn = noise.gaussian(KEY, tree, 1.0)
-    expected = vector(jax.random.key_data(KEY), 0, SAMPLES)
+    expected = vector(jax.random.key_data(KEY), SAMPLES)
     found = np.concatenate([np.ravel(drawn[name]) for name in "acd"])
     np.testing.assert_allclose(found, expected, rtol=2e-6)
     assert 3.9 < abs(expected).max() < 5.5 and len(np.unique(expected)) == SAMPLES
@@ -281,14 +280,28 @@ def test_gaussian_noise_is_that_of_an_independent_computation():
         wide = noise.gaussian(KEY, {"a": jnp.zeros(5), "b": jnp.zeros(101, jnp.float32), "c": jnp.zeros(6)}, 1.0)
     both = np.concatenate([wide["a"], wide["c"]])
     assert both.dtype == np.float64
-    np.testing.assert_allclose(both, vector(jax.random.key_data(KEY), 0, 11, pairs=1), rtol=1e-14)
-    np.testing.assert_allclose(wide["b"], vector(jax.random.key_data(KEY), 1, 101), rtol=2e-6)
+    first, second = cipher_blocks(jax.random.key_data(KEY), np.arange(2), 0, SPLIT)[:8].T
+    np.testing.assert_allclose(both, vector(first, 11, pairs=1), rtol=1e-14)
+    np.testing.assert_allclose(wide["b"], vector(second, 101), rtol=2e-6)
+
+
+def test_draws_of_different_numbers_read_different_blocks():
+    """Fails if few or many values forget the number, or if a traced number is another than a constant."""
+    few, many = jnp.zeros(101), jnp.zeros(SAMPLES)
+    for like, number in ((few, 2**32 - 1), (few, jnp.int32(7)), (many, 7)):
+        drawn = noise.gaussian(KEY, like, 1.0, number=number)
+        expected = vector(jax.random.key_data(KEY), like.size, number=np.uint32(number))
+        np.testing.assert_allclose(drawn, expected, rtol=2e-6)
+        assert np.isclose(drawn, vector(jax.random.key_data(KEY), like.size)).mean() < 0.01
+    for number in (-1, 2**32, jnp.zeros(2)):
+        with pytest.raises(ValueError, match="number must be"):
+            noise.gaussian(KEY, few, 1.0, number=number)
 
 
 def test_another_backend_draws_the_same_normals(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     drawn = noise.gaussian(KEY, jnp.zeros(4321), 1.0)  # No other test draws as many.
-    np.testing.assert_allclose(drawn, vector(jax.random.key_data(KEY), 0, 4321), rtol=2e-6)
+    np.testing.assert_allclose(drawn, vector(jax.random.key_data(KEY), 4321), rtol=2e-6)
 
 
 def test_every_edge_of_the_words_gives_finite_normals_of_both_signs(monkeypatch):
@@ -312,7 +325,7 @@ def test_trees_without_values_have_no_noise():
 def test_128_bits_make_almost_every_value_distinct():
     """Counts repeats. A normal of one float32 uniform has 2**23 values, so 400k draws collide about 9500 times."""
     values = np.asarray(noise.gaussian(KEY, jnp.zeros(400_000), 1.0))
-    np.testing.assert_allclose(values, vector(jax.random.key_data(KEY), 0, 400_000), rtol=2e-6)
+    np.testing.assert_allclose(values, vector(jax.random.key_data(KEY), 400_000), rtol=2e-6)
     one_draw = np.asarray(jax.random.normal(jax.random.fold_in(KEY, 1), (400_000,)))
     repeats = lambda x: x.size - np.unique(x).size  # noqa: E731
     assert repeats(one_draw) > 8_000 > 4_000 > repeats(values)
@@ -394,7 +407,7 @@ def equal(drawn):
 
 @pytest.fixture
 def words_in_turn(monkeypatch):
-    """Replaces draws of bits by words: `words_in_turn(*draws)`. A tuple has the words of each row."""
+    """Replaces the cipher by words: `words_in_turn(*draws)`. A draw has rows, and a row one word or those of values."""
 
     def filled(word, shape):
         if isinstance(word, tuple):
@@ -403,8 +416,13 @@ def words_in_turn(monkeypatch):
 
     def replace(*draws):
         rest = iter(draws)
-        monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.asarray(filled(next(rest), shape)))
-        monkeypatch.setattr(jax.random, "fold_in", lambda key, data: key)  # takes 0.1 s each without jit
+
+        def block(key, inputs):
+            draw = next(rest)
+            words = filled(draw, (len(draw), 2, WORDS.size)).ravel()
+            return jnp.asarray(np.append(words, np.zeros(-words.size % 16, np.uint32)).reshape(16, -1))
+
+        monkeypatch.setattr(chacha, "block", block)
 
     with jax.disable_jit():
         yield replace
@@ -416,7 +434,7 @@ def words_in_turn(monkeypatch):
     [((0, 0, 1), 2.0**-64), ((1, 0), 2.0**-32), ((1, TOP), 2.0**-31), ((2**31, 0), 0.5), ((TOP, TOP), 1.0)],
 )
 def test_uniforms_are_positive_at_most_one_and_precise_near_zero(words_in_turn, words, uniform):
-    words_in_turn(words[:2], *words[2:], 0)  # two equal draws of tan(pi / 4 * uniform)
+    words_in_turn((*words[:2], 0), *((word, 0, 0) for word in words[2:]))  # two equal draws of tan(pi / 4 * uniform)
     value = equal(noise.cauchy(KEY, WORDS, 1.0))
     assert 0 < value <= 1
     np.testing.assert_allclose(math.atan(value) * 4 / math.pi, uniform, rtol=2**-22)
@@ -440,7 +458,8 @@ def test_an_exponential_and_a_geometric_are_those_of_their_bits(words_in_turn, w
 @pytest.mark.parametrize("zeros", [1, 2, 3, 100])
 def test_zero_bits_are_drawn_further(words_in_turn, zeros):
     """Checks that each word of zeros adds 32 log 2 and that the rest has the law of an exponential."""
-    words_in_turn(*[((0, NONE[0]), (UNIFORM[0], NONE[1])), *[0] * (zeros - 1), UNIFORM[1]] * 4)
+    first, last = ((0, NONE[0]), (0, NONE[1])), (UNIFORM[1], UNIFORM[0])
+    words_in_turn(*[first, *[(0, 0)] * (zeros - 1), last] * 4)
     values = np.asarray(noise.laplace(KEY, WORDS, 1.0), np.float64)
     assert p_value(values - zeros * BLOCK, stats.expon, 1.0) > ACCEPT
     for scale in (0.3, 7.0, noise.LARGEST_DISCRETE_SCALE):
@@ -450,7 +469,7 @@ def test_zero_bits_are_drawn_further(words_in_turn, zeros):
 
 @pytest.mark.slow
 def test_a_broken_generator_ends_far_out_and_does_not_hang(words_in_turn):
-    words_in_turn(*[((0, NONE[0]), (0, NONE[1])), *[0] * 255] * 2)
+    words_in_turn(*[((0, NONE[0]), (0, NONE[1])), *[(0, 0)] * 255] * 2)
     assert equal(noise.laplace(KEY, WORDS, 1.0)) == pytest.approx(256 * BLOCK)
     largest = equal(noise.discrete_laplace(KEY, WORDS, noise.LARGEST_DISCRETE_SCALE))
     assert 2**30 < largest < 2**31 - 1  # no overflow of int32
@@ -460,7 +479,7 @@ def test_a_broken_generator_ends_far_out_and_does_not_hang(words_in_turn):
 @pytest.mark.parametrize(("name", "unit"), [("laplace", 2.0), ("discrete_laplace", 9.0)])
 def test_laplace_noise_reaches_beyond_44_scales(words_in_turn, name, unit):
     """Puts three words of zeros first in one of the two exponentials, an event of probability 2**-96."""
-    words_in_turn(((0, UNIFORM[0]), (UNIFORM[1], UNIFORM[2])), 0, 0, UNIFORM[3])
+    words_in_turn(((0, UNIFORM[0]), (0, UNIFORM[2])), (0, 0), (0, 0), (UNIFORM[3], UNIFORM[1]))
     values = np.asarray(getattr(noise, name)(KEY, WORDS, unit), np.float64)
     middle = 3 * BLOCK * unit
     assert (values > 44 * unit).all()
@@ -473,7 +492,8 @@ def test_laplace_noise_reaches_beyond_44_scales(words_in_turn, name, unit):
 def test_cauchy_noise_reaches_as_far_as_floats_do(words_in_turn, zeros, word):
     """Uses a uniform with `zeros` words of zeros first, and the choice of 1 / tan. Fails if each block has its tan."""
     far = [0] * zeros + [word]
-    words_in_turn(((far[0], 1), 0), *far[1:], (1, 0))  # the second draw is almost zero
+    # The second draw is almost zero.
+    words_in_turn(((far[0], 1), 0, (1, 0)), *((word, 0, (1, 0)) for word in far[1:]))
     exact = 1 / math.tan(math.pi / 4 * word * 2.0 ** (-32 * (zeros + 1)))
     expected = exact if exact < 2.0**128 else math.inf
     np.testing.assert_allclose(2 * equal(noise.cauchy(KEY, WORDS, 1.0)), expected, rtol=1e-5)
@@ -731,7 +751,7 @@ def test_chain_with_sgd_is_dp_sgd_computed_by_hand():
             lambda p, g, n: np.float64(p) - 0.1 * (np.float64(g) + np.float64(n)) / 10.0,
             params,
             grads,
-            noise.gaussian(jax.random.fold_in(KEY, step), params, 1.0),
+            noise.gaussian(KEY, params, 1.0, number=step),
         )
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
