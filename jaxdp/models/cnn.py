@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxdp.models.layers import Norm, normalise_channels
+from jaxdp.models.layers import Conv, Dense, Norm, normalise_channels
 
 
 def _halve(x: jax.Array) -> jax.Array:
@@ -42,10 +42,10 @@ class CNN(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
         for k, width in enumerate(self.widths):
-            x = nn.Conv(width, (3, 3), dtype=self.dtype, name=f"conv_{k}")(x)
+            x = Conv(width, (3, 3), dtype=self.dtype, name=f"conv_{k}")(x)
             x = self.activation(normalise_channels(self.norm, self.groups, self.dtype, f"norm_{k}", x))
             x = _halve(x)
         x = x.reshape(x.shape[0], -1)
         if self.dense:
-            x = self.activation(nn.Dense(self.dense, dtype=self.dtype, name="dense")(x))
-        return nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(x.astype(jnp.float32))
+            x = self.activation(Dense(self.dense, dtype=self.dtype, name="dense")(x))
+        return Dense(self.num_classes, dtype=jnp.float32, name="head")(x.astype(jnp.float32))

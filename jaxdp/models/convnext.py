@@ -7,13 +7,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxdp.models.layers import gelu
+from jaxdp.models.layers import Conv, Dense, GivenShapes, LayerNorm, gelu
 
 _EPSILON = 1e-6
 _init = nn.initializers.truncated_normal(0.02)
 
 
-class ConvNeXtBlock(nn.Module):
+class ConvNeXtBlock(GivenShapes):
     """x + scale * MLP(LayerNorm(depthwise 7x7 convolution of x)), with an MLP of hidden width 4 C and exact GELU."""
 
     dtype: Any = None
@@ -23,10 +23,10 @@ class ConvNeXtBlock(nn.Module):
         """Maps [B, H, W, C] to [B, H, W, C]."""
         width = x.shape[-1]
         common = {"dtype": self.dtype, "kernel_init": _init}
-        y = nn.Conv(width, (7, 7), padding=3, feature_group_count=width, name="conv", **common)(x)
-        y = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="norm")(y)
-        y = gelu(nn.Dense(4 * width, name="mlp_0", **common)(y))
-        y = nn.Dense(width, name="mlp_1", **common)(y)
+        y = Conv(width, (7, 7), padding=3, feature_group_count=width, name="conv", **common)(x)
+        y = LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="norm")(y)
+        y = gelu(Dense(4 * width, name="mlp_0", **common)(y))
+        y = Dense(width, name="mlp_1", **common)(y)
         scale = self.param("layer_scale", nn.initializers.constant(1e-6), (width,))
         return x + y * scale.astype(y.dtype).reshape(1, 1, 1, -1)
 
@@ -56,12 +56,12 @@ class ConvNeXt(nn.Module):
             raise ValueError(f"the image must be at least {reduction}x{reduction}, got {x.shape[1]}x{x.shape[2]}.")
 
         def norm(name: str, x: jax.Array) -> jax.Array:
-            return nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name=name)(x)
+            return LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name=name)(x)
 
         def reduce(name: str, stride: int, width: int, x: jax.Array) -> jax.Array:
             size = (stride, stride)
             common = {"padding": "VALID", "dtype": self.dtype, "kernel_init": _init}
-            return nn.Conv(width, size, strides=size, name=name, **common)(x)
+            return Conv(width, size, strides=size, name=name, **common)(x)
 
         x = norm("stem_norm", reduce("stem", 4, self.widths[0], x))
         for s, (width, depth) in enumerate(zip(self.widths, self.depths, strict=True)):
@@ -70,5 +70,5 @@ class ConvNeXt(nn.Module):
             for k in range(depth):
                 x = ConvNeXtBlock(self.dtype, name=f"stage_{s}_block_{k}")(x)
         x = jnp.mean(x.astype(jnp.float32), axis=(1, 2))
-        x = nn.LayerNorm(epsilon=_EPSILON, dtype=jnp.float32, name="norm")(x)
-        return nn.Dense(self.num_classes, dtype=jnp.float32, kernel_init=_init, name="head")(x)
+        x = LayerNorm(epsilon=_EPSILON, dtype=jnp.float32, name="norm")(x)
+        return Dense(self.num_classes, dtype=jnp.float32, kernel_init=_init, name="head")(x)

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxdp.models.layers import Norm, normalise_channels
+from jaxdp.models.layers import Conv, Dense, Norm, normalise_channels
 
 # Each stage: (blocks, side of the depthwise convolution, stride of the first block, expansion, width)
 _STAGES = (
@@ -48,7 +48,7 @@ class EfficientNetLite(nn.Module):
         padding: Any = "SAME" if self.same_padding else size // 2
         common: Any = {"padding": padding, "use_bias": self.norm is None, "dtype": self.dtype}
         init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
-        y = nn.Conv(
+        y = Conv(
             width,
             (size, size),
             strides=(stride, stride),
@@ -75,7 +75,7 @@ class EfficientNetLite(nn.Module):
                 x = x + y if step == 1 and x.shape == y.shape else y
         x = nn.relu6(self._conv("conv_last", 1280, 1, x))
         x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
-        return nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(x)
+        return Dense(self.num_classes, dtype=jnp.float32, name="head")(x)
 
 
 def _rounded(width: float) -> int:

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxdp.models.layers import Norm, max_pool, normalise_channels
+from jaxdp.models.layers import Conv, Dense, Norm, max_pool, normalise_channels
 
 
 class ImageNetResNet(nn.Module):
@@ -34,7 +34,7 @@ class ImageNetResNet(nn.Module):
         """Returns a normalised convolution with the names `name` and `name`_norm."""
         init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
         common: Any = {"padding": size // 2, "use_bias": self.norm is None, "dtype": self.dtype, "kernel_init": init}
-        y = nn.Conv(width, (size, size), strides=(stride, stride), name=name, **common)(x)
+        y = Conv(width, (size, size), strides=(stride, stride), name=name, **common)(x)
         return normalise_channels(self.norm, self.groups, self.dtype, f"{name}_norm", y)
 
     @nn.compact
@@ -57,4 +57,4 @@ class ImageNetResNet(nn.Module):
                     x = self._conv(f"{name}_shortcut", y.shape[-1], 1, stride, x)
                 x = nn.relu(x + y)
         x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
-        return nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(x)
+        return Dense(self.num_classes, dtype=jnp.float32, name="head")(x)

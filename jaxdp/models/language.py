@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.models.layers import Dense, Embed, GivenShapes, LayerNorm, RMSNorm
 from jaxdp.models.vit import attend
 
 Params = Any
@@ -35,15 +36,15 @@ class _Layout:
     dtype: Any
 
     def norm(self, name: str) -> Any:
-        kind = nn.LayerNorm if self.form == "gpt2" else nn.RMSNorm
+        kind = LayerNorm if self.form == "gpt2" else RMSNorm
         return kind(epsilon=self.norm_epsilon, dtype=self.dtype, name=name)
 
-    def dense(self, features: int, name: str, parts: int = 1) -> nn.Dense:
+    def dense(self, features: int, name: str, parts: int = 1) -> Dense:
         bias = self.form == "gpt2"
-        return nn.Dense(features, dtype=self.dtype, use_bias=bias, kernel_init=_normal(parts), name=name)
+        return Dense(features, dtype=self.dtype, use_bias=bias, kernel_init=_normal(parts), name=name)
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(GivenShapes):
     """A causal transformer. Its layers are one scan, with parameters that are stacked along a first axis.
 
     Attributes:
@@ -95,7 +96,7 @@ class LanguageModel(nn.Module):
             )
         if self.form not in ("gpt2", "llama"):
             raise ValueError(f"form must be 'gpt2' or 'llama', got {self.form!r}.")
-        embed = nn.Embed(self.num_classes, self.width, embedding_init=_normal(1), dtype=self.dtype, name="embed")
+        embed = Embed(self.num_classes, self.width, embedding_init=_normal(1), dtype=self.dtype, name="embed")
         x = embed(jnp.maximum(tokens, 0))
         if self.form == "gpt2":
             positions = self.param("positions", _normal(1), (self.positions, self.width))
@@ -113,7 +114,7 @@ class LanguageModel(nn.Module):
         return jnp.einsum("btd,dv->btv", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
-class _Kernel(nn.Module):
+class _Kernel(GivenShapes):
     shape: tuple[int, int]
 
     @nn.compact

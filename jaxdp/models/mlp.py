@@ -7,6 +7,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxdp.models.layers import Dense
+
 
 class MLP(nn.Module):
     """Dense layers with an activation in between. The input is flattened per example.
@@ -26,5 +28,5 @@ class MLP(nn.Module):
         """Maps [B, ...] to float32 logits [B, num_classes]."""
         x = x.reshape(x.shape[0], -1)
         for k, width in enumerate(self.hidden):
-            x = self.activation(nn.Dense(width, dtype=self.dtype, name=f"dense_{k}")(x))
-        return nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(x.astype(jnp.float32))
+            x = self.activation(Dense(width, dtype=self.dtype, name=f"dense_{k}")(x))
+        return Dense(self.num_classes, dtype=jnp.float32, name="head")(x.astype(jnp.float32))

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxdp.models.layers import Norm, WSConv, normalise_channels
+from jaxdp.models.layers import Conv, Dense, Norm, WSConv, normalise_channels
 
 
 class ResNet(nn.Module):
@@ -35,7 +35,7 @@ class ResNet(nn.Module):
         if self.standardise:
             return WSConv(width, (size, size), **common)(x)
         common |= {"use_bias": self.norm is None, "kernel_init": nn.initializers.he_normal()}
-        return nn.Conv(width, (size, size), **common)(x)
+        return Conv(width, (size, size), **common)(x)
 
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         return normalise_channels(self.norm, self.groups, self.dtype, name, x)
@@ -65,4 +65,4 @@ class ResNet(nn.Module):
                 y = self._norm(f"{name}_norm_1", self._conv(f"{name}_conv_1", width, 3, 1, y))
                 x = nn.relu(y + self._shortcut(name, width, stride, x))
         x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
-        return nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(x)
+        return Dense(self.num_classes, dtype=jnp.float32, name="head")(x)

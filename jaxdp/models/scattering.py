@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.models.layers import Dense
+
 
 def morlet(size: int, *, scale: int, angle: float, angles: int) -> np.ndarray:
     """Returns the wavelet g(u) (exp(i k.u) - beta) on a torus, complex128 [size, size], with sum 0.
@@ -140,4 +142,4 @@ class Scattering(nn.Module):
         mean, var = (f(grouped, axis=(1, 2, 4), keepdims=True) for f in (jnp.mean, jnp.var))
         features = ((grouped - mean) * jax.lax.rsqrt(var + 1e-5)).reshape(len(x), -1)
         features /= math.sqrt(features.shape[-1])
-        return nn.Dense(self.num_classes, dtype=self.dtype, name="head")(features).astype(jnp.float32)
+        return Dense(self.num_classes, dtype=self.dtype, name="head")(features).astype(jnp.float32)

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxdp.models.layers import max_pool
+from jaxdp.models.layers import Conv, Dense, max_pool
 
 # (width of the first convolution, its side, the fire modules in front of which the map is pooled)
 _VERSIONS = {"1.0": (96, 7, (2, 5, 9)), "1.1": (64, 3, (2, 4, 6))}
@@ -41,7 +41,7 @@ class SqueezeNet(nn.Module):
 
         def conv(name: str, width: int, size: int, x: jax.Array, **options: Any) -> jax.Array:
             options |= {"dtype": self.dtype, "kernel_init": nn.initializers.he_normal(), "name": name}
-            return nn.relu(nn.Conv(width, (size, size), **options)(x))
+            return nn.relu(Conv(width, (size, size), **options)(x))
 
         x = conv("conv", width, size, x, strides=(2, 2), padding="VALID")
         for k in range(2, 10):
@@ -50,7 +50,7 @@ class SqueezeNet(nn.Module):
             squeezed = conv(f"fire_{k}_squeeze", 16 * (k // 2), 1, x)
             both = [conv(f"fire_{k}_expand_{s}", 64 * (k // 2), s, squeezed, padding="SAME") for s in (1, 3)]
             x = jnp.concatenate(both, axis=-1)
-        head = nn.Dense(self.num_classes, dtype=jnp.float32, name="head")
+        head = Dense(self.num_classes, dtype=jnp.float32, name="head")
         x = x.astype(jnp.float32)
         if self.pool == "features":
             return head(jnp.mean(x, axis=(1, 2)))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.models.layers import gelu
+from jaxdp.models.layers import Conv, Dense, GivenShapes, LayerNorm, gelu
 from jaxdp.models.vit import Block, attend
 
 _init = nn.initializers.truncated_normal(0.02)
@@ -39,7 +39,7 @@ def _neighbours(side: int, window: int, shift: int) -> np.ndarray:
     return (rows & columns).reshape(-1, window**2, window**2)
 
 
-class WindowAttention(nn.Module):
+class WindowAttention(GivenShapes):
     """Multi-head self-attention within windows, with a learned bias for each relative position (equation 4).
 
     It computes softmax(Q K^T / sqrt(d) + bias) V.
@@ -62,7 +62,7 @@ class WindowAttention(nn.Module):
         per_side = side // self.window
 
         def project(name: str, x: jax.Array) -> jax.Array:
-            return nn.Dense(width, dtype=self.dtype, kernel_init=_init, name=name)(x)
+            return Dense(width, dtype=self.dtype, kernel_init=_init, name=name)(x)
 
         def bias(scores: jax.Array) -> jax.Array:
             shape = scores.shape
@@ -103,8 +103,8 @@ class PatchMerging(nn.Module):
         x = x.reshape(batch, side // 2, 2, side // 2, 2, width)
         # Public checkpoints have the neighbours in this order: (0, 0), (1, 0), (0, 1), (1, 1).
         x = x.transpose(0, 1, 3, 4, 2, 5).reshape(batch, tokens // 4, 4 * width)
-        x = nn.LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name="norm")(x)
-        return nn.Dense(2 * width, use_bias=False, dtype=self.dtype, kernel_init=_init, name="reduction")(x)
+        x = LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name="norm")(x)
+        return Dense(2 * width, use_bias=False, dtype=self.dtype, kernel_init=_init, name="reduction")(x)
 
 
 class Swin(nn.Module):
@@ -181,11 +181,11 @@ class Swin(nn.Module):
                 x = PatchMerging(name=f"stage_{stage + 1}_merge", **common)(x)
         if stop is not None:
             return x
-        x = nn.LayerNorm(epsilon=self.norm_epsilon, dtype=jnp.float32, name="norm")(x)
+        x = LayerNorm(epsilon=self.norm_epsilon, dtype=jnp.float32, name="norm")(x)
         y = jnp.mean(x, axis=1)
         if self.head_hidden:
-            y = self.activation(nn.Dense(self.head_hidden, dtype=jnp.float32, kernel_init=_init, name="head_hidden")(y))
-        return nn.Dense(self.num_classes, dtype=jnp.float32, kernel_init=_init, name="head")(y)
+            y = self.activation(Dense(self.head_hidden, dtype=jnp.float32, kernel_init=_init, name="head_hidden")(y))
+        return Dense(self.num_classes, dtype=jnp.float32, kernel_init=_init, name="head")(y)
 
     def _embed(self, x: jax.Array) -> jax.Array:
         """Maps images [B, S, S, C] to tokens [B, T, D], row by row."""
@@ -195,8 +195,8 @@ class Swin(nn.Module):
             raise ValueError(f"patch_size must divide the image {x.shape[1]}x{x.shape[2]}, got {self.patch_size}.")
         size = (self.patch_size, self.patch_size)
         common = {"strides": size, "padding": "VALID", "dtype": self.dtype, "kernel_init": _init}
-        x = nn.Conv(self.width, size, name="embed", **common)(x).reshape(x.shape[0], -1, self.width)
-        return nn.LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name="embed_norm")(x)
+        x = Conv(self.width, size, name="embed", **common)(x).reshape(x.shape[0], -1, self.width)
+        return LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name="embed_norm")(x)
 
     def _window(self, stage: int, side: int) -> tuple[int, int]:
         """Returns side and shift of the windows on a grid of `side` tokens."""

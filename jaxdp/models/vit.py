@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxdp.models.layers import gelu
+from jaxdp.models.layers import Conv, Dense, GivenShapes, LayerNorm, gelu
 
 _init = nn.initializers.xavier_uniform()
 
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         """Maps tokens [B, T, D] to [B, T, D]."""
 
         def project(name: str, x: jax.Array) -> jax.Array:
-            return nn.Dense(x.shape[-1], dtype=self.dtype, kernel_init=_init, name=name)(x)
+            return Dense(x.shape[-1], dtype=self.dtype, kernel_init=_init, name=name)(x)
 
         return project("out", attend(project("query", x), project("key", x), project("value", x), self.num_heads))
 
@@ -97,20 +97,20 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps tokens [B, T, D] to [B, T, D]."""
-        norms = [nn.LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name=f"norm_{k}") for k in range(2)]
+        norms = [LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name=f"norm_{k}") for k in range(2)]
         dense = {"dtype": self.dtype, "kernel_init": self.kernel_init}
         attention = self.attention(self.num_heads, dtype=self.dtype, name="attention")
 
         def mlp(x: jax.Array) -> jax.Array:
-            y = self.activation(nn.Dense(self.mlp_width, name="mlp_0", **dense)(x))
-            return nn.Dense(x.shape[-1], name="mlp_1", **dense)(y)
+            y = self.activation(Dense(self.mlp_width, name="mlp_0", **dense)(x))
+            return Dense(x.shape[-1], name="mlp_1", **dense)(y)
 
         for norm, part in zip(norms, (attention, mlp), strict=True):
             x = norm(x + part(x)) if self.norm_order == "post" else x + part(norm(x))
         return x
 
 
-class ViT(nn.Module):
+class ViT(GivenShapes):
     """Vision Transformer with learned positions.
 
     Attributes:
@@ -177,21 +177,21 @@ class ViT(nn.Module):
             x = Block(*attributes, name=f"block_{k}")(x)
         if stop is not None:
             return x
-        x = nn.LayerNorm(epsilon=self.norm_epsilon, dtype=jnp.float32, name="norm")(x)
+        x = LayerNorm(epsilon=self.norm_epsilon, dtype=jnp.float32, name="norm")(x)
         y = x[:, 0] if self.pool == "token" else jnp.mean(x, axis=1)
         if self.head_hidden:
-            y = self.activation(nn.Dense(self.head_hidden, dtype=jnp.float32, name="head_hidden")(y))
-        logits = nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(y)
+            y = self.activation(Dense(self.head_hidden, dtype=jnp.float32, name="head_hidden")(y))
+        logits = Dense(self.num_classes, dtype=jnp.float32, name="head")(y)
         if not (self.distilled and self.distilled_head):
             return logits
-        return (logits + nn.Dense(self.num_classes, dtype=jnp.float32, name="head_distilled")(x[:, 1])) / 2
+        return (logits + Dense(self.num_classes, dtype=jnp.float32, name="head_distilled")(x[:, 1])) / 2
 
     def _embed(self, x: jax.Array) -> jax.Array:
         """Maps images [B, H, W, C] to tokens [B, T, D] with positions. Patches are in row-major order."""
         if x.shape[1] % self.patch_size or x.shape[2] % self.patch_size:
             raise ValueError(f"patch_size must divide the image {x.shape[1]}x{x.shape[2]}, got {self.patch_size}.")
         size = (self.patch_size, self.patch_size)
-        x = nn.Conv(self.width, size, strides=size, padding="VALID", dtype=self.dtype, name="embed")(x)
+        x = Conv(self.width, size, strides=size, padding="VALID", dtype=self.dtype, name="embed")(x)
         x = x.reshape(x.shape[0], -1, self.width)
         names = ["class_token"] * (self.pool == "token") + ["distillation_token"] * self.distilled
         init = nn.initializers.normal(0.02)

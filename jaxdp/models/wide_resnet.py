@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxdp.models.layers import WSConv, normalise_channels
+from jaxdp.models.layers import Dense, WSConv, normalise_channels
 
 
 class WideResNet(nn.Module):
@@ -49,4 +49,4 @@ class WideResNet(nn.Module):
         x = normalise_channels("group", self.groups, self.dtype, "norm", nn.relu(x))
         x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
         init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-        return nn.Dense(self.num_classes, dtype=jnp.float32, kernel_init=init, name="head")(x)
+        return Dense(self.num_classes, dtype=jnp.float32, kernel_init=init, name="head")(x)

@@ -1,10 +1,12 @@
+import chex
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdp.models import FrozenBatchNorm, GroupNorm, WSConv
+from jaxdp.models import FrozenBatchNorm, GroupNorm, WSConv, layers
 
 
 @pytest.mark.slow
@@ -71,8 +73,42 @@ def test_group_norm_is_that_of_flax(dtype):
 
         return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, x)
 
-    ours, flax = gradients(GroupNorm(2, dtype=dtype)), gradients(nn.GroupNorm(2, dtype=dtype))
+    ours, theirs = gradients(GroupNorm(2, dtype=dtype)), gradients(nn.GroupNorm(2, dtype=dtype))
     near = {"float32": 1e-4, "bfloat16": 0.05}[dtype]
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=near, atol=near), *jax.tree.map(np.float32, (ours, flax))
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=near, atol=near), *jax.tree.map(np.float32, (ours, theirs))
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "x"),
+    [
+        ("Dense", (3,), np.ones((2, 4))),
+        ("Conv", (3, (3, 3)), np.ones((2, 5, 5, 1))),
+        ("LayerNorm", (), np.ones((2, 4))),
+        ("RMSNorm", (), np.ones((2, 4))),
+        ("Embed", (7, 4), np.ones(2, int)),
+    ],
+)
+def test_layers_are_those_of_flax_and_refuse_the_same_shapes(kind, args, x):
+    ours, theirs = (getattr(library, kind)(*args) for library in (layers, nn))
+    (found, params), expected = (layer.init_with_output(jax.random.key(0), x) for layer in (ours, theirs))
+    chex.assert_trees_all_equal((found, params), expected)
+    longer = jax.tree.map(lambda leaf: jnp.ones((*leaf.shape[:-1], leaf.shape[-1] + 1)), params)
+    told = []
+    for layer in (ours, theirs):
+        with pytest.raises(flax.errors.ScopeParamShapeError) as error:
+            layer.apply(longer, x)
+        told.append(str(error.value))
+    assert told[0] == told[1]
+
+
+def test_a_parameter_that_is_given_traces_no_initializer():
+    def fails(key, shape, dtype):
+        raise RuntimeError("traced")
+
+    params = {"params": {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3)}}
+    assert layers.Dense(3, kernel_init=fails).apply(params, jnp.ones((2, 4))).shape == (2, 3)
+    for layer, given in ((nn.Dense, params), (layers.Dense, {"params": {}})):
+        with pytest.raises(RuntimeError, match="traced"):
+            layer(3, kernel_init=fails).apply(given, jnp.ones((2, 4)), mutable=["params"], rngs=jax.random.key(0))
