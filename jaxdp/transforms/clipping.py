@@ -107,7 +107,8 @@ class _PerExample(NamedTuple):
     losses: jax.Array
     aux: Any
     squared_norms: jax.Array
-    weighted_sum: Callable[[jax.Array, jax.Array | None], list[jax.Array]]  # (factors [B], keep [B]) -> sum per leaf
+    rows: Any  # the arrays [B, ...] that the weighted sum reads
+    weighted_sum: Callable[[Any, jax.Array], list[jax.Array]]  # (rows, factors [B]) -> sum per leaf
     grads: list[jax.Array] | None  # [B, ...] per leaf, if all were formed
 
 
@@ -574,9 +575,7 @@ def _chunk_sum(
     norms = jnp.sqrt(result.squared_norms)
     keep = unmasked & finite
     factors = jnp.where(keep, clip_factors(f.clip_rule, norms, clip_norm, bound), 0)
-    # Zeroing rows costs a pass over all activations. It is needed only where a NaN would survive a factor of zero.
-    everything = functools.partial(result.weighted_sum, factors, None)
-    sums = jax.lax.cond(finite.all(), everything, functools.partial(result.weighted_sum, factors, keep))
+    sums = result.weighted_sum(_without_rows(result.rows, keep, ~finite.all()), factors)
     hidden = (jnp.where(unmasked, norms, 0), jnp.where(unmasked, result.losses, 0), result.aux)
     return sums, hidden, (unmasked & ~finite).sum(dtype=jnp.int32)
 
@@ -614,19 +613,35 @@ def _in_chunks(step: Callable[..., Chunk], batch: Any, unmasked: jax.Array, chun
     return sums, per_example, nonfinite
 
 
-def _keep_rows(x: jax.Array, keep: jax.Array | None) -> jax.Array:
-    """Sets the rows of examples that are not kept to zero, since 0 * NaN is NaN. None keeps every row."""
-    if keep is None or not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
+def _keep_rows(x: jax.Array, keep: jax.Array) -> jax.Array:
+    """Sets the rows of examples that are not kept to zero, since 0 * NaN is NaN."""
     return jnp.where(keep.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
 
 
-def _contract_rows(xs: list[jax.Array], factors: jax.Array, keep: jax.Array | None) -> list[jax.Array]:
+def _without_rows(rows: Any, keep: jax.Array, needed: jax.Array) -> Any:
+    """Applies `_keep_rows` to a pytree, where that is `needed`: it costs a pass over all activations.
+
+    A loop of at most one turn does it in place. A conditional would have copies of all.
+    """
+    leaves, treedef = jax.tree.flatten(rows)
+    # XLA copies an array that a loop carries twice, such as the input of several layers.
+    each = {id(x): x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
+
+    def turn(state: Any) -> Any:
+        needed, xs = state
+        return needed & False, [_keep_rows(x, keep) for x in xs]
+
+    _, kept = lax.while_loop(lambda state: state[0], turn, (needed, list(each.values())))
+    found = dict(zip(each, kept, strict=True))
+    return jax.tree.unflatten(treedef, [found.get(id(x), x) for x in leaves])
+
+
+def _contract_rows(xs: list[jax.Array], factors: jax.Array) -> list[jax.Array]:
     """Computes sum_b factors_b x_b for every array [B, ...]."""
 
     # On CPU one contraction is many times faster than a product and a sum over the batch axis.
     def contract(x: jax.Array) -> jax.Array:
-        return jnp.einsum("b,b...->...", factors.astype(x.dtype), _keep_rows(x, keep), precision=sites.PRECISION)
+        return lax.dot_general(factors.astype(x.dtype), x, (((0,), (0,)), ((), ())), precision=sites.PRECISION)
 
     return [contract(x) for x in xs]
 
@@ -674,7 +689,7 @@ def _vmap(loss: Loss, moving: list[Any], batch: Any) -> _PerExample:
     gradient = jax.vmap(jax.value_and_grad(value, has_aux=True), in_axes=(None, 0))
     (losses, aux), grads = gradient(moving, jax.tree.leaves(batch))
     grads = [sites.settled(g).astype(sites.wide_dtype(g)) for g in grads]
-    return _PerExample(losses, aux, _sum_of_squares(grads), functools.partial(_contract_rows, grads), grads)
+    return _PerExample(losses, aux, _sum_of_squares(grads), grads, _contract_rows, grads)
 
 
 def _planned(loss: Loss, moving: list[Any], batch: Any) -> tuple[walker.Plan, Any]:
@@ -724,19 +739,21 @@ def _bookkeeping(loss: Loss, moving: list[Any], batch: Any, choose: Choice) -> _
         # The gradient of a leaf that meets no data is zero.
         return [values[i] if i in values else jnp.zeros((*lead, *x.shape), x.dtype) for i, x in enumerate(wide)]
 
-    def weighted_sum(factors: jax.Array, keep: jax.Array | None) -> list[jax.Array]:
-        (total,) = _contract_rows([packed], factors, keep)
+    def weighted_sum(rows: Any, factors: jax.Array) -> list[jax.Array]:
+        packed, others = rows
+        (total,) = _contract_rows([packed], factors)
         cuts = itertools.accumulate(g.shape[1] for g in columns.values())
         parts = zip(columns, jnp.split(total, list(cuts)), strict=False)
         values = {i: part.reshape(wide[i].shape).astype(wide[i].dtype) for i, part in parts}
-        for c in large:
-            values |= c.weighted_sum(factors, keep)
+        for c, its in zip(large, others, strict=True):
+            values |= c.weighted_sum(its, factors)
         return by_leaf(values)
 
     kept = [c.kept for c in components if c.kept is not None]
     every = {i: g for grads in kept for i, g in grads.items()}
     grads = by_leaf(every, (len(losses),)) if len(kept) == len(components) else None
-    return _PerExample(losses, jax.tree.unflatten(jax.tree.structure(aux_shape), aux), squared, weighted_sum, grads)
+    aux = jax.tree.unflatten(jax.tree.structure(aux_shape), aux)
+    return _PerExample(losses, aux, squared, (packed, [c.rows for c in large]), weighted_sum, grads)
 
 
 def _connected(all_sites: Sequence[sites.Site]) -> list[list[int]]:
@@ -794,16 +811,20 @@ class _Component:
         axes = [_axes(site) for site, _, _ in self._columns]
         return [(parts, w) if own == axes[0] else ((w,), parts[0]) for own, (parts, w) in zip(axes, pairs, strict=True)]
 
-    def weighted_sum(self, factors: jax.Array, keep: jax.Array | None) -> dict[int, jax.Array]:
+    @property
+    def rows(self) -> Any:
+        """The arrays [B, ...] that the weighted sum reads: gradients that are kept, or records and cotangents."""
+        return [(r, g) for _, r, g in self._columns] if self.kept is None else list(self.kept.values())
+
+    def weighted_sum(self, rows: Any, factors: jax.Array) -> dict[int, jax.Array]:
         if self.kept is not None:
-            sums = _contract_rows(list(self.kept.values()), factors, keep)
+            sums = _contract_rows(rows, factors)
         else:
             dvs = []
-            for site, record, g in self._columns:
-                rows, kind = (-1, *(1,) * (g.ndim - 1)), sites.wide_dtype(g)
-                scaled = _keep_rows(g.astype(kind) * factors.astype(kind).reshape(rows), keep)
-                clean = jax.tree.map(functools.partial(_keep_rows, keep=keep), record)
-                dvs.append(site.contract(clean, scaled))
+            for (site, _, _), (record, g) in zip(self._columns, rows, strict=True):
+                kind = sites.wide_dtype(g)
+                scaled = g.astype(kind) * factors.astype(kind).reshape(-1, *(1,) * (g.ndim - 1))
+                dvs.append(site.contract(record, scaled))
             sums = self._pull(dvs)
         return dict(zip(self._members, sums, strict=True))
 

@@ -406,8 +406,8 @@ def gpu(patch: pytest.MonkeyPatch, capability: str, *, cores: bool = False) -> N
     patch.setattr(jax, "default_backend", lambda: "gpu")
     patch.setattr(jax, "devices", lambda: [device])
     if cores:
-        einsum, grad = jnp.einsum, sites.Conv.weight_grad_by_primitive
-        patch.setattr(jnp, "einsum", lambda spec, *xs, **how: einsum(spec, *map(truncated, xs), **how))
+        product, grad = lax.dot_general, sites.Conv.weight_grad_by_primitive
+        patch.setattr(lax, "dot_general", lambda x, y, *how, **more: product(truncated(x), truncated(y), *how, **more))
         patch.setattr(
             sites.Conv, "weight_grad_by_primitive", lambda rule, *xs: grad(rule, *jax.tree.map(truncated, xs))
         )
