@@ -575,7 +575,9 @@ def _chunk_sum(
     norms = jnp.sqrt(result.squared_norms)
     keep = unmasked & finite
     factors = jnp.where(keep, clip_factors(f.clip_rule, norms, clip_norm, bound), 0)
-    sums = result.weighted_sum(_without_rows(result.rows, keep, ~finite.all()), factors)
+    # XLA would compute the factors again for each of their readers, if they did not pass the loop too.
+    rows, factors = _without_rows((result.rows, factors), keep, ~finite.all())
+    sums = result.weighted_sum(rows, factors)
     hidden = (jnp.where(unmasked, norms, 0), jnp.where(unmasked, result.losses, 0), result.aux)
     return sums, hidden, (unmasked & ~finite).sum(dtype=jnp.int32)
 
