@@ -621,21 +621,30 @@ def _keep_rows(x: jax.Array, keep: jax.Array) -> jax.Array:
 
 
 def _without_rows(rows: Any, keep: jax.Array, needed: jax.Array) -> Any:
-    """Applies `_keep_rows` to a pytree, where that is `needed`: it costs a pass over all activations.
-
-    A loop of at most one turn does it in place. A conditional would have copies of all.
-    """
+    """Applies `_keep_rows` to a pytree, where that is `needed`: it costs a pass over all activations."""
     leaves, treedef = jax.tree.flatten(rows)
     # XLA copies an array that a loop carries twice, such as the input of several layers.
     each = {id(x): x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
+    found = dict(zip(each, _kept_in_place(list(each.values()), keep, needed), strict=True))
+    return jax.tree.unflatten(treedef, [found.get(id(x), x) for x in leaves])
+
+
+@jax.custom_jvp
+def _kept_in_place(xs: list[jax.Array], keep: jax.Array, needed: jax.Array) -> list[jax.Array]:
+    """Applies `_keep_rows` in a loop of at most one turn. A conditional would have copies of all."""
 
     def turn(state: Any) -> Any:
         needed, xs = state
         return needed & False, [_keep_rows(x, keep) for x in xs]
 
-    _, kept = lax.while_loop(lambda state: state[0], turn, (needed, list(each.values())))
-    found = dict(zip(each, kept, strict=True))
-    return jax.tree.unflatten(treedef, [found.get(id(x), x) for x in leaves])
+    kept: list[jax.Array] = lax.while_loop(lambda state: state[0], turn, (needed, xs))[1]
+    return kept
+
+
+@_kept_in_place.defjvp
+def _kept_in_place_jvp(primals: Any, tangents: Any) -> Any:
+    # JAX cannot reverse such a loop. A row that is not kept has a factor of zero, so its tangent is zero.
+    return _kept_in_place(*primals), [_keep_rows(x, primals[1]) for x in tangents[0]]
 
 
 def _contract_rows(xs: list[jax.Array], factors: jax.Array) -> list[jax.Array]:

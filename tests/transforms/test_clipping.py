@@ -335,6 +335,30 @@ def test_examples_without_a_finite_gradient_are_left_out_and_counted(engine: str
     np.testing.assert_array_equal(np.asarray(out.norms)[~bad], np.asarray(without.norms)[~bad])
 
 
+@pytest.mark.slow
+@every_engine
+def test_a_clipped_sum_has_derivatives(engine: str) -> None:
+    """Compares with the derivative of the definition, in both modes, where one row is masked."""
+    batch, mask = batch_of(5), np.arange(5) != 2
+    direction = jax.tree.map(jnp.cos, PARAMS)
+
+    def defined(p: Any) -> Any:
+        grads = jax.vmap(jax.grad(loss), in_axes=(None, 0))(p, batch)
+        squares = sum(jnp.square(g).sum((1, 2)) for g in jax.tree.leaves(grads))
+        factors = jnp.where(mask, jnp.minimum(1, 0.5 / jnp.sqrt(squares)), 0)
+        return jax.tree.map(lambda g: jnp.tensordot(factors, g, 1), grads)
+
+    def computed(p: Any) -> Any:
+        return clipped(engine)(p, batch, mask).grads
+
+    def derivatives(f: Any) -> Any:
+        backward = jax.grad(lambda p: sum(jnp.square(g).sum() for g in jax.tree.leaves(f(p))))(PARAMS)
+        return backward, jax.jvp(f, (PARAMS,), (direction,))[1]
+
+    found, expected = (jax.jit(lambda f=f: derivatives(f))() for f in (computed, defined))
+    assert_close(found, expected, rtol=1e-4)
+
+
 @every_engine
 def test_masked_and_non_finite_is_not_counted(engine: str) -> None:
     x, y = batch_of(5)
