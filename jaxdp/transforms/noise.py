@@ -494,7 +494,8 @@ def _flat(found: Any) -> jax.Array:
 
 def _cipher_key(key: jax.Array) -> jax.Array:
     own = jax.random.key_impl(key) == chacha.CHACHA12
-    return jax.random.key_data(key) if own else jax.random.bits(key, (8,), jnp.uint32)
+    words: jax.Array = jax.random.key_data(key) if own else jax.random.bits(key, (8,), jnp.uint32)
+    return jax.lax.optimization_barrier(words)  # XLA would compute the noise of a constant key as it compiles.
 
 
 def _pair(words: Sequence[jax.Array] | jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
