@@ -494,8 +494,10 @@ def _flat(found: Any) -> jax.Array:
 
 def _cipher_key(key: jax.Array) -> jax.Array:
     own = jax.random.key_impl(key) == chacha.CHACHA12
-    words: jax.Array = jax.random.key_data(key) if own else jax.random.bits(key, (8,), jnp.uint32)
-    return jax.lax.optimization_barrier(words)  # XLA would compute the noise of a constant key as it compiles.
+    words = jax.random.key_data(key) if own else jax.random.bits(key, (8,), jnp.uint32)
+    # XLA would compute the noise of a constant key as it compiles.
+    kept: jax.Array = jax.lax.optimization_barrier(words)
+    return kept
 
 
 def _pair(words: Sequence[jax.Array] | jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
