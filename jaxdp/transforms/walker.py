@@ -225,7 +225,7 @@ class Plan:
         for index in self.closing:
             outputs[index] = outputs[index] + next(pending)
             records.append(())
-        return outputs, jax.tree.map(lax.stop_gradient, records)
+        return outputs, records
 
     def weights_program(self, leaves: Sequence[Any]) -> jex.ClosedJaxpr:
         """Returns the program from the trainable leaves, the first arguments, to the values V_j of all sites."""
