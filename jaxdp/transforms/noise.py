@@ -159,7 +159,7 @@ def gaussian(
         dtypes of all leaves.
 
     Raises:
-        TypeError: `key` is an old-style uint32 key or a leaf is not real.
+        TypeError: `key` is an old-style uint32 key, or a leaf is not real, or `number` is not an integer.
         ValueError: `key`, `std` or `number` is not a scalar, or `std` is negative, NaN or infinite, or `number` is
             outside its range, or a leaf has almost 2**31 values. Inside `jax.shard_map`: a leaf varies over a mesh
             axis and `key` does not.
@@ -695,6 +695,8 @@ def check_key(key: Any) -> None:
 def _check_number_of_draw(number: Any) -> jax.Array:
     if jnp.ndim(number) != 0:
         raise ValueError(f"number must be one scalar for the whole tree, got shape {jnp.shape(number)}.")
+    if not jnp.issubdtype(jnp.result_type(number), jnp.integer):  # two fractions may be cut to one integer
+        raise TypeError(f"number must be an integer, got dtype {jnp.result_type(number)}. Count the draws of the key.")
     if not isinstance(number, jax.Array) and not 0 <= number < 2**32:
         raise ValueError(f"number must be from 0 to 2**32 - 1, got {number!r}.")
     return jnp.asarray(number, jnp.uint32)

@@ -302,6 +302,9 @@ def test_draws_of_different_numbers_read_different_blocks():
     for number in (-1, 2**32, jnp.zeros(2)):
         with pytest.raises(ValueError, match="number must be"):
             noise.gaussian(KEY, few, 1.0, number=number)
+    for fraction in (0.5, jnp.float32(1), True):
+        with pytest.raises(TypeError, match="number must be an integer"):
+            noise.gaussian(KEY, few, 1.0, number=fraction)
 
 
 def test_another_backend_draws_the_same_normals(monkeypatch):
