@@ -61,7 +61,7 @@ import optax
 from dp_accounting import dp_event
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdp.transforms import chacha, shards
+from jaxdp.transforms import chacha, opaque, shards
 
 _GENERATORS: dict[str, tuple[Any, int]] = {"chacha12": (chacha.CHACHA12, 8), "threefry2x32": ("threefry2x32", 2)}
 _SEED_BYTES = 16
@@ -463,11 +463,10 @@ def _once(cipher_key: jax.Array, draw: Callable[[jax.Array], Any]) -> Any:
     """
     if jax.default_backend() != "cpu":
         return jax.lax.optimization_barrier(draw(jnp.uint32(0)))
-    word = cipher_key[0]
+    zero = opaque.zero(cipher_key)  # varies over the same mesh axes as the key
     shapes = jax.eval_shape(draw, jax.ShapeDtypeStruct((), jnp.uint32))
-    # The zero of the key varies over the same mesh axes.
-    none = jax.tree.map(lambda x: jnp.full(x.shape, (word * jnp.uint32(0)).astype(x.dtype)), shapes)
-    return jax.lax.fori_loop(jnp.uint32(0), jnp.minimum(word, 0) + 1, lambda first, _: draw(first), none)
+    none = jax.tree.map(lambda x: jnp.full(x.shape, zero.astype(x.dtype)), shapes)
+    return jax.lax.fori_loop(jnp.uint32(0), zero + 1, lambda first, _: draw(first), none)
 
 
 def _packed(pairs: Sequence[jax.Array]) -> jax.Array:

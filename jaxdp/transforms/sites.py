@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdp.transforms import shards
+from jaxdp.transforms import opaque, shards
 
 # Below this fraction of (sum_t |u_t||w_t|)^2 the Gram form is mostly rounding error, so no smaller norm is reported.
 CANCELLATION_FLOOR = 1e-5
@@ -41,6 +41,9 @@ _UNROLLED = 10
 
 # Patches of a convolution of few channels are formed up to this many entries.
 _PATCH_ROWS = 64
+
+# On a CPU, patches of whole examples are formed by parts of about this many bytes, which stay in the cache.
+_PART = 2**22
 
 # Accelerators multiply float32 in TF32 or bfloat16 by default, which changes norms and sums by 1e-3 and more.
 PRECISION = lax.Precision.HIGHEST
@@ -84,6 +87,10 @@ class Rule:
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
         """Computes dV in float32 or wider, summed over the leading axis [N, ...] of record and g."""
         raise NotImplementedError
+
+    def weight_grads(self, record: Any, g: jax.Array) -> jax.Array:
+        """Computes dV of M examples, [M, *weight_shape], each summed over N, from record and g [M, N, ...]."""
+        return jax.vmap(self.weight_grad)(record, g)
 
 
 def wide_dtype(*xs: Any) -> Any:
@@ -183,6 +190,13 @@ def _outer_sum(u: jax.Array, w: jax.Array) -> jax.Array:
 
 def _prod(shape: Sequence[int], dims: Sequence[int]) -> int:
     return math.prod(shape[d] for d in dims)
+
+
+def _parts(count: int, size: int) -> tuple[int, int]:
+    """Returns (number of parts, length of a part) of `count` things of `size` bytes. Parts of one end may overlap."""
+    least = math.ceil(count / max(1, _PART // size))
+    number = min(range(least, min(2 * least, count) + 1), key=lambda n: n * math.ceil(count / n))
+    return number, math.ceil(count / number)
 
 
 def _repeated(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -288,6 +302,11 @@ class Conv(Rule):
         return self.rows // math.prod(self.window[: self._looped]) > self.cols
 
     @property
+    def _cotangent_last(self) -> bool:
+        """Whether a product of all patches ends with w. XLA on CPU fills vectors with what comes last."""
+        return self.cols >= 32
+
+    @property
     def _offsets(self) -> list[tuple[int, ...]]:
         return list(itertools.product(*map(range, self.window[: self._looped])))
 
@@ -363,6 +382,58 @@ class Conv(Rule):
         grad = grad.reshape(*self.window, -1, self.groups * self.cols)  # [*window, in, out]
         out_feature, in_feature, *spatial = self.numbers.rhs_spec
         return _transposed_back(grad, (*spatial, in_feature, out_feature))
+
+    def weight_grads(self, record: Any, g: jax.Array) -> jax.Array:
+        """Computes dV of M examples. On a CPU it forms all patches of a few examples at a time, in the cache."""
+        in_parts = self._looped and self.groups == 1 and g.size and shards.auto_devices() == 1
+        if not in_parts or jax.default_backend() != "cpu":
+            return super().weight_grads(record, g)
+        zero = opaque.zero(g)  # else XLA pads and takes memory long before there is a cotangent
+        x = jax.vmap(jax.vmap(self._channels_last))(record + zero.astype(record.dtype))
+        examples, lengths, channels = len(x), x.shape[1:-1], x.shape[-1]
+        w = jax.vmap(jax.vmap(self._cotangent))(g).reshape(examples, -1, self.cols)
+        number, size = _parts(examples, w.shape[1] * len(self._offsets) * channels * x.dtype.itemsize)
+        rows, between = self._patch_rows(size, *lengths), math.prod(lengths)
+        x = x.reshape(-1, channels)
+        whole_row = lax.GatherDimensionNumbers((1,), (0,), (0,))
+        inside = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+
+        def turn(i: jax.Array, grads: jax.Array) -> jax.Array:
+            start = jnp.minimum(i * size, examples - size)  # the last turns may have examples in common
+            # XLA copies whole rows many times faster than it joins slices.
+            patches = lax.gather(x, start * between + rows, whole_row, (1, channels), mode=inside)
+            u = opaque.formed(patches, i).reshape(size, w.shape[1], -1)
+            part = lax.dynamic_slice_in_dim(w, start, size)
+            pair = (u, part) if self._cotangent_last else (part, u)
+            return lax.dynamic_update_slice_in_dim(grads, _contracted(*pair, [1], [0]), start, 0)
+
+        shape = (self.rows, self.cols) if self._cotangent_last else (self.cols, self.rows)
+        zeros = jnp.full((examples, *shape), zero.astype(wide_dtype(x, w)))
+        grads = lax.fori_loop(0, number, turn, shards.vary(zeros, shards.varying_axes(x, w)))
+        window = (*self.window, self.rows // math.prod(self.window))
+        if self._cotangent_last:
+            grads = grads.reshape(examples, *window, self.cols)
+        else:
+            grads = jnp.moveaxis(grads.reshape(examples, self.cols, *window), 1, -1)
+        out_feature, in_feature, *spatial = self.numbers.rhs_spec
+        return jax.vmap(lambda grad: _transposed_back(grad, (*spatial, in_feature, out_feature)))(grads)
+
+    def _patch_rows(self, size: int, repeats: int, *lengths: int) -> jax.Array:
+        """Returns the rows that the patches of `size` examples consist of, numbered in [size, repeats, *lengths].
+
+        Patches are in the order of positions and, within each, in that of `_offsets`: [size * T * offsets, 1] int32.
+        """
+        looped = len(self._offsets[0])
+        pitches = [math.prod(lengths[d + 1 :]) for d in range(len(lengths))]
+        counts = [size, repeats, lengths[0], *self.out_window[:looped], *lengths[1 + looped :], *self.window[:looped]]
+        steps = [repeats * math.prod(lengths), math.prod(lengths), pitches[0]]
+        steps += [pitch * stride for pitch, stride in zip(pitches[1:], self.strides[:looped], strict=False)]
+        steps += pitches[1 + looped :]
+        steps += [pitch * dilation for pitch, dilation in zip(pitches[1:], self.kernel_dilation[:looped], strict=False)]
+        rows = jnp.zeros(counts, jnp.int32)
+        for d, step in enumerate(steps):
+            rows += step * lax.broadcasted_iota(jnp.int32, counts, d)
+        return rows.reshape(-1, 1)
 
     def weight_grad_by_primitive(self, record: Any, g: jax.Array) -> jax.Array:
         """Computes `weight_grad` by the transpose of the primitive, as one convolution for the whole batch."""
@@ -540,7 +611,12 @@ class Site:
     def per_example(self, record: Any, g: jax.Array) -> jax.Array:
         """Computes dV of every example, [B, *sliced loops, *weight]."""
         record, g = self._by_slice((record, g))
-        return self._loops_in_front(jax.vmap(_vmap_or_squeeze(self.rule.weight_grad))(record, g))
+
+        def merged(x: jax.Array) -> jax.Array:  # [B, slices, ...] -> [B * slices, ...]
+            return x.reshape(-1, *x.shape[2:])
+
+        grads = self.rule.weight_grads(*jax.tree.map(merged, (record, g)))
+        return self._loops_in_front(grads.reshape(len(g), self.slices, *grads.shape[1:]))
 
     def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
         """Returns factors of every example: parts [B, S, T, rows_k] and w [B, S, T, cols], with loops in S and T."""

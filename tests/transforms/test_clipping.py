@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxdp
-from jaxdp.transforms import clipping, walker
+from jaxdp.transforms import clipping, opaque, walker
 
 ENGINES = ("vmap", "bookkeeping", "auto")
 every_engine = pytest.mark.parametrize("engine", ENGINES)
@@ -357,6 +357,30 @@ def test_a_clipped_sum_has_derivatives(engine: str) -> None:
 
     found, expected = (jax.jit(lambda f=f: derivatives(f))() for f in (computed, defined))
     assert_close(found, expected, rtol=1e-4)
+
+
+def test_a_convolutional_net_takes_the_memory_of_a_plain_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA would pad records and take memory for gradients of all layers at once, if it knew their zeros early."""
+
+    def loss(kernels: list[Any], x: Any) -> Any:
+        x = x[None]
+        for kernel in kernels:
+            x = jnp.tanh(jax.lax.conv(x, kernel, (1, 1), "SAME"))
+        return jnp.square(x).sum()
+
+    kernels, batch = [np.ones((16, 16, 3, 3), np.float32)] * 6, np.ones((32, 16, 16, 16), np.float32)
+
+    def memory(gradient: Any) -> int:
+        return int(jax.jit(gradient).lower(kernels, batch).compile().memory_analysis().temp_size_in_bytes)
+
+    def clipped() -> int:
+        f = jaxdp.clipped_grad(loss, clip_norm=1.0)
+        return memory(lambda kernels, batch: f(kernels, batch).grads)
+
+    plain = memory(jax.grad(lambda kernels, batch: jax.vmap(functools.partial(loss, kernels))(batch).sum()))
+    assert clipped() < 1.3 * plain
+    monkeypatch.setattr(opaque, "zero", lambda _: jnp.uint32(0))
+    assert clipped() > 1.5 * plain
 
 
 @every_engine

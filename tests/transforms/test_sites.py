@@ -38,12 +38,14 @@ def check_rule(site: Any, record: Any, g: Any, truth: np.ndarray) -> None:
     """Compares every result of a rule about dV with the true dV of each example [B, ...]."""
 
     def everything(record: Any, g: Any) -> dict[str, Any]:
-        # `contract` forms dV in another way on accelerators. Both ways must be right.
+        # dV is formed in other ways on accelerators. All ways must be right.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax, "default_backend", lambda: "gpu")
             one_by_one = jax.vmap(lambda *pair: site.contract(*jax.tree.map(lambda x: x[None], pair)))(record, g)
+            elsewhere = site.per_example(record, g)
         return {
             "one_by_one": one_by_one,
+            "elsewhere": elsewhere,
             "per_example": site.per_example(record, g),
             "sum": site.contract(record, g),
             "squares": sites.squared_norms([site.factors(record, g)]),
@@ -234,6 +236,47 @@ def test_conv_rule_for_any_geometry(drawn: Any) -> None:
     check_rule(site_of(rule, tap, w.shape), xs, gs, derivative(settings, w.shape, xs, gs))
     assert rule.positions * rule.groups * rule.cols == np.prod(tap)
     assert rule.rows * rule.groups * rule.cols == w.size
+
+
+def conv_site(features: int, size: int, dtype: Any = np.float32) -> tuple[sites.Conv, Any, Any, np.ndarray]:
+    """Returns a rule, the records and cotangents of `size` examples, and their gradients."""
+    settings, x_shape, w_shape = square_windows(3, 1, 8)
+    w_shape = (*w_shape[:3], features)
+    fn = lambda w, x: lax.conv_general_dilated(x, w, **settings)  # noqa: E731
+    w, xs = normal(0, *w_shape), normal(1, size, *x_shape)
+    gs = normal(2, size, *jax.eval_shape(fn, w, xs[0]).shape)
+    rule = sites.Conv.of(equation(fn, "conv_general_dilated", w, xs[0]))
+    xs, gs = (np.asarray(x.astype(dtype)) for x in (xs, gs))
+    return rule, xs, gs, derivative(settings, w_shape, xs, gs)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("features", "size", "lengths"), [(3, 7, {1, 2, 4, 7}), (40, 6, {1, 2, 3, 6}), (3, 1, {1})])
+def test_gradients_of_kernels_by_parts_of_examples(
+    monkeypatch: pytest.MonkeyPatch, features: int, size: int, lengths: set[int], dtype: Any
+) -> None:
+    """Parts may overlap, as those of 2 and 4 of 7 examples do. The products end with patches or with cotangents."""
+    rule, xs, gs, truth = conv_site(features, size, dtype)
+    found = set()
+    for most in range(1, size + 1):
+        monkeypatch.setattr(sites, "_PART", most * xs.dtype.itemsize * rule.positions * rule.rows)
+        found.add(sites._parts(size, xs.dtype.itemsize * rule.positions * rule.rows)[1])
+        got = jax.jit(lambda *pair: rule.weight_grads(*pair))(xs[:, None], gs[:, None])
+        np.testing.assert_allclose(got, truth, rtol=1e-5, atol=1e-4)
+    assert found == lengths
+
+
+def test_gradients_of_kernels_have_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, xs, gs, _ = conv_site(3, 5)
+    xs, gs = xs[:, None], gs[:, None]
+    monkeypatch.setattr(sites, "_PART", 2 * 4 * rule.positions * rule.rows)
+
+    def derivatives(f: Any) -> Any:
+        backward = jax.grad(lambda *pair: jnp.square(f(*pair)).sum(), argnums=(0, 1))(xs, gs)
+        return backward, jax.jvp(f, (xs, gs), (jnp.cos(xs), jnp.cos(gs)))[1]
+
+    found, expected = (jax.jit(lambda f=f: derivatives(f))() for f in (rule.weight_grads, jax.vmap(rule.weight_grad)))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-2), found, expected)
 
 
 @pytest.mark.slow
