@@ -216,7 +216,7 @@ class Plan:
                 records += inner_records
             elif step.kind == "tap" and step.eqn.primitive.name in _BROADCASTING:
                 shape = jnp.broadcast_shapes(*(x.shape for x in operands))
-                operands = [_broadcast(x, shape) if i in step.weights else x for i, x in enumerate(operands)]
+                operands = [_broadcast(x, shape) for x in operands]
                 outs = [_BROADCASTING[step.eqn.primitive.name](*operands)]
             else:
                 outs = bind_equation(self.jaxpr, step.eqn, operands)
@@ -286,6 +286,8 @@ def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     The loss of one example has such an axis in place of a model's batch. Under vmap, XLA on CPU is up to ten times
     slower if a sum includes this axis.
     """
+    if x.shape == shape:
+        return x
     long = [d for d, n in enumerate(shape) if n != 1]
     squeezed = x.reshape([x.shape[d] for d in long if x.ndim])
     return jnp.broadcast_to(squeezed, [shape[d] for d in long]).reshape(shape)
