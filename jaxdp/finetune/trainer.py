@@ -465,9 +465,9 @@ class PrivateTrainer:
         return jax.vmap(self.augment, in_axes=(0, None))(jax.random.split(key, self.augmult), record)
 
     def _update_in_place(
-        self, large: dict[str, Any], rest: TrainState, sums: Any
+        self, large: "Large", rest: TrainState, sums: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        return self._update(rest._replace(**large), sums)
+        return self._update(rest._replace(**large._asdict()), sums)
 
     def _update(self, state: TrainState, sums: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         mean, noise = self.privatizer.update(
@@ -552,9 +552,21 @@ class Programs:
             self._compiling.append(self._pool.submit(program.compile))
 
 
-def apart(state: TrainState) -> tuple[dict[str, Any], TrainState]:
-    """Returns the large arrays of a state from which an update makes new ones, and the state without them."""
-    large = {"params": state.params, "opt_state": state.opt_state, "ema": state.ema}
+class Large(NamedTuple):
+    """The large arrays of a state, of which an update makes new ones, in the order of `TrainState`.
+
+    JAX gives the buffers of donated arrays to results of the same shape in their order. In another order the new
+    parameters would take the buffers of the optimizer, and XLA would copy both first.
+    """
+
+    params: Any
+    opt_state: Any
+    ema: Any
+
+
+def apart(state: TrainState) -> tuple[Large, TrainState]:
+    """Returns the large arrays of a state, and the state without them."""
+    large = Large(state.params, state.opt_state, state.ema)
     return large, state._replace(params=None, opt_state=None, ema=None)
 
 

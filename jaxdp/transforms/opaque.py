@@ -18,12 +18,13 @@ def zero(after: jax.Array) -> jax.Array:
 
 
 @jax.custom_jvp
-def formed(x: jax.Array, turn: jax.Array) -> jax.Array:
-    """Returns `x`, which is computed in its own shape, in a loop whose turn has the int32 number `turn`, at least 0.
+def formed(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """Returns `x`, which XLA computes in its own shape, where `zero` is a result of the function above.
 
-    XLA would compute it in the shape of a reshape that follows, element by element where rows could be copied.
+    XLA would compute it in the shape of a reshape that follows, element by element where rows could be copied. It
+    cannot know that the loop here has no turn.
     """
-    result: jax.Array = lax.while_loop(lambda s: s[0] < 0, lambda s: (s[0] + 1, -s[1]), (turn, x))[1]
+    result: jax.Array = lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 1, -s[1]), (zero, x))[1]
     return result
 
 

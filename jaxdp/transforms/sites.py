@@ -402,7 +402,7 @@ class Conv(Rule):
             start = jnp.minimum(i * size, examples - size)  # the last turns may have examples in common
             # XLA copies whole rows many times faster than it joins slices.
             patches = lax.gather(x, start * between + rows, whole_row, (1, channels), mode=inside)
-            u = opaque.formed(patches, i).reshape(size, w.shape[1], -1)
+            u = opaque.formed(patches, zero).reshape(size, w.shape[1], -1)
             part = lax.dynamic_slice_in_dim(w, start, size)
             pair = (u, part) if self._cotangent_last else (part, u)
             return lax.dynamic_update_slice_in_dim(grads, _contracted(*pair, [1], [0]), start, 0)
