@@ -464,9 +464,7 @@ class PrivateTrainer:
         assert self.augment is not None
         return jax.vmap(self.augment, in_axes=(0, None))(jax.random.split(key, self.augmult), record)
 
-    def _update_in_place(
-        self, large: "Large", rest: TrainState, sums: Any
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+    def _update_in_place(self, large: "Large", rest: TrainState, sums: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         return self._update(rest._replace(**large._asdict()), sums)
 
     def _update(self, state: TrainState, sums: Any) -> tuple[TrainState, dict[str, jax.Array]]:
