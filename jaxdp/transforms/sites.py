@@ -313,29 +313,35 @@ class Conv(Rule):
     def record(self, operands: Sequence[Any]) -> Any:
         return operands[0]
 
-    def _channels_last(self, record: jax.Array) -> jax.Array:
-        """Returns the data [M, *spatial, channels], padded and dilated, with the patches of dimensions without loop."""
+    def _channels_last(self, record: jax.Array, joined: int) -> jax.Array:
+        """Returns padded and dilated data [M, *spatial, channels], with patches along dimensions from `joined` on."""
         batch, feature, *spatial = self.numbers.lhs_spec
         x = record.transpose((batch, *spatial, feature))
         interior = [(lo, hi, d - 1) for (lo, hi), d in zip(self.padding, self.data_dilation, strict=True)]
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *interior, (0, 0, 0)])
-        for d in reversed(range(self._looped, len(self.window))):
+        for d in reversed(range(joined, len(self.window))):
             x = self._patches_along(x, d)
         return x
 
     def _patches_along(self, x: jax.Array, d: int) -> jax.Array:
         """Moves the kernel positions of dimension d into the channels, in front of those that are there."""
-        axis, stride, window, span = 1 + d, self.strides[d], self.window[d], self._span(d)
-        if self.kernel_dilation[d] == 1 and window % stride == 0:
-            # First the entries of a stride become channels. Fewer and longer runs are copied in two thirds of the time.
-            used = span + window - 1
-            x = lax.slice_in_dim(x, 0, used, axis=axis)
-            x = x.reshape(*x.shape[:axis], used // stride, stride, *x.shape[axis + 1 :])
-            x = jnp.moveaxis(x, axis + 1, -2)
-            x = x.reshape(*x.shape[:-2], -1)
-            stride, window, span = 1, window // stride, self.out_window[d]
-        starts = (i * self.kernel_dilation[d] for i in range(window))
-        return jnp.concatenate([lax.slice_in_dim(x, i, i + span, stride, axis) for i in starts], axis=-1)
+        stride, window, dilation, span = self.strides[d], self.window[d], self.kernel_dilation[d], self._span(d)
+        if self._folds(d):  # fewer and longer runs are copied in two thirds of the time
+            x, stride, window, span = self._folded(x, d), 1, window // stride, self.out_window[d]
+        starts = (i * dilation for i in range(window))
+        return jnp.concatenate([lax.slice_in_dim(x, i, i + span, stride, 1 + d) for i in starts], axis=-1)
+
+    def _folds(self, d: int) -> bool:
+        """Whether kernel positions along dimension d are whole strides."""
+        return self.kernel_dilation[d] == 1 and self.window[d] % self.strides[d] == 0
+
+    def _folded(self, x: jax.Array, d: int) -> jax.Array:
+        """Moves the entries of each stride of dimension d into the channels, in front of those that are there."""
+        axis, stride, used = 1 + d, self.strides[d], self._span(d) + self.window[d] - 1
+        x = lax.slice_in_dim(x, 0, used, axis=axis)
+        x = x.reshape(*x.shape[:axis], used // stride, stride, *x.shape[axis + 1 :])
+        x = jnp.moveaxis(x, axis + 1, -2)
+        return x.reshape(*x.shape[:-2], -1)
 
     def _span(self, d: int) -> int:
         """Returns the number of entries from the first to the last that a kernel position meets."""
@@ -358,11 +364,12 @@ class Conv(Rule):
         return self._split(g.transpose((batch, *spatial, feature)))
 
     def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
-        x = self._channels_last(record)
+        x = self._channels_last(record, self._looped)
         return tuple(self._patch(x, offset) for offset in self._offsets), self._cotangent(g)
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
-        x, w = jax.vmap(self._channels_last)(record), jax.vmap(self._cotangent)(g)
+        x = jax.vmap(lambda record: self._channels_last(record, self._looped))(record)
+        w = jax.vmap(self._cotangent)(g)
         # Each device adds up its own block of examples. Otherwise they exchange a sum for each kernel position.
         parts = math.gcd(len(w), shards.auto_devices()) if self._looped else 1
         x, w = (y.reshape(parts, -1, *y.shape[1:]) for y in (x, w))
@@ -384,25 +391,36 @@ class Conv(Rule):
         return _transposed_back(grad, (*spatial, in_feature, out_feature))
 
     def weight_grads(self, record: Any, g: jax.Array) -> jax.Array:
-        """Computes dV of M examples. On a CPU it forms all patches of a few examples at a time, in the cache."""
-        in_parts = self._looped and self.groups == 1 and g.size and shards.auto_devices() == 1
-        if not in_parts or jax.default_backend() != "cpu":
+        """Computes dV of M examples. On a CPU it forms all patches of a few examples at a time, in the cache.
+
+        XLA copies whole rows of an array many times faster than it joins slices. So patches are rows of the data, of
+        the channels and of the kernel positions along later dimensions where channels are few.
+        """
+        joined = max(1, self._looped)  # the first dimension along which patches are part of a row
+        fold = self.strides[0] if joined == 1 and self._folds(0) else 1
+        entries = fold * self.rows // math.prod(self.window[:joined])  # of a row
+        overlap, alone = self.window != self.strides, shards.auto_devices() == 1
+        if not (overlap and alone and g.size and self.groups == 1 and entries >= 8) or jax.default_backend() != "cpu":
             return super().weight_grads(record, g)
+
         zero = opaque.zero(g)  # else XLA pads and takes memory long before there is a cotangent
-        x = jax.vmap(jax.vmap(self._channels_last))(record + zero.astype(record.dtype))
-        examples, lengths, channels = len(x), x.shape[1:-1], x.shape[-1]
-        w = jax.vmap(jax.vmap(self._cotangent))(g).reshape(examples, -1, self.cols)
-        number, size = _parts(examples, w.shape[1] * len(self._offsets) * channels * x.dtype.itemsize)
-        rows, between = self._patch_rows(size, *lengths), math.prod(lengths)
-        x = x.reshape(-1, channels)
+        x = jax.vmap(jax.vmap(lambda x: self._channels_last(x, joined)))(record + zero.astype(record.dtype))
+        if joined < len(self.window):
+            x = opaque.formed(x, zero)
+        if fold > 1:
+            x = opaque.formed(jax.vmap(jax.vmap(lambda x: self._folded(x, 0)))(x), zero)
+        w = jax.vmap(jax.vmap(self._cotangent))(g).reshape(len(x), -1, self.cols)
+        examples, lengths, positions = len(x), x.shape[1:-1], w.shape[1]
+        number, size = _parts(examples, positions * self.rows * x.dtype.itemsize)
+        rows, between = self._patch_rows(size, lengths, joined, fold), math.prod(lengths)
+        x = x.reshape(-1, entries)
         whole_row = lax.GatherDimensionNumbers((1,), (0,), (0,))
         inside = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 
         def turn(i: jax.Array, grads: jax.Array) -> jax.Array:
             start = jnp.minimum(i * size, examples - size)  # the last turns may have examples in common
-            # XLA copies whole rows many times faster than it joins slices.
-            patches = lax.gather(x, start * between + rows, whole_row, (1, channels), mode=inside)
-            u = opaque.formed(patches, zero).reshape(size, w.shape[1], -1)
+            patches = lax.gather(x, start * between + rows, whole_row, (1, entries), mode=inside)
+            u = opaque.formed(patches, zero).reshape(size, positions, self.rows)
             part = lax.dynamic_slice_in_dim(w, start, size)
             pair = (u, part) if self._cotangent_last else (part, u)
             return lax.dynamic_update_slice_in_dim(grads, _contracted(*pair, [1], [0]), start, 0)
@@ -418,18 +436,18 @@ class Conv(Rule):
         out_feature, in_feature, *spatial = self.numbers.rhs_spec
         return jax.vmap(lambda grad: _transposed_back(grad, (*spatial, in_feature, out_feature)))(grads)
 
-    def _patch_rows(self, size: int, repeats: int, *lengths: int) -> jax.Array:
-        """Returns the rows that the patches of `size` examples consist of, numbered in [size, repeats, *lengths].
+    def _patch_rows(self, size: int, lengths: Sequence[int], joined: int, fold: int) -> jax.Array:
+        """Returns the rows of the patches of `size` examples, which are numbered in [size, *lengths]: [rows, 1] int32.
 
-        Patches are in the order of positions and, within each, in that of `_offsets`: [size * T * offsets, 1] int32.
+        They are in the order of positions and, within each, of kernel positions along the dimensions before `joined`.
+        `lengths` are (repeats, batch, *spatial), where each row of the first spatial dimension has `fold` entries.
         """
-        looped = len(self._offsets[0])
-        pitches = [math.prod(lengths[d + 1 :]) for d in range(len(lengths))]
-        counts = [size, repeats, lengths[0], *self.out_window[:looped], *lengths[1 + looped :], *self.window[:looped]]
-        steps = [repeats * math.prod(lengths), math.prod(lengths), pitches[0]]
-        steps += [pitch * stride for pitch, stride in zip(pitches[1:], self.strides[:looped], strict=False)]
-        steps += pitches[1 + looped :]
-        steps += [pitch * dilation for pitch, dilation in zip(pitches[1:], self.kernel_dilation[:looped], strict=False)]
+        ahead = range(joined)
+        window = [self.window[d] // fold for d in ahead]
+        counts = [size, *lengths[:2], *self.out_window[:joined], *lengths[2 + joined :], *window]
+        pitches = [math.prod(lengths[d:]) for d in range(len(lengths) + 1)]  # of size, repeats, batch and *spatial
+        steps = [*pitches[:3], *(pitches[3 + d] * self.strides[d] // fold for d in ahead), *pitches[3 + joined :]]
+        steps += [pitches[3 + d] * self.kernel_dilation[d] for d in ahead]
         rows = jnp.zeros(counts, jnp.int32)
         for d, step in enumerate(steps):
             rows += step * lax.broadcasted_iota(jnp.int32, counts, d)
