@@ -5,7 +5,7 @@
 "private" is a step as `fit` takes it, with the sizes of physical batches that the library chooses. Its batches vary in
 size, as Poisson sampling demands, and its ratios compare sums over all rounds. "clipped" is the clipped gradient of one
 batch alone, and "noise" the step of an empty batch. "plain" takes an ordinary step on a batch of the expected size. A
-thread draws and reads the next batch during each of these steps, as `fit` does. "first" is the time from a new trainer
+thread draws and reads the next batches during these steps, as `fit` does. "first" is the time from a new trainer
 to the end of its first step, without a cache. For "private" it has the programs of this step alone, and "ready" is the
 time to the end of the first step that may use all of them.
 
@@ -14,6 +14,7 @@ ghost clipping and functorch. Its ratios are over a plain step in PyTorch. Neith
 opacus for this. A step of more than ten seconds is timed once.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -32,7 +33,7 @@ import jaxdp
 from benchmarks import timing
 from jaxdp import finetune, models
 from jaxdp.data import PoissonSampler, from_arrays
-from jaxdp.finetune.trainer import FIRST_STEPS, apart
+from jaxdp.finetune.trainer import FIRST_STEPS, MOST_AHEAD, apart
 from jaxdp.memory import keep_freed_memory
 from jaxdp.report import format_table
 from jaxdp.transforms import noise
@@ -169,10 +170,11 @@ def our_steps(
         with concurrent.futures.ThreadPoolExecutor(1) as reader:
 
             def batches() -> Iterator[Any]:
-                coming = reader.submit(read)
+                coming = collections.deque[Any]()
                 while True:
-                    batch, coming = coming, reader.submit(read)
-                    yield batch.result()
+                    if len(coming) < 2:  # as many at once as `fit` reads of small batches
+                        coming.extend(reader.submit(read) for _ in range(MOST_AHEAD))
+                    yield coming.popleft().result()
 
             yield batches()
 

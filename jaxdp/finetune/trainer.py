@@ -17,6 +17,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,8 @@ CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
 FIRST_STEPS = 8
 _FIRST_PROGRAMS = 3  # the sum of the largest size, the addition of two sums, and the update
 _CACHED_SECONDS = 0.5  # in which they are read from JAX's cache, if they are there
+# How many batches, and of how many bytes, are read ahead.
+MOST_AHEAD, _BYTES_AHEAD = 16, 2**24
 # What a physical batch may take, by the rough count of `PrivateTrainer.physical`, where a device does not tell its own.
 _MEMORY = 2**31
 
@@ -282,7 +285,8 @@ class PrivateTrainer:
     def batches(self, state: TrainState, source: Source, steps: int) -> Iterator[Iterator[list[Any]]]:
         """Yields the iterator of the batches of the next `steps` steps, for `step`.
 
-        A thread draws and reads the next batch while the device computes. The batches are those of `drawn`.
+        A thread draws and reads the next batch while the device computes. It reads several small ones at once, while
+        its code is in the processor's cache. The batches are those of `drawn`.
         """
         first, words = jax.device_get((state.step, jax.random.key_data(state.noise.key)))
 
@@ -292,13 +296,22 @@ class PrivateTrainer:
         with concurrent.futures.ThreadPoolExecutor(1, "jaxdp batches") as reader:
 
             def ahead() -> Iterator[list[Any]]:
-                coming = collections.deque([reader.submit(load, int(first))] if steps else [])
-                for step in range(int(first) + 1, int(first) + steps + 1):
-                    if step < int(first) + steps:
-                        coming.append(reader.submit(load, step))
-                    yield coming.popleft().result()
+                left, coming = iter(range(int(first), int(first) + steps)), collections.deque[Any]()
+                count = 2
+                while True:
+                    if len(coming) < 2:
+                        coming.extend(reader.submit(load, step) for step in itertools.islice(left, count))
+                    if not coming:
+                        return
+                    batch = coming.popleft().result()
+                    size = sum(x.nbytes for x in jax.tree.leaves(batch) if isinstance(x, jax.Array))
+                    count = max(1, min(MOST_AHEAD, _BYTES_AHEAD // max(1, size)))
+                    yield batch
 
-            yield ahead()
+            try:
+                yield ahead()
+            finally:
+                reader.shutdown(cancel_futures=True)
 
     def refreshed(self, state: TrainState) -> TrainState:
         """Returns the state with a refreshed `carried` if that is due."""

@@ -332,7 +332,7 @@ class Conv(Rule):
         return jnp.concatenate([lax.slice_in_dim(x, i, i + span, stride, 1 + d) for i in starts], axis=-1)
 
     def _folds(self, d: int) -> bool:
-        """Whether kernel positions along dimension d are whole strides."""
+        """Returns whether the window covers a whole number of strides of dimension d, and has no dilation there."""
         return self.kernel_dilation[d] == 1 and self.window[d] % self.strides[d] == 0
 
     def _folded(self, x: jax.Array, d: int) -> jax.Array:

@@ -18,6 +18,7 @@ from dp_accounting.pld import PLDAccountant
 from flax import nnx
 
 from jaxdp import data, finetune
+from jaxdp.finetune import trainer as dp_trainer
 from jaxdp.finetune.trainer import FIRST_STEPS
 from jaxdp.privacy import Ledger, epsilon
 from jaxdp.privacy.events import composition
@@ -615,6 +616,27 @@ def test_a_source_that_fails_while_it_is_read_ahead_stops_the_run():
     state, failing = trainer.init(params_of()), Failing(source.arrays)
     with pytest.raises(OSError, match="the disk is gone"), trainer.batches(state, failing, 2) as batches:
         next(batches)
+
+
+@pytest.mark.parametrize("most", [2**24, 1])
+def test_only_small_batches_are_read_several_at_once(monkeypatch, most):
+    read = threading.Semaphore(0)
+
+    class Counting(data.Examples):
+        def gather(self, indices):
+            read.release()
+            return super().gather(indices)
+
+    monkeypatch.setattr(dp_trainer, "_BYTES_AHEAD", most)
+    trainer, source = trainer_of(data.PoissonSampler(N, 0.35), physical_batch_size=N), source_of()
+    state = trainer.init(params_of())
+    with trainer.batches(state, Counting(source.arrays), 100) as batches:
+        for _ in range(3):  # the sizes of batches are known after the first
+            next(batches)
+        found = 0
+        while read.acquire(timeout=0.2):
+            found += 1
+    assert found == (18 if most > 1 else 4)
 
 
 # --- Errors ----------------------------------------------------------------------------------------------------------
