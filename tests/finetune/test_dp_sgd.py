@@ -639,6 +639,27 @@ def test_only_small_batches_are_read_several_at_once(monkeypatch, most):
     assert found == (18 if most > 1 else 4)
 
 
+def test_an_update_in_place_copies_no_array():
+    """Each new array takes the buffer of its old one. In the order of names, parameters take those of the optimizer."""
+    trainer = trainer_of(data.PoissonSampler(N, 0.35))
+    state = trainer.init(params_of())
+    large, rest = dp_trainer.apart(state)
+    shapes = {re.escape(f"f32[{','.join(map(str, x.shape))}]") for x in state.params.values() if x.ndim == 2}
+
+    def copies(update, large):
+        text = update.lower(large, rest, trainer.zeros(state.params)).compile().as_text()
+        return [line for shape in shapes for line in re.findall(rf"= {shape}\S* copy\(.*", text)]
+
+    by_name = dp_trainer.repeatable(
+        lambda large, rest, sums: trainer._update(rest._replace(**large), sums),
+        donate=(0,),
+        cpu_options=noise.CPU_OPTIONS,
+    )
+    assert shapes
+    assert not copies(trainer.update_in_place, large)
+    assert copies(by_name, large._asdict())
+
+
 # --- Errors ----------------------------------------------------------------------------------------------------------
 
 
