@@ -304,8 +304,9 @@ class PrivateTrainer:
                     if not coming:
                         return
                     batch = coming.popleft().result()
-                    size = sum(x.nbytes for x in jax.tree.leaves(batch) if isinstance(x, jax.Array))
-                    count = max(1, min(MOST_AHEAD, _BYTES_AHEAD // max(1, size)))
+                    if len(coming) < 2:
+                        size = sum(x.nbytes for x in jax.tree.leaves(batch))  # of arrays on the device
+                        count = max(1, min(MOST_AHEAD, _BYTES_AHEAD // size))
                     yield batch
 
             try:

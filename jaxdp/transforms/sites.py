@@ -378,7 +378,7 @@ class Conv(Rule):
             u = jax.vmap(jax.vmap(lambda x: self._patch(x, offset)))(x)
             return jax.vmap(_outer_sum)(w, u) if self._wide_part else jax.vmap(_outer_sum)(u, w)
 
-        # The loop over kernel positions takes less memory and time than all patches at once.
+        # The loop over kernel positions takes less memory and time than joining the patches of the whole batch.
         grad = (lax.map(at, jnp.asarray(self._offsets)) if self._looped else at(())[None]).sum(1)
         looped, rest = self.window[: self._looped], self.window[self._looped :]
         if self._wide_part:
@@ -386,7 +386,10 @@ class Conv(Rule):
             grad = jnp.moveaxis(grad, (len(looped), len(looped) + 1), (-2, -1))
         else:
             grad = jnp.moveaxis(grad.reshape(*looped, self.groups, *rest, -1, self.cols), len(looped), -2)
-        grad = grad.reshape(*self.window, -1, self.groups * self.cols)  # [*window, in, out]
+        return self._as_weight(grad.reshape(*self.window, -1, self.groups * self.cols))
+
+    def _as_weight(self, grad: jax.Array) -> jax.Array:
+        """Moves the dimensions of dV [*window, in, out] to their places in the weight."""
         out_feature, in_feature, *spatial = self.numbers.rhs_spec
         return _transposed_back(grad, (*spatial, in_feature, out_feature))
 
@@ -433,8 +436,7 @@ class Conv(Rule):
             grads = grads.reshape(examples, *window, self.cols)
         else:
             grads = jnp.moveaxis(grads.reshape(examples, self.cols, *window), 1, -1)
-        out_feature, in_feature, *spatial = self.numbers.rhs_spec
-        return jax.vmap(lambda grad: _transposed_back(grad, (*spatial, in_feature, out_feature)))(grads)
+        return jax.vmap(self._as_weight)(grads)
 
     def _patch_rows(self, size: int, lengths: Sequence[int], joined: int, fold: int) -> jax.Array:
         """Returns the rows of the patches of `size` examples, which are numbered in [size, *lengths]: [rows, 1] int32.
