@@ -95,7 +95,7 @@ def train_with_bounds(
     epochs: int,
     threat: Threat = "add_remove",
     batches: int | None = None,
-    order: np.ndarray | Callable[[int], np.ndarray] | None = None,
+    order: np.ndarray | None = None,
     product: str = "tight",
     momentum: float = 0.0,
     nesterov: bool = False,
@@ -134,11 +134,13 @@ def train_with_bounds(
         and batches keep their size. "replace_per_batch": k records are replaced in EVERY batch, and sums are divided by
         the number of records in the batch (Theorem 4.6). With product="rump" it is the published algorithm.
       batches: The public number of batches per epoch. The batch of a record is the same in every epoch and does not
-        depend on other records. It is a hash of the record's contents, or of its position where records are replaced.
-        None means 1 under "add_remove", because the number of records is private. Under "replace_one" it means
-        round(n / batch_size), at least 1. Under "replace_per_batch" it means consecutive full batches, as published.
-      order: int [steps, batch], the rows of records of each step, -1 for none. It replaces `batches` and `epochs`. A
-        function of n that returns such an array is allowed too.
+        depend on other records. Under "add_remove" it is a hash of the record's contents, that is, of its row in every
+        leaf of `data`. Equal records share a batch. A leaf with a stable id spreads them, and `loss_fn` may ignore it.
+        Where records are replaced, the batch is the position modulo `batches`. None means 1 under "add_remove", because
+        the number of records is private. Under "replace_one" it means round(n / batch_size), at least 1. Under
+        "replace_per_batch" it means consecutive full batches, as published.
+      order: int [steps, batch], the rows of records of each step, -1 for none. It replaces `batches` and `epochs`. It
+        is refused under "add_remove": rows are positions, and a record that leaves changes the positions of others.
       product: "tight" or "rump", see `jaxdp.interval`.
       trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel". Other leaves are frozen, and
         values that depend on them alone are computed once per batch.
@@ -157,10 +159,10 @@ def train_with_bounds(
       TypeError: ks or order are not integers, a trained leaf is not floating point, or mesh is not a mesh.
 
     Formal guarantees:
-      *Containment.* Let data' be within distance ks[i] of `data`. Let each added record be assigned to one batch per
-      epoch by a rule that does not read other records. Training on data' by the equations above in real arithmetic ends
-      inside row i. So does training in floating point, unless logits cancel almost completely. Changes count over the
-      whole data set: the batches of an epoch share the budget (T8), except where the table says otherwise.
+      *Containment.* Let data' be within distance ks[i] of `data`, with batches assigned by the same rule. Training on
+      data' by the equations above in real arithmetic ends inside row i. So does training in floating point, unless
+      logits cancel almost completely. Changes count over the whole data set: the batches of an epoch share the budget
+      (T8), except where the table says otherwise.
 
       *Stable distance.* If data and data' are neighbours, the box of data' at distance k - 1 lies inside the box of
       data at distance k. So the k' of `certify` is 1-Lipschitz, which mechanisms need. For product="tight" and threat

@@ -49,11 +49,14 @@ def partition_by_hash(records: Any, parts: int, *, salt: bytes, ids: Sequence[in
         with one public divisor.
 
     Raises:
-        TypeError, ValueError: An argument is out of range, leaves differ in length, or ids have another type.
+        TypeError, ValueError: An argument is out of range, leaves differ in length, ids have another type, or a leaf
+            holds Python objects or fields.
 
     Formal guarantees:
-        A record's part is a function of that record (or of its identity), `parts` and `salt` only. Adding or removing a
-        record changes one part, by that record. Equal records go to the same part.
+        A record's part is a function of that record (or of its identity), the dtypes and row shapes of the leaves,
+        `parts` and `salt` only. Dtypes and shapes are public and must not follow from the records. The longest text of
+        a leaf counts as no part of its dtype. Adding or removing a record changes one part, by that record. Equal
+        records go to the same part.
     """
     parts = whole("parts", parts)
     if not isinstance(salt, bytes) or not 1 <= len(salt) <= 64:
@@ -61,9 +64,9 @@ def partition_by_hash(records: Any, parts: int, *, salt: bytes, ids: Sequence[in
     count = count_rows(records, "records")
     if ids is None:
         arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(records)]
-        kinds = [(array.dtype.str, array.shape[1:]) for array in arrays]
+        kinds = [(_kind(array), array.shape[1:]) for array in arrays]
         layout = repr((str(jax.tree.structure(records)), kinds))
-        contents = (b"".join(array[i].tobytes() for array in arrays) for i in range(count))
+        contents = (b"".join(_row_bytes(array[i]) for array in arrays) for i in range(count))
     else:
         identities = list(ids)
         if len(identities) != count:
@@ -76,6 +79,21 @@ def partition_by_hash(records: Any, parts: int, *, salt: bytes, ids: Sequence[in
         digest.update(content)
         result[i] = int.from_bytes(digest.digest(), "little") % parts
     return result
+
+
+def _kind(array: np.ndarray) -> str:
+    """Returns the dtype as text, without the width that the longest text of an array gives it."""
+    if array.dtype.hasobject or array.dtype.names:
+        raise TypeError(
+            f"records must have leaves of numbers or texts, got dtype {array.dtype}."
+            " Convert objects to such arrays, and pass each field as a leaf."
+        )
+    return array.dtype.kind if array.dtype.kind in "US" else array.dtype.str
+
+
+def _row_bytes(row: Any) -> bytes:
+    """Returns the bytes of one row of a leaf, without the zeros that pad a text to the longest of the leaf."""
+    return repr(row.tolist()).encode() if row.dtype.kind in "US" else row.tobytes()
 
 
 def _id_bytes(identity: Any) -> bytes:

@@ -42,7 +42,7 @@ class Training:
     epochs: int
     threat: Threat = "add_remove"
     batches: int | None = None
-    order: np.ndarray | Callable[[int], np.ndarray] | None = None
+    order: np.ndarray | None = None
     product: str = "tight"
     momentum: float = 0.0
     nesterov: bool = False
@@ -66,6 +66,12 @@ class Training:
             raise ValueError(
                 f"batches={self.batches} and order exclude each other, because order assigns records to batches."
                 " Give one of them."
+            )
+        if self.order is not None and self.threat == "add_remove":
+            raise ValueError(
+                f"order must be None under threat='add_remove', got {type(self.order).__name__}. It names records by"
+                " their positions, and a record that leaves moves all later ones to other batches. Use batches=2 or"
+                " more, which assigns each record by its own contents, or threat='replace_one'."
             )
         for name in ("weight_decay", "lr_decay", "lr_min"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -121,7 +127,7 @@ def make_plan(
             f"ks reaches {ks[-1]}, more than batch_size={training.batch_size}. No batch has so many records to change."
         )
     n = check_data(data, "data", may_be_empty=training.threat == "add_remove")
-    rows = _default_order(data, n, training) if training.order is None else _check_order(n, training)
+    rows = _default_order(data, n, training) if training.order is None else _check_order(training.order, n)
     rates = np.maximum(training.learning_rate / (1 + training.lr_decay * np.arange(len(rows))), training.lr_min)
     _check_influence(rates, training)
     layout = Layout(jax.tree.structure(params), _check_leaves(params, training.trainable))
@@ -218,55 +224,23 @@ def _default_order(data: Any, n: int, training: Training) -> np.ndarray:
     return np.tile(rows, (training.epochs, 1))
 
 
-def _check_order(n: int, training: Training) -> np.ndarray:
-    order, add_remove = training.order, training.threat == "add_remove"
-    rows = _integers(order(n) if callable(order) else order)
-    if callable(order) and add_remove and n > 1:
-        _check_same_batches(rows, _integers(order(n - 1)), n)
-    if rows.min() < -1 or rows.max() >= n:
-        raise ValueError(f"order must hold rows in [0, {n}) of the data, or -1 for none. Some entries are outside.")
-    if (rows < 0).all(axis=1).any():
-        raise ValueError("order has a batch without records.")
-    for batch in rows:
-        kept = batch[batch >= 0]
-        if len(np.unique(kept)) != len(kept):
-            raise ValueError("order has a record twice in one batch. Its influence on the sum would be twice the clip.")
-    unused = n - len(np.unique(rows[rows >= 0]))
-    if add_remove and unused:
-        raise ValueError(
-            f"order never uses {unused} of the {n} records. Under threat='add_remove' the use of a record must not"
-            " depend on the number of records, so do not drop an incomplete batch. Fill the last batch with -1, pass"
-            " the data without those records, or use threat='replace_one'."
-        )
-    epochs = np.split(rows, np.cumsum(_groups(rows))[:-1])
-    if add_remove and any((epoch >= 0).sum() != n for epoch in epochs):
-        raise ValueError(
-            "order uses some records more often than others between two uses of one record. Under"
-            " threat='add_remove' every epoch must use every record once, or an added record could count twice."
-            " Fill epochs with -1, or use threat='replace_one'."
-        )
-    return rows
-
-
-def _integers(order: Any) -> np.ndarray:
+def _check_order(order: np.ndarray, n: int) -> np.ndarray:
+    """Checks rows [steps, batch] of a data set of n records. n is public, because records are replaced."""
     rows = np.asarray(order)
     if rows.ndim != 2 or rows.size == 0:
         raise ValueError(f"order must have shape [steps, batch], got {list(rows.shape)}.")
     if not np.issubdtype(rows.dtype, np.integer):
         raise TypeError(f"order must be integers, got {rows.dtype}.")
-    return rows.astype(np.int64)
-
-
-def _check_same_batches(rows: np.ndarray, fewer: np.ndarray, n: int) -> None:
-    """Checks that without record n - 1 every other record stays in its batches."""
-    if len(rows) == len(fewer):
-        batches = ({*batch[(batch >= 0) & (batch != n - 1)]} for batch in rows)
-        if all(a == {*b[b >= 0]} for a, b in zip(batches, fewer, strict=True)):
-            return
-    raise ValueError(
-        f"order(n) puts records into other batches when one of {n} is removed. For threat='add_remove' assign batches"
-        " by the record's index only, such as i mod (number of batches). Or use threat='replace_one'."
-    )
+    rows = rows.astype(np.int64)
+    if rows.min() < -1 or rows.max() >= n:
+        raise ValueError(f"order must hold rows in [0, {n}) of the data, or -1 for none. Some entries are outside.")
+    if (rows < 0).all(axis=1).any():
+        raise ValueError("order has a batch without records.")
+    for batch in rows:
+        members = batch[batch >= 0]
+        if len(np.unique(members)) != len(members):
+            raise ValueError("order has a record twice in one batch. Its influence on the sum would be twice the clip.")
+    return rows
 
 
 def _groups(rows: np.ndarray) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 Comparisons of bounds have no tolerance unless two implementations of the same equations are compared.
 """
 
+import collections
 import dataclasses
 import functools
 import importlib.util
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import jaxdp
-from jaxdp.prediction import Training, agt, certify, plan, sums, train_with_bounds
+from jaxdp.prediction import Training, agt, certify, partition_by_hash, plan, sums, train_with_bounds
 from tests.compilations import compilations
 
 
@@ -82,6 +83,16 @@ def shuffled(rng, n, batch_size, epochs):
     return rows.reshape(epochs * steps, batch_size)
 
 
+def by_contents(x, y, batches, epochs):
+    """Returns [steps, batch], as `shuffled`: the rows of "add_remove", where a hash of a record gives its batch."""
+    part = np.zeros(len(x), int) if batches == 1 else partition_by_hash((x, y), batches, salt=b"jaxdp batches")
+    rows = np.full((batches, len(x)), -1)
+    for number, batch in enumerate(rows):
+        members = np.flatnonzero(part == number)
+        batch[: len(members)] = members
+    return np.tile(rows, (epochs, 1))
+
+
 def leaves64(*trees):
     return [[np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)] for tree in trees]
 
@@ -132,7 +143,13 @@ class Case:
         rng = np.random.default_rng(seed)
         params = network(rng, self.sizes)
         x, y = records(rng, self.n, self.sizes, self.loss)
+        if self.threat == "add_remove":
+            return params, x, y, by_contents(x, y, self.batches, self.epochs)
         return params, x, y, shuffled(rng, self.n, self.batch_size, self.epochs)
+
+    @property
+    def batches(self):
+        return -(-self.n // self.batch_size)
 
     @property
     def optimizer(self):
@@ -140,6 +157,8 @@ class Case:
         return {name: getattr(self, name) for name in names}
 
     def bounds(self, params, x, y, order, **options):
+        if self.threat == "add_remove":  # which assigns records to batches as `order` does
+            order, options = None, {"batches": self.batches} | options
         result = train_with_bounds(
             LOSSES[self.loss],
             params,
@@ -276,8 +295,8 @@ def test_sums_do_not_depend_on_fragments(monkeypatch, threat):
     params, x, y, order = case.problem()
     whole = case.bounds(params, x, y, order)
     cut(monkeypatch, (3, 5, 2))
-    gaps = np.insert(order, (0, 7, 20), -1, axis=1)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(case.bounds(params, x, y, gaps)), strict=True):
+    order = np.insert(order, (0, 7, 20), -1, axis=1)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(case.bounds(params, x, y, order)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -376,10 +395,7 @@ def neighbours(name, seed):
     rng = np.random.default_rng(200 + seed)
     if case.threat == "add_remove":
         i = int(rng.integers(case.n))
-        rest = np.delete(np.arange(case.n), i)
-        place = np.full(case.n + 1, -1)
-        place[rest] = np.arange(case.n - 1)
-        yield params, x[rest], y[rest], place[order]
+        yield params, np.delete(x, i, axis=0), np.delete(y, i), None
         return
     extra, labels = records(rng, 1, case.sizes, case.loss)
     for scale in (0, 1, 1e3):
@@ -452,15 +468,12 @@ def saturated(rng, n, wide=1000):
 )
 def test_neighbours_by_a_saturated_record(n, batch_size, options):
     """A record that moves the sum by as much as any can: the boxes must have room for all of it."""
-    steps = -(-n // batch_size)
-    case = Case("bce", (1000, 1), "add_remove", batch_size, 1, 20.0, 0.01, ks=3, **options)
+    case = Case("bce", (1000, 1), "add_remove", batch_size, 1, 20.0, 0.01, n=n, ks=3, **options)
     for seed in range(4):
         params, x, y, extreme, label = saturated(np.random.default_rng(seed), n)
-        order = np.full((steps, -(-n // steps) + 1), -1)
-        order[:, :-1] = np.arange(order[:, :-1].size).reshape(steps, -1)
-        without = case.bounds(params, x, y, order[:, : x.shape[0] // steps])
-        order[seed % steps, -1] = n
-        more = case.bounds(params, np.vstack([x, extreme]), np.append(y, label), order)
+        without = case.bounds(params, x, y, None)
+        place = seed * n // 4
+        more = case.bounds(params, np.insert(x, place, extreme, axis=0), np.insert(y, place, label), None)
         assert within(without, more) and within(more, without)
 
 
@@ -470,8 +483,7 @@ def test_neighbours_where_a_gradient_overflows():
     case = Case("bce", (3, 1), "add_remove", 24, 2, 0.2, 0.3)
     params, x, y, order = case.problem()
     params[0], x[0] = np.full((3, 1), 2, np.float32), (3e38, -3e38, 0)
-    place = np.append(np.arange(case.n - 1), [-1, -1])
-    ours, other = case.bounds(params, x, y, order), case.bounds(params, x[:-1], y[:-1], place[order])
+    ours, other = case.bounds(params, x, y, order), case.bounds(params, x[:-1], y[:-1], None)
     assert within(ours, other) and within(other, ours)
     radius = max(float(np.max(high[0] - low[0])) for low, high in zip(ours.lower, ours.upper, strict=True))
     step = case.learning_rate * 2 * case.clip / case.n  # one record that may be anything
@@ -485,30 +497,76 @@ def arrays(no_work):
     def arrays(data, **options):
         with pytest.raises(AssertionError, match="work was done"):
             attempt(data=data, **options)
-        _, _, (features, _), order, _ = no_work[-1]
+        _, _, (features, *_), order, _ = no_work[-1]
         return np.asarray(features), np.asarray(order)
 
     return arrays
 
 
-@pytest.mark.parametrize("threat", ["add_remove", "replace_one"])
-def test_default_batches(arrays, threat):
-    """A record's batches depend on nothing but the record, or its place: neighbours agree on those of all others."""
-    x, y = records(np.random.default_rng(5), 41, (2, 1), "bce")
-    changed = np.random.default_rng(6).permutation(41)[1:] if threat == "add_remove" else np.arange(41)
-    other = x[changed], y[changed]
-    if threat == "replace_one":
-        other[0][7] *= -100
-    batches = []
-    declared = {"batches": 4} if threat == "add_remove" else {}
-    for data in ((x, y), other):
-        features, order = arrays(data, threat=threat, batch_size=10, epochs=2, **declared)
-        assert len(order) == 8
-        batches.append([{tuple(features[i]) for i in rows if i >= 0} for rows in order])
-        for epoch in (batches[-1][:4], batches[-1][4:]):
-            assert sum(map(len, epoch)) == len(data[0]) and len(set.union(*epoch)) == len(data[0])
-    apart = [len(a ^ b) for a, b in zip(*batches, strict=True)]
-    assert sum(apart) == (2 if threat == "add_remove" else 4)  # once in each epoch: it leaves; or another enters
+def members(features, order):
+    """Returns the contents of each batch: how often it has each record."""
+    return [collections.Counter(tuple(features[i]) for i in rows if i >= 0) for rows in order]
+
+
+def moved(before, after):
+    """Returns how many records are in a batch before and not after, or the other way round."""
+    return sum((one - two).total() + (two - one).total() for one, two in zip(before, after, strict=True))
+
+
+def by_position(data, batches, **_):
+    """The broken twin: removing a record moves all records behind it."""
+    return np.arange(len(data[0])) % batches
+
+
+@pytest.mark.parametrize("twin", [False, True])
+def test_the_batches_of_all_others_stay_whichever_record_leaves(arrays, monkeypatch, twin):
+    x, y = records(np.random.default_rng(5), 17, (2, 1), "bce")
+    x[[3, 11]], y[[3, 11]] = x[6], y[6]  # three equal records
+    how = {"batches": 3, "batch_size": 10, "epochs": 2}
+    if twin:
+        monkeypatch.setattr(plan, "partition_by_hash", by_position)
+    whole = members(*arrays((x, y), **how))
+    assert len(whole) == 6 and sum(batch.total() for batch in whole) == 2 * 17
+    apart = [moved(whole, members(*arrays((np.delete(x, i, 0), np.delete(y, i)), **how))) for i in range(17)]
+    assert (max(apart) > 2) if twin else (apart == [2] * 17)  # it leaves its batch of both epochs
+
+
+def test_the_batches_of_all_others_stay_whichever_record_is_replaced(arrays):
+    x, y = records(np.random.default_rng(5), 17, (2, 1), "bce")
+    how = {"threat": "replace_one", "batch_size": 6, "epochs": 2}
+    whole = members(*arrays((x, y), **how))
+    assert len(whole) == 6
+    for i in range(17):
+        other = x.copy()
+        other[i] *= -100
+        assert moved(whole, members(*arrays((other, y), **how))) == 4
+
+
+def test_an_id_spreads_equal_records_over_batches(arrays):
+    """The batch may depend on a column that the loss does not read."""
+    x, y = np.ones((40, 2), np.float32), np.ones(40, np.float32)
+    for extra, filled in (((), 1), ((np.arange(40) ** 2,), 4)):
+        _, order = arrays((x, y, *extra), batches=4)
+        assert sum((rows >= 0).any() for rows in order) == filled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("twin", [False, True])
+def test_every_removed_record_stays_within_the_bounds(monkeypatch, twin):
+    """The last weight of a batch decides where the next one goes, so a moved record shows."""
+    case = dataclasses.replace(SMALL, epochs=1, clip=1.0, learning_rate=5.0, n=12)
+    if twin:
+        monkeypatch.setattr(plan, "partition_by_hash", by_position)
+    outsiders = 0
+    for seed in range(2):
+        params, x, y, _ = case.problem(seed)
+        x[::2], y[::2], y[1::2] = abs(x[::2]), 1, 0
+        ours = case.bounds(params, x, y, None)
+        for i in range(case.n):
+            other = case.bounds(params, np.delete(x, i, axis=0), np.delete(y, i), None)
+            outsiders += outside(other.params, row(ours.lower, 1), row(ours.upper, 1)) > 0
+            outsiders += not (within(ours, other) and within(other, ours))
+    assert (outsiders > 0) == twin
 
 
 @pytest.mark.slow
@@ -535,7 +593,7 @@ def test_the_number_of_batches_where_that_of_records_is_public(arrays):
 def test_a_neighbour_is_trained_with_as_many_batches(batches):
     """12 records are one and a half batches of 8: rounding would make a batch less of them when one leaves."""
     case = dataclasses.replace(SMALL, epochs=1, learning_rate=5.0, n=12)
-    options = {} if batches is None else {"batches": batches}
+    options = {"batches": batches}
     for seed in range(4):
         params, x, y, _ = case.problem(seed)
         kept = np.delete(np.arange(case.n), np.random.default_rng(seed).integers(case.n))
@@ -770,23 +828,21 @@ BAD = {
         "weight_decay",
     ),
     "weight_decay that overshoots": ({"learning_rate": 1.0, "weight_decay": 1.1}, ValueError, "weight_decay"),
-    "order outside": ({"order": [[0, 8]]}, ValueError, "order"),
-    "order below": ({"order": [[0, -2]]}, ValueError, "order"),
-    "order twice": ({"order": [[0, 1, 1, 2, 3, 4, 5, 6, 7]]}, ValueError, "order"),
-    "order drops": ({"order": [[0, 1, 2], [3, 4, 5]]}, ValueError, "order"),
-    "order of floats": ({"order": [[0.0, 1.0]]}, TypeError, "order"),
-    "order of one batch": ({"order": [0, 1]}, ValueError, "order"),
-    "order with half an epoch": ({"order": [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3] + [-1] * 4]}, ValueError, "order"),
-    "order with an empty batch": ({"order": [[0, 1], [-1, -1]]}, ValueError, "order"),
-    "order that shifts": ({"order": lambda n: np.arange(n - n % 2).reshape(2, -1)}, ValueError, "order"),
-    "order by a permutation": (
-        {
-            "order": lambda n: np.pad(np.random.default_rng(n).permutation(n), (0, 8 - n), constant_values=-1).reshape(
-                2, 4
-            )
-        },
+    "order outside": ({"threat": "replace_one", "order": [[0, 8]]}, ValueError, "order"),
+    "order below": ({"threat": "replace_one", "order": [[0, -2]]}, ValueError, "order"),
+    "order twice": ({"threat": "replace_one", "order": [[0, 1, 1, 2, 3, 4, 5, 6, 7]]}, ValueError, "order"),
+    "order of floats": ({"threat": "replace_one", "order": [[0.0, 1.0]]}, TypeError, "order"),
+    "order of one batch": ({"threat": "replace_one", "order": [0, 1]}, ValueError, "order"),
+    "order with an empty batch": ({"threat": "replace_one", "order": [[0, 1], [-1, -1]]}, ValueError, "order"),
+    "order of positions": (
+        {"threat": "add_remove", "order": [[0, 2, 4, 6], [1, 3, 5, 7]]},
         ValueError,
-        "order",
+        "order must be None under threat='add_remove'",
+    ),
+    "order by the number of records": (
+        {"threat": "add_remove", "order": lambda n: np.append(np.arange(n), [-1] * (n % 2)).reshape(-1, 2).T},
+        ValueError,
+        "order must be None under threat='add_remove', got function",
     ),
     "mesh": ({"mesh": 8}, TypeError, "mesh must be a jax.sharding.Mesh"),
     "data_axes": (
@@ -834,8 +890,8 @@ def test_bad_settings(name, no_work):
 def test_good_settings_reach_the_work(no_work):
     with pytest.raises(AssertionError, match="work was done"):
         attempt()
-    with pytest.raises(AssertionError, match="work was done"):  # an assignment by the record's own index
-        attempt(order=lambda n: np.where(np.arange(8) < n, np.arange(8), -1).reshape(4, 2).T)
+    with pytest.raises(AssertionError, match="work was done"):
+        attempt(threat="replace_one", order=np.arange(8).reshape(4, 2).T)
 
 
 def test_settings_are_checked_before_there_are_records(no_work):

@@ -193,6 +193,18 @@ def test_a_record_keeps_its_part_whatever_the_others():
     assert (twice[:500] == twice[500:]).all()
 
 
+@pytest.mark.parametrize("dtype", [np.str_, np.bytes_])
+def test_a_text_keeps_its_part_whatever_the_longest_text(dtype):
+    """NumPy gives a text column the width of its longest text, which may be of another record."""
+    texts = np.array([f"visit {'x' * (i % 5)}{i}" for i in range(60)] + ["much longer than every other one"], dtype)
+    data = {"text": texts, "pair": np.stack([texts, texts[::-1]], axis=1), "x": np.arange(61.0)}
+    parts = ensembles.partition_by_hash(data, 7, salt=b"v1")
+    assert len(set(parts.tolist())) == 7
+    for i in (0, 30, 60):
+        fewer = {name: np.array(np.delete(leaf, i, axis=0).tolist()) for name, leaf in data.items()}
+        assert (ensembles.partition_by_hash(fewer, 7, salt=b"v1") == np.delete(parts, i)).all()
+
+
 def test_parts_are_balanced_and_depend_on_every_byte_and_on_the_salt():
     data = records(7000)
     parts = ensembles.partition_by_hash(data, 7, salt=b"v1")
@@ -230,6 +242,8 @@ def test_an_identity_keeps_its_part_when_its_content_is_replaced():
         ({"ids": [1.5, 2.5]}, TypeError, "integers or strings"),
         ({"records": {"x": np.zeros((2, 1)), "y": np.zeros(3)}}, ValueError, "different lengths"),
         ({"records": {}}, ValueError, "records must be"),
+        ({"records": {"x": np.array(["a", "b"], object)}}, TypeError, "numbers or texts, got dtype object"),
+        ({"records": {"x": np.zeros(2, [("a", "U3"), ("b", "i4")])}}, TypeError, "pass each field as a leaf"),
     ],
 )
 def test_partition_refuses(change, error, match):
