@@ -4,7 +4,7 @@
 
 "published" is Abstract Gradient Training as published (threat="replace_per_batch", product="rump"), with k replacements
 in every batch. "replace" has k replacements in the whole data set, and "add_remove" k records added or removed. Data,
-networks and queries are the same. The second table has the probability of a wrong answer at a distance, for every
+networks and queries are the same. Batches are random, and for "add_remove" a hash of each record. The second table has the probability of a wrong answer at a distance, for every
 mechanism.
 """
 
@@ -98,6 +98,7 @@ def measure(case: Case, seed: int) -> dict[str, float]:
     order = np.concatenate([rng.permutation(case.records).reshape(batches, case.batch)] * case.epochs)
     row: dict[str, float] = {}
     for name, threat, product in RULES:
+        assigned: dict[str, Any] = {"batches": batches} if threat == "add_remove" else {"order": order}
         bounds = train_with_bounds(
             loss,
             params,
@@ -108,9 +109,9 @@ def measure(case: Case, seed: int) -> dict[str, float]:
             lr_decay=case.lr_decay,
             batch_size=case.batch,
             epochs=case.epochs,
-            order=order,
             threat=threat,  # type: ignore[arg-type]
             product=product,
+            **assigned,
         )
         found = certify(bounds, network, queries, product=product)
         row[name] = float(np.mean(found.distance))

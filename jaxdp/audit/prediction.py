@@ -9,6 +9,9 @@
 A trial is one answer. One call of the stage answers the query many times, each time with fresh noise. A model is
 trained with each candidate, and half of its answers choose the canary. The canary is the record that changes the
 probability of an answer most. It flips the label, the vote of an ensemble, or the distance to the next flip.
+
+The canary sits anywhere among the records, so all records behind it have other positions than without it. This shows
+batches or parts that follow from positions.
 """
 
 import itertools
@@ -47,16 +50,16 @@ def audit_answers(
     Args:
         ask: `ask(data, queries, account=, seed=) -> answers [Q]`, which trains on `data` and calls `private_predict`,
             `private_values` or `pate_predict`. It is called once for `data` and once for `data` with each candidate
-            after its last record.
+            at a random place.
         event: The event of one answer, `jaxdp.prediction.event(1, ...)` or `ConfidentGNMax.event(1, max_answers=1)`.
         query: A pytree of arrays [...], ONE query.
         data: A pytree of arrays [n, ...], the training set without the canary.
         candidates: A pytree of arrays [N, ...], records that may be the canary, N >= 1, for "replace_one" N >= 2.
         trials: The number of judged answers of either kind, at least 2. As many others choose canary and score.
         delta, claim: As in `jaxdp.audit.multi_run`. PATE is audited at delta > 0 by the "gaussian" claim.
-        adjacency: "add_remove" compares the canary with no record, "replace_one" with another candidate.
+        adjacency: "add_remove" compares the canary with no record, "replace_one" with another candidate in its place.
         confidence: In (0.5, 1).
-        seed: 16 secret bytes of the noise, for tests. The default is OS entropy.
+        seed: 16 secret bytes of the noise and of the places, for tests. The default is OS entropy.
 
     Returns:
         The `Audit` of 2 `trials` answers, for one record, with the ledger's epsilon of one answer.
@@ -78,14 +81,16 @@ def audit_answers(
     count, least = count_rows(candidates, "candidates"), 2 if adjacency == "replace_one" else 1
     if count < least:
         raise ValueError(f"candidates must hold at least {least} records under {adjacency!r}, got {count}.")
-    rows = [jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i : i + 1], candidates) for i in range(count)]
-    sets = [jax.tree.map(lambda leaf, one: np.concatenate([leaf, one]), data, row) for row in rows]
+    seed = release.new_seed() if seed is None else seed
+    sets = [
+        jax.tree.map(lambda leaf, some, i=i, place=place: np.insert(leaf, place, some[i], axis=0), data, candidates)
+        for i, place in enumerate(_places(seed, count_rows(data, "data"), count, adjacency))
+    ]
     neighbours = range(count)
     if adjacency == "add_remove":
         sets, neighbours = [*sets, data], range(count, count + 1)
 
     queries = jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf)[None], 2 * trials, axis=0), query)
-    seed = release.new_seed() if seed is None else seed
     with Ledger.in_memory() as ledger:
         ledger.register("audited", adjacency=adjacency, unit="record")
         account = ledger.account("audited", label="audit")
@@ -103,3 +108,10 @@ def audit_answers(
     canary, neighbour = max(pairs, key=lambda pair: np.abs(rates[pair[0]] - rates[pair[1]]).max())
     present, absent = ((rates[canary] - rates[neighbour])[cells[i][trials:]] for i in (canary, neighbour))
     return bounds.multi_run(present, absent, upper=upper, delta=delta, confidence=confidence, claim=claim)
+
+
+def _places(seed: bytes, records: int, candidates: int, adjacency: Adjacency) -> np.ndarray:
+    """Returns the position of each candidate among the records. A record and its replacement have one position."""
+    key = int.from_bytes(release.derive(seed, "places"), "little")
+    places = np.random.Generator(np.random.Philox(key=key)).integers(records + 1, size=candidates)
+    return np.full_like(places, places[0]) if adjacency == "replace_one" else places

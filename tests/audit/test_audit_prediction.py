@@ -19,6 +19,7 @@ from jaxdp.prediction import (
     certify,
     event,
     pate_predict,
+    plan,
     private_predict,
     private_values,
     train_with_bounds,
@@ -44,8 +45,8 @@ def apply_fn(params, query):
     return params["w"] * query
 
 
-def train(data, *, ks=(0, 1, 2), clip=CLIP):
-    """One full batch."""
+def train(data, *, ks=(0, 1, 2), clip=CLIP, **options):
+    """One full batch, unless `options` say otherwise."""
     return train_with_bounds(
         loss,
         {"w": jnp.zeros(())},
@@ -55,7 +56,7 @@ def train(data, *, ks=(0, 1, 2), clip=CLIP):
         learning_rate=1.0,
         batch_size=ROWS,
         epochs=1,
-        order=np.arange(len(data["y"]))[None],
+        **options,
     )
 
 
@@ -143,14 +144,48 @@ def test_a_clip_that_training_forgets_is_caught():
     assert not audit(records(16, 4)).violated
 
 
-@pytest.mark.slow
-def test_an_ensemble_is_audited_by_its_vote():
-    def members(data):
-        parts = [{name: leaf[i::3] for name, leaf in data.items()} for i in range(3)]
-        return [train(part) for part in parts]
+def by_id(data, count, **_):
+    return data["id"] % count
 
-    found = audit(records(9, 9), train=members, trials=10_000)
-    assert 0 <= found.lower <= found.upper == pytest.approx(1.0, rel=1e-12)
+
+def by_position(data, count, **_):
+    """The broken twin: the records behind the canary have other parts with it than without it."""
+    return np.arange(len(data["id"])) % count
+
+
+def in_parts(data, part):
+    return [{name: leaf[part == i] for name, leaf in data.items()} for i in range(3)]
+
+
+def labelled_by_id(count, classes):
+    """Returns records in the order of their ids, and candidates. Those of one id modulo `classes` have y = 1."""
+    numbers = np.arange(count)
+    data = {"x": np.ones(count, np.float32), "y": np.float32(numbers % classes == 0), "id": numbers}
+    return data, {"x": np.ones(4, np.float32), "y": np.zeros(4, np.float32), "id": count + np.arange(4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "broken"), [(by_id, False), (by_position, True)])
+def test_an_ensemble_is_audited_by_its_vote(part, broken):
+    data, candidates = labelled_by_id(12, 3)
+
+    def members(data):
+        return [train(mine, ks=range(5)) for mine in in_parts(data, part(data, 3))]
+
+    found = audit(data, train=members, candidates=candidates, trials=10_000)
+    assert found.upper == pytest.approx(1.0, rel=1e-12) and found.violated == broken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True])
+def test_batches_that_follow_from_positions_are_caught(monkeypatch, broken):
+    """The first batch decides, because the learning rate falls. Positions shift the labels into the other one."""
+    data, candidates = labelled_by_id(24, 2)
+    if broken:
+        monkeypatch.setattr(plan, "partition_by_hash", by_position)
+    deciding = functools.partial(train, batches=2, lr_decay=50.0)
+    found = audit(data, train=deciding, candidates=candidates, trials=10_000)
+    assert found.upper == pytest.approx(1.0, rel=1e-12) and found.violated == broken
 
 
 @pytest.mark.slow
@@ -190,11 +225,11 @@ def test_canary_and_score_are_learnt_from_other_answers_than_those_that_are_judg
 
 def pate_audit(*, sigma=1.0, **options):
     def train(data):
-        parts = [{name: leaf[i::3] for name, leaf in data.items()} for i in range(3)]
-        return [{"w": np.float32((2 * part["y"] - 1).sum())} for part in parts]
+        return [{"w": np.float32((2 * part["y"] - 1).sum())} for part in in_parts(data, by_id(data, 3))]
 
     # The parts vote for a tie, for 1 and for 0; the canary joins the first.
-    undecided = {"x": np.ones(6, np.float32), "y": np.array([0, 1, 0, 1, 1, 0], np.float32)}
+    undecided = {"x": np.ones(6, np.float32), "y": np.array([0, 1, 0, 1, 1, 0], np.float32), "id": np.arange(6)}
+    candidates = CANDIDATES | {"id": np.array([6, 9])}
     options = {"confidence": 0.999, "seed": SEED, "trials": 2000, "delta": 1e-5, **options}
     mechanism = ConfidentGNMax(threshold=-20.0, sigma_threshold=10.0, sigma_votes=sigma)
 
@@ -203,7 +238,7 @@ def pate_audit(*, sigma=1.0, **options):
         return pate_predict(train(data), apply_fn, queries, **terms)
 
     cost = mechanism.event(1, max_answers=1)
-    return canaries.audit_answers(ask, cost, QUERY, undecided, CANDIDATES, claim="gaussian", **options)
+    return canaries.audit_answers(ask, cost, QUERY, undecided, candidates, claim="gaussian", **options)
 
 
 @pytest.mark.slow
