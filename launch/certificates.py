@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import flags
 
-from jaxdp.files import optional, write_durably
+from jaxdp.files import optional, shown, write_durably
 
 from . import frame
 
@@ -123,7 +123,8 @@ def _main(argv: Sequence[str]) -> None:
     if len(argv) != 2:
         raise ValueError("give one folder for the keys: python -m launch.certificates keys --party clinic-1.")
     make(pathlib.Path(argv[1]), _PARTY.value, hosts=_HOST.value, days=_DAYS.value)
-    print(f"{argv[1]}: {', '.join(sorted(os.listdir(argv[1])))}. Give each party its own folder and no other.")
+    names = ", ".join(map(shown, sorted(os.listdir(argv[1]))))
+    print(f"{shown(argv[1])}: {names}. Give each party its own folder and no other.")
 
 
 if __name__ == "__main__":

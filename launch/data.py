@@ -55,7 +55,7 @@ import numpy as np
 
 from jaxdp import data
 from jaxdp.data import Examples, sources
-from jaxdp.files import Limits, optional, read_npz
+from jaxdp.files import Limits, optional, read_npz, shown
 from jaxdp.report import progress_bar
 
 from . import settings, shifts
@@ -291,7 +291,7 @@ def _called(config: Any, part: str) -> Examples:
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"config.data.source={config.source!r} cannot be imported: {error}.") from error
+        raise ValueError(f"config.data.source={config.source!r} cannot be imported: {shown(error)}.") from error
     found = make(part, **dict(config.get("options", {})))
     if not isinstance(found, Examples):
         raise TypeError(
@@ -357,7 +357,7 @@ def texts(
         records = builder.as_data_source(split=split)
         rows = records.__getitems__(list(range(len(records))))
     if rows and field not in rows[0]:
-        raise ValueError(f"field must be one of {', '.join(sorted(rows[0]))}, got {field!r}.")
+        raise ValueError(f"field must be one of {', '.join(map(repr, sorted(rows[0])))}, got {field!r}.")
     label = np.array([row["label"] if labelled else 0 for row in rows], np.int32)
     if (label < 0).any():
         raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1).")

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxdp.files import read_json, understood, write_durably, write_json
+from jaxdp.files import read_json, shown, understood, write_durably, write_json
 from jaxdp.privacy import Ledger, SelfComposedDpEvent, epsilon
 from jaxdp.privacy.events import from_json
 from jaxdp.report import Chart, render_page, round_up, verdict
@@ -159,7 +159,7 @@ def _report(ledger: pathlib.Path, names: Sequence[str] | None) -> dict[str, Any]
     entries = {entry["name"]: entry for entry in report["datasets"]}
     names = list(entries) if names is None else names
     if missing := [name for name in names if name not in entries]:
-        raise ValueError(f"{ledger} has no {', '.join(missing)}. It is not the ledger of this run.")
+        raise ValueError(f"{shown(ledger)} has no {', '.join(map(repr, missing))}. It is not the ledger of this run.")
     return report | {"datasets": [entries[name] for name in names]}
 
 

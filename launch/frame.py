@@ -38,7 +38,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from jaxdp import memory
-from jaxdp.files import read_json, read_npz, understood, write_durably, write_json
+from jaxdp.files import read_json, read_npz, shown, understood, write_durably, write_json
 from jaxdp.privacy import Account, BudgetExceeded, Ledger, LedgerDamaged
 from jaxdp.release import HostFailed, Hosts, digest, locked
 from jaxdp.release.identity import processor
@@ -361,15 +361,18 @@ def check_same_config(study: str, config: Any, root: pathlib.Path) -> None:
         return
     stored = read_json(path, remedy=_REMEDY)
     if stored.get("format") != _FORMAT:
-        raise ValueError(f"{root} was made by another release of jaxdp with another layout. Use a new workdir.")
+        raise ValueError(f"{shown(root)} was made by another release of jaxdp with another layout. Use a new workdir.")
     if stored["study"] != study:
-        raise ValueError(f"{root} belongs to the study {stored['study']!r}, not to {study!r}. Use a new workdir.")
+        raise ValueError(
+            f"{shown(root)} belongs to the study {stored['study']!r}, not to {study!r}. Use a new workdir."
+        )
     before, given = _flat(stored["config"]), _flat(json.loads(config.to_json()))
     for fields in (before, given):
         fields.pop("watch", None)  # It changes how a run is shown, and nothing in its results.
     if before != given:
         names = sorted(name for name in {*before, *given} if before.get(name) != given.get(name))
-        raise ValueError(f"{root} belongs to an experiment with another {', '.join(names)}. Use a new workdir.")
+        fields = ", ".join(map(shown, names))
+        raise ValueError(f"{shown(root)} belongs to an experiment with another {fields}. Use a new workdir.")
 
 
 @contextlib.contextmanager
@@ -590,7 +593,8 @@ def limits(given: Sequence[str]) -> Any:
 def _stop(error: Exception) -> NoReturn:
     logging.debug("The error was raised here:", exc_info=error)
     for text in (error, *getattr(error, "__notes__", ())):
-        print(text, file=sys.stderr)
+        for line in str(text).split("\n"):
+            print(shown(line), file=sys.stderr)
     sys.exit(2)
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import recalibration
-from jaxdp.files import Limits, pack, read_npz, unpack, write_durably, write_json
+from jaxdp.files import Limits, pack, read_npz, shown, unpack, write_durably, write_json
 from jaxdp.privacy import Ledger
 from jaxdp.release import alone
 
@@ -71,7 +71,7 @@ def run_server(
             question = pack("question", fields={"round": k, "terms": terms}, arrays={"temperature": temperature})
             told = hospitals.ask(dict.fromkeys(asked, question), timeout=timeout)
             if len(told) < fewest:
-                lost = ", ".join(sorted(set(asked) - set(told)))
+                lost = ", ".join(map(shown, sorted(set(asked) - set(told))))
                 raise TimeoutError(
                     f"{lost} gave no answer to round {k} within {timeout:g} seconds, or refused, as its own output "
                     "says. Start again as before, when they are back. Answered rounds are repeated and not paid again."
@@ -94,15 +94,18 @@ def run_server(
             write_json(root / "result.json", result | {"parameters": {k: x.tolist() for k, x in arrays.items()}})
             end = pack("end", fields={"terms": terms}, arrays={})
             hospitals.ask(dict.fromkeys(asked, end), timeout=_FAREWELL_SECONDS)
-            print(f"calibrator: {len(asked)} hospitals answered {method.rounds} rounds. {root} has the result.")
+            print(f"calibrator: {len(asked)} hospitals answered {method.rounds} rounds. {shown(root)} has the result.")
             return load(config, root)
 
 
 def _sum(data: bytes, name: str, k: int) -> np.ndarray:
     found = unpack(data, "answer", fields=["round"], limits=_LIMITS, name=f"the answer of {name}")
     answer = found.arrays.get("answer", np.zeros(0))
-    if found.fields["round"] != k or answer.dtype != np.float32 or answer.ndim != 1:
-        raise ValueError(f"the answer of {name} must be a float32 vector for round {k}. Use the same release of jaxdp.")
+    answered = found.fields["round"]
+    if type(answered) is not int or answered != k or answer.dtype != np.float32 or answer.ndim != 1:
+        raise ValueError(
+            f"the answer of {shown(name)} must be a float32 vector for round {k}. Use the same release of jaxdp."
+        )
     return answer
 
 
@@ -143,7 +146,9 @@ class Hospital(contextlib.AbstractContextManager["Hospital"]):
         records: dict[str, Any] = read_npz(mine.records, ["logits", "labels"], optional=["group"])
         party = recalibration.Party(**records)
         if party.logits.shape[1] != config.num_classes:
-            raise ValueError(f"logits in {mine.records} must have {config.num_classes} columns, the agreed classes.")
+            raise ValueError(
+                f"logits in {shown(mine.records)} must have {config.num_classes} columns, the agreed classes."
+            )
         with contextlib.ExitStack() as opened:
             root.mkdir(parents=True, exist_ok=True)
             ledger = opened.enter_context(Ledger(ledger_path or root / "ledger.sqlite"))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from absl import flags
 
-from jaxdp.files import Limits, read_package, write_package
+from jaxdp.files import Limits, read_package, shown, write_package
 
 from . import flower, frame
 
@@ -123,7 +123,7 @@ def serve_folder(
                     last = time.monotonic()
         if time.monotonic() > last + timeout:
             raise TimeoutError(
-                f"no question came through {folder} within {timeout:g} seconds. Is the server running with the same "
-                "folder? Start again as before. What was paid is kept and not paid twice."
+                f"no question came through {shown(folder)} within {timeout:g} seconds. Is the server running with the "
+                "same folder? Start again as before. What was paid is kept and not paid twice."
             )
         time.sleep(_POLL_SECONDS)

@@ -30,6 +30,7 @@ from jaxdp.files import (
     read_json,
     read_npz,
     read_package,
+    shown,
     unpack,
     write_durably,
     write_json,
@@ -73,7 +74,7 @@ def run_server(
         check_numbers(config)
         frame.check_same_config("split server", config, root)
         if len(client.names) != 1:
-            names = ", ".join(client.names) or "none"
+            names = ", ".join(map(shown, client.names)) or "none"
             raise ValueError(
                 f"the server of Split Adaptation has one client, got {names}. Give --exchange one folder, or --keys a "
                 "folder that was made with one --party."
@@ -91,8 +92,8 @@ def run_server(
             (one,) = client.names
             if one not in (found := client.ask({one: question}, timeout=timeout)):
                 raise TimeoutError(
-                    f"{one} gave no answer within {timeout:g} seconds, or refused, as its own output says. Start both "
-                    "again as before. They keep what they sent and pay nothing twice."
+                    f"{shown(one)} gave no answer within {timeout:g} seconds, or refused, as its own output says. "
+                    "Start both again as before. They keep what they sent and pay nothing twice."
                 )
             return found[one]
 
@@ -266,7 +267,9 @@ class _Client:
         """Pays for the upload and the queries, makes and keeps them, and returns the upload."""
         config, root, kept = self.config, self.root, self.root / "frontend"
         if kept.exists() and read_package(kept) != question:
-            raise ValueError(f"{root} was started with another frontend. Use a new workdir at one of the parties.")
+            raise ValueError(
+                f"{shown(root)} was started with another frontend. Use a new workdir at one of the parties."
+            )
         shipment = self._shipment = messages.unpack_frontend(question, limits=self.limits)
         few, test = self._images
         _check_client(config, shipment, few, test)
@@ -274,8 +277,9 @@ class _Client:
         missing = [name for name in ("upload", "queries")[: 1 + self._asks] if not (root / name).exists()]
         if "queries" in missing and (root / "result.json").exists():
             raise ValueError(
-                f"the run in {root} has ended without queries, and the secret that perturbed its frontend is deleted. "
-                "Use a new workdir at both parties, and ask from the start. The new run pays for its own upload."
+                f"the run in {shown(root)} has ended without queries, and the secret that perturbed its frontend is "
+                "deleted. Use a new workdir at both parties, and ask from the start. The new run pays for its own "
+                "upload."
             )
         self.bound.enter_context(frame.bind("split client", config, root))
         common = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
@@ -433,7 +437,7 @@ def _check_same_images(arrays: dict[str, Any], path: pathlib.Path) -> None:
     """Raises ValueError for images that differ from the images of the workdir's upload."""
     sums = {name: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest() for name, array in arrays.items()}
     if path.exists() and read_json(path) != sums:
-        raise ValueError(f"{path.parent} was started with other images or labels. Use a new workdir.")
+        raise ValueError(f"{shown(path.parent)} was started with other images or labels. Use a new workdir.")
     write_json(path, sums)
 
 

@@ -4,6 +4,7 @@ from jaxdp.files.durable import sync_folder, sync_tree, to_disk, write_durably, 
 from jaxdp.files.extras import optional
 from jaxdp.files.package import Package, pack, read_package, unpack, write_package
 from jaxdp.files.reading import Limits, check_finite, check_image, read_json, read_npy, read_npz, understood
+from jaxdp.files.text import parse_json, shown
 
 __all__ = [
     "Limits",
@@ -12,10 +13,12 @@ __all__ = [
     "check_image",
     "optional",
     "pack",
+    "parse_json",
     "read_json",
     "read_npy",
     "read_npz",
     "read_package",
+    "shown",
     "sync_folder",
     "sync_tree",
     "to_disk",

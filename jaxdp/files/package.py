@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxdp.files.durable import write_durably
 from jaxdp.files.reading import Limits, check_finite, understood
+from jaxdp.files.text import parse_json, shown
 
 FORMAT = 2
 _SUM, _LENGTH = 32, 8
@@ -56,8 +57,11 @@ def pack(kind: str, *, fields: Mapping[str, Any], arrays: Mapping[str, Any]) -> 
     check_finite(plain, f"the package {kind!r}", "Nothing is sent. Leave out the inputs that caused them.")
     try:
         told = json.dumps({"format": FORMAT, "kind": kind, "fields": dict(fields)}, sort_keys=True, allow_nan=False)
+        parse_json(told)  # as the reader will
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"fields must be JSON-able (numbers, strings, lists, dictionaries): {error}.") from error
+        raise ValueError(
+            f"fields must be JSON-able (numbers, strings, lists, dictionaries): {shown(error).removesuffix('.')}."
+        ) from error
     rest = save(plain, {"package": told})
     return hashlib.sha256(rest).digest() + rest
 
@@ -80,27 +84,27 @@ def unpack(
       name: A name for errors.
 
     Raises:
-      ValueError: The package is damaged, of another kind, from a newer jaxdp or above a limit. Or it has a NaN or an
-        infinity, or lacks a field. The message has `name` and the remedy.
+      ValueError: The package is damaged, of another kind, of another format or above a limit. Or it has a NaN or an
+        infinity, repeats a name, or lacks a field. The message has `name` and the remedy.
     """
     from safetensors import deserialize
 
-    limits = limits or Limits()
+    limits, name = limits or Limits(), shown(name)
     limits.check("bytes", len(data), name)
     rest = memoryview(data)[_SUM:]
     if len(rest) < _LENGTH or hashlib.sha256(rest).digest() != data[:_SUM]:
         raise _damaged(name, "does not have the SHA-256 that it states")
     with understood(name, _AGAIN):
-        header = json.loads(bytes(rest[_LENGTH : _LENGTH + int.from_bytes(rest[:_LENGTH], "little")]))
-        told = json.loads(header.pop("__metadata__")["package"])
+        header = parse_json(bytes(rest[_LENGTH : _LENGTH + int.from_bytes(rest[:_LENGTH], "little")]))
+        told = parse_json(header.pop("__metadata__")["package"])
         version, kind, found = told["format"], told["kind"], told["fields"]
         limits.check("arrays", len(header), name)
         entries: Any = deserialize(bytes(rest))  # type: ignore[no-untyped-call]  # checks sizes before it copies
         arrays = {key: np.frombuffer(one["data"], _DTYPES[one["dtype"]]).reshape(one["shape"]) for key, one in entries}
-    if type(version) is not int or version > FORMAT:
+    if type(version) is not int or version != FORMAT:  # format 1 was a folder
         raise ValueError(
-            f"{name} has format {version!r}, but this jaxdp reads formats up to {FORMAT}. Upgrade jaxdp, or ask for a "
-            "package in an older format."
+            f"{name} has format {version!r}, but this jaxdp reads format {FORMAT}. Upgrade jaxdp, or ask its "
+            "writer for a package in this format."
         )
     wanted = [kinds] if isinstance(kinds, str) else sorted(kinds)
     if kind not in wanted or not isinstance(found, dict):
@@ -128,10 +132,10 @@ def read_package(path: pathlib.Path, *, limits: Limits | None = None) -> bytes:
       ValueError: The file is no plain file, or exceeds the limit.
     """
     if not os.path.lexists(path):
-        raise FileNotFoundError(f"{path} does not exist. Give the file of a package, or send it again.")
+        raise FileNotFoundError(f"{shown(path)} does not exist. Give the file of a package, or send it again.")
     if path.is_symlink() or not path.is_file():
-        raise _damaged(str(path), "is not a plain file")
-    (limits or Limits()).check("bytes", path.stat().st_size, str(path))
+        raise _damaged(shown(path), "is not a plain file")
+    (limits or Limits()).check("bytes", path.stat().st_size, shown(path))
     return path.read_bytes()
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import io
-import json
 import math
 import os
 import pathlib
@@ -12,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from jaxdp.files.text import parse_json, shown
 
 AGAIN = "Restore it from a copy, or delete it. The same command then makes it again."
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -47,7 +48,7 @@ class Limits:
         """Raises ValueError if `declared` exceeds the limit called `name`. `what` names its source."""
         if declared > getattr(self, name):
             raise ValueError(
-                f"{what} declares {declared} {name}, more than the limit of {getattr(self, name)}. Raise "
+                f"{shown(what)} declares {declared} {name}, more than the limit of {getattr(self, name)}. Raise "
                 f"Limits({name}=...) if you trust its writer."
             )
 
@@ -60,10 +61,11 @@ def understood(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
     except (FileNotFoundError, PermissionError, IsADirectoryError):
         raise
     except Exception as error:
-        if isinstance(error, ValueError) and os.fspath(path) in str(error):
+        name = shown(path)
+        if isinstance(error, ValueError) and name in str(error):
             raise
-        what = " ".join(str(error).split())[:200].removesuffix(".")
-        raise ValueError(f"{os.fspath(path)} is damaged: {type(error).__name__}, {what}. {remedy}") from error
+        what = shown(" ".join(str(error).split())[:200]).removesuffix(".")
+        raise ValueError(f"{name} is damaged: {type(error).__name__}, {what}. {remedy}") from error
 
 
 def read_json(path: pathlib.Path, *, remedy: str = AGAIN, kind: type[Any] = dict, keys: Iterable[str] = ()) -> Any:
@@ -74,7 +76,7 @@ def read_json(path: pathlib.Path, *, remedy: str = AGAIN, kind: type[Any] = dict
       ValueError: The file is not JSON, has another type or lacks a key. The message has the path and `remedy`.
     """
     with understood(path, remedy):
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes(), finite=False)
         if not isinstance(found, kind):
             raise TypeError(f"it holds {type(found).__name__} instead of {kind.__name__}.")
         if missing := [key for key in keys if key not in found]:
@@ -107,8 +109,8 @@ def read_npz(
     with understood(path, remedy), zipfile.ZipFile(path) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         if missing := [name for name in names or () if name not in members]:
-            has = ", ".join(sorted(members)[:20])
-            raise ValueError(f"{path} has no array {', '.join(missing)}. It has {has}. {remedy}")
+            has = ", ".join(map(shown, sorted(members)[:20]))
+            raise ValueError(f"{shown(path)} has no array {', '.join(missing)}. It has {has}. {remedy}")
         wanted = list(members) if names is None else [*names, *(name for name in optional if name in members)]
         limits.check("arrays", len(wanted), str(path))
         total, found = 0, {}
@@ -157,7 +159,7 @@ def check_finite(arrays: Mapping[str, Any], path: str | os.PathLike[str], remedy
     """Raises ValueError that names the first array with a NaN or an infinity."""
     for name, array in arrays.items():
         if array.dtype.kind in "fcV" and not np.isfinite(np.asarray(array)).all():  # "V" includes bfloat16
-            raise ValueError(f"{os.fspath(path)} has NaN or infinite values in {name!r}. {remedy}")
+            raise ValueError(f"{shown(path)} has NaN or infinite values in {name!r}. {remedy}")
 
 
 def check_image(data: bytes, *, shape: Sequence[int | None], what: str, limits: Limits) -> None:
@@ -175,4 +177,5 @@ def check_image(data: bytes, *, shape: Sequence[int | None], what: str, limits: 
         width, height = image.size
     limits.check("pixels", height * width, what)
     if any(stated not in (None, found) for stated, found in zip(shape, (height, width), strict=False)):
-        raise ValueError(f"{what} is {height}x{width}, but declared {shape[0]}x{shape[1]}. Prepare the data set again.")
+        size = f"{shape[0]}x{shape[1]}"
+        raise ValueError(f"{shown(what)} is {height}x{width}, but declared {size}. Prepare the data set again.")

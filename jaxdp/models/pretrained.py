@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from jaxdp.files import Limits, check_finite, understood, write_durably
+from jaxdp.files import Limits, check_finite, shown, understood, write_durably
 from jaxdp.transforms.clipping import paths_of
 
 
@@ -92,7 +92,7 @@ def load_params(path: str | os.PathLike[str], *, like: Any = None, limits: Limit
         if kind is None:
             return unflatten_dict(tensors, sep="/")
     raise ValueError(
-        f"{os.fspath(path)} holds a {kind}, whose structure is not in the file. Pass like=, a pytree of the same "
+        f"{shown(path)} holds a {kind}, whose structure is not in the file. Pass like=, a pytree of the same "
         "structure, such as freshly initialised parameters."
     )
 
@@ -105,13 +105,15 @@ def _fitted(tensors: dict[str, jax.Array], like: Any, path: str) -> Any:
     wanted, problems = _flatten(like), []
     for name in wanted | tensors:
         if name not in tensors or name not in wanted:
-            problems.append(f"{name}: {'missing in the file' if name in wanted else 'not in like'}")
+            problems.append(f"{shown(name)}: {'missing in the file' if name in wanted else 'not in like'}")
             continue
         (saved, stated) = ((x.shape, str(x.dtype)) for x in (tensors[name], wanted[name]))
         if saved != stated:
-            problems.append(f"{name}: {saved[1]} {saved[0]} in the file, {stated[1]} {stated[0]} in like")
+            problems.append(f"{shown(name)}: {saved[1]} {saved[0]} in the file, {stated[1]} {stated[0]} in like")
     if problems:
-        raise ValueError(f"{path} does not fit like. Build the model that was saved:\n  " + "\n  ".join(problems) + ".")
+        raise ValueError(
+            f"{shown(path)} does not fit like. Build the model that was saved:\n  " + "\n  ".join(problems) + "."
+        )
     return jax.tree.unflatten(jax.tree.structure(like), [tensors[name] for name in wanted])
 
 

@@ -36,6 +36,8 @@ from dp_accounting.dp_event import (
     ZCDpEvent,
 )
 
+from jaxdp.files import parse_json, shown
+
 __all__ = ["ComposedDpEvent", "Counts", "DiscreteLaplaceDpEvent", "DpEvent", "GaussianDpEvent", "LaplaceDpEvent"]
 __all__ += ["NoOpDpEvent", "NonPrivateDpEvent", "PoissonSampledDpEvent", "PureDpEvent", "RandomizedResponseDpEvent"]
 __all__ += ["RepeatAndSelectDpEvent", "SampledWithoutReplacementDpEvent", "SelfComposedDpEvent"]
@@ -79,7 +81,10 @@ def _real(low: float, high: float = math.inf, *, allow_inf: bool = False) -> Cal
     def check(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"must be a Python or NumPy real number, got {type(value).__name__}.")
-        number = float(value) + 0.0  # Adding 0.0 gives -0.0 and 0.0 the same text.
+        try:
+            number = float(value) + 0.0  # Adding 0.0 gives -0.0 and 0.0 the same text.
+        except OverflowError:
+            raise ValueError(f"must be at most {high:g}, got an integer beyond float64.") from None
         if not low <= number <= high or (math.isinf(number) and not allow_inf):
             raise ValueError(f"must be {'' if allow_inf else 'finite and '}in [{low:g}, {high:g}], got {number!r}.")
         return number
@@ -269,7 +274,9 @@ def to_json(event: DpEvent) -> str:
     Raises:
         ValueError, TypeError: As in `composition`.
     """
-    return _dumps(_encode(compose(composition(event))))
+    text = _dumps(_encode(compose(composition(event))))
+    parse_json(text)  # a ledger that cannot read an event back must not charge it
+    return text
 
 
 def from_json(text: str) -> DpEvent:
@@ -278,11 +285,7 @@ def from_json(text: str) -> DpEvent:
     Raises:
         ValueError, TypeError: `text` is not JSON, names an unknown event or field, or holds an impossible value.
     """
-
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"event JSON holds {constant}, which to_json never writes.")
-
-    return _decode(json.loads(text, parse_constant=refuse))
+    return _decode(parse_json(text))
 
 
 def describe(event: DpEvent) -> str:
@@ -293,7 +296,7 @@ def describe(event: DpEvent) -> str:
         case SelfComposedDpEvent():
             return f"{describe(event.event)} x {event.count}"
     parts = (
-        describe(value) if isinstance(value, DpEvent) else f"{value:.6g}" if isinstance(value, float) else str(value)
+        describe(value) if isinstance(value, DpEvent) else f"{value:.6g}" if isinstance(value, float) else shown(value)
         for value in _values(event).values()
     )
     return f"{_NAMES[type(event)]}({', '.join(parts)})"
@@ -309,11 +312,14 @@ def parse(text: str) -> DpEvent:
     """
     try:
         tree = ast.parse(re.sub(r"\)\s+x\s+(?=\d)", ") * ", text.strip()), mode="eval").body
+        event = _read(tree)
     except SyntaxError as error:
         raise ValueError(
-            f"event {text!r} cannot be read: {error.msg}. Write for example 100 * Gaussian(1.1)."
+            f"event {text[:80]!r} cannot be read: {error.msg}. Write for example 100 * Gaussian(1.1)."
         ) from error
-    return _event(_read(tree))
+    except (RecursionError, MemoryError):
+        raise ValueError(f"event {text[:80]!r} nests too deeply. Write for example 100 * Gaussian(1.1).") from None
+    return _event(event)
 
 
 def _read(node: ast.expr) -> Any:

@@ -244,7 +244,7 @@ class Hold:
 
     def close(self) -> None:
         """Returns the unspent room, once. A hold that extends another one returns only the room that it added."""
-        with self.ledger._lock:
+        with self.ledger._store.lock:
             if not self._closed:
                 self.ledger._release(self._id, self._added)
                 self._closed = True
@@ -278,7 +278,7 @@ class Ledger:
     def __init__(self, path: str | os.PathLike[str], *, run: str | None = None, read_only: bool = False):
         self._run = run or secrets.token_hex(8)
         self._store = Store(os.fspath(path), read_only=read_only)
-        self._path, self._lock = self._store.path, self._store.lock
+        self._path = self._store.path
         self._transaction = self._store.transaction
         self._budgets: dict[int, BudgetCheck] = {}
         self._spends = books.Spends()
@@ -291,7 +291,7 @@ class Ledger:
 
     def close(self) -> None:
         """Closes the file. The ledger cannot be used afterwards."""
-        with self._lock:
+        with self._store.lock:
             self._store.close()
 
     def __enter__(self) -> "Ledger":
@@ -760,7 +760,7 @@ class Ledger:
             except Unsettled as error:
                 unsettled = error
             # This is slow and runs without the write lock. Counts may change meanwhile, so the loop asks again.
-            with self._lock:
+            with self._store.lock:
                 allowed = unsettled.decide()
             if not allowed:
                 raise unsettled.refusal()

@@ -37,7 +37,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from jaxdp.files import sync_folder, write_durably
+from jaxdp.files import parse_json, shown, sync_folder, write_durably
 from jaxdp.privacy.events import from_json
 from jaxdp.version import __version__
 
@@ -144,14 +144,26 @@ class Head:
 
 def damaged(path: str | os.PathLike[str], what: str, *, gone: bool = False) -> LedgerDamaged:
     """Returns the error for a ledger that must not be used. `gone` means that nothing of it is left."""
-    path = os.fspath(path)
+    path, quoted = shown(path), repr(os.fspath(path))
     older = f"`jaxdp ledger accept {path}` makes an intact older copy valid"
     last = "delete both, and a new ledger is made" if gone else older
     return LedgerDamaged(
-        f"ledger {path!r} {what.removesuffix('.')}. It would under-count, so it is not used. Restore `{path}` and "
-        f"`{path}.head` from a backup. If no better copy exists, {last}. Runs that were charged since then charge it "
-        "again when they are resumed in their workdirs."
+        f"ledger {quoted} {shown(what).removesuffix('.')}. It would under-count, so it is not used. Restore `{path}` "
+        f"and `{path}.head` from a backup. If no better copy exists, {last}. Runs that were charged since then charge "
+        "it again when they are resumed in their workdirs."
     )
+
+
+# A fork copies a lock that another thread holds, and not the thread that would release it.
+_STORES: "weakref.WeakSet[Store]" = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for store in _STORES:
+        store.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 class Store:
@@ -162,6 +174,7 @@ class Store:
 
     def __init__(self, path: str, *, read_only: bool = False):
         self.path, self.read_only, self.lock = path, read_only, threading.RLock()
+        _STORES.add(self)
         self._in_memory = path == ":memory:"
         self._head_path, self._head_file = pathlib.Path(f"{path}.head"), -1
         if not self._in_memory and not pathlib.Path(path).absolute().parent.is_dir():
@@ -188,7 +201,7 @@ class Store:
             except sqlite3.Error as error:
                 if _is_damage(error) and (self._head_path.exists() or "not a database" not in str(error)):
                     raise damaged(self.path, f"is damaged: {error}") from error
-                raise ValueError(f"path {self.path!r} cannot be opened as a ledger: {error}.") from error
+                raise ValueError(f"path {self.path!r} cannot be opened as a ledger: {shown(error)}.") from error
             self.close = weakref.finalize(self, files.pop_all().close)
 
     def _connect(self, files: contextlib.ExitStack, path: str) -> None:
@@ -292,8 +305,8 @@ class Store:
                     raise damaged(self.path, f"is damaged: {error}") from error
                 if isinstance(error, sqlite3.OperationalError):
                     raise OSError(
-                        f"ledger {self.path!r} cannot be read or written: {error}. Everything that was reserved in "
-                        "it still counts. Free space on its disk, or wait for the process that holds it, and try "
+                        f"ledger {self.path!r} cannot be read or written: {shown(error)}. Everything that was reserved "
+                        "in it still counts. Free space on its disk, or wait for the process that holds it, and try "
                         "again."
                     ) from error
                 raise
@@ -748,7 +761,7 @@ def _head_text(head: Head) -> bytes:
 
 def _head_of(text: bytes, path: str) -> Head:
     try:
-        fields, check = json.loads(text)
+        fields, check = parse_json(text)
         if check != _digest(fields):
             raise ValueError("its check differs.")
         return Head(*fields)

@@ -303,7 +303,7 @@ class Conversation:
     """The answers of a source in one conversation: every round once, in order, with fresh noise.
 
     It is a context manager. Only one process at a time may have the conversation of a workdir open. Its threads may
-    share it.
+    share it. A process that is forked from it may not, and gets a RuntimeError.
     """
 
     def __init__(
@@ -336,9 +336,10 @@ class Conversation:
           round: Its index from 0, by default the next round. An answered round repeats its answer to the same question.
 
         Raises:
-          RuntimeError: All paid rounds are answered, or the conversation is closed.
+          RuntimeError: All paid rounds are answered, the conversation is closed, or another process began it.
           ValueError: The round was answered at another temperature, or an earlier round is not answered.
         """
+        self._till.check_process()  # before JAX and the lock, either of which would hang in a forked process
         asked = np.asarray(jnp.float32(temperature))
         with self._lock:
             k = self.answered if round is None else operator.index(round)
@@ -366,7 +367,13 @@ class Conversation:
             return found.copy()
 
     def close(self) -> None:
-        """Closes the workdir. It deletes the secret if all rounds are answered, and otherwise keeps it for later."""
+        """Closes the workdir. It deletes the secret if all rounds are answered, and otherwise keeps it for later.
+
+        In a forked process it closes nothing but the files of that process.
+        """
+        if self._till.forked:
+            self._till.close()
+            return
         with self._lock:
             self._key = None
             self._till.close(failed=self.answered < self._method.rounds)

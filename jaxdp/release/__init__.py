@@ -6,12 +6,13 @@ from jaxdp.release.hosts import HostFailed, Hosts
 from jaxdp.release.identity import digest, program
 from jaxdp.release.secrets import derive, new_seed, stream
 from jaxdp.release.till import Payment, Release, Till, check_history, load_arrays, notes, settle
-from jaxdp.release.workdir import alone, locked
+from jaxdp.release.workdir import OwnProcess, alone, locked
 
 __all__ = [
     "Checkpoints",
     "HostFailed",
     "Hosts",
+    "OwnProcess",
     "Payment",
     "Release",
     "Till",

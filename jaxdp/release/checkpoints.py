@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxdp.files import read_json, sync_tree, write_json
+from jaxdp.files import read_json, shown, sync_tree, write_json
 from jaxdp.release.hosts import Hosts
 from jaxdp.release.identity import digest
 
@@ -67,10 +67,10 @@ class Checkpoints:
         try:
             state = jax.tree.map(_fetched, self._manager.restore(step, args=self._args.StandardRestore(like)))
         except Exception as error:  # Orbax raises many kinds
-            what = " ".join(str(error).split())[:200].removesuffix(".")
-            raise ValueError(f"{path} cannot be restored: {type(error).__name__}, {what}. {_REMEDY}") from error
+            what = shown(" ".join(str(error).split())[:200]).removesuffix(".")
+            raise ValueError(f"{shown(path)} cannot be restored: {type(error).__name__}, {what}. {_REMEDY}") from error
         if "" not in (saved := self._digests[step][1], found := _digest_of_state(state)) and saved != found:
-            raise ValueError(f"{path} is damaged: its state differs from the saved one. {_REMEDY}")
+            raise ValueError(f"{shown(path)} is damaged: its state differs from the saved one. {_REMEDY}")
         return state, step
 
     def save(self, step: int, state: Any) -> None:
@@ -94,19 +94,23 @@ class Checkpoints:
         for newest in sorted(digests)[-1:]:
             path = self._folder / str(newest)
             if not path.is_dir():
-                raise ValueError(f"{path} is missing, but {self._list.name} names it as the newest one. {_REMEDY}")
+                raise ValueError(
+                    f"{shown(path)} is missing, but {self._list.name} names it as the newest one. {_REMEDY}"
+                )
             if digests[newest][0] != _digest_of_files(path):
-                raise ValueError(f"{path} is damaged: its files differ from the written ones. {_REMEDY}")
+                raise ValueError(f"{shown(path)} is damaged: its files differ from the written ones. {_REMEDY}")
         return list(digests.items())
 
     def _check_shared(self) -> None:
         if not self._list.exists():
-            raise ValueError(f"workdir has no {self._list} here, which process 0 has. Use a folder that all share.")
+            raise ValueError(
+                f"workdir has no {shown(self._list)} here, which process 0 has. Use a folder that all share."
+            )
 
     def _listed(self) -> dict[int, tuple[str, str]]:
         found = read_json(self._list, remedy=_REMEDY, keys=["digests", "sum"])
         if found["sum"] != _sum(found["digests"]):
-            raise ValueError(f"{self._list} is damaged: its content differs from its sum. {_REMEDY}")
+            raise ValueError(f"{shown(self._list)} is damaged: its content differs from its sum. {_REMEDY}")
         return {int(step): tuple(both) for step, both in found["digests"].items()}
 
     def _write(self, digests: dict[int, tuple[str, str]]) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import hmac
 import pathlib
 
-from jaxdp.files import sync_folder, write_durably
+from jaxdp.files import shown, sync_folder, write_durably
 from jaxdp.transforms.noise import new_seed, stream
 
 __all__ = ["FILE", "check_seed", "derive", "forget", "new_seed", "stored", "stream"]
@@ -40,11 +40,13 @@ def stored(path: pathlib.Path, seed: bytes | None = None) -> bytes:
         found = b""
     if len(found) != _BYTES:
         raise ValueError(
-            f"{path} does not hold a seed of {_BYTES} bytes. It was damaged. Delete it. The interrupted release "
+            f"{shown(path)} does not hold a seed of {_BYTES} bytes. It was damaged. Delete it. The interrupted release "
             "is then computed and charged once more with fresh noise."
         )
     if seed is not None and found != seed:
-        raise ValueError(f"seed differs from the one of the unfinished release in {path.parent}. Resume without seed=.")
+        raise ValueError(
+            f"seed differs from the one of the unfinished release in {shown(path.parent)}. Resume without seed=."
+        )
     return found
 
 

@@ -33,13 +33,13 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 import jax
 import numpy as np
 
-from jaxdp.files import understood, write_durably
+from jaxdp.files import shown, understood, write_durably
 from jaxdp.privacy import Account, DpEvent, Ledger
 from jaxdp.privacy.events import from_json, to_json
 from jaxdp.privacy.ledger import Head
 from jaxdp.release import identity, secrets
 from jaxdp.release.hosts import Hosts
-from jaxdp.release.workdir import alone
+from jaxdp.release.workdir import OwnProcess, alone
 from jaxdp.report import MetricsWriter, read_metrics
 
 T = TypeVar("T")
@@ -114,6 +114,7 @@ class Till:
 
     Raises:
       TypeError, ValueError: The seed is not 16 bytes, or another process runs in the workdir.
+      RuntimeError: From every method but `close`, in a process that was forked with an open till.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Till:
         hosts: Hosts | None = None,
     ):
         secrets.check_seed(seed)
-        self._hosts = hosts or Hosts()
+        self._hosts, self._process = hosts or Hosts(), OwnProcess()
         self.workdir = None if workdir is None else pathlib.Path(workdir)
         self._given, self._drawn, self._forget = seed, seed, forget
         self._unfinished = False
@@ -144,7 +145,13 @@ class Till:
         self.close(failed=kind is not None)
 
     def close(self, *, failed: bool = False) -> None:
-        """Deletes the seed unless a paid release needs it or the "run" failed. Releases the workdir."""
+        """Deletes the seed unless a paid release needs it or the "run" failed. Releases the workdir.
+
+        In a forked process it closes this process's files and leaves the run to the process that opened the till.
+        """
+        if self.forked:
+            self._files.close()
+            return
         if not self._unfinished and not (failed and self._forget == "run"):
             self._delete_seed()
         self._files.close()
@@ -153,6 +160,15 @@ class Till:
     def name(self) -> str | None:
         """A name of the run that a resumed run shares, or None without a workdir."""
         return None if self.workdir is None else hashlib.sha256(os.fspath(self.workdir.resolve()).encode()).hexdigest()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the one that opened the till."""
+        return self._process.forked
+
+    def check_process(self) -> None:
+        """Raises RuntimeError in a process that was forked from the one that opened the till."""
+        self._process.check("the run" if self.workdir is None else f"the run in {shown(self.workdir)}")
 
     # --- The protocol -------------------------------------------------------------------------------------------------
 
@@ -171,6 +187,7 @@ class Till:
     @contextlib.contextmanager
     def paying(self, what: Release[Any]) -> Iterator[bytes]:
         """Pays for a value that comes bit by bit, yields the secret, and ends the release with the body."""
+        self.check_process()
         token = self.token(what)
         with contextlib.ExitStack() as paid:
             yield bytes.fromhex(self._hosts.first(lambda: self._pay(what, token, paid).hex()))
@@ -183,6 +200,7 @@ class Till:
 
         Only process 0 has it. It covers the facts of every process.
         """
+        self.check_process()
         used_once = self.workdir is None and self._given is None
         if used_once or not what.deterministic or any(map(identity.calls_host, what.texts)):
             return entropy.token_hex(32)
@@ -195,6 +213,7 @@ class Till:
 
     def stream(self, purpose: str, *, impl: str = "chacha12") -> jax.Array:
         """Returns a key that several releases of the run share. Raises ValueError if each release deletes the seed."""
+        self.check_process()
         if self._forget != "run":
             raise ValueError(f"a shared secret needs Till(..., forget='run'), got forget={self._forget!r}.")
         return secrets.stream(self._seed(), purpose, impl=impl)
@@ -222,6 +241,7 @@ class Till:
         """Returns the arrays of a release that the workdir keeps, or None. Raises the errors of `once`."""
         from safetensors import safe_open
 
+        self.check_process()
         if self.workdir is None or not self._kept.exists():
             return None
         with understood(self._kept, _DAMAGED), safe_open(self._kept, framework="numpy") as file:
@@ -238,6 +258,7 @@ class Till:
 
     def keeper(self, what: Release[Any]) -> Callable[[dict[str, Any]], None]:
         """Returns a function that makes arrays of a release durable. Each call replaces the earlier arrays."""
+        self.check_process()
         if self.workdir is None:
             return lambda arrays: None
         salt = secrets.new_seed()
@@ -248,6 +269,7 @@ class Till:
 
     def notes(self) -> list[dict[str, Any]]:
         """Returns the workdir's rows, one per paid release, the oldest first."""
+        self.check_process()
         return [] if self.workdir is None else notes(self.workdir)
 
     def settle(self, accounts: Sequence[Account]) -> None:

@@ -1,9 +1,12 @@
-"""Locks of folders for one process at a time."""
+"""Folders and objects for one process at a time."""
 
 import contextlib
 import fcntl
+import os
 import pathlib
 from collections.abc import Iterator
+
+from jaxdp.files import shown
 
 _LOCK = "lock"
 
@@ -36,5 +39,31 @@ def alone(workdir: pathlib.Path) -> Iterator[None]:
         try:
             stack.enter_context(locked(workdir / _LOCK))
         except BlockingIOError as error:
-            raise ValueError(f"another process is running in {workdir}. Wait for it or use a new workdir.") from error
+            raise ValueError(
+                f"another process is running in {shown(workdir)}. Wait for it or use a new workdir."
+            ) from error
         yield
+
+
+class OwnProcess:
+    """The process that made an object. A copy of the object in a forked process is not to be used.
+
+    It would release with the secret of the first process, or count without it. JAX has no threads in a forked process,
+    and nobody there releases the locks that other threads held, so it might also wait forever.
+    """
+
+    def __init__(self) -> None:
+        self._number = os.getpid()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is another one."""
+        return self._number != os.getpid()
+
+    def check(self, what: str) -> None:
+        """Raises RuntimeError in another process. `what` names the object."""
+        if self.forked:
+            raise RuntimeError(
+                f"{what} belongs to the process from which this one was forked. Go on with it there. For work of its "
+                "own, start the new process by 'spawn' and make everything there."
+            )

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import tree
 
-from jaxdp.files import sync_folder, write_durably
+from jaxdp.files import parse_json, shown, sync_folder, write_durably
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -119,7 +119,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"no metrics at {path}. Start the run first.")
+        raise FileNotFoundError(f"no metrics at {shown(path)}. Start the run first.")
     return [tree.map_structure(_from_json, record) for _, record in _lines(path)]
 
 
@@ -132,12 +132,13 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                record = json.loads(line)
+                record = parse_json(line)
                 if not isinstance(record["step"], int):
                     raise TypeError("step is not an integer.")
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"line {number} of {path} is not a metrics line ({error}). Move the file away or repair the line."
+                    f"line {number} of {shown(path)} is not a metrics line ({shown(error)}). Move the file away or "
+                    "repair the line."
                 ) from error
             yield line, record
 

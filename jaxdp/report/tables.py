@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal
 
+from jaxdp.files import shown
+
 
 def format_table(
     rows: Sequence[Mapping[str, Any]],
@@ -33,7 +35,7 @@ def format_table(
     headings = dict(columns) if isinstance(columns, Mapping) else {key: key for key in columns}
     if not headings:
         raise ValueError("the table has no columns. Name them in columns.")
-    texts = [list(headings.values()), *([_cell(row.get(key), digits) for key in headings] for row in rows)]
+    texts = [list(map(shown, headings.values())), *([_cell(row.get(key), digits) for key in headings] for row in rows)]
     if style == "markdown":
         texts = [[cell.replace("|", r"\|") for cell in line] for line in texts]
     widths = [max(3, *(len(line[i]) for line in texts)) for i in range(len(headings))]
@@ -60,4 +62,4 @@ def _cell(value: Any, digits: int) -> str:
         return "yes" if value else "no"
     if isinstance(value, Real) and not isinstance(value, Integral):
         return f"{float(value):.{digits}g}"
-    return str(value).replace("\n", " ")
+    return shown(str(value).replace("\n", " "))

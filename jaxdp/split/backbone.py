@@ -36,7 +36,7 @@ class Backbone:
         if not hasattr(self.model, "num_blocks"):
             raise ValueError(f"model must be a ViT, DeiT or Swin, got {type(self.model).__name__}.")
         blocks = self.model.num_blocks
-        if not (isinstance(self.cut, int) and 1 <= self.cut < blocks):
+        if type(self.cut) is not int or not 1 <= self.cut < blocks:
             raise ValueError(
                 f"cut must be in [1, {blocks - 1}] for a model of {blocks} blocks, got {self.cut!r}. "
                 f"The paper cuts after two thirds of the blocks, here {two_thirds(self.model)}."
@@ -82,7 +82,7 @@ class Backbone:
         """
         names = self._front_shapes[1]["params"].keys()
         if missing := sorted(set(names) - set(params)):
-            raise ValueError(f"params have no {', '.join(missing)}. Give the parameters of this model.")
+            raise ValueError(f"params have no {', '.join(map(repr, missing))}. Give the parameters of this model.")
         return {name: params[name] for name in names}, {k: v for k, v in params.items() if k not in names}
 
     def with_head(self, key: jax.Array, back: Params, num_classes: int) -> tuple["Backbone", dict[str, Any]]:

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.special
 
-from jaxdp.files import Limits, Package, pack, unpack
+from jaxdp.files import Limits, Package, pack, shown, unpack
 from jaxdp.models import Preprocessing
 from jaxdp.models.layers import gelu
 from jaxdp.models.swin import Swin
@@ -65,7 +65,7 @@ def _unpack(
         return understand(package)
     except Exception as error:  # a model with wrong attributes may raise anything when it is traced
         raise ValueError(
-            f"the package {kind!r} is whole but of no use. Its sender must make another one: {error}"
+            f"the package {kind!r} is whole but of no use. Its sender must make another one: {shown(error)}"
         ) from error
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from jaxdp.privacy import Account, Ledger
 from jaxdp.privacy.accounting import Adjacency, epsilon
 from jaxdp.privacy.events import DpEvent, GaussianDpEvent, NonPrivateDpEvent, NoOpDpEvent, composition
+from jaxdp.release import OwnProcess
 from jaxdp.tta.method import check_name
 from jaxdp.tta.streams import Batch, Stream, Unit
 
@@ -66,7 +67,8 @@ class Visits:
 class StreamAccount:
     """An account that charges a ledger exactly for the updates of a stream.
 
-    Unit ids stay in this object. They reach neither the ledger nor messages. Threads may share an account.
+    Unit ids stay in this object. They reach neither the ledger nor messages. Threads may share an account. A forked
+    process may not use it, because two copies would not know of the visits of each other.
 
     Args:
         account: `ledger.account(name)` of a data set that is registered with "replace_one" or "zero_out". `spend` gets
@@ -114,7 +116,7 @@ class StreamAccount:
         check_name("unit", unit, Unit)
         self.event, self.unit, self.ledger = _one_release(event), unit, account.ledger
         self._account, self._adjacency = account, account.adjacency
-        self._lock = threading.Lock()
+        self._lock, self._process = threading.Lock(), OwnProcess()
         self._visits = Visits() if visits is None else visits.copy()
         self.worst = max(map(_cost, self._visits.counts.values()), default=0)
         if not self._is_charged():
@@ -126,6 +128,7 @@ class StreamAccount:
     @property
     def visits(self) -> Visits:
         """A copy of all visits so far. They are private, see `Visits`."""
+        self._check_process()
         with self._lock:
             return self._visits.copy()
 
@@ -142,11 +145,17 @@ class StreamAccount:
         Raises:
             BudgetExceeded: The budget does not allow the batch. The body has not run, nothing is charged or counted.
             ValueError: The account belongs to a workdir of `serve`.
+            RuntimeError: The process was forked from the one that made the account.
         """
+        self._check_process()
         with contextlib.ExitStack() as reservation:
             with self._lock:  # makes the check and the charge atomic, while bodies run in parallel
                 self._count(tuple(units), release, reservation, label="test-time adaptation")
             yield
+
+    def _check_process(self) -> None:
+        """Refuses a forked copy. Two accounts that continue the same visits would both call a visit the first one."""
+        self._process.check(f"the StreamAccount of {self._account.name!r}")
 
     def check_run(self, run: str | None) -> None:
         """Raises ValueError if any counted visit belongs to another workdir. None stands for no workdir."""
@@ -159,6 +168,7 @@ class StreamAccount:
 
     def leave_unfinished(self, state: str, held: Sum) -> None:
         """Notes the sum that a state holds when `serve` ends in the middle of an update. Drops sums that have grown."""
+        self._check_process()
         with self._lock:
             here = self._visits
             here.unfinished = {name: sum_ for name in here.unfinished if (sum_ := here.under_way(name))} | {state: held}
@@ -173,6 +183,7 @@ class StreamAccount:
         """Charges for a batch that enters a sum, unless its token was counted. Returns the new sum and the charges."""
         entering, charged = payment.entering, []
         batches = (*entering.batches, payment.units)
+        self._check_process()
         with self._lock:
             tokens, lengths = self._visits.tokens, self._visits.lengths
             release = tokens.get(token)

@@ -21,7 +21,7 @@ import numpy as np
 import safetensors.numpy
 
 from jaxdp import release
-from jaxdp.files import understood, write_durably
+from jaxdp.files import parse_json, shown, understood, write_durably
 from jaxdp.privacy.events import DpEvent, NonPrivateDpEvent, to_json
 from jaxdp.privacy.ledger import BudgetExceeded
 from jaxdp.report import MetricsWriter, progress_bar, read_metrics
@@ -178,7 +178,7 @@ class _Loop:
         elif self.files is not None:
             if self.till.notes():
                 raise ValueError(
-                    f"{self.files.workdir} holds notes of a stream, but its state is missing. Use a new workdir."
+                    f"{shown(self.files.workdir)} holds notes of a stream, but its state is missing. Use a new workdir."
                 )
             self.run = self.name = release.new_seed().hex()
             self.entering = self._next(None, self.step)
@@ -195,7 +195,7 @@ class _Loop:
             if self.noted.get(number) != records:
                 raise ValueError(
                     f"batch {number} of stream differs in units or domains from the batch that was served in "
-                    f"{self.files.workdir}. Give the same stream from its beginning, or use a new workdir."
+                    f"{shown(self.files.workdir)}. Give the same stream from its beginning, or use a new workdir."
                 )
             return
         before = self.adapter.reset(self.state) if batch.reset else self.state
@@ -384,17 +384,19 @@ class _Files:
         unfinished = int(found["step"]) % adapter.accumulate != 0
         different = [name for name in terms if terms[name] != found[name] and (name != "clip_norm" or unfinished)]
         if different:
-            raise ValueError(f"{self.workdir} holds a stream with another {', '.join(different)}. Use a new workdir.")
+            raise ValueError(
+                f"{shown(self.workdir)} holds a stream with another {', '.join(different)}. Use a new workdir."
+            )
         empty = adapter.init()
         leaves, structure = jax.tree.flatten(adapter.parts(empty))
         if found["kind"] != _kind(adapter.parts(empty)):
-            raise ValueError(f"{path} holds the state of another adapter. Use a new workdir.")
+            raise ValueError(f"{shown(path)} holds the state of another adapter. Use a new workdir.")
         arrays = [jax.device_put(array.view(x.dtype)) for array, x in zip(named.values(), leaves, strict=True)]
         self._rows.truncate_after(int(found["batches"]))
         rows = read_metrics(self.workdir / _ROWS)
         if len(rows) != int(found["batches"]):
             raise ValueError(
-                f"{self.workdir / _ROWS} is damaged: it has {len(rows)} of {found['batches']} rows. {_DAMAGED}"
+                f"{shown(self.workdir / _ROWS)} is damaged: it has {len(rows)} of {found['batches']} rows. {_DAMAGED}"
             )
         return adapter.whole(jax.tree.unflatten(structure, arrays), empty.key), found["run"], rows
 
@@ -446,4 +448,4 @@ def _units_of(records: str) -> tuple[Hashable, ...]:
     def unit(noted: Any) -> Hashable:
         return tuple(map(unit, noted)) if isinstance(noted, list) else noted
 
-    return tuple(map(unit, json.loads(records)[0]))
+    return tuple(map(unit, parse_json(records)[0]))

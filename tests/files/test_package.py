@@ -1,8 +1,10 @@
 """Packages: what is packed comes back, accidents are noticed, and a hostile writer gets neither code nor memory."""
 
+import functools
 import hashlib
 import json
 import os
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -95,6 +97,7 @@ def test_jax_arrays_are_packed_and_tuples_become_lists():
         ({"fields": {3: 1}}, ValueError, "every name in fields must be a non-empty string, got 3"),
         ({"fields": {"x": {1, 2}}}, ValueError, "fields must be JSON-able .* set"),
         ({"fields": {"x": float("nan")}}, ValueError, "fields must be JSON-able .* not JSON compliant"),
+        ({"fields": {"x": functools.reduce(lambda x, _: [x], range(99), 0)}}, ValueError, "more than 100 deep"),
         ({"arrays": {"": np.zeros(2)}}, ValueError, "every name in arrays must be a non-empty string"),
         ({"arrays": {"x": np.full(2, np.nan)}}, ValueError, "NaN or infinite values in 'x'. Nothing is sent"),
         ({"arrays": {"x": np.array([{}])}}, TypeError, r"array 'x' has dtype object. .*astype\(np.float32\)"),
@@ -123,10 +126,52 @@ def test_another_package_than_the_one_asked_for_is_refused():
     refused(DATA, "the package is of kind 'frontend', not 'a' or 'b'. Give another package", kinds={"a", "b"})
     refused(DATA, "whole, but .* needs the field 'bits', 'mean'.*make it again", fields=["mean", "cut", "bits"])
 
-    def later(header):
-        header["__metadata__"]["package"] = json.dumps({"format": 3, "kind": "frontend", "fields": {}})
 
-    refused(forged(later), "has format 3, but this jaxdp reads formats up to 2. Upgrade jaxdp")
+@pytest.mark.parametrize("version", [3, 1, 0, -1, 2.0, True, "2", None, 10**30, [2]])
+def test_another_format_is_refused(version):
+    def other(header):
+        header["__metadata__"]["package"] = json.dumps({"format": version, "kind": "frontend", "fields": {}})
+
+    refused(forged(other), f"has format {re.escape(repr(version))}, but this jaxdp reads format 2. Upgrade jaxdp, or")
+
+
+@pytest.mark.parametrize(
+    ("told", "match"),
+    [
+        ('{"format": 2, "kind": "frontend", "fields": {"x": NaN}}', "NaN is not a number of JSON"),
+        ('{"format": 2, "kind": "frontend", "fields": {"x": [-Infinity]}}', "-Infinity is not a number of JSON"),
+        ('{"format": 2, "kind": "frontend", "fields": {"x": 1e999}}', "the number 1e999 is beyond float64"),
+        ('{"format": 2, "kind": "a", "kind": "frontend", "fields": {}}', "has the key 'kind' twice"),
+        ('{"format": 2, "kind": "frontend", "fields": ' + "[" * 99 + "]" * 99 + "}", "is of kind 'frontend', not"),
+        ('{"format": 2, "kind": "frontend", "fields": ' + "[" * 100 + "]" * 100 + "}", "more than 100 deep"),
+        ('{"format": 2, "kind": "frontend", "fields": ' + '{"x":' * 10**5 + "0" + "}" * 10**5 + "}", "100 deep"),
+        ('{"format": 2, "kind": "frontend", "fields": {"x": ' + "9" * 10**4 + "}}", "is damaged: ValueError, Exceeds"),
+        ('{"format": 2, "kind": "\x1b[31mred", "fields": {}}', r"is damaged: JSONDecodeError"),
+        ('{"format": 2, "kind": "\\u001b[31mred", "fields": {}}', r"is of kind '\\x1b\[31mred', not 'frontend'"),
+    ],
+)
+def test_fields_that_are_not_strict_json_are_refused(told, match):
+    refused(forged(lambda header: header["__metadata__"].update(package=told)), match)
+
+
+def test_the_header_itself_is_strict_json():
+    for text, match in (
+        (b'{"x": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "nested more than 100 deep"),
+        (b'{"x": 1, "x": 2}', "has the key 'x' twice"),
+        (b"\xff{}", "UnicodeDecodeError"),
+    ):
+        refused(sealed(len(text).to_bytes(8, "little") + text), f"is damaged: .*{match}.* Send it again")
+
+
+def test_a_message_shows_no_control_character():
+    name = "\x1b[31m\x07\u202ename"
+    header = {"layer\x1b[2J": {"dtype": "\x1b[31mF32", "shape": [1], "data_offsets": [0, 4]}, "__metadata__": {}}
+    header["__metadata__"]["package"] = json.dumps({"format": 2, "kind": "frontend", "fields": {}})
+    text = json.dumps(header, ensure_ascii=False).replace("\x1b", "\\u001b").encode()
+    for data in (DATA[:-1], sealed(len(text).to_bytes(8, "little") + text + bytes(4))):
+        with pytest.raises(ValueError, match=r"\\x1b\[31m\\x07\\u202ename") as error:
+            unpack(data, "frontend", name=name)
+        assert str(error.value).isprintable()
 
 
 def test_limits_come_before_all_else(monkeypatch):

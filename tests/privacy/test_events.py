@@ -24,7 +24,9 @@ from jaxdp.privacy.events import (
     SelfComposedDpEvent,
     UnprovenDpEvent,
     composition,
+    describe,
     from_json,
+    parse,
     to_json,
     unproven,
 )
@@ -66,6 +68,35 @@ def test_round_trip_is_exact(event):
     assert composition(again) == composition(event)
     assert to_json(again) == text
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_json_of_another_writer_is_a_value_error():
+    for text, match in (
+        ("[" * 10**5, "nested more than 100 deep"),
+        ('{"event":' * 200 + "{}" + "}" * 200, "nested more than 100 deep"),
+        ('{"type":"Pure","epsilon":NaN}', "NaN is not a number"),
+        ('{"type":"Pure","epsilon":1e999}', "beyond float64"),
+        ('{"type":"Pure","epsilon":1' + "0" * 400 + "}", "PureDpEvent.epsilon: must be .* beyond float64"),
+        ('{"type":"Pure","epsilon":1,"epsilon":0}', "has the key 'epsilon' twice"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            from_json(text)
+    for text in ("(" * 10**4 + "1" + ")" * 10**4, "+".join(["Gaussian(1)"] * 10**4), "-" * 10**5 + "1"):
+        with pytest.raises(ValueError, match="cannot be read|nests too deeply") as error:
+            parse(text)
+        assert len(str(error.value)) < 250
+
+
+def test_an_event_that_could_not_be_read_back_has_no_text():
+    event = GaussianDpEvent(1.0)
+    for _ in range(101):
+        event = RepeatAndSelectDpEvent(event, 2.0, 1.0)
+    with pytest.raises(ValueError, match="nested more than 100 deep"):
+        to_json(event)
+
+
+def test_a_description_shows_no_control_character():
+    assert describe(unproven("no\x1b[31m proof")) == r"Unproven(no\x1b[31m proof)"
 
 
 @pytest.mark.slow

@@ -165,6 +165,36 @@ def test_kill_at_random_instants_while_another_process_spends(path, tmp_path):
             pass
 
 
+LOCKED = """
+import os, sys, threading
+from jaxdp.privacy import Ledger, PureDpEvent
+ledger, held, forked = Ledger(sys.argv[1]), threading.Event(), threading.Event()
+
+def hold():
+    with ledger._store.transaction("DEFERRED"):
+        held.set()
+        forked.wait()
+
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+pid = os.fork()
+if pid == 0:
+    with ledger.spend("data", PureDpEvent(0.5)):
+        os._exit(0)
+forked.set()
+thread.join()
+assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+@pytest.mark.slow
+def test_a_fork_while_a_thread_reads_the_ledger_does_not_hang(path):
+    run(LOCKED, path)
+    with Ledger(path) as ledger:
+        assert ledger.epsilon("data") == 0.5
+
+
 RACE = """
 import os, sys
 from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger, PoissonSampledDpEvent, PureDpEvent

@@ -48,6 +48,7 @@ def copied(path, to, *suffixes):
 
 # --- What was taken or changed ----------------------------------------------------------------------------------------
 
+HOLD = "INSERT INTO holds VALUES ('a', 1, {}, 'key', 'label', 'run', 1.0, 1e12)"
 EDITS = {
     "a total": ("UPDATE totals SET spends = 1 WHERE dataset = 1", "totals of dataset 'data'"),
     "a total's row": ("DELETE FROM totals WHERE dataset = 2 AND partition = 'part 0'", "totals of dataset 'other'"),
@@ -60,6 +61,15 @@ EDITS = {
     "the number of records": ("UPDATE datasets SET records = 10 WHERE name = 'data'", "terms of dataset 'data'"),
     "a dataset": ("DELETE FROM datasets WHERE name = 'data'", "unknown dataset"),
     "the name": ("UPDATE meta SET value = 'x' WHERE key = 'id'", "terms of dataset"),
+    "a hold that nests deeply": (HOLD.format("'" + "[" * 10**5 + "'"), "ValueError, values are nested more than 100"),
+    "a hold of a huge number": (
+        HOLD.format("""'{"type":"Pure","epsilon":1""" + "0" * 400 + "}'"),
+        "is damaged: ValueError, PureDpEvent.epsilon: must be at most inf, got an integer beyond float64",
+    ),
+    "a hold with two types": (
+        HOLD.format("""'{"type":"Pure","epsilon":1,"type":"NoOp"}'"""),
+        "is damaged: ValueError, an object has the key 'type' twice",
+    ),
     "a spend in the middle": ("DELETE FROM spends WHERE id = 5", "spend 5 is missing"),
 }
 
@@ -74,6 +84,19 @@ def test_what_was_edited_is_refused(path, statement, words):
     assert str(path) in str(error.value)
     with pytest.raises(LedgerDamaged, match=re.escape(words)):
         Ledger(path, read_only=True)
+
+
+@pytest.mark.parametrize("statement", [None, "CREATE TABLE 'a\x1b[31mb' (x)", "UPDATE meta SET key = 'i' || key"])
+def test_a_message_shows_no_control_character(tmp_path, statement):
+    path = tmp_path / "a\x1b[31mb\u202e.sqlite"
+    make(path)
+    if statement is None:
+        pathlib.Path(f"{path}.head").write_text("[[]")
+    else:
+        execute(path, statement)
+    with pytest.raises(LedgerDamaged, match=r"a\\x1b\[31mb\\u202e\.sqlite") as error:
+        Ledger(path)
+    assert str(error.value).isprintable()
 
 
 def test_an_end_that_was_cut_off_is_refused(path):

@@ -440,6 +440,36 @@ def test_a_conversation_survives_kills_and_is_charged_once(tmp_path):
         assert answers == heard[-1][1 : 1 + len(answers)]
 
 
+FORKED = """
+import os, sys, warnings
+import numpy as np
+from jaxdp.recalibration import AccT, Party
+warnings.simplefilter("ignore")  # JAX warns of every fork
+logits, labels = np.eye(3, dtype=np.float32)[[0, 1, 2, 0]], np.array([0, 1, 2, 1])
+with Party(logits, labels).begin(AccT(iterations=2), epsilon=1.0, workdir=sys.argv[1]) as talk:
+    talk.answer(1.0)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            talk.answer(2.0)
+        except RuntimeError as error:
+            print(error, flush=True)
+            talk.close()
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    talk.answer(2.0)
+    talk.answer(3.0)
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_process_does_not_go_on_with_a_conversation(tmp_path):
+    """It would wait forever for the threads of JAX."""
+    run = forked.run(FORKED, tmp_path / "talk", modules=forked.STAGES)
+    assert run.returncode == 0, run.stderr
+    assert "talk belongs to the process from which this one was forked. Go on with it there" in run.stdout
+
+
 def test_a_closed_conversation_goes_on_in_its_workdir_and_with_nothing_else(tmp_path):
     method, records = AccT(iterations=2), people(20)
     with registered(epsilon=1.5, delta=0.0) as ledger:

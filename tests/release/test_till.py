@@ -50,6 +50,27 @@ def release_of(ledger, *, fail=False, seen=None, names=("data",), data=3.0, **fi
     return Release(**{"label": "sum", "charges": charges, "facts": lambda: [data], "compute": compute} | fields)
 
 
+@pytest.mark.parametrize("workdir", [True, False])
+def test_a_forked_process_releases_nothing_and_deletes_nothing(tmp_path, monkeypatch, workdir):
+    ledger = new_ledger()
+    with Till(tmp_path if workdir else None, forget="run") as till:
+        till.release(release_of(ledger))
+        other, paid, seed = release_of(ledger, data=4.0), charged(ledger), till._seed()
+        monkeypatch.setattr("os.getpid", lambda: -1)
+        for use in (
+            lambda: till.release(other),
+            lambda: till.once(other),
+            lambda: till.kept(other),
+            lambda: till.stream("noise"),
+            lambda: till.notes(),
+        ):
+            with pytest.raises(RuntimeError, match=r"the run.* belongs to the process from which this"):
+                use()
+        till.close()
+        monkeypatch.undo()
+        assert charged(ledger) == paid == 1 and till._seed() == seed
+
+
 def crash(ledger, workdir, **fields):
     """Pays, and dies before there is a value; returns the secret."""
     seen = []

@@ -237,6 +237,20 @@ def test_threads_share_an_account():
     assert account.worst == 4 == pytest.approx(4 * charged(ledger)) and not together.broken
 
 
+def test_a_forked_process_does_not_share_an_account(monkeypatch):
+    """Neither copy would know of the visits of the other, and "a" would have three visits for the price of two."""
+    ledger = new_ledger()
+    account = StreamAccount(ledger.account("stream"), event=GaussianDpEvent(2.0))
+    serve(account, [["a", "b"], ["b"]])
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    with pytest.raises(RuntimeError, match="the StreamAccount of 'stream' belongs to the process from which"):
+        serve(account, [["a"]])
+    with pytest.raises(RuntimeError, match="was forked"):
+        account.visits  # noqa: B018
+    monkeypatch.undo()
+    assert account.worst == 2 and account.visits.counts["a"] == {0: 1}
+
+
 def test_ids_of_units_never_reach_the_ledger(tmp_path):
     path = tmp_path / "ledger.sqlite"
     with Ledger(path) as ledger:
