@@ -21,11 +21,12 @@ from jaxdp import models
 from jaxdp.files import Limits, check_image, pack, read_json, read_npz, read_package, unpack, write_json
 from jaxdp.models import Preprocessing, create, load_checkpoint
 from jaxdp.models.vit import ViT
+from jaxdp.report import MetricsWriter, read_metrics
 from jaxdp.split.backbone import Backbone
 from jaxdp.split.exchange import Shipment, pack_frontend, unpack_frontend
 from jaxdp.split.quantization import quantize_frontend, search_scales
 
-FILES = int(os.environ.get("JAXDP_FAULTS", "84"))
+FILES = int(os.environ.get("JAXDP_FAULTS", "96"))
 LIMITS = Limits(bytes=2**24, pixels=2**20)
 SECONDS, BYTES = 5.0, 2**27
 # What only a reader that runs code would do.
@@ -42,6 +43,12 @@ def good_tensors(path):
 
 def good_json(path):
     write_json(path, {"result": {"accuracy": 0.5, "rows": [1, 2, {"a": "b"}]}, "content": "abc"})
+
+
+def good_metrics(path):
+    with MetricsWriter(path) as metrics:
+        for step in range(4):
+            metrics.write(step, loss=0.5, parts=[{"name": "a", "value": float("nan")}])
 
 
 def good_image(path):
@@ -98,6 +105,7 @@ KINDS = {
     "params.safetensors": (good_tensors, lambda path: models.load_params(path, limits=LIMITS)),
     "checkpoint.safetensors": (good_tensors, checkpoint),
     "stage.json": (good_json, lambda path: read_json(path, keys=["result", "content"])),
+    "metrics.jsonl": (good_metrics, read_metrics),
     "image.png": (good_image, read_image),
     "package": (good_package, read_upload),
     "frontend": (good_frontend, read_frontend),
@@ -105,9 +113,9 @@ KINDS = {
 
 
 def damaged(content, rng):
-    """Returns the content of a file, damaged in one of six ways."""
+    """Returns the content of a file, damaged in one of eight ways."""
     place = int(rng.integers(len(content) or 1))
-    match int(rng.integers(6)):
+    match int(rng.integers(8)):
         case 0:
             return content[:place]
         case 1:
@@ -118,6 +126,10 @@ def damaged(content, rng):
             return content[:place] + rng.bytes(int(rng.integers(1, 64))) + content[place:]
         case 4:
             return content[:place] + content[place + int(rng.integers(1, 64)) :]
+        case 5:  # what a reader would follow by recursion
+            return content[:place] + b'[{"a":' * 10**4 + content[place:]
+        case 6:  # what a terminal would obey
+            return content[:place] + b"\x1b[31m" + content[place + 5 :]
         case _:
             return rng.bytes(int(rng.integers(0, 256)))
 
@@ -143,7 +155,23 @@ def lying(content, rng):
     for outer in (fields["model"]["attributes"], fields["preprocessing"]):
         places += [(outer, key) for key in outer]
     holder, key = places[rng.integers(len(places))]
-    others = [0, -1, 3000, 10**12, 2**63, 1e308, True, None, "x" * 99, [], [10**9] * 4, {"a": 1}]
+    others = [
+        0,
+        -1,
+        3000,
+        10**12,
+        2**63,
+        10**400,
+        1e308,
+        2.0,
+        True,
+        None,
+        "x" * 99,
+        "\x1b[31m",
+        [],
+        [10**9] * 4,
+        {"a": 1},
+    ]
     holder[key] = others[rng.integers(len(others))]
     return pack(kind, fields=fields, arrays=arrays)
 
@@ -157,6 +185,7 @@ def refused(read, path):
         return False
     except (ValueError, OSError) as error:
         assert str(path) in str(error), f"the error does not name the file: {error!r}"
+        assert str(error).isprintable(), repr(error)
         return True
     finally:
         _, peak = tracemalloc.get_traced_memory()
