@@ -4,8 +4,8 @@
 
 "published" is Abstract Gradient Training as published (threat="replace_per_batch", product="rump"), with k replacements
 in every batch. "replace" has k replacements in the whole data set, and "add_remove" k records added or removed. Data,
-networks and queries are the same. Batches are random, and for "add_remove" a hash of each record. The second table has the probability of a wrong answer at a distance, for every
-mechanism.
+networks and queries are the same. Batches are random, and for "add_remove" they follow from a hash of each record. The
+second table has the probability of a wrong answer at a distance, for every mechanism.
 """
 
 import argparse

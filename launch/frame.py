@@ -38,7 +38,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from jaxdp import memory
-from jaxdp.files import read_json, read_npz, shown, understood, write_durably, write_json
+from jaxdp.files import read_json, read_npz, shown, shown_lines, understood, write_durably, write_json
 from jaxdp.privacy import Account, BudgetExceeded, Ledger, LedgerDamaged
 from jaxdp.release import HostFailed, Hosts, digest, locked
 from jaxdp.release.identity import processor
@@ -371,8 +371,8 @@ def check_same_config(study: str, config: Any, root: pathlib.Path) -> None:
         fields.pop("watch", None)  # It changes how a run is shown, and nothing in its results.
     if before != given:
         names = sorted(name for name in {*before, *given} if before.get(name) != given.get(name))
-        fields = ", ".join(map(shown, names))
-        raise ValueError(f"{shown(root)} belongs to an experiment with another {fields}. Use a new workdir.")
+        listed = ", ".join(map(shown, names))
+        raise ValueError(f"{shown(root)} belongs to an experiment with another {listed}. Use a new workdir.")
 
 
 @contextlib.contextmanager
@@ -593,8 +593,7 @@ def limits(given: Sequence[str]) -> Any:
 def _stop(error: Exception) -> NoReturn:
     logging.debug("The error was raised here:", exc_info=error)
     for text in (error, *getattr(error, "__notes__", ())):
-        for line in str(text).split("\n"):
-            print(shown(line), file=sys.stderr)
+        print(shown_lines(text), file=sys.stderr)
     sys.exit(2)
 
 

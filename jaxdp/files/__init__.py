@@ -4,7 +4,7 @@ from jaxdp.files.durable import sync_folder, sync_tree, to_disk, write_durably, 
 from jaxdp.files.extras import optional
 from jaxdp.files.package import Package, pack, read_package, unpack, write_package
 from jaxdp.files.reading import Limits, check_finite, check_image, read_json, read_npy, read_npz, understood
-from jaxdp.files.text import parse_json, shown
+from jaxdp.files.text import parse_json, shown, shown_lines
 
 __all__ = [
     "Limits",
@@ -19,6 +19,7 @@ __all__ = [
     "read_npz",
     "read_package",
     "shown",
+    "shown_lines",
     "sync_folder",
     "sync_tree",
     "to_disk",

@@ -17,6 +17,11 @@ def shown(value: object) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def shown_lines(value: object) -> str:
+    """Returns `shown` of each line of a value."""
+    return "\n".join(map(shown, str(value).split("\n")))
+
+
 def parse_json(text: str | bytes, *, finite: bool = True) -> Any:
     """Reads a JSON text strictly (RFC 8259).
 
@@ -28,10 +33,10 @@ def parse_json(text: str | bytes, *, finite: bool = True) -> Any:
       ValueError: The text is not JSON, repeats a key of an object, or nests more than 100 values. Or it has a number
         that is not finite.
     """
-    numbers = {"parse_constant": _refused, "parse_float": _finite} if finite else {}
+    constant, number = (_refused, _finite) if finite else (None, None)
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        value = json.loads(text, object_pairs_hook=_object, **numbers)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=constant, parse_float=number)
     except RecursionError:
         raise _too_deep() from None
     if text.count("[") + text.count("{") > _DEEPEST:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxdp.files import Limits, check_finite, read_json, read_npz, shown
+from jaxdp.files import Limits, check_finite, read_json, read_npz, shown, shown_lines
 from jaxdp.models.language import LanguageModel
 from jaxdp.models.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, from_hugging_face, from_timm
 from jaxdp.models.pretrained import load_tensors
@@ -416,7 +416,7 @@ def load_checkpoint(
             raise ValueError(f"preprocessing must be None for a language model, got {preprocessing}.")
         variables = _translate(naming, tensors, model, preprocessing, new_head)
     except ValueError as error:
-        raise ValueError(f"{shown(path)}: {shown(error)}") from error
+        raise ValueError(f"{shown(path)}: {shown_lines(error)}") from error
     return Pretrained(model, variables.pop("params"), preprocessing, constants=variables)
 
 

@@ -82,7 +82,7 @@ def test_json_of_another_writer_is_a_value_error():
         with pytest.raises(ValueError, match=match):
             from_json(text)
     for text in ("(" * 10**4 + "1" + ")" * 10**4, "+".join(["Gaussian(1)"] * 10**4), "-" * 10**5 + "1"):
-        with pytest.raises(ValueError, match="cannot be read|nests too deeply") as error:
+        with pytest.raises(ValueError, match=r"cannot be read|nests too deeply") as error:
             parse(text)
         assert len(str(error.value)) < 250
 
