@@ -485,7 +485,10 @@ def turned(source: Examples, quarters: int) -> Examples:
 
 
 def cut(config: Any, source: Examples, pieces: int) -> Sequence[Examples]:
-    """Returns a source in pieces of nearly equal numbers of units, in its order. No two pieces share an owner."""
+    """Returns a source in pieces of nearly equal numbers of units, in its order. No two pieces share an owner.
+
+    The division follows from positions, so each piece is a data set of its own. A neighbour differs in one piece.
+    """
     owners = np.arange(len(source))
     if group := config.get("group", ""):
         owners = data.groups.owners_of(data.read_column(source, group), len(source))

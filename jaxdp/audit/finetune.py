@@ -60,7 +60,8 @@ def audit_step(
       source: Examples for the trainer, public or synthetic, since the audit charges nothing. For a trainer with
         `group=True` they are of `by_group`, and the canary is a user with its records.
       rows: The examples of `source` that may be the canary, by default all. At least 2 for "replace_one".
-      others: The examples that are in every batch.
+      others: The examples that are in every batch, before the canary. The place in a batch names the key of its views
+        only. Keys are independent, so the law of the views of the others does not depend on the canary.
       step: The audited step, >= 1. Earlier steps use the batch without the canary.
       terms: trials, delta > 0, adjacency ("add_remove" or "replace_one"), confidence and seed, as in
         `jaxdp.audit.trials.Trials`.

@@ -101,7 +101,10 @@ def audit_source(
 
     def answers(record: Any, epsilon: float, purpose: str, count: int) -> np.ndarray:
         """Returns all answers of each of `count` conversations, float64 [count, numbers]."""
-        more = (logits, labels) if record is None else (np.vstack([logits, record[0]]), np.append(labels, record[1]))
+        more = (logits, labels)
+        if record is not None:  # among the others, so that half of them have another position than without it
+            place = len(labels) // 2
+            more = np.insert(logits, place, record[0], axis=0), np.insert(labels, place, record[1])
         parties, talk = [Party(*more)], functools.partial(converse, epsilon=epsilon, adjacency=runs.adjacency)
         talks = jax.vmap(lambda key: talk(calibrator, parties, key))
         return np.asarray(talks(runs.keys(purpose, count)), np.float64)
