@@ -219,12 +219,12 @@ def test_a_label_out_of_range_is_no_number(label):
         (lambda: ece(np.ones((2, 3)), np.ones((2, 3), bool)), r"confidence .* \(2, 3\). .* jax.vmap"),
         (lambda: ece(np.ones(3), np.ones(2, bool)), r"correct .* \(3,\), got shape \(2,\)"),
         (lambda: ece(np.ones(3), np.ones(3, bool), mask=np.ones((), bool)), r"mask .* got shape \(\)"),
-        (lambda: ece(np.ones(3), np.ones(3, bool), bins=0), "bins must be at least 1, got 0"),
+        (lambda: ece(np.ones(3), np.ones(3, bool), bins=0), "bins must be at least 1 .* got 0"),
         (lambda: ece(np.ones(3), np.ones(3, bool), binning="log"), "binning must be \"equal_width\" .* got 'log'"),
-        (lambda: reliability(np.ones(3), np.ones(3, bool), bins=-1), "bins must be at least 1, got -1"),
+        (lambda: reliability(np.ones(3), np.ones(3, bool), bins=-1), "bins must be at least 1 .* got -1"),
         (lambda: reliability(np.ones(3), np.ones((3, 1), bool)), r"correct .* got shape \(3, 1\)"),
-        (lambda: brier(np.ones(3), np.zeros(3, int)), r"probabilities must be \[n, m\].* \(3,\). Add a batch axis"),
-        (lambda: nll(np.ones((3, 2)), np.ones((3, 2))), r"labels .* of logits, got shape \(3, 2\). Take argmax"),
+        (lambda: brier(np.ones(3), np.zeros(3, int)), r"probabilities must be \[n, K\].* \[n\]. Add a batch axis"),
+        (lambda: nll(np.ones((3, 2)), np.ones((3, 2))), r"labels must be \[n\].* got shape \[n, 2\].* Take argmax"),
     ],
 )
 def test_bad_input_is_named_with_its_remedy(call, message):
@@ -274,8 +274,8 @@ def test_errors_are_those_of_netcal(record_property):
 
 
 def test_lists_are_arrays():
-    confidence, correct, logits, labels = [0.9, 0.6, 0.7], [True, False, True], [[2.0, 0.0], [0.0, 1.0]], [0, 1]
-    for metric, args in ((metrics.ece, (confidence, correct)), (brier, (logits, labels)), (nll, (logits, labels))):
+    confidence, correct, rows, labels = [0.9, 0.6, 0.7], [True, False, True], [[1.0, 0.0], [0.25, 0.75]], [0, 1]
+    for metric, args in ((metrics.ece, (confidence, correct)), (brier, (rows, labels)), (nll, (rows, labels))):
         assert metric(*args) == metric(*map(np.asarray, args))
     masked = metrics.ece(confidence, correct, mask=[True, True, False])
     assert masked == metrics.ece(np.array(confidence[:2]), np.array(correct[:2]))

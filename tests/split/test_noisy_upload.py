@@ -251,14 +251,14 @@ def test_without_a_finite_epsilon_labels_stay():
 
 def test_impossible_labels_are_refused_without_showing_them():
     for labels in ([0, 7], [-3, 1]):
-        with pytest.raises(ValueError, match=r"labels must lie in \[0, 4\). Count all possible classes") as error:
+        with pytest.raises(ValueError, match=r"labels must be in \[0, 4\)") as error:
             randomized_response(KEY, labels, num_classes=4, epsilon=1.0)
         assert not {"7", "-3"} & set(str(error.value).replace("[", " ").split())
-    with pytest.raises(TypeError, match="labels must be integers, got float64"):
+    with pytest.raises(TypeError, match="labels must be integers, got dtype float64"):
         randomized_response(KEY, [0.0], num_classes=4, epsilon=1.0)
-    with pytest.raises(TypeError, match="labels must be integers, got bool"):
+    with pytest.raises(TypeError, match="labels must be integers, got dtype bool"):
         randomized_response(KEY, [True], num_classes=4, epsilon=1.0)
-    with pytest.raises(ValueError, match=r"labels must be \[n\], got shape \(1, 1\)"):
+    with pytest.raises(ValueError, match=r"labels must be \[n\].* got shape \[n, 1\]"):
         randomized_response(KEY, [[0]], num_classes=4, epsilon=1.0)
     with pytest.raises(TypeError, match="typed key"):
         randomized_response(jnp.zeros(2, jnp.uint32), [0], num_classes=4, epsilon=1.0)
