@@ -158,7 +158,7 @@ def judged(logits: np.ndarray, labels: Any) -> np.ndarray:
     """Returns whether each public record is answered rightly, bool [n]. It warns of logits that are not finite."""
     found = judge(logits, np.asarray(labels))
     warn_if_not_finite(int((~found.finite).sum()), len(found.finite), stacklevel=4)
-    return found.correct
+    return np.asarray(found.correct)
 
 
 def outputs(function: Callable[[Any], Any], source: Examples, *, batch_size: int, label: str) -> np.ndarray:

@@ -14,8 +14,8 @@ the serving loop. They accept arrays of NumPy and of JAX, also under `jax.jit` a
 
 A shape that broadcasts is not a shape that fits: [n] answers against [n, 1] labels would compare n^2 pairs. So all
 shapes must be as above, and nothing is reshaped. Errors about shapes and dtypes may occur in a mechanism. They show no
-number of records, which may be private. Errors about values are in `check_range` and `refuse_unlabelled`, for data whose
-owner sees the error. A mechanism counts instead.
+number of records, which may be private. Errors about values are in `check_range` and `refuse_unlabelled`, for data
+whose owner sees the error. A mechanism counts instead.
 """
 
 import warnings
@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
 
 from jaxdp.data.protocol import Source, check_source
 from jaxdp.data.sampling import pad_to_physical
@@ -34,7 +33,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 class Judged(NamedTuple):
-    """What `judge` says about n records.
+    """What `judge` says about n records, arrays of NumPy or of JAX.
 
     Attributes:
       correct: bool [n], whether the answer is the label. False if the record is not `finite` or not `labelled`.
@@ -42,9 +41,9 @@ class Judged(NamedTuple):
       labelled: bool [n], whether the label is a class of the logits.
     """
 
-    correct: Bool[Array, " n"]
-    finite: Bool[Array, " n"]
-    labelled: Bool[Array, " n"]
+    correct: Any
+    finite: Any
+    labelled: Any
 
 
 def check_logits(logits: Any, *, name: str = "logits", count: int | None = None, least: int = 1) -> None:
@@ -119,8 +118,11 @@ def narrow(labels: Any) -> np.ndarray:
     return np.where(_inside(labels, _INT32.max), labels, -1).astype(np.int32)
 
 
-def predicted(logits: Float[Array, "n K"]) -> Int[Array, " n"]:
-    """Returns the class of the (first) largest logit of every record, int32 [n], or -1 if a logit is not finite."""
+def predicted(logits: Any) -> Any:
+    """Returns the class of the (first) largest logit of each record [n, K], int32 [n].
+
+    It is -1 if a logit is not finite.
+    """
     check_logits(logits)
     xp: Any = np if isinstance(logits, np.ndarray) else jnp
     if logits.dtype.itemsize < 4:
@@ -129,8 +131,8 @@ def predicted(logits: Float[Array, "n K"]) -> Int[Array, " n"]:
     return xp.where(xp.isfinite(logits).all(axis=1), best, -1).astype(np.int32)
 
 
-def judge(logits: Float[Array, "n K"], labels: Int[Array, " n"]) -> Judged:
-    """Compares answers with labels. The arrays are of NumPy, or of JAX where one argument is.
+def judge(logits: Any, labels: Any) -> Judged:
+    """Compares the answers of logits [n, K] with labels [n]. The result is of NumPy, or of JAX where one argument is.
 
     Raises:
       TypeError, ValueError: Shapes or dtypes are not as at the top of this page.
@@ -161,7 +163,7 @@ class Counts(NamedTuple):
     unlabelled: Any
 
 
-def count(judged: Judged, mask: Bool[Array, " n"]) -> Counts:
+def count(judged: Judged, mask: jax.Array) -> Counts:
     """Counts the records where the mask, bool [n], is True."""
     wanted = Counts(judged.correct, ~judged.finite, ~judged.labelled)
     return Counts(*((rows & mask).sum() for rows in wanted))

@@ -111,9 +111,10 @@ class GoldenSection(NamedTuple):
     It reduces the bracket K times with exactly K + 1 values. The published loop takes one more value and never reads it
     (Algorithm 1, k = K - 1).
 
-    A tie of both probes says that the minimum is between them, or that the objective is flat. Either part of the bracket
-    holds what is between them. The published loop always keeps the upper part (line 5), so that a flat objective ends at
-    the highest temperature. Here `Told.lean` decides, and without a lean the part that is nearer to T = 1.
+    A tie of both probes says that the minimum is between them, or that the objective is flat. Either part of the
+    bracket holds what is between them. The published loop always keeps the upper part (line 5), so that a flat
+    objective ends at the highest temperature. Here `Told.lean` decides, and without a lean the search keeps the part
+    that is nearer to T = 1.
     """
 
     unchanged: jax.Array  # the position of T = 1

@@ -4,12 +4,13 @@ NOT private. These metrics have no noise. A value on a private data set is a rel
 it.
 
 All functions are pure, compute in float32, and work under `jax.jit` and `jax.vmap`. The result is NaN if there is no
-example, a value is NaN, a label is out of range, or a confidence or probability is outside of [0, 1]. A call with arrays
-outside of `jax.jit` raises ValueError for the last of these, as for percent in place of fractions. The functions raise
-TypeError or ValueError for shapes and dtypes that do not fit, and ValueError for impossible bins and an unknown binning.
+example, a value is NaN, a label is out of range, or a confidence or probability is outside of [0, 1]. A call with
+arrays outside of `jax.jit` raises ValueError for the last of these, as for percent in place of fractions. The functions
+raise TypeError or ValueError for shapes and dtypes that do not fit, and ValueError for impossible bins and an unknown
+binning.
 
-Memory is that of the input, and a few numbers for each example and each bin. Sums are exact sums of integers, so they do
-not depend on the order of the examples and keep their digits over millions of them.
+Memory is that of the input, and a few numbers for each example and each bin. Sums by bin are sums of integers. So they
+do not depend on the order of the examples, and they keep their digits over millions of them.
 """
 
 import functools
@@ -64,8 +65,8 @@ def _check_fractions(name: str, values: Any, mask: Any) -> None:
     low, high = float(values.min()), float(values.max())
     if low < -_ROUNDING or high > 1 + _ROUNDING:  # False for NaN
         raise ValueError(
-            f"{name} must be in [0, 1], got values from {low:g} to {high:g}. Divide percent by 100, and apply softmax to "
-            "logits."
+            f"{name} must be in [0, 1], got values from {low:g} to {high:g}. Divide percent by 100, and apply softmax "
+            "to logits."
         )
 
 

@@ -346,14 +346,14 @@ def accuracy(adapted: Adapted, images: jax.Array, labels: jax.Array, *, batch_si
     Raises:
       TypeError, ValueError: There are no images, images have another shape, or labels are not one class per image.
     """
-    labels = np.asarray(labels)
+    truth = np.asarray(labels)
     if not len(images):
         raise ValueError("images must not be empty. Give at least one image.")
-    shapes.check_labels(labels, len(images))
+    shapes.check_labels(truth, len(images))
     logits = np.asarray(adapted.logits(images, batch_size=batch_size))
-    judged = shapes.judge(logits, labels)
-    shapes.check_range(labels, shapes.classes_of(logits))
-    shapes.warn_if_not_finite(int((~judged.finite).sum()), len(labels))
+    judged = shapes.judge(logits, truth)
+    shapes.check_range(truth, shapes.classes_of(logits))
+    shapes.warn_if_not_finite(int((~judged.finite).sum()), len(truth))
     return float(judged.correct.mean())
 
 

@@ -26,12 +26,12 @@ from jaxdp.files import understood, write_durably
 from jaxdp.privacy.events import DpEvent, NonPrivateDpEvent, to_json
 from jaxdp.privacy.ledger import BudgetExceeded
 from jaxdp.report import MetricsWriter, progress_bar, read_metrics
+from jaxdp.transforms.parameters import check_finite
 from jaxdp.tta.accounts import BatchPayment, StreamAccount, Sum
 from jaxdp.tta.adapter import Adapter
 from jaxdp.tta.monitor import CollapseMonitor, CollapseReport
 from jaxdp.tta.private import Private
 from jaxdp.tta.streams import Batch
-from jaxdp.transforms.parameters import check_finite
 
 _LABEL = "test-time adaptation"
 _STATE, _ROWS = "state.safetensors", "served.jsonl"
