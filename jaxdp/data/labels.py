@@ -99,8 +99,8 @@ def check_range(labels: Any, num_classes: int, *, name: str = "labels") -> None:
     labels = np.asarray(labels)
     if not np.all(_inside(labels, num_classes)):
         raise ValueError(
-            f"{name} must be in [0, {num_classes}), the classes of the logits. Some labels are outside. Correct the "
-            "labels, or leave these records out."
+            f"{name} must be in [0, {num_classes}), the classes. Some labels are outside. Correct the labels, or count "
+            "all possible classes, not only observed ones."
         )
 
 

@@ -323,7 +323,7 @@ def test_bins_of_equal_mass_do_not_overflow():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda p, c: metrics.ece(p, np.arange(8)), TypeError, "correct must be bool, got dtype int.. Give predicted"),
+        (lambda p, c: metrics.ece(p, np.arange(8)), TypeError, "correct must be bool, got dtype int32. Give predicted"),
         (lambda p, c: metrics.ece(p, c.astype(float)), TypeError, "correct must be bool, got dtype float"),
         (lambda p, c: metrics.ece(100 * p, c), ValueError, r"confidence must be in \[0, 1\].* Divide percent by 100"),
         (lambda p, c: metrics.ece(-p, c), ValueError, r"confidence must be in \[0, 1\]"),

@@ -76,7 +76,7 @@ def test_only_one_label_per_image_within_the_classes_is_accepted():
         ([0, 1], r"labels must be \[n\], one class number .* of another n"),
         ([[0], [1], [2]], r"labels must be \[n\].* got shape \[n, 1\]"),
         ([0.0, 1.0, 2.0], "labels must be integers, got dtype float64"),
-        ([0, 1, 3], r"labels must be in \[0, 3\), the classes of the logits. Some labels are outside"),
+        ([0, 1, 3], r"labels must be in \[0, 3\), the classes. Some labels are outside"),
         ([0, -1, 2], r"labels must be in \[0, 3\)"),
     ]:
         with pytest.raises((TypeError, ValueError), match=message):
