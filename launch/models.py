@@ -30,6 +30,7 @@ import optax
 
 from jaxdp import data
 from jaxdp.data import Examples
+from jaxdp.data.labels import judge, warn_if_not_finite
 from jaxdp.data.protocol import inputs_of
 from jaxdp.models import (
     LanguageModel,
@@ -150,7 +151,14 @@ def _logits(network: Pretrained, params: Params, images: jax.Array) -> jax.Array
 
 def right(network: Pretrained, params: Params, source: Any) -> np.ndarray:
     """Returns whether the largest logit of each record is at its label, bool [n]. Nothing is charged."""
-    return logits(network, params, source).argmax(1) == data.read_column(source, "label")
+    return judged(logits(network, params, source), data.read_column(source, "label"))
+
+
+def judged(logits: np.ndarray, labels: Any) -> np.ndarray:
+    """Returns whether each public record is answered rightly, bool [n]. It warns of logits that are not finite."""
+    found = judge(logits, np.asarray(labels))
+    warn_if_not_finite(int((~found.finite).sum()), len(found.finite), stacklevel=4)
+    return np.asarray(found.correct)
 
 
 def outputs(function: Callable[[Any], Any], source: Examples, *, batch_size: int, label: str) -> np.ndarray:
@@ -317,5 +325,5 @@ class Dense:
     def accuracy(self, params: Params, examples: Mapping[str, np.ndarray]) -> float:
         """Returns the accuracy on examples {"features" [n, d], "label" [n]}."""
         logits = np.asarray(self._batched(params, examples["features"]))
-        predicted = logits > 0 if logits.ndim == 1 else logits.argmax(axis=1)
-        return float(np.mean(predicted == examples["label"]))
+        rows = logits[:, None] if self.num_classes == 2 else logits
+        return float(judged(rows, examples["label"]).mean())

@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxdp import split
 from jaxdp.data import Examples, resize_images
+from jaxdp.data.labels import judge, predicted
 from jaxdp.files import (
     Limits,
     Package,
@@ -324,9 +325,9 @@ class _Client:
         asked = len(test["image"]) if self._asks else 0
         messages.check_arrays(package.arrays, {"logits": ((asked, config.num_classes), np.float32)})
         if asked:
-            found = package.arrays["logits"].argmax(1)
-            write_durably(root / "predictions.npy", lambda file: np.save(file, found))
-            accuracy = float(np.mean(found == test["label"])) if "label" in test else None
+            logits = package.arrays["logits"]
+            write_durably(root / "predictions.npy", lambda file: np.save(file, predicted(logits)))
+            accuracy = float(judge(logits, test["label"]).correct.mean()) if "label" in test else None
         epsilon = self.ledger.account(DATASET).epsilon(delta=config.delta)
         self.result = {
             "mode": config.mode,

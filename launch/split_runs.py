@@ -309,7 +309,7 @@ class Bench:
 
         def accuracy(x: jax.Array) -> float:
             parts = [adapted.logits(x[i : i + 256]) for i in range(0, len(x), 256)]
-            return float(np.mean(np.concatenate(parts).argmax(1) == right))
+            return float(models.judged(np.concatenate(parts), right).mean())
 
         return accuracy
 

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from jaxdp import prediction
+from jaxdp.data.labels import check_labels
 from jaxdp.prediction import ensembles, mechanisms
 from jaxdp.report import progress_bar
 
@@ -49,6 +50,7 @@ class Pool:
 
     def expected_accuracy(self, mechanism: str, epsilon: float, truth: np.ndarray) -> float:
         """Returns the mean accuracy of an answer over noise and test inputs. It is not private, for evaluation only."""
+        check_labels(np.asarray(truth), len(self.label), name="truth")
         if mechanism == GLOBAL and self.votes is not None:
             # Several classes have no closed form. The same draws for every epsilon make a smooth curve.
             counts = np.stack([np.sum(self.votes == label, axis=0) for label in range(self.num_classes)], axis=1)

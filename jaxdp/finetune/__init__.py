@@ -14,7 +14,7 @@ from jaxdp.finetune.adp_alloc import (
 )
 from jaxdp.finetune.adp_clip import adp_clip
 from jaxdp.finetune.dp_sgd import dp_sgd
-from jaxdp.finetune.evaluate import accuracy, charged_accuracy
+from jaxdp.finetune.evaluate import Tally, accuracy, charged_accuracy, tally
 from jaxdp.finetune.gep import gep
 from jaxdp.finetune.loop import fit
 from jaxdp.finetune.trainer import PrivateTrainer, TrainState, event
@@ -31,6 +31,7 @@ __all__ = [
     "METHODS",
     "SCHEDULES",
     "PrivateTrainer",
+    "Tally",
     "TrainState",
     "accuracy",
     "adp_alloc",
@@ -45,5 +46,6 @@ __all__ = [
     "gep",
     "polynomial_noise",
     "step_noise",
+    "tally",
     "time_based_noise",
 ]

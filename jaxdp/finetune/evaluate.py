@@ -3,70 +3,110 @@
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data import Source, check_source, pad_to_physical
+from jaxdp.data import Source
+from jaxdp.data.labels import (
+    Counts,
+    Judged,
+    check_examples,
+    check_logits,
+    count,
+    judge,
+    labelled_batches,
+    refuse_unlabelled,
+    warn_if_not_finite,
+)
 from jaxdp.data.protocol import inputs_of
 from jaxdp.privacy import Account, GaussianDpEvent
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import progress_bar
 from jaxdp.transforms import noise
+from jaxdp.transforms.parameters import check_finite
 
 Predict = Callable[[Any, jax.Array], jax.Array]
 
-
-@functools.partial(jax.jit, static_argnums=0)
-def _correct(predict: Predict, params: Any, batch: Any, mask: jax.Array) -> jax.Array:
-    return ((predict(params, inputs_of(batch)).argmax(-1) == batch["label"]) & mask).sum()
+# float32 holds all counts up to here, so that neighbouring counts stay at most 1 apart.
+_MOST_EXAMPLES = 2**24
 
 
-def count_correct(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> int:
-    """Counts the examples whose largest logit is at their label, without privacy. Arguments are as in `accuracy`."""
-    check_source(source, "label")
-    if not len(source):
-        raise ValueError(f"source {getattr(source, 'name', '')!r} has no examples. Accuracy needs at least one.")
-    return _count(predict, params, source, batch_size)
+class Tally(NamedTuple):
+    """The answers about the examples of a public source.
+
+    Attributes:
+      correct: The number of right answers.
+      not_finite: The number of examples with a NaN or infinite logit. They count as wrong.
+      total: The number of examples.
+    """
+
+    correct: int
+    not_finite: int
+    total: int
 
 
-def _count(predict: Predict, params: Any, source: Source, batch_size: int) -> int:
-    batches, total = _batches(source, batch_size), -(-len(source) // min(batch_size, len(source)))
-    bar = progress_bar(batches, label="accuracy", unit="batch", total=total)
-    return sum(int(_correct(predict, params, *batch)) for batch in bar)
+def tally(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> Tally:
+    """Counts right answers, and answers with a logit that is not finite, without privacy.
 
-
-def _batches(source: Source, batch_size: int) -> Iterator[tuple[Any, jax.Array]]:
-    for rows, mask in zip(*pad_to_physical(np.arange(len(source)), min(batch_size, len(source))), strict=True):
-        yield jax.device_put((source.gather(rows), mask))
+    Arguments and errors are as in `accuracy`.
+    """
+    check_examples(source, batch_size)
+    counts = _counts(predict, params, source, batch_size, each_alone=False)
+    refuse_unlabelled(counts.unlabelled, source)
+    return Tally(counts.correct, counts.not_finite, len(source))
 
 
 def accuracy(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> float:
     """Returns the fraction of examples whose largest logit is at their label.
 
     Nothing is charged. `source` must be public or held out. Held-out data must not take part in training or selection
-    that claims to be private. For private data use `charged_accuracy`.
+    that claims to be private. For private data use `charged_accuracy`. `jaxdp.data.labels` has the rules for one
+    logit, ties and NaN. An example with a logit that is not finite is wrong. A warning tells how many there are.
 
     Args:
-      predict: `predict(params, inputs [B, ...]) -> logits [B, K]`. The inputs are the column "image", or else
-        "features", or else the dict of all columns but "label".
+      predict: `predict(params, inputs [B, ...]) -> logits [B, K]`, floating point. One logit [B, 1] answers class 1 if
+        it is positive. The inputs are the column "image", or else "features", or else the dict of all columns but
+        "label".
       params: The parameters for `predict`.
-      source: Examples with a column "label" of integers [].
+      source: Examples with a column "label" of integers [] in [0, K).
       batch_size: The number of examples per call.
 
     Raises:
-      TypeError, ValueError: source is empty, or not as `jaxdp.data.check_source(source, "label")` demands.
+      TypeError, ValueError: source is empty, or not as `jaxdp.data.check_source(source, "label")` demands. Or labels or
+        logits have another shape, dtype or range.
     """
-    return count_correct(predict, params, source, batch_size=batch_size) / len(source)
+    found = tally(predict, params, source, batch_size=batch_size)
+    warn_if_not_finite(found.not_finite, found.total)
+    return found.correct / found.total
 
 
 def noisy_fraction(key: jax.Array, count: int, total: int, noise_multiplier: float) -> jax.Array:
     """Returns the release of `charged_accuracy`: (count + noise) / total, clipped to [0, 1], float32 []."""
     exact = jnp.float32(count)
     return jnp.clip((exact + noise.gaussian(key, exact, noise_multiplier)) / total, 0.0, 1.0)
+
+
+def count_correct(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> int:
+    """Returns the number of right answers to which `charged_accuracy` adds noise. It is private, and for audits.
+
+    Arguments are as in `charged_accuracy`.
+
+    Formal guarantees:
+      Adding, removing, zeroing out or replacing one example changes the count by at most 1, for all labels, inputs and
+      parameters, and whatever `predict` returns. Proof: the count is the sum over examples i of c_i = 1[answer i is
+      right]. Every example is in one batch at one place where the mask is True, and padding has c = 0 by the mask. c_i
+      is a boolean [] by `judge`, which demands logits [B, K] and labels [B] and broadcasts nothing. It reads row i of
+      the logits and label i only. Row i is `predict` of example i alone, as a batch of one under `jax.vmap`, so it does
+      not depend on other examples even if `predict` mixes its batch. NaN, infinities and labels out of range give c_i =
+      0 and no error. Shapes and dtypes raise before any example but the first and last is read. Sums are exact integers
+      below 2^24. The proof takes arithmetic as the same at all places of a batch.
+    """
+    _check_count(source, batch_size)
+    return _counts(predict, params, source, batch_size, each_alone=True).correct
 
 
 def charged_accuracy(
@@ -82,8 +122,13 @@ def charged_accuracy(
 ) -> float:
     """Estimates the accuracy on private data by a noisy count of correct answers over the public number of examples.
 
+    An example with a logit that is not finite, or with a label outside [0, K), is wrong. Their number is private and
+    is not released. `tally` on public data tells whether a model makes such logits.
+
     Args:
-      predict, params, source, batch_size: As in `accuracy`.
+      predict, source, batch_size: As in `accuracy`. `predict` is called for each example alone, as a batch of one under
+        `jax.vmap`. So a layer that mixes a batch has no effect on other examples. The source has at most 2^24 examples.
+      params: The parameters for `predict`, public or released, all finite.
       account: The account that is charged, `ledger.account(name)` of the data set.
       noise_multiplier: The standard deviation of the noise on the count. One example changes the count by at most 1.
       workdir: A folder for this release only. It keeps the estimate, so a repeated call is free. None keeps nothing.
@@ -94,30 +139,89 @@ def charged_accuracy(
 
     Raises:
       BudgetExceeded: The account cannot pay. Only the first and last examples are read, for a check.
-      TypeError, ValueError: noise_multiplier is not positive and finite, or source is not as in `accuracy`.
+      TypeError, ValueError: noise_multiplier is not positive and finite, params are not finite, the source is empty or
+        too large, or shapes or dtypes are not as in `accuracy`. Nothing is spent. No error depends on an example.
 
     Formal guarantees:
-      GaussianDpEvent(noise_multiplier), charged before the count is computed. Clipping is post-processing. The number
-      of examples is taken to be public.
+      GaussianDpEvent(noise_multiplier), charged before the count is computed. `count_correct` has the proof that the
+      count has sensitivity 1 for every input. Clipping is post-processing. The number of examples is taken to be
+      public.
     """
     if not 0 < noise_multiplier < math.inf:
         raise ValueError(
             f"noise_multiplier must be positive and finite, got {noise_multiplier}. Use accuracy() on public data."
         )
-
-    check_source(source, "label")
+    check_finite(params)
+    shapes = _batch_shapes(_check_count(source, batch_size), min(batch_size, len(source)))
+    _batch_counts.eval_shape(predict, True, params, *shapes)  # Logits of another shape must raise before the charge.
 
     def estimate(secret: bytes) -> dict[str, np.ndarray]:
-        count = _count(predict, params, source, batch_size)
+        exact = count_correct(predict, params, source, batch_size=batch_size)
         key = stream(secret, "accuracy")
-        return {"accuracy": np.asarray(noisy_fraction(key, count, len(source), noise_multiplier))}
+        return {"accuracy": np.asarray(noisy_fraction(key, exact, len(source), noise_multiplier))}
 
     what = Release(
         label="accuracy",
         charges=[(account, GaussianDpEvent(noise_multiplier))],
         facts=lambda: [params, source.fingerprint, noise_multiplier, batch_size],
-        programs=lambda: [program(_correct, predict, params, *next(_batches(source, batch_size)))],
+        programs=lambda: [program(_batch_counts, predict, True, params, *shapes)],
         compute=estimate,
     )
     with Till(workdir, seed=seed) as till:
         return float(till.once(what)["accuracy"])
+
+
+def _check_count(source: Source, batch_size: int) -> Any:
+    """Returns the structure of an example of a source whose count is exact in float32."""
+    example = check_examples(source, batch_size)
+    if len(source) > _MOST_EXAMPLES:
+        raise ValueError(
+            f"source has {len(source)} examples, and charged_accuracy counts at most {_MOST_EXAMPLES}. Take a part "
+            "of the source."
+        )
+    return example
+
+
+def _batch_shapes(example: Any, size: int) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """Returns the structure of a batch of `labelled_batches` from that of an example."""
+
+    def column(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size, *x.shape), jax.dtypes.canonicalize_dtype(x.dtype))
+
+    batch = jax.tree.map(column, example)
+    batch["label"] = jax.ShapeDtypeStruct((size,), np.int32)
+    return batch, jax.ShapeDtypeStruct((size,), np.bool_)
+
+
+def _name(source: Source) -> str:
+    return getattr(source, "name", "")
+
+
+def _counts(predict: Predict, params: Any, source: Source, batch_size: int, *, each_alone: bool) -> Counts:
+    """Judges all examples of a source, each alone or a batch at once."""
+    batches, total = labelled_batches(source, batch_size), -(-len(source) // min(batch_size, len(source)))
+    counts = np.zeros(3, np.int64)
+    for batch in progress_bar(batches, label="accuracy", unit="batch", total=total):
+        counts += np.asarray(_batch_counts(predict, each_alone, params, *batch))
+    return Counts(*counts.tolist())
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _batch_counts(predict: Predict, each_alone: bool, params: Any, batch: Any, mask: jax.Array) -> jax.Array:
+    return jnp.stack(count(_answers(predict, each_alone, params, batch), mask))
+
+
+def _answers(predict: Predict, each_alone: bool, params: Any, batch: Any) -> Judged:
+    """Judges a batch at once, or each example as a batch of one."""
+    inputs, labels, name = inputs_of(batch), batch["label"], "predict(params, inputs)"
+    if not each_alone:
+        logits = predict(params, inputs)
+        check_logits(logits, name=name, count=len(labels))
+        return judge(logits, labels)
+
+    def one(example: Any) -> jax.Array:
+        logits = predict(params, jax.tree.map(lambda x: x[None], example))
+        check_logits(logits, name=name, count=1)
+        return logits[0]
+
+    return judge(jax.vmap(one)(inputs), labels)

@@ -28,6 +28,7 @@ from jaxdp.privacy.cautions import warn_if_weak
 from jaxdp.release import Checkpoints, Hosts, Release, Till, digest, stream
 from jaxdp.report import Callback, MetricsWriter, progress_bar
 from jaxdp.transforms.noise import PrivatizeState
+from jaxdp.transforms.parameters import check_finite
 
 # The hold of a dead run lapses after this many seconds. Each chunk renews it.
 _HELD_SECONDS = 3600.0
@@ -87,6 +88,8 @@ def fit(
       TypeError, ValueError: source is not as `jaxdp.data.check_source` demands.
       HostFailed: Another process of the mesh could not read, evaluate or write. Nothing of the chunk is kept. A later
         call with the same workdir repeats it at no charge.
+      ValueError: A leaf of params holds NaN or an infinity, or of the kept parameters of a resumed run, which are
+        released. Nothing is computed or charged.
       ValueError: source and sampler differ in size. Only one of trainer (`group=True`) and source (`by_group`) is about
         groups. Trainer and account differ in their unit of privacy. The workdir has a run with more than `steps` steps,
         another process uses it, or its newest checkpoint is damaged. Neither the account nor the caller has a delta.
@@ -122,6 +125,8 @@ def fit(
         trainer.compile(source) as programs,
     ):
         state, first = files.restore(trainer.init(params))
+        if first < steps:  # Parameters of an earlier chunk are released, so an error may depend on them.
+            hosts.each(lambda: check_finite(state.params, argument="params of the workdir" if first else "params"))
         state = trainer.placed(state)
         shown: dict[str, float] = {}
 

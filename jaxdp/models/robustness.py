@@ -13,7 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data import Source, check_source, pad_to_physical
+from jaxdp.data import Source, pad_to_physical
+from jaxdp.data.labels import (
+    check_examples,
+    check_logits,
+    count,
+    judge,
+    labelled_batches,
+    refuse_unlabelled,
+    warn_if_not_finite,
+)
 from jaxdp.data.protocol import inputs_of
 from jaxdp.report import progress_bar
 
@@ -51,14 +60,14 @@ def robust_accuracy(
         one, because mapped kernels become slow grouped convolutions there.
 
     Returns:
-      float64 [D], or [S, D] if std is a sequence.
+      float64 [D], or [S, D] if std is a sequence. An answer with a logit that is not finite is wrong. A warning tells
+      how many there are.
 
     Raises:
-      ValueError: source is empty, a std is negative or not finite, or draws or draws_per_call are below 1.
+      TypeError, ValueError: source is empty, or labels or logits are not as in `jaxdp.finetune.accuracy`.
+      ValueError: A std is negative or not finite, or draws or draws_per_call are below 1.
     """
-    check_source(source, "label")
-    if not len(source):
-        raise ValueError(f"source {getattr(source, 'name', '')!r} has no examples. Accuracy needs at least one.")
+    check_examples(source, batch_size)
     stds = np.atleast_1d(np.asarray(std, np.float32))
     if not (stds.size and np.all(stds >= 0) and np.all(np.isfinite(stds))):
         raise ValueError(f"std must be finite and at least 0, one number or several, got {std}.")
@@ -66,30 +75,34 @@ def robust_accuracy(
         raise ValueError(f"draws and draws_per_call must be at least 1, got {draws} and {draws_per_call}.")
     at_once = draws_per_call or (1 if jax.default_backend() == "cpu" else draws)
     numbers, _ = pad_to_physical(np.arange(draws), min(at_once, draws))
-    correct = np.zeros((len(stds), *numbers.shape), np.int64)
+    counts = np.zeros((3, len(stds), *numbers.shape), np.int64)
     key = jax.random.key(seed)
-    batches = list(zip(*pad_to_physical(np.arange(len(source)), min(batch_size, len(source))), strict=True))
-    for rows, mask in progress_bar(batches, label="robust accuracy", unit="batch"):
-        batch = jax.device_put((source.gather(rows), mask))
+    batches, total = labelled_batches(source, batch_size), -(-len(source) // min(batch_size, len(source)))
+    for batch in progress_bar(batches, label="robust accuracy", unit="batch", total=total):
         for i, scale in enumerate(stds):
             for j, group in enumerate(numbers):
                 noise = jax.device_put((group.astype(np.uint32), scale))
-                correct[i, j] += np.asarray(_correct(predict, relative, params, key, *noise, *batch))
-    found = correct.reshape(len(stds), -1)[:, :draws] / len(source)  # drops the padding of the last call
-    return found if np.ndim(std) else found[0]
+                counts[:, i, j] += np.asarray(_counts(predict, relative, params, key, *noise, *batch))
+    counts = counts.reshape(3, len(stds), -1)[:, :, :draws]  # drops the padding of the last call
+    correct, not_finite, unlabelled = counts
+    refuse_unlabelled(int(unlabelled.max()), source)
+    warn_if_not_finite(int(not_finite.sum()), len(source) * not_finite.size)
+    fractions = correct / len(source)
+    return fractions if np.ndim(std) else fractions[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _correct(
+def _counts(
     predict: Predict, relative: bool, params: Any, key: Any, draws: Any, std: Any, batch: Any, mask: Any
 ) -> jax.Array:
-    """Counts the correct answers [D] of the models perturbed by the given draws."""
+    """Returns the `Counts` [3, D] of the models perturbed by the given draws."""
 
     def one(draw: jax.Array) -> jax.Array:
         logits = predict(_moved(jax.random.fold_in(key, draw), params, std, relative), inputs_of(batch))
-        return ((logits.argmax(-1) == batch["label"]) & mask).sum()
+        check_logits(logits, name="predict(params, inputs)", count=len(mask))
+        return jnp.stack(count(judge(logits, batch["label"]), mask))
 
-    return jax.vmap(one)(draws)
+    return jax.vmap(one, out_axes=1)(draws)
 
 
 def _moved(key: jax.Array, params: Any, std: jax.Array, relative: bool = False) -> Any:

@@ -15,6 +15,7 @@ import optax
 
 from jaxdp.data import FixedBatchSampler, check_source
 from jaxdp.report import progress_bar
+from jaxdp.transforms.parameters import check_finite
 
 
 def fit_public(
@@ -44,7 +45,11 @@ def fit_public(
 
     Returns:
       The trained parameters.
+
+    Raises:
+      ValueError: A leaf of params holds NaN or an infinity.
     """
+    check_finite(params)
     if stored := hasattr(data, "gather"):
         check_source(data, argument="data")
     else:

@@ -18,6 +18,7 @@ from jaxdp.files import read_json, write_json
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer
 from jaxdp.release import Checkpoints, alone, derive, stream
 from jaxdp.report import Callback, MetricsWriter, progress_bar
+from jaxdp.transforms.parameters import check_finite
 
 
 def fit(
@@ -73,7 +74,8 @@ def fit(
       The state after the last step.
 
     Raises:
-      ValueError: An argument is out of range, or the workdir holds another run. Nothing is computed.
+      ValueError: An argument is out of range, a leaf of params holds NaN or an infinity, or the workdir holds another
+        run. Nothing is computed.
     """
     check_source(source)
     plan = Batches(
@@ -105,6 +107,8 @@ def fit(
 
     with _Run(workdir, trainer, plan, source) as run:
         state, first = run.restore(trainer.init(params, stats))
+        if first < steps:
+            check_finite(state.params, argument="params of the workdir" if first else "params")
         rows = collections.deque[tuple[int, dict[str, Any]]]()
         with progress_bar(total=steps, initial=first, label=label, unit="step", show=progress) as bar:
             for step in range(first, steps):

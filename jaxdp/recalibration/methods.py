@@ -75,12 +75,26 @@ class Bracket:
     @property
     def ends(self) -> tuple[jax.Array, jax.Array]:
         """Positions of the ends, float32 []."""
-        ends = (self.low, self.high) if self.spacing == "linear" else (math.log(self.low), math.log(self.high))
-        return jnp.float32(ends[0]), jnp.float32(ends[1])
+        return self._position(self.low), self._position(self.high)
+
+    @property
+    def unchanged(self) -> jax.Array:
+        """The position of T = 1, which changes no confidence, float32 []. It may be outside of the bracket."""
+        return self._position(1.0)
+
+    def _position(self, temperature: float) -> jax.Array:
+        return jnp.float32(temperature if self.spacing == "linear" else math.log(temperature))
 
     def temperature(self, position: jax.Array) -> jax.Array:
         """Returns the temperature at a position between the ends."""
         return position if self.spacing == "linear" else jnp.exp(position)
+
+
+class Told(NamedTuple):
+    """What a search is told of a position. Both numbers are float32 []."""
+
+    value: jax.Array  # the objective
+    lean: jax.Array  # decides a tie: > 0 if T is too high, < 0 if it is too low, 0 if the answer does not tell
 
 
 class Found(NamedTuple):
@@ -96,8 +110,14 @@ class GoldenSection(NamedTuple):
 
     It reduces the bracket K times with exactly K + 1 values. The published loop takes one more value and never reads it
     (Algorithm 1, k = K - 1).
+
+    A tie of both probes says that the minimum is between them, or that the objective is flat. Either part of the
+    bracket holds what is between them. The published loop always keeps the upper part (line 5), so that a flat
+    objective ends at the highest temperature. Here `Told.lean` decides, and without a lean the search keeps the part
+    that is nearer to T = 1.
     """
 
+    unchanged: jax.Array  # the position of T = 1
     low: jax.Array  # ends of the current bracket
     high: jax.Array
     probes: jax.Array  # two positions inside the bracket, [2]
@@ -105,30 +125,39 @@ class GoldenSection(NamedTuple):
     asked: jax.Array  # index of the probe to evaluate next
 
     @classmethod
-    def start(cls, low: jax.Array, high: jax.Array) -> "GoldenSection":
+    def start(cls, bracket: Bracket) -> "GoldenSection":
         """Runs Algorithm 1, line 2."""
-        return cls(low, high, _probes(low, high), jnp.zeros(2), jnp.int32(0))
+        return cls(bracket.unchanged, *bracket.ends, _probes(*bracket.ends), jnp.zeros(2), jnp.int32(0))
 
     def position(self) -> jax.Array:
         """Returns the position to evaluate next."""
         return self.probes[self.asked]
 
-    def tell(self, k: int, value: jax.Array) -> "GoldenSection":
+    def tell(self, k: int, told: Told) -> "GoldenSection":
         """Takes the value at `position()`, the k-th from 0. All but the first shrink the bracket.
 
         These are lines 5 to 11, with the new ends in lines 6 and 9. With the old ends both probes would coincide.
         """
-        values = self.values.at[self.asked].set(value)
+        values = self.values.at[self.asked].set(told.value)
         if k == 0:
             return self._replace(values=values, asked=jnp.int32(1))
-        rise_is_right = values[0] >= values[1]  # line 5: the minimum is not left of the left probe
+        tied = values[0] == values[1]
+        # Line 5: the minimum is not left of the left probe.
+        rise_is_right = jnp.where(tied, _leans_up(self, told), values[0] > values[1])
         low = jnp.where(rise_is_right, self.probes[0], self.low)
         high = jnp.where(rise_is_right, self.high, self.probes[1])
         # By the golden ratio the remaining probe is exactly at the other probe's new position.
         kept = jnp.where(rise_is_right, self.probes[1], self.probes[0])
         value = jnp.where(rise_is_right, values[1], values[0])
         asked = rise_is_right.astype(jnp.int32)
-        return GoldenSection(low, high, _probes(low, high).at[1 - asked].set(kept), jnp.full(2, value), asked)
+        probes = _probes(low, high).at[1 - asked].set(kept)
+        return GoldenSection(self.unchanged, low, high, probes, jnp.full(2, value), asked)
+
+
+def _leans_up(search: "GoldenSection | Bisection", told: Told) -> jax.Array:
+    """Returns whether a search without other evidence keeps the upper part of its bracket, bool []."""
+    nearer_to_one = search.unchanged > (search.low + search.high) / 2
+    return jnp.where(told.lean == 0, nearer_to_one, told.lean < 0)
 
 
 def _probes(low: jax.Array, high: jax.Array) -> jax.Array:
@@ -136,24 +165,29 @@ def _probes(low: jax.Array, high: jax.Array) -> jax.Array:
 
 
 class Bisection(NamedTuple):
-    """Search for the sign change of a rising function. K values halve the bracket K times. Positions are float32 []."""
+    """Search for the sign change of a rising function. K values halve the bracket K times. Positions are float32 [].
 
+    A value of 0 says that the middle is right, or that no answer tells anything. The search then keeps the half that is
+    nearer to T = 1.
+    """
+
+    unchanged: jax.Array
     low: jax.Array
     high: jax.Array
 
     @classmethod
-    def start(cls, low: jax.Array, high: jax.Array) -> "Bisection":
+    def start(cls, bracket: Bracket) -> "Bisection":
         """Starts with the whole bracket."""
-        return cls(low, high)
+        return cls(bracket.unchanged, *bracket.ends)
 
     def position(self) -> jax.Array:
         """Returns the middle."""
         return (self.low + self.high) / 2
 
-    def tell(self, k: int, value: jax.Array) -> "Bisection":
-        """Takes the value in the middle."""
-        middle, too_high = self.position(), value > 0
-        return Bisection(jnp.where(too_high, self.low, middle), jnp.where(too_high, middle, self.high))
+    def tell(self, k: int, told: Told) -> "Bisection":
+        """Takes the value in the middle, whose sign is the lean."""
+        middle, upper = self.position(), _leans_up(self, told)
+        return self._replace(low=jnp.where(upper, middle, self.low), high=jnp.where(upper, self.high, middle))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,9 +218,13 @@ class TemperatureSearch:
         """Returns the number to minimise, from the sum over sources [s]."""
         raise NotImplementedError
 
+    def lean(self, answer: jax.Array) -> jax.Array:
+        """Returns the number that decides a tie, see `Told`. It is post-processing of the answer."""
+        return jnp.float32(0)
+
     def init(self, variance: float | jax.Array) -> Any:
         """Starts the search with the whole bracket."""
-        return self.search.start(*self.bracket.ends), jnp.float32(0)
+        return self.search.start(self.bracket), jnp.float32(0)
 
     def question(self, k: int, state: Any) -> jax.Array:
         """Returns the temperature at the next position."""
@@ -197,11 +235,12 @@ class TemperatureSearch:
         search, added = state
         if k < self.split:
             return search, answer[0]
-        return search.tell(k - self.split, self.objective(added + answer)), added
+        total = added + answer
+        return search.tell(k - self.split, Told(self.objective(total), self.lean(total))), added
 
     def finish(self, state: Any) -> Found:
         """Runs line 13."""
-        (low, high, *_), (first, last) = state[0], self.bracket.ends
+        (low, high), (first, last) = (state[0].low, state[0].high), self.bracket.ends
         return Found(self.bracket.temperature((low + high) / 2), low == first, high == last)
 
     def confidence(self, parameters: Found, logits: jax.Array) -> jax.Array:
@@ -269,6 +308,10 @@ class EceT(TemperatureSearch):
     def objective(self, answer: jax.Array) -> jax.Array:
         """Returns Equation 6 times the number of records: the sum over bins of absolute values."""
         return jnp.abs(answer).sum()
+
+    def lean(self, answer: jax.Array) -> jax.Array:
+        """Returns accuracy less mean confidence, times the number of records. It rises with T (Proposition 2)."""
+        return answer.sum()
 
 
 # --- Histogram binning -----------------------------------------------------------------------------------------------
@@ -403,6 +446,10 @@ class AccT(TemperatureSearch):
     def objective(self, answer: jax.Array) -> jax.Array:
         """Returns |v|, which line 5 compares."""
         return jnp.abs(answer[0])
+
+    def lean(self, answer: jax.Array) -> jax.Array:
+        """Returns v, which rises with T (Proposition 2)."""
+        return answer[0]
 
 
 # --- Beyond the paper ------------------------------------------------------------------------------------------------

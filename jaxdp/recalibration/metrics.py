@@ -4,8 +4,13 @@ NOT private. These metrics have no noise. A value on a private data set is a rel
 it.
 
 All functions are pure, compute in float32, and work under `jax.jit` and `jax.vmap`. The result is NaN if there is no
-example, a value is NaN or a label is out of range. The functions raise ValueError for shapes that do not fit, bins
-below 1 and an unknown binning.
+example, a value is NaN, a label is out of range, or a confidence or probability is outside of [0, 1]. A call with
+arrays outside of `jax.jit` raises ValueError for the last of these, as for percent in place of fractions. The functions
+raise TypeError or ValueError for shapes and dtypes that do not fit, and ValueError for impossible bins and an unknown
+binning.
+
+Memory is that of the input, and a few numbers for each example and each bin. Sums by bin are sums of integers. So they
+do not depend on the order of the examples, and they keep their digits over millions of them.
 """
 
 import functools
@@ -17,11 +22,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxdp.data.labels import check_labelled
+
 _Binning = Literal["equal_width", "equal_mass"]
 
+_FIXED = 2**24  # a fixed-point number 1, which holds all digits of a float32 in [0.5, 1]
+_MOST_BINS = 2**15
+# Probabilities of 16 bits, and means of several models, can exceed 1 by rounding. They are cut to [0, 1].
+_ROUNDING = 1e-3
 
-def _compiled(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compiles a metric of arrays. It converts lists and arrays of other libraries."""
+
+def _compiled(*static: str, fraction: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compiles a metric of arrays. It converts lists and arrays of other libraries.
+
+    `fraction` is the name of a first argument whose values must be in [0, 1].
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         compiled = jax.jit(function, static_argnames=static)
@@ -29,11 +44,30 @@ def _compiled(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
         @functools.wraps(function)
         def metric(*args: Any, **options: Any) -> Any:
             options = {name: x if name in static else _array(x) for name, x in options.items()}
-            return compiled(*map(_array, args), **options)
+            arrays = [_array(x) for x in args]
+            value = compiled(*arrays, **options)
+            if fraction:
+                _check_fractions(fraction, arrays[0] if arrays else options[fraction], options.get("mask"))
+            return value
 
         return metric
 
     return decorate
+
+
+def _check_fractions(name: str, values: Any, mask: Any) -> None:
+    """Raises ValueError if a value that counts is outside of [0, 1]. It cannot read arrays that are being traced."""
+    if isinstance(values, jax.core.Tracer) or isinstance(mask, jax.core.Tracer):
+        return
+    values = np.asarray(values) if mask is None else np.asarray(values)[np.asarray(mask)]
+    if not values.size:
+        return
+    low, high = float(values.min()), float(values.max())
+    if low < -_ROUNDING or high > 1 + _ROUNDING:  # False for NaN
+        raise ValueError(
+            f"{name} must be in [0, 1], got values from {low:g} to {high:g}. Divide percent by 100, and apply softmax "
+            "to logits."
+        )
 
 
 def _array(x: Any) -> Any:
@@ -54,7 +88,7 @@ class Reliability(NamedTuple):
     accuracy: Float[Array, " bins"]
 
 
-@_compiled("bins", "binning", "debiased")
+@_compiled("bins", "binning", "debiased", fraction="confidence")
 def ece(
     confidence: Float[Array, " n"],
     correct: Bool[Array, " n"],
@@ -81,22 +115,22 @@ def ece(
 
     Args:
       confidence: float [n] in [0, 1], the probability of the predicted class.
-      correct: bool [n], whether the predicted class is the true one.
-      bins: The number of bins.
+      correct: bool [n], whether the predicted class is the true one: `predicted == labels`, never the classes.
+      bins: The number of bins, at most 32,768.
       binning: "equal_width" is `equal_width_bin`. "equal_mass" makes bins of equally many examples by rank of
         confidence, with sizes that differ by at most 1. Equal confidences share the bin of the first of them, so the
         order of examples does not matter. With many ties some bins are larger and others empty.
       debiased: Whether to subtract the estimated bias.
       mask: bool [n], False for examples to leave out. None keeps all. Another number of True does not recompile.
     """
-    _check_examples(confidence, correct=correct, mask=confidence if mask is None else mask)
+    _check_examples(confidence, correct, mask)
     _check_bins(bins)
     if binning not in get_args(_Binning):
         raise ValueError(f'binning must be "equal_width" or "equal_mass", got {binning!r}.')
     confidence = jnp.asarray(confidence, jnp.float32)
-    kept = jnp.ones(confidence.shape, bool) if mask is None else jnp.asarray(mask, bool)
+    kept = jnp.ones(confidence.shape, bool) if mask is None else jnp.asarray(mask)
     index = equal_width_bin(confidence, bins) if binning == "equal_width" else _equal_mass_bin(confidence, bins, kept)
-    table = _tabulate(confidence, correct, jnp.where(kept, index, bins), bins)
+    table = _tabulate(confidence, correct, index, kept, bins)
     gap = jnp.abs(table.accuracy - table.confidence)
     if debiased:
         variance = table.accuracy * (1 - table.accuracy) / jnp.maximum(table.counts - 1, 1)
@@ -104,10 +138,10 @@ def ece(
         z = gap / deviation
         gap -= 2 * deviation * (jax.scipy.stats.norm.pdf(z) - z * jax.scipy.stats.norm.cdf(-z))
     error = jnp.sum(jnp.where(table.counts > 0, table.counts * gap, 0)) / jnp.sum(table.counts)
-    return jnp.maximum(error, 0)
+    return jnp.where(_all_fractions(confidence, kept), jnp.maximum(error, 0), jnp.nan)
 
 
-@_compiled("bins", "binning")
+@_compiled("bins", "binning", fraction="probabilities")
 def classwise_ece(
     probabilities: Float[Array, "n m"],
     labels: Int[Array, " n"],
@@ -117,32 +151,37 @@ def classwise_ece(
 ) -> Float[Array, ""]:
     """Computes the mean over classes k of the ECE of probability k as a confidence in 1[k = y] (Kull et al. 2019).
 
-    With binning="equal_mass" it is the adaptive calibration error (Nixon et al. 2019, arXiv:1904.01685). The result is
-    float32 [].
+    With binning="equal_mass" it is the adaptive calibration error (Nixon et al. 2019, arXiv:1904.01685). One class is
+    taken after the other, so memory beyond the input is that of one `ece`. The result is float32 [].
 
     Args:
-      probabilities: float [n, m].
+      probabilities: float [n, m] in [0, 1].
       labels: int [n] in 0 .. m - 1.
       bins, binning: As in `ece`.
     """
-    _check_classes("probabilities", probabilities, labels)
-    probabilities, labels = jnp.asarray(probabilities, jnp.float32), jnp.asarray(labels)
+    check_labelled(probabilities, labels, names=("probabilities", "labels"), least=2)
+    probabilities, labels = jnp.asarray(probabilities), jnp.asarray(labels)
 
-    def of_class(p: jax.Array, k: jax.Array) -> jax.Array:
-        return ece(p, labels == k, bins=bins, binning=binning)
+    def of_class(k: jax.Array) -> jax.Array:
+        column = jax.lax.dynamic_index_in_dim(probabilities, k, axis=1, keepdims=False)
+        return ece(column, labels == k, bins=bins, binning=binning)
 
-    errors = jax.vmap(of_class, (1, 0))(probabilities, jnp.arange(probabilities.shape[1]))
+    errors = jax.lax.map(of_class, jnp.arange(probabilities.shape[1], dtype=labels.dtype))
     return _mean(jnp.broadcast_to(errors.mean(), labels.shape), labels, probabilities.shape[1])
 
 
-@_compiled("bins")
+@_compiled("bins", fraction="confidence")
 def reliability(confidence: Float[Array, " n"], correct: Bool[Array, " n"], *, bins: int = 15) -> Reliability:
     """Computes the reliability diagram over bins of equal width, for `jaxdp.report.plot_reliability`.
 
-    Arguments are as in `ece`.
+    Arguments are as in `ece`. If a confidence is NaN or outside of [0, 1], means and accuracies are NaN in all bins.
     """
-    _check_examples(confidence, correct=correct)
-    return _tabulate(jnp.asarray(confidence, jnp.float32), correct, equal_width_bin(confidence, bins), bins)
+    _check_examples(confidence, correct)
+    confidence = jnp.asarray(confidence, jnp.float32)
+    kept = jnp.ones(confidence.shape, bool)
+    counts, *means = _tabulate(confidence, correct, equal_width_bin(confidence, bins), kept, bins)
+    valid = _all_fractions(confidence, kept)
+    return Reliability(counts, *(jnp.where(valid, mean, jnp.nan) for mean in means))
 
 
 def equal_width_bin(confidence: Float[Array, "..."], bins: int) -> Int[Array, "..."]:
@@ -154,11 +193,11 @@ def equal_width_bin(confidence: Float[Array, "..."], bins: int) -> Int[Array, ".
     """
     _check_bins(bins)
     edges = np.arange(1, bins, dtype=np.float32) / np.float32(bins)  # XLA's division is not correctly rounded
-    index = jnp.searchsorted(edges, jnp.asarray(confidence, jnp.float32), side="right", method="compare_all")
+    index = jnp.searchsorted(edges, jnp.asarray(confidence, jnp.float32), side="right", method="scan_unrolled")
     return index.astype(jnp.int32)
 
 
-@_compiled()
+@_compiled(fraction="probabilities")
 def brier(probabilities: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, ""]:
     """Computes the Brier score of several classes: the mean squared distance of probabilities from the one-hot label.
 
@@ -167,13 +206,14 @@ def brier(probabilities: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float
     For two classes it is twice the Brier score of the probability of one class. The result is float32 [].
 
     Args:
-      probabilities: float [n, m].
+      probabilities: float [n, m] in [0, 1].
       labels: int [n] in 0 .. m - 1.
     """
-    _check_classes("probabilities", probabilities, labels)
+    check_labelled(probabilities, labels, names=("probabilities", "labels"), least=2)
     probabilities, labels = jnp.asarray(probabilities, jnp.float32), jnp.asarray(labels)
     distances = jnp.square(probabilities - jax.nn.one_hot(labels, probabilities.shape[1], dtype=jnp.float32))
-    return _mean(jnp.sum(distances, axis=1), labels, probabilities.shape[1])
+    score = _mean(jnp.sum(distances, axis=1), labels, probabilities.shape[1])
+    return jnp.where(_all_fractions(probabilities, True), score, jnp.nan)
 
 
 @_compiled()
@@ -186,27 +226,49 @@ def nll(logits: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, "
       logits: float [n, m].
       labels: int [n] in 0 .. m - 1.
     """
-    _check_classes("logits", logits, labels)
+    check_labelled(logits, labels, least=2)
     logits, labels = jnp.asarray(logits, jnp.float32), jnp.asarray(labels)
     # log_softmax subtracts the largest logit first and keeps all digits of large logits, unlike logsumexp(z) - z_y.
     log_p = jax.nn.log_softmax(logits)
     return -_mean(jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0], labels, logits.shape[1])
 
 
-def _tabulate(confidence: jax.Array, correct: jax.Array, index: jax.Array, bins: int) -> Reliability:
-    """Counts and averages by bin. It leaves out examples with index `bins`."""
-    # These are sums over comparisons. Scattered sums add one by one and lose three digits over 10^5 examples.
-    inside = index[None] == jnp.arange(bins)[:, None]
-    counts = jnp.sum(inside, axis=1, dtype=jnp.int32)
-    values = (confidence, jnp.asarray(correct, jnp.float32))
-    return Reliability(counts, *(jnp.sum(jnp.where(inside, value[None], 0), axis=1) / counts for value in values))
+def _tabulate(confidence: jax.Array, correct: jax.Array, index: jax.Array, kept: jax.Array, bins: int) -> Reliability:
+    """Counts and averages the kept examples by bin."""
+    index = jnp.where(kept, index, bins)  # `segment_sum` leaves out an index beyond its end
+    counts = jax.ops.segment_sum(jnp.ones_like(index), index, bins)
+    right = jax.ops.segment_sum(jnp.asarray(correct, jnp.int32), index, bins)
+    return Reliability(counts, _sum_by_bin(confidence, index, bins) / counts, right / counts)
+
+
+def _sum_by_bin(confidence: jax.Array, index: jax.Array, bins: int) -> jax.Array:
+    """Sums confidences [n] by bin, float32 [bins].
+
+    Scattered sums of floats add one by one and lose three digits over 10^5 examples. So the confidences become whole
+    multiples of 2^-24. Their digits are cut into parts, whose sums of n numbers fit in int32.
+    """
+    whole = jnp.round(jnp.clip(confidence, 0, 1) * _FIXED).astype(jnp.int32)
+    digits = 31 - len(confidence).bit_length()
+    total = jnp.zeros(bins, jnp.float32)
+    for shift in reversed(range(0, _FIXED.bit_length(), digits)):
+        part = (whole >> shift) & (2**digits - 1)
+        total += jax.ops.segment_sum(part, index, bins).astype(jnp.float32) * (2.0**shift / _FIXED)
+    return total
+
+
+def _all_fractions(values: jax.Array, kept: jax.Array | bool) -> jax.Array:
+    """Returns whether all values that count are in [0, 1] up to rounding, bool []. NaN is not."""
+    return jnp.all((values >= -_ROUNDING) & (values <= 1 + _ROUNDING) | ~jnp.asarray(kept))
 
 
 def _equal_mass_bin(confidence: jax.Array, bins: int, kept: jax.Array) -> jax.Array:
     """Returns floor(rank * bins / n) among the kept examples. The others get any number."""
     confidence = jnp.where(kept, confidence, jnp.nan)  # sorted behind all numbers
     rank = jnp.searchsorted(jnp.sort(confidence), confidence)
-    return rank * bins // jnp.sum(kept)
+    # The bin is the number of k >= 1 with rank >= k n / bins. Neither product here leaves int32, as rank * bins may.
+    n, k = jnp.sum(kept), jnp.arange(1, bins)
+    starts = k * (n // bins) + (k * (n % bins) + bins - 1) // bins
+    return jnp.searchsorted(starts, rank, side="right", method="scan_unrolled").astype(jnp.int32)
 
 
 def _mean(values: jax.Array, labels: jax.Array, classes: int) -> jax.Array:
@@ -214,27 +276,27 @@ def _mean(values: jax.Array, labels: jax.Array, classes: int) -> jax.Array:
 
 
 def _check_bins(bins: int) -> None:
-    if bins < 1:
-        raise ValueError(f"bins must be at least 1, got {bins}. The paper uses 15.")
+    if not 1 <= bins <= _MOST_BINS:
+        raise ValueError(f"bins must be at least 1 and at most {_MOST_BINS}, got {bins}. The paper uses 15.")
 
 
-def _check_examples(confidence: jax.Array, **others: jax.Array) -> None:
+def _check_examples(confidence: Any, correct: Any, mask: Any = None) -> None:
+    """Raises TypeError or ValueError unless confidence is floating point [n], and the others bool [n]."""
     shape = jnp.shape(confidence)
     if len(shape) != 1:
         raise ValueError(
             f"confidence must be one-dimensional, got shape {shape}. Pass one number per example, and use jax.vmap for "
             "further axes."
         )
-    for name, value in others.items():
+    if not jnp.issubdtype(confidence.dtype, jnp.floating):
+        raise TypeError(
+            f"confidence must be floating point, got dtype {confidence.dtype}. Give probabilities, not classes."
+        )
+    for name, value in (("correct", correct), ("mask", mask)):
+        if value is None:
+            continue
         if jnp.shape(value) != shape:
             raise ValueError(f"{name} must have one entry per example and shape {shape}, got shape {jnp.shape(value)}.")
-
-
-def _check_classes(name: str, value: jax.Array, labels: jax.Array) -> None:
-    if jnp.ndim(value) != 2:
-        raise ValueError(f"{name} must be [n, m], one row per example, got shape {jnp.shape(value)}. Add a batch axis.")
-    if jnp.shape(labels) != jnp.shape(value)[:1]:
-        raise ValueError(
-            f"labels must be class numbers of shape {jnp.shape(value)[:1]}, one per row of {name}, got shape "
-            f"{jnp.shape(labels)}. Take argmax over one-hot labels."
-        )
+        if value.dtype != bool:
+            remedy = "Give predicted == labels, not classes." if name == "correct" else "Compare, or use astype(bool)."
+            raise TypeError(f"{name} must be bool, got dtype {value.dtype}. {remedy}")

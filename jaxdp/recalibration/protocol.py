@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data.groups import owners_of
+from jaxdp.data.labels import check_labelled, judge
 from jaxdp.privacy import Account, DpEvent, NonPrivateDpEvent, PureDpEvent
 from jaxdp.privacy.accounting import RELATIONS, Adjacency
 from jaxdp.release import Release, Till, program, stream
@@ -46,13 +47,13 @@ class Records(NamedTuple):
     @property
     def valid(self) -> jax.Array:
         """Bool [n], whether the logits are finite and the label is in [0, m)."""
-        labelled = (self.labels >= 0) & (self.labels < self.logits.shape[1])
-        return jnp.isfinite(self.logits).all(1) & labelled
+        judged = judge(self.logits, self.labels)
+        return judged.finite & judged.labelled
 
     @property
     def correct(self) -> jax.Array:
-        """Bool [n], phi(x) = y: whether the (first) largest logit is at the label."""
-        return jnp.argmax(self.logits, 1) == self.labels
+        """Bool [n], phi(x) = y: whether the (first) largest logit is at the label. An invalid record is wrong."""
+        return judge(self.logits, self.labels).correct
 
 
 class Method(Protocol):
@@ -219,14 +220,9 @@ class Party:
             raise TypeError(f"account must be ledger.account(name) or None, got {type(self.account).__name__}.")
         name = "a source" if self.account is None else repr(self.account.name)
         logits, labels = np.asarray(self.logits), np.asarray(self.labels)
-        if logits.ndim != 2 or logits.shape[1] < 2 or labels.shape != logits.shape[:1]:
-            raise ValueError(f"{name} must have logits [n, m] with m >= 2 classes and labels [n] of as many records.")
-        if len(labels) == 0:
+        if labels.size == 0:
             labels = labels.astype(np.int32)  # NumPy reads an empty list as floats
-        if not jnp.issubdtype(logits.dtype, jnp.floating) or not np.issubdtype(labels.dtype, np.integer):
-            raise TypeError(
-                f"{name} must have floating-point logits and integer labels, got {logits.dtype} and {labels.dtype}."
-            )
+        check_labelled(logits, labels, names=(f"logits of {name}", f"labels of {name}"), least=2)
         if len(labels) > _MOST_RECORDS:
             raise ValueError(f"{name} has more than {_MOST_RECORDS} records. Divide it into several sources.")
         with np.errstate(over="ignore"):  # A logit beyond float32 becomes infinite and its record invalid.

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.data.labels import check_logits
 from jaxdp.privacy import Account, DpEvent, NoOpDpEvent, SelfComposedDpEvent
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration.methods import (
@@ -60,11 +61,14 @@ class Recalibration:
     event: DpEvent
 
     def apply(self, logits: Any) -> np.ndarray:
-        """Returns the confidence in the largest of logits [n, m], float32 [n], NaN for logits that are not finite."""
-        logits = jnp.asarray(logits, jnp.float32)
-        if logits.ndim != 2:
-            raise ValueError(f"logits must have shape [n, m], got {logits.shape}.")
-        return np.asarray(_confidence(self.method, self.parameters, logits))
+        """Returns the confidence in the largest of logits [n, m], float32 [n], NaN for logits that are not finite.
+
+        Raises:
+          TypeError, ValueError: The logits are not floating point [n, m] with m >= 2.
+        """
+        logits = logits if isinstance(logits, jax.Array) else np.asarray(logits)
+        check_logits(logits, least=2)
+        return np.asarray(_confidence(self.method, self.parameters, jnp.asarray(logits, jnp.float32)))
 
     @property
     def temperature(self) -> float:
@@ -73,7 +77,10 @@ class Recalibration:
 
     @property
     def at_end(self) -> Literal["low", "high"] | None:
-        """The end of the bracket that the search for T still has. The best T may be beyond it."""
+        """The end of the bracket that the search for T still has. The best T may be beyond it.
+
+        An objective that is flat and does not say whether T is too high, as without records, leads to T near 1.
+        """
         found = self._of(isinstance(self.parameters, Found), "temperature")
         return "low" if found.low else "high" if found.high else None
 

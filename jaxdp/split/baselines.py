@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxdp.data import labels as shapes
 from jaxdp.models.training import Loss, fit_in_memory
 from jaxdp.split.backbone import Backbone, Params, in_batches
 from jaxdp.split.checks import check_labels, one_of
@@ -339,13 +340,21 @@ def adapt(
 def accuracy(adapted: Adapted, images: jax.Array, labels: jax.Array, *, batch_size: int = 128) -> float:
     """Returns the share of images [n, S, S, C] whose largest logit belongs to the label, int [n].
 
+    The images and labels are the client's own, and nothing is charged. `jaxdp.data.labels` has the rules. An image with
+    a logit that is not finite is wrong. A warning tells how many there are.
+
     Raises:
-      ValueError: There are no images, images have another shape, or the number of labels differs.
+      TypeError, ValueError: There are no images, images have another shape, or labels are not one class per image.
     """
-    if not len(images) or np.shape(labels) != (len(images),):
-        raise ValueError(f"labels must be one per image, at least one, got {list(np.shape(labels))} of {len(images)}.")
-    predicted = np.asarray(adapted.logits(images, batch_size=batch_size)).argmax(1)
-    return float(np.mean(predicted == np.asarray(labels)))
+    truth = np.asarray(labels)
+    if not len(images):
+        raise ValueError("images must not be empty. Give at least one image.")
+    shapes.check_labels(truth, len(images))
+    logits = np.asarray(adapted.logits(images, batch_size=batch_size))
+    judged = shapes.judge(logits, truth)
+    shapes.check_range(truth, shapes.classes_of(logits))
+    shapes.warn_if_not_finite(int((~judged.finite).sum()), len(truth))
+    return float(judged.correct.mean())
 
 
 def divide_trained(recipe: Recipe, params: Params) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxdp.data import labels as shapes
+
 
 def at_least(low: int, **values: float) -> None:
     """Raises ValueError unless every value is at least `low`."""
@@ -30,11 +32,12 @@ def one_of(choices: Sequence[Any], **values: Any) -> None:
 
 
 def check_labels(labels: Any, count: int, num_classes: int) -> None:
-    """Raises ValueError unless labels are `count` integers in [0, num_classes) and `count` is at least 1."""
+    """Raises unless labels are integers [count] in [0, num_classes) and `count` is at least 1.
+
+    A TypeError is about the dtype, and a ValueError about the rest.
+    """
     labels = np.asarray(labels)
-    if labels.shape != (count,) or not np.issubdtype(labels.dtype, np.integer):
-        raise ValueError(f"labels must be {count} integers, one per image, got {labels.dtype} {list(labels.shape)}.")
+    shapes.check_labels(labels, count)
     if not count:
         raise ValueError("images must not be empty. Give at least one image.")
-    if labels.min() < 0 or labels.max() >= num_classes:
-        raise ValueError(f"labels must be in [0, {num_classes}), the classes of the head. Some labels are outside.")
+    shapes.check_range(labels, num_classes)

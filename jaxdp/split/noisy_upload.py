@@ -31,6 +31,7 @@ import numpy as np
 import scipy.linalg
 
 from jaxdp import privacy
+from jaxdp.data.labels import check_labels, check_range
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import counting
 from jaxdp.split.checks import not_negative, one_of
@@ -501,10 +502,6 @@ def _check_norm(clip_norm: float) -> None:
 def _check_labels(labels: Any, num_classes: int) -> np.ndarray:
     """Returns labels as int32 [n]. Errors show no label."""
     array = np.asarray(labels)
-    if array.ndim != 1:
-        raise ValueError(f"labels must be [n], got shape {array.shape}.")
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"labels must be integers, got {array.dtype}.")
-    if ((array < 0) | (array >= num_classes)).any():
-        raise ValueError(f"labels must lie in [0, {num_classes}). Count all possible classes, not only observed ones.")
+    check_labels(array, array.size)
+    check_range(array, num_classes)
     return array.astype(np.int32)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.transforms.clipping import ClippedGrad, Engine, LeafPlan, check_params, clipped_grad, paths_of
+from jaxdp.transforms.parameters import not_finite
 
 __all__ = ["Finding", "ModelCheck", "check"]
 
@@ -265,8 +266,8 @@ def _check_leaves(params: Any) -> list[Finding]:
                 "Keep params in float32 and cast them in loss_fn."
             )
             found.append(Finding("warning", message))
-        if jnp.issubdtype(getattr(leaf, "dtype", object), jnp.inexact) and not jnp.isfinite(leaf).all():
-            found.append(Finding("error", f"params has NaN or infinite values in {path!r}. Initialise it again."))
+    for path in not_finite(params):
+        found.append(Finding("error", f"params has NaN or infinite values in {path!r}. Initialise it again."))
     return found
 
 

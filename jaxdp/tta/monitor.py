@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.data.labels import check_logits, judge, predicted
+
 ApplyFn = Callable[[Any, jax.Array], jax.Array]
 
 
@@ -21,17 +23,18 @@ class CollapseReport:
     norm cover the leaves that changed.
     """
 
-    agreement: float  # fraction of probe images that get the source model's class
+    agreement: float  # fraction of probe images that get the source model's class, with finite logits
     entropy: float
     drift: float
     collapsed: bool  # whether agreement or entropy is below its threshold or not a number
+    not_finite: int = 0  # the number of probe images with a NaN or infinite logit
 
 
 class CollapseMonitor:
     """A comparison of adapted parameters with the source model's on a fixed set of probe images.
 
     Args:
-        apply_fn: `apply_fn(params, images) -> logits [N, C]`.
+        apply_fn: `apply_fn(params, images) -> logits [N, C]`, floating point, C >= 2.
         params: The parameters of the source model.
         probe_images: Public images [N, ...], few enough for one forward pass. They should contain every class.
         min_agreement, min_entropy: Thresholds in [0, 1]. `monitor.source.entropy` is the source model's entropy.
@@ -42,7 +45,9 @@ class CollapseMonitor:
         source: The report of the source model.
 
     Raises:
-        ValueError: An argument is out of range, or the source model counts as collapsed on this probe.
+        TypeError: The logits are not floating point.
+        ValueError: An argument is out of range, the logits have another shape or are not finite for the source model,
+            or the source model counts as collapsed on this probe.
 
     Formal guarantees:
         A report is a function of the probe images, the source model and the parameters. With a public probe (or one
@@ -71,8 +76,15 @@ class CollapseMonitor:
         self.every, self.reset = every, reset
         self._thresholds = (min_agreement, min_entropy)
         self._apply_fn, self._params, self._images = apply_fn, params, jnp.asarray(probe_images)
-        self._expected = jax.jit(apply_fn)(params, self._images).argmax(axis=-1)
+        logits = jax.jit(apply_fn)(params, self._images)
+        check_logits(logits, name="apply_fn(params, probe_images)", count=len(self._images), least=2)
+        self._expected = predicted(logits)
         self.source = self(params)
+        if self.source.not_finite:
+            raise ValueError(
+                f"the source model has NaN or infinite logits for {self.source.not_finite} of {len(self._images)} "
+                "probe_images. Check its parameters and the images."
+            )
         if self.source.collapsed:
             raise ValueError(
                 f"the source model has entropy {self.source.entropy:.3g} on probe_images, below "
@@ -82,17 +94,18 @@ class CollapseMonitor:
     def __call__(self, params: Any) -> CollapseReport:
         """Returns the report of adapted parameters with the source's structure and shapes."""
         measured = _measure(self._apply_fn, params, self._params, self._images, self._expected)
-        agreement, entropy, drift = (float(value) for value in measured)
+        agreement, entropy, drift, not_finite = (float(value) for value in measured)
         min_agreement, min_entropy = self._thresholds
         healthy = agreement >= min_agreement and entropy >= min_entropy  # False for NaN
-        return CollapseReport(agreement, entropy, drift, not healthy)
+        return CollapseReport(agreement, entropy, drift, not healthy, int(not_finite))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _measure(
     apply_fn: ApplyFn, params: Any, source: Any, images: jax.Array, expected: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     logits = apply_fn(params, images)
+    judged = judge(logits, expected)
     p = jax.nn.softmax(logits.astype(jnp.float32)).mean(axis=0)
     entropy = jax.scipy.special.entr(p).sum() / jnp.log(logits.shape[-1])
     moved, norm = jnp.zeros(()), jnp.zeros(())
@@ -102,4 +115,4 @@ def _measure(
         moved += distance
         norm += jnp.where(distance > 0, jnp.square(old).sum(), 0)
     drift = jnp.where(moved > 0, jnp.sqrt(moved / norm), 0)
-    return (logits.argmax(axis=-1) == expected).mean(), entropy, drift
+    return judged.correct.mean(), entropy, drift, (~judged.finite).sum()

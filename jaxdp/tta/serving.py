@@ -21,11 +21,14 @@ import numpy as np
 import safetensors.numpy
 
 from jaxdp import release
+from jaxdp.data.labels import check_labels, check_logits, judge
 from jaxdp.files import parse_json, shown, understood, write_durably
 from jaxdp.privacy.events import DpEvent, NonPrivateDpEvent, to_json
 from jaxdp.privacy.ledger import BudgetExceeded
 from jaxdp.report import MetricsWriter, progress_bar, read_metrics
+from jaxdp.transforms.parameters import check_finite
 from jaxdp.tta.accounts import BatchPayment, StreamAccount, Sum
+from jaxdp.tta.adapter import Adapter
 from jaxdp.tta.monitor import CollapseMonitor, CollapseReport
 from jaxdp.tta.private import Private
 from jaxdp.tta.streams import Batch
@@ -45,7 +48,8 @@ class Served:
     Attributes:
         state: The adapter's state after the last batch. It holds secrets besides its params.
         accuracy: {domain: fraction of its records with a correct prediction}, in the order of the stream.
-        correct: int64 [T], correct predictions in each batch.
+        correct: int64 [T], correct predictions in each batch, by the rules of `jaxdp.data.labels`.
+        not_finite: int64 [T], predictions in each batch with a NaN or infinite logit, which count as wrong.
         count: int64 [T], records in each batch.
         resets: The numbers of the batches before which the stream or the monitor reset the model.
         reports: Pairs (number of the batch before it, report) of the monitor.
@@ -55,6 +59,7 @@ class Served:
     state: Any = dataclasses.field(repr=False)
     accuracy: dict[str, float] = dataclasses.field(repr=False)
     correct: np.ndarray = dataclasses.field(repr=False)
+    not_finite: np.ndarray = dataclasses.field(repr=False)
     count: np.ndarray = dataclasses.field(repr=False)
     resets: tuple[int, ...]
     reports: tuple[tuple[int, CollapseReport], ...] = dataclasses.field(repr=False)
@@ -95,17 +100,18 @@ def serve(
             under the batch's domain, never the stream itself.
 
     Returns:
-        `Served`. Its accuracies and counts are meaningless if the stream has no labels (-1). If a stream ends in the
-        middle of an update (`Adapter.accumulate`) with a workdir, disk and returned state drop the unfinished sum, so
-        that no secret stays. Its batches are predicted and paid for, and make no update. After an exception the sum
-        stays, so that a later call can resume. Without a workdir the state keeps the sum, for a call with the same
-        account.
+        `Served`. A record without a label (-1), or with a label that is no class, counts as wrong. So accuracies are
+        meaningless for a stream without labels. If a stream ends in the middle of an update (`Adapter.accumulate`) with
+        a workdir, disk and returned state drop the unfinished sum, so that no secret stays. Its batches are predicted
+        and paid for, and make no update. After an exception the sum stays, so that a later call can resume. Without a
+        workdir the state keeps the sum, for a call with the same account.
 
     Raises:
-        ValueError: The account has another event than the method. It has charged an update from this state already, has
-            not charged the unfinished update of this state, or has charged batches outside of the workdir. Or the
-            workdir holds another stream or other settings, is damaged, or is in use by another process.
-        TypeError: The workdir cannot note a unit.
+        ValueError: Labels are not [B], or logits not [B, C]. The state's parameters are NaN or infinite. The account
+            has another event than the method. It has charged an update from this state already, has not charged the
+            unfinished update of this state, or has charged batches outside of the workdir. Or the workdir holds another
+            stream or other settings, is damaged, or is in use by another process.
+        TypeError: The workdir cannot note a unit, or labels are not integers, or logits not floating point.
         BudgetExceeded: The budget does not allow the next batch, which is not read. The attribute `served` of the
             exception holds the results of the batches before it.
 
@@ -159,6 +165,7 @@ class _Loop:
     run: str | None = None  # the workdir, for the account
     noted: dict[int, str] = dataclasses.field(default_factory=dict)  # the records of finished batches
     seen: int = 0  # batches of the stream
+    fitting: set[Any] = dataclasses.field(default_factory=set)  # shapes and dtypes of images with fitting logits
 
     def begin(self, state: Any) -> None:
         """Continues the workdir's state, or begins with the given one."""
@@ -167,6 +174,7 @@ class _Loop:
             state, self.run, self.rows = kept
         else:
             state = self.adapter.init() if state is None else state
+        check_finite(state.params, argument="params of the state")
         self.step, self.name = int(state.step), self.run or _name(self.adapter, state)
         self.entering = self._next(None, self.step)
         if kept is None and self.account is not None:
@@ -198,6 +206,7 @@ class _Loop:
                     f"{shown(self.files.workdir)}. Give the same stream from its beginning, or use a new workdir."
                 )
             return
+        self._check_shapes(batch)
         before = self.adapter.reset(self.state) if batch.reset else self.state
         payment = None if self.account is None else BatchPayment(self.account, units, self.entering, self.run)
 
@@ -243,6 +252,16 @@ class _Loop:
         )
         self.entering = self._next(None if payment is None else payment.entered, self.step)
 
+    def _check_shapes(self, batch: Batch) -> None:
+        """Raises TypeError or ValueError for labels or logits of another shape or dtype, before the batch is paid."""
+        count = len(batch.mask)
+        check_labels(np.asarray(batch.labels), count, name="labels of a batch")
+        kind = (batch.images.shape, batch.images.dtype)
+        if isinstance(self.adapter, Adapter) and kind not in self.fitting:
+            logits = jax.eval_shape(self.adapter.apply_fn, self.state.params, jnp.asarray(batch.images))
+            check_logits(logits, name="apply_fn(params, images)", count=count)
+            self.fitting.add(kind)
+
     def end(self) -> None:
         """Refuses a stream that ended too early. Drops an unfinished sum from the workdir."""
         if self.files is None:
@@ -269,6 +288,8 @@ class _Loop:
             state=self.state,
             accuracy={domain: float(right / count) for domain, (right, count) in hits.items()},
             correct=np.array([row["correct"] for row in self.rows], np.int64),
+            # Rows of version 0.1 lack the number.
+            not_finite=np.array([row.get("not_finite", 0) for row in self.rows], np.int64),
             count=np.array([row["count"] for row in self.rows], np.int64),
             resets=tuple(number for row in self.rows for number in row["resets"]),
             reports=tuple((number, CollapseReport(**report)) for number, report in reports),
@@ -411,10 +432,13 @@ def _clip_norm(adapter: Any) -> float | None:
 
 
 def _compared(batch: Batch, logits: np.ndarray) -> dict[str, Any]:
-    right = (logits.argmax(axis=-1) == batch.labels)[batch.mask]
+    """Compares predictions with labels. Nothing here raises because of a record's values."""
+    judged = judge(logits, np.asarray(batch.labels))
+    right = judged.correct[batch.mask]
     of = {domain: right[np.array(batch.domains) == domain] for domain in dict.fromkeys(batch.domains)}
     hits = {domain: [int(part.sum()), len(part)] for domain, part in of.items()}
-    return {"correct": int(right.sum()), "count": len(right), "hits": hits}
+    not_finite = int((~judged.finite[batch.mask]).sum())
+    return {"correct": int(right.sum()), "not_finite": not_finite, "count": len(right), "hits": hits}
 
 
 def _name(adapter: Any, state: Any) -> str:

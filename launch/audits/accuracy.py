@@ -1,8 +1,13 @@
-"""The audit of a charged accuracy. The model has two classes and is right on a quarter of the examples."""
+"""The audit of a charged accuracy. It attacks the form of the data in which an example moves the estimate most.
+
+Forms of labels and logits come from `inputs`, the table of the property tests. A form that the count refuses releases
+nothing. In one kind of data a quarter of the answers is right, so that clipping hides no noise. In the other kind
+nobody but the canary is right.
+"""
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -11,30 +16,73 @@ import numpy as np
 
 from jaxdp.audit import Audit
 from jaxdp.audit import accuracy as auditing
-from jaxdp.data import from_arrays
+from jaxdp.data import Examples, from_arrays, take
 from jaxdp.privacy import GaussianDpEvent
 from jaxdp.release import claim
 
-from . import case
+from . import case, inputs
 from .case import Case, Run, under
 
-SIGMA, DELTA = 1.0, 1e-5
-EXAMPLES = from_arrays(features=np.ones((40, 1), np.float32), label=np.minimum(np.arange(40) % 4, 1), num_classes=2)
+SIGMA, DELTA, COUNT = 1.0, 1e-5, 40
 CLAIMED = claim(GaussianDpEvent(SIGMA), adjacency="add_remove", delta=DELTA)
+FEATURES = np.tile(np.array([[1.0, 0.0, -1.0]], np.float32), (COUNT, 1))  # class 0 is the answer to all
+QUARTER = np.minimum(np.arange(COUNT) % 4, 1).astype(np.int32)
+ALONE = (np.arange(COUNT) > 0).astype(np.int32)
+ROWS = [0, 1]  # a right answer, and a wrong one
 
 
-def predict(params: Any, inputs: jax.Array) -> jax.Array:
-    """Returns logits that predict the first class for every input."""
-    return inputs * jnp.array([[1.0, 0.0]])
+class Attack(NamedTuple):
+    """A model and data, each of one form."""
+
+    predict: Callable[[Any, jax.Array], jax.Array]
+    source: Examples
+
+
+def _model(make: Callable[[Any], Any]) -> Callable[[Any, jax.Array], jax.Array]:
+    """Returns a model whose logits are the features, in a form."""
+    return lambda params, features: make(features)
+
+
+# Each is made once, so that all audits share its compiled counts.
+MODELS = {name: _model(form.make) for name, form in inputs.LOGITS.items()}
+PLAIN = MODELS["float32 [B, K]"]
+
+
+def attacks() -> Iterator[Attack]:
+    """Yields the data in every form of labels, and in every form of logits, that a source can hold."""
+    for labels in (QUARTER, ALONE):
+        for form in inputs.LABELS.values():
+            column = np.asarray(form.make(labels))
+            if column.shape[:1] == (COUNT,):
+                yield Attack(PLAIN, from_arrays(features=FEATURES, label=column))
+        source = from_arrays(features=FEATURES, label=labels)
+        for model in MODELS.values():
+            yield Attack(model, source)
+
+
+def moves(attack: Attack) -> float:
+    """Returns how far an example moves the estimate, in examples. It is 0 if the count refuses the form."""
+    everyone = np.arange(COUNT)
+    try:
+        whole, *others = (
+            auditing.count_correct(attack.predict, None, part)
+            for part in (attack.source, *(take(attack.source, np.delete(everyone, row)) for row in ROWS))
+        )
+    except (TypeError, ValueError):
+        return 0.0
+    return max(abs(np.clip(whole, 0, COUNT) - np.clip(other, 0, COUNT)) for other in others)
 
 
 def estimates(sigma: float = SIGMA, patch: Callable[[], Any] = contextlib.nullcontext) -> Run:
     """Returns the audit of an accuracy under the honest claim, with something patched."""
 
     def run(trials: int, seed: bytes) -> Audit:
-        terms: dict[str, Any] = {"delta": DELTA, "rows": [0, 1], "confidence": case.CONFIDENCE, "seed": seed}
+        terms: dict[str, Any] = {"delta": DELTA, "rows": ROWS, "confidence": case.CONFIDENCE, "seed": seed}
         with patch():
-            found = auditing.audit_accuracy(predict, None, EXAMPLES, noise_multiplier=sigma, trials=trials, **terms)
+            worst = max(attacks(), key=moves)
+            found = auditing.audit_accuracy(
+                worst.predict, None, worst.source, noise_multiplier=sigma, trials=trials, **terms
+            )
         return under(found, CLAIMED)
 
     return run
@@ -43,6 +91,12 @@ def estimates(sigma: float = SIGMA, patch: Callable[[], Any] = contextlib.nullco
 def count_twice(*args: Any, whole: Callable[..., int] = auditing.count_correct) -> int:
     """Counts every example twice."""
     return 2 * whole(*args)
+
+
+def broadcast(predict: Callable[..., Any], params: Any, source: Examples) -> int:
+    """Counts as version 0.1 did, where labels [n, 1] are compared with all answers."""
+    batch = source.gather(np.arange(len(source)))
+    return inputs.broadcasting_count(predict(params, jnp.asarray(batch["features"])), batch["label"])
 
 
 def with_one_key(key: jax.Array, *args: Any, whole: Callable[..., Any] = auditing.noisy_fraction) -> jax.Array:
@@ -56,6 +110,9 @@ TWINS: Mapping[str, Run | str] = {
     case.SENSITIVITY_OFF_BY_TWO: estimates(patch=lambda: mock.patch.object(auditing, "count_correct", count_twice)),
     case.REUSED_KEY: estimates(patch=lambda: mock.patch.object(auditing, "noisy_fraction", with_one_key)),
     case.ADD_REMOVE_FOR_REPLACE_ONE: "a replaced example moves the count by at most 1, as an added one does",
+    "labels of another shape that broadcast": estimates(
+        patch=lambda: mock.patch.object(auditing, "count_correct", broadcast)
+    ),
 }
 
 CASES = (

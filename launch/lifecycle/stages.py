@@ -208,7 +208,7 @@ def recalibrate(job: Job) -> dict[str, Any]:
 
     ((shift, test),) = job.data.source_test.items()
     logits, labels = models.logits(network, params, test), data.labels(test)
-    right = logits.argmax(1) == labels
+    right = models.judged(logits, labels)
     confidences = {"before": recalibration.none().apply(logits), "after": found.apply(logits)}
     return {
         "shift": shift,
@@ -387,7 +387,7 @@ def deploy(job: Job) -> dict[str, Any]:
         found, first = {}, None
         for name, (model, confidence) in steps.items():
             logits = models.logits(network, model, test)
-            right, shown = logits.argmax(1) == data.labels(test), confidence.apply(logits)
+            right, shown = models.judged(logits, data.labels(test)), confidence.apply(logits)
             first = (shown, right) if first is None else first
             numbers = {"accuracy": float(right.mean()), "ece": _ece(shown, right)}
             found[name] = numbers | _ece_change(first, (shown, right))

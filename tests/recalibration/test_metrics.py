@@ -219,12 +219,12 @@ def test_a_label_out_of_range_is_no_number(label):
         (lambda: ece(np.ones((2, 3)), np.ones((2, 3), bool)), r"confidence .* \(2, 3\). .* jax.vmap"),
         (lambda: ece(np.ones(3), np.ones(2, bool)), r"correct .* \(3,\), got shape \(2,\)"),
         (lambda: ece(np.ones(3), np.ones(3, bool), mask=np.ones((), bool)), r"mask .* got shape \(\)"),
-        (lambda: ece(np.ones(3), np.ones(3, bool), bins=0), "bins must be at least 1, got 0"),
+        (lambda: ece(np.ones(3), np.ones(3, bool), bins=0), "bins must be at least 1 .* got 0"),
         (lambda: ece(np.ones(3), np.ones(3, bool), binning="log"), "binning must be \"equal_width\" .* got 'log'"),
-        (lambda: reliability(np.ones(3), np.ones(3, bool), bins=-1), "bins must be at least 1, got -1"),
+        (lambda: reliability(np.ones(3), np.ones(3, bool), bins=-1), "bins must be at least 1 .* got -1"),
         (lambda: reliability(np.ones(3), np.ones((3, 1), bool)), r"correct .* got shape \(3, 1\)"),
-        (lambda: brier(np.ones(3), np.zeros(3, int)), r"probabilities must be \[n, m\].* \(3,\). Add a batch axis"),
-        (lambda: nll(np.ones((3, 2)), np.ones((3, 2))), r"labels .* of logits, got shape \(3, 2\). Take argmax"),
+        (lambda: brier(np.ones(3), np.zeros(3, int)), r"probabilities must be \[n, K\].* \[n\]. Add a batch axis"),
+        (lambda: nll(np.ones((3, 2)), np.ones((3, 2))), r"labels must be \[n\].* got shape \[n, 2\].* Take argmax"),
     ],
 )
 def test_bad_input_is_named_with_its_remedy(call, message):
@@ -273,9 +273,89 @@ def test_errors_are_those_of_netcal(record_property):
         assert ours == pytest.approx(float(theirs), abs=2e-6)
 
 
+def in_bins(confidence, correct, bins):
+    """Computes the error in float64 with NumPy, with the float32 edges of `equal_width_bin`."""
+    edges = np.arange(1, bins, dtype=np.float32) / np.float32(bins)
+    index = np.searchsorted(edges, confidence, side="right")
+    gaps = np.bincount(index, correct.astype(float) - confidence.astype(float), bins)
+    return np.abs(gaps).sum() / len(confidence)
+
+
+@pytest.mark.slow
+def test_a_thousand_bins_over_many_examples_keep_their_digits():
+    """The first version compared every example with every bin, 12 bytes each."""
+    confidence, correct = examples(200_000, accuracy=lambda c: c - 0.01)
+    found = metrics.ece(confidence, correct, bins=1000)
+    assert found == pytest.approx(in_bins(confidence, correct, 1000), rel=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("metric", "arrays", "limit"),
+    [
+        (metrics.ece, (jax.ShapeDtypeStruct((3_000_000,), "float32"), jax.ShapeDtypeStruct((3_000_000,), bool)), 60),
+        (
+            metrics.classwise_ece,
+            (jax.ShapeDtypeStruct((50_000, 1000), "float32"), jax.ShapeDtypeStruct((50_000,), "int32")),
+            1,
+        ),
+    ],
+)
+def test_memory_is_that_of_the_input_and_a_few_numbers_for_each_example(metric, arrays, limit):
+    """Asks the compiler. Nothing is computed. `limit` is in bytes for each number of the first array."""
+    options = {"bins": 1000} if metric is metrics.ece else {}
+    compiled = jax.jit(functools.partial(metric, **options)).lower(*arrays).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < limit * math.prod(arrays[0].shape) + 2**20
+
+
+@pytest.mark.slow
+def test_bins_of_equal_mass_do_not_overflow():
+    """rank * bins is above 2^31 for the last tenth of the examples."""
+    n, bins = 75_000, 32_000
+    confidence = ((np.arange(n) + 0.5) / n).astype(np.float32)
+    correct = np.arange(n) % 3 == 0
+    index = np.searchsorted(np.sort(confidence), confidence).astype(object) * bins // n
+    gaps = np.bincount(index.astype(int), correct - confidence.astype(float), bins)
+    found = metrics.ece(confidence, correct, bins=bins, binning="equal_mass")
+    assert found == pytest.approx(np.abs(gaps).sum() / n, rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda p, c: metrics.ece(p, np.arange(8)), TypeError, "correct must be bool, got dtype int32. Give predicted"),
+        (lambda p, c: metrics.ece(p, c.astype(float)), TypeError, "correct must be bool, got dtype float"),
+        (lambda p, c: metrics.ece(100 * p, c), ValueError, r"confidence must be in \[0, 1\].* Divide percent by 100"),
+        (lambda p, c: metrics.ece(-p, c), ValueError, r"confidence must be in \[0, 1\]"),
+        (lambda p, c: metrics.ece(confidence=100 * p, correct=c), ValueError, r"confidence must be in \[0, 1\]"),
+        (lambda p, c: metrics.ece(c, c), TypeError, "confidence must be floating point, got dtype bool"),
+        (lambda p, c: metrics.ece(p, c, mask=np.arange(8)), TypeError, "mask must be bool, got dtype int"),
+        (lambda p, c: metrics.ece(p, c, bins=40_000), ValueError, "bins must be .* at most 32768, got 40000"),
+        (lambda p, c: reliability(100 * p, c), ValueError, r"confidence must be in \[0, 1\]"),
+        (lambda p, c: reliability(p, np.arange(8)), TypeError, "correct must be bool"),
+        (lambda p, c: brier(3 * np.stack([p, p], 1), c.astype(int)), ValueError, r"probabilities must be in \[0, 1\]"),
+        (lambda p, c: classwise_ece(3 * np.stack([p, p], 1), c.astype(int)), ValueError, r"probabilities .* softmax"),
+    ],
+)
+def test_classes_and_percent_in_place_of_correctness_and_fractions_are_named(call, error, message):
+    confidence = np.linspace(0.5, 1.0, 8, dtype=np.float32)
+    with pytest.raises(error, match=message):
+        call(confidence, confidence > 0.7)
+
+
+@pytest.mark.slow
+def test_percent_inside_of_a_compiled_function_are_no_number():
+    """A traced value cannot raise. Values that do not count may be anything."""
+    percent, correct = np.array([94.0, 0.5], np.float32), np.array([True, False])
+    every, last = np.ones(2, bool), np.array([False, True])
+    assert np.isnan(ece(percent, correct, mask=every)) and ece(percent, correct, mask=last) == 0.5
+    assert metrics.ece(percent, correct, mask=last) == 0.5
+    assert ece(np.array([1 + 1e-6, 0.5], np.float32), correct, mask=every) == 0.25  # rounding
+
+
 def test_lists_are_arrays():
-    confidence, correct, logits, labels = [0.9, 0.6, 0.7], [True, False, True], [[2.0, 0.0], [0.0, 1.0]], [0, 1]
-    for metric, args in ((metrics.ece, (confidence, correct)), (brier, (logits, labels)), (nll, (logits, labels))):
+    confidence, correct, rows, labels = [0.9, 0.6, 0.7], [True, False, True], [[1.0, 0.0], [0.25, 0.75]], [0, 1]
+    for metric, args in ((metrics.ece, (confidence, correct)), (brier, (rows, labels)), (nll, (rows, labels))):
         assert metric(*args) == metric(*map(np.asarray, args))
     masked = metrics.ece(confidence, correct, mask=[True, True, False])
     assert masked == metrics.ece(np.array(confidence[:2]), np.array(correct[:2]))

@@ -249,12 +249,12 @@ def test_the_calibrator_knows_the_variance_of_the_noise(epsilon):
 @pytest.mark.parametrize(
     ("logits", "labels", "error", "words"),
     [
-        (np.zeros(7, np.float32), np.zeros(7, int), ValueError, r"logits \[n, m\] with m >= 2"),
-        (np.zeros((7, 1), np.float32), np.zeros(7, int), ValueError, "m >= 2"),
+        (np.zeros(7, np.float32), np.zeros(7, int), ValueError, r"logits of .* must be \[n, K\], .* K >= 2"),
+        (np.zeros((7, 1), np.float32), np.zeros(7, int), ValueError, "K >= 2"),
         (np.zeros((7, 3), np.float32), np.zeros(6, int), ValueError, "labels"),
         (np.zeros((7, 3), np.float32), np.zeros((7, 1), int), ValueError, "labels"),
-        (np.zeros((7, 3), int), np.zeros(7, int), TypeError, "floating-point logits .* got int64"),
-        (np.zeros((7, 3), np.float32), np.zeros(7), TypeError, "integer labels, got float32 and float64"),
+        (np.zeros((7, 3), int), np.zeros(7, int), TypeError, "logits of .* floating point, got dtype int64"),
+        (np.zeros((7, 3), np.float32), np.zeros(7), TypeError, "labels of .* integers, got dtype float64"),
     ],
 )
 def test_impossible_sources_are_refused_without_their_size(logits, labels, error, words):

@@ -169,7 +169,7 @@ def test_apply_is_the_largest_softmax_probability_at_the_temperature():
     confidence = found.apply(logits.astype(np.float64))
     assert confidence.dtype == np.float32
     np.testing.assert_allclose(confidence, (exp / exp.sum(1, keepdims=True)).max(1), rtol=1e-5)
-    with pytest.raises(ValueError, match=r"logits must have shape \[n, m\], got \(4,\)"):
+    with pytest.raises(ValueError, match=r"logits must be \[n, K\].* got shape \[n\]"):
         found.apply(logits[0])
 
 
@@ -416,8 +416,12 @@ MISTAKES = {
     "no list": ({"sources": GOOD}, TypeError, r"sources\[0\] must be a pair \(logits, labels\) .* got ndarray"),
     "triple": ({"sources": [(*GOOD, 3)]}, TypeError, r"sources\[0\] must be a pair"),
     "classes": ({"sources": [GOOD, people(9, m=4)]}, ValueError, r"same number of classes, got .* \[4, 6\]"),
-    "labels": ({"sources": [(GOOD[0], GOOD[1] * 1.0)]}, TypeError, r"sources\[0\].* integer labels, got .* float64"),
-    "lengths": ({"sources": [GOOD, (GOOD[0], GOOD[1][1:])]}, ValueError, r"sources\[1\].* must have logits"),
+    "labels": (
+        {"sources": [(GOOD[0], GOOD[1] * 1.0)]},
+        TypeError,
+        r"sources\[0\].* must be integers, got dtype float64",
+    ),
+    "lengths": ({"sources": [GOOD, (GOOD[0], GOOD[1][1:])]}, ValueError, r"sources\[1\].* labels .* of another n"),
     "some accounts": ({"sources": [0, GOOD, 1]}, ValueError, r"sources \[1\] have no account but others do"),
 }
 

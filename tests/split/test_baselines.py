@@ -362,15 +362,15 @@ def test_parameters_in_place_of_a_frontend_are_refused(params, digits):
     ("change", "message"),
     [
         (lambda x, y: (x, y + 1), r"labels must be in \[0, 2\)"),
-        (lambda x, y: (x, y.astype(float)), "labels must be 20 integers, one per image, got float64"),
-        (lambda x, y: (x, y[:-1]), "labels must be 20 integers"),
+        (lambda x, y: (x, y.astype(float)), "labels must be integers, got dtype float64"),
+        (lambda x, y: (x, y[:-1]), r"labels must be \[n\]"),
         (lambda x, y: (x[:, :4], y), r"images must be \[n, 8, 8, 1\] with n >= 1, got \[20, 4, 8, 1\]"),
         (lambda x, y: (x[:0], y[:0]), r"images must be .* with n >= 1, got \[0, 8, 8, 1\]"),
         (lambda x, y: (255 * x, y), r"images must be in \[0, 1\]"),
     ],
 )
 def test_bad_data_is_refused(params, digits, change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         adapted(BASELINES["ft"], params, change(*digits[0]))
 
 
@@ -384,7 +384,7 @@ def test_bad_numbers_are_refused(params, digits, trained):
     with pytest.raises(ValueError, match="num_classes must be at least 2, got 1"):
         adapt(BASELINES["lp"], BACKBONE, params, train[0], 0 * train[1], num_classes=1, learning_rate=1.0, key=KEY)
     for few in (labels[:3], labels[:, None]):
-        with pytest.raises(ValueError, match="labels must be one per image"):
+        with pytest.raises(ValueError, match=r"labels must be \[n\]"):
             accuracy(trained["lp"][0], images, few)
-    with pytest.raises(ValueError, match="labels must be one per image, at least one"):
+    with pytest.raises(ValueError, match="images must not be empty"):
         accuracy(trained["lp"][0], images[:0], labels[:0])

@@ -251,14 +251,14 @@ def test_without_a_finite_epsilon_labels_stay():
 
 def test_impossible_labels_are_refused_without_showing_them():
     for labels in ([0, 7], [-3, 1]):
-        with pytest.raises(ValueError, match=r"labels must lie in \[0, 4\). Count all possible classes") as error:
+        with pytest.raises(ValueError, match=r"labels must be in \[0, 4\)") as error:
             randomized_response(KEY, labels, num_classes=4, epsilon=1.0)
         assert not {"7", "-3"} & set(str(error.value).replace("[", " ").split())
-    with pytest.raises(TypeError, match="labels must be integers, got float64"):
+    with pytest.raises(TypeError, match="labels must be integers, got dtype float64"):
         randomized_response(KEY, [0.0], num_classes=4, epsilon=1.0)
-    with pytest.raises(TypeError, match="labels must be integers, got bool"):
+    with pytest.raises(TypeError, match="labels must be integers, got dtype bool"):
         randomized_response(KEY, [True], num_classes=4, epsilon=1.0)
-    with pytest.raises(ValueError, match=r"labels must be \[n\], got shape \(1, 1\)"):
+    with pytest.raises(ValueError, match=r"labels must be \[n\].* got shape \[n, 1\]"):
         randomized_response(KEY, [[0]], num_classes=4, epsilon=1.0)
     with pytest.raises(TypeError, match="typed key"):
         randomized_response(jnp.zeros(2, jnp.uint32), [0], num_classes=4, epsilon=1.0)
@@ -529,7 +529,7 @@ WIDE = np.zeros((20, 1, 1), "f4")
         ({"representations": np.zeros((20, 3, 4), "i1")}, TypeError, "floating point, got int8. Dequantise them first"),
         ({"representations": np.zeros((20, 4, 3), "f4")}, ValueError, r"does not fit representations \(20, 4, 3\)"),
         ({"labels": np.zeros(19, int)}, ValueError, r"labels must be \[n\] for the 20 images, got shape \(19,\)"),
-        ({"labels": np.full(20, 4)}, ValueError, r"labels must lie in \[0, 4\)"),
+        ({"labels": np.full(20, 4)}, ValueError, r"labels must be in \[0, 4\)"),
         ({"labels": np.zeros(20)}, TypeError, "labels must be integers"),
         ({"projection": Projection(np.zeros((3, 4)), np.zeros((11, 2)))}, ValueError, r"directions \(11, 2\) does not"),
         ({"projection": Projection(np.zeros((3, 4)), np.zeros((12, 0)))}, ValueError, r"directions \(12, 0\) does not"),
@@ -714,7 +714,7 @@ def test_a_bare_release_needs_a_typed_key(projection):
     x, y = images(20, projection)
     with pytest.raises(TypeError, match="typed key"):
         config().release(jnp.zeros(2, jnp.uint32), x, labels=y, projection=projection)
-    with pytest.raises(ValueError, match=r"labels must lie in"):
+    with pytest.raises(ValueError, match=r"labels must be in"):
         config().release(KEY, x, labels=y + 4, projection=projection)
 
 

@@ -73,13 +73,13 @@ def test_only_one_label_per_image_within_the_classes_is_accepted():
     for good in ([0, 2, 1], np.array([2, 0, 0], np.uint8), jnp.array([1, 1, 1])):
         check_labels(good, 3, 3)
     for bad, message in [
-        ([0, 1], r"labels must be 3 integers, one per image, got int64 \[2\]"),
-        ([[0], [1], [2]], r"labels must be 3 integers, one per image, got int64 \[3, 1\]"),
-        ([0.0, 1.0, 2.0], r"labels must be 3 integers, one per image, got float64 \[3\]"),
-        ([0, 1, 3], r"labels must be in \[0, 3\), the classes of the head. Some labels are outside"),
+        ([0, 1], r"labels must be \[n\], one class number .* of another n"),
+        ([[0], [1], [2]], r"labels must be \[n\].* got shape \[n, 1\]"),
+        ([0.0, 1.0, 2.0], "labels must be integers, got dtype float64"),
+        ([0, 1, 3], r"labels must be in \[0, 3\), the classes. Some labels are outside"),
         ([0, -1, 2], r"labels must be in \[0, 3\)"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             check_labels(bad, 3, 3)
     with pytest.raises(ValueError, match="images must not be empty"):
         check_labels(np.zeros(0, int), 0, 3)
@@ -308,7 +308,7 @@ def test_the_plain_error_needs_no_gradient(vit, calibration):
 def test_impossible_searches_are_refused(vit):
     search = functools.partial(search_scales, vit.backbone, vit.params)
     for labels, message in [
-        (vit.labels[:3], r"labels must be 4 integers, one per image, got int32 \[3\]"),
+        (vit.labels[:3], r"labels must be \[n\].* of another n"),
         (vit.labels[:4] + 1, r"labels must be in \[0, 3\)"),
     ]:
         with pytest.raises(ValueError, match=message):

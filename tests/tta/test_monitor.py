@@ -110,5 +110,5 @@ def test_impossible_arguments(model):
 @pytest.mark.slow
 def test_reports_are_plain_numbers(model):
     report = CollapseMonitor(apply_fn, *model).source
-    assert [type(value) for value in dataclasses.astuple(report)] == [float, float, float, bool]
+    assert [type(value) for value in dataclasses.astuple(report)] == [float, float, float, bool, int]
     assert isinstance(report, CollapseReport)
