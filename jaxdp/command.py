@@ -36,10 +36,11 @@ import zoneinfo
 from collections.abc import Sequence
 from typing import Any
 
+from jaxdp.files import shown
 from jaxdp.privacy import Account, BudgetExceeded, Ledger
 from jaxdp.privacy.events import describe, parse
 from jaxdp.privacy.planning import facts, left_after, plan_training
-from jaxdp.privacy.readout import aligned, finite, local, shown
+from jaxdp.privacy.readout import aligned, finite, local
 from jaxdp.privacy.store import accept
 
 LAUNCHERS = {

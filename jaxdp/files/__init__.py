@@ -3,19 +3,31 @@
 from jaxdp.files.durable import sync_folder, sync_tree, to_disk, write_durably, write_json
 from jaxdp.files.extras import optional
 from jaxdp.files.package import Package, pack, read_package, unpack, write_package
-from jaxdp.files.reading import Limits, check_finite, check_image, read_json, read_npy, read_npz, understood
+from jaxdp.files.reading import (
+    Limits,
+    check_finite,
+    check_image,
+    npz_names,
+    read_json,
+    read_npy,
+    read_npz,
+    understood,
+)
+from jaxdp.files.text import shown
 
 __all__ = [
     "Limits",
     "Package",
     "check_finite",
     "check_image",
+    "npz_names",
     "optional",
     "pack",
     "read_json",
     "read_npy",
     "read_npz",
     "read_package",
+    "shown",
     "sync_folder",
     "sync_tree",
     "to_disk",

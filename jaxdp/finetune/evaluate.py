@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data import Source, check_source, pad_to_physical
+from jaxdp.data import Source, check_batch, check_source, pad_to_physical
 from jaxdp.data.protocol import inputs_of
 from jaxdp.privacy import Account, GaussianDpEvent
 from jaxdp.release import Release, Till, program, stream
@@ -41,7 +41,7 @@ def _count(predict: Predict, params: Any, source: Source, batch_size: int) -> in
 
 def _batches(source: Source, batch_size: int) -> Iterator[tuple[Any, jax.Array]]:
     for rows, mask in zip(*pad_to_physical(np.arange(len(source)), min(batch_size, len(source))), strict=True):
-        yield jax.device_put((source.gather(rows), mask))
+        yield jax.device_put((check_batch(source.gather(rows)), mask))
 
 
 def accuracy(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> float:

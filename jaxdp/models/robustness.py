@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data import Source, check_source, pad_to_physical
+from jaxdp.data import Source, check_batch, check_source, pad_to_physical
 from jaxdp.data.protocol import inputs_of
 from jaxdp.report import progress_bar
 
@@ -70,7 +70,7 @@ def robust_accuracy(
     key = jax.random.key(seed)
     batches = list(zip(*pad_to_physical(np.arange(len(source)), min(batch_size, len(source))), strict=True))
     for rows, mask in progress_bar(batches, label="robust accuracy", unit="batch"):
-        batch = jax.device_put((source.gather(rows), mask))
+        batch = jax.device_put((check_batch(source.gather(rows)), mask))
         for i, scale in enumerate(stds):
             for j, group in enumerate(numbers):
                 noise = jax.device_put((group.astype(np.uint32), scale))

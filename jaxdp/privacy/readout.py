@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxdp.files import shown
 from jaxdp.privacy import books
 from jaxdp.privacy.budget import Dataset, epsilon_of, maximal
 from jaxdp.privacy.events import Counts, composition, describe, from_json
@@ -159,11 +160,6 @@ def grouped(report: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
     for found in report["datasets"]:
         groups.setdefault(_alike(found), []).append(found)
     return list(groups.values())
-
-
-def shown(value: str) -> str:
-    """Returns a text with its control characters escaped, because a terminal would obey them."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in value)
 
 
 def _alike(found: Mapping[str, Any]) -> str:

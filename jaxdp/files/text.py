@@ -1,0 +1,6 @@
+"""Text of users and files in messages."""
+
+
+def shown(value: str) -> str:
+    """Returns a text with its control characters escaped, because a terminal would obey them."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in value)
