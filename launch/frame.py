@@ -38,7 +38,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from jaxdp import memory
-from jaxdp.files import read_json, read_npz, understood, write_durably, write_json
+from jaxdp.files import read_json, read_npz, shown_lines, understood, write_durably, write_json
 from jaxdp.privacy import Account, BudgetExceeded, Ledger, LedgerDamaged
 from jaxdp.release import HostFailed, Hosts, digest, locked
 from jaxdp.release.identity import processor
@@ -529,7 +529,7 @@ def start(program: Callable[[Sequence[str]], None]) -> None:
     def run_program(argv: Sequence[str]) -> None:
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # Orbax prints a dozen lines for every checkpoint
-        warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
+        warnings.formatwarning = lambda message, *_: f"Warning: {shown_lines(str(message))}\n"
         keep_compiled()
         tell(program, argv)
 
@@ -537,7 +537,10 @@ def start(program: Callable[[Sequence[str]], None]) -> None:
     try:
         app.run(run_program, flags_parser=parse)
     except KeyboardInterrupt as error:
-        print(f"\n{error}" if str(error) else "\nInterrupted. The same command goes on from here.", file=sys.stderr)
+        print(
+            f"\n{shown_lines(str(error))}" if str(error) else "\nInterrupted. The same command goes on from here.",
+            file=sys.stderr,
+        )
         sys.exit(130)
 
 
@@ -590,7 +593,7 @@ def limits(given: Sequence[str]) -> Any:
 def _stop(error: Exception) -> NoReturn:
     logging.debug("The error was raised here:", exc_info=error)
     for text in (error, *getattr(error, "__notes__", ())):
-        print(text, file=sys.stderr)
+        print(shown_lines(str(text)), file=sys.stderr)
     sys.exit(2)
 
 

@@ -83,7 +83,8 @@ def check_source(source: Any, *columns: str, argument: str = "source") -> Any:
     found = f"gather({rows.tolist()}) of {type(source).__name__}"
     if missing := [name for name in columns if not (isinstance(batch, dict) and name in batch)]:
         has = ", ".join(sorted(map(str, batch))) if isinstance(batch, dict) else type(batch).__name__
-        hint = f" {', '.join(texts)} are text, which no model reads: declare classes=, or encode them." if texts else ""
+        unread = ", ".join(name for name in missing if name in texts)
+        hint = f" {unread} is text, which no example has: declare classes=, or encode it." if unread else ""
         raise ValueError(shown(f"{argument} has no column {', '.join(map(repr, missing))}. It has {has}.{hint}"))
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     if not leaves:

@@ -121,8 +121,8 @@ class Examples:
         if isinstance(self._columns, ExampleReader):
             return "It has ExampleReader. Its records are read as a whole: load() reads them into columns."
         names = sorted(self._columns) if isinstance(self._columns, Mapping) else [type(self._columns).__name__]
-        texts = f" Its columns {', '.join(self.texts)} are text: see read_column." if self.texts else ""
-        return shown(f"It has {', '.join(names)}.{texts}")
+        texts = ", ".join(name for name in self.texts if name not in names)
+        return shown(f"It has {', '.join(names)}{f', and as text {texts}' if texts else ''}.")
 
     def take(self, indices: np.ndarray, *, name: str | None = None) -> "Examples":
         """Returns the examples at `indices` (integers [m] in [0, n)) as a source. It reads and copies no record."""
@@ -421,7 +421,7 @@ def from_arrays(*, num_classes: int = 0, name: str = "arrays", **columns: Any) -
 
 def _as_text(values: Any) -> list[Any] | None:
     """Returns the texts of an array [n] or list of texts or bytes, or None."""
-    if isinstance(values, Mapping | tuple) or isinstance(values, np.memmap):
+    if isinstance(values, Mapping | tuple | np.memmap):
         return None
     try:
         array = np.asarray(values)

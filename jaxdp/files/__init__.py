@@ -13,7 +13,7 @@ from jaxdp.files.reading import (
     read_npz,
     understood,
 )
-from jaxdp.files.text import shown
+from jaxdp.files.text import shown, shown_lines
 
 __all__ = [
     "Limits",
@@ -28,6 +28,7 @@ __all__ = [
     "read_npz",
     "read_package",
     "shown",
+    "shown_lines",
     "sync_folder",
     "sync_tree",
     "to_disk",

@@ -149,7 +149,8 @@ def plan_copies(
     """Returns all copies of `augment_then_noise`, float32 [1 + copies, n, T, D], as a release for a till.
 
     It spends nothing, and copies the representations. The account pays `published_event`: nothing about this upload is
-    proven. The ledger shows `label` to people, so it must not hold data. Other arguments and errors are as in `augment_then_noise`.
+    proven. The ledger shows `label` to people, so it must not hold data. Other arguments and errors are as in
+    `augment_then_noise`.
     """
     not_negative(laplace_scale=laplace_scale)
     at_least(0, copies=copies)
