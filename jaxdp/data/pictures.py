@@ -71,20 +71,21 @@ def decode(data: bytes, what: str, *, pixel_range: PixelRange | None = None) -> 
         kind = file.format
         file.load()
         image = ImageOps.exif_transpose(file)
+        # Pillow scales PGM to 16 bits. Its older versions have the mode I for PNG of 16 bits too.
+        wide = image.mode in _WIDE or (image.mode == "I" and kind in ("PPM", "PNG"))
+        unbounded = not wide and image.mode in ("I", "F")
+        if wide or unbounded:
+            pixels = np.asarray(image)
+        else:
+            pixels = np.asarray(image.convert("L" if image.mode in _GREY else "RGB"))
     if frames > 1:
         raise ValueError(f"{what} has {frames} images. Store each in a file of its own.")
-    wide = image.mode in _WIDE or (image.mode == "I" and kind == "PPM")  # Pillow scales PGM to 16 bits
-    if wide:
-        pixels = np.asarray(image).astype(np.uint16)
-    elif image.mode in ("I", "F"):
-        if pixel_range is None:
-            raise ValueError(
-                f"{what} has grey pixels of 32 bits (mode {image.mode}), which have no largest value. Give their "
-                "public range: pixel_range=(low, high)."
-            )
-        pixels = np.asarray(image)
-    else:
-        pixels = np.asarray(image.convert("L" if image.mode in _GREY else "RGB"))
+    if unbounded and pixel_range is None:
+        raise ValueError(
+            f"{what} has grey pixels of 32 bits (mode {image.mode}), which have no largest value. Give their public "
+            "range: pixel_range=(low, high)."
+        )
+    pixels = pixels.astype(np.uint16) if wide else pixels
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if pixel_range is None:
         return pixels

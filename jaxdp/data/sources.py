@@ -67,6 +67,7 @@ class Examples:
     rows: np.ndarray | None = dataclasses.field(default=None, repr=False)
     declared: str = dataclasses.field(default="", repr=False)
     texts: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict, repr=False)
+    _columns: Any = dataclasses.field(init=False, repr=False)  # what is read: nobody else has these dicts and lists
 
     def __post_init__(self) -> None:
         given = dict(self.arrays) if isinstance(self.arrays, Mapping) else self.arrays
@@ -80,7 +81,6 @@ class Examples:
         columns = [stored(column, f"{shown(name)} of source {self.name!r}") for name, column in named]
         inside = tree.unflatten_as(given, columns)
         object.__setattr__(self, "_columns", inside)
-        # A second nesting: what a user does to its dicts and lists does not reach the columns.
         outside = tree.unflatten_as(given, columns)
         object.__setattr__(self, "arrays", types.MappingProxyType(outside) if type(outside) is dict else outside)
         object.__setattr__(self, "texts", types.MappingProxyType(texts))

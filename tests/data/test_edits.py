@@ -7,6 +7,7 @@ one secret, with an edit of record 0 in between. Equal tokens mean equal noise, 
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import PIL.Image
@@ -320,6 +321,16 @@ def test_a_token_is_of_the_facts_as_they_are():
         assert till.token(what) == token
         x[0] = 9.0
         assert till.token(what) != token
+
+
+def test_parameters_of_a_user_are_copied_to_the_device():
+    """Trainers and adapters take parameters with `jnp.asarray`. `jax.device_put` shares an aligned array."""
+    memory = np.zeros(64 + 4 * 1024, np.uint8)
+    start = -memory.ctypes.data % 64
+    x = memory[start : start + 4 * 1024].view(np.float32)
+    taken = jnp.asarray(x, jnp.result_type(x))
+    x[:] = 9.0
+    assert np.asarray(taken).max() == 0.0
 
 
 def test_a_party_answers_about_the_records_it_was_given(tmp_path):
