@@ -55,7 +55,8 @@ from typing import Any
 import numpy as np
 
 from jaxdp import data
-from jaxdp.data import Examples, sources
+from jaxdp.data import Examples
+from jaxdp.data import tfds as prepared
 from jaxdp.data.ids import owners_of
 from jaxdp.data.tables import read_table
 from jaxdp.files import Limits, npz_names, optional, read_npz
@@ -352,8 +353,8 @@ def texts(
     """
     tfds = optional("tensorflow_datasets", "tfds")
 
-    with sources._quiet_array_record():
-        builder = sources._prepared_builder(tfds, name, data_dir or os.environ.get("TFDS_DATA_DIR") or None)
+    with prepared._quiet_array_record():
+        builder = prepared._prepared_builder(tfds, name, data_dir or os.environ.get("TFDS_DATA_DIR") or None)
         records = builder.as_data_source(split=split)
         rows = records.__getitems__(list(range(len(records))))
     if rows and field not in rows[0]:

@@ -24,13 +24,12 @@ from jaxdp.data.sources import (
     ExampleReader,
     Examples,
     bundled,
-    check_disjoint,
     from_arrays,
-    from_tfds,
     read_column,
     read_ids,
     take,
 )
+from jaxdp.data.tfds import check_disjoint, from_tfds
 
 __all__ = [
     "CORRUPTIONS",

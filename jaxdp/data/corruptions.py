@@ -15,7 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxdp.data.pictures import scaled
-from jaxdp.data.sources import Examples, from_tfds
+from jaxdp.data.sources import Examples
+from jaxdp.data.tfds import from_tfds
 from jaxdp.files import optional
 
 CORRUPTIONS = (

@@ -42,9 +42,14 @@ def native(array: np.ndarray, where: str) -> np.ndarray:
     return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
 
+def _wide() -> bool:
+    """Returns whether JAX keeps numbers of 64 bits."""
+    return bool(jax.config.read("jax_enable_x64"))
+
+
 def check_whole(array: Any, where: str) -> None:
     """Raises ValueError if 64-bit integers do not fit into the 32 bits that JAX keeps. The message has no number."""
-    if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or jax.config.jax_enable_x64 or not array.size:
+    if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or _wide() or not array.size:
         return
     narrow = np.iinfo(f"{array.dtype.kind}4")
     if array.min() < narrow.min or array.max() > narrow.max:
@@ -61,7 +66,7 @@ def check_digits(array: np.ndarray, where: str) -> None:
     It warns if a whole number is another one in float32, or if the numbers of a position, such as a feature, differ by
     less than 1024 steps of float32 around them.
     """
-    if array.dtype != np.float64 or not array.size or jax.config.jax_enable_x64:
+    if array.dtype != np.float64 or not array.size or _wide():
         return
     rows = max(1, _CHUNK // max(1, array[0].size)) if array.ndim else 1
     low, high, rounded = np.inf, -np.inf, False

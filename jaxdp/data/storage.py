@@ -90,7 +90,7 @@ class Seen:
             digest = hashlib.blake2b(digest_size=_DIGEST)
             for array in arrays:
                 digest.update(f"{array.dtype.str} {array.shape}\n".encode())
-                digest.update(raw(array))
+                digest.update(raw(array).data)
             found = np.frombuffer(digest.digest(), np.uint8)
             if self._known[row] and not np.array_equal(self._digests[row], found):
                 raise ValueError(
