@@ -36,7 +36,7 @@ import zoneinfo
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdp.files import shown
+from jaxdp.files import shown, shown_lines
 from jaxdp.privacy import Account, BudgetExceeded, Ledger
 from jaxdp.privacy.events import describe, parse
 from jaxdp.privacy.planning import facts, left_after, plan_training
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         groups.add_parser(name, help=what)
 
     given = parser.parse_args(arguments)
-    warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
+    warnings.formatwarning = lambda message, *_: f"Warning: {shown_lines(str(message))}\n"
     try:
         given.run(given)
     except (ValueError, TypeError, OSError) as error:

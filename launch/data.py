@@ -27,7 +27,10 @@ A *set of images* has the fields
     limits      the fields of `jaxdp.files.Limits`
     prepare     tfds, folder: whether images differ in size and are resized and cut as the model's preprocessing says
     group       the column with the owner of each record, such as a patient. Each owner is then one unit of privacy with
-                its records. hf, folder: texts or numbers; npz, function: numbers. Studies of single records refuse it.
+                its records. Its values are texts or whole numbers, see `jaxdp.data.ids`: "007" and "7" are two owners.
+                Studies of single records refuse it.
+    pixel_range folder: (low, high), the pixel values that become 0 and 1, see `jaxdp.data.from_folder`; without it the
+                range of the pixel type
     max_records with group: the largest number of records of one owner that count, see `jaxdp.data.by_group`
     unit        the unit of privacy in the ledger, see `terms`
     adjacency   the neighbouring relation in the ledger, see `terms`
@@ -42,10 +45,8 @@ A set under domain shift also has the fields
     others          {shift: a whole set of images, see `read`}: shifts that are other sets with the same classes
 """
 
-import csv
 import dataclasses
 import functools
-import hashlib
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -54,8 +55,11 @@ from typing import Any
 import numpy as np
 
 from jaxdp import data
-from jaxdp.data import Examples, sources
-from jaxdp.files import Limits, optional, read_npz, shown
+from jaxdp.data import Examples
+from jaxdp.data import tfds as prepared
+from jaxdp.data.ids import owners_of
+from jaxdp.data.tables import read_table
+from jaxdp.files import Limits, npz_names, optional, read_npz, shown
 from jaxdp.report import progress_bar
 
 from . import settings, shifts
@@ -152,7 +156,7 @@ def units(config: Any, images: Examples, records: Any = None) -> Any:
     records = images if records is None else records
     if not config.get("group", ""):
         return records
-    owners = config.group if records is images else data.read_column(images, config.group)
+    owners = config.group if records is images else data.read_ids(images, config.group)
     return data.by_group(records, owners, max_records=config.max_records)
 
 
@@ -194,10 +198,9 @@ def _check_owners(config: Any, found: Mapping[str, Examples]) -> None:
         return
     first = dict[Any, str]()
     for name, records in found.items():
-        needed = () if _role(name) in ("upstream", "public", "test") else (group,)
-        if group not in data.check_source(records, *needed, argument=f"config.data.parts.{name}"):
+        if _role(name) in ("upstream", "public", "test") and group not in _columns(records):
             continue
-        for owner in set(data.read_column(records, group).tolist()):
+        for owner in set(data.read_ids(records, group)):
             if first.setdefault(owner, name) != name:
                 raise ValueError(
                     f"config.data.parts.{first[owner]} and config.data.parts.{name} share a {config.unit}. No account "
@@ -205,20 +208,10 @@ def _check_owners(config: Any, found: Mapping[str, Examples]) -> None:
                 )
 
 
-def _owner(value: Any) -> int:
-    """Returns a number for an owner, the same in all parts."""
-    if value is None or value == "" or value != value:
-        raise ValueError("config.data.group: a record has no owner. Give every record one, or leave it out.")
-    return int.from_bytes(hashlib.sha256(str(value).encode()).digest()[:8], "little", signed=True)
-
-
-def _with_owner(group: str, record: Mapping[str, Any]) -> dict[str, Any]:
-    return {**record, group: _owner(record[group])}
-
-
-def _owners_of_table(path: str, group: str) -> np.ndarray:
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        return np.array([_owner(row.get(group)) for row in csv.DictReader(file)])
+def _columns(records: Examples) -> set[str]:
+    """Returns the names of the columns of records, with those of texts."""
+    example = data.check_source(records)
+    return set(records.text_names) | (set(example) if isinstance(example, Mapping) else set())
 
 
 def only_adjacency(config: Any, adjacency: str) -> None:
@@ -264,7 +257,9 @@ def _opened(config: Any, part: str, prepare: Prepare | None) -> Examples:
     how: dict[str, Any] = {"name": name, "num_classes": config.get("num_classes", 0)}
     match config.source:
         case "npz" if part.endswith(".npz"):
-            return data.from_npz(os.path.join(path, part), columns=columns, limits=limits, **how)
+            where = os.path.join(path, part)
+            texts = [group] if group and group in (columns or npz_names(where)) else []
+            return data.from_npz(where, columns=columns, texts=texts, limits=limits, **how)
         case "npz":
             image, label = arrays(
                 config, "path", (f"{part}_images", f"{part}_labels"), "as MedMNIST distributes it"
@@ -273,14 +268,21 @@ def _opened(config: Any, part: str, prepare: Prepare | None) -> Examples:
         case "hf":
             if set("[+") & set(part):
                 raise ValueError(f"config.data.parts must have whole splits for 'hf', got {part!r}. Cut them before.")
-            encode = functools.partial(_with_owner, group) if group else None
-            found = data.from_hf(path or config.name, part, columns=columns, prepare=encode, **how)
+            texts = [group] if group else []
+            found = data.from_hf(path or config.name, part, columns=columns, texts=texts, **how)
         case "folder":
             classes = tuple(config.get("class_names", ())) or None
-            found = data.from_folder(path, part, classes=classes, prepare=prepare, limits=limits, **how)
-            if group:
-                owners = _owners_of_table(os.path.join(path, part), group)
-                found = dataclasses.replace(found, arrays={**found.arrays, group: owners})
+            texts = [group] if group and group in read_table(os.path.join(path, part)).columns else []
+            found = data.from_folder(
+                path,
+                part,
+                classes=classes,
+                texts=texts,
+                prepare=prepare,
+                pixel_range=config.get("pixel_range", None),
+                limits=limits,
+                **how,
+            )
         case _:
             found = _called(config, part)
     return found.load() if config.get("in_memory", True) else found
@@ -308,9 +310,8 @@ def _check_apart(config: Any, wanted: Mapping[str, Any]) -> None:
             raise ValueError(f"config.data.parts has {part!r} for several roles, which would share all records.")
     owner = dict[str, str]()
     for name in wanted if config.source == "folder" else ():
-        with open(os.path.join(config.path, wanted[name]), newline="", encoding="utf-8-sig") as file:
-            listed = [os.path.normpath(row.get("path") or "") for row in csv.DictReader(file)]
-        for path in listed:
+        table = read_table(os.path.join(config.path, wanted[name]), needed=("path",))
+        for path in map(os.path.normpath, table.columns["path"]):
             if owner.setdefault(path, name) != name:
                 raise ValueError(
                     f"config.data.parts.{owner[path]} and config.data.parts.{name} share an image. No account counts "
@@ -352,8 +353,8 @@ def texts(
     """
     tfds = optional("tensorflow_datasets", "tfds")
 
-    with sources._quiet_array_record():
-        builder = sources._prepared_builder(tfds, name, data_dir or os.environ.get("TFDS_DATA_DIR") or None)
+    with prepared._quiet_array_record():
+        builder = prepared._prepared_builder(tfds, name, data_dir or os.environ.get("TFDS_DATA_DIR") or None)
         records = builder.as_data_source(split=split)
         rows = records.__getitems__(list(range(len(records))))
     if rows and field not in rows[0]:
@@ -491,7 +492,7 @@ def cut(config: Any, source: Examples, pieces: int) -> Sequence[Examples]:
     """
     owners = np.arange(len(source))
     if group := config.get("group", ""):
-        owners = data.groups.owners_of(data.read_column(source, group), len(source))
+        owners = owners_of(data.read_ids(source, group), len(source))
     parts = np.array_split(np.arange(owners.max(initial=-1) + 1), pieces)
     return [source.take(np.flatnonzero(np.isin(owners, part))) for part in parts]
 

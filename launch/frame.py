@@ -532,7 +532,7 @@ def start(program: Callable[[Sequence[str]], None]) -> None:
     def run_program(argv: Sequence[str]) -> None:
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # Orbax prints a dozen lines for every checkpoint
-        warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
+        warnings.formatwarning = lambda message, *_: f"Warning: {shown_lines(str(message))}\n"
         keep_compiled()
         tell(program, argv)
 
@@ -540,7 +540,10 @@ def start(program: Callable[[Sequence[str]], None]) -> None:
     try:
         app.run(run_program, flags_parser=parse)
     except KeyboardInterrupt as error:
-        print(f"\n{error}" if str(error) else "\nInterrupted. The same command goes on from here.", file=sys.stderr)
+        print(
+            f"\n{shown_lines(str(error))}" if str(error) else "\nInterrupted. The same command goes on from here.",
+            file=sys.stderr,
+        )
         sys.exit(130)
 
 

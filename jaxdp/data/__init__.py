@@ -15,19 +15,21 @@ from jaxdp.data.corruptions import (
     restrict_classes,
 )
 from jaxdp.data.groups import Groups, Records, by_group
+from jaxdp.data.ids import identifiers
 from jaxdp.data.images import resize_images
+from jaxdp.data.numbers import check_batch
 from jaxdp.data.protocol import Source, check_source
 from jaxdp.data.sampling import FixedBatchSampler, PhysicalSizes, PoissonSampler, pad_to_physical
 from jaxdp.data.sources import (
     ExampleReader,
     Examples,
     bundled,
-    check_disjoint,
     from_arrays,
-    from_tfds,
     read_column,
+    read_ids,
     take,
 )
+from jaxdp.data.tfds import check_disjoint, from_tfds
 
 __all__ = [
     "CORRUPTIONS",
@@ -44,6 +46,7 @@ __all__ = [
     "augmentation",
     "bundled",
     "by_group",
+    "check_batch",
     "check_disjoint",
     "check_source",
     "corrupt",
@@ -56,12 +59,14 @@ __all__ = [
     "from_texts",
     "from_tfds",
     "from_torch",
+    "identifiers",
     "imagenet_r_classes",
     "normalise",
     "pad_to_physical",
     "random_crop",
     "random_flip",
     "read_column",
+    "read_ids",
     "resize_images",
     "restrict_classes",
     "take",

@@ -3,10 +3,7 @@
 A library of these records is imported only if a function here has to open something with it.
 """
 
-import csv
 import dataclasses
-import functools
-import io
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,16 +11,22 @@ from typing import Any
 
 import numpy as np
 
+from jaxdp.data.ids import identifiers
+from jaxdp.data.pictures import ImageFiles, check_range, path_inside
 from jaxdp.data.sources import ExampleReader, Examples, from_arrays
-from jaxdp.files import Limits, check_image, optional, read_npz
+from jaxdp.data.tables import Table, numbers, read_table
+from jaxdp.files import Limits, optional, read_npz, shown
 
 Prepare = Callable[[Any], Any]
+
+_NPZ = "Give a file that numpy.savez wrote, and get it again if it is damaged."
 
 
 def from_npz(
     path: str | os.PathLike[str],
     *,
     columns: Mapping[str, str] | None = None,
+    texts: Sequence[str] = (),
     num_classes: int = 0,
     name: str = "",
     limits: Limits | None = None,
@@ -36,15 +39,24 @@ def from_npz(
     Args:
       path: The file.
       columns: {column: array in the file}. None takes all arrays by their own names.
+      texts: Columns that are identifiers: texts, or whole numbers of any size, which become their digits. Arrays of
+        texts need not be named.
       num_classes, name: As in `from_arrays`. The default name is the file's.
       limits: The limits on what is read, by default `jaxdp.files.Limits()`.
 
     Raises:
       FileNotFoundError: The file does not exist.
-      ValueError, TypeError: The file is damaged, lacks an array or exceeds a limit. Or as in `from_arrays`.
+      ValueError, TypeError: The file is damaged or of another kind, lacks an array or exceeds a limit. A column
+        of texts is missing or is no identifier. Or as in `from_arrays`.
     """
-    found = read_npz(path, None if columns is None else list(columns.values()), limits=limits)
-    named = found if columns is None else {column: found[stored] for column, stored in columns.items()}
+    wanted = None if columns is None else list(columns.values())
+    arrays = read_npz(path, wanted, limits=limits, remedy=_NPZ)
+    named: dict[str, Any] = dict(arrays) if columns is None else {key: arrays[at] for key, at in columns.items()}
+    for key in texts:
+        if key not in named:
+            has = shown(", ".join(sorted(named)))
+            raise ValueError(f"{shown(os.fspath(path))} has no column {key!r} of texts=. It has {has}.")
+        named[key] = identifiers(named[key], f"column {key!r}")
     return from_arrays(**named, num_classes=num_classes, name=name or pathlib.Path(path).stem)
 
 
@@ -54,6 +66,7 @@ def from_hf(
     *,
     columns: Mapping[str, str] | None = None,
     prepare: Prepare | None = None,
+    texts: Sequence[str] = (),
     num_classes: int = 0,
     name: str = "",
     declared: str = "",
@@ -66,6 +79,8 @@ def from_hf(
       split: The split, if dataset is a name, or a folder with several.
       columns: {column: column of the data set}. None takes all.
       prepare: `prepare(record) -> record` after that, for example to encode text. It must be deterministic.
+      texts: Columns that are identifiers, such as those of patients. They are no part of an example: `by_group` takes
+        them by name.
       num_classes: A public declaration. The default is that of a column "label" of the type `datasets.ClassLabel`.
       name: The name of the source. The default is the name of the data set.
       declared: As in `Examples`.
@@ -81,12 +96,14 @@ def from_hf(
         dataset = _open_hf(optional("datasets", "hf"), os.fspath(dataset), split)
     _check_random_access(dataset)
     if isinstance(dataset, Mapping):
-        raise ValueError(f"dataset has the splits {', '.join(dataset)}. Give one of them: from_hf(dataset['train']).")
+        raise ValueError(
+            shown(f"dataset has the splits {', '.join(dataset)}. Give one of them: from_hf(dataset['train']).")
+        )
     plain = dataset.format["type"] is None
     there = dataset.column_names if plain else list(dataset[0])  # a transform may change the columns
     wanted = {column: column for column in there} if columns is None else dict(columns)
     if missing := [column for column in wanted.values() if column not in there]:
-        raise ValueError(f"dataset has no column {', '.join(missing)}. It has {', '.join(there)}.")
+        raise ValueError(shown(f"dataset has no column {', '.join(missing)}. It has {', '.join(there)}."))
     num_classes = num_classes or getattr(dataset.features.get(wanted.get("label")), "num_classes", 0)
     if plain:
         dataset = dataset.select_columns(list(wanted.values())).with_format("numpy", dtype=None)  # None keeps dtypes
@@ -96,7 +113,7 @@ def from_hf(
         return record if prepare is None else prepare(record)
 
     name = name or dataset.info.dataset_name or "hf"
-    return Examples(ExampleReader(dataset, renamed), num_classes, name, None, declared)
+    return Examples(ExampleReader(dataset, renamed, texts=tuple(texts)), num_classes, name, None, declared)
 
 
 def _open_hf(datasets: Any, dataset: str, split: str | None) -> Any:
@@ -110,6 +127,7 @@ def from_grain(
     records: Any,
     *,
     prepare: Prepare | None = None,
+    texts: Sequence[str] = (),
     num_classes: int = 0,
     name: str = "grain",
     declared: str = "",
@@ -121,19 +139,21 @@ def from_grain(
     Args:
       records: The object. `records[i]` must be the same whenever it is read: neither augmented nor shuffled anew.
       prepare: `prepare(record) -> record`, for example to encode text. It must be deterministic.
+      texts: Columns that are identifiers, if records are dicts after `prepare`. See `from_hf`.
       num_classes, name, declared: As in `Examples`.
 
     Raises:
       TypeError: records has no random access.
     """
     _check_random_access(records)
-    return Examples(ExampleReader(records, prepare), num_classes, name, None, declared)
+    return Examples(ExampleReader(records, prepare, texts=tuple(texts)), num_classes, name, None, declared)
 
 
 def from_torch(
     dataset: Any,
     *,
     prepare: Prepare | None = None,
+    texts: Sequence[str] = (),
     num_classes: int = 0,
     name: str = "torch",
     declared: str = "",
@@ -146,12 +166,12 @@ def from_torch(
       dataset: The data set. A random transform belongs into `augment` of the trainer, not into the data set.
       prepare: `prepare(record) -> record`, for example `lambda pair: {"image": pair[0].permute(1, 2, 0), "label":
         pair[1]}`. It must be deterministic.
-      num_classes, name, declared: As in `Examples`.
+      texts, num_classes, name, declared: As in `from_grain`.
 
     Raises:
       TypeError: dataset is an iterable one, without random access.
     """
-    return from_grain(dataset, prepare=prepare, num_classes=num_classes, name=name, declared=declared)
+    return from_grain(dataset, prepare=prepare, texts=texts, num_classes=num_classes, name=name, declared=declared)
 
 
 def from_texts(
@@ -200,118 +220,75 @@ def from_folder(
     table: str = "labels.csv",
     *,
     classes: Sequence[str] | None = None,
+    texts: Sequence[str] = (),
     num_classes: int = 0,
     prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None,
+    pixel_range: tuple[float, float] | None = None,
     limits: Limits | None = None,
     name: str = "",
     declared: str = "",
 ) -> Examples:
     """Wraps a folder of images with a CSV file. Images are read on demand, the other columns are in memory.
 
+    Every column but "path" is kept as text, cell by cell, so that `by_group(source, "patient", ...)` tells "007" from
+    "7". A column of numbers is also a column of the examples. A column without any number is text alone.
+
     Args:
       folder: The folder.
-      table: The CSV file, relative to the folder. Its header has "path", the path of an image relative to the folder.
-        Its other columns are of numbers. "label" has the class. Text columns are left out, except "label" with classes.
+      table: The CSV file, relative to the folder: UTF-8, commas, a header (see `jaxdp.data.tables`). The column "path"
+        has the path of an image inside the folder, and "label" the class.
       classes: The names of the classes in the column "label", in the order of their numbers. A public declaration.
+      texts: Columns that are text although some cells are numbers, such as the identifiers "12" and "1_23".
       num_classes: If the column "label" has the numbers of the classes. A public declaration.
       prepare: `prepare(images) -> floats in [0, 1]` of one shape, for images of differing sizes, such as
-        `jaxdp.models.Preprocessing.prepare`. The result is kept as uint8.
+        `jaxdp.models.Preprocessing.prepare`. It is given uint8, or floats in [0, 1] for other pixels. The result is
+        kept in the pixel type of the images.
+      pixel_range: (low, high), the public pixel values that become 0 and 1, for example (0, 4095). The default is the
+        range of the pixel type: 255 or 65535 becomes 1. Pixels of 32 bits and floats need it. `jaxdp.data.pictures`
+        has the table of what files hold.
       limits: The limit on the pixels of an image, compared with its header before decoding. The default is `Limits()`.
       name: The name of the source. The default is the table's.
       declared: As in `Examples`.
 
     Returns:
-      A source with the column "image" (grey images have one channel, all others become RGB), and the other columns:
-      whole numbers as int32 or int64, others as float32.
+      A source with the column "image" (grey images have one channel, all others become RGB, turned as EXIF says), and
+      the columns of numbers: whole numbers as int32, others as float32.
 
     Raises:
       FileNotFoundError: The folder has no such table or image.
-      ValueError: The table has no rows or no column "path", or a label is not as declared. When records are read: an
-        image is damaged, too large, or of another size than the first. The message names the row or file, for the owner
-        of the data.
+      ValueError: The table is not as above, has no column "path" or has one "image", or a path leads out of the folder.
+        A column has numbers and other cells, or whole numbers outside of 32 bits. A label is not as declared. When
+        records are read: an image is damaged, too large, of another size or pixel type than the first, has several
+        frames, or has no range. The message names the line or file and no cell, for the owner of the data.
     """
     root = pathlib.Path(folder)
-    with (root / table).open(newline="", encoding="utf-8-sig") as file:
-        rows = list(csv.DictReader(file))
-    if not rows or "path" not in rows[0]:
-        raise ValueError(f"{root / table} must have rows, and a header with 'path'.")
-    text = {key: [row[key] for row in rows] for key in rows[0] if key is not None and key != "path"}
-    if classes is not None and "label" in text:
-        text["label"] = [_class_of(label, classes, root / table, line) for line, label in enumerate(text["label"], 2)]
-        num_classes = len(classes)
-    found = {key: _numbers(values) for key, values in text.items()}
-    columns: Any = {key: numbers for key, numbers in found.items() if numbers is not None}
+    check_range(pixel_range)
+    rows = read_table(root / table, needed=("path", *texts))
+    for row, path in enumerate(rows.columns["path"]):
+        if not path_inside(root, path):
+            raise rows.error("must have a path inside of the folder in the column 'path'. Correct the path.", row)
+    if "image" in rows.columns:
+        raise ValueError(f"{shown(os.fspath(root / table))} has a column 'image', the name of the pixels. Rename it.")
+    cells = {key: column for key, column in rows.columns.items() if key != "path"}
+    coded = dict(cells)
+    if classes is not None and "label" in cells:
+        labels = [_class_of(rows, row, label, classes) for row, label in enumerate(cells["label"])]
+        coded["label"], num_classes = tuple(labels), len(classes)
+    columns: dict[str, Any] = numbers(dataclasses.replace(rows, columns=coded), texts=texts)
     if num_classes and "label" not in columns:
-        raise ValueError(f"{root / table} must have a column 'label' of integers, or of names that classes= declares.")
+        where = shown(os.fspath(root / table))
+        raise ValueError(f"{where} must have a column 'label' of integers, or of names that classes= declares.")
     if columns:
-        columns = from_arrays(**columns, num_classes=num_classes).arrays
-    paths = np.array([row["path"] for row in rows], object)
-    images = _ImageFiles(root, paths, prepare, limits or Limits())
-    return Examples({"image": images, **columns}, num_classes, name or pathlib.Path(table).stem, None, declared)
+        columns = dict(from_arrays(**columns, num_classes=num_classes).arrays)
+    images = ImageFiles(root, rows.columns["path"], prepare, limits or Limits(), pixel_range)
+    arrays = {"image": images, **columns}
+    return Examples(arrays, num_classes, name or pathlib.Path(table).stem, None, declared, cells)
 
 
-def _class_of(label: Any, classes: Sequence[str], path: pathlib.Path, line: int) -> str:
+def _class_of(table: Table, row: int, label: str, classes: Sequence[str]) -> str:
     if label not in classes:
-        raise ValueError(f"label of line {line} of {path} must be one of the classes {', '.join(classes)}.")
+        raise table.error(f"must have one of the classes {shown(', '.join(classes))} in the column 'label'.", row)
     return str(list(classes).index(label))
-
-
-def _numbers(values: Sequence[str]) -> np.ndarray | None:
-    for dtype in (np.int64, np.float32):
-        try:
-            numbers = np.array(values).astype(dtype)
-        except (ValueError, OverflowError):
-            continue
-        narrow = dtype is np.int64 and np.abs(numbers).max() < 2**31
-        return numbers.astype(np.int32) if narrow else numbers
-    return None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _ImageFiles:
-    """A column of `Examples` that reads as a uint8 array [n, H, W, C]. It decodes the files of rows that are read."""
-
-    root: pathlib.Path
-    paths: np.ndarray
-    prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None
-    limits: Limits
-
-    dtype = np.dtype(np.uint8)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.paths), *self._first)
-
-    def __getitem__(self, rows: Any) -> np.ndarray:
-        found = [self._decoded(path) for path in self.paths[rows]]
-        if not found:
-            return np.zeros((0, *self._first), np.uint8)
-        if self.prepare is not None:
-            return np.rint(255 * np.asarray(self.prepare(found))).astype(np.uint8)
-        for path, image in zip(self.paths[rows], found, strict=True):
-            if image.shape != self._first:
-                raise ValueError(
-                    f"image {self.root / path} has the shape {image.shape}, and the first one {self._first}. Give all "
-                    "images one shape with prepare=."
-                )
-        return np.stack(found)
-
-    @functools.cached_property
-    def _first(self) -> tuple[int, ...]:
-        first = self._decoded(self.paths[0])
-        return first.shape if self.prepare is None else np.shape(self.prepare([first]))[1:]
-
-    def _decoded(self, path: str) -> np.ndarray:
-        from PIL import Image
-
-        data = (self.root / path).read_bytes()
-        check_image(data, shape=(), what=f"image {self.root / path}", limits=self.limits)
-        with Image.open(io.BytesIO(data)) as image:
-            grey = image.mode in ("1", "L", "I;16", "I", "LA")
-            return np.atleast_3d(np.asarray(image.convert("L" if grey else "RGB")))
 
 
 def _check_random_access(records: Any) -> None:

@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxdp.data.sources import Examples, from_tfds
+from jaxdp.data.pictures import scaled
+from jaxdp.data.sources import Examples
+from jaxdp.data.tfds import from_tfds
 from jaxdp.files import optional
 
 CORRUPTIONS = (
@@ -45,7 +47,7 @@ def corrupt(
 
     Args:
       source: Images [H, W, 3] or [H, W, 1]. Grey images are corrupted as RGB and keep the green channel, so that noise
-        has its full strength. Floating-point images are rounded to uint8.
+        has its full strength. Images of 16 bits and floating point are rounded to uint8.
       name: One of `CORRUPTIONS` or `HELD_OUT_CORRUPTIONS`.
       severity: 1 to 5.
       seed: A public non-negative int.
@@ -105,7 +107,7 @@ class _CorruptedImages:
     def __getitem__(self, rows: Any) -> np.ndarray:
         images = self.images[rows]
         if images.dtype != np.uint8:
-            images = np.rint(255 * images)
+            images = np.rint(255 * scaled(images))
         corrupted = np.empty(images.shape, np.uint8)
         for k, position in enumerate(np.arange(len(self))[rows]):
             grey = images.shape[3] == 1

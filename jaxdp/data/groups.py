@@ -8,7 +8,6 @@ Only the number of users and `max_records` are public. Who has which records, an
 """
 
 import dataclasses
-import functools
 import hashlib
 import json
 from collections.abc import Hashable, Iterable, Mapping
@@ -17,8 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxdp.data.ids import owners_of
 from jaxdp.data.protocol import Source
-from jaxdp.data.sources import read_column
+from jaxdp.data.sources import read_ids
+from jaxdp.data.storage import immutable
 
 
 class Records(NamedTuple):
@@ -47,6 +48,9 @@ class Groups:
     rows: np.ndarray = dataclasses.field(repr=False)
     without: str = ""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", immutable(np.asarray(self.rows, np.int64)))
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -73,7 +77,7 @@ class Groups:
             found = {key: column for key, column in found.items() if key != self.without}
         return Records(jax.tree.map(lambda x: x.reshape(*rows.shape, *x.shape[1:]), found), present)
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
         """A SHA-256 (64 hex digits) of the records' fingerprint and of who has which."""
         header = json.dumps([self.source.fingerprint, self.rows.shape, self.without]).encode()
@@ -85,8 +89,9 @@ def by_group(source: Source, group: str | Iterable[Hashable], *, max_records: in
 
     Args:
       source: The records, in an order in which no two records of one user change places when another user leaves.
-      group: The owner of each record: a column of `source`, or n hashable values such as numbers or texts. The column
-        is left out of the examples.
+      group: The owner of each record: a column of `source`, or n identifiers. The column is left out of the examples.
+        Identifiers are text and compared as bytes, after Unicode NFC and without outer blanks: "007" and "7" are two
+        patients, 7 and "7" are one (`jaxdp.data.ids`). A column of a table is read as the text of its cells.
       max_records: k, the largest number of records of one user that count. It is public: choose it without a look at
         the data. A user with more has its first k in the order of `source`.
 
@@ -94,8 +99,9 @@ def by_group(source: Source, group: str | Iterable[Hashable], *, max_records: in
       A source of users in the order of their first records. Its examples are `Records`.
 
     Raises:
-      ValueError: max_records is below 1, group has another length than source, or it lacks a value: None, NaN or "".
-      TypeError: A value is not hashable.
+      ValueError: max_records is below 1, group has another length than source, or it lacks a value: None, NaN or
+        blanks. source has no such column.
+      TypeError: A value is no identifier: floating point, a flag, a date or another type.
 
     Formal guarantees:
       An example is a function of the records of one user alone, and so is the choice of those that count. Adding or
@@ -107,31 +113,11 @@ def by_group(source: Source, group: str | Iterable[Hashable], *, max_records: in
         raise ValueError(f"max_records must be at least 1, got {max_records}.")
     column = group if isinstance(group, str) else ""
     users: dict[int, list[int]] = {}
-    for row, owner in enumerate(owners_of(read_column(source, column) if column else group, len(source)).tolist()):
+    owners: Any = read_ids(source, column) if column else group
+    for row, owner in enumerate(owners_of(owners, len(source)).tolist()):
         if len(mine := users.setdefault(owner, [])) < max_records:
             mine.append(row)
     rows = np.full((len(users), max_records), -1, np.int64)
     for user, mine in users.items():
         rows[user, : len(mine)] = mine
-    rows.flags.writeable = False
     return Groups(source, rows, column)
-
-
-def owners_of(group: Iterable[Hashable], records: int) -> np.ndarray:
-    """Returns the number of each record's owner, int32 [records], counted in the order of their first records.
-
-    Raises:
-      ValueError, TypeError: As `by_group`.
-    """
-    values: Any = group
-    owners = values.tolist() if hasattr(values, "tolist") else list(values)
-    if len(owners) != records:
-        raise ValueError(f"group must have one value for each of the {records} records, got {len(owners)}.")
-    known: dict[Hashable, int] = {}
-    for owner in owners:
-        if not isinstance(owner, Hashable):
-            raise TypeError(f"group must have hashable values such as numbers or texts, got {type(owner).__name__}.")
-        if owner is None or owner == "" or owner != owner:
-            raise ValueError("group lacks a value: None, NaN or ''. Give every record its owner, or leave it out.")
-        known.setdefault(owner, len(known))
-    return np.array([known[owner] for owner in owners], np.int32)

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import tree
 
+from jaxdp.data.pictures import like, scaled
 from jaxdp.data.protocol import check_source
-from jaxdp.data.sources import ExampleReader, Examples, convert
+from jaxdp.data.sources import ExampleReader, Examples
 
 _CHUNK_ROWS = 1024
 
@@ -40,16 +41,15 @@ def resize_images(source: Examples, size: int = 0, channels: int = 0) -> Example
     source = source.load() if isinstance(source.arrays, ExampleReader) else source
     stored, rows = source.column("image"), source.positions
     others = {key: part for key, part in source.arrays.items() if key != "image"}
-    whole = stored.dtype == np.uint8
-    image = np.empty((len(rows), *shape, channels), np.uint8 if whole else np.float32)
+    dtype = stored.dtype if stored.dtype.kind == "u" else np.dtype(np.float32)
+    image = np.empty((len(rows), *shape, channels), dtype)
     for start in range(0, len(rows), _CHUNK_ROWS):
-        chunk = convert(stored[rows[start : start + _CHUNK_ROWS]])
+        chunk = scaled(stored[rows[start : start + _CHUNK_ROWS]])
         resized = np.clip([resize(one, shape) for one in chunk], 0, 1)  # [chunk, height, width, given]
-        image[start : start + len(chunk)] = np.rint(255 * resized) if whole else resized  # repeats a single channel
+        image[start : start + len(chunk)] = like(resized, dtype)  # repeats a single channel
     arrays = {**tree.map_structure(lambda array: array[rows], others), "image": image}
-    for array in tree.flatten(arrays):
-        array.flags.writeable = False
-    return dataclasses.replace(source, arrays=arrays, rows=None, declared="")
+    texts = {key: source.text(key) for key in source.text_names}
+    return dataclasses.replace(source, arrays=arrays, rows=None, declared="", texts=texts)
 
 
 def resize(image: np.ndarray, shape: tuple[int, int], interpolation: str = "bilinear") -> np.ndarray:

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.data.numbers import check_batch
 from jaxdp.data.protocol import Source, check_source
 from jaxdp.data.sampling import pad_to_physical
 
@@ -190,7 +191,9 @@ def labelled_batches(source: Source, batch_size: int) -> Iterator[tuple[Any, jax
     size = min(batch_size, len(source))
     for rows, mask in zip(*pad_to_physical(np.arange(len(source)), size), strict=True):
         batch = source.gather(rows)
-        yield jax.device_put(({**batch, "label": narrow(batch["label"])}, mask))
+        # A label that no int32 holds is wrong, and no error.
+        labelled = check_batch({**batch, "label": narrow(batch["label"])})
+        yield jax.device_put((labelled, mask))
 
 
 def refuse_unlabelled(unlabelled: int, source: Source) -> None:

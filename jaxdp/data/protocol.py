@@ -7,6 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from jaxdp.data.numbers import check_batch, check_digits
+from jaxdp.files import shown
+
 _REMEDY = "Make one with jaxdp.data.from_arrays or another from_ function."
 
 
@@ -37,8 +40,9 @@ class Source(Protocol):
     def fingerprint(self) -> str:
         """A text that differs if any record differs, such as a hash of the content.
 
-        A release that repeats after a crash compares it. Equal texts for different records would give both the same
-        noise, and their difference would reveal records.
+        It is read for every release, and must be of what `gather` returns from then on. A class that keeps it refuses
+        records that have changed since. A release that repeats after a crash compares it. Equal texts for different
+        records would give both the same noise, and their difference would reveal records.
         """
 
 
@@ -55,7 +59,8 @@ def check_members(source: Any, argument: str = "source") -> None:
 def check_source(source: Any, *columns: str, argument: str = "source") -> Any:
     """Checks that an object is a `Source`, and reads its first and last examples. It does not read the fingerprint.
 
-    Errors show columns, dtypes and shapes, and no value of a record.
+    Errors show columns, dtypes and shapes, and no value of a record. float64 whose digits float32 loses gives a warning
+    (`jaxdp.data.numbers`).
 
     Args:
       source: The object.
@@ -67,16 +72,20 @@ def check_source(source: Any, *columns: str, argument: str = "source") -> Any:
 
     Raises:
       TypeError: A member is missing or of another kind, or `gather` does not return arrays of numbers.
-      ValueError: An array of `gather` has another first axis than the indices, or a column is missing.
+      ValueError: An array of `gather` has another first axis than the indices, or whole numbers outside of 32 bits.
+        Or a column is missing.
     """
     check_members(source, argument)
     what = f"{argument} must be a jaxdp.data.Source"
     rows = np.array([0, len(source) - 1] if len(source) else [], np.int64)
     batch = source.gather(rows)
+    texts = getattr(source, "text_names", ())
     found = f"gather({rows.tolist()}) of {type(source).__name__}"
     if missing := [name for name in columns if not (isinstance(batch, dict) and name in batch)]:
         has = ", ".join(sorted(map(str, batch))) if isinstance(batch, dict) else type(batch).__name__
-        raise ValueError(f"{argument} has no column {', '.join(map(repr, missing))}. It has {has}.")
+        unread = ", ".join(name for name in missing if name in texts)
+        hint = f" {unread} is text, which no example has: declare classes=, or encode it." if unread else ""
+        raise ValueError(shown(f"{argument} has no column {', '.join(map(repr, missing))}. It has {has}.{hint}"))
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     if not leaves:
         raise TypeError(f"{what}, but {found} returned no array. {_REMEDY}")
@@ -91,6 +100,9 @@ def check_source(source: Any, *columns: str, argument: str = "source") -> Any:
             )
         if leaf.shape[:1] != rows.shape:
             raise ValueError(f"{what}, but {where} the shape {leaf.shape}. The first axis must be {len(rows)}.")
+    for path, leaf in jax.tree_util.tree_flatten_with_path(check_batch(batch, argument))[0]:
+        if isinstance(leaf, np.ndarray):
+            check_digits(leaf, f"{jax.tree_util.keystr(path, simple=True, separator='/')!r} of {argument}")
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 

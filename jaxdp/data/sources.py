@@ -7,24 +7,24 @@ This module computes no statistic of the records. Every scaling constant is publ
 of classes is declared. Splits depend on positions alone. A mean or a maximum of private rows is an uncharged release.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
-import logging
-import os
-import shlex
+import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tree
 
+from jaxdp.data.ids import Identifier, identifiers
+from jaxdp.data.numbers import check_digits, native
+from jaxdp.data.pictures import scaled
 from jaxdp.data.protocol import Source
-from jaxdp.files import Limits, check_image, optional
+from jaxdp.data.storage import ExampleReader, Watched, immutable, raw, stored
+from jaxdp.files import shown
 
 _CHUNK_ROWS = 4096
 _CHUNK_BYTES = 2**24
@@ -37,19 +37,23 @@ class Examples:
     Build one with `bundled` or a function whose name starts with "from_", or from your own arrays.
 
     Attributes:
-      arrays: The stored records, which must not be modified: a dict of columns, or any nesting of dicts, lists, tuples
-        and named tuples of columns with the same first axis, or a `ExampleReader`. A column is an array, or an object
-        with `dtype`, `shape`, `len()` and `column[rows]`, such as a memory-mapped array. `gather` reads only its rows.
-        dtypes are kept, with one exception: the column "image" is for pixels, and uint8 is gathered as float32 in
-        [0, 1].
+      arrays: The stored records: a dict of columns, or any nesting of dicts, lists, tuples and named tuples of columns
+        with the same first axis, or a `ExampleReader`. A column is an array, or an object with `dtype`, `shape`,
+        `len()` and `column[rows]`, such as a memory-mapped array. `gather` reads only its rows. Arrays in memory are
+        copied, once: a later change of the given array changes nothing here. dtypes are kept, with one exception: the
+        column "image" is for pixels, and uint8 and uint16 are gathered as float32 in [0, 1]. `jaxdp.data.numbers` says
+        which numbers are refused.
       num_classes: The number of classes, a public declaration. 0 declares none.
       name: The name in messages and ledgers.
       rows: The positions of the examples in `arrays`, in order (int64 [n]). None is all.
       declared: A text that names the content of `arrays`, for example its version. "" hashes the content instead, see
         `fingerprint`.
+      texts: {name: n texts} of columns that are text, such as identifiers. They are no part of an example. `by_group`,
+        `read_ids` and `read_column` read them.
 
     Raises:
-      ValueError: There is no array, or two differ in their first axes.
+      ValueError: There is no array, two columns differ in their first axes, or whole numbers do not fit into 32 bits.
+      TypeError: An array in memory is not of numbers.
     """
 
     arrays: Any = dataclasses.field(repr=False)
@@ -57,16 +61,29 @@ class Examples:
     name: str = "records"
     rows: np.ndarray | None = dataclasses.field(default=None, repr=False)
     declared: str = dataclasses.field(default="", repr=False)
+    texts: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict, repr=False)
+    _columns: Any = dataclasses.field(init=False, repr=False)  # what is read: nobody else has these dicts and lists
 
     def __post_init__(self) -> None:
-        found = [("/".join(map(str, path)), str(len(array))) for path, array in tree.flatten_with_path(self.arrays)]
-        names, lengths = zip(*found, strict=True) if found else (["arrays"], ["no array"])
-        if not found or len(set(lengths)) > 1:
-            what = f"{' and '.join(names)} of source {self.name!r}"
-            raise ValueError(f"{what} must have one length, got {' and '.join(lengths)}.")
+        given = dict(self.arrays) if isinstance(self.arrays, Mapping) else self.arrays
+        named = [("/".join(map(str, path)), array) for path, array in tree.flatten_with_path(given)]
+        texts = {name: tuple(cells) for name, cells in self.texts.items()}
+        lengths = [(name, str(len(column))) for name, column in (*named, *texts.items())]
+        if not named or len({length for _, length in lengths}) > 1:
+            what = f"{shown(' and '.join(name for name, _ in lengths) or 'arrays')} of source {self.name!r}"
+            count = " and ".join(length for _, length in lengths) if named else "no array"
+            raise ValueError(f"{what} must have one length, got {count}.")
+        columns = [stored(column, f"{shown(name)} of source {self.name!r}") for name, column in named]
+        inside = tree.unflatten_as(given, columns)
+        object.__setattr__(self, "_columns", inside)
+        outside = tree.unflatten_as(given, columns)
+        object.__setattr__(self, "arrays", types.MappingProxyType(outside) if type(outside) is dict else outside)
+        object.__setattr__(self, "texts", types.MappingProxyType(texts))
+        if self.rows is not None:
+            object.__setattr__(self, "rows", immutable(np.asarray(self.rows, np.int64)))
 
     def __len__(self) -> int:
-        return len(tree.flatten(self.arrays)[0] if self.rows is None else self.rows)
+        return len(tree.flatten(self._columns)[0] if self.rows is None else self.rows)
 
     def __getitem__(self, index: Any) -> Any:
         """Returns one example for an int, a batch for an integer array (see `gather`)."""
@@ -78,21 +95,29 @@ class Examples:
         """Returns the examples at `indices` (integers [B] in [0, n)), stacked along a new first axis.
 
         Raises:
-          TypeError: indices are not integers.
+          TypeError: indices are not integers, or numbers that are read on demand are none.
           IndexError: An index is outside [0, n). Negative indices do not count from the end.
+          ValueError: A whole number that is read on demand does not fit into 32 bits. Or a record has changed since the
+            fingerprint was read. The message has the column or the record, for the owner of the data.
         """
         return tree.map_structure_with_path(
-            lambda path, array: convert(array) if path == ("image",) else array, self._read(self._stored_rows(indices))
+            lambda path, array: scaled(array) if path == ("image",) else array, self._read(self._stored_rows(indices))
         )
 
     def column(self, key: str) -> Any:
         """Returns `arrays[key]`. Raises ValueError if the records are not dicts of columns with this key."""
-        if not isinstance(self.arrays, Mapping) or key not in self.arrays:
-            there = ", ".join(sorted(self.arrays)) if isinstance(self.arrays, Mapping) else type(self.arrays).__name__
-            hint = " Its records are read as a whole: load() reads them into columns."
-            hint = hint if isinstance(self.arrays, ExampleReader) else ""
-            raise ValueError(f"source {self.name!r} has no column {key!r}. It has {there}.{hint}")
-        return self.arrays[key]
+        if not isinstance(self._columns, Mapping) or key not in self._columns:
+            raise ValueError(f"source {self.name!r} has no column {key!r}. {self._says}")
+        return self._columns[key]
+
+    @property
+    def _says(self) -> str:
+        """What an error says about the columns."""
+        if isinstance(self._columns, ExampleReader):
+            return "It has ExampleReader. Its records are read as a whole: load() reads them into columns."
+        names = sorted(self._columns) if isinstance(self._columns, Mapping) else [type(self._columns).__name__]
+        texts = ", ".join(name for name in self.texts if name not in names)
+        return shown(f"It has {', '.join(names)}{f', and as text {texts}' if texts else ''}.")
 
     def take(self, indices: np.ndarray, *, name: str | None = None) -> "Examples":
         """Returns the examples at `indices` (integers [m] in [0, n)) as a source. It reads and copies no record."""
@@ -107,15 +132,14 @@ class Examples:
           ValueError: A class is outside [0, num_classes), given twice, or the only one, or there is no column "label",
             or the number of classes is not declared.
         """
-        wanted, stored = np.asarray(classes, np.int32), self.column("label")
+        wanted, labels = np.asarray(classes, np.int32), self.column("label")
         if len(wanted) < 2 or len(set(wanted.tolist())) < len(wanted):
             raise ValueError(f"classes must be at least two distinct labels, got {list(classes)}.")
         if wanted.min() < 0 or wanted.max() >= self.num_classes:
             raise ValueError(f"classes must be in [0, {self.num_classes}) for {self.name!r}, got {list(classes)}.")
         renamed = np.full(self.num_classes, -1, np.int32)
         renamed[wanted] = np.arange(len(wanted))
-        label = renamed[stored]
-        label.flags.writeable = False
+        label = renamed[np.asarray(labels)]
         arrays, rows = {**self.arrays, "label": label}, self.positions
         kept = rows[label[rows] >= 0]
         how = f"classes {wanted.tolist()}"
@@ -152,13 +176,25 @@ class Examples:
         """
         chunks = np.split(self.positions, range(_CHUNK_ROWS, len(self), _CHUNK_ROWS))
         arrays = tree.map_structure(lambda *parts: np.concatenate(parts), *map(self._read, chunks))
-        for array in tree.flatten(arrays):
-            array.flags.writeable = False
-        return dataclasses.replace(self, arrays=arrays, rows=None, declared="")
+        texts = {key: self.text(key) for key in self.text_names}
+        return dataclasses.replace(self, arrays=arrays, rows=None, declared="", texts=texts)
 
     def changed(self, how: str, **fields: Any) -> "Examples":
         """Returns a copy with other fields. `how` describes the change of the content for a declared fingerprint."""
         return dataclasses.replace(self, **fields, declared=self.declared and f"{self.declared}, {how}")
+
+    @property
+    def text_names(self) -> tuple[str, ...]:
+        """The names of the columns of text."""
+        return self._columns.texts if isinstance(self._columns, ExampleReader) else tuple(self.texts)
+
+    def text(self, key: str) -> list[Any]:
+        """Returns the n values of a column of `text_names`, in order, as they are stored."""
+        if not isinstance(self._columns, ExampleReader):
+            return [self.texts[key][row] for row in self.positions.tolist()]
+        at_once = self._columns.at_once
+        chunks = np.split(self.positions, range(at_once, len(self), at_once))
+        return [text for rows in chunks for text in self._columns.read(rows)[1][key]]
 
     @property
     def positions(self) -> np.ndarray:
@@ -172,35 +208,55 @@ class Examples:
         Without `declared`, it is of the stored content, which is read once in chunks of bounded size. Equal
         fingerprints then mean equal records, up to a collision of SHA-256. It covers num_classes and, per array in the
         order of the sorted keys, its key (or path, if nested), little-endian dtype, shape and bytes. The bytes of a
-        `ExampleReader` come record after record.
+        `ExampleReader` come record after record. Texts follow as JSON.
 
-        With `declared`, it is of that text, num_classes and the positions. Nothing is read, and changed records are not
-        detected: change the text whenever a record changes. If a crashed run resumes on other records under the same
-        text, both runs have the same noise, and what was seen of both reveals records.
+        It names what `gather` returns from now on. Arrays in memory cannot change. The hash of each record that is read
+        on demand is kept, 16 bytes a record, and `gather` refuses a record that has changed. A source of the changed
+        records has to be made again.
+
+        With `declared`, it is of that text, num_classes and the positions. Nothing is read. Records that change later
+        are refused if this source has read them before, and are not detected otherwise: change the text whenever a
+        record changes. If a crashed run resumes on other records under the same text, both runs have the same noise,
+        and what was seen of both reveals records.
 
         It does not cover the name of the source. The hash of the content can confirm a guess of the whole data set. Do
         not publish it for private data.
         """
         digest = hashlib.sha256()
+        for column in tree.flatten(self._columns):
+            if isinstance(column, Watched | ExampleReader):
+                column.watch()
         if self.declared:
             digest.update(json.dumps([self.declared, self.num_classes, len(self)]).encode() + b"\n")
             digest.update(self.positions.astype("<i8").tobytes())
-        elif isinstance(self.arrays, ExampleReader):
-            for start in range(0, len(self), self.arrays.at_once):
-                arrays = tree.flatten_with_path(self._read(self.positions[start : start + self.arrays.at_once]))
-                if start == 0:
-                    digest.update(b"".join(self._header(path, array) for path, array in arrays))
-                for row in range(len(arrays[0][1])):
-                    digest.update(b"".join(_little(array[row]).tobytes() for _, array in arrays))
+        elif isinstance(self._columns, ExampleReader):
+            self._hash_records(self._columns, digest)
         else:
-            for path, array in tree.flatten_with_path(self.arrays):
-                digest.update(self._header(path, array))
-                at_once = _rows_at_once(array)
-                for start in range(0, len(self), at_once):
-                    stop = min(len(self), start + at_once)
-                    rows: Any = slice(start, stop) if self.rows is None else self.rows[start:stop]
-                    digest.update(_little(array[rows]).tobytes())
+            self._hash_columns(digest)
         return digest.hexdigest()
+
+    def _hash_records(self, reader: ExampleReader, digest: Any) -> None:
+        for start in range(0, len(self), reader.at_once):
+            records, texts = reader.read(self.positions[start : start + reader.at_once])
+            arrays = tree.flatten_with_path(records)
+            if start == 0:
+                digest.update(b"".join(self._header(path, array) for path, array in arrays))
+            for row in range(len(arrays[0][1])):
+                for _, array in arrays:
+                    digest.update(raw(_little(array[row])))
+            if texts:
+                digest.update(json.dumps(sorted(texts.items()), default=repr).encode() + b"\n")
+
+    def _hash_columns(self, digest: Any) -> None:
+        for path, array in tree.flatten_with_path(self._columns):
+            digest.update(self._header(path, array))
+            at_once = _rows_at_once(array)
+            for start in range(0, len(self), at_once):
+                stop = min(len(self), start + at_once)
+                rows: Any = slice(start, stop) if self.rows is None else self.rows[start:stop]
+                digest.update(raw(_little(array[rows])))
+        for key in sorted(self.texts):
+            digest.update(json.dumps([key, self.text(key)], default=repr).encode() + b"\n")
 
     def _header(self, path: tuple[Any, ...], array: Any) -> bytes:
         key = path[0] if len(path) == 1 else path
@@ -208,9 +264,9 @@ class Examples:
         return json.dumps([key, little.str, [len(self), *array.shape[1:]], self.num_classes]).encode() + b"\n"
 
     def _read(self, rows: np.ndarray) -> Any:
-        if isinstance(self.arrays, ExampleReader):
-            return self.arrays[rows]
-        return tree.map_structure(lambda column: np.asarray(column[rows]), self.arrays)
+        if isinstance(self._columns, ExampleReader):
+            return self._columns[rows]
+        return tree.map_structure(lambda column: np.asarray(column[rows]), self._columns)
 
     def _stored_rows(self, indices: np.ndarray) -> np.ndarray:
         indices = np.asarray(indices)
@@ -226,11 +282,6 @@ class Examples:
         return indices if self.rows is None else self.rows[indices]
 
 
-def convert(array: np.ndarray) -> np.ndarray:
-    """Converts uint8 pixels to float32 in [0, 1] and returns other arrays unchanged."""
-    return array.astype(np.float32) / np.float32(255) if array.dtype == np.uint8 else array
-
-
 def _little(array: Any) -> np.ndarray:
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
 
@@ -241,88 +292,14 @@ def _rows_at_once(array: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ExampleReader:
-    """Records that are read as a whole, one by one, from an object with `len()` and `records[i]`.
-
-    `reader[rows]` reads only these records, by `records.__getitems__` if there is one. All records must have the
-    columns, shapes and dtypes of record 0.
-
-    Attributes:
-      records: The object. A record is any nesting of dicts and tuples. Its leaves and its lists become NumPy arrays.
-        A grey "image" [H, W] becomes [H, W, 1].
-      prepare: `prepare(record) -> record`, for example to encode text or to pad. It must be deterministic.
-      at_once: The number of records that the fingerprint reads at once.
-    """
-
-    records: Any
-    prepare: Callable[[Any], Any] | None = None
-    at_once: int = 64
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, rows: np.ndarray) -> Any:
-        """Returns the records at `rows`, integers [B], stacked.
-
-        Raises:
-          ValueError: A record differs from record 0. The message names it, for the owner who reads the data.
-          TypeError: A column is not of numbers.
-        """
-        wanted = rows.tolist()
-        found = self._read(wanted) if wanted else []
-        kind = _kind(self._first)
-        for row, record in zip(wanted, found, strict=True):
-            if (given := _kind(record)) != kind:
-                other = sorted({"/".join(map(str, path)) for path, *_ in set(given) ^ set(kind)})
-                raise ValueError(
-                    f"record {row} differs from record 0 in the shape or dtype of {', '.join(other)}. Give all records "
-                    "the same columns, shapes and dtypes, for example by padding in prepare=."
-                )
-        if not found:
-            return tree.map_structure(lambda leaf: np.zeros((0, *leaf.shape), leaf.dtype), self._first)
-        return tree.map_structure(lambda *leaves: np.stack(leaves), *found)
-
-    @functools.cached_property
-    def _first(self) -> Any:
-        (first,) = self._read([0])
-        for path, _, dtype in _kind(first):
-            if dtype.kind in "OSUMm":
-                raise TypeError(
-                    f"column {'/'.join(map(str, path))!r} has the dtype {dtype}. Encode it as numbers in prepare=, or "
-                    "leave it out."
-                )
-        return first
-
-    def _read(self, rows: list[int]) -> list[Any]:
-        at_once = hasattr(self.records, "__getitems__")
-        found = self.records.__getitems__(rows) if at_once else [self.records[row] for row in rows]
-        return [self._arrays(row, record) for row, record in zip(rows, found, strict=True)]
-
-    def _arrays(self, row: int, record: Any) -> Any:
-        record = record if self.prepare is None else self.prepare(record)
-        try:
-            record = tree.traverse(lambda part: np.asarray(part) if isinstance(part, list) else None, record)
-        except ValueError as error:
-            raise ValueError(f"record {row} has a list of several lengths. Pad it in prepare=.") from error
-        # PyTorch makes NumPy arrays of tensors on the host without a gradient only.
-        arrays = tree.map_structure(
-            lambda leaf: np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf), record
-        )
-        if isinstance(arrays, dict) and "image" in arrays and arrays["image"].ndim == 2:
-            arrays["image"] = arrays["image"][..., None]
-        return arrays
-
-
-def _kind(record: Any) -> list[tuple[Any, ...]]:
-    return [(path, leaf.shape, leaf.dtype) for path, leaf in tree.flatten_with_path(record)]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Part:
     """Some examples of any source."""
 
     whole: Source
     rows: np.ndarray
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", immutable(np.asarray(self.rows, np.int64)))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -338,17 +315,26 @@ class _Part:
 
 def take(source: Source, indices: np.ndarray) -> Source:
     """Returns the examples at `indices` (integers [m] in [0, n)) of any source, as `Examples.take`. Reads nothing."""
-    return source.take(indices) if isinstance(source, Examples) else _Part(source, np.asarray(indices, np.int64))
+    return source.take(indices) if isinstance(source, Examples) else _Part(source, indices)
 
 
 def read_column(source: Source, key: str) -> np.ndarray:
     """Returns all values of a column of any source, [n, ...] in order, with the rest of the records unread if possible.
 
+    A column of text is an array of Python objects: the texts as they are stored, such as "007".
+
     Raises:
       ValueError: The records have no such column.
     """
-    if isinstance(source, Examples) and not isinstance(source.arrays, ExampleReader):
-        return np.asarray(source.column(key)[source.positions])
+    if isinstance(source, Examples):
+        if isinstance(source._columns, Mapping) and key in source._columns:
+            return np.asarray(source.column(key)[source.positions])
+        if key in source.text_names:
+            values = np.empty(len(source), object)
+            values[:] = source.text(key)
+            return values
+        if not isinstance(source._columns, ExampleReader):
+            source.column(key)
     chunks = np.split(np.arange(len(source)), range(64, len(source), 64))
     batches = [source.gather(rows) for rows in chunks]
     if not (isinstance(batches[0], Mapping) and key in batches[0]):
@@ -356,19 +342,41 @@ def read_column(source: Source, key: str) -> np.ndarray:
     return np.concatenate([np.asarray(batch[key]) for batch in batches])
 
 
+def read_ids(source: Source, key: str) -> list[Identifier]:
+    """Returns the identifiers of a column of any source, in order, as `jaxdp.data.ids` defines them.
+
+    The cells of a table and other texts are read as text, so "007" and "7" differ, also where the same column is a
+    feature. Columns of integers become their decimal digits.
+
+    Raises:
+      ValueError: The records have no such column, or a value is missing.
+      TypeError: The column is of floating point, flags, dates or others that merge people.
+    """
+    is_text = isinstance(source, Examples) and key in source.text_names
+    values: Any = source.text(key) if isinstance(source, Examples) and is_text else read_column(source, key)
+    return identifiers(values, f"column {key!r}")
+
+
 def from_arrays(*, num_classes: int = 0, name: str = "arrays", **columns: Any) -> Examples:
-    """Wraps local arrays, one keyword per column, for example `from_arrays(tokens=..., mask=..., name="reviews")`.
+    """Copies local arrays, one keyword per column, for example `from_arrays(tokens=..., mask=..., name="reviews")`.
 
-    The dtype of a column is kept, except for three names with a meaning:
+    A later change of a given array does not reach the source. The dtype of a column is kept, except for three names
+    with a meaning:
 
-    - "image": Pixels, [n, H, W, C] or [n, H, W], either uint8 in 0..255 or floating point in [0, 1], stored as
-      float32. `gather` returns float32 in [0, 1] for both.
+    - "image": Pixels, [n, H, W, C] or [n, H, W]: uint8 in 0..255, uint16 in 0..65535, or floating point in [0, 1],
+      stored as float32. `gather` returns float32 in [0, 1] for all.
     - "features": Real numbers [n, d]. Floating point is stored as float32. Nothing is rescaled. Scale with public
       constants only.
     - "label", if num_classes is given: Integers [n] in [0, num_classes), stored as int32.
 
+    A column of text [n] (or of UTF-8 bytes) is kept as text, and is no part of an example. `by_group` takes it as
+    identifiers, such as those of patients.
+
     A memory-mapped column (`numpy.load(path, mmap_mode="r")`, `numpy.memmap`) stays on disk: its values are neither
     checked nor converted here, and `gather` reads its rows on demand.
+
+    Numbers that a device would change are refused by name: whole numbers outside of 32 bits, long double, float64 that
+    is infinite in float32. float64 whose last digits matter gives a warning (`jaxdp.data.numbers`).
 
     Single records with NaN are accepted, because private training zeroes their gradients. Records without any finite
     number are refused, because training on them spends the budget and learns nothing. Errors about the records are for
@@ -378,11 +386,11 @@ def from_arrays(*, num_classes: int = 0, name: str = "arrays", **columns: Any) -
       num_classes: The number of classes, at least 2, a public declaration. It is not read off the labels. 0 declares
         none. With it, labels that are booleans or whole floating-point numbers are cast with a warning.
       name: The name of the source.
-      columns: Arrays [n, ...] of numbers or booleans, or any nesting of such arrays.
+      columns: Arrays [n, ...] of numbers or booleans, or any nesting of such arrays, or texts [n].
 
     Raises:
-      ValueError: There is no column, shapes do not match, labels or pixels are out of range, or no number is finite.
-        No value is shown.
+      ValueError: There is no column, shapes do not match, labels, pixels or whole numbers are out of range, or no
+        number is finite. No value is shown.
       TypeError: A dtype is not as above.
     """
     if not columns:
@@ -391,15 +399,39 @@ def from_arrays(*, num_classes: int = 0, name: str = "arrays", **columns: Any) -
         raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
     if num_classes and "label" in columns:
         columns["label"] = _as_labels(columns["label"], num_classes)
+    texts = {key: cells for key, value in columns.items() if (cells := _as_text(value)) is not None}
     named = {"image": _as_images, "features": _as_features}
-    stored = {key: named[key](value) if key in named else value for key, value in columns.items()}
-    return Examples(tree.map_structure_with_path(functools.partial(_as_column, name), stored), num_classes, name)
+    arrays = {}
+    for key, value in columns.items():
+        if key not in texts:
+            arrays[key] = named[key](value) if key in named else value
+    if not arrays:
+        raise TypeError(
+            f"{shown(', '.join(texts))} of source {name!r} must not be all: a source needs an array [n, ...] of "
+            "numbers, and texts are no part of an example. Encode them, for example with jaxdp.data.from_texts."
+        )
+    columns = tree.map_structure_with_path(functools.partial(_as_column, name), arrays)
+    return Examples(columns, num_classes, name, texts=texts)
+
+
+def _as_text(values: Any) -> list[Any] | None:
+    """Returns the texts of an array [n] or list of texts or bytes, or None."""
+    if isinstance(values, Mapping | tuple | np.memmap):
+        return None
+    try:
+        array = np.asarray(values)
+    except ValueError:  # a nesting of several lengths
+        return None
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "USTO":
+        return None
+    cells: list[Any] = array.tolist()
+    return cells if all(isinstance(cell, str | bytes) for cell in cells) else None
 
 
 def _as_column(name: str, path: tuple[Any, ...], values: Any) -> np.ndarray:
-    key = "/".join(map(str, path))
+    key = shown("/".join(map(str, path)))
     array = values if isinstance(values, np.memmap) else np.asarray(values)
-    if array.dtype.kind in "OSUMm" or not array.ndim:
+    if array.dtype.kind in "OSUMmT" or not array.ndim:
         raise TypeError(
             f"{key} of source {name!r} must be an array [n, ...] of numbers, got dtype {array.dtype} and shape "
             f"{array.shape}. Encode text and dates as numbers, and pad lists to one length."
@@ -408,8 +440,6 @@ def _as_column(name: str, path: tuple[Any, ...], values: Any) -> np.ndarray:
         return array
     if array.size and array.dtype.kind == "f" and not np.isfinite(array).any():
         raise ValueError(f"{key} of source {name!r} has no finite number. The file is damaged. Get or make it again.")
-    array = array.view()
-    array.flags.writeable = False
     return array
 
 
@@ -437,9 +467,13 @@ def _as_images(image: Any) -> np.ndarray:
         raise ValueError(
             f"image must have shape [n, H, W, C] or [n, H, W], got {image.shape}. Give volumes another name than image."
         )
-    if image.dtype != np.uint8 and not np.issubdtype(image.dtype, np.floating):
-        raise TypeError(f"image must be uint8 in 0..255 or floating point in [0, 1], got dtype {image.dtype}.")
-    if image.dtype == np.uint8 or isinstance(image, np.memmap):
+    whole = image.dtype.kind == "u" and image.dtype.itemsize <= 2
+    if not whole and not np.issubdtype(image.dtype, np.floating):
+        raise TypeError(
+            "image must be uint8 in 0..255, uint16 in 0..65535 or floating point in [0, 1], got dtype "
+            f"{image.dtype}. Subtract and divide by public constants to reach [0, 1]."
+        )
+    if whole or isinstance(image, np.memmap):
         return image
     if np.any((image < 0) | (image > 1)):
         raise ValueError("image must be in [0, 1] when floating point. Divide by the largest possible pixel value.")
@@ -454,6 +488,8 @@ def _as_features(features: Any) -> np.ndarray:
         raise TypeError(f"features must be real numbers, got dtype {features.dtype}.")
     if isinstance(features, np.memmap) or not np.issubdtype(features.dtype, np.floating):
         return features
+    features = native(features, "features")
+    check_digits(features, "features")
     return features.astype(np.float32)
 
 
@@ -504,209 +540,3 @@ def bundled(name: str) -> Examples:
         features = 2 * np.stack([np.cos(angle), np.sin(angle)], axis=1) + 0.6 * noise
         return from_arrays(features=features, label=label, num_classes=4, name=name)
     raise ValueError(f"name must be one of 'digits', 'breast_cancer', 'blobs', got {name!r}. See also from_tfds.")
-
-
-# Public encoding of adult's numbers to [0, 1]: the divisor, and whether log(1 + v) of both is taken first.
-# fnlwgt is left out, because it is a weight of the census sample and not an attribute of the person.
-_ADULT_NUMBERS = {
-    "age": (100.0, False),
-    "capital-gain": (1e5, True),
-    "capital-loss": (1e4, True),
-    "education-num": (16.0, False),
-    "hours-per-week": (100.0, False),
-}
-_ADULT_CATEGORIES = (
-    *("education", "marital-status", "native-country", "occupation"),
-    *("race", "relationship", "sex", "workclass"),
-)
-
-
-def from_tfds(
-    name: str,
-    split: str,
-    *,
-    data_dir: str | None = None,
-    download: bool = False,
-    prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None,
-    limits: Limits | None = None,
-) -> Examples:
-    """Reads a prepared TensorFlow Datasets split into memory with `tfds.data_source`, without TensorFlow.
-
-    It handles data sets with an "image" of one fixed shape and a class "label", and the table "adult" (UCI census
-    income). The table has 107 features in [0, 1]: five numbers scaled by public constants, then the one-hot codes of
-    eight categories in the order of the schema.
-
-    Args:
-      name: The TFDS name, with configuration if any, for example "cifar10".
-      split: The TFDS split, for example "train" or "test[:1000]".
-      data_dir: The TFDS directory. The default is the environment variable TFDS_DATA_DIR, else ~/tensorflow_datasets.
-      download: Whether TFDS may download and prepare a missing data set. It may need TensorFlow. False stays offline.
-      prepare: `prepare(images) -> floats in [0, 1] of one shape` for images of differing sizes, such as
-        `jaxdp.models.Preprocessing.prepare`. The result is kept as uint8.
-      limits: The limit on the pixels of an image, compared with its header before decoding. The default is `Limits()`.
-
-    Raises:
-      FileNotFoundError: The data set is not prepared there in a random-access format. The message says how to do it.
-      ValueError: The split is unknown or the features are not handled. Or an image is damaged, of another size than
-        declared, or larger than the limit. The message names the record, for the owner who reads the data.
-    """
-    tfds = optional("tensorflow_datasets", "tfds")
-
-    data_dir = data_dir or os.environ.get("TFDS_DATA_DIR") or None
-    with _quiet_array_record():
-        builder = _prepared_builder(tfds, name, data_dir, download)
-        features = dict(builder.info.features.items())
-        keys = _check_features(tfds, name, features, any_shape=prepare is not None)
-        image: Any = features.get("image")
-
-        def images(encoded: Sequence[bytes], start: int) -> np.ndarray:
-            decoded = []
-            for record, data in enumerate(encoded, start):
-                what = f"image {record} of {name}/{split} in {builder.data_dir}"
-                check_image(data, shape=image.shape, what=what, limits=limits or Limits())
-                decoded.append(image.decode_example_np(data))
-            return (
-                np.stack(decoded) if prepare is None else np.rint(255 * np.asarray(prepare(decoded))).astype(np.uint8)
-            )
-
-        try:
-            decoders = {"image": tfds.decode.SkipDecoding()} if "image" in keys else None
-            records = builder.as_data_source(split=split, decoders=decoders)
-        except NotImplementedError as error:
-            raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
-        except ValueError as error:
-            raise ValueError(_unreadable(name, split, builder.info)) from error
-        columns: dict[str, np.ndarray] = {}
-        at_once = _CHUNK_ROWS if prepare is None else 256  # Decoded photographs are large.
-        for start in range(0, len(records), at_once):
-            rows = records.__getitems__(list(range(start, min(len(records), start + at_once))))
-            for key in keys:
-                values = [row[key] for row in rows]
-                chunk = images(values, start) if key == "image" else np.stack(values)
-                if start == 0:
-                    columns[key] = np.empty((len(records), *chunk.shape[1:]), chunk.dtype)
-                columns[key][start : start + len(rows)] = chunk
-    if not columns:
-        raise ValueError("The split is empty. Choose a split with records.")
-    if (columns["label"] < 0).any():
-        raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1).")
-    inputs = {"image": columns["image"]} if "image" in keys else {"features": _encode_adult(columns, features)}
-    num_classes = features["label"].num_classes
-    return from_arrays(**inputs, label=columns["label"], num_classes=num_classes, name=f"{name}/{split}")
-
-
-def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
-    """Refuses parts of TensorFlow Datasets that share a record. A ledger cannot detect shared records.
-
-    Records are compared by data set, configuration, split and position, as TFDS resolves them, for all versions and
-    directories. Copies under another name are not found.
-
-    Args:
-      parts: (name, split, data_dir) by the part's name in messages, as in `from_tfds`.
-
-    Raises:
-      ValueError: Two parts share a record, a part has a record twice, or a split is unknown.
-      FileNotFoundError: As in `from_tfds`.
-    """
-    tfds = optional("tensorflow_datasets", "tfds")
-
-    slices = []
-    for part, (name, split, data_dir) in parts.items():
-        with _quiet_array_record():
-            info = _prepared_builder(tfds, name, data_dir).info
-        try:
-            found = tfds.core.ReadInstruction.from_spec(split).to_absolute(info.splits)
-        except (ValueError, NotImplementedError) as error:
-            raise ValueError(_unreadable(name, split, info)) from error
-        for piece in found:
-            rows = range(info.splits[piece.splitname].num_examples)[piece.from_ : piece.to]
-            slices.append((f"{part}={name}/{split}", (info.name, info.config_name, piece.splitname), rows))
-    for (part, where, rows), (other, there, others) in itertools.combinations(slices, 2):
-        shared = range(max(rows.start, others.start), min(rows.stop, others.stop))
-        if where == there and shared:
-            who = f"{part} and {other} share" if part != other else f"{part} repeats"
-            what = f"{len(shared)} record{'s' * (len(shared) > 1)}, [{shared.start}:{shared.stop}] of {where[-1]!r}"
-            raise ValueError(
-                f"{who} {what}. No account counts both uses of a record. Choose splits that do not overlap."
-            )
-
-
-def _unreadable(name: str, split: str, info: Any) -> str:
-    return f"split {split!r} of data set {name!r} cannot be read. There are {sorted(info.splits)}."
-
-
-def _prepared_builder(tfds: Any, name: str, data_dir: str | None, download: bool = False) -> Any:
-    reason, data_dir = None, data_dir or os.environ.get("TFDS_DATA_DIR") or None
-    try:
-        if download:  # TFDS reads array_record without TensorFlow.
-            tfds.data_source(name, data_dir=data_dir, builder_kwargs={"file_format": "array_record"})
-        builder = tfds.builder(name, data_dir=data_dir)
-        if builder.is_prepared():
-            return builder
-    except (tfds.core.registered.DatasetNotFoundError, ImportError) as error:
-        reason = error  # TFDS needs TensorFlow and importlib_resources to write images, but depends on neither.
-    raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from reason
-
-
-def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
-    place = data_dir or tfds.core.constants.DATA_DIR
-    build = shlex.join(["tfds", "build", name, "--file_format=array_record", f"--data_dir={place}"])
-    text = (
-        f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. Prepare it on a "
-        "machine with network access. Use a separate environment, because TFDS may need TensorFlow to write:\n"
-        f"    pip install tensorflow-datasets tensorflow array-record importlib_resources\n    {build}\n"
-        "Or pass data_dir= or set the environment variable TFDS_DATA_DIR to a directory with a prepared copy."
-    )
-    if name.partition("/")[0].partition(":")[0] in tfds.list_builders(with_community_datasets=False):
-        return text
-    return (  # without TensorFlow the list lacks some data sets of the catalogue, such as glue
-        f"{text}\nThe TFDS that is installed does not list {name!r}. If the catalogue of TFDS does not have it either, "
-        "TFDS cannot build it. Then correct the name, or read files of your own with jaxdp.data.from_npz, from_hf or "
-        "from_folder. In a launcher these are config.data.source='npz', 'hf' and 'folder'."
-    )
-
-
-def _check_features(tfds: Any, name: str, features: Mapping[str, Any], *, any_shape: bool) -> list[str]:
-    """Returns the columns to read, or raises ValueError."""
-    if isinstance(features.get("label"), tfds.features.ClassLabel):
-        image = features.get("image")
-        if isinstance(image, tfds.features.Image):
-            if image.np_dtype != np.uint8 or (None in image.shape and not any_shape):
-                raise ValueError(
-                    f"data set {name!r} has images of shape {image.shape} and dtype {np.dtype(image.np_dtype)}. "
-                    "Only uint8 images of one shape are handled. Pass prepare= to give images one shape."
-                )
-            return ["image", "label"]
-        adult = [*_ADULT_NUMBERS, *_ADULT_CATEGORIES]
-        if name.split("/")[0].split(":")[0] == "adult" and all(key in features for key in adult):
-            return [*adult, "label"]
-    raise ValueError(
-        f"data set {name!r} has the features {sorted(features)}, which are not handled. Only an image with a "
-        "class label and the table 'adult' are handled. Encode other records and use from_arrays."
-    )
-
-
-def _encode_adult(columns: Mapping[str, np.ndarray], features: Mapping[str, Any]) -> np.ndarray:
-    parts = []
-    for key, (divisor, logarithmic) in _ADULT_NUMBERS.items():
-        value = columns[key].astype(np.float64)
-        scaled = np.log1p(value) / np.log1p(divisor) if logarithmic else value / divisor
-        parts.append(np.clip(scaled, 0, 1)[:, None])
-    parts.extend(np.eye(features[key].num_classes)[columns[key]] for key in _ADULT_CATEGORIES)
-    return np.concatenate(parts, axis=1)
-
-
-@contextlib.contextmanager
-def _quiet_array_record() -> Iterator[None]:
-    """Drops the harmless log lines of TFDS and ArrayRecord about group size, OpenCV and missing variants."""
-    harmless = ("was created with group size", "OpenCV is not installed", "has no dataset_info.json")
-    logger = logging.getLogger("absl")
-
-    def keep(record: logging.LogRecord) -> bool:
-        return not any(phrase in record.getMessage() for phrase in harmless)
-
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)

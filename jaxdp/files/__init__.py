@@ -3,7 +3,16 @@
 from jaxdp.files.durable import sync_folder, sync_tree, to_disk, write_durably, write_json
 from jaxdp.files.extras import optional
 from jaxdp.files.package import Package, pack, read_package, unpack, write_package
-from jaxdp.files.reading import Limits, check_finite, check_image, read_json, read_npy, read_npz, understood
+from jaxdp.files.reading import (
+    Limits,
+    check_finite,
+    check_image,
+    npz_names,
+    read_json,
+    read_npy,
+    read_npz,
+    understood,
+)
 from jaxdp.files.text import parse_json, shown, shown_lines
 
 __all__ = [
@@ -11,6 +20,7 @@ __all__ = [
     "Package",
     "check_finite",
     "check_image",
+    "npz_names",
     "optional",
     "pack",
     "parse_json",

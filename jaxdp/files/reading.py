@@ -106,11 +106,12 @@ def read_npz(
       ValueError: The file is damaged, lacks an array, has Python objects or exceeds a limit. The message has the path.
     """
     limits = limits or Limits()
-    with understood(path, remedy), zipfile.ZipFile(path) as archive:
+    with _archive(path, remedy) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         if missing := [name for name in names or () if name not in members]:
             has = ", ".join(map(shown, sorted(members)[:20]))
-            raise ValueError(f"{shown(path)} has no array {', '.join(missing)}. It has {has}. {remedy}")
+            lacks = ", ".join(map(shown, missing))
+            raise ValueError(f"{shown(path)} has no array {lacks}. It has {has}. {remedy}")
         wanted = list(members) if names is None else [*names, *(name for name in optional if name in members)]
         limits.check("arrays", len(wanted), str(path))
         total, found = 0, {}
@@ -122,6 +123,29 @@ def read_npz(
             with archive.open(members[name]) as file:
                 found[name] = np.lib.format.read_array(file, allow_pickle=False)
         return found
+
+
+def npz_names(path: str | os.PathLike[str], *, remedy: str = AGAIN) -> list[str]:
+    """Returns the names of the arrays of an .npz file. It reads no array. Raises the errors of `read_npz`."""
+    with _archive(path, remedy) as archive:
+        return [info.filename.removesuffix(".npy") for info in archive.infolist()]
+
+
+@contextlib.contextmanager
+def _archive(path: str | os.PathLike[str], remedy: str) -> Iterator[zipfile.ZipFile]:
+    """Opens an .npz file. The error of another kind of file says what it is."""
+    with open(path, "rb") as file:
+        start = file.read(len(np.lib.format.MAGIC_PREFIX))
+    where = shown(os.fspath(path))
+    if start == np.lib.format.MAGIC_PREFIX:
+        raise ValueError(
+            f"{where} is an .npy file with one array, not an .npz file. Give jaxdp.data.from_arrays its "
+            "numpy.load(path, mmap_mode='r')."
+        )
+    if start and not start.startswith(b"PK"):
+        raise ValueError(f"{where} is not an .npz file, which is a ZIP archive of arrays. {remedy}")
+    with understood(path, remedy), zipfile.ZipFile(path) as archive:
+        yield archive
 
 
 def read_npy(path: pathlib.Path, *, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -149,10 +173,13 @@ def _declared_bytes(file: Any, size: int) -> int:
     shape, dtype = _header(file)
     if dtype.hasobject:
         raise ValueError("it holds Python objects.")
+    if dtype.itemsize == 0:
+        raise ValueError(f"an array of shape {shape} has the dtype {dtype}, whose entries have no bytes.")
     declared = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or declared != size - file.tell():
         raise ValueError(f"an array of shape {shape} does not have {size - file.tell()} bytes.")
-    return declared
+    # An array of shape (10**13, 0) has no bytes either, and its rows are counted by whoever reads it.
+    return math.prod(max(1, extent) for extent in shape) * dtype.itemsize
 
 
 def check_finite(arrays: Mapping[str, Any], path: str | os.PathLike[str], remedy: str) -> None:
@@ -162,7 +189,14 @@ def check_finite(arrays: Mapping[str, Any], path: str | os.PathLike[str], remedy
             raise ValueError(f"{shown(path)} has NaN or infinite values in {name!r}. {remedy}")
 
 
-def check_image(data: bytes, *, shape: Sequence[int | None], what: str, limits: Limits) -> None:
+def check_image(
+    data: bytes,
+    *,
+    shape: Sequence[int | None],
+    what: str,
+    limits: Limits,
+    remedy: str = "Prepare the data set again.",
+) -> None:
     """Raises ValueError unless the header of an encoded image has the declared size, before it is decoded.
 
     Args:
@@ -170,12 +204,13 @@ def check_image(data: bytes, *, shape: Sequence[int | None], what: str, limits: 
       shape: The declared (height, width, ...). None is any size up to the limit.
       what: The name of the image in errors.
       limits: The limits on its pixels.
+      remedy: A sentence for the error of a damaged file.
     """
     from PIL import Image
 
-    with understood(what, "Prepare the data set again."), Image.open(io.BytesIO(data)) as image:
+    with understood(what, remedy), Image.open(io.BytesIO(data)) as image:
         width, height = image.size
     limits.check("pixels", height * width, what)
     if any(stated not in (None, found) for stated, found in zip(shape, (height, width), strict=False)):
         size = f"{shape[0]}x{shape[1]}"
-        raise ValueError(f"{shown(what)} is {height}x{width}, but declared {size}. Prepare the data set again.")
+        raise ValueError(f"{shown(what)} is {height}x{width}, but declared {size}. {remedy}")

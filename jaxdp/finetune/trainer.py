@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data import Groups, PhysicalSizes, PoissonSampler, Records, Source
+from jaxdp.data import Groups, PhysicalSizes, PoissonSampler, Records, Source, check_batch
 from jaxdp.data.protocol import check_members
 from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency, Method
@@ -369,9 +369,9 @@ class PrivateTrainer:
 
     def _put(self, state: TrainState, source: Source, rows: np.ndarray, mask: np.ndarray, part: int) -> Any:
         if (layout := state.layout) is None:
-            return jax.device_put((source.gather(rows), mask, np.uint32(part)))
+            return jax.device_put((check_batch(source.gather(rows)), mask, np.uint32(part)))
         own, number = layout.own_rows(len(rows)), np.uint32(part)
-        batch, mask = layout.batch((source.gather(rows[own]), mask[own]), len(rows))
+        batch, mask = layout.batch((check_batch(source.gather(rows[own])), mask[own]), len(rows))
         return batch, mask, jax.make_array_from_process_local_data(layout.everywhere, number, ())
 
     def sums(self, state: TrainState, source: Source, rows: np.ndarray) -> Any:

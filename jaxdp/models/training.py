@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data import FixedBatchSampler, check_source
+from jaxdp.data import FixedBatchSampler, check_batch, check_source
 from jaxdp.report import progress_bar
 from jaxdp.transforms.parameters import check_finite
 
@@ -58,7 +58,7 @@ def fit_public(
     sampler = FixedBatchSampler(count, min(batch_size, count), seed=seed)
 
     def gather(rows: np.ndarray) -> Any:
-        return data.gather(rows) if stored else jax.tree.map(lambda leaf: leaf[rows], data)
+        return check_batch(data.gather(rows) if stored else jax.tree.map(lambda leaf: leaf[rows], data), "data")
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch).mean()

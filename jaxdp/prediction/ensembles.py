@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.data import identifiers
 from jaxdp.prediction.checks import count_rows, positive, whole
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.privacy.calibration import calibrate_noise
@@ -41,8 +42,8 @@ def partition_by_hash(records: Any, parts: int, *, salt: bytes, ids: Sequence[in
         records: A pytree of arrays [n, ...]. A record is one row of every leaf, labels included.
         parts: The number of parts, >= 1.
         salt: 1 to 64 bytes, public, and chosen without looking at the records. The same salt gives the same parts.
-        ids: One public identity per record, hashed in place of its bytes. A record with replaced contents then stays in
-            its part. Distances still count records, not identities.
+        ids: One public identity per record, hashed in place of its bytes: an identifier (`jaxdp.data.ids`), so that 7
+            and "7" are one. A record with replaced contents then stays in its part. Distances still count records.
 
     Returns:
         int32 [n] in [0, parts). The number of records of a part is private under "add_remove", so train every member
@@ -68,10 +69,10 @@ def partition_by_hash(records: Any, parts: int, *, salt: bytes, ids: Sequence[in
         layout = repr((str(jax.tree.structure(records)), kinds))
         contents = (b"".join(_row_bytes(array[i]) for array in arrays) for i in range(count))
     else:
-        identities = list(ids)
+        identities = identifiers(ids, "ids")
         if len(identities) != count:
             raise ValueError(f"ids must hold one identity for each record, got {len(identities)} for {count}.")
-        layout, contents = "identity", (_id_bytes(identity) for identity in identities)
+        layout, contents = "identity", (f"str:{identity}".encode() for identity in identities)
     seen = hashlib.blake2b(layout.encode(), key=salt, digest_size=16)
     result = np.empty(count, np.int32)
     for i, content in enumerate(contents):
@@ -94,14 +95,6 @@ def _kind(array: np.ndarray) -> str:
 def _row_bytes(row: Any) -> bytes:
     """Returns the bytes of one row of a leaf, without the zeros that pad a text to the longest of the leaf."""
     return repr(row.tolist()).encode() if row.dtype.kind in "US" else row.tobytes()
-
-
-def _id_bytes(identity: Any) -> bytes:
-    # In an array, a single string among the identities would change the type of all others.
-    value = identity.item() if isinstance(identity, np.generic) else identity
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"ids must be integers or strings, got {type(value).__name__}.")
-    return f"{type(value).__name__}:{value}".encode()
 
 
 # --- The certified vote -----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxdp import memory
-from jaxdp.data import FixedBatchSampler, Source, check_source
+from jaxdp.data import FixedBatchSampler, Source, check_batch, check_source
 from jaxdp.files import read_json, write_json
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer
 from jaxdp.release import Checkpoints, alone, derive, stream
@@ -100,7 +100,7 @@ def fit(
         return jax.vmap(augment)(jax.random.split(key, len(jax.tree.leaves(examples)[0])), examples)
 
     def batch(indices: np.ndarray, step: int, number: int) -> Any:
-        examples = trainer.placed(source.gather(indices))
+        examples = trainer.placed(check_batch(source.gather(indices)))
         if augment is None:
             return examples
         return views(key, *trainer.everywhere((np.uint32(step), np.uint32(number))), examples)

@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data.groups import owners_of
+from jaxdp.data.ids import owners_of
 from jaxdp.data.labels import check_labelled, judge
+from jaxdp.data.storage import immutable
 from jaxdp.privacy import Account, DpEvent, NonPrivateDpEvent, PureDpEvent
 from jaxdp.privacy.accounting import RELATIONS, Adjacency
 from jaxdp.release import Release, Till, program, stream
@@ -205,9 +206,12 @@ class Party:
       logits: Floating point [n, m], with n from 0 to 131,072.
       labels: Integers [n].
       account: `ledger.account(name)` of its data set, which pays. None records nothing.
-      group: The owner of each record, n hashable values such as the patients of images. The source then protects owners
-        with all of their records: an owner adds the mean of what its records add, under the same noise. None protects
-        single records. Inside, it is kept as int32 [n].
+      group: The owner of each record, n identifiers (`jaxdp.data.ids`) such as the patients of images: texts,
+        compared as bytes after NFC and without outer blanks, or whole numbers. The source then protects owners with all
+        of their records: an owner adds the mean of what its records add, under the same noise. None protects single
+        records. Inside, it is kept as int32 [n].
+
+    The arrays are copied. A later change of the given ones does not reach the source.
     """
 
     logits: np.ndarray = dataclasses.field(repr=False)
@@ -226,12 +230,12 @@ class Party:
         if len(labels) > _MOST_RECORDS:
             raise ValueError(f"{name} has more than {_MOST_RECORDS} records. Divide it into several sources.")
         with np.errstate(over="ignore"):  # A logit beyond float32 becomes infinite and its record invalid.
-            logits = logits.astype(np.float32, copy=False)
+            logits = logits.astype(np.float32)  # a copy: rounds read it later
         labels = np.clip(labels.astype(np.int64), -1, logits.shape[1])  # A label beyond int32 must not become a class.
-        object.__setattr__(self, "logits", logits)
-        object.__setattr__(self, "labels", labels.astype(np.int32))
+        object.__setattr__(self, "logits", immutable(logits))
+        object.__setattr__(self, "labels", immutable(labels.astype(np.int32)))
         if self.group is not None:
-            object.__setattr__(self, "group", owners_of(self.group, len(labels)))
+            object.__setattr__(self, "group", immutable(owners_of(self.group, len(labels))))
 
     @property
     def units(self) -> int:

@@ -67,7 +67,9 @@ class Release(Generic[T]):
       compute: A function `compute(secret) -> value` of 16 secret bytes. Nothing else may touch private data. The value
           depends on the secret, `facts` and `programs` only.
       facts: A function `facts() -> pytree` of arrays, numbers and text that determine the value. It is called only if
-          the release might be repeated: with a workdir, or with a given seed.
+          the release might be repeated: with a workdir, or with a given seed. It is called again for every token, so an
+          array of NumPy that was changed in place gives another one. It must be of what `compute` reads: copy an array
+          of the user that a later call reads.
       programs: A function `programs() -> texts` of the compiled programs (`identity.program`). A program that calls
           back to Python cannot be repeated. Its release is charged again after a crash, with fresh noise.
       keep: A function `keep(value)` that makes the value durable, before the seed is deleted.
@@ -93,9 +95,9 @@ class Release(Generic[T]):
         """The texts of `programs`."""
         return tuple(self.programs())
 
-    @functools.cached_property
+    @property
     def digest(self) -> str:
-        """A hash of label, programs and facts."""
+        """A hash of label, programs and facts as they are now."""
         texts = [hashlib.sha256(text.encode()).hexdigest() for text in self.texts]
         return identity.digest([self.label, texts, self.facts()])
 

@@ -148,12 +148,13 @@ def plan_copies(
 ) -> Release[np.ndarray]:
     """Returns all copies of `augment_then_noise`, float32 [1 + copies, n, T, D], as a release for a till.
 
-    It spends nothing. The account pays `published_event`: nothing about this upload is proven. The ledger shows
-    `label` to people, so it must not hold data. Other arguments and errors are as in `augment_then_noise`.
+    It spends nothing, and copies the representations. The account pays `published_event`: nothing about this upload is
+    proven. The ledger shows `label` to people, so it must not hold data. Other arguments and errors are as in
+    `augment_then_noise`.
     """
     not_negative(laplace_scale=laplace_scale)
     at_least(0, copies=copies)
-    x, images = jnp.asarray(representations), jax.ShapeDtypeStruct(np.shape(representations)[:1], jnp.int32)
+    x, images = jnp.array(representations), jax.ShapeDtypeStruct(np.shape(representations)[:1], jnp.int32)
     # Tracing comes before the payment, so that a program that cannot run costs nothing.
     neighbors, key = jax.eval_shape(retrieve_neighbors, x), stream(bytes(16), "copies", impl="threefry2x32")
     traced = Copies(x, neighbors, key, jnp.float32(laplace_scale), copies, n_patches, prefix_tokens)
@@ -177,7 +178,7 @@ def plan_noisy(account: Account, *, representations: jax.Array, laplace_scale: f
 
     Arguments and errors are as in `plan_copies`.
     """
-    x, event = jnp.asarray(representations), published_event(laplace_scale)
+    x, event = jnp.array(representations), published_event(laplace_scale)
     text = program(_noisy, stream(bytes(16), "noise"), x, laplace_scale)
     return Release(
         label=label,

@@ -436,7 +436,8 @@ def plan_release(
 ) -> Release[dict[str, Any]]:
     """Returns the release of `release_privately`, with the fields of `Released`, for a till. It spends nothing.
 
-    Arguments and errors are as in `release_privately`. The ledger shows `label` to people: never put data in it.
+    It copies its arrays, so a later change of the given ones does not reach the release. Arguments and errors are as in
+    `release_privately`. The ledger shows `label` to people: never put data in it.
     """
     if account.adjacency != "replace_one":
         raise ValueError(
@@ -444,6 +445,9 @@ def plan_release(
             "images and hides each image. Register the dataset with adjacency='replace_one'."
         )
     release.check(representations, labels=labels, projection=projection)
+    # The till reads them when it releases, which may be long after this call.
+    representations, projection = jax.tree.map(jnp.array, (representations, projection))
+    labels = np.array(labels)
     arguments = release._arguments(representations, projection)
     # Tracing comes before the payment, so that a program that cannot run costs nothing.
     text = program(_release, stream(bytes(16), "images"), *arguments, release.mechanism, True)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from jaxdp.data import identifiers
 from jaxdp.privacy import Account, Ledger
 from jaxdp.privacy.accounting import Adjacency, epsilon
 from jaxdp.privacy.events import DpEvent, GaussianDpEvent, NonPrivateDpEvent, NoOpDpEvent, composition
@@ -70,6 +71,9 @@ class StreamAccount:
     Unit ids stay in this object. They reach neither the ledger nor messages. Threads may share an account. A forked
     process may not use it, because two copies would not know of the visits of each other.
 
+    Ids are identifiers as `jaxdp.data.ids` defines them: text that is compared as bytes after Unicode NFC, without
+    outer blanks. So 1 and "1" are one unit, "007" and "7" are two, and floating point is refused.
+
     Args:
         account: `ledger.account(name)` of a data set that is registered with "replace_one" or "zero_out". `spend` gets
             ids of its unit.
@@ -117,7 +121,7 @@ class StreamAccount:
         self.event, self.unit, self.ledger = _one_release(event), unit, account.ledger
         self._account, self._adjacency = account, account.adjacency
         self._lock, self._process = threading.Lock(), OwnProcess()
-        self._visits = Visits() if visits is None else visits.copy()
+        self._visits = Visits() if visits is None else _identified(visits)
         self.worst = max(map(_cost, self._visits.counts.values()), default=0)
         if not self._is_charged():
             raise ValueError(
@@ -137,14 +141,15 @@ class StreamAccount:
         """Charges for one batch of a custom loop, then runs the body, which may read the batch.
 
         Args:
-            units: The unit of each record of the batch.
+            units: The unit of each record of the batch: texts, whole numbers, or tuples of them.
             release: The name of the noisy sum that the batch enters. Batches of one sum (accumulation) share the name.
                 A new noise draw needs a new name. Two sums under one name are charged too much, one sum under two names
                 is charged too little.
 
         Raises:
             BudgetExceeded: The budget does not allow the batch. The body has not run, nothing is charged or counted.
-            ValueError: The account belongs to a workdir of `serve`.
+            ValueError: The account belongs to a workdir of `serve`, or a unit is missing.
+            TypeError: A unit is no identifier. Nothing is charged.
             RuntimeError: The process was forked from the one that made the account.
         """
         self._check_process()
@@ -208,6 +213,7 @@ class StreamAccount:
     ) -> list[tuple[Account, DpEvent]]:
         """Charges for one more batch of a release, counts its visits, and returns the charges."""
         self.check_run(run)
+        units = tuple(identifiers(units, "units"))
         after = {unit: dict(self._visits.counts.get(unit, {})) for unit in units}
         for unit, count in Counter(units).items():
             after[unit][release] = after[unit].get(release, 0) + count
@@ -312,6 +318,18 @@ def _composed(release: DpEvent, times: int) -> DpEvent:
     if isinstance(release, GaussianDpEvent):
         return GaussianDpEvent(release.noise_multiplier / math.sqrt(times))
     return release
+
+
+def _identified(visits: Visits) -> Visits:
+    """Returns a copy whose units are identifiers. Visits of units that become one add up."""
+    copy = visits.copy()
+    counts: dict[Hashable, dict[Hashable, int]] = {}
+    for unit, releases in zip(identifiers(copy.counts, "visits"), copy.counts.values(), strict=True):
+        mine = counts.setdefault(unit, {})
+        for release, count in releases.items():
+            mine[release] = mine.get(release, 0) + count
+    copy.counts = counts
+    return copy
 
 
 def _cost(releases: Mapping[Hashable, int]) -> int:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxdp.data import Source, check_source, read_column
+from jaxdp.data import Source, check_source, identifiers, read_column
 from jaxdp.tta.method import check_name
 
 Order = Literal["continual", "mixed", "label_shifted"]
@@ -36,7 +36,7 @@ class Batch:
       mask: bool [B], False for padding. The divisor of an update stays the public B.
       domains: [m], the name of each record's domain.
       positions: int64 [m], the position of each record in its domain.
-      units: [m], the unit of each record, see `Stream.units`.
+      units: [m], the unit of each record, an identifier (`jaxdp.data.ids`), see `Stream.units`.
       reset: Whether the model is reset to its source parameters before this batch.
 
     Raises:
@@ -87,11 +87,13 @@ class Stream:
         in the papers. "pad" fills the batch with masked rows.
       imbalance: The odds >= 1 of a "label_shifted" stream.
       units: The public units, for example the patients of scans: [n], of position i in every domain, or {domain: [n]}
-        if domains hold different photographs. The default is the position. If domains hold different photographs, each
-        of another unit, protect the unit "sample" instead.
+        if domains hold different photographs. They are identifiers (`jaxdp.data.ids`): texts, compared as bytes after
+        NFC and without outer blanks, or whole numbers, or tuples of them. The default is the position. If domains hold
+        different photographs, each of another unit, protect the unit "sample" instead.
 
     Raises:
-      ValueError: On construction, if a value is out of range or a domain yields no batch.
+      ValueError: On construction, if a value is out of range, a unit is missing or a domain yields no batch.
+      TypeError: On construction, if a unit is no identifier, such as floating point.
 
     Formal guarantees:
       - The batch of each position, the number of batches and the resets depend only on the numbers of records, the
@@ -144,6 +146,8 @@ class Stream:
                 raise ValueError(f"units must name each position of each domain, {sizes}, got {given}.")
         elif self.units is not None and len(self.units) != max(sizes.values()):
             raise ValueError(f"units must name each of the {max(sizes.values())} positions, got {len(self.units)}.")
+        for units in self.units.values() if isinstance(self.units, Mapping) else [self.units or ()]:
+            identifiers(units, "units")
         sections = ["the stream"] if self.order == "mixed" else self.domains
         for name, batches in zip(sections, self._sections, strict=True):
             if not batches:

@@ -102,7 +102,7 @@ def test_images_of_differing_sizes_need_one_shape(folder):
 
 
 def test_folders_that_cannot_be_are_refused(folder):
-    with pytest.raises(ValueError, match=r"label of line 3 of .*labels\.csv must be one of the classes well, sick"):
+    with pytest.raises(ValueError, match=r"line 3 of .*labels\.csv must have one of the classes well, sick"):
         from_folder(folder, classes=("well", "sick"))
     with pytest.raises(ValueError, match="must have a column 'label' of integers, or of names that classes= declares"):
         from_folder(folder, num_classes=2)

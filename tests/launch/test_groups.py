@@ -103,7 +103,7 @@ def test_bad_groups_of_a_config_are_refused(folder, tmp_path):
     for fields, message in (
         ({"unit": "image"}, r"config\.data\.unit must name an owner of records, such as 'patient'"),
         ({"max_records": 0}, r"config\.data\.max_records must be at least 1"),
-        ({"group": "person"}, "has no owner"),
+        ({"group": "person"}, "source 'digits/private.csv' has no column 'person'"),
         ({"source": "bundled", "parts": {"private": 50}}, r"group='patient' needs other data: no bundled set says"),
     ):
         with pytest.raises(ValueError, match=message):

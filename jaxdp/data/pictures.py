@@ -1,0 +1,180 @@
+"""Image files as pixels with a stated range, and columns of `Examples` that read them.
+
+| what the file holds (mode of Pillow) | pixels | 0 and 1 in a batch are |
+|---|---|---|
+| grey of 1 or 8 bits (1, L, LA) | uint8 [H, W, 1] | 0 and 255 |
+| grey of 16 bits (I;16, I;16B; PNG, TIFF, JPEG 2000; PGM, which Pillow scales) | uint16 [H, W, 1] | 0 and 65535 |
+| grey of 32 bits or floats (I, F; TIFF) | float32 [H, W, 1] | the ends of `pixel_range`, which must be given |
+| all others | uint8 [H, W, 3], RGB | 0 and 255 |
+
+`pixel_range=(low, high)` gives every file a range of its own, such as (0, 4095) for 12 bits in files of 16.
+An image is turned as its EXIF orientation says. Alpha is dropped. Pillow keeps the upper 8 bits of 16-bit colour.
+"""
+
+import dataclasses
+import functools
+import io
+import math
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxdp.files import Limits, check_image, shown, understood
+
+PixelRange = tuple[float, float]
+_GREY = ("1", "L", "LA", "La")
+_WIDE = ("I;16", "I;16L", "I;16B", "I;16N")
+_AGAIN = "Get the file again, or leave its row out of the table."
+
+
+def check_range(pixel_range: PixelRange | None) -> None:
+    """Raises ValueError unless pixel_range is None or has two finite numbers, the smaller first."""
+    if pixel_range is None:
+        return
+    if len(pixel_range) != 2 or not all(map(math.isfinite, pixel_range)) or not pixel_range[0] < pixel_range[1]:
+        raise ValueError(f"pixel_range must be (low, high) with low below high, such as (0, 4095), got {pixel_range}.")
+
+
+def scaled(pixels: np.ndarray) -> np.ndarray:
+    """Returns pixels as float32 in [0, 1]: uint8 by 255, uint16 by 65535, and floats as they are."""
+    if pixels.dtype.kind != "u":
+        return pixels
+    return pixels.astype(np.float32) / np.float32(np.iinfo(pixels.dtype).max)
+
+
+def like(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Returns floats in [0, 1] as pixels of a dtype, the inverse of `scaled`."""
+    if dtype.kind != "u":
+        return np.asarray(values, dtype)
+    return np.rint(np.iinfo(dtype).max * np.asarray(values)).astype(dtype)
+
+
+def decode(data: bytes, what: str, *, pixel_range: PixelRange | None = None) -> np.ndarray:
+    """Decodes an image file as the text of this module says.
+
+    Args:
+      data: The file.
+      what: Its name in errors.
+      pixel_range: The public numbers that become 0 and 1. Pixels outside of it are clipped. None takes the range of the
+        pixel type.
+
+    Raises:
+      ValueError: The file is damaged, has several images, or pixels of 32 bits without a pixel_range.
+    """
+    from PIL import Image, ImageOps
+
+    with understood(what, _AGAIN), Image.open(io.BytesIO(data)) as file:
+        frames = 1 if file.format == "MPO" else getattr(file, "n_frames", 1)  # MPO: a photograph and its preview
+        kind = file.format
+        file.load()
+        image = ImageOps.exif_transpose(file)
+        # Pillow scales PGM to 16 bits. Its older versions have the mode I for PNG of 16 bits too.
+        wide = image.mode in _WIDE or (image.mode == "I" and kind in ("PPM", "PNG"))
+        unbounded = not wide and image.mode in ("I", "F")
+        if wide or unbounded:
+            pixels = np.asarray(image)
+        else:
+            pixels = np.asarray(image.convert("L" if image.mode in _GREY else "RGB"))
+    if frames > 1:
+        raise ValueError(f"{what} has {frames} images. Store each in a file of its own.")
+    if unbounded and pixel_range is None:
+        raise ValueError(
+            f"{what} has grey pixels of 32 bits (mode {image.mode}), which have no largest value. Give their public "
+            "range: pixel_range=(low, high)."
+        )
+    pixels = pixels.astype(np.uint16) if wide else pixels
+    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    if pixel_range is None:
+        return pixels
+    low, high = pixel_range
+    return np.clip((pixels.astype(np.float64) - low) / (high - low), 0, 1).astype(np.float32)
+
+
+def path_inside(root: pathlib.Path, path: str) -> bool:
+    """Returns whether a path of a table names something inside the folder, read as text. It may not name the folder."""
+    parts = pathlib.PurePosixPath(path.replace("\\", "/")).parts
+    outside = pathlib.PurePath(path).is_absolute() or pathlib.PureWindowsPath(path).drive or path.startswith("/")
+    return bool(parts) and not outside and ".." not in parts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ImageFiles:
+    """A column of `Examples` that reads as an array of pixels [n, H, W, C]. It decodes the files of rows that are read.
+
+    Attributes:
+      root: The folder.
+      paths: The path of each image, relative to the folder.
+      prepare: Gives images one shape, see `jaxdp.data.from_folder`.
+      limits: The limits on an image before it is decoded.
+      pixel_range: As in `decode`.
+    """
+
+    root: pathlib.Path
+    paths: Sequence[str]
+    prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None
+    limits: Limits
+    pixel_range: PixelRange | None = None
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the first image: uint8, uint16 or float32."""
+        return self._first[1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape [n, H, W, C], read off the first image."""
+        return (len(self.paths), *self._first[0])
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        paths = [self.paths[row] for row in np.arange(len(self))[rows].tolist()]
+        shape, dtype = self._first
+        images = []
+        for path in paths:
+            image = self._decoded(path)
+            if image.dtype != dtype:
+                raise ValueError(
+                    f"{self._name(path)} has pixels of {8 * image.itemsize} bits, and the first image "
+                    f"{8 * dtype.itemsize}. Store all images with one pixel type."
+                )
+            images.append(image)
+        if not images:
+            return np.zeros((0, *shape), dtype)
+        if self.prepare is not None:
+            return like(self.prepare([self._given(image) for image in images]), dtype)
+        for path, image in zip(paths, images, strict=True):
+            if image.shape != shape:
+                raise ValueError(
+                    f"{self._name(path)} has the shape {image.shape}, and the first one {shape}. Give all images one "
+                    "shape with prepare=."
+                )
+        return np.stack(images)
+
+    @functools.cached_property
+    def _first(self) -> tuple[tuple[int, ...], np.dtype]:
+        """The shape and the dtype of the first image."""
+        first = self._decoded(self.paths[0])
+        if self.prepare is None:
+            return first.shape, first.dtype
+        return np.shape(self.prepare([self._given(first)]))[1:], first.dtype
+
+    def _given(self, image: np.ndarray) -> np.ndarray:
+        """Returns an image as `prepare` takes it: uint8, or floats in [0, 1]."""
+        return image if image.dtype == np.uint8 else scaled(image)
+
+    def _name(self, path: str) -> str:
+        return f"image {shown(os.fspath(self.root / path))}"
+
+    def _decoded(self, path: str) -> np.ndarray:
+        what = self._name(path)
+        file = self.root / path
+        if not file.resolve().is_relative_to(self.root.resolve()):
+            raise ValueError(f"{what} is a link to a file outside of the folder. Copy the file into the folder.")
+        data = file.read_bytes()
+        check_image(data, shape=(), what=what, limits=self.limits, remedy=_AGAIN)
+        return decode(data, what, pixel_range=self.pixel_range)

@@ -1,0 +1,271 @@
+"""Stored columns that do not change under their fingerprint.
+
+A release that repeats after a crash has the same noise exactly if the fingerprint of its records is the same. Records
+that change in between would get the old noise, and the difference of the two values would be the difference of two
+sums. So a fingerprint names what is read, in one of two ways:
+
+- Arrays in memory are copied once, into memory that NumPy lets nobody write (`immutable`).
+- All else is read on demand: mapped files, folders of images, records of other libraries. From the first fingerprint
+  on, the hash of each row that is read is kept, 16 bytes a row. A row that is read again and differs is refused.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tree
+
+from jaxdp.data.numbers import check_digits, check_whole, native
+from jaxdp.files import shown
+
+_DIGEST = 16
+
+
+def immutable(array: np.ndarray) -> np.ndarray:
+    """Returns an array with the same numbers that cannot be changed: a copy, unless nobody can change the given one."""
+    if _is_immutable(array):
+        return array
+    return np.ndarray(array.shape, array.dtype, buffer=array.tobytes())
+
+
+def _is_immutable(array: np.ndarray) -> bool:
+    """Returns whether the numbers lie in `bytes`. Another array that is read-only can be made writable again."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return type(array) is np.ndarray and isinstance(base, bytes)
+
+
+def stored(column: Any, where: str) -> Any:
+    """Returns a column for `Examples`: an immutable array, or a `Watched` column.
+
+    Arrays in memory are checked (`jaxdp.data.numbers`). What is read on demand is checked when it is read.
+
+    Raises:
+      TypeError, ValueError: An array in memory does not hold numbers that a device has.
+    """
+    if isinstance(column, Watched | ExampleReader):
+        return column
+    if isinstance(column, jax.Array):
+        column = np.asarray(column)
+    if isinstance(column, np.memmap) or not isinstance(column, np.ndarray):
+        return Watched(column, where)
+    if _is_immutable(column):
+        return column
+    column = native(column, where)
+    check_whole(column, where)
+    check_digits(column, where)
+    return immutable(column)
+
+
+def raw(array: np.ndarray) -> np.ndarray:
+    """Returns the bytes of an array in C order, uint8 [m], without a copy if they lie in this order."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+class Seen:
+    """Hashes of rows that have been read. Equal rows pass, and others are refused.
+
+    Args:
+      count: The number of rows.
+      where: The name of the rows in errors.
+    """
+
+    def __init__(self, count: int, where: str):
+        self._where = where
+        self._digests = np.zeros((count, _DIGEST), np.uint8)
+        self._known = np.zeros(count, bool)
+
+    def compare(self, rows: Sequence[int], contents: Sequence[Sequence[np.ndarray]]) -> None:
+        """Compares rows with what was read before, and remembers new ones.
+
+        Raises:
+          ValueError: A row has changed. The message names it, for the owner of the data.
+        """
+        for row, arrays in zip(rows, contents, strict=True):
+            digest = hashlib.blake2b(digest_size=_DIGEST)
+            for array in arrays:
+                digest.update(f"{array.dtype.str} {array.shape}\n".encode())
+                digest.update(raw(array).data)
+            found = np.frombuffer(digest.digest(), np.uint8)
+            if self._known[row] and not np.array_equal(self._digests[row], found):
+                raise ValueError(
+                    f"record {row} of {self._where} has changed since its fingerprint was read. A release that is "
+                    "repeated would put its old noise on other records. Make the source again: its next release has "
+                    "fresh noise and is charged."
+                )
+            self._digests[row], self._known[row] = found, True
+
+
+class Watched:
+    """A column that is read on demand: an object with `dtype`, `shape`, `len()` and `column[rows]`.
+
+    Attributes:
+      column: The object.
+      where: Its name in errors.
+    """
+
+    def __init__(self, column: Any, where: str):
+        self.column, self.where = column, where
+        self._seen: Seen | None = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the numbers, in the byte order of the machine."""
+        dtype: np.dtype = self.column.dtype
+        return dtype.newbyteorder("=")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the column."""
+        return tuple(self.column.shape)
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    def watch(self) -> None:
+        """Keeps the hashes of all rows that are read from now on."""
+        if self._seen is None:
+            self._seen = Seen(len(self), self.where)
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        """Returns the rows at integers [B], or of a slice, as an array in memory.
+
+        Raises:
+          TypeError, ValueError: The numbers are not such as a device has, or a watched row has changed.
+        """
+        array = native(np.array(self.column[rows]), self.where)
+        check_whole(array, self.where)
+        if self._seen is not None:
+            numbers = np.arange(len(self))[rows]
+            self._seen.compare(numbers.tolist(), [(row,) for row in array])
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:] if dtype is None else self[:].astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExampleReader:
+    """Records that are read as a whole, one by one, from an object with `len()` and `records[i]`.
+
+    `reader[rows]` reads only these records, by `records.__getitems__` if there is one. All records must have the
+    columns, shapes and dtypes of record 0.
+
+    Attributes:
+      records: The object. A record is any nesting of dicts and tuples. Its leaves and its lists become NumPy arrays.
+        A grey "image" [H, W] becomes [H, W, 1].
+      prepare: `prepare(record) -> record`, for example to encode text or to pad. It must be deterministic.
+      at_once: The number of records that the fingerprint reads at once.
+      texts: Columns of a record that are text, such as the identifier of a patient. They are no part of an example,
+        see `jaxdp.data.read_ids`.
+    """
+
+    records: Any
+    prepare: Callable[[Any], Any] | None = None
+    at_once: int = 64
+    texts: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, rows: np.ndarray) -> Any:
+        """Returns the records at `rows`, integers [B], stacked and without texts.
+
+        Raises:
+          ValueError: A record differs from record 0, or has changed since the fingerprint. The message names it, for
+            the owner who reads the data.
+          TypeError: A column is not of numbers.
+        """
+        return self.read(rows)[0]
+
+    def read(self, rows: np.ndarray) -> tuple[Any, dict[str, list[Any]]]:
+        """Returns the records at `rows` as `reader[rows]` does, and their texts by column."""
+        wanted = rows.tolist()
+        pairs = self._read(wanted) if wanted else []
+        records = [record for record, _ in pairs]
+        kind = _kind(self._first)
+        for row, record in zip(wanted, records, strict=True):
+            if (given := _kind(record)) != kind:
+                other = sorted({"/".join(map(str, path)) for path, *_ in set(given) ^ set(kind)})
+                raise ValueError(
+                    f"record {row} differs from record 0 in the shape or dtype of {', '.join(other)}. Give all records "
+                    "the same columns, shapes and dtypes, for example by padding in prepare=."
+                )
+        if self._seen:
+            self._seen[0].compare(wanted, [tree.flatten(record) for record in records])
+        texts = {key: [text[key] for _, text in pairs] for key in self.texts}
+        if not records:
+            return tree.map_structure(lambda leaf: np.zeros((0, *leaf.shape), leaf.dtype), self._first), texts
+        stacked = tree.map_structure(lambda *leaves: np.stack(leaves), *records)
+        for path, array in tree.flatten_with_path(stacked):
+            check_whole(array, _column_name(path))
+        return stacked, texts
+
+    def watch(self) -> None:
+        """Keeps the hashes of all records that are read from now on."""
+        if not self._seen:
+            self._seen.append(Seen(len(self), "the source"))
+
+    @functools.cached_property
+    def _seen(self) -> list[Seen]:
+        return []
+
+    @functools.cached_property
+    def _first(self) -> Any:
+        ((first, _),) = self._read([0])
+        for path, _, dtype in _kind(first):
+            if dtype.kind in "OSUMmT":
+                raise TypeError(
+                    f"{_column_name(path)} has the dtype {dtype}. Encode it as numbers in prepare=, or leave it out. "
+                    "If it is an identifier, name it in texts=."
+                )
+        for path, array in tree.flatten_with_path(first):
+            native(array, _column_name(path))
+        return first
+
+    def _read(self, rows: list[int]) -> list[tuple[Any, dict[str, Any]]]:
+        at_once = hasattr(self.records, "__getitems__")
+        read = self.records.__getitems__(rows) if at_once else [self.records[row] for row in rows]
+        return [self._arrays(row, record) for row, record in zip(rows, read, strict=True)]
+
+    def _arrays(self, row: int, record: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns a record as arrays, and its texts."""
+        record = record if self.prepare is None else self.prepare(record)
+        texts: dict[str, Any] = {}
+        if self.texts:
+            texts, record = self._apart(row, record)
+        try:
+            record = tree.traverse(lambda part: np.asarray(part) if isinstance(part, list) else None, record)
+        except ValueError as error:
+            raise ValueError(f"record {row} has a list of several lengths. Pad it in prepare=.") from error
+        arrays = tree.map_structure(_array, record)
+        if isinstance(arrays, dict) and "image" in arrays and arrays["image"].ndim == 2:
+            arrays["image"] = arrays["image"][..., None]
+        return arrays, texts
+
+    def _apart(self, row: int, record: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        has = sorted(map(str, record)) if isinstance(record, dict) else [type(record).__name__]
+        if missing := [key for key in self.texts if key not in has]:
+            names = ", ".join(map(repr, missing))
+            raise ValueError(f"record {row} has no column {names} of texts=. It has {shown(', '.join(has))}.")
+        texts = {key: record[key] for key in self.texts}
+        return texts, {key: part for key, part in record.items() if key not in texts}
+
+
+def _array(leaf: Any) -> np.ndarray:
+    # PyTorch makes NumPy arrays of tensors on the host without a gradient only.
+    array = np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _column_name(path: Sequence[Any]) -> str:
+    return f"column {'/'.join(map(str, path))!r}"
+
+
+def _kind(record: Any) -> list[tuple[Any, ...]]:
+    return [(path, leaf.shape, leaf.dtype) for path, leaf in tree.flatten_with_path(record)]

@@ -1,0 +1,221 @@
+"""Prepared data sets of TensorFlow Datasets, without TensorFlow."""
+
+import contextlib
+import itertools
+import logging
+import os
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxdp.data.sources import Examples, from_arrays
+from jaxdp.files import Limits, check_image, optional
+
+_CHUNK_ROWS = 4096
+
+# Public encoding of adult's numbers to [0, 1]: the divisor, and whether log(1 + v) of both is taken first.
+# fnlwgt is left out, because it is a weight of the census sample and not an attribute of the person.
+_ADULT_NUMBERS = {
+    "age": (100.0, False),
+    "capital-gain": (1e5, True),
+    "capital-loss": (1e4, True),
+    "education-num": (16.0, False),
+    "hours-per-week": (100.0, False),
+}
+_ADULT_CATEGORIES = (
+    *("education", "marital-status", "native-country", "occupation"),
+    *("race", "relationship", "sex", "workclass"),
+)
+
+
+def from_tfds(
+    name: str,
+    split: str,
+    *,
+    data_dir: str | None = None,
+    download: bool = False,
+    prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None,
+    limits: Limits | None = None,
+) -> Examples:
+    """Reads a prepared TensorFlow Datasets split into memory with `tfds.data_source`, without TensorFlow.
+
+    It handles data sets with an "image" of one fixed shape and a class "label", and the table "adult" (UCI census
+    income). The table has 107 features in [0, 1]: five numbers scaled by public constants, then the one-hot codes of
+    eight categories in the order of the schema.
+
+    Args:
+      name: The TFDS name, with configuration if any, for example "cifar10".
+      split: The TFDS split, for example "train" or "test[:1000]".
+      data_dir: The TFDS directory. The default is the environment variable TFDS_DATA_DIR, else ~/tensorflow_datasets.
+      download: Whether TFDS may download and prepare a missing data set. It may need TensorFlow. False stays offline.
+      prepare: `prepare(images) -> floats in [0, 1] of one shape` for images of differing sizes, such as
+        `jaxdp.models.Preprocessing.prepare`. The result is kept as uint8.
+      limits: The limit on the pixels of an image, compared with its header before decoding. The default is `Limits()`.
+
+    Raises:
+      FileNotFoundError: The data set is not prepared there in a random-access format. The message says how to do it.
+      ValueError: The split is unknown or the features are not handled. Or an image is damaged, of another size than
+        declared, or larger than the limit. The message names the record, for the owner who reads the data.
+    """
+    tfds = optional("tensorflow_datasets", "tfds")
+
+    data_dir = data_dir or os.environ.get("TFDS_DATA_DIR") or None
+    with _quiet_array_record():
+        builder = _prepared_builder(tfds, name, data_dir, download)
+        features = dict(builder.info.features.items())
+        keys = _check_features(tfds, name, features, any_shape=prepare is not None)
+        image: Any = features.get("image")
+
+        def images(encoded: Sequence[bytes], start: int) -> np.ndarray:
+            decoded = []
+            for record, data in enumerate(encoded, start):
+                what = f"image {record} of {name}/{split} in {builder.data_dir}"
+                check_image(data, shape=image.shape, what=what, limits=limits or Limits())
+                decoded.append(image.decode_example_np(data))
+            return (
+                np.stack(decoded) if prepare is None else np.rint(255 * np.asarray(prepare(decoded))).astype(np.uint8)
+            )
+
+        try:
+            decoders = {"image": tfds.decode.SkipDecoding()} if "image" in keys else None
+            records = builder.as_data_source(split=split, decoders=decoders)
+        except NotImplementedError as error:
+            raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
+        except ValueError as error:
+            raise ValueError(_unreadable(name, split, builder.info)) from error
+        columns: dict[str, np.ndarray] = {}
+        at_once = _CHUNK_ROWS if prepare is None else 256  # Decoded photographs are large.
+        for start in range(0, len(records), at_once):
+            rows = records.__getitems__(list(range(start, min(len(records), start + at_once))))
+            for key in keys:
+                values = [row[key] for row in rows]
+                chunk = images(values, start) if key == "image" else np.stack(values)
+                if start == 0:
+                    columns[key] = np.empty((len(records), *chunk.shape[1:]), chunk.dtype)
+                columns[key][start : start + len(rows)] = chunk
+    if not columns:
+        raise ValueError("The split is empty. Choose a split with records.")
+    if (columns["label"] < 0).any():
+        raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1).")
+    inputs = {"image": columns["image"]} if "image" in keys else {"features": _encode_adult(columns, features)}
+    num_classes = features["label"].num_classes
+    return from_arrays(**inputs, label=columns["label"], num_classes=num_classes, name=f"{name}/{split}")
+
+
+def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
+    """Refuses parts of TensorFlow Datasets that share a record. A ledger cannot detect shared records.
+
+    Records are compared by data set, configuration, split and position, as TFDS resolves them, for all versions and
+    directories. Copies under another name are not found.
+
+    Args:
+      parts: (name, split, data_dir) by the part's name in messages, as in `from_tfds`.
+
+    Raises:
+      ValueError: Two parts share a record, a part has a record twice, or a split is unknown.
+      FileNotFoundError: As in `from_tfds`.
+    """
+    tfds = optional("tensorflow_datasets", "tfds")
+
+    slices = []
+    for part, (name, split, data_dir) in parts.items():
+        with _quiet_array_record():
+            info = _prepared_builder(tfds, name, data_dir).info
+        try:
+            found = tfds.core.ReadInstruction.from_spec(split).to_absolute(info.splits)
+        except (ValueError, NotImplementedError) as error:
+            raise ValueError(_unreadable(name, split, info)) from error
+        for piece in found:
+            rows = range(info.splits[piece.splitname].num_examples)[piece.from_ : piece.to]
+            slices.append((f"{part}={name}/{split}", (info.name, info.config_name, piece.splitname), rows))
+    for (part, where, rows), (other, there, others) in itertools.combinations(slices, 2):
+        shared = range(max(rows.start, others.start), min(rows.stop, others.stop))
+        if where == there and shared:
+            who = f"{part} and {other} share" if part != other else f"{part} repeats"
+            what = f"{len(shared)} record{'s' * (len(shared) > 1)}, [{shared.start}:{shared.stop}] of {where[-1]!r}"
+            raise ValueError(
+                f"{who} {what}. No account counts both uses of a record. Choose splits that do not overlap."
+            )
+
+
+def _unreadable(name: str, split: str, info: Any) -> str:
+    return f"split {split!r} of data set {name!r} cannot be read. There are {sorted(info.splits)}."
+
+
+def _prepared_builder(tfds: Any, name: str, data_dir: str | None, download: bool = False) -> Any:
+    reason, data_dir = None, data_dir or os.environ.get("TFDS_DATA_DIR") or None
+    try:
+        if download:  # TFDS reads array_record without TensorFlow.
+            tfds.data_source(name, data_dir=data_dir, builder_kwargs={"file_format": "array_record"})
+        builder = tfds.builder(name, data_dir=data_dir)
+        if builder.is_prepared():
+            return builder
+    except (tfds.core.registered.DatasetNotFoundError, ImportError) as error:
+        reason = error  # TFDS needs TensorFlow and importlib_resources to write images, but depends on neither.
+    raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from reason
+
+
+def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
+    place = data_dir or tfds.core.constants.DATA_DIR
+    build = shlex.join(["tfds", "build", name, "--file_format=array_record", f"--data_dir={place}"])
+    text = (
+        f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. Prepare it on a "
+        "machine with network access. Use a separate environment, because TFDS may need TensorFlow to write:\n"
+        f"    pip install tensorflow-datasets tensorflow array-record importlib_resources\n    {build}\n"
+        "Or pass data_dir= or set the environment variable TFDS_DATA_DIR to a directory with a prepared copy."
+    )
+    if name.partition("/")[0].partition(":")[0] in tfds.list_builders(with_community_datasets=False):
+        return text
+    return (  # without TensorFlow the list lacks some data sets of the catalogue, such as glue
+        f"{text}\nThe TFDS that is installed does not list {name!r}. If the catalogue of TFDS does not have it either, "
+        "TFDS cannot build it. Then correct the name, or read files of your own with jaxdp.data.from_npz, from_hf or "
+        "from_folder. In a launcher these are config.data.source='npz', 'hf' and 'folder'."
+    )
+
+
+def _check_features(tfds: Any, name: str, features: Mapping[str, Any], *, any_shape: bool) -> list[str]:
+    """Returns the columns to read, or raises ValueError."""
+    if isinstance(features.get("label"), tfds.features.ClassLabel):
+        image = features.get("image")
+        if isinstance(image, tfds.features.Image):
+            if image.np_dtype != np.uint8 or (None in image.shape and not any_shape):
+                raise ValueError(
+                    f"data set {name!r} has images of shape {image.shape} and dtype {np.dtype(image.np_dtype)}. "
+                    "Only uint8 images of one shape are handled. Pass prepare= to give images one shape."
+                )
+            return ["image", "label"]
+        adult = [*_ADULT_NUMBERS, *_ADULT_CATEGORIES]
+        if name.split("/")[0].split(":")[0] == "adult" and all(key in features for key in adult):
+            return [*adult, "label"]
+    raise ValueError(
+        f"data set {name!r} has the features {sorted(features)}, which are not handled. Only an image with a "
+        "class label and the table 'adult' are handled. Encode other records and use from_arrays."
+    )
+
+
+def _encode_adult(columns: Mapping[str, np.ndarray], features: Mapping[str, Any]) -> np.ndarray:
+    parts = []
+    for key, (divisor, logarithmic) in _ADULT_NUMBERS.items():
+        value = columns[key].astype(np.float64)
+        scaled = np.log1p(value) / np.log1p(divisor) if logarithmic else value / divisor
+        parts.append(np.clip(scaled, 0, 1)[:, None])
+    parts.extend(np.eye(features[key].num_classes)[columns[key]] for key in _ADULT_CATEGORIES)
+    return np.concatenate(parts, axis=1)
+
+
+@contextlib.contextmanager
+def _quiet_array_record() -> Iterator[None]:
+    """Drops the harmless log lines of TFDS and ArrayRecord about group size, OpenCV and missing variants."""
+    harmless = ("was created with group size", "OpenCV is not installed", "has no dataset_info.json")
+    logger = logging.getLogger("absl")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not any(phrase in record.getMessage() for phrase in harmless)
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
