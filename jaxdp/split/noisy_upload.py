@@ -34,7 +34,7 @@ from jaxdp import privacy
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import counting
 from jaxdp.split.checks import not_negative, one_of
-from jaxdp.transforms import noise
+from jaxdp.transforms import lengths, noise
 
 Mechanism = Literal["gaussian", "laplace"]
 
@@ -43,6 +43,7 @@ _PRECISION = jax.lax.Precision.HIGHEST
 _SMALLEST_DIRECTION = 1e-5
 # Between these norms clipping neither overflows nor underflows. Wider rows would leave no room for rounding.
 _SMALLEST_NORM, _LARGEST_NORM, _WIDEST = 1e-30, 1e30, 2**20
+_LONGEST_POWER = 104  # 2**104 is above the largest norm, and 2**20 times 2**105 is finite
 _BITS, _MOST_CLASSES = 64, 2**16
 
 
@@ -113,10 +114,11 @@ def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -
       float32 [n, k]. The function also scales down rows whose norm is within a relative (k + 8) 2**-23 of C.
 
     Formal guarantees:
-      The norm of every row of float32 values is at most C in real arithmetic. A row with a NaN or an infinity becomes
-      zero. In any order of summation a sum of k numbers has a relative error of at most k 2**-24. The other operations
-      add a few 2**-24. The margin is twice the error of the sum. The rest of it exceeds the rounding of the scale of
-      later noise.
+      The norm of every row of float32 values is at most C in real arithmetic, whatever their size. A row with a NaN or
+      an infinity becomes zero. Squares neither overflow nor vanish, because a row is first divided by a power of two
+      (`jaxdp.transforms.lengths`). In any order of summation a sum of k numbers has a relative error of at most
+      k 2**-24. The other operations add a few 2**-24. The margin is twice the error of the sum. The rest of it exceeds
+      the rounding of the scale of later noise.
 
     Raises:
       ValueError: An argument is out of range or has another shape.
@@ -136,14 +138,17 @@ def _below(clip_norm: float, k: int) -> float:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _clip(x: jax.Array, bound: Any, order: int) -> jax.Array:
-    x = jnp.where(jnp.isfinite(x).all(1, keepdims=True), x, 0)
-    # In units of the largest entry, squares cannot overflow.
-    largest = jnp.maximum(jnp.abs(x).max(1, keepdims=True), _SMALLEST_NORM)
-    unit = x / largest
+    x = jnp.where(lengths.finite(x).all(1, keepdims=True), x, 0)
+    units, powers = lengths.in_units(x, 1)
+    # In units of the largest entry, squares cannot overflow. That entry is now in [1, 2), so dividing by it is safe.
+    largest = jnp.maximum(jnp.abs(units).max(1, keepdims=True), 1)
+    unit = units / largest
     total = (jnp.square(unit) if order == 2 else jnp.abs(unit)).sum(1, keepdims=True)
     norm = jnp.sqrt(total) if order == 2 else total
+    # A larger power is too long in any case, and a norm of at most _WIDEST could overflow with it.
+    length = norm * lengths.times_power(largest, jnp.minimum(powers, _LONGEST_POWER))
     # Rows that are too long have norm >= 0.8. In the others the floor avoids 0 / 0.
-    return jnp.where(norm * largest > bound, unit * (bound / jnp.maximum(norm, 0.5)), x)
+    return jnp.where(length > bound, unit * (bound / jnp.maximum(norm, 0.5)), x)
 
 
 def randomized_response(key: jax.Array, labels: Any, *, num_classes: int, epsilon: float) -> np.ndarray:
