@@ -89,7 +89,7 @@ def fit(
         call with the same workdir repeats it at no charge.
       ValueError: source and sampler differ in size. Only one of trainer (`group=True`) and source (`by_group`) is about
         groups. Trainer and account differ in their unit of privacy. The workdir has a run with more than `steps` steps,
-        another process uses it, or its newest checkpoint is damaged. Neither the account nor the caller has a delta.
+        another process uses it, or its newest checkpoint is damaged. A schedule gives a step no positive noise. Neither the account nor the caller has a delta.
         Processes of the mesh differ in config, program, data or versions, or share no workdir.
 
     Formal guarantees:
@@ -114,6 +114,7 @@ def fit(
             _check_account(trainer, account, delta)
 
     hosts.each(check)
+    trainer = trainer.planned(steps)
     memory.make_room_for_programs()
     with (
         hosts.explained(),

@@ -43,7 +43,6 @@ _PRECISION = jax.lax.Precision.HIGHEST
 _SMALLEST_DIRECTION = 1e-5
 # Between these norms clipping neither overflows nor underflows. Wider rows would leave no room for rounding.
 _SMALLEST_NORM, _LARGEST_NORM, _WIDEST = 1e-30, 1e30, 2**20
-_LONGEST_POWER = 104  # 2**104 is above the largest norm, and 2**20 times 2**105 is finite
 _BITS, _MOST_CLASSES = 64, 2**16
 
 
@@ -145,8 +144,7 @@ def _clip(x: jax.Array, bound: Any, order: int) -> jax.Array:
     unit = units / largest
     total = (jnp.square(unit) if order == 2 else jnp.abs(unit)).sum(1, keepdims=True)
     norm = jnp.sqrt(total) if order == 2 else total
-    # A larger power is too long in any case, and a norm of at most _WIDEST could overflow with it.
-    length = norm * lengths.times_power(largest, jnp.minimum(powers, _LONGEST_POWER))
+    length = lengths.times_power(norm * largest, powers)
     # Rows that are too long have norm >= 0.8. In the others the floor avoids 0 / 0.
     return jnp.where(length > bound, unit * (bound / jnp.maximum(norm, 0.5)), x)
 
@@ -253,11 +251,12 @@ class PrivateRelease:
     def __post_init__(self) -> None:
         one_of(get_args(Mechanism), mechanism=self.mechanism)
         _check_norm(self.clip_norm)
-        if self.noise_multiplier != 0 and not float(np.finfo(np.float32).tiny) <= self.noise_scale <= _LARGEST_NORM:
+        low, high = noise.range_of(np.float32)
+        if self.noise_multiplier != 0 and not low <= self.noise_scale <= high:
             raise ValueError(
                 f"noise_multiplier={self.noise_multiplier!r} times clip_norm={self.clip_norm!r} must be 0 or in the "
-                f"normal range of float32, up to {_LARGEST_NORM:g}. Otherwise the noise vanishes or overflows. Change "
-                "the multiplier, or scale representations and clip_norm."
+                f"normal range of float32 noise, from {low:.2g} to {high:.2g}. Otherwise the noise vanishes or "
+                "overflows. Change the multiplier, or scale representations and clip_norm."
             )
         response_threshold(self.num_classes, self.label_epsilon)
 
@@ -324,6 +323,8 @@ class PrivateRelease:
             )
         if directions.shape[1] > _WIDEST:
             raise ValueError(f"projection must have at most {_WIDEST} directions, got {directions.shape[1]}.")
+        if np.iscomplexobj(mean) or np.iscomplexobj(directions):
+            raise TypeError(f"projection must be real, got a complex array of dtype {directions.dtype}. Fit it again.")
         if not (np.isfinite(mean).all() and np.isfinite(directions).all()):
             raise ValueError("projection has NaN or infinite entries. Fit it again.")
         if np.shape(labels) != shape[:1]:

@@ -35,14 +35,16 @@ def in_units(x: jax.Array, axis: int | Sequence[int] | None = None) -> tuple[jax
 def times_power(x: jax.Array, powers: jax.Array) -> jax.Array:
     """Returns x * 2**powers, exactly, for integer powers that broadcast against x.
 
-    Zero replaces a subnormal result or operand. Infinities and NaN stay. The largest result must be finite.
+    Zero replaces a subnormal result or operand, and an infinity a result that is too large. Infinities and NaN stay.
     """
     ints, stored = _LAYOUTS[x.dtype.itemsize]
-    before = _exponents(x)
+    before, top = _exponents(x), _not_finite(x.dtype)
     powers = powers.astype(ints)
-    normal = (before > 0) & (before + powers > 0)
+    after = before + powers
     moved = lax.bitcast_convert_type(lax.bitcast_convert_type(x, ints) + powers * ints(1 << stored), x.dtype)
-    return jnp.where(before == _not_finite(x.dtype), x, jnp.where(normal, moved, jnp.zeros_like(x)))
+    moved = jnp.where(after < top, moved, jnp.where(x > 0, jnp.inf, -jnp.inf).astype(x.dtype))
+    moved = jnp.where((before > 0) & (after > 0), moved, jnp.zeros_like(x))
+    return jnp.where(before < top, moved, x)
 
 
 def tree_in_units(tree: Any) -> tuple[Any, jax.Array]:

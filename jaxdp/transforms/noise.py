@@ -336,7 +336,7 @@ class NoiseSchedule:
     def table(self) -> np.ndarray:
         """Returns float32 [steps + 1] standard deviations of all steps, NaN for unusable ones and behind the end."""
         values = np.append(self._values(range(self.steps)), math.nan)
-        low, high = _range_of(np.float32)
+        low, high = range_of(np.float32)
         with np.errstate(invalid="ignore", over="ignore"):
             stds = values * self._clip_norm
             lost = (values != 0) & (self._clip_norm != 0) & ~((stds >= low) & (stds <= high))
@@ -883,14 +883,14 @@ def _check_number(name: str, value: Any) -> float:
     return number
 
 
-def _range_of(dtype: Any) -> tuple[float, float]:
+def range_of(dtype: Any) -> tuple[float, float]:
     """Returns the smallest and the largest scale of noise of a dtype."""
     kind = np.finfo(dtype)
     return 2.0 ** (int(kind.minexp) + _ROOM_BELOW), 2.0 ** (int(kind.maxexp) - _ROOM_ABOVE)
 
 
 def _check_carried(name: str, scale: float, dtype: Any) -> None:
-    low, high = _range_of(dtype)
+    low, high = range_of(dtype)
     if scale and not low <= scale <= high:
         raise ValueError(
             f"{name} must be 0 or from {low:.2g} to {high:.2g} for {dtype} noise, got {scale!r}. Otherwise noise "
@@ -900,7 +900,7 @@ def _check_carried(name: str, scale: float, dtype: Any) -> None:
 
 def check_product(name: str, noise_multiplier: float, clip_norm: float) -> None:
     """Raises ValueError for a standard deviation that float32 cannot carry, unless one of the factors is zero."""
-    std, (low, high) = noise_multiplier * clip_norm, _range_of(np.float32)
+    std, (low, high) = noise_multiplier * clip_norm, range_of(np.float32)
     if noise_multiplier and clip_norm and not low <= std <= high:
         raise ValueError(
             f"{name}={noise_multiplier} times the clip norm {clip_norm} is {std}, but float32 noise needs a standard"
