@@ -68,7 +68,7 @@ def dp_sgd(
       clip_norm: C, the L2 norm to which each example's gradient is clipped.
       noise_multiplier: sigma, the noise standard deviation over C, or a public schedule step -> sigma, as in
         `jaxdp.privatize`. None, the default, is the smallest sigma with which `steps` steps cost at most `epsilon` at
-        `delta`. Steps after the 65,536th of a schedule need `trainer.planned(steps)`, which `fit` calls.
+        `delta`. A schedule is planned for 65,536 steps, or by `trainer.planned(steps)`, which `fit` calls.
       epsilon, delta, steps: The target of the noise, all three or none. `trainer.event(0, steps)` meets it. More steps
         cost more. Epsilon above 10 or a delta of 1 / n or more gives a `jaxdp.privacy.PrivacyWarning`.
       adjacency, accountant: The neighbouring relation of the target, "add_remove" by default, and the `method` of

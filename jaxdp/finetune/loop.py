@@ -88,9 +88,10 @@ def fit(
       HostFailed: Another process of the mesh could not read, evaluate or write. Nothing of the chunk is kept. A later
         call with the same workdir repeats it at no charge.
       ValueError: source and sampler differ in size. Only one of trainer (`group=True`) and source (`by_group`) is about
-        groups. Trainer and account differ in their unit of privacy. The workdir has a run with more than `steps` steps,
-        another process uses it, or its newest checkpoint is damaged. A schedule gives a step no positive noise. Neither the account nor the caller has a delta.
-        Processes of the mesh differ in config, program, data or versions, or share no workdir.
+        groups. Trainer and account differ in their unit of privacy. A schedule gives a step no positive noise. The
+        workdir has a run with more than `steps` steps, another process uses it, or its newest checkpoint is damaged.
+        Neither the account nor the caller has a delta. Processes of the mesh differ in config, program, data or
+        versions, or share no workdir.
 
     Formal guarantees:
       At any instant the ledger has reserved the budget for everything that the process has computed on private data. On

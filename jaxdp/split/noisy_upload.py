@@ -35,6 +35,7 @@ from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import counting
 from jaxdp.split.checks import not_negative, one_of
 from jaxdp.transforms import lengths, noise
+from jaxdp.transforms.compiler import check_options
 
 Mechanism = Literal["gaussian", "laplace"]
 
@@ -121,7 +122,9 @@ def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -
 
     Raises:
       ValueError: An argument is out of range or has another shape.
+      RuntimeError: `XLA_FLAGS` has options that `jaxdp.transforms.compiler` refuses.
     """
+    check_options()
     _check_norm(clip_norm)
     one_of((1, 2), order=order)
     x = _float32(x)

@@ -77,8 +77,9 @@ LARGEST_DISCRETE_SCALE = 2.0**18
 CPU_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
 # The charge of a schedule is a float64 and its noise a float32. This exceeds the rounding of the noise and its scale.
 _ROUNDED_UP = 1 + 2.0**-22
-# The steps that a compiled update knows of a schedule whose number of steps is not given.
-_STEPS = 2**16
+# The steps that a compiled update knows of a schedule whose number of steps is not given, and of one that calls JAX,
+# where a step takes about half a millisecond.
+_STEPS, _STEPS_OF_JAX = 2**16, 2**12
 # The steps whose multipliers are stored together.
 _BLOCK_OF_STEPS = 2**10
 # Between the scale of noise and the smallest or largest float of its dtype, in powers of two. With less room, underflow
@@ -298,14 +299,20 @@ class NoiseSchedule:
 
     A program that computed it too could differ: `1 + t**2 / 1e10` overflows int32 at t = 46,341.
 
-    Attributes:
-        steps: The number of steps that compiled programs know.
     """
 
-    def __init__(self, multiplier: Callable[[int], Any], clip_norm: float, steps: int):
-        self.steps = steps
-        self._multiplier, self._clip_norm = multiplier, clip_norm
+    def __init__(self, multiplier: Callable[[int], Any], clip_norm: float, steps: int | None):
+        self._multiplier, self._clip_norm, self._steps = multiplier, clip_norm, steps
         self._blocks: dict[int, np.ndarray] = {}  # evaluated values by number of the block, NaN where not evaluated
+        self._calls_jax = False  # as far as it is evaluated
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that compiled programs know."""
+        if self._steps is None:
+            self._values(range(1))
+            self._steps = _STEPS_OF_JAX if self._calls_jax else _STEPS
+        return self._steps
 
     def planned(self, clip_norm: float, steps: int) -> "NoiseSchedule":
         """Returns a schedule for a clip norm and a number of steps, with the values that are known."""
@@ -356,8 +363,9 @@ class NoiseSchedule:
             if missing:
                 with jax.ensure_compile_time_eval():  # a schedule may call JAX, and an update may be traced
                     for place in missing:
-                        step = first + place
-                        blocks[-1][place] = _real(f"noise_multiplier({step})", self._multiplier(step))
+                        value = self._multiplier(first + place)
+                        self._calls_jax |= isinstance(value, jax.Array)
+                        blocks[-1][place] = _real(f"noise_multiplier({first + place})", value)
         start = steps.start % _BLOCK_OF_STEPS
         return np.concatenate(blocks)[start : start + len(steps)]
 
@@ -395,8 +403,9 @@ def privatize(
             `stream(seed, "gradient noise")` to reproduce a run. Two runs on different gradients must never share a key,
             because the noise cancels in the difference of their outputs. Anyone can guess `jax.random.key(0)`.
         steps: The number of updates of the plan, for a schedule. It is then evaluated for all of them here, and each
-            multiplier must be positive. None, the default, plans 65,536 updates and does not check them. `update` under
-            `jax.jit` knows the planned updates only, and its noise is NaN after them.
+            multiplier must be positive. None, the default, plans 65,536 updates (4,096 of a schedule that returns JAX
+            arrays) and does not check them. `update` under `jax.jit` knows the planned updates only, and its noise is
+            NaN after them.
 
     Returns:
         A `Privatizer`. `update(updates, state, shardings=...)` takes the `shardings` of `gaussian`. `init` must run
@@ -456,7 +465,7 @@ def privatize(
     elif isinstance(noise_multiplier, NoiseSchedule):
         multiplier = noise_multiplier.planned(clip_norm, steps or noise_multiplier.steps)
     else:
-        multiplier = NoiseSchedule(noise_multiplier, clip_norm, steps or _STEPS)
+        multiplier = NoiseSchedule(noise_multiplier, clip_norm, steps)
     if steps is not None and isinstance(multiplier, NoiseSchedule):
         multiplier.check()
     if key is not None:
