@@ -93,6 +93,17 @@ def test_nothing_is_clipped_drawn_or_released_under_refused_options(monkeypatch)
             call()
 
 
+@pytest.mark.parametrize("multiplier", [1e-38, 1e38])
+def test_an_accuracy_whose_noise_float32_loses_is_not_paid(multiplier):
+    ledger = jaxdp.Ledger.in_memory()
+    ledger.register("digits", adjacency="add_remove", unit="example", epsilon=1.0, delta=1e-5)
+    source = data.from_arrays(features=np.zeros((2, 1), np.float32), label=np.zeros(2, int), num_classes=2)
+    predict = lambda params, inputs: inputs  # noqa: E731
+    with pytest.raises(ValueError, match="float32 noise needs a standard deviation"):
+        finetune.charged_accuracy(predict, {}, source, account=ledger.account("digits"), noise_multiplier=multiplier)
+    assert ledger.epsilon("digits") == 0
+
+
 # --- Units of a power of two ------------------------------------------------------------------------------------------
 
 

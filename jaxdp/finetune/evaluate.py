@@ -94,7 +94,8 @@ def charged_accuracy(
 
     Raises:
       BudgetExceeded: The account cannot pay. Only the first and last examples are read, for a check.
-      TypeError, ValueError: noise_multiplier is not positive and finite, or source is not as in `accuracy`.
+      TypeError, ValueError: noise_multiplier is not positive and finite or is noise that float32 loses, or source is
+        not as in `accuracy`.
 
     Formal guarantees:
       GaussianDpEvent(noise_multiplier), charged before the count is computed. Clipping is post-processing. The number
@@ -104,6 +105,7 @@ def charged_accuracy(
         raise ValueError(
             f"noise_multiplier must be positive and finite, got {noise_multiplier}. Use accuracy() on public data."
         )
+    noise.check_product("noise_multiplier", noise_multiplier, 1.0)
 
     check_source(source, "label")
 

@@ -66,7 +66,8 @@ def finite(x: jax.Array) -> jax.Array:
 def _exponents(x: jax.Array) -> jax.Array:
     """Returns the stored exponents: 0 of zero and of subnormal numbers, `_not_finite` of infinities and NaN."""
     ints, stored = _LAYOUTS[x.dtype.itemsize]
-    return (lax.bitcast_convert_type(x, ints) >> ints(stored)) & ints(_not_finite(x.dtype))
+    stored_exponents: jax.Array = (lax.bitcast_convert_type(x, ints) >> ints(stored)) & ints(_not_finite(x.dtype))
+    return stored_exponents
 
 
 def _not_finite(dtype: Any) -> int:
