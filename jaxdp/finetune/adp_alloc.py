@@ -35,7 +35,7 @@ from jaxdp.privacy.accounting import Adjacency, Method
 from jaxdp.report import counting
 
 NoiseSchedule = Callable[[float, Any], Any]
-"""A map from (sigma_0, epoch t) to sigma_t. t is an int or a traced int32 scalar."""
+"""A map from (sigma_0, epoch t) to sigma_t, both Python numbers. It is evaluated on the host, once for each step."""
 
 _LARGEST = 2.0**40
 
@@ -55,7 +55,6 @@ def step_noise(factor: float, period: int) -> NoiseSchedule:
     """Returns the schedule sigma_0 * factor^(epoch // period), with 0 < factor <= 1 and period >= 1 epochs."""
     _check("factor", factor, 0 < factor <= 1, "in (0, 1], so that noise neither rises nor turns negative")
     _check("period", period, period >= 1, "at least 1 epoch")
-    # The base is e because the float32 rounding error of another base grows with every epoch.
     return lambda sigma_0, epoch: sigma_0 * math.e ** (math.log(factor) * (epoch // period))
 
 
@@ -164,7 +163,8 @@ def adp_alloc(
       schedule: The public schedule of the noise. It must not depend on private data.
 
     Raises:
-      ValueError: As in `dp_sgd`. `PrivateTrainer.event` raises it for an epoch whose noise is negative or not finite.
+      ValueError: As in `dp_sgd`. `PrivateTrainer.event` raises it for an epoch whose noise is negative or not finite,
+        and `fit`, before it spends anything, for an epoch without positive noise.
 
     Formal guarantees:
       As `dp_sgd`, where a step of epoch e is PoissonSampled(q, Gaussian(sigma_e)). An epoch is ceil(1 / q) steps.

@@ -66,8 +66,9 @@ def dp_sgd(
       optimizer: Any optax optimizer with any schedule. It sees only the noisy mean gradient, so it is post-processing.
         Its state is float32 or wider, for parameters of any dtype.
       clip_norm: C, the L2 norm to which each example's gradient is clipped.
-      noise_multiplier: sigma, the noise standard deviation over C, or a public schedule step -> sigma. None, the
-        default, is the smallest sigma with which `steps` steps cost at most `epsilon` at `delta`.
+      noise_multiplier: sigma, the noise standard deviation over C, or a public schedule step -> sigma, as in
+        `jaxdp.privatize`. None, the default, is the smallest sigma with which `steps` steps cost at most `epsilon` at
+        `delta`. A schedule is planned for 65,536 steps, or by `trainer.planned(steps)`, which `fit` calls.
       epsilon, delta, steps: The target of the noise, all three or none. `trainer.event(0, steps)` meets it. More steps
         cost more. Epsilon above 10 or a delta of 1 / n or more gives a `jaxdp.privacy.PrivacyWarning`.
       adjacency, accountant: The neighbouring relation of the target, "add_remove" by default, and the `method` of

@@ -139,8 +139,9 @@ def charged_accuracy(
 
     Raises:
       BudgetExceeded: The account cannot pay. Only the first and last examples are read, for a check.
-      TypeError, ValueError: noise_multiplier is not positive and finite, params are not finite, the source is empty or
-        too large, or shapes or dtypes are not as in `accuracy`. Nothing is spent. No error depends on an example.
+      TypeError, ValueError: noise_multiplier is not positive and finite or is noise that float32 loses, params are not
+        finite, the source is empty or too large, or shapes or dtypes are not as in `accuracy`. Nothing is spent. No
+        error depends on an example.
 
     Formal guarantees:
       GaussianDpEvent(noise_multiplier), charged before the count is computed. `count_correct` has the proof that the
@@ -151,6 +152,7 @@ def charged_accuracy(
         raise ValueError(
             f"noise_multiplier must be positive and finite, got {noise_multiplier}. Use accuracy() on public data."
         )
+    noise.check_product("noise_multiplier", noise_multiplier, 1.0)
     check_finite(params)
     shapes = _batch_shapes(_check_count(source, batch_size), min(batch_size, len(source)))
     _batch_counts.eval_shape(predict, True, params, *shapes)  # Logits of another shape must raise before the charge.

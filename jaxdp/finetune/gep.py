@@ -42,6 +42,7 @@ from jaxdp.finetune.trainer import (
 )
 from jaxdp.transforms.clip_rules import clip_factors
 from jaxdp.transforms.clipping import ClippedGrad, paths_of
+from jaxdp.transforms.lengths import in_units
 
 _PUBLIC_KEY = 0  # The random start of the power iteration is public.
 _ANCHORS_AT_ONCE = 256  # where the caller gives no physical batch size
@@ -261,8 +262,9 @@ def _gram_schmidt(columns: jax.Array) -> jax.Array:
     counts as dependent, because NaN in the basis shows which batches are empty.
     """
     rows = columns.T  # contiguous, which takes a third of the time
+    rows, _ = in_units(rows, 1)  # Squares of high powers overflow.
     scale = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
-    rows = rows / jnp.where(scale > 0, scale, 1)  # Squares of high powers overflow.
+    rows = rows / jnp.where(scale > 0, scale, 1)
 
     def add(j: jax.Array, q: jax.Array) -> jax.Array:
         v = rows[j]

@@ -91,9 +91,10 @@ def fit(
       ValueError: A leaf of params holds NaN or an infinity, or of the kept parameters of a resumed run, which are
         released. Nothing is computed or charged.
       ValueError: source and sampler differ in size. Only one of trainer (`group=True`) and source (`by_group`) is about
-        groups. Trainer and account differ in their unit of privacy. The workdir has a run with more than `steps` steps,
-        another process uses it, or its newest checkpoint is damaged. Neither the account nor the caller has a delta.
-        Processes of the mesh differ in config, program, data or versions, or share no workdir.
+        groups. Trainer and account differ in their unit of privacy. A schedule gives a step no positive noise. The
+        workdir has a run with more than `steps` steps, another process uses it, or its newest checkpoint is damaged.
+        Neither the account nor the caller has a delta. Processes of the mesh differ in config, program, data or
+        versions, or share no workdir.
 
     Formal guarantees:
       At any instant the ledger has reserved the budget for everything that the process has computed on private data. On
@@ -117,6 +118,7 @@ def fit(
             _check_account(trainer, account, delta)
 
     hosts.each(check)
+    trainer = trainer.planned(steps)
     memory.make_room_for_programs()
     with (
         hosts.explained(),

@@ -37,8 +37,9 @@ from jaxdp.privacy.events import compose
 from jaxdp.release import Hosts, derive, digest, new_seed, stream
 from jaxdp.report import counting
 from jaxdp.transforms.clipping import ClippedGrad, Engine, check_params, clipped_grad, paths_of
+from jaxdp.transforms.lengths import tree_in_units
 from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, data_devices, put, rounded_up
-from jaxdp.transforms.noise import CPU_OPTIONS, Privatizer, PrivatizeState, privatize
+from jaxdp.transforms.noise import CPU_OPTIONS, NoiseSchedule, Privatizer, PrivatizeState, privatize
 from jaxdp.transforms.walker import forward_bytes
 
 CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
@@ -148,6 +149,7 @@ class PrivateTrainer:
     update: Any = dataclasses.field(init=False)
     update_in_place: Any = dataclasses.field(init=False)  # of `apart(state)`, writes into the buffers of the large part
     _sizes: dict[Any, PhysicalSizes] = dataclasses.field(init=False, default_factory=dict, repr=False)
+    _plans: dict[int, "PrivateTrainer"] = dataclasses.field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.augmult < 1 or (self.augment is None and self.augmult != 1):
@@ -222,6 +224,20 @@ class PrivateTrainer:
             return tree
         return layout.constrained(tree, params, moving_params(self.query.gradient, params))
 
+    def planned(self, steps: int) -> "PrivateTrainer":
+        """Returns the trainer for a run of `steps` steps. Only a trainer with a schedule of noise differs.
+
+        The schedule is then evaluated for each step, once, and the compiled steps have its values.
+
+        Raises:
+          ValueError: The noise of one of the steps is not positive or not finite. The message has the step.
+        """
+        if not steps or not isinstance(self.privatizer.noise_multiplier, NoiseSchedule):
+            return self
+        if steps not in self._plans:  # each has programs of its own
+            self._plans[steps] = dataclasses.replace(self, privatizer=self.privatizer.planned(steps))
+        return self._plans[steps]
+
     def check(self, source: Source) -> None:
         """Raises TypeError if `source` is no `Source`, ValueError if it does not fit sampler and unit."""
         check_members(source)
@@ -270,11 +286,14 @@ class PrivateTrainer:
 
         Raises:
           TypeError, ValueError: As in `check`.
+          ValueError: A schedule of noise is not known for this step. `planned` evaluates it for more.
         """
         self.check(source)
         state = self.refreshed(state)
         if batch is None:
-            batch = self.load(state, source, self.drawn(state), step=int(jax.device_get(state.step)))
+            step = int(jax.device_get(state.step))
+            self.privatizer.check_step(step)
+            batch = self.load(state, source, self.drawn(state), step=step)
         sums = self.total(state, batch)
         if meanwhile is None:
             return self.update(state, sums)
@@ -287,8 +306,12 @@ class PrivateTrainer:
 
         A thread draws and reads the next batch while the device computes. It reads several small ones at once, while
         its code is in the processor's cache. The batches are those of `drawn`.
+
+        Raises:
+          ValueError: A schedule of noise is not known for these steps, as in `step`.
         """
         first, words = jax.device_get((state.step, jax.random.key_data(state.noise.key)))
+        self.privatizer.check_step(int(first) + steps - 1)
 
         def load(step: int) -> list[Any]:
             return self.load(state, source, self._drawn(words.tobytes(), step), step=step)
@@ -386,7 +409,7 @@ class PrivateTrainer:
         """Returns the privacy event of steps first, ..., last - 1."""
         if not 0 <= first <= last:
             raise ValueError(f"first and last must satisfy 0 <= first <= last, got first={first}, last={last}.")
-        if not callable(self.privatizer.noise_multiplier):
+        if not isinstance(self.privatizer.noise_multiplier, NoiseSchedule):
             return SelfComposedDpEvent(self.sampler.event(self.privatizer.event), last - first)
         counts = collections.Counter(map(self.privatizer.event_at, range(first, last)))
         return compose({self.sampler.event(event): count for event, count in counts.items()})
@@ -713,10 +736,11 @@ def _ascended(params: Any, direction: Any, radius: float) -> Any:
     DP-SAT (Park et al. 2023, "Differentially private sharpness-aware training"): the direction was released one step
     ago, so the ascent costs no privacy and no second gradient.
     """
-    norm = optax.tree.norm(direction)
+    units, _ = tree_in_units(direction)  # squares of a direction of any length neither overflow nor vanish
+    norm = optax.tree.norm(units)
     scale = radius / jnp.where(norm > 0, norm, 1)
     return jax.tree.map(
-        lambda p, d: p if d is None else (p + scale * d).astype(p.dtype), params, direction, is_leaf=lambda x: x is None
+        lambda p, d: p if d is None else (p + scale * d).astype(p.dtype), params, units, is_leaf=lambda x: x is None
     )
 
 

@@ -31,6 +31,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxdp.transforms.lengths import times_power, tree_in_units
 from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, data_devices
 
 Ball = Literal["global", "per_tensor"]
@@ -234,18 +235,19 @@ class SharpnessTrainer:
     def _ascend(self, perturbation: Any, gradient: Any) -> tuple[Any, jax.Array]:
         """Returns Delta after lines 5 to 8 and the norm of the gradient."""
         moved = jax.tree.map(lambda d, g: d + self.ascent_rate * g, perturbation, gradient)  # Eq. 6
-        if self.ball == "global":
-            scale = self._scale(optax.tree.norm(moved))
-            moved = jax.tree.map(lambda d: scale * d, moved)
-        else:
-            moved = jax.tree.map(lambda d: self._scale(optax.tree.norm(d)) * d, moved)
+        moved = self._scaled(moved) if self.ball == "global" else jax.tree.map(self._scaled, moved)
         return moved, optax.tree.norm(gradient)
 
-    def _scale(self, norm: jax.Array) -> jax.Array:
-        """Returns the factor from this norm to the ball (project) or the sphere (normalise). Zero stays zero."""
-        if self.rule == "project":
-            return jnp.where(norm > self.gamma, self.gamma / norm, 1)
-        return jnp.where(norm > 0, self.gamma / norm, 0)
+    def _scaled(self, moved: Any) -> Any:
+        """Scales a tree to the ball (project) or the sphere (normalise). Zero stays zero."""
+        # In these units squares neither overflow nor vanish.
+        units, power = tree_in_units(moved)
+        norm = optax.tree.norm(units)
+        scale = jnp.where(norm > 0, self.gamma / norm, 0)
+        if self.rule == "normalise":
+            return jax.tree.map(lambda u: scale * u, units)
+        long = times_power(norm, power) > self.gamma
+        return jax.tree.map(lambda d, u: jnp.where(long, scale * u, d), moved, units)
 
     def _descend(
         self, state: SharpnessState, gradient: Any, layout: Layout | None = None

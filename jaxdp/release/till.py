@@ -41,6 +41,7 @@ from jaxdp.release import identity, secrets
 from jaxdp.release.hosts import Hosts
 from jaxdp.release.workdir import OwnProcess, alone
 from jaxdp.report import MetricsWriter, read_metrics
+from jaxdp.transforms.compiler import check_options
 
 T = TypeVar("T")
 Requests = Sequence[tuple[Account, DpEvent]]
@@ -116,6 +117,7 @@ class Till:
 
     Raises:
       TypeError, ValueError: The seed is not 16 bytes, or another process runs in the workdir.
+      RuntimeError: `XLA_FLAGS` has options that `jaxdp.transforms.compiler` refuses.
       RuntimeError: From every method but `close`, in a process that was forked with an open till.
     """
 
@@ -127,6 +129,7 @@ class Till:
         forget: Literal["release", "run"] = "release",
         hosts: Hosts | None = None,
     ):
+        check_options()
         secrets.check_seed(seed)
         self._hosts, self._process = hosts or Hosts(), OwnProcess()
         self.workdir = None if workdir is None else pathlib.Path(workdir)

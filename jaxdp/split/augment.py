@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.split.checks import one_of
+from jaxdp.transforms.lengths import in_units
 from jaxdp.transforms.noise import check_key
 
 
@@ -100,8 +101,9 @@ def retrieve_neighbors(representations: jax.Array) -> jax.Array:
     def nearest(position: jax.Array) -> jax.Array:
         token = representations[:, position]
         token = token.astype(jnp.promote_types(token.dtype, jnp.float32))
+        token, _ = in_units(token, 1)  # squares neither overflow nor vanish
         largest = jnp.abs(token).max(1, keepdims=True, initial=0)
-        token = token / jnp.where(largest > 0, largest, 1)  # squares neither overflow nor vanish
+        token = token / jnp.where(largest > 0, largest, 1)
         norm = jnp.linalg.norm(token, axis=1, keepdims=True)
         token = token / jnp.where(norm > 0, norm, 1)
         cosine = jnp.matmul(token, token.T, precision="highest")

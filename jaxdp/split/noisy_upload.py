@@ -35,7 +35,8 @@ from jaxdp.data.labels import check_labels, check_range
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import counting
 from jaxdp.split.checks import not_negative, one_of
-from jaxdp.transforms import noise
+from jaxdp.transforms import lengths, noise
+from jaxdp.transforms.compiler import check_options
 
 Mechanism = Literal["gaussian", "laplace"]
 
@@ -114,14 +115,17 @@ def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -
       float32 [n, k]. The function also scales down rows whose norm is within a relative (k + 8) 2**-23 of C.
 
     Formal guarantees:
-      The norm of every row of float32 values is at most C in real arithmetic. A row with a NaN or an infinity becomes
-      zero. In any order of summation a sum of k numbers has a relative error of at most k 2**-24. The other operations
-      add a few 2**-24. The margin is twice the error of the sum. The rest of it exceeds the rounding of the scale of
-      later noise.
+      The norm of every row of float32 values is at most C in real arithmetic, whatever their size. A row with a NaN or
+      an infinity becomes zero. Squares neither overflow nor vanish, because a row is first divided by a power of two
+      (`jaxdp.transforms.lengths`). In any order of summation a sum of k numbers has a relative error of at most
+      k 2**-24. The other operations add a few 2**-24. The margin is twice the error of the sum. The rest of it exceeds
+      the rounding of the scale of later noise.
 
     Raises:
       ValueError: An argument is out of range or has another shape.
+      RuntimeError: `XLA_FLAGS` has options that `jaxdp.transforms.compiler` refuses.
     """
+    check_options()
     _check_norm(clip_norm)
     one_of((1, 2), order=order)
     x = _float32(x)
@@ -137,14 +141,16 @@ def _below(clip_norm: float, k: int) -> float:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _clip(x: jax.Array, bound: Any, order: int) -> jax.Array:
-    x = jnp.where(jnp.isfinite(x).all(1, keepdims=True), x, 0)
-    # In units of the largest entry, squares cannot overflow.
-    largest = jnp.maximum(jnp.abs(x).max(1, keepdims=True), _SMALLEST_NORM)
-    unit = x / largest
+    x = jnp.where(lengths.finite(x).all(1, keepdims=True), x, 0)
+    units, powers = lengths.in_units(x, 1)
+    # In units of the largest entry, squares cannot overflow. That entry is now in [1, 2), so dividing by it is safe.
+    largest = jnp.maximum(jnp.abs(units).max(1, keepdims=True), 1)
+    unit = units / largest
     total = (jnp.square(unit) if order == 2 else jnp.abs(unit)).sum(1, keepdims=True)
     norm = jnp.sqrt(total) if order == 2 else total
+    length = lengths.times_power(norm * largest, powers)
     # Rows that are too long have norm >= 0.8. In the others the floor avoids 0 / 0.
-    return jnp.where(norm * largest > bound, unit * (bound / jnp.maximum(norm, 0.5)), x)
+    return jnp.where(length > bound, unit * (bound / jnp.maximum(norm, 0.5)), x)
 
 
 def randomized_response(key: jax.Array, labels: Any, *, num_classes: int, epsilon: float) -> np.ndarray:
@@ -249,11 +255,12 @@ class PrivateRelease:
     def __post_init__(self) -> None:
         one_of(get_args(Mechanism), mechanism=self.mechanism)
         _check_norm(self.clip_norm)
-        if self.noise_multiplier != 0 and not float(np.finfo(np.float32).tiny) <= self.noise_scale <= _LARGEST_NORM:
+        low, high = noise.range_of(np.float32)
+        if self.noise_multiplier != 0 and not low <= self.noise_scale <= high:
             raise ValueError(
                 f"noise_multiplier={self.noise_multiplier!r} times clip_norm={self.clip_norm!r} must be 0 or in the "
-                f"normal range of float32, up to {_LARGEST_NORM:g}. Otherwise the noise vanishes or overflows. Change "
-                "the multiplier, or scale representations and clip_norm."
+                f"normal range of float32 noise, from {low:.2g} to {high:.2g}. Otherwise the noise vanishes or "
+                "overflows. Change the multiplier, or scale representations and clip_norm."
             )
         response_threshold(self.num_classes, self.label_epsilon)
 
@@ -320,6 +327,8 @@ class PrivateRelease:
             )
         if directions.shape[1] > _WIDEST:
             raise ValueError(f"projection must have at most {_WIDEST} directions, got {directions.shape[1]}.")
+        if np.iscomplexobj(mean) or np.iscomplexobj(directions):
+            raise TypeError(f"projection must be real, got a complex array of dtype {directions.dtype}. Fit it again.")
         if not (np.isfinite(mean).all() and np.isfinite(directions).all()):
             raise ValueError("projection has NaN or infinite entries. Fit it again.")
         if np.shape(labels) != shape[:1]:

@@ -20,6 +20,7 @@ from jaxdp.models.vit import Product
 from jaxdp.split.backbone import Backbone, Params
 from jaxdp.split.checks import at_least, check_labels, one_of
 from jaxdp.transforms import losses
+from jaxdp.transforms.lengths import in_units
 
 # softmax - onehot is rounded to 6e-8. Below this, gradients of logits are round-off. The same bound holds for a site's
 # gradients relative to the largest ones.
@@ -354,6 +355,7 @@ def _search_output(bits: int, y: jax.Array, g: jax.Array, candidates: jax.Array)
 
 def _in_units(g: jax.Array) -> jax.Array:
     """Divides by the largest |g|. Squares of small gradients would underflow. The minimum stays the same."""
+    g, _ = in_units(g)
     return g / jnp.max(jnp.abs(g))
 
 

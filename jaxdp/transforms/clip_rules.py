@@ -77,12 +77,15 @@ def find_rule(rule: str | ClipRule) -> ClipRule:
 
 
 def clip_factors(rule: ClipRule, norms: jax.Array, clip_norm: Any, bound: Any) -> jax.Array:
-    """Computes the factors [B] of a rule and caps them at bound / norm. Negative and NaN factors count as 0."""
+    """Computes the factors [B] of a rule and caps them at bound / norm.
+
+    Negative and NaN factors count as 0. The factor of a norm that is NaN or infinite is 0.
+    """
     # A negative, NaN or unresolvably small clip norm must release nothing, not an unbounded sum.
     clip_norm, bound = (jnp.asarray(x, norms.dtype) for x in (clip_norm, bound))
     clip_norm, bound = (jnp.where(x > _SMALLEST_NORM, x, 0) for x in (clip_norm, bound))
-    factors = _factors(rule, norms, clip_norm)
-    return jnp.where(factors > 0, jnp.minimum(factors, bound / jnp.maximum(norms, _SMALLEST_NORM)), 0)
+    factors = jnp.minimum(_factors(rule, norms, clip_norm), bound / jnp.maximum(norms, _SMALLEST_NORM))
+    return jnp.where(factors > 0, factors, 0)
 
 
 def _factors(rule: ClipRule, norms: jax.Array, clip_norm: jax.Array) -> jax.Array:

@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec
 
 from jaxdp.transforms import draws, shards, sites, walker
 from jaxdp.transforms.clip_rules import CLIP_RULES, ClipRule, check_clip_rule, clip_factors, find_rule
+from jaxdp.transforms.compiler import check_options
 
 __all__ = ["CLIP_RULES", "ClipRule", "ClippedGrad", "ClippedSum", "Engine", "LeafPlan", "PerExampleGrads"]
 __all__ += ["check_clip_rule", "clipped_grad", "paths_of"]
@@ -181,6 +182,7 @@ class ClippedGrad:
         Raises:
           ValueError: B differs between leaves of batch and mask, or no leaf of params is trainable.
           TypeError: mask is not boolean, or key is not a typed key, or a trainable leaf is complex.
+          RuntimeError: `XLA_FLAGS` has options that `jaxdp.transforms.compiler` refuses.
         """
         arguments = self._arguments(params, batch, mask, key)
         result: ClippedSum = _clipped_sum(*arguments, self.clip_norm, self.clip_rule.bound(self.clip_norm))
@@ -188,6 +190,7 @@ class ClippedGrad:
 
     def _arguments(self, params: Any, batch: Any, mask: Any, key: Any) -> tuple[Any, ...]:
         """Checks the arguments of a call and converts them for the compiled functions, the static one first."""
+        check_options()
         self._check(batch, mask, key)
         check_params(params)
         trainable = self._trainable(params)

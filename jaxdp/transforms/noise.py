@@ -40,9 +40,14 @@ functions of the key and their index only. A block of the cipher gives two pairs
 On a CPU, XLA fuses the cipher with them. What a block gives is one complex number there, because XLA would compute the
 cipher once for each vector. `CPU_OPTIONS` makes it quicker.
 
-**Shards.** Inside `jax.shard_map`, a key that all devices share gives all of them the same noise. That is right for a
-sum that they also share, such as the result of `jax.lax.psum`. Under `check_vma=True`, the default, equal noise on
-devices whose values differ raises an error. Under `check_vma=False` JAX cannot tell, and the caller must check.
+**Several values, one key.** Equal noise on two values reveals their difference. So noise is refused where the values
+differ and neither key nor number does: along an axis of `jax.vmap`, and between devices inside `jax.shard_map`. Equal
+noise is right for a sum that devices share, such as the result of `jax.lax.psum`. Inside `jax.shard_map` with
+`check_vma=False` and inside `jax.pmap`, JAX does not record what differs, so noise is refused there. A loop repeats
+what its body says: give each turn a number of its own.
+
+**Compiler.** The options of XLA that flush subnormal numbers, reorder sums or approximate functions change the last
+digits of noise. They do not make it smaller. `jaxdp.transforms.compiler` names the options that are refused.
 """
 
 import contextlib
@@ -62,6 +67,7 @@ from dp_accounting import dp_event
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdp.transforms import chacha, opaque, shards
+from jaxdp.transforms.compiler import check_options
 
 _GENERATORS: dict[str, tuple[Any, int]] = {"chacha12": (chacha.CHACHA12, 8), "threefry2x32": ("threefry2x32", 2)}
 _SEED_BYTES = 16
@@ -69,10 +75,16 @@ LARGEST_DISCRETE_SCALE = 2.0**18
 # Options of XLA for a program with noise on a CPU: `jax.jit(..., compiler_options=CPU_OPTIONS)`. Where the CPU has
 # vectors of 512 bits, the cipher takes two thirds of the time with them. Bits are the same.
 CPU_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
-# Python computes the charge of a schedule and a device its noise in float32. The noise must not be the smaller one.
-_ROUNDED_UP = 1 + 2.0**-17
-# Outside this range of standard deviations, float32 underflow or overflow visibly changes the distribution.
-_SMALLEST_STD, _LARGEST_STD = 2.0**-100, 2.0**100
+# The charge of a schedule is a float64 and its noise a float32. This exceeds the rounding of the noise and its scale.
+_ROUNDED_UP = 1 + 2.0**-22
+# The steps that a compiled update knows of a schedule whose number of steps is not given, and of one that calls JAX,
+# where a step takes about half a millisecond.
+_STEPS, _STEPS_OF_JAX = 2**16, 2**12
+# The steps whose multipliers are stored together.
+_BLOCK_OF_STEPS = 2**10
+# Between the scale of noise and the smallest or largest float of its dtype, in powers of two. With less room, underflow
+# or overflow visibly changes the distribution.
+_ROOM_BELOW, _ROOM_ABOVE = 26, 28
 # The largest number of 32-bit words that are drawn until one is not zero.
 _MOST_WORDS = 256
 # The most values of one vector of noise, which bounds the memory beside the leaves to 256 MiB or one leaf.
@@ -147,9 +159,11 @@ def gaussian(
     Args:
         key: Typed key of shape ().
         tree: Pytree of real arrays or `jax.ShapeDtypeStruct`s. None leaves stay None. Values are not read.
-        std: Standard deviation, a non-negative finite scalar. A traced value is not checked.
+        std: Standard deviation, 0 or a scalar from 2**-100 to 2**100 (2**-996 to 2**996 for float64 noise). A traced
+            value is not checked.
         number: Integer scalar from 0 to 2**32 - 1. It is part of the nonce of the cipher, so draws of different numbers
-            under one key are independent. It saves a program a key for each step. A traced value is not checked.
+            under one key are independent. It saves a program a key for each step. A traced number has at most 32 bits,
+            and negative ones stand for those from 2**31.
         shardings: Pytree like `tree` of `jax.sharding.NamedSharding`s of one mesh with Auto axes. Each device then
             computes its part of the noise, equal up to rounding to what it is without shardings, and sends none. None,
             the default, leaves the division to XLA, and devices exchange what they have computed.
@@ -159,10 +173,12 @@ def gaussian(
         dtypes of all leaves.
 
     Raises:
-        TypeError: `key` is an old-style uint32 key, or a leaf is not real, or `number` is not an integer.
-        ValueError: `key`, `std` or `number` is not a scalar, or `std` is negative, NaN or infinite, or `number` is
-            outside its range, or a leaf has almost 2**31 values. Inside `jax.shard_map`: a leaf varies over a mesh
-            axis and `key` does not.
+        TypeError: `key` is an old-style uint32 key, or a leaf is not real, or `number` is not an integer or is traced
+            with 64 bits.
+        ValueError: `key`, `std` or `number` is not a scalar or outside its range, or a leaf has almost 2**31 values. A
+            leaf or `std` differs along an axis of `jax.vmap` where neither `key` nor `number` does. Inside
+            `jax.shard_map`: a leaf varies over a mesh axis and `key` does not, or `check_vma=False`. Inside `jax.pmap`.
+        RuntimeError: `XLA_FLAGS` has options that `jaxdp.transforms.compiler` refuses.
     """
     number, layout = _check_number_of_draw(number), jax.tree.leaves(shardings)
     divided = any(not sharding.is_fully_replicated for sharding in layout)
@@ -171,7 +187,7 @@ def gaussian(
         if divided
         else _cut(functools.partial(_standard_normal, number))
     )
-    return _scaled(key, tree, "std", std, draw)
+    return _scaled(key, number, tree, "std", std, draw)
 
 
 def laplace(key: jax.Array, tree: Any, scale: float | jax.Array, *, number: int | jax.Array = 0) -> Any:
@@ -182,7 +198,8 @@ def laplace(key: jax.Array, tree: Any, scale: float | jax.Array, *, number: int 
     full relative precision. Each exponential ends where 8192 bits in a row are zero. So in exact arithmetic a mechanism
     that draws n values has a delta of at most n 2**-8190 in addition to its pure epsilon.
     """
-    return _scaled(key, tree, "scale", scale, _cut(functools.partial(_standard_laplace, _check_number_of_draw(number))))
+    number = _check_number_of_draw(number)
+    return _scaled(key, number, tree, "scale", scale, _cut(functools.partial(_standard_laplace, number)))
 
 
 def discrete_laplace(key: jax.Array, tree: Any, scale: float | jax.Array, *, number: int | jax.Array = 0) -> Any:
@@ -202,7 +219,8 @@ def discrete_laplace(key: jax.Array, tree: Any, scale: float | jax.Array, *, num
     """
     if not isinstance(scale, jax.core.Tracer) and not 0 < scale <= LARGEST_DISCRETE_SCALE:
         raise ValueError(f"scale must be in (0, {LARGEST_DISCRETE_SCALE:g}], got {scale!r}.")
-    return _drawn(key, tree, _cut(functools.partial(_discrete_laplace, _check_number_of_draw(number), scale)))
+    number = _check_number_of_draw(number)
+    return _drawn(key, number, scale, tree, _cut(functools.partial(_discrete_laplace, number, scale)))
 
 
 def cauchy(key: jax.Array, tree: Any, scale: float | jax.Array, *, number: int | jax.Array = 0) -> Any:
@@ -212,7 +230,8 @@ def cauchy(key: jax.Array, tree: Any, scale: float | jax.Array, *, number: int |
     again Cauchy (a 1-stable law). `scale` is half of the interquartile range. The variance is infinite. A value that
     exceeds the largest float becomes infinite.
     """
-    return _scaled(key, tree, "scale", scale, _cut(functools.partial(_standard_cauchy, _check_number_of_draw(number))))
+    number = _check_number_of_draw(number)
+    return _scaled(key, number, tree, "scale", scale, _cut(functools.partial(_standard_cauchy, number)))
 
 
 class PrivatizeState(NamedTuple):
@@ -226,8 +245,9 @@ class Privatizer(optax.GradientTransformationExtraArgs):
     """The result of `privatize`: an (init, update) pair with its privacy event."""
 
     clip_norm: float  # L2 bound on one example's contribution to the sum
-    noise_multiplier: float | Callable[[Any], Any]  # standard deviation over the clip norm, or its public schedule
+    noise_multiplier: "float | NoiseSchedule"  # standard deviation over the clip norm, or its public schedule
     divisor: float  # public, divides the noisy sum
+    _key: jax.Array | None
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"A Privatizer is frozen. Call privatize again to change {name}.")
@@ -252,9 +272,102 @@ class Privatizer(optax.GradientTransformationExtraArgs):
         if step < 0:
             raise ValueError(f"step must be at least 0, got {step}. Updates are numbered from 0.")
         multiplier = self.noise_multiplier
-        value = _check_scale(f"noise_multiplier({step})", multiplier(step) if callable(multiplier) else multiplier)
-        _check_product(f"noise_multiplier({step})", value, self.clip_norm)
+        value = multiplier(step) if isinstance(multiplier, NoiseSchedule) else multiplier
         return dp_event.GaussianDpEvent(value) if value else dp_event.NonPrivateDpEvent()
+
+    def planned(self, steps: int) -> "Privatizer":
+        """Returns the privatizer of a plan of `steps` updates, as `privatize(..., steps=steps)`."""
+        return privatize(
+            self.clip_norm,
+            noise_multiplier=self.noise_multiplier,
+            divisor=self.divisor,
+            key=self._key,
+            steps=steps,
+        )
+
+    def check_step(self, step: int) -> None:
+        """Raises ValueError for an update that a compiled program does not know the noise of."""
+        if isinstance(self.noise_multiplier, NoiseSchedule) and step >= self.noise_multiplier.steps:
+            raise ValueError(
+                f"step must be below {self.noise_multiplier.steps}, got {step}, because the schedule of the noise was "
+                "evaluated for that many steps. Plan more of them: planned(steps)."
+            )
+
+
+class NoiseSchedule:
+    """A public schedule of noise multipliers. Charge and noise of a step have one value, which Python computes once.
+
+    A program that computed it too could differ: `1 + t**2 / 1e10` overflows int32 at t = 46,341.
+
+    """
+
+    def __init__(self, multiplier: Callable[[int], Any], clip_norm: float, steps: int | None):
+        self._multiplier, self._clip_norm, self._steps = multiplier, clip_norm, steps
+        self._blocks: dict[int, np.ndarray] = {}  # evaluated values by number of the block, NaN where not evaluated
+        self._calls_jax = False  # as far as it is evaluated
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that compiled programs know."""
+        if self._steps is None:
+            self._values(range(1))
+            self._steps = _STEPS_OF_JAX if self._calls_jax else _STEPS
+        return self._steps
+
+    def planned(self, clip_norm: float, steps: int) -> "NoiseSchedule":
+        """Returns a schedule for a clip norm and a number of steps, with the values that are known."""
+        planned = NoiseSchedule(self._multiplier, clip_norm, steps)
+        planned._blocks = self._blocks
+        return planned
+
+    def __call__(self, step: int) -> float:
+        """Returns the multiplier of a step in float64. Raises ValueError for one that `privatize` refuses."""
+        name = f"noise_multiplier({step})"
+        value = _check_scale(name, float(self._values(range(step, step + 1))[0]))
+        check_product(name, value, self._clip_norm)
+        return value
+
+    def check(self) -> None:
+        """Raises ValueError unless every step has noise."""
+        lost = np.flatnonzero(~(self._values(range(self.steps)) > 0) | np.isnan(self.table()[:-1]))
+        if lost.size and not self(step := int(lost[0])):
+            raise ValueError(
+                f"noise_multiplier({step}) must be positive, got 0.0: a schedule has noise in every step of its plan "
+                f"of {self.steps}. Plan fewer steps, or give noise_multiplier=0 for a run without privacy."
+            )
+
+    def std(self, step: int) -> np.float32:
+        """Returns the standard deviation of the noise of a step, a little more than the charge."""
+        return np.float32(self(step) * self._clip_norm * _ROUNDED_UP)
+
+    def table(self) -> np.ndarray:
+        """Returns float32 [steps + 1] standard deviations of all steps, NaN for unusable ones and behind the end."""
+        values = np.append(self._values(range(self.steps)), math.nan)
+        low, high = range_of(np.float32)
+        with np.errstate(invalid="ignore", over="ignore"):
+            stds = values * self._clip_norm
+            lost = (values != 0) & (self._clip_norm != 0) & ~((stds >= low) & (stds <= high))
+            usable = (values >= 0) & np.isfinite(values) & ~lost
+            return np.where(usable, stds * _ROUNDED_UP, math.nan).astype(np.float32)
+
+    def _values(self, steps: range) -> np.ndarray:
+        """Returns the multipliers of steps in float64, as the schedule gives them."""
+        blocks = []
+        for number in range(steps.start // _BLOCK_OF_STEPS, (steps.stop - 1) // _BLOCK_OF_STEPS + 1):
+            if number not in self._blocks:
+                self._blocks[number] = np.full(_BLOCK_OF_STEPS, math.nan)
+            blocks.append(self._blocks[number])
+            first = number * _BLOCK_OF_STEPS
+            places = range(max(0, steps.start - first), min(_BLOCK_OF_STEPS, steps.stop - first))
+            missing = [place for place in places if math.isnan(blocks[-1][place])]
+            if missing:
+                with jax.ensure_compile_time_eval():  # a schedule may call JAX, and an update may be traced
+                    for place in missing:
+                        value = self._multiplier(first + place)
+                        self._calls_jax |= isinstance(value, jax.Array)
+                        blocks[-1][place] = _real(f"noise_multiplier({first + place})", value)
+        start = steps.start % _BLOCK_OF_STEPS
+        return np.concatenate(blocks)[start : start + len(steps)]
 
 
 def privatize(
@@ -263,6 +376,7 @@ def privatize(
     noise_multiplier: float | Callable[[Any], Any],
     divisor: float,
     key: jax.Array | None = None,
+    steps: int | None = None,
 ) -> Privatizer:
     """Builds an optax transformation that adds Gaussian noise to a clipped SUM of gradients and divides it.
 
@@ -281,20 +395,25 @@ def privatize(
     Args:
         clipped_or_sensitivity: A `jaxdp.clipped_grad(...)`, or the L2 bound on the contribution of one example to the
             sum, or any object whose `sensitivity("add_remove")` is that bound.
-        noise_multiplier: Noise standard deviation over the clip norm, or a PUBLIC schedule that maps the step (an int32
-            scalar, traced under jit) to it. A schedule that reads private data has no guarantee. Its values in float32
-            and in Python must agree to a relative 2**-17. The noise is larger than the charge by that much.
+        noise_multiplier: Noise standard deviation over the clip norm, or a PUBLIC schedule that maps the step, a Python
+            int, to it. A schedule that reads private data has no guarantee. Python evaluates it once for each step, and
+            charge and noise have the same value. The noise is larger than the charge by a relative 2**-22.
         divisor: Public and positive, normally the expected batch size. Never the size of a Poisson-sampled batch.
         key: Typed noise key. With None, `init` draws 128 bits of OS entropy. Pass a key such as
             `stream(seed, "gradient noise")` to reproduce a run. Two runs on different gradients must never share a key,
             because the noise cancels in the difference of their outputs. Anyone can guess `jax.random.key(0)`.
+        steps: The number of updates of the plan, for a schedule. It is then evaluated for all of them here, and each
+            multiplier must be positive. None, the default, plans 65,536 updates (4,096 of a schedule that returns JAX
+            arrays) and does not check them. `update` under `jax.jit` knows the planned updates only, and its noise is
+            NaN after them.
 
     Returns:
         A `Privatizer`. `update(updates, state, shardings=...)` takes the `shardings` of `gaussian`. `init` must run
         outside jit unless `key` is given. The state holds the key and a step counter.
-        Step t uses `fold_in(key, t)`, so no two steps of a run share noise. A run from a restored checkpoint replays
-        the noise of the steps after it. Such a run must see the same gradients bit for bit, or use a new key and be
-        charged again. Updates are float32 (float64 for float64 sums) whatever the dtype of the sum.
+        Step t draws `gaussian(key, ..., number=t)`, so no two of the first 2**32 steps of a run share noise. A run from
+        a restored checkpoint replays the noise of the steps after it. Such a run must see the same gradients bit for
+        bit, or use a new key and be charged again. Updates are float32 (float64 for float64 sums) whatever the dtype of
+        the sum.
 
     Formal guarantees:
         Let one example change the sum by at most `clip_norm` in L2 norm. Then update t satisfies `event_at(t)`, up to
@@ -309,9 +428,11 @@ def privatize(
         noise_multiplier == 0         no noise; event is `NonPrivateDpEvent`
         clip_norm == 0                the sum is constant and needs no noise; event as configured
         noise outside of float32      ValueError unless noise_multiplier * clip_norm is from 2**-100 to 2**100; `update`
-                                      returns NaN where a schedule gives another product
+                                      under jit returns NaN where a schedule gives another product
+        inside `jax.vmap`             ValueError if sums differ along the axis and neither key nor step does
         inside `jax.shard_map`        ValueError unless sum and key vary over the same mesh axes: `jax.lax.psum` the
-                                      sum first. With `check_vma=False` the caller must pass one sum and one key
+                                      sum first
+        `check_vma=False`, `pmap`     ValueError, because JAX does not record what differs between devices
         clip_norm infinite            ValueError, unless noise_multiplier == 0
         NaN or inf in the sum         passed on: zero them per example before summing (`clipped_grad` does)
         None or masked leaves         passed on unchanged
@@ -321,7 +442,8 @@ def privatize(
     Raises:
         TypeError: `key` is an old-style uint32 key, or the clip norm, multiplier or divisor is traced or not real.
         ValueError: One of these numbers is negative or NaN, or `divisor` is zero or infinite. Or the multiplier is
-            infinite, or the noise is not zero and the clip norm is infinite or takes the noise outside of float32.
+            infinite, or the noise is not zero and the clip norm is infinite or takes the noise outside of float32. Or
+            `steps` is not positive, or a multiplier of a planned step is one of these or 0: the message has the step.
     """
     if isinstance(clipped_or_sensitivity, HasSensitivity):
         clip_norm = _check_number("sensitivity('add_remove')", clipped_or_sensitivity.sensitivity("add_remove"))
@@ -334,8 +456,18 @@ def privatize(
         raise ValueError(f"divisor must be positive and finite, got {divisor}. Use the expected batch size.")
     if math.isinf(clip_norm) and noise_multiplier != 0:
         raise ValueError("The clip norm is infinite, so no finite noise hides one example. Clip to a finite norm.")
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise ValueError(f"steps must be an integer and at least 1, got {steps!r}. Leave it out for a constant.")
+    multiplier: float | NoiseSchedule
     if not callable(noise_multiplier):
-        _check_product("noise_multiplier", noise_multiplier, clip_norm)
+        check_product("noise_multiplier", noise_multiplier, clip_norm)
+        multiplier = noise_multiplier
+    elif isinstance(noise_multiplier, NoiseSchedule):
+        multiplier = noise_multiplier.planned(clip_norm, steps or noise_multiplier.steps)
+    else:
+        multiplier = NoiseSchedule(noise_multiplier, clip_norm, steps)
+    if steps is not None and isinstance(multiplier, NoiseSchedule):
+        multiplier.check()
     if key is not None:
         check_key(key)
 
@@ -349,19 +481,19 @@ def privatize(
         return PrivatizeState(own, jnp.zeros((), jnp.int32))
 
     def std_at(step: jax.Array) -> Any:
-        if not callable(noise_multiplier):
-            return noise_multiplier * clip_norm
-        given = noise_multiplier(step)
-        std = jnp.asarray(given * _ROUNDED_UP * clip_norm)
-        lost = (given != 0) & (clip_norm != 0) & ~((std >= _SMALLEST_STD) & (std <= _LARGEST_STD))
-        return jnp.where(lost, jnp.nan, std)
+        if not isinstance(multiplier, NoiseSchedule):
+            return multiplier * clip_norm
+        if not isinstance(step, jax.core.Tracer):
+            return multiplier.std(int(jax.device_get(step)))
+        known = (step >= 0) & (step < multiplier.steps)
+        return jnp.asarray(multiplier.table())[jnp.where(known, step, multiplier.steps)]
 
     def update(
         updates: Any, state: PrivatizeState, params: Any = None, *, shardings: Any = None, **extra_args: Any
     ) -> Any:
         check_key(state.key)
         total = jax.tree.map(lambda leaf: jnp.asarray(leaf, _noise_dtype(leaf)), updates)
-        if callable(noise_multiplier) or noise_multiplier > 0:
+        if isinstance(multiplier, NoiseSchedule) or multiplier > 0:
             for leaf in jax.tree.leaves(total):
                 _check_shards(state.key, leaf, shared=True)
             noise = gaussian(state.key, total, std_at(state.step), number=state.step, shardings=shardings)
@@ -369,19 +501,21 @@ def privatize(
         return jax.tree.map(lambda leaf: leaf / divisor, total), PrivatizeState(state.key, state.step + 1)
 
     privatizer = Privatizer(init, update)
-    privatizer.__dict__.update(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
+    privatizer.__dict__.update(clip_norm=clip_norm, noise_multiplier=multiplier, divisor=divisor, _key=key)
     return privatizer
 
 
 Draw = Callable[[jax.Array, list[Any], list[int]], Sequence[jax.Array]]  # of (key, all leaves, indices of a group)
 
 
-def _drawn(key: jax.Array, tree: Any, draw: Draw) -> Any:
+def _drawn(key: jax.Array, number: jax.Array, scale: Any, tree: Any, draw: Draw) -> Any:
     """Draws one group of leaves after the other. One group has the key itself, and several have its children."""
     check_key(key)
+    check_options()
     leaves, treedef = jax.tree.flatten(tree)
-    for leaf in leaves:
-        _check_shards(key, leaf)
+    for value in (*leaves, scale):
+        _check_shards(key, value)
+    key = _of_one_value(key, number, [*leaves, scale])
     groups = _groups(leaves)
     for group, own_key in zip(groups, jax.random.split(key, len(groups)) if len(groups) > 1 else [key], strict=False):
         for i, part in zip(group, draw(own_key, leaves, group), strict=True):
@@ -419,13 +553,40 @@ def _groups(leaves: list[Any]) -> list[list[int]]:
     return groups
 
 
-def _scaled(key: jax.Array, tree: Any, name: str, scale: float | jax.Array, draw: Draw) -> Any:
+def _of_one_value(key: jax.Array, number: jax.Array, values: list[Any]) -> jax.Array:
+    """Returns the key. Raises ValueError where `jax.vmap` gives one key and number to several of the values."""
+    traced = [jax.lax.stop_gradient(value) for value in values if isinstance(value, jax.core.Tracer)]
+    return _checked(key, number, traced) if traced else key
+
+
+@jax.custom_batching.custom_vmap
+def _checked(key: jax.Array, number: jax.Array, values: list[jax.Array]) -> jax.Array:
+    return key
+
+
+@_checked.def_vmap
+def _checked_of_several(
+    size: int, several: Any, key: jax.Array, number: jax.Array, values: list[jax.Array]
+) -> tuple[jax.Array, bool]:
+    own_key, own_number, differ = several
+    if any(differ) and not (own_key or own_number):
+        raise ValueError(
+            f"key and number are the same for {size} values along an axis of jax.vmap, so all get the same noise, and "
+            "the difference of two results has none. Map over keys too, such as jax.random.split(key, size), or over "
+            "numbers. To release a sum over the axis, sum before the noise."
+        )
+    return _checked(key, number, values), own_key  # again, for an outer jax.vmap
+
+
+def _scaled(key: jax.Array, number: jax.Array, tree: Any, name: str, scale: float | jax.Array, draw: Draw) -> Any:
     check_key(key)
     if jnp.ndim(scale) != 0:
         raise ValueError(f"{name} must be one scalar for the whole tree, got shape {jnp.shape(scale)}.")
     if not isinstance(scale, jax.core.Tracer):
         scale = _check_scale(name, scale)
-    return jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), _drawn(key, tree, draw))
+        for dtype in sorted({_noise_dtype(leaf) for leaf in jax.tree.leaves(tree)}, key=str):
+            _check_carried(name, scale, dtype)
+    return jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), _drawn(key, number, scale, tree, draw))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -664,6 +825,12 @@ def _check_shards(key: jax.Array, leaf: Any, *, shared: bool = False) -> None:
     """Refuses equal noise for values that differ. With `shared`, also refuses different noise for equal values."""
     if not isinstance(leaf, jax.Array):
         return
+    if axes := tuple(sorted(shards.untracked_axes())):
+        raise ValueError(
+            f"JAX does not record which values differ between devices along the axes {axes} of a jax.pmap, or of a "
+            "jax.shard_map with check_vma=False. So equal noise on different values would be no error. Sum with "
+            "jax.lax.psum there, and add noise to the total outside, or use jax.shard_map with check_vma=True."
+        )
     values, keys = shards.varying_axes(leaf), shards.varying_axes(key)
     if values - keys:
         axes = tuple(sorted(values - keys))
@@ -696,31 +863,58 @@ def _check_number_of_draw(number: Any) -> jax.Array:
         raise ValueError(f"number must be one scalar for the whole tree, got shape {jnp.shape(number)}.")
     if not jnp.issubdtype(jnp.result_type(number), jnp.integer):  # two fractions may be cut to one integer
         raise TypeError(f"number must be an integer, got dtype {jnp.result_type(number)}. Count the draws of the key.")
-    if not isinstance(number, jax.Array) and not 0 <= number < 2**32:
+    if isinstance(number, jax.core.Tracer):
+        if number.dtype.itemsize > 4:  # 2**32 would repeat the noise of 0
+            raise TypeError(
+                f"number must have at most 32 bits where it is traced, got dtype {number.dtype}, because a program "
+                "cannot refuse a larger one. Count in int32 or uint32, such as jnp.uint32(0)."
+            )
+    elif not 0 <= (number := int(jax.device_get(number))) < 2**32:
         raise ValueError(f"number must be from 0 to 2**32 - 1, got {number!r}.")
     return jnp.asarray(number, jnp.uint32)
 
 
-def _check_number(name: str, value: Any) -> float:
+def _real(name: str, value: Any) -> float:
+    if type(value) in (float, int):
+        return float(value)
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} is traced, but privacy parameters are public constants. Call privatize outside jit.")
     value = jax.device_get(value)
     if not isinstance(value, (int, float, np.ndarray, np.generic)) or np.ndim(value) or np.iscomplexobj(value):
         raise TypeError(f"{name} must be a real number, got {type(value).__name__}.")
-    number = float(value)
+    return float(value)
+
+
+def _check_number(name: str, value: Any) -> float:
+    number = _real(name, value)
     if math.isnan(number) or number < 0:
         raise ValueError(f"{name} must be at least 0, got {number}.")
     return number
 
 
-def _check_product(name: str, noise_multiplier: float, clip_norm: float) -> None:
-    """Refuses a standard deviation that float32 cannot carry, unless the multiplier or the clip norm is zero."""
-    std = noise_multiplier * clip_norm
-    if noise_multiplier and clip_norm and not _SMALLEST_STD <= std <= _LARGEST_STD:
+def range_of(dtype: Any) -> tuple[float, float]:
+    """Returns the smallest and the largest scale of noise of a dtype."""
+    kind = np.finfo(dtype)
+    return 2.0 ** (int(kind.minexp) + _ROOM_BELOW), 2.0 ** (int(kind.maxexp) - _ROOM_ABOVE)
+
+
+def _check_carried(name: str, scale: float, dtype: Any) -> None:
+    low, high = range_of(dtype)
+    if scale and not low <= scale <= high:
+        raise ValueError(
+            f"{name} must be 0 or from {low:.2g} to {high:.2g} for {dtype} noise, got {scale!r}. Otherwise noise "
+            "vanishes or overflows. Multiply the values by a public constant first."
+        )
+
+
+def check_product(name: str, noise_multiplier: float, clip_norm: float) -> None:
+    """Raises ValueError for a standard deviation that float32 cannot carry, unless one of the factors is zero."""
+    std, (low, high) = noise_multiplier * clip_norm, range_of(np.float32)
+    if noise_multiplier and clip_norm and not low <= std <= high:
         raise ValueError(
             f"{name}={noise_multiplier} times the clip norm {clip_norm} is {std}, but float32 noise needs a standard"
-            f" deviation from {_SMALLEST_STD:.2g} to {_LARGEST_STD:.2g}. Multiply the loss by a public constant so that"
-            " it can be clipped to a norm of about 1."
+            f" deviation from {low:.2g} to {high:.2g}. Multiply the loss by a public constant so that it can be clipped"
+            " to a norm of about 1."
         )
 
 

@@ -44,6 +44,14 @@ def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def untracked_axes() -> frozenset[str]:
+    """Returns the axes of the enclosing shards over which JAX does not record what varies.
+
+    They are those of a `jax.pmap`, and of a `jax.shard_map` with `check_vma=False`.
+    """
+    return frozenset(axis for axis in manual_axes() if axis not in varying_axes(lax.axis_index(axis)))
+
+
 def collectives(eqns: Iterable[Any]) -> set[str]:
     """Returns the names of the primitives that combine values of several devices of a mesh axis."""
     axes, found = manual_axes(), set()

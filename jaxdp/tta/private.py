@@ -9,11 +9,13 @@ post-processing move outside. The others are absorbed into the clipped per-sampl
 """
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 from jaxdp.privacy import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.transforms.clipping import clipped_grad
+from jaxdp.transforms.noise import check_product
 from jaxdp.tta.accounts import check_adjacency, epsilons
 from jaxdp.tta.method import Method, check_name
 
@@ -104,7 +106,8 @@ def private(
     Args:
       method: One of `jaxdp.tta.METHODS`, or your `Method`.
       clip_norm: C > 0, the L2 norm to which each image's gradient over all adapted parameters is clipped.
-      noise_multiplier: sigma >= 0, the standard deviation of the noise divided by C. 0 clips only: epsilon is inf.
+      noise_multiplier: sigma >= 0, the standard deviation of the noise divided by C. 0 clips only: epsilon is inf. The
+        noise sigma C is from 2**-100 to 2**100, which float32 carries.
       filters: "remove" removes filters on single images, as in the paper. "keep" makes them factors 0 or 1 inside the
         clip. That costs nothing, because a filter is a function of one image and of released parameters. It keeps
         `reliable` only: `novel` (EATA's diversity), which reads a memory of raw images, and `lost` (SAR's recovery) are
@@ -135,8 +138,9 @@ def private(
         raise TypeError(f"method must be a jaxdp.tta.Method such as Tent(), got {type(method).__name__}.")
     if not 0 < clip_norm < _LARGEST:
         raise ValueError(f"clip_norm must be positive and finite, got {clip_norm}.")
-    if not 0 <= noise_multiplier < _LARGEST / clip_norm:
+    if not 0 <= noise_multiplier < math.inf:
         raise ValueError(f"noise_multiplier must be finite and not negative, got {noise_multiplier}.")
+    check_product("noise_multiplier", noise_multiplier, clip_norm)
     check_name("filters", filters, Filters)
     if not 0 < kept_fraction <= 1 or (filters == "remove" and kept_fraction != 1):
         raise ValueError(f"kept_fraction must be in (0, 1], and 1 unless filters='keep', got {kept_fraction}.")

@@ -14,7 +14,7 @@ from dp_accounting.pld import PLDAccountant
 
 from jaxdp import data, finetune
 from jaxdp.finetune.adp_alloc import schedule_event
-from jaxdp.privacy import epsilon
+from jaxdp.privacy import Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.transforms.noise import PrivatizeState, privatize
 
@@ -296,3 +296,72 @@ def test_a_schedule_without_noise_cannot_be_calibrated(schedule):
 def test_impossible_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def run_of(noise_multiplier, steps, **options):
+    """Runs `fit` on all examples in every step. Returns the trainer, its account and a function that starts it."""
+    trainer = finetune.dp_sgd(
+        nothing,
+        optax.sgd(1.0),
+        clip_norm=CLIP,
+        noise_multiplier=noise_multiplier,
+        sampler=data.PoissonSampler(N, 1.0),
+        physical_batch_size=8,
+    )
+    ledger = Ledger.in_memory()
+    ledger.register("digits", adjacency="add_remove", unit="example", epsilon=100.0, delta=1e-5)
+    account = ledger.account("digits")
+    run = functools.partial(
+        finetune.fit,
+        trainer,
+        {"w": jnp.zeros(2)},
+        digits_like(),
+        steps=steps,
+        account=account,
+        progress=False,
+        **options,
+    )
+    return trainer, account, run
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ([2.0, 2.0, 0.0].__getitem__, r"noise_multiplier\(2\) must be positive, got 0.0"),
+        ([2.0, -1.0, 2.0].__getitem__, r"noise_multiplier\(1\) must be at least 0, got -1.0"),
+        ([2.0, 2.0, math.inf].__getitem__, r"noise_multiplier\(2\) must be finite, got inf"),
+    ],
+)
+def test_a_run_with_a_step_without_noise_is_refused_before_it_is_paid(schedule, message):
+    _, account, run = run_of(schedule, 3)
+    with pytest.raises(ValueError, match=message):
+        run()
+    assert account.epsilon() == 0
+
+
+@pytest.mark.slow
+def test_fit_evaluates_a_schedule_once_for_each_step_of_the_run():
+    calls = []
+
+    def schedule(step):
+        calls.append(step)
+        return [3.0, 2.0, 1.5][step] + len(calls)  # would differ if charge and noise asked twice
+
+    _, account, run = run_of(schedule, 3, checkpoint_every=2)
+    run()
+    assert calls == [0, 1, 2]
+    charged = dp_event.ComposedDpEvent([dp_event.GaussianDpEvent(x) for x in (4.0, 4.0, 4.5)])
+    assert account.epsilon() == pytest.approx(epsilon(charged, delta=1e-5), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_step_far_into_a_schedule_adds_what_is_charged():
+    trainer, _, _ = run_of(lambda step: 1 + step**2 / 1e10, 1)  # int32 overflows from step 46,341
+    state, size = trainer.init({"w": jnp.zeros(20_000)}), 20_000
+    at = jnp.int32(60_000)
+    after, _ = trainer.step(state._replace(step=at, noise=state.noise._replace(step=at)), digits_like())
+    claimed = trainer.privatizer.event_at(60_000).noise_multiplier
+    found = np.std(np.asarray(after.params["w"], np.float64)) * N / CLIP
+    assert claimed == pytest.approx(1.36) and abs(found / claimed - 1) < 5 / math.sqrt(2 * size)
+    with pytest.raises(ValueError, match="step must be below 65536, got 65536"):
+        trainer.step(state._replace(step=jnp.int32(2**16)), digits_like())
