@@ -62,7 +62,7 @@ from dp_accounting import dp_event
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdp.transforms import chacha, normals, opaque, shards
+from jaxdp.transforms import chacha, forms, normals, opaque, shards
 from jaxdp.transforms.kernels import normals as kernel
 
 _GENERATORS: dict[str, tuple[Any, int]] = {"chacha12": (chacha.CHACHA12, 8), "threefry2x32": ("threefry2x32", 2)}
@@ -450,10 +450,13 @@ def _standard_normals(number: jax.Array, key: jax.Array, sizes: tuple[int, ...],
     def pieces_by(form: Callable[..., jax.Array], **options: Any) -> Callable[..., list[jax.Array]]:
         return lambda cipher_key, number: _pieces(form(cipher_key, number, sum(sizes), **options), sizes)
 
-    forms = {"cpu": pieces_by(_normals_on_cpu, dtype=dtype), "default": pieces_by(_normals_by_xla, dtype=dtype)}
+    platforms = {"cpu": pieces_by(_normals_on_cpu, dtype=dtype)}
+    kernels = {}
     if dtype == jnp.float32:
-        forms["tpu"] = pieces_by(kernel.standard_normals)
-    pieces: list[jax.Array] = lax.platform_dependent(_cipher_key(key), number, **forms)
+        platforms["tpu"] = pieces_by(kernel.standard_normals_by_xla)
+        kernels["tpu"] = pieces_by(kernel.standard_normals)
+    by_xla = pieces_by(_normals_by_xla, dtype=dtype)
+    pieces: list[jax.Array] = forms.by_platform(_cipher_key(key), number, default=by_xla, kernels=kernels, **platforms)
     return pieces
 
 
@@ -540,6 +543,35 @@ def _cipher_key(key: jax.Array) -> jax.Array:
     return kept
 
 
+def _normals_at(
+    cipher_key: jax.Array,
+    number: jax.Array,
+    counters: jax.Array,
+    own: jax.Array,
+    *,
+    dtype: Any,
+    on_cpu: bool = False,
+) -> jax.Array:
+    """Returns value `own` of each block, [n] for uint32 counters and own [n]."""
+
+    def of_words(words: Any) -> jax.Array:
+        first = list(words[: normals.WORDS])
+        if normals.PAIRS[dtype.itemsize] > 1:
+            second = list(words[normals.WORDS : 2 * normals.WORDS])
+            first = [jnp.where(own < 2, *both) for both in zip(first, second, strict=True)]
+        x, y = normals.pair(first, dtype)
+        return jnp.where(own % 2 == 0, x, y)
+
+    def draw(first: jax.Array) -> jax.Array:
+        inputs = (counters + first, number, 0, chacha.NOISE)
+        return of_words(chacha.unrolled_block(cipher_key, inputs))
+
+    if on_cpu and counters.size <= _FEW:
+        return of_words(chacha.block(cipher_key, (counters, number, 0, chacha.NOISE)))
+    values: jax.Array = (_in_one_turn if on_cpu else _behind_barrier)(cipher_key, draw)
+    return values
+
+
 def _normals_in_parts(
     number: jax.Array, layout: list[NamedSharding], key: jax.Array, every: list[Any], group: list[int]
 ) -> Sequence[jax.Array]:
@@ -568,25 +600,13 @@ def _normals_in_parts(
         place = jnp.pad(place, (0, -len(place) % _TOGETHER))
         counters, own = (x.astype(jnp.uint32) for x in jnp.divmod(place, each))
 
-        def values_of(words: Any) -> jax.Array:
-            first = list(words[: normals.WORDS])
-            second = list(words[normals.WORDS : 2 * normals.WORDS])
-            chosen = [jnp.where(own < 2, *both) for both in zip(first, second, strict=True)]
-            x, y = normals.pair(chosen if each > 2 else first, dtype)
-            return jnp.where(own % 2 == 0, x, y)
-
-        def draw(first: jax.Array) -> jax.Array:
-            inputs = (counters + first, number, 0, chacha.NOISE)
-            return values_of(chacha.unrolled_block(cipher_key, inputs))
-
-        def on_cpu(cipher_key: jax.Array) -> jax.Array:
-            if counters.size > _FEW:
-                values: jax.Array = _in_one_turn(cipher_key, draw)
-                return values
-            return values_of(chacha.block(cipher_key, (counters, number, 0, chacha.NOISE)))
-
-        values = lax.platform_dependent(
-            cipher_key, cpu=on_cpu, default=lambda cipher_key: _behind_barrier(cipher_key, draw)
+        values = forms.by_platform(
+            cipher_key,
+            number,
+            counters,
+            own,
+            default=functools.partial(_normals_at, dtype=dtype),
+            cpu=functools.partial(_normals_at, dtype=dtype, on_cpu=True),
         )
         parts = jnp.split(values[: ends[-1]], ends[:-1])
         return tuple(values.reshape(shape) for values, shape in zip(parts, local, strict=True))

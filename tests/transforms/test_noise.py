@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from scipy import stats
 
 import jaxdp
-from jaxdp.transforms import chacha, noise
+from jaxdp.transforms import chacha, forms, noise
 from jaxdp.transforms.kernels import normals as kernel
 from jaxdp.transforms.normals import pair
 
@@ -311,16 +311,18 @@ def test_draws_of_different_numbers_read_different_blocks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_every_platform_draws_the_same_normals(monkeypatch, platform):
+@pytest.mark.parametrize(("platform", "kernels"), [("cuda", True), ("tpu", True), ("tpu", False)])
+def test_every_platform_draws_the_same_normals(monkeypatch, platform, kernels):
     """Fails if a block is computed at another place, or if the last step of a kernel's grid is left out."""
 
-    def chosen(*args, default, **forms):
-        return forms.get(platform, default)(*args)
+    def chosen(*args, default, kernels=kernels, **own):
+        available = own | (kernels if given else {})
+        return available.get(platform, default)(*args)
 
-    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+    given = kernels
+    monkeypatch.setattr(forms, "by_platform", chosen)
     # No other test draws as many, so none meets this program in JAX's cache.
-    tree = {"a": jnp.zeros((3, 7)), "b": jnp.zeros(kernel.VALUES_PER_STEP + 4321)}
+    tree = {"a": jnp.zeros((3, 7)), "b": jnp.zeros(kernel.VALUES_PER_STEP + 4321 + kernels)}
     with pltpu.force_tpu_interpret_mode():
         drawn = noise.gaussian(KEY, tree, 1.0, number=5)
     found = np.concatenate([np.ravel(drawn[name]) for name in "ab"])
