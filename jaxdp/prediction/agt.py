@@ -34,6 +34,7 @@ from jaxdp.transforms.interval_rules import certain_argmax
 from jaxdp.transforms.intervals import bound, stage
 from jaxdp.transforms.meshes import check_mesh, rounded_up
 from jaxdp.transforms.parameters import check_finite
+from jaxdp.transforms.precision import in_full_precision
 
 # Halvings of the interval that contains the threshold of the largest entries (T6).
 _HALVINGS = 8
@@ -270,7 +271,8 @@ class _Gradients:
             return jax.grad(loss)(moving)
 
         record = one_of(data), jax.ShapeDtypeStruct((), plan.grid.dtype)
-        return cls(plan, gradient, stage(gradient, moving, record, product=plan.product))
+        # The boxes hold training in the precision of its dtype, and a TPU multiplies in bfloat16 by default.
+        return cls(plan, in_full_precision(gradient), stage(gradient, moving, record, product=plan.product))
 
     def batch(self, data: Any, rows: jax.Array) -> _Batch:
         """Returns the records of `rows`, -1 for none."""
@@ -670,7 +672,7 @@ def _certificates(
     below, above = (jnp.where(jnp.isnan(end), sign * jnp.inf, end) for end, sign in zip(ends, (-1, 1), strict=True))
 
     def nominal(query: Any) -> jax.Array:
-        logits = apply_fn(layout.join(moving, frozen), query).reshape(-1)
+        logits = in_full_precision(apply_fn)(layout.join(moving, frozen), query).reshape(-1)
         return (logits[0] > 0 if logits.size == 1 else jnp.argmax(logits)).astype(jnp.int32)
 
     # Rounding may order nominal logits differently from all logits in the box.

@@ -29,6 +29,7 @@ from jaxdp.privacy import Account, DpEvent, PureDpEvent, SelfComposedDpEvent, ca
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import counting
+from jaxdp.transforms.precision import in_full_precision
 
 ApplyFn = Callable[[Any, Any], jax.Array]
 
@@ -338,7 +339,7 @@ def _kinds(members: Sequence[Any]) -> list[Any]:
 # One compiled program for each `apply_fn` and each number of queries, however many calls there are.
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(apply_fn: ApplyFn, params: Any, queries: Any) -> jax.Array:
-    return jax.vmap(apply_fn, in_axes=(None, 0))(params, queries)
+    return jax.vmap(in_full_precision(apply_fn), in_axes=(None, 0))(params, queries)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

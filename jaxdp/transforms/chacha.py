@@ -47,7 +47,7 @@ def block(key: jax.Array, inputs: Sequence[Any]) -> jax.Array:
     return words
 
 
-def unrolled_block(key: jax.Array, inputs: Sequence[Any]) -> list[jax.Array]:
+def unrolled_block(key: jax.Array | list[jax.Array], inputs: Sequence[Any]) -> list[jax.Array]:
     """Returns the 16 words of `block` as expressions in `inputs` of any shape, which XLA fuses into what reads them."""
     start = jnp.broadcast_arrays(*(jnp.asarray(x, jnp.uint32) for x in [*_CONSTANTS, *key, *inputs]))
     state = start

@@ -64,10 +64,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from dp_accounting import dp_event
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdp.transforms import chacha, opaque, shards
+from jaxdp.transforms import chacha, forms, normals, opaque, shards
 from jaxdp.transforms.compiler import check_options
+from jaxdp.transforms.kernels import normals as kernel
 
 _GENERATORS: dict[str, tuple[Any, int]] = {"chacha12": (chacha.CHACHA12, 8), "threefry2x32": ("threefry2x32", 2)}
 _SEED_BYTES = 16
@@ -87,18 +89,14 @@ _BLOCK_OF_STEPS = 2**10
 _ROOM_BELOW, _ROOM_ABOVE = 26, 28
 # The largest number of 32-bit words that are drawn until one is not zero.
 _MOST_WORDS = 256
-# The most values of one vector of noise, which bounds the memory beside the leaves to 256 MiB or one leaf.
-_LARGEST_VECTOR = 2**26
+# The most values of one vector of noise, which bounds the memory beside the leaves to 128 MiB or one leaf.
+_LARGEST_VECTOR = 2**25
 # XLA-CPU computes blocks of the cipher one by one, which takes five times as long, unless their number is a multiple.
 _TOGETHER = 8
 # So few blocks take no time, and the small code of `chacha.block` is traced and compiled sooner.
 _FEW = 2**8
-# Pairs of normals that a block gives, per itemsize. A pair takes five words.
-_PAIRS, _WORDS = {4: 2, 8: 1}, 5
 # Positions in a vector of whole blocks are int32.
 _LARGEST_LEAF = 2**31 - 4 * _TOGETHER
-# The last term of the Taylor series of a cosine in [0, pi / 4], per itemsize.
-_TERMS = {4: 10, 8: 20}
 
 
 @runtime_checkable
@@ -182,11 +180,7 @@ def gaussian(
     """
     number, layout = _check_number_of_draw(number), jax.tree.leaves(shardings)
     divided = any(not sharding.is_fully_replicated for sharding in layout)
-    draw = (
-        functools.partial(_normals_in_parts, number, layout)
-        if divided
-        else _cut(functools.partial(_standard_normal, number))
-    )
+    draw = functools.partial(_normals_in_parts, number, layout) if divided else functools.partial(_normals, number)
     return _scaled(key, number, tree, "std", std, draw)
 
 
@@ -528,12 +522,23 @@ def _cut(draw: Callable[[jax.Array, int, Any], jax.Array]) -> Draw:
 
     def cut(key: jax.Array, leaves: list[Any], group: list[int]) -> list[jax.Array]:
         shapes = [jnp.shape(leaves[i]) for i in group]
-        ends = np.cumsum([math.prod(shape) for shape in shapes])
-        # Without the barrier XLA may compute the vector once for each leaf.
-        vector = jax.lax.optimization_barrier(draw(key, int(ends[-1]), _noise_dtype(leaves[group[0]])))
-        return [part.reshape(shape) for part, shape in zip(jnp.split(vector, ends[:-1]), shapes, strict=True)]
+        sizes = [math.prod(shape) for shape in shapes]
+        vector = draw(key, sum(sizes), _noise_dtype(leaves[group[0]]))
+        return _shaped(_pieces(vector, sizes), shapes)
 
     return cut
+
+
+def _pieces(vector: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    """Cuts a vector into vectors of the given sizes. What is left is dropped."""
+    # Without the barrier XLA may compute the vector once for each piece.
+    whole = lax.optimization_barrier(vector)
+    ends = np.cumsum(sizes).tolist()
+    return [lax.slice(whole, (end - size,), (end,)) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _shaped(pieces: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _groups(leaves: list[Any]) -> list[list[int]]:
@@ -589,45 +594,84 @@ def _scaled(key: jax.Array, number: jax.Array, tree: Any, name: str, scale: floa
     return jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), _drawn(key, number, scale, tree, draw))
 
 
+def _normals(number: jax.Array, key: jax.Array, leaves: list[Any], group: list[int]) -> list[jax.Array]:
+    shapes = [jnp.shape(leaves[i]) for i in group]
+    sizes = tuple(math.prod(shape) for shape in shapes)
+    return _shaped(_standard_normals(number, key, sizes, _noise_dtype(leaves[group[0]])), shapes)
+
+
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _standard_normal(number: jax.Array, key: jax.Array, size: int, dtype: Any) -> jax.Array:
-    """Draws pairs of normals by Box and Muller's method, with 64 bits for the radius and 3 + 64 for the angle."""
-    cipher_key, pairs = _cipher_key(key), _PAIRS[dtype.itemsize]
-    blocks = _TOGETHER * max(1, -(-size // (2 * pairs * _TOGETHER)))
+def _standard_normals(number: jax.Array, key: jax.Array, sizes: tuple[int, ...], dtype: Any) -> list[jax.Array]:
+    """Draws vectors of normals by Box and Muller's method, with 64 bits for the radius and 3 + 64 for the angle.
+
+    They are the pieces of one vector. Its value v is value v % n of block v // n of the cipher, where a block gives n.
+    A form may return a longer vector than it is asked for, because cutting it to size would copy it once more.
+    """
+
+    def pieces_by(form: Callable[..., jax.Array], **options: Any) -> Callable[..., list[jax.Array]]:
+        return lambda cipher_key, number: _pieces(form(cipher_key, number, sum(sizes), **options), sizes)
+
+    platforms = {"cpu": pieces_by(_normals_on_cpu, dtype=dtype)}
+    kernels = {}
+    if dtype == jnp.float32:
+        platforms["tpu"] = pieces_by(kernel.standard_normals_by_xla)
+        kernels["tpu"] = pieces_by(kernel.standard_normals)
+    by_xla = pieces_by(_normals_by_xla, dtype=dtype)
+    pieces: list[jax.Array] = forms.by_platform(_cipher_key(key), number, default=by_xla, kernels=kernels, **platforms)
+    return pieces
+
+
+def _normals_on_cpu(cipher_key: jax.Array, number: jax.Array, size: int, *, dtype: Any) -> jax.Array:
+    blocks = _blocks(size, dtype)
+    if blocks > _FEW:
+        return _normals_by_xla(cipher_key, number, size, dtype=dtype, on_cpu=True)
+    pairs = normals.PAIRS[dtype.itemsize]
+    words = chacha.block(cipher_key, (lax.iota(jnp.uint32, blocks), number, 0, chacha.NOISE))
+    words = words[: pairs * normals.WORDS].reshape(pairs, normals.WORDS, blocks)
+    values = jnp.stack(normals.pair(list(words.swapaxes(0, 1)), dtype))  # [2, pairs, blocks]
+    return values.transpose(2, 1, 0).reshape(-1)
+
+
+def _normals_by_xla(
+    cipher_key: jax.Array, number: jax.Array, size: int, *, dtype: Any, on_cpu: bool = False
+) -> jax.Array:
+    packs = on_cpu and dtype == jnp.float32
+    once = _in_one_turn if on_cpu else _behind_barrier
     # XLA-CPU takes twice as long where it computes the counters and the cipher in one program.
-    counters = jax.lax.iota(jnp.uint32, blocks)
-    if _few(blocks):
-        words = chacha.block(cipher_key, (counters, number, 0, chacha.NOISE))
-        found = _pair(words[: pairs * _WORDS].reshape(pairs, _WORDS, blocks).swapaxes(0, 1), dtype)
-        few: jax.Array = jnp.stack(found).transpose(2, 1, 0).reshape(-1)[:size]
-        return few
-    packs = jax.default_backend() == "cpu" and pairs > 1
+    counters = lax.iota(jnp.uint32, _blocks(size, dtype))
 
     def draw(first: jax.Array) -> Any:
         words = chacha.unrolled_block(cipher_key, (counters + first, number, 0, chacha.NOISE))
-        found = [jax.lax.complex(*_pair(words[_WORDS * k :], dtype)) for k in range(pairs)]
-        return _packed(found) if packs else found
+        pairs = [
+            lax.complex(*normals.pair(words[start : start + normals.WORDS], dtype))
+            for start in range(0, normals.PAIRS[dtype.itemsize] * normals.WORDS, normals.WORDS)
+        ]
+        return _packed(pairs) if packs else pairs
 
     with jax.enable_x64(True) if packs else contextlib.nullcontext():
-        values = _flat(_once(cipher_key, draw))
-    return values[:size]
+        return _flat(once(cipher_key, draw))
 
 
-def _few(blocks: int) -> bool:
-    return blocks <= _FEW and jax.default_backend() == "cpu"
+def _blocks(size: int, dtype: Any) -> int:
+    """Returns the number of blocks that give `size` values, a multiple of `_TOGETHER`."""
+    together = 2 * normals.PAIRS[dtype.itemsize] * _TOGETHER
+    return _TOGETHER * max(1, -(-size // together))
 
 
-def _once(cipher_key: jax.Array, draw: Callable[[jax.Array], Any]) -> Any:
-    """Returns `draw(0)`. XLA computes it once, and not again for each of its readers.
+def _behind_barrier(cipher_key: jax.Array, draw: Callable[[jax.Array], Any]) -> Any:
+    """Returns `draw(0)`, which XLA computes once, and not again for each of its readers."""
+    return lax.optimization_barrier(draw(jnp.uint32(0)))
 
-    XLA-CPU removes barriers before it fuses. It cannot know that this loop runs once, and that `draw` is constant.
+
+def _in_one_turn(cipher_key: jax.Array, draw: Callable[[jax.Array], Any]) -> Any:
+    """Does what `_behind_barrier` does by a loop of one turn, because XLA-CPU removes barriers before it fuses.
+
+    XLA cannot know that the loop has one turn, and that `draw` is constant.
     """
-    if jax.default_backend() != "cpu":
-        return jax.lax.optimization_barrier(draw(jnp.uint32(0)))
     zero = opaque.zero(cipher_key)  # varies over the same mesh axes as the key
     shapes = jax.eval_shape(draw, jax.ShapeDtypeStruct((), jnp.uint32))
     none = jax.tree.map(lambda x: jnp.full(x.shape, zero.astype(x.dtype)), shapes)
-    return jax.lax.fori_loop(jnp.uint32(0), zero + 1, lambda first, _: draw(first), none)
+    return lax.fori_loop(jnp.uint32(0), zero + 1, lambda first, _: draw(first), none)
 
 
 def _packed(pairs: Sequence[jax.Array]) -> jax.Array:
@@ -637,16 +681,16 @@ def _packed(pairs: Sequence[jax.Array]) -> jax.Array:
     """
 
     def bits(x: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type(x, jnp.uint32).astype(jnp.uint64)
+        return lax.bitcast_convert_type(x, jnp.uint32).astype(jnp.uint64)
 
     halves = (bits(x.real) | (bits(x.imag) << jnp.uint64(32)) for x in pairs)
-    return jax.lax.complex(*(jax.lax.bitcast_convert_type(half, jnp.float64) for half in halves))
+    return lax.complex(*(lax.bitcast_convert_type(half, jnp.float64) for half in halves))
 
 
 def _flat(found: Any) -> jax.Array:
     """Returns the normals block by block."""
     if isinstance(found, jax.Array):
-        pairs = [jax.lax.bitcast_convert_type(half, jnp.float32) for half in (found.real, found.imag)]
+        pairs = [lax.bitcast_convert_type(half, jnp.float32) for half in (found.real, found.imag)]
     else:
         pairs = [jnp.stack([x.real, x.imag], axis=-1) for x in found]
     return jnp.stack(pairs, axis=1).reshape(-1)
@@ -656,38 +700,57 @@ def _cipher_key(key: jax.Array) -> jax.Array:
     own = jax.random.key_impl(key) == chacha.CHACHA12
     words = jax.random.key_data(key) if own else jax.random.bits(key, (8,), jnp.uint32)
     # XLA would compute the noise of a constant key as it compiles.
-    kept: jax.Array = jax.lax.optimization_barrier(words)
+    kept: jax.Array = lax.optimization_barrier(words)
     return kept
 
 
-def _pair(words: Sequence[jax.Array] | jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the two normals of the first five words."""
-    radius = jnp.sqrt(2 * _minus_log(words[0], words[1], dtype))
-    angle = _uniform_from_bits(words[2], words[3], dtype) * (math.pi / 4)
-    sine, cosine, octant = radius * _sine(angle), radius * _cosine(angle), words[4]
-    swapped = octant & 1 == 0
-    x, y = jnp.where(swapped, sine, cosine), jnp.where(swapped, cosine, sine)
-    return jnp.where(octant & 2 == 0, x, -x), jnp.where(octant & 4 == 0, y, -y)
+def _normals_at(
+    cipher_key: jax.Array,
+    number: jax.Array,
+    counters: jax.Array,
+    own: jax.Array,
+    *,
+    dtype: Any,
+    on_cpu: bool = False,
+) -> jax.Array:
+    """Returns value `own` of each block, [n] for uint32 counters and own [n]."""
+
+    def of_words(words: Any) -> jax.Array:
+        first = list(words[: normals.WORDS])
+        if normals.PAIRS[dtype.itemsize] > 1:
+            second = list(words[normals.WORDS : 2 * normals.WORDS])
+            first = [jnp.where(own < 2, *both) for both in zip(first, second, strict=True)]
+        x, y = normals.pair(first, dtype)
+        return jnp.where(own % 2 == 0, x, y)
+
+    def draw(first: jax.Array) -> jax.Array:
+        inputs = (counters + first, number, 0, chacha.NOISE)
+        return of_words(chacha.unrolled_block(cipher_key, inputs))
+
+    if on_cpu and counters.size <= _FEW:
+        return of_words(chacha.block(cipher_key, (counters, number, 0, chacha.NOISE)))
+    values: jax.Array = (_in_one_turn if on_cpu else _behind_barrier)(cipher_key, draw)
+    return values
 
 
 def _normals_in_parts(
     number: jax.Array, layout: list[NamedSharding], key: jax.Array, every: list[Any], group: list[int]
 ) -> Sequence[jax.Array]:
-    """Draws the vector of `_standard_normal`, cut into leaves. Each device computes the parts that it holds.
+    """Draws the vector of `_standard_normals`, cut into leaves. Each device computes the parts that it holds.
 
     A value is computed from its own position, so each costs a block.
     """
     leaves, shardings = [every[i] for i in group], [layout[i] for i in group]
     dtype, sizes = _noise_dtype(leaves[0]), [math.prod(jnp.shape(leaf)) for leaf in leaves]
-    starts, each = np.cumsum([0, *sizes[:-1]]), 2 * _PAIRS[dtype.itemsize]
+    starts, each = np.cumsum([0, *sizes[:-1]]), 2 * normals.PAIRS[dtype.itemsize]
 
     def places(leaf: Any, sharding: NamedSharding, start: int) -> jax.Array:
         """Returns the positions in the vector of this device's part of a leaf."""
         shape, local = jnp.shape(leaf), sharding.shard_shape(jnp.shape(leaf))
         found = jnp.full(local, start, jnp.int32)
         for d, axes in itertools.zip_longest(range(len(shape)), sharding.spec):
-            first = jax.lax.axis_index(axes) * local[d] if axes else 0
-            found += (first + jax.lax.broadcasted_iota(jnp.int32, local, d)) * math.prod(shape[d + 1 :])
+            first = lax.axis_index(axes) * local[d] if axes else 0
+            found += (first + lax.broadcasted_iota(jnp.int32, local, d)) * math.prod(shape[d + 1 :])
         return found.reshape(-1)
 
     local = [sharding.shard_shape(jnp.shape(leaf)) for leaf, sharding in zip(leaves, shardings, strict=True)]
@@ -698,37 +761,21 @@ def _normals_in_parts(
         place = jnp.pad(place, (0, -len(place) % _TOGETHER))
         counters, own = (x.astype(jnp.uint32) for x in jnp.divmod(place, each))
 
-        def draw(first: jax.Array) -> jax.Array:
-            inputs = (counters + first, number, 0, chacha.NOISE)
-            words: Any = (chacha.block if _few(counters.size) else chacha.unrolled_block)(cipher_key, inputs)
-            if each > 2:
-                words = [jnp.where(own < 2, *both) for both in zip(words, words[_WORDS:], strict=False)]
-            x, y = _pair(words, dtype)
-            return jnp.where(own % 2 == 0, x, y)
-
-        parts = jnp.split(_once(cipher_key, draw)[: ends[-1]], ends[:-1])
+        values = forms.by_platform(
+            cipher_key,
+            number,
+            counters,
+            own,
+            default=functools.partial(_normals_at, dtype=dtype),
+            cpu=functools.partial(_normals_at, dtype=dtype, on_cpu=True),
+        )
+        parts = jnp.split(values[: ends[-1]], ends[:-1])
         return tuple(values.reshape(shape) for values, shape in zip(parts, local, strict=True))
 
     specs = tuple(sharding.spec for sharding in shardings)
     drawn = jax.shard_map(part, mesh=shardings[0].mesh, in_specs=PartitionSpec(), out_specs=specs, check_vma=False)
     result: tuple[jax.Array, ...] = drawn(number, _cipher_key(key))
     return result
-
-
-def _sine(x: jax.Array) -> jax.Array:
-    return x * _series(x * x, _TERMS[x.dtype.itemsize] + 1)
-
-
-def _cosine(x: jax.Array) -> jax.Array:
-    return _series(x * x, _TERMS[x.dtype.itemsize])
-
-
-def _series(y: jax.Array, last: int) -> jax.Array:
-    """Sums the Taylor series of sin(x) / x for odd `last` and of cos(x) for even, where y is x**2."""
-    total = jnp.ones_like(y)
-    for k in range(last, 1, -2):
-        total = 1 - total * y * (1 / (k * (k - 1)))
-    return total
 
 
 # -log(2**-32): a leading word of zeros adds this much to an exponential.
@@ -758,7 +805,7 @@ def _discrete_laplace(number: jax.Array, scale: float | jax.Array, key: jax.Arra
 def _standard_cauchy(number: jax.Array, key: jax.Array, size: int, dtype: Any) -> jax.Array:
     # |C| < 1 has probability 1/2, and 1/|C| has the law of |C|. So the draws are precise near zero and far out.
     blocks, (high, low, choice) = _leading_bits(number, key, (3, 2, size))
-    angle = _uniform_from_bits(high, low, dtype) * (math.pi / 4)
+    angle = normals.uniform(high, low, dtype) * (math.pi / 4)
     # Behind a word of zeros the tangent is the angle, to a relative 2**-64.
     small = jnp.where(blocks == 0, jnp.tan(angle), jnp.ldexp(angle, -32 * blocks))
     magnitude = jnp.where(choice & 1 == 0, small, 1 / small)
@@ -769,17 +816,7 @@ def _standard_cauchy(number: jax.Array, key: jax.Array, size: int, dtype: Any) -
 def _exponentials(number: jax.Array, key: jax.Array, size: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Draws blocks * _BLOCK + rest of int32 blocks and 0 <= rest <= _BLOCK, and returns both, each [2, size]."""
     blocks, (high, low) = _leading_bits(number, key, (2, 2, size))
-    return blocks, _minus_log(high, low, dtype)
-
-
-def _minus_log(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
-    """Computes -log(u) of a uniform u of 64 bits with the relative precision of a float, also where u is almost 1."""
-    below = high >> 31 == 0
-    small = _uniform_from_bits(jnp.where(below, high, ~high), low, dtype)
-    v = jnp.where(below, small, 1 - small)
-    log = -jnp.log(v)
-    # Where v is the rounded 1 - small, log / (1 - v) hardly depends on v, so the error of v cancels in the product.
-    return jnp.where(below, log, jnp.where(v == 1, small, log * (small / (1 - v))))
+    return blocks, normals.minus_log(high, low, dtype)
 
 
 def _leading_bits(number: jax.Array, key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -790,28 +827,30 @@ def _leading_bits(number: jax.Array, key: jax.Array, shape: tuple[int, ...]) -> 
     Returns:
         The number of zeros before the word of the first row, int32 [*shape[1:]], and the words.
     """
-    cipher_key, count = _cipher_key(key), math.prod(shape)
-    counters = jax.lax.iota(jnp.uint32, -(-count // 16))
+    cipher_key = _cipher_key(key)
+    count = math.prod(shape)
+    counters = lax.iota(jnp.uint32, -(-count // 16))
 
-    def more(state: tuple[jax.Array, ...]) -> jax.Array:
+    def draw(turn: jax.Array | int) -> jax.Array:
+        blocks = chacha.block(cipher_key, (counters, number, turn, chacha.NOISE))
+        return blocks.reshape(-1)[:count].reshape(shape)
+
+    def more(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         turn, words, _ = state
-        return (turn == 0) | ((turn < _MOST_WORDS) & (words[0] == 0).any())
+        return (turn < _MOST_WORDS) & (words[0] == 0).any()
 
-    def draw(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def draw_again(
+        state: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         turn, words, zeros = state
-        drawn = chacha.block(cipher_key, (counters, number, turn, chacha.NOISE)).reshape(-1)[:count].reshape(shape)
         again = words[0] == 0
-        return turn + 1, jnp.where(again, drawn, words), zeros + again.astype(jnp.int32)
+        return turn + 1, jnp.where(again, draw(turn), words), zeros + again.astype(jnp.int32)
 
-    none = jnp.broadcast_to(cipher_key[0] * 0, shape)  # zeros that vary over the same mesh axes
-    start = (jnp.uint32(0), none, none[0].astype(jnp.int32) - 1)
-    found: tuple[jax.Array, ...] = jax.lax.while_loop(more, draw, start)
-    return found[2], found[1].at[0].max(1)
-
-
-def _uniform_from_bits(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
-    """Maps 64 bits to (0, 1] with the full relative precision of a float near zero."""
-    return high.astype(dtype) * 2.0**-32 + (low.astype(dtype) + 0.5) * 2.0**-64
+    # The first draw is outside of the loop, which most calls never enter.
+    words = draw(0)
+    start = (jnp.uint32(1), words, (words[0] * 0).astype(jnp.int32))
+    _, words, zeros = lax.while_loop(more, draw_again, start)
+    return zeros, words.at[0].max(1)
 
 
 def _noise_dtype(leaf: Any) -> Any:

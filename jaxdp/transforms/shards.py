@@ -38,6 +38,14 @@ def varying_axes(*values: Any) -> frozenset[str]:
     return found
 
 
+def shape_like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Returns the type of an array [*shape] that varies over the mesh axes of `x`, for a kernel's result."""
+    manual = getattr(jax.typeof(x), "manual_axis_type", None)
+    # `vma` before JAX 0.10.2
+    varies = {"vma": varying_axes(x)} if manual is None else {"manual_axis_type": manual}
+    return jax.ShapeDtypeStruct(shape, dtype, **varies)
+
+
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Types a value as varying over `axes`, so that JAX does not sum its cotangents over them."""
     missing = tuple(sorted(set(axes) - varying_axes(x)))

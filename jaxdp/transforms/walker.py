@@ -29,6 +29,7 @@ import jax.ref
 from jax import lax
 
 from jaxdp.transforms import sites
+from jaxdp.transforms.precision import with_equations
 
 # Primitives whose body replaces the call.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
@@ -120,16 +121,9 @@ def _ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
 def batchable(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
     """Replaces each `lax.ragged_dot` of a jaxpr and of its inner programs by a product that JAX can batch."""
 
-    def inner(value: Any) -> Any:
-        if isinstance(value, jex.ClosedJaxpr):
-            return jex.ClosedJaxpr(batchable(value.jaxpr), value.consts)
-        if type(value) is tuple:  # not a named one, such as the numbers of a convolution
-            return tuple(map(inner, value))
-        return batchable(value) if isinstance(value, jex.Jaxpr) else value
-
     def changed(eqn: Any) -> Any:
         if eqn.primitive.name != "ragged_dot_general":
-            return eqn.replace(params={name: inner(value) for name, value in eqn.params.items()})
+            return eqn
         numbers, offset = eqn.params["ragged_dot_dimension_numbers"], eqn.params["group_offset"]
         plain = (numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions), offset)
         if plain != ((((1,), (1,)), ((), ())), (0,), None):  # another product of `lax.ragged_dot_general`
@@ -139,8 +133,7 @@ def batchable(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
 
     if not any(eqn.primitive.name == "ragged_dot_general" for eqn in every_equation(jaxpr)):
         return jaxpr
-    replaced: jex.Jaxpr = jaxpr.replace(eqns=list(map(changed, jaxpr.eqns)))
-    return replaced
+    return with_equations(jaxpr, changed)
 
 
 def has_custom_vjp(eqn: Any) -> bool:

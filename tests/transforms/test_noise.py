@@ -16,10 +16,13 @@ import numpy as np
 import optax
 import pytest
 from dp_accounting import dp_event
+from jax.experimental.pallas import tpu as pltpu
 from scipy import stats
 
 import jaxdp
-from jaxdp.transforms import chacha, noise
+from jaxdp.transforms import chacha, forms, noise
+from jaxdp.transforms.kernels import normals as kernel
+from jaxdp.transforms.normals import pair
 
 SEED = bytes(range(16))
 KEY = noise.stream(SEED, "test")
@@ -308,24 +311,44 @@ def test_draws_of_different_numbers_read_different_blocks():
             noise.gaussian(KEY, few, 1.0, number=fraction)
 
 
-def test_another_backend_draws_the_same_normals(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    drawn = noise.gaussian(KEY, jnp.zeros(4321), 1.0)  # No other test draws as many.
-    np.testing.assert_allclose(drawn, vector(jax.random.key_data(KEY), 4321), rtol=2e-6)
+@pytest.mark.slow
+@pytest.mark.parametrize(("platform", "kernels"), [("cuda", True), ("tpu", True), ("tpu", False)])
+def test_every_platform_draws_the_same_normals(monkeypatch, platform, kernels):
+    """Fails if a block is computed at another place, or if the last step of a kernel's grid is left out."""
+
+    def chosen(*args, default, kernels=kernels, **own):
+        available = own | (kernels if given else {})
+        return available.get(platform, default)(*args)
+
+    given = kernels
+    monkeypatch.setattr(forms, "by_platform", chosen)
+    # No other test draws as many, so none meets this program in JAX's cache.
+    tree = {"a": jnp.zeros((3, 7)), "b": jnp.zeros(kernel.VALUES_PER_STEP + 4321 + kernels)}
+    with pltpu.force_tpu_interpret_mode():
+        drawn = noise.gaussian(KEY, tree, 1.0, number=5)
+    found = np.concatenate([np.ravel(drawn[name]) for name in "ab"])
+    np.testing.assert_allclose(found, vector(jax.random.key_data(KEY), found.size, number=5), rtol=2e-6)
 
 
-def test_every_edge_of_the_words_gives_finite_normals_of_both_signs(monkeypatch):
+def test_one_process_draws_noise_for_every_platform():
+    """Fails if the form is that of the process, which is a CPU's, and not that of the program."""
+    traced = jax.jit(lambda key: noise.gaussian(key, jnp.zeros(4322), 1.0)).trace(KEY)
+    text = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")}
+    assert [name for name in text if "tpu_custom_call" in text[name]] == ["tpu"]
+    assert [name for name in text if "complex<f64>" in text[name]] == ["cpu"]
+    assert [name for name in text if "complex<f32>" in text[name]] == ["cpu", "cuda"]
+
+
+def test_every_edge_of_the_words_gives_finite_normals_of_both_signs():
     """Fails if a word of zeros or ones gives 0, infinity or NaN, or if a sign is more frequent."""
     edges = np.array([0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1], np.uint32)
     words = [part.ravel() for part in np.meshgrid(*[edges] * 4, np.arange(8, dtype=np.uint32), indexing="ij")]
-    monkeypatch.setattr(chacha, "unrolled_block", lambda key, inputs: [jnp.asarray(word) for word in 2 * words])
-    # No other test draws as many values, so none meets this program in JAX's cache.
-    found = np.asarray(noise.gaussian(KEY, jnp.zeros((words[0].size, 2, 2)), 1.0))
-    np.testing.assert_allclose(found, np.stack([normals(*words).T] * 2, axis=1), rtol=2e-6)
+    found = np.stack(pair([jnp.asarray(word) for word in words], jnp.dtype(jnp.float32)))
+    np.testing.assert_allclose(found, normals(*words), rtol=2e-6)
     assert np.isfinite(found).all() and abs(found).min() > 2.0**-98
     assert 9.4 < abs(found).max() < 9.5
-    octants = found.reshape(-1, 8, 2, 2)
-    assert (np.sort(octants, axis=1) == np.sort(-octants, axis=1)).all()
+    octants = found.reshape(2, -1, 8)
+    assert (np.sort(octants, axis=2) == np.sort(-octants, axis=2)).all()
 
 
 def test_trees_without_values_have_no_noise():

@@ -1,0 +1,74 @@
+"""Normals from words of the cipher, by Box and Muller's method (1958).
+
+`pair` is all arithmetic between random words and noise. Every platform calls it, so all draw the same
+normals up to the rounding of their logarithms and roots. `jaxdp.transforms.noise` says how many words
+a normal takes, and why.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# A pair of normals takes five words: two for the radius, two for the angle, one for the octant.
+WORDS = 5
+# Pairs that a block of 16 words gives, per itemsize of a normal.
+PAIRS = {4: 2, 8: 1}
+# The last term of the Taylor series of a cosine in [0, pi / 4], per itemsize.
+_TERMS = {4: 10, 8: 20}
+
+
+@functools.partial(jax.jit, static_argnums=1)  # traced once, and inlined by XLA
+def pair(words: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns two independent standard normals.
+
+    Args:
+      words: Five uniform uint32 arrays of one shape.
+      dtype: float32 or float64, the dtype of the normals.
+    """
+    radius = jnp.sqrt(2 * minus_log(words[0], words[1], dtype))
+    angle = uniform(words[2], words[3], dtype) * (math.pi / 4)
+    octant = words[4]
+
+    sine = radius * _sine(angle)
+    cosine = radius * _cosine(angle)
+    swapped = octant & 1 == 0
+    x = jnp.where(swapped, sine, cosine)
+    y = jnp.where(swapped, cosine, sine)
+    return jnp.where(octant & 2 == 0, x, -x), jnp.where(octant & 4 == 0, y, -y)
+
+
+def minus_log(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
+    """Returns -log(u) of a uniform u of 64 bits, precise to a float also where u is almost 1."""
+    below = high >> 31 == 0
+    small = uniform(jnp.where(below, high, ~high), low, dtype)
+    v = jnp.where(below, small, 1 - small)
+    log = -jnp.log(v)
+    # Where v is the rounded 1 - small, log / (1 - v) hardly depends on v, so the error of v cancels
+    # in the product.
+    almost_one = jnp.where(v == 1, small, log * (small / (1 - v)))
+    return jnp.where(below, log, almost_one)
+
+
+def uniform(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
+    """Maps 64 bits to (0, 1] with the full relative precision of a float near zero."""
+    return high.astype(dtype) * 2.0**-32 + (low.astype(dtype) + 0.5) * 2.0**-64
+
+
+def _sine(x: jax.Array) -> jax.Array:
+    return x * _series(x * x, _TERMS[x.dtype.itemsize] + 1)
+
+
+def _cosine(x: jax.Array) -> jax.Array:
+    return _series(x * x, _TERMS[x.dtype.itemsize])
+
+
+def _series(y: jax.Array, last: int) -> jax.Array:
+    """Sums the Taylor series of sin(x) / x for odd `last` and of cos(x) for even, where y is x**2."""
+    total = jnp.ones_like(y)
+    for k in range(last, 1, -2):
+        total = 1 - total * y * (1 / (k * (k - 1)))
+    return total

@@ -1,0 +1,56 @@
+"""Products of full precision, whatever the platform multiplies in by default.
+
+A TPU multiplies float32 in bfloat16 by default, and a GPU in TF32. A bound of a computation in floating point does not
+hold for such a computation. So what is bounded asks for full precision, also where a function asks for less.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax import lax
+
+_PRODUCTS = {"dot_general", "conv_general_dilated"}
+
+
+def in_full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function`, with all its products of floats in the precision of their dtypes.
+
+    Derivatives are to be taken inside of `function`.
+    """
+
+    @functools.wraps(function)
+    def precise(*args: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        closed = jex.ClosedJaxpr(with_equations(program.jaxpr, _precise), program.consts)
+        leaves = jex.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    return precise
+
+
+def _precise(eqn: Any) -> Any:
+    if eqn.primitive.name not in _PRODUCTS:
+        return eqn
+    return eqn.replace(params={**eqn.params, "precision": (lax.Precision.HIGHEST,) * 2})
+
+
+def with_equations(jaxpr: jex.Jaxpr, change: Callable[[Any], Any]) -> jex.Jaxpr:
+    """Replaces each equation of a jaxpr and of its inner programs by `change(equation)`."""
+
+    def inner(value: Any) -> Any:
+        if isinstance(value, jex.ClosedJaxpr):
+            return jex.ClosedJaxpr(with_equations(value.jaxpr, change), value.consts)
+        if type(value) is tuple:  # not a named one, such as the numbers of a convolution
+            return tuple(map(inner, value))
+        return with_equations(value, change) if isinstance(value, jex.Jaxpr) else value
+
+    def changed(eqn: Any) -> Any:
+        params = {name: inner(value) for name, value in eqn.params.items()}
+        return change(eqn.replace(params=params))
+
+    replaced: jex.Jaxpr = jaxpr.replace(eqns=list(map(changed, jaxpr.eqns)))
+    return replaced
