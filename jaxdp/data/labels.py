@@ -56,6 +56,7 @@ def check_logits(logits: Any, *, name: str = "logits", count: int | None = None,
       count: The number n of records. None allows any.
       least: The smallest number K of classes.
     """
+    _check_array(logits, name)
     shape = tuple(logits.shape)
     if len(shape) != 2 or shape[1] < least or count not in (None, shape[0]):
         raise ValueError(
@@ -70,6 +71,7 @@ def check_logits(logits: Any, *, name: str = "logits", count: int | None = None,
 
 def check_labels(labels: Any, count: int, *, name: str = "labels") -> None:
     """Raises ValueError or TypeError unless labels are integers [count]. It reads shape and dtype only."""
+    _check_array(labels, name)
     shape = tuple(labels.shape)
     if shape != (count,):
         raise ValueError(
@@ -217,6 +219,11 @@ def warn_if_not_finite(count: int, total: int, *, stacklevel: int = 3) -> None:
             "parameters and the inputs.",
             stacklevel=stacklevel,
         )
+
+
+def _check_array(value: Any, name: str) -> None:
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(f"{name} must be an array, got {type(value).__name__}. Return one array of logits or labels.")
 
 
 def _shown(shape: tuple[int, ...], count: int | None) -> str:

@@ -33,7 +33,6 @@ from jaxdp.transforms.boxes import Interval, lower, outward, slack, unchecked, u
 from jaxdp.transforms.interval_rules import certain_argmax
 from jaxdp.transforms.intervals import bound, stage
 from jaxdp.transforms.meshes import check_mesh, rounded_up
-from jaxdp.transforms.parameters import check_finite
 from jaxdp.transforms.precision import in_full_precision
 
 # Halvings of the interval that contains the threshold of the largest entries (T6).
@@ -157,8 +156,7 @@ def train_with_bounds(
       `Bounds`, computed for all ks at once (compiled once per loss function, shapes and settings).
 
     Raises:
-      ValueError: An argument is out of range or cannot be certified, or a leaf of params holds NaN or an infinity.
-        Raised before any computation.
+      ValueError: An argument is out of range or cannot be certified. Raised before any computation.
       TypeError: ks or order are not integers, a trained leaf is not floating point, or mesh is not a mesh.
 
     Formal guarantees:
@@ -206,7 +204,6 @@ def train_with_bounds(
         lr_min=lr_min,
         trainable=trainable,
     )
-    check_finite(params)
     check_mesh(mesh, data_axes, None)
     if group:
         if not isinstance(data, Records):

@@ -208,6 +208,12 @@ def test_one_logit_answers_by_its_sign_and_metrics_refuse_it():
             metric(logits, labels)
 
 
+def test_a_model_that_returns_no_array_is_refused():
+    for returned in ((PLAIN.logits,), [[1.0, 2.0]], {"logits": PLAIN.logits}):
+        with pytest.raises(TypeError, match=r"predict\(params, inputs\) must be an array, got"):
+            finetune.accuracy(lambda params, x, returned=returned: returned, None, source(PLAIN.logits, PLAIN.labels))
+
+
 def test_labels_that_int32_cannot_hold_become_no_class():
     wide = np.array([3, 2**32 + 3, -(2**40), 2**31 - 1], np.int64)
     np.testing.assert_array_equal(narrow(wide), [3, -1, -1, -1])
