@@ -634,7 +634,7 @@ def test_every_hook_has_a_rule():
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be finite and not negative, got -1.0"),
         ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier must be finite"),
         ({"clip_norm": 1e-10, "noise_multiplier": 1e-28}, ValueError, "is 1e-38, but float32 noise needs"),
-        ({"clip_norm": 1e10, "noise_multiplier": 1e27}, ValueError, "is 1e.37, but float32 noise needs"),
+        ({"clip_norm": 1e10, "noise_multiplier": 1e27}, ValueError, "e.37, but float32 noise needs"),
         ({"clip_rule": "nonsense"}, ValueError, "clip_rule must be .*'nonsense'"),
         ({"filters": "drop"}, ValueError, "filters must be 'remove' or 'keep', got 'drop'"),
         ({"filters": "keep", "kept_fraction": 0.0}, ValueError, r"kept_fraction must be in \(0, 1\]"),
