@@ -32,16 +32,17 @@ Role = Literal["scale", "offset"]
 Statistics = Literal["own", "stored"]
 
 # Primitives that keep every number, at its place or at another.
-_MOVES = frozenset(
-    """reshape transpose squeeze expand_dims broadcast_in_dim convert_element_type copy copy_p rev neg real
-    stop_gradient reduce_precision optimization_barrier sharding_constraint device_put pvary layout_constraint""".split()
-)
-_PARTS = frozenset(["slice", "dynamic_slice", "gather", "pad", "concatenate", "dynamic_update_slice"])
-_SUMS = frozenset(["reduce_sum", "reduce_window_sum", "psum"])
-_ELEMENTWISE = frozenset(
-    """add sub mul div neg max min exp exp2 log log1p expm1 tanh logistic sqrt rsqrt square integer_pow pow abs
-    add_any select_n clamp""".split()
-)
+_MOVES = {
+    *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "copy", "copy_p"),
+    *("rev", "neg", "real", "stop_gradient", "reduce_precision", "optimization_barrier", "sharding_constraint"),
+    *("device_put", "pvary", "layout_constraint"),
+}
+_PARTS = {"slice", "dynamic_slice", "gather", "pad", "concatenate", "dynamic_update_slice"}
+_SUMS = {"reduce_sum", "reduce_window_sum", "psum"}
+_ELEMENTWISE = {
+    *("add", "add_any", "sub", "mul", "div", "max", "min", "clamp", "select_n", "abs", "exp", "exp2", "expm1", "log"),
+    *("log1p", "tanh", "logistic", "sqrt", "rsqrt", "square", "integer_pow", "pow"),
+}
 _POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5}
 # Primitives whose inside is not visible here.
 _OPAQUE = ("pallas_call", "ffi_call", "custom_call", "callback")

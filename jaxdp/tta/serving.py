@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -129,8 +130,11 @@ def serve(
         files = None if till.workdir is None else stack.enter_context(contextlib.closing(_Files(till.workdir)))
         loop = _Loop(adapter, account, till, files, monitor, deliver, evaluate)
         try:
+            batches = iter(progress_bar(stream, label="stream", unit="batch"))
+            if (first := next(batches, None)) is not None:
+                adapter.prepare(first.images)
             loop.begin(state)
-            for number, batch in enumerate(progress_bar(stream, label="stream", unit="batch")):
+            for number, batch in enumerate(itertools.chain([] if first is None else [first], batches)):
                 loop.serve(number, batch)
         except BudgetExceeded as error:
             error.served = loop.served()  # type: ignore[attr-defined]
