@@ -17,9 +17,20 @@ from jaxdp.transforms.clipping import clipped_grad
 from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, rounded_up
 from jaxdp.transforms.noise import gaussian
 from jaxdp.tta.clipped import Clipped
+from jaxdp.tta.finite import all_finite, without_bad_rows
 from jaxdp.tta.method import Method, Sample, check_name
 from jaxdp.tta.private import Private
-from jaxdp.tta.select import Adapted, Chosen, chosen, goes_by_structure, lower_blocks, merge, suggested, trainable_part
+from jaxdp.tta.select import (
+    Adapted,
+    Chosen,
+    chosen,
+    goes_by_structure,
+    lower_blocks,
+    merge,
+    suggested,
+    traced,
+    trainable_part,
+)
 
 ApplyFn = Callable[[Any, jax.Array], jax.Array]
 Predict = Literal["before", "after"]
@@ -230,9 +241,7 @@ class Adapter:
         kind = (images.shape[1:], images.dtype)
         if kind in self._separate:
             return
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._source[0])
-        two = jax.ShapeDtypeStruct((2, *kind[0]), kind[1])
-        program, logits = jax.make_jaxpr(self.apply_fn, return_shape=True)(params, two)
+        program, logits = traced(self.apply_fn, self._source[0], images)
         if not isinstance(logits, jax.ShapeDtypeStruct) or logits.ndim != 2 or len(logits) != 2:
             shapes = jax.tree.map(jnp.shape, logits)
             raise ValueError(f"apply_fn must return logits [B, num_classes], but returned {shapes} for a batch of 2.")
@@ -488,15 +497,20 @@ def _plain_step(
         kept = candidate & finite & method.reliable(seen) & method.novel(state.memory, seen)
         return jnp.where(kept, weight * sample.uncertainty, 0), _Seen(logits, seen, finite, kept)
 
-    def mean(moving: Any, rows: tuple[jax.Array, Any, jax.Array]) -> tuple[jax.Array, _Seen]:
-        params, (images, views, candidates) = merge(moving, constants.params), rows
+    def mean(moving: Any, images: jax.Array, views: Any, candidates: jax.Array) -> tuple[jax.Array, _Seen]:
+        params = merge(moving, constants.params)
         logits = program.apply_fn(params, images)
         again = None if views is None else program.apply_fn(jax.lax.stop_gradient(params), views)
         losses, seen = jax.vmap(weighted)(logits, again, candidates)
         return losses.sum() / jnp.maximum(seen.kept.sum(), 1), seen
 
     def published(moving: Any, candidates: jax.Array) -> tuple[Any, _Seen]:
-        return _without_bad_rows(jax.grad(mean, has_aux=True), moving, (images, views, candidates))
+        def compute(rows: Any, present: jax.Array) -> tuple[Any, jax.Array]:
+            gradient, seen = jax.grad(mean, has_aux=True)(moving, *rows, present)
+            return (gradient, seen), seen.finite
+
+        (_, first), (gradient, seen), finite = without_bad_rows(compute, (images, views), candidates)
+        return gradient, seen._replace(logits=first.logits, finite=finite)
 
     def one(params: Any, example: Any) -> tuple[jax.Array, _Seen]:
         return weighted(*_views_of_one(program, params, *example[:2]), example[2])
@@ -522,38 +536,13 @@ def _plain_step(
     memory = method.remember(state.memory, seen.sample, seen.kept)
     new = _reset_where(method.lost(memory), program, constants, new._replace(memory=memory))
     usable = (mask & first.finite).any() | ~mask.any()
-    return _where(usable & _all_finite(gradient), new, state), first.logits
-
-
-def _without_bad_rows(gradient_of: Callable[..., Any], moving: Any, rows: Any) -> tuple[Any, _Seen]:
-    """Returns the gradient of a mean over the rows whose loss is a number, and what is seen of all rows.
-
-    The gradient through a row that is NaN is NaN, also where its cotangent is 0. So a batch with such rows is computed
-    again with a good row in their places. The second program is compiled and costs nothing while it does not run. It
-    is no loop, in which XLA computes convolutions slowly on CPU.
-    """
-    gradient, seen = gradient_of(moving, rows)
-    *_, candidates = rows
-    good = candidates & seen.finite
-
-    def again() -> tuple[Any, _Seen]:
-        source = jnp.where(seen.finite, jnp.arange(len(good)), jnp.argmax(seen.finite))
-        images, views = jax.tree.map(lambda x: x[source], rows[:2])
-        gradient, other = gradient_of(moving, (images, views, good))
-        return gradient, other._replace(logits=seen.logits, finite=seen.finite & other.finite)
-
-    result: tuple[Any, _Seen] = jax.lax.cond(seen.finite.all(), lambda: (gradient, seen), again)
-    return result
+    return _where(usable & all_finite(gradient), new, state), first.logits
 
 
 def _are_numbers(sample: Sample, weight: jax.Array) -> jax.Array:
     """Returns whether an image has a loss. A logit of -inf masks a class."""
     known = (sample.logits < jnp.inf).all()  # False for NaN
     return known & jnp.isfinite(sample.uncertainty) & jnp.isfinite(sample.drop) & jnp.isfinite(weight).all()
-
-
-def _all_finite(tree: Any) -> jax.Array:
-    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
 
 def _private_step(

@@ -100,6 +100,20 @@ def goes_by_structure(adapted: Adapted | None) -> bool:
     return adapted is None or adapted is normalisation or isinstance(adapted, LowerBlocks)
 
 
+def traced(apply_fn: Callable[..., Any], params: Any, images: Any) -> tuple[jex.ClosedJaxpr, Any]:
+    """Returns the program of a model for two images of the shape and dtype of `images`, and the form of its result."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+    two = jax.ShapeDtypeStruct((2, *images.shape[1:]), images.dtype)
+    result: tuple[jex.ClosedJaxpr, Any] = jax.make_jaxpr(apply_fn, return_shape=True)(shapes, two)
+    return result
+
+
+def adapting(apply_fn: Callable[..., Any], params: Any, adapted: Adapted | None, images: Any) -> frozenset[str]:
+    """Returns the paths of the parameters of a model that adapt. Raises what `chosen` raises."""
+    program = traced(apply_fn, params, images)[0] if goes_by_structure(adapted) else None
+    return frozenset(leaf.path for leaf in chosen(params, adapted, program))
+
+
 def chosen(params: Any, adapted: Adapted | None, program: jex.ClosedJaxpr | None) -> tuple[Chosen, ...]:
     """Returns the parameters that adapt.
 

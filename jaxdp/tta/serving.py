@@ -27,6 +27,7 @@ from jaxdp.privacy.events import DpEvent, NonPrivateDpEvent, to_json
 from jaxdp.privacy.ledger import BudgetExceeded
 from jaxdp.report import MetricsWriter, progress_bar, read_metrics
 from jaxdp.tta.accounts import BatchPayment, StreamAccount, Sum
+from jaxdp.tta.adapter import Adapter
 from jaxdp.tta.monitor import CollapseMonitor, CollapseReport
 from jaxdp.tta.private import Private
 from jaxdp.tta.streams import Batch
@@ -131,10 +132,11 @@ def serve(
         loop = _Loop(adapter, account, till, files, monitor, deliver, evaluate)
         try:
             batches = iter(progress_bar(stream, label="stream", unit="batch"))
-            if (first := next(batches, None)) is not None:
-                adapter.prepare(first.images)
+            first = list(itertools.islice(batches, 1))
+            if first and isinstance(adapter, Adapter):
+                adapter.prepare(first[0].images)  # what does not fit the model costs nothing
             loop.begin(state)
-            for number, batch in enumerate(itertools.chain([] if first is None else [first], batches)):
+            for number, batch in enumerate(itertools.chain(first, batches)):
                 loop.serve(number, batch)
         except BudgetExceeded as error:
             error.served = loop.served()  # type: ignore[attr-defined]
