@@ -183,7 +183,7 @@ class _Walk:
                     if parameter is not None:
                         self.uses.setdefault(parameter.leaf, Use(role, fact.statistics))  # type: ignore[arg-type]
 
-    def _results(self, eqn: jex.JaxprEqn, operands: list[_Value]) -> list[_Value]:
+    def _results(self, eqn: Any, operands: list[_Value]) -> list[_Value]:
         name, shapes = eqn.primitive.name, [tuple(v.aval.shape) for v in eqn.outvars]
         if any(known in name for known in _OPAQUE):
             self.opaque.update(*(x.leaves for x in operands if isinstance(x, _Constant)))
