@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -37,7 +36,7 @@ from jaxdp.transforms.boxes import (
     widen,
     without_overflow,
 )
-from jaxdp.transforms.walker import scan_starts
+from jaxdp.transforms.walker import inner_program, scan_starts
 
 # Sums of at most this many products are unrolled and bounded corner by corner.
 _UNROLLED = 16
@@ -1149,9 +1148,7 @@ def _multiclass_hinge(eqn: Equation, logits: Operand, weights: Operand) -> Opera
 @register_rule("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call")
 @register_rule("custom_vjp_call", "custom_vmap_call")
 def _call(eqn: Equation, *operands: Operand) -> list[Operand]:
-    inner = next(eqn.params[k] for k in ("jaxpr", "call_jaxpr", "call") if k in eqn.params)
-    closed = inner if hasattr(inner, "consts") else jex.ClosedJaxpr(inner, ())
-    return eqn.evaluate(closed, operands)
+    return eqn.evaluate(inner_program(eqn.name, eqn.params), operands)
 
 
 def _plain(xs: Sequence[Operand], wanted: Sequence[bool] | None = None) -> list[Any]:

@@ -19,7 +19,7 @@ need not be linear, so J^T of a sum may differ from the sum of every example's J
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,8 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_ca
 # Primitives that only move entries. Their J is a permutation and keeps norms.
 _MOVES = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "copy", "rev", "broadcast_in_dim"})
 _REMATS = frozenset({"remat", "remat2", "checkpoint"})
+# Primitives that evaluate a body once, on all of their operands.
+_ONCE = _CALLS.keys() | _REMATS | {"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "shard_map"}
 # Primitives by which scales and biases meet data. They broadcast scalars and axes of length one.
 _BROADCASTING = {"add": lax.add, "mul": lax.mul}
 
@@ -66,6 +68,14 @@ def _is_float(x: Any) -> bool:
 def is_complex(variable: Any) -> bool:
     """Returns whether a variable of a jaxpr is complex."""
     return jnp.issubdtype(variable.aval.dtype, jnp.complexfloating)
+
+
+def inner_program(name: str, params: Mapping[str, Any]) -> jex.ClosedJaxpr | None:
+    """Returns the program that a primitive calls once with all of its operands, or None."""
+    if name not in _ONCE:
+        return None
+    body = next(params[key] for key in ("jaxpr", "call_jaxpr", "call") if key in params)
+    return body if hasattr(body, "consts") else jex.ClosedJaxpr(body, ())
 
 
 def every_equation(jaxpr: Any) -> Iterator[Any]:
@@ -108,6 +118,12 @@ def scan_starts(body: Any, operands: Sequence[Any], results: Sequence[Any]) -> t
 def _starts(scan: jex.JaxprEqn) -> tuple[int, int]:
     operands, results = ([v.aval for v in variables] for variables in (scan.invars, scan.outvars))
     return scan_starts(scan.params["jaxpr"], operands, results)
+
+
+def scan_parts(scan: jex.JaxprEqn, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Returns the operands of a `scan` as constants, initial carry, and scanned arrays."""
+    first_carry, first_x = _starts(scan)
+    return list(operands[:first_carry]), list(operands[first_carry:first_x]), list(operands[first_x:])
 
 
 def _ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:

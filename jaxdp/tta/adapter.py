@@ -17,9 +17,20 @@ from jaxdp.transforms.clipping import clipped_grad
 from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, rounded_up
 from jaxdp.transforms.noise import gaussian
 from jaxdp.tta.clipped import Clipped
+from jaxdp.tta.finite import all_finite, without_bad_rows
 from jaxdp.tta.method import Method, Sample, check_name
 from jaxdp.tta.private import Private
-from jaxdp.tta.select import Adapted, lower_blocks, merge, selected, trainable_part
+from jaxdp.tta.select import (
+    Adapted,
+    Chosen,
+    chosen,
+    goes_by_structure,
+    lower_blocks,
+    merge,
+    suggested,
+    traced,
+    trainable_part,
+)
 
 ApplyFn = Callable[[Any, jax.Array], jax.Array]
 Predict = Literal["before", "after"]
@@ -105,8 +116,11 @@ class Adapter:
       params: The parameters of the source model. They never change, adapted parameters are copies.
       method: One of `jaxdp.tta.METHODS`, your `Method`, or `private(...)` or `clipped(...)` of it.
       optimizer: Any optax optimizer. For private methods it gets the noisy G_t, so its step is post-processing.
-      adapted: `adapted(path, leaf) -> bool` with paths such as "block_0/norm_0/scale". The default is scale and bias of
-        all normalisation layers. For SAR and DeYO it is the lower three quarters of the blocks (`lower_blocks`).
+      adapted: `adapted(path, leaf) -> bool` with paths such as "block_0/norm_0/scale". The default is scale and offset
+        of all normalisation layers. For SAR and DeYO it is the lower three quarters of the blocks (`lower_blocks`).
+        The layers are found in the program of apply_fn: a parameter that multiplies a value after its normalisation by
+        own or stored statistics, and one that is added then. `describe` lists them. Names count only where the program
+        hides a layer, and a warning says so.
       accumulate: A, for private methods. The clipped gradients of A consecutive batches of one size B make one update,
         with one noise draw and divisor A * B. This reduces noise at the price of latency, at the same privacy.
       reset_every: The public number of batches between two resets to the source model. None never resets.
@@ -118,11 +132,12 @@ class Adapter:
       data_axes: The axes of the mesh along which batches are divided.
       param_sharding: `param_sharding(path, leaf) -> PartitionSpec`, how each parameter lies on the mesh. None keeps the
         shardings that the parameters have.
+      images: Images [B, ...] or a `jax.ShapeDtypeStruct` of them, for `prepare`. Only shape and dtype are read. Without
+        them the first batch prepares the adapter.
 
     Raises:
-      TypeError, ValueError: An argument has the wrong type or is out of range, no parameter adapts, or the parameters
-        do not suit the mesh. When stepping:
-        apply_fn mixes the images of a batch, or has another number of classes than the method.
+      TypeError, ValueError: An argument has the wrong type or is out of range, or the parameters do not suit the mesh.
+        Also what `prepare` raises, which the first batch does without `images`.
     """
 
     apply_fn: ApplyFn
@@ -136,6 +151,10 @@ class Adapter:
     mesh: Mesh | None = None
     data_axes: Sequence[str] = ("data",)
     param_sharding: ParamSharding | None = None
+    images: Any = dataclasses.field(default=None, repr=False)
+    _source: tuple[Any, Layout | None] = dataclasses.field(init=False, repr=False)  # all parameters on the devices
+    _chosen: tuple[Chosen, ...] = dataclasses.field(init=False, repr=False)
+    _suggested: Any = dataclasses.field(init=False, repr=False, default=None)  # the form of states before `prepare`
     _program: _Program = dataclasses.field(init=False, repr=False)
     constants: _Constants = dataclasses.field(init=False, repr=False)  # all that a step reads besides its arguments
     _separate: set[Any] = dataclasses.field(init=False, repr=False, default_factory=set)  # (shape, dtype) found good
@@ -143,11 +162,10 @@ class Adapter:
 
     def __post_init__(self) -> None:
         form = self.method if isinstance(self.method, Private) else None
-        method = self.method.method if isinstance(self.method, Private | Clipped) else self.method
-        if not isinstance(method, Method):
+        if not isinstance(self._method, Method):
             raise TypeError(
                 "method must be a jaxdp.tta.Method, or private(...) or clipped(...) of one, got "
-                f"{type(method).__name__}."
+                f"{type(self._method).__name__}."
             )
         if self.accumulate < 1 or (self.accumulate > 1 and form is None):
             raise ValueError(
@@ -166,16 +184,35 @@ class Adapter:
                 f"optimizer must be one of optax, such as optax.sgd(1e-3), got {type(self.optimizer).__name__}."
             )
         check_name("predict", self.predict, Predict)
-        adapted = self.adapted or (lower_blocks(self.params) if method.lower_blocks_only else None)
-        paths = selected(self.params, adapted)
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), self.params)
         check_mesh(self.mesh, self.data_axes, self.param_sharding)
         layout = None
         if self.mesh is not None:
             layout = Layout.of(params, self.mesh, self.data_axes, self.param_sharding)
             params = jax.device_put(params, layout.shardings(params, params, params))
+        object.__setattr__(self, "_source", (params, layout))
+        if goes_by_structure(self._rule):
+            self._settle(suggested(params, self._rule))
+            object.__setattr__(self, "_suggested", self._form_of_states())
+        else:
+            self._settle(chosen(params, self._rule, None))
+        if self.images is not None:
+            self.prepare(self.images)
+
+    @property
+    def _method(self) -> Method:
+        return self.method.method if isinstance(self.method, Private | Clipped) else self.method
+
+    @property
+    def _rule(self) -> Adapted | None:
+        return self.adapted or (lower_blocks(self.params) if self._method.lower_blocks_only else None)
+
+    def _settle(self, leaves: tuple[Chosen, ...]) -> None:
+        """Fixes the parameters that adapt, the program of a step, and its constants."""
+        (params, layout), paths = self._source, frozenset(leaf.path for leaf in leaves)
         moving = trainable_part(params, paths)
-        static: tuple[Any, ...] = (self.apply_fn, method, self.optimizer.update, paths)
+        form = self.method if isinstance(self.method, Private) else None
+        static: tuple[Any, ...] = (self.apply_fn, self._method, self.optimizer.update, paths)
         static += (self.accumulate, self.reset_every, self.predict, form is not None)
         static += (isinstance(self.method, Clipped), layout)
         numbers: tuple[float, ...] = (self.method.clip_norm,) if isinstance(self.method, Clipped) else ()
@@ -186,11 +223,53 @@ class Adapter:
         constants = _Constants(params, moving, self.optimizer.init(_wide(moving)), *numbers)
         constants = constants._replace(opt_state=self._placed(constants.opt_state, constants))
         object.__setattr__(self, "constants", constants)
+        object.__setattr__(self, "_chosen", leaves)
+
+    def prepare(self, images: jax.Array | jax.ShapeDtypeStruct) -> None:
+        """Checks apply_fn on images of one shape and dtype, and chooses the parameters that adapt.
+
+        `step` calls it, and `serve` does before it pays. Images of a kind that is known cost nothing.
+
+        Args:
+          images: Images [B, ...] or a `jax.ShapeDtypeStruct` of them. Only shape and dtype are read.
+
+        Raises:
+          ValueError: No parameter adapts by default, or the layer that returns the logits would. apply_fn returns no
+            logits, one logit to a method that minimises entropy, another number of classes than the method has, or
+            logits that depend on other images of the batch.
+        """
+        kind = (images.shape[1:], images.dtype)
+        if kind in self._separate:
+            return
+        program, logits = traced(self.apply_fn, self._source[0], images)
+        if not isinstance(logits, jax.ShapeDtypeStruct) or logits.ndim != 2 or len(logits) != 2:
+            shapes = jax.tree.map(jnp.shape, logits)
+            raise ValueError(f"apply_fn must return logits [B, num_classes], but returned {shapes} for a batch of 2.")
+        jax.eval_shape(self._method, jax.ShapeDtypeStruct(logits.shape[1:], logits.dtype))
+        if self._suggested is not None and not self._separate:
+            leaves = chosen(self._source[0], self._rule, program)
+            if {leaf.path for leaf in leaves} != self._program.adapted:
+                self._settle(leaves)
+            object.__setattr__(self, "_chosen", leaves)
+        if _mixes(self.apply_fn, *kind, self.params):
+            raise ValueError(
+                "apply_fn mixes the images of a batch: the logits of one image changed with its neighbour, as with "
+                "BatchNorm in batch mode. Private steps need a loss of each single image. Use frozen statistics "
+                "(jaxdp.models.FrozenBatchNorm), LayerNorm or GroupNorm."
+            )
+        self._separate.add(kind)
 
     @property
     def adapted_paths(self) -> tuple[str, ...]:
-        """The paths of the parameters that adapt."""
-        return tuple(sorted(self._program.adapted))
+        """The paths of the parameters that adapt. Before the first batch or `prepare` names suggest them."""
+        return tuple(sorted(leaf.path for leaf in self._chosen))
+
+    def describe(self) -> str:
+        """Returns text with a line for each parameter that adapts: its path, its shape, and how it was found."""
+        total = len(jax.tree.leaves(self._source[0]))
+        lines = [f"{type(self._method).__name__} adapts {len(self._chosen)} of {total} parameters"]
+        lines += [f"  {path} {list(shape)}: {reason}" for path, shape, reason in self._chosen]
+        return "\n".join(lines)
 
     def init(self, key: jax.Array | None = None) -> AdaptState:
         """Returns the state before the first batch.
@@ -206,11 +285,11 @@ class Adapter:
                     "one key. Call init outside jit, or pass key."
                 )
             key = stream(new_seed(), "test-time adaptation")
-        return self._whole(self._placed(_fresh(self._program, self.constants, step, _typed(key)), self.constants))
+        return self._begun(step, _typed(key))
 
     def reset(self, state: AdaptState) -> AdaptState:
         """Returns the source model's parameters, momentum, memory and previous gradient. Step and key stay."""
-        return self._whole(self._placed(_fresh(self._program, self.constants, state.step, state.key), self.constants))
+        return self._begun(state.step, state.key)
 
     def step(
         self, state: AdaptState, batch: jax.Array, key: jax.Array | None = None, mask: jax.Array | None = None
@@ -238,19 +317,12 @@ class Adapter:
             raise ValueError(
                 f"mask must be boolean of shape {batch.shape[:1]}, got {jnp.result_type(mask)} {jnp.shape(mask)}."
             )
-        if self._program.private and jax.tree.leaves(state.memory):
+        if isinstance(self.method, Private) and jax.tree.leaves(state.memory):
             raise ValueError(
                 "state comes from a method that is not private. It holds a memory of raw images, and its parameters "
                 "were not paid for. Begin with init(), or with reset(state)."
             )
-        kind = (batch.shape[1:], batch.dtype)
-        if kind not in self._separate and _mixes(self.apply_fn, *kind, self.params):
-            raise ValueError(
-                "apply_fn mixes the images of a batch: the logits of one image changed with its neighbour, as with "
-                "BatchNorm in batch mode. Private steps need a loss of each single image. Use frozen statistics "
-                "(jaxdp.models.FrozenBatchNorm), LayerNorm or GroupNorm."
-            )
-        self._separate.add(kind)
+        self.prepare(batch)
         key = _typed(state.key if key is None else key)
         moving, logits = _step(self._program, len(batch), self.constants, *self._arguments(state, batch, mask, key))
         return self._whole(moving), logits
@@ -258,6 +330,7 @@ class Adapter:
     def lowered_text(self, state: AdaptState, batch: jax.typing.ArrayLike) -> str:
         """Returns the text of the program of `step` for a batch. Each kind of batch is lowered once."""
         batch = jnp.asarray(batch)
+        self.prepare(batch)
         arguments = (self.constants, *self._arguments(state, batch, None, state.key))
         facts = ("weak_type", "sharding", "committed")  # a program depends on these too, keys lack the first
         leaves = jax.tree.leaves(arguments[1:])
@@ -274,9 +347,23 @@ class Adapter:
         """Returns the state of these parts."""
         return self._whole(self._placed(AdaptState._make((*parts, _typed(key))), self.constants))
 
+    def _begun(self, step: jax.Array, key: jax.Array) -> AdaptState:
+        """Returns the state of the source model."""
+        return self._whole(self._placed(_fresh(self._program, self.constants, step, key), self.constants))
+
+    def _completed(self, state: AdaptState) -> AdaptState:
+        """Returns a state that fits the parameters that adapt, from one that was made when names suggested others."""
+        if self._suggested is None or self._suggested == self._form_of_states() or self._suggested != _form(state):
+            return state
+        return self._begun(state.step, state.key)._replace(params=state.params, memory=state.memory)
+
+    def _form_of_states(self) -> Any:
+        nothing = jnp.zeros(())
+        return _form(_fresh(self._program, self.constants, nothing, nothing))
+
     def _placed(self, tree: Any, constants: _Constants) -> Any:
         """Returns a pytree whose arrays lie on the mesh, if there is one."""
-        layout = self._program.layout
+        layout = self._source[1]
         return tree if layout is None else jax.device_put(tree, layout.shardings(tree, *constants[:2]))
 
     def _arguments(self, state: AdaptState, batch: jax.Array, mask: Any, key: jax.Array) -> tuple[Any, ...]:
@@ -291,6 +378,7 @@ class Adapter:
         return self._moving(state), batch, mask, key
 
     def _moving(self, state: AdaptState) -> AdaptState:
+        state = self._completed(state)
         kept = jax.tree.map(
             lambda old, x: None if old is None else x, self.constants.moving, state.params, is_leaf=lambda x: x is None
         )
@@ -299,6 +387,11 @@ class Adapter:
     def _whole(self, state: AdaptState) -> AdaptState:
         # A compiled step would copy arrays that it only passes on, so frozen ones stay outside.
         return state._replace(params=merge(state.params, self.constants.params))
+
+
+def _form(state: AdaptState) -> Any:
+    """Returns the structure of what depends on the parameters that adapt."""
+    return jax.tree.structure((state.opt_state, state.released, state.pending))
 
 
 def _typed(key: jax.Array) -> jax.Array:
@@ -314,9 +407,6 @@ def _mixes(apply_fn: ApplyFn, shape: tuple[int, ...], dtype: Any, params: Any) -
     scale = 1 if jnp.issubdtype(dtype, jnp.floating) else 256
     x, y, z = (scale * jax.random.uniform(jax.random.key(0), (3, *shape))).astype(dtype)
     by_y, by_z = (apply_fn(params, jnp.stack([x, other])) for other in (y, z))
-    if not isinstance(by_y, jax.Array) or by_y.ndim != 2 or len(by_y) != 2:
-        shapes = jax.tree.map(jnp.shape, by_y)
-        raise ValueError(f"apply_fn must return logits [B, num_classes], but returned {shapes} for a batch of 2.")
     return ~jnp.allclose(by_y[0], by_z[0], rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
@@ -384,48 +474,75 @@ def _advanced(
     return new._replace(step=state.step + 1), logits
 
 
+class _Seen(NamedTuple):
+    """What a plain step sees of every image, without gradient."""
+
+    logits: jax.Array
+    sample: Sample
+    finite: jax.Array  # whether logits, loss and weight are numbers
+    kept: jax.Array  # whether the image takes part
+
+
 def _plain_step(
     program: _Program, constants: _Constants, state: AdaptState, images: jax.Array, views: Any, mask: jax.Array
 ) -> tuple[AdaptState, jax.Array]:
     """Makes one step of the method as published, or of its clipped form."""
     method = program.method
-    Seen = tuple[jax.Array, Sample, jax.Array]  # the logits, the sample, and whether the image takes part
 
-    def weighted(logits: jax.Array, again: jax.Array | None, candidate: jax.Array) -> tuple[jax.Array, Seen]:
+    def weighted(logits: jax.Array, again: jax.Array | None, candidate: jax.Array) -> tuple[jax.Array, _Seen]:
         sample = method(logits, again)
         seen = jax.lax.stop_gradient(sample)
-        kept = candidate & method.reliable(seen) & method.novel(state.memory, seen)
-        return jnp.where(kept, method.weight(seen) * sample.uncertainty, 0), (logits, seen, kept)
+        weight = method.weight(seen)
+        finite = _are_numbers(seen, weight)
+        kept = candidate & finite & method.reliable(seen) & method.novel(state.memory, seen)
+        return jnp.where(kept, weight * sample.uncertainty, 0), _Seen(logits, seen, finite, kept)
 
-    def mean(moving: Any, candidates: jax.Array) -> tuple[jax.Array, Seen]:
+    def mean(moving: Any, images: jax.Array, views: Any, candidates: jax.Array) -> tuple[jax.Array, _Seen]:
         params = merge(moving, constants.params)
         logits = program.apply_fn(params, images)
         again = None if views is None else program.apply_fn(jax.lax.stop_gradient(params), views)
         losses, seen = jax.vmap(weighted)(logits, again, candidates)
-        return losses.sum() / jnp.maximum(seen[2].sum(), 1), seen
+        return losses.sum() / jnp.maximum(seen.kept.sum(), 1), seen
 
-    def one(params: Any, example: Any) -> tuple[jax.Array, Seen]:
+    def published(moving: Any, candidates: jax.Array) -> tuple[Any, _Seen]:
+        def compute(rows: Any, present: jax.Array) -> tuple[Any, jax.Array]:
+            gradient, seen = jax.grad(mean, has_aux=True)(moving, *rows, present)
+            return (gradient, seen), seen.finite
+
+        (_, first), (gradient, seen), finite = without_bad_rows(compute, (images, views), candidates)
+        return gradient, seen._replace(logits=first.logits, finite=finite)
+
+    def one(params: Any, example: Any) -> tuple[jax.Array, _Seen]:
         return weighted(*_views_of_one(program, params, *example[:2]), example[2])
 
-    def clipped(moving: Any, candidates: jax.Array) -> tuple[Any, Seen]:
+    def clipped(moving: Any, candidates: jax.Array) -> tuple[Any, _Seen]:
         examples = (images, views, candidates)
         result = _clipped(program, constants, one)(merge(moving, constants.params), examples)
-        count = jnp.maximum(result.aux[2].sum(), 1)
-        return jax.tree.map(lambda x: x / count, result.grads), result.aux
+        seen = result.aux._replace(kept=result.aux.kept & jnp.isfinite(result.norms))
+        count = jnp.maximum(seen.kept.sum(), 1)
+        return jax.tree.map(lambda x: x / count, result.grads), seen
 
-    published = jax.grad(mean, has_aux=True)
     followed = clipped if program.clipped else published
     if method.radius:
-        gradient, (logits, _, kept) = published(state.params, mask)
+        gradient, first = published(state.params, mask)
         ahead = _add(state.params, _ascent(method.radius, gradient))
-        gradient, (_, samples, kept) = followed(ahead, kept)
+        gradient, seen = followed(ahead, first.kept)
     else:
-        gradient, (logits, samples, kept) = followed(state.params, mask)
+        gradient, seen = followed(state.params, mask)
+        first = seen
     new = _update(program, constants, state, gradient)
     if method.skips_empty:
-        new = _where(kept.any(), new, state)
-    memory = method.remember(state.memory, samples, kept)
-    return _reset_where(method.lost(memory), program, constants, new._replace(memory=memory)), logits
+        new = _where(seen.kept.any(), new, state)
+    memory = method.remember(state.memory, seen.sample, seen.kept)
+    new = _reset_where(method.lost(memory), program, constants, new._replace(memory=memory))
+    usable = (mask & first.finite).any() | ~mask.any()
+    return _where(usable & all_finite(gradient), new, state), first.logits
+
+
+def _are_numbers(sample: Sample, weight: jax.Array) -> jax.Array:
+    """Returns whether an image has a loss. A logit of -inf masks a class."""
+    known = (sample.logits < jnp.inf).all()  # False for NaN
+    return known & jnp.isfinite(sample.uncertainty) & jnp.isfinite(sample.drop) & jnp.isfinite(weight).all()
 
 
 def _private_step(

@@ -6,16 +6,28 @@ m <- 0.9 m + 0.1 mean_{S2} p_i                                                  
 """
 
 import dataclasses
+import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdp.transforms.clipping import paths_of
-from jaxdp.tta.method import Average, Method, Sample, check_constants, check_name, moving_average
-from jaxdp.tta.select import Adapted, merge, selected, trainable_part
+from jaxdp.tta.finite import all_finite, without_bad_rows
+from jaxdp.tta.method import (
+    Average,
+    Method,
+    Sample,
+    check_constants,
+    check_logits,
+    check_name,
+    moving_average,
+)
+from jaxdp.tta.select import Adapted, adapting, merge, trainable_part
 
 Gradients = Literal["batch", "example"]
 
@@ -106,27 +118,58 @@ def fisher(
         "example" averages the squared gradients of single examples, the diagonal of the Fisher information.
 
     Returns:
-      A pytree like params: float32 importances at adapted leaves, None elsewhere.
+      A pytree like params: float32 importances at adapted leaves, None elsewhere. Images whose prediction or gradient
+      is not finite are left out, and a warning says how many. With "batch", a gradient that is not finite although all
+      predictions are leaves its batch out.
 
     Raises:
-      ValueError: batches is empty or `gradients` is unknown.
+      ValueError: batches is empty or has no image with a finite prediction, `gradients` is unknown, apply_fn returns
+        one logit, or no parameter adapts.
     """
     check_name("gradients", gradients, Gradients)
-    paths = selected(params, adapted)
+    arrays = map(jnp.asarray, batches)
+    first = list(itertools.islice(arrays, 1))
+    if not first:
+        raise ValueError("batches is empty. Give at least one batch of public source images.")
+    paths = adapting(apply_fn, params, adapted, first[0])
 
-    def loss(moving: Any, params: Any, images: jax.Array) -> jax.Array:
-        log_p = jax.nn.log_softmax(apply_fn(merge(moving, params), images).astype(jnp.float32))
-        return -jnp.mean(log_p.max(-1))  # the predicted label is the most probable one
+    def mean(moving: Any, params: Any, images: jax.Array, present: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = apply_fn(merge(moving, params), images).astype(jnp.float32)
+        check_logits(logits)
+        losses = -jax.nn.log_softmax(logits).max(-1)  # the predicted label is the most probable one
+        return jnp.where(present, losses, 0).sum() / jnp.maximum(present.sum(), 1), jnp.isfinite(losses)
+
+    gradient = jax.grad(mean, has_aux=True)
 
     @jax.jit
-    def squared(params: Any, images: jax.Array) -> Any:
-        moving = trainable_part(params, paths)
+    def squared(params: Any, images: jax.Array) -> tuple[Any, jax.Array]:
+        moving, everything = trainable_part(params, paths), jnp.ones(len(images), bool)
         if gradients == "batch":
-            return jax.tree.map(jnp.square, jax.grad(loss)(moving, params, images))
-        one = jax.vmap(jax.grad(loss), in_axes=(None, None, 0))(moving, params, images[:, None])
-        return jax.tree.map(lambda g: jnp.square(g).mean(0), one)
+            _, mean_gradient, present = without_bad_rows(
+                lambda images, present: gradient(moving, params, images, present), images, everything
+            )
+            present &= all_finite(mean_gradient)
+            return jax.tree.map(lambda g: jnp.where(present.any(), jnp.square(g), 0), mean_gradient), present
+        rows = (images[:, None], everything[:, None])
+        each, finite = jax.vmap(gradient, in_axes=(None, None, 0, 0))(moving, params, *rows)
+        present = finite[:, 0] & jax.vmap(all_finite)(each)
+        return jax.tree.map(lambda g: _mean_square(g, present), each), present
 
-    squares = [squared(params, jnp.asarray(images)) for images in batches]
-    if not squares:
-        raise ValueError("batches is empty. Give at least one batch of public source images.")
-    return jax.tree.map(lambda *each: sum(each) / len(each), *squares)
+    squares, presence = zip(*[squared(params, images) for images in itertools.chain(first, arrays)], strict=True)
+    counts = np.array([[np.sum(present), len(present)] for present in jax.device_get(presence)])
+    (used, total), filled = counts.sum(axis=0), int(np.sum(counts[:, 0] > 0))
+    if not used:
+        raise ValueError("batches has no image with a finite prediction and gradient. Check the images and the model.")
+    if used < total:
+        warnings.warn(
+            f"{total - used} of {total} images have no finite prediction or gradient, so fisher leaves them out. Check "
+            "batches for NaN.",
+            stacklevel=2,
+        )
+    return jax.tree.map(lambda *each: sum(each) / filled, *squares)
+
+
+def _mean_square(g: jax.Array, present: jax.Array) -> jax.Array:
+    """Returns the mean of squares over the examples that are present."""
+    weights = present.reshape(-1, *[1] * (g.ndim - 1))
+    return jnp.where(weights, jnp.square(g), 0).sum(0) / jnp.maximum(present.sum(), 1)

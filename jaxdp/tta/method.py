@@ -23,7 +23,12 @@ class Sample(NamedTuple):
 
 
 def entropy(logits: jax.Array) -> jax.Array:
-    """Computes the entropy H = -sum_k p_k log p_k of the prediction, in nats."""
+    """Computes the entropy H = -sum_k p_k log p_k of the prediction, in nats.
+
+    Raises:
+      ValueError: There is one logit, whose softmax is 1 whatever it is.
+    """
+    check_logits(logits)
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
     p = jnp.exp(log_p)
     return -jnp.vdot(p, jnp.where(p > 0, log_p, 0))  # classes masked by -inf add nothing, in the gradient too
@@ -114,6 +119,16 @@ def moving_average(memory: Average, values: jax.Array, kept: jax.Array) -> Avera
     mean = jnp.where(kept.reshape(-1, *[1] * (values.ndim - 1)), values, 0).sum(0) / jnp.maximum(count, 1)
     updated = jnp.where(started, 0.9 * average + 0.1 * mean, mean)
     return jnp.where(count > 0, updated, average), started | (count > 0)
+
+
+def check_logits(logits: jax.Array) -> None:
+    """Raises ValueError for a single logit, on which a softmax learns nothing."""
+    if logits.shape[-1] < 2:
+        raise ValueError(
+            f"apply_fn must return at least two logits, got {logits.shape[-1]}. The softmax of a single logit z is 1, "
+            "so its entropy is 0 and nothing adapts. Return jnp.concatenate([jnp.zeros_like(z), z], axis=-1), whose "
+            "softmax is sigmoid(z)."
+        )
 
 
 def check_constants(num_classes: int, **fractions: float) -> None:

@@ -1,56 +1,177 @@
-"""The choice of the parameters that adapt. The default is scale and bias of the normalisation layers."""
+"""The choice of the parameters that adapt. The default is scale and offset of the normalisation layers.
 
+They are found in the program of the model (`jaxdp.transforms.normalisation`). Names decide only where the program hides
+what a layer does, and a warning lists what they chose.
+"""
+
+import dataclasses
 import re
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxdp.transforms.clipping import paths_of
+from jaxdp.transforms.normalisation import normalisation_leaves
 
 Adapted = Callable[[str, Any], bool]
 
-_NORMALISATION = re.compile(r"norm|^ln(_|\d|$)", re.IGNORECASE)
+_AFFINE = ("scale", "offset", "bias", "weight", "gamma", "beta")
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of names such as "BatchNorm2d", "layernorm_before" and "ln_1"
+_NORMALISATION = re.compile(r"(?!(?:de|un|weight|spectral)?norm$)[a-z]*norms?|norm|normali[sz]ation|ln|bn|gn|rms")
+_OF_WEIGHTS = {"weight", "spectral"}
 _BLOCK = re.compile(r"(?:^|[/.])(?:block|layer|encoderblock)s?[/._](\d+)(?=[/.]|$)", re.IGNORECASE)
+
+_UNTIL = "suggested by its name, until the first batch or `prepare` looks at the program"
+_HIDDEN = "by its name, because an operation hides what is computed"
+_UNSEEN = "by its name, because the program shows no normalisation"
+
+
+class Chosen(NamedTuple):
+    """A parameter that adapts, and how it was found."""
+
+    path: str
+    shape: tuple[int, ...]
+    reason: str
 
 
 def normalisation(path: str, leaf: Any) -> bool:
-    """Returns whether a path such as "block_0/norm_1/scale" is the scale or bias of a normalisation layer."""
+    """Returns whether a path such as "block_0/norm_1/scale" is named like the scale or offset of a normalisation layer.
+
+    As `adapted` of an `Adapter` or of `fisher` it is the default, which does not go by names.
+    """
     *modules, name = re.split("[/.]", path)
-    affine = name.lower() in ("scale", "bias", "weight", "gamma", "beta")
-    return affine and bool(modules) and bool(_NORMALISATION.search(modules[-1]))
+    modules = [module for module in modules if module.strip("~0123456789")]
+    if name.lower() not in _AFFINE or not modules:
+        return False
+    words = [word.lower() for word in _WORD.findall(modules[-1])]
+    return any(map(_NORMALISATION.fullmatch, words)) and _OF_WEIGHTS.isdisjoint(words)
 
 
-def lower_blocks(params: Any) -> Adapted:
+@dataclasses.dataclass(frozen=True)
+class LowerBlocks:
+    """The rule of `lower_blocks`."""
+
+    count: int | None  # of the blocks that adapt, None for all layers
+
+    def __call__(self, path: str, leaf: Any) -> bool:
+        """Returns whether a path names a normalisation layer in a lower block."""
+        return self.holds(path) and normalisation(path, leaf)
+
+    def holds(self, path: str) -> bool:
+        """Returns whether a parameter lies in a lower block."""
+        block = _BLOCK.search(path)
+        return self.count is None or (block is not None and int(block[1]) < self.count)
+
+
+def lower_blocks(params: Any) -> LowerBlocks:
     """Returns the rule of SAR and DeYO: normalisation layers in the lower three quarters of the blocks.
 
     The public code skips blocks 9 to 11 and the final LayerNorm of a 12-block ViT by name. A network without one flat
-    list of blocks ("block_0", "blocks/0", "layer.0", ...), such as a ConvNeXt with stages, keeps all its layers.
+    list of blocks ("block_0", "blocks/0", "layer.0", ...), such as a ConvNeXt with stages, keeps all its layers. As
+    `adapted` of an `Adapter` or of `fisher` the rule takes blocks by names, and their layers from the program.
     """
     blocks = [found for path, _ in paths_of(params) if (found := _BLOCK.search(path))]
-    flat = len({found.string[: found.start()] for found in blocks}) == 1
-    depth = 1 + max(int(found[1]) for found in blocks) if flat else 0
-    excluded = (depth + 2) // 4  # a quarter, rounded half up
+    if len({found.string[: found.start()] for found in blocks}) != 1:
+        return LowerBlocks(None)
+    depth = 1 + max(int(found[1]) for found in blocks)
+    return LowerBlocks(depth - (depth + 2) // 4)  # without a quarter, rounded half up
 
-    def adapted(path: str, leaf: Any) -> bool:
-        block = _BLOCK.search(path)
-        lower = not flat or (block is not None and int(block[1]) < depth - excluded)
-        return lower and normalisation(path, leaf)
 
-    return adapted
+def suggested(params: Any, adapted: Adapted | None, reason: str = _UNTIL) -> tuple[Chosen, ...]:
+    """Returns the parameters that a rule takes by their paths."""
+    rule = adapted or normalisation
+    taken = [(path, leaf) for path, leaf in paths_of(params) if _is_floating(leaf) and rule(path, leaf)]
+    return tuple(Chosen(path, jnp.shape(leaf), reason) for path, leaf in taken)
 
 
 def selected(params: Any, adapted: Adapted | None) -> frozenset[str]:
-    """Returns the paths of the parameters that adapt. Raises ValueError if there are none."""
-    rule, leaves = adapted or normalisation, paths_of(params)
-    floating = [(path, leaf) for path, leaf in leaves if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
-    if paths := frozenset(path for path, leaf in floating if rule(path, leaf)):
+    """Returns the paths of the parameters that a rule takes by their paths. Raises ValueError if there are none."""
+    if paths := frozenset(leaf.path for leaf in suggested(params, adapted)):
         return paths
-    raise ValueError(
-        "adapted selects no parameter. The default selects normalisation layers, this model has paths such "
-        f"as {[path for path, _ in leaves][:3]}. Pass adapted=lambda path, leaf: ... for other layers."
+    raise ValueError(_nothing(params))
+
+
+def goes_by_structure(adapted: Adapted | None) -> bool:
+    """Returns whether the parameters of a rule depend on the program of the model."""
+    return adapted is None or adapted is normalisation or isinstance(adapted, LowerBlocks)
+
+
+def traced(apply_fn: Callable[..., Any], params: Any, images: Any) -> tuple[jex.ClosedJaxpr, Any]:
+    """Returns the program of a model for two images of the shape and dtype of `images`, and the form of its result."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+    two = jax.ShapeDtypeStruct((2, *images.shape[1:]), images.dtype)
+    result: tuple[jex.ClosedJaxpr, Any] = jax.make_jaxpr(apply_fn, return_shape=True)(shapes, two)
+    return result
+
+
+def adapting(apply_fn: Callable[..., Any], params: Any, adapted: Adapted | None, images: Any) -> frozenset[str]:
+    """Returns the paths of the parameters of a model that adapt. Raises what `chosen` raises."""
+    program = traced(apply_fn, params, images)[0] if goes_by_structure(adapted) else None
+    return frozenset(leaf.path for leaf in chosen(params, adapted, program))
+
+
+def chosen(params: Any, adapted: Adapted | None, program: jex.ClosedJaxpr | None) -> tuple[Chosen, ...]:
+    """Returns the parameters that adapt.
+
+    Args:
+      params: All parameters.
+      adapted: The rule of the caller. None, `normalisation` and `lower_blocks` take normalisation layers.
+      program: `jax.make_jaxpr(apply_fn)(params, images)`. None for a rule that does not go by structure.
+
+    Raises:
+      ValueError: There are none, or the layer that returns the logits is among them.
+    """
+    if program is None:
+        selected(params, adapted)  # refuses a rule that takes nothing
+        return suggested(params, adapted, "by adapted=")
+    leaves = paths_of(params)
+    found = normalisation_leaves(program, len(leaves))
+    takes = adapted.holds if isinstance(adapted, LowerBlocks) else lambda path: True
+    result, heads, by_name = list[Chosen](), list[str](), list[str]()
+    for number, (path, leaf) in enumerate(leaves):
+        if not _is_floating(leaf) or not takes(path):
+            continue
+        if number in found.uses:
+            role, statistics = found.uses[number]
+            reason = f"{role} of a normalisation by {statistics} statistics"
+        elif normalisation(path, leaf) and (number in found.opaque or not found.uses):
+            reason = _HIDDEN if number in found.opaque else _UNSEEN
+            by_name.append(path)
+        else:
+            continue
+        result.append(Chosen(path, jnp.shape(leaf), reason))
+        if number in found.last:
+            heads.append(path)
+    if not result:
+        raise ValueError(_nothing(params))
+    if heads:
+        raise ValueError(
+            f"adapted selects {heads}, whose results are the logits, so adaptation could answer every image by one "
+            "class. Pass adapted=lambda path, leaf: ... without them, or with them if that is meant."
+        )
+    if by_name:
+        warnings.warn(
+            f"{by_name} adapt because of their names only: apply_fn does not show that they follow a normalisation. "
+            "Pass adapted=lambda path, leaf: ... to choose the layers.",
+            stacklevel=2,
+        )
+    return tuple(result)
+
+
+def _nothing(params: Any) -> str:
+    paths = [path for path, _ in paths_of(params)]
+    return (
+        "adapted selects no parameter. The default selects scale and offset of normalisation layers, this model has "
+        f"paths such as {paths[:3]}. Pass adapted=lambda path, leaf: ... for other layers."
     )
+
+
+def _is_floating(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
 
 
 def trainable_part(params: Any, paths: frozenset[str]) -> Any:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -135,8 +136,12 @@ def serve(
         files = None if till.workdir is None else stack.enter_context(contextlib.closing(_Files(till.workdir)))
         loop = _Loop(adapter, account, till, files, monitor, deliver, evaluate)
         try:
+            batches = iter(progress_bar(stream, label="stream", unit="batch"))
+            first = list(itertools.islice(batches, 1))
+            if first and isinstance(adapter, Adapter):
+                adapter.prepare(first[0].images)  # what does not fit the model costs nothing
             loop.begin(state)
-            for number, batch in enumerate(progress_bar(stream, label="stream", unit="batch")):
+            for number, batch in enumerate(itertools.chain(first, batches)):
                 loop.serve(number, batch)
         except BudgetExceeded as error:
             error.served = loop.served()  # type: ignore[attr-defined]

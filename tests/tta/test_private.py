@@ -252,8 +252,7 @@ def test_no_record_moves_the_sum_by_more_than_its_sensitivity(name, filters):
 def test_the_published_methods_fail_that_check(name):
     adapter = tta.Adapter(apply_fn, tiny.PARAMS, METHODS[name], SGD)
     replaced, _ = movements(adapter, adapter.init(jax.random.key(0)))
-    assert not np.isfinite(replaced).all()
-    assert replaced[np.isfinite(replaced)].max() > 10 * 0.06
+    assert replaced.max() > 10 * 0.06
 
 
 # ----------------------------------------------------------------------------------------- conditions of the guarantee
