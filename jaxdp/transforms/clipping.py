@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxdp.transforms import draws, shards, sites, walker
+from jaxdp.transforms import draws, rounding, shards, sites, walker
 from jaxdp.transforms.clip_rules import CLIP_RULES, ClipRule, check_clip_rule, clip_factors, find_rule
 
 __all__ = ["CLIP_RULES", "ClipRule", "ClippedGrad", "ClippedSum", "Engine", "LeafPlan", "PerExampleGrads"]
@@ -800,19 +800,27 @@ class _Component:
         self.size = sum(leaves[i].size for i in self._members)
         self._pull = pull = _pull_back(program, leaves, self._members)
         method = choose([site for site, _, _ in self._columns], self.size)
+        if method == "drop" and not _only_moves(program):
+            method = "keep"
+        if method != "keep":
+            self._columns = [_ordered(*column) for column in self._columns]
         if method == "factors":
             self.squared_norms = sites.squared_norms(self._oriented_factors())
             return
         dvs = [site.per_example(r, g) for site, r, g in self._columns]
         grads = jax.vmap(pull)(dvs)
         self.squared_norms = _sum_of_squares(grads)
-        # No single example bounds the rounding of the sum to bfloat16. So J^T is applied before the clipping there.
-        if method == "keep" or _has_low_precision(jax.make_jaxpr(pull)(_one_example(dvs)).jaxpr):
+        if method == "keep":
             self.kept = dict(zip(self._members, grads, strict=True))
         else:
-            kind = self.squared_norms.dtype
-            floor = _total([site.reformed_norm(r, g) for site, r, g in self._columns], kind)
-            self.squared_norms = jnp.maximum(self.squared_norms, jnp.square(_gain(pull, dvs).astype(kind) * floor))
+            self.squared_norms = rounding.covered(self.squared_norms, *self._reformed())
+
+    def _reformed(self) -> tuple[jax.Array, jax.Array]:
+        """Returns bounds on how the gradient may differ if it is formed again: of its square, and of its norm."""
+        kind = self.squared_norms.dtype
+        apart = _total([site.without_cancellation(r, g) for site, r, g in self._columns], kind)
+        terms = max(site.terms for site, _, _ in self._columns) + len(self._columns)
+        return jnp.zeros_like(apart), 2 * rounding.of_sum(terms, kind) * apart
 
     def _oriented_factors(self) -> list[Any]:
         """Returns the factors of all sites, swapped where a site applies the transposed weight."""
@@ -857,17 +865,29 @@ def _pull_back(program: Any, leaves: list[Any], members: list[int]) -> Callable[
     return pulled
 
 
-def _has_low_precision(jaxpr: Any) -> bool:
-    kinds = (v.aval.dtype for eqn in walker.every_equation(jaxpr) for v in eqn.outvars)
-    return any(jnp.issubdtype(kind, jnp.floating) and kind.itemsize < 4 for kind in kinds)
+# Primitives whose transpose moves entries and lengthens no gradient, if they keep all entries or a part of them.
+_SHORT = frozenset({"slice", "split", "dynamic_slice", "convert_element_type", *walker.MOVES})
 
 
-def _gain(pull: Callable[[list[jax.Array]], list[jax.Array]], dvs: list[jax.Array]) -> jax.Array:
-    """Estimates how much J^T stretches an unstructured direction. The result is 1 where J^T only moves entries."""
-    probe = [jnp.cos(2.4 * jnp.arange(math.prod(dv.shape[1:]), dtype=dv.dtype)).reshape(1, *dv.shape[1:]) for dv in dvs]
-    probe = [shards.vary(p, shards.varying_axes(dv)) for p, dv in zip(probe, dvs, strict=True)]
-    before, after = (_sum_of_squares(x)[0].astype(jnp.float32) for x in (probe, jax.vmap(pull)(probe)))
-    return jnp.sqrt(after / jnp.maximum(before, 1))
+def _only_moves(program: Any) -> bool:
+    """Returns whether J^T only moves entries, in float32 or wider. Then it lengthens no rounding error.
+
+    Otherwise a gradient is not formed twice. J^T might multiply the difference of the two by any number, and no single
+    example bounds the rounding of a sum to bfloat16.
+    """
+    eqns = list(walker.every_equation(program.jaxpr))
+    if any(eqn.primitive.name not in _SHORT for eqn in eqns):
+        return False
+    if any(eqn.outvars[0].aval.size > eqn.invars[0].aval.size for eqn in eqns):  # a broadcast
+        return False
+    variables = [*program.jaxpr.outvars, *(v for eqn in eqns for v in eqn.outvars)]
+    kinds = [v.aval.dtype for v in variables]
+    return not any(jnp.issubdtype(kind, jnp.floating) and kind.itemsize < 4 for kind in kinds)
+
+
+def _ordered(site: sites.Site, record: Any, g: jax.Array) -> tuple[sites.Site, Any, jax.Array]:
+    """Adds up the equal rows of a lookup, so that the sum has one term of an example in each row of the table."""
+    return sites.summed_rows(site, record, g) if isinstance(site.rule, sites.Lookup) else (site, record, g)
 
 
 def _axes(site: sites.Site) -> tuple[Any, Any]:

@@ -33,7 +33,7 @@ from jaxdp.transforms import sites
 # Primitives whose body replaces the call.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 # Primitives that only move entries. Their J is a permutation and keeps norms.
-_MOVES = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "copy", "rev", "broadcast_in_dim"})
+MOVES = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "copy", "rev", "broadcast_in_dim"})
 _REMATS = frozenset({"remat", "remat2", "checkpoint"})
 # Primitives by which scales and biases meet data. They broadcast scalars and axes of length one.
 _BROADCASTING = {"add": lax.add, "mul": lax.mul}
@@ -163,7 +163,7 @@ def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
         return value.source
     if name == "transpose" and value.source:
         return tuple(value.source[i] for i in eqn.params["permutation"])
-    if name in _MOVES and math.prod(out.shape) == math.prod(aval.shape):
+    if name in MOVES and math.prod(out.shape) == math.prod(aval.shape):
         return ()
     return None
 
@@ -302,7 +302,7 @@ def _bind_wide(jaxpr: jex.Jaxpr, eqn: Any, operands: Sequence[Any]) -> list[Any]
     operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands]
     if eqn.primitive.name == "convert_element_type" and _is_float(operands[0]) and _is_float(eqn.outvars[0].aval):
         return [operands[0].astype(sites.wide_dtype(eqn.outvars[0].aval))]
-    if eqn.primitive.name in _MOVES:
+    if eqn.primitive.name in MOVES:
         return [_widen(x) for x in bind_equation(jaxpr, eqn, operands)]
     declared = [x.astype(v.aval.dtype) if _is_float(x) else x for x, v in zip(operands, eqn.invars, strict=True)]
     return [_widen(x) for x in bind_equation(jaxpr, eqn, declared)]
