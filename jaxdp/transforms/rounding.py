@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 # A contribution exceeds the bound of its clipping rule by at most this fraction of it.
-SLACK = 0.01
+SLACK = 2.0**-8
 
 # Roundings of an entry of a contribution other than the additions over positions: the product with the clip factor, in
 # up to three parts, and the sums of the parts, of devices and of positions that are added apart.

@@ -117,8 +117,16 @@ def _ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     return rows @ w.reshape(-1, w.shape[-1])
 
 
+# Primitives that are replaced before a program is batched.
+_REPLACED = frozenset({"ragged_dot_general", "custom_vmap_call"})
+
+
 def batchable(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
-    """Replaces each `lax.ragged_dot` of a jaxpr and of its inner programs by a product that JAX can batch."""
+    """Returns the program that JAX itself batches, so that no example can see another one.
+
+    Each `lax.ragged_dot` becomes a product that JAX can batch. Each `jax.custom_batching.custom_vmap` becomes its
+    function of one example, because its own rule is a function of the whole batch.
+    """
 
     def inner(value: Any) -> Any:
         if isinstance(value, jex.ClosedJaxpr):
@@ -127,17 +135,22 @@ def batchable(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
             return tuple(map(inner, value))
         return batchable(value) if isinstance(value, jex.Jaxpr) else value
 
+    def called(function: Any, eqn: Any) -> Any:
+        (call,) = jax.make_jaxpr(jax.jit(function))(*(v.aval for v in eqn.invars)).jaxpr.eqns
+        return call.replace(invars=eqn.invars, outvars=eqn.outvars)
+
     def changed(eqn: Any) -> Any:
+        if eqn.primitive.name == "custom_vmap_call":
+            return called(jex.jaxpr_as_fun(inner(eqn.params["call"])), eqn)
         if eqn.primitive.name != "ragged_dot_general":
             return eqn.replace(params={name: inner(value) for name, value in eqn.params.items()})
         numbers, offset = eqn.params["ragged_dot_dimension_numbers"], eqn.params["group_offset"]
         plain = (numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions), offset)
         if plain != ((((1,), (1,)), ((), ())), (0,), None):  # another product of `lax.ragged_dot_general`
             return eqn
-        (call,) = jax.make_jaxpr(jax.jit(_ragged_dot))(*(v.aval for v in eqn.invars)).jaxpr.eqns
-        return call.replace(invars=eqn.invars, outvars=eqn.outvars)
+        return called(_ragged_dot, eqn)
 
-    if not any(eqn.primitive.name == "ragged_dot_general" for eqn in every_equation(jaxpr)):
+    if not any(eqn.primitive.name in _REPLACED for eqn in every_equation(jaxpr)):
         return jaxpr
     replaced: jex.Jaxpr = jaxpr.replace(eqns=list(map(changed, jaxpr.eqns)))
     return replaced
