@@ -887,14 +887,15 @@ def _bookkeeping(program: _Program, consts: list[Any], moving: list[Any], batch:
 
 
 def _connected(all_sites: Sequence[sites.Site]) -> list[list[int]]:
-    """Groups the indices of sites so that no leaf belongs to two groups."""
+    """Groups the indices of sites so that no leaf belongs to two groups. Sites without entries are left out."""
+    met = [(index, site) for index, site in enumerate(all_sites) if not site.empty]
     group: dict[int, int] = {}
-    for site in all_sites:
+    for _, site in met:
         joined = {group.get(leaf, leaf) for leaf in site.leaves}
         for leaf in [leaf for leaf, g in group.items() if g in joined] + list(site.leaves):
             group[leaf] = min(joined)
     members = collections.defaultdict(list)
-    for index, site in enumerate(all_sites):
+    for index, site in met:
         members[group[min(site.leaves)]].append(index)
     return list(members.values())
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -70,7 +71,7 @@ def _named_axes(eqn: Any) -> frozenset[Any]:
     """Returns the named axes among the parameters of an equation. Axes of an array are integers."""
     values = [eqn.params.get(name, ()) for name in ("axes", "axis_name")]
     flat = {axis for names in values for axis in (names if isinstance(names, (tuple, list)) else (names,))}
-    return frozenset(axis for axis in flat if axis is not None and not isinstance(axis, int))
+    return frozenset(axis for axis in flat if axis is not None and not isinstance(axis, int | np.integer))
 
 
 def _bound_axes(eqn: Any) -> frozenset[Any]:

@@ -596,6 +596,11 @@ class Site:
     tap: jax.ShapeDtypeStruct  # with the loop axes in front
 
     @property
+    def empty(self) -> bool:
+        """Whether there is no entry of the result or of the weight, so that the gradient is zero."""
+        return 0 in self.tap.shape or 0 in self.rule.weight_shape
+
+    @property
     def repeats(self) -> int:
         """The number of loop iterations that apply the same weight."""
         return math.prod(n for n, s in zip(self.lengths, self.sliced, strict=True) if not s)
