@@ -29,8 +29,20 @@ PREFIXES = (
 )
 # These set where compiled programs are kept and how memory is reserved. They change no bit.
 _HARMLESS = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_", "XLA_PYTHON_CLIENT_", "JAX_TRACEBACK_", "JAX_LOG_")
-# A call back to Python is a custom call on CPU and GPU, and a transfer to the host on TPU.
-_HOST_CALL = re.compile(r"custom_call\s*@\w*callback|is_host_transfer\s*=\s*true")
+# A transfer to the host, which is how a TPU calls back to Python.
+_HOST_TRANSFER = re.compile(r"is_host_transfer\s*=\s*true")
+# The targets of custom calls, in the text of a program and as an attribute.
+_CUSTOM_CALL = re.compile(r"custom_call\s*@(?:\"([^\"]+)\"|([\w.$]+))|call_target_name\s*=\s*\"([^\"]*)\"")
+# Custom calls of JAX and XLA that are functions of their operands: linear algebra, sorting, random bits, products,
+# Pallas kernels, and notes for the compiler. Any other target is code that no hash of the program covers.
+_PURE_CALL = re.compile(
+    r"lapack_\w+|(?:cu|hip)(?:solver|blas|dnn|sparse|fft)\w+|(?:cu|hip)_lu_pivots_to_permutation"
+    r"|(?:cu|hip)_threefry2x32\w*|__cu(?:dnn|blas)\$\w+|__onednn\$\w+|__gpu\$xla\.gpu\.triton|triton_kernel_call"
+    r"|tpu_custom_call|mosaic_gpu\w*|Qr|Eigh|LuDecomposition|Cholesky|TriangularSolve|TopK|ApproxTopK"
+    r"|ProductOfElementaryHouseholderReflectors|PartialReduce|MoveToHost|MoveToDevice"
+    r"|Sharding|SPMDFullToShardShape|SPMDShardToFullShape|LayoutConstraint|annotate_device_placement"
+    r"|xla\.sdy\.\w+|shape_assertion|mhlo\.\w+|chlo\.\w+"
+)
 
 
 def digest(tree: Any) -> str:
@@ -73,8 +85,13 @@ def program(function: jax.stages.Wrapped, *args: Any, **kwargs: Any) -> str:
 
 @functools.lru_cache(maxsize=64)
 def calls_host(text: str) -> bool:
-    """Returns whether a program calls back to Python, whose state no hash of the program covers."""
-    return _HOST_CALL.search(text) is not None
+    """Returns whether a program calls code with a state of its own, such as Python, that no hash of the program covers.
+
+    A custom call counts as such unless its target is known to be pure. So `jax.ffi.ffi_call` always does.
+    """
+    targets = {next(filter(None, groups), "") for groups in _CUSTOM_CALL.findall(text)}
+    unknown = any(_PURE_CALL.fullmatch(target) is None for target in targets)
+    return unknown or _HOST_TRANSFER.search(text) is not None
 
 
 def deterministic() -> bool:

@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxdp.transforms import draws, shards, sites, walker
+from jaxdp.transforms import draws, rounding, shards, sites, walker
 from jaxdp.transforms.clip_rules import CLIP_RULES, ClipRule, check_clip_rule, clip_factors, find_rule
 from jaxdp.transforms.compiler import check_options
 
@@ -111,6 +111,11 @@ class _PerExample(NamedTuple):
     rows: Any  # the arrays [B, ...] that the weighted sum reads
     weighted_sum: Callable[[Any, jax.Array], list[jax.Array]]  # (rows, factors [B]) -> sum per leaf
     grads: list[jax.Array] | None  # [B, ...] per leaf, if all were formed
+
+    @property
+    def finite(self) -> jax.Array:
+        """Whether the loss and the gradient of each example are finite, [B]."""
+        return jnp.isfinite(self.squared_norms) & jnp.isfinite(self.losses)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -420,15 +425,93 @@ def _clipped_sum(static: _Static, arrays: list[Any], batch: Any, *others: Any) -
 def _summed(
     static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key: Any, clip_norm: Any, bound: Any
 ) -> ClippedSum:
-    f = static.f
     loss, moving, batch, unmasked = _prepared(static, arrays, batch, mask, key)
-    step = functools.partial(_chunk_sum, f, loss, moving, clip_norm, bound)
+    program, consts = _traced(loss, moving, batch)
+    sums, per_example, nonfinite = _sums(static.f, program, consts, moving, batch, unmasked, clip_norm, bound)
+    return ClippedSum(static.tree(sums), *per_example[:3], nonfinite)
+
+
+class _Program(NamedTuple):
+    """The traced loss of one example.
+
+    Attributes:
+      jaxpr: The program from weights and the leaves of an example to the loss and the leaves of aux.
+      value: The shape and dtype of the loss.
+      aux: Those of the auxiliary output, a pytree.
+    """
+
+    jaxpr: Any
+    value: jax.ShapeDtypeStruct
+    aux: Any
+
+    def evaluate(self, consts: list[Any]) -> Callable[..., list[Any]]:
+        """Returns the program as a function. Its constants, on which `loss_fn` closes, are separate arguments."""
+        function: Callable[..., list[Any]] = jax.extend.core.jaxpr_as_fun(self.closed(consts))
+        return function
+
+    def closed(self, consts: list[Any]) -> jax.extend.core.ClosedJaxpr:
+        return jax.extend.core.ClosedJaxpr(self.jaxpr, consts)
+
+    def with_aux(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(self.aux), leaves)
+
+
+# (sums per leaf, (norms, losses, aux, whether it contributes) per example, number of non-finite examples)
+Sums = tuple[list[jax.Array], tuple[jax.Array, jax.Array, Any, jax.Array], jax.Array]
+
+
+def _sums_of(
+    f: ClippedGrad,
+    program: _Program,
+    consts: list[Any],
+    moving: list[Any],
+    batch: Any,
+    unmasked: jax.Array,
+    clip_norm: Any,
+    bound: Any,
+) -> Sums:
+    """Computes the clipped sums of a batch, by chunks of the size that `f` asks for."""
+    step = functools.partial(_chunk_sum, f, program, consts, moving, clip_norm, bound)
     if f.microbatch_size is None or f.microbatch_size >= len(unmasked):
-        sums, per_example, nonfinite = step(batch, unmasked)
-    else:
-        axes = shards.varying_axes(*jax.tree.leaves((moving, batch, unmasked, clip_norm, bound)))
-        sums, per_example, nonfinite = _in_chunks(step, batch, unmasked, f.microbatch_size, axes)
-    return ClippedSum(static.tree(sums), *per_example, nonfinite)
+        return step(batch, unmasked)
+    axes = shards.varying_axes(*jax.tree.leaves((moving, batch, unmasked, clip_norm, bound)))
+    return _in_chunks(step, batch, unmasked, f.microbatch_size, axes)
+
+
+_sums = jax.custom_jvp(_sums_of, nondiff_argnums=(0, 1))
+
+
+@_sums.defjvp
+def _sums_jvp(f: ClippedGrad, program: _Program, primals: Any, tangents: Any) -> tuple[Sums, Sums]:
+    """Differentiates the sum over the examples that contribute. 0 * NaN is NaN, so others must not be computed."""
+    result = _sums(f, program, *primals)
+    contributes = result[1][3]
+    if len(contributes) == 0:
+        return result, jax.tree.map(_zero_tangent, result)
+
+    def of_contributing(consts: Any, moving: Any, batch: Any, *rest: Any) -> Sums:
+        first = jnp.argmax(contributes)
+
+        def shown(x: jax.Array) -> jax.Array:
+            return jnp.where(contributes.reshape(-1, *(1,) * (x.ndim - 1)), x, x[first])
+
+        _, *others = rest
+        return _sums_of(f, program, consts, moving, jax.tree.map(shown, batch), contributes, *others)
+
+    def nothing(*arguments: Any) -> Sums:
+        shapes: Sums = jax.eval_shape(of_contributing, *arguments)
+        return jax.tree.map(lambda x: shards.vary(jnp.zeros(x.shape, x.dtype), shards.varying_axes(x)), shapes)
+
+    def differentiated(*arguments: Any) -> Sums:
+        return lax.cond(contributes.any(), of_contributing, nothing, *arguments)
+
+    return result, jax.jvp(differentiated, primals, tangents)[1]
+
+
+def _zero_tangent(x: jax.Array) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -445,9 +528,9 @@ def _formed(static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key
     if len(unmasked):
         # Layer by layer is faster than `vmap` for convolutions.
         engine = _vmap if static.f.engine == "vmap" else functools.partial(_bookkeeping, choose=lambda *_: "keep")
-        result = engine(loss, moving, batch)
+        result = engine(*_traced(loss, moving, batch), moving, batch)
         assert result.grads is not None
-        grads, finite = result.grads, jnp.isfinite(result.squared_norms)
+        grads, finite = result.grads, result.finite
     grads = [_keep_rows(g, unmasked & finite) for g in grads]
     return PerExampleGrads(static.tree(grads), (unmasked & ~finite).sum(dtype=jnp.int32))
 
@@ -479,14 +562,8 @@ def _folded(key: jax.Array, count: int) -> jax.Array:
 
 def _on_this_shard(loss: Loss, moving: list[Any], batch: Any, axes: frozenset[str]) -> list[Any]:
     """Types shared weights as values of this shard. Otherwise JAX sums their gradients over shards before clipping."""
-    program, (value, _) = _traced(loss, [shards.vary(x, axes) for x in moving], batch)
-    if found := shards.collectives(walker.every_equation(program.jaxpr)):
-        raise ValueError(
-            f"loss_fn calls {sorted(found)} on an axis of jax.shard_map, so its value for one example depends on the "
-            "examples of other shards and clipping bounds nothing. Return the loss of ONE example, and call "
-            "jax.lax.psum on the clipped sum. Use jax.jit with shardings for parameters that are split over devices."
-        )
-    axes |= shards.varying_axes(value)  # loss_fn may close over values of this shard
+    program, _ = _traced(loss, [shards.vary(x, axes) for x in moving], batch)
+    axes |= shards.varying_axes(program.value)  # loss_fn may close over values of this shard
     return [shards.vary(x, axes) for x in moving]
 
 
@@ -557,35 +634,40 @@ def _group_loss(
     return jnp.where(present, losses, 0).sum() / jnp.maximum(present.sum(), 1).astype(losses.dtype), aux
 
 
-Chunk = tuple[list[jax.Array], tuple[jax.Array, jax.Array, Any], jax.Array]
-
-
 def _chunk_sum(
-    f: ClippedGrad, loss: Loss, moving: list[Any], clip_norm: Any, bound: Any, batch: Any, unmasked: jax.Array
-) -> Chunk:
-    """Returns (sums per leaf, (norms, losses, aux) per example, number of non-finite examples) of one chunk."""
+    f: ClippedGrad,
+    program: _Program,
+    consts: list[Any],
+    moving: list[Any],
+    clip_norm: Any,
+    bound: Any,
+    batch: Any,
+    unmasked: jax.Array,
+) -> Sums:
+    """Returns the sums of one chunk."""
     if len(unmasked) == 0:
-        value, aux = jax.eval_shape(loss, moving, *_one_example(batch))
-        empty = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), aux)
+        empty = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), program.aux)
         sums = [jnp.zeros(x.shape, sites.wide_dtype(x)) for x in moving]
-        per_example = (jnp.zeros(0, sites.wide_dtype(*moving)), jnp.zeros(0, value.dtype), empty)
-        return sums, per_example, jnp.zeros((), jnp.int32)
+        norms, losses = jnp.zeros(0, sites.wide_dtype(*moving)), jnp.zeros(0, program.value.dtype)
+        return sums, (norms, losses, empty, unmasked), jnp.zeros((), jnp.int32)
     if f.engine == "vmap":
-        result = _vmap(loss, moving, batch)
+        result = _vmap(program, consts, moving, batch)
     else:
-        result = _bookkeeping(loss, moving, batch, lambda group, size: choose_method(group, size, f.engine == "auto"))
-    finite = jnp.isfinite(result.squared_norms)
-    norms = jnp.sqrt(result.squared_norms)
+        choose: Choice = lambda group, size: choose_method(group, size, f.engine == "auto")  # noqa: E731
+        result = _bookkeeping(program, consts, moving, batch, choose)
+    finite = result.finite
+    norms = rounding.root(result.squared_norms)
     keep = unmasked & finite
     factors = jnp.where(keep, clip_factors(f.clip_rule, norms, clip_norm, bound), 0)
     # XLA would compute the factors again for each of their readers, if they did not pass the loop too.
     rows, factors = _without_rows((result.rows, factors), keep, ~finite.all())
     sums = result.weighted_sum(rows, factors)
-    hidden = (jnp.where(unmasked, norms, 0), jnp.where(unmasked, result.losses, 0), result.aux)
+    losses = jnp.where(unmasked, result.losses, 0)
+    hidden = (jnp.where(unmasked, norms, 0), losses, result.aux, keep)
     return sums, hidden, (unmasked & ~finite).sum(dtype=jnp.int32)
 
 
-def _in_chunks(step: Callable[..., Chunk], batch: Any, unmasked: jax.Array, chunk: int, axes: frozenset[str]) -> Chunk:
+def _in_chunks(step: Callable[..., Sums], batch: Any, unmasked: jax.Array, chunk: int, axes: frozenset[str]) -> Sums:
     """Applies `step` to one chunk of the batch after the other. Masked copies of example 0 pad the batch.
 
     Chunk k has the rows k, k + n, k + 2 n, ... of n chunks. So where devices have blocks of rows, all work on each.
@@ -678,8 +760,8 @@ def _one_example(batch: Any) -> Any:
     return jax.tree.map(one, batch)
 
 
-def _traced(loss: Loss, moving: list[Any], batch: Any) -> tuple[jax.extend.core.ClosedJaxpr, Any]:
-    """Traces the loss of one example. Returns (program from weights and leaves to leaves, shapes of its result)."""
+def _traced(loss: Loss, moving: list[Any], batch: Any) -> tuple[_Program, list[Any]]:
+    """Traces the loss of one example. Returns its program and the constants of it."""
     program, shapes = jax.make_jaxpr(loss, return_shape=True)(moving, *_one_example(batch))
     _refuse_batch_norm(program.jaxpr)
     if draws.has_fixed_draw(program.jaxpr, [i >= len(moving) for i in range(len(program.jaxpr.invars))]):
@@ -689,38 +771,77 @@ def _traced(loss: Loss, moving: list[Any], batch: Any) -> tuple[jax.extend.core.
             "nnx.reseed(model, default=key), with the names of its streams). Draw numbers that are meant to be fixed "
             "outside of loss_fn."
         )
-    return jax.extend.core.ClosedJaxpr(walker.batchable(program.jaxpr), program.consts), shapes
+    program = _batchable(program)
+    return _Program(program.jaxpr, *shapes), list(program.consts)
 
 
-def _vmap(loss: Loss, moving: list[Any], batch: Any) -> _PerExample:
-    program, (_, aux_shape) = _traced(loss, moving, batch)
-    evaluate = jax.extend.core.jaxpr_as_fun(program)
+def _batchable(program: jax.extend.core.ClosedJaxpr) -> jax.extend.core.ClosedJaxpr:
+    """Returns a program of one example that can be applied to a batch without a view of other examples.
+
+    Raises:
+      ValueError: It combines values along a named axis, or hands a batch to a function that JAX does not batch.
+    """
+    if found := shards.collectives(program.jaxpr):
+        names, axes = (sorted(set(parts)) for parts in zip(*found, strict=True))
+        raise ValueError(
+            f"loss_fn calls {names} on the axis {', '.join(map(repr, axes))} of an enclosing jax.vmap, jax.pmap or "
+            "jax.shard_map, so its value for one example depends on other examples, or on its place among them, and "
+            "clipping bounds nothing. Return the loss of ONE example, and call jax.lax.psum on the clipped sum. Use "
+            "jax.jit with shardings for parameters that are split over devices."
+        )
+    for eqn in walker.every_equation(program.jaxpr):
+        method = eqn.params.get("vmap_method")
+        if isinstance(method, str) and not method.startswith("sequential"):
+            raise ValueError(
+                f"loss_fn calls {eqn.primitive.name} with vmap_method={method!r}, which hands the examples of a batch "
+                "to one call outside of JAX. The value of one example may then depend on others, and clipping bounds "
+                "nothing. Use vmap_method='sequential', one call for each example."
+            )
+    return jax.extend.core.ClosedJaxpr(walker.batchable(program.jaxpr), program.consts)
+
+
+def _batched_gradient(function: Callable[..., Any], weights: Any, examples: list[Any]) -> Any:
+    """Computes `jax.value_and_grad` of a function of (weights, example), with an auxiliary output, for each example.
+
+    The program of one gradient is traced before it is batched. So the backward passes of custom rules are checked too.
+    """
+    gradient = jax.value_and_grad(function, has_aux=True)
+    program, shapes = jax.make_jaxpr(gradient, return_shape=True)(weights, _one_example(examples))
+    evaluate = jax.extend.core.jaxpr_as_fun(_batchable(program))
+
+    def one(weights: Any, example: list[Any]) -> Any:
+        results = evaluate(*jax.tree.leaves((weights, example)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return jax.vmap(one, in_axes=(None, 0))(weights, examples)
+
+
+def _vmap(program: _Program, consts: list[Any], moving: list[Any], batch: Any) -> _PerExample:
+    evaluate = program.evaluate(consts)
 
     def value(moving: list[Any], example: list[Any]) -> tuple[jax.Array, Any]:
         value, *aux = evaluate(*moving, *example)
-        return value, jax.tree.unflatten(jax.tree.structure(aux_shape), aux)
+        return value, program.with_aux(aux)
 
-    gradient = jax.vmap(jax.value_and_grad(value, has_aux=True), in_axes=(None, 0))
-    (losses, aux), grads = gradient(moving, jax.tree.leaves(batch))
+    (losses, aux), grads = _batched_gradient(value, moving, jax.tree.leaves(batch))
     grads = [sites.settled(g).astype(sites.wide_dtype(g)) for g in grads]
     return _PerExample(losses, aux, _sum_of_squares(grads), grads, _contract_rows, grads)
 
 
-def _planned(loss: Loss, moving: list[Any], batch: Any) -> tuple[walker.Plan, Any]:
-    """Returns where the weights of the loss of one example meet data, and the shapes of its auxiliary output."""
-    closed, (_, aux_shape) = _traced(loss, moving, batch)
+def _planned(program: _Program, consts: list[Any], moving: list[Any]) -> walker.Plan:
+    """Returns where the weights of the loss of one example meet data."""
     weights = [walker.Value(False, frozenset({i}), tuple(range(jnp.ndim(x)))) for i, x in enumerate(moving)]
-    inputs = weights + [walker.Value(data=True)] * len(jax.tree.leaves(batch))
-    return walker.make_plan(closed.jaxpr, closed.consts, inputs, close=(0,)), aux_shape
+    inputs = weights + [walker.Value(data=True)] * (len(program.jaxpr.invars) - len(moving))
+    return walker.make_plan(program.jaxpr, consts, inputs, close=(0,))
 
 
 # (sites of a component, entries of its leaves) -> "factors", "keep" or "drop".
 Choice = Callable[[list[sites.Site], int], str]
 
 
-def _bookkeeping(loss: Loss, moving: list[Any], batch: Any, choose: Choice) -> _PerExample:
+def _bookkeeping(program: _Program, consts: list[Any], moving: list[Any], batch: Any, choose: Choice) -> _PerExample:
     """Computes losses, norms and weighted sums from one backward pass to the taps."""
-    plan, aux_shape = _planned(loss, moving, batch)
+    plan = _planned(program, consts, moving)
     examples = jax.tree.leaves(batch)
 
     def tapped(taps: list[jax.Array], example: list[Any]) -> tuple[jax.Array, Any]:
@@ -729,16 +850,15 @@ def _bookkeeping(loss: Loss, moving: list[Any], batch: Any, choose: Choice) -> _
 
     axes = shards.varying_axes(*moving)
     taps = [shards.vary(jnp.zeros(s.tap.shape, s.tap.dtype), axes) for s in plan.sites]
-    backward = jax.vmap(jax.value_and_grad(tapped, has_aux=True), in_axes=(None, 0))
-    (losses, (aux, records)), cotangents = backward(taps, examples)
+    (losses, (aux, records)), cotangents = _batched_gradient(tapped, taps, examples)
     wide = [x.astype(sites.wide_dtype(x)) for x in moving]
-    program = plan.weights_program(wide)
+    weights = plan.weights_program(wide)
     met = [
         (site, *sites.settled_at(site.rule, record, g))
         for site, record, g in zip(plan.sites, records, cotangents, strict=True)
     ]
     components = [
-        _Component([met[j] for j in indices], walker.restricted(program, indices), wide, choose)
+        _Component([met[j] for j in indices], walker.restricted(weights, indices), wide, choose)
         for indices in _connected(plan.sites)
     ]
     # Many small contractions take long to compile, and one of all their columns takes as long as the largest.
@@ -766,19 +886,19 @@ def _bookkeeping(loss: Loss, moving: list[Any], batch: Any, choose: Choice) -> _
     kept = [c.kept for c in components if c.kept is not None]
     every = {i: g for grads in kept for i, g in grads.items()}
     grads = by_leaf(every, (len(losses),)) if len(kept) == len(components) else None
-    aux = jax.tree.unflatten(jax.tree.structure(aux_shape), aux)
-    return _PerExample(losses, aux, squared, (packed, [c.rows for c in large]), weighted_sum, grads)
+    return _PerExample(losses, program.with_aux(aux), squared, (packed, [c.rows for c in large]), weighted_sum, grads)
 
 
 def _connected(all_sites: Sequence[sites.Site]) -> list[list[int]]:
-    """Groups the indices of sites so that no leaf belongs to two groups."""
+    """Groups the indices of sites so that no leaf belongs to two groups. Sites without entries are left out."""
+    met = [(index, site) for index, site in enumerate(all_sites) if not site.empty]
     group: dict[int, int] = {}
-    for site in all_sites:
+    for _, site in met:
         joined = {group.get(leaf, leaf) for leaf in site.leaves}
         for leaf in [leaf for leaf, g in group.items() if g in joined] + list(site.leaves):
             group[leaf] = min(joined)
     members = collections.defaultdict(list)
-    for index, site in enumerate(all_sites):
+    for index, site in met:
         members[group[min(site.leaves)]].append(index)
     return list(members.values())
 
@@ -803,19 +923,26 @@ class _Component:
         self.size = sum(leaves[i].size for i in self._members)
         self._pull = pull = _pull_back(program, leaves, self._members)
         method = choose([site for site, _, _ in self._columns], self.size)
+        method = _applied(method, program)
+        if method != "keep":
+            self._columns = [_ordered(*column) for column in self._columns]
         if method == "factors":
             self.squared_norms = sites.squared_norms(self._oriented_factors())
             return
         dvs = [site.per_example(r, g) for site, r, g in self._columns]
         grads = jax.vmap(pull)(dvs)
         self.squared_norms = _sum_of_squares(grads)
-        # No single example bounds the rounding of the sum to bfloat16. So J^T is applied before the clipping there.
-        if method == "keep" or _has_low_precision(jax.make_jaxpr(pull)(_one_example(dvs)).jaxpr):
+        if method == "keep":
             self.kept = dict(zip(self._members, grads, strict=True))
         else:
-            kind = self.squared_norms.dtype
-            floor = _total([site.reformed_norm(r, g) for site, r, g in self._columns], kind)
-            self.squared_norms = jnp.maximum(self.squared_norms, jnp.square(_gain(pull, dvs).astype(kind) * floor))
+            self.squared_norms = rounding.covered(self.squared_norms, *self._reformed())
+
+    def _reformed(self) -> tuple[jax.Array, jax.Array]:
+        """Returns bounds on how the gradient may differ if it is formed again: of its square, and of its norm."""
+        kind = self.squared_norms.dtype
+        apart = _total([site.without_cancellation(r, g) for site, r, g in self._columns], kind)
+        terms = max(site.terms for site, _, _ in self._columns) + len(self._columns)
+        return jnp.zeros_like(apart), 2 * rounding.of_sum(terms, kind) * apart
 
     def _oriented_factors(self) -> list[Any]:
         """Returns the factors of all sites, swapped where a site applies the transposed weight."""
@@ -860,17 +987,34 @@ def _pull_back(program: Any, leaves: list[Any], members: list[int]) -> Callable[
     return pulled
 
 
-def _has_low_precision(jaxpr: Any) -> bool:
-    kinds = (v.aval.dtype for eqn in walker.every_equation(jaxpr) for v in eqn.outvars)
-    return any(jnp.issubdtype(kind, jnp.floating) and kind.itemsize < 4 for kind in kinds)
+# Primitives whose transpose moves entries and lengthens no gradient, if they keep all entries or a part of them.
+_SHORT = frozenset({"slice", "split", "dynamic_slice", "convert_element_type", *walker.MOVES})
 
 
-def _gain(pull: Callable[[list[jax.Array]], list[jax.Array]], dvs: list[jax.Array]) -> jax.Array:
-    """Estimates how much J^T stretches an unstructured direction. The result is 1 where J^T only moves entries."""
-    probe = [jnp.cos(2.4 * jnp.arange(math.prod(dv.shape[1:]), dtype=dv.dtype)).reshape(1, *dv.shape[1:]) for dv in dvs]
-    probe = [shards.vary(p, shards.varying_axes(dv)) for p, dv in zip(probe, dvs, strict=True)]
-    before, after = (_sum_of_squares(x)[0].astype(jnp.float32) for x in (probe, jax.vmap(pull)(probe)))
-    return jnp.sqrt(after / jnp.maximum(before, 1))
+def _only_moves(program: Any) -> bool:
+    """Returns whether J^T only moves entries, in float32 or wider. Then it lengthens no rounding error.
+
+    Otherwise a gradient is not formed twice. J^T might multiply the difference of the two by any number, and no single
+    example bounds the rounding of a sum to bfloat16.
+    """
+    eqns = list(walker.every_equation(program.jaxpr))
+    if any(eqn.primitive.name not in _SHORT for eqn in eqns):
+        return False
+    if any(eqn.outvars[0].aval.size > eqn.invars[0].aval.size for eqn in eqns):  # a broadcast
+        return False
+    variables = [*program.jaxpr.outvars, *(v for eqn in eqns for v in eqn.outvars)]
+    kinds = [v.aval.dtype for v in variables]
+    return not any(jnp.issubdtype(kind, jnp.floating) and kind.itemsize < 4 for kind in kinds)
+
+
+def _applied(method: str, program: Any) -> str:
+    """Returns the method for a component of the weight-only program. What cannot be formed twice is kept."""
+    return "keep" if method == "drop" and not _only_moves(program) else method
+
+
+def _ordered(site: sites.Site, record: Any, g: jax.Array) -> tuple[sites.Site, Any, jax.Array]:
+    """Adds up the equal rows of a lookup, so that the sum has one term of an example in each row of the table."""
+    return sites.summed_rows(site, record, g) if isinstance(site.rule, sites.Lookup) else (site, record, g)
 
 
 def _axes(site: sites.Site) -> tuple[Any, Any]:
@@ -962,13 +1106,14 @@ def _leaf_treatments(
             ((), "vmap", math.nan, 4 * n) if u else ((), "no gradient", 0.0, 0)
             for n, u in zip(sizes, used, strict=False)
         ]
-    plan, _ = _planned(loss, moving, batch)
+    plan = _planned(*_traced(loss, moving, batch), moving)
+    weights = plan.weights_program([jax.ShapeDtypeStruct(jnp.shape(x), sites.wide_dtype(x)) for x in moving])
     treated: list[tuple[tuple[str, ...], str, float, int]] = [((), "no gradient", 0.0, 0)] * len(moving)
     for indices in _connected(plan.sites):
         component = [plan.sites[j] for j in indices]
         members = sorted(frozenset[int]().union(*(site.leaves for site in component)))
         leaf_size, keep = sum(sizes[i] for i in members), f.engine == "auto"
-        method = choose_method(component, leaf_size, keep)
+        method = _applied(choose_method(component, leaf_size, keep), walker.restricted(weights, indices))
         options, ordinary = method_costs(component, leaf_size, keep)
         rules = tuple(sorted({_RULE_NAMES[type(site.rule)] for site in component}))
         positions = [site.rule.positions * site.repeats for site in component]
@@ -978,7 +1123,7 @@ def _leaf_treatments(
             gram = sum(4 * math.prod(site.tap.shape) for site in component)
         for i in members:
             extra = gram // len(members) if method == "factors" else 4 * sizes[i]
-            treated[i] = (rules, method, max(1.0, options[method] / max(ordinary, 1.0)), extra)
+            treated[i] = (rules, method, max(1.0, options.get(method, options["drop"]) / max(ordinary, 1.0)), extra)
     return treated
 
 

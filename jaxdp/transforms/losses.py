@@ -52,17 +52,21 @@ def next_token(logits: jax.Array, targets: jax.Array) -> jax.Array:
     Args:
         logits: [T, V], from the tokens up to each position: `model(tokens[:-1])`.
         targets: [T] integers, the tokens that follow: `tokens[1:]`. A negative one is padding. One of V or more gives
-            NaN. Without a known token the loss is 0.
+            a NaN loss and a NaN gradient. Without a known token the loss is 0.
 
     Raises:
         ValueError: The shapes do not match.
     """
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"logits must be [T, V] and targets [T], got {logits.shape} and {targets.shape}.")
+    if targets.dtype.itemsize < 4:  # it may not hold the size of the vocabulary
+        targets = targets.astype(jnp.int32)
     logits, known = _at_least_float32(logits), targets >= 0
     place = jnp.maximum(targets, 0)[:, None]
     chosen = jnp.take_along_axis(logits, place, axis=1, mode="fill", fill_value=jnp.nan)[:, 0]
-    losses = jnp.where(known, jax.nn.logsumexp(logits, axis=1) - chosen, 0)
+    # A lookup outside of the vocabulary has a gradient of zero, so the loss is multiplied by NaN too.
+    exists = jnp.where(targets < logits.shape[1], 1, jnp.nan).astype(logits.dtype)
+    losses = jnp.where(known, exists * (jax.nn.logsumexp(logits, axis=1) - chosen), 0)
     return losses.sum() / jnp.maximum(known.sum(), 1).astype(losses.dtype)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.extend.core as jex
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -60,15 +62,42 @@ def untracked_axes() -> frozenset[str]:
     return frozenset(axis for axis in manual_axes() if axis not in varying_axes(lax.axis_index(axis)))
 
 
-def collectives(eqns: Iterable[Any]) -> set[str]:
-    """Returns the names of the primitives that combine values of several devices of a mesh axis."""
-    axes, found = manual_axes(), set()
-    for eqn in eqns:
-        named = [eqn.params.get(name, ()) for name in ("axes", "axis_name")]
-        flat = {axis for names in named for axis in (names if isinstance(names, (tuple, list)) else (names,))}
-        if eqn.primitive.name not in _LOCAL and any(isinstance(axis, str) and axis in axes for axis in flat):
-            found.add(eqn.primitive.name)
+def collectives(jaxpr: Any, bound: frozenset[Any] = frozenset()) -> set[tuple[str, str]]:
+    """Returns (primitive, axis) of the equations that combine values along a named axis from outside of a program.
+
+    Such an axis belongs to an enclosing `jax.vmap(axis_name=)`, `jax.pmap` or `jax.shard_map`. Along an axis of a vmap,
+    the place is counted too. A `jax.shard_map` inside of the program has its axes for itself.
+
+    Args:
+      jaxpr: The program.
+      bound: The axes of the enclosing maps that are part of the program.
+    """
+    found: set[tuple[str, str]] = set()
+    for eqn in jaxpr.eqns:
+        name, own = eqn.primitive.name, _bound_axes(eqn)
+        outside = _named_axes(eqn) - bound - own
+        local = manual_axes() if name in _LOCAL else frozenset()
+        found |= {(name, str(axis)) for axis in outside - local}
+        for inner in jex.jaxprs_in_params(eqn.params):
+            found |= collectives(inner, bound | own)
     return found
+
+
+def _named_axes(eqn: Any) -> frozenset[Any]:
+    """Returns the named axes among the parameters of an equation. Axes of an array are integers."""
+    values = [eqn.params.get(name, ()) for name in ("axes", "axis_name")]
+    flat = {axis for names in values for axis in (names if isinstance(names, (tuple, list)) else (names,))}
+    return frozenset(axis for axis in flat if axis is not None and not isinstance(axis, int | np.integer))
+
+
+def _bound_axes(eqn: Any) -> frozenset[Any]:
+    """Returns the named axes that the inner program of an equation has, and its surroundings do not."""
+    if eqn.primitive.name == "xla_pmap":
+        return frozenset({eqn.params["axis_name"]})
+    if eqn.primitive.name != "shard_map":
+        return frozenset()
+    axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
+    return frozenset(eqn.params["mesh"].axis_names if axes is None else axes)
 
 
 def spec_of(x: Any) -> PartitionSpec:

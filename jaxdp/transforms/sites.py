@@ -21,12 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdp.transforms import opaque, shards
+from jaxdp.transforms import opaque, rounding, shards
 
-# Below this fraction of (sum_t |u_t||w_t|)^2 the Gram form is mostly rounding error, so no smaller norm is reported.
-CANCELLATION_FLOOR = 1e-5
-# The same for a dV that is formed twice, for its norm and for the sum: terms that cancel round differently each time.
-REFORMED_FLOOR = 1e-8
 # Products below the smallest normal float32 are flushed to zero. Each counts as this much instead.
 _FLUSHED = 2.0**-126
 
@@ -55,9 +51,13 @@ _TF32, _BFLOAT16 = 10, 7
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OneHot:
-    """Rows of an identity matrix by index, [..., T] int. A negative index is a row of zeros."""
+    """Rows of an identity matrix by index, [..., T] int. A negative index is a row of zeros.
+
+    If `distinct`, no two rows of one example and group are equal, except rows of zeros.
+    """
 
     index: jax.Array
+    distinct: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 Factor = Any  # jax.Array or OneHot
@@ -546,12 +546,29 @@ class Lookup(Rule):
         return (OneHot(record.reshape(1, -1)),), g.transpose(self.out_order).reshape(1, -1, self.cols)
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
-        (u,), w = jax.vmap(self.factors)(record, _wide(g))
-        # A negative index would wrap around, so it moves out of range, where it is dropped.
-        index = jnp.where(u.index < 0, self.rows, u.index).reshape(-1)
-        grad = jnp.zeros((self.rows, self.cols), w.dtype).at[index].add(w.reshape(-1, self.cols), mode="drop")
-        order = (*self.row_dims, *self.col_dims)
-        return _transposed_back(grad.reshape([self.weight_shape[d] for d in order]), order)
+        return _table(self, record, g)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows(Rule):
+    """The rule for rows of a table that `summed_rows` has added up. The record is an index [T], and g is [T, cols]."""
+
+    def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
+        return (OneHot(record[None], distinct=True),), g[None]
+
+    def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
+        return _table(self, record, g)
+
+
+def _table(rule: Rule, record: Any, g: jax.Array) -> jax.Array:
+    """Computes dV of a rule whose u are rows of an identity matrix."""
+    (u,), w = jax.vmap(rule.factors)(record, _wide(g))
+    # A negative index would wrap around, so it moves out of range, where it is dropped.
+    index = jnp.where(u.index < 0, rule.rows, u.index).reshape(-1)
+    rows = w.reshape(-1, rule.cols)
+    grad = jnp.zeros((rule.rows, rule.cols), w.dtype).at[index].add(rows, mode="drop")
+    order = (*rule.row_dims, *rule.col_dims)
+    return _transposed_back(grad.reshape([rule.weight_shape[d] for d in order]), order)
 
 
 class OnWeight(Rule):
@@ -579,6 +596,11 @@ class Site:
     tap: jax.ShapeDtypeStruct  # with the loop axes in front
 
     @property
+    def empty(self) -> bool:
+        """Whether there is no entry of the result or of the weight, so that the gradient is zero."""
+        return 0 in self.tap.shape or 0 in self.rule.weight_shape
+
+    @property
     def repeats(self) -> int:
         """The number of loop iterations that apply the same weight."""
         return math.prod(n for n, s in zip(self.lengths, self.sliced, strict=True) if not s)
@@ -588,13 +610,16 @@ class Site:
         """The number of slices of the weight that loops apply."""
         return math.prod(n for n, s in zip(self.lengths, self.sliced, strict=True) if s)
 
-    def reformed_norm(self, record: Any, g: jax.Array) -> jax.Array:
-        """Returns the norms [B] below which a second formation of the gradient, in another order, may differ much."""
+    def without_cancellation(self, record: Any, g: jax.Array) -> jax.Array:
+        """Returns the norms [B] that dV would have if its terms had one direction, M in `rounding`."""
         parts, w = self.factors(record, g)
-        kind = wide_dtype(w)
-        square_u = sum((p.index >= 0).astype(kind) if isinstance(p, OneHot) else _square(p).sum(-1) for p in parts)
-        bound = (jnp.sqrt(square_u) * jnp.sqrt(_square(w).sum(-1))).sum((1, 2))
-        return math.sqrt(REFORMED_FLOOR) * bound
+        length_u, length_w = _lengths((parts, w), wide_dtype(w))
+        return rounding.root(jnp.square((length_u * length_w).sum(2)).sum(1))
+
+    @property
+    def terms(self) -> int:
+        """The number of terms that are added up in an entry of dV of one example."""
+        return 1 if isinstance(self.rule, Rows) else self.rule.positions * self.repeats
 
     def _by_slice(self, tree: Any) -> Any:
         """Reshapes [B, *loops, ...] to [B, slices, repeats, ...]."""
@@ -689,33 +714,74 @@ def inner_products(x: Factor, y: Factor) -> jax.Array:
     return lax.scan(add, first, jnp.arange(whole) * _BLOCK)[0]
 
 
-def _merged_lookups(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> tuple[jax.Array, jax.Array] | None:
-    """Returns all rows (index [B, S, T], w [B, S, T, cols]) of sites that all look up rows, else None."""
-    if not all(len(parts) == 1 and isinstance(parts[0], OneHot) and not isinstance(w, OneHot) for parts, w in pairs):
-        return None
-    kind = wide_dtype(*(w for _, w in pairs))
-    index = jnp.concatenate([parts[0].index for parts, _ in pairs], 2)
-    return index, jnp.concatenate([w.astype(kind) for _, w in pairs], 2)
+def summed_rows(site: Site, record: Any, g: jax.Array) -> tuple[Site, Any, jax.Array]:
+    """Adds up equal rows of a lookup, in each example apart.
 
-
-def _squared_norms_of_rows(index: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes the squared norms [B] of tables that w [B, S, T, cols] is added to at index [B, S, T].
-
-    Equal rows are added in a table of T rows. Its cost is that of the rows, where Gram matrices cost T times as much.
+    Returns a site of the rule `Rows`, its record and its cotangent. They have at most one term for each entry
+    of the table, so no sum over the batch rounds the terms of one example one by one.
     """
-    w = jnp.where((index >= 0)[..., None], w, 0)
+    rule, loops = site.rule, tuple(n for n, s in zip(site.lengths, site.sliced, strict=True) if s)
+    (u,), w = site.factors(record, g)
+    index, total = _summed(u.index, _wide(w))
+    rows = Rows(
+        weight_shape=rule.weight_shape,
+        positions=w.shape[2],
+        rows=rule.rows,
+        cols=rule.cols,
+        row_dims=rule.row_dims,
+        col_dims=rule.col_dims,
+    )
+    tap = jax.ShapeDtypeStruct((*loops, *w.shape[2:]), total.dtype)
+    summed = dataclasses.replace(site, rule=rows, lengths=loops, sliced=(True,) * len(loops), tap=tap)
+    lead = (len(g), *loops)
+    return summed, index.reshape(*lead, *index.shape[2:]), total.reshape(*lead, *total.shape[2:])
 
-    def summed(index: jax.Array, w: jax.Array) -> jax.Array:
+
+def _summed(index: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Adds up the rows w [B, S, T, cols] of equal index [B, S, T]. Returns distinct indices, and -1, and their sums."""
+    w = jnp.where((index >= 0)[..., None], w, 0)
+    if w.shape[2] <= 1:
+        return index, w
+
+    def one(index: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
         order = jnp.argsort(index)
         ranked = index[order]
         new = jnp.concatenate([jnp.zeros(1, bool), ranked[1:] != ranked[:-1]])
-        place = jnp.zeros_like(order).at[order].set(jnp.cumsum(new).astype(order.dtype), unique_indices=True)
-        return jnp.zeros_like(w).at[place].add(w)
+        number = jnp.cumsum(new).astype(order.dtype)
+        place = jnp.zeros_like(order).at[order].set(number, unique_indices=True)
+        distinct = jnp.full_like(index, -1).at[number].set(ranked, indices_are_sorted=True)
+        return distinct, jnp.zeros_like(w).at[place].add(w)
 
-    total = w if w.shape[2] == 1 else jax.vmap(jax.vmap(summed))(index, w)
-    bound = jnp.sqrt(_square(w).sum(-1)).sum((1, 2))
+    return jax.vmap(jax.vmap(one))(index, w)
+
+
+def _all_lookups(pairs: Sequence[Pair]) -> bool:
+    """Returns whether all sites look up rows."""
+    return all(len(u) == 1 and isinstance(u[0], OneHot) and not isinstance(w, OneHot) for u, w in pairs)
+
+
+def _merged(pairs: Sequence[Pair]) -> tuple[jax.Array, jax.Array]:
+    """Returns all rows (index [B, S, T], w [B, S, T, cols]) of sites that look up rows. Rows of no index are zero."""
+    kind = wide_dtype(*(w for _, w in pairs))
+    index = jnp.concatenate([parts[0].index for parts, _ in pairs], 2)
+    w = jnp.concatenate([w.astype(kind) for _, w in pairs], 2)
+    return index, jnp.where((index >= 0)[..., None], w, 0)
+
+
+def _squared_norms_of_rows(pairs: Sequence[Pair]) -> jax.Array:
+    """Computes the squared norms [B] of tables to which the rows of all pairs are added.
+
+    Equal rows are added in a table of T rows. Its cost is that of the rows, where Gram matrices cost T times as much.
+    """
+    index, w = _merged(pairs)
     flushed = _FLUSHED * w.shape[-1] * (index >= 0).sum((1, 2)).astype(w.dtype)
-    return jnp.maximum(_square(total).sum((1, 2, 3)), REFORMED_FLOOR * jnp.square(bound)) + flushed
+    if len(pairs) == 1 and (pairs[0][0][0].distinct or w.shape[2] == 1):
+        return _square(w).sum((1, 2, 3)) + flushed
+    _, total = _summed(index, w)
+    apart = rounding.root(_square(w).sum(-1)).sum(2)
+    error = rounding.of_sum(_terms(pairs), w.dtype) * rounding.root(jnp.square(apart).sum(1))
+    squares = _square(total).sum((1, 2, 3))
+    return rounding.covered(squares, jnp.zeros_like(squares), error) + flushed
 
 
 def _width(x: Factor) -> int:
@@ -737,51 +803,105 @@ def gram_rows(positions: int) -> int:
     return next((size for size in range(_GRAM_ROWS, _GRAM_ROWS // 2, -1) if positions % size == 0), positions)
 
 
-def _gram_norm(pair: Pair, kind: Any) -> tuple[jax.Array, ...]:
-    """Returns ||sum_t u_t w_t^T||^2, [B], and the lengths of u and w, [B, S, T] each.
+def _lengths(pair: Pair, kind: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the lengths of u and w, [B, S, T] each."""
+
+    def squares(x: Factor) -> jax.Array:
+        return (x.index >= 0).astype(kind) if isinstance(x, OneHot) else _square(x).sum(-1).astype(kind)
+
+    parts, w = pair
+    return rounding.root(functools.reduce(jnp.add, map(squares, parts))), rounding.root(squares(w))
+
+
+def _positions(pair: Pair) -> int:
+    """Returns the number of positions T of a pair."""
+    return int(jax.tree.leaves(pair[1])[0].shape[2])
+
+
+def _terms(pairs: Sequence[Pair]) -> int:
+    """Returns how many terms an entry of the gradient may be a sum of, one after the other."""
+    ones = [any(isinstance(x, OneHot) and x.distinct for x in (*parts, w)) for parts, w in pairs]
+    most = max(1 if one else _positions(pair) for one, pair in zip(ones, pairs, strict=True))
+    return most + len(pairs)
+
+
+def _additions(xs: Sequence[Factor], ys: Sequence[Factor]) -> int:
+    """Returns how many additions a term of the inner products of two factors passes. A row of a table is picked."""
+    picked = [isinstance(x, OneHot) or isinstance(y, OneHot) for x, y in zip(xs, ys, strict=True)]
+    widths = [0 if one else x.shape[-1] for one, x in zip(picked, xs, strict=True)]
+    most = max(n if n < 2 * _BLOCK else _BLOCK + n // _BLOCK + 1 for n in widths)
+    return most + len(xs) - 1
+
+
+def _gram_sums(
+    grams: Sequence[jax.Array], x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array], counts: Sequence[int]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns sum_ts U_ts W_ts and a bound on its rounding, E in `rounding`, [B] each.
+
+    Args:
+      grams: U and W, [B, S, T, T'].
+      x, y: The lengths of u and w, [B, S, T] and [B, S, T'] each.
+      counts: r_u, r_w and r_T.
+    """
+    gram_u, gram_w = grams
+    square_u, square_w = (a[..., :, None] * b[..., None, :] for a, b in zip(x, y, strict=True))
+    products, abs_u, abs_w = gram_u * gram_w, jnp.abs(gram_u), jnp.abs(gram_w)
+    r_u, r_w, r_t = (rounding.eps(gram_u.dtype) * count for count in counts)
+    spread = r_u * square_u * abs_w + r_w * square_w * abs_u + r_t * abs_u * abs_w
+    return products.sum((1, 2, 3)), spread.sum((1, 2, 3))
+
+
+def _gram_norm(pair: Pair, kind: Any) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns ||sum_t u_t w_t^T||^2 and E of it, [B] each, and the lengths of u and w, [B, S, T] each.
 
     Gram matrices are symmetric. Of long ones it computes the blocks of one half, one after the other.
     """
-    positions = jax.tree.leaves(pair[1])[0].shape[2]
+    positions = _positions(pair)
     size = gram_rows(positions)
+    counts = _counts(pair, pair)
+    if size == positions:
+        grams = _grams(pair, pair, kind)
+        squares = (jnp.diagonal(gram, axis1=2, axis2=3) for gram in grams)
+        length_u, length_w = map(rounding.root, squares)
+        lengths = (length_u, length_w)
+        return *_gram_sums(grams, lengths, lengths, counts), lengths
 
-    def sums(x: Pair, y: Pair) -> tuple[jax.Array, ...]:
-        grams = _grams(x, y, kind)
-        return (grams[0] * grams[1]).sum((1, 2, 3)), *(jnp.diagonal(g, axis1=2, axis2=3) for g in grams)
+    lengths = _lengths(pair, kind)
 
-    def block(place: Any) -> tuple[jax.Array, ...]:
-        def cut(k: Any) -> Pair:
-            rows: Pair = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, k * size, size, axis=2), pair)
+    def block(place: Any) -> tuple[jax.Array, jax.Array]:
+        def cut(k: Any) -> tuple[Pair, tuple[jax.Array, jax.Array]]:
+            rows: Any = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, k * size, size, axis=2), (pair, lengths))
             return rows
 
-        return sums(*map(cut, place))
+        (x, lengths_x), (y, lengths_y) = map(cut, place)
+        return _gram_sums(_grams(x, y, kind), lengths_x, lengths_y, counts)
 
-    if size == positions:
-        total, *squares = sums(pair, pair)
+    places = list(itertools.combinations_with_replacement(range(positions // size), 2))
+    twice = jnp.array([1 if i == j else 2 for i, j in places], kind)[:, None]
+    if jax.default_backend() == "gpu" and len(places) <= _UNROLLED:  # a loop copies what it reads and writes
+        sums = [jnp.stack(xs) for xs in zip(*map(block, places), strict=True)]
     else:
-        places = list(itertools.combinations_with_replacement(range(positions // size), 2))
-        if jax.default_backend() == "gpu" and len(places) <= _UNROLLED:  # a loop copies what it reads and writes
-            totals, *found = (jnp.stack(xs) for xs in zip(*map(block, places), strict=True))
-        else:
-            totals, *found = lax.map(block, jnp.array(places))
-        total = (jnp.array([1 if i == j else 2 for i, j in places], kind)[:, None] * totals).sum(0)
-        diagonal = [n for n, (i, j) in enumerate(places) if i == j]
-        squares = [jnp.concatenate([x[n] for n in diagonal], 2) for x in found]
-    return total, *(jnp.sqrt(x) for x in squares)
+        sums = list(lax.map(block, jnp.array(places)))
+    total, spread = ((twice * x).sum(0) for x in sums)
+    return total, spread, lengths
 
 
-def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.Array:
+def _counts(x: Pair, y: Pair) -> tuple[int, int, int]:
+    """Returns r_u, r_w and r_T of `rounding` for two pairs."""
+    entries = rounding.additions(_positions(x) * _positions(y))
+    return _additions(x[0], y[0]), _additions([x[1]], [y[1]]), entries
+
+
+def squared_norms(pairs: Sequence[Pair]) -> jax.Array:
     """Computes ||sum_j sum_t u_jt w_jt^T||^2 [B] of every example, from the factors of the sites of one weight.
 
     Formal guarantees:
-      The result includes an estimate of the rounding error of the inner products: sqrt(n) units in the last place for n
-      terms, or n / 32 for the systematic error of long sums. It is never less than a fixed fraction of
-      (sum_t |u_t||w_t|)^2. So cancellation cannot give a norm near zero for a gradient whose computed sum is not small.
-      Squares that underflow count at their upper bound, so a tiny u and a huge w cannot hide a gradient. A norm of 0 is
-      reported as up to about 1e-16.
+      The root of the result times 1 + `rounding.SLACK` is at least the norm of the exact gradient, and that of the sum
+      of its terms in float32, whatever their order and however they cancel. Squares that underflow count at their upper
+      bound, so a tiny u and a huge w cannot hide a gradient. A norm of 0 is reported as up to about 1e-16.
     """
-    if lookups := _merged_lookups(pairs):
-        return _squared_norms_of_rows(*lookups)
+    if _all_lookups(pairs):
+        return _squared_norms_of_rows(pairs)
     rows = max(sum(map(_width, parts)) for parts, _ in pairs)
     cols = max(_width(w) for _, w in pairs)
     parts, w = pairs[0]
@@ -789,17 +909,18 @@ def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.
         square_u = sum(_square(p).sum((2, 3)) for p in parts) + rows * _FLUSHED
         return (square_u * (_square(w).sum((2, 3)) + cols * _FLUSHED)).sum(1)
     kind = wide_dtype(*jax.tree.leaves(pairs))
-    total, bound, rounding, lengths_u, lengths_w = jnp.zeros((5, 1), kind)
-    for j in range(len(pairs)):
-        for pair in pairs[:j]:
-            gram_u, gram_w = _grams(pairs[j], pair, kind)
-            total = total + 2 * (gram_u * gram_w).sum((1, 2, 3))
-        square, length_u, length_w = _gram_norm(pairs[j], kind)
-        total = total + square
-        bound = bound + (length_u * length_w).sum((1, 2))
-        rounding = rounding + jnp.square(length_u * length_w).sum((1, 2))
-        lengths_u, lengths_w = lengths_u + length_u.sum((1, 2)), lengths_w + length_w.sum((1, 2))
+    total, spread, lengths_u, lengths_w = jnp.zeros((4, 1), kind)
+    apart = jnp.zeros((1, 1), kind)
+    lengths: list[tuple[jax.Array, jax.Array]] = []
+    for pair in pairs:
+        square, its_spread, own = _gram_norm(pair, kind)
+        total, spread = total + square, spread + its_spread
+        for other, its in zip(pairs, lengths, strict=False):
+            product, its_spread = _gram_sums(_grams(pair, other, kind), own, its, _counts(pair, other))
+            total, spread = total + 2 * product, spread + 2 * its_spread
+        lengths.append(own)
+        apart = apart + (own[0] * own[1]).sum(2)
+        lengths_u, lengths_w = lengths_u + own[0].sum((1, 2)), lengths_w + own[1].sum((1, 2))
     flushed = _FLUSHED * (rows * jnp.square(lengths_w) + cols * jnp.square(lengths_u))
-    terms = min(max(rows, cols), 2 * _BLOCK)
-    rounding = float(jnp.finfo(kind).eps) * max(math.sqrt(terms), terms / 32) * rounding
-    return jnp.maximum(total + rounding, CANCELLATION_FLOOR * jnp.square(bound)) + flushed
+    error = rounding.of_sum(_terms(pairs), kind) * rounding.root(jnp.square(apart).sum(1))
+    return rounding.covered(total, spread, error) + flushed

@@ -34,7 +34,7 @@ from jaxdp.transforms.precision import with_equations
 # Primitives whose body replaces the call.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 # Primitives that only move entries. Their J is a permutation and keeps norms.
-_MOVES = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "copy", "rev", "broadcast_in_dim"})
+MOVES = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "copy", "rev", "broadcast_in_dim"})
 _REMATS = frozenset({"remat", "remat2", "checkpoint"})
 # Primitives that evaluate a body once, on all of their operands.
 _ONCE = _CALLS.keys() | _REMATS | {"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "shard_map"}
@@ -134,20 +134,33 @@ def _ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     return rows @ w.reshape(-1, w.shape[-1])
 
 
+# Primitives that are replaced before a program is batched.
+_REPLACED = frozenset({"ragged_dot_general", "custom_vmap_call"})
+
+
 def batchable(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
-    """Replaces each `lax.ragged_dot` of a jaxpr and of its inner programs by a product that JAX can batch."""
+    """Returns the program that JAX itself batches, so that no example can see another one.
+
+    Each `lax.ragged_dot` becomes a product that JAX can batch. Each `jax.custom_batching.custom_vmap` becomes its
+    function of one example, because its own rule is a function of the whole batch.
+    """
+
+    def called(function: Any, eqn: Any) -> Any:
+        (call,) = jax.make_jaxpr(jax.jit(function))(*(v.aval for v in eqn.invars)).jaxpr.eqns
+        return call.replace(invars=eqn.invars, outvars=eqn.outvars)
 
     def changed(eqn: Any) -> Any:
+        if eqn.primitive.name == "custom_vmap_call":
+            return called(jex.jaxpr_as_fun(eqn.params["call"]), eqn)
         if eqn.primitive.name != "ragged_dot_general":
             return eqn
         numbers, offset = eqn.params["ragged_dot_dimension_numbers"], eqn.params["group_offset"]
         plain = (numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions), offset)
         if plain != ((((1,), (1,)), ((), ())), (0,), None):  # another product of `lax.ragged_dot_general`
             return eqn
-        (call,) = jax.make_jaxpr(jax.jit(_ragged_dot))(*(v.aval for v in eqn.invars)).jaxpr.eqns
-        return call.replace(invars=eqn.invars, outvars=eqn.outvars)
+        return called(_ragged_dot, eqn)
 
-    if not any(eqn.primitive.name == "ragged_dot_general" for eqn in every_equation(jaxpr)):
+    if not any(eqn.primitive.name in _REPLACED for eqn in every_equation(jaxpr)):
         return jaxpr
     return with_equations(jaxpr, changed)
 
@@ -172,7 +185,7 @@ def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
         return value.source
     if name == "transpose" and value.source:
         return tuple(value.source[i] for i in eqn.params["permutation"])
-    if name in _MOVES and math.prod(out.shape) == math.prod(aval.shape):
+    if name in MOVES and math.prod(out.shape) == math.prod(aval.shape):
         return ()
     return None
 
@@ -311,7 +324,7 @@ def _bind_wide(jaxpr: jex.Jaxpr, eqn: Any, operands: Sequence[Any]) -> list[Any]
     operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands]
     if eqn.primitive.name == "convert_element_type" and _is_float(operands[0]) and _is_float(eqn.outvars[0].aval):
         return [operands[0].astype(sites.wide_dtype(eqn.outvars[0].aval))]
-    if eqn.primitive.name in _MOVES:
+    if eqn.primitive.name in MOVES:
         return [_widen(x) for x in bind_equation(jaxpr, eqn, operands)]
     declared = [x.astype(v.aval.dtype) if _is_float(x) else x for x, v in zip(operands, eqn.invars, strict=True)]
     return [_widen(x) for x in bind_equation(jaxpr, eqn, declared)]

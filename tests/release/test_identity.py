@@ -59,8 +59,25 @@ def test_calls_to_the_host_are_seen_and_other_custom_calls_are_not():
     )
     assert all(map(calls_host, hosts))
     assert calls_host('"stablehlo.send"(%0, %1) {channel_handle = #c, is_host_transfer = true}')  # as TPUs have it
-    plain = texts(jnp.linalg.qr, lambda x: jnp.sort(x) @ x, lambda x: jax.random.normal(jax.random.key(0), x.shape))
+    plain = texts(
+        *(jnp.linalg.qr, jnp.linalg.svd, jnp.linalg.eigh, jnp.linalg.eigvals, jnp.linalg.cholesky, jnp.linalg.inv),
+        lambda x: jnp.sort(x) @ x,
+        lambda x: jax.random.normal(jax.random.key(0), x.shape),
+        lambda x: jax.lax.approx_max_k(x, 2),
+    )
     assert not any(map(calls_host, plain))
+
+
+@pytest.mark.parametrize("target", ["counter", "lapack", "my_lapack_spotrf_ffi", "Qr2", "foo.bar"])
+def test_foreign_functions_are_calls_to_the_host(target):
+    """A foreign function may count its calls. Only the names of JAX's own functions are known to be pure."""
+    call = jax.ffi.ffi_call(target, SCALAR, vmap_method="sequential")
+    text = program(jax.jit(call), jnp.float32(1))
+    assert target in text
+    assert calls_host(text)
+    # A text that has a pure call next to it, and the generic form of an operation.
+    assert calls_host(f"%0 = stablehlo.custom_call @lapack_spotrf_ffi(%1)\n{text}")
+    assert calls_host(f'"stablehlo.custom_call"(%0) {{call_target_name = "{target}"}}')
 
 
 @pytest.mark.parametrize("change", ["flag", "variable", "host", "cores", "nothing", "cache"])
