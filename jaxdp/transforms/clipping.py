@@ -55,7 +55,8 @@ class ClippedSum:
       norms: [B]. The L2 norm of each per-example gradient before clipping, 0 where masked.
       losses: [B]. The loss of each example, 0 where masked.
       aux: The auxiliary output of `loss_fn`, stacked along a leading axis [B, ...], or None without `has_aux`.
-      nonfinite: int32. The number of unmasked examples whose NaN or infinite gradient is left out of `grads`.
+      nonfinite: int32. The number of unmasked examples that are left out of `grads`, because their loss or gradient is
+        NaN or infinite.
     """
 
     grads: Any
@@ -70,8 +71,8 @@ class PerExampleGrads(NamedTuple):
 
     Attributes:
       grads: Pytree like params with a leading axis B, float32 or wider. None at frozen leaves. Zero where an example is
-        masked or its gradient is not finite.
-      nonfinite: int32. The number of unmasked examples with a NaN or infinite gradient.
+        masked or its loss or gradient is not finite.
+      nonfinite: int32. The number of unmasked examples with a NaN or infinite loss or gradient.
     """
 
     grads: Any
@@ -280,20 +281,30 @@ def clipped_grad(
 
     Raises:
       ValueError: An argument is out of range. When called: the loss uses BatchNorm in batch mode, it draws random
-        numbers that all examples and calls would share, such as one dropout mask, or it combines values of several
-        devices inside `jax.shard_map`.
+        numbers that all examples and calls would share, such as one dropout mask, or it combines values along a named
+        axis of an enclosing map, or calls Python or a foreign function with the whole batch.
       TypeError: clip_norm is not a number or clip_rule is not a rule. When called: loss_fn takes other arguments,
         params is a model and not its parameters, or a trainable leaf is complex.
       NotImplementedError: When called: the loss uses a mutable array (`jax.new_ref`). Engine "vmap" supports it.
 
     Formal guarantees:
-      `grads` is a sum with one term per unmasked example. The L2 norm of a term is at most
-      bound = `clip_rule.bound(clip_norm)`, which is clip_norm for "global" and "automatic". Float32 rounding can exceed
-      the bound by a relative 1e-5 or so, and by percents at worst if the terms of one gradient almost cancel by design.
-      A term is a function of params and of its own example only. An example whose gradient is NaN or infinite
+      `grads` is a sum with one term per unmasked example. The L2 norm of a term, as float32 computes it in a batch of
+      one, is at most (1 + 2**-8) bound for every input, with bound = `clip_rule.bound(clip_norm)`, which is clip_norm
+      for "global" and "automatic". It exceeds bound by more than a relative 1e-5 or so only if the terms of one
+      gradient almost cancel. `jaxdp.transforms.rounding` has the proof, which assumes that an addition is rounded to
+      2**-23 or better and that XLA's reductions are trees. The sum of the terms of a batch is rounded like any sum.
+
+      A term is a function of params and of its own example only. An example whose loss or gradient is NaN or infinite
       contributes exactly zero. A factor that would exceed the bound is reduced to bound/||g||. So adding, removing or
       zeroing out one example moves `grads` by at most bound, and replacing it by at most 2 * bound. The sum is not
       divided. The divisor must be public and is the caller's.
+
+      A loss that could see other examples is refused: a collective on a named axis of an enclosing `jax.vmap`,
+      `jax.pmap` or `jax.shard_map`, also in a custom derivative, and a call to Python or to a foreign function that
+      takes a whole batch. A `jax.custom_batching.custom_vmap` is replaced by its function of one example. Values on
+      which `loss_fn` closes are public, and a Python function that it calls must not keep examples.
+
+      The derivatives of a call are those of the sum over the examples that contribute.
 
       The bound holds for parameters and compute in bfloat16 and float16, tied or not, because the norms are computed
       from the values that are summed. Complex values that a loss computes from parameters carry gradients as in
@@ -312,13 +323,15 @@ def clipped_grad(
     | edge case | result |
     |---|---|
     | empty batch, all-masked batch | grads are zero |
-    | NaN or inf in an example or its gradient | contributes zero, counted in `nonfinite` |
+    | NaN or inf in an example, its loss or its gradient | contributes zero, counted in `nonfinite` |
+    | no positions, or an axis of length zero | the gradient is zero |
     | gradient norm 0 | contributes zero |
     | squared norm overflows float32 | counts as non-finite |
     | float32 on a GPU that multiplies in TF32 | factors are rounded as in a plain step, and their products are exact |
     | bf16, float16 parameters or compute | norms, clipping and sum in float32; overflow counts as non-finite |
     | integer and boolean leaves of params | frozen |
     | weights that become complex in the loss or enter a `jax.custom_vjp` | their gradients are formed: B x P memory |
+    | weights that are computed from params and not only moved | gradients of these params are kept: B x P memory |
     | `jax.lax.ragged_dot` | a product over all groups with masked rows, since JAX cannot batch the primitive |
     | leaves of params that are not arrays (Python scalars, functions) | frozen, and static: a new value recompiles |
     """

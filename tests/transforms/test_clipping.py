@@ -359,6 +359,102 @@ def test_a_clipped_sum_has_derivatives(engine: str) -> None:
     assert_close(found, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
+@every_engine
+def test_derivatives_are_those_of_the_examples_that_contribute(engine: str) -> None:
+    """A NaN row, and a row of gradient zero. Without any example that contributes, the derivative is zero."""
+    x, y = batch_of(5)
+    poisoned = x.copy()
+    poisoned[1] = np.nan
+    mask = np.arange(5) != 1
+
+    def gradients(batch: Any, mask: Any) -> Any:
+        def total(p: Any, y: Any) -> Any:
+            grads = clipped(engine)(p, (batch, y), mask).grads
+            return sum(jnp.square(g).sum() for g in jax.tree.leaves(grads))
+
+        return jax.grad(total, argnums=(0, 1))(PARAMS, y)
+
+    run = jax.jit(gradients)
+    expected = run(x, mask)
+    assert norm(expected) > 0
+    assert_close(run(poisoned, np.ones(5, bool)), expected, rtol=1e-6)
+    assert norm(run(np.full_like(x, np.nan), np.ones(5, bool))) == 0
+    f = jaxdp.clipped_grad(lambda w, e: jnp.maximum(0, 1 - e @ w), clip_norm=0.5, engine=engine)
+    rows = np.array([[1.0, 2.0], [0.0, 0.0], [3.0, 1.0]], np.float32)  # the last loss is zero
+    slope = jax.grad(lambda w: jnp.square(f(w, rows).grads).sum())(jnp.array([0.1, 0.3]))
+    assert np.isfinite(slope).all()
+
+
+@every_engine
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_counts_although_its_gradient_is(engine: str, value: float) -> None:
+    loss = lambda w, e: jnp.sum(w * e[0]) + e[1]  # noqa: E731
+    f = jaxdp.clipped_grad(loss, clip_norm=10.0, engine=engine)
+    rows = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+    batch = rows, np.array([0.0, value], np.float32)
+    out = f(np.zeros(2, np.float32), batch)
+    np.testing.assert_allclose(out.grads, rows[0], rtol=1e-6)
+    assert out.nonfinite == 1
+    formed = f.per_example(np.zeros(2, np.float32), batch)
+    np.testing.assert_allclose(formed.grads, rows * [[1], [0]], rtol=1e-6)
+    assert formed.nonfinite == 1
+
+
+@pytest.mark.slow
+@both_computations
+@pytest.mark.parametrize("name", ["next_token", "softmax_cross_entropy", "hinge"])
+def test_a_label_that_does_not_exist_contributes_zero(engine: str, name: str) -> None:
+    """A lookup outside of the vocabulary has a gradient of zero, so the loss of such a text has a finite gradient."""
+    tokens = name == "next_token"
+    function = getattr(jaxdp.losses, name)
+    good, bad = ([1, 2], [1, 4]) if tokens else (1, 4)
+
+    def loss(p: Any, e: Any) -> Any:
+        logits = e[0] @ p
+        return function(logits if tokens else logits[0], e[1])
+
+    x, p = np.ones((2, 2, 3), np.float32), np.eye(3, 4, dtype=np.float32)
+    f = jaxdp.clipped_grad(loss, clip_norm=1.0, engine=engine)
+    out = f(p, (x, np.array([good, bad], np.int8)))
+    assert out.nonfinite == 1
+    assert_close(out.grads, f(p, (x[:1], np.array([good], np.int8))).grads, rtol=1e-6)
+
+
+def no_positions(p: Any, e: Any) -> Any:
+    return jnp.sum(e[0] @ p["w"]) + jnp.sum(e[1] @ p["w"]) + jnp.sum(e[0] @ p["b"])
+
+
+def small_image(p: Any, e: Any) -> Any:
+    return jnp.sum(jax.lax.conv(e[None], p["k"], (1, 1), "VALID")) + jnp.sum(p["k"] * jnp.sum(e))
+
+
+def no_turns(p: Any, e: Any) -> Any:
+    return jax.lax.scan(lambda total, x: (total + jnp.sum(x @ p["w"]), None), 0.0, e)[0]
+
+
+EMPTY = {
+    "dot": (no_positions, {"w": (3, 2), "b": (3, 0)}, [(0, 3), (2, 3)]),
+    "convolution": (small_image, {"k": (4, 2, 3, 3)}, (2, 2, 2)),
+    "scan": (no_turns, {"w": (3, 2)}, (0, 2, 3)),
+    "rows": (lambda p, e: jnp.sum(e @ p["w"]), {"w": (0, 2)}, (2, 0)),
+}
+
+
+@pytest.mark.slow
+@every_engine
+@pytest.mark.parametrize("case", EMPTY)
+def test_layers_without_positions(engine: str, case: str) -> None:
+    loss, shapes, example = EMPTY[case]
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    params = jax.tree.map(lambda shape: np.ones(shape, np.float32), shapes, is_leaf=is_shape)
+    batch = jax.tree.map(lambda shape: np.ones((2, *shape), np.float32), example, is_leaf=is_shape)
+    f = jaxdp.clipped_grad(loss, clip_norm=100.0, engine=engine)
+    expected = jax.tree.map(lambda g: g.sum(0), jax.vmap(jax.grad(loss), (None, 0))(params, batch))
+    assert_close(f(params, batch).grads, expected, rtol=1e-6)
+    assert [leaf.path for leaf in f.plan(params, batch)] == sorted(shapes, key=str)
+
+
 def test_a_convolutional_net_takes_the_memory_of_a_plain_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA would pad records and take memory for gradients of all layers at once, if it knew their zeros early."""
 
@@ -1013,6 +1109,91 @@ def test_a_loss_that_mixes_the_examples_of_shards_is_refused(engine: str, check_
     run = shard_mapped(lambda p, b, m: f(p, b, m).norms, outputs=True, check_vma=check_vma)
     with pytest.raises(ValueError, match=r"(?s)loss_fn calls \['(psum|all_gather).*jax.lax.psum on the clipped sum"):
         run(PARAMS, batch_of(8), np.ones(8, bool))
+
+
+@jax.custom_vjp
+def mixed_backward(v: Any) -> Any:
+    """Sums its gradient over the axis "batch" in the backward pass only."""
+    return v
+
+
+mixed_backward.defvjp(lambda v: (v, None), lambda _, g: (jax.lax.psum(g, "batch"),))
+
+COLLECTIVES: dict[str, Callable[[Any], Any]] = {
+    "psum": lambda v: jax.lax.psum(v, "batch"),
+    "pmean": lambda v: jax.jit(lambda v: jax.lax.pmean(v, "batch"))(v),
+    "pmax": lambda v: v * jax.lax.stop_gradient(jax.lax.pmax(v, "batch")),
+    "all_gather": lambda v: jax.lax.all_gather(v, "batch").sum(),
+    "ppermute": lambda v: jax.lax.ppermute(v, "batch", [(0, 1), (1, 0)]),
+    "all_to_all": lambda v: jax.lax.all_to_all(jnp.stack([v, v]), "batch", 0, 0).sum(),
+    "axis_index": lambda v: v * jax.lax.axis_index("batch").astype(v.dtype),
+    "in a backward pass": mixed_backward,
+}
+
+
+@every_engine
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_along_an_axis_of_a_vmap_is_refused(engine: str, name: str) -> None:
+    """Otherwise one example moves the clipped sums of all its neighbours."""
+    mix = COLLECTIVES[name]
+    f = jaxdp.clipped_grad(lambda w, x: mix(jnp.sum(w * x)), clip_norm=1.0, engine=engine)
+    step = lambda x: f(np.ones(2, np.float32), x).grads  # noqa: E731
+    with pytest.raises(ValueError, match=r"(?s)loss_fn calls \['.*'batch' of an enclosing jax.vmap"):
+        jax.vmap(step, axis_name="batch")(np.ones((2, 3, 2), np.float32))
+
+
+@pytest.mark.slow
+@both_computations
+def test_axes_that_a_loss_has_for_itself_are_allowed(engine: str) -> None:
+    """Axes of a vmap and of a shard_map inside of the loss, within a vmap of another name."""
+    mesh = jax.make_mesh((1,), ("parts",), axis_types=(jax.sharding.AxisType.Auto,))
+    parts = PartitionSpec("parts")
+    summed = lambda x: jax.lax.psum(x.sum(), "parts")  # noqa: E731
+    over_parts = jax.shard_map(summed, mesh=mesh, in_specs=parts, out_specs=PartitionSpec())
+
+    def loss(w: Any, x: Any) -> Any:
+        centred = jax.vmap(lambda v: v - jax.lax.pmean(v, "heads"), axis_name="heads")(w * x)
+        return jnp.sum(jnp.square(centred)) + over_parts(w * x)
+
+    f = jaxdp.clipped_grad(loss, clip_norm=1e3, engine=engine)
+    plain = lambda w, x: jnp.sum(jnp.square(w * x - jnp.mean(w * x))) + jnp.sum(w * x)  # noqa: E731
+    w, x = np.array([1.0, 2.0], np.float32), np.arange(12, dtype=np.float32).reshape(2, 3, 2)
+    found = jax.vmap(lambda x: f(w, x).grads, axis_name="batch")(x)
+    expected = jax.vmap(jax.grad(lambda w, x: jax.vmap(plain, (None, 0))(w, x).sum()), (None, 0))(w, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@every_engine
+def test_a_rule_for_batches_sees_no_other_example(engine: str) -> None:
+    """The rule takes the mean of the batch away. The function of one example doubles it."""
+
+    @jax.custom_batching.custom_vmap
+    def double(x: Any) -> Any:
+        return 2 * x
+
+    @double.def_vmap
+    def _(size: int, batched: Any, x: Any) -> tuple[Any, bool]:
+        return x - x.mean(0, keepdims=True), True
+
+    f = jaxdp.clipped_grad(lambda w, x: jnp.sum(w * double(x)), clip_norm=100.0, engine=engine)
+    x = np.array([[1.0, 2.0], [3.0, 5.0]], np.float32)
+    np.testing.assert_allclose(f(np.ones(2, np.float32), x).grads, 2 * x.sum(0), rtol=1e-6)
+
+
+@every_engine
+def test_python_that_takes_a_whole_batch_is_refused(engine: str) -> None:
+    def loss(w: Any, x: Any, method: Any) -> Any:
+        scale = jax.pure_callback(lambda v: v.sum(-1), jax.ShapeDtypeStruct((), np.float32), x, vmap_method=method)
+        return scale * jnp.sum(w * x)
+
+    def clip(method: str) -> Any:
+        return jaxdp.clipped_grad(functools.partial(loss, method=method), clip_norm=100.0, engine=engine)
+
+    w, x = np.ones(2, np.float32), np.array([[1.0, 2.0], [3.0, 5.0]], np.float32)
+    for method in ("expand_dims", "broadcast_all"):
+        with pytest.raises(ValueError, match=r"loss_fn calls pure_callback with vmap_method=.*Use vmap_method='sequ"):
+            clip(method)(w, x)
+    np.testing.assert_allclose(clip("sequential")(w, x).grads, (x.sum(1)[:, None] * x).sum(0), rtol=1e-6)
 
 
 def test_bookkeeping_holds_no_gradient_per_example() -> None:
