@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxdp.data.storage import on_device
 from jaxdp.release import new_seed, stream
 from jaxdp.release import program as program_text
 from jaxdp.transforms.clipping import clipped_grad
@@ -168,7 +169,7 @@ class Adapter:
         check_name("predict", self.predict, Predict)
         adapted = self.adapted or (lower_blocks(self.params) if method.lower_blocks_only else None)
         paths = selected(self.params, adapted)
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), self.params)
+        params = jax.tree.map(lambda x: on_device(x, jnp.result_type(x)), self.params)
         check_mesh(self.mesh, self.data_axes, self.param_sharding)
         layout = None
         if self.mesh is not None:
