@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tree
 
@@ -38,6 +39,14 @@ def _is_immutable(array: np.ndarray) -> bool:
     while isinstance(base, np.ndarray):
         base = base.base
     return type(array) is np.ndarray and isinstance(base, bytes)
+
+
+def on_device(array: Any, dtype: Any = None) -> jax.Array:
+    """Returns a JAX array that shares no memory with an array of NumPy.
+
+    `jnp.asarray` and `jax.device_put` share an aligned array on a CPU, so that an edit in place reaches the device.
+    """
+    return jnp.asarray(array, dtype) if isinstance(array, jax.Array) else jnp.array(array, dtype)
 
 
 def stored(column: Any, where: str) -> Any:

@@ -31,6 +31,7 @@ import numpy as np
 import optax
 
 from jaxdp.data import PoissonSampler
+from jaxdp.data.storage import on_device
 from jaxdp.finetune.trainer import (
     Options,
     PrivateTrainer,
@@ -360,7 +361,7 @@ def gep(
         starts = range(0, len(leaves[0]), size)
         return GradientEmbedding(
             gradient=gradient,
-            public=[jax.tree.map(lambda x, i=i: jnp.asarray(x[i : i + size]), anchors) for i in starts],
+            public=[jax.tree.map(lambda x, i=i: on_device(x[i : i + size]), anchors) for i in starts],
             refresh_every=basis_every,
             copies=2,
             basis_size=basis_size,

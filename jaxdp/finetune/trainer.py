@@ -30,6 +30,7 @@ import optax
 
 from jaxdp.data import Groups, PhysicalSizes, PoissonSampler, Records, Source, check_batch
 from jaxdp.data.protocol import check_members
+from jaxdp.data.storage import on_device
 from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency, Method
 from jaxdp.privacy.cautions import warn_if_weak
@@ -187,7 +188,7 @@ class PrivateTrainer:
                     "is trained with jnp.asarray. Close loss_fn over everything else. For an Equinox module: params, "
                     "static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine(params, static) in loss_fn."
                 )
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)  # weak types retrace
+        params = jax.tree.map(lambda x: on_device(x, jnp.result_type(x)), params)  # weak types retrace
         layout, hosts = None, Hosts(self.mesh)
         hosts.agree(lambda: {"params": digest([x for x in jax.tree.leaves(params) if x.is_fully_addressable])})
         seed = bytes.fromhex(hosts.first(lambda: new_seed().hex()))

@@ -31,6 +31,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxdp.data.storage import on_device
 from jaxdp.transforms.lengths import times_power, tree_in_units
 from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, data_devices
 
@@ -113,7 +114,7 @@ class SharpnessTrainer:
         if (stats is not None) != self.stateful:
             raise ValueError(f"stats must be {'given' if self.stateful else 'None'} with stateful={self.stateful}.")
         # Weak types compile the step twice.
-        params, stats = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), (params, stats))
+        params, stats = jax.tree.map(lambda x: on_device(x, jnp.result_type(x)), (params, stats))
         layout = None
         if self.mesh is not None:
             layout = Layout.of(params, self.mesh, self.data_axes, self.param_sharding)

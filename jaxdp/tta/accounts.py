@@ -41,7 +41,7 @@ class Visits:
     """The visits that a `StreamAccount` has counted. They reveal which unit is in which batch.
 
     Attributes:
-        counts: {unit: {release: number of the unit's records in it}}.
+        counts: {unit: {release: number of the unit's records in it}}. Units are identifiers (`jaxdp.data.ids`).
         lengths: {release: number of batches in it}, for the releases of `serve`.
         tokens: {token of a batch that the till released: the release that it entered}.
         unfinished: {name of a state in the middle of an update: the sum that it holds}.

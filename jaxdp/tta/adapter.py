@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxdp.data.storage import on_device
 from jaxdp.release import new_seed, stream
 from jaxdp.release import program as program_text
 from jaxdp.transforms.clipping import clipped_grad
@@ -184,7 +185,7 @@ class Adapter:
                 f"optimizer must be one of optax, such as optax.sgd(1e-3), got {type(self.optimizer).__name__}."
             )
         check_name("predict", self.predict, Predict)
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), self.params)
+        params = jax.tree.map(lambda x: on_device(x, jnp.result_type(x)), self.params)
         check_mesh(self.mesh, self.data_axes, self.param_sharding)
         layout = None
         if self.mesh is not None:

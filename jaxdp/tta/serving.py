@@ -22,6 +22,7 @@ import numpy as np
 import safetensors.numpy
 
 from jaxdp import release
+from jaxdp.data.ids import identifier
 from jaxdp.data.labels import check_labels, check_logits, judge
 from jaxdp.files import parse_json, shown, understood, write_durably
 from jaxdp.privacy.events import DpEvent, NonPrivateDpEvent, to_json
@@ -85,8 +86,7 @@ def serve(
         adapter: An `Adapter`. It decides whether a batch is predicted before or after adapting to it.
         stream: A `Stream`, or any iterable of `Batch`. Its number of batches may be unknown.
         account: The account that is charged, for the ids of its `unit`. None charges and guarantees nothing: the stream
-            is public, or its cost is charged elsewhere. An account with a workdir is for that workdir only, and its
-            units are text, integers or tuples of them.
+            is public, or its cost is charged elsewhere. An account with a workdir is for that workdir only.
         workdir: A folder for this stream only, readable by its owner only. It holds the state, the rows behind
             `Served`, and notes of the units and the charge of each batch. After a crash, or with a longer stream, call
             again with the same workdir and the stream from its beginning. Finished batches are skipped. A copy or a
@@ -112,7 +112,7 @@ def serve(
             has another event than the method. It has charged an update from this state already, has not charged the
             unfinished update of this state, or has charged batches outside of the workdir. Or the workdir holds another
             stream or other settings, is damaged, or is in use by another process.
-        TypeError: The workdir cannot note a unit, or labels are not integers, or logits not floating point.
+        TypeError: A unit is no identifier (`jaxdp.data.ids`), or labels are not integers, or logits not floating point.
         BudgetExceeded: The budget does not allow the next batch, which is not read. The attribute `served` of the
             exception holds the results of the batches before it.
 
@@ -461,14 +461,13 @@ def _as_text(units: Sequence[Hashable], domains: Sequence[str]) -> str:
     """Returns the units and domains of a batch as text, for the notes of the workdir."""
 
     def plain(unit: Hashable) -> Any:
+        named = identifier(unit, "units")
         if isinstance(unit, tuple):
             return [plain(part) for part in unit]
+        # Texts and numbers are noted as they are given. The notes of a run from before identifiers have both.
         if isinstance(unit, str | int | np.integer):
             return str(unit) if isinstance(unit, str) else int(unit)
-        raise TypeError(
-            f"units must be text, integers or tuples of them where a workdir notes them, got {type(unit).__name__}. "
-            "Rename them, or leave workdir out."
-        )
+        return named
 
     return json.dumps([[plain(unit) for unit in units], [str(domain) for domain in domains]])
 

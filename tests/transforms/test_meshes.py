@@ -1,5 +1,7 @@
 """`clipped_grad` and noise on meshes of eight devices, whose axes JAX types as Auto or Explicit."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
