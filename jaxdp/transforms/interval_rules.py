@@ -36,7 +36,7 @@ from jaxdp.transforms.boxes import (
     widen,
     without_overflow,
 )
-from jaxdp.transforms.walker import inner_program, scan_starts
+from jaxdp.transforms.walker import called_program, scan_starts
 
 # Sums of at most this many products are unrolled and bounded corner by corner.
 _UNROLLED = 16
@@ -1148,7 +1148,7 @@ def _multiclass_hinge(eqn: Equation, logits: Operand, weights: Operand) -> Opera
 @register_rule("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call")
 @register_rule("custom_vjp_call", "custom_vmap_call")
 def _call(eqn: Equation, *operands: Operand) -> list[Operand]:
-    return eqn.evaluate(inner_program(eqn.name, eqn.params), operands)
+    return eqn.evaluate(called_program(eqn.params), operands)
 
 
 def _plain(xs: Sequence[Operand], wanted: Sequence[bool] | None = None) -> list[Any]:

@@ -864,7 +864,8 @@ def _gram_norm(pair: Pair, kind: Any) -> tuple[jax.Array, jax.Array, tuple[jax.A
         squares = (jnp.diagonal(gram, axis1=2, axis2=3) for gram in grams)
         length_u, length_w = map(rounding.root, squares)
         lengths = (length_u, length_w)
-        return *_gram_sums(grams, lengths, lengths, counts), lengths
+        total, error = _gram_sums(grams, lengths, lengths, counts)
+        return total, error, lengths
 
     lengths = _lengths(pair, kind)
 

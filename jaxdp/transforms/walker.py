@@ -72,8 +72,11 @@ def is_complex(variable: Any) -> bool:
 
 def inner_program(name: str, params: Mapping[str, Any]) -> jex.ClosedJaxpr | None:
     """Returns the program that a primitive calls once with all of its operands, or None."""
-    if name not in _ONCE:
-        return None
+    return called_program(params) if name in _ONCE else None
+
+
+def called_program(params: Mapping[str, Any]) -> jex.ClosedJaxpr:
+    """Returns the program among the parameters of a primitive that calls one."""
     body = next(params[key] for key in ("jaxpr", "call_jaxpr", "call") if key in params)
     return body if hasattr(body, "consts") else jex.ClosedJaxpr(body, ())
 
