@@ -67,7 +67,7 @@ def test_what_cannot_be_cut_is_refused(vit):
             dataclasses.replace(vit.backbone, cut=cut)
     with pytest.raises(ValueError, match="model must be a ViT, DeiT or Swin, got MLP"):
         Backbone(MLP(3), vit.backbone.preprocessing, 1)
-    with pytest.raises(ValueError, match=r"params have no block_1, embed. Give the parameters of this model"):
+    with pytest.raises(ValueError, match=r"params have no 'block_1', 'embed'. Give the parameters of this model"):
         vit.backbone.divide({k: v for k, v in vit.params.items() if k not in ("embed", "block_1")})
 
 
