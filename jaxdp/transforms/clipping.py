@@ -788,20 +788,13 @@ def _traced(loss: Loss, moving: list[Any], batch: Any) -> tuple[_Program, list[A
     return _Program(program.jaxpr, *shapes), list(program.consts)
 
 
-def _batchable(program: jax.extend.core.ClosedJaxpr, *, derived: bool = False) -> jax.extend.core.ClosedJaxpr:
+def _batchable(program: jax.extend.core.ClosedJaxpr) -> jax.extend.core.ClosedJaxpr:
     """Returns a program of one example that can be applied to a batch without a view of other examples.
-
-    In a program that is `derived` from a loss, JAX itself sums gradients of constants over the devices of a
-    `jax.shard_map`. Such sums pass.
 
     Raises:
       ValueError: It combines values along a named axis, or hands a batch to a function that JAX does not batch.
     """
-    found = shards.collectives(program.jaxpr)
-    if derived:
-        by_jax = {("psum_invariant", axis) for axis in shards.manual_axes()}
-        found -= by_jax
-    if found:
+    if found := shards.collectives(program.jaxpr):
         names, axes = (sorted(set(parts)) for parts in zip(*found, strict=True))
         raise ValueError(
             f"loss_fn calls {names} on the axis {', '.join(map(repr, axes))} of an enclosing jax.vmap, jax.pmap or "
@@ -827,7 +820,7 @@ def _batched_gradient(function: Callable[..., Any], weights: Any, examples: list
     """
     gradient = jax.value_and_grad(function, has_aux=True)
     program, shapes = jax.make_jaxpr(gradient, return_shape=True)(weights, _one_example(examples))
-    evaluate = jax.extend.core.jaxpr_as_fun(_batchable(program, derived=True))
+    evaluate = jax.extend.core.jaxpr_as_fun(_batchable(program))
 
     def one(weights: Any, example: list[Any]) -> Any:
         results = evaluate(*jax.tree.leaves((weights, example)))
