@@ -509,14 +509,17 @@ def _sums_jvp(f: ClippedGrad, program: _Program, primals: Any, tangents: Any) ->
             return jnp.where(contributes.reshape(-1, *(1,) * (x.ndim - 1)), x, x[first])
 
         _, *others = rest
-        return _sums_of(f, program, consts, moving, jax.tree.map(shown, batch), contributes, *others)
+        sums: Sums = _sums_of(f, program, consts, moving, jax.tree.map(shown, batch), contributes, *others)
+        return sums
 
     def nothing(*arguments: Any) -> Sums:
         shapes: Sums = jax.eval_shape(of_contributing, *arguments)
-        return jax.tree.map(lambda x: shards.vary(jnp.zeros(x.shape, x.dtype), shards.varying_axes(x)), shapes)
+        zeros: Sums = jax.tree.map(lambda x: shards.vary(jnp.zeros(x.shape, x.dtype), shards.varying_axes(x)), shapes)
+        return zeros
 
     def differentiated(*arguments: Any) -> Sums:
-        return lax.cond(contributes.any(), of_contributing, nothing, *arguments)
+        sums: Sums = lax.cond(contributes.any(), of_contributing, nothing, *arguments)
+        return sums
 
     return result, jax.jvp(differentiated, primals, tangents)[1]
 

@@ -871,7 +871,9 @@ def _gram_norm(pair: Pair, kind: Any) -> tuple[jax.Array, jax.Array, tuple[jax.A
 
     def block(place: Any) -> tuple[jax.Array, jax.Array]:
         def cut(k: Any) -> tuple[Pair, tuple[jax.Array, jax.Array]]:
-            rows: Any = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, k * size, size, axis=2), (pair, lengths))
+            rows: tuple[Pair, tuple[jax.Array, jax.Array]] = jax.tree.map(
+                lambda x: lax.dynamic_slice_in_dim(x, k * size, size, axis=2), (pair, lengths)
+            )
             return rows
 
         (x, lengths_x), (y, lengths_y) = map(cut, place)
