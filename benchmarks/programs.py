@@ -210,7 +210,7 @@ def class_embedding(classes: int, width: int) -> Program:
 # --- Recurrences and loops ---
 
 
-@program((3, 2, 4), (6, 64, 256), flops=1.2, bytes=3.5)
+@program((3, 2, 4), (6, 64, 256), flops=1.2, bytes=3.8)
 def layers_by_index(depth: int, length: int, width: int) -> Program:
     """Indexes a stack of layers in `fori_loop`."""
 
@@ -371,7 +371,7 @@ def experts_by_gathered_tokens(length: int, experts: int, width: int) -> Program
     return Program(loss, _experts(experts, width), Array((length, width)))
 
 
-@program((4, 3, 3), (16, 8, 64), flops=2.3, bytes=1.8)
+@program((4, 3, 3), (16, 8, 64), flops=2.3, bytes=2.0)
 def experts_by_gathered_weights(length: int, experts: int, width: int) -> Program:
     """Gathers the weights of the best expert of each token."""
 
