@@ -240,6 +240,14 @@ def test_files_in_the_text_exist():
     assert not [(page, path) for page, path in sorted(named) if path not in made_up and not (ROOT / path).is_file()]
 
 
+def test_tests_that_repeat_a_finding_exist():
+    """A finding without its test would be a claim."""
+    page = DOCS / "design" / "threat_model.md"
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text())
+    missing = [(path, name) for path, name in named if f"def {name}(" not in (ROOT / path).read_text()]
+    assert len(named) > 50 and not missing
+
+
 @pytest.mark.slow
 def test_names_of_jax_privacy_in_the_migration_table_exist():
     page = DOCS / "migration.md"
