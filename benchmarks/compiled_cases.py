@@ -107,8 +107,8 @@ def updates(params: Any, optimizer: Any, divisor: int) -> Steps:
 
     arrays = (params, state, params)
     return {
-        "update": lambda: Program(update, arrays, (0, 1, 2)),
-        "private update": lambda: Program(private, (*arrays, KEY, Shape((), jnp.int32)), (0, 1, 2)),
+        "update": lambda: Program(update, arrays, (0, 1)),
+        "private update": lambda: Program(private, (*arrays, KEY, Shape((), jnp.int32)), (0, 1)),
     }
 
 
