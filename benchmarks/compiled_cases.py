@@ -222,7 +222,6 @@ def drawn(draw: Callable[..., Any], size: int) -> Steps:
 
 VIT_B16_VALUES = 86_567_656
 BF16: dict[str, Any] = {"dtype": jnp.bfloat16}
-SMALL_VIT = {"patch_size": 4, "width": 192, "depth": 6, "num_heads": 3, "mlp_width": 768, "pool": "mean"}
 TINY_VIT = {"width": 16, "depth": 2, "num_heads": 2, "mlp_width": 32}
 TINY_TEXT = {"num_classes": 61, "positions": 16, "width": 16, "depth": 2, "num_heads": 2, "mlp_width": 32}
 
@@ -262,7 +261,7 @@ def cases(tiny: bool = False) -> dict[str, Callable[[], Steps]]:
         "Laplace noise of 170 k values": lambda: drawn(noise.laplace, 64 if tiny else 170_000),
         "MLP, 256": digits(mlp, 256),
         "CNN, 256": digits(bench_steps.Digits, 256),
-        "small ViT, float32, 64 of 32 x 32": classifier("vit_tiny", 64, 16, **SMALL_VIT),
+        "small ViT, float32, 64 of 32 x 32": classifier("vit_tiny", 64, 16),
         "ResNet-20, float32, 256": classifier("resnet20", 256, 64),
         "ResNet-20, bfloat16, 256": classifier("resnet20", 256, 64, **BF16),
         "WRN-16-4, float32, 256": classifier("wrn_16_4", 256, 64),

@@ -298,6 +298,97 @@ def count(compiled: Any) -> Count:
     return total(program.entry)
 
 
+class Work(NamedTuple):
+    """What one instruction of a GPU's program reads and writes in bytes, and its operations.
+
+    Products count by the type of their operands, such as "bf16". What else computes is "other".
+    """
+
+    bytes: float
+    flops: dict[str, float]
+
+
+def work(program: Program, step: Step) -> Work:
+    """Returns the work of one run of a step."""
+    instruction, shapes = step.instruction, program.operands(step)
+    if instruction.opcode != "fusion":
+        moved = _moved(instruction, shapes) if instruction.opcode != "custom-call" else _used(instruction, shapes)
+        return Work(moved, _by_type(instruction, shapes))
+    name = instruction.called("calls")[0]
+    inside = program.by_name[name]
+    flops = collections.Counter[str]()
+    users: dict[str, list[Instruction]] = collections.defaultdict(list)
+    for one in program.computations[name]:
+        flops.update(_by_type(one, [inside[operand].shape for operand in one.operands if operand in inside]))
+        for operand in one.operands:
+            users[operand].append(one)
+    moved = 0.0
+    for one in program.computations[name]:
+        if one.opcode == "parameter":
+            moved += (
+                sum(_read(one, user, inside) for user in users[one.name][:1])
+                if len(users[one.name]) == 1
+                else (byte_size(one.shape))
+            )
+        if one.root:
+            results = [inside[operand] for operand in one.operands] if one.opcode == "tuple" else [one]
+            moved += sum(_written(result, inside) for result in results)
+    return Work(moved, dict(flops))
+
+
+def _read(array: Instruction, user: Instruction, inside: Mapping[str, Instruction]) -> float:
+    """Returns the bytes that a fusion reads of an array with one user. A slice is not the array."""
+    first = bool(user.operands) and user.operands[0] == array.name
+    if first and user.opcode in ("slice", "dynamic-slice", "gather"):
+        return byte_size(user.shape)
+    if first and user.opcode == "dynamic-update-slice":  # in place
+        return 0.0
+    return byte_size(array.shape)
+
+
+def _written(result: Instruction, inside: Mapping[str, Instruction]) -> float:
+    """Returns the bytes that a fusion writes for a result."""
+    while result.opcode in ("bitcast", "copy") and result.operands[0] in inside:
+        result = inside[result.operands[0]]
+    if result.opcode == "dynamic-update-slice":
+        return byte_size(inside[result.operands[1]].shape)
+    return byte_size(result.shape)
+
+
+def _used(call: Instruction, operands: list[str]) -> float:
+    """Returns the bytes of the arrays of a library's call, without its scratch memory."""
+    results = re.findall(r"\b(?!s8|u8)\w+\[[\d,]*\]", call.shape)
+    return sum(map(byte_size, [*operands, *results]))
+
+
+def _by_type(instruction: Instruction, operands: list[str]) -> dict[str, float]:
+    kinds = [kind for text in operands for kind, _ in _shapes(text)]
+    if instruction.opcode == "custom-call":
+        flops = _library_flops(instruction, operands)
+        return {kinds[0]: flops} if flops else {}
+    flops = _flops(instruction, operands)
+    product = instruction.opcode in ("dot", "convolution")
+    return {kinds[0] if product else "other": flops} if flops else {}
+
+
+def _library_flops(call: Instruction, operands: list[str]) -> float:
+    """Returns the operations of a product or a convolution by cuBLAS or cuDNN."""
+    arrays = [dims for text in (call.shape, *operands) for _, dims in list(_shapes(text))[:1]]
+    if contracted := re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', call.rest):
+        out, left = arrays[:2]
+        return 2.0 * math.prod(out) * math.prod(left[int(d)] for d in re.findall(r"\d+", contracted[1]))
+    labels = re.search(r"dim_labels=\w+_(\w+)->", call.rest)
+    if labels is None or "conv" not in call.rest:
+        return 0.0
+    out, first, second = arrays[:3]
+    kernel, result = second, out
+    if "convBackwardFilter" in call.rest:
+        kernel, result = out, second
+    elif "convBackwardInput" in call.rest:
+        result = first
+    return 2.0 * math.prod(result) * math.prod(kernel) / kernel[labels[1].index("o")]
+
+
 def _index(instruction: Instruction) -> int:
     place = re.search(r"\bindex=(\d+)", instruction.rest)
     assert place
