@@ -131,35 +131,37 @@ def texts(name: str, mode: str, batch: int, length: int, microbatch: int, **attr
     return training(loss, params, Shape((batch, length + 1), jnp.int32), moving, microbatch)
 
 
-def adaptation(model: Any, method: str, batch: int, side: int, classes: int) -> Steps:
+def adaptation(model: Any, method: tta.Method, batch: int, side: int) -> Steps:
     """Returns a step of a method of test-time adaptation, and a private one."""
+    return {
+        "plain": lambda: adaptation_of(model, method, batch, side, private=False),
+        "private": lambda: adaptation_of(model, method, batch, side, private=True),
+    }
+
+
+def adaptation_of(model: Any, method: tta.Method, batch: int, side: int, *, private: bool) -> Program:
+    """Returns one step of a method of test-time adaptation."""
     pictures = Shape((batch, side, side, 3), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), Shape((1, side, side, 3), jnp.float32))["params"]
+    chosen = tta.private(method, clip_norm=CLIP, noise_multiplier=0.6186) if private else method
+    static = []
 
     def apply_fn(params: Any, images: jax.Array) -> jax.Array:
         return model.apply({"params": params}, images)
 
-    def step(private: bool) -> Program:
-        chosen = bench_adaptation.METHODS[method](classes)
-        if private:
-            chosen = tta.private(chosen, clip_norm=CLIP, noise_multiplier=0.6186)
-        static = []
+    def start(params: Any, words: jax.Array) -> Any:
+        made = tta.Adapter(apply_fn, params, chosen, optax.sgd(1e-3, momentum=0.9))
+        static.append(made._program)
+        return made.constants, made._moving(made.init(key_of(words)))._replace(key=words)
 
-        def start(params: Any, words: jax.Array) -> Any:
-            made = tta.Adapter(apply_fn, params, chosen, optax.sgd(1e-3, momentum=0.9))
-            static.append(made._program)
-            return made.constants, made._moving(made.init(key_of(words)))._replace(key=words)
+    constants, state = jax.eval_shape(start, params, KEY)
 
-        constants, state = jax.eval_shape(start, params, KEY)
+    def step(constants: Any, state: Any, images: jax.Array, mask: jax.Array) -> Any:
+        key = key_of(state.key)
+        state, logits = adapter._step(static[0], batch, constants, state._replace(key=key), images, mask, key)
+        return state._replace(key=()), logits
 
-        def stepped(constants: Any, state: Any, images: jax.Array, mask: jax.Array) -> Any:
-            key = key_of(state.key)
-            state, logits = adapter._step(static[0], batch, constants, state._replace(key=key), images, mask, key)
-            return state._replace(key=()), logits
-
-        return Program(stepped, (constants, state, pictures, Shape((batch,), bool)))
-
-    return {"plain": lambda: step(private=False), "private": lambda: step(private=True)}
+    return Program(step, (constants, state, pictures, Shape((batch,), bool)))
 
 
 def certificates(sizes: tuple[int, ...], records: int, ks: int) -> Steps:
@@ -251,8 +253,13 @@ def cases(tiny: bool = False) -> dict[str, Callable[[], Steps]]:
     def adapted(name: str, method: str, batch: int, **attributes: Any) -> Callable[[], Steps]:
         side, classes = (32, 4) if tiny else (224, 1000)
         if tiny:
-            batch, attributes = 2, TINY_VIT if name.startswith("vit") else {"width": 8, "depths": (1, 1, 1, 1)}
-        return lambda: adaptation(models.create(name, num_classes=classes, **attributes), method, batch, side, classes)
+            batch, attributes = 2, TINY_VIT if name.startswith("vit") else {"widths": (8,) * 4, "depths": (1,) * 4}
+
+        def build() -> Steps:
+            model = models.create(name, num_classes=classes, **attributes)
+            return adaptation(model, bench_adaptation.METHODS[method](classes), batch, side)
+
+        return build
 
     mlp = functools.partial(models.create, "mlp", num_classes=10, hidden=(512, 512))
     gpt2 = {"num_classes": bench_lm.VOCABULARY}
