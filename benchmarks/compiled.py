@@ -1,6 +1,6 @@
 """Compiles private steps for machines that are not there, and writes what their compilers say about them.
 
-    python -m benchmarks.compiled --target v5e --cases ViT-B/16,ResNet-20 --output .bench/compiled_v5e.json
+    python -m benchmarks.compiled --target v5e --cases "ViT-B/16;ResNet-20" --output .bench/compiled_v5e.json
     python -m benchmarks.compiled --target h100 --tiny
 
 For a TPU (v5e, v6e, v5p) the numbers are the cycles that its compiler expects, loops included. A Pallas kernel has no
@@ -8,7 +8,7 @@ such number. Its own estimate, from the schedule of its instructions, stands apa
 are the bytes and operations of each kernel, the number of kernels, and the time if each kernel met the roofline. They
 are the compiler's estimate, not a time. A loop whose turns depend on data counts once, and is listed.
 
-Needs the compilers: `make compilers`, or `pip install "jax[tpu]"` for TPU. Each program is compiled in a process of its
+Needs the compilers: `make compilers`, or `pip install -e ".[compilers]"`. Each program is compiled in a process of its
 own, for at most --minutes. One that fails is a row with the message. The report is written after each program, and a
 program that --output has already is not compiled again, unless --again is given.
 """

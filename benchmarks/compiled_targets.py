@@ -26,15 +26,9 @@ from benchmarks import hlo
 
 CAVEAT = "the compiler's estimate, not a time"
 TOP = 10  # operations that are listed
-# What a device takes to compile for it, and how to get it.
-INSTALL = {
-    "tpu": ("libtpu", 'pip install "jax[tpu]"'),
-    "cuda": (
-        "jax_cuda12_plugin",
-        "pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12 (the first two in the "
-        "version of jax)",
-    ),
-}
+# The module that compiles for a platform.
+COMPILERS = {"tpu": "libtpu", "cuda": "jax_cuda12_plugin"}
+INSTALL = 'pip install -e ".[compilers]", or make compilers'
 _H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -109,9 +103,9 @@ def environment(target: Target, dump: str) -> dict[str, str]:
     Raises:
       SystemExit: The compiler of the target is not installed.
     """
-    module, install = INSTALL[target.platform]
+    module = COMPILERS[target.platform]
     if importlib.util.find_spec(module) is None:
-        raise SystemExit(f"{module} is not installed, which compiles for {target.platform}. Install it: {install}.")
+        raise SystemExit(f"{module} is not installed, which compiles for {target.platform}. Install it: {INSTALL}.")
     found = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     found["JAX_TRACEBACK_FILTERING"] = "off"  # the last line of an error is its message
     found.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)  # of the tests
