@@ -13,13 +13,10 @@ own, for at most --minutes. One that fails is a row with the message. The report
 program that --output has already is not compiled again, unless --again is given.
 """
 
-import os
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # where libtpu is installed JAX would look for a TPU
-
 import argparse
 import functools
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -95,6 +92,16 @@ def allocated_mb(row: Row) -> float:
 def markdown(report: Mapping[str, Any]) -> str:
     """Returns the steps of all cases of a report as a table of a page."""
     return format_table(table(report), style="markdown")
+
+
+def costs(report: Mapping[str, Any], most: int = 4) -> str:
+    """Returns the costliest operations of the clipped gradients and private steps as a table of a page."""
+    rows = []
+    for case, steps in report["cases"].items():
+        for step in ("clipped", "private"):
+            for of in costliest(steps.get(step, {}))[:most]:
+                rows.append({"case": case, "step": step, "share": of["share"], "operation": f"`{of['operation']}`"})
+    return format_table(rows, style="markdown")
 
 
 def table(report: Mapping[str, Any]) -> list[Row]:
@@ -186,4 +193,5 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # where libtpu is installed JAX would look for a TPU
     main()
