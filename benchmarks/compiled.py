@@ -142,6 +142,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", default="", help="names of steps, with commas; all without it")
     parser.add_argument("--step", help=argparse.SUPPRESS)  # the one step of a process of its own
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to check the programs")
+    parser.add_argument("--note", default="", help="what the version is, for the report")
     parser.add_argument("--again", action="store_true", help="compiles what the report has already")
     parser.add_argument("--minutes", type=float, default=20.0, help="the limit of one program")
     flags = parser.parse_args(given)
@@ -164,11 +165,13 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         "jax": jax.__version__,
         "jaxdp": jaxdp.__version__,
         "tiny": flags.tiny,
+        "note": flags.note,
         "cases": {},
     }
     path = pathlib.Path(flags.output)
     if path.exists():
-        report["cases"] = json.loads(path.read_text())["cases"]
+        before = json.loads(path.read_text())
+        report |= {"cases": before["cases"], "note": flags.note or before["note"]}
     chosen = [name for name in compiled_cases.cases(flags.tiny) if any(p in name for p in flags.cases.split(";"))]
     if not chosen:
         raise SystemExit(f"--cases={flags.cases} names none of: {'; '.join(compiled_cases.cases())}")
@@ -188,7 +191,8 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         for step in ("clipped", "private"):
             if step in rows and "error" not in rows[step]:
                 print(f"\n{case}, {step}: {compiled_targets.CAVEAT}\n{format_table(costliest(rows[step]))}")
-    print(f"\n{flags.target}: {compiled_targets.CAVEAT}\n{format_table(table(report))}\n\nWritten to {path}")
+    rows = table(report) or [{"": "nothing was compiled"}]
+    print(f"\n{flags.target}: {compiled_targets.CAVEAT}\n{format_table(rows)}\n\nWritten to {path}")
     return report
 
 

@@ -108,7 +108,8 @@ def environment(target: Target, dump: str) -> dict[str, str]:
         raise SystemExit(f"{module} is not installed, which compiles for {target.platform}. Install it: {INSTALL}.")
     found = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     found["JAX_TRACEBACK_FILTERING"] = "off"  # the last line of an error is its message
-    found.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)  # of the tests
+    for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):  # of the tests, for a CPU
+        found.pop(name, None)
     if target.platform == "tpu":
         found |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
         options = {"to": dump, "llo_text": "true", "llo_pass_label_regex": "final_bundles"}

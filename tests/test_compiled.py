@@ -4,6 +4,8 @@ import functools
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -307,10 +309,12 @@ from jaxdp.transforms import noise
 
 program = compiled_cases.drawn(noise.gaussian, 2**24)["private"]()
 memory = compiled_targets.compile_for("v5e", program.function, program.args)[0].memory_analysis()
-pairs = lambda x: jnp.stack([x, x + 1], axis=-1).reshape(-1)  # an axis of two takes the room of 128
-padded = lambda x: jnp.sin(pairs(x).reshape(-1, 2))[::3]
-found = compiled_targets.compile_for("v5e", padded, [jax.ShapeDtypeStruct((2**22,), jnp.float32)])[0]
-bad = found.memory_analysis()
+
+def in_pairs(words):  # an axis of two takes the room of 128 lanes
+    pairs = program.function(words).reshape(-1, 2)
+    return jax.lax.scan(lambda total, pair: (total + pair, total), jnp.zeros(2), pairs)[1]
+
+bad = compiled_targets.compile_for("v5e", in_pairs, program.args)[0].memory_analysis()
 print(memory.temp_size_in_bytes + memory.output_size_in_bytes, bad.temp_size_in_bytes + bad.output_size_in_bytes)
 """
 
@@ -318,14 +322,11 @@ print(memory.temp_size_in_bytes + memory.output_size_in_bytes, bad.temp_size_in_
 @needs_libtpu
 @pytest.mark.slow
 def test_noise_on_a_tpu_takes_at_most_twice_its_result_in_memory(tmp_path):
-    import subprocess
-    import sys
-
     environment = compiled_targets.environment(compiled_targets.TARGETS["v5e"], str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", NOISE], env=environment, capture_output=True, text=True, check=True)
     taken, padded = map(int, ended.stdout.split()[-2:])
     assert 4 * 2**24 <= taken <= 2 * 4 * 2**24
-    assert padded > 2 * 4 * 2**23  # the twin, whose result has half as many values
+    assert padded > 2 * 4 * 2**24
 
 
 # --- Lowering for every platform, which needs no compiler ---
@@ -416,8 +417,9 @@ def recalibration_program(name):
 @pytest.mark.parametrize("name", stage_programs())
 def test_every_program_lowers_for_tpu_and_gpu(name):
     made = stage_programs()[name]()
-    for function, args in made if isinstance(made, list) else [made]:
-        assert not only_on_a_cpu(lowered(function, *args))
+    with jax.numpy_rank_promotion("allow"):  # the programs are as others write them
+        for function, args in made if isinstance(made, list) else [made]:
+            assert not only_on_a_cpu(lowered(function, *args))
 
 
 def test_a_program_that_only_a_cpu_has_is_caught():
