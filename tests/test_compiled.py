@@ -16,6 +16,7 @@ import pytest
 import jaxdp
 from benchmarks import compiled, compiled_cases, compiled_targets, hlo, programs
 from jaxdp import models, pretrain, recalibration, tta
+from jaxdp.split import copies
 from jaxdp.transforms import chacha, noise
 from tests.finetune import test_methods as finetuning
 
@@ -332,6 +333,7 @@ def test_noise_on_a_tpu_takes_at_most_twice_its_result_in_memory(tmp_path):
 # --- Lowering for every platform, which needs no compiler ---
 
 PLATFORMS = ("tpu", "cuda")
+KEY = noise.stream(bytes(16), "test")
 
 
 def lowered(function, *args):
@@ -370,7 +372,24 @@ def stage_programs():
         found[f"tta {name}"] = functools.partial(adaptation_program, name)
     for name in recalibration.METHODS:
         found[f"recalibration {name}"] = functools.partial(recalibration_program, name)
+    images = jnp.zeros((4, 5, 3))  # tokens of images
+    for draw, kind in ((noise.discrete_laplace, jnp.int32), (noise.cauchy, jnp.float32)):
+        found[f"noise {draw.__name__}"] = functools.partial(drawn_program, draw, kind)
+    found["split copies"] = lambda: (lambda key, x: copies._noisy(key, x, 1.0), (KEY, images))
+    found["split neighbours"] = lambda: (copies.retrieve_neighbors, (images,))
+    found["intervals"] = interval_program
     return found
+
+
+def drawn_program(draw, kind):
+    return lambda key: draw(key, jnp.zeros(9, kind), 3.0), (KEY,)
+
+
+def interval_program():
+    model = models.create("mlp", num_classes=4, hidden=(6,))
+    params = model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
+    box = jax.tree.map(lambda x: jaxdp.Interval(x - 0.01, x + 0.01), params)
+    return jaxdp.interval(lambda p, x: model.apply({"params": p}, x)), (box, jnp.zeros((2, 8, 8, 1)))
 
 
 def clipped_program(name):
