@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart=0 --dist loa
 # Python writes its bytecode even where the environment forbids it: every process would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test parity accessibility docs lint format bench faults clean
+.PHONY: demo check test parity accessibility compilers docs lint format bench faults clean
 
 demo: $(VENV)/.run
 	$(BIN)/python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir $(WORKDIR)
@@ -30,6 +30,14 @@ parity: .venv-parity/.parity
 # Checks the pages in a browser. Chromium or Chrome must be on PATH.
 accessibility: .venv-accessibility/.accessibility
 	.venv-accessibility/bin/python -m tests.accessibility --output docs/results/accessibility.md
+
+# Asks the compilers of machines that are not there. CASES are parts of names, with semicolons. All of them take hours.
+CASES ?= noise;MLP
+TARGETS ?= v5e h100
+compilers: .venv-compilers/.compilers
+	@set -e; for target in $(TARGETS); do \
+		.venv-compilers/bin/python -m benchmarks.compiled --target $$target --cases "$(CASES)" $(FLAGS); \
+	done
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -79,6 +87,11 @@ $(VENV)/.docs: $(VENV)/.run
 	.venv-accessibility/bin/python -m pip install --quiet --group accessibility
 	@touch $@
 
+.venv-compilers/.compilers: pyproject.toml
+	$(MAKE) VENV=.venv-compilers .venv-compilers/.run
+	.venv-compilers/bin/python -m pip install --quiet --editable ".[compilers]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-parity .venv-accessibility build dist site .jax_cache .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-parity .venv-accessibility .venv-compilers build dist site .jax_cache .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -26,6 +26,7 @@ from benchmarks import (
     bench_start,
     bench_steps,
     bench_training,
+    compiled,
     demo_ranges,
     device,
     evidence_agt,
@@ -146,6 +147,16 @@ EVIDENCE = [
     Evidence("results/speed.md", ("training_cpu.json",), bench_training.tables),
     Evidence("results/speed.md", ("noise_cpu.json",), bench_noise.tables),
     Evidence("results/speed.md", ("device_gpu.json",), lambda found: {"gpu": device.markdown(found)}),
+    Evidence(
+        "results/accelerators.md",
+        ("compiled_v5e.json", "compiled_h100.json"),
+        lambda v5e, h100: {
+            "v5e": compiled.markdown(v5e),
+            "v5e costs": compiled.costs(v5e),
+            "h100": compiled.markdown(h100),
+            "h100 costs": compiled.costs(h100),
+        },
+    ),
     Evidence("howto/whole_life.md", ("demo_ranges.json",), lambda found: {"ranges": demo_ranges.table(found)}),
     Evidence(
         "design/scale.md",

@@ -1,0 +1,201 @@
+"""Compiles private steps for machines that are not there, and writes what their compilers say about them.
+
+    python -m benchmarks.compiled --target v5e --cases "ViT-B/16;ResNet-20" --output .bench/compiled_v5e.json
+    python -m benchmarks.compiled --target h100 --tiny
+
+For a TPU (v5e, v6e, v5p) the numbers are the cycles that its compiler expects, loops included. A Pallas kernel has no
+such number. Its own estimate, from the schedule of its instructions, stands apart and is added. For a GPU (h100) they
+are the bytes and operations of each kernel, the number of kernels, and the time if each kernel met the roofline. They
+are the compiler's estimate, not a time. A loop whose turns depend on data counts once, and is listed.
+
+Needs the compilers: `make compilers`, or `pip install -e ".[compilers]"`. Each program is compiled in a process of its
+own, for at most --minutes. One that fails is a row with the message. The report is written after each program, and a
+program that --output has already is not compiled again, unless --again is given.
+"""
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+import jaxdp
+from benchmarks import compiled_cases, compiled_targets, counts, timing
+from jaxdp.report import format_table
+
+Row = dict[str, Any]
+
+
+def compiled(target: str, case: str, step: str, tiny: bool, dump: str) -> Row:
+    """Returns the row of a step. It runs in a process of its own, whose environment is that of the target."""
+    program = compiled_cases.cases(tiny)[case]()[step]()
+    found, trace_s, compile_s = compiled_targets.compile_for(target, program.function, program.args, program.donate)
+    row: Row = {"trace_s": trace_s, "compile_s": compile_s}
+    if step == "plain":
+        row["operations"] = counts.count(program.function, *program.args).flops
+    return row | compiled_targets.estimate(target, found, dump)
+
+
+def in_process(target: str, case: str, step: str, tiny: bool, seconds: float) -> Row:
+    """Returns the row of a step, or its error."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = compiled_targets.environment(compiled_targets.TARGETS[target], folder)
+        arguments = ["--target", target, "--cases", case, "--step", step, "--output", os.path.join(folder, "row.json")]
+        command = [sys.executable, "-m", "benchmarks.compiled", *arguments, *(["--tiny"] if tiny else [])]
+        try:
+            ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return {"error": f"not compiled in {seconds:.0f} s"}
+        if ended.returncode:
+            lines = [line for line in ended.stderr.splitlines() if line.strip()]
+            return {"error": (lines[-1] if lines else f"ended with {ended.returncode}")[:400]}
+        return json.loads(pathlib.Path(folder, "row.json").read_text())
+
+
+def with_ratios(steps: Mapping[str, Row]) -> dict[str, Row]:
+    """Returns the steps of a case, with the whole steps that they make up and the ratios to the plain ones."""
+    rows = {name: dict(row) for name, row in steps.items()}
+    for name, parts in compiled_cases.WHOLE.items():
+        if all("total" in rows.get(part, {}) for part in parts):
+            of = [rows[part] for part in parts]
+            rows[name] = {key: sum(row[key] for row in of) for key in AMOUNTS if key in of[0]}
+            rows[name]["memory_mb"] = max(map(allocated_mb, of))
+            rows[name]["compile_s"] = sum(row["compile_s"] for row in of)
+    for name, row in rows.items():
+        if "total" not in row:
+            continue
+        row.setdefault("memory_mb", allocated_mb(row) if "memory" in row else 0.0)
+        base = rows.get(BASES.get(name, "plain"), {})
+        for key in (*AMOUNTS, "memory_mb", "compile_s"):
+            if row.get(key) and base.get(key):
+                row[f"{key}_over_plain"] = row[key] / base[key]
+    return rows
+
+
+AMOUNTS = ("total", "cycles", "kernel_cycles", "bytes", "flops", "kernels", "launched", "library_calls")
+BASES = {"update": "update", "private update": "update", "plain step": "plain step", "private step": "plain step"}
+
+
+def allocated_mb(row: Row) -> float:
+    """Returns what is allocated beyond the arguments: temporaries, and results that take over no argument."""
+    memory = row["memory"]
+    return (memory["temp"] + memory["output"] - memory["alias"]) / 1e6
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """Returns the steps of all cases of a report as a table of a page."""
+    return format_table(table(report), style="markdown")
+
+
+def costs(report: Mapping[str, Any], most: int = 4) -> str:
+    """Returns the costliest operations of the clipped gradients and private steps as a table of a page."""
+    rows = []
+    for case, steps in report["cases"].items():
+        for step in ("clipped", "private"):
+            for of in costliest(steps.get(step, {}))[:most]:
+                rows.append({"case": case, "step": step, "share": of["share"], "operation": f"`{of['operation']}`"})
+    return format_table(rows, style="markdown")
+
+
+def table(report: Mapping[str, Any]) -> list[Row]:
+    """Returns a row of text for each step of a report."""
+    tpu = compiled_targets.TARGETS[report["target"]].platform == "tpu"
+    rows = []
+    for case, steps in report["cases"].items():
+        for step, row in with_ratios(steps).items():
+            if "error" in row:
+                continue
+            numbers: dict[str, float | None] = {}
+            if tpu:
+                numbers["M cycles"] = row["total"] / 1e6
+                numbers["of these kernels"] = row["kernel_cycles"] / 1e6 or None
+                numbers["over plain"] = row.get("total_over_plain")
+            else:
+                numbers |= {"GB": row["bytes"] / 1e9, "over plain": row.get("bytes_over_plain")}
+                numbers |= {"kernels": row["launched"], "kernels over plain": row.get("launched_over_plain")}
+                numbers |= {"roofline, ms": 1e3 * row["total"], "roofline over plain": row.get("total_over_plain")}
+            numbers |= {"MB": row["memory_mb"], "MB over plain": row.get("memory_mb_over_plain")}
+            numbers |= {"compile, s": row["compile_s"]}
+            shown = {name: "" if x is None else f"{x:.3g}" for name, x in numbers.items()}
+            rows.append({"case": case, "step": step} | shown)
+    return rows
+
+
+def costliest(row: Row) -> list[Row]:
+    """Returns the costliest operations of a step as rows of text."""
+    return [
+        {"share": f"{100 * of['share']:.1f} %", "operation": of["source"][-110:]} for of in row.get("costliest", ())
+    ]
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = timing.arguments(__doc__, output="")
+    parser.add_argument("--target", choices=compiled_targets.TARGETS, required=True)
+    parser.add_argument("--cases", default="", help="parts of names of cases, with semicolons; all without it")
+    parser.add_argument("--steps", default="", help="names of steps, with commas; all without it")
+    parser.add_argument("--step", help=argparse.SUPPRESS)  # the one step of a process of its own
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to check the programs")
+    parser.add_argument("--note", default="", help="what the version is, for the report")
+    parser.add_argument("--again", action="store_true", help="compiles what the report has already")
+    parser.add_argument("--minutes", type=float, default=20.0, help="the limit of one program")
+    flags = parser.parse_args(given)
+    flags.output = flags.output or f".bench/compiled_{flags.target}{'_tiny' if flags.tiny else ''}.json"
+    return flags
+
+
+def main(given: Sequence[str] | None = None) -> dict[str, Any]:
+    flags = arguments(given)
+    if flags.step:
+        row = compiled(flags.target, flags.cases, flags.step, flags.tiny, os.path.dirname(flags.output))
+        pathlib.Path(flags.output).write_text(json.dumps(row))
+        return row
+    target = compiled_targets.TARGETS[flags.target]
+    compiled_targets.environment(target, "")  # names what is missing before anything runs
+    report: dict[str, Any] = {
+        "what": compiled_targets.CAVEAT,
+        "target": flags.target,
+        "compiler": compiled_targets.version(target),
+        "jax": jax.__version__,
+        "jaxdp": jaxdp.__version__,
+        "tiny": flags.tiny,
+        "note": flags.note,
+        "cases": {},
+    }
+    path = pathlib.Path(flags.output)
+    if path.exists():
+        before = json.loads(path.read_text())
+        report |= {"cases": before["cases"], "note": flags.note or before["note"]}
+    chosen = [name for name in compiled_cases.cases(flags.tiny) if any(p in name for p in flags.cases.split(";"))]
+    if not chosen:
+        raise SystemExit(f"--cases={flags.cases} names none of: {'; '.join(compiled_cases.cases())}")
+    run = functools.partial(in_process, flags.target, tiny=flags.tiny, seconds=60 * flags.minutes)
+    for case in chosen:
+        rows = report["cases"].setdefault(case, {})
+        for step in compiled_cases.cases(flags.tiny)[case]():
+            if flags.steps and step not in flags.steps.split(","):
+                continue
+            if step in rows and "error" not in rows[step] and not flags.again:
+                continue
+            rows[step] = run(case, step)
+            said = rows[step].get("error") or f"{rows[step]['total']:.4g}, {rows[step]['compile_s']:.0f} s"
+            print(f"{case}, {step}: {said}", flush=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(report, indent=1) + "\n")
+        for step in ("clipped", "private"):
+            if step in rows and "error" not in rows[step]:
+                print(f"\n{case}, {step}: {compiled_targets.CAVEAT}\n{format_table(costliest(rows[step]))}")
+    rows = table(report) or [{"": "nothing was compiled"}]
+    print(f"\n{flags.target}: {compiled_targets.CAVEAT}\n{format_table(rows)}\n\nWritten to {path}")
+    return report
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # where libtpu is installed JAX would look for a TPU
+    main()

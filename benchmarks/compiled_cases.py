@@ -1,0 +1,294 @@
+"""The programs that `benchmarks.compiled` compiles, as functions of abstract arrays. Nothing is allocated.
+
+A case maps names of steps to programs. "plain" is its base. In a case of training "plain" and "clipped" are gradients
+of a batch, and "update" and "private update" are what follows them: momentum, and noise before it. The trainer runs
+the gradient and the update as two programs too.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxdp
+from benchmarks import bench_adaptation, bench_lm, bench_prediction, bench_steps
+from jaxdp import models, recalibration, tta
+from jaxdp.prediction import agt
+from jaxdp.recalibration import protocol
+from jaxdp.transforms import chacha, noise
+from jaxdp.tta import adapter
+
+CLIP, NOISE = 1.0, 1.0
+Shape = jax.ShapeDtypeStruct
+
+
+class Program(NamedTuple):
+    """A function, its abstract arguments, and the places of those whose memory it may take over."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+
+
+Steps = Mapping[str, Callable[[], Program]]
+
+# What each derived step consists of. Its cycles, bytes and kernels are sums, its memory is the largest.
+WHOLE = {"plain step": ("plain", "update"), "private step": ("clipped", "private update")}
+
+
+def key_of(words: jax.Array) -> jax.Array:
+    return jax.random.wrap_key_data(words, impl=chacha.CHACHA12)
+
+
+KEY = Shape((8,), jnp.uint32)
+
+
+def training(loss: Any, params: Any, batch: Any, moving: tuple[str, ...], microbatch: int) -> Steps:
+    """Returns the gradients and the updates of a training step.
+
+    Args:
+      loss: `loss(params, example)`, one example of `batch`.
+      params, batch: The parameters, dicts by name, and a batch.
+      moving: The names of the parameters that are trained.
+      microbatch: The number of examples whose gradients jax_privacy holds at once.
+    """
+    part = {name: params[name] for name in moving}
+    trainable = None if len(moving) == len(params) else models.trainable("lora", params)
+    grad = jaxdp.clipped_grad(loss, clip_norm=CLIP, trainable=trainable)
+    examples = len(jax.tree.leaves(batch)[0].shape) and jax.tree.leaves(batch)[0].shape[0]
+    sgd = optax.sgd(0.01, momentum=0.9)
+
+    def whole(moved: Any, params: Any, example: Any) -> jax.Array:
+        return loss({**params, **moved}, example)
+
+    def plain(params: Any, batch: Any) -> Any:
+        def total(moved: Any) -> jax.Array:
+            return jax.vmap(lambda example: whole(moved, params, example))(batch).sum()
+
+        return jax.grad(total)({name: params[name] for name in moving})
+
+    def clipped(params: Any, batch: Any) -> Any:
+        grads = grad(params, batch).grads
+        return {name: grads[name] for name in moving}
+
+    def theirs() -> Program:
+        from jax_privacy import clipping
+
+        how = {"l2_clip_norm": CLIP, "batch_argnums": (2,), "microbatch_size": microbatch}
+        function = clipping.clipped_grad(whole, keep_batch_dim=False, **how)
+        return Program(lambda p, b: function({name: p[name] for name in moving}, p, b), (params, batch))
+
+    found = {
+        "plain": lambda: Program(plain, (params, batch)),
+        "clipped": lambda: Program(clipped, (params, batch)),
+        **updates(part, sgd, examples),
+    }
+    return found | ({"jax_privacy": theirs} if importlib.util.find_spec("jax_privacy") else {})
+
+
+def updates(params: Any, optimizer: Any, divisor: int) -> Steps:
+    """Returns an update by the sum of gradients, and a private one."""
+    state = jax.eval_shape(optimizer.init, params)
+
+    def update(params: Any, state: Any, grads: Any) -> Any:
+        changes, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, changes), state
+
+    def private(params: Any, state: Any, grads: Any, words: jax.Array, step: jax.Array) -> Any:
+        key = key_of(words)
+        privatizer = jaxdp.privatize(CLIP, noise_multiplier=NOISE, divisor=divisor, key=key)
+        noisy, _ = privatizer.update(grads, noise.PrivatizeState(key, step))
+        return update(params, state, noisy)
+
+    arrays = (params, state, params)
+    return {
+        "update": lambda: Program(update, arrays, (0, 1)),
+        "private update": lambda: Program(private, (*arrays, KEY, Shape((), jnp.int32)), (0, 1)),
+    }
+
+
+def images(model: Any, batch: int, shape: tuple[int, ...], microbatch: int) -> Steps:
+    """Returns the steps of a classifier of images."""
+    params = jax.eval_shape(model.init, jax.random.key(0), Shape((1, *shape), jnp.float32))["params"]
+
+    def loss(params: Any, example: Any) -> jax.Array:
+        logits = model.apply({"params": params}, example["x"][None])[0]
+        return jaxdp.losses.softmax_cross_entropy(logits, example["label"])
+
+    data = {"x": Shape((batch, *shape), jnp.float32), "label": Shape((batch,), jnp.int32)}
+    return training(loss, params, data, tuple(params), microbatch)
+
+
+def texts(name: str, mode: str, batch: int, length: int, microbatch: int, **attributes: Any) -> Steps:
+    """Returns the steps of a language model, in full or by LoRA."""
+    params, loss, _ = bench_lm.problem(models.create(name, **attributes), mode)
+    moving = ("lora",) if mode == "lora" else tuple(params)
+    return training(loss, params, Shape((batch, length + 1), jnp.int32), moving, microbatch)
+
+
+def adaptation(model: Any, method: tta.Method, batch: int, side: int) -> Steps:
+    """Returns a step of a method of test-time adaptation, and a private one."""
+    return {
+        "plain": lambda: adaptation_of(model, method, batch, side, private=False),
+        "private": lambda: adaptation_of(model, method, batch, side, private=True),
+    }
+
+
+def adaptation_of(model: Any, method: tta.Method, batch: int, side: int, *, private: bool) -> Program:
+    """Returns one step of a method of test-time adaptation."""
+    pictures = Shape((batch, side, side, 3), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), Shape((1, side, side, 3), jnp.float32))["params"]
+    chosen = tta.private(method, clip_norm=CLIP, noise_multiplier=0.6186) if private else method
+    static = []
+
+    def apply_fn(params: Any, images: jax.Array) -> jax.Array:
+        return model.apply({"params": params}, images)
+
+    def start(params: Any, words: jax.Array) -> Any:
+        made = tta.Adapter(apply_fn, params, chosen, optax.sgd(1e-3, momentum=0.9))
+        static.append(made._program)
+        return made.constants, made._moving(made.init(key_of(words)))._replace(key=words)
+
+    constants, state = jax.eval_shape(start, params, KEY)
+
+    def step(constants: Any, state: Any, images: jax.Array, mask: jax.Array) -> Any:
+        key = key_of(state.key)
+        state, logits = adapter._step(static[0], batch, constants, state._replace(key=key), images, mask, key)
+        return state._replace(key=()), logits
+
+    return Program(step, (constants, state, pictures, Shape((batch,), bool)))
+
+
+def certificates(sizes: tuple[int, ...], records: int, ks: int) -> Steps:
+    """Returns a training step by clipped gradients, and steps that bound it for `ks` distances.
+
+    The plan of the training looks at its records, so these are arrays. They are small.
+    """
+    case = bench_prediction.Case(sizes, records, 2, 0.1, 0.1, 0.0)
+    params, data = bench_prediction.problem(case)
+    settings = {"clip": 0.1, "learning_rate": 0.1, "batch_size": records, "epochs": 2}
+    settings |= {"trainable": bench_prediction.trained}
+
+    def bounds(steps_before: int) -> Program:
+        found, arrays = bench_prediction.plan_of(params, data, settings, ks, "add_remove")
+        moving, frozen, rows, order, rates = arrays
+        state = agt._State(moving, [], None)
+
+        def step(frozen: Any, rows: Any, state: Any, order: Any, rate: Any) -> Any:
+            return agt._batch_step(bench_prediction.loss, found, frozen, rows, state, order, rate, None)
+
+        for _ in range(steps_before):  # the batches after the first one have as many boxes as distances
+            state = jax.eval_shape(step, frozen, rows, state, order[0], rates[0])
+        return Program(step, (frozen, rows, state, order[0], rates[0]))
+
+    plain = bench_prediction.baselines(case._replace(steps=1), params)["vmap"]
+    return {
+        "plain": lambda: Program(plain, (params["dense"], data)),
+        "first step": lambda: bounds(0),
+        "later step": lambda: bounds(1),
+    }
+
+
+def recalibrated(method: Any, records: int, classes: int) -> Steps:
+    """Returns the answer of one source in one round, exact and with noise."""
+    data = recalibration.Records(Shape((records, classes), jnp.float32), Shape((records,), jnp.int32))
+    scale = protocol.noise_scale(method, epsilon=1.0, adjacency="add_remove", num_classes=classes)
+
+    def exact(records: Any, temperature: Any, source: Any) -> Any:
+        return protocol._exact(method, 1, records, temperature, scale, source)
+
+    def noisy(records: Any, temperature: Any, source: Any, words: jax.Array) -> Any:
+        return protocol.with_noise(key_of(words), exact(records, temperature, source), scale)
+
+    args = (data, Shape((), jnp.float32), Shape((records,), jnp.int32))
+    return {"plain": lambda: Program(exact, args), "private": lambda: Program(noisy, (*args, KEY))}
+
+
+def drawn(draw: Callable[..., Any], size: int) -> Steps:
+    """Returns noise for one array, beside JAX's normal numbers by Threefry."""
+    like = Shape((size,), jnp.float32)
+
+    def usual(words: jax.Array) -> jax.Array:
+        return jax.random.normal(jax.random.wrap_key_data(words, impl="threefry2x32"), (size,))
+
+    return {
+        "plain": lambda: Program(usual, (Shape((2,), jnp.uint32),)),
+        "private": lambda: Program(lambda words: draw(key_of(words), like, 1.0), (KEY,)),
+    }
+
+
+VIT_B16_VALUES = 86_567_656
+BF16: dict[str, Any] = {"dtype": jnp.bfloat16}
+TINY_VIT = {"width": 16, "depth": 2, "num_heads": 2, "mlp_width": 32}
+TINY_TEXT = {"num_classes": 61, "positions": 16, "width": 16, "depth": 2, "num_heads": 2, "mlp_width": 32}
+
+
+def cases(tiny: bool = False) -> dict[str, Callable[[], Steps]]:
+    """Returns the cases by name, at tiny shapes to check the programs."""
+
+    def classifier(
+        name: str, batch: int, microbatch: int, side: int = 32, classes: int = 10, **attributes: Any
+    ) -> Callable[[], Steps]:
+        if tiny:
+            batch, microbatch, side, classes = 2, 1, 32 if name.startswith(("vit", "resnet50")) else 8, 4
+            attributes |= TINY_VIT if name.startswith("vit") else {}
+        return lambda: images(
+            models.create(name, num_classes=classes, **attributes), batch, (side, side, 3), microbatch
+        )
+
+    def digits(model: Callable[[], nn.Module], batch: int) -> Callable[[], Steps]:
+        return lambda: images(model(), 2 if tiny else batch, (28, 28, 1), 1 if tiny else 64)
+
+    def language(name: str, mode: str, batch: int, length: int, microbatch: int, **attributes: Any) -> Any:
+        if tiny:
+            sizes = TINY_TEXT | ({"kv_heads": 1} if name != "gpt2" else {})
+            return lambda: texts(name, mode, 2, 8, 1, **BF16, **sizes)
+        return lambda: texts(name, mode, batch, length, microbatch, **BF16, **attributes)
+
+    def adapted(name: str, method: str, batch: int, **attributes: Any) -> Callable[[], Steps]:
+        side, classes = (32, 4) if tiny else (224, 1000)
+        if tiny:
+            batch, attributes = 2, TINY_VIT if name.startswith("vit") else {"widths": (8,) * 4, "depths": (1,) * 4}
+
+        def build() -> Steps:
+            model = models.create(name, num_classes=classes, **attributes)
+            return adaptation(model, bench_adaptation.METHODS[method](classes), batch, side)
+
+        return build
+
+    mlp = functools.partial(models.create, "mlp", num_classes=10, hidden=(512, 512))
+    gpt2 = {"num_classes": bench_lm.VOCABULARY}
+    found = {
+        "noise of 86 M values": lambda: drawn(noise.gaussian, 64 if tiny else VIT_B16_VALUES),
+        "Laplace noise of 170 k values": lambda: drawn(noise.laplace, 64 if tiny else 170_000),
+        "MLP, 256": digits(mlp, 256),
+        "CNN, 256": digits(bench_steps.Digits, 256),
+        "small ViT, float32, 64 of 32 x 32": classifier("vit_tiny", 64, 16),
+        "ResNet-20, float32, 256": classifier("resnet20", 256, 64),
+        "ResNet-20, bfloat16, 256": classifier("resnet20", 256, 64, **BF16),
+        "WRN-16-4, float32, 256": classifier("wrn_16_4", 256, 64),
+        "WRN-16-4, bfloat16, 256": classifier("wrn_16_4", 256, 64, **BF16),
+        "ResNet-50-GN, float32, 64": classifier("resnet50", 64, 16, 224, 1000, norm="group"),
+        "ResNet-50-GN, bfloat16, 64": classifier("resnet50", 64, 16, 224, 1000, norm="group", **BF16),
+        "ViT-B/16, bfloat16, 64": classifier("vit_b16", 64, 16, 224, 1000, **BF16),
+        "ViT-B/16, bfloat16, 256": classifier("vit_b16", 256, 16, 224, 1000, **BF16),
+        "GPT-2 small, LoRA, bfloat16, 8 x 512": language("gpt2", "lora", 8, 512, 4, **gpt2),
+        "GPT-2 small, LoRA, bfloat16, 4 x 1024": language("gpt2", "lora", 4, 1024, 2, **gpt2),
+        "GPT-2 small, full, bfloat16, 8 x 512": language("gpt2", "full", 8, 512, 4, **gpt2),
+        "GPT-2 small, full, bfloat16, 4 x 1024": language("gpt2", "full", 4, 1024, 2, **gpt2),
+        "Llama-like 135 M, LoRA, bfloat16, 8 x 512": language("smollm_135m", "lora", 8, 512, 4, num_classes=49_152),
+        "Llama-like 1.1 B, LoRA, bfloat16, 4 x 512": language("tinyllama_1b", "lora", 4, 512, 2, num_classes=32_000),
+        "certificates of 20 distances": lambda: certificates(
+            (4, 3, 2) if tiny else (784, 128, 10), 24 if tiny else 1000, 20
+        ),
+        "a round of Acc-T": lambda: recalibrated(recalibration.AccT(), 8 if tiny else 2500, 10),
+    }
+    for name, model, batch in (("ViT-B/16", "vit_b16", 64), ("ConvNeXt-T", "convnext_tiny", 64)):
+        for method in ("tent", "sar", "eata", "deyo"):
+            found[f"{method} on {name}, float32, {batch}"] = adapted(model, method, batch)
+    return found

@@ -1,0 +1,316 @@
+"""Machines to compile for that are not there, and what their compilers say about a program.
+
+A TPU's compiler writes the cycles that it expects beside each operation. A Pallas kernel has none. Its instruction
+bundles are in the compiler's dump of its schedule, and give an estimate of its own. A GPU's compiler has no such
+model. There the bytes and the operations of each kernel count.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import glob
+import importlib.metadata
+import importlib.util
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+
+from benchmarks import hlo
+
+CAVEAT = "the compiler's estimate, not a time"
+TOP = 10  # operations that are listed
+# The module that compiles for a platform.
+COMPILERS = {"tpu": "libtpu", "cuda": "jax_cuda12_plugin"}
+INSTALL = 'pip install -e ".[compilers]", or make compilers'
+_H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84929347584
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 7 }
+runtime_version { major: 12 minor: 8 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A machine to compile for.
+
+    Attributes:
+      platform: "tpu" or "cuda".
+      options: The options of its topology.
+      bandwidth: Bytes per second between its memory and its units. For a TPU, bytes per cycle.
+      peaks: Operations per second of products by the type of their operands, and of everything else.
+    """
+
+    platform: str
+    options: Mapping[str, Any]
+    bandwidth: float
+    peaks: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def backend(self) -> str:
+        """The name of its platform in JAX."""
+        return "tpu" if self.platform == "tpu" else "gpu"
+
+
+def _tpu(topology_name: str, bytes_per_cycle: float) -> Target:
+    bounds = (2, 2, 1)
+    return Target("tpu", {"topology_name": topology_name, "chips_per_host_bounds": bounds}, bytes_per_cycle)
+
+
+TARGETS = {
+    "v5e": _tpu("v5e:2x2", 819 / 1.5),
+    "v6e": _tpu("v6e:2x2", 1638 / 1.75),
+    "v5p": _tpu("v5p:2x2x1", 2765 / 1.75),
+    "h100": Target(
+        "cuda",
+        {"target_config": _H100, "topology": "1x1x1"},
+        3.352e12,
+        {"bf16": 989e12, "f16": 989e12, "f32": 495e12, "other": 67e12},
+    ),
+}
+
+
+def environment(target: Target, dump: str) -> dict[str, str]:
+    """Returns the variables of a process that compiles for a target. `dump` is a folder for schedules of kernels.
+
+    Raises:
+      SystemExit: The compiler of the target is not installed.
+    """
+    module = COMPILERS[target.platform]
+    if importlib.util.find_spec(module) is None:
+        raise SystemExit(f"{module} is not installed, which compiles for {target.platform}. Install it: {INSTALL}.")
+    found = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    found["JAX_TRACEBACK_FILTERING"] = "off"  # the last line of an error is its message
+    for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):  # of the tests, for a CPU
+        found.pop(name, None)
+    if target.platform == "tpu":
+        found |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+        options = {"to": dump, "llo_text": "true", "llo_pass_label_regex": "final_bundles"}
+        flags = [f"--xla_jf_dump_{name}={value}" for name, value in options.items()]
+        return found | {"LIBTPU_INIT_ARGS": " ".join([*flags, "--xla_jf_emit_annotations=true"])}
+    nvidia = importlib.util.find_spec("nvidia")
+    folders = list(nvidia.submodule_search_locations or ()) if nvidia else []
+    assemblers = [os.path.join(folder, "cuda_nvcc", "bin") for folder in folders]
+    path = os.pathsep.join([*assemblers, os.environ.get("PATH", "")])
+    return found | {"XLA_FLAGS": "--xla_gpu_autotune_level=0", "PATH": path}
+
+
+def version(target: Target) -> str:
+    """Returns the version of the compiler of a target."""
+    package = "libtpu" if target.platform == "tpu" else "jax-cuda12-pjrt"
+    return f"{package} {importlib.metadata.version(package)}"
+
+
+@functools.cache
+def device_of(name: str) -> Any:
+    """Returns a device of a target, for which one can compile."""
+    from jax.experimental import topologies
+
+    target = TARGETS[name]
+    return topologies.get_topology_desc(platform=target.platform, **target.options).devices[0]
+
+
+@contextlib.contextmanager
+def traced_for(name: str) -> Iterator[None]:
+    """Makes the library choose the forms of a target.
+
+    It asks for the default backend of the process as it traces. REMOVE this where it asks for the platform for which it
+    is compiled: this is the only place that pretends.
+    """
+    backend, device = TARGETS[name].backend, device_of(name)
+    with mock.patch.multiple(jax, default_backend=lambda: backend, devices=lambda *_: [device]):
+        yield
+
+
+def compile_for(name: str, function: Callable[..., Any], args: Sequence[Any], donate: Sequence[int] = ()) -> Any:
+    """Returns (the compiled program, seconds of tracing, seconds of compiling) of a function of abstract arguments."""
+    sharding = jax.sharding.SingleDeviceSharding(device_of(name))
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args))
+    started = time.perf_counter()
+    with traced_for(name):
+        lowered = jax.jit(function, donate_argnums=tuple(donate)).lower(*placed)
+    traced = time.perf_counter()
+    return lowered.compile(), traced - started, time.perf_counter() - traced
+
+
+def estimate(name: str, compiled: Any, dump: str) -> dict[str, Any]:
+    """Returns what the compiler of a target says about a program, as numbers for JSON."""
+    program = hlo.Program.parsed(compiled.as_text())
+    memory = compiled.memory_analysis()
+    sizes = {kind: getattr(memory, f"{kind}_size_in_bytes") for kind in ("temp", "output", "argument", "alias")}
+    found = of_tpu(program, TARGETS[name], dump) if TARGETS[name].platform == "tpu" else of_gpu(program, TARGETS[name])
+    return found | {"memory": sizes}
+
+
+# --- TPU ---
+
+
+def of_tpu(program: hlo.Program, target: Target, dump: str = "") -> dict[str, Any]:
+    """Returns the estimated cycles of a program, by operation, with those of Pallas kernels apart.
+
+    A loop whose turns depend on data counts once, and is listed.
+    """
+    steps, loops = program.steps(_cycles)
+    by_source = collections.Counter[str]()
+    kernels: dict[str, dict[str, Any]] = {}
+    silent = collections.Counter[str]()
+    schedules = {} if not dump else _schedules(dump)
+    for step in steps:
+        instruction = step.instruction
+        if target_of(instruction) == "tpu_custom_call":
+            kernels[instruction.name] = _kernel(program, step, target, schedules)
+        elif cycles := _cycles(instruction):
+            by_source[instruction.source or instruction.opcode] += step.times * cycles
+        elif instruction.opcode not in hlo.FREE:
+            silent[target_of(instruction) or instruction.opcode] += 1
+    kernel_cycles = sum(kernel["cycles"] for kernel in kernels.values())
+    cycles = float(sum(by_source.values()))
+    return {
+        "cycles": cycles,
+        "kernel_cycles": kernel_cycles,
+        "total": cycles + kernel_cycles,
+        "pallas": list(kernels.values()),
+        "loops": [dataclasses.asdict(loop) for loop in loops.values()],
+        "without_estimate": dict(silent),
+        "costliest": _costliest(by_source, cycles + kernel_cycles),
+    }
+
+
+def _cycles(instruction: hlo.Instruction) -> float:
+    found = re.search(r'"estimated_cycles":"(\d+)"', instruction.rest)
+    return float(found[1]) if found else 0.0
+
+
+def target_of(instruction: hlo.Instruction) -> str:
+    """Returns the target of a custom call, "" for another instruction."""
+    found = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
+    return found[1] if instruction.opcode == "custom-call" and found else ""
+
+
+def _costliest(by_source: collections.Counter[str], total: float) -> list[dict[str, Any]]:
+    return [
+        {"source": source, "amount": amount, "share": amount / total if total else 0.0}
+        for source, amount in by_source.most_common(TOP)
+    ]
+
+
+def _kernel(program: hlo.Program, step: hlo.Step, target: Target, schedules: Mapping[str, float]) -> dict[str, Any]:
+    """Returns the estimate of a Pallas kernel: its bundles, or its bytes if these take longer."""
+    bundles = schedules.get(step.instruction.name)
+    shapes = [step.instruction.shape, *program.operands(step)]
+    moved = sum(map(hlo.byte_size, shapes)) / target.bandwidth
+    return {
+        "source": step.instruction.source,
+        "shape": step.instruction.shape,
+        "times": step.times,
+        "bundles": bundles,
+        "cycles_of_bytes": moved,
+        "cycles": step.times * max(bundles or 0.0, moved),
+    }
+
+
+def _schedules(folder: str) -> dict[str, float]:
+    """Returns the bundles of custom calls by the names of their instructions, from a dump of their schedules."""
+    found = {}
+    for path in glob.glob(os.path.join(glob.escape(folder), "*final_bundles.txt")):
+        if "schedule-analysis" in path:
+            continue
+        with open(path) as file:
+            text = file.read()
+        if entry := re.search(r"/\* entry bundle: %([\w.-]+) = custom-call\(", text):
+            found[entry[1]] = bundles(text)
+    return found
+
+
+def bundles(text: str) -> float:
+    """Returns the bundles that a schedule runs: those of a loop count as often as it turns.
+
+    A schedule has a line for each bundle, with a ">" for each loop around it. The first bundle of a body says "LB", and
+    the test at its end compares with a constant. A loop without a constant counts once. A bundle takes a cycle where
+    nothing stalls, so this is a lower bound, except for the first and the last turn of a pipeline, where some parts of
+    the body are skipped.
+    """
+    # (bundles, turns) of the program and of the loops around the line.
+    open_loops: list[list[float]] = [[0.0, 1.0]]
+
+    def close(depth: int) -> None:
+        while len(open_loops) > depth:
+            inside, turns = open_loops.pop()
+            open_loops[-1][0] += inside * turns
+
+    for line in text.splitlines():
+        bundle = re.match(r"^\s*(?:0x[0-9a-f]+|0)\s*(\w*)\s*:\s*((?:> ?)*)\{", line)
+        if bundle is None:
+            continue
+        depth = 1 + bundle[2].count(">")
+        close(depth if bundle[1] != "LB" else depth - 1)
+        while len(open_loops) < depth:
+            open_loops.append([0.0, 1.0])
+        open_loops[-1][0] += 1
+        if test := re.search(r"= scmp\.\w+\.\w+\.totalorder %\w+, (\d+) /\* loop exit test \*/", line):
+            open_loops[-1][1] = float(test[1])
+    close(1)
+    return open_loops[0][0]
+
+
+# --- GPU ---
+
+
+def of_gpu(program: hlo.Program, target: Target) -> dict[str, Any]:
+    """Returns the bytes, operations and kernels of a program, and its time if each kernel met the roofline.
+
+    A loop whose turns depend on data counts once, and is listed.
+    """
+    steps, loops = program.steps(lambda instruction: hlo.byte_size(instruction.shape))
+    by_source = collections.Counter[str]()
+    total = collections.Counter[str]()
+    for step in steps:
+        instruction = step.instruction
+        if instruction.opcode in hlo.FREE or instruction.opcode.endswith("-done"):
+            continue
+        work = hlo.work(program, step)
+        library = target_of(instruction)
+        seconds = max(work.bytes / target.bandwidth, _seconds(work.flops, target))
+        by_source[instruction.source or instruction.opcode] += step.times * seconds
+        total["launched"] += step.times
+        total["kernels"] += 1
+        total["library_calls"] += library != ""
+        total["bytes"] += step.times * work.bytes
+        total["flops"] += step.times * sum(work.flops.values())
+        total["total"] += step.times * seconds
+    return {
+        **{name: total[name] for name in ("total", "bytes", "flops", "kernels", "launched", "library_calls")},
+        "loops": [dataclasses.asdict(loop) for loop in loops.values()],
+        "costliest": _costliest(by_source, total["total"]),
+    }
+
+
+def _seconds(flops: Mapping[str, float], target: Target) -> float:
+    return math.fsum(count / target.peaks.get(kind, target.peaks["other"]) for kind, count in flops.items())

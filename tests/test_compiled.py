@@ -1,0 +1,457 @@
+"""Estimates by compilers of machines that are not there, and programs that only a CPU could compile."""
+
+import functools
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxdp
+from benchmarks import compiled, compiled_cases, compiled_targets, hlo, programs
+from jaxdp import models, pretrain, recalibration, tta
+from jaxdp.split import copies
+from jaxdp.transforms import chacha, noise
+from tests.finetune import test_methods as finetuning
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed, which compiles for TPU"
+)
+
+# A loop of 5 turns whose bound is an element of its tuple, inside of it a loop of 3 that its condition states. A loop
+# whose condition reads what it computes. A conditional with a cheap and a dear branch. A Pallas kernel.
+TPU = """HloModule jit_f, is_scheduled=true
+
+%inner_body (p.1: (s32[])) -> (s32[]) {
+  %p.1 = (s32[]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
+  %fusion.1 = s32[] fusion(%i.1), kind=kLoop, calls=%f, FROM(jit(f)/layer_1/dot), CYCLES(10)
+  ROOT %t.1 = (s32[]) tuple(%fusion.1)
+}
+
+%inner_condition (p.2: (s32[])) -> pred[] {
+  %p.2 = (s32[]) parameter(0)
+  %i.2 = s32[] get-tuple-element(%p.2), index=0
+  %three = s32[]{:T(128)} constant(3)
+  ROOT %less.2 = pred[] compare(%i.2, %three), direction=LT
+}
+
+%outer_body (p.3: (s32[], s32[])) -> (s32[], s32[]) {
+  %p.3 = (s32[], s32[]) parameter(0)
+  %i.3 = s32[] get-tuple-element(%p.3), index=0
+  %bound.3 = s32[] get-tuple-element(%p.3), index=1
+  %zero.3 = s32[] constant(0)
+  %start.3 = (s32[]) tuple(%zero.3)
+  %while.3 = (s32[]) while(%start.3), condition=%inner_condition, body=%inner_body, FROM(jit(f)/inner)
+  %fusion.3 = s32[] fusion(%i.3), kind=kLoop, calls=%f, FROM(jit(f)/layer_2/dot), CYCLES(100)
+  ROOT %t.3 = (s32[], s32[]) tuple(%fusion.3, %bound.3)
+}
+
+%outer_condition (p.4: (s32[], s32[])) -> pred[] {
+  %p.4 = (s32[], s32[]) parameter(0)
+  %i.4 = s32[] get-tuple-element(%p.4), index=0
+  %bound.4 = s32[] get-tuple-element(%p.4), index=1
+  ROOT %less.4 = pred[] compare(%i.4, %bound.4), direction=LT
+}
+
+%data_body (p.5: (pred[])) -> (pred[]) {
+  %p.5 = (pred[]) parameter(0)
+  %go.5 = pred[] get-tuple-element(%p.5), index=0
+  %fusion.5 = pred[] fusion(%go.5), kind=kLoop, calls=%f, FROM(jit(f)/zero), CYCLES(7)
+  ROOT %t.5 = (pred[]) tuple(%fusion.5)
+}
+
+%data_condition (p.6: (pred[])) -> pred[] {
+  %p.6 = (pred[]) parameter(0)
+  ROOT %go.6 = pred[] get-tuple-element(%p.6), index=0
+}
+
+%cheap (p.7: f32[8]) -> f32[8] {
+  %p.7 = f32[8] parameter(0)
+  ROOT %fusion.7 = f32[8] fusion(%p.7), kind=kLoop, calls=%f, FROM(jit(f)/cheap), CYCLES(1)
+}
+
+%dear (p.8: f32[8]) -> f32[8] {
+  %p.8 = f32[8] parameter(0)
+  ROOT %fusion.8 = f32[8] fusion(%p.8), kind=kLoop, calls=%f, FROM(jit(f)/dear), CYCLES(1000)
+}
+
+ENTRY %main (x: f32[8], go: pred[]) -> f32[2048,128] {
+  %x = f32[8]{0:T(128)} parameter(0)
+  %go = pred[] parameter(1)
+  %zero = s32[] constant(0)
+  %five = s32[] constant(5)
+  %copied = s32[] copy(%five)
+  %start = (s32[], /*index=1*/s32[]) tuple(%zero, %copied)
+  %while.1 = (s32[], s32[]) while(%start), condition=%outer_condition, body=%outer_body, FROM(jit(f)/outer)
+  %start.2 = (pred[]) tuple(%go)
+  %while.2 = (pred[]) while(%start.2), condition=%data_condition, body=%data_body, FROM(jit(f)/zeroing)
+  %which = f32[8] conditional(%go, %x, %x), true_computation=%dear, false_computation=%cheap
+  %buffer = f32[8] custom-call(), custom_call_target="AllocateBuffer"
+  ROOT %kernel.1 = f32[2048,128] custom-call(%x), custom_call_target="tpu_custom_call", FROM(jit(f)/pallas_call)
+}
+"""
+
+
+def parsed(text):
+    """Returns the program of a text with short forms of attributes."""
+    forms = {
+        r"CYCLES\((\d+)\)": r'backend_config={"window_config":{"estimated_cycles":"\1"}}',
+        r"FROM\((.*?)\)(?=$|, )": r'metadata={op_name="\1"}',
+        r"CONTRACTS\((\d)\)": r'backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["\1"]}}',
+    }
+    for short, long in forms.items():
+        text = re.sub(short, long, text, flags=re.MULTILINE)
+    return hlo.Program.parsed(text)
+
+
+def estimated(text=TPU):
+    return compiled_targets.of_tpu(parsed(text), compiled_targets.TARGETS["v5e"])
+
+
+def test_cycles_count_loops_branches_and_kernels():
+    found = estimated()
+    assert found["cycles"] == 5 * (3 * 10 + 100) + 7 + 1000
+    assert {loop["source"]: loop["turns"] for loop in found["loops"]} == {
+        "jit(f)/outer": 5,
+        "jit(f)/inner": 3,
+        "jit(f)/zeroing": None,
+    }
+    moved = 4 * (2048 * 128 + 8) / compiled_targets.TARGETS["v5e"].bandwidth
+    assert found["kernel_cycles"] == pytest.approx(moved) and len(found["pallas"]) == 1
+    assert found["total"] == found["cycles"] + found["kernel_cycles"]
+    assert found["without_estimate"] == {"AllocateBuffer": 1, "compare": 8, "copy": 1} | found["without_estimate"]
+    assert found["costliest"][0]["source"] == "jit(f)/dear"
+    assert found["costliest"][1] == {
+        "source": "jit(f)/layer_#/dot",  # both layers
+        "amount": 650.0,
+        "share": pytest.approx(650 / found["total"]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "cycles"),
+    [
+        ("%five = s32[] constant(5)", "%five = s32[] constant(2)", 2 * 130 + 1007),
+        ("%three = s32[]{:T(128)} constant(3)", "%three = s32[]{:T(128)} constant(1)", 5 * 110 + 1007),
+        ("tuple(%fusion.3, %bound.3)", "tuple(%fusion.3, %i.3)", 5 * 130 + 1007),  # no turn of it is changed here
+        ("tuple(%zero, %copied)", "tuple(%zero, %other)", 130 + 1007),  # the bound is not known
+        ("true_computation=%dear", "true_computation=%cheap", 650 + 8),
+    ],
+)
+def test_cycles_depend_on_bounds_and_branches(old, new, cycles):
+    assert old in TPU
+    assert estimated(TPU.replace(old, new))["cycles"] == cycles
+
+
+def test_a_bound_that_an_outer_loop_passes_on_is_known_inside():
+    """The inner loop's bound is an element of the outer loop's tuple, which no turn changes."""
+    text = TPU.replace("%start.3 = (s32[]) tuple(%zero.3)", "%start.3 = (s32[], s32[]) tuple(%zero.3, %bound.3)")
+    text = text.replace("condition=%inner_condition", "condition=%outer_condition")
+    assert estimated(text)["cycles"] == 5 * (5 * 10 + 100) + 1007
+    changed = text.replace("tuple(%fusion.3, %bound.3)", "tuple(%fusion.3, %fusion.3)")
+    assert estimated(changed)["cycles"] == 5 * (10 + 100) + 1007
+
+
+SCHEDULE = """
+LB: loop body
+     0   :  { %3 = vsyncpa [#allocation4], 0  } /* entry bundle: %kernel.1 = custom-call(%x) */
+   0x1   :  { %s1 = smov.u32 0 }
+   0x2 LB: > { %s2 = sphi %s1, %s3 }
+   0x3   : > { %s4 = smov.u32 0 }
+   0x4 LB: >> { %v1 = vadd.f32 %v2, %v3 }
+   0x5   : >> { %v1 = vadd.f32 %v2, %v3 }
+   0x6   : >> { %p1 = scmp.ge.s32.totalorder %s5, 16 /* loop exit test */ }
+   0x7   : > { %p2 = scmp.ge.s32.totalorder %s3, 10 /* loop exit test */ }
+   0x8 LB: > { %v1 = vadd.f32 %v2, %v3 }
+   0x9   : > { %p3 = scmp.ge.s32.totalorder %s3, 4 /* loop exit test */ }
+   0xa   :  { %4 = vsyncpa [#allocation4], 1 }
+"""
+
+
+def test_bundles_of_loops_count_as_often_as_they_turn(tmp_path):
+    assert compiled_targets.bundles(SCHEDULE) == 2 + 10 * (3 + 16 * 3) + 4 * 2 + 1
+    assert compiled_targets.bundles(SCHEDULE.replace(", 16 /*", ", %s9 /*")) == 2 + 10 * (3 + 3) + 4 * 2 + 1
+    (tmp_path / "1-kernel.1-01-final_bundles.txt").write_text(SCHEDULE)
+    (tmp_path / "1-kernel.1-00-schedule-analysis_final_bundles.txt").write_text("no schedule")
+    found = compiled_targets.of_tpu(parsed(TPU), compiled_targets.TARGETS["v5e"], str(tmp_path))
+    (kernel,) = found["pallas"]
+    assert kernel["bundles"] == 521 and kernel["cycles"] == kernel["cycles_of_bytes"] > 521  # bytes take longer
+
+
+GPU = """HloModule jit_f
+
+%fused (a: f32[100,64], i: s32[], b: f32[64,8]) -> f32[1,8] {
+  %a = f32[100,64] parameter(0)
+  %i = s32[] parameter(1)
+  %b = f32[64,8] parameter(2)
+  %zero = s32[] constant(0)
+  %row = f32[1,64] dynamic-slice(%a, %i, %zero), dynamic_slice_sizes={1,64}
+  ROOT %dot = f32[1,8] dot(%row, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (a: f32[100,64], i: s32[], b: f32[64,8], x: bf16[32,64], w: bf16[64,16]) -> f32[1,8] {
+  %a.1 = f32[100,64]{1,0} parameter(0)
+  %i.1 = s32[] parameter(1)
+  %b.1 = f32[64,8]{1,0} parameter(2)
+  %x.1 = bf16[32,64]{1,0} parameter(3)
+  %w.1 = bf16[64,16]{1,0} parameter(4)
+  %gemm = (bf16[32,16]{1,0}, s8[4194304]{0}) custom-call(%x.1, %w.1), custom_call_target="__cublas$gemm", CONTRACTS(1)
+  ROOT %fusion = f32[1,8]{1,0} fusion(%a.1, %i.1, %b.1), kind=kCustom, calls=%fused, FROM(jit(f)/dot)
+}
+"""
+
+
+def test_bytes_and_operations_of_a_gpus_kernels():
+    """A slice of an array is not the array, and scratch memory of a library is not read."""
+    program = parsed(GPU)
+    found = compiled_targets.of_gpu(program, compiled_targets.TARGETS["h100"])
+    assert found["bytes"] == 4 * (64 + 1 + 64 * 8 + 8) + 2 * (32 * 64 + 64 * 16 + 32 * 16)
+    assert found["flops"] == 2 * 8 * 64 + 2 * 32 * 16 * 64
+    assert (found["kernels"], found["library_calls"], found["loops"]) == (2, 1, [])
+    steps, _ = program.steps(lambda instruction: 1.0)
+    kinds = {step.instruction.name: hlo.work(program, step).flops for step in steps}
+    assert kinds["gemm"] == {"bf16": 65536.0} and kinds["fusion"] == {"f32": 1024.0}
+
+
+CONVOLUTION = (
+    "HloModule jit_f\n\nENTRY %main (x: f32[8,16,16,3], y: f32[8,16,16,5]) -> f32[3,3,3,5] {{\n"
+    "  %x = {x} parameter(0)\n  %y = {y} parameter(1)\n"
+    "  ROOT %c = ({out}, u8[128]) custom-call(%x, %y), window={{size=3x3}}, dim_labels=b01f_01io->b01f, "
+    'custom_call_target="__cudnn$conv{kind}"\n}}\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "x", "y", "out"),
+    [
+        ("Forward", "f32[8,16,16,3]", "f32[3,3,3,5]", "f32[8,16,16,5]"),
+        ("BackwardInput", "f32[8,16,16,5]", "f32[3,3,3,5]", "f32[8,16,16,3]"),
+        ("BackwardFilter", "f32[8,16,16,3]", "f32[8,16,16,5]", "f32[3,3,3,5]"),
+    ],
+)
+def test_operations_of_a_librarys_convolution(kind, x, y, out):
+    program = hlo.Program.parsed(CONVOLUTION.format(kind=kind, x=x, y=y, out=out))
+    found = compiled_targets.of_gpu(program, compiled_targets.TARGETS["h100"])
+    assert found["flops"] == 2 * 8 * 16 * 16 * 5 * 3 * 3 * 3
+
+
+# --- Reports ---
+
+
+def row(total, *, error=None):
+    sizes = {"temp": 1e6 * total, "output": 0, "argument": 5, "alias": 0}
+    amounts = {"total": total, "cycles": total, "kernel_cycles": 0.0}
+    return {"error": error} if error else amounts | {"memory": sizes, "compile_s": 2.0, "costliest": []}
+
+
+def test_ratios_are_over_plain_and_whole_steps_are_sums():
+    steps = {"plain": row(10.0), "clipped": row(20.0), "update": row(1.0), "private update": row(4.0)}
+    found = compiled.with_ratios(steps | {"jax_privacy": row(0, error="out of memory")})
+    assert found["clipped"]["total_over_plain"] == 2.0 and found["private update"]["total_over_plain"] == 4.0
+    assert found["private step"]["total"] == 24.0
+    assert found["private step"]["total_over_plain"] == pytest.approx(24 / 11)
+    assert found["private step"]["memory_mb"] == 20.0 and found["plain step"]["memory_mb"] == 10.0
+    assert found["jax_privacy"] == {"error": "out of memory"}
+    text = compiled.markdown({"target": "v5e", "cases": {"a case": steps | {"jax_privacy": {"error": "x"}}}})
+    assert "private step" in text and "jax_privacy" not in text
+
+
+def test_cases_are_those_of_the_issue_and_tiny_ones_have_their_names():
+    names = list(compiled_cases.cases())
+    assert names == list(compiled_cases.cases(tiny=True))
+    parts = ("ViT-B/16", "GPT-2 small, full", "GPT-2 small, LoRA", "135 M", "1.1 B", "WRN-16-4", "ResNet-20", "CNN")
+    parts += ("ResNet-50-GN", "MLP", "tent on", "sar on", "eata on", "deyo on", "ConvNeXt-T", "20 distances", "noise")
+    assert all(any(part in name for name in names) for part in parts)
+
+
+def test_a_case_that_no_name_has_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiled_targets, "environment", lambda *_: {})
+    monkeypatch.setattr(compiled_targets, "version", lambda _: "none")
+    with pytest.raises(SystemExit, match="--cases=of no case names none of: "):
+        compiled.main(["--target", "v5e", "--cases", "of no case", "--output", str(tmp_path / "x.json")])
+
+
+@pytest.mark.parametrize("name", ["v5e", "h100"])
+def test_a_missing_compiler_is_named_with_its_installation(name, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match=r"is not installed, .* Install it: pip install "):
+        compiled_targets.environment(compiled_targets.TARGETS[name], "")
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_smallest_case_is_compiled_for_a_tpu_and_an_error_is_a_row(tmp_path, monkeypatch):
+    output = tmp_path / "report.json"
+    given = ["--target", "v5e", "--tiny", "--cases", "MLP", "--steps", "plain,clipped", "--output", str(output)]
+    report = compiled.main(given)
+    assert json.loads(output.read_text()) == report and report["what"] == "the compiler's estimate, not a time"
+    steps = report["cases"]["MLP, 256"]
+    assert steps["clipped"]["total"] > steps["plain"]["total"] > 0 and steps["plain"]["operations"] > 0
+    assert compiled.main(given) == report  # nothing is compiled again
+    late = compiled.in_process("v5e", "MLP, 256", "plain", tiny=True, seconds=0.1)
+    assert late == {"error": "not compiled in 0 s"}
+    wrong = compiled.in_process("v5e", "MLP, 256", "no step", tiny=True, seconds=60)
+    assert wrong == {"error": "KeyError: 'no step'"}
+
+
+# Runs where no other test has started JAX for a CPU with options that a TPU's compiler does not know.
+NOISE = """
+import sys
+import jax, jax.numpy as jnp
+from benchmarks import compiled_cases, compiled_targets
+from jaxdp.transforms import noise
+
+program = compiled_cases.drawn(noise.gaussian, 2**24)["private"]()
+memory = compiled_targets.compile_for("v5e", program.function, program.args)[0].memory_analysis()
+
+def in_pairs(words):  # an axis of two takes the room of 128 lanes
+    pairs = program.function(words).reshape(-1, 2)
+    return jax.lax.scan(lambda total, pair: (total + pair, total), jnp.zeros(2), pairs)[1]
+
+bad = compiled_targets.compile_for("v5e", in_pairs, program.args)[0].memory_analysis()
+print(memory.temp_size_in_bytes + memory.output_size_in_bytes, bad.temp_size_in_bytes + bad.output_size_in_bytes)
+"""
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_noise_on_a_tpu_takes_at_most_twice_its_result_in_memory(tmp_path):
+    environment = compiled_targets.environment(compiled_targets.TARGETS["v5e"], str(tmp_path))
+    ended = subprocess.run([sys.executable, "-c", NOISE], env=environment, capture_output=True, text=True, check=True)
+    taken, padded = map(int, ended.stdout.split()[-2:])
+    assert 4 * 2**24 <= taken <= 2 * 4 * 2**24
+    assert padded > 2 * 4 * 2**24
+
+
+# --- Lowering for every platform, which needs no compiler ---
+
+PLATFORMS = ("tpu", "cuda")
+KEY = noise.stream(bytes(16), "test")
+
+
+def lowered(function, *args):
+    """Lowers a function for both platforms from one trace."""
+    if not hasattr(function, "trace"):
+        function = jax.jit(function)
+    traced = function.trace(*args)
+    return {name: traced.lower(lowering_platforms=(name,)).as_text() for name in PLATFORMS}
+
+
+def only_on_a_cpu(texts):
+    """Returns custom calls that neither platform has."""
+    calls = {name: set(re.findall(r"custom_call @([\w.$]+)", text)) for name, text in texts.items()}
+    cpu = {call for found in calls.values() for call in found if re.search(r"lapack|ducc|blas_|host|cpu", call)}
+    return cpu
+
+
+def stage_programs():
+    """Returns the programs of every stage by name, as functions that return (function, arguments)."""
+    found = {}
+    for case in ("noise of 86 M values", "Laplace noise of 170 k values", "MLP, 256", "certificates of 20 distances"):
+        made = functools.cache(compiled_cases.cases(tiny=True)[case])
+        steps = {
+            "MLP, 256": ("clipped", "private update"),
+            "certificates of 20 distances": ("first step", "later step"),
+        }
+        for step in steps.get(case, ("private",)):
+            found[f"{case}, {step}"] = lambda made=made, step=step: made()[step]()[:2]
+    for name in programs.PROGRAMS:
+        found[f"clipping {name}"] = functools.partial(clipped_program, name)
+    for name in finetuning.METHODS:
+        found[f"finetune {name}"] = functools.partial(finetune_programs, name)
+    for name in pretrain.METHODS:
+        found[f"pretrain {name}"] = functools.partial(pretrain_program, name)
+    for name in tta.METHODS:
+        found[f"tta {name}"] = functools.partial(adaptation_program, name)
+    for name in recalibration.METHODS:
+        found[f"recalibration {name}"] = functools.partial(recalibration_program, name)
+    images = jnp.zeros((4, 5, 3))  # tokens of images
+    for draw, kind in ((noise.discrete_laplace, jnp.int32), (noise.cauchy, jnp.float32)):
+        found[f"noise {draw.__name__}"] = functools.partial(drawn_program, draw, kind)
+    found["split copies"] = lambda: (lambda key, x: copies._noisy(key, x, 1.0), (KEY, images))
+    found["split neighbours"] = lambda: (copies.retrieve_neighbors, (images,))
+    found["intervals"] = interval_program
+    return found
+
+
+def drawn_program(draw, kind):
+    return lambda key: draw(key, jnp.zeros(9, kind), 3.0), (KEY,)
+
+
+def interval_program():
+    model = models.create("mlp", num_classes=4, hidden=(6,))
+    params = model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
+    box = jax.tree.map(lambda x: jaxdp.Interval(x - 0.01, x + 0.01), params)
+    return jaxdp.interval(lambda p, x: model.apply({"params": p}, x)), (box, jnp.zeros((2, 8, 8, 1)))
+
+
+def clipped_program(name):
+    entry = programs.PROGRAMS[name]
+    made = entry.build(*entry.small)
+    is_array = lambda x: isinstance(x, programs.Array)  # noqa: E731
+    params = jax.tree.map(lambda a: a.abstract, made.params, is_leaf=is_array)
+    batch = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((3, *a.shape), a.abstract.dtype), made.example, is_leaf=is_array
+    )
+    return lambda p, b: jaxdp.clipped_grad(made.loss, clip_norm=1.0)(p, b).grads, (params, batch)
+
+
+def finetune_programs(name):
+    trainer = finetuning.trainer_of(name, engine="auto")
+    return list(trainer.programs(finetuning.keyed(trainer), finetuning.source_of()).values())
+
+
+def pretrain_program(name):
+    model = models.create("mlp", num_classes=4, hidden=(6,))
+    params = model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
+
+    def loss(params, batch):
+        logits = model.apply({"params": params}, batch["image"])
+        return jax.vmap(jaxdp.losses.softmax_cross_entropy)(logits, batch["label"]).mean()
+
+    trainer = pretrain.METHODS[name](loss, optax.sgd(0.1))
+    batch = {"image": np.zeros((8, 8, 8, 1), np.float32), "label": np.zeros(8, np.int32)}
+    return lambda state, batch: trainer.step(state, batch, batch)[0].params, (trainer.init(params), batch)
+
+
+def adaptation_program(name):
+    model = models.create("vit_tiny", num_classes=4, patch_size=4, **compiled_cases.TINY_VIT)
+    method = tta.COME(tta.Tent(), 4) if name == "COME" else tta.METHODS[name]() if name == "Tent" else None
+    method = method or tta.METHODS[name](4)
+    return compiled_cases.adaptation_of(model, method, 2, 8, private=True)[:2]
+
+
+def recalibration_program(name):
+    return compiled_cases.recalibrated(recalibration.METHODS[name](), 8, 3)["private"]()[:2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", stage_programs())
+def test_every_program_lowers_for_tpu_and_gpu(name):
+    made = stage_programs()[name]()
+    with jax.numpy_rank_promotion("allow"):  # the programs are as others write them
+        for function, args in made if isinstance(made, list) else [made]:
+            assert not only_on_a_cpu(lowered(function, *args))
+
+
+def test_a_program_that_only_a_cpu_has_is_caught():
+    """The twins: a custom call of LAPACK by its name, and one whose lowering exists for a CPU only."""
+    with pytest.raises((NotImplementedError, ValueError), match=r"(?i)cpu|platform|lowering"):
+        lowered(lambda x: jax.lax.linalg.schur(x)[0], np.eye(3, dtype=np.float32))
+    call = jax.ffi.ffi_call("lapack_sgetrf_ffi", jax.ShapeDtypeStruct((3, 3), jnp.float32))
+    assert only_on_a_cpu(lowered(call, np.eye(3, dtype=np.float32))) == {"lapack_sgetrf_ffi"}
+
+
+def test_one_process_lowers_the_noise_of_each_platform():
+    """Fails if the form is that of this process."""
+    key = jax.ShapeDtypeStruct((8,), jnp.uint32)
+    draw = lambda words: noise.gaussian(jax.random.wrap_key_data(words, impl=chacha.CHACHA12), jnp.zeros(9), 1.0)  # noqa: E731
+    texts = lowered(draw, key)
+    assert [name for name, text in texts.items() if "tpu_custom_call" in text] == ["tpu"]
