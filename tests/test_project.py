@@ -56,11 +56,23 @@ def test_the_workflows_cover_the_oldest_and_newest_python_that_the_package_names
     named = [match[1] for name in PYPROJECT["project"]["classifiers"] if (match := re.fullmatch(pattern, name))]
     assert PYPROJECT["project"]["requires-python"] == f">={named[0]}"
     assert set(re.findall(r'python: "([\d.]+)"', text)) == {named[0], named[-1]}
-    assert {path.stem for path in WORKFLOWS} == {"tests", "dependencies", "docs", "wheel", "parity", "accessibility"}
+    every = {"tests", "dependencies", "docs", "wheel", "parity", "accessibility", "compilers"}
+    assert {path.stem for path in WORKFLOWS} == every
 
 
 def test_the_makefile_and_the_pages_name_what_exists():
-    assert {"check", "test", "docs", "parity", "accessibility", "lint", "format", "bench", "faults"} <= TARGETS
+    assert {
+        "check",
+        "test",
+        "docs",
+        "parity",
+        "accessibility",
+        "compilers",
+        "lint",
+        "format",
+        "bench",
+        "faults",
+    } <= TARGETS
     recipes = "".join(line for line in MAKEFILE.splitlines(keepends=True) if "VENV=" not in line)
     assert unknown(recipes) == set()
     assert set(re.search(r"^\.PHONY: (.*)", MAKEFILE, flags=re.MULTILINE)[1].split()) == TARGETS
