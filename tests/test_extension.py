@@ -102,7 +102,7 @@ def test_a_method_adapts_privately_and_is_served(monkeypatch):
     source = data.from_arrays(image=pictures, label=np.zeros(16, int), num_classes=4)
     method = tta.private(tta.METHODS["Confident"](), clip_norm=1.0, noise_multiplier=2.0)
     assert "its class has a probability of a half" in method.describe()
-    adapter = tta.Adapter(apply_fn, params, method, optax.sgd(0.1))
+    adapter = tta.Adapter(apply_fn, params, method, optax.sgd(0.1), adapted=lambda path, leaf: True)
     with Ledger.in_memory() as ledger:
         ledger.register("stream", adjacency="replace_one", unit="image", delta=1e-5)
         served = tta.serve(

@@ -179,7 +179,8 @@ def check_examples(source: Source, batch_size: int) -> Any:
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
-    example = check_source(source, "label")
+    # `labelled_batches` converts labels, and an error must not tell of one.
+    example = check_source(source, "label", values=False)
     label = example["label"]
     column = jax.ShapeDtypeStruct((len(source), *label.shape), label.dtype)
     check_labels(column, len(source), name=f"label of source {_name(source)!r}")

@@ -56,7 +56,7 @@ def check_members(source: Any, argument: str = "source") -> None:
         raise TypeError(f"{what}, whose fingerprint is a text or a property. {type(source).__name__} has a method.")
 
 
-def check_source(source: Any, *columns: str, argument: str = "source") -> Any:
+def check_source(source: Any, *columns: str, argument: str = "source", values: bool = True) -> Any:
     """Checks that an object is a `Source`, and reads its first and last examples. It does not read the fingerprint.
 
     Errors show columns, dtypes and shapes, and no value of a record. float64 whose digits float32 loses gives a warning
@@ -66,6 +66,7 @@ def check_source(source: Any, *columns: str, argument: str = "source") -> Any:
       source: The object.
       columns: Columns that its examples must have. Examples are then dicts.
       argument: The name of the object in errors.
+      values: Whether numbers that a device would change are an error. False is for a caller that converts them.
 
     Returns:
       The structure of one example: a pytree of `jax.ShapeDtypeStruct`.
@@ -100,7 +101,8 @@ def check_source(source: Any, *columns: str, argument: str = "source") -> Any:
             )
         if leaf.shape[:1] != rows.shape:
             raise ValueError(f"{what}, but {where} the shape {leaf.shape}. The first axis must be {len(rows)}.")
-    for path, leaf in jax.tree_util.tree_flatten_with_path(check_batch(batch, argument))[0]:
+    checked = check_batch(batch, argument) if values else ()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(checked)[0]:
         if isinstance(leaf, np.ndarray):
             check_digits(leaf, f"{jax.tree_util.keystr(path, simple=True, separator='/')!r} of {argument}")
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)

@@ -140,20 +140,21 @@ def doubled(trainer: PrivateTrainer) -> PrivateTrainer:
 def with_one_key(trainer: PrivateTrainer) -> PrivateTrainer:
     """Returns a trainer that draws the noise of every run from one key."""
     one = stream(bytes(16), "the only key")
-    return _with_noise(trainer, lambda state: PrivatizeState(one, state.step), lambda state: state)
+    return _with_noise(trainer, lambda state: PrivatizeState(one, state.step))
 
 
 def with_noise_used_twice(trainer: PrivateTrainer) -> PrivateTrainer:
-    """Returns a trainer that does not count its steps, so that it adds the noise of the step before."""
-    return _with_noise(trainer, lambda state: state, lambda state: state._replace(step=state.step - 1))
+    """Returns a trainer that adds the noise of the step before in every odd step."""
+    return _with_noise(trainer, lambda state: state._replace(step=state.step - state.step % 2))
 
 
-def _with_noise(trainer: PrivateTrainer, before: Callable[..., Any], after: Callable[..., Any]) -> PrivateTrainer:
+def _with_noise(trainer: PrivateTrainer, broken_state: Callable[[PrivatizeState], PrivatizeState]) -> PrivateTrainer:
+    """Returns a trainer that draws its noise from another state than its own."""
     honest = trainer.privatizer
 
     def update(sums: Any, state: PrivatizeState, params: Any = None, **extra: Any) -> tuple[Any, PrivatizeState]:
-        noisy, new = honest.update(sums, before(state))
-        return noisy, after(new)
+        noisy, new = honest.update(sums, broken_state(state))
+        return noisy, new._replace(step=state.step + 1)
 
     broken = Privatizer(honest.init, update)
     broken.__dict__.update(honest.__dict__)

@@ -42,8 +42,25 @@ def model(name):
 IDENTITY = model("float32 [B, K]")
 
 
+class Owned:
+    """A source of a user's own class. It keeps labels that `from_arrays` refuses, such as those of 33 bits."""
+
+    fingerprint = "of a test"
+
+    def __init__(self, **columns):
+        self.columns = columns
+
+    def __len__(self):
+        return len(self.columns["label"])
+
+    def gather(self, indices):
+        return {name: column[indices] for name, column in self.columns.items()}
+
+
 def source(logits, labels):
-    return from_arrays(features=np.asarray(logits), label=labels)
+    columns = {"features": np.asarray(logits), "label": labels}
+    wide = getattr(labels, "dtype", None) in (np.int64, np.uint64) and np.ptp(labels.astype(float)) > 2**31
+    return Owned(**columns) if wide else from_arrays(**columns)
 
 
 # --- Consumers: `count(predict, logits, labels)` returns the number of right answers, or raises -----------------------

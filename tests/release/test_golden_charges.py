@@ -138,7 +138,8 @@ def test_a_stream():
         ("samples", "sample", 1),
         ("accumulated", "photograph", 2),
     ):
-        adapter = tta.Adapter(apply, params, method, optax.sgd(0.01), accumulate=accumulate)
+        options = {"adapted": lambda path, leaf: path.startswith("norm/"), "accumulate": accumulate}
+        adapter = tta.Adapter(apply, params, method, optax.sgd(0.01), **options)
         account = tta.StreamAccount(ledger.account(name), event=method.event, unit=unit)
         tta.serve(adapter, stream, account=account)
     assert_charged(ledger, "tta")

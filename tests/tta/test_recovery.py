@@ -275,7 +275,7 @@ def test_what_calls_back_to_python_is_charged_again(tmp_path):
     def apply_fn(params, images):
         logits = tiny.apply_fn(params, images)
         return logits + jax.pure_callback(
-            lambda x: np.zeros(x.shape, np.float32), logits, jax.lax.stop_gradient(logits), vmap_method="broadcast_all"
+            lambda x: np.zeros(x.shape, np.float32), logits, jax.lax.stop_gradient(logits), vmap_method="sequential"
         )
 
     adapter, stream, ledger = adapter_of(apply_fn=apply_fn), stream_of(8), new_ledger()
