@@ -23,7 +23,7 @@ from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.release import claim, stream
 from jaxdp.transforms.noise import Privatizer, PrivatizeState
 
-from . import case
+from . import case, inputs
 from .case import Case, Run, under
 
 DELTA, CLIP, SIGMA = 1e-5, 0.5, 1.0
@@ -32,10 +32,12 @@ FAR = 1e4  # times the clip norm: what a forgotten clip lets through
 
 _random = np.random.default_rng(0)
 EXAMPLES = from_arrays(features=100 * CLIP * _random.normal(size=(12, 12)), label=np.zeros(12, int), num_classes=2)
-# Each of the twelve is a patient with four records, three of them in its own direction.
+# Each of the twelve is a patient with four records, three of them in its own direction. The identifiers are those that
+# numbers would merge, such as "007" and "7", in all their spellings.
 RECORDS = 4
-_owners = np.repeat(np.arange(12), RECORDS)
-PATIENTS = by_group(take(EXAMPLES, np.where(np.arange(48) % RECORDS, _owners, 0)), _owners, max_records=RECORDS)
+_rows = np.repeat(np.arange(12), RECORDS)
+_owners = [inputs.PEOPLE[row][n % len(inputs.PEOPLE[row])] for row in range(12) for n in range(RECORDS)]
+PATIENTS = by_group(take(EXAMPLES, np.where(np.arange(48) % RECORDS, _rows, 0)), _owners, max_records=RECORDS)
 PARAMS = {"first": jnp.zeros(4), "second": jnp.zeros(8)}
 COMMON: dict[str, Any] = {"sampler": SAMPLER, "clip_norm": CLIP, "physical_batch_size": 4}
 

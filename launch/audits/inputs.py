@@ -1,10 +1,11 @@
-"""Forms of labelled logits, right and wrong, that audits and property tests share.
+"""Forms of labelled logits, right and wrong, and identifiers, that audits and property tests share.
 
 A form is a function of plain arrays: labels int32 [n], or float32 logits [B, K]. Every consumer of (logits, labels)
 must accept the forms that fit and refuse the others before it counts or spends anything. `VALUES` are records of the
 right form with unusual numbers.
 """
 
+import datetime
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -127,3 +128,44 @@ def broadcasting_count(logits: Any, labels: Any) -> int:
     It is the broken twin of `jaxdp.data.labels.judge`.
     """
     return int((np.asarray(logits).argmax(-1) == np.asarray(labels)).sum())
+
+
+# --- Identifiers ------------------------------------------------------------------------------------------------------
+
+# Each row is one person, in all spellings that are this person.
+PEOPLE = [
+    ("1_23",),
+    ("12_3",),
+    ("123", " 123", "123\t", 123, np.int64(123), b"123"),
+    ("007", b"007", "007 "),
+    ("7", 7, np.uint8(7), "\u00a07"),
+    ("+7",),
+    ("7.0",),
+    ("-0",),
+    ("0", 0),
+    ("12345678901234567890", 12345678901234567890),
+    ("12345678901234567891", 12345678901234567891),
+    ("200001.01",),
+    ("200001.02",),
+    ("200001.03",),
+    ("200001.04",),
+    ("16777216", 16777216),
+    ("16777217", 16777217),
+    ("1e3",),
+    ("1000", 1000),
+    ("P1", "P1\n"),
+    ("p1",),
+    ("Zo\u00eb", "Zoe\u0308", "Zo\u00eb".encode()),
+    ("Zoe",),
+    ("\ufb01", "\ufb01 "),  # a ligature, which NFKC would make "fi"
+    ("fi",),
+    ("\u0663",),  # the Arabic digit three, which int() reads as 3
+    ("3", 3),
+    ("NA",),
+    ("nan",),
+    ("None",),
+    ("0x1f",),
+    ("2026-01-02", datetime.date(2026, 1, 2)),
+    (("site 1", "4"), ("site 1 ", 4)),
+    (("site 1", "04"),),
+]

@@ -4,43 +4,8 @@ import datetime
 
 import numpy as np
 
-# Each row is one person, in all spellings that are this person.
-PEOPLE = [
-    ("1_23",),
-    ("12_3",),
-    ("123", " 123", "123\t", 123, np.int64(123), b"123"),
-    ("007", b"007", "007 "),
-    ("7", 7, np.uint8(7), "\u00a07"),
-    ("+7",),
-    ("7.0",),
-    ("-0",),
-    ("0", 0),
-    ("12345678901234567890", 12345678901234567890),
-    ("12345678901234567891", 12345678901234567891),
-    ("200001.01",),
-    ("200001.02",),
-    ("200001.03",),
-    ("200001.04",),
-    ("16777216", 16777216),
-    ("16777217", 16777217),
-    ("1e3",),
-    ("1000", 1000),
-    ("P1", "P1\n"),
-    ("p1",),
-    ("Zo\u00eb", "Zoe\u0308", "Zo\u00eb".encode()),
-    ("Zoe",),
-    ("\ufb01", "\ufb01 "),  # a ligature, which NFKC would make "fi"
-    ("fi",),
-    ("\u0663",),  # the Arabic digit three, which int() reads as 3
-    ("3", 3),
-    ("NA",),
-    ("nan",),
-    ("None",),
-    ("0x1f",),
-    ("2026-01-02", datetime.date(2026, 1, 2)),
-    (("site 1", "4"), ("site 1 ", 4)),
-    (("site 1", "04"),),
-]
+from launch.audits.inputs import PEOPLE
+
 # One text of each person, as a table has it.
 TEXTS = [spellings[0] for spellings in PEOPLE if isinstance(spellings[0], str)]
 

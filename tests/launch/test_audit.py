@@ -3,10 +3,11 @@
 Seeds are fixed. Over the choice of a seed, an honest mechanism is VIOLATED with probability below 0.001.
 """
 
+import numpy as np
 import pytest
 
 from launch import audits
-from launch.audits import tta
+from launch.audits import finetune, inputs, tta
 from launch.audits.case import Case
 from tests.launch import program
 
@@ -66,6 +67,15 @@ def test_every_mechanism_has_a_case():
     others = {f"Split upload, {part}" for part in ("gaussian features", "laplace features", "labels")}
     expected = training | adaptation | answers | recalibration | others | {"charged accuracy"}
     assert expected <= {case.mechanism for case in CASES}
+
+
+def test_audited_patients_are_people_whom_numbers_would_merge():
+    """An audit with identifiers 0, 1, 2 would miss a group that holds two patients."""
+    assert len(finetune.PATIENTS) == 12
+    assert all(finetune.PATIENTS.gather(np.arange(12)).present.sum(1) == finetune.RECORDS)
+    # The broken twin reads identifiers as numbers, as `int` and `float32` do.
+    texts = [spellings[0].replace("_", "") for spellings in inputs.PEOPLE[:12]]
+    assert len({np.float32(text) for text in texts}) < 12
 
 
 def test_a_case_says_why_a_twin_is_missing():
