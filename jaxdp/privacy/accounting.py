@@ -69,7 +69,7 @@ from jaxdp.privacy.events import (
     to_json,
 )
 from jaxdp.privacy.gaussian import gaussian_delta, gaussian_epsilon
-from jaxdp.privacy.losses import Adjacency, has_distribution, is_symmetric, randomized_response
+from jaxdp.privacy.losses import Adjacency, has_distribution, is_symmetric, randomized_response, sampled_loss, tamed, total_variation
 
 Method = Literal["auto", "pld", "rdp"]
 
@@ -86,10 +86,12 @@ ROUGH_ORDERS = (1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, *map(float, _WHOLE_ORDERS))
 
 # Log-sum-exp at small orders errs by about 1e-14 / (order - 1). dp_accounting reads a negative RDP as "no loss".
 _RDP_SLACK = 1e-13
+# A pure epsilon from which the loss of a release is certain.
+_CERTAIN = 1e7
 # The smallest positive float. A delta that is smaller but not 0 is rounded up to it.
 _LEAST_DELTA = 5e-324
-# The delta for which `delta` covers the tails of losses.
-_LEAST_DEPTH = 1e-16
+# The deltas for which `delta` covers the tails of losses.
+_DEPTHS = (1e-16, 1e-250)
 
 
 def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency = "add_remove", method: Method = "auto") -> float:
@@ -159,7 +161,9 @@ def _epsilon_of_leaves(
     if delta == 0:
         return pure
     if "pld" in rules:
-        return min(pure, _epsilon_by_losses(counts, adjacency, delta))
+        bound = _epsilon_by_losses(counts, adjacency, delta)
+        if bound < math.inf or "rdp" not in rules:
+            return min(pure, bound)
     return max(0.0, min(pure, _epsilon_from_rdp(_total_rdp(counts, adjacency), delta)))
 
 
@@ -353,12 +357,10 @@ def _leaf_pure_epsilon(leaf: DpEvent, adjacency: Adjacency) -> float:
         case DiscreteLaplaceDpEvent():
             return factor * float(leaf.noise_parameter * leaf.sensitivity)
         case RandomizedResponseDpEvent() if adjacency != "add_remove":
-            log_p, log_q = randomized_response(leaf, adjacency)
-            return float(np.max(np.abs(log_p - log_q)))
+            return float(np.abs(randomized_response(leaf, adjacency)[0]).max())
         case PoissonSampledDpEvent(event=LaplaceDpEvent()) if adjacency != "replace_one":
-            # This form of log(1 - q + q exp(1/s)) does not overflow for a large 1/s.
-            q, loss = leaf.sampling_probability, 1 / leaf.event.noise_multiplier
-            return float(np.logaddexp(math.log1p(-q), math.log(q) + loss))
+            loss = np.array(1 / leaf.event.noise_multiplier)
+            return float(sampled_loss(loss, leaf.sampling_probability))
     return math.inf
 
 
@@ -367,30 +369,54 @@ def _leaf_pure_epsilon(leaf: DpEvent, adjacency: Adjacency) -> float:
 
 def _epsilon_by_losses(counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float) -> float:
     """Returns the larger epsilon of both directions."""
-    mu = _only_gaussian(counts, adjacency)
+    certain, rest = _without_certain(counts, adjacency)
+    if math.fsum(count * total_variation(leaf, adjacency) for leaf, count in rest.items()) <= delta:
+        return certain
+    mu = _only_gaussian(rest, adjacency)
     if mu is not None:
-        return gaussian_epsilon(mu, delta)
-    losses = losses_of(counts, adjacency, delta, reverse=False)
+        return certain + gaussian_epsilon(mu, delta)
+    losses = losses_of(rest, adjacency, delta, reverse=False)
     bound = epsilon_bound(losses, delta)
-    if all(is_symmetric(leaf, adjacency) for leaf in counts):
-        return bound
-    reversed_losses = losses_of(counts, adjacency, delta, reverse=True)
-    if moment_epsilon(reversed_losses, delta)[0] <= bound:
-        return bound
-    return max(bound, epsilon_bound(reversed_losses, delta))
+    if not all(is_symmetric(leaf, adjacency) for leaf in rest):
+        reversed_losses = losses_of(rest, adjacency, delta, reverse=True)
+        if moment_epsilon(reversed_losses, delta)[0] > bound:
+            bound = max(bound, epsilon_bound(reversed_losses, delta))
+    return certain + bound
 
 
 def _delta_by_losses(counts: Mapping[DpEvent, int], adjacency: Adjacency, epsilon: float) -> float:
     """Returns the larger delta of both directions."""
-    mu = _only_gaussian(counts, adjacency)
+    certain, rest = _without_certain(counts, adjacency)
+    if certain > epsilon or not rest:
+        return 1.0
+    epsilon -= certain
+    mu = _only_gaussian(rest, adjacency)
     if mu is not None:
         return gaussian_delta(mu, epsilon)
-    directions = (False,) if all(is_symmetric(leaf, adjacency) for leaf in counts) else (False, True)
-    bound = -math.inf
-    for reverse in directions:
-        losses = losses_of(counts, adjacency, _LEAST_DEPTH, reverse)
-        bound = max(bound, log_delta_bound(losses, epsilon))
-    return max(math.exp(bound), _LEAST_DELTA)
+    symmetric = all(is_symmetric(leaf, adjacency) for leaf in rest)
+    bound = -1.0
+    for least in _DEPTHS:  # Far tails take longer, and are looked at only if delta is small.
+        if bound < 100 * least:
+            directions = (losses_of(rest, adjacency, least, way) for way in {False, not symmetric})
+            bound = math.exp(max(log_delta_bound(losses, epsilon) for losses in directions))
+    return max(bound, _LEAST_DELTA)
+
+
+def _without_certain(counts: Mapping[DpEvent, int], adjacency: Adjacency) -> tuple[float, Mapping[DpEvent, int]]:
+    """Returns the pure epsilon of releases whose loss is certain, up to a millionth, and the others.
+
+    A pure release of a huge epsilon has nearly this loss with nearly probability 1, so that adding
+    its epsilon loses nothing.
+    """
+    rest: Counts = Counter()
+    losses = []
+    for leaf, count in counts.items():
+        loss = _leaf_pure_epsilon(leaf, adjacency)
+        if loss >= _CERTAIN and isinstance(leaf, PureDpEvent | LaplaceDpEvent | DiscreteLaplaceDpEvent):
+            losses.append(count * loss)
+        else:
+            rest[tamed(leaf)] += count
+    return sum(losses), merge_gaussians(rest)
 
 
 def _only_gaussian(counts: Mapping[DpEvent, int], adjacency: Adjacency) -> float | None:
@@ -426,8 +452,8 @@ def _computed_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) 
         rdp: np.ndarray = (np.logaddexp(alpha * loss, (1 - alpha) * loss) - np.logaddexp(loss, 0.0)) / (alpha - 1)
         return rdp + _RDP_SLACK
     accountant = RdpAccountant(orders, RELATIONS[adjacency])
-    with _without_unused_orders():
-        accountant.compose(_rdp_event(leaf, adjacency))
+    with _without_unused_orders(), np.errstate(over="ignore"):
+        accountant.compose(_rdp_event(tamed(leaf), adjacency))
     return np.asarray(accountant.rdp).clip(0.0) + _RDP_SLACK
 
 

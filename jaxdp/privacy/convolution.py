@@ -32,9 +32,13 @@ _TOLERANCE = 3e-4
 _OUTSIDE, _BEYOND = 22.0, 16.0
 _MOST_POINTS = 2**21
 _REFINEMENTS = 4
+# Half of the smallest float rounds to 0.
+_LEAST_LOG_DELTA = -746.0
 # exp overflows above this distance of grid points.
 _LONG = 500.0
 _MOST_CELLS = 2**18
+# The products of an order and a loss that are looked at.
+_LEAST_EXPONENT, _MOST_EXPONENT = 2.0**-40, 2.0**24
 # What a moment that is a sum over nodes may err, relative to delta.
 _MOMENT_MARGIN = 1e-3
 
@@ -55,6 +59,10 @@ class Losses:
         return math.fsum(count * part.uncovered for part, count in self.parts)
 
     @functools.cached_property
+    def largest(self) -> float:
+        return max(part.largest for part, _ in self.parts)
+
+    @functools.cached_property
     def releases(self) -> float:
         return float(sum(count for _, count in self.parts))
 
@@ -65,14 +73,13 @@ class Losses:
 
     @functools.cached_property
     def deviation(self) -> float:
-        """The standard deviation of the sum, or its scale where that is 0."""
-        variance = 0.0
+        """The standard deviation of the sum."""
+        deviations = []
         for part, count in self.parts:
-            scale = part.largest
-            masses, losses = np.exp(part.log_masses), part.losses / scale
-            mean = masses @ losses
-            variance += count * scale * scale * max(float(masses @ (losses - mean) ** 2), 1e-12)
-        return math.sqrt(variance)
+            masses, losses = np.exp(part.log_masses), part.losses / part.largest
+            variance = float(masses @ (losses - masses @ losses) ** 2)
+            deviations.append(part.largest * math.sqrt(count * max(variance, 1e-30)))
+        return math.hypot(*deviations)
 
     def log_moment(self, order: float) -> float:
         """Returns the logarithm of the mean of exp(order * sum)."""
@@ -103,13 +110,15 @@ def _lost(order: float) -> float:
     return -order * math.log1p(1 / order) - math.log1p(order)
 
 
-def _best_order(cost: Callable[[float], float], start: float) -> float:
+def _best_order(losses: Losses, cost: Callable[[float], float], start: float) -> float:
     """Returns the order 2**(k / 2) of the least cost near `start`. The cost has one valley."""
     cost = functools.cache(cost)
-    place = round(2 * math.log2(start))
+    last = math.floor(2 * math.log2(_MOST_EXPONENT / losses.largest))
+    first = math.ceil(2 * math.log2(_LEAST_EXPONENT / losses.largest))
+    place = max(first, min(last, round(2 * math.log2(start))))
 
     def at(k: int) -> float:
-        return cost(2.0 ** (k / 2)) if abs(k) < 2000 else math.inf
+        return cost(2.0 ** (k / 2)) if first <= k <= last else math.inf
 
     for step in (8, 4, 2, 1):
         while True:
@@ -134,7 +143,7 @@ def moment_epsilon(losses: Losses, delta: float) -> tuple[float, float]:
     def cost(order: float) -> float:
         return (losses.log_moment(order) + _lost(order) - log_room) / order
 
-    order = _best_order(cost, math.sqrt(2 + 2 * abs(math.log(delta))) / losses.deviation)
+    order = _best_order(losses, cost, math.sqrt(2 + 2 * abs(math.log(delta))) / losses.deviation)
     return cost(order), order
 
 
@@ -144,7 +153,7 @@ def moment_log_delta(losses: Losses, epsilon: float) -> tuple[float, float]:
     def cost(order: float) -> float:
         return losses.log_moment(order) - order * epsilon + _lost(order)
 
-    order = _best_order(cost, 1 / losses.deviation)
+    order = _best_order(losses, cost, 1 / losses.deviation)
     return cost(order) + _MOMENT_MARGIN, order
 
 
@@ -206,7 +215,7 @@ class Tail:
         if not 0 <= place < len(self.sums) - 1:
             return math.inf
         low, high = self.log_deltas[place], self.log_deltas[place + 1]
-        if self.grid > _LONG:
+        if self.grid > _LONG or not low < math.inf:
             return float(low)
         share = math.expm1(epsilon - (self.first + place) * self.grid) / math.expm1(self.grid)
         return float(low + math.log1p(min(max(share, 0.0), 1.0) * math.expm1(high - low)))
@@ -230,8 +239,9 @@ def tail(losses: Losses, tilt: float, epsilon: float, log_delta: float, budget: 
     first = math.floor(bottom / grid) - 8
     spectrum = np.ones(size // 2 + 1, dtype=complex)
     log_scale, spread, log_factor = 0.0, 0.0, 1e-9
-    for part, count in losses.parts:
-        places, masses, log_mass, reach = _tilted(part, grid, tilt)
+    lattices = [(part.on_grid(grid), count) for part, count in losses.parts]
+    for lattice, count in lattices:
+        places, masses, log_mass, reach = _tilted(lattice, grid, tilt)
         folded = np.bincount(places % size, masses, size)
         transform = fft.rfft(folded)
         spectrum *= transform**count if count > 1 else transform
@@ -239,7 +249,8 @@ def tail(losses: Losses, tilt: float, epsilon: float, log_delta: float, budget: 
         spread += count * float(np.linalg.norm(folded))
         log_factor += count * (MASS_ERROR + 8 * _UNIT * (reach + abs(log_mass)))
     masses = np.roll(np.maximum(fft.irfft(spectrum, size), 0.0), -(first % size))
-    missing = _log_above(losses, tilt, (first + size) * grid, grid, log_scale)
+    edge = (first + size) * grid
+    missing = min(log_scale - tilt * edge, _log_above(lattices, grid, edge, tilt))
     return Tail(
         first=first,
         grid=grid,
@@ -257,14 +268,17 @@ def _log(value: float) -> float:
     return math.log(value) if value > 0 else -math.inf
 
 
+Lattice = tuple[int, np.ndarray]
+
+
 def _tilted(
-    part: LossDistribution, grid: float, tilt: float
+    lattice: Lattice, grid: float, tilt: float
 ) -> tuple[np.ndarray, np.ndarray, float, float]:
     """Returns places, tilted masses of sum 1, the log of their scale, and the largest exponent."""
-    first, lattice = part.on_grid(grid)
-    kept = np.flatnonzero(lattice)
+    first, masses = lattice
+    kept = np.flatnonzero(masses)
     places = first + kept
-    exponents = np.log(lattice[kept]) + tilt * grid * places
+    exponents = np.log(masses[kept]) + tilt * grid * places
     largest = float(exponents.max())
     masses = np.exp(exponents - largest)
     total = float(masses.sum())
@@ -326,19 +340,19 @@ def _window(losses: Losses, tilt: float, log_delta: float) -> tuple[float, float
     def beyond(order: float) -> float:
         return (losses.log_moment(order) - log_delta + _BEYOND) / order
 
-    top = max(above(_best_order(above, tilt)), beyond(_best_order(beyond, tilt)))
-    return -below(_best_order(below, tilt)), top
+    top = max(above(_best_order(losses, above, tilt)), beyond(_best_order(losses, beyond, tilt)))
+    return -below(_best_order(losses, below, tilt)), top
 
 
 def _log_above(
-    losses: Losses, tilt: float, edge: float, grid: float, log_scale: float
+    lattices: Sequence[tuple[Lattice, int]], grid: float, edge: float, tilt: float
 ) -> float:
     """Returns log of a bound on the probability that the sum of the grid's losses reaches `edge`."""
-    bound = log_scale - tilt * edge
+    bounds = []
     for order in (tilt * 2**0.5, tilt * 2.0, tilt * 4.0):
-        moments = (count * _tilted(part, grid, order)[2] for part, count in losses.parts)
-        bound = min(bound, math.fsum(moments) - order * edge)
-    return bound
+        moments = (count * _tilted(lattice, grid, order)[2] for lattice, count in lattices)
+        bounds.append(math.fsum(moments) - order * edge)
+    return min(bounds)
 
 
 def choose_grid(
@@ -384,6 +398,8 @@ def log_delta_bound(losses: Losses, epsilon: float) -> float:
     """Returns the logarithm of an upper bound on delta in one direction."""
     epsilon = epsilon - losses.rounding
     bound, tilt = moment_log_delta(losses, epsilon)
+    if bound < _LEAST_LOG_DELTA:
+        return bound if losses.uncovered == 0 else _log(losses.uncovered)
     composed = tail(losses, tilt, epsilon, bound, _TOLERANCE)
     bound = float(np.logaddexp(bound, _log(losses.uncovered)))
     return min(bound, composed.log_delta(epsilon), 0.0)

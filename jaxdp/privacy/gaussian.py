@@ -56,6 +56,6 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 def gaussian_delta(mu: float, epsilon: float) -> float:
     """Returns the delta of N(0, 1) against N(mu, 1), rounded up, at a finite epsilon >= 0."""
     u = epsilon / mu - mu / 2 - 4 * _UNIT * (epsilon / mu + mu)
-    if u > 1e100:
+    if u > 40:  # Delta is below the smallest float.
         return 5e-324
     return min(1.0, max(math.exp(log_delta(mu, u) + _MARGIN), 5e-324))

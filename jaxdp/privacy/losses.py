@@ -19,6 +19,7 @@ import numpy as np
 from scipy import special, stats
 
 from jaxdp.privacy.events import (
+    MOST_NOISE,
     DiscreteLaplaceDpEvent,
     DpEvent,
     GaussianDpEvent,
@@ -26,6 +27,9 @@ from jaxdp.privacy.events import (
     PoissonSampledDpEvent,
     PureDpEvent,
     RandomizedResponseDpEvent,
+    RepeatAndSelectDpEvent,
+    SampledWithoutReplacementDpEvent,
+    SingleEpochTreeAggregationDpEvent,
     TruncatedSubsampledGaussianDpEvent,
 )
 
@@ -42,7 +46,9 @@ DEPTHS = (80.0, 160.0, 320.0, 600.0)
 _MOST_ATOMS = 2**16
 # Losses of Laplace noise farther than this from both extremes have a probability below exp(-700).
 _LAPLACE_REACH = 1400.0
-# A smaller loss or probability costs nothing at any delta above 1e-90. A smaller one is charged as this.
+# Below this noise multiplier a sampled release is charged as a whole one.
+_TINY_NOISE = 1e-6
+# A smaller loss or probability is charged as this one.
 _LEAST = 1e-100
 _KEPT_CELLS = 2**16
 # Points of a Gauss-Legendre rule by the width of a panel, in units of the widest one.
@@ -154,8 +160,9 @@ class LossDistribution:
     def rounded_moment(self, order: float, grid: float) -> float:
         """Returns `log_moment` of the losses after they are split between multiples of `grid`."""
         below, share = _split(self.losses, grid)
-        spread = np.logaddexp(_log(1 - share), _log(share) + order * grid)
-        return _log_sum(self.log_masses + order * grid * below + spread)
+        with np.errstate(over="ignore", invalid="ignore"):
+            spread = np.logaddexp(_log(1 - share), _log(share) + order * grid)
+            return _log_sum(self.log_masses + order * grid * below + spread)
 
     def on_grid(self, grid: float) -> tuple[int, np.ndarray]:
         """Returns (first, masses): the probability of the loss (first + i) * grid is masses[i]."""
@@ -234,6 +241,59 @@ def is_symmetric(leaf: DpEvent, adjacency: Adjacency) -> bool:
     return True
 
 
+def tamed(leaf: DpEvent) -> DpEvent:
+    """Returns a leaf that costs at least as much, whose parameters have squares within float64.
+
+    A sample of releases with hardly any noise is charged as the whole: by joint convexity a sampled
+    pair has a smaller divergence than the pair itself.
+    """
+    match leaf:
+        case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)) if sigma < _TINY_NOISE:
+            return leaf.event
+        case TruncatedSubsampledGaussianDpEvent(noise_multiplier=sigma) if sigma < _TINY_NOISE:
+            return GaussianDpEvent(sigma / 4)  # A replaced record under half the noise is the worse part.
+        case GaussianDpEvent() | LaplaceDpEvent():
+            return type(leaf)(min(leaf.noise_multiplier, MOST_NOISE))
+        case SingleEpochTreeAggregationDpEvent(noise_multiplier=sigma, step_counts=steps):
+            return SingleEpochTreeAggregationDpEvent(min(sigma, MOST_NOISE), steps)
+        case TruncatedSubsampledGaussianDpEvent():
+            return TruncatedSubsampledGaussianDpEvent(
+                leaf.dataset_size,
+                max(leaf.sampling_probability, _LEAST),
+                leaf.truncated_batch_size,
+                min(leaf.noise_multiplier, MOST_NOISE),
+            )
+        case PoissonSampledDpEvent(sampling_probability=q, event=event):
+            return PoissonSampledDpEvent(max(q, _LEAST), tamed(event))
+        case SampledWithoutReplacementDpEvent(source_dataset_size=records, sample_size=size):
+            event = tamed(leaf.event)
+            if isinstance(event, GaussianDpEvent | LaplaceDpEvent):  # The rule takes expm1 of a square.
+                event = type(event)(min(event.noise_multiplier, 1e7))
+            return SampledWithoutReplacementDpEvent(records, size, event)
+        case RepeatAndSelectDpEvent(event=event, mean=mean, shape=shape):
+            return RepeatAndSelectDpEvent(tamed(event), mean, shape)
+        case PureDpEvent(epsilon=loss):
+            return PureDpEvent(max(loss, _LEAST))
+        case DiscreteLaplaceDpEvent(noise_parameter=rate, sensitivity=sensitivity):
+            return DiscreteLaplaceDpEvent(max(rate, _LEAST), sensitivity)
+    return leaf
+
+
+def total_variation(leaf: DpEvent, adjacency: Adjacency) -> float:
+    """Returns a bound on the delta of a leaf at epsilon 0."""
+    factor = 2.0 if adjacency == "replace_one" else 1.0
+    match leaf:
+        case PureDpEvent(epsilon=loss):
+            return math.tanh(loss / 2)
+        case GaussianDpEvent(noise_multiplier=sigma):
+            return math.erf(factor / min(sigma, MOST_NOISE) / math.sqrt(8))
+        case LaplaceDpEvent(noise_multiplier=scale):
+            return -math.expm1(-factor / scale / 2)
+        case PoissonSampledDpEvent(sampling_probability=q, event=event):
+            return q * total_variation(event, adjacency)
+    return 1.0
+
+
 @functools.lru_cache(maxsize=512)
 def distribution(leaf: DpEvent, adjacency: Adjacency, reverse: bool, depth: float) -> LossDistribution:
     """Returns the losses of a leaf. `depth` is one of `DEPTHS`."""
@@ -245,8 +305,7 @@ def distribution(leaf: DpEvent, adjacency: Adjacency, reverse: bool, depth: floa
         case PureDpEvent(epsilon=loss):
             return LossDistribution(pure_pair(loss), (), 0.0, reverse)
         case RandomizedResponseDpEvent():
-            log_p, log_q = randomized_response(leaf, adjacency)
-            return LossDistribution((log_p - log_q, log_p), (), 0.0, reverse)
+            return LossDistribution(randomized_response(leaf, adjacency), (), 0.0, reverse)
         case DiscreteLaplaceDpEvent():
             atoms = _discrete_laplace(leaf.noise_parameter, int(factor) * leaf.sensitivity)
             return LossDistribution(atoms, (), 0.0, reverse)
@@ -271,14 +330,20 @@ def pure_pair(epsilon: float) -> tuple[np.ndarray, np.ndarray]:
     return signs * epsilon, np.array([0.0, -epsilon]) - np.log1p(np.exp(-epsilon))
 
 
-def randomized_response(leaf: RandomizedResponseDpEvent, adjacency: Adjacency) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the log probabilities of the answers (true, all others, other record's) under two records."""
+def randomized_response(
+    leaf: RandomizedResponseDpEvent, adjacency: Adjacency
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns losses and log probabilities of the answers (true, other record's, all others)."""
     k, p = leaf.num_buckets, leaf.noise_parameter
-    true, other = 1 - p + p / k, p / k
+    other = math.log(p) - math.log(k)
     if adjacency == "replace_one":
-        log_p = np.log([true, (k - 2) * other, other] if k > 2 else [true, other])
-        return log_p, log_p[::-1]
-    return np.log([true, (k - 1) * other]), np.log([1 / k, 1 - 1 / k])  # The null record's answer is uniform.
+        loss = math.log1p((1 - p) * k / p) if p > 1e-290 else math.log((1 - p) * k + p) - math.log(p)
+        rest = [other + math.log(k - 2)] if k > 2 else []
+        return np.array([loss, -loss] + [0.0] * len(rest)), np.array([other + loss, other, *rest])
+    # The null record's answer is uniform.
+    true = math.log1p((k - 1) * (1 - p))
+    others = math.log(p) + math.log1p(-1 / k)
+    return np.array([true, math.log(p)]), np.array([true - math.log(k), others])
 
 
 def _discrete_laplace(rate: float, sensitivity: int) -> tuple[np.ndarray, np.ndarray]:
@@ -301,7 +366,7 @@ def _discrete_laplace(rate: float, sensitivity: int) -> tuple[np.ndarray, np.nda
 # --- Laplace ------------------------------------------------------------------------------------------------------
 
 
-def _sampled(loss: np.ndarray, q: float) -> np.ndarray:
+def sampled_loss(loss: np.ndarray, q: float) -> np.ndarray:
     """Returns log(1 - q + q exp(loss)), the loss of a sampled release."""
     if q == 1:
         return loss
@@ -310,7 +375,7 @@ def _sampled(loss: np.ndarray, q: float) -> np.ndarray:
 
 
 def _unsampled(loss: np.ndarray, q: float) -> np.ndarray:
-    """Returns the inverse of `_sampled`. It is -inf below the smallest value."""
+    """Returns the inverse of `sampled_loss`. It is -inf below the smallest value."""
     if q == 1:
         return loss
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
@@ -328,7 +393,7 @@ def _laplace(loss: float, q: float) -> tuple[tuple[np.ndarray, np.ndarray], list
     """
 
     def weighed(ends: np.ndarray, log_masses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        losses = _sampled(ends, q)
+        losses = sampled_loss(ends, q)
         return losses, log_masses - ends + losses  # the mass under Q times the ratio of P to Q
 
     def density(offsets: np.ndarray, centre: float) -> tuple[np.ndarray, np.ndarray]:
@@ -398,7 +463,7 @@ def _gaussian(weight: float, sigma: float, q: float, depth: float) -> Piece:
     """Returns the losses of (1 - q) N(0, sigma^2) + q N(1, sigma^2) against N(0, sigma^2). Offsets are in sigmas."""
 
     def density(offsets: np.ndarray, centre: float) -> tuple[np.ndarray, np.ndarray]:
-        loss = _sampled(offsets / sigma + (centre - 0.5) / sigma / sigma, q)
+        loss = sampled_loss(offsets / sigma + (centre - 0.5) / sigma / sigma, q)
         upper = math.log(q) + _log_normal(offsets + (centre - 1) / sigma)
         if q == 1:
             return loss, upper
@@ -422,7 +487,7 @@ def _opposite(weight: float, sigma: float, q: float, depth: float) -> Piece:
         down = -offsets / sigma - (centre + 0.5) / sigma / sigma
         upper = math.log(q) + _log_normal(offsets + (centre - 1) / sigma)
         lower = math.log1p(-q) + _log_normal(offsets + centre / sigma)
-        return _sampled(up, q) - _sampled(down, q), np.logaddexp(lower, upper)
+        return sampled_loss(up, q) - sampled_loss(down, q), np.logaddexp(lower, upper)
 
     def inverse(losses: np.ndarray, centre: float) -> np.ndarray:
         # exp(x / sigma^2) solves a quadratic equation, so that x / sigma^2 is

@@ -39,8 +39,12 @@ def pairs(leaf, adjacency):
                 return _atoms([true, (k - 1) * other], [1 / k, (k - 1) / k])
             return _atoms([true, other, (k - 2) * other + 1e-300], [other, true, (k - 2) * other + 1e-300])
         case DiscreteLaplaceDpEvent(noise_parameter=a, sensitivity=shift):
-            outputs = np.arange(-math.ceil(60 / a), math.ceil(60 / a) + shift * double)
-            return _atoms(np.exp(-a * abs(outputs - shift * double)), np.exp(-a * abs(outputs)))
+            # All outputs below 0 have the loss of 0, and all above the shift have that of the shift.
+            outputs = np.arange(shift * double + 1)
+            p, q = np.exp(-a * outputs[::-1]), np.exp(-a * outputs)
+            ends = np.ones(len(outputs))
+            ends[[0, -1]] = -1 / math.expm1(-a)
+            return _atoms(p * ends, q * ends)
         case LaplaceDpEvent(noise_multiplier=b):
             return _laplace(double / b, 1.0)
         case PoissonSampledDpEvent(event=LaplaceDpEvent(noise_multiplier=b)):
@@ -68,8 +72,8 @@ def _atoms(p, q):
 
 def _laplace(loss, q):
     """Losses of Laplace noise by a Gauss-Legendre rule in tanh-graded panels, and its two atoms."""
-    edges = loss * np.tanh(np.linspace(-12, 12, 97)) / np.tanh(12)
-    nodes, weights = np.polynomial.legendre.leggauss(24)
+    edges = loss * np.tanh(np.linspace(-12, 12, 37)) / np.tanh(12)
+    nodes, weights = np.polynomial.legendre.leggauss(14)
     half = np.diff(edges)[:, None] / 2
     base = ((edges[1:] + edges[:-1])[:, None] / 2 + half * nodes).ravel()
     log_q = np.log((half * weights).ravel() / 4) - (loss + base) / 2  # the mass under Q
@@ -116,7 +120,7 @@ class Curve:
         total = np.zeros(z.shape, complex)
         for logs, losses, count in self._parts:
             real = logs + z[0].real * losses
-            kept = real > real.max() - 42
+            kept = real > real.max() - 34
             weights, losses = np.exp(real[kept] - real.max()), losses[kept]
             moments = np.exp(1j * np.outer(z.imag, losses)) @ weights
             total += count * (np.log(moments + 1e-300) + real.max())
@@ -142,7 +146,7 @@ class Curve:
         slope = self.log_moment(np.array([c, c + 1j * step]))
         # The tilted standard deviation, from the curvature along the line.
         deviation = math.sqrt(max(2 * (slope[0].real - slope[1].real), 1e-12)) / step
-        period = 40 * deviation + 60 / c
+        period = 26 * deviation + 40 / c
         dt = 2 * math.pi / period
         peak = float(slope[0].real)
         lines, sums = [], 0.0
@@ -192,3 +196,35 @@ def exact_epsilon(event, delta, adjacency, near):
     counts = composition(event)
     both = (Curve(counts, adjacency, reverse=reverse) for reverse in (False, True))
     return max(curve.epsilon(near, delta) for curve in both)
+
+
+def lattice_epsilon(counts, adjacency, delta, unit):
+    """The exact epsilon of finite releases whose losses are multiples of `unit`, by direct convolution.
+
+    All terms are positive, so that every probability keeps its digits.
+    """
+    total = np.ones(1)
+    for leaf, count in counts.items():
+        logs, losses = pairs(leaf, adjacency)
+        steps = np.rint(losses / unit).astype(int)
+        assert np.abs(steps * unit - losses)[logs > -600].max() < 1e-9
+        half = int(np.abs(steps[logs > -600]).max())
+        masses = np.bincount(np.clip(steps, -half, half) + half, np.exp(logs), 2 * half + 1)
+        total = np.convolve(total, _power(masses, count))
+    places = np.arange(len(total)) - len(total) // 2
+
+    def error(epsilon):
+        rest = np.minimum(epsilon - places * unit, 0.0)
+        return float((total * -np.expm1(rest)).sum()) - delta
+
+    high = places[-1] * unit
+    return 0.0 if error(0.0) <= 0 else optimize.brentq(error, 0.0, high, xtol=1e-13, rtol=1e-12)
+
+
+def _power(masses, count):
+    """The masses of a sum of `count` equal losses."""
+    if count == 1:
+        return masses
+    half = _power(masses, count // 2)
+    square = np.convolve(half, half)
+    return np.convolve(square, masses) if count % 2 else square
