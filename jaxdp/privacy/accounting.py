@@ -69,7 +69,15 @@ from jaxdp.privacy.events import (
     to_json,
 )
 from jaxdp.privacy.gaussian import gaussian_delta, gaussian_epsilon
-from jaxdp.privacy.losses import Adjacency, has_distribution, is_symmetric, randomized_response, sampled_loss, tamed, total_variation
+from jaxdp.privacy.losses import (
+    Adjacency,
+    has_distribution,
+    is_symmetric,
+    randomized_response,
+    sampled_loss,
+    tamed,
+    total_variation,
+)
 
 Method = Literal["auto", "pld", "rdp"]
 

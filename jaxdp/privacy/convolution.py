@@ -30,6 +30,7 @@ _TOLERANCE = 3e-4
 # Beyond either end of the window lies exp(-22) of the tilted mass. Larger losses have a probability
 # of exp(-16) of delta.
 _OUTSIDE, _BEYOND = 22.0, 16.0
+_STEADY = 2e-3  # A finer grid that gains less than this share ends the search.
 _MOST_POINTS = 2**21
 _REFINEMENTS = 4
 # Half of the smallest float rounds to 0.
@@ -90,9 +91,7 @@ class Losses:
         return math.fsum(count * part.rounded_moment(order, grid) for part, count in self.parts)
 
 
-def losses_of(
-    counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float, reverse: bool
-) -> Losses:
+def losses_of(counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float, reverse: bool) -> Losses:
     """Returns the losses of a composition in one direction. Tails are left out far below `delta`."""
     for depth in DEPTHS:
         leaves = ((distribution(leaf, adjacency, reverse, depth), n) for leaf, n in counts.items())
@@ -271,9 +270,7 @@ def _log(value: float) -> float:
 Lattice = tuple[int, np.ndarray]
 
 
-def _tilted(
-    lattice: Lattice, grid: float, tilt: float
-) -> tuple[np.ndarray, np.ndarray, float, float]:
+def _tilted(lattice: Lattice, grid: float, tilt: float) -> tuple[np.ndarray, np.ndarray, float, float]:
     """Returns places, tilted masses of sum 1, the log of their scale, and the largest exponent."""
     first, masses = lattice
     kept = np.flatnonzero(masses)
@@ -344,9 +341,7 @@ def _window(losses: Losses, tilt: float, log_delta: float) -> tuple[float, float
     return -below(_best_order(losses, below, tilt)), top
 
 
-def _log_above(
-    lattices: Sequence[tuple[Lattice, int]], grid: float, edge: float, tilt: float
-) -> float:
+def _log_above(lattices: Sequence[tuple[Lattice, int]], grid: float, edge: float, tilt: float) -> float:
     """Returns log of a bound on the probability that the sum of the grid's losses reaches `edge`."""
     bounds = []
     for order in (tilt * 2**0.5, tilt * 2.0, tilt * 4.0):
@@ -355,9 +350,7 @@ def _log_above(
     return min(bounds)
 
 
-def choose_grid(
-    losses: Losses, tilt: float, budget: float, span: float
-) -> tuple[float, float]:
+def choose_grid(losses: Losses, tilt: float, budget: float, span: float) -> tuple[float, float]:
     """Returns the coarsest power of two whose excess is at most the budget, and its excess.
 
     Grids that are too fine for `span` or for a kind of release are not taken.
@@ -382,15 +375,17 @@ def epsilon_bound(losses: Losses, delta: float) -> float:
     bound, tilt = moment_epsilon(losses, delta)
     if not 0 < bound < math.inf:
         return max(bound, 0.0)
-    epsilon = bound
+    epsilon, budget = bound, _TOLERANCE * tilt * bound
     for _ in range(_REFINEMENTS):
-        budget = _TOLERANCE * tilt * epsilon
         composed = tail(losses, tilt, bound, math.log(delta), budget)
-        epsilon = min(epsilon, composed.epsilon(delta) + losses.rounding)
+        before, epsilon = epsilon, min(epsilon, composed.epsilon(delta) + losses.rounding)
         if epsilon <= 0:
             return 0.0
-        if composed.excess <= 3 * _TOLERANCE * tilt * epsilon or composed.excess > budget:
+        # The curve may be flat where the tail has several modes. So the last grid decides, and not
+        # only what it adds to the moment.
+        if composed.excess > budget or before - epsilon <= _STEADY * epsilon:
             break
+        budget = min(budget, _TOLERANCE * tilt * epsilon) / 16
     return epsilon
 
 
@@ -400,6 +395,11 @@ def log_delta_bound(losses: Losses, epsilon: float) -> float:
     bound, tilt = moment_log_delta(losses, epsilon)
     if bound < _LEAST_LOG_DELTA:
         return bound if losses.uncovered == 0 else _log(losses.uncovered)
-    composed = tail(losses, tilt, epsilon, bound, _TOLERANCE)
-    bound = float(np.logaddexp(bound, _log(losses.uncovered)))
-    return min(bound, composed.log_delta(epsilon), 0.0)
+    result, budget = float(np.logaddexp(bound, _log(losses.uncovered))), _TOLERANCE
+    for _ in range(_REFINEMENTS):
+        composed = tail(losses, tilt, epsilon, bound, budget)
+        before, result = result, min(result, composed.log_delta(epsilon))
+        if composed.excess > budget or before - result <= _STEADY:
+            break
+        budget /= 16
+    return min(result, 0.0)

@@ -330,9 +330,7 @@ def pure_pair(epsilon: float) -> tuple[np.ndarray, np.ndarray]:
     return signs * epsilon, np.array([0.0, -epsilon]) - np.log1p(np.exp(-epsilon))
 
 
-def randomized_response(
-    leaf: RandomizedResponseDpEvent, adjacency: Adjacency
-) -> tuple[np.ndarray, np.ndarray]:
+def randomized_response(leaf: RandomizedResponseDpEvent, adjacency: Adjacency) -> tuple[np.ndarray, np.ndarray]:
     """Returns losses and log probabilities of the answers (true, other record's, all others)."""
     k, p = leaf.num_buckets, leaf.noise_parameter
     other = math.log(p) - math.log(k)
@@ -412,8 +410,7 @@ def _laplace(loss: float, q: float) -> tuple[tuple[np.ndarray, np.ndarray], list
         near = np.concatenate([np.arange(0, reach, width), reach - graded, [reach]])
         ends = [(-loss, near), (loss, -near)]
     intervals = [
-        (centre, _with_transition(np.unique(edges), _log_odds(q) - centre, 1.0, width))
-        for centre, edges in ends
+        (centre, _with_transition(np.unique(edges), _log_odds(q) - centre, 1.0, width)) for centre, edges in ends
     ]
     extremes = np.array([loss, -loss])
     atoms = weighed(extremes, np.array([0.0, -loss]) - math.log(2))

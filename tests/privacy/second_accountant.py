@@ -146,7 +146,7 @@ class Curve:
         slope = self.log_moment(np.array([c, c + 1j * step]))
         # The tilted standard deviation, from the curvature along the line.
         deviation = math.sqrt(max(2 * (slope[0].real - slope[1].real), 1e-12)) / step
-        period = 26 * deviation + 40 / c
+        period = 40 * deviation + 60 / c
         dt = 2 * math.pi / period
         peak = float(slope[0].real)
         lines, sums = [], 0.0
