@@ -38,7 +38,7 @@ import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -61,7 +61,6 @@ from jaxdp.privacy.events import (
     RepeatAndSelectDpEvent,
     SampledWithoutReplacementDpEvent,
     SelfComposedDpEvent,
-    TruncatedSubsampledGaussianDpEvent,
     UnprovenDpEvent,
     ZCDpEvent,
     composition,

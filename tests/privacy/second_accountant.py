@@ -120,7 +120,7 @@ class Curve:
         total = np.zeros(z.shape, complex)
         for logs, losses, count in self._parts:
             real = logs + z[0].real * losses
-            kept = real > real.max() - 34
+            kept = real > real.max() - 60
             weights, losses = np.exp(real[kept] - real.max()), losses[kept]
             moments = np.exp(1j * np.outer(z.imag, losses)) @ weights
             total += count * (np.log(moments + 1e-300) + real.max())
