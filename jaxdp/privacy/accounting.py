@@ -26,8 +26,8 @@ therefore compute single RDP leaves only, and `_rdp_event` applies the factor be
 
 Formal guarantees: every number is an upper bound for adaptive composition of mechanisms. Their PARAMETERS (the events)
 must be fixed in advance. Their inputs may depend on earlier outputs (PLD: Zhu, Dong, Wang 2022, arXiv 2106.08567. RDP:
-Mironov 2017, arXiv 1702.07476). Losses are rounded pessimistically ("connect the dots", arXiv 2207.04380). A reserve of
-1e-11 of delta (1e-17 per event beyond a million) covers the float64 error of the FFT. Poisson sampling under
+Mironov 2017, arXiv 1702.07476). Losses are rounded pessimistically ("connect the dots", arXiv 2207.04380) and composed
+by tilted transforms with a bound on their rounding (`jaxdp.privacy.convolution`). Gaussians alone have a closed form. Poisson sampling under
 replace_one assumes that the worst record and replacement point in opposite directions. tests/privacy/test_accounting.py
 checks this in the plane.
 """
@@ -169,8 +169,10 @@ def _epsilon_of_leaves(
         return pure
     if "pld" in rules:
         bound = _epsilon_by_losses(counts, adjacency, delta)
-        if bound < math.inf or "rdp" not in rules:
+        # Beyond ten million releases grids may be too coarse.
+        if "rdp" not in rules or (bound < math.inf and sum(counts.values()) <= 10**7):
             return min(pure, bound)
+        pure = min(pure, bound)
     return max(0.0, min(pure, _epsilon_from_rdp(_total_rdp(counts, adjacency), delta)))
 
 

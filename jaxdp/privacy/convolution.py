@@ -57,14 +57,17 @@ class Losses:
 
     @functools.cached_property
     def uncovered(self) -> float:
+        """A bound on the probability of a loss that no grid covers."""
         return math.fsum(count * part.uncovered for part, count in self.parts)
 
     @functools.cached_property
     def largest(self) -> float:
+        """The largest absolute value of a loss."""
         return max(part.largest for part, _ in self.parts)
 
     @functools.cached_property
     def releases(self) -> float:
+        """The number of releases."""
         return float(sum(count for _, count in self.parts))
 
     @functools.cached_property
@@ -358,7 +361,7 @@ def choose_grid(losses: Losses, tilt: float, budget: float, span: float) -> tupl
     widest = max(part.highest - part.lowest for part, _ in losses.parts)
     least = math.ceil(math.log2(max(span / _MOST_POINTS, widest / _MOST_CELLS)))
     base = losses.log_moment(tilt)
-    level = max(least, math.floor(math.log2(span / 64)))
+    level = max(least, math.floor(math.log2(span / 1024)))
     while True:
         excess = losses.rounded_moment(tilt, 2.0**level) - base
         if excess <= budget or level == least:
