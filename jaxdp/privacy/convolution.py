@@ -347,7 +347,7 @@ def _window(losses: Losses, tilt: float, log_delta: float) -> tuple[float, float
 def _log_above(lattices: Sequence[tuple[Lattice, int]], grid: float, edge: float, tilt: float) -> float:
     """Returns log of a bound on the probability that the sum of the grid's losses reaches `edge`."""
     bounds = []
-    for order in (tilt * 2**0.5, tilt * 2.0, tilt * 4.0):
+    for order in tilt * 2.0 ** np.array([0.5, 1, 2, 4, 6, 8, 10]):
         moments = (count * _tilted(lattice, grid, order)[2] for lattice, count in lattices)
         bounds.append(math.fsum(moments) - order * edge)
     return min(bounds)
