@@ -27,7 +27,8 @@ therefore compute single RDP leaves only, and `_rdp_event` applies the factor be
 Formal guarantees: every number is an upper bound for adaptive composition of mechanisms. Their PARAMETERS (the events)
 must be fixed in advance. Their inputs may depend on earlier outputs (PLD: Zhu, Dong, Wang 2022, arXiv 2106.08567. RDP:
 Mironov 2017, arXiv 1702.07476). Losses are rounded pessimistically ("connect the dots", arXiv 2207.04380) and composed
-by tilted transforms with a bound on their rounding (`jaxdp.privacy.convolution`). Gaussians alone have a closed form. Poisson sampling under
+by tilted transforms with a bound on their rounding (`jaxdp.privacy.convolution`). Gaussians alone have a closed form.
+Poisson sampling under
 replace_one assumes that the worst record and replacement point in opposite directions. tests/privacy/test_accounting.py
 checks this in the plane.
 """
