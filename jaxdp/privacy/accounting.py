@@ -69,8 +69,8 @@ from jaxdp.privacy.events import (
     to_json,
 )
 from jaxdp.privacy.gaussian import gaussian_delta, gaussian_epsilon
+from jaxdp.privacy.losses import Adjacency as Adjacency
 from jaxdp.privacy.losses import (
-    Adjacency,
     has_distribution,
     is_symmetric,
     randomized_response,
