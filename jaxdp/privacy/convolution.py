@@ -348,8 +348,8 @@ def _log_above(lattices: Sequence[tuple[Lattice, int]], grid: float, edge: float
     """Returns log of a bound on the probability that the sum of the grid's losses reaches `edge`."""
     bounds = []
     for order in tilt * 2.0 ** np.array([0.5, 1, 2, 4, 6, 8, 10]):
-        moments = (count * _tilted(lattice, grid, order)[2] for lattice, count in lattices)
-        bounds.append(math.fsum(moments) - order * edge)
+        moments = (count * _tilted(lattice, grid, float(order))[2] for lattice, count in lattices)
+        bounds.append(float(math.fsum(moments) - order * edge))
     return min(bounds)
 
 

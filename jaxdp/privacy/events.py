@@ -95,12 +95,13 @@ def _integer(low: int) -> Callable[[Any], int]:
     def check(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise TypeError(f"must be an integer, got {type(value).__name__}.")
-        if value < low:
-            raise ValueError(f"must be an integer >= {low}, got {int(value)}.")
-        if value > _MOST:
-            digits = math.floor(math.log10(int(value))) + 1
+        number = int(value)
+        if number < low:
+            raise ValueError(f"must be an integer >= {low}, got {number}.")
+        if number > _MOST:
+            digits = math.floor(math.log10(number)) + 1
             raise ValueError(f"must be at most 2^53, got a number of {digits} digits.")
-        return int(value)
+        return number
 
     return check
 

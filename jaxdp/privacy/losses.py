@@ -37,6 +37,7 @@ Adjacency = Literal["add_remove", "replace_one", "zero_out"]
 # A point is (offset, centre). An offset from a far centre keeps its digits.
 Density = Callable[[np.ndarray, float], tuple[np.ndarray, np.ndarray]]
 Inverse = Callable[[np.ndarray, float], np.ndarray]
+Intervals = list[tuple[float, np.ndarray]]
 
 # The relative error of one mass: the quadrature, and rounding of logarithms up to 700.
 MASS_ERROR = 1e-11
@@ -193,7 +194,8 @@ class LossDistribution:
 
 def _log(values: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore"):
-        return np.log(values)
+        logarithms: np.ndarray = np.log(values)
+    return logarithms
 
 
 def _log_sum(exponents: np.ndarray) -> float:
@@ -290,7 +292,7 @@ def total_variation(leaf: DpEvent, adjacency: Adjacency) -> float:
         case LaplaceDpEvent(noise_multiplier=scale):
             return -math.expm1(-factor / scale / 2)
         case PoissonSampledDpEvent(sampling_probability=q, event=event):
-            return q * total_variation(event, adjacency)
+            return float(q * total_variation(event, adjacency))
     return 1.0
 
 
@@ -439,7 +441,7 @@ def _reach(depth: float) -> float:
     return math.sqrt(2 * depth)
 
 
-def _intervals(means: Sequence[float], places: Sequence[float], sigma: float, depth: float) -> list:
+def _intervals(means: Sequence[float], places: Sequence[float], sigma: float, depth: float) -> Intervals:
     """Returns intervals around all means / sigma. `places` are the transitions, relative to the mean 0."""
     reach = _reach(depth)
     width = 3 / reach
@@ -447,7 +449,7 @@ def _intervals(means: Sequence[float], places: Sequence[float], sigma: float, de
         groups = [(0.0, min(means) / sigma - reach, max(means) / sigma + reach)]
     else:
         groups = [(mean, -reach, reach) for mean in means]
-    intervals = []
+    intervals: Intervals = []
     for centre, low, high in groups:
         edges = np.linspace(low, high, math.ceil((high - low) / width) + 1)
         for place in places:
@@ -495,7 +497,8 @@ def _opposite(weight: float, sigma: float, q: float, depth: float) -> Piece:
         large = log_argument + np.log1p(np.sqrt(1 + np.exp(-2 * np.maximum(log_argument, 0.0))))
         small = np.arcsinh(np.exp(np.minimum(log_argument, 0.0)))
         shift = half + np.where(log_argument > 0, large, small)
-        return sigma * np.sign(losses) * shift - centre / sigma
+        offsets: np.ndarray = sigma * np.sign(losses) * shift - centre / sigma
+        return offsets
 
     place = 0.5 / sigma + sigma * _log_odds(q)
     intervals = _intervals((-1.0, 0.0, 1.0), [place, -place], sigma, depth)
@@ -503,7 +506,8 @@ def _opposite(weight: float, sigma: float, q: float, depth: float) -> Piece:
 
 
 def _log_normal(x: np.ndarray) -> np.ndarray:
-    return -x * x / 2 - math.log(2 * math.pi) / 2
+    logarithms: np.ndarray = -x * x / 2 - math.log(2 * math.pi) / 2
+    return logarithms
 
 
 def _truncated(leaf: TruncatedSubsampledGaussianDpEvent, adjacency: Adjacency, depth: float) -> list[Piece]:
