@@ -30,6 +30,8 @@ _TOLERANCE = 3e-4
 # Beyond either end of the window lies exp(-22) of the tilted mass. Larger losses have a probability
 # of exp(-16) of delta.
 _OUTSIDE, _BEYOND = 22.0, 16.0
+# The share of delta that may go to losses that are taken for infinite, once for far tails and once for rare losses.
+_SPARE = 1e-7
 _STEADY = 2e-3  # A finer grid that gains less than this share ends the search.
 _MOST_POINTS = 2**21
 _REFINEMENTS = 4
@@ -66,11 +68,6 @@ class Losses:
         return max(part.largest for part, _ in self.parts)
 
     @functools.cached_property
-    def releases(self) -> float:
-        """The number of releases."""
-        return float(sum(count for _, count in self.parts))
-
-    @functools.cached_property
     def rounding(self) -> float:
         """A bound on the rounding of the sum of all losses."""
         return 16 * _UNIT * math.fsum(count * part.largest for part, count in self.parts)
@@ -97,11 +94,15 @@ class Losses:
 def losses_of(counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float, reverse: bool) -> Losses:
     """Returns the losses of a composition in one direction. Tails are left out far below `delta`."""
     for depth in DEPTHS:
-        leaves = ((distribution(leaf, adjacency, reverse, depth), n) for leaf, n in counts.items())
-        losses = Losses(tuple(leaves))
-        if losses.uncovered <= 1e-7 * delta:
+        leaves = [(distribution(leaf, adjacency, reverse, depth), n) for leaf, n in counts.items()]
+        if math.fsum(n * part.uncovered for part, n in leaves) <= _SPARE * delta:
             break
-    return losses
+    parts = []
+    for part, n in leaves:
+        # A power of two, so that growing counts use the same distribution.
+        spare = math.frexp(_SPARE * delta / len(leaves) / n)[1] - 1
+        parts.append((part.trimmed(2.0**spare), n) if spare > -1000 else (part, n))
+    return Losses(tuple(parts))
 
 
 # --- Bounds by moments --------------------------------------------------------------------------------------------
@@ -240,15 +241,15 @@ def tail(losses: Losses, tilt: float, epsilon: float, log_delta: float, budget: 
     size = int(2 ** math.ceil(math.log2(max((top - bottom) / grid + 64, 256))))
     first = math.floor(bottom / grid) - 8
     spectrum = np.ones(size // 2 + 1, dtype=complex)
-    log_scale, spread, log_factor = 0.0, 0.0, 1e-9
+    log_scale, log_factor = 0.0, 1e-9
+    factors = []
     lattices = [(part.on_grid(grid), count) for part, count in losses.parts]
     for lattice, count in lattices:
         places, masses, log_mass, reach = _tilted(lattice, grid, tilt)
-        folded = np.bincount(places % size, masses, size)
-        transform = fft.rfft(folded)
+        transform = fft.rfft(np.bincount(places % size, masses, size))
         spectrum *= transform**count if count > 1 else transform
         log_scale += count * log_mass
-        spread += count * float(np.linalg.norm(folded))
+        factors.append((np.abs(transform), count))
         log_factor += count * (MASS_ERROR + 8 * _UNIT * (reach + abs(log_mass)))
     masses = np.roll(np.maximum(fft.irfft(spectrum, size), 0.0), -(first % size))
     edge = (first + size) * grid
@@ -259,7 +260,7 @@ def tail(losses: Losses, tilt: float, epsilon: float, log_delta: float, budget: 
         tilt=tilt,
         log_scale=log_scale,
         sums=_tail_sums(masses, tilt, grid),
-        error=_rounding(masses, spread, losses.releases) * _weights(tilt, grid, size),
+        error=_rounding(masses, factors) * _weights(tilt, grid, size),
         log_missing=float(np.logaddexp(_log(losses.uncovered), missing)),
         log_factor=log_factor,
         excess=excess,
@@ -286,18 +287,30 @@ def _tilted(lattice: Lattice, grid: float, tilt: float) -> tuple[np.ndarray, np.
     return places, masses / total, largest + math.log(total), reach
 
 
-def _rounding(masses: np.ndarray, spread: float, releases: float) -> float:
+def _rounding(masses: np.ndarray, factors: Sequence[tuple[np.ndarray, int]]) -> float:
     """Returns a bound on the 2-norm of the error of masses that a transform computed.
 
-    A transform errs by at most 7 units for each of log2(size) stages. Each factor of the product
-    has a modulus of at most 1, so that the errors of the factors add up. Powers and products add 16
-    units for each release.
+    Args:
+        masses: The computed masses.
+        factors: The moduli of the transform of each kind of release, and the count of the kind.
+
+    Each value of a transform is a sum of masses of sum 1. It errs by at most `stages`, 7 units for each of
+    log2(size) stages. Where some factors are small, the errors of the others matter little. Powers
+    and products add 16 units for each release.
     """
-    norm = float(np.linalg.norm(masses))
     stages = 7 * _UNIT * math.log2(len(masses))
-    if stages * spread > 0.1:  # The first-order bound would not hold.
+    log_product = np.zeros(len(masses) // 2 + 1)
+    slope = np.full(len(log_product), 16 * _UNIT * sum(count for _, count in factors))
+    if slope[0] > 0.1:  # The first-order bound would not hold.
         return math.inf
-    return 1.1 * (stages * (spread + norm) + 16 * _UNIT * releases * norm)
+    for moduli, count in factors:
+        largest = moduli + stages
+        log_product += count * np.log(largest)
+        slope += count * stages / largest
+    errors = np.exp(log_product) * slope
+    # The transform of real masses is symmetric, so that each value but two stands for two.
+    transformed = math.sqrt(2 * float(errors @ errors) / len(masses))
+    return 1.1 * (transformed + stages * float(np.linalg.norm(masses)))
 
 
 def _weights(tilt: float, grid: float, size: int) -> float:
@@ -380,7 +393,7 @@ def epsilon_bound(losses: Losses, delta: float) -> float:
         return max(bound, 0.0)
     epsilon, budget = bound, _TOLERANCE * tilt * bound
     for _ in range(_REFINEMENTS):
-        composed = tail(losses, tilt, bound, math.log(delta), budget)
+        composed = tail(losses, tilt, epsilon, math.log(delta), budget)
         before, epsilon = epsilon, min(epsilon, composed.epsilon(delta) + losses.rounding)
         if epsilon <= 0:
             return 0.0
@@ -388,6 +401,8 @@ def epsilon_bound(losses: Losses, delta: float) -> float:
         # only what it adds to the moment.
         if composed.excess > budget or before - epsilon <= _STEADY * epsilon:
             break
+        # The order that is best at the tighter epsilon needs a shorter window.
+        tilt = moment_log_delta(losses, epsilon)[1]
         budget = min(budget, _TOLERANCE * tilt * epsilon) / 16
     return epsilon
 

@@ -9,6 +9,7 @@ arXiv 2207.04380). What no interval covers has an infinite loss. Integrals are s
 rules, with a relative error below `MASS_ERROR`. docs/design/proofs.md has the bound.
 """
 
+import copy
 import dataclasses
 import functools
 import math
@@ -138,6 +139,8 @@ class LossDistribution:
                 ends = piece.density(edges[[0, -1]], centre)[0] * (-1 if reverse else 1)
                 self.lowest = min(self.lowest, *map(float, ends))
                 self.highest = max(self.highest, *map(float, ends))
+        self._spare = 0.0
+        self._trimmed: dict[float, LossDistribution] = {}
         self._moments: dict[float, float] = {}
         self._lattices: dict[float, tuple[int, np.ndarray]] = {}
 
@@ -150,6 +153,26 @@ class LossDistribution:
     def largest(self) -> float:
         """The largest absolute value of a loss."""
         return max(abs(self.lowest), abs(self.highest))
+
+    def trimmed(self, spare: float) -> "LossDistribution":
+        """Returns the distribution whose largest losses, of a probability of at most `spare`, are infinite.
+
+        Losses that are rarer than delta could otherwise dominate the moments, and so the tilted
+        masses, whose rounding would then hide delta.
+        """
+        if spare not in self._trimmed:
+            if len(self._trimmed) >= 4:
+                self._trimmed.pop(next(iter(self._trimmed)))
+            part = copy.copy(self)
+            part._spare = spare
+            part.uncovered = self.uncovered + spare * (1 + 1e-9)
+            part._trimmed, part._moments = {}, {}
+            places = np.argsort(self.losses)[::-1]
+            dropped = np.cumsum(np.exp(self.log_masses[places])) <= spare
+            kept = np.sort(places[~dropped])
+            part.losses, part.log_masses = self.losses[kept], self.log_masses[kept]
+            self._trimmed[spare] = part
+        return self._trimmed[spare]
 
     def log_moment(self, order: float) -> float:
         """Returns the logarithm of the mean of exp(order * loss). Infinite losses are left out."""
@@ -167,6 +190,11 @@ class LossDistribution:
 
     def on_grid(self, grid: float) -> tuple[int, np.ndarray]:
         """Returns (first, masses): the probability of the loss (first + i) * grid is masses[i]."""
+        first, masses = self._full_lattice(grid)
+        dropped = np.cumsum(masses[::-1]) <= self._spare
+        return first, masses[: len(masses) - int(dropped.sum())]
+
+    def _full_lattice(self, grid: float) -> tuple[int, np.ndarray]:
         if grid not in self._lattices:
             losses, log_masses = self._nodes(grid)
             below, share = _split(losses, grid)
