@@ -47,7 +47,7 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.rdp import RdpAccountant
 from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS, compute_delta, compute_epsilon
 
-from jaxdp.privacy.convolution import epsilon_bound, log_delta_bound, losses_of, moment_epsilon
+from jaxdp.privacy.convolution import epsilon_bound, log_delta_bound, losses_of
 from jaxdp.privacy.events import (
     ComposedDpEvent,
     Counts,
@@ -98,6 +98,8 @@ _RDP_SLACK = 1e-13
 _CERTAIN = 1e7
 # The smallest positive float. A delta that is smaller but not 0 is rounded up to it.
 _LEAST_DELTA = 5e-324
+# Gaussians may have been merged twice, each time with four roundings.
+_ROUNDED_UP = 1 + 2.0**-49
 # The deltas for which `delta` covers the tails of losses.
 _DEPTHS = (1e-16, 1e-250)
 
@@ -389,8 +391,10 @@ def _epsilon_by_losses(counts: Mapping[DpEvent, int], adjacency: Adjacency, delt
     bound = epsilon_bound(losses, delta)
     if not all(is_symmetric(leaf, adjacency) for leaf in rest):
         reversed_losses = losses_of(rest, adjacency, delta, reverse=True)
-        if moment_epsilon(reversed_losses, delta)[0] > bound:
-            bound = max(bound, epsilon_bound(reversed_losses, delta))
+        bound = max(bound, epsilon_bound(reversed_losses, delta, enough=bound))
+    whole = _only_gaussian(_unsampled(rest), adjacency)
+    if whole is not None:
+        bound = min(bound, gaussian_epsilon(whole, delta))
     return certain + bound
 
 
@@ -404,12 +408,29 @@ def _delta_by_losses(counts: Mapping[DpEvent, int], adjacency: Adjacency, epsilo
     if mu is not None:
         return gaussian_delta(mu, epsilon)
     symmetric = all(is_symmetric(leaf, adjacency) for leaf in rest)
+    most = math.fsum(count * total_variation(leaf, adjacency) for leaf, count in rest.items()) * (1 + 1e-12)
+    whole = _only_gaussian(_unsampled(rest), adjacency)
+    if whole is not None:
+        most = min(most, gaussian_delta(whole, epsilon))
     bound = -1.0
     for least in _DEPTHS:  # Far tails take longer, and are looked at only if delta is small.
         if bound < 100 * least:
             directions = (losses_of(rest, adjacency, least, way) for way in {False, not symmetric})
             bound = math.exp(max(log_delta_bound(losses, epsilon) for losses in directions))
-    return max(bound, _LEAST_DELTA)
+    return max(min(most, bound), _LEAST_DELTA)
+
+
+def _unsampled(counts: Mapping[DpEvent, int]) -> Mapping[DpEvent, int]:
+    """Returns a composition that costs at least as much: samples of a Gaussian are whole.
+
+    By joint convexity, sampling multiplies delta by at most its probability. The closed form of whole
+    Gaussians is tighter where a sampling probability is near 1, or delta is below float64's tails.
+    """
+    whole: Counts = Counter()
+    for leaf, count in counts.items():
+        sampled = isinstance(leaf, PoissonSampledDpEvent) and isinstance(leaf.event, GaussianDpEvent)
+        whole[leaf.event if sampled else leaf] += count
+    return whole
 
 
 def _without_certain(counts: Mapping[DpEvent, int], adjacency: Adjacency) -> tuple[float, Mapping[DpEvent, int]]:
@@ -430,10 +451,10 @@ def _without_certain(counts: Mapping[DpEvent, int], adjacency: Adjacency) -> tup
 
 
 def _only_gaussian(counts: Mapping[DpEvent, int], adjacency: Adjacency) -> float | None:
-    """Returns the distance of the pair in standard deviations if all releases are Gaussians."""
+    """Returns the distance of the pair in standard deviations, rounded up, if all releases are Gaussians."""
     if not all(isinstance(leaf, GaussianDpEvent) for leaf in counts):
         return None
-    return (2 if adjacency == "replace_one" else 1) * math.sqrt(precision(counts))
+    return (2 if adjacency == "replace_one" else 1) * math.sqrt(precision(counts)) * _ROUNDED_UP
 
 
 # --- Renyi DP ---------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ Formal guarantees: every delta is an upper bound for the discretised losses, whi
 parts. docs/design/proofs.md has the proofs.
 
 * the tilted sum over the window of the transform, times exp(count * MASS_ERROR) for the error of the masses,
-* a bound on the rounding of the transform in the 2-norm (Higham 2002, theorem 24.2),
+* a bound on the rounding of the transform at each frequency, and so in the 2-norm,
 * a Chernoff bound on the losses above the window. What lies below it only adds to delta,
-* the probability of losses that no grid covers.
+* the probability of losses that are taken for infinite: far tails, and losses much rarer than delta.
 """
 
 import dataclasses
@@ -386,17 +386,20 @@ def choose_grid(losses: Losses, tilt: float, budget: float, span: float) -> tupl
 # --- Epsilon and delta --------------------------------------------------------------------------------------------
 
 
-def epsilon_bound(losses: Losses, delta: float) -> float:
-    """Returns an upper bound on epsilon in one direction. It may be infinite for extreme arguments."""
+def epsilon_bound(losses: Losses, delta: float, enough: float = 0.0) -> float:
+    """Returns an upper bound on epsilon in one direction. It may be infinite for extreme arguments.
+
+    A bound that is at most `enough` is not tightened.
+    """
     bound, tilt = moment_epsilon(losses, delta)
-    if not 0 < bound < math.inf:
+    if not enough < bound < math.inf:
         return max(bound, 0.0)
     epsilon, budget = bound, _TOLERANCE * tilt * bound
     for _ in range(_REFINEMENTS):
         composed = tail(losses, tilt, epsilon, math.log(delta), budget)
         before, epsilon = epsilon, min(epsilon, composed.epsilon(delta) + losses.rounding)
-        if epsilon <= 0:
-            return 0.0
+        if epsilon <= enough:
+            return max(epsilon, 0.0)
         # The curve may be flat where the tail has several modes. So the last grid decides, and not
         # only what it adds to the moment.
         if composed.excess > budget or before - epsilon <= _STEADY * epsilon:

@@ -25,7 +25,8 @@ from jaxdp.privacy.events import (
 )
 from tests.privacy import second_accountant
 
-HISTORIES = 1000 if os.environ.get("JAXDP_SLOW") else 12
+# The last two hold rare truncated batches and a delta of 2e-15: bounds of rounding hid it once.
+SEEDS = range(1000) if os.environ.get("JAXDP_SLOW") else (*range(12), 195, 643)
 RELEASES = 1000
 # The second accountant solves up to 1e-6. Discretisation may cost 1 %.
 BELOW, ABOVE = 2e-6, 0.01
@@ -118,7 +119,7 @@ def check(value, truth):
 @pytest.mark.slow
 def test_random_histories():
     excesses, times = [], []
-    for seed in range(HISTORIES):
+    for seed in SEEDS:
         leaves, adjacency, delta, unit = history(seed)
         start = time.process_time()
         value = epsilon_at(compose(leaves), delta=delta, adjacency=adjacency)
@@ -129,7 +130,7 @@ def test_random_histories():
         except AssertionError as error:
             raise AssertionError(f"history {seed} ({adjacency}, delta {delta:.3g}): {error}") from error
         excesses.append(value / truth - 1 if truth > 0 else 0.0)
-    print(f"{HISTORIES} histories: excess at most {max(excesses):.2e}, median {np.median(excesses):.2e},")
+    print(f"{len(SEEDS)} histories: excess at most {max(excesses):.2e}, median {np.median(excesses):.2e},")
     print(f"seconds at most {max(times):.3f}, median {np.median(times):.3f}")
 
 
