@@ -28,9 +28,8 @@ Formal guarantees: every number is an upper bound for adaptive composition of me
 must be fixed in advance. Their inputs may depend on earlier outputs (PLD: Zhu, Dong, Wang 2022, arXiv 2106.08567. RDP:
 Mironov 2017, arXiv 1702.07476). Losses are rounded pessimistically ("connect the dots", arXiv 2207.04380) and composed
 by tilted transforms with a bound on their rounding (`jaxdp.privacy.convolution`). Gaussians alone have a closed form.
-Poisson sampling under
-replace_one assumes that the worst record and replacement point in opposite directions. tests/privacy/test_accounting.py
-checks this in the plane.
+Poisson sampling under replace_one assumes that the worst record and replacement point in opposite directions.
+tests/privacy/test_accounting.py checks this in the plane.
 """
 
 import contextlib
@@ -112,9 +111,8 @@ def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency = "add_remove"
         delta: A number in [0, 1). At 0 only releases with a pure proof are finite, and their epsilons add up.
         adjacency: "add_remove", "replace_one" or "zero_out" (a record against the zero or null record).
         method: "auto" (PLD, or RDP where a part has no PLD rule), or only "pld" or only "rdp". RDP is above PLD up to
-            PLD's rounding. So "auto" computes both only where rounding may matter, and returns the smaller one: for a
-            delta below 1e-9, a very large epsilon, or a grid that is coarser than wanted. Every method includes the sum
-            of pure epsilons.
+            PLD's rounding. So "auto" computes both only where rounding may matter, and returns the smaller one: beyond
+            ten million releases, or where PLD is infinite. Every method includes the sum of pure epsilons.
 
     Returns:
         Epsilon >= 0. It is 0 for an empty composition, and `math.inf` with a `NonPrivateDpEvent` or an unproven part.

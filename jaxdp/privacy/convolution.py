@@ -93,14 +93,15 @@ class Losses:
 
 def losses_of(counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float, reverse: bool) -> Losses:
     """Returns the losses of a composition in one direction. Tails are left out far below `delta`."""
+    infinite = _SPARE * delta * (1 - delta)  # A delta near 1 needs digits of 1 - delta.
     for depth in DEPTHS:
         leaves = [(distribution(leaf, adjacency, reverse, depth), n) for leaf, n in counts.items()]
-        if math.fsum(n * part.uncovered for part, n in leaves) <= _SPARE * delta:
+        if math.fsum(n * part.uncovered for part, n in leaves) <= infinite:
             break
     parts = []
     for part, n in leaves:
         # A power of two, so that growing counts use the same distribution.
-        spare = math.frexp(_SPARE * delta / len(leaves) / n)[1] - 1
+        spare = math.frexp(infinite / len(leaves) / n)[1] - 1
         parts.append((part.trimmed(2.0**spare), n) if spare > -1000 else (part, n))
     return Losses(tuple(parts))
 
@@ -241,7 +242,8 @@ def tail(losses: Losses, tilt: float, epsilon: float, log_delta: float, budget: 
     size = int(2 ** math.ceil(math.log2(max((top - bottom) / grid + 64, 256))))
     first = math.floor(bottom / grid) - 8
     spectrum = np.ones(size // 2 + 1, dtype=complex)
-    log_scale, log_factor = 0.0, 1e-9
+    # Two recursions over all points lose four units each.
+    log_scale, log_factor = 0.0, 8 * _UNIT * size
     factors = []
     lattices = [(part.on_grid(grid), count) for part, count in losses.parts]
     for lattice, count in lattices:
@@ -253,7 +255,11 @@ def tail(losses: Losses, tilt: float, epsilon: float, log_delta: float, budget: 
         log_factor += count * (MASS_ERROR + 8 * _UNIT * (reach + abs(log_mass)))
     masses = np.roll(np.maximum(fft.irfft(spectrum, size), 0.0), -(first % size))
     edge = (first + size) * grid
-    missing = min(log_scale - tilt * edge, _log_above(lattices, grid, edge, tilt))
+    highest = sum(count * (start + len(lattice) - 1) for (start, lattice), count in lattices)
+    if highest < first + size:  # No sum of losses lies above the window.
+        missing = -math.inf
+    else:
+        missing = min(log_scale - tilt * edge, _log_above(lattices, grid, edge, tilt))
     return Tail(
         first=first,
         grid=grid,
