@@ -259,7 +259,9 @@ def tail(losses: Losses, tilt: float, epsilon: float, log_delta: float, budget: 
     if highest < first + size:  # No sum of losses lies above the window.
         missing = -math.inf
     else:
-        missing = min(log_scale - tilt * edge, _log_above(lattices, grid, edge, tilt))
+        missing = log_scale - tilt * edge
+        if missing > log_delta - _BEYOND:  # Other orders may bound it better.
+            missing = min(missing, _log_above(lattices, grid, edge, tilt))
     return Tail(
         first=first,
         grid=grid,
