@@ -26,10 +26,10 @@ therefore compute single RDP leaves only, and `_rdp_event` applies the factor be
 
 Formal guarantees: every number is an upper bound for adaptive composition of mechanisms. Their PARAMETERS (the events)
 must be fixed in advance. Their inputs may depend on earlier outputs (PLD: Zhu, Dong, Wang 2022, arXiv 2106.08567. RDP:
-Mironov 2017, arXiv 1702.07476). Losses are rounded pessimistically ("connect the dots", arXiv 2207.04380). A reserve of
-1e-11 of delta (1e-17 per event beyond a million) covers the float64 error of the FFT. Poisson sampling under
-replace_one assumes that the worst record and replacement point in opposite directions. tests/privacy/test_accounting.py
-checks this in the plane.
+Mironov 2017, arXiv 1702.07476). Losses are rounded pessimistically ("connect the dots", arXiv 2207.04380) and composed
+by tilted transforms with a bound on their rounding (`jaxdp.privacy.convolution`). Gaussians alone have a closed form.
+Poisson sampling under replace_one assumes that the worst record and replacement point in opposite directions.
+tests/privacy/test_accounting.py checks this in the plane.
 """
 
 import contextlib
@@ -38,18 +38,15 @@ import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 from dp_accounting import NeighboringRelation
-from dp_accounting.pld import pld_pmf
-from dp_accounting.pld import privacy_loss_distribution as pld
-from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from dp_accounting.rdp import RdpAccountant
 from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS, compute_delta, compute_epsilon
-from scipy import special
 
+from jaxdp.privacy.convolution import epsilon_bound, log_delta_bound, losses_of
 from jaxdp.privacy.events import (
     ComposedDpEvent,
     Counts,
@@ -64,15 +61,23 @@ from jaxdp.privacy.events import (
     RepeatAndSelectDpEvent,
     SampledWithoutReplacementDpEvent,
     SelfComposedDpEvent,
-    TruncatedSubsampledGaussianDpEvent,
     UnprovenDpEvent,
     ZCDpEvent,
     composition,
     precision,
     to_json,
 )
+from jaxdp.privacy.gaussian import gaussian_delta, gaussian_epsilon
+from jaxdp.privacy.losses import Adjacency as Adjacency
+from jaxdp.privacy.losses import (
+    has_distribution,
+    is_symmetric,
+    randomized_response,
+    sampled_loss,
+    tamed,
+    total_variation,
+)
 
-Adjacency = Literal["add_remove", "replace_one", "zero_out"]
 Method = Literal["auto", "pld", "rdp"]
 
 RELATIONS: Mapping[str, NeighboringRelation] = {
@@ -88,8 +93,14 @@ ROUGH_ORDERS = (1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, *map(float, _WHOLE_ORDERS))
 
 # Log-sum-exp at small orders errs by about 1e-14 / (order - 1). dp_accounting reads a negative RDP as "no loss".
 _RDP_SLACK = 1e-13
-# Above this epsilon the RDP bound is precise enough, so that no PLD is built.
-_MAX_PLD_EPSILON = 1e5
+# A pure epsilon from which the loss of a release is certain.
+_CERTAIN = 1e7
+# The smallest positive float. A delta that is smaller but not 0 is rounded up to it.
+_LEAST_DELTA = 5e-324
+# Gaussians may have been merged twice, each time with four roundings.
+_ROUNDED_UP = 1 + 2.0**-49
+# The deltas for which `delta` covers the tails of losses.
+_DEPTHS = (1e-16, 1e-250)
 
 
 def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency = "add_remove", method: Method = "auto") -> float:
@@ -100,9 +111,8 @@ def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency = "add_remove"
         delta: A number in [0, 1). At 0 only releases with a pure proof are finite, and their epsilons add up.
         adjacency: "add_remove", "replace_one" or "zero_out" (a record against the zero or null record).
         method: "auto" (PLD, or RDP where a part has no PLD rule), or only "pld" or only "rdp". RDP is above PLD up to
-            PLD's rounding. So "auto" computes both only where rounding may matter, and returns the smaller one: for a
-            delta below 1e-9, a very large epsilon, or a grid that is coarser than wanted. Every method includes the sum
-            of pure epsilons.
+            PLD's rounding. So "auto" computes both only where rounding may matter, and returns the smaller one: beyond
+            ten million releases, or where PLD is infinite. Every method includes the sum of pure epsilons.
 
     Returns:
         Epsilon >= 0. It is 0 for an empty composition, and `math.inf` with a `NonPrivateDpEvent` or an unproven part.
@@ -125,22 +135,16 @@ def delta(event: DpEvent, *, epsilon: float, adjacency: Adjacency = "add_remove"
         raise ValueError(f"epsilon must be >= 0, got {epsilon!r}.")
     counts: Mapping[DpEvent, int] = composition(event)
     rules = check_rules(counts, adjacency=adjacency, method=method)
-    counts = merge_gaussians(counts)
-    if not counts:
-        return 0.0
+    if not counts or epsilon == math.inf:
+        return 1.0 if _is_boundless(counts) else 0.0
     if _is_boundless(counts):
         return 1.0
     if _pure_epsilon(counts, adjacency) <= epsilon:
         return 0.0
-    bound, coarse = 1.0, False
     if "pld" in rules:
-        scale = _scale(counts, adjacency, 1e-5)
-        total, coarse = _total_pld(counts, adjacency, scale), _is_coarse(counts, adjacency, scale)
-        if total is not None:
-            bound = min(bound, float(total.get_delta_for_epsilon(epsilon)) + _fft_slack(counts))
-    if "rdp" in rules and (coarse or not _fine(counts) < bound < 1):
-        bound = min(bound, float(compute_delta(RDP_ORDERS, _total_rdp(counts, adjacency), epsilon)[0]))
-    return bound
+        return _delta_by_losses(counts, adjacency, epsilon)
+    bound = float(compute_delta(RDP_ORDERS, _total_rdp(counts, adjacency), epsilon)[0])
+    return min(1.0, max(bound, _LEAST_DELTA))
 
 
 def epsilon_of_counts(counts: Mapping[DpEvent, int], *, delta: float, adjacency: Adjacency, method: Method) -> float:
@@ -161,15 +165,16 @@ def _epsilon_of_leaves(
         return 0.0
     if _is_boundless(counts):
         return math.inf
-    bound, coarse, pure = math.inf, True, _pure_epsilon(counts, adjacency)
-    if "pld" in rules and delta > _fft_slack(counts):
-        scale = _scale(counts, adjacency, delta)
-        total, coarse = _total_pld(counts, adjacency, scale), _is_coarse(counts, adjacency, scale)
-        if total is not None:
-            bound = float(total.get_epsilon_for_delta(delta - _fft_slack(counts)))
-    if bound > 0 and "rdp" in rules and (coarse or bound == math.inf or delta < _fine(counts)):
-        bound = min(bound, _epsilon_from_rdp(_total_rdp(counts, adjacency), delta))
-    return max(0.0, min(bound, pure))
+    pure = _pure_epsilon(counts, adjacency)
+    if delta == 0:
+        return pure
+    if "pld" in rules:
+        bound = _epsilon_by_losses(counts, adjacency, delta)
+        # Beyond ten million releases grids may be too coarse.
+        if "rdp" not in rules or (bound < math.inf and sum(counts.values()) <= 10**7):
+            return min(pure, bound)
+        pure = min(pure, bound)
+    return max(0.0, min(pure, _epsilon_from_rdp(_total_rdp(counts, adjacency), delta)))
 
 
 def rdp_epsilon_of_counts(
@@ -330,7 +335,7 @@ def check_rules(counts: Mapping[DpEvent, int], *, adjacency: Adjacency, method: 
 def _leaf_rules(leaf: DpEvent, adjacency: Adjacency) -> frozenset[str]:
     if isinstance(leaf, NonPrivateDpEvent | UnprovenDpEvent):
         return frozenset({"pld", "rdp"})
-    by_pld = _pld_rule(leaf, adjacency) is not None
+    by_pld = has_distribution(leaf, adjacency)
     accountant = RdpAccountant(neighboring_relation=RELATIONS[adjacency])
     by_rdp = isinstance(leaf, PureDpEvent) or accountant.supports(_rdp_event(leaf, adjacency))
     return frozenset(way for way, has_rule in {"pld": by_pld, "rdp": by_rdp}.items() if has_rule)
@@ -362,223 +367,92 @@ def _leaf_pure_epsilon(leaf: DpEvent, adjacency: Adjacency) -> float:
         case DiscreteLaplaceDpEvent():
             return factor * float(leaf.noise_parameter * leaf.sensitivity)
         case RandomizedResponseDpEvent() if adjacency != "add_remove":
-            log_p, log_q = _randomized_response(leaf, adjacency)
-            return float(np.max(np.abs(log_p - log_q)))
+            return float(np.abs(randomized_response(leaf, adjacency)[0]).max())
         case PoissonSampledDpEvent(event=LaplaceDpEvent()) if adjacency != "replace_one":
-            # This form of log(1 - q + q exp(1/s)) does not overflow for a large 1/s.
-            q, loss = leaf.sampling_probability, 1 / leaf.event.noise_multiplier
-            return float(np.logaddexp(math.log1p(-q), math.log(q) + loss))
+            loss = np.array(1 / leaf.event.noise_multiplier)
+            return float(sampled_loss(loss, leaf.sampling_probability))
     return math.inf
 
 
-# --- Privacy loss distributions ---------------------------------------------------------------------------------
+# --- Privacy losses ---------------------------------------------------------------------------------------------
 
 
-# Composed losses of many distinct leaves, the last used one at the end. A new leaf does not compose the others again.
-_COMPOSED: list[tuple[Adjacency, float, Counts, pld.PrivacyLossDistribution]] = []
-_COMPOSED_KEPT, _COMPOSED_LEAST = 4, 16
+def _epsilon_by_losses(counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float) -> float:
+    """Returns the larger epsilon of both directions."""
+    certain, rest = _without_certain(counts, adjacency)
+    if math.fsum(count * total_variation(leaf, adjacency) for leaf, count in rest.items()) <= delta:
+        return certain
+    mu = _only_gaussian(rest, adjacency)
+    if mu is not None:
+        return certain + gaussian_epsilon(mu, delta)
+    losses = losses_of(rest, adjacency, delta, reverse=False)
+    bound = epsilon_bound(losses, delta)
+    if not all(is_symmetric(leaf, adjacency) for leaf in rest):
+        reversed_losses = losses_of(rest, adjacency, delta, reverse=True)
+        bound = max(bound, epsilon_bound(reversed_losses, delta, enough=bound))
+    whole = _only_gaussian(_unsampled(rest), adjacency)
+    if whole is not None:
+        bound = min(bound, gaussian_epsilon(whole, delta))
+    return certain + bound
 
 
-def _total_pld(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float) -> pld.PrivacyLossDistribution | None:
-    """Composes all leaves on one grid. Returns None where epsilon would be above `_MAX_PLD_EPSILON`."""
-    if not scale <= _MAX_PLD_EPSILON:
-        return None
-    interval = _interval(counts, adjacency, scale)
-    gaussians = [leaf for leaf in counts if isinstance(leaf, GaussianDpEvent)]
-    rest: Counts = Counter({leaf: count for leaf, count in counts.items() if leaf not in gaussians})
-    done: Counts = Counter()
-    total = pld.identity(value_discretization_interval=interval)
-    for kept in list(_COMPOSED) if len(rest) >= _COMPOSED_LEAST else ():
-        if kept[:2] == (adjacency, interval) and len(done) < len(kept[2]) <= len(rest) and kept[2] <= rest:
-            done, total = kept[2:]
-    for leaf, count in (rest - done).items():
-        total = total.compose(_self_compose(leaf_pld(leaf, adjacency, interval), count))
-    if len(rest) >= _COMPOSED_LEAST:
-        others = [kept for kept in _COMPOSED if kept[2] is not done]
-        _COMPOSED[:] = [*others, (adjacency, interval, rest, total)][-_COMPOSED_KEPT:]
-    for leaf in gaussians:
-        total = total.compose(leaf_pld(leaf, adjacency, interval))
-    return total
+def _delta_by_losses(counts: Mapping[DpEvent, int], adjacency: Adjacency, epsilon: float) -> float:
+    """Returns the larger delta of both directions."""
+    certain, rest = _without_certain(counts, adjacency)
+    if certain > epsilon or not rest:
+        return 1.0
+    epsilon -= certain
+    mu = _only_gaussian(rest, adjacency)
+    if mu is not None:
+        return gaussian_delta(mu, epsilon)
+    symmetric = all(is_symmetric(leaf, adjacency) for leaf in rest)
+    most = math.fsum(count * total_variation(leaf, adjacency) for leaf, count in rest.items()) * (1 + 1e-12)
+    whole = _only_gaussian(_unsampled(rest), adjacency)
+    if whole is not None:
+        most = min(most, gaussian_delta(whole, epsilon))
+    bound = -1.0
+    for least in _DEPTHS:  # Far tails take longer, and are looked at only if delta is small.
+        if bound < 100 * least:
+            directions = (losses_of(rest, adjacency, least, way) for way in {False, not symmetric})
+            bound = math.exp(max(log_delta_bound(losses, epsilon) for losses in directions))
+    return max(min(most, bound), _LEAST_DELTA)
 
 
-def _interval(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float) -> float:
-    """Returns a grid on which rounding adds about 1e-4 of epsilon. Every interval is sound.
+def _unsampled(counts: Mapping[DpEvent, int]) -> Mapping[DpEvent, int]:
+    """Returns a composition that costs at least as much: samples of a Gaussian are whole.
 
-    Connect-the-dots adds at most about interval^2 / 8 per leaf. The floor keeps grids small. Intervals are powers of
-    two, so that nearby compositions share cached leaves.
+    By joint convexity, sampling multiplies delta by at most its probability. The closed form of whole
+    Gaussians is tighter where a sampling probability is near 1, or delta is below float64's tails.
     """
-    return 2.0 ** round(math.log2(max(_intervals(counts, adjacency, scale))))
-
-
-def _is_coarse(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float) -> bool:
-    """Returns whether the grid's rounding may cost more than RDP does."""
-    wanted, floor = _intervals(counts, adjacency, scale)
-    return floor > wanted
-
-
-def _intervals(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float) -> tuple[float, float]:
-    """Returns the grid for the precision that is wanted, and the finest one that is affordable."""
-    wanted = min(scale * 1e-4, math.sqrt(4e-4 * scale / sum(counts.values())))
-    return wanted, max(scale * 2.0**-20, max(_loss_range(leaf, adjacency) for leaf in counts) * 2.0**-18, 1e-12)
-
-
-def _fft_slack(counts: Mapping[DpEvent, int]) -> float:
-    """Returns the delta that covers the FFT's rounding. The error of a million Gaussians is 3e-12."""
-    return max(1e-11, 1e-17 * sum(counts.values()))
-
-
-def _fine(counts: Mapping[DpEvent, int]) -> float:
-    """Returns the delta below which the FFT's rounding may cost more than RDP does."""
-    return 100 * _fft_slack(counts)
-
-
-def _self_compose(distribution: pld.PrivacyLossDistribution, count: int) -> pld.PrivacyLossDistribution:
-    if count == 1:
-        return distribution
-    if count <= 100_000:
-        return distribution.self_compose(count)
-    # Two stages save memory: dp_accounting's tail bound is wide for a huge count of a short distribution.
-    inner = math.isqrt(count)
-    outer, rest = divmod(count, inner)
-    stage = distribution.self_compose(inner, tail_mass_truncation=1e-15 / outer)
-    total = _self_compose(stage, outer)
-    return total.compose(_self_compose(distribution, rest)) if rest else total
-
-
-@functools.lru_cache(maxsize=32)  # Up to a few MB each.
-def leaf_pld(leaf: DpEvent, adjacency: Adjacency, interval: float) -> pld.PrivacyLossDistribution:
-    """Returns the PLD of a leaf on a grid."""
-    rule = _pld_rule(leaf, adjacency)
-    assert rule is not None, f"no PLD for {leaf!r}"
-    return rule(value_discretization_interval=interval)
-
-
-def _pld_rule(leaf: DpEvent, adjacency: Adjacency) -> Callable[..., pld.PrivacyLossDistribution] | None:
-    """Returns the function that builds the PLD of a leaf on a grid, or None if the leaf has none."""
-    factor = 2 if adjacency == "replace_one" else 1
-    match leaf:
-        case PureDpEvent():
-            return functools.partial(_discrete_pld, *_worst_pure_pair(leaf.epsilon))
-        case RandomizedResponseDpEvent() if adjacency != "add_remove":
-            return functools.partial(_discrete_pld, *_randomized_response(leaf, adjacency))
-        case GaussianDpEvent():
-            return functools.partial(_gaussian_pld, leaf.noise_multiplier, 1.0, adjacency)
-        case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)):
-            return functools.partial(_gaussian_pld, sigma, leaf.sampling_probability, adjacency)
-        case LaplaceDpEvent():
-            return functools.partial(pld.from_laplace_mechanism, leaf.noise_multiplier, sensitivity=factor)
-        case PoissonSampledDpEvent(event=LaplaceDpEvent(noise_multiplier=scale)) if adjacency != "replace_one":
-            return functools.partial(pld.from_laplace_mechanism, scale, sampling_prob=leaf.sampling_probability)
-        case DiscreteLaplaceDpEvent():
-            sensitivity = factor * leaf.sensitivity
-            return functools.partial(
-                pld.from_discrete_laplace_mechanism, leaf.noise_parameter, sensitivity, use_connect_dots=True
-            )
-        case TruncatedSubsampledGaussianDpEvent():
-            return functools.partial(
-                pld.from_truncated_subsampled_gaussian_mechanism,
-                dataset_size=leaf.dataset_size,
-                sampling_probability=leaf.sampling_probability,
-                truncated_batch_size=leaf.truncated_batch_size,
-                noise_multiplier=leaf.noise_multiplier,
-                neighboring_relation=RELATIONS[adjacency],
-            )
-    return None
-
-
-def _gaussian_pld(
-    sigma: float, q: float, adjacency: Adjacency, value_discretization_interval: float
-) -> pld.PrivacyLossDistribution:
-    """Returns the PLD of a Poisson-sampled Gaussian, ten times faster than dp_accounting except under replace_one."""
-    interval = value_discretization_interval
-    if adjacency == "replace_one":
-        relation = NeighboringRelation.REPLACE_ONE
-        return pld.from_gaussian_mechanism(
-            sigma, value_discretization_interval=interval, sampling_prob=q, neighboring_relation=relation
-        )
-    remove = _gaussian_pmf(sigma, q, AdjacencyType.REMOVE, interval)
-    add = None if q == 1 else _gaussian_pmf(sigma, q, AdjacencyType.ADD, interval)
-    return pld.PrivacyLossDistribution(remove, add)
-
-
-def _gaussian_pmf(sigma: float, q: float, direction: AdjacencyType, interval: float) -> pld_pmf.PLDPmf:
-    """Returns the losses of M = (1-q) N(0, sigma^2) + q N(1, sigma^2) against N(0, sigma^2) (REMOVE) or reversed."""
-    bounds = GaussianPrivacyLoss(sigma, sampling_prob=q, adjacency_type=direction).connect_dots_bounds()
-    first, last = math.floor(bounds.epsilon_lower / interval), math.ceil(bounds.epsilon_upper / interval)
-    grid = np.arange(first, last + 1) * interval
-    # The density ratio of M to N(0) at x is 1 - q + q exp((x - 1/2) / sigma^2). It rises in x, so the hockey-stick
-    # divergence at each grid point integrates one tail, beyond the x where the ratio is exp(grid) or exp(-grid).
-    ratio = grid if direction == AdjacencyType.REMOVE else -grid
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        log_odds = np.where(
-            ratio < 1, np.log1p(np.expm1(ratio) / q), ratio - math.log(q) + np.log1p((q - 1) * np.exp(-ratio))
-        )
-    x = np.where(np.isnan(log_odds), -np.inf, 0.5 + sigma * sigma * log_odds) / sigma
-    sign = -1 if direction == AdjacencyType.REMOVE else 1
-    log_n0, log_n1 = special.log_ndtr(sign * x), special.log_ndtr(sign * (x - 1 / sigma))
-    log_m = np.logaddexp(math.log1p(-q) + log_n0, math.log(q) + log_n1) if q < 1 else log_n1
-    upper, lower = (log_m, log_n0) if direction == AdjacencyType.REMOVE else (log_n0, log_m)
-    deltas = np.clip(np.exp(upper) - np.exp(grid + lower), 0.0, 1.0)
-    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, first, last, deltas)
-
-
-def _worst_pure_pair(epsilon: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the log probabilities of binary randomised response under its two inputs."""
-    log_p = np.array([0.0, -epsilon]) - np.log1p(np.exp(-epsilon))
-    return log_p, log_p[::-1]
-
-
-def _randomized_response(leaf: RandomizedResponseDpEvent, adjacency: Adjacency) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the log probabilities of the answers (true, all others, other record's) under two records."""
-    k, p = leaf.num_buckets, leaf.noise_parameter
-    true, other = 1 - p + p / k, p / k
-    if adjacency == "replace_one":
-        log_p = np.log([true, (k - 2) * other, other] if k > 2 else [true, other])
-        return log_p, log_p[::-1]
-    return np.log([true, (k - 1) * other]), np.log([1 / k, 1 - 1 / k])  # The null record's answer is uniform.
-
-
-def _discrete_pld(
-    log_p: np.ndarray, log_q: np.ndarray, value_discretization_interval: float
-) -> pld.PrivacyLossDistribution:
-    """Returns the PLD of two finite distributions, by connect-the-dots around each loss (arXiv 2207.04380)."""
-    interval = value_discretization_interval
-
-    def pmf(log_upper: np.ndarray, log_lower: np.ndarray) -> pld_pmf.PLDPmf:
-        losses = log_upper - log_lower
-        grid = np.unique(np.concatenate([np.floor(losses / interval), np.ceil(losses / interval)]).astype(int))
-        gaps = np.minimum(grid[:, None] * interval - losses, 0.0)
-        return pld_pmf.create_pmf_pessimistic_connect_dots(interval, grid, -np.expm1(gaps) @ np.exp(log_upper))
-
-    mirrored = np.array_equal(log_q, log_p[::-1])
-    return pld.PrivacyLossDistribution(pmf(log_p, log_q), None if mirrored else pmf(log_q, log_p))
-
-
-def _loss_range(leaf: DpEvent, adjacency: Adjacency) -> float:
-    """Returns roughly the largest loss of a leaf, to bound its grid. It is not a privacy statement."""
-    proxy = _proxy(leaf, adjacency)
-    if isinstance(proxy, PureDpEvent):
-        return proxy.epsilon
-    sigma: float = getattr(proxy, "event", proxy).noise_multiplier
-    return 10 / sigma + 0.5 / sigma / sigma  # dp_accounting truncates the Gaussian at exp(-50), ten deviations.
-
-
-def _scale(counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float) -> float:
-    """Returns roughly the epsilon of a composition, to choose the grid. It is not a privacy statement."""
-    proxies: Counts = Counter()
+    whole: Counts = Counter()
     for leaf, count in counts.items():
-        proxies[_proxy(leaf, adjacency)] += count
-    return _epsilon_from_rdp(_total_rdp(proxies, "add_remove", ROUGH_ORDERS), delta, ROUGH_ORDERS)
+        sampled = isinstance(leaf, PoissonSampledDpEvent) and isinstance(leaf.event, GaussianDpEvent)
+        whole[leaf.event if sampled else leaf] += count
+    return whole
 
 
-def _proxy(leaf: DpEvent, adjacency: Adjacency) -> DpEvent:
-    """Returns an event of similar loss that RDP knows under add_remove, for `_scale` and `_loss_range`."""
-    pure = _leaf_pure_epsilon(leaf, adjacency)
-    if math.isfinite(pure):
-        return PureDpEvent(pure)
-    if isinstance(leaf, TruncatedSubsampledGaussianDpEvent):
-        leaf = PoissonSampledDpEvent(leaf.sampling_probability, GaussianDpEvent(leaf.noise_multiplier / 2))
-    return _rdp_event(leaf, adjacency)
+def _without_certain(counts: Mapping[DpEvent, int], adjacency: Adjacency) -> tuple[float, Mapping[DpEvent, int]]:
+    """Returns the pure epsilon of releases whose loss is certain, up to a millionth, and the others.
+
+    A pure release of a huge epsilon has nearly this loss with nearly probability 1, so that adding
+    its epsilon loses nothing.
+    """
+    rest: Counts = Counter()
+    losses = []
+    for leaf, count in counts.items():
+        loss = _leaf_pure_epsilon(leaf, adjacency)
+        if loss >= _CERTAIN and isinstance(leaf, PureDpEvent | LaplaceDpEvent | DiscreteLaplaceDpEvent):
+            losses.append(count * loss)
+        else:
+            rest[tamed(leaf)] += count
+    return sum(losses), merge_gaussians(rest)
+
+
+def _only_gaussian(counts: Mapping[DpEvent, int], adjacency: Adjacency) -> float | None:
+    """Returns the distance of the pair in standard deviations, rounded up, if all releases are Gaussians."""
+    if not all(isinstance(leaf, GaussianDpEvent) for leaf in counts):
+        return None
+    return (2 if adjacency == "replace_one" else 1) * math.sqrt(precision(counts)) * _ROUNDED_UP
 
 
 # --- Renyi DP ---------------------------------------------------------------------------------------------------
@@ -607,8 +481,8 @@ def _computed_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) 
         rdp: np.ndarray = (np.logaddexp(alpha * loss, (1 - alpha) * loss) - np.logaddexp(loss, 0.0)) / (alpha - 1)
         return rdp + _RDP_SLACK
     accountant = RdpAccountant(orders, RELATIONS[adjacency])
-    with _without_unused_orders():
-        accountant.compose(_rdp_event(leaf, adjacency))
+    with _without_unused_orders(), np.errstate(over="ignore"):
+        accountant.compose(_rdp_event(tamed(leaf), adjacency))
     return np.asarray(accountant.rdp).clip(0.0) + _RDP_SLACK
 
 

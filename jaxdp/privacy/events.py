@@ -92,13 +92,21 @@ def _real(low: float, high: float = math.inf, *, allow_inf: bool = False) -> Cal
     return check
 
 
+# Accounting computes with float64, which holds every integer up to this one.
+_MOST = 2**53
+
+
 def _integer(low: int) -> Callable[[Any], int]:
     def check(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise TypeError(f"must be an integer, got {type(value).__name__}.")
-        if value < low:
-            raise ValueError(f"must be an integer >= {low}, got {int(value)}.")
-        return int(value)
+        number = int(value)
+        if number < low:
+            raise ValueError(f"must be an integer >= {low}, got {number}.")
+        if number > _MOST:
+            digits = math.floor(math.log10(number)) + 1
+            raise ValueError(f"must be at most 2^53, got a number of {digits} digits.")
+        return number
 
     return check
 
@@ -200,13 +208,20 @@ def composition(event: DpEvent) -> Counts:
                 add(leaf, count)
             elif not isinstance(leaf, NoOpDpEvent):
                 counts[leaf] += count
+                if counts[leaf] > _MOST:
+                    raise ValueError(
+                        "SelfComposedDpEvent.count: nested counts must multiply to at most 2^53 releases of a kind. "
+                        "Charge fewer releases."
+                    )
 
     add(event, 1)
     return Counter(dict(sorted(counts.items(), key=lambda item: _dumps(_encode(item[0])))))
 
 
-# Squares of smaller multipliers underflow, and their epsilon exceeds 1e200.
+# Squares of smaller multipliers overflow, and their epsilon exceeds 1e200.
 _NO_NOISE = 1e-100
+# Squares of larger multipliers overflow. They are charged as this one, whose delta is 1e-100 at epsilon 0.
+MOST_NOISE = 1e100
 
 
 def _normal_form(leaf: DpEvent) -> DpEvent:
@@ -215,9 +230,10 @@ def _normal_form(leaf: DpEvent) -> DpEvent:
             GaussianDpEvent(noise_multiplier=scale)
             | LaplaceDpEvent(noise_multiplier=scale)
             | SingleEpochTreeAggregationDpEvent(noise_multiplier=scale)
-            | DiscreteLaplaceDpEvent(noise_parameter=scale)
         ):
             return NonPrivateDpEvent() if scale < _NO_NOISE else leaf
+        case DiscreteLaplaceDpEvent(noise_parameter=0.0):
+            return NonPrivateDpEvent()  # There is no such distribution.
         case RandomizedResponseDpEvent():
             if leaf.num_buckets == 1 or leaf.noise_parameter == 1:
                 return NoOpDpEvent()
@@ -250,8 +266,8 @@ def _merged(event: DpEvent) -> DpEvent:
 
 def precision(gaussians: Mapping[DpEvent, int]) -> float:
     """Returns the sum of count / noise_multiplier^2. One Gaussian of this precision equals all of them."""
-    # Dividing twice avoids the OverflowError of squaring a tiny multiplier.
-    return math.fsum(count / part.noise_multiplier / part.noise_multiplier for part, count in gaussians.items())
+    multipliers = ((min(part.noise_multiplier, MOST_NOISE), count) for part, count in gaussians.items())
+    return math.fsum(count / multiplier / multiplier for multiplier, count in multipliers)
 
 
 def _values(event: DpEvent) -> dict[str, Any]:

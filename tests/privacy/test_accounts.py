@@ -721,6 +721,7 @@ def test_total_needs_one_meaning_of_a_record(ledger):
 
 OLD = Path(__file__).with_name("ledger_before_holds.sql")
 # What the jaxdp that wrote it said: composed events, epsilon at the registered delta and at 1e-3, what remains.
+# Its grid of losses was another one, so that both are above the exact epsilon by up to 1e-4.
 OLD_SAID = {
     "train": (
         {None: times(503, STEP), "north": LaplaceDpEvent(20.0), "south": GaussianDpEvent(4.0)},
@@ -742,7 +743,7 @@ def test_a_ledger_from_before_holds_means_the_same(path):
                 found = ledger.events(name)
                 assert {part: to_json(e) for part, e in found.items()} == {p: to_json(e) for p, e in events.items()}
                 said = ledger.epsilon(name), ledger.epsilon(name, delta=1e-3), ledger.remaining(name)
-                assert said == pytest.approx(numbers, rel=1e-6)
+                assert said == pytest.approx(numbers, rel=1e-4)
             # Once more with a hold, which changes none of these.
             hold = ledger.hold([("train", times(10, STEP)), ("survey", LaplaceDpEvent(4.0))])
         assert rows(path, "SELECT * FROM totals") == totals
