@@ -141,8 +141,8 @@ def device_of(name: str) -> Any:
 def traced_for(name: str) -> Iterator[None]:
     """Makes the library choose the forms of a target.
 
-    It asks for the default backend of the process as it traces. REMOVE this where it asks for the platform for which it
-    is compiled: this is the only place that pretends.
+    Noise asks for the platform that it is compiled for. Clipped gradients, bounds and trainers ask for the default
+    backend of the process as they trace. This is the only place that pretends to be another process.
     """
     backend, device = TARGETS[name].backend, device_of(name)
     with mock.patch.multiple(jax, default_backend=lambda: backend, devices=lambda *_: [device]):
