@@ -230,7 +230,7 @@ def test_a_plan_finds_what_is_left_out(capsys):
     assert planned(capsys, steps=None)["steps"] == "100"
     assert planned(capsys, batch_size=None)["batch size"].startswith("192 expected, sampling probability 0.164384")
     rows = planned(capsys, "--every=25", epsilon=None)
-    assert rows["epsilon"].startswith("3.9998") and rows["epsilon"].endswith(" at delta 1e-05, add_remove")
+    assert rows["epsilon"].startswith("3.99996") and rows["epsilon"].endswith(" at delta 1e-05, add_remove")
     assert rows["delta * records"] == "0.01168"
     assert re.fullmatch(r"25: 1\.99, 50: 2\.795, 75: 3\.\d+, 100: 4", rows["epsilon after steps"])
 

@@ -1,6 +1,7 @@
-"""What the same work costs does not change: events and epsilons as the release before the till charged them.
+"""What the same work costs does not change: events as the release before the till charged them.
 
-golden_charges.json was written by that release, for the work that is repeated here.
+golden_charges.json has the events of that release, for the work that is repeated here. Its epsilons are those of the
+accountant that composes losses by tilted transforms. They differ from the earlier ones by at most 4e-5 of their value.
 """
 
 import json
