@@ -91,7 +91,7 @@ def unfinished(root):
 
 
 def test_every_stage_is_done_and_pays_what_the_config_says(finished):
-    """Compares every epsilon with golden_charges.json, whose events were written before the till existed."""
+    """Compares every event and epsilon with golden_charges.json. The events were written before the till existed."""
     root, states = finished
     golden = json.loads((ROOT / "tests" / "release" / "golden_charges.json").read_text())["lifecycle"]
     with Ledger(root / "ledger.sqlite") as ledger:
