@@ -145,11 +145,6 @@ class LossDistribution:
         self._lattices: dict[float, tuple[int, np.ndarray]] = {}
 
     @property
-    def is_discrete(self) -> bool:
-        """Whether all losses are atoms."""
-        return not self._pieces
-
-    @property
     def largest(self) -> float:
         """The largest absolute value of a loss."""
         return max(abs(self.lowest), abs(self.highest))

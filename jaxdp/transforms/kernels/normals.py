@@ -10,8 +10,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from jaxdp.transforms import chacha, normals, shards
 
@@ -35,6 +33,10 @@ def standard_normals(cipher_key: jax.Array, number: jax.Array, size: int) -> jax
       number: uint32 scalar, word 13 of the cipher's input.
       size: The number of values.
     """
+    # Importing Pallas takes 0.14 s, which only programs for a TPU need.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
     steps = max(1, -(-size // VALUES_PER_STEP))
     rows = steps * VALUES_PER_STEP // LANES
     # Two axes, because a block of the last axis alone has no place in memory under `jax.vmap`.
@@ -51,6 +53,9 @@ def standard_normals(cipher_key: jax.Array, number: jax.Array, size: int) -> jax
 
 
 def _kernel(inputs: jax.Array, values: jax.Array) -> None:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
     cipher_key = [inputs[0, i] for i in range(8)]
     number = inputs[0, 8]
     first = pl.program_id(0) * TURNS
