@@ -6,7 +6,6 @@ model. There the bytes and the operations of each kernel count.
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import glob
@@ -16,9 +15,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 
@@ -72,11 +70,6 @@ class Target:
     options: Mapping[str, Any]
     bandwidth: float
     peaks: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def backend(self) -> str:
-        """The name of its platform in JAX."""
-        return "tpu" if self.platform == "tpu" else "gpu"
 
 
 def _tpu(topology_name: str, bytes_per_cycle: float) -> Target:
@@ -137,25 +130,12 @@ def device_of(name: str) -> Any:
     return topologies.get_topology_desc(platform=target.platform, **target.options).devices[0]
 
 
-@contextlib.contextmanager
-def traced_for(name: str) -> Iterator[None]:
-    """Makes the library choose the forms of a target.
-
-    Noise asks for the platform that it is compiled for. Clipped gradients, bounds and trainers ask for the default
-    backend of the process as they trace. This is the only place that pretends to be another process.
-    """
-    backend, device = TARGETS[name].backend, device_of(name)
-    with mock.patch.multiple(jax, default_backend=lambda: backend, devices=lambda *_: [device]):
-        yield
-
-
 def compile_for(name: str, function: Callable[..., Any], args: Sequence[Any], donate: Sequence[int] = ()) -> Any:
     """Returns (the compiled program, seconds of tracing, seconds of compiling) of a function of abstract arguments."""
     sharding = jax.sharding.SingleDeviceSharding(device_of(name))
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args))
     started = time.perf_counter()
-    with traced_for(name):
-        lowered = jax.jit(function, donate_argnums=tuple(donate)).lower(*placed)
+    lowered = jax.jit(function, donate_argnums=tuple(donate)).lower(*placed)
     traced = time.perf_counter()
     return lowered.compile(), traced - started, time.perf_counter() - traced
 

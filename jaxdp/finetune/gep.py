@@ -41,6 +41,7 @@ from jaxdp.finetune.trainer import (
     moving_params,
     repeatable,
 )
+from jaxdp.transforms import forms
 from jaxdp.transforms.clip_rules import clip_factors
 from jaxdp.transforms.clipping import ClippedGrad, paths_of
 from jaxdp.transforms.lengths import in_units
@@ -246,7 +247,7 @@ class GradientEmbedding(Query):
 
 def _top_level(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles with `repeatable`, which cannot be nested. Inside another program it calls the function directly."""
-    jitted = repeatable(function)
+    jitted = repeatable(function, platform=forms.platform())
 
     def call(*args: Any) -> Any:
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))

@@ -39,7 +39,15 @@ from jaxdp.release import Hosts, derive, digest, new_seed, stream
 from jaxdp.report import counting
 from jaxdp.transforms.clipping import ClippedGrad, Engine, check_params, clipped_grad, paths_of
 from jaxdp.transforms.lengths import tree_in_units
-from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, data_devices, put, rounded_up
+from jaxdp.transforms.meshes import (
+    Layout,
+    ParamSharding,
+    check_mesh,
+    data_devices,
+    platform_of,
+    put,
+    rounded_up,
+)
 from jaxdp.transforms.noise import CPU_OPTIONS, NoiseSchedule, Privatizer, PrivatizeState, privatize
 from jaxdp.transforms.walker import forward_bytes
 
@@ -164,11 +172,12 @@ class PrivateTrainer:
         if self.group and self.unit == "example":
             raise ValueError("unit must name what group=True protects, for example unit='patient', got 'example'.")
         check_mesh(self.mesh, self.data_axes, self.param_sharding, processes=True)
-        object.__setattr__(self, "zeros", repeatable(self._zeros))
-        object.__setattr__(self, "part_sum", repeatable(self._part_sum))
-        object.__setattr__(self, "add", repeatable(self._add, donate=(0,)))
-        object.__setattr__(self, "update", repeatable(self._update))
-        in_place = repeatable(self._update_in_place, donate=(0,), cpu_options=CPU_OPTIONS)
+        compiled = functools.partial(repeatable, platform=platform_of(self.mesh))
+        object.__setattr__(self, "zeros", compiled(self._zeros))
+        object.__setattr__(self, "part_sum", compiled(self._part_sum))
+        object.__setattr__(self, "add", compiled(self._add, donate=(0,)))
+        object.__setattr__(self, "update", compiled(self._update))
+        in_place = compiled(self._update_in_place, donate=(0,), cpu_options=CPU_OPTIONS)
         object.__setattr__(self, "update_in_place", in_place)
 
     def init(self, params: Any) -> TrainState:
@@ -363,7 +372,7 @@ class PrivateTrainer:
             largest *= data_devices(self.mesh, self.data_axes)
             # A call reads and writes arrays like the parameters four times, and a row its values some six times.
             overhead = 4 * moving / max(1, 6 * forward)
-            if jax.default_backend() != "cpu":  # the launches of a call take a GPU as long for a few rows as for many
+            if platform_of(self.mesh) != "cpu":  # the launches of a call take a GPU as long for a few rows as for many
                 overhead = max(overhead, min(largest, self.sampler.expected_batch_size) / 8)
             chosen = PhysicalSizes.choose(self.sampler, largest=largest, overhead=overhead)
             sizes = rounded_up(chosen.sizes, self.mesh, self.data_axes)
@@ -714,7 +723,11 @@ def check_clip_norm(name: str, value: float) -> None:
 
 
 def repeatable(
-    function: Callable[..., Any], *, donate: Sequence[int] = (), cpu_options: dict[str, Any] | None = None
+    function: Callable[..., Any],
+    *,
+    platform: str,
+    donate: Sequence[int] = (),
+    cpu_options: dict[str, Any] | None = None,
 ) -> Any:
     """Compiles a function so that a repeated step has the same bits. Otherwise one noise falls on two gradients.
 
@@ -722,8 +735,9 @@ def repeatable(
     XLA's GPU backend promises this only on request. The other backends always do. On a GPU, and with `cpu_options` of
     XLA, the result cannot be called inside another compiled function.
     """
-    options = {"gpu": {"xla_gpu_deterministic_ops": True}, "cpu": cpu_options}
-    return jax.jit(function, compiler_options=options.get(jax.default_backend()), donate_argnums=donate)
+    on_gpu = {"xla_gpu_deterministic_ops": True}
+    options = {"cuda": on_gpu, "rocm": on_gpu, "cpu": cpu_options}
+    return jax.jit(function, compiler_options=options.get(platform), donate_argnums=donate)
 
 
 def moving_params(gradient: ClippedGrad, params: Any) -> Any:

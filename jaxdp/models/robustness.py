@@ -25,6 +25,7 @@ from jaxdp.data.labels import (
 )
 from jaxdp.data.protocol import inputs_of
 from jaxdp.report import progress_bar
+from jaxdp.transforms import forms
 
 Predict = Callable[[Any, jax.Array], jax.Array]
 
@@ -73,7 +74,7 @@ def robust_accuracy(
         raise ValueError(f"std must be finite and at least 0, one number or several, got {std}.")
     if draws < 1 or (draws_per_call is not None and draws_per_call < 1):
         raise ValueError(f"draws and draws_per_call must be at least 1, got {draws} and {draws_per_call}.")
-    at_once = draws_per_call or (1 if jax.default_backend() == "cpu" else draws)
+    at_once = draws_per_call or (1 if forms.platform() == "cpu" else draws)
     numbers, _ = pad_to_physical(np.arange(draws), min(at_once, draws))
     counts = np.zeros((3, len(stds), *numbers.shape), np.int64)
     key = jax.random.key(seed)

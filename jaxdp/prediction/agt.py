@@ -29,6 +29,7 @@ from jaxdp.prediction.checks import check_queries, distances, one_of
 from jaxdp.prediction.plan import Layout, Plan, Threat, Trainable, Training, make_plan
 from jaxdp.prediction.sums import SHIFT, Total, add_units, add_up, carry, public_rows
 from jaxdp.report import progress_bar
+from jaxdp.transforms import forms
 from jaxdp.transforms.boxes import Interval, lower, outward, slack, unchecked, upper
 from jaxdp.transforms.interval_rules import certain_argmax
 from jaxdp.transforms.intervals import bound, stage
@@ -518,9 +519,14 @@ def _batch_step(
     used: jax.Array | None,
 ) -> _State:
     """Runs one batch. The first batch, the other ones of the first epoch, and those of later epochs are programs."""
-    gradients = _Gradients.of(loss_fn, plan, state.params, frozen, data)
-    changes = jnp.asarray(plan.ks) if used is None else jnp.zeros_like(used)
-    return _step(gradients, gradients.batch(data, rows), state, rate, changes, used)
+
+    def step(frozen: Leaves, data: Any, state: _State, rows: jax.Array, rate: Any, used: Any) -> _State:
+        gradients = _Gradients.of(loss_fn, plan, state.params, frozen, data)
+        changes = jnp.asarray(plan.ks) if used is None else jnp.zeros_like(used)
+        return _step(gradients, gradients.batch(data, rows), state, rate, changes, used)
+
+    result: _State = forms.for_platform(step, frozen, data, state, rows, rate, used)
+    return result
 
 
 def _step(
@@ -560,7 +566,7 @@ def _each(plan: Plan, function: Callable[[Any], Line], xs: Any) -> Line:
 
     def run(xs: Any) -> Line:
         # A processor runs the lines in sequence, for its cache. An accelerator runs them in parallel.
-        lines: Line = lax.map(function, xs) if jax.default_backend() == "cpu" else jax.vmap(function)(xs)
+        lines: Line = lax.map(function, xs) if forms.platform() == "cpu" else jax.vmap(function)(xs)
         return lines
 
     if plan.mesh is None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.backend import backends
 
 from jaxdp.version import __version__
 
@@ -96,15 +97,20 @@ def calls_host(text: str) -> bool:
 
 def deterministic() -> bool:
     """Returns whether another process computes the same bits. XLA chooses GPU algorithms by their speed."""
-    return jax.default_backend() != "gpu" or "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "")
+    on_request = "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "")
+    return on_request or not any(device.platform == "gpu" for device in devices())
+
+
+def devices() -> list[jax.Device]:
+    """Returns the devices of all platforms of this process. It may compute on others than the default ones."""
+    return [device for backend in backends().values() for device in backend.devices()]
 
 
 def environment() -> dict[str, Any]:
     """Returns the facts, other than program and data, that determine the last bits of a result."""
-    devices = jax.devices()
     return {
         **versions(),
-        "devices": [f"{device.device_kind}, {device.client.platform_version}" for device in devices],
+        "devices": [f"{device.device_kind}, {device.client.platform_version}" for device in devices()],
         "flags": {n: repr(v) for n, v in jax.config.values.items() if not n.upper().startswith(_HARMLESS)},
         "variables": {n: v for n, v in os.environ.items() if n.startswith(PREFIXES) and not n.startswith(_HARMLESS)},
         "host": [platform.node(), *processor()],

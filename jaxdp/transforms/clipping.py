@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxdp.transforms import draws, rounding, shards, sites, walker
+from jaxdp.transforms import draws, forms, rounding, shards, sites, walker
 from jaxdp.transforms.clip_rules import CLIP_RULES, ClipRule, check_clip_rule, clip_factors, find_rule
 from jaxdp.transforms.compiler import check_options
 
@@ -483,6 +483,23 @@ def _sums_of(
     clip_norm: Any,
     bound: Any,
 ) -> Sums:
+    """Computes the clipped sums of a batch, in the forms of the platform that it is compiled for."""
+    sums: Sums = forms.for_platform(
+        functools.partial(_sums_on_platform, f, program), consts, moving, batch, unmasked, clip_norm, bound
+    )
+    return sums
+
+
+def _sums_on_platform(
+    f: ClippedGrad,
+    program: _Program,
+    consts: list[Any],
+    moving: list[Any],
+    batch: Any,
+    unmasked: jax.Array,
+    clip_norm: Any,
+    bound: Any,
+) -> Sums:
     """Computes the clipped sums of a batch, by chunks of the size that `f` asks for."""
     step = functools.partial(_chunk_sum, f, program, consts, moving, clip_norm, bound)
     if f.microbatch_size is None or f.microbatch_size >= len(unmasked):
@@ -544,9 +561,14 @@ def _formed(static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key
     if len(unmasked):
         # Layer by layer is faster than `vmap` for convolutions.
         engine = _vmap if static.f.engine == "vmap" else functools.partial(_bookkeeping, choose=lambda *_: "keep")
-        result = engine(*_traced(loss, moving, batch), moving, batch)
-        assert result.grads is not None
-        grads, finite = result.grads, result.finite
+        program, consts = _traced(loss, moving, batch)
+
+        def formed(consts: list[Any], moving: list[Any], batch: Any) -> tuple[list[jax.Array], jax.Array]:
+            result = engine(program, consts, moving, batch)
+            assert result.grads is not None
+            return result.grads, result.finite
+
+        grads, finite = forms.for_platform(formed, consts, moving, batch)
     grads = [_keep_rows(g, unmasked & finite) for g in grads]
     return PerExampleGrads(static.tree(grads), (unmasked & ~finite).sum(dtype=jnp.int32))
 
@@ -726,7 +748,11 @@ def _without_rows(rows: Any, keep: jax.Array, needed: jax.Array) -> Any:
     leaves, treedef = jax.tree.flatten(rows)
     # XLA copies an array that a loop carries twice, such as the input of several layers.
     each = {id(x): x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
-    found = dict(zip(each, _kept_in_place(list(each.values()), keep, needed), strict=True))
+    if forms.platform() == "tpu":  # XLA computes it where a product reads the rows
+        rows_kept = [_keep_rows(x, keep) for x in each.values()]
+    else:
+        rows_kept = _kept_in_place(list(each.values()), keep, needed)
+    found = dict(zip(each, rows_kept, strict=True))
     return jax.tree.unflatten(treedef, [found.get(id(x), x) for x in leaves])
 
 
@@ -957,7 +983,7 @@ class _Component:
         """Returns bounds on how the gradient may differ if it is formed again: of its square, and of its norm."""
         kind = self.squared_norms.dtype
         apart = _total([site.without_cancellation(r, g) for site, r, g in self._columns], kind)
-        terms = max(site.terms for site, _, _ in self._columns) + len(self._columns)
+        terms = max(site.terms for site, _, _ in self._columns) + len(self._columns) + sites.lost_in_parts()
         return jnp.zeros_like(apart), 2 * rounding.of_sum(terms, kind) * apart
 
     def _oriented_factors(self) -> list[Any]:
@@ -1055,7 +1081,7 @@ def can_factor(component: list[sites.Site]) -> bool:
 # of an embedding of 50,000 tokens takes 150 MB.
 _ROOM = 2.0**24
 # The number of floating-point operations that take as long as moving one byte. Only orders of magnitude matter.
-_BALANCE = {"cpu": 4.0, "gpu": 20.0, "tpu": 50.0}
+_BALANCE = {"cpu": 4.0, "cuda": 20.0, "rocm": 20.0, "tpu": 50.0}
 
 
 def method_costs(component: list[sites.Site], leaf_size: int, keep: bool) -> tuple[dict[str, float], float]:
@@ -1063,7 +1089,7 @@ def method_costs(component: list[sites.Site], leaf_size: int, keep: bool) -> tup
 
     The methods are "factors", "keep" (per-example gradients) and "drop" (form them twice).
     """
-    balance = _BALANCE.get(jax.default_backend(), 20.0)
+    balance = _BALANCE[forms.platform()]
     activations = factors = contract = form = gram = 0.0
     lookups = sum(isinstance(site.rule, sites.Lookup) for site in component)
     lookups_only = lookups == len(component)

@@ -6,8 +6,10 @@ a host with a GPU. So a form is chosen when a program is lowered, and not when i
 that have none. It also leaves a kernel in programs that XLA divides among devices, which the compiler refuses.
 """
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +19,68 @@ from jax.interpreters import ad, batching, mlir
 # Platforms as `jax.jit(...).lower(lowering_platforms=...)` names them.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
+# The major number of the compute capability of a CUDA device that is not there. Ampere has 8.
+_MODERN = 8
+
 Forms = tuple[tuple[str, Callable[..., Any]], ...]  # by platform, of flat arguments
+
+_traced = contextvars.ContextVar[str | None]("_traced", default=None)
+
+
+def platform() -> str:
+    """Returns the platform for which the calling form is traced, elsewhere that of this process."""
+    return _traced.get() or own_platform()
+
+
+def own_platform() -> str:
+    """Returns the platform on which this process computes what is not on a device yet, of `PLATFORMS`."""
+    device = jax.config.values["jax_default_device"] or jax.local_devices()[0]
+    return device if isinstance(device, str) else platform_of(device)
+
+
+def platform_of(device: jax.Device) -> str:
+    """Returns the platform of a device, of `PLATFORMS`."""
+    if device.platform != "gpu":
+        return str(device.platform)
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def capability() -> int:
+    """Returns the major number of the compute capability of CUDA devices, by default a modern one."""
+    known = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")[0]
+    return int(known) if known.isdigit() else _MODERN
+
+
+@contextlib.contextmanager
+def traced_for(name: str) -> Iterator[None]:
+    """Lets `platform` return `name`. What was traced before, such as a compiled function, keeps its forms."""
+    token = _traced.set(name)
+    try:
+        yield
+    finally:
+        _traced.reset(token)
+
+
+def for_platform(function: Callable[..., Any], *args: Any) -> Any:
+    """Returns `function(*args)`, traced apart for each platform that the program is compiled for.
+
+    `platform` tells the function which one it is. The function must not close over traced values.
+    """
+    if _traced.get() is not None:
+        return function(*args)
+    own = own_platform()
+    precision = jax.config.values["jax_default_matmul_precision"]
+
+    def form(name: str) -> Callable[..., Any]:
+        def traced(*args: Any) -> Any:
+            with traced_for(name), jax.default_matmul_precision(precision):
+                return function(*args)
+
+        return traced
+
+    others = {name: form(name) for name in PLATFORMS if name != own}
+    return by_platform(*args, default=form(own), kernels=None, **others)
+
 
 _form = Primitive("jaxdp_form")
 _form.multiple_results = True
@@ -46,24 +109,27 @@ def by_platform(
     def flat(*leaves: Any) -> Any:
         return default(*jax.tree.unflatten(structure, leaves))
 
+    mesh = jax.sharding.get_abstract_mesh()
     program, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
     if any(isinstance(x, jax.core.Tracer) for x in program.consts):
         raise TypeError("default closes over a traced value. Pass the value as an argument of by_platform.")
 
     def own(functions: Mapping[str, Callable[..., Any]]) -> Forms:
-        return tuple((name, functools.partial(_flat, f, structure)) for name, f in functions.items())
+        return tuple((name, functools.partial(_flat, f, structure, mesh)) for name, f in functions.items())
 
     results = _form.bind(*leaves, default=program, forms=own(forms), kernels=own(kernels or {}))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def _flat(form: Callable[..., Any], structure: Any, *leaves: Any) -> list[Any]:
-    return jax.tree.leaves(form(*jax.tree.unflatten(structure, leaves)))
+def _flat(form: Callable[..., Any], structure: Any, mesh: Any, *leaves: Any) -> list[Any]:
+    # A form is traced when the program is lowered, where the mesh in context is no longer known.
+    with contextlib.nullcontext() if mesh.empty else jax.sharding.use_abstract_mesh(mesh):
+        return jax.tree.leaves(form(*jax.tree.unflatten(structure, leaves)))
 
 
-@_form.def_abstract_eval
+@_form.def_effectful_abstract_eval
 def _shapes(*_: Any, default: Any, forms: Forms, kernels: Forms) -> Any:
-    return default.out_avals
+    return default.out_avals, default.effects
 
 
 @_form.def_impl

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxdp.transforms import forms
 from jaxdp.transforms.clipping import paths_of
 
 ParamSharding = Callable[[str, Any], PartitionSpec]
@@ -44,6 +45,11 @@ def check_mesh(
             f"mesh has devices of the processes {sorted(there)} only, of {jax.process_count()}. Make it of "
             "jax.devices(), or of jax.local_devices() to train in this process alone."
         )
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    """Returns the platform of the devices of a mesh, without one that of this process, of `forms.PLATFORMS`."""
+    return forms.platform() if mesh is None else forms.platform_of(mesh.devices.flat[0])
 
 
 @jax.tree_util.register_static

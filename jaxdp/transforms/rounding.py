@@ -32,7 +32,8 @@ import jax.numpy as jnp
 SLACK = 2.0**-8
 
 # Roundings of an entry of a contribution other than the additions over positions: the product with the clip factor, in
-# up to three parts, and the sums of the parts, of devices and of positions that are added apart.
+# up to two parts, and the sums of the parts, of devices and of positions that are added apart. Parts of 8 bits lose
+# more, which the caller counts as terms.
 _OTHERS = 8
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdp.transforms import opaque, rounding, shards
+from jaxdp.transforms import forms, opaque, rounding, shards
 
 # Products below the smallest normal float32 are flushed to zero. Each counts as this much instead.
 _FLUSHED = 2.0**-126
@@ -44,8 +44,12 @@ _PART = 2**22
 # Accelerators multiply float32 in TF32 or bfloat16 by default, which changes norms and sums by 1e-3 and more.
 PRECISION = lax.Precision.HIGHEST
 
-# Stored bits of the significands of what tensor cores multiply exactly.
+# Stored bits of the significands of what the units of accelerators multiply exactly.
 _TF32, _BFLOAT16 = 10, 7
+# What `jax_default_matmul_precision` may say where a plain step multiplies so few bits.
+_FAST = ("bfloat16", "tensorfloat32")
+# The compute capability from which on a GPU multiplies TF32 and bfloat16.
+_AMPERE = 8
 
 
 @jax.tree_util.register_dataclass
@@ -116,69 +120,88 @@ def settled(x: jax.Array) -> jax.Array:
     return rounded.astype(x.dtype)
 
 
-def _multiplies(dtype: Any) -> bool:
-    """Returns whether the device multiplies bfloat16, or float32 in TF32, many times faster than float32."""
-    if dtype == jnp.bfloat16 and jax.default_backend() == "tpu":
-        return True
-    capability = str(getattr(jax.devices()[0], "compute_capability", "")).partition(".")[0]
-    return jax.default_backend() == "gpu" and capability.isdigit() and int(capability) >= 8
+def multiplied_bits() -> int | None:
+    """Returns how many stored bits of a significand a plain step multiplies where operands are float32.
 
-
-def in_tf32() -> bool:
-    """Returns whether a plain step multiplies float32 in TF32: on a GPU that can, unless JAX is told otherwise."""
+    They are those of TF32 on a GPU that has it, those of bfloat16 on a TPU, and None where they are
+    all bits: on other platforms, and where JAX is told so.
+    """
     asked = jax.config.values["jax_default_matmul_precision"]
-    return asked in (None, "default", "fastest", "tensorfloat32") and _multiplies(jnp.float32)
+    if asked not in (None, "default", "fastest", *_FAST):
+        return None
+    if forms.platform() == "tpu":
+        return None if asked == "tensorfloat32" else _BFLOAT16
+    in_tf32 = forms.platform() == "cuda" and forms.capability() >= _AMPERE
+    return _TF32 if in_tf32 and asked != "bfloat16" else None
 
 
-def _precision() -> lax.Precision:
-    """Returns the precision of a product of what `settled_at` returns. TF32 multiplies that without rounding."""
-    return lax.Precision.DEFAULT if in_tf32() else PRECISION
+def _multiplies_bfloat16() -> bool:
+    """Returns whether the platform multiplies bfloat16 many times faster than float32."""
+    platform = forms.platform()
+    return platform == "tpu" or (platform == "cuda" and forms.capability() >= _AMPERE)
+
+
+def settled_precision() -> lax.Precision:
+    """Returns the precision of a product of what `settled_at` returns. It multiplies that without rounding."""
+    return PRECISION if multiplied_bits() is None else lax.Precision.DEFAULT
 
 
 def settled_at(rule: "Rule", record: Any, g: Any) -> Any:
     """Rounds the record and the cotangent of a site to what is multiplied there, and returns both.
 
-    A plain step rounds factors of float32 to TF32 where the device multiplies in it. Here they are rounded before,
+    A plain step rounds factors of float32 where the platform multiplies fewer bits. Here they are rounded before,
     so the norm and the sum have the same factors. All products of such factors are exact.
     """
+    bits = multiplied_bits()
 
     def rounded(x: jax.Array) -> jax.Array:
-        return lax.reduce_precision(x, 8, _TF32) if x.dtype == jnp.float32 else x
+        return x if bits is None or x.dtype != jnp.float32 else lax.reduce_precision(x, 8, bits)
 
     pair = jax.tree.map(settled, (record, g))
-    return jax.tree.map(rounded, pair) if isinstance(rule, (Dot, Conv)) and in_tf32() else pair
+    return jax.tree.map(rounded, pair) if isinstance(rule, (Dot, Conv)) else pair
 
 
 def _exact_parts(x: jax.Array, rule: "Rule", record: Any) -> list[jax.Array]:
     """Returns a sum of arrays for `x`, each of which the device multiplies with `record` without rounding.
 
-    `x` is a cotangent times a factor in float32. Three bfloat16 have all its bits, and two TF32 all but two.
+    `x` is a cotangent times a factor in float32. Two parts have 16 of its 24 bits in bfloat16, and 22 in
+    TF32. `rounding.of_sum` counts what they lack.
     """
     if not isinstance(rule, (Dot, Conv)) or x.dtype != jnp.float32:
         return [x]
-    if isinstance(rule, Dot) and record.dtype == jnp.bfloat16 and _multiplies(jnp.bfloat16):
-        count, bits, dtype = 3, _BFLOAT16, jnp.bfloat16
-    elif in_tf32():
-        count, bits, dtype = 2, _TF32, jnp.float32
-    else:
+    dtype: Any = jnp.float32
+    bits = multiplied_bits()
+    if isinstance(rule, Dot) and record.dtype == jnp.bfloat16 and _multiplies_bfloat16():
+        bits, dtype = _BFLOAT16, jnp.bfloat16
+    if bits is None:
         return [x]
-    parts = []
-    for _ in range(count):
-        parts.append(lax.reduce_precision(x, 8, bits))
-        x = x - parts[-1]
-    return [part.astype(dtype) for part in parts]
+    first = lax.reduce_precision(x, 8, bits)
+    second = lax.reduce_precision(x - first, 8, bits)
+    return [first.astype(dtype), second.astype(dtype)]
 
 
-def _contracted(x: jax.Array, y: jax.Array, over: Sequence[int], batch: Sequence[int] = ()) -> jax.Array:
+def lost_in_parts() -> int:
+    """Returns the rounding of `_exact_parts`, as a number of additions of `rounding.of_sum`."""
+    return 2**7 if _multiplies_bfloat16() else 0  # 2**-16, in units of 2**-23
+
+
+def _contracted(
+    x: jax.Array,
+    y: jax.Array,
+    over: Sequence[int],
+    batch: Sequence[int] = (),
+    precision: lax.Precision | None = None,
+) -> jax.Array:
     """Contracts equal dimensions of two arrays of any dtype. It accumulates in float32 or wider.
 
-    `jnp.einsum` gives the same product, but takes twenty times as long to trace.
+    `jnp.einsum` gives the same product, but takes twenty times as long to trace. The arrays are settled, unless a
+    precision is given.
     """
     kind = wide_dtype(x, y)
     if x.dtype != y.dtype:
         x, y = x.astype(kind), y.astype(kind)
     numbers = ((over, over), (batch, batch))
-    return lax.dot_general(x, y, numbers, preferred_element_type=kind, precision=_precision())
+    return lax.dot_general(x, y, numbers, preferred_element_type=kind, precision=precision or settled_precision())
 
 
 def _outer_sum(u: jax.Array, w: jax.Array) -> jax.Array:
@@ -403,7 +426,7 @@ class Conv(Rule):
         fold = self.strides[0] if joined == 1 and self._folds(0) else 1
         entries = fold * self.rows // math.prod(self.window[:joined])  # of a row
         overlap, alone = self.window != self.strides, shards.auto_devices() == 1
-        if not (overlap and alone and g.size and self.groups == 1 and entries >= 8) or jax.default_backend() != "cpu":
+        if not (overlap and alone and g.size and self.groups == 1 and entries >= 8) or forms.platform() != "cpu":
             return super().weight_grads(record, g)
 
         zero = opaque.zero(g)  # else XLA pads and takes memory long before there is a cotangent
@@ -469,7 +492,7 @@ class Conv(Rule):
                 rhs_dilation=self.kernel_dilation,
                 dimension_numbers=self.numbers,
                 feature_group_count=self.groups,
-                precision=_precision(),
+                precision=settled_precision(),
             )
 
         kernel = jax.ShapeDtypeStruct(self.weight_shape, g.dtype)
@@ -647,7 +670,7 @@ class Site:
 
         grad = self.rule.weight_grad
         # In a conditional or a loop, XLA on CPU runs a convolution many times slower than the same dot products.
-        if isinstance(self.rule, Conv) and jax.default_backend() != "cpu":
+        if isinstance(self.rule, Conv) and forms.platform() != "cpu":
             grad = self.rule.weight_grad_by_primitive
         form = _vmap_or_squeeze(grad)
         record, parts = jax.tree.map(together, (record, _exact_parts(g, self.rule, record)))
@@ -688,8 +711,8 @@ def _vmap_or_squeeze(fn: Callable[[Any, jax.Array], jax.Array]) -> Callable[[Any
     return mapped
 
 
-def inner_products(x: Factor, y: Factor) -> jax.Array:
-    """Computes the inner products [B, S, T, T'] of all rows."""
+def inner_products(x: Factor, y: Factor, precision: lax.Precision | None = None) -> jax.Array:
+    """Computes the inner products [B, S, T, T'] of all rows. They are settled, unless a precision is given."""
     if isinstance(x, OneHot) and isinstance(y, OneHot):
         same = (x.index[..., :, None] == y.index[..., None, :]) & (x.index >= 0)[..., :, None]
         return same.astype(jnp.float32)
@@ -701,11 +724,11 @@ def inner_products(x: Factor, y: Factor) -> jax.Array:
         return _wide(picked)
     n, whole = x.shape[-1], x.shape[-1] // _BLOCK
     if whole < 2:
-        return _contracted(x, y, [3], [0, 1])
+        return _contracted(x, y, [3], [0, 1], precision)
 
     def product(start: Any, size: int) -> jax.Array:
         u, w = (lax.dynamic_slice_in_dim(z, start, size, axis=-1) for z in (x, y))
-        return _contracted(u, w, [3], [0, 1])
+        return _contracted(u, w, [3], [0, 1], precision)
 
     def add(total: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
         return total + product(start, _BLOCK), None
@@ -794,8 +817,11 @@ def _square(x: jax.Array) -> jax.Array:
 
 def _grams(x: Pair, y: Pair, kind: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the inner products <u_t, u'_t'> and <w_t, w'_t'> [B, S, T, T'] of two pairs of factors."""
-    products = [inner_products(p, q).astype(kind) for p, q in zip(x[0], y[0], strict=True)]
-    return functools.reduce(jnp.add, products), inner_products(x[1], y[1]).astype(kind)
+    # The sums of rows of a lookup are not settled.
+    lookup = any(isinstance(factor, OneHot) for parts, w in (x, y) for factor in (*parts, w))
+    precision = PRECISION if lookup else None
+    products = [inner_products(p, q, precision).astype(kind) for p, q in zip(x[0], y[0], strict=True)]
+    return functools.reduce(jnp.add, products), inner_products(x[1], y[1], precision).astype(kind)
 
 
 def gram_rows(positions: int) -> int:
@@ -822,7 +848,7 @@ def _terms(pairs: Sequence[Pair]) -> int:
     """Returns how many terms an entry of the gradient may be a sum of, one after the other."""
     ones = [any(isinstance(x, OneHot) and x.distinct for x in (*parts, w)) for parts, w in pairs]
     most = max(1 if one else _positions(pair) for one, pair in zip(ones, pairs, strict=True))
-    return most + len(pairs)
+    return most + len(pairs) + lost_in_parts()
 
 
 def _additions(xs: Sequence[Factor], ys: Sequence[Factor]) -> int:
@@ -881,7 +907,7 @@ def _gram_norm(pair: Pair, kind: Any) -> tuple[jax.Array, jax.Array, tuple[jax.A
 
     places = list(itertools.combinations_with_replacement(range(positions // size), 2))
     twice = jnp.array([1 if i == j else 2 for i, j in places], kind)[:, None]
-    if jax.default_backend() == "gpu" and len(places) <= _UNROLLED:  # a loop copies what it reads and writes
+    if forms.platform() != "cpu" and len(places) <= _UNROLLED:  # a loop copies what it reads and writes
         sums = [jnp.stack(xs) for xs in zip(*map(block, places), strict=True)]
     else:
         sums = list(lax.map(block, jnp.array(places)))

@@ -2,6 +2,7 @@
 
 import signal
 import stat
+import types
 
 import jax
 import jax.numpy as jnp
@@ -180,7 +181,8 @@ def test_what_calls_back_to_python_is_never_repeated(tmp_path):
 
 
 def test_what_a_gpu_may_compute_otherwise_is_never_repeated(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="H100", client=jax.devices()[0].client)
+    monkeypatch.setattr(identity, "devices", lambda: [gpu])
     for flags, charges in (("", 2), ("--xla_gpu_deterministic_ops=true", 1)):
         monkeypatch.setenv("XLA_FLAGS", flags)
         ledger, seen, workdir = new_ledger(), [], tmp_path / f"run{charges}"

@@ -9,6 +9,8 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jaxdp
+from jaxdp.transforms import forms
 from jaxdp.transforms.forms import by_platform
 from jaxdp.transforms.shards import shape_like
 
@@ -81,3 +83,58 @@ def test_trees_go_in_and_out():
 def test_a_form_that_closes_over_a_traced_value_is_refused():
     with pytest.raises(TypeError, match="default closes over a traced value"):
         jax.jit(lambda x: by_platform(x, default=lambda y: y * x))(X)
+
+
+def test_a_function_is_traced_for_each_platform_that_is_compiled_for():
+    def named(x):
+        return x + 1 if forms.platform() == "tpu" else 2 * x
+
+    def chosen(x):
+        return forms.for_platform(named, x)
+
+    added = {name: "add" in lowered(chosen, X, platform=name) for name in ("cpu", "cuda", "tpu")}
+    assert added == {"cpu": False, "cuda": False, "tpu": True}
+    np.testing.assert_array_equal(jax.jit(chosen)(X), 2 * X)
+    with forms.traced_for("tpu"):
+        np.testing.assert_array_equal(chosen(X), X + 1)
+    assert forms.platform() == "cpu"
+    exported = jax.export.export(jax.jit(chosen), platforms=("cpu", "tpu"))(X)
+    np.testing.assert_array_equal(exported.call(X), 2 * X)
+
+
+def test_settings_of_a_call_hold_when_its_forms_are_traced():
+    """Forms of other platforms are traced after the call, where the settings no longer hold."""
+
+    def asked(x):
+        highest = jax.config.values["jax_default_matmul_precision"] == "highest"
+        return x * 3 if highest else x
+
+    with jax.default_matmul_precision("highest"):
+        traced = jax.jit(lambda x: forms.for_platform(asked, x)).trace(X)
+    for platform in ("cpu", "tpu"):
+        assert "multiply" in traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_one_process_compiles_a_clipped_gradient_for_two_platforms():
+    """The forms of a TPU round to bfloat16 and zero no rows in a loop. Those of a CPU do neither."""
+
+    def loss(params, example):
+        return jnp.tanh(example @ params).sum()
+
+    gradient = jaxdp.clipped_grad(loss, clip_norm=1.0)
+    args = (jnp.ones((128, 4)), jnp.ones((3, 8, 128)))
+    traced = jax.jit(lambda *args: gradient(*args).grads).trace(*args)
+    for platform, on_tpu in (("cpu", False), ("tpu", True), ("cpu", False)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("reduce_precision" in text) == on_tpu
+        assert ("stablehlo.while" in text) != on_tpu
+
+
+def test_effects_of_a_form_are_kept(capfd):
+    def shown(x):
+        jax.debug.print("sum {}", x.sum())
+        return x
+
+    jax.block_until_ready(jax.jit(lambda x: forms.for_platform(shown, x))(X))
+    jax.effects_barrier()
+    assert "sum 523776" in capfd.readouterr().out
