@@ -162,10 +162,13 @@ def of_tpu(program: hlo.Program, target: Target, dump: str = "") -> dict[str, An
     kernels: dict[str, dict[str, Any]] = {}
     silent = collections.Counter[str]()
     schedules = {} if not dump else _schedules(dump)
+    # The compiler schedules equal kernels once.
+    of_body = {_body(s.instruction): schedules[s.instruction.name] for s in steps if s.instruction.name in schedules}
     for step in steps:
         instruction = step.instruction
         if target_of(instruction) == "tpu_custom_call":
-            kernels[instruction.name] = _kernel(program, step, target, schedules)
+            bundles = schedules.get(instruction.name, of_body.get(_body(instruction)))
+            kernels[instruction.name] = _kernel(program, step, target, bundles)
         elif cycles := _cycles(instruction):
             by_source[instruction.source or instruction.opcode] += step.times * cycles
         elif instruction.opcode not in hlo.FREE:
@@ -201,9 +204,14 @@ def _costliest(by_source: collections.Counter[str], total: float) -> list[dict[s
     ]
 
 
-def _kernel(program: hlo.Program, step: hlo.Step, target: Target, schedules: Mapping[str, float]) -> dict[str, Any]:
+def _body(instruction: hlo.Instruction) -> str:
+    """Returns the program of a Pallas kernel as the compiler was given it, or the name of another instruction."""
+    found = re.search(r'"body":"([^"]*)"', instruction.rest)
+    return found[1] if found else instruction.name
+
+
+def _kernel(program: hlo.Program, step: hlo.Step, target: Target, bundles: float | None) -> dict[str, Any]:
     """Returns the estimate of a Pallas kernel: its bundles, or its bytes if these take longer."""
-    bundles = schedules.get(step.instruction.name)
     shapes = [step.instruction.shape, *program.operands(step)]
     moved = sum(map(hlo.byte_size, shapes)) / target.bandwidth
     return {
@@ -248,6 +256,9 @@ def bundles(text: str) -> float:
     for line in text.splitlines():
         bundle = re.match(r"^\s*(?:0x[0-9a-f]+|0)\s*(\w*)\s*:\s*((?:> ?)*)\{", line)
         if bundle is None:
+            continue
+        if line[bundle.end() :].startswith("}"):  # an empty bundle has no marks, and is where the last one was
+            open_loops[-1][0] += 1
             continue
         depth = 1 + bundle[2].count(">")
         close(depth if bundle[1] != "LB" else depth - 1)

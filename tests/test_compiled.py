@@ -178,11 +178,25 @@ LB: loop body
 def test_bundles_of_loops_count_as_often_as_they_turn(tmp_path):
     assert compiled_targets.bundles(SCHEDULE) == 2 + 10 * (3 + 16 * 3) + 4 * 2 + 1
     assert compiled_targets.bundles(SCHEDULE.replace(", 16 /*", ", %s9 /*")) == 2 + 10 * (3 + 3) + 4 * 2 + 1
+    empty = SCHEDULE.replace("   0x5   : >> {", "   0x5   :  {}\n   0x55   : >> {")  # of the inner loop
+    assert compiled_targets.bundles(empty) == 2 + 10 * (3 + 16 * 4) + 4 * 2 + 1
     (tmp_path / "1-kernel.1-01-final_bundles.txt").write_text(SCHEDULE)
     (tmp_path / "1-kernel.1-00-schedule-analysis_final_bundles.txt").write_text("no schedule")
     found = compiled_targets.of_tpu(parsed(TPU), compiled_targets.TARGETS["v5e"], str(tmp_path))
     (kernel,) = found["pallas"]
     assert kernel["bundles"] == 521 and kernel["cycles"] == kernel["cycles_of_bytes"] > 521  # bytes take longer
+
+
+def test_equal_kernels_share_their_schedule(tmp_path):
+    """The compiler schedules one of them."""
+    (tmp_path / "1-kernel.1-01-final_bundles.txt").write_text(SCHEDULE)
+    body = 'backend_config={"custom_call_config":{"body":"SAME"}}'
+    kernel = re.search("  ROOT %kernel.1 = .*", TPU)[0]
+    one, other = (f"{kernel}, {text}" for text in (body, body.replace("SAME", "OTHER")))
+    more = [f"  %kernel.{n} = " + text.partition(" = ")[2] for n, text in ((2, one), (3, other))]
+    text = TPU.replace(kernel, "\n".join([*more, one]))
+    found = compiled_targets.of_tpu(parsed(text), compiled_targets.TARGETS["v5e"], str(tmp_path))
+    assert [kernel["bundles"] for kernel in found["pallas"]] == [521, None, 521]
 
 
 GPU = """HloModule jit_f

@@ -1,0 +1,155 @@
+"""Squared norms of per-example gradients of dense layers by forming them, on a TPU.
+
+The kernel forms blocks of u_i^T w_i in the memory of the chip and writes sums of their squares. It costs one product
+for each example, and is for long examples of narrow layers, where Gram matrices cost more.
+"""
+
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdp.transforms import shards
+from jaxdp.transforms.kernels import gram, tiles
+
+# Cycles of products in one step of the grid. They bound the size of the program.
+_STEP = 6_500
+# Cycles that a step takes beside its products.
+_OVERHEAD = 220
+# Cycles in which squares of a tile of 8 x 128 entries are added, if the products take less.
+_SQUARES = 7
+_SUBLANES = 8
+_LONGEST = 4096
+
+
+class _Blocks(NamedTuple):
+    rows: int
+    cols: int
+    cycles: float  # of one example
+
+
+def cycles(positions: int, rows: int, cols: int, itemsize: int = 2) -> float:
+    """Returns the estimated cycles of one example: of its products, of adding squares, or of reading it."""
+    return _blocks(positions, rows, cols, itemsize).cycles
+
+
+@functools.cache
+def _blocks(positions: int, rows: int, cols: int, itemsize: int) -> _Blocks:
+    """Returns the sizes of the blocks of one step: those of the least cost."""
+
+    def block(block_rows: int, block_cols: int) -> _Blocks:
+        entries = tiles.padded(block_rows, tiles.PACKED) * tiles.padded(block_cols)
+        products = tiles.padded(positions) * entries / tiles.PRODUCTS_PER_CYCLE
+        squares = _SQUARES * entries / (_SUBLANES * tiles.LANES)
+        # The columns stay on the chip while all rows pass.
+        read = positions * (block_rows + block_cols * block_rows / rows) * itemsize / tiles.BYTES_PER_CYCLE
+        steps = (rows // block_rows) * (cols // block_cols)
+        return _Blocks(block_rows, block_cols, steps * max(products + _OVERHEAD, squares, read))
+
+    pairs = itertools.product(tiles.parts(rows), tiles.parts(cols))
+    most = _STEP * tiles.PRODUCTS_PER_CYCLE / tiles.padded(positions)
+    blocks = [block(*sides) for sides in pairs if sides[0] * sides[1] <= most]
+    return min(blocks, key=lambda one: one.cycles, default=_Blocks(0, 0, math.inf))
+
+
+def _vmem(positions: int, blocks: _Blocks, itemsize: int) -> float:
+    entries = tiles.padded(positions) * (blocks.rows + blocks.cols)
+    # Two buffers of the input, and what is multiplied. A product of 128 columns.
+    return entries * (2 * itemsize + 4) + 2 * blocks.rows * tiles.LANES * 4
+
+
+def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bool:
+    """Returns whether `formed_norms` serves u [B, positions, rows] and w [B, positions, cols].
+
+    It serves 8 to 4096 positions, 64 or more rows and columns, bfloat16 and float32. Many rows or columns must be a
+    multiple of 128.
+    """
+    kind = jnp.dtype(dtype)
+    if kind not in (jnp.bfloat16, jnp.float32) or min(rows, cols) < tiles.LEAST:
+        return False
+    if not 8 <= positions <= _LONGEST:
+        return False
+    blocks = _blocks(positions, rows, cols, kind.itemsize)
+    return blocks.rows > 0 and tiles.fits(_vmem(positions, blocks, kind.itemsize))
+
+
+def cheaper(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bool:
+    """Returns whether `formed_norms` costs less than `gram_norms`, by their estimates, or alone serves the shapes."""
+    if not suits(positions, rows, cols, dtype):
+        return False
+    if not gram.suits(positions, rows, cols, dtype):
+        return True
+    itemsize = jnp.dtype(dtype).itemsize
+    return cycles(positions, rows, cols, itemsize) < gram.cycles(positions, rows, cols, itemsize)
+
+
+def formed_norms(u: jax.Array, w: jax.Array) -> jax.Array:
+    """Returns ||u_i^T w_i||^2 of each example, float32 [B].
+
+    Args:
+      u: [B, T, p], bfloat16, or float32 with entries that bfloat16 has. B may be 0.
+      w: [B, T, q], likewise.
+
+    Products are exact and are added in float32. A term of an entry passes at most T additions. No result of one
+    example depends on another.
+    """
+    u, w = tiles.varied(u, w)
+    if len(u) == 0:
+        return shards.vary(jnp.zeros(0, jnp.float32), shards.varying_axes(u))
+    return _sums(u, w).sum((1, 2))
+
+
+def _sums(u: jax.Array, w: jax.Array) -> jax.Array:
+    """Returns sums of squares [B, 8, 128], to be added."""
+    from jax.experimental import pallas as pl
+
+    size, positions, rows = u.shape
+    cols = w.shape[2]
+    blocks = _blocks(positions, rows, cols, u.dtype.itemsize)
+    vmem = _vmem(positions, blocks, u.dtype.itemsize)
+    sums: jax.Array = pl.pallas_call(
+        _kernel,
+        grid=(size, cols // blocks.cols, rows // blocks.rows),
+        in_specs=[
+            pl.BlockSpec((1, positions, blocks.rows), lambda i, b, a: (i, 0, a)),
+            pl.BlockSpec((1, positions, blocks.cols), lambda i, b, a: (i, 0, b)),
+        ],
+        out_specs=pl.BlockSpec((1, _SUBLANES, tiles.LANES), lambda i, b, a: (i, 0, 0)),
+        out_shape=shards.shape_like(u, (size, _SUBLANES, tiles.LANES), jnp.float32),
+        compiler_params=tiles.compiler_params(vmem, ("parallel", "arbitrary", "arbitrary")),
+    )(u, w)
+    return sums
+
+
+def _kernel(u: Any, w: Any, sums: Any) -> None:
+    from jax.experimental import pallas as pl
+
+    @pl.when((pl.program_id(1) == 0) & (pl.program_id(2) == 0))
+    def _() -> None:
+        sums[...] = jnp.zeros_like(sums)
+
+    left = u[0].astype(jnp.bfloat16)
+    total = jnp.zeros((_SUBLANES, tiles.LANES), jnp.float32)
+    # The squares of some columns are added while the units multiply the next ones.
+    for start in range(0, w.shape[2], tiles.LANES):
+        product = lax.dot_general(
+            left,
+            w[0, :, start : start + tiles.LANES].astype(jnp.bfloat16),
+            (((0,), (0,)), ((), ())),
+            precision=lax.Precision.DEFAULT,
+            preferred_element_type=jnp.float32,
+        )
+        total += _tile_of_sums(jnp.square(product))
+    sums[0] += total
+
+
+def _tile_of_sums(x: jax.Array) -> jax.Array:
+    """Returns sums over parts of x [p, q], as a tile [8, 128]."""
+    rows = [tiles.padded(n, to) - n for n, to in zip(x.shape, (_SUBLANES, tiles.LANES), strict=True)]
+    x = jnp.pad(x, [(0, extra) for extra in rows])
+    tile_rows, tile_cols = x.shape[0] // _SUBLANES, x.shape[1] // tiles.LANES
+    return x.reshape(tile_rows, _SUBLANES, tile_cols, tiles.LANES).sum((0, 2))

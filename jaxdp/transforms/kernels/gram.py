@@ -1,0 +1,226 @@
+"""Squared norms of per-example gradients of dense layers by Gram matrices, on a TPU.
+
+For one example with the rows u_t [p] and w_t [q], let U = u u^T and W = w w^T, [T, T] each. Then
+||u^T w||^2 = sum_ts U_ts W_ts. The kernel holds U and W in the memory of the chip and writes sums of their entries.
+It computes the blocks on and above the diagonal, 128 columns at a time, because both matrices are symmetric.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdp.transforms import shards
+from jaxdp.transforms.kernels import tiles
+
+# Longer examples would need a loop over blocks, and `formed` is then cheaper for most layers.
+_LONGEST = 1024
+# Cycles of products in one step of the grid. They bound the size of the program.
+_STEP = 10_000
+# Cycles that a step takes beside its products, and in which a tile of 8 x 128 entries of both matrices is summed.
+_OVERHEAD, _SUMS = 150, 2
+
+
+class GramNorms(NamedTuple):
+    """Sums over the Gram matrices of each example, float32.
+
+    Attributes:
+      products: [B]. sum_ts U_ts W_ts.
+      squares_u: [B]. sum_ts U_ts^2.
+      squares_w: [B]. sum_ts W_ts^2.
+      rows_u: [B, T]. The squared lengths of the rows of u, U_tt.
+      rows_w: [B, T]. The squared lengths of the rows of w, W_tt.
+    """
+
+    products: jax.Array
+    squares_u: jax.Array
+    squares_w: jax.Array
+    rows_u: jax.Array
+    rows_w: jax.Array
+
+
+def cycles(positions: int, rows: int, cols: int, itemsize: int = 2) -> float:
+    """Returns the estimated cycles of one example: of its products and sums, or of reading it."""
+    entries = _multiplied(positions)
+    products = entries * (rows + cols) / tiles.PRODUCTS_PER_CYCLE
+    others = _SUMS * entries / (8 * tiles.LANES) + _OVERHEAD * max(1, _chunks(positions, rows, cols))
+    read = positions * (rows + cols) * itemsize
+    return max(products + others, read / tiles.BYTES_PER_CYCLE)
+
+
+def _multiplied(positions: int) -> int:
+    """Returns how many entries of a Gram matrix are computed, with padding."""
+    ends = (end for _, end in _columns(positions))
+    return sum(tiles.padded(end, tiles.PACKED) * tiles.LANES for end in ends)
+
+
+def _columns(positions: int) -> list[tuple[int, int]]:
+    """Returns the first column and the end of each block of columns."""
+    starts = range(0, positions, tiles.LANES)
+    return [(start, min(start + tiles.LANES, positions)) for start in starts]
+
+
+def _chunks(positions: int, rows: int, cols: int) -> int:
+    """Returns into how many parts the rows and columns are divided, 0 if the program would be too large."""
+    products = _multiplied(positions) * (rows + cols) / tiles.PRODUCTS_PER_CYCLE
+    if products <= _STEP:
+        return 1
+    sizes = range(2, min(rows, cols) // tiles.LANES + 1)
+    whole = (n for n in sizes if rows % (n * tiles.LANES) == 0 and cols % (n * tiles.LANES) == 0)
+    return next((n for n in whole if products / n <= _STEP), 0)
+
+
+def _vmem(positions: int, rows: int, cols: int, itemsize: int) -> float:
+    chunks = max(1, _chunks(positions, rows, cols))
+    entries = tiles.padded(positions, 2 * tiles.PACKED) * (rows + cols) / chunks
+    # Two buffers of the input, and what is multiplied. Two matrices, and a block of products.
+    matrix = tiles.padded(positions) ** 2 * 4
+    return entries * (2 * itemsize + 4) + 3 * matrix
+
+
+def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bool:
+    """Returns whether `gram_norms` serves u [B, positions, rows] and w [B, positions, cols].
+
+    It serves 8 to 1024 positions, 64 or more rows and columns, bfloat16 and float32. Long examples of many rows need
+    parts that are multiples of 128.
+    """
+    kind = jnp.dtype(dtype)
+    if kind not in (jnp.bfloat16, jnp.float32) or min(rows, cols) < tiles.LEAST:
+        return False
+    if not 8 <= positions <= _LONGEST or not _chunks(positions, rows, cols):
+        return False
+    return tiles.fits(_vmem(positions, rows, cols, kind.itemsize))
+
+
+def gram_norms(u: jax.Array, w: jax.Array, *, u_across: bool = False, w_across: bool = False) -> GramNorms:
+    """Returns sums over the Gram matrices of each example.
+
+    Args:
+      u: [B, T, p], bfloat16, or float32 with entries that bfloat16 has. B may be 0.
+      w: [B, T, q], likewise.
+      u_across: Whether XLA lays u with the positions on the lanes, as it does next to heads of attention. The result is
+        the same. The wrong answer costs a copy of u.
+      w_across: The same of w.
+
+    Products are exact and are added in float32. A term of U_ts passes at most p additions, a term of W_ts at most q,
+    and a term of a sum over t and s at most 2 T + 64. No result of one example depends on another.
+    """
+    u, w = tiles.varied(u, w)
+    size, positions = u.shape[:2]
+    if size == 0:
+        sums = shards.vary(jnp.zeros(0, jnp.float32), shards.varying_axes(u))
+        lengths = jnp.broadcast_to(sums[:, None], (0, positions))
+        return GramNorms(sums, sums, sums, lengths, lengths)
+    sums, rows_u, rows_w = _sums(u, w, (u_across, w_across))
+    return GramNorms(*sums.sum(-1).T, rows_u[:, 0], rows_w[:, 0])
+
+
+def _sums(u: jax.Array, w: jax.Array, across: tuple[bool, bool]) -> tuple[jax.Array, ...]:
+    """Returns the three sums [B, 3, 128], to be added over lanes, and both diagonals [B, 1, T]."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    size, positions, rows = u.shape
+    cols = w.shape[2]
+    chunks = max(1, _chunks(positions, rows, cols))
+
+    def block(features: int, on_lanes: bool) -> Any:
+        if on_lanes:
+            return pl.BlockSpec((1, features // chunks, positions), lambda i, k: (i, k, 0))
+        return pl.BlockSpec((1, positions, features // chunks), lambda i, k: (i, 0, k))
+
+    def result(*shape: int) -> tuple[Any, Any]:
+        spec = pl.BlockSpec((1, *shape), lambda i, k: (i, 0, 0))
+        return spec, shards.shape_like(u, (size, *shape), jnp.float32)
+
+    results = [result(3, tiles.LANES), result(1, positions), result(1, positions)]
+    matrix = pltpu.VMEM((positions, positions), jnp.float32)
+    vmem = _vmem(positions, rows, cols, u.dtype.itemsize)
+    called = pl.pallas_call(
+        functools.partial(_kernel, across=across, chunks=chunks),
+        grid=(size, chunks),
+        in_specs=[block(rows, across[0]), block(cols, across[1])],
+        out_specs=[spec for spec, _ in results],
+        out_shape=[shape for _, shape in results],
+        scratch_shapes=[matrix, matrix],
+        compiler_params=tiles.compiler_params(vmem, ("parallel", "arbitrary")),
+    )
+    laid = [x.swapaxes(1, 2) if lanes else x for x, lanes in zip((u, w), across, strict=True)]
+    sums: tuple[jax.Array, ...] = called(*laid)
+    return sums
+
+
+def _kernel(
+    u: Any,
+    w: Any,
+    sums: Any,
+    rows_u: Any,
+    rows_w: Any,
+    gram_u: Any,
+    gram_w: Any,
+    *,
+    across: tuple[bool, bool],
+    chunks: int,
+) -> None:
+    from jax.experimental import pallas as pl
+
+    chunk = pl.program_id(1)
+    for x, gram, on_lanes in ((u, gram_u, across[0]), (w, gram_w, across[1])):
+        _add_gram(x[0].astype(jnp.bfloat16), gram, on_lanes, first=chunk == 0, alone=chunks == 1)
+
+    @pl.when(chunk == chunks - 1)
+    def _() -> None:
+        _add_entries(gram_u, gram_w, sums)
+        _diagonal(gram_u, rows_u)
+        _diagonal(gram_w, rows_w)
+
+
+def _add_gram(x: jax.Array, gram: Any, on_lanes: bool, *, first: jax.Array, alone: bool) -> None:
+    """Adds the products of the rows of x to a matrix, at and above its diagonal."""
+    for start, end in _columns(gram.shape[0]):
+        if on_lanes:
+            left, right, contracted = x[:, :end], x[:, start:end], 0
+        else:
+            left, right, contracted = x[:end], x[start:end], 1
+        product = lax.dot_general(
+            left,
+            right,
+            (((contracted,), (contracted,)), ((), ())),
+            precision=lax.Precision.DEFAULT,
+            preferred_element_type=jnp.float32,
+        )
+        if not alone:
+            product += jnp.where(first, 0, gram[:end, start:end])
+        gram[:end, start:end] = product
+
+
+def _add_entries(gram_u: Any, gram_w: Any, sums: Any) -> None:
+    """Writes the sums over the rows of U * W, U * U and W * W."""
+
+    def of_rows(begin: int, end: int, columns: slice) -> list[jax.Array]:
+        x, y = gram_u[begin:end, columns], gram_w[begin:end, columns]
+        return [product.sum(0, keepdims=True) for product in (x * y, x * x, y * y)]
+
+    totals = [jnp.zeros((1, tiles.LANES), jnp.float32) for _ in range(3)]
+    for start, end in _columns(gram_u.shape[0]):
+        columns = slice(start, end)
+        parts = of_rows(start, end, columns)
+        if start:  # a block above the diagonal has an equal one below it
+            above = of_rows(0, start, columns)
+            parts = [part + 2 * other for part, other in zip(parts, above, strict=True)]
+        empty = jnp.zeros((1, tiles.LANES - (end - start)), jnp.float32)
+        if empty.size:
+            parts = [jnp.concatenate([part, empty], 1) for part in parts]
+        totals = [total + part for total, part in zip(totals, parts, strict=True)]
+    for k, total in enumerate(totals):
+        sums[0, k : k + 1, :] = total
+
+
+def _diagonal(gram: Any, entries: Any) -> None:
+    for start, end in _columns(gram.shape[0]):
+        shape = (end - start, end - start)
+        row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        block = gram[start:end, start:end]
+        entries[0, :, start:end] = jnp.where(row == column, block, 0).sum(0, keepdims=True)

@@ -1,0 +1,56 @@
+"""Sizes on a TPU, which kernels of dense layers share.
+
+Costs are in cycles of a TPU v5e. Its four matrix units hold 128 x 128 weights each and multiply one row by them in a
+cycle. Its memory moves 546 bytes in a cycle.
+"""
+
+from typing import Any
+
+import jax
+
+from jaxdp.transforms import shards
+
+LANES = 128
+# Rows of bfloat16 that one instruction multiplies.
+PACKED = 16
+PRODUCTS_PER_CYCLE = 4 * LANES * LANES
+BYTES_PER_CYCLE = 546
+# Fewer rows or columns than this leave more than half of the lanes empty.
+LEAST = 64
+MEBIBYTE = 2**20
+# What the compiler grants a kernel unless it asks for more, and what a kernel asks for at most.
+VMEM_GRANTED = 16 * MEBIBYTE
+VMEM_MOST = 48 * MEBIBYTE
+
+
+def padded(size: int, to: int = LANES) -> int:
+    """Returns the least multiple of `to` that is at least `size`."""
+    return -(-size // to) * to
+
+
+def parts(size: int, most: int = 2048) -> list[int]:
+    """Returns lengths of equal parts of an axis: multiples of 128, and the whole axis, of at most `most`."""
+    lengths = [n for n in range(LANES, min(size, most) + 1, LANES) if size % n == 0]
+    return lengths if size in lengths or size > most else [*lengths, size]
+
+
+def fits(vmem: float) -> bool:
+    """Returns whether a kernel may hold this many bytes of blocks on the chip."""
+    return _limit(vmem) <= VMEM_MOST
+
+
+def _limit(vmem: float) -> int:
+    return max(VMEM_GRANTED, int(1.25 * vmem))
+
+
+def varied(*arrays: jax.Array) -> list[jax.Array]:
+    """Returns the arrays, each typed as varying over the mesh axes over which any of them varies."""
+    axes = shards.varying_axes(*arrays)
+    return [shards.vary(x, axes) for x in arrays]
+
+
+def compiler_params(vmem: float, semantics: tuple[str, ...]) -> Any:
+    """Returns the parameters of a kernel that holds `vmem` bytes of blocks on the chip."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=_limit(vmem))

@@ -1,0 +1,190 @@
+"""Weighted sums of per-example gradients of dense layers, on a TPU.
+
+The kernel computes sum_i f_i u_i^T w_i. It multiplies the product of one example by its factor in float32, so a factor
+needs no parts in bfloat16, and rows of an example with the factor 0 need not be zeroed first: they are not used.
+"""
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdp.transforms import shards
+from jaxdp.transforms.kernels import tiles
+
+# The most positions of one product. Longer examples are divided.
+_LONGEST = 1024
+# Below this, padding to 128 positions costs more than two or three products without it.
+_SHORTEST = 48
+# Cycles of products in one step of the grid: at most, which bounds the size of the program, and about at least.
+_STEP, _LEAST_STEP = 6_500, 2_000
+# Cycles that a step takes beside its products.
+_OVERHEAD = 220
+_EXAMPLES = 8
+# The largest block of the sum, and its longest side.
+_ENTRIES, _SIDE = 768 * 1536, 3072
+# Bytes of an entry of most layers.
+_ITEMSIZE = 2
+
+
+class _Blocks(NamedTuple):
+    rows: int
+    cols: int
+    positions: int
+    examples: int
+
+
+def cycles(positions: int, rows: int, cols: int) -> float:
+    """Returns the estimated cycles of one example, whose positions are padded to a multiple of 128."""
+    return tiles.padded(positions) * rows * cols / tiles.PRODUCTS_PER_CYCLE
+
+
+def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bool:
+    """Returns whether `weighted_sum` serves u [B, positions, rows] and w [B, positions, cols].
+
+    It serves 48 to 1024 positions, and multiples of 128 above, 64 or more rows and columns, bfloat16 and float32.
+    """
+    kind = jnp.dtype(dtype)
+    if kind not in (jnp.bfloat16, jnp.float32) or min(rows, cols) < tiles.LEAST:
+        return False
+    blocks = _blocks(positions, rows, cols)
+    if positions < _SHORTEST or not blocks.positions:
+        return False
+    return tiles.fits(_vmem(blocks, kind.itemsize))
+
+
+@functools.cache
+def _blocks(positions: int, rows: int, cols: int) -> _Blocks:
+    """Returns the sizes of the blocks of one step: those of the least cost."""
+    own = max([positions] if positions <= _LONGEST else tiles.parts(positions, _LONGEST), default=0)
+
+    def cost(sides: tuple[int, int]) -> float:
+        steps = -(-rows // sides[0]) * -(-cols // sides[1])
+        read = own * sum(sides) * _ITEMSIZE / tiles.BYTES_PER_CYCLE
+        return steps * max(cycles(own, *sides) + _OVERHEAD, read)
+
+    pairs = itertools.product(_sides(rows), _sides(cols))
+    small = [(r, c) for r, c in pairs if r * c <= _ENTRIES and cycles(own, r, c) <= _STEP]
+    if not own or not small:
+        return _Blocks(0, 0, 0, 0)
+    block_rows, block_cols = min(small, key=cost)
+    work = cycles(own, block_rows, block_cols)
+    examples = min(_EXAMPLES, max(1, int(_LEAST_STEP / work))) if own == positions else 1
+    return _Blocks(block_rows, block_cols, own, examples)
+
+
+def _sides(size: int) -> list[int]:
+    """Returns sides of blocks. The last block may go beyond the axis."""
+    longest = min(size, _SIDE)
+    return [longest, *range(longest // tiles.LANES * tiles.LANES, 0, -tiles.LANES)]
+
+
+def _vmem(blocks: _Blocks, itemsize: int) -> float:
+    entries = blocks.examples * tiles.padded(blocks.positions) * (blocks.rows + blocks.cols)
+    # Two buffers of the input, and what is multiplied. Two buffers of the sum, and a product.
+    return entries * (2 * itemsize + 4) + 3 * blocks.rows * blocks.cols * 4
+
+
+def weighted_sum(
+    u: jax.Array, w: jax.Array, factors: jax.Array, *, u_across: bool = False, w_across: bool = False
+) -> jax.Array:
+    """Returns sum_i factors_i u_i^T w_i, float32 [p, q].
+
+    Args:
+      u: [B, T, p], bfloat16, or float32 with entries that bfloat16 has. B may be 0.
+      w: [B, T, q], likewise.
+      factors: float32 [B].
+      u_across: Whether XLA lays u with the positions on the lanes, as it does next to heads of attention. The result is
+        the same. The wrong answer costs a copy of u.
+      w_across: The same of w. At most one of both saves a copy.
+
+    Formal guarantees:
+      An example whose factor is exactly 0 contributes exactly 0, also if its rows are NaN or infinite. Products are
+      exact and are added in float32. They are multiplied by the factor in float32, at most 1024 positions together.
+    """
+    u, w, factors = tiles.varied(u, w, factors)
+    if len(u) == 0:
+        empty = jnp.zeros((u.shape[2], w.shape[2]), jnp.float32)
+        return shards.vary(empty, shards.varying_axes(u))
+    if w_across and not u_across:
+        return _sum(w, u, factors, True).T
+    return _sum(u, w, factors, u_across)
+
+
+def _sum(u: jax.Array, w: jax.Array, factors: jax.Array, across: bool) -> jax.Array:
+    """Returns the sum. The rows of u^T are multiplied by the blocks of w that the matrix units hold."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    size, positions, rows = u.shape
+    cols = w.shape[2]
+    blocks = _blocks(positions, rows, cols)
+    steps = pl.cdiv(size, blocks.examples)
+    # Two axes, because a block of the last axis alone has no place in memory under `jax.vmap`.
+    padded = jnp.pad(factors.astype(jnp.float32), (0, steps * blocks.examples - size))[None]
+    if across:
+        shape = (blocks.examples, blocks.rows, blocks.positions)
+        of_u = pl.BlockSpec(shape, lambda a, b, i, t: (i, a, t))
+    else:
+        shape = (blocks.examples, blocks.positions, blocks.rows)
+        of_u = pl.BlockSpec(shape, lambda a, b, i, t: (i, t, a))
+    shape = (blocks.examples, blocks.positions, blocks.cols)
+    of_w = pl.BlockSpec(shape, lambda a, b, i, t: (i, t, b))
+    grid = (pl.cdiv(rows, blocks.rows), pl.cdiv(cols, blocks.cols), steps, positions // blocks.positions)
+    total: jax.Array = pl.pallas_call(
+        functools.partial(_kernel, across=across),
+        grid=grid,
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), of_u, of_w],
+        out_specs=pl.BlockSpec((blocks.rows, blocks.cols), lambda a, b, i, t: (a, b)),
+        out_shape=shards.shape_like(u, (rows, cols), jnp.float32),
+        compiler_params=tiles.compiler_params(
+            _vmem(blocks, u.dtype.itemsize), ("parallel", "parallel", "arbitrary", "arbitrary")
+        ),
+    )(padded, u.swapaxes(1, 2) if across else u, w)
+    return total
+
+
+def _kernel(factors: Any, u: Any, w: Any, total: Any, *, across: bool) -> None:
+    from jax.experimental import pallas as pl
+
+    step, part = pl.program_id(2), pl.program_id(3)
+    examples = u.shape[0]
+    own = [factors[0, step * examples + k] for k in range(examples)]
+
+    _clear(total, (step == 0) & (part == 0))
+    used = functools.reduce(jnp.logical_or, [factor != 0 for factor in own])
+
+    @pl.when(used)
+    def _() -> None:
+        scaled = [_scaled(factor, u[k], w[k], across) for k, factor in enumerate(own)]
+        total[...] += functools.reduce(jnp.add, scaled)
+
+
+def _clear(total: Any, first: jax.Array) -> None:
+    """Sets the sum to zero in the first step. A loop is a short program for many rows."""
+    from jax.experimental import pallas as pl
+
+    rows = total.shape[0]
+    at_once = next(n for n in (8, 4, 2, 1) if rows % n == 0)
+
+    def clear(k: jax.Array, carry: int) -> int:
+        part = pl.ds(k * at_once, at_once)
+        total[part, :] = jnp.zeros((at_once, total.shape[1]), jnp.float32)
+        return carry
+
+    lax.fori_loop(0, jnp.where(first, rows // at_once, 0), clear, 0)
+
+
+def _scaled(factor: jax.Array, u: jax.Array, w: jax.Array, across: bool) -> jax.Array:
+    """Returns factor u^T w, or zeros if the factor is 0."""
+    product = lax.dot_general(
+        u.astype(jnp.bfloat16),
+        w.astype(jnp.bfloat16),
+        (((1 if across else 0,), (0,)), ((), ())),
+        precision=lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+    return jnp.where(factor != 0, factor * product, 0)
