@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxdp.transforms import draws, forms, rounding, shards, sites, walker
+from jaxdp.transforms import dense, draws, forms, rounding, shards, sites, walker
 from jaxdp.transforms.clip_rules import CLIP_RULES, ClipRule, check_clip_rule, clip_factors, find_rule
 from jaxdp.transforms.compiler import check_options
 
@@ -569,7 +569,7 @@ def _formed(static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key
             return result.grads, result.finite
 
         grads, finite = forms.for_platform(formed, consts, moving, batch)
-    grads = [_keep_rows(g, unmasked & finite) for g in grads]
+    grads = [sites.rows_kept(g, unmasked & finite) for g in grads]
     return PerExampleGrads(static.tree(grads), (unmasked & ~finite).sum(dtype=jnp.int32))
 
 
@@ -697,8 +697,10 @@ def _chunk_sum(
     norms = rounding.root(result.squared_norms)
     keep = unmasked & finite
     factors = jnp.where(keep, clip_factors(f.clip_rule, norms, clip_norm, bound), 0)
-    # XLA would compute the factors again for each of their readers, if they did not pass the loop too.
-    rows, factors = _without_rows((result.rows, factors), keep, ~finite.all())
+    rows = result.rows
+    if forms.platform() != "tpu":  # where sums leave out rows of the factor 0
+        # XLA would compute the factors again for each of their readers, if they did not pass the loop too.
+        rows, factors = _without_rows((rows, factors), keep, ~finite.all())
     sums = result.weighted_sum(rows, factors)
     losses = jnp.where(unmasked, result.losses, 0)
     hidden = (jnp.where(unmasked, norms, 0), losses, result.aux, keep)
@@ -738,31 +740,22 @@ def _in_chunks(step: Callable[..., Sums], batch: Any, unmasked: jax.Array, chunk
     return sums, per_example, nonfinite
 
 
-def _keep_rows(x: jax.Array, keep: jax.Array) -> jax.Array:
-    """Sets the rows of examples that are not kept to zero, since 0 * NaN is NaN."""
-    return jnp.where(keep.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
-
-
 def _without_rows(rows: Any, keep: jax.Array, needed: jax.Array) -> Any:
-    """Applies `_keep_rows` to a pytree, where that is `needed`: it costs a pass over all activations."""
+    """Applies `sites.rows_kept` to a pytree, where that is `needed`: it costs a pass over all activations."""
     leaves, treedef = jax.tree.flatten(rows)
     # XLA copies an array that a loop carries twice, such as the input of several layers.
     each = {id(x): x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
-    if forms.platform() == "tpu":  # XLA computes it where a product reads the rows
-        rows_kept = [_keep_rows(x, keep) for x in each.values()]
-    else:
-        rows_kept = _kept_in_place(list(each.values()), keep, needed)
-    found = dict(zip(each, rows_kept, strict=True))
+    found = dict(zip(each, _kept_in_place(list(each.values()), keep, needed), strict=True))
     return jax.tree.unflatten(treedef, [found.get(id(x), x) for x in leaves])
 
 
 @jax.custom_jvp
 def _kept_in_place(xs: list[jax.Array], keep: jax.Array, needed: jax.Array) -> list[jax.Array]:
-    """Applies `_keep_rows` in a loop of at most one turn. A conditional would have copies of all."""
+    """Applies `sites.rows_kept` in a loop of at most one turn. A conditional would have copies of all."""
 
     def turn(state: Any) -> Any:
         needed, xs = state
-        return needed & False, [_keep_rows(x, keep) for x in xs]
+        return needed & False, [sites.rows_kept(x, keep) for x in xs]
 
     kept: list[jax.Array] = lax.while_loop(lambda state: state[0], turn, (needed, xs))[1]
     return kept
@@ -771,7 +764,7 @@ def _kept_in_place(xs: list[jax.Array], keep: jax.Array, needed: jax.Array) -> l
 @_kept_in_place.defjvp
 def _kept_in_place_jvp(primals: Any, tangents: Any) -> Any:
     # JAX cannot reverse such a loop. A row that is not kept has a factor of zero, so its tangent is zero.
-    return _kept_in_place(*primals), [_keep_rows(x, primals[1]) for x in tangents[0]]
+    return _kept_in_place(*primals), [sites.rows_kept(x, primals[1]) for x in tangents[0]]
 
 
 def _contract_rows(xs: list[jax.Array], factors: jax.Array) -> list[jax.Array]:
@@ -779,6 +772,7 @@ def _contract_rows(xs: list[jax.Array], factors: jax.Array) -> list[jax.Array]:
 
     # On CPU one contraction is many times faster than a product and a sum over the batch axis.
     def contract(x: jax.Array) -> jax.Array:
+        x = sites.rows_kept(x, factors != 0) if forms.platform() == "tpu" else x
         return lax.dot_general(factors.astype(x.dtype), x, (((0,), (0,)), ((), ())), precision=sites.PRECISION)
 
     return [contract(x) for x in xs]
@@ -971,17 +965,21 @@ class _Component:
         if method == "factors":
             self.squared_norms = sites.squared_norms(self._oriented_factors())
             return
-        dvs = [site.per_example(r, g) for site, r, g in self._columns]
-        grads = jax.vmap(pull)(dvs)
-        self.squared_norms = _sum_of_squares(grads)
+        if method == "drop" and len(self._columns) == 1:  # `pull` only moves entries
+            ((site, record, g),) = self._columns
+            squares = site.squares_of_formed(record, g)
+        else:
+            dvs = [site.per_example(r, g) for site, r, g in self._columns]
+            grads = jax.vmap(pull)(dvs)
+            squares = _sum_of_squares(grads)
         if method == "keep":
+            self.squared_norms = squares
             self.kept = dict(zip(self._members, grads, strict=True))
         else:
-            self.squared_norms = rounding.covered(self.squared_norms, *self._reformed())
+            self.squared_norms = rounding.covered(squares, *self._reformed(squares.dtype))
 
-    def _reformed(self) -> tuple[jax.Array, jax.Array]:
+    def _reformed(self, kind: Any) -> tuple[jax.Array, jax.Array]:
         """Returns bounds on how the gradient may differ if it is formed again: of its square, and of its norm."""
-        kind = self.squared_norms.dtype
         apart = _total([site.without_cancellation(r, g) for site, r, g in self._columns], kind)
         terms = max(site.terms for site, _, _ in self._columns) + len(self._columns) + sites.lost_in_parts()
         return jnp.zeros_like(apart), 2 * rounding.of_sum(terms, kind) * apart
@@ -1005,9 +1003,7 @@ class _Component:
         else:
             dvs = []
             for (site, _, _), (record, g) in zip(self._columns, rows, strict=True):
-                kind = sites.wide_dtype(g)
-                scaled = g.astype(kind) * factors.astype(kind).reshape(-1, *(1,) * (g.ndim - 1))
-                dvs.append(site.contract(record, scaled))
+                dvs.append(site.contract(record, g, factors))
             sums = self._pull(dvs)
         return dict(zip(self._members, sums, strict=True))
 
@@ -1091,6 +1087,7 @@ def method_costs(component: list[sites.Site], leaf_size: int, keep: bool) -> tup
     """
     balance = _BALANCE[forms.platform()]
     activations = factors = contract = form = gram = 0.0
+    formed = math.inf  # by a kernel that writes no gradients
     lookups = sum(isinstance(site.rule, sites.Lookup) for site in component)
     lookups_only = lookups == len(component)
     for site in component:
@@ -1103,9 +1100,16 @@ def method_costs(component: list[sites.Site], leaf_size: int, keep: bool) -> tup
         lookup = isinstance(rule, sites.Lookup)
         work = 2.0 * s * t * rule.cols * (1 if lookup else rule.rows) / balance
         factors += 4.0 * s * t * (rule.cols + (1 if lookup else rule.rows))
-        contract += work
+        kernels: dict[str, float] = {}
+        if rule.is_dense and forms.platform() == "tpu":
+            kernels = dense.costs(t, rule.rows, rule.cols)
+        contract += s * kernels["weighted"] if "weighted" in kernels else work
         form += work + 8.0 * s * rule.rows * rule.cols
-        if lookup and lookups_only:
+        if len(component) == 1 and "formed" in kernels:
+            formed = s * kernels["formed"]
+        if len(component) == 1 and "gram" in kernels:
+            gram = s * kernels["gram"]
+        elif lookup and lookups_only:
             gram += 2 * work + 8.0 * s * t * rule.cols
         elif t == 1:
             gram += 4.0 * s * (rule.rows + rule.cols)
@@ -1115,7 +1119,7 @@ def method_costs(component: list[sites.Site], leaf_size: int, keep: bool) -> tup
     reuse = 4.0 * leaf_size * (1 + 2 / balance)
     if not lookups_only:
         gram *= max(1, len(component) - lookups)  # a product with rows of an identity matrix costs next to nothing
-    options = {"drop": form + contract}
+    options = {"drop": min(form, formed) + contract}
     factorable, room = can_factor(component), activations
     if keep:
         room = max(_ROOM, 1.25 * factors) if factorable else math.inf

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdp.transforms import forms, opaque, rounding, shards
+from jaxdp.transforms import dense, forms, opaque, rounding, shards
 
 # Products below the smallest normal float32 are flushed to zero. Each counts as this much instead.
 _FLUSHED = 2.0**-126
@@ -80,6 +80,15 @@ class Rule:
     row_dims: tuple[int, ...] = ()  # dimensions of the weight that u flattens, () if u is not a plain flattening
     col_dims: tuple[int, ...] = ()  # dimensions of the weight that w flattens
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether u is one array, and dV is the sum of u_t w_t^T, which `as_weight` reshapes."""
+        return False
+
+    def as_weight(self, grad: jax.Array) -> jax.Array:
+        """Reshapes dV [groups, rows, cols] to the shape of the weight."""
+        raise NotImplementedError
+
     def record(self, operands: Sequence[Any]) -> Any:
         """Returns what the backward pass needs of the operands."""
         raise NotImplementedError
@@ -113,6 +122,10 @@ def settled(x: jax.Array) -> jax.Array:
     """
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return x
+    if forms.platform() == "tpu" and x.dtype == jnp.bfloat16:
+        # Both uses read one array in memory. Rounding it once more would take a pass.
+        settled_array: jax.Array = lax.optimization_barrier(x)
+        return settled_array
     kind, wide = jnp.finfo(x.dtype), x.astype(jnp.float32)
     rounded = lax.reduce_precision(wide, kind.nexp, kind.nmant)
     if x.dtype == jnp.float16:  # reduce_precision flushes subnormal numbers to zero
@@ -155,7 +168,10 @@ def settled_at(rule: "Rule", record: Any, g: Any) -> Any:
     bits = multiplied_bits()
 
     def rounded(x: jax.Array) -> jax.Array:
-        return x if bits is None or x.dtype != jnp.float32 else lax.reduce_precision(x, 8, bits)
+        if bits is None or x.dtype != jnp.float32:
+            return x
+        x = lax.reduce_precision(x, 8, bits)
+        return x.astype(jnp.bfloat16) if bits == _BFLOAT16 else x  # half of the memory
 
     pair = jax.tree.map(settled, (record, g))
     return jax.tree.map(rounded, pair) if isinstance(rule, (Dot, Conv)) else pair
@@ -222,6 +238,11 @@ def _parts(count: int, size: int) -> tuple[int, int]:
     return number, math.ceil(count / number)
 
 
+def rows_kept(x: jax.Array, keep: jax.Array) -> jax.Array:
+    """Sets the rows of examples that are not kept to zero, since 0 * NaN is NaN."""
+    return jnp.where(keep.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+
+
 def _repeated(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Broadcasts an array along new last axes."""
     return lax.broadcast_in_dim(x, shape, range(x.ndim))
@@ -271,7 +292,14 @@ class Dot(Rule):
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
         (u,), w = jax.vmap(self.factors)(record, g)
-        grad = _outer_sum(u, w).reshape([self.weight_shape[d] for d in self.weight_order])
+        return self.as_weight(_outer_sum(u, w))
+
+    @property
+    def is_dense(self) -> bool:
+        return True
+
+    def as_weight(self, grad: jax.Array) -> jax.Array:
+        grad = grad.reshape([self.weight_shape[d] for d in self.weight_order])
         return _transposed_back(grad, self.weight_order)
 
 
@@ -318,6 +346,13 @@ class Conv(Rule):
         # A part of few rows multiplies slowly.
         rows = (self.rows // math.prod(self.window[:d]) for d in range(len(self.window) + 1))
         return next(d for d, n in enumerate(rows) if n <= _PATCH_ROWS)
+
+    @property
+    def is_dense(self) -> bool:
+        return self.groups == 1 and self._looped == 0
+
+    def as_weight(self, grad: jax.Array) -> jax.Array:
+        return self._as_weight(grad.reshape(*self.window, -1, self.cols))
 
     @property
     def _wide_part(self) -> bool:
@@ -661,8 +696,29 @@ class Site:
         loops = [n for n, s in zip(self.lengths, self.sliced, strict=True) if s]
         return grad.reshape(*grad.shape[: grad.ndim - len(shape) - 1], *loops, *shape)
 
-    def contract(self, record: Any, g: jax.Array) -> jax.Array:
-        """Computes dV summed over the batch, [*sliced loops, *weight], from record and g [B, *loops, ...]."""
+    def contract(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+        """Computes sum_b factors_b dV_b, [*sliced loops, *weight], from record and g [B, *loops, ...] and factors [B].
+
+        On a TPU an example with a factor of 0 contributes 0, whatever it holds.
+        """
+        rule = self.rule
+        if not (rule.is_dense and dense.has_weighted_sum(*jax.eval_shape(self.factors, record, g))):
+            return self._contract(record, g, factors)
+
+        def by_kernel(record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+            (u,), w = self.factors(record, g)
+            grads = dense.weighted_sum(u, w, factors)
+            by_slice = grads.reshape(self.slices, rule.groups, *grads.shape[1:])
+            return self._loops_in_front(jax.vmap(rule.as_weight)(by_slice))
+
+        grad: jax.Array = forms.by_platform(record, g, factors, default=self._contract, kernels={"tpu": by_kernel})
+        return grad
+
+    def _contract(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+        if forms.platform() == "tpu":  # XLA computes this where a product reads the rows
+            record, g = jax.tree.map(lambda x: rows_kept(x, factors != 0), (record, g))
+        kind = wide_dtype(g)
+        g = g.astype(kind) * factors.astype(kind).reshape(-1, *(1,) * (g.ndim - 1))
         record, g = self._by_slice((record, g))
 
         def together(x: jax.Array) -> jax.Array:  # [B, slices, repeats, ...] -> [slices, B * repeats, ...]
@@ -685,6 +741,22 @@ class Site:
 
         grads = self.rule.weight_grads(*jax.tree.map(merged, (record, g)))
         return self._loops_in_front(grads.reshape(len(g), self.slices, *grads.shape[1:]))
+
+    def squares_of_formed(self, record: Any, g: jax.Array) -> jax.Array:
+        """Computes the squared norms [B] of the dV of every example, by forming it."""
+
+        def by_xla(record: Any, g: jax.Array) -> jax.Array:
+            grads = self.per_example(record, g)
+            return jnp.square(grads).sum(tuple(range(1, grads.ndim)))
+
+        def by_kernel(record: Any, g: jax.Array) -> jax.Array:
+            (u,), w = self.factors(record, g)
+            return dense.formed_squares(u, w)
+
+        if not (self.rule.is_dense and dense.has_formed_squares(*jax.eval_shape(self.factors, record, g))):
+            return by_xla(record, g)
+        squares: jax.Array = forms.by_platform(record, g, default=by_xla, kernels={"tpu": by_kernel})
+        return squares
 
     def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
         """Returns factors of every example: parts [B, S, T, rows_k] and w [B, S, T, cols], with loops in S and T."""
@@ -877,11 +949,24 @@ def _gram_sums(
     return products.sum((1, 2, 3)), spread.sum((1, 2, 3))
 
 
-def _gram_norm(pair: Pair, kind: Any) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+def _gram_norm(pair: Pair, kind: Any) -> dense.Norm:
     """Returns ||sum_t u_t w_t^T||^2 and E of it, [B] each, and the lengths of u and w, [B, S, T] each.
 
     Gram matrices are symmetric. Of long ones it computes the blocks of one half, one after the other.
     """
+    by_xla = functools.partial(_gram_norm_by_xla, kind=kind)
+    if not dense.has_gram_norm(*pair):
+        return by_xla(pair)
+    norm: dense.Norm = forms.by_platform(pair, default=by_xla, kernels={"tpu": _gram_norm_by_kernel})
+    return norm
+
+
+def _gram_norm_by_kernel(pair: Pair) -> dense.Norm:
+    ((u,), w) = pair
+    return dense.gram_norm(u, w)
+
+
+def _gram_norm_by_xla(pair: Pair, kind: Any) -> dense.Norm:
     positions = _positions(pair)
     size = gram_rows(positions)
     counts = _counts(pair, pair)

@@ -38,16 +38,19 @@ def site_of(
 def check_rule(site: Any, record: Any, g: Any, truth: np.ndarray) -> None:
     """Compares every result of a rule about dV with the true dV of each example [B, ...]."""
 
+    def contracted_alone(record: Any, g: Any) -> jax.Array:
+        return site.contract(record, g, jnp.ones(len(g)))
+
     def everything(record: Any, g: Any) -> dict[str, Any]:
         # dV is formed in other ways on accelerators. All ways must be right.
         with forms.traced_for("rocm"):
-            one_by_one = jax.vmap(lambda *pair: site.contract(*jax.tree.map(lambda x: x[None], pair)))(record, g)
+            one_by_one = jax.vmap(lambda *pair: contracted_alone(*jax.tree.map(lambda x: x[None], pair)))(record, g)
             elsewhere = site.per_example(record, g)
         return {
             "one_by_one": one_by_one,
             "elsewhere": elsewhere,
             "per_example": site.per_example(record, g),
-            "sum": site.contract(record, g),
+            "sum": contracted_alone(record, g),
             "squares": sites.squared_norms([site.factors(record, g)]),
             "bound": site.without_cancellation(record, g),
         }
@@ -434,8 +437,8 @@ def test_low_precision_is_accumulated_in_float32() -> None:
     rule = sites.Dot.of(equation(fn, "dot_general", w, xs[0]), 1)
     site = dataclasses.replace(site_of(rule, (300, 5), (4, 5)), tap=jax.ShapeDtypeStruct((300, 5), jnp.bfloat16))
     truth = np.einsum("btp,btq->bpq", np.asarray(xs, np.float64), np.asarray(gs, np.float64))
-    for found in (site.contract, site.per_example):
-        assert jax.eval_shape(found, xs, gs).dtype == jnp.float32
+    assert jax.eval_shape(site.contract, xs, gs, jnp.ones(N)).dtype == jnp.float32
+    assert jax.eval_shape(site.per_example, xs, gs).dtype == jnp.float32
     check_rule(site, xs, gs, truth)
     check_rule(site, xs, gs.astype(jnp.float32), truth)  # as when cotangents were scaled in float32
 
@@ -487,23 +490,22 @@ def contracted(kind: str, dtype: Any) -> tuple[Any, Any, Any, np.ndarray]:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kind", ["dot", "conv"])
 def test_matrix_units_multiply_settled_values_without_rounding(kind: str, dtype: Any, platform: str, bits: int) -> None:
-    factors = np.linspace(0.1, 0.9, N, dtype=np.float32)
+    factors = jnp.linspace(0.1, 0.9, N)
 
     def computed(settled: bool = True) -> tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray]:
         with on(platform, units=bits), pytest.MonkeyPatch.context() as patch:
             if not settled:
                 patch.setattr(sites, "settled_at", lambda rule, record, g: (record, g))
             site, record, g, truth = contracted(kind, dtype)
-            scaled = g.astype(jnp.float32) * factors.reshape(-1, *(1,) * (g.ndim - 1))
             found = {
-                "sum": site.contract(record, scaled),
+                "sum": site.contract(record, g, factors),
                 "per_example": site.per_example(record, g),
                 "squares": sites.squared_norms([site.factors(record, g)]),
             }
-        rows = factors.astype(np.float64).reshape(-1, *(1,) * (truth.ndim - 1))
+        rows = np.asarray(factors, np.float64).reshape(-1, *(1,) * (truth.ndim - 1))
         wanted = {"sum": (rows * truth).sum(0), "per_example": truth}
         wanted["squares"] = np.square(truth).reshape(N, -1).sum(1)
-        return found, wanted, np.asarray(site.contract(jnp.abs(record), jnp.abs(scaled)))
+        return found, wanted, np.asarray(site.contract(jnp.abs(record), jnp.abs(g), factors))
 
     found, wanted, terms = computed()
     # The parts of a factor times a cotangent have 22 bits in TF32, and 16 in bfloat16.
@@ -538,7 +540,7 @@ def test_what_is_multiplied_follows_the_platform_and_jaxs_settings(
     with on(platform, capability), jax.default_matmul_precision(asked):
         assert sites.multiplied_bits() == bits
         site, record, g, _ = contracted("dot", jnp.float32)
-        program = str(jax.make_jaxpr(site.contract)(record, g))
+        program = str(jax.make_jaxpr(site.contract)(record, g, jnp.ones(len(g))))
     assert ("HIGHEST" in program) == (bits is None)
     assert ("reduce_precision" in program) == (bits is not None)
 

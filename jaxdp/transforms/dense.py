@@ -1,0 +1,95 @@
+"""Which kernels serve a dense layer on a TPU, and what they cost.
+
+The kernels compute norms and weighted sums of per-example gradients u_i^T w_i without an array of T x T, or of a
+gradient, for each example. `jaxdp.transforms.sites` has the same results by products of XLA, for all other platforms,
+shapes, and programs that XLA divides among devices.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdp.transforms import forms, rounding
+from jaxdp.transforms.kernels import formed, gram, tiles, weighted
+
+Norm = tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]
+
+
+def _served(kernel: Any, parts: Sequence[Any], w: Any) -> bool:
+    """Returns whether a kernel serves the factors of a site: one array u [B, S, T, p], and w [B, S, T, q]."""
+    kinds = {getattr(x, "dtype", None) for x in (*parts, w)}
+    if forms.platform() != "tpu" or len(parts) != 1 or kinds != {jnp.dtype(jnp.bfloat16)}:
+        return False
+    suits: bool = kernel.suits(w.shape[2], parts[0].shape[3], w.shape[3])
+    return suits
+
+
+def has_gram_norm(parts: Sequence[Any], w: Any) -> bool:
+    """Returns whether `gram_norm` serves the factors of a site."""
+    return _served(gram, parts, w)
+
+
+def has_formed_squares(parts: Sequence[Any], w: Any) -> bool:
+    """Returns whether `formed_squares` serves the factors of a site."""
+    return _served(formed, parts, w)
+
+
+def has_weighted_sum(parts: Sequence[Any], w: Any) -> bool:
+    """Returns whether `weighted_sum` serves the factors of a site."""
+    return _served(weighted, parts, w)
+
+
+def _merged(x: jax.Array) -> jax.Array:
+    """Reshapes [B, S, ...] to [S * B, ...]. Loops stack their iterations in front, so this moves nothing."""
+    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+
+def _apart(x: jax.Array, slices: int) -> jax.Array:
+    """Reshapes [S * B, ...] to [B, S, ...]."""
+    return x.reshape(slices, -1, *x.shape[1:]).swapaxes(0, 1)
+
+
+def gram_norm(u: jax.Array, w: jax.Array) -> Norm:
+    """Returns ||sum_t u_t w_t^T||^2 and a bound on its rounding, E in `rounding`, [B] each, and the lengths of rows.
+
+    By Cauchy and Schwarz sum_ts a_t a_s |W_ts| is at most (sum_t a_t^2) ||W||, with the Frobenius norm.
+
+    Args:
+      u, w: bfloat16 [B, S, T, p] and [B, S, T, q].
+    """
+    slices, positions = u.shape[1:3]
+    sums = gram.gram_norms(_merged(u), _merged(w))
+    length_u, length_w = (rounding.root(x) for x in (sums.rows_u, sums.rows_w))
+    frobenius_u, frobenius_w = (rounding.root(x) for x in (sums.squares_u, sums.squares_w))
+    r_u, r_w, r_t = u.shape[-1], w.shape[-1], 2 * positions + 64
+    spread = r_u * sums.rows_u.sum(1) * frobenius_w
+    spread += r_w * frobenius_u * sums.rows_w.sum(1)
+    spread += r_t * frobenius_u * frobenius_w
+    spread *= rounding.eps(jnp.float32)
+    total, error = (_apart(x, slices).sum(1) for x in (sums.products, spread))
+    return total, error, (_apart(length_u, slices), _apart(length_w, slices))
+
+
+def formed_squares(u: jax.Array, w: jax.Array) -> jax.Array:
+    """Returns the squared norms [B] of gradients that are formed block by block. Arguments as in `gram_norm`."""
+    return _apart(formed.formed_norms(_merged(u), _merged(w)), u.shape[1]).sum(1)
+
+
+def weighted_sum(u: jax.Array, w: jax.Array, factors: jax.Array) -> jax.Array:
+    """Returns sum_b factors_b u_bs^T w_bs, float32 [S, p, q]. Examples with the factor 0 are not read.
+
+    Args:
+      u, w: As in `gram_norm`.
+      factors: float32 [B].
+    """
+    return jax.vmap(weighted.weighted_sum, in_axes=(1, 1, None))(u, w, factors)
+
+
+def costs(positions: int, rows: int, cols: int) -> dict[str, float]:
+    """Returns what the kernels that serve a shape cost for one example and slice, in bytes that take the same time."""
+    sizes = (positions, rows, cols)
+    kernels = {"gram": gram, "formed": formed, "weighted": weighted}
+    served = {name: kernel for name, kernel in kernels.items() if kernel.suits(*sizes)}
+    return {name: tiles.BYTES_PER_CYCLE * kernel.cycles(*sizes) for name, kernel in served.items()}
