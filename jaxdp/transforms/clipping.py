@@ -889,10 +889,7 @@ def _bookkeeping(program: _Program, consts: list[Any], moving: list[Any], batch:
     (losses, (aux, records)), cotangents = _batched_gradient(tapped, taps, examples)
     wide = [x.astype(sites.wide_dtype(x)) for x in moving]
     weights = plan.weights_program(wide)
-    met = [
-        (site, *sites.settled_at(site.rule, record, g))
-        for site, record, g in zip(plan.sites, records, cotangents, strict=True)
-    ]
+    met = list(zip(plan.sites, records, cotangents, strict=True))
     components = [
         _Component([met[j] for j in indices], walker.restricted(weights, indices), wide, choose)
         for indices in _connected(plan.sites)
@@ -953,13 +950,15 @@ class _Component:
     """
 
     def __init__(self, columns: list[tuple[sites.Site, Any, Any]], program: Any, leaves: list[Any], choose: Choice):
-        self._columns = columns  # site, record and cotangent
-        self._members = sorted(frozenset[int]().union(*(site.leaves for site, _, _ in self._columns)))
+        own = [site for site, _, _ in columns]
+        self._members = sorted(frozenset[int]().union(*(site.leaves for site in own)))
         self.kept: dict[int, jax.Array] | None = None
         self.size = sum(leaves[i].size for i in self._members)
         self._pull = pull = _pull_back(program, leaves, self._members)
-        method = choose([site for site, _, _ in self._columns], self.size)
-        method = _applied(method, program)
+        method = _applied(choose(own, self.size), program)
+        by_kernels = len(columns) == 1 and own[0].has_kernels(method, *columns[0][1:])
+        # Site, record and cotangent.
+        self._columns = [(site, *sites.settled_at(site.rule, r, g, by_kernels=by_kernels)) for site, r, g in columns]
         if method != "keep":
             self._columns = [_ordered(*column) for column in self._columns]
         if method == "factors":

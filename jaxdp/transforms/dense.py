@@ -87,6 +87,13 @@ def weighted_sum(u: jax.Array, w: jax.Array, factors: jax.Array) -> jax.Array:
     return jax.vmap(weighted.weighted_sum, in_axes=(1, 1, None))(u, w, factors)
 
 
+def serves(method: str, positions: int, rows: int, cols: int) -> bool:
+    """Returns whether kernels compute both the norm, by "factors" or "drop", and the weighted sum of a layer."""
+    norms = {"factors": gram, "drop": formed}
+    sizes = (positions, rows, cols)
+    return method in norms and norms[method].suits(*sizes) and weighted.suits(*sizes)
+
+
 def costs(positions: int, rows: int, cols: int) -> dict[str, float]:
     """Returns what the kernels that serve a shape cost for one example and slice, in bytes that take the same time."""
     sizes = (positions, rows, cols)

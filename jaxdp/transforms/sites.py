@@ -122,10 +122,6 @@ def settled(x: jax.Array) -> jax.Array:
     """
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return x
-    if forms.platform() == "tpu" and x.dtype == jnp.bfloat16:
-        # Both uses read one array in memory. Rounding it once more would take a pass.
-        settled_array: jax.Array = lax.optimization_barrier(x)
-        return settled_array
     kind, wide = jnp.finfo(x.dtype), x.astype(jnp.float32)
     rounded = lax.reduce_precision(wide, kind.nexp, kind.nmant)
     if x.dtype == jnp.float16:  # reduce_precision flushes subnormal numbers to zero
@@ -159,22 +155,24 @@ def settled_precision() -> lax.Precision:
     return PRECISION if multiplied_bits() is None else lax.Precision.DEFAULT
 
 
-def settled_at(rule: "Rule", record: Any, g: Any) -> Any:
+def settled_at(rule: "Rule", record: Any, g: Any, *, by_kernels: bool = False) -> Any:
     """Rounds the record and the cotangent of a site to what is multiplied there, and returns both.
 
     A plain step rounds factors of float32 where the platform multiplies fewer bits. Here they are rounded before,
-    so the norm and the sum have the same factors. All products of such factors are exact.
+    so the norm and the sum have the same factors. All products of such factors are exact. Where kernels compute the
+    norm and the sum (`by_kernels`), both read bfloat16 in memory, which is settled.
     """
-    bits = multiplied_bits()
+    bits = multiplied_bits() if isinstance(rule, (Dot, Conv)) else None
 
-    def rounded(x: jax.Array) -> jax.Array:
-        if bits is None or x.dtype != jnp.float32:
+    def at_site(x: jax.Array) -> jax.Array:
+        if x.dtype != jnp.float32:
+            return x if by_kernels else settled(x)
+        if bits is None:
             return x
         x = lax.reduce_precision(x, 8, bits)
         return x.astype(jnp.bfloat16) if bits == _BFLOAT16 else x  # half of the memory
 
-    pair = jax.tree.map(settled, (record, g))
-    return jax.tree.map(rounded, pair) if isinstance(rule, (Dot, Conv)) else pair
+    return jax.tree.map(at_site, (record, g))
 
 
 def _exact_parts(x: jax.Array, rule: "Rule", record: Any) -> list[jax.Array]:
@@ -711,7 +709,11 @@ class Site:
             by_slice = grads.reshape(self.slices, rule.groups, *grads.shape[1:])
             return self._loops_in_front(jax.vmap(rule.as_weight)(by_slice))
 
-        grad: jax.Array = forms.by_platform(record, g, factors, default=self._contract, kernels={"tpu": by_kernel})
+        def by_xla(record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+            record, g = settled_at(rule, record, g)
+            return self._contract(record, g, factors)
+
+        grad: jax.Array = forms.by_platform(record, g, factors, default=by_xla, kernels={"tpu": by_kernel})
         return grad
 
     def _contract(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
@@ -742,11 +744,23 @@ class Site:
         grads = self.rule.weight_grads(*jax.tree.map(merged, (record, g)))
         return self._loops_in_front(grads.reshape(len(g), self.slices, *grads.shape[1:]))
 
+    def has_kernels(self, method: str, record: Any, g: jax.Array) -> bool:
+        """Returns whether kernels compute the norm and the sum of its own weight, by a method of `clipping`."""
+        if forms.platform() != "tpu" or not self.rule.is_dense:
+            return False
+        multiplied = {jnp.dtype(jnp.bfloat16)}
+        if multiplied_bits() == _BFLOAT16:
+            multiplied.add(jnp.dtype(jnp.float32))
+        if not {record.dtype, g.dtype} <= multiplied:
+            return False
+        sizes = (self.rule.positions * self.repeats, self.rule.rows, self.rule.cols)
+        return dense.serves(method, *sizes)
+
     def squares_of_formed(self, record: Any, g: jax.Array) -> jax.Array:
         """Computes the squared norms [B] of the dV of every example, by forming it."""
 
         def by_xla(record: Any, g: jax.Array) -> jax.Array:
-            grads = self.per_example(record, g)
+            grads = self.per_example(*settled_at(self.rule, record, g))
             return jnp.square(grads).sum(tuple(range(1, grads.ndim)))
 
         def by_kernel(record: Any, g: jax.Array) -> jax.Array:
@@ -954,9 +968,12 @@ def _gram_norm(pair: Pair, kind: Any) -> dense.Norm:
 
     Gram matrices are symmetric. Of long ones it computes the blocks of one half, one after the other.
     """
-    by_xla = functools.partial(_gram_norm_by_xla, kind=kind)
     if not dense.has_gram_norm(*pair):
-        return by_xla(pair)
+        return _gram_norm_by_xla(pair, kind)
+
+    def by_xla(pair: Pair) -> dense.Norm:
+        return _gram_norm_by_xla(jax.tree.map(settled, pair), kind)
+
     norm: dense.Norm = forms.by_platform(pair, default=by_xla, kernels={"tpu": _gram_norm_by_kernel})
     return norm
 
