@@ -125,7 +125,8 @@ def gram_norms(u: jax.Array, w: jax.Array, *, u_across: bool = False, w_across: 
         lengths = jnp.broadcast_to(sums[:, None], (0, positions))
         return GramNorms(sums, sums, sums, lengths, lengths)
     sums, rows_u, rows_w = _sums(u, w, (u_across, w_across))
-    return GramNorms(*sums.sum(-1).T, rows_u[:, 0], rows_w[:, 0])
+    totals = [sums[:, k].sum(-1) for k in range(3)]
+    return GramNorms(*totals, rows_u[:, 0], rows_w[:, 0])
 
 
 def _sums(u: jax.Array, w: jax.Array, across: tuple[bool, bool]) -> tuple[jax.Array, ...]:
