@@ -114,7 +114,7 @@ def test_weighted_sums(across):
 
 @pytest.mark.slow
 def test_weighted_sums_of_blocks_that_go_beyond_the_axes(monkeypatch):
-    blocks = weighted._Blocks(128, 256, 128, 1)
+    blocks = weighted._Blocks(128, 256, 128, 1, 0.0)
     monkeypatch.setattr(weighted, "_blocks", lambda *_: blocks)
     u, w = pair(3, 256, 200, 300)
     assert_close(weighted.weighted_sum(u, w, FACTORS[:3]), exact_weighted(u, w, FACTORS[:3]))
@@ -224,3 +224,35 @@ def test_blocks_cover_the_axes_within_the_memory_of_a_chip(shape):
         sides = formed._blocks(*shape, itemsize)
         if formed.suits(*shape):
             assert rows % sides.rows == 0 and cols % sides.cols == 0
+
+
+# Instruction bundles of one example, as libtpu 0.0.52 schedules the kernels for a TPU v5e.
+BUNDLES = {
+    gram: {
+        (197, 768, 768): 1104,
+        (512, 768, 3072): 8420,
+        (512, 768, 768): 3552,
+        (1024, 768, 768): 14844,
+        (1024, 768, 2304): 29220,
+    },
+    formed: {
+        (512, 768, 768): 5007,
+        (512, 768, 3072): 19788,
+        (1024, 768, 768): 9552,
+        (1024, 768, 2304): 28692,
+        (2048, 2048, 8192): 568832,
+    },
+    weighted: {
+        (197, 768, 768): 2464,
+        (197, 768, 3072): 9658,
+        (512, 768, 3072): 16488,
+        (1024, 768, 2304): 27918,
+    },
+}
+
+
+@pytest.mark.parametrize("kernel", BUNDLES)
+def test_costs_are_near_the_schedules_of_a_compiler(kernel):
+    """The schedule of a long example has more products in a cycle than the units compute, so a cost may be above."""
+    for shape, bundles in BUNDLES[kernel].items():
+        assert 0.95 < kernel.cycles(*shape) / bundles < 1.25

@@ -125,8 +125,8 @@ def gram_norms(u: jax.Array, w: jax.Array, *, u_across: bool = False, w_across: 
         lengths = jnp.broadcast_to(sums[:, None], (0, positions))
         return GramNorms(sums, sums, sums, lengths, lengths)
     sums, rows_u, rows_w = _sums(u, w, (u_across, w_across))
-    totals = [sums[:, k].sum(-1) for k in range(3)]
-    return GramNorms(*totals, rows_u[:, 0], rows_w[:, 0])
+    products, squares_u, squares_w = (sums[:, k].sum(-1) for k in range(3))
+    return GramNorms(products, squares_u, squares_w, rows_u[:, 0], rows_w[:, 0])
 
 
 def _sums(u: jax.Array, w: jax.Array, across: tuple[bool, bool]) -> tuple[jax.Array, ...]:
@@ -158,7 +158,7 @@ def _sums(u: jax.Array, w: jax.Array, across: tuple[bool, bool]) -> tuple[jax.Ar
         out_specs=[spec for spec, _ in results],
         out_shape=[shape for _, shape in results],
         scratch_shapes=[matrices, matrices],
-        compiler_params=tiles.compiler_params(vmem, ("parallel", "arbitrary")),
+        compiler_params=tiles.compiler_params(vmem, 1, 1),
     )
     laid = [x.swapaxes(1, 2) if lanes else x for x, lanes in zip((u, w), across, strict=True)]
     sums: tuple[jax.Array, ...] = called(*laid)
