@@ -120,7 +120,7 @@ def _sums(u: jax.Array, w: jax.Array) -> jax.Array:
         ],
         out_specs=pl.BlockSpec((1, _SUBLANES, tiles.LANES), lambda i, b, a: (i, 0, 0)),
         out_shape=shards.shape_like(u, (size, _SUBLANES, tiles.LANES), jnp.float32),
-        compiler_params=tiles.compiler_params(vmem, ("parallel", "arbitrary", "arbitrary")),
+        compiler_params=tiles.compiler_params(vmem, 1, 2),
     )(u, w)
     return sums
 

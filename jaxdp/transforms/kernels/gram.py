@@ -17,8 +17,9 @@ from jaxdp.transforms.kernels import tiles
 
 # Longer examples would need a loop over blocks, and `formed` is then cheaper for most layers.
 _LONGEST = 1024
-# Cycles of products in one step of the grid. They bound the size of the program.
-_STEP = 10_000
+# Cycles of products in one step of the grid: at most, which bounds the size of the program, and about at least.
+_STEP, _LEAST_STEP = 10_000, 1_500
+_EXAMPLES = 8
 # Cycles that a step takes beside its products, and in which a tile of 8 x 128 entries of both matrices is summed.
 _OVERHEAD, _SUMS = 150, 2
 
@@ -45,7 +46,8 @@ def cycles(positions: int, rows: int, cols: int, itemsize: int = 2) -> float:
     """Returns the estimated cycles of one example: of its products and sums, or of reading it."""
     entries = _multiplied(positions)
     products = entries * (rows + cols) / tiles.PRODUCTS_PER_CYCLE
-    others = _SUMS * entries / (8 * tiles.LANES) + _OVERHEAD * max(1, _chunks(positions, rows, cols))
+    steps = max(1, _chunks(positions, rows, cols)) / _examples(positions, rows, cols)
+    others = _SUMS * entries / (8 * tiles.LANES) + _OVERHEAD * steps
     read = positions * (rows + cols) * itemsize
     return max(products + others, read / tiles.BYTES_PER_CYCLE)
 
@@ -72,12 +74,21 @@ def _chunks(positions: int, rows: int, cols: int) -> int:
     return next((n for n in whole if products / n <= _STEP), 0)
 
 
+@functools.cache
+def _examples(positions: int, rows: int, cols: int) -> int:
+    """Returns how many examples one step has. Small ones share a step."""
+    if _chunks(positions, rows, cols) != 1:
+        return 1
+    products = _multiplied(positions) * (rows + cols) / tiles.PRODUCTS_PER_CYCLE
+    return min(_EXAMPLES, max(1, int(_LEAST_STEP / products)))
+
+
 def _vmem(positions: int, rows: int, cols: int, itemsize: int) -> float:
-    chunks = max(1, _chunks(positions, rows, cols))
-    entries = tiles.padded(positions, 2 * tiles.PACKED) * (rows + cols) / chunks
+    parts = max(1, _chunks(positions, rows, cols)) / _examples(positions, rows, cols)
+    entries = tiles.padded(positions, 2 * tiles.PACKED) * (rows + cols) / parts
     # Two buffers of the input, and what is multiplied. Two matrices, and a block of products.
     matrix = tiles.padded(positions) ** 2 * 4
-    return entries * (2 * itemsize + 4) + 3 * matrix
+    return entries * (2 * itemsize + 4) + (2 * _examples(positions, rows, cols) + 1) * matrix
 
 
 def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bool:
@@ -114,7 +125,8 @@ def gram_norms(u: jax.Array, w: jax.Array, *, u_across: bool = False, w_across: 
         lengths = jnp.broadcast_to(sums[:, None], (0, positions))
         return GramNorms(sums, sums, sums, lengths, lengths)
     sums, rows_u, rows_w = _sums(u, w, (u_across, w_across))
-    return GramNorms(*sums.sum(-1).T, rows_u[:, 0], rows_w[:, 0])
+    products, squares_u, squares_w = (sums[:, k].sum(-1) for k in range(3))
+    return GramNorms(products, squares_u, squares_w, rows_u[:, 0], rows_w[:, 0])
 
 
 def _sums(u: jax.Array, w: jax.Array, across: tuple[bool, bool]) -> tuple[jax.Array, ...]:
@@ -125,27 +137,28 @@ def _sums(u: jax.Array, w: jax.Array, across: tuple[bool, bool]) -> tuple[jax.Ar
     size, positions, rows = u.shape
     cols = w.shape[2]
     chunks = max(1, _chunks(positions, rows, cols))
+    examples = _examples(positions, rows, cols)
 
     def block(features: int, on_lanes: bool) -> Any:
         if on_lanes:
-            return pl.BlockSpec((1, features // chunks, positions), lambda i, k: (i, k, 0))
-        return pl.BlockSpec((1, positions, features // chunks), lambda i, k: (i, 0, k))
+            return pl.BlockSpec((examples, features // chunks, positions), lambda i, k: (i, k, 0))
+        return pl.BlockSpec((examples, positions, features // chunks), lambda i, k: (i, 0, k))
 
     def result(*shape: int) -> tuple[Any, Any]:
-        spec = pl.BlockSpec((1, *shape), lambda i, k: (i, 0, 0))
+        spec = pl.BlockSpec((examples, *shape), lambda i, k: (i, 0, 0))
         return spec, shards.shape_like(u, (size, *shape), jnp.float32)
 
     results = [result(3, tiles.LANES), result(1, positions), result(1, positions)]
-    matrix = pltpu.VMEM((positions, positions), jnp.float32)
+    matrices = pltpu.VMEM((examples, positions, positions), jnp.float32)
     vmem = _vmem(positions, rows, cols, u.dtype.itemsize)
     called = pl.pallas_call(
         functools.partial(_kernel, across=across, chunks=chunks),
-        grid=(size, chunks),
+        grid=(pl.cdiv(size, examples), chunks),
         in_specs=[block(rows, across[0]), block(cols, across[1])],
         out_specs=[spec for spec, _ in results],
         out_shape=[shape for _, shape in results],
-        scratch_shapes=[matrix, matrix],
-        compiler_params=tiles.compiler_params(vmem, ("parallel", "arbitrary")),
+        scratch_shapes=[matrices, matrices],
+        compiler_params=tiles.compiler_params(vmem, 1, 1),
     )
     laid = [x.swapaxes(1, 2) if lanes else x for x, lanes in zip((u, w), across, strict=True)]
     sums: tuple[jax.Array, ...] = called(*laid)
@@ -158,8 +171,8 @@ def _kernel(
     sums: Any,
     rows_u: Any,
     rows_w: Any,
-    gram_u: Any,
-    gram_w: Any,
+    grams_u: Any,
+    grams_w: Any,
     *,
     across: tuple[bool, bool],
     chunks: int,
@@ -167,14 +180,18 @@ def _kernel(
     from jax.experimental import pallas as pl
 
     chunk = pl.program_id(1)
-    for x, gram, on_lanes in ((u, gram_u, across[0]), (w, gram_w, across[1])):
-        _add_gram(x[0].astype(jnp.bfloat16), gram, on_lanes, first=chunk == 0, alone=chunks == 1)
+    examples = range(u.shape[0])
+    for e in examples:
+        for x, grams, on_lanes in ((u, grams_u, across[0]), (w, grams_w, across[1])):
+            part = x[e].astype(jnp.bfloat16)
+            _add_gram(part, grams.at[e], on_lanes, first=chunk == 0, alone=chunks == 1)
 
     @pl.when(chunk == chunks - 1)
     def _() -> None:
-        _add_entries(gram_u, gram_w, sums)
-        _diagonal(gram_u, rows_u)
-        _diagonal(gram_w, rows_w)
+        for e in examples:
+            _add_entries(grams_u.at[e], grams_w.at[e], sums.at[e])
+            _diagonal(grams_u.at[e], rows_u.at[e])
+            _diagonal(grams_w.at[e], rows_w.at[e])
 
 
 def _add_gram(x: jax.Array, gram: Any, on_lanes: bool, *, first: jax.Array, alone: bool) -> None:
@@ -215,7 +232,7 @@ def _add_entries(gram_u: Any, gram_w: Any, sums: Any) -> None:
             parts = [jnp.concatenate([part, empty], 1) for part in parts]
         totals = [total + part for total, part in zip(totals, parts, strict=True)]
     for k, total in enumerate(totals):
-        sums[0, k : k + 1, :] = total
+        sums[k : k + 1, :] = total
 
 
 def _diagonal(gram: Any, entries: Any) -> None:
@@ -223,4 +240,4 @@ def _diagonal(gram: Any, entries: Any) -> None:
         shape = (end - start, end - start)
         row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
         block = gram[start:end, start:end]
-        entries[0, :, start:end] = jnp.where(row == column, block, 0).sum(0, keepdims=True)
+        entries[:, start:end] = jnp.where(row == column, block, 0).sum(0, keepdims=True)

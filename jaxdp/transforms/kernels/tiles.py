@@ -49,8 +49,15 @@ def varied(*arrays: jax.Array) -> list[jax.Array]:
     return [shards.vary(x, axes) for x in arrays]
 
 
-def compiler_params(vmem: float, semantics: tuple[str, ...]) -> Any:
-    """Returns the parameters of a kernel that holds `vmem` bytes of blocks on the chip."""
+def compiler_params(vmem: float, parallel: int, sequential: int) -> Any:
+    """Returns the parameters of a kernel that holds `vmem` bytes of blocks on the chip.
+
+    Args:
+      vmem: The bytes.
+      parallel: The number of first axes of the grid whose steps do not depend on each other.
+      sequential: The number of axes after them.
+    """
     from jax.experimental.pallas import tpu as pltpu
 
+    semantics = [pltpu.PARALLEL] * parallel + [pltpu.ARBITRARY] * sequential
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=_limit(vmem))

@@ -6,6 +6,7 @@ needs no parts in bfloat16, and rows of an example with the factor 0 need not be
 
 import functools
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -35,11 +36,12 @@ class _Blocks(NamedTuple):
     cols: int
     positions: int
     examples: int
+    cycles: float  # of one example
 
 
 def cycles(positions: int, rows: int, cols: int) -> float:
     """Returns the estimated cycles of one example, whose positions are padded to a multiple of 128."""
-    return tiles.padded(positions) * rows * cols / tiles.PRODUCTS_PER_CYCLE
+    return _blocks(positions, rows, cols).cycles
 
 
 def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bool:
@@ -58,22 +60,22 @@ def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bo
 
 @functools.cache
 def _blocks(positions: int, rows: int, cols: int) -> _Blocks:
-    """Returns the sizes of the blocks of one step: those of the least cost."""
-    own = max([positions] if positions <= _LONGEST else tiles.parts(positions, _LONGEST), default=0)
+    """Returns the sizes of the blocks of one step: those of the least cost. They are 0 if none fits."""
+    whole = [positions] if positions <= _LONGEST else []
+    own = max(whole or tiles.parts(positions, _LONGEST), default=0)
 
-    def cost(sides: tuple[int, int]) -> float:
-        steps = -(-rows // sides[0]) * -(-cols // sides[1])
-        read = own * sum(sides) * _ITEMSIZE / tiles.BYTES_PER_CYCLE
-        return steps * max(cycles(own, *sides) + _OVERHEAD, read)
+    def block(block_rows: int, block_cols: int) -> _Blocks:
+        products = tiles.padded(own) * block_rows * block_cols / tiles.PRODUCTS_PER_CYCLE
+        read = own * (block_rows + block_cols) * _ITEMSIZE / tiles.BYTES_PER_CYCLE
+        examples = min(_EXAMPLES, max(1, int(_LEAST_STEP / products))) if own == positions else 1
+        steps = -(-rows // block_rows) * -(-cols // block_cols) * positions // own
+        cost = steps * max(products + _OVERHEAD / examples, read)
+        return _Blocks(block_rows, block_cols, own, examples, cost)
 
-    pairs = itertools.product(_sides(rows), _sides(cols))
-    small = [(r, c) for r, c in pairs if r * c <= _ENTRIES and cycles(own, r, c) <= _STEP]
-    if not own or not small:
-        return _Blocks(0, 0, 0, 0)
-    block_rows, block_cols = min(small, key=cost)
-    work = cycles(own, block_rows, block_cols)
-    examples = min(_EXAMPLES, max(1, int(_LEAST_STEP / work))) if own == positions else 1
-    return _Blocks(block_rows, block_cols, own, examples)
+    most = _STEP * tiles.PRODUCTS_PER_CYCLE / tiles.padded(max(own, 1))
+    pairs = itertools.product(_sides(rows), _sides(cols)) if own else []
+    blocks = [block(*sides) for sides in pairs if sides[0] * sides[1] <= min(_ENTRIES, most)]
+    return min(blocks, key=lambda one: one.cycles, default=_Blocks(0, 0, 0, 0, math.inf))
 
 
 def _sides(size: int) -> list[int]:
@@ -140,9 +142,7 @@ def _sum(u: jax.Array, w: jax.Array, factors: jax.Array, across: bool) -> jax.Ar
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), of_u, of_w],
         out_specs=pl.BlockSpec((blocks.rows, blocks.cols), lambda a, b, i, t: (a, b)),
         out_shape=shards.shape_like(u, (rows, cols), jnp.float32),
-        compiler_params=tiles.compiler_params(
-            _vmem(blocks, u.dtype.itemsize), ("parallel", "parallel", "arbitrary", "arbitrary")
-        ),
+        compiler_params=tiles.compiler_params(_vmem(blocks, u.dtype.itemsize), 2, 2),
     )(padded, u.swapaxes(1, 2) if across else u, w)
     return total
 

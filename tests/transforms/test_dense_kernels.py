@@ -1,0 +1,258 @@
+"""Kernels of dense layers, run by JAX on the CPU, against products in float64.
+
+Blocks that go beyond an array hold NaN there, and a TPU has arbitrary values there.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxdp.transforms.kernels import formed, gram, tiles, weighted
+
+# (B, T, p, q, dtype): positions that end within a tile, with several blocks of 128 and with one.
+CASES = [(2, 197, 96, 64, jnp.bfloat16), (2, 13, 64, 72, jnp.float32)]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """Runs kernels as plain JAX."""
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+
+
+def pair(size, positions, rows, cols, dtype=jnp.bfloat16, seed=0):
+    """Returns u and w of entries that bfloat16 has."""
+    rng = np.random.default_rng(seed)
+    arrays = [rng.normal(size=(size, positions, n)) for n in (rows, cols)]
+    return tuple(jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in arrays)
+
+
+def exact(u, w):
+    """Returns u_i^T w_i in float64."""
+    return np.einsum("itp,itq->ipq", np.float64(u), np.float64(w))
+
+
+def exact_norms(u, w):
+    return np.square(exact(u, w)).sum((1, 2))
+
+
+def exact_gram_norms(u, w):
+    (gram_u, gram_w) = (np.einsum("itp,isp->its", np.float64(x), np.float64(x)) for x in (u, w))
+    pairs = ((gram_u, gram_w), (gram_u, gram_u), (gram_w, gram_w))
+    sums = [(x * y).sum((1, 2)) for x, y in pairs]
+    return *sums, *(np.square(np.float64(x)).sum(2) for x in (u, w))
+
+
+def assert_close(found, expected):
+    """Asserts that arrays are equal to 1e-5 of their largest entry."""
+    assert found.dtype == jnp.float32
+    scale = np.abs(expected).max(initial=0)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * scale)
+
+
+def assert_all_close(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        assert_close(x, y)
+
+
+@jax.jit
+def norms(u, w):
+    return gram.gram_norms(u, w), formed.formed_norms(u, w)
+
+
+def everything(u, w, factors):
+    return *norms(u, w), weighted.weighted_sum(u, w, factors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_norms(case):
+    u, w = pair(*case)
+    assert gram.suits(*case[1:]) and formed.suits(*case[1:])
+    of_grams, of_formed = norms(u, w)
+    assert_all_close(of_grams, exact_gram_norms(u, w))
+    assert_close(of_formed, exact_norms(u, w))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("across", [(True, False), (False, True)])
+def test_sums_over_gram_matrices_of_features_in_parts(monkeypatch, across):
+    """Fails if a part replaces the sum, if the sum is read before it is set, or if an axis is mistaken."""
+    monkeypatch.setattr(gram, "_chunks", lambda *_: 2)
+    u, w = pair(2, 140, 128, 256)
+    found = gram.gram_norms(u, w, u_across=across[0], w_across=across[1])
+    assert_all_close(found, exact_gram_norms(u, w))
+
+
+@pytest.mark.slow
+def test_norms_of_gradients_that_are_formed_in_blocks(monkeypatch):
+    monkeypatch.setattr(formed, "_blocks", lambda *_: formed._Blocks(128, 128, 0.0))
+    u, w = pair(2, 21, 256, 384)
+    assert_close(formed.formed_norms(u, w), exact_norms(u, w))
+
+
+def exact_weighted(u, w, factors):
+    return np.einsum("i,ipq->pq", np.float64(factors), exact(u, w))
+
+
+FACTORS = np.float32([0.25, 3.0, 0.7, 1e-3, 2.0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("across", [(False, False), (True, False), (False, True)])
+def test_weighted_sums(across):
+    """Five examples at three a step: the last step goes beyond them."""
+    u, w = pair(5, 61, 64, 72, jnp.float32)
+    found = weighted.weighted_sum(u, w, FACTORS, u_across=across[0], w_across=across[1])
+    assert_close(found, exact_weighted(u, w, FACTORS))
+
+
+@pytest.mark.slow
+def test_weighted_sums_of_blocks_that_go_beyond_the_axes(monkeypatch):
+    blocks = weighted._Blocks(128, 256, 128, 1, 0.0)
+    monkeypatch.setattr(weighted, "_blocks", lambda *_: blocks)
+    u, w = pair(3, 256, 200, 300)
+    assert_close(weighted.weighted_sum(u, w, FACTORS[:3]), exact_weighted(u, w, FACTORS[:3]))
+
+
+@pytest.mark.slow
+def test_bad_rows_of_one_example_do_not_reach_another():
+    """All examples share a step of the weighted sum, so the kernel multiplies the bad rows too."""
+    u, w = pair(4, 50, 64, 64)
+    factors, good = np.float32([1, 0, 0, 0.5]), np.array([0, 3])
+    expected = exact_gram_norms(u, w)
+    total = exact_weighted(u, w, factors)
+    u, w = u.at[1, 3, 5].set(jnp.nan), w.at[2].set(jnp.inf)
+    of_grams, of_formed, found = jax.jit(everything)(u, w, factors)
+    assert_all_close([x[good] for x in of_grams], [x[good] for x in expected])
+    assert_close(of_formed[good], expected[0][good])
+    assert not np.isfinite([of_grams.products[1:3], of_formed[1:3]]).any()
+    assert np.isnan(of_grams.rows_u[1, 3]) and np.isinf(of_grams.rows_w[2]).all()
+    assert_close(found, total)
+
+
+@pytest.mark.slow
+def test_a_sum_of_factors_zero_is_zero():
+    """No step multiplies anything, so the first one must clear the sum."""
+    u, w = pair(2, 48, 70, 64)
+    nothing = weighted.weighted_sum(jnp.full_like(u, jnp.nan), w, jnp.zeros(2))
+    np.testing.assert_array_equal(nothing, jnp.zeros((70, 64)))
+
+
+def test_no_examples_have_no_norms_and_the_sum_zero():
+    u, w = pair(0, 64, 64, 80)
+    found = gram.gram_norms(u, w)
+    assert [x.shape for x in found] == [(0,), (0,), (0,), (0, 64), (0, 64)]
+    assert formed.formed_norms(u, w).shape == (0,)
+    np.testing.assert_array_equal(weighted.weighted_sum(u, w, jnp.zeros(0)), jnp.zeros((64, 80)))
+
+
+@pytest.mark.slow
+def test_kernels_under_vmap():
+    u, w = pair(6, 17, 64, 64)
+    u, w, factors = (x.reshape(3, 2, *x.shape[1:]) for x in (u, w, jnp.asarray([*FACTORS, 0])))
+    sums, norms, totals = jax.jit(jax.vmap(everything))(u, w, factors)
+    for k in range(3):
+        assert_all_close([x[k] for x in sums], exact_gram_norms(u[k], w[k]))
+        assert_close(norms[k], exact_norms(u[k], w[k]))
+        assert_close(totals[k], exact_weighted(u[k], w[k], factors[k]))
+
+
+def in_shards(check):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+
+    def shard(u, w, factors):
+        sums, norms, total = everything(u, w, factors)
+        return sums, norms, total[None]
+
+    return jax.shard_map(shard, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check)
+
+
+@pytest.mark.slow
+def test_kernels_inside_of_shards():
+    u, w = pair(4, 17, 64, 64)
+    sums, norms, totals = jax.jit(in_shards(check=False))(u, w, FACTORS[:4])
+    assert_all_close(sums, exact_gram_norms(u, w))
+    assert_close(norms, exact_norms(u, w))
+    for k in range(2):
+        part = slice(2 * k, 2 * k + 2)
+        assert_close(totals[k], exact_weighted(u[part], w[part], FACTORS[part]))
+
+
+def test_kernels_inside_of_shards_lower_for_a_tpu_with_checked_types(monkeypatch):
+    """The factors are equal on all devices, and the result varies."""
+    monkeypatch.undo()
+    u, w = pair(4, 64, 64, 64)
+    traced = jax.jit(in_shards(check=True)).trace(u, w, jnp.ones(4))
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 3
+
+
+SERVED = {  # (T, p, q): served by gram_norms, formed_norms, weighted_sum; formed is cheaper
+    (197, 768, 3072): (True, True, True, False),
+    (512, 768, 3072): (True, True, True, False),
+    (1024, 768, 768): (True, True, True, True),
+    (2048, 2048, 8192): (False, True, True, True),
+    (65, 192, 768): (True, True, True, False),
+    (512, 768, 50257): (False, False, True, False),  # the head of a language model
+    (1, 768, 3072): (False, False, False, False),
+    (197, 768, 10): (False, False, False, False),
+    (5000, 768, 768): (False, False, False, False),
+}
+
+
+@pytest.mark.parametrize(("shape", "served"), SERVED.items())
+def test_shapes_that_are_served(shape, served):
+    found = tuple(kernel.suits(*shape) for kernel in (gram, formed, weighted))
+    assert (*found, formed.cheaper(*shape)) == served
+    assert not gram.suits(*shape, jnp.float16) and not formed.suits(*shape, jnp.float64)
+    assert not weighted.suits(*shape, jnp.int8)
+
+
+@pytest.mark.parametrize("shape", [shape for shape, served in SERVED.items() if served[2]])
+def test_blocks_cover_the_axes_within_the_memory_of_a_chip(shape):
+    positions, rows, cols = shape
+    for itemsize in (2, 4):
+        blocks = weighted._blocks(*shape)
+        assert positions % blocks.positions == 0
+        assert tiles.fits(weighted._vmem(blocks, itemsize))
+        sides = formed._blocks(*shape, itemsize)
+        if formed.suits(*shape):
+            assert rows % sides.rows == 0 and cols % sides.cols == 0
+
+
+# Instruction bundles of one example, as libtpu 0.0.52 schedules the kernels for a TPU v5e.
+BUNDLES = {
+    gram: {
+        (197, 768, 768): 1104,
+        (512, 768, 3072): 8420,
+        (512, 768, 768): 3552,
+        (1024, 768, 768): 14844,
+        (1024, 768, 2304): 29220,
+    },
+    formed: {
+        (512, 768, 768): 5007,
+        (512, 768, 3072): 19788,
+        (1024, 768, 768): 9552,
+        (1024, 768, 2304): 28692,
+        (2048, 2048, 8192): 568832,
+    },
+    weighted: {
+        (197, 768, 768): 2464,
+        (197, 768, 3072): 9658,
+        (512, 768, 3072): 16488,
+        (1024, 768, 2304): 27918,
+    },
+}
+
+
+@pytest.mark.parametrize("kernel", BUNDLES)
+def test_costs_are_near_the_schedules_of_a_compiler(kernel):
+    """The schedule of a long example has more products in a cycle than the units compute, so a cost may be above."""
+    for shape, bundles in BUNDLES[kernel].items():
+        assert 0.95 < kernel.cycles(*shape) / bundles < 1.25
