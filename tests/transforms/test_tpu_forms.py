@@ -1,0 +1,130 @@
+"""Clipped gradients in the forms of a TPU, with its kernels run by JAX on the CPU, against float64."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+import jaxdp
+from jaxdp.transforms import forms
+from jaxdp.transforms.kernels import formed, gram, weighted
+
+B, T, P, Q = 3, 48, 64, 80
+
+
+@contextlib.contextmanager
+def on_a_tpu():
+    """Traces the forms of a TPU, with its kernels as plain JAX. Yields a list of the kernels that were traced."""
+    traced = []
+
+    def with_kernels(*args, default, kernels=None, **others):
+        if not kernels:
+            return default(*args)
+        traced.append(kernels["tpu"])
+        return kernels["tpu"](*args)
+
+    with pytest.MonkeyPatch.context() as patch, forms.traced_for("tpu"):
+        patch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+        patch.setattr(forms, "by_platform", with_kernels)
+        yield traced
+
+
+def dense(params, x):
+    return jnp.square(jnp.tanh(x @ params["first"]) @ params["second"]).sum()
+
+
+def stacked(params, x):
+    """Two layers by a scan, whose weights are slices."""
+
+    def layer(x, weight):
+        return jnp.tanh(x @ weight), None
+
+    return jnp.square(jax.lax.scan(layer, x, params["stack"])[0]).sum()
+
+
+def patches(params, x):
+    """A convolution of patches that do not overlap is dense."""
+    picture = x.reshape(1, 6, 8, P)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    out = jax.lax.conv_general_dilated(picture, params["kernel"], (1, 1), "VALID", dimension_numbers=numbers)
+    return jnp.square(jnp.tanh(out)).sum()
+
+
+def tied(params, x):
+    """A weight that is applied twice, once transposed, has no kernel for its norm."""
+    return jnp.square(jnp.tanh(x @ params["weight"]) @ params["weight"].T).sum()
+
+
+SHAPES = {
+    dense: {"first": (P, Q), "second": (Q, P)},
+    stacked: {"stack": (2, P, P)},
+    patches: {"kernel": (1, 1, P, 72)},
+    tied: {"weight": (P, Q)},
+}
+
+
+def problem(loss, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    params = {name: 0.1 * rng.normal(size=shape) for name, shape in SHAPES[loss].items()}
+    batch = rng.normal(size=(B, T, P))
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), (params, batch))
+
+
+def gradients(loss, params, batch):
+    """Returns the gradient of each example in float64, as rows."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(np.float64(x)), (params, batch))
+        grads = jax.vmap(jax.grad(loss), (None, 0))(*wide)
+    return np.concatenate([np.float64(g).reshape(len(batch), -1) for g in jax.tree.leaves(grads)], 1)
+
+
+def flat(tree):
+    return np.concatenate([np.float64(x).ravel() for x in jax.tree.leaves(tree)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "dtype"), [*((loss, jnp.float32) for loss in SHAPES), (dense, jnp.bfloat16)])
+def test_clipped_sums_and_norms(loss, dtype):
+    """Factors of float32 are rounded to bfloat16, as in a plain step on a TPU.
+
+    The norm and the sum have the same factors, so bounds hold to far more digits than bfloat16 has.
+    """
+    params, batch = problem(loss, dtype)
+    batch = batch.at[1].set(jnp.nan)
+    clipped = jaxdp.clipped_grad(loss, clip_norm=0.5)
+    with on_a_tpu() as traced:
+        result = clipped(params, batch, mask=jnp.ones(B, bool))
+        alone = [clipped(params, batch, mask=jnp.arange(B) == i).grads for i in range(B)]
+    assert bool(traced) == (loss is not tied)
+
+    exact = gradients(loss, params, batch[jnp.array([0, 2])])
+    norms = np.linalg.norm(exact, axis=1)
+    np.testing.assert_allclose(result.norms[jnp.array([0, 2])], norms, rtol=0.02)
+    expected = (exact * np.minimum(1, 0.5 / norms)[:, None]).sum(0)
+    assert np.linalg.norm(flat(result.grads) - expected) < 0.02 * np.linalg.norm(expected)
+
+    assert result.nonfinite == 1 and not flat(alone[1]).any()
+    for i in (0, 2):
+        np.testing.assert_allclose(np.linalg.norm(flat(alone[i])), 0.5, rtol=1e-4)
+    np.testing.assert_allclose(flat(result.grads), flat(alone[0]) + flat(alone[2]), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_factors_of_eight_bits_would_be_seen(monkeypatch):
+    params, batch = problem(dense)
+    summed = weighted.weighted_sum
+    monkeypatch.setattr(
+        weighted, "weighted_sum", lambda u, w, factors: summed(u, w, jax.lax.reduce_precision(factors, 8, 7))
+    )
+    clipped = jaxdp.clipped_grad(dense, clip_norm=0.5)
+    with on_a_tpu():
+        grads = clipped(params, batch[:1]).grads
+    assert abs(np.linalg.norm(flat(grads)) - 0.5) > 0.5e-4
+
+
+def test_the_kernels_serve_the_shapes_of_these_tests():
+    assert all(kernel.suits(T, P, Q) for kernel in (gram, formed, weighted))
