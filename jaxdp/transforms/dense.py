@@ -84,7 +84,9 @@ def weighted_sum(u: jax.Array, w: jax.Array, factors: jax.Array) -> jax.Array:
       u, w: As in `gram_norm`.
       factors: float32 [B].
     """
-    return jax.vmap(weighted.weighted_sum, in_axes=(1, 1, None))(u, w, factors)
+    # Loops stack their iterations in front, so this moves nothing.
+    by_slice = (u.swapaxes(0, 1), w.swapaxes(0, 1))
+    return jax.vmap(weighted.weighted_sum, in_axes=(0, 0, None))(*by_slice, factors)
 
 
 def serves(method: str, positions: int, rows: int, cols: int) -> bool:

@@ -4,8 +4,8 @@ It splits the jaxpr of the loss of ONE example into two programs:
 
 * `Plan.weights(leaves)` computes the values that depend on trainable parameters and not on data (casts, transposes,
   weight standardisation, slices of stacked layers, ...). Its results V_1..V_J are the values that meet data.
-* `Plan.forward(...)` is the original program with a zero "tap" added where V_j meets data. It also returns the other
-  operand, the "record".
+* `Plan.forward(...)` is the original program with a zero "tap" added where V_j meets data, which only derivatives see.
+  It also returns the other operand, the "record".
 
 The cotangent of tap j and record j determine dV_j, the gradient of the loss with respect to V_j. The gradient with
 respect to the parameters is J^T (dV_1..dV_J), where J is the Jacobian of `weights` (the chain rule). Every weight is
@@ -227,10 +227,10 @@ class Plan:
             operands = _read(env, step.eqn.invars)
             if step.kind == "meet":
                 records.append(self.sites[len(records)].rule.record(operands))
-                env[step.eqn.outvars[0]] = bind_equation(self.jaxpr, step.eqn, operands)[0] + next(pending)
+                env[step.eqn.outvars[0]] = _tapped(bind_equation(self.jaxpr, step.eqn, operands)[0], next(pending))
                 continue
             for i in step.weights:
-                value, variable = operands[i] + next(pending), step.eqn.invars[i]
+                value, variable = _tapped(operands[i], next(pending)), step.eqn.invars[i]
                 for j, v in enumerate(step.eqn.invars):  # one tap serves both places of an operand that occurs twice
                     if j == i or (step.kind == "tap" and v is variable):
                         operands[j] = value
@@ -248,7 +248,7 @@ class Plan:
             env.update(zip(step.eqn.outvars, outs, strict=True))
         outputs = _read(env, self.jaxpr.outvars)
         for index in self.closing:
-            outputs[index] = outputs[index] + next(pending)
+            outputs[index] = _tapped(outputs[index], next(pending))
             records.append(())
         return outputs, records
 
@@ -279,6 +279,17 @@ class Plan:
 
     def _bindings(self, args: Sequence[Any]) -> dict[Any, Any]:
         return dict(zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*self.consts, *args], strict=True))
+
+
+@jax.custom_jvp
+def _tapped(x: Any, tap: jax.Array) -> Any:
+    """Returns x + tap for a tap of zeros. It reads no tap, so none takes memory."""
+    return x
+
+
+@_tapped.defjvp
+def _tapped_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return primals[0], tangents[0] + tangents[1]
 
 
 def _read(env: dict[Any, Any], variables: Sequence[Any]) -> list[Any]:

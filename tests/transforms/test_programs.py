@@ -537,9 +537,9 @@ def wrapping_record(rule: Any, operands: Any) -> Any:
     return jnp.where((index >= 0) & (index <= last), index, nothing)
 
 
-def apart(x: Any, y: Any, inner: Any = sites.inner_products) -> Any:
+def apart(x: Any, y: Any, precision: Any = None, inner: Any = sites.inner_products) -> Any:
     """Replaces `sites.inner_products`, without the products of two different uses of a weight."""
-    return inner(x, y) if x is y else 0 * inner(x, y)
+    return inner(x, y, precision) if x is y else 0 * inner(x, y, precision)
 
 
 TWINS: dict[str, tuple[Any, str, Any, Callable[[Program], bool]]] = {
