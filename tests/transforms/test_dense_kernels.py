@@ -184,6 +184,7 @@ def test_kernels_inside_of_shards():
         assert_close(totals[k], exact_weighted(u[part], w[part], FACTORS[part]))
 
 
+@pytest.mark.slow
 def test_kernels_inside_of_shards_lower_for_a_tpu_with_checked_types(monkeypatch):
     """The factors are equal on all devices, and the result varies."""
     monkeypatch.undo()
