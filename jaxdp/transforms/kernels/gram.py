@@ -6,6 +6,7 @@ It computes the blocks on and above the diagonal, 128 columns at a time, because
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +47,7 @@ def cycles(positions: int, rows: int, cols: int, itemsize: int = 2) -> float:
     """Returns the estimated cycles of one example: of its products and sums, or of reading it."""
     entries = _multiplied(positions)
     products = entries * (rows + cols) / tiles.PRODUCTS_PER_CYCLE
-    steps = max(1, _chunks(positions, rows, cols)) / _examples(positions, rows, cols)
+    steps = _parts(positions, rows, cols).steps / _examples(positions, rows, cols)
     others = _SUMS * entries / (8 * tiles.LANES) + _OVERHEAD * steps
     read = positions * (rows + cols) * itemsize
     return max(products + others, read / tiles.BYTES_PER_CYCLE)
@@ -64,31 +65,36 @@ def _columns(positions: int) -> list[tuple[int, int]]:
     return [(start, min(start + tiles.LANES, positions)) for start in starts]
 
 
-def _chunks(positions: int, rows: int, cols: int) -> int:
-    """Returns into how many parts the rows and columns are divided, 0 if the program would be too large."""
-    products = _multiplied(positions) * (rows + cols) / tiles.PRODUCTS_PER_CYCLE
-    if products <= _STEP:
-        return 1
-    sizes = range(2, min(rows, cols) // tiles.LANES + 1)
-    whole = (n for n in sizes if rows % (n * tiles.LANES) == 0 and cols % (n * tiles.LANES) == 0)
-    return next((n for n in whole if products / n <= _STEP), 0)
+class _Parts(NamedTuple):
+    rows: int
+    cols: int
+    steps: int
+
+
+@functools.cache
+def _parts(positions: int, rows: int, cols: int) -> _Parts:
+    """Returns how many rows and columns a step reads of an example. They are 0 if its program would be too large."""
+    most = _STEP * tiles.PRODUCTS_PER_CYCLE / _multiplied(positions)
+    sides = itertools.product(tiles.parts(rows, rows), tiles.parts(cols, cols))
+    parts = [_Parts(r, c, max(rows // r, cols // c)) for r, c in sides if r + c <= most]
+    return min(parts, key=lambda one: (one.steps, one.rows + one.cols), default=_Parts(0, 0, 0))
 
 
 @functools.cache
 def _examples(positions: int, rows: int, cols: int) -> int:
     """Returns how many examples one step has. Small ones share a step."""
-    if _chunks(positions, rows, cols) != 1:
+    if _parts(positions, rows, cols).steps != 1:
         return 1
     products = _multiplied(positions) * (rows + cols) / tiles.PRODUCTS_PER_CYCLE
     return min(_EXAMPLES, max(1, int(_LEAST_STEP / products)))
 
 
 def _vmem(positions: int, rows: int, cols: int, itemsize: int) -> float:
-    parts = max(1, _chunks(positions, rows, cols)) / _examples(positions, rows, cols)
-    entries = tiles.padded(positions, 2 * tiles.PACKED) * (rows + cols) / parts
+    parts, examples = _parts(positions, rows, cols), _examples(positions, rows, cols)
+    entries = examples * tiles.padded(positions, 2 * tiles.PACKED) * (parts.rows + parts.cols)
     # Two buffers of the input, and what is multiplied. Two matrices, and a block of products.
     matrix = tiles.padded(positions) ** 2 * 4
-    return entries * (2 * itemsize + 4) + (2 * _examples(positions, rows, cols) + 1) * matrix
+    return entries * (2 * itemsize + 4) + (2 * examples + 1) * matrix
 
 
 def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bool:
@@ -100,7 +106,7 @@ def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bo
     kind = jnp.dtype(dtype)
     if kind not in (jnp.bfloat16, jnp.float32) or min(rows, cols) < tiles.LEAST:
         return False
-    if not 8 <= positions <= _LONGEST or not _chunks(positions, rows, cols):
+    if not 8 <= positions <= _LONGEST or not _parts(positions, rows, cols).steps:
         return False
     return tiles.fits(_vmem(positions, rows, cols, kind.itemsize))
 
@@ -136,13 +142,16 @@ def _sums(u: jax.Array, w: jax.Array, across: tuple[bool, bool]) -> tuple[jax.Ar
 
     size, positions, rows = u.shape
     cols = w.shape[2]
-    chunks = max(1, _chunks(positions, rows, cols))
-    examples = _examples(positions, rows, cols)
+    parts, examples = _parts(positions, rows, cols), _examples(positions, rows, cols)
+    counts = (rows // parts.rows, cols // parts.cols)
 
-    def block(features: int, on_lanes: bool) -> Any:
-        if on_lanes:
-            return pl.BlockSpec((examples, features // chunks, positions), lambda i, k: (i, k, 0))
-        return pl.BlockSpec((examples, positions, features // chunks), lambda i, k: (i, 0, k))
+    def block(features: int, count: int, on_lanes: bool) -> Any:
+        def place(i: jax.Array, k: jax.Array) -> tuple[Any, ...]:
+            part = jnp.minimum(k, count - 1) if count < parts.steps else k
+            return (i, part, 0) if on_lanes else (i, 0, part)
+
+        shape = (features, positions) if on_lanes else (positions, features)
+        return pl.BlockSpec((examples, *shape), place)
 
     def result(*shape: int) -> tuple[Any, Any]:
         spec = pl.BlockSpec((examples, *shape), lambda i, k: (i, 0, 0))
@@ -152,9 +161,9 @@ def _sums(u: jax.Array, w: jax.Array, across: tuple[bool, bool]) -> tuple[jax.Ar
     matrices = pltpu.VMEM((examples, positions, positions), jnp.float32)
     vmem = _vmem(positions, rows, cols, u.dtype.itemsize)
     called = pl.pallas_call(
-        functools.partial(_kernel, across=across, chunks=chunks),
-        grid=(pl.cdiv(size, examples), chunks),
-        in_specs=[block(rows, across[0]), block(cols, across[1])],
+        functools.partial(_kernel, across=across, counts=counts),
+        grid=(pl.cdiv(size, examples), parts.steps),
+        in_specs=[block(parts.rows, counts[0], across[0]), block(parts.cols, counts[1], across[1])],
         out_specs=[spec for spec, _ in results],
         out_shape=[shape for _, shape in results],
         scratch_shapes=[matrices, matrices],
@@ -175,18 +184,25 @@ def _kernel(
     grams_w: Any,
     *,
     across: tuple[bool, bool],
-    chunks: int,
+    counts: tuple[int, int],
 ) -> None:
     from jax.experimental import pallas as pl
 
-    chunk = pl.program_id(1)
+    step = pl.program_id(1)
     examples = range(u.shape[0])
-    for e in examples:
-        for x, grams, on_lanes in ((u, grams_u, across[0]), (w, grams_w, across[1])):
-            part = x[e].astype(jnp.bfloat16)
-            _add_gram(part, grams.at[e], on_lanes, first=chunk == 0, alone=chunks == 1)
 
-    @pl.when(chunk == chunks - 1)
+    def add(x: Any, grams: Any, on_lanes: bool, alone: bool) -> None:
+        for e in examples:
+            _add_gram(x[e].astype(jnp.bfloat16), grams.at[e], on_lanes, first=step == 0, alone=alone)
+
+    for x, grams, on_lanes, count in zip((u, w), (grams_u, grams_w), across, counts, strict=True):
+        its = functools.partial(add, x, grams, on_lanes, count == 1)
+        if count == max(counts):
+            its()
+        else:
+            pl.when(step < count)(its)
+
+    @pl.when(step == max(counts) - 1)
     def _() -> None:
         for e in examples:
             _add_entries(grams_u.at[e], grams_w.at[e], sums.at[e])
