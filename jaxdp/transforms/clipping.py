@@ -962,7 +962,7 @@ class _Component:
         if method != "keep":
             self._columns = [_ordered(*column) for column in self._columns]
         if method == "factors":
-            self.squared_norms = sites.squared_norms(self._oriented_factors())
+            self.squared_norms = sites.squared_norms(self._oriented_factors(), own[0].rule.lanes)
             return
         if method == "drop" and len(self._columns) == 1:  # `pull` only moves entries
             ((site, record, g),) = self._columns

@@ -5,6 +5,7 @@ gradient, for each example. `jaxdp.transforms.sites` has the same results by pro
 shapes, and programs that XLA divides among devices.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from jaxdp.transforms import forms, rounding
 from jaxdp.transforms.kernels import formed, gram, tiles, weighted
 
 Norm = tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]
+# Whether XLA lays u, and w, with the positions on the lanes of a TPU. A wrong answer costs a copy.
+Lanes = tuple[bool, bool]
 
 
 def _served(kernel: Any, parts: Sequence[Any], w: Any) -> bool:
@@ -51,16 +54,17 @@ def _apart(x: jax.Array, slices: int) -> jax.Array:
     return x.reshape(slices, -1, *x.shape[1:]).swapaxes(0, 1)
 
 
-def gram_norm(u: jax.Array, w: jax.Array) -> Norm:
+def gram_norm(u: jax.Array, w: jax.Array, lanes: Lanes) -> Norm:
     """Returns ||sum_t u_t w_t^T||^2 and a bound on its rounding, E in `rounding`, [B] each, and the lengths of rows.
 
     By Cauchy and Schwarz sum_ts a_t a_s |W_ts| is at most (sum_t a_t^2) ||W||, with the Frobenius norm.
 
     Args:
       u, w: bfloat16 [B, S, T, p] and [B, S, T, q].
+      lanes: Whether the positions of each are on the lanes.
     """
     slices, positions = u.shape[1:3]
-    sums = gram.gram_norms(_merged(u), _merged(w))
+    sums = gram.gram_norms(_merged(u), _merged(w), u_across=lanes[0], w_across=lanes[1])
     length_u, length_w = (rounding.root(x) for x in (sums.rows_u, sums.rows_w))
     frobenius_u, frobenius_w = (rounding.root(x) for x in (sums.squares_u, sums.squares_w))
     r_u, r_w, r_t = u.shape[-1], w.shape[-1], 2 * positions + 64
@@ -77,16 +81,17 @@ def formed_squares(u: jax.Array, w: jax.Array) -> jax.Array:
     return _apart(formed.formed_norms(_merged(u), _merged(w)), u.shape[1]).sum(1)
 
 
-def weighted_sum(u: jax.Array, w: jax.Array, factors: jax.Array) -> jax.Array:
+def weighted_sum(u: jax.Array, w: jax.Array, factors: jax.Array, lanes: Lanes) -> jax.Array:
     """Returns sum_b factors_b u_bs^T w_bs, float32 [S, p, q]. Examples with the factor 0 are not read.
 
     Args:
-      u, w: As in `gram_norm`.
+      u, w, lanes: As in `gram_norm`.
       factors: float32 [B].
     """
     # Loops stack their iterations in front, so this moves nothing.
     by_slice = (u.swapaxes(0, 1), w.swapaxes(0, 1))
-    return jax.vmap(weighted.weighted_sum, in_axes=(0, 0, None))(*by_slice, factors)
+    kernel = functools.partial(weighted.weighted_sum, u_across=lanes[0], w_across=lanes[1])
+    return jax.vmap(kernel, in_axes=(0, 0, None))(*by_slice, factors)
 
 
 def serves(method: str, positions: int, rows: int, cols: int) -> bool:

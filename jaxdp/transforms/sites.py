@@ -29,8 +29,9 @@ _FLUSHED = 2.0**-126
 # Longer inner products are summed in blocks of this many terms, which rounds less.
 _BLOCK = 2048
 
-# Gram matrices of more positions are computed by blocks of at most this many rows.
-_GRAM_ROWS = 256
+# Gram matrices of more positions are computed by blocks of at most this many rows. A TPU would copy the rows of each
+# block.
+_GRAM_ROWS, _GRAM_ROWS_TPU = 256, 1024
 
 # Gram matrices of at most this many blocks are computed without a loop on a GPU.
 _UNROLLED = 10
@@ -84,6 +85,11 @@ class Rule:
     def is_dense(self) -> bool:
         """Whether u is one array, and dV is the sum of u_t w_t^T, which `as_weight` reshapes."""
         return False
+
+    @property
+    def lanes(self) -> dense.Lanes:
+        """Whether XLA lays u, and w, with the positions on the lanes of a TPU. It does next to heads of attention."""
+        return len(self.row_dims) > 1, len(self.col_dims) > 1
 
     def as_weight(self, grad: jax.Array) -> jax.Array:
         """Reshapes dV [groups, rows, cols] to the shape of the weight."""
@@ -705,7 +711,7 @@ class Site:
 
         def by_kernel(record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
             (u,), w = self.factors(record, g)
-            grads = dense.weighted_sum(u, w, factors)
+            grads = dense.weighted_sum(u, w, factors, rule.lanes)
             by_slice = grads.reshape(self.slices, rule.groups, *grads.shape[1:])
             return self._loops_in_front(jax.vmap(rule.as_weight)(by_slice))
 
@@ -912,7 +918,8 @@ def _grams(x: Pair, y: Pair, kind: Any) -> tuple[jax.Array, jax.Array]:
 
 def gram_rows(positions: int) -> int:
     """Returns the number of rows of the blocks of Gram matrices, which divides the number of positions."""
-    return next((size for size in range(_GRAM_ROWS, _GRAM_ROWS // 2, -1) if positions % size == 0), positions)
+    most = _GRAM_ROWS_TPU if forms.platform() == "tpu" else _GRAM_ROWS
+    return next((size for size in range(most, most // 2, -1) if positions % size == 0), positions)
 
 
 def _lengths(pair: Pair, kind: Any) -> tuple[jax.Array, jax.Array]:
@@ -963,7 +970,7 @@ def _gram_sums(
     return products.sum((1, 2, 3)), spread.sum((1, 2, 3))
 
 
-def _gram_norm(pair: Pair, kind: Any) -> dense.Norm:
+def _gram_norm(pair: Pair, kind: Any, lanes: dense.Lanes) -> dense.Norm:
     """Returns ||sum_t u_t w_t^T||^2 and E of it, [B] each, and the lengths of u and w, [B, S, T] each.
 
     Gram matrices are symmetric. Of long ones it computes the blocks of one half, one after the other.
@@ -974,13 +981,12 @@ def _gram_norm(pair: Pair, kind: Any) -> dense.Norm:
     def by_xla(pair: Pair) -> dense.Norm:
         return _gram_norm_by_xla(jax.tree.map(settled, pair), kind)
 
-    norm: dense.Norm = forms.by_platform(pair, default=by_xla, kernels={"tpu": _gram_norm_by_kernel})
+    def by_kernel(pair: Pair) -> dense.Norm:
+        ((u,), w) = pair
+        return dense.gram_norm(u, w, lanes)
+
+    norm: dense.Norm = forms.by_platform(pair, default=by_xla, kernels={"tpu": by_kernel})
     return norm
-
-
-def _gram_norm_by_kernel(pair: Pair) -> dense.Norm:
-    ((u,), w) = pair
-    return dense.gram_norm(u, w)
 
 
 def _gram_norm_by_xla(pair: Pair, kind: Any) -> dense.Norm:
@@ -1023,8 +1029,12 @@ def _counts(x: Pair, y: Pair) -> tuple[int, int, int]:
     return _additions(x[0], y[0]), _additions([x[1]], [y[1]]), entries
 
 
-def squared_norms(pairs: Sequence[Pair]) -> jax.Array:
+def squared_norms(pairs: Sequence[Pair], lanes: dense.Lanes = (False, False)) -> jax.Array:
     """Computes ||sum_j sum_t u_jt w_jt^T||^2 [B] of every example, from the factors of the sites of one weight.
+
+    Args:
+      pairs: The factors of each site, as of `Site.factors`.
+      lanes: How XLA lays those of a single site, as in `dense`.
 
     Formal guarantees:
       The root of the result times 1 + `rounding.SLACK` is at least the norm of the exact gradient, and that of the sum
@@ -1044,7 +1054,7 @@ def squared_norms(pairs: Sequence[Pair]) -> jax.Array:
     apart = jnp.zeros((1, 1), kind)
     lengths: list[tuple[jax.Array, jax.Array]] = []
     for pair in pairs:
-        square, its_spread, own = _gram_norm(pair, kind)
+        square, its_spread, own = _gram_norm(pair, kind, lanes)
         total, spread = total + square, spread + its_spread
         for other, its in zip(pairs, lengths, strict=False):
             product, its_spread = _gram_sums(_grams(pair, other, kind), own, its, _counts(pair, other))

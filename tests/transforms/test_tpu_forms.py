@@ -118,7 +118,7 @@ def test_factors_of_eight_bits_would_be_seen(monkeypatch):
     params, batch = problem(dense)
     summed = weighted.weighted_sum
     monkeypatch.setattr(
-        weighted, "weighted_sum", lambda u, w, factors: summed(u, w, jax.lax.reduce_precision(factors, 8, 7))
+        weighted, "weighted_sum", lambda u, w, factors, **lanes: summed(u, w, jax.lax.reduce_precision(factors, 8, 7))
     )
     clipped = jaxdp.clipped_grad(dense, clip_norm=0.5)
     with on_a_tpu():
