@@ -127,7 +127,8 @@ def test_estimates_follow_the_number_of_calls_and_the_sizes(capsys):
     function = jax.jit(lambda x, y: x @ y)
     for calls, size in ((1.0, 20), (1e8, 1000)):
         shapes = np.zeros((size, size), np.float32), jax.ShapeDtypeStruct((size, size), np.float32)
-        plans.show([plans.Item("products", programs=[(function, shapes, calls)], runs=3)], None)
+        program = function, shapes, calls
+        plans.show([plans.Item("products", programs=lambda memory, program=program: [program], runs=3)], None)
     once, often = map(parts, capsys.readouterr().out.split("Dry run:")[1:])
     assert "No ledger is charged." in once
     once, often = once["products, 3 times"], often["products, 3 times"]
