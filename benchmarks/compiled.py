@@ -11,6 +11,9 @@ are the compiler's estimate, not a time. A loop whose turns depend on data count
 Needs the compilers: `make compilers`, or `pip install -e ".[compilers]"`. Each program is compiled in a process of its
 own, for at most --minutes. One that fails is a row with the message. The report is written after each program, and a
 program that --output has already is not compiled again, unless --again is given.
+
+With --device, a report of `benchmarks.device`, times of the same steps stand beside the estimates, and the correlation
+of their ranks says how far to trust the estimates.
 """
 
 import argparse
@@ -27,7 +30,7 @@ from typing import Any
 import jax
 
 import jaxdp
-from benchmarks import compiled_cases, counts, timing
+from benchmarks import compiled_cases, counts, timing, trust
 from jaxdp.compilers import targets
 from jaxdp.report import format_table
 
@@ -145,6 +148,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to check the programs")
     parser.add_argument("--note", default="", help="what the version is, for the report")
     parser.add_argument("--again", action="store_true", help="compiles what the report has already")
+    parser.add_argument("--device", default="", help="a report of benchmarks.device, whose times are set beside")
     parser.add_argument("--minutes", type=float, default=20.0, help="the limit of one program")
     flags = parser.parse_args(given)
     flags.output = flags.output or f".bench/compiled_{flags.target}{'_tiny' if flags.tiny else ''}.json"
@@ -197,6 +201,8 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
                 print(f"\n{case}, {step}: {targets.CAVEAT}\n{format_table(costliest(rows[step]))}")
     rows = table(report) or [{"": "nothing was compiled"}]
     print(f"\n{flags.target}: {targets.CAVEAT}\n{format_table(rows)}\n\nWritten to {path}")
+    if flags.device:
+        print(f"\n{trust.text(flags.device, {case: with_ratios(steps) for case, steps in report['cases'].items()})}")
     return report
 
 

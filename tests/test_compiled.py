@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jaxdp
-from benchmarks import compiled, compiled_cases, programs
+from benchmarks import compiled, compiled_cases, device, programs, trust
 from jaxdp import models, pretrain, recalibration, tta
 from jaxdp.compilers import hlo, targets
 from jaxdp.split import copies
@@ -457,3 +457,59 @@ def test_one_process_lowers_the_noise_of_each_platform():
     draw = lambda words: noise.gaussian(jax.random.wrap_key_data(words, impl=chacha.CHACHA12), jnp.zeros(9), 1.0)  # noqa: E731
     texts = lowered(draw, key)
     assert [name for name, text in texts.items() if "tpu_custom_call" in text] == ["tpu"]
+
+
+# --- How far to trust an estimate ---
+
+
+def ranks(values):
+    """Returns ranks from 1, equal values sharing the mean of theirs."""
+    values = np.asarray(values, np.float64)
+    below = (values[None] < values[:, None]).sum(1)
+    equal = (values[None] == values[:, None]).sum(1)
+    return below + (equal + 1) / 2
+
+
+def test_rank_correlation_is_that_of_the_ranks():
+    rng = np.random.default_rng(0)
+    assert trust.rank_correlation([1.0, 2.0, 30.0], [5.0, 6.0, 7.0]) == 1.0
+    assert trust.rank_correlation([1.0, 2.0, 30.0], [7.0, 6.0, 5.0]) == -1.0
+    for size in (4, 9):
+        times, estimates = rng.integers(6, size=(2, size)).astype(float)  # with ties
+        expected = np.corrcoef(ranks(times), ranks(estimates))[0, 1]
+        assert trust.rank_correlation(list(times), list(estimates)) == pytest.approx(expected)
+    assert np.isnan(trust.rank_correlation([1.0, 2.0], [1.0, 2.0]))
+    assert np.isnan(trust.rank_correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]))
+    with pytest.raises(ValueError, match="times and estimates must have one length, got 3 and 2"):
+        trust.rank_correlation([1.0, 2.0, 3.0], [1.0, 2.0])
+
+
+def test_times_stand_beside_the_estimates_of_the_same_steps(tmp_path):
+    timed = {"plain": {"ms": 160.0}, "clipped": {"ms": 240.0}, "private": {"error": "out of memory"}}
+    timed["jax_privacy"] = {"ms": 320.0}
+    report = {"device": "a card", "cases": {"GPT-2 small, full, bfloat16": {"examples": 16, "steps": timed}}}
+    report["cases"]["Tent, base ViT"] = {"examples": 64, "steps": {"plain": {"ms": 64.0}}}
+    report["cases"]["another case"] = {"examples": 1, "steps": {"plain": {"ms": 1.0}}}
+    steps = {"plain": row(70.0), "update": row(10.0), "clipped": row(200.0), "jax_privacy": row(90.0)}
+    estimates = {"GPT-2 small, full, bfloat16, 8 x 512": compiled.with_ratios(steps)}
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps(report))
+    found = trust.pairs(report["cases"], estimates)
+    assert [(of["step"], of["ms"], of["estimate"]) for of in found] == [
+        ("plain", 10.0, 10.0),  # 70 and the update, for eight texts
+        ("clipped", 15.0, 25.0),
+        ("jax_privacy", 20.0, 11.25),
+    ]
+    assert found[1]["ms over plain"] == 1.5 and found[1]["estimate over plain"] == 2.5
+    agree = trust.correlations(found)
+    assert agree["pairs"] == 3 and agree["an example"] == pytest.approx(0.5) and np.isnan(agree["over plain"])
+    text = trust.text(str(path), estimates)
+    assert "Times on a card" in text and "rank correlation of times and estimates: 0.50 over 3 steps" in text
+    assert "over the plain step: not defined over 2." in text
+    assert trust.text(str(path), {}).endswith("has no step that is estimated.")
+
+
+def test_the_cases_that_are_compared_exist():
+    known = {*device.cases(tiny=True), "Tent, base ViT"}
+    assert {*trust.CASES} <= known
+    assert {case.name for case in trust.CASES.values()} <= {*compiled_cases.cases()}

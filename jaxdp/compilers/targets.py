@@ -221,7 +221,7 @@ def of_tpu(program: hlo.Program, target: Target, dump: str = "") -> dict[str, An
     A loop whose turns depend on data counts once, and is listed.
     """
     steps, loops = program.steps(_cycles)
-    by_source = collections.Counter[str]()
+    by_source: dict[str, float] = collections.defaultdict(float)
     kernels: dict[str, dict[str, Any]] = {}
     silent = collections.Counter[str]()
     schedules = {} if not dump else _schedules(dump)
@@ -257,10 +257,11 @@ def target_of(instruction: hlo.Instruction) -> str:
     return found[1] if instruction.opcode == "custom-call" and found else ""
 
 
-def _costliest(by_source: collections.Counter[str], total: float) -> list[dict[str, Any]]:
+def _costliest(by_source: Mapping[str, float], total: float) -> list[dict[str, Any]]:
+    ordered = sorted(by_source.items(), key=lambda item: item[1], reverse=True)
     return [
         {"source": source, "amount": amount, "share": amount / total if total else 0.0}
-        for source, amount in by_source.most_common(TOP)
+        for source, amount in ordered[:TOP]
     ]
 
 
@@ -332,8 +333,8 @@ def of_gpu(program: hlo.Program, target: Target) -> dict[str, Any]:
     A loop whose turns depend on data counts once, and is listed.
     """
     steps, loops = program.steps(lambda instruction: hlo.byte_size(instruction.shape))
-    by_source = collections.Counter[str]()
-    total = collections.Counter[str]()
+    by_source: dict[str, float] = collections.defaultdict(float)
+    total: dict[str, float] = collections.defaultdict(float)
     for step in steps:
         instruction = step.instruction
         if instruction.opcode in hlo.FREE or instruction.opcode.endswith("-done"):
