@@ -229,11 +229,12 @@ def _elsewhere(item: Item, target: str) -> tuple[Rows, float]:
         moved, launched = f"{a_step('bytes') / 1e9:,.3g} GB", f"{a_step('launched'):,.0f} kernels"
         text = f"{moved} in {launched}, {1e3 * seconds:.3g} ms if each is at its roofline"
     rows.append(("a step", f"{text}: {compilers.CAVEAT}"))
-    rows.append(("all steps", f"{item.steps * seconds / 3600:.3g} hours for {item.steps:,}"))
-    open_loops = sum(loop["turns"] is None for estimate in estimates for loop in estimate.details["loops"])
-    if open_loops:
-        rows.append(("not counted", f"more than one turn of {open_loops} loops, whose turns depend on data"))
-    return rows, item.runs * item.steps * seconds
+    whole = item.steps * seconds
+    rows.append(("all steps", f"{whole / 3600:.3g} hours ({_duration(whole)}) for {item.steps:,} of them"))
+    if loops := sum(loop["turns"] is None for estimate in estimates for loop in estimate.details["loops"]):
+        rows.append(("counted once", f"loops whose turns depend on data: {loops}"))
+    rows.append(("compilation", f"{math.fsum(e.details['compile_s'] for e in estimates):.0f} s on this machine"))
+    return rows, item.runs * whole
 
 
 def _megabytes(count: float) -> str:

@@ -36,10 +36,10 @@ def test_a_program_is_written_for_its_target_with_keys_as_words():
         ((9, 5), "float32"),
         ((7,), "int16"),  # which the step does not read
     ]
-    assert [x.shape for x in program.out_avals] == [(9, 5), (2, 8)] and donated == [1]
+    assert [x.shape for x in program.out_avals] == [(9, 5), (2, 8)] and donated == (1,)
     data, donated = process.exported("h100", noisy, (KEY, jax.ShapeDtypeStruct((3,), jnp.float32), 1.0))
     program = jax.export.deserialize(bytearray(data))
-    assert program.platforms == ("cuda",) and "tpu_custom_call" not in program.mlir_module() and donated == []
+    assert program.platforms == ("cuda",) and "tpu_custom_call" not in program.mlir_module() and donated == ()
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_a_written_program_computes_what_the_function_does():
 
 def answered(monkeypatch, answer, target="v5e"):
     """Returns the estimate of a program whose compiler gives an answer."""
-    monkeypatch.setattr(process, "_asked", lambda *_: answer)
+    monkeypatch.setattr(process, "_answer", lambda *_: answer)
     monkeypatch.setattr(targets, "COMPILERS", dict.fromkeys(("tpu", "cuda"), "jax"))
     return compilers.estimate(target, jnp.sin, np.zeros(3, np.float32))
 
