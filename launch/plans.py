@@ -217,6 +217,7 @@ def _elsewhere(item: Item, target: str) -> tuple[Rows, float]:
     verdict = "fits" if all(estimate.fits for estimate in estimates) else "does not fit"
     rows = [(f"memory of {target}", f"{verdict}: {_megabytes(largest)} of {_megabytes(chip.memory)} of a chip")]
     if any(estimate.seconds is None for estimate in estimates):
+        rows.append(("remedy", "a smaller physical_batch_size, fewer trained parameters, or several chips"))
         return rows, 0.0
 
     def a_step(name: str) -> float:
