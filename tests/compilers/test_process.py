@@ -21,8 +21,11 @@ KEY = noise.stream(bytes(16), "test")
 SIZES = {"argument": 100, "output": 60, "temp": 1000, "alias": 50}
 
 
+SHIFT = np.full(5, 3.0, np.float32)  # which the function closes over
+
+
 def noisy(key, x, unused):
-    return noise.gaussian(key, x, 1.0), jax.random.split(key)
+    return noise.gaussian(key, x, 1.0) + SHIFT[0], jax.random.split(key)
 
 
 @pytest.mark.slow
@@ -52,6 +55,7 @@ def test_a_written_program_computes_what_the_function_does():
     drawn, keys = jax.export.deserialize(bytearray(data)).call(jax.random.key_data(KEY), jnp.zeros(5), 0)
     expected = noisy(KEY, jnp.zeros(5), 0)
     np.testing.assert_array_equal(drawn, expected[0])
+    assert abs(np.mean(drawn) - 3) < 3
     np.testing.assert_array_equal(keys, jax.random.key_data(expected[1]))
 
 
