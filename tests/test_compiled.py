@@ -16,7 +16,8 @@ import pytest
 import jaxdp
 from benchmarks import compiled, compiled_cases, device, programs, trust
 from jaxdp import models, pretrain, recalibration, tta
-from jaxdp.compilers import hlo, targets
+from jaxdp.compilers import hlo
+from jaxdp.compilers import targets as compiled_targets
 from jaxdp.split import copies
 from jaxdp.transforms import chacha, noise
 from tests.finetune import test_methods as finetuning
@@ -113,7 +114,7 @@ def parsed(text):
 
 
 def estimated(text=TPU):
-    return targets.of_tpu(parsed(text), targets.TARGETS["v5e"])
+    return compiled_targets.of_tpu(parsed(text), compiled_targets.TARGETS["v5e"])
 
 
 def test_cycles_count_loops_branches_and_kernels():
@@ -124,7 +125,7 @@ def test_cycles_count_loops_branches_and_kernels():
         "jit(f)/inner": 3,
         "jit(f)/zeroing": None,
     }
-    moved = 4 * (2048 * 128 + 8) / targets.TARGETS["v5e"].bandwidth
+    moved = 4 * (2048 * 128 + 8) / compiled_targets.TARGETS["v5e"].bandwidth
     assert found["kernel_cycles"] == pytest.approx(moved) and len(found["pallas"]) == 1
     assert found["total"] == found["cycles"] + found["kernel_cycles"]
     assert found["without_estimate"] == {"AllocateBuffer": 1, "compare": 8, "copy": 1} | found["without_estimate"]
@@ -177,11 +178,11 @@ LB: loop body
 
 
 def test_bundles_of_loops_count_as_often_as_they_turn(tmp_path):
-    assert targets.bundles(SCHEDULE) == 2 + 10 * (3 + 16 * 3) + 4 * 2 + 1
-    assert targets.bundles(SCHEDULE.replace(", 16 /*", ", %s9 /*")) == 2 + 10 * (3 + 3) + 4 * 2 + 1
+    assert compiled_targets.bundles(SCHEDULE) == 2 + 10 * (3 + 16 * 3) + 4 * 2 + 1
+    assert compiled_targets.bundles(SCHEDULE.replace(", 16 /*", ", %s9 /*")) == 2 + 10 * (3 + 3) + 4 * 2 + 1
     (tmp_path / "1-kernel.1-01-final_bundles.txt").write_text(SCHEDULE)
     (tmp_path / "1-kernel.1-00-schedule-analysis_final_bundles.txt").write_text("no schedule")
-    found = targets.of_tpu(parsed(TPU), targets.TARGETS["v5e"], str(tmp_path))
+    found = compiled_targets.of_tpu(parsed(TPU), compiled_targets.TARGETS["v5e"], str(tmp_path))
     (kernel,) = found["pallas"]
     assert kernel["bundles"] == 521 and kernel["cycles"] == kernel["cycles_of_bytes"] > 521  # bytes take longer
 
@@ -212,7 +213,7 @@ ENTRY %main (a: f32[100,64], i: s32[], b: f32[64,8], x: bf16[32,64], w: bf16[64,
 def test_bytes_and_operations_of_a_gpus_kernels():
     """A slice of an array is not the array, and scratch memory of a library is not read."""
     program = parsed(GPU)
-    found = targets.of_gpu(program, targets.TARGETS["h100"])
+    found = compiled_targets.of_gpu(program, compiled_targets.TARGETS["h100"])
     assert found["bytes"] == 4 * (64 + 1 + 64 * 8 + 8) + 2 * (32 * 64 + 64 * 16 + 32 * 16)
     assert found["flops"] == 2 * 8 * 64 + 2 * 32 * 16 * 64
     assert (found["kernels"], found["library_calls"], found["loops"]) == (2, 1, [])
@@ -239,7 +240,7 @@ CONVOLUTION = (
 )
 def test_operations_of_a_librarys_convolution(kind, x, y, out):
     program = hlo.Program.parsed(CONVOLUTION.format(kind=kind, x=x, y=y, out=out))
-    found = targets.of_gpu(program, targets.TARGETS["h100"])
+    found = compiled_targets.of_gpu(program, compiled_targets.TARGETS["h100"])
     assert found["flops"] == 2 * 8 * 16 * 16 * 5 * 3 * 3 * 3
 
 
@@ -273,8 +274,8 @@ def test_cases_are_those_of_the_issue_and_tiny_ones_have_their_names():
 
 
 def test_a_case_that_no_name_has_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(targets, "require", lambda _: None)
-    monkeypatch.setattr(targets, "version", lambda _: "none")
+    monkeypatch.setattr(compiled_targets, "require", lambda _: None)
+    monkeypatch.setattr(compiled_targets, "version", lambda _: "none")
     with pytest.raises(SystemExit, match="--cases=of no case names none of: "):
         compiled.main(["--target", "v5e", "--cases", "of no case", "--output", str(tmp_path / "x.json")])
 
@@ -283,7 +284,7 @@ def test_a_case_that_no_name_has_is_refused(monkeypatch, tmp_path):
 def test_a_missing_compiler_is_named_with_its_installation(name, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"is not installed, .* the extra compilers: pip install "):
-        targets.environment(name, "")
+        compiled_targets.environment(name, "")
 
 
 @needs_libtpu
@@ -307,17 +308,17 @@ NOISE = """
 import sys
 import jax, jax.numpy as jnp
 from benchmarks import compiled_cases
-from jaxdp.compilers import targets
+from jaxdp.compilers import targets as compiled_targets
 from jaxdp.transforms import noise
 
 program = compiled_cases.drawn(noise.gaussian, 2**24)["private"]()
-memory = targets.compile_for("v5e", program.function, program.args)[0].memory_analysis()
+memory = compiled_targets.compile_for("v5e", program.function, program.args)[0].memory_analysis()
 
 def in_pairs(words):  # an axis of two takes the room of 128 lanes
     pairs = program.function(words).reshape(-1, 2)
     return jax.lax.scan(lambda total, pair: (total + pair, total), jnp.zeros(2), pairs)[1]
 
-bad = targets.compile_for("v5e", in_pairs, program.args)[0].memory_analysis()
+bad = compiled_targets.compile_for("v5e", in_pairs, program.args)[0].memory_analysis()
 print(memory.temp_size_in_bytes + memory.output_size_in_bytes, bad.temp_size_in_bytes + bad.output_size_in_bytes)
 """
 
@@ -325,7 +326,7 @@ print(memory.temp_size_in_bytes + memory.output_size_in_bytes, bad.temp_size_in_
 @needs_libtpu
 @pytest.mark.slow
 def test_noise_on_a_tpu_takes_at_most_twice_its_result_in_memory(tmp_path):
-    environment = targets.environment("v5e", str(tmp_path))
+    environment = compiled_targets.environment("v5e", str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", NOISE], env=environment, capture_output=True, text=True, check=True)
     taken, padded = map(int, ended.stdout.split()[-2:])
     assert 4 * 2**24 <= taken <= 2 * 4 * 2**24
