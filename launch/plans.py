@@ -230,6 +230,9 @@ def _elsewhere(item: Item, target: str) -> tuple[Rows, float]:
         moved, launched = f"{a_step('bytes') / 1e9:,.3g} GB", f"{a_step('launched'):,.0f} kernels"
         text = f"{moved} in {launched}, {1e3 * seconds:.3g} ms if each is at its roofline"
     rows.append(("a step", f"{text}: {compilers.CAVEAT}"))
+    if chip.clock and (kernels := a_step("kernel_cycles")):
+        own = "million cycles of Pallas kernels, by an estimate of their own"
+        rows.append(("of these", f"{kernels / 1e6:,.3g} {own}"))
     whole = item.steps * seconds
     rows.append(("all steps", f"{whole / 3600:.3g} hours ({_duration(whole)}) for {item.steps:,} of them"))
     if loops := sum(loop["turns"] is None for estimate in estimates for loop in estimate.details["loops"]):

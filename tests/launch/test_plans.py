@@ -151,8 +151,9 @@ def test_charges_that_were_made_already_are_left_out(tmp_path):
 # --- Accelerators that are not there ---
 
 
-def estimated(name, *, total, memory=2**20, turns=3, bytes_=0.0, launched=0.0):
+def estimated(name, *, total, memory=2**20, turns=3, kernels=0.0, bytes_=0.0, launched=0.0):
     details = {"total": total, "bytes": bytes_, "launched": launched, "loops": [{"turns": turns}], "compile_s": 4.0}
+    details["kernel_cycles"] = kernels
     seconds = total / (compilers.TARGETS[name].clock or 1.0)
     return compilers.Estimate(name, memory, seconds, details)
 
@@ -180,7 +181,7 @@ def item(calls, *, steps, runs=1, asked=None):
 
 
 def test_a_plan_for_a_tpu_sums_the_cycles_of_all_calls(answers, capsys):
-    answers([estimated("v5e", total=3e6, memory=5 * 10**9), estimated("v5e", total=1e6, turns=None)])
+    answers([estimated("v5e", total=3e6, memory=5 * 10**9), estimated("v5e", total=1e6, turns=None, kernels=5e5)])
     asked = []
     public = plans.Item("public", programs=lambda memory: [(None, (0,), 1)])
     plans.show([public, item((2e6, 1e6), steps=10**6, runs=3, asked=asked)], None, "v5e")
@@ -189,6 +190,8 @@ def test_a_plan_for_a_tpu_sums_the_cycles_of_all_calls(answers, capsys):
     assert rows["memory of v5e"] == "fits: 5,000 MB of 16,911 MB of a chip"
     # Seven million cycles a step at 1.5 GHz.
     assert rows["a step"] == "7 million cycles, 4.67 ms at 1.5 GHz: the compiler's estimate, not a time"
+    assert rows["of these"] == "0.5 million cycles of Pallas kernels, by an estimate of their own"
+    assert rows["compilation"] == "8 s on this machine"
     assert rows["all steps"] == "1.3 hours (78 min) for 1,000,000 of them"
     assert rows["counted once"] == "loops whose turns depend on data: 1"
     assert "All private steps on one v5e: 3.9 h. This is the compiler's estimate, not a time." in text
@@ -229,7 +232,7 @@ def test_the_programs_of_a_training_are_those_that_go_to_a_compiler(capsys, monk
     def answer(target, program, donated, seconds):
         sent.append((jax.export.deserialize(bytearray(program)), donated))
         sizes = {"argument": 1000, "output": 100, "temp": 10, "alias": 0}
-        return {"total": 1.5e6, "memory": sizes, "loops": [], "compile_s": 1.0}
+        return {"total": 1.5e6, "kernel_cycles": 0.0, "memory": sizes, "loops": [], "compile_s": 1.0}
 
     monkeypatch.setattr(targets, "COMPILERS", {"tpu": "jax"})
     monkeypatch.setattr(process, "_answer", answer)
