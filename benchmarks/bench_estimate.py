@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import bench_scale, hlo, timing
+from benchmarks import bench_scale, timing
 from jaxdp import finetune
+from jaxdp.compilers import hlo
 from jaxdp.data import PoissonSampler
 from jaxdp.report import format_table
 from jaxdp.transforms.meshes import Layout

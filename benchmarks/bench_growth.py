@@ -87,7 +87,8 @@ def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict
     import numpy as np
     import optax
 
-    from benchmarks import bench_scale, hlo
+    from benchmarks import bench_scale
+    from jaxdp.compilers import hlo
 
     trainer, params, source, mean_loss = training(units, batch, devices)
     state, rows = trainer.init(params), np.arange(batch)

@@ -17,8 +17,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import bench_steps, hlo, timing
+from benchmarks import bench_steps, timing
 from jaxdp import finetune, models
+from jaxdp.compilers import hlo
 from jaxdp.data import PoissonSampler
 from jaxdp.report import format_table
 from jaxdp.transforms.noise import gaussian, stream

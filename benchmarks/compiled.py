@@ -11,6 +11,9 @@ are the compiler's estimate, not a time. A loop whose turns depend on data count
 Needs the compilers: `make compilers`, or `pip install -e ".[compilers]"`. Each program is compiled in a process of its
 own, for at most --minutes. One that fails is a row with the message. The report is written after each program, and a
 program that --output has already is not compiled again, unless --again is given.
+
+With --device, a report of `benchmarks.device`, times of the same steps stand beside the estimates, and the correlation
+of their ranks says how far to trust the estimates.
 """
 
 import argparse
@@ -27,7 +30,8 @@ from typing import Any
 import jax
 
 import jaxdp
-from benchmarks import compiled_cases, compiled_targets, counts, timing
+from benchmarks import compiled_cases, counts, timing, trust
+from jaxdp.compilers import targets
 from jaxdp.report import format_table
 
 Row = dict[str, Any]
@@ -36,17 +40,17 @@ Row = dict[str, Any]
 def compiled(target: str, case: str, step: str, tiny: bool, dump: str) -> Row:
     """Returns the row of a step. It runs in a process of its own, whose environment is that of the target."""
     program = compiled_cases.cases(tiny)[case]()[step]()
-    found, trace_s, compile_s = compiled_targets.compile_for(target, program.function, program.args, program.donate)
+    found, trace_s, compile_s = targets.compile_for(target, program.function, program.args, program.donate)
     row: Row = {"trace_s": trace_s, "compile_s": compile_s}
     if step == "plain":
         row["operations"] = counts.count(program.function, *program.args).flops
-    return row | compiled_targets.estimate(target, found, dump)
+    return row | targets.estimate(target, found, dump)
 
 
 def in_process(target: str, case: str, step: str, tiny: bool, seconds: float) -> Row:
     """Returns the row of a step, or its error."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = compiled_targets.environment(compiled_targets.TARGETS[target], folder)
+        environment = targets.environment(target, folder)
         arguments = ["--target", target, "--cases", case, "--step", step, "--output", os.path.join(folder, "row.json")]
         command = [sys.executable, "-m", "benchmarks.compiled", *arguments, *(["--tiny"] if tiny else [])]
         try:
@@ -106,7 +110,7 @@ def costs(report: Mapping[str, Any], most: int = 4) -> str:
 
 def table(report: Mapping[str, Any]) -> list[Row]:
     """Returns a row of text for each step of a report."""
-    tpu = compiled_targets.TARGETS[report["target"]].platform == "tpu"
+    tpu = targets.TARGETS[report["target"]].platform == "tpu"
     rows = []
     for case, steps in report["cases"].items():
         for step, row in with_ratios(steps).items():
@@ -137,13 +141,14 @@ def costliest(row: Row) -> list[Row]:
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = timing.arguments(__doc__, output="")
-    parser.add_argument("--target", choices=compiled_targets.TARGETS, required=True)
+    parser.add_argument("--target", choices=targets.TARGETS, required=True)
     parser.add_argument("--cases", default="", help="parts of names of cases, with semicolons; all without it")
     parser.add_argument("--steps", default="", help="names of steps, with commas; all without it")
     parser.add_argument("--step", help=argparse.SUPPRESS)  # the one step of a process of its own
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to check the programs")
     parser.add_argument("--note", default="", help="what the version is, for the report")
     parser.add_argument("--again", action="store_true", help="compiles what the report has already")
+    parser.add_argument("--device", default="", help="a report of benchmarks.device, whose times are set beside")
     parser.add_argument("--minutes", type=float, default=20.0, help="the limit of one program")
     flags = parser.parse_args(given)
     flags.output = flags.output or f".bench/compiled_{flags.target}{'_tiny' if flags.tiny else ''}.json"
@@ -156,12 +161,15 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         row = compiled(flags.target, flags.cases, flags.step, flags.tiny, os.path.dirname(flags.output))
         pathlib.Path(flags.output).write_text(json.dumps(row))
         return row
-    target = compiled_targets.TARGETS[flags.target]
-    compiled_targets.environment(target, "")  # names what is missing before anything runs
+    target = targets.TARGETS[flags.target]
+    try:
+        targets.require(flags.target)
+    except ImportError as error:  # before anything runs
+        raise SystemExit(f"{error} In a checkout: make compilers.") from error
     report: dict[str, Any] = {
-        "what": compiled_targets.CAVEAT,
+        "what": targets.CAVEAT,
         "target": flags.target,
-        "compiler": compiled_targets.version(target),
+        "compiler": targets.version(target),
         "jax": jax.__version__,
         "jaxdp": jaxdp.__version__,
         "tiny": flags.tiny,
@@ -190,9 +198,11 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
             path.write_text(json.dumps(report, indent=1) + "\n")
         for step in ("clipped", "private"):
             if step in rows and "error" not in rows[step]:
-                print(f"\n{case}, {step}: {compiled_targets.CAVEAT}\n{format_table(costliest(rows[step]))}")
+                print(f"\n{case}, {step}: {targets.CAVEAT}\n{format_table(costliest(rows[step]))}")
     rows = table(report) or [{"": "nothing was compiled"}]
-    print(f"\n{flags.target}: {compiled_targets.CAVEAT}\n{format_table(rows)}\n\nWritten to {path}")
+    print(f"\n{flags.target}: {targets.CAVEAT}\n{format_table(rows)}\n\nWritten to {path}")
+    if flags.device:
+        print(f"\n{trust.text(flags.device, {case: with_ratios(steps) for case, steps in report['cases'].items()})}")
     return report
 
 

@@ -8,6 +8,7 @@ from jaxdp.version import __version__
 if TYPE_CHECKING:
     from jaxdp import (
         audit,
+        compilers,
         data,
         finetune,
         models,
@@ -42,6 +43,7 @@ _ATTRIBUTES = {
 _MODULES = {
     "losses": "jaxdp.transforms.losses",
     "audit": "jaxdp.audit",
+    "compilers": "jaxdp.compilers",
     "privacy": "jaxdp.privacy",
     "transforms": "jaxdp.transforms",
     "models": "jaxdp.models",
@@ -65,6 +67,7 @@ __all__ = [
     "audit",
     "check",
     "clipped_grad",
+    "compilers",
     "data",
     "finetune",
     "interval",

@@ -2,6 +2,7 @@
 
     jaxdp plan --records 50000 --batch-size 500 --steps 1000 --epsilon 3 --delta 1e-6     the noise of a training run
     jaxdp plan --config digits_dpsgd                  what the run of a config would cost and take
+    jaxdp plan --config digits_dpsgd --target v5e     the memory and time that a compiler expects on a TPU
 
     jaxdp configs list                                the configs of all launchers
     jaxdp configs copy digits_dpsgd my_config.py      a config to change
@@ -105,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan.add_argument("--every", type=int, help="steps of a chunk, whose epsilons are listed; by default a tenth")
     plan.add_argument("--ledger", help="a ledger, to say what the run would leave of it")
     plan.add_argument("--dataset", help="the dataset in the ledger, if it has several")
+    plan.add_argument("--target", help="with --config: a TPU or GPU, such as v5e, whose compiler is asked")
     plan.set_defaults(run=_plan)
 
     configs = groups.add_parser("configs", help="lists and copies configs").add_subparsers(
@@ -160,7 +162,10 @@ def _copy(given: argparse.Namespace) -> None:
 
 # --- Plans ------------------------------------------------------------------------------------------------------------
 
-_PLAN = "Leave out one of --batch-size, --noise-multiplier, --steps and --epsilon: it is found. Or give a --config."
+_PLAN = (
+    "Leave out one of --batch-size, --noise-multiplier, --steps and --epsilon: it is found. Or give a --config, and a "
+    "--target, whose compiler says what a private step takes."
+)
 
 
 def _plan_config(arguments: Sequence[str]) -> None:
@@ -177,6 +182,8 @@ def _plan_config(arguments: Sequence[str]) -> None:
 
 
 def _plan(given: argparse.Namespace) -> None:
+    if given.target:
+        raise ValueError(f"--target={given.target} compiles the private steps of a config. Give its --config too.")
     terms = {name: getattr(given, name) for name in ("batch_size", "noise_multiplier", "steps", "epsilon")}
     with contextlib.ExitStack() as opened:
         account = None

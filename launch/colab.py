@@ -1,4 +1,4 @@
-"""What the cells of launch/colab.ipynb call: installation beside the runtime's jax, and parts of the report.
+"""What the cells of launch/colab.ipynb call: installation beside the runtime's jax, its devices, parts of the report.
 
 Before jaxdp is installed, this needs only the standard library and `packaging`, which every Jupyter kernel has.
 """
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -103,6 +103,46 @@ def in_use(names: Iterable[str]) -> list[str]:
 
 def _normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+# --- Devices ----------------------------------------------------------------------------------------------------------
+
+_NAMES = {"v5e": "TPU v5e", "h100": "H100"}  # by targets of `jaxdp.compilers`
+
+
+def expect(devices: Sequence[Any]) -> None:
+    """Prints on what the cells compute, and what compilers estimate for larger models on such a device.
+
+    Args:
+      devices: Those of `jax.devices()`.
+    """
+    platform, kind = devices[0].platform, devices[0].device_kind
+    print(f"Found {len(devices)} x {kind}, of the platform {platform}. The cells compute on the first one.")
+    if platform == "cpu":
+        print("A GPU or TPU is under Runtime > Change runtime type. The cells then compute there, without a change.")
+    target = "h100" if platform in ("gpu", "cuda", "rocm") else "v5e"
+    if rows := estimates(target):
+        from jaxdp.compilers import CAVEAT
+        from jaxdp.report import format_table
+
+        print(f"\nGradients of a batch on one {_NAMES[target]}. Each number is {CAVEAT}.")
+        print(format_table(rows, digits=3))
+
+
+def estimates(target: str) -> list[dict[str, Any]]:
+    """Returns the estimates of plain and of clipped gradients, of the checkout's last report for a target."""
+    from jaxdp.compilers import TARGETS
+
+    path = ROOT / "benchmarks" / "results" / f"compiled_{target}.json"
+    if not path.exists():  # of a wheel
+        return []
+    clock = TARGETS[target].clock or 1.0  # a GPU's report has seconds
+    rows = []
+    for case, steps in json.loads(path.read_text())["cases"].items():
+        plain, clipped = (1e3 * steps.get(step, {}).get("total", 0.0) / clock for step in ("plain", "clipped"))
+        if plain and clipped:
+            rows.append({"case": case, "plain, ms": plain, "clipped, ms": clipped, "ratio": clipped / plain})
+    return rows
 
 
 # --- Results ----------------------------------------------------------------------------------------------------------

@@ -219,11 +219,11 @@ STUDY = frame.Study(
 )
 
 
-def experiment(config: Any, workdir: str | None, *, dry_run: bool = False, mesh: Any = None) -> Any:
+def experiment(config: Any, workdir: str | None, *, dry_run: bool = False, target: str = "", mesh: Any = None) -> Any:
     """Runs the experiment, or the table or curve of them. The devices of a mesh share the batches of an experiment."""
     study = dpadapter.STUDY if "grids" in config else curve.STUDY if "curve" in config else STUDY
     if mesh is None:
-        return frame.run(study, config, workdir, dry_run=dry_run)
+        return frame.run(study, config, workdir, dry_run=dry_run, target=target)
     if study is not STUDY:
         raise ValueError(
             "--devices must be one for a table or a curve. Start several processes in its workdir instead: each takes "
@@ -234,4 +234,4 @@ def experiment(config: Any, workdir: str | None, *, dry_run: bool = False, mesh:
 
 
 if __name__ == "__main__":
-    frame.main(experiment, divides=True)
+    frame.main(experiment, divides=True, trains=True)

@@ -37,7 +37,7 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from jaxdp import memory
+from jaxdp import compilers, memory
 from jaxdp.files import read_json, read_npz, shown, shown_lines, understood, write_durably, write_json
 from jaxdp.privacy import Account, BudgetExceeded, Ledger, LedgerDamaged
 from jaxdp.release import HostFailed, Hosts, digest, locked
@@ -77,8 +77,21 @@ _DEVICES = (
     "Open MPI, Kubernetes or a TPU pod has started), or HOST:PORT,I,N (all of N processes, of which this is number I "
     "and number 0 listens at HOST:PORT)."
 )
+_TARGET = (
+    "With --dry_run: a TPU or GPU that need not be there. The private steps are compiled for it, and the compiler's "
+    f"estimates of memory and time are shown. One of {', '.join(compilers.TARGETS)}."
+)
 # A user can correct these. The program prints the message without a traceback.
-MISTAKES = (ValueError, TypeError, OSError, ImportError, BudgetExceeded, LedgerDamaged, HostFailed)
+MISTAKES = (
+    ValueError,
+    TypeError,
+    OSError,
+    ImportError,
+    BudgetExceeded,
+    LedgerDamaged,
+    HostFailed,
+    compilers.NotCompiled,
+)
 
 
 def _nothing(*_: Any) -> Any:
@@ -224,11 +237,20 @@ def file_name(part: Any) -> str:
 # --- A run ------------------------------------------------------------------------------------------------------------
 
 
-def run(study: Study, config: Any, workdir: Any, *, dry_run: bool = False, hosts: Hosts | None = None) -> Any:
+def run(
+    study: Study,
+    config: Any,
+    workdir: Any,
+    *,
+    dry_run: bool = False,
+    target: str = "",
+    hosts: Hosts | None = None,
+) -> Any:
     """Runs the unfinished part of a study, prints its summary and returns its result.
 
     With `dry_run` it prints what the study would charge, take and need, and writes nothing. Then workdir may be None.
-    `hosts` are the processes that run it together, by default this one alone. Process 0 prints.
+    With `target`, an accelerator of `jaxdp.compilers`, it says so for that. `hosts` are the processes that run it
+    together, by default this one alone. Process 0 prints.
 
     Raises:
       ValueError: The config is inconsistent, the workdir belongs to another config, study or release, or the data is
@@ -237,7 +259,7 @@ def run(study: Study, config: Any, workdir: Any, *, dry_run: bool = False, hosts
       BudgetExceeded: A ledger has no room for what a cell would spend.
     """
     if dry_run:
-        return _dry_run(study, config, None if workdir is None else pathlib.Path(workdir))
+        return _dry_run(study, config, None if workdir is None else pathlib.Path(workdir), target)
     root, hosts = pathlib.Path(workdir), hosts or Hosts()
     if not hosts.leads:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -303,12 +325,12 @@ def _checked(study: Study, config: Any, root: pathlib.Path | None) -> Any:
     return bound
 
 
-def _dry_run(study: Study, config: Any, root: pathlib.Path | None) -> None:
+def _dry_run(study: Study, config: Any, root: pathlib.Path | None, target: str) -> None:
     _checked(study, config, root)
     distinct(study.cells(config))
     with tempfile.TemporaryDirectory() as nowhere:
         opened = functools.cache(lambda: study.open(config, pathlib.Path(nowhere)))
-        plans.show(study.plan(config, opened), root)
+        plans.show(study.plan(config, opened), root, target)
     if study.benchmark:
         print(f"\n{study.benchmark}")
 
@@ -457,10 +479,11 @@ def some(field: str, given: Any) -> Any:
 # --- The program ------------------------------------------------------------------------------------------------------
 
 
-def main(experiment: Callable[..., Any] | Study, *, divides: bool = False) -> None:
+def main(experiment: Callable[..., Any] | Study, *, divides: bool = False, trains: bool = False) -> None:
     """Runs a study, or `experiment(config, workdir, dry_run=)`, with the flags of the command line. See `start`.
 
-    An experiment that `divides` its work among devices also takes `mesh=`, the mesh of --devices or None.
+    An experiment that `divides` its work among devices also takes `mesh=`, the mesh of --devices or None. One that
+    `trains` takes `target=`, the name of --target or "". A study does.
     """
     config = config_flags.DEFINE_config_file(
         "config", help_string="The experiment: a file, or a name of `jaxdp configs list`. Its fields are flags."
@@ -468,7 +491,8 @@ def main(experiment: Callable[..., Any] | Study, *, divides: bool = False) -> No
     workdir = flags.DEFINE_string("workdir", None, "Directory of the run. An interrupted run in it is resumed.")
     dry_run = flags.DEFINE_bool("dry_run", False, "Only say what the run would cost and take. Nothing is written.")
     devices = flags.DEFINE_string("devices", "one", _DEVICES)
-    for flag in (config, workdir, dry_run, devices):  # --help lists the flags of the program itself
+    target = flags.DEFINE_string("target", "", _TARGET)
+    for flag in (config, workdir, dry_run, devices, target):  # --help lists the flags of the program itself
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     chosen = functools.partial(run, experiment) if isinstance(experiment, Study) else experiment
 
@@ -482,10 +506,25 @@ def main(experiment: Callable[..., Any] | Study, *, divides: bool = False) -> No
         _check_launcher(config.value)
         if devices.value != "one" and not divides:
             raise ValueError(f"--devices must be one, got {devices.value!r}. Only launch.finetune divides its work.")
-        mesh = {"mesh": None if dry_run.value else _mesh(devices.value)} if divides else {}
-        chosen(config.value, workdir.value, dry_run=dry_run.value, **mesh)
+        how: dict[str, Any] = {"mesh": None if dry_run.value else _mesh(devices.value)} if divides else {}
+        if target.value:
+            _check_target(target.value, dry_run=dry_run.value, trains=trains or isinstance(experiment, Study))
+            how["target"] = target.value
+        chosen(config.value, workdir.value, dry_run=dry_run.value, **how)
 
     start(program)
+
+
+def _check_target(target: str, *, dry_run: bool, trains: bool) -> None:
+    """Raises ValueError where --target says nothing. This process then computes on its processor."""
+    import jax
+
+    compilers.require(target)
+    if not dry_run:
+        raise ValueError(f"--target={target} only plans. Give --dry_run too, or leave --target out.")
+    if not trains:
+        raise ValueError("--target compiles the private steps of a training, and this launcher has none. Leave it out.")
+    jax.config.update("jax_platforms", "cpu")  # with the compiler of a TPU, JAX would look for a TPU
 
 
 def _mesh(devices: str) -> Any:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp import finetune, privacy
+from jaxdp import compilers, finetune, privacy
 from jaxdp.data import Examples, Groups
 from jaxdp.privacy import DpEvent, Ledger
 from jaxdp.privacy.events import compose, composition, describe, from_json
@@ -21,6 +21,8 @@ from jaxdp.privacy.readout import aligned
 from jaxdp.release import notes
 
 Rows = Sequence[tuple[str, str]]
+# Compiled functions with arguments, some as `jax.ShapeDtypeStruct`, and the number of calls in a part of a run.
+Programs = Sequence[tuple[Any, tuple[Any, ...], float]]
 _ZEROS = (np.ndarray, jax.ShapeDtypeStruct)  # records, and what another program computes
 _DRAWS = 20  # batches from which the number of physical batches per step is estimated
 
@@ -37,7 +39,8 @@ class Item(NamedTuple):
       ledger: The path of the ledger, below the workdir or absolute.
       folder: The folder below the workdir with the notes of charges that were made already.
       runs: The number of such parts. Each has its own data set or ledger.
-      programs: Compiled functions with arguments, some as `jax.ShapeDtypeStruct`, and the number of calls in a part.
+      programs: Returns the programs for this machine, or for an accelerator with so many bytes of memory.
+      steps: The number of private steps that the programs take, 0 if they are public.
     """
 
     what: str
@@ -48,7 +51,8 @@ class Item(NamedTuple):
     ledger: str = "ledger.sqlite"
     folder: str = ""
     runs: int = 1
-    programs: Sequence[tuple[Any, tuple[Any, ...], float]] = ()
+    programs: Callable[[int | None], Programs] = lambda memory: ()
+    steps: int = 0
 
 
 def training(
@@ -79,14 +83,19 @@ def training(
         delta=terms["delta"],
         adjacency=terms.get("adjacency", "add_remove"),
     )
-    refreshes = steps / trainer.query.refresh_every if trainer.query.refresh_every else 0
-    state = trainer.init(params)
-    programs, sizes = trainer.programs(state, source), trainer.physical(state, source)
-    drawn = [sizes.counts(len(sampler.batch(k))) for k in range(_DRAWS)]
-    calls = {f"sum {m}": steps * float(np.mean([counts[m] for counts in drawn])) for m in sizes.sizes}
-    calls |= {"add": sum(calls.values()) - steps, "refresh": refreshes, "update": float(steps)}
-    computed = [(*program, float(calls[name])) for name, program in programs.items()]
-    return Item(what, source.name, trainer.event(0, steps), terms, rows, programs=computed, **where)
+
+    def programs(memory: int | None) -> Programs:
+        state = trainer.init(params)
+        sizes = trainer.physical(state, source, memory=memory)
+        drawn = [sizes.counts(len(sampler.batch(k))) for k in range(_DRAWS)]
+        calls = {f"sum {m}": steps * float(np.mean([counts[m] for counts in drawn])) for m in sizes.sizes}
+        refreshes = steps / trainer.query.refresh_every if trainer.query.refresh_every else 0
+        calls |= {"add": sum(calls.values()) - steps, "refresh": refreshes, "update": float(steps)}
+        functions = trainer.programs(state, source, memory=memory)
+        return [(*program, float(calls[name])) for name, program in functions.items()]
+
+    event = trainer.event(0, steps)
+    return Item(what, source.name, event, terms, rows, programs=programs, steps=steps, **where)
 
 
 def public_training(what: str, loss: Callable[..., Any], params: Any, source: Examples, how: Any) -> Item:
@@ -96,7 +105,8 @@ def public_training(what: str, loss: Callable[..., Any], params: Any, source: Ex
         return jax.vmap(loss, in_axes=(None, 0))(params, batch).mean()
 
     batch = source.gather(np.zeros(min(how.batch_size, len(source)), np.int64))
-    return Item(what, programs=[(jax.jit(jax.grad(mean_loss)), (params, batch), how.steps)])
+    program = jax.jit(jax.grad(mean_loss)), (params, batch), how.steps
+    return Item(what, programs=lambda memory: [program])
 
 
 def outstanding(charges: Mapping[str, DpEvent], folder: pathlib.Path) -> dict[str, DpEvent]:
@@ -110,20 +120,36 @@ def outstanding(charges: Mapping[str, DpEvent], folder: pathlib.Path) -> dict[st
     return {name: compose({leaf: n for leaf, n in counts.items() if n}) for name, counts in left.items()}
 
 
-def show(items: Iterable[Item], root: pathlib.Path | None) -> None:
-    """Prints charges and estimates. `root` is the workdir, if one is known, whose ledgers are read."""
+def show(items: Iterable[Item], root: pathlib.Path | None, target: str = "") -> None:
+    """Prints charges and estimates.
+
+    Args:
+      items: The parts of the run.
+      root: The workdir, if one is known, whose ledgers are read.
+      target: A name of `jaxdp.compilers.TARGETS`, for whose chip private steps are compiled. Without it, all programs
+        are compiled for this machine, and run once.
+
+    Raises:
+      ValueError: There is no such target, or no part takes a private step.
+      ImportError: The compiler of the target is not installed.
+    """
+    if target:
+        compilers.require(target)
     print("Dry run: nothing is written, and nothing is spent.", flush=True)
     items, seconds = list(items), 0.0
+    if target and not any(item.steps for item in items):
+        raise ValueError("--target compiles the private steps of a training, and this config has none. Leave it out.")
     for item in items:
         print(f"\n{item.what}" + (f", {item.runs} times" if item.runs > 1 else ""), flush=True)
         rows = list(item.rows) if item.event is None else _charged(item, item.event, root)
-        if item.programs:
-            estimated, more = _estimated(item)
-            rows, seconds = [*rows, *estimated], seconds + more
+        estimated, more = _elsewhere(item, target) if target else _here(item)
+        rows, seconds = [*rows, *estimated], seconds + more
         print(*(f"  {line}" for line in aligned(rows)), sep="\n", flush=True)
     if all(item.event is None for item in items):
         print("\nNo ledger is charged.")
-    if seconds:
+    if target and seconds:
+        print(f"\nAll private steps on one {target}: {_duration(seconds)}. This is {compilers.CAVEAT}.")
+    elif seconds:
         print(f"\nEstimated time of these computations: {_duration(seconds)}. Evaluation and figures come on top.")
 
 
@@ -152,10 +178,11 @@ def _charged(item: Item, event: DpEvent, root: pathlib.Path | None) -> list[tupl
         return [*rows, ("ledger", f"{where}: {left_after(ledger.account(name), event)}")]
 
 
-def _estimated(item: Item) -> tuple[Rows, float]:
+def _here(item: Item) -> tuple[Rows, float]:
     """Compiles programs ahead of time and runs each on zeros. Returns the estimates, and the seconds of all runs."""
     memory, compiling, running = 0, 0.0, 0.0
-    for function, arguments, calls in item.programs:
+    programs = item.programs(None)
+    for function, arguments, calls in programs:
         started = time.perf_counter()
         compiled = function.lower(*arguments).compile()
         compiling += time.perf_counter() - started
@@ -167,12 +194,55 @@ def _estimated(item: Item) -> tuple[Rows, float]:
             started = time.perf_counter()
             jax.block_until_ready(compiled(*zeros))
         running += calls * (time.perf_counter() - started)
+    if not programs:
+        return [], 0.0
     rows = [
         ("memory (estimate)", f"{memory / 1e6:,.0f} MB for arguments, results and temporaries of the largest program"),
         ("compilation", f"{compiling:.1f} s, measured now"),
         ("run time (estimate)", f"{_duration(running)}, from one step on zeros on {jax.devices()[0].device_kind}"),
     ]
     return rows, compiling + item.runs * running
+
+
+def _elsewhere(item: Item, target: str) -> tuple[Rows, float]:
+    """Compiles private steps for a chip that is not there. Returns the estimates, and the seconds of all runs."""
+    if not item.steps:
+        return [], 0.0
+    chip = compilers.target(target)
+    estimates, calls = [], []
+    for function, arguments, times in item.programs(chip.memory):
+        estimates.append(compilers.estimate(target, function, *arguments))
+        calls.append(times / item.steps)
+    largest = max(estimate.memory for estimate in estimates)
+    verdict = "fits" if all(estimate.fits for estimate in estimates) else "does not fit"
+    rows = [(f"memory of {target}", f"{verdict}: {_megabytes(largest)} of {_megabytes(chip.memory)} of a chip")]
+    if any(estimate.seconds is None for estimate in estimates):
+        rows.append(("remedy", "a smaller physical_batch_size, fewer trained parameters, or several chips"))
+        return rows, 0.0
+
+    def a_step(name: str) -> float:
+        return math.fsum(n * estimate.details[name] for n, estimate in zip(calls, estimates, strict=True))
+
+    seconds = a_step("total") / (chip.clock or 1.0)
+    if chip.clock:
+        text = f"{a_step('total') / 1e6:,.3g} million cycles, {1e3 * seconds:.3g} ms at {chip.clock / 1e9:g} GHz"
+    else:
+        moved, launched = f"{a_step('bytes') / 1e9:,.3g} GB", f"{a_step('launched'):,.0f} kernels"
+        text = f"{moved} in {launched}, {1e3 * seconds:.3g} ms if each is at its roofline"
+    rows.append(("a step", f"{text}: {compilers.CAVEAT}"))
+    if chip.clock and (kernels := a_step("kernel_cycles")):
+        own = "million cycles of Pallas kernels, by an estimate of their own"
+        rows.append(("of these", f"{kernels / 1e6:,.3g} {own}"))
+    whole = item.steps * seconds
+    rows.append(("all steps", f"{whole / 3600:.3g} hours ({_duration(whole)}) for {item.steps:,} of them"))
+    if loops := sum(loop["turns"] is None for estimate in estimates for loop in estimate.details["loops"]):
+        rows.append(("counted once", f"loops whose turns depend on data: {loops}"))
+    rows.append(("compilation", f"{math.fsum(e.details['compile_s'] for e in estimates):.0f} s on this machine"))
+    return rows, item.runs * whole
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:,.0f} MB"
 
 
 def _zeros(arguments: Any) -> Any:

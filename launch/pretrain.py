@@ -193,7 +193,7 @@ def plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
         gradient = functools.partial(trainer.gradient, parts=parts)
         arguments = (state.params, state.perturbation, None, images, np.int32(0))
         programs.append((jax.jit(gradient), arguments, calls * parts))
-    yield plans.Item(f"pre-training by {config.method.name}", programs=programs)
+    yield plans.Item(f"pre-training by {config.method.name}", programs=lambda memory: programs)
 
 
 def _sizes(batches: pretrain.Batches) -> tuple[int, int]:

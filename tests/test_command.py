@@ -257,6 +257,7 @@ def test_a_plan_says_what_a_ledger_has_left(path, capsys):
         ({"epsilon": None, "batch_size": 5000}, r"batch_size must be in \(0, 1168\], .* records, got 5000"),
         ({"epsilon": None, "noise_multiplier": -1}, "noise_multiplier must be > 0 and finite, got -1"),
         ({"epsilon": None, "records": None}, "--records must be given"),
+        ({"epsilon": None, "target": "v5e"}, "--target=v5e compiles the private steps of a config. Give its --config"),
         ({"steps": None, "epsilon": 0.01}, "epsilon=0.01 must be at least .*, the cost of one step. Use more noise"),
         ({"batch_size": None, "steps": 10**6, "noise_multiplier": 0.5}, "the cost of one record in a batch"),
     ],

@@ -14,8 +14,10 @@ import optax
 import pytest
 
 import jaxdp
-from benchmarks import compiled, compiled_cases, compiled_targets, hlo, programs
+from benchmarks import compiled, compiled_cases, device, programs, trust
 from jaxdp import models, pretrain, recalibration, tta
+from jaxdp.compilers import hlo
+from jaxdp.compilers import targets as compiled_targets
 from jaxdp.split import copies
 from jaxdp.transforms import chacha, noise
 from tests.finetune import test_methods as finetuning
@@ -286,7 +288,7 @@ def test_cases_are_those_of_the_issue_and_tiny_ones_have_their_names():
 
 
 def test_a_case_that_no_name_has_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiled_targets, "environment", lambda *_: {})
+    monkeypatch.setattr(compiled_targets, "require", lambda _: None)
     monkeypatch.setattr(compiled_targets, "version", lambda _: "none")
     with pytest.raises(SystemExit, match="--cases=of no case names none of: "):
         compiled.main(["--target", "v5e", "--cases", "of no case", "--output", str(tmp_path / "x.json")])
@@ -295,8 +297,8 @@ def test_a_case_that_no_name_has_is_refused(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["v5e", "h100"])
 def test_a_missing_compiler_is_named_with_its_installation(name, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(SystemExit, match=r"is not installed, .* Install it: pip install "):
-        compiled_targets.environment(compiled_targets.TARGETS[name], "")
+    with pytest.raises(ImportError, match=r"is not installed, .* the extra compilers: pip install "):
+        compiled_targets.environment(name, "")
 
 
 @needs_libtpu
@@ -319,7 +321,8 @@ def test_the_smallest_case_is_compiled_for_a_tpu_and_an_error_is_a_row(tmp_path,
 NOISE = """
 import sys
 import jax, jax.numpy as jnp
-from benchmarks import compiled_cases, compiled_targets
+from benchmarks import compiled_cases
+from jaxdp.compilers import targets as compiled_targets
 from jaxdp.transforms import noise
 
 program = compiled_cases.drawn(noise.gaussian, 2**24)["private"]()
@@ -337,7 +340,7 @@ print(memory.temp_size_in_bytes + memory.output_size_in_bytes, bad.temp_size_in_
 @needs_libtpu
 @pytest.mark.slow
 def test_noise_on_a_tpu_takes_at_most_twice_its_result_in_memory(tmp_path):
-    environment = compiled_targets.environment(compiled_targets.TARGETS["v5e"], str(tmp_path))
+    environment = compiled_targets.environment("v5e", str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", NOISE], env=environment, capture_output=True, text=True, check=True)
     taken, padded = map(int, ended.stdout.split()[-2:])
     assert 4 * 2**24 <= taken <= 2 * 4 * 2**24
@@ -469,3 +472,59 @@ def test_one_process_lowers_the_noise_of_each_platform():
     draw = lambda words: noise.gaussian(jax.random.wrap_key_data(words, impl=chacha.CHACHA12), jnp.zeros(9), 1.0)  # noqa: E731
     texts = lowered(draw, key)
     assert [name for name, text in texts.items() if "tpu_custom_call" in text] == ["tpu"]
+
+
+# --- How far to trust an estimate ---
+
+
+def ranks(values):
+    """Returns ranks from 1, equal values sharing the mean of theirs."""
+    values = np.asarray(values, np.float64)
+    below = (values[None] < values[:, None]).sum(1)
+    equal = (values[None] == values[:, None]).sum(1)
+    return below + (equal + 1) / 2
+
+
+def test_rank_correlation_is_that_of_the_ranks():
+    rng = np.random.default_rng(0)
+    assert trust.rank_correlation([1.0, 2.0, 30.0], [5.0, 6.0, 7.0]) == 1.0
+    assert trust.rank_correlation([1.0, 2.0, 30.0], [7.0, 6.0, 5.0]) == -1.0
+    for size in (4, 9):
+        times, estimates = rng.integers(6, size=(2, size)).astype(float)  # with ties
+        expected = np.corrcoef(ranks(times), ranks(estimates))[0, 1]
+        assert trust.rank_correlation(list(times), list(estimates)) == pytest.approx(expected)
+    assert np.isnan(trust.rank_correlation([1.0, 2.0], [1.0, 2.0]))
+    assert np.isnan(trust.rank_correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]))
+    with pytest.raises(ValueError, match="times and estimates must have one length, got 3 and 2"):
+        trust.rank_correlation([1.0, 2.0, 3.0], [1.0, 2.0])
+
+
+def test_times_stand_beside_the_estimates_of_the_same_steps(tmp_path):
+    timed = {"plain": {"ms": 160.0}, "clipped": {"ms": 240.0}, "private": {"error": "out of memory"}}
+    timed["jax_privacy"] = {"ms": 320.0}
+    report = {"device": "a card", "cases": {"GPT-2 small, full, bfloat16": {"examples": 16, "steps": timed}}}
+    report["cases"]["Tent, base ViT"] = {"examples": 64, "steps": {"plain": {"ms": 64.0}}}
+    report["cases"]["another case"] = {"examples": 1, "steps": {"plain": {"ms": 1.0}}}
+    steps = {"plain": row(70.0), "update": row(10.0), "clipped": row(200.0), "jax_privacy": row(90.0)}
+    estimates = {"GPT-2 small, full, bfloat16, 8 x 512": compiled.with_ratios(steps)}
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps(report))
+    found = trust.pairs(report["cases"], estimates)
+    assert [(of["step"], of["ms"], of["estimate"]) for of in found] == [
+        ("plain", 10.0, 10.0),  # 70 and the update, for eight texts
+        ("clipped", 15.0, 25.0),
+        ("jax_privacy", 20.0, 11.25),
+    ]
+    assert found[1]["ms over plain"] == 1.5 and found[1]["estimate over plain"] == 2.5
+    agree = trust.correlations(found)
+    assert agree["pairs"] == 3 and agree["an example"] == pytest.approx(0.5) and np.isnan(agree["over plain"])
+    text = trust.text(str(path), estimates)
+    assert "Times on a card" in text and "rank correlation of times and estimates: 0.50 over 3 steps" in text
+    assert "over the plain step: not defined over 2." in text
+    assert trust.text(str(path), {}).endswith("has no step that is estimated.")
+
+
+def test_the_cases_that_are_compared_exist():
+    known = {*device.cases(tiny=True), "Tent, base ViT"}
+    assert {*trust.CASES} <= known
+    assert {case.name for case in trust.CASES.values()} <= {*compiled_cases.cases()}

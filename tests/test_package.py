@@ -17,6 +17,7 @@ STAGES = {"pretrain", "finetune", "tta", "prediction", "recalibration", "split"}
 ALLOWED = {
     "files": set(),
     "privacy": {"files"},
+    "compilers": set(),
     "transforms": set(),
     "data": {"files", "privacy", "transforms"},
     "models": {"files", "privacy", "transforms", "data", "report"},

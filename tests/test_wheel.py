@@ -149,6 +149,9 @@ def test_the_command_finds_launchers_and_configs_by_name(installed, tmp_path):
     planned = jaxdp(installed, tmp_path, "plan", "--config", "recalibration/digits")
     assert planned.returncode == 0 and "Pure(1) x 3" in planned.stdout, planned.stderr
     assert list(tmp_path.iterdir()) == []
+    compiled = ("plan", "--config", "digits_dpsgd", "--target", "v5e")
+    planned = jaxdp(installed, tmp_path, *compiled, without=("libtpu",))
+    assert planned.returncode == 2 and 'pip install "jaxdp[compilers]"' in planned.stderr, planned.stderr
     other = jaxdp(installed, tmp_path, "finetune", "--config=recalibration/digits", "--dry_run")
     assert other.returncode == 2 and "Run: jaxdp recalibrate --config recalibration/digits" in other.stderr
 

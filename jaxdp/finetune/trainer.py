@@ -354,25 +354,28 @@ class PrivateTrainer:
             return state
         return state._replace(carried=self.query.refresh(state.params, state.carried, state.step, self.query.public))
 
-    def physical(self, state: TrainState, source: Source) -> PhysicalSizes:
+    def physical(self, state: TrainState, source: Source, *, memory: int | None = None) -> PhysicalSizes:
         """Returns the sizes of the physical batches into which the batches of `source` are cut.
 
         They are `physical_batch_size`, if that is given. Otherwise they suit the sampler (`PhysicalSizes.choose`), and
         the largest takes about 2 GiB, or a quarter of the memory of a device that tells its own. The memory of an
         example is counted as twice the values of its forward pass, and the per-example gradients that the method holds.
+        With `memory`, the sizes are those on an accelerator that is not there, with so many bytes.
         """
         if self.physical_batch_size is not None:
             return PhysicalSizes(rounded_up((self.physical_batch_size,), self.mesh, self.data_axes))
-        known = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))  # `load` asks in every step
+        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))
+        known = (memory, shapes)  # `load` asks in every step
         if known not in self._sizes:
-            memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 4 * _MEMORY) / 4
+            limit = memory or (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 4 * _MEMORY)
             forward, moving = self._row_bytes(state, source)
             held = self.query.copies + (self.query.gradient.engine == "vmap")
-            largest = max(1, int(memory / max(1, 2 * forward + held * moving)))
+            largest = max(1, int(limit / 4 / max(1, 2 * forward + held * moving)))
             largest *= data_devices(self.mesh, self.data_axes)
             # A call reads and writes arrays like the parameters four times, and a row its values some six times.
             overhead = 4 * moving / max(1, 6 * forward)
-            if platform_of(self.mesh) != "cpu":  # the launches of a call take a GPU as long for a few rows as for many
+            # The launches of a call take a GPU as long for a few rows as for many.
+            if memory is not None or platform_of(self.mesh) != "cpu":
                 overhead = max(overhead, min(largest, self.sampler.expected_batch_size) / 8)
             chosen = PhysicalSizes.choose(self.sampler, largest=largest, overhead=overhead)
             sizes = rounded_up(chosen.sizes, self.mesh, self.data_axes)
@@ -437,14 +440,15 @@ class PrivateTrainer:
             yield name, function.lower(*args)
 
     def programs(
-        self, state: TrainState, source: Source, last: int | None = None
+        self, state: TrainState, source: Source, last: int | None = None, *, memory: int | None = None
     ) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Returns the compiled functions of a step by name, each with arguments for its `lower`.
 
         "refresh" is called every `query.refresh_every` steps, "sum M" for each physical batch of M examples, "add" for
         each but the first of a step, and "update" once per step. Arguments that an earlier function computes are
         `jax.ShapeDtypeStruct`s. Those of the first step come first. With `last`, the programs are those of the steps
-        before it.
+        before it. With `memory`, they are those for an accelerator that is not there, with so many bytes, as
+        `jaxdp.compilers.estimate` takes them.
         """
         sums = self._shapes(state, jax.eval_shape(self.zeros, state.params, state.layout))
         found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
@@ -452,7 +456,7 @@ class PrivateTrainer:
             args = (state.params, state.carried, state.step, self.query.public)
             found["refresh"] = (jax.jit(self.query.refresh), args)
             state = state._replace(carried=jax.eval_shape(self.query.refresh, *args))
-        every = self.physical(state, source).sizes
+        every = self.physical(state, source, memory=memory).sizes
         for size in every if last is None or last > FIRST_STEPS else every[:1]:
             batch = self._put(state, source, np.zeros(size, np.int64), np.zeros(size, bool), 0)
             found[f"sum {size}"] = (self.part_sum, (state, *batch))

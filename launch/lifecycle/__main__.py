@@ -10,13 +10,13 @@ from .. import frame
 from . import run, show_plan
 
 
-def experiment(config: Any, workdir: str, *, dry_run: bool = False) -> None:
+def experiment(config: Any, workdir: str, *, dry_run: bool = False, target: str = "") -> None:
     """Runs the stages that are not done yet."""
     if dry_run:
-        return show_plan(config, workdir)
+        return show_plan(config, workdir, target)
     if any(state["status"] != "done" for state in run(config, workdir).values()):
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    frame.main(experiment)
+    frame.main(experiment, trains=True)

@@ -99,8 +99,10 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     return states
 
 
-def show_plan(config: Any, workdir: str | os.PathLike[str] | None) -> None:
+def show_plan(config: Any, workdir: str | os.PathLike[str] | None, target: str = "") -> None:
     """Prints what the stages that are not done would charge, and what the training takes. Writes nothing.
+
+    `target` is as in `launch.frame.run`.
 
     Raises:
       ValueError, FileNotFoundError: As `run`.
@@ -126,7 +128,7 @@ def show_plan(config: Any, workdir: str | os.PathLike[str] | None) -> None:
     ]
     if data.private.name in charged:
         items += computations(config, data)
-    plans.show(items, root)
+    plans.show(items, root, target)
 
 
 class _Plan:

@@ -597,6 +597,23 @@ def test_an_accelerator_takes_most_batches_in_one_call():
         assert calls() < 1.1
 
 
+def test_sizes_for_an_accelerator_that_is_not_there():
+    """They depend on its memory, and this process keeps its own sizes."""
+    sampler = data.PoissonSampler(10_000, 0.064)
+
+    def wide(params, example):
+        return jnp.sum(jnp.outer(params["w"], jnp.ones(1000)) * example["features"][0])
+
+    trainer = trainer_of(sampler, loss_fn=wide, physical_batch_size=None)
+    state = trainer.init({"w": jnp.ones(1000)})
+    here = trainer.physical(state, source_of()).sizes
+    large, small = (trainer.physical(state, source_of(), memory=size).sizes for size in (2**40, 2**30))
+    assert max(large) >= 640 > max(small)
+    assert trainer.physical(state, source_of()).sizes == here != large
+    names = trainer.programs(state, source_of(), memory=2**30)
+    assert {f"sum {size}" for size in small} == names.keys() - {"add", "update"}
+
+
 def test_memory_bounds_the_chosen_sizes():
     def sizes(width):
         return sizes_of(data.PoissonSampler(N, 1.0), width).sizes

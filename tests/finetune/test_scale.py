@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import bench_scale, hlo
+from benchmarks import bench_scale
+from jaxdp.compilers import hlo
 from jaxdp.data import from_arrays
 from jaxdp.transforms import meshes, shards
 

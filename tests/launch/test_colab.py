@@ -1,9 +1,11 @@
 """The notebook: it runs from top to bottom in a fresh kernel, holds no logic, and leaves the runtime's jax alone."""
 
 import ast
+import json
 import pathlib
 import re
 import subprocess
+import types
 import zipfile
 
 import jax
@@ -96,6 +98,39 @@ def test_the_outputs_of_a_run_on_cpu_are_stored_without_names_of_a_machine():
     identities = [cell.id for cell in kept.cells]
     assert len(set(identities)) == len(identities) and all(re.fullmatch("[a-z]+(-[a-z]+)*", i) for i in identities)
     assert "://" not in NOTEBOOK.read_text()
+
+
+def test_the_notebook_is_for_any_device():
+    """Colab would start a runtime of the kind that the metadata asks for."""
+    assert "accelerator" not in nbformat.read(NOTEBOOK, as_version=4).metadata
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "words"),
+    [
+        ("tpu", "TPU v5 lite", ("Found 2 x TPU v5 lite", "on one TPU v5e")),
+        ("gpu", "NVIDIA L4", ("Found 2 x NVIDIA L4", "on one H100")),
+        ("cpu", "cpu", ("Found 2 x cpu", "is under Runtime", "on one TPU v5e")),
+    ],
+)
+def test_the_device_is_named_with_the_estimates_for_it(platform, kind, words, capsys):
+    colab.expect([types.SimpleNamespace(platform=platform, device_kind=kind)] * 2)
+    text = capsys.readouterr().out
+    assert all(word in text for word in (*words, "the compiler's estimate, not a time", "MLP, 256"))
+    assert ("Change runtime type" in text) == (platform == "cpu")
+
+
+def test_estimates_are_times_at_the_clock_of_the_target(tmp_path, monkeypatch):
+    monkeypatch.setattr(colab, "ROOT", tmp_path)
+    assert colab.estimates("v5e") == []  # a wheel has no report
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    cases = {"a": {"plain": {"total": 3e6}, "clipped": {"total": 6e6}}, "b": {"plain": {"total": 1.0}}}
+    cases["c"] = {"plain": {"error": "it was not compiled"}, "clipped": {"total": 1.0}}
+    (folder / "compiled_v5e.json").write_text(json.dumps({"cases": cases}))
+    [row] = colab.estimates("v5e")
+    assert row["case"] == "a" and row["ratio"] == 2.0
+    assert row["plain, ms"] == pytest.approx(2.0) and row["clipped, ms"] == pytest.approx(4.0)  # 1.5 GHz
 
 
 LOGIC = (

@@ -17,6 +17,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxdp import memory
+from jaxdp.compilers import targets
 from jaxdp.privacy import BudgetExceeded, GaussianDpEvent
 from launch import adapt, dpadapter, finetune, frame, predict, pretrain, recalibrate, split
 from tests import forked
@@ -403,6 +404,29 @@ def test_a_program_prints_mistakes_as_sentences(tmp_path):
     assert code == 2 and "--devices must be one for a table or a curve" in text
     process = program.call([*program.command("adapt", "configs/tta/digits.py", run[3], {}), "--devices=local"])
     assert process.returncode == 2 and "Only launch.finetune divides its work" in process.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_target_is_for_plans_of_a_training(tmp_path, monkeypatch):
+    config = ("--config", "configs/digits_dpsgd.py")
+    code, text = said(*config, "--dry_run", "--target=v2")
+    assert code == 2 and "target must be one of v5e, v6e, v5p, h100, got 'v2'" in text
+    monkeypatch.setattr(targets, "COMPILERS", {"tpu": "no_compiler_of_this_name"})
+    code, text = said(*config, "--dry_run", "--target=v5e")
+    assert (
+        code == 2 and "no_compiler_of_this_name is not installed" in text and 'pip install "jaxdp[compilers]"' in text
+    )
+    monkeypatch.setattr(targets, "COMPILERS", {"tpu": "jax"})
+    code, text = said(*config, "--workdir", str(tmp_path / "run"), "--target=v5e")
+    assert code == 2 and "--target=v5e only plans. Give --dry_run too" in text
+    dry = program.command("recalibrate_client", "configs/recalibration/hospitals.py", tmp_path / "run", {})
+    process = program.call([*dry, "--dry_run", "--target=v5e"])
+    assert process.returncode == 2 and "this launcher has none" in process.stderr
+    process = program.call(
+        [*program.command("adapt", "configs/tta/digits.py", tmp_path, {}), "--dry_run", "--target=v5e"]
+    )
+    assert process.returncode == 2 and "--target compiles the private steps of a training" in process.stderr
     assert not (tmp_path / "run").exists()
 
 

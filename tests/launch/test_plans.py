@@ -10,6 +10,8 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from ml_collections import ConfigDict
 
 import launch.lifecycle
+from jaxdp import compilers
+from jaxdp.compilers import process, targets
 from jaxdp.files import write_durably
 from jaxdp.privacy import GaussianDpEvent, SelfComposedDpEvent
 from jaxdp.privacy.events import composition, to_json
@@ -127,7 +129,8 @@ def test_estimates_follow_the_number_of_calls_and_the_sizes(capsys):
     function = jax.jit(lambda x, y: x @ y)
     for calls, size in ((1.0, 20), (1e8, 1000)):
         shapes = np.zeros((size, size), np.float32), jax.ShapeDtypeStruct((size, size), np.float32)
-        plans.show([plans.Item("products", programs=[(function, shapes, calls)], runs=3)], None)
+        program = function, shapes, calls
+        plans.show([plans.Item("products", programs=lambda memory, program=program: [program], runs=3)], None)
     once, often = map(parts, capsys.readouterr().out.split("Dry run:")[1:])
     assert "No ledger is charged." in once
     once, often = once["products, 3 times"], often["products, 3 times"]
@@ -143,3 +146,101 @@ def test_charges_that_were_made_already_are_left_out(tmp_path):
     write_durably(tmp_path / "charges.jsonl", f"{json.dumps(note)}\n".encode())
     left = plans.outstanding(run, tmp_path)
     assert composition(left["data"]) == {step: 1} and composition(left["other"]) == {step: 1}
+
+
+# --- Accelerators that are not there ---
+
+
+def estimated(name, *, total, memory=2**20, turns=3, kernels=0.0, bytes_=0.0, launched=0.0):
+    details = {"total": total, "bytes": bytes_, "launched": launched, "loops": [{"turns": turns}], "compile_s": 4.0}
+    details["kernel_cycles"] = kernels
+    seconds = total / (compilers.TARGETS[name].clock or 1.0)
+    return compilers.Estimate(name, memory, seconds, details)
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Puts estimates in place of compilers. Returns the function that takes them by the argument of a program."""
+
+    def answer(estimates):
+        monkeypatch.setattr(targets, "COMPILERS", dict.fromkeys(("tpu", "cuda"), "jax"))
+        monkeypatch.setattr(compilers, "estimate", lambda target, function, x: estimates[x])
+
+    return answer
+
+
+def item(calls, *, steps, runs=1, asked=None):
+    """Returns a training whose programs have the argument i and are called `calls[i]` times."""
+
+    def programs(memory):
+        if asked is not None:
+            asked.append(memory)
+        return [(None, (i,), count) for i, count in enumerate(calls)]
+
+    return plans.Item("private", programs=programs, steps=steps, runs=runs)
+
+
+def test_a_plan_for_a_tpu_sums_the_cycles_of_all_calls(answers, capsys):
+    answers([estimated("v5e", total=3e6, memory=5 * 10**9), estimated("v5e", total=1e6, turns=None, kernels=5e5)])
+    asked = []
+    public = plans.Item("public", programs=lambda memory: [(None, (0,), 1)])
+    plans.show([public, item((2e6, 1e6), steps=10**6, runs=3, asked=asked)], None, "v5e")
+    text = capsys.readouterr().out
+    rows = parts(text)["private, 3 times"]
+    assert rows["memory of v5e"] == "fits: 5,000 MB of 16,911 MB of a chip"
+    # Seven million cycles a step at 1.5 GHz.
+    assert rows["a step"] == "7 million cycles, 4.67 ms at 1.5 GHz: the compiler's estimate, not a time"
+    assert rows["of these"] == "0.5 million cycles of Pallas kernels, by an estimate of their own"
+    assert rows["compilation"] == "8 s on this machine"
+    assert rows["all steps"] == "1.3 hours (78 min) for 1,000,000 of them"
+    assert rows["counted once"] == "loops whose turns depend on data: 1"
+    assert "All private steps on one v5e: 3.9 h. This is the compiler's estimate, not a time." in text
+    assert asked == [compilers.TARGETS["v5e"].memory] and "compiled" not in parts(text).get("public", {})
+
+
+def test_a_plan_for_a_gpu_has_bytes_kernels_and_the_roofline(answers, capsys):
+    answers([estimated("h100", total=2e-3, bytes_=4e9, launched=50.0), estimated("h100", total=1e-3, bytes_=1e9)])
+    plans.show([item((20.0, 10.0), steps=10)], None, "h100")
+    rows = parts(capsys.readouterr().out)["private"]
+    expected = "9 GB in 100 kernels, 5 ms if each is at its roofline: the compiler's estimate, not a time"
+    assert rows["a step"] == expected and "counted once" not in rows
+
+
+def test_a_program_that_does_not_fit_has_no_time(answers, capsys):
+    refused = compilers.Estimate("v5e", 18 * 10**9, None, {})
+    answers([refused, estimated("v5e", total=1.0)])
+    plans.show([item((1.0, 1.0), steps=1)], None, "v5e")
+    text = capsys.readouterr().out
+    rows = parts(text)["private"]
+    assert rows["memory of v5e"] == "does not fit: 18,000 MB of 16,911 MB of a chip"
+    assert "a step" not in rows and "All private steps" not in text and "smaller" in rows["remedy"]
+
+
+def test_a_target_needs_private_steps_and_a_known_name(answers):
+    answers([])
+    with pytest.raises(ValueError, match="--target compiles the private steps of a training, and this config has none"):
+        plans.show([plans.Item("public")], None, "v5e")
+    with pytest.raises(ValueError, match="target must be one of v5e, v6e, v5p, h100, got 'v2'"):
+        plans.show([item((1.0,), steps=1)], None, "v2")
+
+
+@pytest.mark.slow
+def test_the_programs_of_a_training_are_those_that_go_to_a_compiler(capsys, monkeypatch):
+    """They are written for the target, so nothing in them is for this machine."""
+    sent = []
+
+    def answer(target, program, donated, seconds):
+        sent.append((jax.export.deserialize(bytearray(program)), donated))
+        sizes = {"argument": 1000, "output": 100, "temp": 10, "alias": 0}
+        return {"total": 1.5e6, "kernel_cycles": 0.0, "memory": sizes, "loops": [], "compile_s": 1.0}
+
+    monkeypatch.setattr(targets, "COMPILERS", {"tpu": "jax"})
+    monkeypatch.setattr(process, "_answer", answer)
+    config = tiny.finetune()
+    frame.run(finetune.STUDY, config, None, dry_run=True, target="v5e")
+    rows = parts(capsys.readouterr().out)["private"]
+    assert rows["memory of v5e"].startswith("fits: 0 MB") and rows["epsilon"].endswith("add_remove")
+    assert f"for {config.private.steps:,} of them" in rows["all steps"]
+    assert all(program.platforms == ("tpu",) for program, _ in sent)
+    assert any("tpu_custom_call" in program.mlir_module() for program, _ in sent)  # at least the noise
+    assert sum(donated != () for _, donated in sent) == 2  # the addition and the update

@@ -419,6 +419,7 @@ def _shapes(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def byte_size(text: str) -> float:
+    """Returns the bytes of a shape as a program writes it, of all elements of a tuple."""
     return float(sum(_width(kind) * math.prod(dims) for kind, dims in _shapes(text)))
 
 

@@ -20,13 +20,13 @@ from typing import Any
 
 import jax
 
-from benchmarks import hlo
+from jaxdp.compilers import hlo
 
 CAVEAT = "the compiler's estimate, not a time"
 TOP = 10  # operations that are listed
 # The module that compiles for a platform.
 COMPILERS = {"tpu": "libtpu", "cuda": "jax_cuda12_plugin"}
-INSTALL = 'pip install -e ".[compilers]", or make compilers'
+INSTALL = 'pip install "jaxdp[compilers]"'
 _H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -63,42 +63,77 @@ class Target:
       platform: "tpu" or "cuda".
       options: The options of its topology.
       bandwidth: Bytes per second between its memory and its units. For a TPU, bytes per cycle.
+      memory: The bytes of a chip that programs may take.
+      clock: Cycles of a TPU per second, 0 for a GPU.
       peaks: Operations per second of products by the type of their operands, and of everything else.
     """
 
     platform: str
     options: Mapping[str, Any]
     bandwidth: float
+    memory: int
+    clock: float = 0.0
     peaks: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-def _tpu(topology_name: str, bytes_per_cycle: float) -> Target:
-    bounds = (2, 2, 1)
-    return Target("tpu", {"topology_name": topology_name, "chips_per_host_bounds": bounds}, bytes_per_cycle)
+def _tpu(topology_name: str, *, clock: float, bandwidth: float, memory: float) -> Target:
+    """Returns a TPU with a clock in GHz, a bandwidth in GB/s, and GiB of memory that its compiler gives to programs."""
+    options = {"topology_name": topology_name, "chips_per_host_bounds": (2, 2, 1)}
+    return Target("tpu", options, bandwidth / clock, int(memory * 2**30), clock * 1e9)
 
 
+# The clock of a TPU is that at which its matrix units reach the peak that Google Cloud states in bfloat16: 197, 918
+# and 459 Tflop/s with 131072, 524288 and 262144 operations a cycle.
 TARGETS = {
-    "v5e": _tpu("v5e:2x2", 819 / 1.5),
-    "v6e": _tpu("v6e:2x2", 1638 / 1.75),
-    "v5p": _tpu("v5p:2x2x1", 2765 / 1.75),
+    "v5e": _tpu("v5e:2x2", clock=1.5, bandwidth=819, memory=15.75),
+    "v6e": _tpu("v6e:2x2", clock=1.75, bandwidth=1638, memory=31.24),
+    "v5p": _tpu("v5p:2x2x1", clock=1.75, bandwidth=2765, memory=95.73),
     "h100": Target(
         "cuda",
         {"target_config": _H100, "topology": "1x1x1"},
         3.352e12,
-        {"bf16": 989e12, "f16": 989e12, "f32": 495e12, "other": 67e12},
+        # JAX takes three quarters of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+        memory=84929347584 * 3 // 4,
+        peaks={"bf16": 989e12, "f16": 989e12, "f32": 495e12, "other": 67e12},
     ),
 }
 
 
-def environment(target: Target, dump: str) -> dict[str, str]:
+def target(name: str) -> Target:
+    """Returns the target of a name.
+
+    Raises:
+      ValueError: There is none. The message has the names.
+    """
+    if name not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {name!r}.")
+    return TARGETS[name]
+
+
+def require(name: str) -> Target:
+    """Returns the target of a name, whose compiler is installed.
+
+    Raises:
+      ValueError: There is no such target. The message has the names.
+      ImportError: Its compiler is not installed. The message names the extra.
+    """
+    chosen = target(name)
+    module = COMPILERS[chosen.platform]
+    if importlib.util.find_spec(module) is None:
+        raise ImportError(
+            f"{module} is not installed, which compiles for {chosen.platform}. It comes with the extra compilers: "
+            f"{INSTALL}."
+        )
+    return chosen
+
+
+def environment(name: str, dump: str) -> dict[str, str]:
     """Returns the variables of a process that compiles for a target. `dump` is a folder for schedules of kernels.
 
     Raises:
-      SystemExit: The compiler of the target is not installed.
+      ValueError, ImportError: As in `require`.
     """
-    module = COMPILERS[target.platform]
-    if importlib.util.find_spec(module) is None:
-        raise SystemExit(f"{module} is not installed, which compiles for {target.platform}. Install it: {INSTALL}.")
+    target = require(name)
     found = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     found["JAX_TRACEBACK_FILTERING"] = "off"  # the last line of an error is its message
     for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):  # of the tests, for a CPU
@@ -130,12 +165,17 @@ def device_of(name: str) -> Any:
     return topologies.get_topology_desc(platform=target.platform, **target.options).devices[0]
 
 
-def compile_for(name: str, function: Callable[..., Any], args: Sequence[Any], donate: Sequence[int] = ()) -> Any:
-    """Returns (the compiled program, seconds of tracing, seconds of compiling) of a function of abstract arguments."""
+def compile_for(
+    name: str, function: Callable[..., Any], args: Sequence[Any], donate: Sequence[int] = (), **how: Any
+) -> tuple[Any, float, float]:
+    """Returns (the compiled program, seconds of tracing, seconds of compiling) of a function of abstract arguments.
+
+    Call it in a process with `environment`. `how` goes to `jax.jit`.
+    """
     sharding = jax.sharding.SingleDeviceSharding(device_of(name))
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args))
     started = time.perf_counter()
-    lowered = jax.jit(function, donate_argnums=tuple(donate)).lower(*placed)
+    lowered = jax.jit(function, donate_argnums=tuple(donate), **how).lower(*placed)
     traced = time.perf_counter()
     return lowered.compile(), traced - started, time.perf_counter() - traced
 
@@ -158,7 +198,7 @@ def of_tpu(program: hlo.Program, target: Target, dump: str = "") -> dict[str, An
     A loop whose turns depend on data counts once, and is listed.
     """
     steps, loops = program.steps(_cycles)
-    by_source = collections.Counter[str]()
+    by_source: dict[str, float] = collections.defaultdict(float)
     kernels: dict[str, dict[str, Any]] = {}
     silent = collections.Counter[str]()
     schedules = {} if not dump else _schedules(dump)
@@ -197,10 +237,11 @@ def target_of(instruction: hlo.Instruction) -> str:
     return found[1] if instruction.opcode == "custom-call" and found else ""
 
 
-def _costliest(by_source: collections.Counter[str], total: float) -> list[dict[str, Any]]:
+def _costliest(by_source: Mapping[str, float], total: float) -> list[dict[str, Any]]:
+    ordered = sorted(by_source.items(), key=lambda item: item[1], reverse=True)
     return [
         {"source": source, "amount": amount, "share": amount / total if total else 0.0}
-        for source, amount in by_source.most_common(TOP)
+        for source, amount in ordered[:TOP]
     ]
 
 
@@ -280,8 +321,8 @@ def of_gpu(program: hlo.Program, target: Target) -> dict[str, Any]:
     A loop whose turns depend on data counts once, and is listed.
     """
     steps, loops = program.steps(lambda instruction: hlo.byte_size(instruction.shape))
-    by_source = collections.Counter[str]()
-    total = collections.Counter[str]()
+    by_source: dict[str, float] = collections.defaultdict(float)
+    total: dict[str, float] = collections.defaultdict(float)
     for step in steps:
         instruction = step.instruction
         if instruction.opcode in hlo.FREE or instruction.opcode.endswith("-done"):

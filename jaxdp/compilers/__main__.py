@@ -1,0 +1,12 @@
+"""The process that compiles the program in a folder, for `jaxdp.compilers.estimate`."""
+
+import json
+import pathlib
+import sys
+
+from jaxdp.compilers.process import ANSWER, compiled
+
+if __name__ == "__main__":
+    [folder] = sys.argv[1:]
+    answer = compiled(folder)
+    pathlib.Path(folder, ANSWER).write_text(json.dumps(answer))
