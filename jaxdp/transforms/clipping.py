@@ -885,8 +885,9 @@ def _bookkeeping(program: _Program, consts: list[Any], moving: list[Any], batch:
         return value, (aux, records)
 
     axes = shards.varying_axes(*moving)
-    taps = [shards.vary(jnp.zeros(s.tap.shape, s.tap.dtype), axes) for s in plan.sites]
-    (losses, (aux, records)), cotangents = _batched_gradient(tapped, taps, examples)
+    taps = [shards.vary(site.zero_tap(), axes) for site in plan.sites]
+    (losses, (aux, records)), by_tap = _batched_gradient(tapped, taps, examples)
+    cotangents = [g.reshape(len(g), *site.tap.shape) for site, g in zip(plan.sites, by_tap, strict=True)]
     wide = [x.astype(sites.wide_dtype(x)) for x in moving]
     weights = plan.weights_program(wide)
     met = list(zip(plan.sites, records, cotangents, strict=True))

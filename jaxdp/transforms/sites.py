@@ -662,6 +662,15 @@ class Site:
         """Whether there is no entry of the result or of the weight, so that the gradient is zero."""
         return 0 in self.tap.shape or 0 in self.rule.weight_shape
 
+    def zero_tap(self) -> jax.Array:
+        """Returns a tap of zeros [*loops, 1, ...].
+
+        With another shape than the records, XLA does not share the zeros in which loops collect the ones and the other.
+        On a TPU it leaves those of a forward loop out, if nothing else reads them.
+        """
+        loops = len(self.lengths)
+        return jnp.zeros((*self.tap.shape[:loops], 1, *self.tap.shape[loops:]), self.tap.dtype)
+
     @property
     def repeats(self) -> int:
         """The number of loop iterations that apply the same weight."""

@@ -283,13 +283,13 @@ class Plan:
 
 @jax.custom_jvp
 def _tapped(x: Any, tap: jax.Array) -> Any:
-    """Returns x + tap for a tap of zeros. It reads no tap, so none takes memory."""
+    """Returns x + tap for a tap of zeros [1, ...]. It reads no tap, so none takes memory."""
     return x
 
 
 @_tapped.defjvp
 def _tapped_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return primals[0], tangents[0] + tangents[1]
+    return primals[0], tangents[0] + tangents[1].reshape(tangents[0].shape)
 
 
 def _read(env: dict[Any, Any], variables: Sequence[Any]) -> list[Any]:
