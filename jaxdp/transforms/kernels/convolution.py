@@ -1,0 +1,403 @@
+"""Norms of per-example gradients of 2-D convolutions on a TPU.
+
+XLA forms the gradient of each example by a grouped convolution or a batched product, which leaves most of the
+matrix unit empty, and writes it. A kernel walks over examples, keeps one gradient in the memory of the chip, and
+writes one row of 128 partial sums.
+
+All arrays lie on the grid of the input, cut into cells of `strides` entries. An entry of a cell is a phase, and phases
+are channels. So a strided convolution is one of stride 1: kernel position i meets phase p of the cell that is a
+cells away, where s a + p = i d - lo for stride s, dilation d and padding lo. Cells lie on the lanes of a row. With x_a
+the data moved by a rows of cells and g_b the cotangents moved by b columns, the gradient of an example is
+
+    dV[i, j] = x_a(i) g_b(j)^T,
+
+one product of all x_a below each other and all g_b below each other. What leaves the grid is zero. The squared norm of
+that product A B^T is also the sum of the entries of (A^T A) * (B^T B), which is cheaper for few cells and many
+channels. Two or more examples of few cells share the lanes there, and only the blocks of one example count.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from jaxdp.transforms import shards
+
+LANES = 128
+# Rows of bfloat16 in a tile. Channels are filled up to whole tiles.
+ROWS = 16
+# Channels that are moved and transposed at once where the batch is on the lanes.
+CHUNK = 32
+# Bytes of a block of examples, of a matrix of products, and of all that a kernel keeps.
+BLOCK_BYTES = 2**20
+PRODUCT_BYTES = 2**22
+KERNEL_BYTES = 80 * 2**20
+# Row passes through the matrix unit for one example. The compiler unrolls them.
+PASSES = 2**15
+
+Pairs = tuple[tuple[int, int], ...]
+_Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of x and g
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How a convolution lies on the lanes.
+
+    Attributes:
+      grid: The rows and columns of cells.
+      rows, columns: (cells away, phase) of each kernel row and kernel column.
+      channels, outputs: The numbers of channels of x and g.
+    """
+
+    grid: tuple[int, int]
+    rows: Pairs
+    columns: Pairs
+    channels: int
+    outputs: int
+
+    @classmethod
+    def of(
+        cls,
+        shapes: _Shapes,
+        window: Sequence[int],
+        strides: Sequence[int],
+        padding: Sequence[tuple[int, int]],
+        kernel_dilation: Sequence[int],
+    ) -> "_Plan":
+        (_, *size, channels), (_, *out_size, outputs) = shapes
+        cells = [max(-(-n // s), out) for n, s, out in zip(size, strides, out_size, strict=True)]
+        axes = zip(window, strides, padding, kernel_dilation, strict=True)
+        rows, columns = (
+            tuple(divmod(i * dilation - low, stride) for i in range(length)) for length, stride, (low, _), dilation in axes
+        )
+        return cls((cells[0], cells[1]), rows, columns, channels, outputs)
+
+    @property
+    def phases(self) -> tuple[list[int], list[int]]:
+        """The phases of rows and of columns that the kernel meets."""
+        return sorted({phase for _, phase in self.rows}), sorted({phase for _, phase in self.columns})
+
+    @property
+    def cells(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def moves(self) -> list[int]:
+        """How many cells the columns of the kernel are away."""
+        return sorted({away for away, _ in self.columns})
+
+    def columns_of(self, phase: int) -> list[int]:
+        """Returns how many cells the kernel columns that meet a phase are away."""
+        return [away for away, other in self.columns if other == phase]
+
+    @property
+    def filled(self) -> tuple[int, int]:
+        """The numbers of channels, filled up to whole tiles."""
+        return _up(self.channels, ROWS), _up(self.outputs, ROWS)
+
+    @property
+    def heights(self) -> tuple[int, int]:
+        """The rows of an example in the kernel: phases and channels of x, channels of g."""
+        channels, outputs = self.filled
+        return len(self.phases[0]) * len(self.phases[1]) * channels, outputs
+
+    @functools.cached_property
+    def sides(self) -> int:
+        """The number of examples that share the lanes, where products of cells are cheaper than the gradient."""
+        return LANES // _slot(self.cells) if self.by_cells else 1
+
+    @property
+    def lanes(self) -> int:
+        return LANES if self.sides > 1 else _up(self.cells, LANES)
+
+    @property
+    def slot(self) -> int:
+        """The lanes of one example."""
+        return self.lanes // self.sides
+
+    @functools.cached_property
+    def by_cells(self) -> bool:
+        """Whether products of cells are cheaper than the gradient."""
+        return self._passes_by_cells < self._passes_of_gradient
+
+    @property
+    def passes(self) -> int:
+        """Row passes through the matrix unit for one example."""
+        return min(self._passes_by_cells, self._passes_of_gradient)
+
+    @property
+    def _sizes(self) -> list[tuple[int, int]]:
+        """The rows of A and of B for each phase of columns."""
+        channels, outputs = self.filled
+        return [(len(self.rows) * channels, len(self.columns_of(q)) * outputs) for q in self.phases[1]]
+
+    @property
+    def _passes_of_gradient(self) -> int:
+        lanes = _up(self.cells, LANES)
+        return sum(rows * _tiles(cols) * _tiles(lanes) for rows, cols in self._sizes)
+
+    @property
+    def _passes_by_cells(self) -> int:
+        lanes = _up(self.cells, LANES)
+        sides = LANES // _slot(self.cells)
+        products = sum(_tiles(rows) + _tiles(cols) for rows, cols in self._sizes)
+        if 4 * lanes * lanes > PRODUCT_BYTES:
+            return 2**62
+        return lanes * _tiles(lanes) * products // sides
+
+    @property
+    def stored(self) -> int:
+        """The bytes that the kernel keeps of one block row, its moved copies and its products."""
+        moved = sum(rows + cols for rows, cols in self._sizes) * self.lanes * 2
+        sizes = [self.lanes**2] if self.by_cells else [rows * cols for rows, cols in self._sizes]
+        return 2 * moved + 3 * 4 * max(sizes)
+
+    @property
+    def unrolled(self) -> int:
+        """The number of examples whose products the compiler interleaves."""
+        return 4 if self.passes <= 1024 else 2 if self.passes <= 4096 else 1
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _tiles(n: int) -> int:
+    return -(-n // LANES)
+
+
+def _slot(cells: int) -> int:
+    """Returns the lanes that an example takes beside others."""
+    return min(LANES, max(8, 1 << (cells - 1).bit_length()))
+
+
+def suits(
+    x: Any,
+    g: Any,
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
+    kernel_dilation: Sequence[int] = (1, 1),
+) -> bool:
+    """Returns whether `squared_norms` serves arrays of these shapes and types.
+
+    It refuses kernels that are not of two dimensions, empty arrays, other types than bfloat16 and float32, and images
+    that do not fit into the memory of a chip.
+    """
+    if len(window) != 2 or not math.prod((*x.shape[1:], *g.shape[1:])):
+        return False
+    if {jnp.dtype(x.dtype), jnp.dtype(g.dtype)} - {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
+        return False
+    plan = _Plan.of((x.shape, g.shape), window, strides, padding, kernel_dilation)
+    blocks = 2 * 2 * sum(plan.heights) * plan.lanes
+    return plan.passes <= PASSES and plan.stored + blocks <= KERNEL_BYTES // 4
+
+
+def squared_norms(
+    x: jax.Array,
+    g: jax.Array,
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
+    kernel_dilation: Sequence[int] = (1, 1),
+) -> jax.Array:
+    """Returns the squared norm of each example's gradient of a convolution's kernel, float32 [B].
+
+    The gradient of example i is dV_i[p, c, k] = sum over positions t of x_i[s t + d p - lo, c] g_i[t, k], for strides s,
+    dilations d and padding lo. Neither it nor patches of the data are written. Products are exact: entries are bfloat16
+    numbers, and sums are of float32. A norm does not depend on other examples of the batch, whatever they hold.
+
+    Args:
+      x: [B, H, W, C], the data, of bfloat16 or of float32 that a bfloat16 number holds exactly.
+      g: [B, OH, OW, K], the cotangents of the result, likewise.
+      window: The height and the width of the kernel.
+      strides: The steps of the kernel along H and W.
+      padding: (low, high) zeros around H and W. Data that are padded already need none.
+      kernel_dilation: The steps between entries of the kernel.
+
+    A mapped axis of `jax.vmap` becomes part of the batch.
+    """
+    geometry = (tuple(window), tuple(strides), tuple(tuple(p) for p in padding), tuple(kernel_dilation))
+    norms = custom_vmap(functools.partial(_squared_norms, geometry))
+
+    @norms.def_vmap
+    def mapped(size: int, batched: Sequence[bool], x: jax.Array, g: jax.Array) -> tuple[jax.Array, bool]:
+        joined = [
+            (y if own else jnp.broadcast_to(y, (size, *y.shape))).reshape(-1, *y.shape[-3:])
+            for y, own in zip((x, g), batched, strict=True)
+        ]
+        again = squared_norms(
+            *joined, window=geometry[0], strides=geometry[1], padding=geometry[2], kernel_dilation=geometry[3]
+        )
+        return again.reshape(size, -1), True
+
+    axes = shards.varying_axes(x, g)
+    result: jax.Array = norms(shards.vary(x, axes), shards.vary(g, axes))
+    return result
+
+
+def _squared_norms(geometry: Any, x: jax.Array, g: jax.Array) -> jax.Array:
+    if not len(x):
+        return jnp.sum(x.astype(jnp.float32), (1, 2, 3))
+    window, strides, padding, kernel_dilation = geometry
+    plan = _Plan.of((x.shape, g.shape), window, strides, padding, kernel_dilation)
+    return _norms_of_blocks(plan, strides, x, g)
+
+
+# --- Examples in blocks: XLA brings the cells onto the lanes ---
+
+
+def _norms_of_blocks(plan: _Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array) -> jax.Array:
+    """Returns the squared norms of examples whose cells XLA brings onto the lanes."""
+    from jax.experimental import pallas as pl
+
+    batch = len(x)
+    data = _on_lanes(plan, _phases(plan, strides, x))
+    cotangents = _on_lanes(plan, _on_grid(plan, (1, 1), g))
+    groups, height, lanes = data.shape
+    width = cotangents.shape[1]
+    size = max(1, min(groups, BLOCK_BYTES // (2 * (height + width) * lanes)))
+
+    def kernel(data: jax.Array, cotangents: jax.Array, sums: jax.Array) -> None:
+        norm = _norm(plan)
+
+        def example(i: jax.Array) -> None:
+            sums[i] = norm(_words(data[i]), _words(cotangents[i]))
+
+        _each(example, size, plan.unrolled)
+
+    sums = pl.pallas_call(
+        kernel,
+        grid=(-(-groups // size),),
+        in_specs=[
+            pl.BlockSpec((size, height, lanes), lambda step: (step, 0, 0)),
+            pl.BlockSpec((size, width, lanes), lambda step: (step, 0, 0)),
+        ],
+        # The middle axis makes a block of any number of examples whole in the last two.
+        out_specs=pl.BlockSpec((size, 1, LANES), lambda step: (step, 0, 0)),
+        out_shape=shards.shape_like(data, (groups, 1, LANES), jnp.float32),
+    )(data, cotangents)
+    return jnp.sum(sums.reshape(groups * plan.sides, -1), 1)[:batch]
+
+
+def _on_grid(plan: _Plan, strides: tuple[int, ...], y: jax.Array) -> jax.Array:
+    """Returns y [B, ...] with zeros behind it, so that it fills the cells of the grid."""
+    behind = [(0, cells * s - n) for cells, s, n in zip(plan.grid, strides, y.shape[1:3], strict=True)]
+    return jnp.pad(y, [(0, 0), *behind, (0, 0)])
+
+
+def _phases(plan: _Plan, strides: tuple[int, ...], x: jax.Array) -> jax.Array:
+    """Returns data [B, phases, rows, columns, C] of the phases that the kernel meets."""
+    batch, channels = len(x), x.shape[-1]
+    (height, width), (down, across) = plan.grid, strides
+    cells = _on_grid(plan, strides, x).reshape(batch, height, down, width, across, channels)
+    met = [cells[:, :, p, :, q] for p in plan.phases[0] for q in plan.phases[1]]
+    return jnp.stack(met, 1)
+
+
+def _on_lanes(plan: _Plan, y: jax.Array) -> jax.Array:
+    """Returns y [B, (phases,) rows, columns, channels] as bfloat16 [groups, phases * channels, lanes]."""
+    batch, channels, sides = len(y), y.shape[-1], plan.sides
+    y = y.astype(jnp.bfloat16).reshape(batch, -1, plan.cells, channels).swapaxes(2, 3)
+    whole = (_up(batch, sides) - batch, 0, _up(channels, ROWS) - channels, plan.slot - plan.cells)
+    y = jnp.pad(y, [(0, n) for n in whole])
+    y = y.reshape(len(y) // sides, sides, -1, plan.slot).swapaxes(1, 2)
+    return y.reshape(len(y), -1, plan.lanes)
+
+
+# --- One example, or as many as share the lanes ---
+
+
+def _each(example: Callable[[Any], None], size: int, unrolled: int) -> None:
+    """Calls `example` for each number below `size`, several in one turn of a loop."""
+    several = math.gcd(size, unrolled)
+
+    def turn(t: jax.Array, carry: int) -> int:
+        for i in range(several):
+            example(t * several + i)
+        return carry
+
+    lax.fori_loop(0, size // several, turn, 0)
+
+
+def _words(y: jax.Array) -> jax.Array:
+    """Returns bfloat16 [2 n, lanes] as uint32 [n, lanes], which units for 32 bits move."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    words: jax.Array = pltpu.bitcast(y, jnp.uint32)
+    return words
+
+
+def _norm(plan: _Plan) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns a function of the words of data and cotangents that returns partial sums [1, 128] of the squares."""
+    lane = lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1)
+    cell = lax.rem(lane, jnp.int32(plan.slot))
+    width = jnp.int32(plan.grid[1])
+    row, column = lax.div(cell, width), lax.rem(cell, width)
+
+    def moved(words: jax.Array, by: int, inside: jax.Array) -> jax.Array:
+        """Returns the bfloat16 numbers that are `by` cells behind, and zero where these are not `inside`."""
+        from jax.experimental.pallas import tpu as pltpu
+
+        if by:
+            words = jnp.where(inside, pltpu.roll(words, -by % plan.lanes, 1), jnp.uint32(0))
+        numbers: jax.Array = pltpu.bitcast(words, jnp.bfloat16)
+        return numbers
+
+    def within(place: jax.Array, away: int, size: int) -> jax.Array:
+        return (place + away >= 0) & (place + away < size)
+
+    def norm(data: jax.Array, cotangents: jax.Array) -> jax.Array:
+        beside = {b: moved(cotangents, -b, within(column, -b, plan.grid[1])) for b in plan.moves}
+        sums = jnp.zeros((1, LANES), jnp.float32)
+        for number, phase in enumerate(plan.phases[1]):
+            parts = [
+                moved(_phase(plan, data, p, number), a * plan.grid[1], within(row, a, plan.grid[0])) for a, p in plan.rows
+            ]
+            below = jnp.concatenate(parts, 0)
+            others = jnp.concatenate([beside[b] for b in plan.columns_of(phase)], 0)
+            sums += _folded(_squares(plan, below, others))
+        return sums
+
+    return norm
+
+
+def _phase(plan: _Plan, words: jax.Array, row_phase: int, column: int) -> jax.Array:
+    """Returns the words of the channels of one phase."""
+    rows, columns = plan.phases
+    size = plan.filled[0] // 2
+    first = (rows.index(row_phase) * len(columns) + column) * size
+    return words[first : first + size]
+
+
+def _squares(plan: _Plan, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns an array [., n] whose columns add up to the squared norm of a b^T, those of an example for its slot."""
+    product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
+    if not plan.by_cells:
+        gradient = product(a, b, (((1,), (1,)), ((), ())))
+        return gradient * gradient
+    over_rows = (((0,), (0,)), ((), ()))
+    products = product(a, a, over_rows) * product(b, b, over_rows)
+    if plan.sides == 1:
+        return products
+    slot = jnp.int32(plan.slot)
+    own, other = (lax.div(lax.broadcasted_iota(jnp.int32, products.shape, d), slot) for d in (0, 1))
+    # Not a product with zeros: another example may hold NaN.
+    return jnp.where(own == other, products, 0.0)
+
+
+def _folded(squares: jax.Array) -> jax.Array:
+    """Returns sums [1, 128] of the columns of an array."""
+    sums = jnp.sum(squares, 0, keepdims=True)
+    n = sums.shape[1]
+    sums = jnp.pad(sums, ((0, 0), (0, _up(n, LANES) - n)))
+    pieces = [sums[:, first : first + LANES] for first in range(0, sums.shape[1], LANES)]
+    return functools.reduce(jnp.add, pieces)
