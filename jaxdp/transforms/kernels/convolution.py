@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -123,13 +123,13 @@ class _Plan:
 
     @functools.cached_property
     def by_cells(self) -> bool:
-        """Whether products of cells are cheaper than the gradient."""
-        return self._passes_by_cells < self._passes_of_gradient
+        """Whether products of cells are cheaper than the gradient, as where examples share the lanes."""
+        return 2 * self.cells <= LANES or self._passes_by_cells < self._passes_of_gradient
 
     @property
     def passes(self) -> int:
         """Row passes through the matrix unit for one example."""
-        return min(self._passes_by_cells, self._passes_of_gradient)
+        return self._passes_by_cells if self.by_cells else self._passes_of_gradient
 
     @property
     def _sizes(self) -> list[tuple[int, int]]:
@@ -249,7 +249,8 @@ def _squared_norms(geometry: Any, x: jax.Array, g: jax.Array) -> jax.Array:
         return jnp.sum(x.astype(jnp.float32), (1, 2, 3))
     window, strides, padding, kernel_dilation = geometry
     plan = _Plan.of((x.shape, g.shape), window, strides, padding, kernel_dilation)
-    return _norms_of_blocks(plan, strides, x, g)
+    norms = _norms_by_batch if _batch_on_lanes(plan, len(x)) else _norms_of_blocks
+    return norms(plan, strides, x, g)
 
 
 # --- Examples in blocks: XLA brings the cells onto the lanes ---
@@ -313,6 +314,258 @@ def _on_lanes(plan: _Plan, y: jax.Array) -> jax.Array:
     return y.reshape(len(y), -1, plan.lanes)
 
 
+# --- The batch on the lanes, as XLA lays convolutions of whole batches of 128: the kernel brings the cells there ---
+
+
+def _batch_on_lanes(plan: _Plan, batch: int) -> bool:
+    """Returns whether the kernel transposes blocks of 128 examples and 128 cells by itself."""
+    cells_fit = plan.slot == plan.cells if plan.sides > 1 else plan.cells % LANES == 0 and LANES % plan.grid[1] == 0
+    phases_fit = all(phases == list(range(len(phases))) for phases in plan.phases)
+    if batch % (LANES * plan.sides) or not cells_fit or not phases_fit:
+        return False
+    stored = sum(mover.stored for mover in _Mover.both(plan, [jnp.dtype(jnp.float32)] * 2))
+    return stored + plan.stored <= KERNEL_BYTES
+
+
+def _odd_tiles(rows: int) -> int:
+    """Returns at least `rows` rows: an odd number of tiles of 8, so that equal rows of 8 examples are in other banks."""
+    return 8 * (-(-rows // 8) | 1)
+
+
+def _norms_by_batch(plan: _Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array) -> jax.Array:
+    """Returns the squared norms of 128 examples at a time, or of 128 for each that shares the lanes."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    blocks = len(x) // (LANES * plan.sides)
+    arrays = [_cells_first(plan, strides, x), _cells_first(plan, (1, 1), g)]
+    movers = _Mover.both(plan, [y.dtype for y in arrays])
+
+    def kernel(data: Any, cotangents: Any, result: Any, *memory: Any) -> None:
+        *memory, sums, written = memory
+        own = [(movers[0], data, _Memory(*memory[:4])), (movers[1], cotangents, _Memory(*memory[4:]))]
+
+        def start(block: Any) -> None:
+            for mover, source, parts in own:
+                mover.start(source, parts, block, 0)
+
+        def turn(block: jax.Array, carry: int) -> int:
+            for mover, source, parts in own:
+                mover.transpose(source, parts, block)
+
+            # The first part of the next block arrives while products are computed.
+            @pl.when(block < blocks - 1)
+            def _() -> None:
+                start(block + 1)
+
+            norm = _norm(plan)
+
+            def example(i: jax.Array) -> None:
+                sums[pl.ds(i, 1), :] = norm(*(mover.words(parts.kept, i) for mover, _, parts in own))
+
+            _each(example, LANES, plan.unrolled)
+            rows = pl.ds(pl.multiple_of(block * LANES, LANES), LANES)
+            copy = pltpu.make_async_copy(sums, result.at[rows, :], written)
+            copy.start()
+            copy.wait()
+            return carry
+
+        start(0)
+        # A loop in place of a grid, because a block is brought in parts.
+        lax.fori_loop(0, blocks, turn, 0)
+
+    everywhere = pl.BlockSpec(memory_space=pl.ANY)
+    sums = pl.pallas_call(
+        kernel,
+        in_specs=[everywhere, everywhere],
+        out_specs=everywhere,
+        out_shape=shards.shape_like(x, (blocks * LANES, LANES), jnp.float32),
+        scratch_shapes=[
+            *movers[0].memory,
+            *movers[1].memory,
+            pltpu.VMEM((LANES, LANES), jnp.float32),
+            pltpu.SemaphoreType.DMA(()),
+        ],
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=KERNEL_BYTES + 2**24),
+    )(*arrays)
+    norms = jnp.sum(sums.reshape(blocks, LANES, plan.sides, -1), 3)
+    return norms.swapaxes(1, 2).reshape(-1)
+
+
+def _cells_first(plan: _Plan, strides: tuple[int, ...], y: jax.Array) -> jax.Array:
+    """Returns y [B, ...] as [rows, row phases, columns, column phases, channels, B]."""
+    (height, width), (down, across) = plan.grid, strides
+    y = _on_grid(plan, strides, y).transpose(1, 2, 3, 0)
+    y = jnp.pad(y, [(0, 0), (0, 0), (0, _up(y.shape[2], ROWS) - y.shape[2]), (0, 0)])
+    return y.reshape(height, down, width, across, *y.shape[2:])
+
+
+class _Memory(NamedTuple):
+    """The memory of a `_Mover`.
+
+    Attributes:
+      parts: Two parts as they lie in the array: one arrives while the other is transposed.
+      words: [cells, rows, examples], a part with two channels in a word.
+      kept: [tiles, examples * rows, cells], the words of a block.
+      arrived: A semaphore for each of the two parts.
+    """
+
+    parts: Any
+    words: Any
+    kept: Any
+    arrived: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mover:
+    """Brings parts of 128 cells and some channels into the chip, and transposes them.
+
+    Attributes:
+      plan: The plan.
+      met: The numbers of phases of rows and of columns that the kernel meets.
+      channels: The channels of the array.
+      dtype: The type of its entries.
+    """
+
+    plan: _Plan
+    met: tuple[int, int]
+    channels: int
+    dtype: Any
+
+    @classmethod
+    def both(cls, plan: _Plan, dtypes: Sequence[Any]) -> tuple["_Mover", "_Mover"]:
+        """Returns those of the data and of the cotangents."""
+        rows, columns = plan.phases
+        channels, outputs = plan.filled
+        data = cls(plan, (len(rows), len(columns)), channels, dtypes[0])
+        return data, cls(plan, (1, 1), outputs, dtypes[1])
+
+    @property
+    def chunk(self) -> int:
+        return math.gcd(self.channels, CHUNK)
+
+    @property
+    def space(self) -> int:
+        """The rows of words from one cell of a part to the next."""
+        return _odd_tiles(self.chunk // 2)
+
+    @property
+    def pitch(self) -> int:
+        """The rows of words from one example to the next."""
+        return _odd_tiles(math.prod(self.met) * self.channels // 2)
+
+    @property
+    def tiles(self) -> int:
+        return self.plan.lanes // LANES
+
+    @property
+    def rows(self) -> int:
+        """The rows of the grid in a part, for one of the examples that share the lanes."""
+        return self.plan.grid[0] // self.tiles
+
+    @property
+    def parts(self) -> int:
+        return self.tiles * math.prod(self.met) * (self.channels // self.chunk)
+
+    @property
+    def stored(self) -> int:
+        """The bytes of its memory."""
+        return LANES * LANES * (2 * self.dtype.itemsize * self.chunk + 4 * self.space + 4 * self.tiles * self.pitch)
+
+    @property
+    def memory(self) -> list[Any]:
+        """The fields of `_Memory`."""
+        from jax.experimental.pallas import tpu as pltpu
+
+        part = (2, self.plan.sides * self.rows, self.plan.grid[1], self.chunk, LANES)
+        return [
+            pltpu.VMEM(part, self.dtype),
+            pltpu.VMEM((LANES, self.space, LANES), jnp.uint32),
+            pltpu.VMEM((self.tiles, LANES * self.pitch, LANES), jnp.uint32),
+            pltpu.SemaphoreType.DMA((2,)),
+        ]
+
+    def _place(self, part: Any) -> tuple[Any, Any, Any, Any]:
+        """Returns (tile, row phase, column phase, chunk) of a part."""
+        chunks = self.channels // self.chunk
+        rest, chunk = lax.div(part, chunks), lax.rem(part, chunks)
+        rest, across = lax.div(rest, self.met[1]), lax.rem(rest, self.met[1])
+        return lax.div(rest, self.met[0]), lax.rem(rest, self.met[0]), across, chunk
+
+    def _copies(self, source: Any, memory: _Memory, block: Any, part: Any) -> Iterator[Any]:
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import tpu as pltpu
+
+        tile, down, across, chunk = self._place(jnp.int32(part))
+        half = lax.rem(jnp.int32(part), 2)
+        channels = pl.ds(pl.multiple_of(chunk * self.chunk, self.chunk), self.chunk)
+        for side in range(self.plan.sides):
+            first = pl.multiple_of((block * self.plan.sides + side) * LANES, LANES)
+            yield pltpu.make_async_copy(
+                source.at[pl.ds(tile * self.rows, self.rows), down, :, across, channels, pl.ds(first, LANES)],
+                memory.parts.at[half, pl.ds(side * self.rows, self.rows)],
+                memory.arrived.at[half],
+            )
+
+    def start(self, source: Any, memory: _Memory, block: Any, part: Any) -> None:
+        """Starts to bring a part into its half of the memory."""
+        for copy in self._copies(source, memory, block, part):
+            copy.start()
+
+    def transpose(self, source: Any, memory: _Memory, block: Any) -> None:
+        """Keeps all parts of a block, with cells on the lanes. The first part was started before."""
+        from jax.experimental import pallas as pl
+
+        def turn(part: jax.Array, carry: int) -> int:
+            @pl.when(part < self.parts - 1)
+            def _() -> None:
+                self.start(source, memory, block, part + 1)
+
+            for copy in self._copies(source, memory, block, part):
+                copy.wait()
+            self._spread(memory, lax.rem(part, 2))
+            self._transpose(memory, part)
+            return carry
+
+        lax.fori_loop(0, self.parts, turn, 0)
+
+    def _spread(self, memory: _Memory, half: jax.Array) -> None:
+        """Writes the words of a part, each of two channels of a cell, with space between cells."""
+        from jax.experimental import pallas as pl
+
+        width = self.plan.grid[1]
+
+        def row(i: jax.Array) -> None:
+            numbers = memory.parts[half, i].astype(jnp.bfloat16)
+            words = _words(numbers.reshape(width * self.chunk, LANES))
+            cells = pl.ds(i * width, width)
+            memory.words[cells, pl.ds(0, self.chunk // 2), :] = words.reshape(width, -1, LANES)
+
+        _each(row, self.plan.sides * self.rows, 2)
+
+    def _transpose(self, memory: _Memory, part: jax.Array) -> None:
+        from jax.experimental import pallas as pl
+
+        tile, down, across, chunk = self._place(part)
+        words = memory.words.reshape(LANES * self.space, LANES)
+        phase = down * self.met[1] + across
+        first = phase * (self.channels // 2) + chunk * (self.chunk // 2)
+
+        def pair(i: jax.Array) -> None:
+            of_cells = words[pl.ds(i, LANES, stride=self.space), :]
+            memory.kept[tile, pl.ds(first + i, LANES, stride=self.pitch), :] = of_cells.T
+
+        _each(pair, self.chunk // 2, 4)
+
+    def words(self, kept: Any, i: jax.Array) -> jax.Array:
+        """Returns the words of an example, [channels / 2, lanes]."""
+        from jax.experimental import pallas as pl
+
+        size = math.prod(self.met) * self.channels // 2
+        rows = pl.ds(pl.multiple_of(i * self.pitch, 8), size)
+        return jnp.concatenate([kept[tile, rows, :] for tile in range(self.tiles)], 1)
+
+
 # --- One example, or as many as share the lanes ---
 
 
@@ -353,7 +606,8 @@ def _norm(plan: _Plan) -> Callable[[jax.Array, jax.Array], jax.Array]:
         return numbers
 
     def within(place: jax.Array, away: int, size: int) -> jax.Array:
-        return (place + away >= 0) & (place + away < size)
+        # Behind the last cell lie those of another example, or none.
+        return (place + away >= 0) & (place + away < size) & (cell < plan.cells)
 
     def norm(data: jax.Array, cotangents: jax.Array) -> jax.Array:
         beside = {b: moved(cotangents, -b, within(column, -b, plan.grid[1])) for b in plan.moves}
