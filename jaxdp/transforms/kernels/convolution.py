@@ -533,13 +533,18 @@ class _Mover:
         """Writes the words of a part, each of two channels of a cell, with space between cells."""
         from jax.experimental import pallas as pl
 
-        width = self.plan.grid[1]
+        width, size = self.plan.grid[1], self.chunk // 2
+        flat = memory.parts.reshape(2 * LANES * self.chunk, LANES)
 
         def row(i: jax.Array) -> None:
-            numbers = memory.parts[half, i].astype(jnp.bfloat16)
-            words = _words(numbers.reshape(width * self.chunk, LANES))
+            first = half * LANES + i * width
+            if self.dtype.itemsize == 2:
+                words = _words(memory.parts[half, i].reshape(width * self.chunk, LANES))
+            else:
+                rows = [pl.ds(first * self.chunk + k, width * size, stride=2) for k in range(2)]
+                words = _packed(*(flat[of_channel, :] for of_channel in rows))
             cells = pl.ds(i * width, width)
-            memory.words[cells, pl.ds(0, self.chunk // 2), :] = words.reshape(width, -1, LANES)
+            memory.words[cells, pl.ds(0, size), :] = words.reshape(width, size, LANES)
 
         _each(row, self.plan.sides * self.rows, 2)
 
@@ -555,7 +560,8 @@ class _Mover:
             of_cells = words[pl.ds(i, LANES, stride=self.space), :]
             memory.kept[tile, pl.ds(first + i, LANES, stride=self.pitch), :] = of_cells.T
 
-        _each(pair, self.chunk // 2, 4)
+        # Three units transpose at the same time.
+        _each(pair, self.chunk // 2, 8)
 
     def words(self, kept: Any, i: jax.Array) -> jax.Array:
         """Returns the words of an example, [channels / 2, lanes]."""
@@ -587,6 +593,14 @@ def _words(y: jax.Array) -> jax.Array:
 
     words: jax.Array = pltpu.bitcast(y, jnp.uint32)
     return words
+
+
+def _packed(low: jax.Array, high: jax.Array) -> jax.Array:
+    """Returns words of two float32 arrays. The upper half of each number is the bfloat16 number that it holds exactly."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    low, high = (pltpu.bitcast(y, jnp.uint32) for y in (low, high))
+    return (low >> 16) | (high & jnp.uint32(0xFFFF0000))
 
 
 def _norm(plan: _Plan) -> Callable[[jax.Array, jax.Array], jax.Array]:
