@@ -74,7 +74,8 @@ class _Plan:
         cells = [max(-(-n // s), out) for n, s, out in zip(size, strides, out_size, strict=True)]
         axes = zip(window, strides, padding, kernel_dilation, strict=True)
         rows, columns = (
-            tuple(divmod(i * dilation - low, stride) for i in range(length)) for length, stride, (low, _), dilation in axes
+            tuple(divmod(i * dilation - low, stride) for i in range(length))
+            for length, stride, (low, _), dilation in axes
         )
         return cls((cells[0], cells[1]), rows, columns, channels, outputs)
 
@@ -211,9 +212,10 @@ def squared_norms(
 ) -> jax.Array:
     """Returns the squared norm of each example's gradient of a convolution's kernel, float32 [B].
 
-    The gradient of example i is dV_i[p, c, k] = sum over positions t of x_i[s t + d p - lo, c] g_i[t, k], for strides s,
-    dilations d and padding lo. Neither it nor patches of the data are written. Products are exact: entries are bfloat16
-    numbers, and sums are of float32. A norm does not depend on other examples of the batch, whatever they hold.
+    The gradient of example i is dV_i[p, c, k] = sum over positions t of x_i[s t + d p - lo, c] g_i[t, k], for
+    strides s, dilations d and padding lo. Neither it nor patches of the data are written. Products are exact,
+    because entries are bfloat16 numbers, and sums are of float32. A norm does not depend on other examples of the
+    batch, whatever they hold.
 
     Args:
       x: [B, H, W, C], the data, of bfloat16 or of float32 that a bfloat16 number holds exactly.
@@ -328,7 +330,10 @@ def _batch_on_lanes(plan: _Plan, batch: int) -> bool:
 
 
 def _odd_tiles(rows: int) -> int:
-    """Returns at least `rows` rows: an odd number of tiles of 8, so that equal rows of 8 examples are in other banks."""
+    """Returns at least `rows` rows: an odd number of tiles of 8.
+
+    The memory has four banks, which take turns by tiles. A read of one row of every example meets all of them.
+    """
     return 8 * (-(-rows // 8) | 1)
 
 
@@ -596,7 +601,10 @@ def _words(y: jax.Array) -> jax.Array:
 
 
 def _packed(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Returns words of two float32 arrays. The upper half of each number is the bfloat16 number that it holds exactly."""
+    """Returns words of two float32 arrays.
+
+    The upper half of each number is the bfloat16 number that it holds exactly.
+    """
     from jax.experimental.pallas import tpu as pltpu
 
     low, high = (pltpu.bitcast(y, jnp.uint32) for y in (low, high))
@@ -628,7 +636,8 @@ def _norm(plan: _Plan) -> Callable[[jax.Array, jax.Array], jax.Array]:
         sums = jnp.zeros((1, LANES), jnp.float32)
         for number, phase in enumerate(plan.phases[1]):
             parts = [
-                moved(_phase(plan, data, p, number), a * plan.grid[1], within(row, a, plan.grid[0])) for a, p in plan.rows
+                moved(_phase(plan, data, p, number), a * plan.grid[1], within(row, a, plan.grid[0]))
+                for a, p in plan.rows
             ]
             below = jnp.concatenate(parts, 0)
             others = jnp.concatenate([beside[b] for b in plan.columns_of(phase)], 0)
