@@ -38,6 +38,8 @@ CHUNK = 32
 BLOCK_BYTES = 2**20
 PRODUCT_BYTES = 2**22
 KERNEL_BYTES = 80 * 2**20
+# What the compiler may give to a kernel, with its own copies.
+LIMIT_BYTES = KERNEL_BYTES + 2**24
 # Row passes through the matrix unit for one example. The compiler unrolls them.
 PASSES = 2**15
 
@@ -133,7 +135,7 @@ class _Plan:
         return self._passes_by_cells if self.by_cells else self._passes_of_gradient
 
     @property
-    def _sizes(self) -> list[tuple[int, int]]:
+    def sizes(self) -> list[tuple[int, int]]:
         """The rows of A and of B for each phase of columns."""
         channels, outputs = self.filled
         return [(len(self.rows) * channels, len(self.columns_of(q)) * outputs) for q in self.phases[1]]
@@ -141,13 +143,13 @@ class _Plan:
     @property
     def _passes_of_gradient(self) -> int:
         lanes = _up(self.cells, LANES)
-        return sum(rows * _tiles(cols) * _tiles(lanes) for rows, cols in self._sizes)
+        return sum(rows * _tiles(cols) * _tiles(lanes) for rows, cols in self.sizes)
 
     @property
     def _passes_by_cells(self) -> int:
         lanes = _up(self.cells, LANES)
         sides = LANES // _slot(self.cells)
-        products = sum(_tiles(rows) + _tiles(cols) for rows, cols in self._sizes)
+        products = sum(_tiles(rows) + _tiles(cols) for rows, cols in self.sizes)
         if 4 * lanes * lanes > PRODUCT_BYTES:
             return 2**62
         return lanes * _tiles(lanes) * products // sides
@@ -155,8 +157,8 @@ class _Plan:
     @property
     def stored(self) -> int:
         """The bytes that the kernel keeps of one block row, its moved copies and its products."""
-        moved = sum(rows + cols for rows, cols in self._sizes) * self.lanes * 2
-        sizes = [self.lanes**2] if self.by_cells else [rows * cols for rows, cols in self._sizes]
+        moved = sum(rows + cols for rows, cols in self.sizes) * self.lanes * 2
+        sizes = [self.lanes**2] if self.by_cells else [rows * cols for rows, cols in self.sizes]
         return 2 * moved + 3 * 4 * max(sizes)
 
     @property
@@ -213,12 +215,12 @@ def squared_norms(
     """Returns the squared norm of each example's gradient of a convolution's kernel, float32 [B].
 
     The gradient of example i is dV_i[p, c, k] = sum over positions t of x_i[s t + d p - lo, c] g_i[t, k], for
-    strides s, dilations d and padding lo. Neither it nor patches of the data are written. Products are exact,
-    because entries are bfloat16 numbers, and sums are of float32. A norm does not depend on other examples of the
-    batch, whatever they hold.
+    strides s, dilations d and padding lo. Neither it nor patches of the data are written. Entries are rounded to
+    bfloat16, as XLA rounds those of a convolution of the default precision on a TPU. Their products are exact, and
+    sums are of float32. A norm does not depend on other examples of the batch, whatever they hold.
 
     Args:
-      x: [B, H, W, C], the data, of bfloat16 or of float32 that a bfloat16 number holds exactly.
+      x: [B, H, W, C], the data, bfloat16 or float32.
       g: [B, OH, OW, K], the cotangents of the result, likewise.
       window: The height and the width of the kernel.
       strides: The steps of the kernel along H and W.
@@ -255,12 +257,75 @@ def _squared_norms(geometry: Any, x: jax.Array, g: jax.Array) -> jax.Array:
     return norms(plan, strides, x, g)
 
 
+def sums_suit(
+    x: Any,
+    g: Any,
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
+    kernel_dilation: Sequence[int] = (1, 1),
+) -> bool:
+    """Returns whether `weighted_sum` serves arrays of these shapes and types: those whose batch is on the lanes."""
+    geometry = {"window": window, "strides": strides, "padding": padding, "kernel_dilation": kernel_dilation}
+    if not len(x) or not suits(x, g, **geometry):
+        return False
+    plan = _Plan.of((x.shape, g.shape), window, strides, padding, kernel_dilation)
+    return _batch_on_lanes(plan, len(x)) and sum(math.prod(size) for size in plan.sizes) * 4 <= PRODUCT_BYTES
+
+
+def weighted_sum(
+    x: jax.Array,
+    g: jax.Array,
+    factors: jax.Array,
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
+    kernel_dilation: Sequence[int] = (1, 1),
+) -> jax.Array:
+    """Returns the weighted sum of the examples' gradients of a convolution's kernel, float32 [*window, C, K].
+
+    The gradient of an example is that of `squared_norms`, as are the other arguments. Its factor multiplies it in
+    float32. An example whose factor is 0 adds 0, whatever it holds.
+
+    Args:
+      factors: [B], real.
+
+    A mapped axis of `jax.vmap` becomes a loop.
+    """
+    geometry = (tuple(window), tuple(strides), tuple(tuple(p) for p in padding), tuple(kernel_dilation))
+    axes = shards.varying_axes(x, g, factors)
+    total = custom_vmap(functools.partial(_weighted_sum, geometry))
+
+    @total.def_vmap
+    def mapped(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple[jax.Array, bool]:
+        every = [y if own else jnp.broadcast_to(y, (size, *y.shape)) for y, own in zip(args, batched, strict=True)]
+        return lax.map(lambda own: total(*own), tuple(every)), True
+
+    result: jax.Array = total(*(shards.vary(y, axes) for y in (x, g, factors)))
+    return result
+
+
+def _weighted_sum(geometry: Any, x: jax.Array, g: jax.Array, factors: jax.Array) -> jax.Array:
+    window, strides, padding, kernel_dilation = geometry
+    plan = _Plan.of((x.shape, g.shape), window, strides, padding, kernel_dilation)
+    parts = []
+    channels, outputs = plan.filled
+    for total in _sum_by_batch(plan, strides, x, g, factors):
+        part = total.reshape(len(plan.rows), channels, -1, outputs)
+        parts.append(part[:, : plan.channels, :, : plan.outputs].swapaxes(1, 2))
+    columns = [place for phase in plan.phases[1] for place, (_, other) in enumerate(plan.columns) if other == phase]
+    return jnp.concatenate(parts, 1)[:, jnp.argsort(jnp.array(columns))]
+
+
 # --- Examples in blocks: XLA brings the cells onto the lanes ---
 
 
 def _norms_of_blocks(plan: _Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array) -> jax.Array:
     """Returns the squared norms of examples whose cells XLA brings onto the lanes."""
     from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
 
     batch = len(x)
     data = _on_lanes(plan, _phases(plan, strides, x))
@@ -287,6 +352,7 @@ def _norms_of_blocks(plan: _Plan, strides: tuple[int, ...], x: jax.Array, g: jax
         # The middle axis makes a block of any number of examples whole in the last two.
         out_specs=pl.BlockSpec((size, 1, LANES), lambda step: (step, 0, 0)),
         out_shape=shards.shape_like(data, (groups, 1, LANES), jnp.float32),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=LIMIT_BYTES),
     )(data, cotangents)
     return jnp.sum(sums.reshape(groups * plan.sides, -1), 1)[:batch]
 
@@ -337,64 +403,132 @@ def _odd_tiles(rows: int) -> int:
     return 8 * (-(-rows // 8) | 1)
 
 
-def _norms_by_batch(plan: _Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array) -> jax.Array:
-    """Returns the squared norms of 128 examples at a time, or of 128 for each that shares the lanes."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
+class _Blocks:
+    """Walks over blocks of 128 examples, or of 128 for each that shares the lanes."""
 
-    blocks = len(x) // (LANES * plan.sides)
-    arrays = [_cells_first(plan, strides, x), _cells_first(plan, (1, 1), g)]
-    movers = _Mover.both(plan, [y.dtype for y in arrays])
+    def __init__(self, plan: _Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array):
+        self.number = len(x) // (LANES * plan.sides)
+        self.arrays = [_cells_first(plan, strides, x), _cells_first(plan, (1, 1), g)]
+        self.movers = _Mover.both(plan, [x.dtype, g.dtype])
 
-    def kernel(data: Any, cotangents: Any, result: Any, *memory: Any) -> None:
-        *memory, sums, written = memory
-        own = [(movers[0], data, _Memory(*memory[:4])), (movers[1], cotangents, _Memory(*memory[4:]))]
+    @property
+    def memory(self) -> list[Any]:
+        return [space for mover in self.movers for space in mover.memory]
+
+    def walk(self, sources: Sequence[Any], memory: Sequence[Any], compute: Callable[..., None]) -> None:
+        """Calls `compute(block, words)` for each block.
+
+        Args:
+          sources: The references to `arrays`.
+          memory: Those to `memory`.
+          compute: `words(i)` are the words of data and cotangents of example i of the block.
+        """
+        from jax.experimental import pallas as pl
+
+        memories = [_Memory(*memory[:4]), _Memory(*memory[4:])]
+        own = list(zip(self.movers, sources, memories, strict=True))
 
         def start(block: Any) -> None:
             for mover, source, parts in own:
                 mover.start(source, parts, block, 0)
+
+        def words(i: jax.Array) -> list[jax.Array]:
+            return [mover.words(parts.kept, i) for mover, _, parts in own]
 
         def turn(block: jax.Array, carry: int) -> int:
             for mover, source, parts in own:
                 mover.transpose(source, parts, block)
 
             # The first part of the next block arrives while products are computed.
-            @pl.when(block < blocks - 1)
+            @pl.when(block < self.number - 1)
             def _() -> None:
                 start(block + 1)
 
-            norm = _norm(plan)
+            compute(block, words)
+            return carry
 
+        start(0)
+        # A loop in place of a grid, because a block is brought in parts.
+        lax.fori_loop(0, self.number, turn, 0)
+
+
+def _norms_by_batch(plan: _Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array) -> jax.Array:
+    """Returns the squared norms where the batch is on the lanes."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    blocks = _Blocks(plan, strides, x, g)
+
+    def kernel(data: Any, cotangents: Any, result: Any, *memory: Any) -> None:
+        *parts, sums, written = memory
+        norm = _norm(plan)
+
+        def compute(block: jax.Array, words: Callable[[jax.Array], list[jax.Array]]) -> None:
             def example(i: jax.Array) -> None:
-                sums[pl.ds(i, 1), :] = norm(*(mover.words(parts.kept, i) for mover, _, parts in own))
+                sums[pl.ds(i, 1), :] = norm(*words(i))
 
             _each(example, LANES, plan.unrolled)
             rows = pl.ds(pl.multiple_of(block * LANES, LANES), LANES)
             copy = pltpu.make_async_copy(sums, result.at[rows, :], written)
             copy.start()
             copy.wait()
-            return carry
 
-        start(0)
-        # A loop in place of a grid, because a block is brought in parts.
-        lax.fori_loop(0, blocks, turn, 0)
+        blocks.walk((data, cotangents), parts, compute)
 
     everywhere = pl.BlockSpec(memory_space=pl.ANY)
     sums = pl.pallas_call(
         kernel,
         in_specs=[everywhere, everywhere],
         out_specs=everywhere,
-        out_shape=shards.shape_like(x, (blocks * LANES, LANES), jnp.float32),
-        scratch_shapes=[
-            *movers[0].memory,
-            *movers[1].memory,
-            pltpu.VMEM((LANES, LANES), jnp.float32),
-            pltpu.SemaphoreType.DMA(()),
-        ],
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=KERNEL_BYTES + 2**24),
-    )(*arrays)
-    norms = jnp.sum(sums.reshape(blocks, LANES, plan.sides, -1), 3)
+        out_shape=shards.shape_like(x, (blocks.number * LANES, LANES), jnp.float32),
+        scratch_shapes=[*blocks.memory, pltpu.VMEM((LANES, LANES), jnp.float32), pltpu.SemaphoreType.DMA(())],
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=LIMIT_BYTES),
+    )(*blocks.arrays)
+    norms = jnp.sum(sums.reshape(blocks.number, LANES, plan.sides, -1), 3)
     return norms.swapaxes(1, 2).reshape(-1)
+
+
+def _sum_by_batch(
+    plan: _Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array, factors: jax.Array
+) -> list[jax.Array]:
+    """Returns sums of factors times A B^T for each phase of columns, where the batch is on the lanes."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    blocks = _Blocks(plan, strides, x, g)
+    sizes = plan.sizes
+
+    def kernel(factors: Any, data: Any, cotangents: Any, *memory: Any) -> None:
+        results, parts = memory[: len(sizes)], memory[len(sizes) :]
+        for result in results:
+            result[...] = jnp.zeros_like(result)
+        weighted = _weighted(plan)
+
+        def compute(block: jax.Array, words: Callable[[jax.Array], list[jax.Array]]) -> None:
+            def factors_of(i: jax.Array) -> list[jax.Array]:
+                return [factors[block * plan.sides + side, i] for side in range(plan.sides)]
+
+            def several(turn: jax.Array, carry: int) -> int:
+                numbers = [turn * plan.unrolled + k for k in range(plan.unrolled)]
+                terms = [weighted(*words(i), factors_of(i)) for i in numbers]
+                for result, own in zip(results, zip(*terms, strict=True), strict=True):
+                    result[...] += functools.reduce(jnp.add, own)
+                return carry
+
+            lax.fori_loop(0, LANES // plan.unrolled, several, 0)
+
+        blocks.walk((data, cotangents), parts, compute)
+
+    everywhere = pl.BlockSpec(memory_space=pl.ANY)
+    sums: list[jax.Array] = pl.pallas_call(
+        kernel,
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), everywhere, everywhere],
+        out_specs=[pl.BlockSpec(memory_space=pltpu.VMEM) for _ in sizes],
+        out_shape=[shards.shape_like(x, size, jnp.float32) for size in sizes],
+        scratch_shapes=blocks.memory,
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=LIMIT_BYTES),
+    )(factors.astype(jnp.float32).reshape(-1, LANES), *blocks.arrays)
+    return sums
 
 
 def _cells_first(plan: _Plan, strides: tuple[int, ...], y: jax.Array) -> jax.Array:
@@ -601,22 +735,21 @@ def _words(y: jax.Array) -> jax.Array:
 
 
 def _packed(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Returns words of two float32 arrays.
-
-    The upper half of each number is the bfloat16 number that it holds exactly.
-    """
+    """Returns words of two float32 arrays, rounded to bfloat16."""
     from jax.experimental.pallas import tpu as pltpu
 
-    low, high = (pltpu.bitcast(y, jnp.uint32) for y in (low, high))
-    return (low >> 16) | (high & jnp.uint32(0xFFFF0000))
+    # The upper half of a float32 number that a bfloat16 number holds exactly is that number.
+    rounded = (y.astype(jnp.bfloat16).astype(jnp.float32) for y in (low, high))
+    low, high = (pltpu.bitcast(y, jnp.uint32) for y in rounded)
+    return (low >> 16) | high
 
 
-def _norm(plan: _Plan) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns a function of the words of data and cotangents that returns partial sums [1, 128] of the squares."""
+def _stacks(plan: _Plan) -> Callable[[jax.Array, jax.Array], list[tuple[jax.Array, jax.Array]]]:
+    """Returns a function of the words of data and cotangents that returns A and B for each phase of columns."""
     lane = lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1)
     cell = lax.rem(lane, jnp.int32(plan.slot))
-    width = jnp.int32(plan.grid[1])
-    row, column = lax.div(cell, width), lax.rem(cell, width)
+    height, width = plan.grid
+    row, column = lax.div(cell, jnp.int32(width)), lax.rem(cell, jnp.int32(width))
 
     def moved(words: jax.Array, by: int, inside: jax.Array) -> jax.Array:
         """Returns the bfloat16 numbers that are `by` cells behind, and zero where these are not `inside`."""
@@ -631,20 +764,47 @@ def _norm(plan: _Plan) -> Callable[[jax.Array, jax.Array], jax.Array]:
         # Behind the last cell lie those of another example, or none.
         return (place + away >= 0) & (place + away < size) & (cell < plan.cells)
 
-    def norm(data: jax.Array, cotangents: jax.Array) -> jax.Array:
-        beside = {b: moved(cotangents, -b, within(column, -b, plan.grid[1])) for b in plan.moves}
-        sums = jnp.zeros((1, LANES), jnp.float32)
+    def stacks(data: jax.Array, cotangents: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        beside = {b: moved(cotangents, -b, within(column, -b, width)) for b in plan.moves}
+        pairs = []
         for number, phase in enumerate(plan.phases[1]):
-            parts = [
-                moved(_phase(plan, data, p, number), a * plan.grid[1], within(row, a, plan.grid[0]))
-                for a, p in plan.rows
-            ]
-            below = jnp.concatenate(parts, 0)
-            others = jnp.concatenate([beside[b] for b in plan.columns_of(phase)], 0)
-            sums += _folded(_squares(plan, below, others))
-        return sums
+            below = [moved(_phase(plan, data, p, number), a * width, within(row, a, height)) for a, p in plan.rows]
+            others = [beside[b] for b in plan.columns_of(phase)]
+            pairs.append((jnp.concatenate(below, 0), jnp.concatenate(others, 0)))
+        return pairs
+
+    return stacks
+
+
+def _norm(plan: _Plan) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns a function of the words of data and cotangents that returns partial sums [1, 128] of the squares."""
+    stacks = _stacks(plan)
+
+    def norm(data: jax.Array, cotangents: jax.Array) -> jax.Array:
+        sums = [_folded(_squares(plan, a, b)) for a, b in stacks(data, cotangents)]
+        return functools.reduce(jnp.add, sums)
 
     return norm
+
+
+def _weighted(plan: _Plan) -> Callable[..., list[jax.Array]]:
+    """Returns a function of words and factors that returns the weighted A B^T for each phase of columns."""
+    stacks = _stacks(plan)
+    side_of_lane = lax.div(lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1), jnp.int32(plan.slot))
+    over_lanes = (((1,), (1,)), ((), ()))
+
+    def weighted(data: jax.Array, cotangents: jax.Array, factors: list[jax.Array]) -> list[jax.Array]:
+        sums = None
+        for side, factor in enumerate(factors):
+            own = [jnp.where(side_of_lane == side, words, jnp.uint32(0)) for words in (data, cotangents)]
+            pairs = stacks(*(own if plan.sides > 1 else (data, cotangents)))
+            products = [lax.dot_general(a, b, over_lanes, preferred_element_type=jnp.float32) for a, b in pairs]
+            # An example without weight may hold NaN.
+            terms = [jnp.where(factor == 0, 0.0, factor * product) for product in products]
+            sums = terms if sums is None else [a + b for a, b in zip(sums, terms, strict=True)]
+        return sums or []
+
+    return weighted
 
 
 def _phase(plan: _Plan, words: jax.Array, row_phase: int, column: int) -> jax.Array:
