@@ -48,21 +48,23 @@ def arrays(
     return x, g, {"window": window, "strides": strides, "padding": padding, "kernel_dilation": dilation}
 
 
-def by_numpy(x, g, window, strides, padding, kernel_dilation):
-    """Squared norms in float64, one kernel position at a time."""
+def by_numpy(x, g, window, strides, padding, kernel_dilation, factors=None):
+    """Squared norms in float64, or the weighted sum of the gradients, one kernel position at a time."""
     x, g = np.asarray(x, np.float64), np.asarray(g, np.float64)
     x = np.pad(x, [(0, 0), *padding, (0, 0)])
     rows, columns = g.shape[1:3]
-    norms = np.zeros(len(x))
+    results = []
     for i, j in np.ndindex(*window):
         seen = x[:, i * kernel_dilation[0] :: strides[0], j * kernel_dilation[1] :: strides[1]]
         gradient = np.einsum("bhwc,bhwk->bck", seen[:, :rows, :columns], g)
-        norms += np.square(gradient).sum((1, 2))
-    return norms
+        norms = np.square(gradient).sum((1, 2))
+        results.append(norms if factors is None else np.einsum("bck,b->ck", gradient, factors))
+    return np.sum(results, 0) if factors is None else np.reshape(results, (*window, *results[0].shape))
 
 
+GEOMETRY = ("window", "strides", "padding", "kernel_dilation")
 # One program for equal shapes. Eager calls compile each operation around the kernel by itself.
-norms_of = jax.jit(convolution.squared_norms, static_argnames=("window", "strides", "padding", "kernel_dilation"))
+norms_of = jax.jit(convolution.squared_norms, static_argnames=GEOMETRY)
 
 
 def arrays_of_form(by_cells, sides, on_lanes, *args, **kwargs):
@@ -116,6 +118,37 @@ def test_nan_of_one_example_does_not_reach_another(batch, on_lanes):
     dirty = np.isin(np.arange(batch), [1, 4])
     assert not np.isfinite(norms[dirty]).any()
     np.testing.assert_allclose(norms[~dirty], clean[~dirty], rtol=3e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batch", "size", "outputs", "options"),
+    [
+        (256, (8, 8), 16, {}),
+        # The phases of the kernel's columns are 1, 0, 1.
+        (128, (16, 16), 6, {"strides": (1, 2), **BFLOAT16}),
+    ],
+    ids=["shared", "strided"],
+)
+def test_a_weighted_sum_equals_that_of_numpy(batch, size, outputs, options):
+    """Fails if a factor meets another example, an example without weight counts, or kernel positions change places."""
+    x, g, geometry = arrays(batch, size, 5, outputs, **options)
+    factors = np.random.default_rng(3).uniform(size=batch).astype(np.float32)
+    factors[[3, -2]] = 0
+    want = by_numpy(x, g, **geometry, factors=factors)
+    assert convolution.sums_suit(x, g, **geometry)
+    total = jax.jit(functools.partial(convolution.weighted_sum, **geometry))(x.at[3].set(jnp.nan), g, factors)
+    assert (total.dtype, total.shape) == (jnp.float32, (3, 3, 5, outputs))
+    np.testing.assert_allclose(total, want, rtol=1e-4, atol=2e-6 * np.abs(want).max())
+
+
+@pytest.mark.slow
+def test_numbers_between_those_of_bfloat16_are_rounded():
+    """Fails if the lower half of a number is cut off, which makes all numbers smaller, or reaches its neighbour."""
+    x, g, geometry = arrays(256, (8, 8), 16, 16)
+    x = x + jnp.abs(x) * 0.003
+    want = by_numpy(x.astype(jnp.bfloat16), g, **geometry)
+    np.testing.assert_allclose(norms_of(x, g, **geometry), want, rtol=3e-6)
 
 
 def test_an_empty_batch_has_no_norms():
@@ -178,6 +211,12 @@ def test_the_kernel_is_lowered_for_several_tpus(monkeypatch, batch):
     """Fails if a TPU lacks an operation of it, or if JAX does not see that its result varies as its arguments do."""
     monkeypatch.undo()
     x, g, geometry = arrays(batch, (16, 8), 16, 16)
-    norms = functools.partial(convolution.squared_norms, **geometry)
-    text = sharded(norms, check_vma=True).trace(x, g).lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("tpu_custom_call") == 1
+
+    def both(x, g):
+        norms = convolution.squared_norms(x, g, **geometry)
+        if not convolution.sums_suit(x, g, **geometry):
+            return norms
+        return norms + convolution.weighted_sum(x, g, norms, **geometry).sum()
+
+    text = sharded(both, check_vma=True).trace(x, g).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 1 + (batch == 256)
