@@ -70,7 +70,7 @@ norms_of = jax.jit(convolution.squared_norms, static_argnames=GEOMETRY)
 def arrays_of_form(by_cells, sides, on_lanes, *args, **kwargs):
     """Returns `arrays(...)`, and tells if they no longer take the form that a test is for."""
     x, g, geometry = arrays(*args, **kwargs)
-    plan = convolution._Plan.of((x.shape, g.shape), *geometry.values())
+    plan = convolution._Plan.of(convolution._Geometry.of(**geometry), x, g)
     assert (plan.by_cells, plan.sides, convolution._batch_on_lanes(plan, len(x))) == (by_cells, sides, on_lanes)
     assert convolution.suits(x, g, **geometry)
     return x, g, geometry

@@ -44,7 +44,26 @@ LIMIT_BYTES = KERNEL_BYTES + 2**24
 PASSES = 2**15
 
 Pairs = tuple[tuple[int, int], ...]
-_Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of x and g
+
+
+class _Geometry(NamedTuple):
+    """The arguments of a convolution."""
+
+    window: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: Pairs
+    kernel_dilation: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        window: Sequence[int],
+        strides: Sequence[int],
+        padding: Sequence[tuple[int, int]],
+        kernel_dilation: Sequence[int],
+    ) -> "_Geometry":
+        pairs = tuple((low, high) for low, high in padding)
+        return cls(tuple(window), tuple(strides), pairs, tuple(kernel_dilation))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,21 +83,12 @@ class _Plan:
     outputs: int
 
     @classmethod
-    def of(
-        cls,
-        shapes: _Shapes,
-        window: Sequence[int],
-        strides: Sequence[int],
-        padding: Sequence[tuple[int, int]],
-        kernel_dilation: Sequence[int],
-    ) -> "_Plan":
-        (_, *size, channels), (_, *out_size, outputs) = shapes
+    def of(cls, geometry: _Geometry, x: Any, g: Any) -> "_Plan":
+        _, *size, channels = x.shape
+        _, *out_size, outputs = g.shape
+        strides = geometry.strides
         cells = [max(-(-n // s), out) for n, s, out in zip(size, strides, out_size, strict=True)]
-        axes = zip(window, strides, padding, kernel_dilation, strict=True)
-        rows, columns = (
-            tuple(divmod(i * dilation - low, stride) for i in range(length))
-            for length, stride, (low, _), dilation in axes
-        )
+        rows, columns = (_met(geometry, d) for d in range(2))
         return cls((cells[0], cells[1]), rows, columns, channels, outputs)
 
     @property
@@ -167,6 +177,13 @@ class _Plan:
         return 4 if self.passes <= 1024 else 2 if self.passes <= 4096 else 1
 
 
+def _met(geometry: _Geometry, d: int) -> Pairs:
+    """Returns (cells away, phase) of the kernel's entries along dimension d."""
+    low, _ = geometry.padding[d]
+    places = (i * geometry.kernel_dilation[d] - low for i in range(geometry.window[d]))
+    return tuple(divmod(place, geometry.strides[d]) for place in places)
+
+
 def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
@@ -198,7 +215,7 @@ def suits(
         return False
     if {jnp.dtype(x.dtype), jnp.dtype(g.dtype)} - {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
         return False
-    plan = _Plan.of((x.shape, g.shape), window, strides, padding, kernel_dilation)
+    plan = _Plan.of(_Geometry.of(window, strides, padding, kernel_dilation), x, g)
     blocks = 2 * 2 * sum(plan.heights) * plan.lanes
     return plan.passes <= PASSES and plan.stored + blocks <= KERNEL_BYTES // 4
 
@@ -229,32 +246,35 @@ def squared_norms(
 
     A mapped axis of `jax.vmap` becomes part of the batch.
     """
-    geometry = (tuple(window), tuple(strides), tuple(tuple(p) for p in padding), tuple(kernel_dilation))
-    norms = custom_vmap(functools.partial(_squared_norms, geometry))
+    axes = shards.varying_axes(x, g)
+    geometry = _Geometry.of(window, strides, padding, kernel_dilation)
+    return _squared_norms(geometry, shards.vary(x, axes), shards.vary(g, axes))
+
+
+def _squared_norms(geometry: _Geometry, x: jax.Array, g: jax.Array) -> jax.Array:
+    norms = custom_vmap(functools.partial(_norms, geometry))
 
     @norms.def_vmap
     def mapped(size: int, batched: Sequence[bool], x: jax.Array, g: jax.Array) -> tuple[jax.Array, bool]:
-        joined = [
-            (y if own else jnp.broadcast_to(y, (size, *y.shape))).reshape(-1, *y.shape[-3:])
-            for y, own in zip((x, g), batched, strict=True)
-        ]
-        again = squared_norms(
-            *joined, window=geometry[0], strides=geometry[1], padding=geometry[2], kernel_dilation=geometry[3]
-        )
-        return again.reshape(size, -1), True
+        x, g = (y.reshape(-1, *y.shape[2:]) for y in _all_mapped(size, batched, (x, g)))
+        return _squared_norms(geometry, x, g).reshape(size, -1), True
 
-    axes = shards.varying_axes(x, g)
-    result: jax.Array = norms(shards.vary(x, axes), shards.vary(g, axes))
+    result: jax.Array = norms(x, g)
     return result
 
 
-def _squared_norms(geometry: Any, x: jax.Array, g: jax.Array) -> jax.Array:
+def _all_mapped(size: int, batched: Sequence[bool], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns arrays that all have the mapped axis in front."""
+    pairs = zip(arrays, batched, strict=True)
+    return [y if own else jnp.broadcast_to(y, (size, *y.shape)) for y, own in pairs]
+
+
+def _norms(geometry: _Geometry, x: jax.Array, g: jax.Array) -> jax.Array:
     if not len(x):
         return jnp.sum(x.astype(jnp.float32), (1, 2, 3))
-    window, strides, padding, kernel_dilation = geometry
-    plan = _Plan.of((x.shape, g.shape), window, strides, padding, kernel_dilation)
+    plan = _Plan.of(geometry, x, g)
     norms = _norms_by_batch if _batch_on_lanes(plan, len(x)) else _norms_of_blocks
-    return norms(plan, strides, x, g)
+    return norms(plan, geometry.strides, x, g)
 
 
 def sums_suit(
@@ -267,11 +287,12 @@ def sums_suit(
     kernel_dilation: Sequence[int] = (1, 1),
 ) -> bool:
     """Returns whether `weighted_sum` serves arrays of these shapes and types: those whose batch is on the lanes."""
-    geometry = {"window": window, "strides": strides, "padding": padding, "kernel_dilation": kernel_dilation}
-    if not len(x) or not suits(x, g, **geometry):
+    pads = [(low, high) for low, high in padding]
+    if not x.shape[0] or not suits(x, g, window=window, strides=strides, padding=pads, kernel_dilation=kernel_dilation):
         return False
-    plan = _Plan.of((x.shape, g.shape), window, strides, padding, kernel_dilation)
-    return _batch_on_lanes(plan, len(x)) and sum(math.prod(size) for size in plan.sizes) * 4 <= PRODUCT_BYTES
+    plan = _Plan.of(_Geometry.of(window, strides, padding, kernel_dilation), x, g)
+    stored = 4 * sum(rows * columns for rows, columns in plan.sizes)
+    return _batch_on_lanes(plan, x.shape[0]) and stored <= PRODUCT_BYTES
 
 
 def weighted_sum(
@@ -294,29 +315,28 @@ def weighted_sum(
 
     A mapped axis of `jax.vmap` becomes a loop.
     """
-    geometry = (tuple(window), tuple(strides), tuple(tuple(p) for p in padding), tuple(kernel_dilation))
     axes = shards.varying_axes(x, g, factors)
-    total = custom_vmap(functools.partial(_weighted_sum, geometry))
+    total = custom_vmap(functools.partial(_sum, _Geometry.of(window, strides, padding, kernel_dilation)))
 
     @total.def_vmap
-    def mapped(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple[jax.Array, bool]:
-        every = [y if own else jnp.broadcast_to(y, (size, *y.shape)) for y, own in zip(args, batched, strict=True)]
-        return lax.map(lambda own: total(*own), tuple(every)), True
+    def mapped(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        return lax.map(lambda own: total(*own), _all_mapped(size, batched, arrays)), True
 
     result: jax.Array = total(*(shards.vary(y, axes) for y in (x, g, factors)))
     return result
 
 
-def _weighted_sum(geometry: Any, x: jax.Array, g: jax.Array, factors: jax.Array) -> jax.Array:
-    window, strides, padding, kernel_dilation = geometry
-    plan = _Plan.of((x.shape, g.shape), window, strides, padding, kernel_dilation)
-    parts = []
+def _sum(geometry: _Geometry, x: jax.Array, g: jax.Array, factors: jax.Array) -> jax.Array:
+    plan = _Plan.of(geometry, x, g)
     channels, outputs = plan.filled
-    for total in _sum_by_batch(plan, strides, x, g, factors):
+    parts = []
+    for total in _sum_by_batch(plan, geometry.strides, x, g, factors):
         part = total.reshape(len(plan.rows), channels, -1, outputs)
         parts.append(part[:, : plan.channels, :, : plan.outputs].swapaxes(1, 2))
-    columns = [place for phase in plan.phases[1] for place, (_, other) in enumerate(plan.columns) if other == phase]
-    return jnp.concatenate(parts, 1)[:, jnp.argsort(jnp.array(columns))]
+    # Columns of one phase are together.
+    phases = [phase for _, phase in plan.columns]
+    order = sorted(range(len(phases)), key=phases.__getitem__)
+    return jnp.concatenate(parts, 1)[:, jnp.argsort(jnp.array(order))]
 
 
 # --- Examples in blocks: XLA brings the cells onto the lanes ---
@@ -581,6 +601,7 @@ class _Mover:
 
     @property
     def chunk(self) -> int:
+        """The channels of a part."""
         return math.gcd(self.channels, CHUNK)
 
     @property
@@ -609,7 +630,8 @@ class _Mover:
     @property
     def stored(self) -> int:
         """The bytes of its memory."""
-        return LANES * LANES * (2 * self.dtype.itemsize * self.chunk + 4 * self.space + 4 * self.tiles * self.pitch)
+        rows = self.space + self.tiles * self.pitch
+        return LANES * LANES * (2 * int(self.dtype.itemsize) * self.chunk + 4 * rows)
 
     @property
     def memory(self) -> list[Any]:
