@@ -143,6 +143,26 @@ def test_a_weighted_sum_equals_that_of_numpy(batch, size, outputs, options):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "size"), [((False, 1, False), (12, 9)), ((True, 4, False), (5, 6))], ids=["gradient", "cells"]
+)
+def test_bounds_cover_the_norm_whose_terms_cancel(form, size):
+    """Fails if E is less than what rounding takes from a norm, or M less than the norm of absolute terms."""
+    x, g, geometry = arrays_of_form(*form, 5, size, 4, 4)
+    # Rows of equal data, whose cotangents nearly cancel.
+    x = x.at[:, 1:].set(x[:, :1])
+    g = g.at[:, 1::2].set(-g[:, : g.shape[1] // 2 * 2 : 2])
+    norms, apart, spread = jax.jit(functools.partial(convolution.norms_and_bounds, **geometry))(x, g)
+    want = by_numpy(x, g, **geometry)
+    assert (np.abs(norms - want) <= spread + 1e-6 * want).all()
+    lengths = (np.sqrt(np.square(y).sum((1, 2, 3))) for y in (x, g))
+    assert (apart >= np.sqrt(by_numpy(np.abs(x), np.abs(g), **geometry)) * (1 - 1e-6)).all()
+    assert (apart <= 3 * np.prod(list(lengths), 0) * (1 + 1e-6)).all()
+    assert (spread < 1e-2 * want).all()
+    assert (spread > 0).all() == form[0]
+
+
+@pytest.mark.slow
 def test_numbers_between_those_of_bfloat16_are_rounded():
     """Fails if the lower half of a number is cut off, which makes all numbers smaller, or reaches its neighbour."""
     x, g, geometry = arrays(256, (8, 8), 16, 16)

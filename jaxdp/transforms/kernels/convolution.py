@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jaxdp.transforms import shards
+from jaxdp.transforms import rounding, shards
 
 LANES = 128
 # Rows of bfloat16 in a tile. Channels are filled up to whole tiles.
@@ -246,18 +246,43 @@ def squared_norms(
 
     A mapped axis of `jax.vmap` becomes part of the batch.
     """
+    return _varying(_Geometry.of(window, strides, padding, kernel_dilation), x, g, bounds=False)[0]
+
+
+def norms_and_bounds(
+    x: jax.Array,
+    g: jax.Array,
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
+    kernel_dilation: Sequence[int] = (1, 1),
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns `squared_norms`, and M and E of `jaxdp.transforms.rounding`, float32 [B] each.
+
+    Formal guarantees:
+      Up to the rounding of M and E themselves, M is at least the norm of the gradient of |x| and |g|, so (T + 8) eps M
+      bounds the rounding of a gradient of T positions. The squared norm of the gradient of rounded entries differs
+      from the first result by at most E and the rounding of a sum of squares. E is 0 where the kernel forms the
+      gradient, whose entries are rounded as M tells.
+    """
+    squares, apart, spread = _varying(_Geometry.of(window, strides, padding, kernel_dilation), x, g, bounds=True)
+    return squares, apart, spread
+
+
+def _varying(geometry: _Geometry, x: jax.Array, g: jax.Array, bounds: bool) -> jax.Array:
     axes = shards.varying_axes(x, g)
-    geometry = _Geometry.of(window, strides, padding, kernel_dilation)
-    return _squared_norms(geometry, shards.vary(x, axes), shards.vary(g, axes))
+    return _mapped_norms(geometry, bounds, shards.vary(x, axes), shards.vary(g, axes))
 
 
-def _squared_norms(geometry: _Geometry, x: jax.Array, g: jax.Array) -> jax.Array:
-    norms = custom_vmap(functools.partial(_norms, geometry))
+def _mapped_norms(geometry: _Geometry, bounds: bool, x: jax.Array, g: jax.Array) -> jax.Array:
+    norms = custom_vmap(functools.partial(_norms, geometry, bounds))
 
     @norms.def_vmap
     def mapped(size: int, batched: Sequence[bool], x: jax.Array, g: jax.Array) -> tuple[jax.Array, bool]:
         x, g = (y.reshape(-1, *y.shape[2:]) for y in _all_mapped(size, batched, (x, g)))
-        return _squared_norms(geometry, x, g).reshape(size, -1), True
+        results = _mapped_norms(geometry, bounds, x, g)
+        return results.reshape(len(results), size, -1).swapaxes(0, 1), True
 
     result: jax.Array = norms(x, g)
     return result
@@ -269,12 +294,13 @@ def _all_mapped(size: int, batched: Sequence[bool], arrays: Sequence[jax.Array])
     return [y if own else jnp.broadcast_to(y, (size, *y.shape)) for y, own in pairs]
 
 
-def _norms(geometry: _Geometry, x: jax.Array, g: jax.Array) -> jax.Array:
+def _norms(geometry: _Geometry, bounds: bool, x: jax.Array, g: jax.Array) -> jax.Array:
+    """Returns squared norms [1, B], with `bounds` followed by M and E, [3, B]."""
     if not len(x):
-        return jnp.sum(x.astype(jnp.float32), (1, 2, 3))
+        return jnp.broadcast_to(jnp.sum(x.astype(jnp.float32), (1, 2, 3)), (3 if bounds else 1, 0))
     plan = _Plan.of(geometry, x, g)
     norms = _norms_by_batch if _batch_on_lanes(plan, len(x)) else _norms_of_blocks
-    return norms(plan, geometry.strides, x, g)
+    return norms(plan, geometry.strides, x, g, bounds)
 
 
 def sums_suit(
@@ -342,7 +368,7 @@ def _sum(geometry: _Geometry, x: jax.Array, g: jax.Array, factors: jax.Array) ->
 # --- Examples in blocks: XLA brings the cells onto the lanes ---
 
 
-def _norms_of_blocks(plan: _Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array) -> jax.Array:
+def _norms_of_blocks(plan: _Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array, bounds: bool) -> jax.Array:
     """Returns the squared norms of examples whose cells XLA brings onto the lanes."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -354,11 +380,14 @@ def _norms_of_blocks(plan: _Plan, strides: tuple[int, ...], x: jax.Array, g: jax
     width = cotangents.shape[1]
     size = max(1, min(groups, BLOCK_BYTES // (2 * (height + width) * lanes)))
 
+    results = 3 if bounds else 1
+
     def kernel(data: jax.Array, cotangents: jax.Array, sums: jax.Array) -> None:
-        norm = _norm(plan)
+        norm = _norm(plan, bounds)
 
         def example(i: jax.Array) -> None:
-            sums[i] = norm(_words(data[i]), _words(cotangents[i]))
+            for row, values in enumerate(norm(_words(data[i]), _words(cotangents[i]))):
+                sums[i, row : row + 1] = values
 
         _each(example, size, plan.unrolled)
 
@@ -370,11 +399,12 @@ def _norms_of_blocks(plan: _Plan, strides: tuple[int, ...], x: jax.Array, g: jax
             pl.BlockSpec((size, width, lanes), lambda step: (step, 0, 0)),
         ],
         # The middle axis makes a block of any number of examples whole in the last two.
-        out_specs=pl.BlockSpec((size, 1, LANES), lambda step: (step, 0, 0)),
-        out_shape=shards.shape_like(data, (groups, 1, LANES), jnp.float32),
+        out_specs=pl.BlockSpec((size, results, LANES), lambda step: (step, 0, 0)),
+        out_shape=shards.shape_like(data, (groups, results, LANES), jnp.float32),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=LIMIT_BYTES),
     )(data, cotangents)
-    return jnp.sum(sums.reshape(groups * plan.sides, -1), 1)[:batch]
+    by_example = jnp.sum(sums.reshape(groups, results, plan.sides, -1), 3)
+    return by_example.swapaxes(0, 1).reshape(results, -1)[:, :batch]
 
 
 def _on_grid(plan: _Plan, strides: tuple[int, ...], y: jax.Array) -> jax.Array:
@@ -472,24 +502,25 @@ class _Blocks:
         lax.fori_loop(0, self.number, turn, 0)
 
 
-def _norms_by_batch(plan: _Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array) -> jax.Array:
+def _norms_by_batch(plan: _Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array, bounds: bool) -> jax.Array:
     """Returns the squared norms where the batch is on the lanes."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     blocks = _Blocks(plan, strides, x, g)
+    results = 3 if bounds else 1
 
     def kernel(data: Any, cotangents: Any, result: Any, *memory: Any) -> None:
         *parts, sums, written = memory
-        norm = _norm(plan)
+        norm = _norm(plan, bounds)
 
         def compute(block: jax.Array, words: Callable[[jax.Array], list[jax.Array]]) -> None:
             def example(i: jax.Array) -> None:
-                sums[pl.ds(i, 1), :] = norm(*words(i))
+                for row, values in enumerate(norm(*words(i))):
+                    sums[row, pl.ds(i, 1), :] = values
 
             _each(example, LANES, plan.unrolled)
-            rows = pl.ds(pl.multiple_of(block * LANES, LANES), LANES)
-            copy = pltpu.make_async_copy(sums, result.at[rows, :], written)
+            copy = pltpu.make_async_copy(sums, result.at[block], written)
             copy.start()
             copy.wait()
 
@@ -500,12 +531,16 @@ def _norms_by_batch(plan: _Plan, strides: tuple[int, ...], x: jax.Array, g: jax.
         kernel,
         in_specs=[everywhere, everywhere],
         out_specs=everywhere,
-        out_shape=shards.shape_like(x, (blocks.number * LANES, LANES), jnp.float32),
-        scratch_shapes=[*blocks.memory, pltpu.VMEM((LANES, LANES), jnp.float32), pltpu.SemaphoreType.DMA(())],
+        out_shape=shards.shape_like(x, (blocks.number, results, LANES, LANES), jnp.float32),
+        scratch_shapes=[
+            *blocks.memory,
+            pltpu.VMEM((results, LANES, LANES), jnp.float32),
+            pltpu.SemaphoreType.DMA(()),
+        ],
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=LIMIT_BYTES),
     )(*blocks.arrays)
-    norms = jnp.sum(sums.reshape(blocks.number, LANES, plan.sides, -1), 3)
-    return norms.swapaxes(1, 2).reshape(-1)
+    by_example = jnp.sum(sums.reshape(blocks.number, results, LANES, plan.sides, -1), 4)
+    return by_example.transpose(1, 0, 3, 2).reshape(results, -1)
 
 
 def _sum_by_batch(
@@ -798,15 +833,60 @@ def _stacks(plan: _Plan) -> Callable[[jax.Array, jax.Array], list[tuple[jax.Arra
     return stacks
 
 
-def _norm(plan: _Plan) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns a function of the words of data and cotangents that returns partial sums [1, 128] of the squares."""
+def _norm(plan: _Plan, bounds: bool) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
+    """Returns a function of the words of data and cotangents that returns partial sums [1, 128].
+
+    They are those of the squares, and with `bounds` those of M and of E.
+    """
     stacks = _stacks(plan)
 
-    def norm(data: jax.Array, cotangents: jax.Array) -> jax.Array:
-        sums = [_folded(_squares(plan, a, b)) for a, b in stacks(data, cotangents)]
-        return functools.reduce(jnp.add, sums)
+    def norm(data: jax.Array, cotangents: jax.Array) -> list[jax.Array]:
+        of_phases = [_sums(plan, bounds, a, b) for a, b in stacks(data, cotangents)]
+        return [functools.reduce(jnp.add, rows) for rows in zip(*of_phases, strict=True)]
 
     return norm
+
+
+def _sums(plan: _Plan, bounds: bool, a: jax.Array, b: jax.Array) -> list[jax.Array]:
+    """Returns partial sums of the squared norm of a b^T, and with `bounds` of M and E."""
+    product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
+    if not plan.by_cells:
+        gradient = product(a, b, (((1,), (1,)), ((), ())))
+        squares = _folded(gradient * gradient)
+        if not bounds:
+            return [squares]
+        apart = _folded(_length(a) * _length(b))
+        return [squares, apart, jnp.zeros_like(apart)]
+    over_rows = (((0,), (0,)), ((), ()))
+    data, cotangents = product(a, a, over_rows), product(b, b, over_rows)
+    # Not a product with zeros: another example may hold NaN.
+    own, diagonal = _same(data.shape, plan.slot), _same(data.shape, 1)
+    squares = _folded(jnp.where(own, data * cotangents, 0.0))
+    if not bounds:
+        return [squares]
+    eps = rounding.eps(jnp.float32)
+    lengths = [
+        [jnp.sqrt(jnp.sum(jnp.where(diagonal, y, 0.0), d, keepdims=True)) for d in range(2)] for y in (data, cotangents)
+    ]
+    (across_a, down_a), (across_b, down_b) = lengths
+    data, cotangents = jnp.abs(data), jnp.abs(cotangents)
+    # A unit adds the rows of a product one after the other. The sum of all entries is a sum over rows, then lanes.
+    spread = (eps * len(a)) * (down_a * across_a) * cotangents
+    spread += (eps * len(b)) * (down_b * across_b) * data
+    spread += (eps * (plan.lanes + LANES)) * (data * cotangents)
+    return [squares, _folded(across_a * across_b), _folded(jnp.where(own, spread, 0.0))]
+
+
+def _length(y: jax.Array) -> jax.Array:
+    """Returns the lengths [1, lanes] of the columns of an array."""
+    wide = y.astype(jnp.float32)
+    return jnp.sqrt(jnp.sum(wide * wide, 0, keepdims=True))
+
+
+def _same(shape: tuple[int, ...], slot: int) -> jax.Array:
+    """Returns whether the row and the column of an entry are of one slot."""
+    row, column = (lax.div(lax.broadcasted_iota(jnp.int32, shape, d), jnp.int32(slot)) for d in range(2))
+    return row == column
 
 
 def _weighted(plan: _Plan) -> Callable[..., list[jax.Array]]:
@@ -835,22 +915,6 @@ def _phase(plan: _Plan, words: jax.Array, row_phase: int, column: int) -> jax.Ar
     size = plan.filled[0] // 2
     first = (rows.index(row_phase) * len(columns) + column) * size
     return words[first : first + size]
-
-
-def _squares(plan: _Plan, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns an array [., n] whose columns add up to the squared norm of a b^T, those of an example for its slot."""
-    product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
-    if not plan.by_cells:
-        gradient = product(a, b, (((1,), (1,)), ((), ())))
-        return gradient * gradient
-    over_rows = (((0,), (0,)), ((), ()))
-    products = product(a, a, over_rows) * product(b, b, over_rows)
-    if plan.sides == 1:
-        return products
-    slot = jnp.int32(plan.slot)
-    own, other = (lax.div(lax.broadcasted_iota(jnp.int32, products.shape, d), slot) for d in (0, 1))
-    # Not a product with zeros: another example may hold NaN.
-    return jnp.where(own == other, products, 0.0)
 
 
 def _folded(squares: jax.Array) -> jax.Array:
