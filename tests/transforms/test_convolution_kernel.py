@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-from jaxdp.transforms.kernels import convolution
+from jaxdp.transforms.kernels import cells, convolution, lanes
 
 SAME = ((1, 1), (1, 1))
 NONE = ((0, 0), (0, 0))
@@ -19,7 +19,7 @@ NONE = ((0, 0), (0, 0))
 def interpreted(monkeypatch):
     """Kernels run on the CPU, one example in a turn of their loops, so that little is compiled."""
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
-    monkeypatch.setattr(convolution._Plan, "unrolled", 1)
+    monkeypatch.setattr(cells.Plan, "unrolled", 1)
 
 
 def numbers(shape, seed=0, dtype=jnp.float32):
@@ -70,8 +70,8 @@ norms_of = jax.jit(convolution.squared_norms, static_argnames=GEOMETRY)
 def arrays_of_form(by_cells, sides, on_lanes, *args, **kwargs):
     """Returns `arrays(...)`, and tells if they no longer take the form that a test is for."""
     x, g, geometry = arrays(*args, **kwargs)
-    plan = convolution._Plan.of(convolution._Geometry.of(**geometry), x, g)
-    assert (plan.by_cells, plan.sides, convolution._batch_on_lanes(plan, len(x))) == (by_cells, sides, on_lanes)
+    plan = cells.Plan.of(cells.Geometry.of(**geometry), x, g)
+    assert (plan.by_cells, plan.sides, lanes.batch_on_lanes(plan, len(x))) == (by_cells, sides, on_lanes)
     assert convolution.suits(x, g, **geometry)
     return x, g, geometry
 
