@@ -1,0 +1,350 @@
+"""Convolutions on the lanes of a TPU, one example at a time.
+
+All arrays lie on the grid of the input, cut into cells of `strides` entries. An entry of a cell is a phase, and phases
+are channels. So a strided convolution is one of stride 1: kernel position i meets phase p of the cell that is a
+cells away, where s a + p = i d - lo for stride s, dilation d and padding lo. Cells lie on the lanes of a row. With x_a
+the data moved by a rows of cells and g_b the cotangents moved by b columns, the gradient of an example is
+
+    dV[i, j] = x_a(i) g_b(j)^T,
+
+one product of all x_a below each other and all g_b below each other. What leaves the grid is zero. The squared norm of
+that product A B^T is also the sum of the entries of (A^T A) * (B^T B), which is cheaper for few cells and many
+channels. Two or more examples of few cells share the lanes there, and only the blocks of one example count.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdp.transforms import rounding
+
+LANES = 128
+# Rows of bfloat16 in a tile. Channels are filled up to whole tiles.
+ROWS = 16
+# Bytes of a matrix of products.
+PRODUCT_BYTES = 2**22
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+class Geometry(NamedTuple):
+    """The arguments of a convolution."""
+
+    window: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: Pairs
+    kernel_dilation: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        window: Sequence[int],
+        strides: Sequence[int],
+        padding: Sequence[tuple[int, int]],
+        kernel_dilation: Sequence[int],
+    ) -> "Geometry":
+        """Returns arguments that can be compared and hashed."""
+        pairs = tuple((low, high) for low, high in padding)
+        return cls(tuple(window), tuple(strides), pairs, tuple(kernel_dilation))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a convolution lies on the lanes.
+
+    Attributes:
+      grid: The rows and columns of cells.
+      rows, columns: (cells away, phase) of each kernel row and kernel column.
+      channels, outputs: The numbers of channels of x and g.
+    """
+
+    grid: tuple[int, int]
+    rows: Pairs
+    columns: Pairs
+    channels: int
+    outputs: int
+
+    @classmethod
+    def of(cls, geometry: Geometry, x: Any, g: Any) -> "Plan":
+        """Returns the plan of data [B, H, W, C] and cotangents [B, OH, OW, K]."""
+        _, *size, channels = x.shape
+        _, *out_size, outputs = g.shape
+        strides = geometry.strides
+        cells = [max(-(-n // s), out) for n, s, out in zip(size, strides, out_size, strict=True)]
+        rows, columns = (_met(geometry, d) for d in range(2))
+        return cls((cells[0], cells[1]), rows, columns, channels, outputs)
+
+    @property
+    def phases(self) -> tuple[list[int], list[int]]:
+        """The phases of rows and of columns that the kernel meets."""
+        return sorted({phase for _, phase in self.rows}), sorted({phase for _, phase in self.columns})
+
+    @property
+    def cells(self) -> int:
+        """The number of cells of the grid."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def moves(self) -> list[int]:
+        """How many cells the columns of the kernel are away."""
+        return sorted({away for away, _ in self.columns})
+
+    def columns_of(self, phase: int) -> list[int]:
+        """Returns how many cells the kernel columns that meet a phase are away."""
+        return [away for away, other in self.columns if other == phase]
+
+    @property
+    def filled(self) -> tuple[int, int]:
+        """The numbers of channels, filled up to whole tiles."""
+        return up(self.channels, ROWS), up(self.outputs, ROWS)
+
+    @property
+    def heights(self) -> tuple[int, int]:
+        """The rows of an example in the kernel: phases and channels of x, channels of g."""
+        channels, outputs = self.filled
+        return len(self.phases[0]) * len(self.phases[1]) * channels, outputs
+
+    @functools.cached_property
+    def sides(self) -> int:
+        """The number of examples that share the lanes, where products of cells are cheaper than the gradient."""
+        return LANES // _slot(self.cells) if self.by_cells else 1
+
+    @property
+    def lanes(self) -> int:
+        """The lanes of the examples that share them."""
+        return LANES if self.sides > 1 else up(self.cells, LANES)
+
+    @property
+    def slot(self) -> int:
+        """The lanes of one example."""
+        return self.lanes // self.sides
+
+    @functools.cached_property
+    def by_cells(self) -> bool:
+        """Whether products of cells are cheaper than the gradient, as where examples share the lanes."""
+        return 2 * self.cells <= LANES or self._passes_by_cells < self._passes_of_gradient
+
+    @property
+    def passes(self) -> int:
+        """Row passes through the matrix unit for one example."""
+        return self._passes_by_cells if self.by_cells else self._passes_of_gradient
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """The rows of A and of B for each phase of columns."""
+        channels, outputs = self.filled
+        return [(len(self.rows) * channels, len(self.columns_of(q)) * outputs) for q in self.phases[1]]
+
+    @property
+    def _passes_of_gradient(self) -> int:
+        lanes = up(self.cells, LANES)
+        return sum(rows * _tiles(cols) * _tiles(lanes) for rows, cols in self.sizes)
+
+    @property
+    def _passes_by_cells(self) -> int:
+        lanes = up(self.cells, LANES)
+        sides = LANES // _slot(self.cells)
+        products = sum(_tiles(rows) + _tiles(cols) for rows, cols in self.sizes)
+        if 4 * lanes * lanes > PRODUCT_BYTES:
+            return 2**62
+        return lanes * _tiles(lanes) * products // sides
+
+    @property
+    def stored(self) -> int:
+        """The bytes that the kernel keeps of one block row, its moved copies and its products."""
+        moved = sum(rows + cols for rows, cols in self.sizes) * self.lanes * 2
+        sizes = [self.lanes**2] if self.by_cells else [rows * cols for rows, cols in self.sizes]
+        return 2 * moved + 3 * 4 * max(sizes)
+
+    @property
+    def unrolled(self) -> int:
+        """The number of examples whose products the compiler interleaves."""
+        return 4 if self.passes <= 1024 else 2 if self.passes <= 4096 else 1
+
+
+def _met(geometry: Geometry, d: int) -> Pairs:
+    """Returns (cells away, phase) of the kernel's entries along dimension d."""
+    low, _ = geometry.padding[d]
+    places = (i * geometry.kernel_dilation[d] - low for i in range(geometry.window[d]))
+    return tuple(divmod(place, geometry.strides[d]) for place in places)
+
+
+def up(n: int, multiple: int) -> int:
+    """Returns the least multiple that is at least n."""
+    return -(-n // multiple) * multiple
+
+
+def _tiles(n: int) -> int:
+    return -(-n // LANES)
+
+
+def _slot(cells: int) -> int:
+    """Returns the lanes that an example takes beside others."""
+    return min(LANES, max(8, 1 << (cells - 1).bit_length()))
+
+
+def on_grid(plan: Plan, strides: tuple[int, ...], y: jax.Array) -> jax.Array:
+    """Returns y [B, ...] with zeros behind it, so that it fills the cells of the grid."""
+    behind = [(0, cells * s - n) for cells, s, n in zip(plan.grid, strides, y.shape[1:3], strict=True)]
+    return jnp.pad(y, [(0, 0), *behind, (0, 0)])
+
+
+def each(example: Callable[[Any], None], size: int, unrolled: int) -> None:
+    """Calls `example` for each number below `size`, several in one turn of a loop."""
+    several = math.gcd(size, unrolled)
+
+    def turn(t: jax.Array, carry: int) -> int:
+        for i in range(several):
+            example(t * several + i)
+        return carry
+
+    lax.fori_loop(0, size // several, turn, 0)
+
+
+def words_of(y: jax.Array) -> jax.Array:
+    """Returns bfloat16 [2 n, lanes] as uint32 [n, lanes], which units for 32 bits move."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    words: jax.Array = pltpu.bitcast(y, jnp.uint32)
+    return words
+
+
+def packed(low: jax.Array, high: jax.Array) -> jax.Array:
+    """Returns words of two float32 arrays, rounded to bfloat16."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    # The upper half of a float32 number that a bfloat16 number holds exactly is that number.
+    rounded = (y.astype(jnp.bfloat16).astype(jnp.float32) for y in (low, high))
+    low, high = (pltpu.bitcast(y, jnp.uint32) for y in rounded)
+    return (low >> 16) | high
+
+
+def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[tuple[jax.Array, jax.Array]]]:
+    """Returns a function of the words of data and cotangents that returns A and B for each phase of columns."""
+    lane = lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1)
+    cell = lax.rem(lane, jnp.int32(plan.slot))
+    height, width = plan.grid
+    row, column = lax.div(cell, jnp.int32(width)), lax.rem(cell, jnp.int32(width))
+
+    def moved(words: jax.Array, by: int, inside: jax.Array) -> jax.Array:
+        """Returns the bfloat16 numbers that are `by` cells behind, and zero where these are not `inside`."""
+        from jax.experimental.pallas import tpu as pltpu
+
+        if by:
+            words = jnp.where(inside, pltpu.roll(words, -by % plan.lanes, 1), jnp.uint32(0))
+        numbers: jax.Array = pltpu.bitcast(words, jnp.bfloat16)
+        return numbers
+
+    def within(place: jax.Array, away: int, size: int) -> jax.Array:
+        # Behind the last cell lie those of another example, or none.
+        return (place + away >= 0) & (place + away < size) & (cell < plan.cells)
+
+    def stacks(data: jax.Array, cotangents: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        beside = {b: moved(cotangents, -b, within(column, -b, width)) for b in plan.moves}
+        pairs = []
+        for number, phase in enumerate(plan.phases[1]):
+            below = [moved(_phase(plan, data, p, number), a * width, within(row, a, height)) for a, p in plan.rows]
+            others = [beside[b] for b in plan.columns_of(phase)]
+            pairs.append((jnp.concatenate(below, 0), jnp.concatenate(others, 0)))
+        return pairs
+
+    return stacks
+
+
+def norm_of(plan: Plan, bounds: bool) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
+    """Returns a function of the words of data and cotangents that returns partial sums [1, 128].
+
+    They are those of the squares, and with `bounds` those of M and of E.
+    """
+    stacks = _stacks(plan)
+
+    def norm(data: jax.Array, cotangents: jax.Array) -> list[jax.Array]:
+        of_phases = [_sums(plan, bounds, a, b) for a, b in stacks(data, cotangents)]
+        return [functools.reduce(jnp.add, rows) for rows in zip(*of_phases, strict=True)]
+
+    return norm
+
+
+def _sums(plan: Plan, bounds: bool, a: jax.Array, b: jax.Array) -> list[jax.Array]:
+    """Returns partial sums of the squared norm of a b^T, and with `bounds` of M and E."""
+    product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
+    if not plan.by_cells:
+        gradient = product(a, b, (((1,), (1,)), ((), ())))
+        squares = _folded(gradient * gradient)
+        if not bounds:
+            return [squares]
+        apart = _folded(_length(a) * _length(b))
+        return [squares, apart, jnp.zeros_like(apart)]
+    over_rows = (((0,), (0,)), ((), ()))
+    data, cotangents = product(a, a, over_rows), product(b, b, over_rows)
+    # Not a product with zeros: another example may hold NaN.
+    own, diagonal = _same(data.shape, plan.slot), _same(data.shape, 1)
+    squares = _folded(jnp.where(own, data * cotangents, 0.0))
+    if not bounds:
+        return [squares]
+    eps = rounding.eps(jnp.float32)
+    lengths = [
+        [jnp.sqrt(jnp.sum(jnp.where(diagonal, y, 0.0), d, keepdims=True)) for d in range(2)] for y in (data, cotangents)
+    ]
+    (across_a, down_a), (across_b, down_b) = lengths
+    data, cotangents = jnp.abs(data), jnp.abs(cotangents)
+    # A unit adds the rows of a product one after the other. The sum of all entries is a sum over rows, then lanes.
+    spread = (eps * len(a)) * (down_a * across_a) * cotangents
+    spread += (eps * len(b)) * (down_b * across_b) * data
+    spread += (eps * (plan.lanes + LANES)) * (data * cotangents)
+    return [squares, _folded(across_a * across_b), _folded(jnp.where(own, spread, 0.0))]
+
+
+def _length(y: jax.Array) -> jax.Array:
+    """Returns the lengths [1, lanes] of the columns of an array."""
+    wide = y.astype(jnp.float32)
+    return jnp.sqrt(jnp.sum(wide * wide, 0, keepdims=True))
+
+
+def _same(shape: tuple[int, ...], slot: int) -> jax.Array:
+    """Returns whether the row and the column of an entry are of one slot."""
+    row, column = (lax.div(lax.broadcasted_iota(jnp.int32, shape, d), jnp.int32(slot)) for d in range(2))
+    return row == column
+
+
+def weighted_of(plan: Plan) -> Callable[..., list[jax.Array]]:
+    """Returns a function of words and factors that returns the weighted A B^T for each phase of columns."""
+    stacks = _stacks(plan)
+    side_of_lane = lax.div(lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1), jnp.int32(plan.slot))
+    over_lanes = (((1,), (1,)), ((), ()))
+
+    def weighted(data: jax.Array, cotangents: jax.Array, factors: list[jax.Array]) -> list[jax.Array]:
+        sums = None
+        for side, factor in enumerate(factors):
+            own = [jnp.where(side_of_lane == side, words, jnp.uint32(0)) for words in (data, cotangents)]
+            pairs = stacks(*(own if plan.sides > 1 else (data, cotangents)))
+            products = [lax.dot_general(a, b, over_lanes, preferred_element_type=jnp.float32) for a, b in pairs]
+            # An example without weight may hold NaN.
+            terms = [jnp.where(factor == 0, 0.0, factor * product) for product in products]
+            sums = terms if sums is None else [a + b for a, b in zip(sums, terms, strict=True)]
+        return sums or []
+
+    return weighted
+
+
+def _phase(plan: Plan, words: jax.Array, row_phase: int, column: int) -> jax.Array:
+    """Returns the words of the channels of one phase."""
+    rows, columns = plan.phases
+    size = plan.filled[0] // 2
+    first = (rows.index(row_phase) * len(columns) + column) * size
+    return words[first : first + size]
+
+
+def _folded(squares: jax.Array) -> jax.Array:
+    """Returns sums [1, 128] of the columns of an array."""
+    sums = jnp.sum(squares, 0, keepdims=True)
+    n = sums.shape[1]
+    sums = jnp.pad(sums, ((0, 0), (0, up(n, LANES) - n)))
+    pieces = [sums[:, first : first + LANES] for first in range(0, sums.shape[1], LANES)]
+    return functools.reduce(jnp.add, pieces)

@@ -1,0 +1,250 @@
+"""Norms of per-example gradients of 2-D convolutions on a TPU.
+
+XLA forms the gradient of each example by a grouped convolution or a batched product, which leaves most of the
+matrix unit empty, and writes it. A kernel walks over examples, keeps one gradient in the memory of the chip, and
+writes one row of 128 partial sums.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from jaxdp.transforms import shards
+from jaxdp.transforms.kernels import cells, lanes
+
+# Bytes of a block of examples.
+BLOCK_BYTES = 2**20
+# Row passes through the matrix unit for one example. The compiler unrolls them.
+PASSES = 2**15
+
+
+def suits(
+    x: Any,
+    g: Any,
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
+    kernel_dilation: Sequence[int] = (1, 1),
+) -> bool:
+    """Returns whether `squared_norms` serves arrays of these shapes and types.
+
+    It refuses kernels that are not of two dimensions, empty arrays, other types than bfloat16 and float32, and images
+    that do not fit into the memory of a chip.
+    """
+    if len(window) != 2 or not math.prod((*x.shape[1:], *g.shape[1:])):
+        return False
+    if {jnp.dtype(x.dtype), jnp.dtype(g.dtype)} - {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
+        return False
+    plan = cells.Plan.of(cells.Geometry.of(window, strides, padding, kernel_dilation), x, g)
+    blocks = 2 * 2 * sum(plan.heights) * plan.lanes
+    return plan.passes <= PASSES and plan.stored + blocks <= lanes.KERNEL_BYTES // 4
+
+
+def squared_norms(
+    x: jax.Array,
+    g: jax.Array,
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
+    kernel_dilation: Sequence[int] = (1, 1),
+) -> jax.Array:
+    """Returns the squared norm of each example's gradient of a convolution's kernel, float32 [B].
+
+    The gradient of example i is dV_i[p, c, k] = sum over positions t of x_i[s t + d p - lo, c] g_i[t, k], for
+    strides s, dilations d and padding lo. Neither it nor patches of the data are written. Entries are rounded to
+    bfloat16, as XLA rounds those of a convolution of the default precision on a TPU. Their products are exact, and
+    sums are of float32. A norm does not depend on other examples of the batch, whatever they hold.
+
+    Args:
+      x: [B, H, W, C], the data, bfloat16 or float32.
+      g: [B, OH, OW, K], the cotangents of the result, likewise.
+      window: The height and the width of the kernel.
+      strides: The steps of the kernel along H and W.
+      padding: (low, high) zeros around H and W. Data that are padded already need none.
+      kernel_dilation: The steps between entries of the kernel.
+
+    A mapped axis of `jax.vmap` becomes part of the batch.
+    """
+    return _varying(cells.Geometry.of(window, strides, padding, kernel_dilation), x, g, bounds=False)[0]
+
+
+def norms_and_bounds(
+    x: jax.Array,
+    g: jax.Array,
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
+    kernel_dilation: Sequence[int] = (1, 1),
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns `squared_norms`, and M and E of `jaxdp.transforms.rounding`, float32 [B] each.
+
+    Formal guarantees:
+      Up to the rounding of M and E themselves, M is at least the norm of the gradient of |x| and |g|, so (T + 8) eps M
+      bounds the rounding of a gradient of T positions. The squared norm of the gradient of rounded entries differs
+      from the first result by at most E and the rounding of a sum of squares. E is 0 where the kernel forms the
+      gradient, whose entries are rounded as M tells.
+    """
+    squares, apart, spread = _varying(cells.Geometry.of(window, strides, padding, kernel_dilation), x, g, bounds=True)
+    return squares, apart, spread
+
+
+def _varying(geometry: cells.Geometry, x: jax.Array, g: jax.Array, bounds: bool) -> jax.Array:
+    axes = shards.varying_axes(x, g)
+    return _mapped_norms(geometry, bounds, shards.vary(x, axes), shards.vary(g, axes))
+
+
+def _mapped_norms(geometry: cells.Geometry, bounds: bool, x: jax.Array, g: jax.Array) -> jax.Array:
+    norms = custom_vmap(functools.partial(_norms, geometry, bounds))
+
+    @norms.def_vmap
+    def mapped(size: int, batched: Sequence[bool], x: jax.Array, g: jax.Array) -> tuple[jax.Array, bool]:
+        x, g = (y.reshape(-1, *y.shape[2:]) for y in _all_mapped(size, batched, (x, g)))
+        results = _mapped_norms(geometry, bounds, x, g)
+        return results.reshape(len(results), size, -1).swapaxes(0, 1), True
+
+    result: jax.Array = norms(x, g)
+    return result
+
+
+def _all_mapped(size: int, batched: Sequence[bool], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns arrays that all have the mapped axis in front."""
+    pairs = zip(arrays, batched, strict=True)
+    return [y if own else jnp.broadcast_to(y, (size, *y.shape)) for y, own in pairs]
+
+
+def _norms(geometry: cells.Geometry, bounds: bool, x: jax.Array, g: jax.Array) -> jax.Array:
+    """Returns squared norms [1, B], with `bounds` followed by M and E, [3, B]."""
+    if not len(x):
+        return jnp.broadcast_to(jnp.sum(x.astype(jnp.float32), (1, 2, 3)), (3 if bounds else 1, 0))
+    plan = cells.Plan.of(geometry, x, g)
+    norms = lanes.squared_norms if lanes.batch_on_lanes(plan, len(x)) else _norms_of_blocks
+    return norms(plan, geometry.strides, x, g, bounds)
+
+
+def sums_suit(
+    x: Any,
+    g: Any,
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
+    kernel_dilation: Sequence[int] = (1, 1),
+) -> bool:
+    """Returns whether `weighted_sum` serves arrays of these shapes and types: those whose batch is on the lanes."""
+    pads = [(low, high) for low, high in padding]
+    if not x.shape[0] or not suits(x, g, window=window, strides=strides, padding=pads, kernel_dilation=kernel_dilation):
+        return False
+    plan = cells.Plan.of(cells.Geometry.of(window, strides, padding, kernel_dilation), x, g)
+    stored = 4 * sum(rows * columns for rows, columns in plan.sizes)
+    return lanes.batch_on_lanes(plan, x.shape[0]) and stored <= cells.PRODUCT_BYTES
+
+
+def weighted_sum(
+    x: jax.Array,
+    g: jax.Array,
+    factors: jax.Array,
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
+    kernel_dilation: Sequence[int] = (1, 1),
+) -> jax.Array:
+    """Returns the weighted sum of the examples' gradients of a convolution's kernel, float32 [*window, C, K].
+
+    The gradient of an example is that of `squared_norms`, as are the other arguments. Its factor multiplies it in
+    float32. An example whose factor is 0 adds 0, whatever it holds.
+
+    Args:
+      factors: [B], real.
+
+    A mapped axis of `jax.vmap` becomes a loop.
+    """
+    axes = shards.varying_axes(x, g, factors)
+    total = custom_vmap(functools.partial(_sum, cells.Geometry.of(window, strides, padding, kernel_dilation)))
+
+    @total.def_vmap
+    def mapped(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        return lax.map(lambda own: total(*own), _all_mapped(size, batched, arrays)), True
+
+    result: jax.Array = total(*(shards.vary(y, axes) for y in (x, g, factors)))
+    return result
+
+
+def _sum(geometry: cells.Geometry, x: jax.Array, g: jax.Array, factors: jax.Array) -> jax.Array:
+    plan = cells.Plan.of(geometry, x, g)
+    channels, outputs = plan.filled
+    parts = []
+    for total in lanes.weighted_sums(plan, geometry.strides, x, g, factors):
+        part = total.reshape(len(plan.rows), channels, -1, outputs)
+        parts.append(part[:, : plan.channels, :, : plan.outputs].swapaxes(1, 2))
+    # Columns of one phase are together.
+    phases = [phase for _, phase in plan.columns]
+    order = sorted(range(len(phases)), key=phases.__getitem__)
+    return jnp.concatenate(parts, 1)[:, jnp.argsort(jnp.array(order))]
+
+
+def _norms_of_blocks(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array, bounds: bool) -> jax.Array:
+    """Returns the squared norms of examples whose cells XLA brings onto the lanes."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    batch = len(x)
+    data = _on_lanes(plan, _phases(plan, strides, x))
+    cotangents = _on_lanes(plan, cells.on_grid(plan, (1, 1), g))
+    groups, height, places = data.shape
+    width = cotangents.shape[1]
+    size = max(1, min(groups, BLOCK_BYTES // (2 * (height + width) * places)))
+
+    results = 3 if bounds else 1
+
+    def kernel(data: jax.Array, cotangents: jax.Array, sums: jax.Array) -> None:
+        norm = cells.norm_of(plan, bounds)
+
+        def example(i: jax.Array) -> None:
+            for row, values in enumerate(norm(cells.words_of(data[i]), cells.words_of(cotangents[i]))):
+                sums[i, row : row + 1] = values
+
+        cells.each(example, size, plan.unrolled)
+
+    sums = pl.pallas_call(
+        kernel,
+        grid=(-(-groups // size),),
+        in_specs=[
+            pl.BlockSpec((size, height, places), lambda step: (step, 0, 0)),
+            pl.BlockSpec((size, width, places), lambda step: (step, 0, 0)),
+        ],
+        # The middle axis makes a block of any number of examples whole in the last two.
+        out_specs=pl.BlockSpec((size, results, cells.LANES), lambda step: (step, 0, 0)),
+        out_shape=shards.shape_like(data, (groups, results, cells.LANES), jnp.float32),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=lanes.LIMIT_BYTES),
+    )(data, cotangents)
+    by_example = jnp.sum(sums.reshape(groups, results, plan.sides, -1), 3)
+    return by_example.swapaxes(0, 1).reshape(results, -1)[:, :batch]
+
+
+def _phases(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array) -> jax.Array:
+    """Returns data [B, phases, rows, columns, C] of the phases that the kernel meets."""
+    batch, channels = len(x), x.shape[-1]
+    (height, width), (down, across) = plan.grid, strides
+    parts = cells.on_grid(plan, strides, x).reshape(batch, height, down, width, across, channels)
+    met = [parts[:, :, p, :, q] for p in plan.phases[0] for q in plan.phases[1]]
+    return jnp.stack(met, 1)
+
+
+def _on_lanes(plan: cells.Plan, y: jax.Array) -> jax.Array:
+    """Returns y [B, (phases,) rows, columns, channels] as bfloat16 [groups, phases * channels, lanes]."""
+    batch, channels, sides = len(y), y.shape[-1], plan.sides
+    y = y.astype(jnp.bfloat16).reshape(batch, -1, plan.cells, channels).swapaxes(2, 3)
+    whole = (cells.up(batch, sides) - batch, 0, cells.up(channels, cells.ROWS) - channels, plan.slot - plan.cells)
+    y = jnp.pad(y, [(0, n) for n in whole])
+    y = y.reshape(len(y) // sides, sides, -1, plan.slot).swapaxes(1, 2)
+    return y.reshape(len(y), -1, plan.lanes)

@@ -1,0 +1,359 @@
+"""Convolutions of a batch that is on the lanes, as XLA lays batches of a multiple of 128 examples.
+
+A kernel brings parts of 128 examples into the chip and transposes them, so that XLA copies nothing.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdp.transforms import shards
+from jaxdp.transforms.kernels import cells
+
+# Channels that are moved and transposed at once.
+CHUNK = 32
+# Bytes of all that a kernel keeps.
+KERNEL_BYTES = 80 * 2**20
+# What the compiler may give to a kernel, with its own copies.
+LIMIT_BYTES = KERNEL_BYTES + 2**24
+
+
+def batch_on_lanes(plan: cells.Plan, batch: int) -> bool:
+    """Returns whether the kernel transposes blocks of 128 examples and 128 cells by itself."""
+    cells_fit = (
+        plan.slot == plan.cells if plan.sides > 1 else plan.cells % cells.LANES == 0 and cells.LANES % plan.grid[1] == 0
+    )
+    phases_fit = all(phases == list(range(len(phases))) for phases in plan.phases)
+    if batch % (cells.LANES * plan.sides) or not cells_fit or not phases_fit:
+        return False
+    stored = sum(mover.stored for mover in _Mover.both(plan, [jnp.dtype(jnp.float32)] * 2))
+    return stored + plan.stored <= KERNEL_BYTES
+
+
+def _odd_tiles(rows: int) -> int:
+    """Returns at least `rows` rows: an odd number of tiles of 8.
+
+    The memory has four banks, which take turns by tiles. A read of one row of every example meets all of them.
+    """
+    return 8 * (-(-rows // 8) | 1)
+
+
+class _Blocks:
+    """Walks over blocks of 128 examples, or of 128 for each that shares the lanes."""
+
+    def __init__(self, plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array):
+        self.number = len(x) // (cells.LANES * plan.sides)
+        self.arrays = [_cells_first(plan, strides, x), _cells_first(plan, (1, 1), g)]
+        self.movers = _Mover.both(plan, [x.dtype, g.dtype])
+
+    @property
+    def memory(self) -> list[Any]:
+        return [space for mover in self.movers for space in mover.memory]
+
+    def walk(self, sources: Sequence[Any], memory: Sequence[Any], compute: Callable[..., None]) -> None:
+        """Calls `compute(block, words)` for each block.
+
+        Args:
+          sources: The references to `arrays`.
+          memory: Those to `memory`.
+          compute: `words(i)` are the words of data and cotangents of example i of the block.
+        """
+        from jax.experimental import pallas as pl
+
+        memories = [_Memory(*memory[:4]), _Memory(*memory[4:])]
+        own = list(zip(self.movers, sources, memories, strict=True))
+
+        def start(block: Any) -> None:
+            for mover, source, parts in own:
+                mover.start(source, parts, block, 0)
+
+        def words(i: jax.Array) -> list[jax.Array]:
+            return [mover.words(parts.kept, i) for mover, _, parts in own]
+
+        def turn(block: jax.Array, carry: int) -> int:
+            for mover, source, parts in own:
+                mover.transpose(source, parts, block)
+
+            # The first part of the next block arrives while products are computed.
+            @pl.when(block < self.number - 1)
+            def _() -> None:
+                start(block + 1)
+
+            compute(block, words)
+            return carry
+
+        start(0)
+        # A loop in place of a grid, because a block is brought in parts.
+        lax.fori_loop(0, self.number, turn, 0)
+
+
+def squared_norms(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array, bounds: bool) -> jax.Array:
+    """Returns the squared norms where the batch is on the lanes."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    blocks = _Blocks(plan, strides, x, g)
+    results = 3 if bounds else 1
+
+    def kernel(data: Any, cotangents: Any, result: Any, *memory: Any) -> None:
+        *parts, sums, written = memory
+        norm = cells.norm_of(plan, bounds)
+
+        def compute(block: jax.Array, words: Callable[[jax.Array], list[jax.Array]]) -> None:
+            def example(i: jax.Array) -> None:
+                for row, values in enumerate(norm(*words(i))):
+                    sums[row, pl.ds(i, 1), :] = values
+
+            cells.each(example, cells.LANES, plan.unrolled)
+            copy = pltpu.make_async_copy(sums, result.at[block], written)
+            copy.start()
+            copy.wait()
+
+        blocks.walk((data, cotangents), parts, compute)
+
+    everywhere = pl.BlockSpec(memory_space=pl.ANY)
+    sums = pl.pallas_call(
+        kernel,
+        in_specs=[everywhere, everywhere],
+        out_specs=everywhere,
+        out_shape=shards.shape_like(x, (blocks.number, results, cells.LANES, cells.LANES), jnp.float32),
+        scratch_shapes=[
+            *blocks.memory,
+            pltpu.VMEM((results, cells.LANES, cells.LANES), jnp.float32),
+            pltpu.SemaphoreType.DMA(()),
+        ],
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=LIMIT_BYTES),
+    )(*blocks.arrays)
+    by_example = jnp.sum(sums.reshape(blocks.number, results, cells.LANES, plan.sides, -1), 4)
+    return by_example.transpose(1, 0, 3, 2).reshape(results, -1)
+
+
+def weighted_sums(
+    plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array, factors: jax.Array
+) -> list[jax.Array]:
+    """Returns sums of factors times A B^T for each phase of columns, where the batch is on the lanes."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    blocks = _Blocks(plan, strides, x, g)
+    sizes = plan.sizes
+
+    def kernel(factors: Any, data: Any, cotangents: Any, *memory: Any) -> None:
+        results, parts = memory[: len(sizes)], memory[len(sizes) :]
+        for result in results:
+            result[...] = jnp.zeros_like(result)
+        weighted = cells.weighted_of(plan)
+
+        def compute(block: jax.Array, words: Callable[[jax.Array], list[jax.Array]]) -> None:
+            def factors_of(i: jax.Array) -> list[jax.Array]:
+                return [factors[block * plan.sides + side, i] for side in range(plan.sides)]
+
+            def several(turn: jax.Array, carry: int) -> int:
+                numbers = [turn * plan.unrolled + k for k in range(plan.unrolled)]
+                terms = [weighted(*words(i), factors_of(i)) for i in numbers]
+                for result, own in zip(results, zip(*terms, strict=True), strict=True):
+                    result[...] += functools.reduce(jnp.add, own)
+                return carry
+
+            lax.fori_loop(0, cells.LANES // plan.unrolled, several, 0)
+
+        blocks.walk((data, cotangents), parts, compute)
+
+    everywhere = pl.BlockSpec(memory_space=pl.ANY)
+    sums: list[jax.Array] = pl.pallas_call(
+        kernel,
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), everywhere, everywhere],
+        out_specs=[pl.BlockSpec(memory_space=pltpu.VMEM) for _ in sizes],
+        out_shape=[shards.shape_like(x, size, jnp.float32) for size in sizes],
+        scratch_shapes=blocks.memory,
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=LIMIT_BYTES),
+    )(factors.astype(jnp.float32).reshape(-1, cells.LANES), *blocks.arrays)
+    return sums
+
+
+def _cells_first(plan: cells.Plan, strides: tuple[int, ...], y: jax.Array) -> jax.Array:
+    """Returns y [B, ...] as [rows, row phases, columns, column phases, channels, B]."""
+    (height, width), (down, across) = plan.grid, strides
+    y = cells.on_grid(plan, strides, y).transpose(1, 2, 3, 0)
+    y = jnp.pad(y, [(0, 0), (0, 0), (0, cells.up(y.shape[2], cells.ROWS) - y.shape[2]), (0, 0)])
+    return y.reshape(height, down, width, across, *y.shape[2:])
+
+
+class _Memory(NamedTuple):
+    """The memory of a `_Mover`.
+
+    Attributes:
+      parts: Two parts as they lie in the array: one arrives while the other is transposed.
+      words: [cells, rows, examples], a part with two channels in a word.
+      kept: [tiles, examples * rows, cells], the words of a block.
+      arrived: A semaphore for each of the two parts.
+    """
+
+    parts: Any
+    words: Any
+    kept: Any
+    arrived: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mover:
+    """Brings parts of 128 cells and some channels into the chip, and transposes them.
+
+    Attributes:
+      plan: The plan.
+      met: The numbers of phases of rows and of columns that the kernel meets.
+      channels: The channels of the array.
+      dtype: The type of its entries.
+    """
+
+    plan: cells.Plan
+    met: tuple[int, int]
+    channels: int
+    dtype: Any
+
+    @classmethod
+    def both(cls, plan: cells.Plan, dtypes: Sequence[Any]) -> tuple["_Mover", "_Mover"]:
+        """Returns those of the data and of the cotangents."""
+        rows, columns = plan.phases
+        channels, outputs = plan.filled
+        data = cls(plan, (len(rows), len(columns)), channels, dtypes[0])
+        return data, cls(plan, (1, 1), outputs, dtypes[1])
+
+    @property
+    def chunk(self) -> int:
+        """The channels of a part."""
+        return math.gcd(self.channels, CHUNK)
+
+    @property
+    def space(self) -> int:
+        """The rows of words from one cell of a part to the next."""
+        return _odd_tiles(self.chunk // 2)
+
+    @property
+    def pitch(self) -> int:
+        """The rows of words from one example to the next."""
+        return _odd_tiles(math.prod(self.met) * self.channels // 2)
+
+    @property
+    def tiles(self) -> int:
+        return self.plan.lanes // cells.LANES
+
+    @property
+    def rows(self) -> int:
+        """The rows of the grid in a part, for one of the examples that share the lanes."""
+        return self.plan.grid[0] // self.tiles
+
+    @property
+    def parts(self) -> int:
+        return self.tiles * math.prod(self.met) * (self.channels // self.chunk)
+
+    @property
+    def stored(self) -> int:
+        """The bytes of its memory."""
+        rows = self.space + self.tiles * self.pitch
+        return cells.LANES * cells.LANES * (2 * int(self.dtype.itemsize) * self.chunk + 4 * rows)
+
+    @property
+    def memory(self) -> list[Any]:
+        """The fields of `_Memory`."""
+        from jax.experimental.pallas import tpu as pltpu
+
+        part = (2, self.plan.sides * self.rows, self.plan.grid[1], self.chunk, cells.LANES)
+        return [
+            pltpu.VMEM(part, self.dtype),
+            pltpu.VMEM((cells.LANES, self.space, cells.LANES), jnp.uint32),
+            pltpu.VMEM((self.tiles, cells.LANES * self.pitch, cells.LANES), jnp.uint32),
+            pltpu.SemaphoreType.DMA((2,)),
+        ]
+
+    def _place(self, part: Any) -> tuple[Any, Any, Any, Any]:
+        """Returns (tile, row phase, column phase, chunk) of a part."""
+        chunks = self.channels // self.chunk
+        rest, chunk = lax.div(part, chunks), lax.rem(part, chunks)
+        rest, across = lax.div(rest, self.met[1]), lax.rem(rest, self.met[1])
+        return lax.div(rest, self.met[0]), lax.rem(rest, self.met[0]), across, chunk
+
+    def _copies(self, source: Any, memory: _Memory, block: Any, part: Any) -> Iterator[Any]:
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import tpu as pltpu
+
+        tile, down, across, chunk = self._place(jnp.int32(part))
+        half = lax.rem(jnp.int32(part), 2)
+        channels = pl.ds(pl.multiple_of(chunk * self.chunk, self.chunk), self.chunk)
+        for side in range(self.plan.sides):
+            first = pl.multiple_of((block * self.plan.sides + side) * cells.LANES, cells.LANES)
+            yield pltpu.make_async_copy(
+                source.at[pl.ds(tile * self.rows, self.rows), down, :, across, channels, pl.ds(first, cells.LANES)],
+                memory.parts.at[half, pl.ds(side * self.rows, self.rows)],
+                memory.arrived.at[half],
+            )
+
+    def start(self, source: Any, memory: _Memory, block: Any, part: Any) -> None:
+        """Starts to bring a part into its half of the memory."""
+        for copy in self._copies(source, memory, block, part):
+            copy.start()
+
+    def transpose(self, source: Any, memory: _Memory, block: Any) -> None:
+        """Keeps all parts of a block, with cells on the lanes. The first part was started before."""
+        from jax.experimental import pallas as pl
+
+        def turn(part: jax.Array, carry: int) -> int:
+            @pl.when(part < self.parts - 1)
+            def _() -> None:
+                self.start(source, memory, block, part + 1)
+
+            for copy in self._copies(source, memory, block, part):
+                copy.wait()
+            self._spread(memory, lax.rem(part, 2))
+            self._transpose(memory, part)
+            return carry
+
+        lax.fori_loop(0, self.parts, turn, 0)
+
+    def _spread(self, memory: _Memory, half: jax.Array) -> None:
+        """Writes the words of a part, each of two channels of a cell, with space between cells."""
+        from jax.experimental import pallas as pl
+
+        width, size = self.plan.grid[1], self.chunk // 2
+        flat = memory.parts.reshape(2 * cells.LANES * self.chunk, cells.LANES)
+
+        def row(i: jax.Array) -> None:
+            first = half * cells.LANES + i * width
+            if self.dtype.itemsize == 2:
+                words = cells.words_of(memory.parts[half, i].reshape(width * self.chunk, cells.LANES))
+            else:
+                rows = [pl.ds(first * self.chunk + k, width * size, stride=2) for k in range(2)]
+                words = cells.packed(*(flat[of_channel, :] for of_channel in rows))
+            own = pl.ds(i * width, width)
+            memory.words[own, pl.ds(0, size), :] = words.reshape(width, size, cells.LANES)
+
+        cells.each(row, self.plan.sides * self.rows, 2)
+
+    def _transpose(self, memory: _Memory, part: jax.Array) -> None:
+        from jax.experimental import pallas as pl
+
+        tile, down, across, chunk = self._place(part)
+        words = memory.words.reshape(cells.LANES * self.space, cells.LANES)
+        phase = down * self.met[1] + across
+        first = phase * (self.channels // 2) + chunk * (self.chunk // 2)
+
+        def pair(i: jax.Array) -> None:
+            of_cells = words[pl.ds(i, cells.LANES, stride=self.space), :]
+            memory.kept[tile, pl.ds(first + i, cells.LANES, stride=self.pitch), :] = of_cells.T
+
+        # Three units transpose at the same time.
+        cells.each(pair, self.chunk // 2, 8)
+
+    def words(self, kept: Any, i: jax.Array) -> jax.Array:
+        """Returns the words of an example, [channels / 2, lanes]."""
+        from jax.experimental import pallas as pl
+
+        size = math.prod(self.met) * self.channels // 2
+        rows = pl.ds(pl.multiple_of(i * self.pitch, 8), size)
+        return jnp.concatenate([kept[tile, rows, :] for tile in range(self.tiles)], 1)
