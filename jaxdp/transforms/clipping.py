@@ -957,32 +957,37 @@ class _Component:
         self.size = sum(leaves[i].size for i in self._members)
         self._pull = pull = _pull_back(program, leaves, self._members)
         method = _applied(choose(own, self.size), program)
-        by_kernels = len(columns) == 1 and own[0].has_kernels(method, *columns[0][1:])
+        alone = len(columns) == 1
+        # A kernel takes a tenth of the time in which XLA forms the gradients of a convolution.
+        if alone and own[0].kernels("drop", *columns[0][1:])[0] == "convolution" and _only_moves(program):
+            method = "drop"
         # Site, record and cotangent.
-        self._columns = [(site, *sites.settled_at(site.rule, r, g, by_kernels=by_kernels)) for site, r, g in columns]
+        self._columns = [(site, *site.settled(method, r, g, alone=alone)) for site, r, g in columns]
         if method != "keep":
             self._columns = [_ordered(*column) for column in self._columns]
         if method == "factors":
             self.squared_norms = sites.squared_norms(self._oriented_factors(), own[0].rule.lanes)
             return
-        if method == "drop" and len(self._columns) == 1:  # `pull` only moves entries
+        if method == "drop":
+            self.squared_norms = self._formed_twice(pull)
+            return
+        dvs = [site.per_example(r, g) for site, r, g in self._columns]
+        grads = jax.vmap(pull)(dvs)
+        self.squared_norms = _sum_of_squares(grads)
+        self.kept = dict(zip(self._members, grads, strict=True))
+
+    def _formed_twice(self, pull: Callable[[list[jax.Array]], list[jax.Array]]) -> jax.Array:
+        """Returns squared norms of gradients that are formed for them, and again for the sum."""
+        if len(self._columns) == 1:  # `pull` only moves entries
             ((site, record, g),) = self._columns
-            squares = site.squares_of_formed(record, g)
+            squares, spread, apart = site.norm_of_formed(record, g)
         else:
             dvs = [site.per_example(r, g) for site, r, g in self._columns]
-            grads = jax.vmap(pull)(dvs)
-            squares = _sum_of_squares(grads)
-        if method == "keep":
-            self.squared_norms = squares
-            self.kept = dict(zip(self._members, grads, strict=True))
-        else:
-            self.squared_norms = rounding.covered(squares, *self._reformed(squares.dtype))
-
-    def _reformed(self, kind: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns bounds on how the gradient may differ if it is formed again: of its square, and of its norm."""
-        apart = _total([site.without_cancellation(r, g) for site, r, g in self._columns], kind)
+            squares = _sum_of_squares(jax.vmap(pull)(dvs))
+            spread = jnp.zeros_like(squares)
+            apart = _total([site.without_cancellation(r, g) for site, r, g in self._columns], squares.dtype)
         terms = max(site.terms for site, _, _ in self._columns) + len(self._columns) + sites.lost_in_parts()
-        return jnp.zeros_like(apart), 2 * rounding.of_sum(terms, kind) * apart
+        return rounding.covered(squares, spread, 2 * rounding.of_sum(terms, squares.dtype) * apart)
 
     def _oriented_factors(self) -> list[Any]:
         """Returns the factors of all sites, swapped where a site applies the transposed weight."""

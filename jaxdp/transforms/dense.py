@@ -20,28 +20,12 @@ Norm = tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]
 Lanes = tuple[bool, bool]
 
 
-def _served(kernel: Any, parts: Sequence[Any], w: Any) -> bool:
-    """Returns whether a kernel serves the factors of a site: one array u [B, S, T, p], and w [B, S, T, q]."""
+def has_gram_norm(parts: Sequence[Any], w: Any) -> bool:
+    """Returns whether `gram_norm` serves the factors of a site: one array u [B, S, T, p], and w [B, S, T, q]."""
     kinds = {getattr(x, "dtype", None) for x in (*parts, w)}
     if forms.platform() != "tpu" or len(parts) != 1 or kinds != {jnp.dtype(jnp.bfloat16)}:
         return False
-    suits: bool = kernel.suits(w.shape[2], parts[0].shape[3], w.shape[3])
-    return suits
-
-
-def has_gram_norm(parts: Sequence[Any], w: Any) -> bool:
-    """Returns whether `gram_norm` serves the factors of a site."""
-    return _served(gram, parts, w)
-
-
-def has_formed_squares(parts: Sequence[Any], w: Any) -> bool:
-    """Returns whether `formed_squares` serves the factors of a site."""
-    return _served(formed, parts, w)
-
-
-def has_weighted_sum(parts: Sequence[Any], w: Any) -> bool:
-    """Returns whether `weighted_sum` serves the factors of a site."""
-    return _served(weighted, parts, w)
+    return gram.suits(w.shape[2], parts[0].shape[3], w.shape[3])
 
 
 def _merged(x: jax.Array) -> jax.Array:
@@ -92,13 +76,6 @@ def weighted_sum(u: jax.Array, w: jax.Array, factors: jax.Array, lanes: Lanes) -
     by_slice = (u.swapaxes(0, 1), w.swapaxes(0, 1))
     kernel = functools.partial(weighted.weighted_sum, u_across=lanes[0], w_across=lanes[1])
     return jax.vmap(kernel, in_axes=(0, 0, None))(*by_slice, factors)
-
-
-def serves(method: str, positions: int, rows: int, cols: int) -> bool:
-    """Returns whether kernels compute both the norm, by "factors" or "drop", and the weighted sum of a layer."""
-    norms = {"factors": gram, "drop": formed}
-    sizes = (positions, rows, cols)
-    return method in norms and norms[method].suits(*sizes) and weighted.suits(*sizes)
 
 
 def costs(positions: int, rows: int, cols: int) -> dict[str, float]:

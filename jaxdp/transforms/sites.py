@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdp.transforms import dense, forms, opaque, rounding, shards
+from jaxdp.transforms.kernels import convolution
 
 # Products below the smallest normal float32 are flushed to zero. Each counts as this much instead.
 _FLUSHED = 2.0**-126
@@ -357,6 +358,27 @@ class Conv(Rule):
 
     def as_weight(self, grad: jax.Array) -> jax.Array:
         return self._as_weight(grad.reshape(*self.window, -1, self.cols))
+
+    @property
+    def geometry(self) -> dict[str, Any]:
+        """The arguments of the kernels of convolutions."""
+        names = ("window", "strides", "padding", "kernel_dilation")
+        return {name: getattr(self, name) for name in names}
+
+    def of_pictures(self, record: Any) -> bool:
+        """Returns whether each example is one picture, which `pictures` returns, and all channels are one group."""
+        plain = self.groups == 1 and set(self.data_dilation) == {1} and len(self.window) == 2
+        return plain and record.shape[1 + self.numbers.lhs_spec[0]] == 1
+
+    def pictures(self, record: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns x [B, H, W, C] and the cotangents [B, OH, OW, K]."""
+
+        def channels_last(x: jax.Array, spec: Sequence[int]) -> jax.Array:
+            batch, feature, *spatial = spec
+            x = x.transpose((0, *(1 + d for d in (batch, *spatial, feature))))
+            return x.reshape(len(x), *x.shape[2:])
+
+        return channels_last(record, self.numbers.lhs_spec), channels_last(g, self.numbers.out_spec)
 
     @property
     def _wide_part(self) -> bool:
@@ -709,26 +731,67 @@ class Site:
         loops = [n for n, s in zip(self.lengths, self.sliced, strict=True) if s]
         return grad.reshape(*grad.shape[: grad.ndim - len(shape) - 1], *loops, *shape)
 
+    def kernels(self, method: str, record: Any, g: jax.Array) -> tuple[str, str]:
+        """Returns which kernels compute the norm and the sum of its own weight on a TPU, by a method of `clipping`.
+
+        They are "dense", "convolution", or "" for products of XLA. Kernels of convolutions round by themselves.
+        """
+        rule = self.rule
+        multiplied = {jnp.dtype(jnp.bfloat16)}
+        if multiplied_bits() == _BFLOAT16:
+            multiplied.add(jnp.dtype(jnp.float32))
+        if forms.platform() != "tpu" or not isinstance(rule, (Dot, Conv)) or not {record.dtype, g.dtype} <= multiplied:
+            return "", ""
+        norm = total = ""
+        if isinstance(rule, Conv) and not self.lengths and rule.of_pictures(record):
+            pictures = jax.eval_shape(rule.pictures, record, g)
+            norm = "convolution" if convolution.suits(*pictures, **rule.geometry) else ""
+            total = "convolution" if convolution.sums_suit(*pictures, **rule.geometry) else ""
+        if rule.is_dense and not total:  # where the batch is on the lanes, a dense layer would be copied
+            served = dense.costs(rule.positions * self.repeats, rule.rows, rule.cols)
+            norm = "dense" if {"factors": "gram", "drop": "formed"}.get(method) in served else norm
+            total = "dense" if "weighted" in served else ""
+        return (norm if method == "drop" or norm == "dense" else ""), total
+
+    def settled(self, method: str, record: Any, g: jax.Array, *, alone: bool) -> Any:
+        """Returns the record and the cotangent as the norm and the sum read them.
+
+        Args:
+          method: The method of its component.
+          alone: Whether its component has no other site.
+        """
+        norm, total = self.kernels(method, record, g) if alone else ("", "")
+        if norm == total == "convolution":
+            return record, g
+        return settled_at(self.rule, record, g, by_kernels=bool(norm and total))
+
     def contract(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
         """Computes sum_b factors_b dV_b, [*sliced loops, *weight], from record and g [B, *loops, ...] and factors [B].
 
         On a TPU an example with a factor of 0 contributes 0, whatever it holds.
         """
         rule = self.rule
-        if not (rule.is_dense and dense.has_weighted_sum(*jax.eval_shape(self.factors, record, g))):
+        _, total = self.kernels("", record, g)
+        if not total:
             return self._contract(record, g, factors)
 
-        def by_kernel(record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+        def by_dense(record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
             (u,), w = self.factors(record, g)
             grads = dense.weighted_sum(u, w, factors, rule.lanes)
             by_slice = grads.reshape(self.slices, rule.groups, *grads.shape[1:])
             return self._loops_in_front(jax.vmap(rule.as_weight)(by_slice))
 
+        def by_convolution(record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+            assert isinstance(rule, Conv)
+            pictures, cotangents = rule.pictures(record, g)
+            return rule.as_weight(convolution.weighted_sum(pictures, cotangents, factors, **rule.geometry))
+
         def by_xla(record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
             record, g = settled_at(rule, record, g)
             return self._contract(record, g, factors)
 
-        grad: jax.Array = forms.by_platform(record, g, factors, default=by_xla, kernels={"tpu": by_kernel})
+        kernel = by_dense if total == "dense" else by_convolution
+        grad: jax.Array = forms.by_platform(record, g, factors, default=by_xla, kernels={"tpu": kernel})
         return grad
 
     def _contract(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
@@ -759,33 +822,33 @@ class Site:
         grads = self.rule.weight_grads(*jax.tree.map(merged, (record, g)))
         return self._loops_in_front(grads.reshape(len(g), self.slices, *grads.shape[1:]))
 
-    def has_kernels(self, method: str, record: Any, g: jax.Array) -> bool:
-        """Returns whether kernels compute the norm and the sum of its own weight, by a method of `clipping`."""
-        if forms.platform() != "tpu" or not self.rule.is_dense:
-            return False
-        multiplied = {jnp.dtype(jnp.bfloat16)}
-        if multiplied_bits() == _BFLOAT16:
-            multiplied.add(jnp.dtype(jnp.float32))
-        if not {record.dtype, g.dtype} <= multiplied:
-            return False
-        sizes = (self.rule.positions * self.repeats, self.rule.rows, self.rule.cols)
-        return dense.serves(method, *sizes)
+    def norm_of_formed(self, record: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns ||dV||^2 of every example, which is formed for it, and E and M of `rounding`, [B] each."""
 
-    def squares_of_formed(self, record: Any, g: jax.Array) -> jax.Array:
-        """Computes the squared norms [B] of the dV of every example, by forming it."""
+        def by_xla(record: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            record, g = settled_at(self.rule, record, g)
+            grads = self.per_example(record, g)
+            squares = jnp.square(grads).sum(tuple(range(1, grads.ndim)))
+            return squares, jnp.zeros_like(squares), self.without_cancellation(record, g)
 
-        def by_xla(record: Any, g: jax.Array) -> jax.Array:
-            grads = self.per_example(*settled_at(self.rule, record, g))
-            return jnp.square(grads).sum(tuple(range(1, grads.ndim)))
-
-        def by_kernel(record: Any, g: jax.Array) -> jax.Array:
+        def by_dense(record: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             (u,), w = self.factors(record, g)
-            return dense.formed_squares(u, w)
+            squares = dense.formed_squares(u, w)
+            return squares, jnp.zeros_like(squares), self.without_cancellation(record, g)
 
-        if not (self.rule.is_dense and dense.has_formed_squares(*jax.eval_shape(self.factors, record, g))):
+        def by_convolution(record: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            assert isinstance(self.rule, Conv)
+            pictures = self.rule.pictures(record, g)
+            squares, apart, spread = convolution.norms_and_bounds(*pictures, **self.rule.geometry)
+            return squares, spread, apart
+
+        kernel, _ = self.kernels("drop", record, g)
+        if not kernel:
             return by_xla(record, g)
-        squares: jax.Array = forms.by_platform(record, g, default=by_xla, kernels={"tpu": by_kernel})
-        return squares
+        by_kernel = by_dense if kernel == "dense" else by_convolution
+        norm: tuple[jax.Array, jax.Array, jax.Array]
+        norm = forms.by_platform(record, g, default=by_xla, kernels={"tpu": by_kernel})
+        return norm
 
     def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
         """Returns factors of every example: parts [B, S, T, rows_k] and w [B, S, T, cols], with loops in S and T."""

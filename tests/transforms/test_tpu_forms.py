@@ -59,7 +59,16 @@ def tied(params, x):
     return jnp.square(jnp.tanh(x @ params["weight"]) @ params["weight"].T).sum()
 
 
+def convolved(params, x):
+    """A convolution, with a norm by a kernel and a sum by XLA."""
+    picture = x.reshape(1, 16, 24, 8)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    out = jax.lax.conv_general_dilated(picture, params["kernel"], (1, 2), "SAME", dimension_numbers=numbers)
+    return jnp.square(jnp.tanh(out)).sum()
+
+
 SHAPES = {
+    convolved: {"kernel": (3, 3, 8, 16)},
     dense: {"first": (P, Q), "second": (Q, P)},
     stacked: {"stack": (2, P, P)},
     patches: {"kernel": (1, 1, P, 72)},
@@ -124,6 +133,31 @@ def test_factors_of_eight_bits_would_be_seen(monkeypatch):
     with on_a_tpu():
         grads = clipped(params, batch[:1]).grads
     assert abs(np.linalg.norm(flat(grads)) - 0.5) > 0.5e-4
+
+
+@pytest.mark.slow
+def test_a_batch_of_pictures_on_the_lanes():
+    """Kernels of convolutions compute the norm and the sum of 128 examples."""
+    rng = np.random.default_rng(0)
+    params = {"kernel": jnp.asarray(0.1 * rng.normal(size=(3, 3, 16, 16)), jnp.float32)}
+    batch = jnp.asarray(rng.normal(size=(128, 16, 8, 16)), jnp.float32)
+
+    def loss(params, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        out = jax.lax.conv_general_dilated(x[None], params["kernel"], (1, 1), "SAME", dimension_numbers=numbers)
+        return jnp.square(jnp.tanh(out)).sum()
+
+    clipped = jaxdp.clipped_grad(loss, clip_norm=0.5)
+    batch = batch.at[1].set(jnp.nan)
+    with on_a_tpu() as traced:
+        result = clipped(params, batch)
+    assert len(traced) == 2
+    few = batch[jnp.array([0, 2, 127])]
+    norms = np.linalg.norm(gradients(loss, params, few), axis=1)
+    np.testing.assert_allclose(result.norms[jnp.array([0, 2, 127])], norms, rtol=0.02)
+    expected = clipped(params, batch).grads  # by the forms of this process
+    assert result.nonfinite == 1
+    assert np.linalg.norm(flat(result.grads) - flat(expected)) < 0.02 * np.linalg.norm(flat(expected))
 
 
 def test_the_kernels_serve_the_shapes_of_these_tests():
