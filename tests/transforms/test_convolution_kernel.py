@@ -240,3 +240,15 @@ def test_the_kernel_is_lowered_for_several_tpus(monkeypatch, batch):
 
     text = sharded(both, check_vma=True).trace(x, g).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("tpu_custom_call") == 1 + (batch == 256)
+
+
+@pytest.mark.slow
+def test_a_mapped_axis_of_a_weighted_sum_is_a_loop():
+    """Fails if factors of one mapped row meet another."""
+    x, g, geometry = arrays(128, (8, 16), 4, 4)
+    factors = np.random.default_rng(3).uniform(size=(2, 128)).astype(np.float32)
+    total = functools.partial(convolution.weighted_sum, **geometry)
+    sums = jax.jit(jax.vmap(total, in_axes=(None, None, 0)))(x, g, factors)
+    for found, own in zip(sums, factors, strict=True):
+        want = by_numpy(x, g, **geometry, factors=own)
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=2e-6 * np.abs(want).max())
