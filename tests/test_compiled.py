@@ -170,23 +170,26 @@ LB: loop body
    0x4 LB: >> { %v1 = vadd.f32 %v2, %v3 }
    0x5   : >> { %v1 = vadd.f32 %v2, %v3 }
    0x6   : >> { %p1 = scmp.ge.s32.totalorder %s5, 16 /* loop exit test */ }
-   0x7   : > { %p2 = scmp.ge.s32.totalorder %s3, 10 /* loop exit test */ }
-   0x8 LB: > { %v1 = vadd.f32 %v2, %v3 }
-   0x9   : > { %p3 = scmp.ge.s32.totalorder %s3, 4 /* loop exit test */ }
-   0xa   :  { %4 = vsyncpa [#allocation4], 1 }
+   0x7   : >> { %s6 = sbr.rel (!%p1) target = $region4 }
+   0x8   : > { %p2 = scmp.ge.s32.totalorder (%p9), %s3, 10 /* loop exit test */ }
+   0x9   : > { %s7 = sbr.rel (!%p2) target = $region2 }
+   0xa LB: > { %v1 = vadd.f32 %v2, %v3 }
+   0xb   : > { %p3 = scmp.ge.s32.totalorder %s3, 4 /* loop exit test */  ;;  %s8 = sbr.rel (%p9) target = $region9 }
+   0xc   :  {}
+   0xd   : > { %s9 = sbr.rel (!%p3) target = $regiona }
+   0xe   :  { %4 = vsyncpa [#allocation4], 1 }
 """
 
 
 def test_bundles_of_loops_count_as_often_as_they_turn(tmp_path):
-    assert compiled_targets.bundles(SCHEDULE) == 2 + 10 * (3 + 16 * 3) + 4 * 2 + 1
-    assert compiled_targets.bundles(SCHEDULE.replace(", 16 /*", ", %s9 /*")) == 2 + 10 * (3 + 3) + 4 * 2 + 1
-    empty = SCHEDULE.replace("   0x5   : >> {", "   0x5   :  {}\n   0x55   : >> {")  # of the inner loop
-    assert compiled_targets.bundles(empty) == 2 + 10 * (3 + 16 * 4) + 4 * 2 + 1
+    assert compiled_targets.bundles(SCHEDULE) == 2 + 10 * (4 + 16 * 4) + 4 * 4 + 1 == 699
+    unknown = SCHEDULE.replace(", 16 /*", ", %s9 /*")
+    assert compiled_targets.bundles(unknown) == 2 + 10 * (4 + 4) + 4 * 4 + 1
     (tmp_path / "1-kernel.1-01-final_bundles.txt").write_text(SCHEDULE)
     (tmp_path / "1-kernel.1-00-schedule-analysis_final_bundles.txt").write_text("no schedule")
     found = compiled_targets.of_tpu(parsed(TPU), compiled_targets.TARGETS["v5e"], str(tmp_path))
     (kernel,) = found["pallas"]
-    assert kernel["bundles"] == 521 and kernel["cycles"] == kernel["cycles_of_bytes"] > 521  # bytes take longer
+    assert kernel["bundles"] == 699 and kernel["cycles"] == kernel["cycles_of_bytes"] > 699  # bytes take longer
 
 
 def test_equal_kernels_share_their_schedule(tmp_path):
@@ -198,7 +201,7 @@ def test_equal_kernels_share_their_schedule(tmp_path):
     more = [f"  %kernel.{n} = " + text.partition(" = ")[2] for n, text in ((2, one), (3, other))]
     text = TPU.replace(kernel, "\n".join([*more, one]))
     found = compiled_targets.of_tpu(parsed(text), compiled_targets.TARGETS["v5e"], str(tmp_path))
-    assert [kernel["bundles"] for kernel in found["pallas"]] == [521, None, 521]
+    assert [kernel["bundles"] for kernel in found["pallas"]] == [699, None, 699]
 
 
 GPU = """HloModule jit_f

@@ -278,38 +278,35 @@ def _schedules(folder: str) -> dict[str, float]:
     return found
 
 
+_EXIT = re.compile(r"(%\w+) = scmp\.\w+\.\w+\.totalorder (?:\(!?%\w+\), )?%\w+, (%?\w+) /\* loop exit test \*/")
+_BRANCH = re.compile(r"sbr\.rel \(!?(%\w+)\) target")
+
+
 def bundles(text: str) -> float:
     """Returns the bundles that a schedule runs: those of a loop count as often as it turns.
 
-    A schedule has a line for each bundle, with a ">" for each loop around it. The first bundle of a body says "LB", and
-    the test at its end compares with a constant. A loop without a constant counts once. A bundle takes a cycle where
-    nothing stalls, so this is a lower bound, except for the first and the last turn of a pipeline, where some parts of
-    the body are skipped.
+    A schedule has a line for each bundle. The first one of the body of a loop says "LB". The body ends with a branch
+    on the result of a test, which compares with the number of turns. A loop whose number is no constant counts once. A
+    bundle takes a cycle where nothing stalls, so this is a lower bound, except for the first and the last turn of a
+    pipeline, where some parts of the body are skipped.
     """
-    # (bundles, turns) of the program and of the loops around the line.
-    open_loops: list[list[float]] = [[0.0, 1.0]]
-
-    def close(depth: int) -> None:
-        while len(open_loops) > depth:
-            inside, turns = open_loops.pop()
-            open_loops[-1][0] += inside * turns
-
+    times: list[float] = []
+    open_loops: list[int] = []
+    turns: dict[str, float] = {}
     for line in text.splitlines():
-        bundle = re.match(r"^\s*(?:0x[0-9a-f]+|0)\s*(\w*)\s*:\s*((?:> ?)*)\{", line)
+        bundle = re.match(r"^\s*(?:0x[0-9a-f]+|0)\s*(\w*)\s*:", line)
         if bundle is None:
             continue
-        if line[bundle.end() :].startswith("}"):  # an empty bundle has no marks, and is where the last one was
-            open_loops[-1][0] += 1
-            continue
-        depth = 1 + bundle[2].count(">")
-        close(depth if bundle[1] != "LB" else depth - 1)
-        while len(open_loops) < depth:
-            open_loops.append([0.0, 1.0])
-        open_loops[-1][0] += 1
-        if test := re.search(r"= scmp\.\w+\.\w+\.totalorder %\w+, (\d+) /\* loop exit test \*/", line):
-            open_loops[-1][1] = float(test[1])
-    close(1)
-    return open_loops[0][0]
+        if bundle[1] == "LB":
+            open_loops.append(len(times))
+        times.append(1.0)
+        for predicate, bound in _EXIT.findall(line):
+            turns[predicate] = float(bound) if bound.isdigit() else 1.0
+        for predicate in _BRANCH.findall(line):
+            if predicate in turns and open_loops:
+                first = open_loops.pop()
+                times[first:] = [turns[predicate] * n for n in times[first:]]
+    return math.fsum(times)
 
 
 # --- GPU ---
