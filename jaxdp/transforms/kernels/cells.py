@@ -282,23 +282,22 @@ def _sums(plan: Plan, bounds: bool, a: jax.Array, b: jax.Array) -> list[jax.Arra
         apart = _folded(_length(a) * _length(b))
         return [squares, apart, jnp.zeros_like(apart)]
     over_rows = (((0,), (0,)), ((), ()))
-    data, cotangents = product(a, a, over_rows), product(b, b, over_rows)
-    # Not a product with zeros: another example may hold NaN.
-    own, diagonal = _same(data.shape, plan.slot), _same(data.shape, 1)
-    squares = _folded(jnp.where(own, data * cotangents, 0.0))
+    # Not products with zeros: another example may hold NaN.
+    own = _same((plan.lanes, plan.lanes), plan.slot)
+    data, cotangents = (jnp.where(own, product(y, y, over_rows), 0.0) for y in (a, b))
+    squares = _folded(data * cotangents)
     if not bounds:
         return [squares]
-    eps = rounding.eps(jnp.float32)
-    lengths = [
-        [jnp.sqrt(jnp.sum(jnp.where(diagonal, y, 0.0), d, keepdims=True)) for d in range(2)] for y in (data, cotangents)
-    ]
-    (across_a, down_a), (across_b, down_b) = lengths
+    diagonal = _same((plan.lanes, plan.lanes), 1)
+    square_a, square_b = (jnp.sum(jnp.where(diagonal, y, 0.0), 0, keepdims=True) for y in (data, cotangents))
+    apart = _folded(jnp.sqrt(square_a) * jnp.sqrt(square_b))
+    # With a_t a_s at most (a_t^2 + a_s^2) / 2, E is a sum over columns, since the products are symmetric.
     data, cotangents = jnp.abs(data), jnp.abs(cotangents)
-    # A unit adds the rows of a product one after the other. The sum of all entries is a sum over rows, then lanes.
-    spread = (eps * len(a)) * (down_a * across_a) * cotangents
-    spread += (eps * len(b)) * (down_b * across_b) * data
-    spread += (eps * (plan.lanes + LANES)) * (data * cotangents)
-    return [squares, _folded(across_a * across_b), _folded(jnp.where(own, spread, 0.0))]
+    sum_a, sum_b = (jnp.sum(y, 0, keepdims=True) for y in (data, cotangents))
+    # A unit adds the rows of a product one after the other. The sum of all entries is one over rows, then lanes.
+    spread = len(a) * _folded(square_a * sum_b) + len(b) * _folded(square_b * sum_a)
+    spread += (plan.lanes + LANES) * _folded(data * cotangents)
+    return [squares, apart, rounding.eps(jnp.float32) * spread]
 
 
 def _length(y: jax.Array) -> jax.Array:
