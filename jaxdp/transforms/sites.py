@@ -891,16 +891,13 @@ def inner_products(x: Factor, y: Factor, precision: lax.Precision | None = None)
         return _contracted(x, y, [3], [0, 1], precision)
 
     def product(start: Any, size: int) -> jax.Array:
-        cut = lax.slice_in_dim if isinstance(start, int) else lax.dynamic_slice_in_dim
-        u, w = (cut(z, start, start + size if isinstance(start, int) else size, axis=-1) for z in (x, y))
+        u, w = (lax.dynamic_slice_in_dim(z, start, size, axis=-1) for z in (x, y))
         return _contracted(u, w, [3], [0, 1], precision)
 
     def add(total: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
         return total + product(start, _BLOCK), None
 
     first = product(n - n % _BLOCK, n % _BLOCK) if n % _BLOCK else jnp.zeros_like(product(0, _BLOCK))
-    if forms.platform() == "tpu":  # a loop would copy both operands into another layout
-        return functools.reduce(jnp.add, [product(k * _BLOCK, _BLOCK) for k in range(whole)], first)
     return lax.scan(add, first, jnp.arange(whole) * _BLOCK)[0]
 
 
