@@ -51,7 +51,8 @@ def gram_norm(u: jax.Array, w: jax.Array, lanes: Lanes) -> Norm:
     sums = gram.gram_norms(_merged(u), _merged(w), u_across=lanes[0], w_across=lanes[1])
     length_u, length_w = (rounding.root(x) for x in (sums.rows_u, sums.rows_w))
     frobenius_u, frobenius_w = (rounding.root(x) for x in (sums.squares_u, sums.squares_w))
-    r_u, r_w, r_t = u.shape[-1], w.shape[-1], 2 * positions + 64
+    r_u, r_w = gram.additions(positions, u.shape[-1], w.shape[-1])
+    r_t = 2 * positions + 64
     spread = r_u * sums.rows_u.sum(1) * frobenius_w
     spread += r_w * frobenius_u * sums.rows_w.sum(1)
     spread += r_t * frobenius_u * frobenius_w

@@ -75,9 +75,23 @@ class _Parts(NamedTuple):
 def _parts(positions: int, rows: int, cols: int) -> _Parts:
     """Returns how many rows and columns a step reads of an example. They are 0 if its program would be too large."""
     most = _STEP * tiles.PRODUCTS_PER_CYCLE / _multiplied(positions)
-    sides = itertools.product(tiles.parts(rows, rows), tiles.parts(cols, cols))
-    parts = [_Parts(r, c, max(rows // r, cols // c)) for r, c in sides if r + c <= most]
+    sides = itertools.product(_lengths(rows), _lengths(cols))
+    parts = [_Parts(r, c, max(-(-rows // r), -(-cols // c))) for r, c in sides if r + c <= most]
     return min(parts, key=lambda one: (one.steps, one.rows + one.cols), default=_Parts(0, 0, 0))
+
+
+def _lengths(size: int) -> list[int]:
+    """Returns lengths of parts of an axis. Where none divides it, the last part goes beyond it."""
+    beyond = [] if size % tiles.LANES == 0 else range(tiles.LANES, size, tiles.LANES)
+    return [*tiles.parts(size, size), *beyond]
+
+
+def additions(positions: int, rows: int, cols: int) -> tuple[int, int]:
+    """Returns how many additions a term of U_ts, and of W_ts, passes at most: those of a part, and of all parts."""
+    parts = _parts(positions, rows, cols)
+    lengths = ((rows, parts.rows), (cols, parts.cols))
+    counts = [min(size, length) + -(-size // length) for size, length in lengths]
+    return counts[0], counts[1]
 
 
 @functools.cache
@@ -121,8 +135,8 @@ def gram_norms(u: jax.Array, w: jax.Array, *, u_across: bool = False, w_across: 
         the same. The wrong answer costs a copy of u.
       w_across: The same of w.
 
-    Products are exact and are added in float32. A term of U_ts passes at most p additions, a term of W_ts at most q,
-    and a term of a sum over t and s at most 2 T + 64. No result of one example depends on another.
+    Products are exact and are added in float32. A term of U_ts or W_ts passes the additions that `additions` tells, and
+    a term of a sum over t and s at most 2 T + 64. No result of one example depends on another.
     """
     u, w = tiles.varied(u, w)
     size, positions = u.shape[:2]
@@ -143,7 +157,7 @@ def _sums(u: jax.Array, w: jax.Array, across: tuple[bool, bool]) -> tuple[jax.Ar
     size, positions, rows = u.shape
     cols = w.shape[2]
     parts, examples = _parts(positions, rows, cols), _examples(positions, rows, cols)
-    counts = (rows // parts.rows, cols // parts.cols)
+    counts = (pl.cdiv(rows, parts.rows), pl.cdiv(cols, parts.cols))
 
     def block(features: int, count: int, on_lanes: bool) -> Any:
         def place(i: jax.Array, k: jax.Array) -> tuple[Any, ...]:
@@ -161,7 +175,7 @@ def _sums(u: jax.Array, w: jax.Array, across: tuple[bool, bool]) -> tuple[jax.Ar
     matrices = pltpu.VMEM((examples, positions, positions), jnp.float32)
     vmem = _vmem(positions, rows, cols, u.dtype.itemsize)
     called = pl.pallas_call(
-        functools.partial(_kernel, across=across, counts=counts),
+        functools.partial(_kernel, across=across, counts=counts, sizes=(rows, cols)),
         grid=(pl.cdiv(size, examples), parts.steps),
         in_specs=[block(parts.rows, counts[0], across[0]), block(parts.cols, counts[1], across[1])],
         out_specs=[spec for spec, _ in results],
@@ -185,18 +199,24 @@ def _kernel(
     *,
     across: tuple[bool, bool],
     counts: tuple[int, int],
+    sizes: tuple[int, int],
 ) -> None:
     from jax.experimental import pallas as pl
 
     step = pl.program_id(1)
     examples = range(u.shape[0])
 
-    def add(x: Any, grams: Any, on_lanes: bool, alone: bool) -> None:
+    def add(x: Any, grams: Any, on_lanes: bool, count: int, size: int) -> None:
+        axis = 0 if on_lanes else 1
         for e in examples:
-            _add_gram(x[e].astype(jnp.bfloat16), grams.at[e], on_lanes, first=step == 0, alone=alone)
+            part = x[e].astype(jnp.bfloat16)
+            if part.shape[axis] * count > size:  # the last part goes beyond the array
+                place = lax.broadcasted_iota(jnp.int32, part.shape, axis) + step * part.shape[axis]
+                part = jnp.where(place < size, part, 0)
+            _add_gram(part, grams.at[e], on_lanes, first=step == 0, alone=count == 1)
 
-    for x, grams, on_lanes, count in zip((u, w), (grams_u, grams_w), across, counts, strict=True):
-        its = functools.partial(add, x, grams, on_lanes, count == 1)
+    for x, grams, on_lanes, count, size in zip((u, w), (grams_u, grams_w), across, counts, sizes, strict=True):
+        its = functools.partial(add, x, grams, on_lanes, count, size)
         if count == max(counts):
             its()
         else:
