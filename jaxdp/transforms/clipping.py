@@ -966,7 +966,7 @@ class _Component:
         if method != "keep":
             self._columns = [_ordered(*column) for column in self._columns]
         if method == "factors":
-            self.squared_norms = sites.squared_norms(*self._oriented_factors())
+            self.squared_norms = sites.squared_norms(self._oriented_factors(), own[0].rule.lanes)
             return
         if method == "drop":
             self.squared_norms = self._formed_twice(pull)
@@ -989,18 +989,13 @@ class _Component:
         terms = max(site.terms for site, _, _ in self._columns) + len(self._columns) + sites.lost_in_parts()
         return rounding.covered(squares, spread, 2 * rounding.of_sum(terms, squares.dtype) * apart)
 
-    def _oriented_factors(self) -> tuple[list[Any], list[dense.Lanes]]:
-        """Returns the factors of all sites and how they lie, swapped where a site applies the transposed weight."""
-        pairs: list[Any] = []
-        lanes: list[dense.Lanes] = []
-        alone = len(self._columns) == 1
-        for site, record, g in self._columns:
-            parts, w = site.factors(record, g)
-            of_u, of_w = site.rule.lanes
-            straight = alone or _axes(site) == _axes(self._columns[0][0])
-            pairs.append((parts, w) if straight else ((w,), parts[0]))
-            lanes.append((of_u, of_w) if straight else (of_w, of_u))
-        return pairs, lanes
+    def _oriented_factors(self) -> list[Any]:
+        """Returns the factors of all sites, swapped where a site applies the transposed weight."""
+        pairs = [site.factors(record, g) for site, record, g in self._columns]
+        if len(pairs) == 1:
+            return pairs
+        axes = [_axes(site) for site, _, _ in self._columns]
+        return [(parts, w) if own == axes[0] else ((w,), parts[0]) for own, (parts, w) in zip(axes, pairs, strict=True)]
 
     @property
     def rows(self) -> Any:

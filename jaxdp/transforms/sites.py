@@ -34,9 +34,6 @@ _BLOCK = 2048
 # block.
 _GRAM_ROWS, _GRAM_ROWS_TPU = 256, 1024
 
-# A layer of so many columns has the logits of a vocabulary.
-_VOCABULARY = 2**14
-
 # Gram matrices of at most this many blocks are computed without a loop on a GPU.
 _UNROLLED = 10
 
@@ -92,11 +89,8 @@ class Rule:
 
     @property
     def lanes(self) -> dense.Lanes:
-        """Whether XLA lays u, and w, with the positions on the lanes of a TPU.
-
-        It does next to heads of attention, and for the logits of a vocabulary.
-        """
-        return len(self.row_dims) > 1 or self.rows >= _VOCABULARY, len(self.col_dims) > 1 or self.cols >= _VOCABULARY
+        """Whether XLA lays u, and w, with the positions on the lanes of a TPU. It does next to heads of attention."""
+        return len(self.row_dims) > 1, len(self.col_dims) > 1
 
     def as_weight(self, grad: jax.Array) -> jax.Array:
         """Reshapes dV [groups, rows, cols] to the shape of the weight."""
@@ -1107,12 +1101,12 @@ def _counts(x: Pair, y: Pair) -> tuple[int, int, int]:
     return _additions(x[0], y[0]), _additions([x[1]], [y[1]]), entries
 
 
-def squared_norms(pairs: Sequence[Pair], lanes: Sequence[dense.Lanes] | None = None) -> jax.Array:
+def squared_norms(pairs: Sequence[Pair], lanes: dense.Lanes = (False, False)) -> jax.Array:
     """Computes ||sum_j sum_t u_jt w_jt^T||^2 [B] of every example, from the factors of the sites of one weight.
 
     Args:
       pairs: The factors of each site, as of `Site.factors`.
-      lanes: How XLA lays those of each site, as in `dense`.
+      lanes: How XLA lays those of a single site, as in `dense`.
 
     Formal guarantees:
       The root of the result times 1 + `rounding.SLACK` is at least the norm of the exact gradient, and that of the sum
@@ -1131,8 +1125,8 @@ def squared_norms(pairs: Sequence[Pair], lanes: Sequence[dense.Lanes] | None = N
     total, spread, lengths_u, lengths_w = jnp.zeros((4, 1), kind)
     apart = jnp.zeros((1, 1), kind)
     lengths: list[tuple[jax.Array, jax.Array]] = []
-    for pair, its_lanes in zip(pairs, lanes or [(False, False)] * len(pairs), strict=True):
-        square, its_spread, own = _gram_norm(pair, kind, its_lanes)
+    for pair in pairs:
+        square, its_spread, own = _gram_norm(pair, kind, lanes)
         total, spread = total + square, spread + its_spread
         for other, its in zip(pairs, lengths, strict=False):
             product, its_spread = _gram_sums(_grams(pair, other, kind), own, its, _counts(pair, other))
