@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxdp
 from jaxdp.transforms import forms
@@ -162,3 +163,24 @@ def test_a_batch_of_pictures_on_the_lanes():
 
 def test_the_kernels_serve_the_shapes_of_these_tests():
     assert all(kernel.suits(T, P, Q) for kernel in (gram, formed, weighted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("manual", [True, False])
+def test_a_program_of_several_devices_has_kernels_only_in_a_shard_map(manual):
+    """XLA cannot divide a kernel."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    params, batch = problem(dense)
+    batch = jax.device_put(batch[:2], NamedSharding(mesh, PartitionSpec("data")))
+    clipped = jaxdp.clipped_grad(dense, clip_norm=0.5)
+
+    def summed(params, batch):
+        return clipped(params, batch).grads
+
+    def shard(params, batch):
+        return jax.lax.psum(summed(params, batch), "data")
+
+    specs = (PartitionSpec(), PartitionSpec("data"))
+    function = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=PartitionSpec()) if manual else summed
+    text = jax.jit(function).trace(params, batch).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == (4 if manual else 0)
