@@ -110,7 +110,8 @@ def by_platform(
         return default(*jax.tree.unflatten(structure, leaves))
 
     mesh = jax.sharding.get_abstract_mesh()
-    program, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    # With one call in it, the program is not traced equation by equation where it is lowered.
+    program, shapes = jax.make_jaxpr(jax.jit(flat), return_shape=True)(*leaves)
     if any(isinstance(x, jax.core.Tracer) for x in program.consts):
         raise TypeError("default closes over a traced value. Pass the value as an argument of by_platform.")
 

@@ -27,8 +27,9 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import jax.ref
 from jax import lax
+from jax.interpreters import ad, batching, mlir
 
-from jaxdp.transforms import sites
+from jaxdp.transforms import shards, sites
 from jaxdp.transforms.precision import with_equations
 
 # Primitives whose body replaces the call.
@@ -281,15 +282,29 @@ class Plan:
         return dict(zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*self.consts, *args], strict=True))
 
 
-@jax.custom_jvp
-def _tapped(x: Any, tap: jax.Array) -> Any:
+_tap = jex.Primitive("jaxdp_tap")
+_tap.def_impl(lambda x, tap: x)
+_tap.def_abstract_eval(lambda x, tap: x)
+mlir.register_lowering(_tap, mlir.lower_fun(lambda x, tap: x, multiple_results=False))
+
+
+def _tapped(x: Any, tap: jax.Array) -> jax.Array:
     """Returns x + tap for a tap of zeros [1, ...]. It reads no tap, so none takes memory."""
-    return x
+    tapped: jax.Array = _tap.bind(x, tap)
+    return tapped
 
 
-@_tapped.defjvp
-def _tapped_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return primals[0], tangents[0] + tangents[1].reshape(tangents[0].shape)
+def _tap_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    x, _ = primals
+    of_x, of_tap = tangents
+    if isinstance(of_tap, ad.Zero):
+        return x, of_x
+    of_tap = shards.vary(of_tap.reshape(x.shape), shards.varying_axes(x))
+    return x, of_tap if isinstance(of_x, ad.Zero) else of_x + of_tap
+
+
+ad.primitive_jvps[_tap] = _tap_tangents
+batching.primitive_batchers[_tap] = lambda args, axes: (args[0], axes[0])
 
 
 def _read(env: dict[Any, Any], variables: Sequence[Any]) -> list[Any]:
