@@ -269,6 +269,7 @@ def cases(tiny: bool = False) -> dict[str, Callable[[], Steps]]:
         "MLP, 256": digits(mlp, 256),
         "CNN, 256": digits(bench_steps.Digits, 256),
         "small ViT, float32, 64 of 32 x 32": classifier("vit_tiny", 64, 16),
+        "ResNet-8, float32, 256": classifier("resnet20", 256, 64, depth=8),
         "ResNet-20, float32, 256": classifier("resnet20", 256, 64),
         "ResNet-20, bfloat16, 256": classifier("resnet20", 256, 64, **BF16),
         "WRN-16-4, float32, 256": classifier("wrn_16_4", 256, 64),
