@@ -691,7 +691,11 @@ def _chunk_sum(
     if f.engine == "vmap":
         result = _vmap(program, consts, moving, batch)
     else:
-        choose: Choice = lambda group, size: choose_method(group, size, f.engine == "auto")  # noqa: E731
+
+        def choose(component: list[sites.Site], size: int, has_kernel: bool) -> str:
+            # A kernel takes a tenth of the time in which XLA forms the gradients of a convolution.
+            return "drop" if has_kernel else choose_method(component, size, f.engine == "auto")
+
         result = _bookkeeping(program, consts, moving, batch, choose)
     finite = result.finite
     norms = rounding.root(result.squared_norms)
@@ -871,8 +875,8 @@ def _planned(program: _Program, consts: list[Any], moving: list[Any]) -> walker.
     return walker.make_plan(program.jaxpr, consts, inputs, close=(0,))
 
 
-# (sites of a component, entries of its leaves) -> "factors", "keep" or "drop".
-Choice = Callable[[list[sites.Site], int], str]
+# (sites of a component, entries of its leaves, whether a kernel forms it) -> "factors", "keep" or "drop".
+Choice = Callable[[list[sites.Site], int, bool], str]
 
 
 def _bookkeeping(program: _Program, consts: list[Any], moving: list[Any], batch: Any, choose: Choice) -> _PerExample:
@@ -956,11 +960,9 @@ class _Component:
         self.kept: dict[int, jax.Array] | None = None
         self.size = sum(leaves[i].size for i in self._members)
         self._pull = pull = _pull_back(program, leaves, self._members)
-        method = _applied(choose(own, self.size), program)
         alone = len(columns) == 1
-        # A kernel takes a tenth of the time in which XLA forms the gradients of a convolution.
-        if alone and own[0].kernels("drop", *columns[0][1:])[0] == "convolution" and _only_moves(program):
-            method = "drop"
+        has_kernel = alone and own[0].kernels("drop", *columns[0][1:])[0] == "convolution"
+        method = _applied(choose(own, self.size, has_kernel), program)
         # Site, record and cotangent.
         self._columns = [(site, *site.settled(method, r, g, alone=alone)) for site, r, g in columns]
         if method != "keep":

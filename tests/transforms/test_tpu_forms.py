@@ -124,6 +124,15 @@ def test_clipped_sums_and_norms(loss, dtype):
 
 
 @pytest.mark.slow
+def test_gradients_of_examples_are_formed_where_kernels_have_their_norms():
+    params, batch = problem(convolved)
+    with on_a_tpu():
+        found = jaxdp.clipped_grad(convolved, clip_norm=0.5).per_example(params, batch)
+    expected = gradients(convolved, params, batch).reshape(B, *SHAPES[convolved]["kernel"])
+    np.testing.assert_allclose(found.grads["kernel"], expected, atol=0.02 * np.abs(expected).max())
+
+
+@pytest.mark.slow
 def test_factors_of_eight_bits_would_be_seen(monkeypatch):
     params, batch = problem(dense)
     summed = weighted.weighted_sum
