@@ -50,7 +50,8 @@ def gram_norm(u: jax.Array, w: jax.Array, lanes: Lanes) -> Norm:
     slices, positions = u.shape[1:3]
     sums = gram.gram_norms(_merged(u), _merged(w), u_across=lanes[0], w_across=lanes[1])
     length_u, length_w = (rounding.root(x) for x in (sums.rows_u, sums.rows_w))
-    frobenius_u, frobenius_w = (rounding.root(x) for x in (sums.squares_u, sums.squares_w))
+    frobenius_u = _frobenius(sums.squares_u, sums.rows_u)
+    frobenius_w = _frobenius(sums.squares_w, sums.rows_w)
     r_u, r_w = gram.additions(positions, u.shape[-1], w.shape[-1])
     r_t = 2 * positions + 64
     spread = r_u * sums.rows_u.sum(1) * frobenius_w
@@ -59,6 +60,16 @@ def gram_norm(u: jax.Array, w: jax.Array, lanes: Lanes) -> Norm:
     spread *= rounding.eps(jnp.float32)
     total, error = (_apart(x, slices).sum(1) for x in (sums.products, spread))
     return total, error, (_apart(length_u, slices), _apart(length_w, slices))
+
+
+def _frobenius(squares: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns a bound on the norms [B] of Gram matrices, from the sums of their squares, which may under- or overflow.
+
+    The trace of a Gram matrix is a bound too.
+    """
+    positions = rows.shape[1]
+    flushed = positions * positions * rounding.FLUSHED
+    return jnp.minimum(rounding.root(squares + flushed), rows.sum(1))
 
 
 def formed_squares(u: jax.Array, w: jax.Array) -> jax.Array:

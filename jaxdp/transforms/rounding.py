@@ -31,6 +31,9 @@ import jax.numpy as jnp
 # A contribution exceeds the bound of its clipping rule by at most this fraction of it.
 SLACK = 2.0**-8
 
+# Products below the smallest normal float32 are flushed to zero. Each counts as this much instead.
+FLUSHED = 2.0**-126
+
 # Roundings of an entry of a contribution other than the additions over positions: the product with the clip factor, in
 # up to two parts, and the sums of the parts, of devices and of positions that are added apart. Parts of 8 bits lose
 # more, which the caller counts as terms.

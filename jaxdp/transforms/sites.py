@@ -24,9 +24,6 @@ from jax import lax
 from jaxdp.transforms import dense, forms, opaque, rounding, shards
 from jaxdp.transforms.kernels import convolution
 
-# Products below the smallest normal float32 are flushed to zero. Each counts as this much instead.
-_FLUSHED = 2.0**-126
-
 # Longer inner products are summed in blocks of this many terms, which rounds less.
 _BLOCK = 2048
 
@@ -368,6 +365,7 @@ class Conv(Rule):
     def of_pictures(self, record: Any) -> bool:
         """Returns whether each example is one picture, which `pictures` returns, and all channels are one group."""
         plain = self.groups == 1 and set(self.data_dilation) == {1} and len(self.window) == 2
+        plain = plain and min(itertools.chain(*self.padding)) >= 0
         return plain and record.shape[1 + self.numbers.lhs_spec[0]] == 1
 
     def pictures(self, record: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -961,7 +959,7 @@ def _squared_norms_of_rows(pairs: Sequence[Pair]) -> jax.Array:
     Equal rows are added in a table of T rows. Its cost is that of the rows, where Gram matrices cost T times as much.
     """
     index, w = _merged(pairs)
-    flushed = _FLUSHED * w.shape[-1] * (index >= 0).sum((1, 2)).astype(w.dtype)
+    flushed = rounding.FLUSHED * w.shape[-1] * (index >= 0).sum((1, 2)).astype(w.dtype)
     if len(pairs) == 1 and (pairs[0][0][0].distinct or w.shape[2] == 1):
         return _square(w).sum((1, 2, 3)) + flushed
     _, total = _summed(index, w)
@@ -1119,8 +1117,8 @@ def squared_norms(pairs: Sequence[Pair], lanes: dense.Lanes = (False, False)) ->
     cols = max(_width(w) for _, w in pairs)
     parts, w = pairs[0]
     if len(pairs) == 1 and w.shape[2] == 1:
-        square_u = sum(_square(p).sum((2, 3)) for p in parts) + rows * _FLUSHED
-        return (square_u * (_square(w).sum((2, 3)) + cols * _FLUSHED)).sum(1)
+        square_u = sum(_square(p).sum((2, 3)) for p in parts) + rows * rounding.FLUSHED
+        return (square_u * (_square(w).sum((2, 3)) + cols * rounding.FLUSHED)).sum(1)
     kind = wide_dtype(*jax.tree.leaves(pairs))
     total, spread, lengths_u, lengths_w = jnp.zeros((4, 1), kind)
     apart = jnp.zeros((1, 1), kind)
@@ -1134,6 +1132,6 @@ def squared_norms(pairs: Sequence[Pair], lanes: dense.Lanes = (False, False)) ->
         lengths.append(own)
         apart = apart + (own[0] * own[1]).sum(2)
         lengths_u, lengths_w = lengths_u + own[0].sum((1, 2)), lengths_w + own[1].sum((1, 2))
-    flushed = _FLUSHED * (rows * jnp.square(lengths_w) + cols * jnp.square(lengths_u))
+    flushed = rounding.FLUSHED * (rows * jnp.square(lengths_w) + cols * jnp.square(lengths_u))
     error = rounding.of_sum(_terms(pairs), kind) * rounding.root(jnp.square(apart).sum(1))
     return rounding.covered(total, spread, error) + flushed

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxdp
+from jaxdp.transforms import dense as dense_forms
 from jaxdp.transforms import forms
 from jaxdp.transforms.kernels import formed, gram, weighted
 
@@ -193,3 +194,17 @@ def test_a_program_of_several_devices_has_kernels_only_in_a_shard_map(manual):
     function = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=PartitionSpec()) if manual else summed
     text = jax.jit(function).trace(params, batch).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("tpu_custom_call") == (4 if manual else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1.0, 2.0**40, 2.0**-40])
+def test_bounds_of_the_rounding_neither_under_nor_overflow(scale):
+    """Squares of the entries of a Gram matrix are fourth powers of those of a layer."""
+    rng = np.random.default_rng(0)
+    u, w = (jnp.asarray(rng.normal(size=(2, 1, T, n)), jnp.bfloat16) for n in (P, Q))
+    u, w = u * jnp.bfloat16(scale), w * jnp.bfloat16(1 / scale)
+    with on_a_tpu():
+        squares, spread, _ = dense_forms.gram_norm(u, w, (False, False))
+    exact = np.einsum("bstp,bstq->bspq", np.float64(u), np.float64(w))
+    np.testing.assert_allclose(squares, np.square(exact).sum((1, 2, 3)), rtol=1e-4)
+    assert np.all(spread / squares > 1e-6) and np.all(spread / squares < 1e-2)

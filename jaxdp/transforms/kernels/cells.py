@@ -297,6 +297,9 @@ def _sums(plan: Plan, bounds: bool, a: jax.Array, b: jax.Array) -> list[jax.Arra
     # A unit adds the rows of a product one after the other. The sum of all entries is one over rows, then lanes.
     spread = len(a) * _folded(square_a * sum_b) + len(b) * _folded(square_b * sum_a)
     spread += (plan.lanes + LANES) * _folded(data * cotangents)
+    # Products that underflow count at their upper bound, so tiny data cannot hide a gradient behind huge cotangents.
+    least = rounding.FLUSHED / rounding.eps(jnp.float32)
+    spread += least * (len(a) * _folded(sum_b) + len(b) * _folded(sum_a) + plan.lanes)
     return [squares, apart, rounding.eps(jnp.float32) * spread]
 
 
