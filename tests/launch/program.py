@@ -12,6 +12,7 @@ import warnings
 from unittest import mock
 
 import absl.logging
+import jax
 from absl import flags
 from absl.testing import flagsaver
 
@@ -71,6 +72,7 @@ def call(arguments):
     out, err, code = io.StringIO(), io.StringIO(), 0
     logger, verbosity, parsed = logging.getLogger(), absl.logging.get_verbosity(), flags.FLAGS.is_parsed()
     handlers, level = logger.handlers[:], logger.level
+    platforms = jax.config.values["jax_platforms"]  # which a plan for another machine sets, and a token names
     with contextlib.ExitStack() as stack:
         stack.enter_context(flagsaver.flagsaver())
         stack.enter_context(mock.patch.object(sys, "argv", [module, *flags_of_it]))
@@ -92,6 +94,7 @@ def call(arguments):
             logger.handlers[:] = handlers
             absl.logging.set_verbosity(verbosity)
             logger.setLevel(level)
+            jax.config.update("jax_platforms", platforms)
             if not parsed:
                 flags.FLAGS.unparse_flags()
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
