@@ -473,20 +473,9 @@ class _Program(NamedTuple):
 Sums = tuple[list[jax.Array], tuple[jax.Array, jax.Array, Any, jax.Array], jax.Array]
 
 
-def _sums_of(
-    f: ClippedGrad,
-    program: _Program,
-    consts: list[Any],
-    moving: list[Any],
-    batch: Any,
-    unmasked: jax.Array,
-    clip_norm: Any,
-    bound: Any,
-) -> Sums:
-    """Computes the clipped sums of a batch, in the forms of the platform that it is compiled for."""
-    sums: Sums = forms.for_platform(
-        functools.partial(_sums_on_platform, f, program), consts, moving, batch, unmasked, clip_norm, bound
-    )
+def _sums_of(f: ClippedGrad, program: _Program, *arguments: Any) -> Sums:
+    """Returns `_sums_on_platform`, in the forms of the platform that the program is compiled for."""
+    sums: Sums = forms.for_platform(functools.partial(_sums_on_platform, f, program), *arguments)
     return sums
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdp.transforms import dense, forms, opaque, rounding, shards
-from jaxdp.transforms.kernels import convolution
+from jaxdp.transforms.kernels import cells, convolution
 
 # Longer inner products are summed in blocks of this many terms, which rounds less.
 _BLOCK = 2048
@@ -357,10 +357,9 @@ class Conv(Rule):
         return self._as_weight(grad.reshape(*self.window, -1, self.cols))
 
     @property
-    def geometry(self) -> dict[str, Any]:
+    def geometry(self) -> cells.Geometry:
         """The arguments of the kernels of convolutions."""
-        names = ("window", "strides", "padding", "kernel_dilation")
-        return {name: getattr(self, name) for name in names}
+        return cells.Geometry(self.window, self.strides, self.padding, self.kernel_dilation)
 
     def of_pictures(self, record: Any) -> bool:
         """Returns whether each example is one picture, which `pictures` returns, and all channels are one group."""
@@ -742,9 +741,9 @@ class Site:
             return "", ""
         norm = total = ""
         if isinstance(rule, Conv) and not self.lengths and rule.of_pictures(record):
-            pictures = jax.eval_shape(rule.pictures, record, g)
-            norm = "convolution" if convolution.suits(*pictures, **rule.geometry) else ""
-            total = "convolution" if convolution.sums_suit(*pictures, **rule.geometry) else ""
+            x, cotangents = jax.eval_shape(rule.pictures, record, g)
+            norm = "convolution" if convolution.suits(x, cotangents, rule.geometry) else ""
+            total = "convolution" if convolution.sums_suit(x, cotangents, rule.geometry) else ""
         if rule.is_dense and not total:  # where the batch is on the lanes, a dense layer would be copied
             served = dense.costs(rule.positions * self.repeats, rule.rows, rule.cols)
             norm = "dense" if {"factors": "gram", "drop": "formed"}.get(method) in served else norm
@@ -782,7 +781,7 @@ class Site:
         def by_convolution(record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
             assert isinstance(rule, Conv)
             pictures, cotangents = rule.pictures(record, g)
-            return rule.as_weight(convolution.weighted_sum(pictures, cotangents, factors, **rule.geometry))
+            return rule.as_weight(convolution.weighted_sum(pictures, cotangents, factors, rule.geometry))
 
         def by_xla(record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
             record, g = settled_at(rule, record, g)
@@ -837,7 +836,7 @@ class Site:
         def by_convolution(record: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             assert isinstance(self.rule, Conv)
             pictures = self.rule.pictures(record, g)
-            squares, apart, spread = convolution.norms_and_bounds(*pictures, **self.rule.geometry)
+            squares, apart, spread = convolution.norms_and_bounds(*pictures, self.rule.geometry)
             return squares, spread, apart
 
         kernel, _ = self.kernels("drop", record, g)

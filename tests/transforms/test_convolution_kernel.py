@@ -45,11 +45,12 @@ def arrays(
     out = [(n - span) // s + 1 for n, span, s in zip(padded, spans, strides, strict=True)]
     x = numbers((batch, *size, channels), 1, dtype)
     g = numbers((batch, *out, outputs), 2, dtype)
-    return x, g, {"window": window, "strides": strides, "padding": padding, "kernel_dilation": dilation}
+    return x, g, cells.Geometry.of(window, strides, padding, dilation)
 
 
-def by_numpy(x, g, window, strides, padding, kernel_dilation, factors=None):
+def by_numpy(x, g, geometry, factors=None):
     """Squared norms in float64, or the weighted sum of the gradients, one kernel position at a time."""
+    window, strides, padding, kernel_dilation = geometry
     x, g = np.asarray(x, np.float64), np.asarray(g, np.float64)
     x = np.pad(x, [(0, 0), *padding, (0, 0)])
     rows, columns = g.shape[1:3]
@@ -62,17 +63,18 @@ def by_numpy(x, g, window, strides, padding, kernel_dilation, factors=None):
     return np.sum(results, 0) if factors is None else np.reshape(results, (*window, *results[0].shape))
 
 
-GEOMETRY = ("window", "strides", "padding", "kernel_dilation")
 # One program for equal shapes. Eager calls compile each operation around the kernel by itself.
-norms_of = jax.jit(convolution.squared_norms, static_argnames=GEOMETRY)
+@functools.partial(jax.jit, static_argnames="geometry")
+def norms_of(x, g, geometry):
+    return convolution.norms_and_bounds(x, g, geometry)[0]
 
 
 def arrays_of_form(by_cells, sides, on_lanes, *args, **kwargs):
     """Returns `arrays(...)`, and tells if they no longer take the form that a test is for."""
     x, g, geometry = arrays(*args, **kwargs)
-    plan = cells.Plan.of(cells.Geometry.of(**geometry), x, g)
+    plan = cells.Plan.of(geometry, x, g)
     assert (plan.by_cells, plan.sides, lanes.batch_on_lanes(plan, len(x))) == (by_cells, sides, on_lanes)
-    assert convolution.suits(x, g, **geometry)
+    assert convolution.suits(x, g, geometry)
     return x, g, geometry
 
 
@@ -102,9 +104,9 @@ def test_norms_equal_those_of_numpy(name):
     """Fails if a cell beside the grid counts, a phase meets another's channels, or an example another's cells."""
     *form, batch, size, channels, outputs, options = CASES[name]
     x, g, geometry = arrays_of_form(*form, batch, size, channels, outputs, **options)
-    norms = norms_of(x, g, **geometry)
+    norms = norms_of(x, g, geometry)
     assert norms.dtype == jnp.float32
-    np.testing.assert_allclose(norms, by_numpy(x, g, **geometry), rtol=3e-6)
+    np.testing.assert_allclose(norms, by_numpy(x, g, geometry), rtol=3e-6)
 
 
 @pytest.mark.slow
@@ -112,9 +114,9 @@ def test_norms_equal_those_of_numpy(name):
 def test_nan_of_one_example_does_not_reach_another(batch, on_lanes):
     """Fails if a product with zeros takes the place of a mask where examples share the lanes."""
     x, g, geometry = arrays_of_form(True, 2, on_lanes, batch, (8, 8), 16, 16)
-    clean = by_numpy(x, g, **geometry)
-    np.testing.assert_allclose(norms_of(x, g, **geometry), clean, rtol=3e-6)
-    norms = norms_of(x.at[1].set(jnp.nan), g.at[4, -1].set(jnp.inf), **geometry)
+    clean = by_numpy(x, g, geometry)
+    np.testing.assert_allclose(norms_of(x, g, geometry), clean, rtol=3e-6)
+    norms = norms_of(x.at[1].set(jnp.nan), g.at[4, -1].set(jnp.inf), geometry)
     dirty = np.isin(np.arange(batch), [1, 4])
     assert not np.isfinite(norms[dirty]).any()
     np.testing.assert_allclose(norms[~dirty], clean[~dirty], rtol=3e-6)
@@ -135,9 +137,9 @@ def test_a_weighted_sum_equals_that_of_numpy(batch, size, outputs, options):
     x, g, geometry = arrays(batch, size, 5, outputs, **options)
     factors = np.random.default_rng(3).uniform(size=batch).astype(np.float32)
     factors[[3, -2]] = 0
-    want = by_numpy(x, g, **geometry, factors=factors)
-    assert convolution.sums_suit(x, g, **geometry)
-    total = jax.jit(functools.partial(convolution.weighted_sum, **geometry))(x.at[3].set(jnp.nan), g, factors)
+    want = by_numpy(x, g, geometry, factors=factors)
+    assert convolution.sums_suit(x, g, geometry)
+    total = jax.jit(functools.partial(convolution.weighted_sum, geometry=geometry))(x.at[3].set(jnp.nan), g, factors)
     assert (total.dtype, total.shape) == (jnp.float32, (3, 3, 5, outputs))
     np.testing.assert_allclose(total, want, rtol=1e-4, atol=2e-6 * np.abs(want).max())
 
@@ -152,11 +154,11 @@ def test_bounds_cover_the_norm_whose_terms_cancel(form, size):
     # Rows of equal data, whose cotangents nearly cancel.
     x = x.at[:, 1:].set(x[:, :1])
     g = g.at[:, 1::2].set(-g[:, : g.shape[1] // 2 * 2 : 2])
-    norms, apart, spread = jax.jit(functools.partial(convolution.norms_and_bounds, **geometry))(x, g)
-    want = by_numpy(x, g, **geometry)
+    norms, apart, spread = jax.jit(functools.partial(convolution.norms_and_bounds, geometry=geometry))(x, g)
+    want = by_numpy(x, g, geometry)
     assert (np.abs(norms - want) <= spread + 1e-6 * want).all()
     lengths = (np.sqrt(np.square(y).sum((1, 2, 3))) for y in (x, g))
-    assert (apart >= np.sqrt(by_numpy(np.abs(x), np.abs(g), **geometry)) * (1 - 1e-6)).all()
+    assert (apart >= np.sqrt(by_numpy(np.abs(x), np.abs(g), geometry)) * (1 - 1e-6)).all()
     assert (apart <= 3 * np.prod(list(lengths), 0) * (1 + 1e-6)).all()
     assert (spread < 1e-2 * want).all()
     assert (spread > 0).all() == form[0]
@@ -167,22 +169,22 @@ def test_numbers_between_those_of_bfloat16_are_rounded():
     """Fails if the lower half of a number is cut off, which makes all numbers smaller, or reaches its neighbour."""
     x, g, geometry = arrays(256, (8, 8), 16, 16)
     x = x + jnp.abs(x) * 0.003
-    want = by_numpy(x.astype(jnp.bfloat16), g, **geometry)
-    np.testing.assert_allclose(norms_of(x, g, **geometry), want, rtol=3e-6)
+    want = by_numpy(x.astype(jnp.bfloat16), g, geometry)
+    np.testing.assert_allclose(norms_of(x, g, geometry), want, rtol=3e-6)
 
 
 def test_an_empty_batch_has_no_norms():
     x, g, geometry = arrays(0, (5, 6), 3, 4)
-    assert convolution.squared_norms(x, g, **geometry).shape == (0,)
+    assert norms_of(x, g, geometry).shape == (0,)
 
 
 @pytest.mark.slow
 def test_a_mapped_axis_is_part_of_the_batch():
     """Fails if an argument that is not mapped is not repeated, or if rows change places."""
     x, g, geometry = arrays(6, (5, 4), 3, 4)
-    norms = functools.partial(convolution.squared_norms, **geometry)
+    norms = functools.partial(norms_of, geometry=geometry)
     pairs = jax.jit(jax.vmap(norms, in_axes=(None, 0)))(x[:3], g.reshape(2, 3, *g.shape[1:]))
-    want = [by_numpy(x[:3], g[first : first + 3], **geometry) for first in (0, 3)]
+    want = [by_numpy(x[:3], g[first : first + 3], geometry) for first in (0, 3)]
     np.testing.assert_allclose(pairs, want, rtol=3e-6)
 
 
@@ -197,8 +199,8 @@ def sharded(function, check_vma):
 def test_each_device_computes_the_norms_of_its_examples():
     """Fails if the kernel meets examples of another device. The interpreter does not track what varies."""
     x, g, geometry = arrays(4, (5, 4), 3, 4)
-    norms = functools.partial(convolution.squared_norms, **geometry)
-    np.testing.assert_allclose(sharded(norms, check_vma=False)(x, g), by_numpy(x, g, **geometry), rtol=3e-6)
+    norms = functools.partial(norms_of, geometry=geometry)
+    np.testing.assert_allclose(sharded(norms, check_vma=False)(x, g), by_numpy(x, g, geometry), rtol=3e-6)
 
 
 @pytest.mark.parametrize(
@@ -216,13 +218,13 @@ def test_the_kernel_says_which_shapes_it_serves(x, g, window, served):
     x, g = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x, g))
     ones = (1,) * len(window)
     padding = [(n // 2, n // 2) for n in window]
-    answer = convolution.suits(x, g, window=window, strides=ones, padding=padding, kernel_dilation=ones)
+    answer = convolution.suits(x, g, cells.Geometry.of(window, ones, padding, ones))
     assert answer is served
 
 
 def test_other_types_are_refused():
     x, g, geometry = arrays(2, (5, 4), 3, 4)
-    assert not convolution.suits(x.astype(jnp.float16), g, **geometry)
+    assert not convolution.suits(x.astype(jnp.float16), g, geometry)
 
 
 @pytest.mark.slow
@@ -233,10 +235,10 @@ def test_the_kernel_is_lowered_for_several_tpus(monkeypatch, batch):
     x, g, geometry = arrays(batch, (16, 8), 16, 16)
 
     def both(x, g):
-        norms = convolution.squared_norms(x, g, **geometry)
-        if not convolution.sums_suit(x, g, **geometry):
+        norms = norms_of(x, g, geometry)
+        if not convolution.sums_suit(x, g, geometry):
             return norms
-        return norms + convolution.weighted_sum(x, g, norms, **geometry).sum()
+        return norms + convolution.weighted_sum(x, g, norms, geometry).sum()
 
     text = sharded(both, check_vma=True).trace(x, g).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("tpu_custom_call") == 1 + (batch == 256)
@@ -247,8 +249,8 @@ def test_a_mapped_axis_of_a_weighted_sum_is_a_loop():
     """Fails if factors of one mapped row meet another."""
     x, g, geometry = arrays(128, (8, 16), 4, 4)
     factors = np.random.default_rng(3).uniform(size=(2, 128)).astype(np.float32)
-    total = functools.partial(convolution.weighted_sum, **geometry)
+    total = functools.partial(convolution.weighted_sum, geometry=geometry)
     sums = jax.jit(jax.vmap(total, in_axes=(None, None, 0)))(x, g, factors)
     for found, own in zip(sums, factors, strict=True):
-        want = by_numpy(x, g, **geometry, factors=own)
+        want = by_numpy(x, g, geometry, factors=own)
         np.testing.assert_allclose(found, want, rtol=1e-4, atol=2e-6 * np.abs(want).max())

@@ -33,8 +33,19 @@ PRODUCT_BYTES = 2**22
 Pairs = tuple[tuple[int, int], ...]
 
 
+# What a kernel of norms returns for an example: the squared norm, M and E.
+RESULTS = 3
+
+
 class Geometry(NamedTuple):
-    """The arguments of a convolution."""
+    """The arguments of a convolution.
+
+    Attributes:
+      window: The height and the width of the kernel.
+      strides: The steps of the kernel along H and W.
+      padding: (low, high) zeros around H and W. Data that are padded already need none.
+      kernel_dilation: The steps between entries of the kernel.
+    """
 
     window: tuple[int, ...]
     strides: tuple[int, ...]
@@ -257,28 +268,23 @@ def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[tuple[jax.Array
     return stacks
 
 
-def norm_of(plan: Plan, bounds: bool) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
-    """Returns a function of the words of data and cotangents that returns partial sums [1, 128].
-
-    They are those of the squares, and with `bounds` those of M and of E.
-    """
+def norm_of(plan: Plan) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
+    """Returns a function of the words of data and cotangents that returns partial sums [1, 128] of `RESULTS`."""
     stacks = _stacks(plan)
 
     def norm(data: jax.Array, cotangents: jax.Array) -> list[jax.Array]:
-        of_phases = [_sums(plan, bounds, a, b) for a, b in stacks(data, cotangents)]
+        of_phases = [_sums(plan, a, b) for a, b in stacks(data, cotangents)]
         return [functools.reduce(jnp.add, rows) for rows in zip(*of_phases, strict=True)]
 
     return norm
 
 
-def _sums(plan: Plan, bounds: bool, a: jax.Array, b: jax.Array) -> list[jax.Array]:
-    """Returns partial sums of the squared norm of a b^T, and with `bounds` of M and E."""
+def _sums(plan: Plan, a: jax.Array, b: jax.Array) -> list[jax.Array]:
+    """Returns partial sums of the squared norm of a b^T, of M and of E."""
     product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
     if not plan.by_cells:
         gradient = product(a, b, (((1,), (1,)), ((), ())))
         squares = _folded(gradient * gradient)
-        if not bounds:
-            return [squares]
         apart = _folded(_length(a) * _length(b))
         return [squares, apart, jnp.zeros_like(apart)]
     over_rows = (((0,), (0,)), ((), ()))
@@ -286,8 +292,6 @@ def _sums(plan: Plan, bounds: bool, a: jax.Array, b: jax.Array) -> list[jax.Arra
     own = _same((plan.lanes, plan.lanes), plan.slot)
     data, cotangents = (jnp.where(own, product(y, y, over_rows), 0.0) for y in (a, b))
     squares = _folded(data * cotangents)
-    if not bounds:
-        return [squares]
     diagonal = _same((plan.lanes, plan.lanes), 1)
     square_a, square_b = (jnp.sum(jnp.where(diagonal, y, 0.0), 0, keepdims=True) for y in (data, cotangents))
     apart = _folded(jnp.sqrt(square_a) * jnp.sqrt(square_b))

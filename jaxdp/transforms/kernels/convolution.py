@@ -24,39 +24,25 @@ BLOCK_BYTES = 2**20
 PASSES = 2**15
 
 
-def suits(
-    x: Any,
-    g: Any,
-    *,
-    window: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
-    kernel_dilation: Sequence[int] = (1, 1),
-) -> bool:
-    """Returns whether `squared_norms` serves arrays of these shapes and types.
+def suits(x: Any, g: Any, geometry: cells.Geometry) -> bool:
+    """Returns whether `norms_and_bounds` serves arrays of these shapes and types.
 
     It refuses kernels that are not of two dimensions, empty arrays, other types than bfloat16 and float32, and images
     that do not fit into the memory of a chip.
     """
-    if len(window) != 2 or not math.prod((*x.shape[1:], *g.shape[1:])):
+    if len(geometry.window) != 2 or not math.prod((*x.shape[1:], *g.shape[1:])):
         return False
     if {jnp.dtype(x.dtype), jnp.dtype(g.dtype)} - {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
         return False
-    plan = cells.Plan.of(cells.Geometry.of(window, strides, padding, kernel_dilation), x, g)
+    plan = cells.Plan.of(geometry, x, g)
     blocks = 2 * 2 * sum(plan.heights) * plan.lanes
     return plan.passes <= PASSES and plan.stored + blocks <= lanes.KERNEL_BYTES // 4
 
 
-def squared_norms(
-    x: jax.Array,
-    g: jax.Array,
-    *,
-    window: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
-    kernel_dilation: Sequence[int] = (1, 1),
-) -> jax.Array:
-    """Returns the squared norm of each example's gradient of a convolution's kernel, float32 [B].
+def norms_and_bounds(x: jax.Array, g: jax.Array, geometry: cells.Geometry) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the squared norm of each example's gradient of a convolution's kernel, and M and E of it, float32 [B].
+
+    M and E are those of `jaxdp.transforms.rounding`.
 
     The gradient of example i is dV_i[p, c, k] = sum over positions t of x_i[s t + d p - lo, c] g_i[t, k], for
     strides s, dilations d and padding lo. Neither it nor patches of the data are written. Entries are rounded to
@@ -66,26 +52,9 @@ def squared_norms(
     Args:
       x: [B, H, W, C], the data, bfloat16 or float32.
       g: [B, OH, OW, K], the cotangents of the result, likewise.
-      window: The height and the width of the kernel.
-      strides: The steps of the kernel along H and W.
-      padding: (low, high) zeros around H and W. Data that are padded already need none.
-      kernel_dilation: The steps between entries of the kernel.
+      geometry: The other arguments of the convolution.
 
     A mapped axis of `jax.vmap` becomes part of the batch.
-    """
-    return _varying(cells.Geometry.of(window, strides, padding, kernel_dilation), x, g, bounds=False)[0]
-
-
-def norms_and_bounds(
-    x: jax.Array,
-    g: jax.Array,
-    *,
-    window: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
-    kernel_dilation: Sequence[int] = (1, 1),
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns `squared_norms`, and M and E of `jaxdp.transforms.rounding`, float32 [B] each.
 
     Formal guarantees:
       Up to the rounding of M and E themselves, M is at least the norm of the gradient of |x| and |g|, so (T + 8) eps M
@@ -93,22 +62,18 @@ def norms_and_bounds(
       from the first result by at most E and the rounding of a sum of squares. E is 0 where the kernel forms the
       gradient, whose entries are rounded as M tells.
     """
-    squares, apart, spread = _varying(cells.Geometry.of(window, strides, padding, kernel_dilation), x, g, bounds=True)
+    axes = shards.varying_axes(x, g)
+    squares, apart, spread = _mapped_norms(geometry, shards.vary(x, axes), shards.vary(g, axes))
     return squares, apart, spread
 
 
-def _varying(geometry: cells.Geometry, x: jax.Array, g: jax.Array, bounds: bool) -> jax.Array:
-    axes = shards.varying_axes(x, g)
-    return _mapped_norms(geometry, bounds, shards.vary(x, axes), shards.vary(g, axes))
-
-
-def _mapped_norms(geometry: cells.Geometry, bounds: bool, x: jax.Array, g: jax.Array) -> jax.Array:
-    norms = custom_vmap(functools.partial(_norms, geometry, bounds))
+def _mapped_norms(geometry: cells.Geometry, x: jax.Array, g: jax.Array) -> jax.Array:
+    norms = custom_vmap(functools.partial(_norms, geometry))
 
     @norms.def_vmap
     def mapped(size: int, batched: Sequence[bool], x: jax.Array, g: jax.Array) -> tuple[jax.Array, bool]:
         x, g = (y.reshape(-1, *y.shape[2:]) for y in _all_mapped(size, batched, (x, g)))
-        results = _mapped_norms(geometry, bounds, x, g)
+        results = _mapped_norms(geometry, x, g)
         return results.reshape(len(results), size, -1).swapaxes(0, 1), True
 
     result: jax.Array = norms(x, g)
@@ -121,46 +86,28 @@ def _all_mapped(size: int, batched: Sequence[bool], arrays: Sequence[jax.Array])
     return [y if own else jnp.broadcast_to(y, (size, *y.shape)) for y, own in pairs]
 
 
-def _norms(geometry: cells.Geometry, bounds: bool, x: jax.Array, g: jax.Array) -> jax.Array:
-    """Returns squared norms [1, B], with `bounds` followed by M and E, [3, B]."""
+def _norms(geometry: cells.Geometry, x: jax.Array, g: jax.Array) -> jax.Array:
+    """Returns squared norms, M and E, [3, B]."""
     if not len(x):
-        return jnp.broadcast_to(jnp.sum(x.astype(jnp.float32), (1, 2, 3)), (3 if bounds else 1, 0))
+        return jnp.broadcast_to(jnp.sum(x.astype(jnp.float32), (1, 2, 3)), (cells.RESULTS, 0))
     plan = cells.Plan.of(geometry, x, g)
-    norms = lanes.squared_norms if lanes.batch_on_lanes(plan, len(x)) else _norms_of_blocks
-    return norms(plan, geometry.strides, x, g, bounds)
+    norms = lanes.norms if lanes.batch_on_lanes(plan, len(x)) else _norms_of_blocks
+    return norms(plan, geometry.strides, x, g)
 
 
-def sums_suit(
-    x: Any,
-    g: Any,
-    *,
-    window: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
-    kernel_dilation: Sequence[int] = (1, 1),
-) -> bool:
+def sums_suit(x: Any, g: Any, geometry: cells.Geometry) -> bool:
     """Returns whether `weighted_sum` serves arrays of these shapes and types: those whose batch is on the lanes."""
-    pads = [(low, high) for low, high in padding]
-    if not x.shape[0] or not suits(x, g, window=window, strides=strides, padding=pads, kernel_dilation=kernel_dilation):
+    if not x.shape[0] or not suits(x, g, geometry):
         return False
-    plan = cells.Plan.of(cells.Geometry.of(window, strides, padding, kernel_dilation), x, g)
+    plan = cells.Plan.of(geometry, x, g)
     stored = 4 * sum(rows * columns for rows, columns in plan.sizes)
     return lanes.batch_on_lanes(plan, x.shape[0]) and stored <= cells.PRODUCT_BYTES
 
 
-def weighted_sum(
-    x: jax.Array,
-    g: jax.Array,
-    factors: jax.Array,
-    *,
-    window: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[tuple[int, int]] = ((0, 0), (0, 0)),
-    kernel_dilation: Sequence[int] = (1, 1),
-) -> jax.Array:
+def weighted_sum(x: jax.Array, g: jax.Array, factors: jax.Array, geometry: cells.Geometry) -> jax.Array:
     """Returns the weighted sum of the examples' gradients of a convolution's kernel, float32 [*window, C, K].
 
-    The gradient of an example is that of `squared_norms`, as are the other arguments. Its factor multiplies it in
+    The gradient of an example is that of `norms_and_bounds`, as are the other arguments. Its factor multiplies it in
     float32. An example whose factor is 0 adds 0, whatever it holds.
 
     Args:
@@ -169,7 +116,7 @@ def weighted_sum(
     A mapped axis of `jax.vmap` becomes a loop.
     """
     axes = shards.varying_axes(x, g, factors)
-    total = custom_vmap(functools.partial(_sum, cells.Geometry.of(window, strides, padding, kernel_dilation)))
+    total = custom_vmap(functools.partial(_sum, geometry))
 
     @total.def_vmap
     def mapped(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
@@ -192,8 +139,8 @@ def _sum(geometry: cells.Geometry, x: jax.Array, g: jax.Array, factors: jax.Arra
     return jnp.concatenate(parts, 1)[:, jnp.argsort(jnp.array(order))]
 
 
-def _norms_of_blocks(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array, bounds: bool) -> jax.Array:
-    """Returns the squared norms of examples whose cells XLA brings onto the lanes."""
+def _norms_of_blocks(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array) -> jax.Array:
+    """Returns the squared norms, M and E of examples whose cells XLA brings onto the lanes."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -204,10 +151,8 @@ def _norms_of_blocks(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g
     width = cotangents.shape[1]
     size = max(1, min(groups, BLOCK_BYTES // (2 * (height + width) * places)))
 
-    results = 3 if bounds else 1
-
     def kernel(data: jax.Array, cotangents: jax.Array, sums: jax.Array) -> None:
-        norm = cells.norm_of(plan, bounds)
+        norm = cells.norm_of(plan)
 
         def example(i: jax.Array) -> None:
             for row, values in enumerate(norm(cells.words_of(data[i]), cells.words_of(cotangents[i]))):
@@ -223,12 +168,12 @@ def _norms_of_blocks(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g
             pl.BlockSpec((size, width, places), lambda step: (step, 0, 0)),
         ],
         # The middle axis makes a block of any number of examples whole in the last two.
-        out_specs=pl.BlockSpec((size, results, cells.LANES), lambda step: (step, 0, 0)),
-        out_shape=shards.shape_like(data, (groups, results, cells.LANES), jnp.float32),
+        out_specs=pl.BlockSpec((size, cells.RESULTS, cells.LANES), lambda step: (step, 0, 0)),
+        out_shape=shards.shape_like(data, (groups, cells.RESULTS, cells.LANES), jnp.float32),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=lanes.LIMIT_BYTES),
     )(data, cotangents)
-    by_example = jnp.sum(sums.reshape(groups, results, plan.sides, -1), 3)
-    return by_example.swapaxes(0, 1).reshape(results, -1)[:, :batch]
+    by_example = jnp.sum(sums.reshape(groups, cells.RESULTS, plan.sides, -1), 3)
+    return by_example.swapaxes(0, 1).reshape(cells.RESULTS, -1)[:, :batch]
 
 
 def _phases(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array) -> jax.Array:

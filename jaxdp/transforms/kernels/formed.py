@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdp.transforms import shards
-from jaxdp.transforms.kernels import gram, tiles
+from jaxdp.transforms.kernels import tiles
 
 # Cycles of products in one step of the grid. They bound the size of the program.
 _STEP = 6_500
@@ -75,16 +75,6 @@ def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bo
         return False
     blocks = _blocks(positions, rows, cols, kind.itemsize)
     return blocks.rows > 0 and tiles.fits(_vmem(positions, blocks, kind.itemsize))
-
-
-def cheaper(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bool:
-    """Returns whether `formed_norms` costs less than `gram_norms`, by their estimates, or alone serves the shapes."""
-    if not suits(positions, rows, cols, dtype):
-        return False
-    if not gram.suits(positions, rows, cols, dtype):
-        return True
-    itemsize = jnp.dtype(dtype).itemsize
-    return cycles(positions, rows, cols, itemsize) < gram.cycles(positions, rows, cols, itemsize)
 
 
 def formed_norms(u: jax.Array, w: jax.Array) -> jax.Array:

@@ -93,17 +93,16 @@ class _Blocks:
         lax.fori_loop(0, self.number, turn, 0)
 
 
-def squared_norms(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array, bounds: bool) -> jax.Array:
-    """Returns the squared norms where the batch is on the lanes."""
+def norms(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array) -> jax.Array:
+    """Returns the squared norms, M and E, [3, B], where the batch is on the lanes."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     blocks = _Blocks(plan, strides, x, g)
-    results = 3 if bounds else 1
 
     def kernel(data: Any, cotangents: Any, result: Any, *memory: Any) -> None:
         *parts, sums, written = memory
-        norm = cells.norm_of(plan, bounds)
+        norm = cells.norm_of(plan)
 
         def compute(block: jax.Array, words: Callable[[jax.Array], list[jax.Array]]) -> None:
             def example(i: jax.Array) -> None:
@@ -122,16 +121,16 @@ def squared_norms(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: j
         kernel,
         in_specs=[everywhere, everywhere],
         out_specs=everywhere,
-        out_shape=shards.shape_like(x, (blocks.number, results, cells.LANES, cells.LANES), jnp.float32),
+        out_shape=shards.shape_like(x, (blocks.number, cells.RESULTS, cells.LANES, cells.LANES), jnp.float32),
         scratch_shapes=[
             *blocks.memory,
-            pltpu.VMEM((results, cells.LANES, cells.LANES), jnp.float32),
+            pltpu.VMEM((cells.RESULTS, cells.LANES, cells.LANES), jnp.float32),
             pltpu.SemaphoreType.DMA(()),
         ],
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=LIMIT_BYTES),
     )(*blocks.arrays)
-    by_example = jnp.sum(sums.reshape(blocks.number, results, cells.LANES, plan.sides, -1), 4)
-    return by_example.transpose(1, 0, 3, 2).reshape(results, -1)
+    by_example = jnp.sum(sums.reshape(blocks.number, cells.RESULTS, cells.LANES, plan.sides, -1), 4)
+    return by_example.transpose(1, 0, 3, 2).reshape(cells.RESULTS, -1)
 
 
 def weighted_sums(
