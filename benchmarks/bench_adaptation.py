@@ -1,22 +1,24 @@
-"""Times a private adaptation step against the method's plain step and a forward pass, and its memory.
+"""Times a private adaptation step against the method's plain step and a forward pass, and its
+memory.
 
     python -m benchmarks.bench_adaptation --shapes vit_ti16,vit_b16 --rounds 5 --peers --output .bench/adaptation.json
 
-Per shape and batch size, "forward" predicts only, "plain" is the published method, "private" its private form, and
-"clip only" the private form without noise. Steps are interleaved. Each is timed after an untimed call of it, and
-medians are reported. Ratios are medians of the ratios within a round. "memory" is what XLA allocates for a step beyond
-its arguments (temporaries and outputs). Weights are random, which does not change the work.
+Per shape and batch size, "forward" predicts only, "plain" is the published method, "private" its
+private form, and "clip only" the private form without noise. Steps are interleaved. Each is timed
+after an untimed call of it, and medians are reported. Ratios are medians of the ratios within a
+round. "memory" is what XLA allocates for a step beyond its arguments (temporaries and outputs).
+Weights are random, which does not change the work.
 
-With --peers, `torch.func` and Opacus compute per-example gradients of Tent's loss, on the same architecture and in the
-same rounds. Their ratios are over a plain Tent step in PyTorch. Install torch, timm and opacus for this.
+With --peers, `torch.func` and Opacus compute per-example gradients of Tent's loss, on the same
+architecture and in the same rounds. Their ratios are over a plain Tent step in PyTorch. Install
+torch, timm and opacus for this.
 
-With --stream, 10,000 images of 8x8 pixels pass through one adapter, with resets by schedule and by hand. The number of
-compiled programs is checked.
+With --stream, 10,000 images of 8x8 pixels pass through one adapter, with resets by schedule and by
+hand. The number of compiled programs is checked.
 
-With --till, the benchmark reports what `tta.serve` adds to the steps of such a stream, in ms a batch: without an
-account, with one in memory, with a ledger in a file, and with a workdir, whose time includes forcing its files to the
-disk.
-"""
+With --till, the benchmark reports what `tta.serve` adds to the steps of such a stream, in ms a
+batch: without an account, with one in memory, with a ledger in a file, and with a workdir, whose
+time includes forcing its files to the disk."""
 
 import functools
 import math
@@ -75,7 +77,13 @@ def compiled(lowered: Any, *args: Any) -> Step:
 def adapter_step(adapter: tta.Adapter, images: jax.Array) -> Step:
     """Returns the compiled step of an adapter, which knows its memory."""
     state = adapter.init()
-    args = (adapter.constants, adapter._moving(state), images, jnp.ones(len(images), bool), state.key)
+    args = (
+        adapter.constants,
+        adapter._moving(state),
+        images,
+        jnp.ones(len(images), bool),
+        state.key,
+    )
     return compiled(program._step.lower(adapter._program, len(images), *args), *args)
 
 
@@ -88,7 +96,9 @@ def steps_of(shape: Shape, batch_size: int, methods: list[str]) -> dict[str, Ste
         return model.apply({"params": params}, images)
 
     steps = {"forward": compiled(jax.jit(apply_fn).lower(params, images), params, images)}
-    adapt = functools.partial(tta.Adapter, apply_fn, params, optimizer=optax.sgd(1e-3, momentum=0.9))
+    adapt = functools.partial(
+        tta.Adapter, apply_fn, params, optimizer=optax.sgd(1e-3, momentum=0.9)
+    )
     for name in methods:
         method = METHODS[name](shape.num_classes)
         steps[f"{name} plain"] = adapter_step(adapt(method=method), images)
@@ -124,7 +134,11 @@ def peer_steps(shape: Shape, batch_size: int) -> dict[str, Step]:
 
     def new_model() -> tuple[Any, dict[str, Any]]:
         model = timm.create_model(shape.timm, pretrained=False).eval().requires_grad_(False)
-        names = [name for name, module in model.named_modules() if "norm" in name and hasattr(module, "weight")]
+        names = [
+            name
+            for name, module in model.named_modules()
+            if "norm" in name and hasattr(module, "weight")
+        ]
         moving = {n: p for n, p in model.named_parameters() if n.rsplit(".", 1)[0] in names}
         for parameter in moving.values():
             parameter.requires_grad_(True)
@@ -167,10 +181,14 @@ def peer_steps(shape: Shape, batch_size: int) -> dict[str, Step]:
         func_optimizer.step()
 
     opacus_model, opacus_moving = new_model()
-    opacus_model.train()  # Opacus records only in training mode. These models have no dropout by default.
+    # Opacus records only in training mode. These models have no dropout by default.
+    opacus_model.train()
     wrapped = GradSampleModule(opacus_model)
     opacus_optimizer = DPOptimizer(
-        sgd(opacus_moving), noise_multiplier=sigma, max_grad_norm=1.0, expected_batch_size=batch_size
+        sgd(opacus_moving),
+        noise_multiplier=sigma,
+        max_grad_norm=1.0,
+        expected_batch_size=batch_size,
     )
 
     def opacus() -> None:
@@ -178,11 +196,18 @@ def peer_steps(shape: Shape, batch_size: int) -> dict[str, Step]:
         entropies(wrapped(images)).mean().backward()
         opacus_optimizer.step()
 
-    calls = {"torch forward": forward, "torch plain": plain, "torch.func private": vmapped, "opacus private": opacus}
+    calls = {
+        "torch forward": forward,
+        "torch plain": plain,
+        "torch.func private": vmapped,
+        "opacus private": opacus,
+    }
     return {name: Step(call, {}) for name, call in calls.items()}
 
 
-def run_case(shape: Shape, batch_size: int, methods: list[str], rounds: int, *, peers: bool) -> dict[str, Any]:
+def run_case(
+    shape: Shape, batch_size: int, methods: list[str], rounds: int, *, peers: bool
+) -> dict[str, Any]:
     steps = steps_of(shape, batch_size, methods)
     if peers and shape.timm:
         steps |= peer_steps(shape, batch_size)
@@ -191,7 +216,9 @@ def run_case(shape: Shape, batch_size: int, methods: list[str], rounds: int, *, 
     for name, row in rows.items():
         row["wall_ms"], row["cpu_ms"] = timing.median_ms(wall[name]), timing.median_ms(cpu[name])
         ours = "memory_mb" in row
-        plain, forward = (f"{name.split()[0]} plain", "forward") if ours else ("torch plain", "torch forward")
+        plain, forward = (
+            (f"{name.split()[0]} plain", "forward") if ours else ("torch plain", "torch forward")
+        )
         for base, column in ((plain, "plain"), (forward, "forward")):
             if base in steps:
                 row[f"over_{column}"] = timing.median_ratio(wall[name], wall[base])
@@ -203,18 +230,23 @@ def run_case(shape: Shape, batch_size: int, methods: list[str], rounds: int, *, 
 
 def small_adapter(reset_every: int | None) -> tta.Adapter:
     """Returns private Tent on a ViT for images of 8x8 pixels."""
-    model = models.create("vit_tiny", num_classes=10, patch_size=4, width=16, depth=1, num_heads=2, mlp_width=32)
+    model = models.create(
+        "vit_tiny", num_classes=10, patch_size=4, width=16, depth=1, num_heads=2, mlp_width=32
+    )
     params = model.init(jax.random.key(1), jnp.zeros((1, 8, 8, 3)))["params"]
 
     def apply_fn(params: Any, images: jax.Array) -> jax.Array:
         return model.apply({"params": params}, images)
 
     method = tta.private(tta.Tent(), clip_norm=1.0, noise_multiplier=0.6186)
-    return tta.Adapter(apply_fn, params, method, optax.sgd(1e-3, momentum=0.9), reset_every=reset_every)
+    return tta.Adapter(
+        apply_fn, params, method, optax.sgd(1e-3, momentum=0.9), reset_every=reset_every
+    )
 
 
 def stream_case(batch_size: int) -> dict[str, Any]:
-    """Counts the programs of a stream of 10,000 images: padded last batch, resets every 50 batches and by hand."""
+    """Counts the programs of a stream of 10,000 images: padded last batch, resets every 50 batches
+    and by hand."""
     adapter = small_adapter(reset_every=50)
     images = np.random.default_rng(0).random((STREAM, 8, 8, 3), np.float32)
     before = program._step._cache_size()
@@ -232,12 +264,15 @@ def stream_case(batch_size: int) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     compilations = program._step._cache_size() - before
     if compilations != 1:
-        raise AssertionError(f"A stream of {batches} batches compiled its step {compilations} times.")
+        raise AssertionError(
+            f"A stream of {batches} batches compiled its step {compilations} times."
+        )
     return {"images": seen, "batches": batches, "compilations": compilations, "wall_s": seconds}
 
 
 def till_case(batch_size: int, batches: int, rounds: int) -> dict[str, float]:
-    """Returns the median ms per batch of a stream of 8x8 images, by how it is served. "steps" is without `serve`."""
+    """Returns the median ms per batch of a stream of 8x8 images, by how it is served. "steps" is
+    without `serve`."""
     data = jaxdp.data.from_arrays(
         image=np.random.default_rng(0).random((batches * batch_size, 8, 8, 3), np.float32),
         label=np.zeros(batches * batch_size, int),
@@ -253,10 +288,14 @@ def till_case(batch_size: int, batches: int, rounds: int) -> dict[str, float]:
             np.asarray(logits)
 
     def serve(folder: str, *, file: bool = False, workdir: bool = False) -> None:
-        with jaxdp.Ledger(f"{folder}/ledger.sqlite") if file else jaxdp.Ledger.in_memory() as ledger:
+        with (
+            jaxdp.Ledger(f"{folder}/ledger.sqlite") if file else jaxdp.Ledger.in_memory() as ledger
+        ):
             ledger.register("stream", adjacency="replace_one", unit="image")
             account = tta.StreamAccount(ledger.account("stream"), event=adapter.method.event)
-            tta.serve(adapter, stream, account=account, workdir=f"{folder}/run" if workdir else None)
+            tta.serve(
+                adapter, stream, account=account, workdir=f"{folder}/run" if workdir else None
+            )
 
     kinds: dict[str, Callable[[str], Any]] = {
         "steps": lambda folder: steps(),
@@ -272,7 +311,9 @@ def till_case(batch_size: int, batches: int, rounds: int) -> dict[str, float]:
                 start = time.perf_counter()
                 kind(folder)
                 seconds[name].append((time.perf_counter() - start) / batches)
-    return {name: 1e3 * float(np.median(times[1:])) for name, times in seconds.items()}  # the first compiles
+    return {
+        name: 1e3 * float(np.median(times[1:])) for name, times in seconds.items()
+    }  # the first compiles
 
 
 def main() -> None:
@@ -300,13 +341,26 @@ def main() -> None:
             peers = flags.peers and not missing
             rows = run_case(SHAPES[name], size, flags.methods.split(","), flags.rounds, peers=peers)
             report["cases"][f"{name}, B={size}"] = rows
-            columns = ("wall_ms", "over_plain", "over_forward", "cpu_over_plain", "memory_mb", "memory_over_plain")
-            table = [{"step": step, **{c: row.get(c) for c in columns}} for step, row in rows.items()]
-            print(f"\n{name}, batch of {size}\n{jaxdp.report.format_table(table, digits=3)}", flush=True)
+            columns = (
+                "wall_ms",
+                "over_plain",
+                "over_forward",
+                "cpu_over_plain",
+                "memory_mb",
+                "memory_over_plain",
+            )
+            table = [
+                {"step": step, **{c: row.get(c) for c in columns}} for step, row in rows.items()
+            ]
+            print(
+                f"\n{name}, batch of {size}\n{jaxdp.report.format_table(table, digits=3)}",
+                flush=True,
+            )
     if flags.stream:
         report["stream"] = result = stream_case(64)
         print(
-            f"\n{result['images']} images in {result['batches']} batches: {result['compilations']} compilation, "
+            f"\n{result['images']} images in {result['batches']} batches: "
+            f"{result['compilations']} compilation, "
             f"{result['wall_s']:.1f} s"
         )
     if flags.till:

@@ -1,12 +1,13 @@
-"""Reports how far certificates reach: the mean stable distance per rule, and the flip probability at a distance.
+"""Reports how far certificates reach: the mean stable distance per rule, and the flip probability
+at a distance.
 
     python -m benchmarks.bench_certificates --seeds 3 --output .bench/certificates.json
 
-"published" is Abstract Gradient Training as published (threat="replace_per_batch", product="rump"), with k replacements
-in every batch. "replace" has k replacements in the whole data set, and "add_remove" k records added or removed. Data,
-networks and queries are the same. Batches are random, and for "add_remove" they follow from a hash of each record. The
-second table has the probability of a wrong answer at a distance, for every mechanism.
-"""
+"published" is Abstract Gradient Training as published (threat="replace_per_batch", product="rump"),
+with k replacements in every batch. "replace" has k replacements in the whole data set, and
+"add_remove" k records added or removed. Data, networks and queries are the same. Batches are
+random, and for "add_remove" they follow from a hash of each record. The second table has the
+probability of a wrong answer at a distance, for every mechanism."""
 
 import argparse
 import json
@@ -95,10 +96,14 @@ def measure(case: Case, seed: int) -> dict[str, float]:
     params, data, queries, truth = problem(case, seed)
     rng = np.random.default_rng(seed + 1000)
     batches = case.records // case.batch
-    order = np.concatenate([rng.permutation(case.records).reshape(batches, case.batch)] * case.epochs)
+    order = np.concatenate(
+        [rng.permutation(case.records).reshape(batches, case.batch)] * case.epochs
+    )
     row: dict[str, float] = {}
     for name, threat, product in RULES:
-        assigned: dict[str, Any] = {"batches": batches} if threat == "add_remove" else {"order": order}
+        assigned: dict[str, Any] = (
+            {"batches": batches} if threat == "add_remove" else {"order": order}
+        )
         bounds = train_with_bounds(
             loss,
             params,
@@ -120,7 +125,8 @@ def measure(case: Case, seed: int) -> dict[str, float]:
 
 
 def flips() -> list[dict[str, float]]:
-    """Returns the probability of a flipped label: two classes, 100 queries at a total of (10, 1e-5)."""
+    """Returns the probability of a flipped label: two classes, 100 queries at a total of (10,
+    1e-5)."""
     epsilon = query_epsilon(10.0, 1e-5, 100)
     rows = []
     for k in DISTANCES:
@@ -128,19 +134,26 @@ def flips() -> list[dict[str, float]]:
         rows.append(
             {
                 "distance": k,
-                "global Laplace": float(mechanisms.flip_probability_global_laplace(at, epsilon=epsilon)[0]),
+                "global Laplace": float(
+                    mechanisms.flip_probability_global_laplace(at, epsilon=epsilon)[0]
+                ),
                 "Cauchy, published": float(
                     mechanisms.flip_probability_cauchy(at, epsilon=epsilon, calibration="paper")[0]
                 ),
-                "Cauchy, ours": float(mechanisms.flip_probability_cauchy(at, epsilon=epsilon, calibration="stable")[0]),
-                "randomised response": float(mechanisms.flip_probability(at, epsilon=epsilon, num_classes=2)[0]),
+                "Cauchy, ours": float(
+                    mechanisms.flip_probability_cauchy(at, epsilon=epsilon, calibration="stable")[0]
+                ),
+                "randomised response": float(
+                    mechanisms.flip_probability(at, epsilon=epsilon, num_classes=2)[0]
+                ),
             }
         )
     return rows
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """Returns the table of docs/results/agt.md: mean stable distances with standard errors over seeds."""
+    """Returns the table of docs/results/agt.md: mean stable distances with standard errors over
+    seeds."""
     rows = []
     for name, runs in report["cases"].items():
         found = {rule: results.moments(run[rule] for run in runs) for rule, *_ in RULES}
@@ -153,17 +166,27 @@ def table(report: Mapping[str, Any]) -> str:
 
 def main() -> None:
     keep_freed_memory()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", default=".bench/certificates.json")
     flags = parser.parse_args()
-    report: dict[str, Any] = {"jax": jax.__version__, "jaxdp": jaxdp.__version__, "seeds": flags.seeds, "cases": {}}
+    report: dict[str, Any] = {
+        "jax": jax.__version__,
+        "jaxdp": jaxdp.__version__,
+        "seeds": flags.seeds,
+        "cases": {},
+    }
     rows = []
     for name, case in CASES.items():
         runs = [measure(case, seed) for seed in range(flags.seeds)]
         report["cases"][name] = runs
         mean = {column: float(np.mean([run[column] for run in runs])) for column in runs[0]}
-        gain = {f"{rule} / published": mean[rule] / mean["published"] for rule in ("replace", "add_remove")}
+        gain = {
+            f"{rule} / published": mean[rule] / mean["published"]
+            for rule in ("replace", "add_remove")
+        }
         rows.append({"case": name, **mean, **gain})
     print(f"mean stable distance over 200 queries and {flags.seeds} seeds, largest k {KS}\n")
     print(jaxdp.report.format_table(rows, digits=3))

@@ -2,12 +2,11 @@
 
     python -m benchmarks.bench_clipping --models mlp,cnn,resnet20,vit --rounds 15 --output .bench/clipping.json
 
-Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios are medians of
-the ratios to the plain step of the same round. "memory" is what XLA allocates for a step beyond its arguments
-(temporaries and outputs). "trace" includes the lowering to StableHLO, and "compile" includes "trace". "cpu" is
-processor time of all threads, which a busy machine distorts less than wall time.
-The peer is `jax_privacy.clipping.clipped_grad`.
-"""
+Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios
+are medians of the ratios to the plain step of the same round. "memory" is what XLA allocates for a
+step beyond its arguments (temporaries and outputs). "trace" includes the lowering to StableHLO, and
+"compile" includes "trace". "cpu" is processor time of all threads, which a busy machine distorts
+less than wall time. The peer is `jax_privacy.clipping.clipped_grad`."""
 
 import functools
 import re
@@ -33,19 +32,32 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int]] = {
     "resnet20": ("resnet20", {}, (32, 32, 3), 64),
     "vit": (
         "vit_tiny",
-        {"patch_size": 4, "width": 192, "depth": 6, "num_heads": 3, "mlp_width": 768, "pool": "mean"},
+        {
+            "patch_size": 4,
+            "width": 192,
+            "depth": 6,
+            "num_heads": 3,
+            "mlp_width": 768,
+            "pool": "mean",
+        },
         (32, 32, 3),
         32,
     ),
 }
 
-_PRODUCT = re.compile(r" (?:dot|convolution)\(|custom_call_target=\"\w*(?:matmul|conv|dot)", re.IGNORECASE)
+_PRODUCT = re.compile(
+    r" (?:dot|convolution)\(|custom_call_target=\"\w*(?:matmul|conv|dot)", re.IGNORECASE
+)
 TITLES = {case: title for case, (title, *_) in bench_steps.AIMS.items()}
 
 
-def steps_of(case: str, engines: list[str]) -> tuple[dict[str, Callable[..., Any]], tuple[Any, Any]]:
+def steps_of(
+    case: str, engines: list[str]
+) -> tuple[dict[str, Callable[..., Any]], tuple[Any, Any]]:
     name, options, shape, batch_size = CASES[case]
-    model = bench_steps.Digits() if case == "cnn" else models.create(name, num_classes=10, **options)
+    model = (
+        bench_steps.Digits() if case == "cnn" else models.create(name, num_classes=10, **options)
+    )
     images = jax.random.uniform(jax.random.key(0), (batch_size, *shape))
     labels = jnp.arange(batch_size) % 10
     params = model.init(jax.random.key(1), images[:1])["params"]
@@ -64,7 +76,10 @@ def steps_of(case: str, engines: list[str]) -> tuple[dict[str, Callable[..., Any
             from jax_privacy import clipping
 
             peer = clipping.clipped_grad(
-                lambda p, x, y: loss(p, (x, y)), l2_clip_norm=1.0, batch_argnums=(1, 2), keep_batch_dim=False
+                lambda p, x, y: loss(p, (x, y)),
+                l2_clip_norm=1.0,
+                batch_argnums=(1, 2),
+                keep_batch_dim=False,
             )
             steps[engine] = lambda p, b, peer=peer: peer(p, *b)
         else:
@@ -95,10 +110,16 @@ def run_case(case: str, engines: list[str], rounds: int) -> dict[str, Any]:
         traced = time.perf_counter() - start
         compiled[name] = lowered.compile()
         seconds, text = time.perf_counter() - start, compiled[name].as_text()
-        rows[name] = {"trace_s": traced, "compile_s": seconds, "memory_mb": timing.allocated_mb(compiled[name])}
+        rows[name] = {
+            "trace_s": traced,
+            "compile_s": seconds,
+            "memory_mb": timing.allocated_mb(compiled[name]),
+        }
         rows[name] |= {"fusions": text.count(" fusion("), "products": len(_PRODUCT.findall(text))}
     check_equal(compiled, args)
-    wall, cpu = timing.interleaved({name: functools.partial(step, *args) for name, step in compiled.items()}, rounds)
+    wall, cpu = timing.interleaved(
+        {name: functools.partial(step, *args) for name, step in compiled.items()}, rounds
+    )
     for name, row in rows.items():
         row["wall_ms"], row["cpu_ms"] = timing.median_ms(wall[name]), timing.median_ms(cpu[name])
         row["wall_ratio"] = timing.median_ratio(wall[name], wall["plain"])
@@ -111,18 +132,30 @@ def table(found: Mapping[str, Any]) -> str:
     """Returns the ratios to the plain gradient as a table of a page."""
     rows = []
     for case, row in found["cases"].items():
-        for name, key in (("time", "wall_ratio"), ("processor time", "cpu_ratio"), ("memory", "memory_ratio")):
-            ratios = {engine: f"{row[engine][key]:.3g}" for engine in row if engine not in ("plain", "noise")}
+        for name, key in (
+            ("time", "wall_ratio"),
+            ("processor time", "cpu_ratio"),
+            ("memory", "memory_ratio"),
+        ):
+            ratios = {
+                engine: f"{row[engine][key]:.3g}"
+                for engine in row
+                if engine not in ("plain", "noise")
+            }
             rows.append({"over the plain gradient": f"{TITLES[case]}: {name}", **ratios})
-        compiling = {engine: row[engine]["compile_s"] / row["plain"]["compile_s"] for engine in ratios}
+        compiling = {
+            engine: row[engine]["compile_s"] / row["plain"]["compile_s"] for engine in ratios
+        }
         rows.append(
-            {"over the plain gradient": f"{TITLES[case]}: compiling"} | {k: f"{v:.3g}" for k, v in compiling.items()}
+            {"over the plain gradient": f"{TITLES[case]}: compiling"}
+            | {k: f"{v:.3g}" for k, v in compiling.items()}
         )
     return format_table(rows, style="markdown")
 
 
 def compile_table(found: Mapping[str, Any]) -> str:
-    """Returns what there is to compile for the plain gradient and for the engine "auto", as a table of a page."""
+    """Returns what there is to compile for the plain gradient and for the engine "auto", as a table
+    of a page."""
     rows = []
     for case, row in found["cases"].items():
         values: dict[str, str] = {}
@@ -141,7 +174,9 @@ def memory_table(found: Mapping[str, Any], sequential: Mapping[str, Any]) -> str
     for case, row in found["cases"].items():
         both = {"": row, ", in sequence": sequential["cases"][case]}
         values = {
-            f"{step}{how}": f"{run[step]['memory_mb']:.3g}" for how, run in both.items() for step in ("plain", "auto")
+            f"{step}{how}": f"{run[step]['memory_mb']:.3g}"
+            for how, run in both.items()
+            for step in ("plain", "auto")
         }
         rows.append({"MB": TITLES[case], **values})
     return format_table(rows, style="markdown")
@@ -162,10 +197,19 @@ def main() -> None:
     for case in flags.models.split(","):
         report["cases"][case] = rows = run_case(case, flags.engines.split(","), flags.rounds)
         table = [
-            {"step": name, **{k: row[k] for k in ("wall_ms", "wall_ratio", "cpu_ratio", "memory_ratio", "compile_s")}}
+            {
+                "step": name,
+                **{
+                    k: row[k]
+                    for k in ("wall_ms", "wall_ratio", "cpu_ratio", "memory_ratio", "compile_s")
+                },
+            }
             for name, row in rows.items()
         ]
-        print(f"\n{case}, batch of {CASES[case][3]}\n{jaxdp.report.format_table(table, digits=3)}", flush=True)
+        print(
+            f"\n{case}, batch of {CASES[case][3]}\n{jaxdp.report.format_table(table, digits=3)}",
+            flush=True,
+        )
     timing.write(report, flags.output)
 
 

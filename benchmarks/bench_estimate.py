@@ -1,11 +1,12 @@
-"""Estimates a private step of a transformer with a billion parameters on 256 accelerators, on paper.
+"""Estimates a private step of a transformer with a billion parameters on 256 accelerators, on
+paper.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=256 python -m benchmarks.bench_estimate
 
-Nothing is run. Models of the full width with one, two and three layers are compiled and divided for 256 devices that
-the processor pretends to be. All counts are linear in the number of layers: two models give the line, and the third
-checks it. Times are counts over the peak rates that the makers state, so no step is faster than these.
-"""
+Nothing is run. Models of the full width with one, two and three layers are compiled and divided for
+256 devices that the processor pretends to be. All counts are linear in the number of layers: two
+models give the line, and the third checks it. Times are counts over the peak rates that the makers
+state, so no step is faster than these."""
 
 from typing import Any
 
@@ -24,9 +25,10 @@ from jaxdp.transforms.meshes import Layout
 
 DEVICES, LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH = 256, 19, 2048, 16, 32768, 1024
 EXAMPLES = {"physical": 256, "step": 4096, "records": 2**24}
-# Peak rates of a chip: FLOP/s of bfloat16 products, bytes/s of its memory, bytes/s that it sends to other chips.
-# Google Cloud, "TPU v5p": 459 TFLOPs, 2765 GBps, 4800 Gbps. NVIDIA, "H100 SXM" and "DGX H100": 989 TFLOPS, 3.35 TB/s,
-# and an adapter of 400 Gb/s for each of 8 GPUs. Half of the 4800 Gbps of a TPU is counted for one direction.
+# Peak rates of a chip: FLOP/s of bfloat16 products, bytes/s of its memory, bytes/s that it sends to
+# other chips. Google Cloud, "TPU v5p": 459 TFLOPs, 2765 GBps, 4800 Gbps. NVIDIA, "H100 SXM" and
+# "DGX H100": 989 TFLOPS, 3.35 TB/s, and an adapter of 400 Gb/s for each of 8 GPUs. Half of the 4800
+# Gbps of a TPU is counted for one direction.
 CHIPS = {"TPU v5p": (459e12, 2.765e12, 300e9), "H100 SXM": (989e12, 3.35e12, 50e9)}
 
 
@@ -47,7 +49,8 @@ class Transformer(nn.Module):
 
 
 def counts_of(layers: int) -> tuple[int, dict[str, hlo.Count], dict[str, int]]:
-    """Returns the number of parameters, and for the programs of a step the work and the bytes of one device."""
+    """Returns the number of parameters, and for the programs of a step the work and the bytes of
+    one device."""
     network, optimizer = Transformer(layers), optax.adam(1e-3)
 
     def losses(params: Any, batch: jax.Array) -> jax.Array:
@@ -68,7 +71,9 @@ def counts_of(layers: int) -> tuple[int, dict[str, hlo.Count], dict[str, int]]:
 
     def placed(tree: Any) -> Any:
         lie = layout.shardings(tree, params, params)
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, lie)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, lie
+        )
 
     small = trainer.init({"any": jnp.zeros(1)})._replace(
         params=params, opt_state=jax.eval_shape(optimizer.init, params)
@@ -119,28 +124,45 @@ def markdown(report: dict[str, Any]) -> str:
         ("GB read and written, at most", "memory_bytes", 1e9),
     ):
         values = plain[key] / unit, private[key] / unit
-        lines.append(f"| {label} | {values[0]:,.4g} | {values[1]:,.4g} | {values[1] / values[0]:.3f} |")
+        lines.append(
+            f"| {label} | {values[0]:,.4g} | {values[1]:,.4g} | {values[1] / values[0]:.3f} |"
+        )
     for chip in CHIPS:
         for label, key in (("compute", "flops"), ("send", "sent")):
             a, b = plain[chip][key], private[chip][key]
-            lines.append(f"| s to {label} at the peak of {chip} | {a:.3g} | {b:.3g} | {b / a:.3f} |")
+            lines.append(
+                f"| s to {label} at the peak of {chip} | {a:.3g} | {b:.3g} | {b / a:.3f} |"
+            )
     held = {name: row["held_bytes"] / 1e9 for name, row in report["programs"].items()}
     plain_held, private_held = held["plain gradient"], held["clipped sum"]
-    lines.append(f"| GB held by XLA | {plain_held:.3g} | {private_held:.3g} | {private_held / plain_held:.3f} |")
+    lines.append(
+        f"| GB held by XLA | {plain_held:.3g} | {private_held:.3g} | "
+        f"{private_held / plain_held:.3f} |"
+    )
     return "\n".join(lines)
 
 
 def main() -> None:
     flags = timing.arguments(__doc__, output=".bench/estimate.json").parse_args()
-    (few, one, little), (more, two, much), (_, three, _) = (counts_of(layers) for layers in (1, 2, 3))
+    (few, one, little), (more, two, much), (_, three, _) = (
+        counts_of(layers) for layers in (1, 2, 3)
+    )
     size, passes = few + (LAYERS - 1) * (more - few), EXAMPLES["step"] // EXAMPLES["physical"]
     full = {name: at(LAYERS, one[name], two[name]) for name in one}
     line = {name: at(3, one[name], two[name]) for name in one}
-    parts = {"plain": ("plain gradient", "plain update"), "private": ("clipped sum", "noise and update")}
+    parts = {
+        "plain": ("plain gradient", "plain update"),
+        "private": ("clipped sum", "noise and update"),
+    }
     rows = []
     for step, (gradient, update) in parts.items():
         count = full[update].plus(full[gradient], passes)
-        row = {"step": step, "flops": count.flops, "memory_bytes": count.bytes, "sent_bytes": count.moved}
+        row = {
+            "step": step,
+            "flops": count.flops,
+            "memory_bytes": count.bytes,
+            "sent_bytes": count.moved,
+        }
         row |= {"collectives": count.messages, "kinds": count.collectives}
         for chip, (flops, memory, network) in CHIPS.items():
             row[chip] = {
@@ -149,13 +171,28 @@ def main() -> None:
                 "sent": count.moved / network,
             }
         rows.append(row)
-    print(format_table([{name: x for name, x in row.items() if not isinstance(x, dict)} for row in rows], digits=4))
+    print(
+        format_table(
+            [{name: x for name, x in row.items() if not isinstance(x, dict)} for row in rows],
+            digits=4,
+        )
+    )
     off = {name: abs(line[name].flops / three[name].flops - 1) for name in one}
-    off_sent = {name: abs(line[name].moved / max(three[name].moved, 1) - 1) for name in one if three[name].moved > 1e6}
+    off_sent = {
+        name: abs(line[name].moved / max(three[name].moved, 1) - 1)
+        for name in one
+        if three[name].moved > 1e6
+    }
     report = {
         "parameters": size,
         "devices": DEVICES,
-        "sizes": {"layers": LAYERS, "width": WIDTH, "vocabulary": VOCABULARY, "length": LENGTH, **EXAMPLES},
+        "sizes": {
+            "layers": LAYERS,
+            "width": WIDTH,
+            "vocabulary": VOCABULARY,
+            "length": LENGTH,
+            **EXAMPLES,
+        },
         "passes": passes,
         "line_off": {"flops": off, "sent": off_sent},
         "programs": {

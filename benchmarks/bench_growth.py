@@ -1,11 +1,12 @@
-"""Measures how time and memory of private training grow with batch, parameters, devices, steps and ledger rows.
+"""Measures how time and memory of private training grow with batch, parameters, devices, steps and
+ledger rows.
 
     python -m benchmarks.bench_growth --output benchmarks/results/growth_cpu.json --picture docs/design/growth.png
 
-Every point is a process of its own, because memory that one point used would count for the next. Time is processor
-time, the median of the rounds, because other programs may use the machine. "rss" is the most memory that the process
-held. "held" is what XLA allocates for the arguments, results and temporary arrays of the largest program.
-"""
+Every point is a process of its own, because memory that one point used would count for the next.
+Time is processor time, the median of the rounds, because other programs may use the machine. "rss"
+is the most memory that the process held. "held" is what XLA allocates for the arguments, results
+and temporary arrays of the largest program."""
 
 import itertools
 import json
@@ -46,7 +47,8 @@ def timed(call: Callable[[], Any]) -> dict[str, float]:
 
 
 def training(units: int, batch: int, devices: int) -> tuple[Any, ...]:
-    """Returns a trainer of a multilayer perceptron, its first parameters, its source, and its loss of a batch."""
+    """Returns a trainer of a multilayer perceptron, its first parameters, its source, and its loss
+    of a batch."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -58,10 +60,14 @@ def training(units: int, batch: int, devices: int) -> tuple[Any, ...]:
 
     rng = np.random.default_rng(0)
     sizes = (FEATURES, units, units, CLASSES)
-    params = [jnp.asarray(rng.normal(size=pair) / np.sqrt(pair[0]), jnp.float32) for pair in itertools.pairwise(sizes)]
+    params = [
+        jnp.asarray(rng.normal(size=pair) / np.sqrt(pair[0]), jnp.float32)
+        for pair in itertools.pairwise(sizes)
+    ]
     records = 8192
     source = from_arrays(
-        x=rng.normal(size=(records, FEATURES)).astype(np.float32), y=rng.integers(CLASSES, size=records)
+        x=rng.normal(size=(records, FEATURES)).astype(np.float32),
+        y=rng.integers(CLASSES, size=records),
     )
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
@@ -92,7 +98,10 @@ def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict
 
     trainer, params, source, mean_loss = training(units, batch, devices)
     state, rows = trainer.init(params), np.arange(batch)
-    programs = [function.lower(*args).compile() for function, args in trainer.programs(state, source).values()]
+    programs = [
+        function.lower(*args).compile()
+        for function, args in trainer.programs(state, source).values()
+    ]
 
     def private() -> None:
         jax.block_until_ready(trainer.update(state, trainer.sums(state, source, rows)))
@@ -110,27 +119,41 @@ def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict
 
         @jax.jit
         def updated(params: Any, opt_state: Any, batch: Any) -> Any:
-            updates, opt_state = optimizer.update(jax.grad(mean_loss)(params, batch), opt_state, params)
+            updates, opt_state = optimizer.update(
+                jax.grad(mean_loss)(params, batch), opt_state, params
+            )
             return optax.apply_updates(params, updates), opt_state
 
         opt_state = optimizer.init(params)
-        plain = timed(lambda: jax.block_until_ready(updated(params, opt_state, jax.device_put(source.gather(rows)))))
+        plain = timed(
+            lambda: jax.block_until_ready(
+                updated(params, opt_state, jax.device_put(source.gather(rows)))
+            )
+        )
         found["plain_cpu_s"] = plain["cpu_s"]
     return found
 
 
 def steps_point(steps: int) -> dict[str, float]:
-    """Measures a whole run of `steps` steps with a ledger and checkpoints, without its first step."""
+    """Measures a whole run of `steps` steps with a ledger and checkpoints, without its first
+    step."""
     from jaxdp import finetune
     from jaxdp.privacy import Ledger
 
     trainer, params, source, _ = training(128, 128, 1)
-    with tempfile.TemporaryDirectory() as folder, Ledger(pathlib.Path(folder) / "ledger.sqlite") as ledger:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Ledger(pathlib.Path(folder) / "ledger.sqlite") as ledger,
+    ):
         ledger.register("data", adjacency="add_remove", unit="example", delta=1e-6)
         options = {"account": ledger.account("data"), "checkpoint_every": 50, "progress": False}
-        finetune.fit(trainer, params, source, steps=1, workdir=pathlib.Path(folder) / "first", **options)
+        finetune.fit(
+            trainer, params, source, steps=1, workdir=pathlib.Path(folder) / "first", **options
+        )
         start, start_cpu = time.perf_counter(), time.process_time()
-        finetune.fit(trainer, params, source, steps=steps, workdir=pathlib.Path(folder) / "run", **options)
+        finetune.fit(
+            trainer, params, source, steps=steps, workdir=pathlib.Path(folder) / "run", **options
+        )
         return {"cpu_s": time.process_time() - start_cpu, "wall_s": time.perf_counter() - start}
 
 
@@ -169,7 +192,13 @@ def measured(axis: str, value: int) -> dict[str, float]:
     """Measures a point in a process of its own."""
     flags = f"--xla_force_host_platform_device_count={value}" if axis == "devices" else ""
     command = [sys.executable, "-m", "benchmarks.bench_growth", "--point", axis, str(value)]
-    done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command,
+        env=os.environ | {"XLA_FLAGS": flags},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -190,17 +219,28 @@ def draw(report: dict[str, Any], path: str) -> None:
     }
     for axis, above, below in zip(POINTS, times, memories, strict=True):
         points = report["axes"][axis]
-        x = [point.get("parameters", point["value"]) if axis == "parameters" else point["value"] for point in points]
+        x = [
+            point.get("parameters", point["value"]) if axis == "parameters" else point["value"]
+            for point in points
+        ]
 
-        def line(axes: Any, key: str, label: str, scale: float = 1.0, x: Any = x, points: Any = points) -> None:
-            axes.plot(x, [point[key] * scale for point in points], marker="o", markersize=4, label=label)
+        def line(
+            axes: Any, key: str, label: str, scale: float = 1.0, x: Any = x, points: Any = points
+        ) -> None:
+            axes.plot(
+                x, [point[key] * scale for point in points], marker="o", markersize=4, label=label
+            )
 
         line(above, "cpu_s", "private", 1e3)
         if all("plain_cpu_s" in point for point in points):
             line(above, "plain_cpu_s", "plain", 1e3)
         if axis == "devices":
             line(above, "flops", "MFLOP of one device", 1e-6)
-        above.set_title({"steps": "ms of a run", "ledger rows": "ms to open, ask and spend"}.get(axis, "ms of a step"))
+        above.set_title(
+            {"steps": "ms of a run", "ledger rows": "ms to open, ask and spend"}.get(
+                axis, "ms of a step"
+            )
+        )
         line(below, "rss_mb", "resident memory of the process")
         if "held_mb" in points[0]:
             line(below, "held_mb", "of XLA, for one device")
@@ -209,7 +249,9 @@ def draw(report: dict[str, Any], path: str) -> None:
         below.set_title("MB")
         for axes in (above, below):
             axes.set_xscale("log")
-            axes.set_xticks(x, [f"{value:,}" if value < 1e5 else f"{value / 1e6:.1f} M" for value in x])
+            axes.set_xticks(
+                x, [f"{value:,}" if value < 1e5 else f"{value / 1e6:.1f} M" for value in x]
+            )
             axes.minorticks_off()
             values = [value for drawn in axes.lines for value in drawn.get_ydata()]
             if max(values) > 5 * min(values):
@@ -234,9 +276,16 @@ def main() -> None:
     if flags.point:
         found = MEASURES[flags.point[0]](int(flags.point[1]))
         # Linux counts in units of 1024 bytes.
-        print(json.dumps(found | {"rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6}))
+        print(
+            json.dumps(
+                found | {"rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6}
+            )
+        )
         return
-    axes = {axis: [{"value": value} | measured(axis, value) for value in values] for axis, values in POINTS.items()}
+    axes = {
+        axis: [{"value": value} | measured(axis, value) for value in values]
+        for axis, values in POINTS.items()
+    }
     report = timing.machine() | {"rounds": ROUNDS, "axes": axes}
     timing.write(report, flags.output)
     draw(report, flags.picture)

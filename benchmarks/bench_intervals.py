@@ -1,12 +1,13 @@
-"""Bounds forty programs of JAX and optax over a box by `jaxdp.interval`, and compares with sampled values.
+"""Bounds forty programs of JAX and optax over a box by `jaxdp.interval`, and compares with sampled
+values.
 
     python -m benchmarks.bench_intervals
     python -m benchmarks.evidence results/intervals.md
 
-Every program is a function of six numbers, and every box reaches 1e-4 or 0.1 to both sides of one point. "Width" is
-the largest width of a result, "sampled" the largest distance of two of 512 values at points of the box. A sound bound
-cannot be narrower. The samples are computed in float64. The second command writes the tables of the page.
-"""
+Every program is a function of six numbers, and every box reaches 1e-4 or 0.1 to both sides of one
+point. "Width" is the largest width of a result, "sampled" the largest distance of two of 512 values
+at points of the box. A sound bound cannot be narrower. The samples are computed in float64. The
+second command writes the tables of the page."""
 
 import math
 import pathlib
@@ -59,9 +60,13 @@ def normalised(z: jax.Array) -> jax.Array:
 
 PROGRAMS: dict[str, Callable[[jax.Array], Any]] = {
     # Losses of optax, as its documentation lists them.
-    "optax.sigmoid_binary_cross_entropy": lambda z: optax.sigmoid_binary_cross_entropy(z, like(z, LABEL)),
+    "optax.sigmoid_binary_cross_entropy": lambda z: optax.sigmoid_binary_cross_entropy(
+        z, like(z, LABEL)
+    ),
     "optax.softmax_cross_entropy": lambda z: optax.softmax_cross_entropy(z, like(z, SHARES)),
-    "optax.softmax_cross_entropy_with_integer_labels": lambda z: optax.softmax_cross_entropy_with_integer_labels(z, 2),
+    "optax.softmax_cross_entropy_with_integer_labels": lambda z: (
+        optax.softmax_cross_entropy_with_integer_labels(z, 2)
+    ),
     "optax.sigmoid_focal_loss": lambda z: optax.sigmoid_focal_loss(z, like(z, LABEL)),
     "optax.kl_divergence": lambda z: optax.kl_divergence(jax.nn.log_softmax(z), like(z, SHARES)),
     "optax.ctc_loss": ctc,
@@ -71,16 +76,24 @@ PROGRAMS: dict[str, Callable[[jax.Array], Any]] = {
     "optax.log_cosh": lambda z: optax.log_cosh(z, like(z, LABEL)),
     "optax.cosine_distance": lambda z: optax.cosine_distance(z, like(z, LABEL)),
     "optax.ranking_softmax_loss": lambda z: optax.losses.ranking_softmax_loss(z, like(z, LABEL)),
-    "optax.triplet_margin_loss": lambda z: optax.losses.triplet_margin_loss(z, like(z, LABEL), like(z, SHARES)),
+    "optax.triplet_margin_loss": lambda z: optax.losses.triplet_margin_loss(
+        z, like(z, LABEL), like(z, SHARES)
+    ),
     "optax.ntxent": lambda z: optax.ntxent(like(z, WEIGHTS[:4]) * z, jnp.array([0, 0, 1, 1])),
     # Their gradients, which training with bounds needs.
     "gradient of optax.sigmoid_binary_cross_entropy": jax.grad(
         lambda z: optax.sigmoid_binary_cross_entropy(z, like(z, LABEL)).sum()
     ),
-    "gradient of optax.softmax_cross_entropy": jax.grad(lambda z: optax.softmax_cross_entropy(z, like(z, SHARES))),
+    "gradient of optax.softmax_cross_entropy": jax.grad(
+        lambda z: optax.softmax_cross_entropy(z, like(z, SHARES))
+    ),
     "gradient of optax.ctc_loss": jax.grad(lambda z: ctc(z).sum()),
-    "gradient of jaxdp's sigmoid_cross_entropy": jax.grad(lambda z: losses.sigmoid_cross_entropy(z, like(z, LABEL))),
-    "gradient of jaxdp's softmax_cross_entropy": jax.grad(lambda z: losses.softmax_cross_entropy(z, like(z, SHARES))),
+    "gradient of jaxdp's sigmoid_cross_entropy": jax.grad(
+        lambda z: losses.sigmoid_cross_entropy(z, like(z, LABEL))
+    ),
+    "gradient of jaxdp's softmax_cross_entropy": jax.grad(
+        lambda z: losses.softmax_cross_entropy(z, like(z, SHARES))
+    ),
     # Functions of JAX.
     "jax.nn.log_sigmoid": jax.nn.log_sigmoid,
     "jax.nn.softplus": jax.nn.softplus,
@@ -105,12 +118,16 @@ PROGRAMS: dict[str, Callable[[jax.Array], Any]] = {
     "a dense layer with tanh": layer,
     "normalisation": normalised,
     "attention": attention,
-    "a scan of ten layers": lambda z: lax.scan(lambda h, _: (0.5 * layer(h), None), z, length=10)[0],
+    "a scan of ten layers": lambda z: lax.scan(lambda h, _: (0.5 * layer(h), None), z, length=10)[
+        0
+    ],
     "max pooling": lambda z: lax.reduce_window(z, -jnp.inf, lax.max, (2,), (1,), "VALID"),
     # Programs that are refused.
     "jnp.fft.fft": lambda z: jnp.abs(jnp.fft.fft(z)),
     "jnp.linalg.cholesky": lambda z: jnp.linalg.cholesky(jnp.outer(z, z) + 9 * jnp.eye(6)),
-    "lax.ragged_dot": lambda z: lax.ragged_dot(z[:, None], like(z, WEIGHTS[:2, None]), jnp.array([2, 4])),
+    "lax.ragged_dot": lambda z: lax.ragged_dot(
+        z[:, None], like(z, WEIGHTS[:2, None]), jnp.array([2, 4])
+    ),
     "jnp.median": jnp.median,
     "gradient of jnp.sort": jax.grad(lambda z: (jnp.sort(z) * like(z, SHARES)).sum()),
 }
@@ -129,12 +146,17 @@ def measure(program: Callable[[jax.Array], Any], radius: float) -> dict[str, Any
         return {"refused": str(error).split(" It arises")[0]}
     intervals = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, jaxdp.Interval))
     lower, upper = flat([x.lower for x in intervals]), flat([x.upper for x in intervals])
-    rng, (low, high) = np.random.default_rng(1), (np.asarray(end, np.float64) for end in (box.lower, box.upper))
+    rng, (low, high) = (
+        np.random.default_rng(1),
+        (np.asarray(end, np.float64) for end in (box.lower, box.upper)),
+    )
     where = rng.random((SAMPLES, POINT.size))
     where[: SAMPLES // 2] = where[: SAMPLES // 2] > 0.5  # half of the points are corners
     with jax.enable_x64(True):
         values = jax.device_get(jax.jit(jax.vmap(program))(low + where * (high - low)))
-    values = np.concatenate([np.asarray(x, np.float64).reshape(SAMPLES, -1) for x in jax.tree.leaves(values)], 1)
+    values = np.concatenate(
+        [np.asarray(x, np.float64).reshape(SAMPLES, -1) for x in jax.tree.leaves(values)], 1
+    )
     width = float(np.max(upper - lower))
     return {
         "width": width if math.isfinite(width) else None,
@@ -153,10 +175,16 @@ def tables(report: Any) -> dict[str, str]:
         row = {"program": name}
         for radius in RADII:
             one = found[str(radius)]
-            row |= {f"width, {radius:g}": _number(one["width"]), f"sampled, {radius:g}": _number(one["sampled"])}
+            row |= {
+                f"width, {radius:g}": _number(one["width"]),
+                f"sampled, {radius:g}": _number(one["sampled"]),
+            }
         row["sound"] = "yes" if all(one["sound"] for one in found.values()) else "no"
         rows.append(row)
-    return {"bounded": format_table(rows, style="markdown"), "refused": format_table(refused, style="markdown")}
+    return {
+        "bounded": format_table(rows, style="markdown"),
+        "refused": format_table(refused, style="markdown"),
+    }
 
 
 def _number(x: float | None) -> str:

@@ -1,10 +1,10 @@
-"""Times the ledger: writers in parallel, spends of very many different events, questions, and opening a large file.
+"""Times the ledger: writers in parallel, spends of very many different events, questions, and
+opening a large file.
 
     python -m benchmarks.bench_ledger [--distinct 100000] [--seconds 3]
 
-There is no peer, because other accountants keep no file. The ratios compare parts of one run: 8 writers with 1, the
-last spends with the first ones, and the best served writer with the worst.
-"""
+There is no peer, because other accountants keep no file. The ratios compare parts of one run: 8
+writers with 1, the last spends with the first ones, and the best served writer with the worst."""
 
 import os
 import pathlib
@@ -13,12 +13,21 @@ import tempfile
 import time
 
 from benchmarks import timing
-from jaxdp.privacy import ComposedDpEvent, GaussianDpEvent, Ledger, PoissonSampledDpEvent, PureDpEvent, epsilon
+from jaxdp.privacy import (
+    ComposedDpEvent,
+    GaussianDpEvent,
+    Ledger,
+    PoissonSampledDpEvent,
+    PureDpEvent,
+    epsilon,
+)
 
 
 def main() -> None:
     parser = timing.arguments(__doc__, output=".bench/ledger.json")
-    parser.add_argument("--distinct", type=int, default=100_000, help="different events of one account")
+    parser.add_argument(
+        "--distinct", type=int, default=100_000, help="different events of one account"
+    )
     parser.add_argument("--seconds", type=float, default=3.0, help="duration of the writers")
     options = parser.parse_args()
     found = {f"{count} writers": writers(count, options.seconds) for count in (1, 8)}
@@ -26,7 +35,9 @@ def main() -> None:
         lambda i: GaussianDpEvent(1e4 + 0.01 * i), options.distinct
     )
     few = options.distinct // 10  # composing the PLD of more leaves would take minutes
-    found[f"{few} different pure events"] = distinct(lambda i: PureDpEvent(1e-7 * (1 + 1e-4 * i)), few)
+    found[f"{few} different pure events"] = distinct(
+        lambda i: PureDpEvent(1e-7 * (1 + 1e-4 * i)), few
+    )
     found["100 different sampled Gaussians"] = sampled(100)
     for name, row in found.items():
         print(name, *(f"{key} {value:.4g}" for key, value in row.items()), sep=", ")
@@ -102,10 +113,13 @@ def distinct(make, count: int) -> dict[str, float]:
 
 
 def sampled(count: int) -> dict[str, float]:
-    """Times epsilon of different Poisson-sampled Gaussians, each composed ten times, and of one more."""
+    """Times epsilon of different Poisson-sampled Gaussians, each composed ten times, and of one
+    more."""
     took = []
     for extra in (0, 1):
-        events = [PoissonSampledDpEvent(0.01, GaussianDpEvent(1 + 0.01 * i)) for i in range(count + extra)]
+        events = [
+            PoissonSampledDpEvent(0.01, GaussianDpEvent(1 + 0.01 * i)) for i in range(count + extra)
+        ]
         began = time.perf_counter()
         epsilon(ComposedDpEvent([event for event in events for _ in range(10)]), delta=1e-5)
         took.append(time.perf_counter() - began)

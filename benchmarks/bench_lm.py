@@ -1,14 +1,15 @@
-"""Measures private steps of language models: full training and LoRA, against plain steps, jax_privacy and Opacus.
+"""Measures private steps of language models: full training and LoRA, against plain steps,
+jax_privacy and Opacus.
 
     python -m benchmarks.bench_lm --rounds 9 --peers
 
-"counted" is GPT-2 small with its tied vocabulary of 50257 tokens, at several lengths: floating-point operations of a
-clipped gradient over those of a plain one, counted on the programs, and the memory that XLA allocates for them. Nothing
-is computed there. With "remat" both compute the inside of each block again in the backward pass. "cases" has a smaller
-model that runs. "clipped" is a step with clipped gradients, "private" has noise too. jax_privacy runs in the same
-process. Opacus (with --peers, if it is installed) has the untied model of `benchmarks.torch_steps` at length 128. Its
-ratios are over a plain step in PyTorch.
-"""
+"counted" is GPT-2 small with its tied vocabulary of 50257 tokens, at several lengths:
+floating-point operations of a clipped gradient over those of a plain one, counted on the programs,
+and the memory that XLA allocates for them. Nothing is computed there. With "remat" both compute the
+inside of each block again in the backward pass. "cases" has a smaller model that runs. "clipped" is
+a step with clipped gradients, "private" has noise too. jax_privacy runs in the same process. Opacus
+(with --peers, if it is installed) has the untied model of `benchmarks.torch_steps` at length 128.
+Its ratios are over a plain step in PyTorch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,19 +32,24 @@ MODES = ("full", "lora")
 
 
 def problem(model: Any, mode: str, params: Any = None) -> tuple[Any, Callable[..., Any], Any]:
-    """Returns (parameters, loss of one row of tokens, `trainable`). Without parameters they are shapes."""
+    """Returns (parameters, loss of one row of tokens, `trainable`). Without parameters they are
+    shapes."""
 
     def made(params: Any) -> models.Pretrained:
         network = models.Pretrained(model, params, None)
         return models.with_lora(network, rank=RANK, seed=0) if mode == "lora" else network
 
-    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"])
+    shapes = jax.eval_shape(
+        lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    )
     apply_fn = made(shapes).apply_fn  # reads no value
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         return jaxdp.losses.next_token(apply_fn(params, tokens[None, :-1])[0], tokens[1:])
 
-    params = jax.eval_shape(lambda p: made(p).params, shapes) if params is None else made(params).params
+    params = (
+        jax.eval_shape(lambda p: made(p).params, shapes) if params is None else made(params).params
+    )
     return params, loss, models.trainable("lora", params) if mode == "lora" else None
 
 
@@ -54,7 +60,9 @@ def plain_gradient(loss: Callable[..., Any], mode: str) -> Callable[[Any, Any], 
         whole = {**params, "lora": moving} if mode == "lora" else moving
         return jax.vmap(loss, (None, 0))(whole, tokens).mean()
 
-    return lambda params, tokens: jax.grad(mean)(params["lora"] if mode == "lora" else params, params, tokens)
+    return lambda params, tokens: jax.grad(mean)(
+        params["lora"] if mode == "lora" else params, params, tokens
+    )
 
 
 def counted(model: Any, mode: str, length: int, batch: int) -> dict[str, float]:
@@ -64,7 +72,10 @@ def counted(model: Any, mode: str, length: int, batch: int) -> dict[str, float]:
     tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
     programs = plain_gradient(loss, mode), lambda params, tokens: clipped(params, tokens).grads
     flops = [counts.count(program, params, tokens).flops for program in programs]
-    memory = [timing.allocated_mb(jax.jit(program).lower(params, tokens).compile()) for program in programs]
+    memory = [
+        timing.allocated_mb(jax.jit(program).lower(params, tokens).compile())
+        for program in programs
+    ]
     return {
         "flops_ratio": flops[1] / flops[0],
         "memory_ratio": memory[1] / memory[0],
@@ -74,15 +85,26 @@ def counted(model: Any, mode: str, length: int, batch: int) -> dict[str, float]:
     }
 
 
-def steps(model: Any, mode: str, length: int, batch: int, peers: bool) -> dict[str, Callable[[], Any]]:
+def steps(
+    model: Any, mode: str, length: int, batch: int, peers: bool
+) -> dict[str, Callable[[], Any]]:
     """Returns a plain step, and private steps, on one batch. Each keeps its own state."""
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     params, loss, trainable = problem(model, mode, params)
-    gradient, clipped = plain_gradient(loss, mode), jaxdp.clipped_grad(loss, clip_norm=CLIP, trainable=trainable)
+    gradient, clipped = (
+        plain_gradient(loss, mode),
+        jaxdp.clipped_grad(loss, clip_norm=CLIP, trainable=trainable),
+    )
     private = jaxdp.privatize(clipped, noise_multiplier=1.0, divisor=batch)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(model.num_classes, size=(batch, length + 1), dtype=np.int32))
+    tokens = jnp.asarray(
+        np.random.default_rng(0).integers(
+            model.num_classes, size=(batch, length + 1), dtype=np.int32
+        )
+    )
 
-    def step_of(optimizer: optax.GradientTransformation, sums: Callable[[Any, Any], Any]) -> Callable[[], Any]:
+    def step_of(
+        optimizer: optax.GradientTransformation, sums: Callable[[Any, Any], Any]
+    ) -> Callable[[], Any]:
         @jax.jit
         def updated(params: Any, state: Any) -> Any:
             grads = sums(params, tokens)
@@ -105,7 +127,9 @@ def steps(model: Any, mode: str, length: int, batch: int, peers: bool) -> dict[s
 
     sgd = optax.sgd(0.01)
     found = {
-        "plain": step_of(sgd, lambda p, t: {"lora": gradient(p, t)} if mode == "lora" else gradient(p, t)),
+        "plain": step_of(
+            sgd, lambda p, t: {"lora": gradient(p, t)} if mode == "lora" else gradient(p, t)
+        ),
         "clipped": step_of(sgd, lambda p, t: only(clipped(p, t).grads)),
         "private": step_of(optax.chain(private, sgd), lambda p, t: only(clipped(p, t).grads)),
     }
@@ -113,7 +137,9 @@ def steps(model: Any, mode: str, length: int, batch: int, peers: bool) -> dict[s
         from jax_privacy import clipping
 
         whole = lambda moving, params, tokens: loss({**params, **moving}, tokens)  # noqa: E731
-        theirs = clipping.clipped_grad(whole, l2_clip_norm=CLIP, batch_argnums=(2,), keep_batch_dim=False)
+        theirs = clipping.clipped_grad(
+            whole, l2_clip_norm=CLIP, batch_argnums=(2,), keep_batch_dim=False
+        )
         found["jax_privacy clipped"] = step_of(sgd, lambda p, t: theirs(trained(p), p, t))
     return found
 
@@ -136,7 +162,12 @@ def main() -> None:
     flags = parser.parse_args()
     keep_freed_memory()
     missing = timing.missing("jax_privacy", "torch", "opacus") if flags.peers else []
-    report: dict[str, Any] = {**timing.machine(), "rounds": flags.rounds, "not installed": missing, "counted": []}
+    report: dict[str, Any] = {
+        **timing.machine(),
+        "rounds": flags.rounds,
+        "not installed": missing,
+        "counted": [],
+    }
     for mode in MODES:
         for remat in (False, True):
             for length in LENGTHS:
@@ -155,7 +186,10 @@ def main() -> None:
         rows = report["cases"][mode] = timed(calls, flags.rounds)
         noise = rows["private"]["cpu_over_plain"] - rows["clipped"]["cpu_over_plain"]
         rows["private"]["noise_cpu_over_plain"] = noise
-        print(f"\n{mode}\n{format_table([{'step': name, **row} for name, row in rows.items()], digits=3)}", flush=True)
+        print(
+            f"\n{mode}\n{format_table([{'step': name, **row} for name, row in rows.items()], digits=3)}",
+            flush=True,
+        )
     timing.write(report, flags.output)
 
 

@@ -2,10 +2,9 @@
 
     python -m benchmarks.bench_noise [--size 1048576] [--rounds 9]
 
-The design before ChaCha is here as "rbg, two normals". `jaxdp.transforms.noise.CPU_OPTIONS` are those of `fit`. NumPy
-and PyTorch draw on the host. Processor time counts all threads, so a value of one core and of two cores are compared
-fairly.
-"""
+The design before ChaCha is here as "rbg, two normals". `jaxdp.transforms.noise.CPU_OPTIONS` are
+those of `fit`. NumPy and PyTorch draw on the host. Processor time counts all threads, so a value of
+one core and of two cores are compared fairly."""
 
 import math
 import time
@@ -27,7 +26,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "resnet20": ("resnet20", {}, 64),
     "vit": (
         "vit_tiny",
-        {"patch_size": 4, "width": 192, "depth": 6, "num_heads": 3, "mlp_width": 768, "pool": "mean"},
+        {
+            "patch_size": 4,
+            "width": 192,
+            "depth": 6,
+            "num_heads": 3,
+            "mlp_width": 768,
+            "pool": "mean",
+        },
         32,
     ),
 }  # name, options, batch size
@@ -37,7 +43,10 @@ def old_noise(key: jax.Array, tree: Any) -> Any:
     """Sums two normals over sqrt(2), with a program for each leaf."""
 
     def leaf(index: int, like: jax.Array) -> jax.Array:
-        first, second = (jax.random.normal(k, like.shape) for k in jax.random.split(jax.random.fold_in(key, index)))
+        first, second = (
+            jax.random.normal(k, like.shape)
+            for k in jax.random.split(jax.random.fold_in(key, index))
+        )
         return (first + second) * math.sqrt(0.5)
 
     leaves, treedef = jax.tree.flatten(tree)
@@ -56,7 +65,10 @@ def main() -> None:
     }
     for part in (report["vector"], *report["steps"].values()):
         for name, row in part.items():
-            print(name, row if isinstance(row, (int, float)) else {k: round(v, 3) for k, v in row.items()})
+            print(
+                name,
+                row if isinstance(row, (int, float)) else {k: round(v, 3) for k, v in row.items()},
+            )
     timing.write(report, options.output)
 
 
@@ -90,7 +102,10 @@ def vector(size: int, rounds: int) -> dict[str, Any]:
         "chacha12": (lambda key: noise.gaussian(key, like, 1.0), noise.stream(SEED, "noise")),
         "rbg, two normals": (lambda key: old_noise(key, like), keys["rbg"]),
         "rbg, one normal": (lambda key: jax.random.normal(key, like.shape), keys["rbg"]),
-        "threefry2x32, one normal": (lambda key: jax.random.normal(key, like.shape), keys["threefry2x32"]),
+        "threefry2x32, one normal": (
+            lambda key: jax.random.normal(key, like.shape),
+            keys["threefry2x32"],
+        ),
     }
     calls = {name: compiled(function, key)[0] for name, (function, key) in functions.items()}
     function, key = functions["chacha12"]
@@ -114,7 +129,9 @@ def step(name: str, rounds: int) -> dict[str, Any]:
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
 
     def loss(params: Any, example: Any) -> jax.Array:
-        return losses.softmax_cross_entropy(model.apply({"params": params}, example[0][None])[0], example[1])
+        return losses.softmax_cross_entropy(
+            model.apply({"params": params}, example[0][None])[0], example[1]
+        )
 
     grad_fn = jaxdp.clipped_grad(loss, clip_norm=1.0)
 
@@ -128,20 +145,34 @@ def step(name: str, rounds: int) -> dict[str, Any]:
     grads, key = gradient(), noise.stream(SEED, "noise")
     noisy, quiet = privatizer(1.0, key), privatizer(0.0, key)
     private, compile_s = compiled(
-        lambda grads, state: noisy.update(grads, state)[0], grads, noisy.init(params), options=noise.CPU_OPTIONS
+        lambda grads, state: noisy.update(grads, state)[0],
+        grads,
+        noisy.init(params),
+        options=noise.CPU_OPTIONS,
     )
-    plain, plain_compile_s = compiled(lambda grads, state: quiet.update(grads, state)[0], grads, quiet.init(params))
+    plain, plain_compile_s = compiled(
+        lambda grads, state: quiet.update(grads, state)[0], grads, quiet.init(params)
+    )
     before, old_compile_s = compiled(old, grads, jax.random.key(0, impl="rbg"))
     wall, cpu = timing.interleaved(
-        {"gradient": gradient, "privatize": private, "without noise": plain, "before": before}, rounds
+        {"gradient": gradient, "privatize": private, "without noise": plain, "before": before},
+        rounds,
     )
     return {
         "parameters": size,
         "leaves": len(jax.tree.leaves(params)),
-        "compile_cpu_s": {"privatize": compile_s, "without noise": plain_compile_s, "before": old_compile_s},
-        "cpu_ns_per_value": {part: timing.median_ms(cpu[part]) * 1e6 / size for part in ("privatize", "before")},
+        "compile_cpu_s": {
+            "privatize": compile_s,
+            "without noise": plain_compile_s,
+            "before": old_compile_s,
+        },
+        "cpu_ns_per_value": {
+            part: timing.median_ms(cpu[part]) * 1e6 / size for part in ("privatize", "before")
+        },
         "cpu_share_of_step": {
-            part: timing.median_ratio(cpu[part], [a + b for a, b in zip(cpu["gradient"], cpu[part], strict=True)])
+            part: timing.median_ratio(
+                cpu[part], [a + b for a, b in zip(cpu["gradient"], cpu[part], strict=True)]
+            )
             for part in ("privatize", "before")
         },
         "wall_ms": {part: timing.median_ms(wall[part]) for part in wall},
@@ -175,7 +206,9 @@ def tables(found: Mapping[str, Any]) -> dict[str, str]:
             f"{100 * row['cpu_share_of_step'][part]:.1f} %"
         ),
         "processor ns per value (before)": lambda row, part: f"{row['cpu_ns_per_value'][part]:.1f}",
-        "seconds to compile `privatize` (before)": lambda row, part: f"{row['compile_cpu_s'][part]:.1f}",
+        "seconds to compile `privatize` (before)": lambda row, part: (
+            f"{row['compile_cpu_s'][part]:.1f}"
+        ),
     }
     of_models = [
         {"noise of a model's gradient": title}
@@ -186,7 +219,8 @@ def tables(found: Mapping[str, Any]) -> dict[str, str]:
         for title, show in parts.items()
     ]
     return {
-        name: format_table(rows, style="markdown") for name, rows in (("noise", vector), ("noise of models", of_models))
+        name: format_table(rows, style="markdown")
+        for name, rows in (("noise", vector), ("noise of models", of_models))
     }
 
 

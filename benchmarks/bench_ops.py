@@ -2,11 +2,10 @@
 
     python -m benchmarks.bench_ops --rounds 15 --output benchmarks/results/ops_cpu.json
 
-"forward" is the operation, and "backward" the operation with the gradients of its weights and inputs. "ours" is the
-form in `jaxdp.models`. All forms of an operation are compiled first and timed in turn. "cpu" is processor time of all
-threads. The rows of PyTorch need torch and opacus. It runs on one thread, because its threads wait in loops, which
-counts as processor time.
-"""
+"forward" is the operation, and "backward" the operation with the gradients of its weights and
+inputs. "ours" is the form in `jaxdp.models`. All forms of an operation are compiled first and timed
+in turn. "cpu" is processor time of all threads. The rows of PyTorch need torch and opacus. It runs
+on one thread, because its threads wait in loops, which counts as processor time."""
 
 import argparse
 import dataclasses
@@ -66,17 +65,28 @@ class Textbook(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale, bias = (self.param(n, nn.initializers.constant(v), x.shape[-1:]) for n, v in (("scale", 1), ("bias", 0)))
+        scale, bias = (
+            self.param(n, nn.initializers.constant(v), x.shape[-1:])
+            for n, v in (("scale", 1), ("bias", 0))
+        )
         y = x.reshape(*x.shape[:-1], self.groups, -1)
-        y = (y - y.mean(self.axes, keepdims=True)) / jnp.sqrt(y.var(self.axes, keepdims=True) + 1e-6)
+        y = (y - y.mean(self.axes, keepdims=True)) / jnp.sqrt(
+            y.var(self.axes, keepdims=True) + 1e-6
+        )
         return y.reshape(x.shape) * scale + bias
 
 
 def operations() -> dict[str, Operation]:
     def windows(x: jax.Array, size: int, stride: int, padding: int = 0) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (padding, padding), (padding, padding), (0, 0)], constant_values=-jnp.inf)
+        x = jnp.pad(
+            x, [(0, 0), (padding, padding), (padding, padding), (0, 0)], constant_values=-jnp.inf
+        )
         end = x.shape[1] - size + 1
-        corners = [x[:, i : i + end : stride, j : j + end : stride] for i in range(size) for j in range(size)]
+        corners = [
+            x[:, i : i + end : stride, j : j + end : stride]
+            for i in range(size)
+            for j in range(size)
+        ]
         return functools.reduce(jnp.maximum, corners)
 
     def torch_mlp() -> Any:
@@ -99,12 +109,18 @@ def operations() -> dict[str, Operation]:
 
     conv = {"ours and Flax": nn.Conv(16, (3, 3), padding=1, use_bias=False)}
     torch_conv, images = torch_layer("Conv2d", 16, 16, 3, padding=1, bias=False), (64, 32, 32, 16)
-    norm = {"ours": models.GroupNorm(8), "Flax": nn.GroupNorm(8), "textbook": Textbook(8, (1, 2, 4))}
+    norm = {
+        "ours": models.GroupNorm(8),
+        "Flax": nn.GroupNorm(8),
+        "textbook": Textbook(8, (1, 2, 4)),
+    }
 
     def pools(size: int, stride: int, padding: int = 0) -> dict[str, Any]:
         given: dict[str, Any] = {"size": size, "stride": stride, "padding": padding}
         edges = ((padding, padding),) * 2
-        flax = functools.partial(nn.max_pool, window_shape=(size, size), strides=(stride, stride), padding=edges)
+        flax = functools.partial(
+            nn.max_pool, window_shape=(size, size), strides=(stride, stride), padding=edges
+        )
         ours, slices = (functools.partial(pool, **given) for pool in (models.max_pool, windows))
         return {"ours": ours, "Flax": flax, "slices in both directions": slices}
 
@@ -122,13 +138,20 @@ def operations() -> dict[str, Operation]:
             {"ours and Flax": nn.LayerNorm(), "textbook": Textbook(1, (3,))},
             torch_layer("LayerNorm", 192, eps=1e-6),
         ),
-        "GroupNorm, 8 groups, [64, 32, 32, 16]": Operation(images, norm, torch_layer("GroupNorm", 8, 16)),
-        "max-pool 2x2/1, [256, 13, 13, 16]": Operation((256, 13, 13, 16), pools(2, 1), torch_layer("MaxPool2d", 2, 1)),
+        "GroupNorm, 8 groups, [64, 32, 32, 16]": Operation(
+            images, norm, torch_layer("GroupNorm", 8, 16)
+        ),
+        "max-pool 2x2/1, [256, 13, 13, 16]": Operation(
+            (256, 13, 13, 16), pools(2, 1), torch_layer("MaxPool2d", 2, 1)
+        ),
         "max-pool 3x3/2, [16, 56, 56, 64]": Operation(
             (16, 56, 56, 64), pools(3, 2, 1), torch_layer("MaxPool2d", 3, 2, 1)
         ),
         "embedding 4096 x 256, [16, 128]": Operation(
-            (16, 128), {"ours and Flax": nn.Embed(4096, 256)}, torch_layer("Embedding", 4096, 256), tokens=4096
+            (16, 128),
+            {"ours and Flax": nn.Embed(4096, 256)},
+            torch_layer("Embedding", 4096, 256),
+            tokens=4096,
         ),
         "convolution 3x3, [64, 32, 32, 16]": Operation(images, conv, torch_conv),
         "its input gradient": Operation(images, conv, torch_conv, only="input"),
@@ -180,7 +203,9 @@ def torch_calls(operation: Operation) -> dict[str, Call]:
     if x.ndim == 4:
         x = x.permute(0, 3, 1, 2).contiguous()
     weights = list(module.parameters())
-    leaves = {"weight": weights, "input": [x], "": weights if operation.tokens else [*weights, x]}[operation.only]
+    leaves = {"weight": weights, "input": [x], "": weights if operation.tokens else [*weights, x]}[
+        operation.only
+    ]
     for leaf in (*weights, x):
         if leaf.is_floating_point():
             leaf.requires_grad_(any(leaf is used for used in leaves))
@@ -195,7 +220,11 @@ def torch_calls(operation: Operation) -> dict[str, Call]:
 
     if operation.only:
         out = module(x)
-        return {"backward": lambda: torch.autograd.grad(out, leaves, cotangent, retain_graph=True) and None}
+        return {
+            "backward": lambda: (
+                torch.autograd.grad(out, leaves, cotangent, retain_graph=True) and None
+            )
+        }
     return {"forward": forward, "backward": value_and_grads}
 
 
@@ -229,7 +258,12 @@ def main() -> None:
     flags = parser.parse_args()
     missing = timing.missing("torch", "opacus")
     keep_freed_memory()
-    report: dict[str, Any] = {**timing.machine(), "rounds": flags.rounds, "peers": not missing, "operations": {}}
+    report: dict[str, Any] = {
+        **timing.machine(),
+        "rounds": flags.rounds,
+        "peers": not missing,
+        "operations": {},
+    }
     for name, operation in operations().items():
         report["operations"][name] = rows = measured(operation, flags.rounds, not missing)
         print(f"\n{name}\n{format_table(rows, digits=3)}", flush=True)

@@ -1,17 +1,19 @@
-"""Times certifying 20 distances against one training run with per-record clipped gradients, and the memory.
+"""Times certifying 20 distances against one training run with per-record clipped gradients, and the
+memory.
 
     python -m benchmarks.bench_prediction --rounds 7 --output .bench/prediction.json
 
 Two baselines train the same model with the same clipped gradients. "vmap" is the obvious program:
-`jax.vmap(jax.grad(loss))`, clip, sum. "streamed" adds up one record after the other in a scan, which XLA vectorises
-over parameters. It is the fastest that we know. "bounds" is `train_with_bounds` with ks = 0..20, and "one k" the same
-with a single distance. With --replace, "replace" is the same for replaced records (nine passes instead of one). Rounds
-are interleaved, and medians are reported. Ratios are medians of ratios within a round. "memory" is what XLA allocates
+`jax.vmap(jax.grad(loss))`, clip, sum. "streamed" adds up one record after the other in a scan,
+which XLA vectorises over parameters. It is the fastest that we know. "bounds" is
+`train_with_bounds` with ks = 0..20, and "one k" the same with a single distance. With --replace,
+"replace" is the same for replaced records (nine passes instead of one). Rounds are interleaved, and
+medians are reported. Ratios are medians of ratios within a round. "memory" is what XLA allocates
 beyond the arguments. "first call" includes compiling.
 
-With --reference the public PyTorch implementation runs in the same process for four of the twenty distances. Its time
-for all is five times their sum. Install the package abstract_gradient_training for this.
-"""
+With --reference the public PyTorch implementation runs in the same process for four of the twenty
+distances. Its time for all is five times their sum. Install the package abstract_gradient_training
+for this."""
 
 import argparse
 import json
@@ -85,13 +87,19 @@ def problem(case: Case) -> tuple[Any, Any]:
     def uniform(*shape: int) -> np.ndarray:
         return np.float32(rng.uniform(-1, 1, shape) / np.sqrt(np.prod(shape[:-1]) or 1))
 
-    params: Any = {"dense": [(uniform(a, b), uniform(b)) for a, b in zip(case.sizes, case.sizes[1:], strict=False)]}
+    params: Any = {
+        "dense": [
+            (uniform(a, b), uniform(b)) for a, b in zip(case.sizes, case.sizes[1:], strict=False)
+        ]
+    }
     shape: tuple[int, ...] = case.sizes[:1]
     if case.images:
         params["frozen"] = [uniform(4, 4, 1, 16), uniform(4, 4, 16, 32)]
         shape = (28, 28, 1)
     classes = case.sizes[-1]
-    labels = rng.integers(0, max(2, classes), case.records).astype(np.float32 if classes == 1 else np.int32)
+    labels = rng.integers(0, max(2, classes), case.records).astype(
+        np.float32 if classes == 1 else np.int32
+    )
     return params, {"x": np.float32(rng.uniform(0, 1, (case.records, *shape))), "y": labels}
 
 
@@ -106,7 +114,9 @@ def baselines(case: Case, params: Any) -> dict[str, Callable[..., Any]]:
         def train(dense: Any, data: Any) -> Any:
             for t in range(case.steps):
                 rate = case.learning_rate / (1 + case.lr_decay * t) / case.records
-                dense = jax.tree.map(lambda p, g, rate=rate: p - rate * g, dense, total(dense, data))
+                dense = jax.tree.map(
+                    lambda p, g, rate=rate: p - rate * g, dense, total(dense, data)
+                )
             return dense
 
         return jax.jit(train)
@@ -137,12 +147,16 @@ def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict
     calls: dict[str, Callable[[], Any]] = {
         name: lambda f=f: f(*on_device) for name, f in baselines(case, params).items()
     }
-    variants = [("bounds", KS, "add_remove"), ("one k", (1,), "add_remove"), ("replace", KS, "replace_one")][
-        : 2 + replace
-    ]
+    variants = [
+        ("bounds", KS, "add_remove"),
+        ("one k", (1,), "add_remove"),
+        ("replace", KS, "replace_one"),
+    ][: 2 + replace]
     for name, ks, threat in variants:
         given = {**settings, "ks": ks, "threat": threat}
-        calls[name] = lambda given=given: train_with_bounds(loss, params, data, **given).lower["dense"]
+        calls[name] = lambda given=given: train_with_bounds(loss, params, data, **given).lower[
+            "dense"
+        ]
     rows: dict[str, Any] = {}
     for name, call in calls.items():
         start = time.perf_counter()
@@ -155,7 +169,9 @@ def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict
         moving, frozen, records, order, rates = arrays
         state = agt._State(moving, [], None)
         for _ in range(2):  # the batches after the first one have as many boxes as distances
-            lowered = agt._batch_step.lower(loss, static, frozen, records, state, order[0], rates[0], None)
+            lowered = agt._batch_step.lower(
+                loss, static, frozen, records, state, order[0], rates[0], None
+            )
             state = lowered.out_info
         rows[name]["memory_mb"] = allocated(lowered)
     wall: dict[str, list[float]] = {name: [] for name in calls}
@@ -177,8 +193,12 @@ def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict
     return rows
 
 
-def plan_of(params: Any, data: Any, settings: dict[str, Any], ks: Any, threat: str) -> tuple[Any, Any]:
-    return plan.make_plan(loss, params, data, checks.distances(ks), plan.Training(threat=threat, **settings))
+def plan_of(
+    params: Any, data: Any, settings: dict[str, Any], ks: Any, threat: str
+) -> tuple[Any, Any]:
+    return plan.make_plan(
+        loss, params, data, checks.distances(ks), plan.Training(threat=threat, **settings)
+    )
 
 
 def allocated(lowered: Any) -> float:
@@ -187,7 +207,8 @@ def allocated(lowered: Any) -> float:
 
 
 def reference_seconds(case: Case, params: Any, data: Any) -> float:
-    """Returns CPU seconds of the public implementation for twenty distances, on features of frozen convolutions."""
+    """Returns CPU seconds of the public implementation for twenty distances, on features of frozen
+    convolutions."""
     import logging
 
     import abstract_gradient_training as public
@@ -196,14 +217,22 @@ def reference_seconds(case: Case, params: Any, data: Any) -> float:
     logging.getLogger("abstract_gradient_training").setLevel("CRITICAL")
     features = data["x"]
     if case.images:
-        frozen = {**params, "dense": [(np.eye(case.sizes[0], dtype=np.float32), np.zeros(case.sizes[0], np.float32))]}
+        frozen = {
+            **params,
+            "dense": [
+                (np.eye(case.sizes[0], dtype=np.float32), np.zeros(case.sizes[0], np.float32))
+            ],
+        }
         features = np.asarray(jax.lax.map(lambda x: network(frozen, x), features))
     modules: list[Any] = []
     for weight, bias in params["dense"]:
         layer = torch.nn.Linear(*weight.shape)
         layer.weight.data, layer.bias.data = torch.tensor(weight.T.copy()), torch.tensor(bias)
         modules += [layer, torch.nn.ReLU()]
-    batch = (torch.tensor(features), torch.tensor(data["y"].astype(np.int64 if case.sizes[-1] > 1 else np.float32)))
+    batch = (
+        torch.tensor(features),
+        torch.tensor(data["y"].astype(np.int64 if case.sizes[-1] > 1 else np.float32)),
+    )
     total = 0.0
     for k in REFERENCE_KS:
         model = public.bounded_models.IntervalBoundedModel(torch.nn.Sequential(*modules[:-1]))
@@ -225,8 +254,14 @@ def reference_seconds(case: Case, params: Any, data: Any) -> float:
 
 def main() -> None:
     keep_freed_memory()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="", help=f"parts of names, separated by semicolons, of {'; '.join(CASES)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases",
+        default="",
+        help=f"parts of names, separated by semicolons, of {'; '.join(CASES)}",
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--replace", action="store_true")
     parser.add_argument("--reference", action="store_true")
@@ -244,10 +279,22 @@ def main() -> None:
     for name, case in CASES.items():
         if not any(part in name for part in flags.cases.split(";")):
             continue
-        report["cases"][name] = rows = run_case(case, flags.rounds, replace=flags.replace, reference=flags.reference)
-        columns = ("wall_ms", "wall_over_streamed", "wall_over_vmap", "cpu_s", "memory_mb", "first_call_s")
+        report["cases"][name] = rows = run_case(
+            case, flags.rounds, replace=flags.replace, reference=flags.reference
+        )
+        columns = (
+            "wall_ms",
+            "wall_over_streamed",
+            "wall_over_vmap",
+            "cpu_s",
+            "memory_mb",
+            "first_call_s",
+        )
         table = [{"run": run, **{c: row.get(c) for c in columns}} for run, row in rows.items()]
-        print(f"\n{name}, batch of {case.records}\n{jaxdp.report.format_table(table, digits=3)}", flush=True)
+        print(
+            f"\n{name}, batch of {case.records}\n{jaxdp.report.format_table(table, digits=3)}",
+            flush=True,
+        )
     output = pathlib.Path(flags.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=2) + "\n")

@@ -1,9 +1,10 @@
-"""Counts operations and bytes of clipped gradients over plain gradients, for programs that other libraries write.
+"""Counts operations and bytes of clipped gradients over plain gradients, for programs that other
+libraries write.
 
     python -m benchmarks.bench_programs --output benchmarks/results/programs.json
 
-Nothing is compiled or run. The counts depend on JAX's release and on the backend, not on the machine.
-"""
+Nothing is compiled or run. The counts depend on JAX's release and on the backend, not on the
+machine."""
 
 from typing import Any
 
@@ -23,7 +24,10 @@ def work(entry: programs.Entry) -> dict[str, counts.Count]:
         return jax.vmap(loss, (None, 0))(params, batch).sum()
 
     clipped = jaxdp.clipped_grad(made.loss, clip_norm=1.0)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as the libraries expect
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):  # as the libraries expect
         return {
             "plain": counts.count(jax.grad(total), params, batch),
             "clipped": counts.count(lambda p, b: clipped(p, b).grads, params, batch),
@@ -49,7 +53,9 @@ def main() -> None:
             }
         )
     print(jaxdp.report.format_table(rows, digits=3))
-    timing.write({"jax": jax.__version__, "backend": jax.default_backend(), "programs": rows}, flags.output)
+    timing.write(
+        {"jax": jax.__version__, "backend": jax.default_backend(), "programs": rows}, flags.output
+    )
 
 
 if __name__ == "__main__":

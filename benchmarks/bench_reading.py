@@ -2,11 +2,11 @@
 
     python -m benchmarks.bench_reading --output benchmarks/results/reading_cpu.json
 
-A source either opens a file for each example, or sleeps for a part of a step, as one does that waits for a network.
-"ahead" takes the batches of `PrivateTrainer.batches`, as `fit` does. "inline" reads a batch when its step is due. The
-wait of a step is the wall time until its batch is on the device. "exchange" is what two processes of this machine take
-to tell each other that both have read.
-"""
+A source either opens a file for each example, or sleeps for a part of a step, as one does that
+waits for a network. "ahead" takes the batches of `PrivateTrainer.batches`, as `fit` does. "inline"
+reads a batch when its step is due. The wait of a step is the wall time until its batch is on the
+device. "exchange" is what two processes of this machine take to tell each other that both have
+read."""
 
 import contextlib
 import json
@@ -76,9 +76,14 @@ def inline(trainer: Any, state: Any, source: Any) -> Iterator[Any]:
 
 
 def timed(trainer: Any, params: Any, source: Any, *, ahead: bool) -> list[tuple[float, float]]:
-    """Returns the seconds of each step's wait for the batch, and of the whole step, without the first two steps."""
+    """Returns the seconds of each step's wait for the batch, and of the whole step, without the
+    first two steps."""
     state, found = trainer.init(params), []
-    reading = trainer.batches(state, source, STEPS) if ahead else contextlib.nullcontext(inline(trainer, state, source))
+    reading = (
+        trainer.batches(state, source, STEPS)
+        if ahead
+        else contextlib.nullcontext(inline(trainer, state, source))
+    )
     with reading as batches:
         for _ in range(STEPS):
             start = time.perf_counter()
@@ -97,7 +102,8 @@ def measured(trainer: Any, params: Any, source: Any) -> dict[str, Any]:
         for name, pairs in found.items():
             pairs += timed(trainer, params, source, ahead=name == "ahead")
     middle = {
-        name: [1e3 * statistics.median(times) for times in zip(*pairs, strict=True)] for name, pairs in found.items()
+        name: [1e3 * statistics.median(times) for times in zip(*pairs, strict=True)]
+        for name, pairs in found.items()
     }
     return {name: {"wait_ms": wait, "step_ms": step} for name, (wait, step) in middle.items()}
 
@@ -119,7 +125,9 @@ def exchange() -> float:
         found.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{found.getsockname()[1]}"
     command = [sys.executable, "-m", "benchmarks.bench_reading", "--exchange", address]
-    started = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)]
+    started = [
+        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)
+    ]
     said = [process.communicate(timeout=300)[0] for process in started]
     return float(json.loads(said[0].splitlines()[-1]))
 
@@ -127,7 +135,8 @@ def exchange() -> float:
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Returns the rows as a table of a page."""
     lines = [
-        "| reading a batch | ms of a step, inline | ahead | ms of it that the device waits, inline | ahead |",
+        "| reading a batch | ms of a step, inline | ahead | ms of it that the device waits, "
+        "inline | ahead |",
         "|---|---|---|---|---|",
     ]
     for row in rows:
@@ -139,7 +148,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = timing.arguments(__doc__, output=".bench/reading.json")
-    parser.add_argument("--exchange", nargs=2, help="an address and the number of this process: measure the exchange")
+    parser.add_argument(
+        "--exchange",
+        nargs=2,
+        help="an address and the number of this process: measure the exchange",
+    )
     flags = parser.parse_args()
     if flags.exchange:
         print(json.dumps(exchanged(flags.exchange[0], int(flags.exchange[1]))))
@@ -150,13 +163,25 @@ def main() -> None:
     for share in SHARES:
         seconds = share * alone / 1e3
         slow = Slow(source, lambda indices, seconds=seconds: time.sleep(seconds))  # type: ignore[misc]
-        rows.append({"reading": f"a delay of {share:g} of a step's own time", **measured(trainer, params, slow)})
+        rows.append(
+            {
+                "reading": f"a delay of {share:g} of a step's own time",
+                **measured(trainer, params, slow),
+            }
+        )
     with on_disk(source) as slow:
         rows.append({"reading": f"{BATCH} files", **measured(trainer, params, slow)})
-    print(format_table([{"reading": row["reading"], **row["inline"], **row["ahead"]} for row in rows], digits=4))
+    print(
+        format_table(
+            [{"reading": row["reading"], **row["inline"], **row["ahead"]} for row in rows], digits=4
+        )
+    )
     took = exchange()
     print(f"An exchange between two processes takes {took:.2g} ms.")
-    timing.write(timing.machine() | {"steps": ROUNDS * STEPS, "rows": rows, "exchange_ms": took}, flags.output)
+    timing.write(
+        timing.machine() | {"steps": ROUNDS * STEPS, "rows": rows, "exchange_ms": took},
+        flags.output,
+    )
     print(markdown(rows))
 
 

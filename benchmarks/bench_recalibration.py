@@ -1,14 +1,15 @@
-"""Times simulated recalibrations per second: `launch.simulation` beside a plain NumPy loop over trials.
+"""Times simulated recalibrations per second: `launch.simulation` beside a plain NumPy loop over
+trials.
 
     python -m benchmarks.bench_recalibration --output .bench/recalibration.json
 
-The sweep is one shift of the paper's CIFAR-10 sweep: 10,000 labelled logits of 10 classes (synthetic, over-confident),
-three factors of 10 settings, six methods. The NumPy loop follows the paper, vectorised over records. For every trial
-and method it draws a random split, computes softmax at every temperature that the search asks about, adds Laplace noise
-of every source, and computes the ECE of the test split. It runs on a sample of the trials, between runs of ours. Times
-per trial are means over settings and medians over shifts after the first, which compiles. The whole sweep is `--shifts
-15`.
-"""
+The sweep is one shift of the paper's CIFAR-10 sweep: 10,000 labelled logits of 10 classes
+(synthetic, over-confident), three factors of 10 settings, six methods. The NumPy loop follows the
+paper, vectorised over records. For every trial and method it draws a random split, computes softmax
+at every temperature that the search asks about, adds Laplace noise of every source, and computes
+the ECE of the test split. It runs on a sample of the trials, between runs of ours. Times per trial
+are means over settings and medians over shifts after the first, which compiles. The whole sweep is
+`--shifts 15`."""
 
 import math
 import resource
@@ -51,7 +52,7 @@ def logits_of(shift: int) -> tuple[np.ndarray, np.ndarray]:
     return 3 * logits, labels.astype(np.int32)
 
 
-# --- The plain loop -------------------------------------------------------------------------------------------------
+# --- The plain loop -----------------------------------------------------------------------------
 
 
 def numpy_confidence(logits: np.ndarray, temperature: float) -> np.ndarray:
@@ -65,7 +66,9 @@ def numpy_bins(confidence: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.bincount(index, values, minlength=BINS)
 
 
-def numpy_golden(objective: Callable[[float], float], low: float, high: float, iterations: int) -> float:
+def numpy_golden(
+    objective: Callable[[float], float], low: float, high: float, iterations: int
+) -> float:
     golden = (math.sqrt(5) - 1) / 2
     left, right = high - golden * (high - low), low + golden * (high - low)
     at_left, at_right = objective(left), objective(right)
@@ -81,7 +84,9 @@ def numpy_golden(objective: Callable[[float], float], low: float, high: float, i
     return (low + high) / 2
 
 
-def numpy_trial(name: str, logits: np.ndarray, labels: np.ndarray, setting: Setting, rng: np.random.Generator) -> float:
+def numpy_trial(
+    name: str, logits: np.ndarray, labels: np.ndarray, setting: Setting, rng: np.random.Generator
+) -> float:
     order = rng.permutation(len(labels))
     used = setting.sources * setting.samples
     mine, test = order[: setting.samples if name == "one source" else used], order[used:]
@@ -98,7 +103,11 @@ def numpy_trial(name: str, logits: np.ndarray, labels: np.ndarray, setting: Sett
     def nll(t: float) -> float:
         scaled = own / t
         top = scaled.max(1)
-        losses = np.log(np.exp(scaled - top[:, None]).sum(1)) + top - scaled[np.arange(len(own)), labels[mine]]
+        losses = (
+            np.log(np.exp(scaled - top[:, None]).sum(1))
+            + top
+            - scaled[np.arange(len(own)), labels[mine]]
+        )
         return float(np.clip(losses, 0, 10).sum() + noise(1, 10.0 * (iterations + 1))[0])
 
     def ece(t: float) -> float:
@@ -108,7 +117,10 @@ def numpy_trial(name: str, logits: np.ndarray, labels: np.ndarray, setting: Sett
     if name == "histogram binning":
         p = numpy_confidence(own, 1.0)
         counts = noise(2 * BINS, 2.0)
-        hits, total = numpy_bins(p, right) + counts[:BINS], numpy_bins(p, np.ones(len(p))) + counts[BINS:]
+        hits, total = (
+            numpy_bins(p, right) + counts[:BINS],
+            numpy_bins(p, np.ones(len(p))) + counts[BINS:],
+        )
         middle = (np.arange(BINS) + 0.5) / BINS
         values = np.where(total > 0, np.clip(hits / np.where(total > 0, total, 1), 0, 1), middle)
         index = np.minimum((numpy_confidence(logits[test], 1.0) * BINS).astype(int), BINS - 1)
@@ -121,7 +133,7 @@ def numpy_trial(name: str, logits: np.ndarray, labels: np.ndarray, setting: Sett
     return float(np.abs(numpy_bins(confidence, correct - confidence)).sum() / len(test))
 
 
-# --- Side by side ---------------------------------------------------------------------------------------------------
+# --- Side by side -------------------------------------------------------------------------------
 
 
 def ours(name: str, records: Records, order: Order, key: jax.Array) -> np.ndarray:
@@ -139,8 +151,12 @@ def main() -> None:
     keep_freed_memory()
     parser = timing.arguments(__doc__, output=".bench/recalibration.json")
     parser.add_argument("--trials", type=int, default=500)
-    parser.add_argument("--sample", type=int, default=2, help="trials per setting and method of the plain loop")
-    parser.add_argument("--shifts", type=int, default=3, help="ours runs this many, after one that compiles")
+    parser.add_argument(
+        "--sample", type=int, default=2, help="trials per setting and method of the plain loop"
+    )
+    parser.add_argument(
+        "--shifts", type=int, default=3, help="ours runs this many, after one that compiles"
+    )
     flags = parser.parse_args()
     order = Order.draw(0, records=RECORDS, trials=flags.trials, settings=SETTINGS)
     rng = np.random.default_rng(0)
@@ -160,7 +176,11 @@ def main() -> None:
                 continue
             seconds[name]["ours"].append(elapsed / eces.size)
             start = time.perf_counter()
-            plain = [numpy_trial(name, logits, labels, s, rng) for s in SETTINGS for _ in range(flags.sample)]
+            plain = [
+                numpy_trial(name, logits, labels, s, rng)
+                for s in SETTINGS
+                for _ in range(flags.sample)
+            ]
             seconds[name]["numpy"].append((time.perf_counter() - start) / len(plain))
             means[name]["ours"].append(float(eces.mean()))
             means[name]["numpy"].append(float(np.mean(plain)))
@@ -168,9 +188,20 @@ def main() -> None:
     for name in NAMES:
         fast, slow = (float(np.median(seconds[name][side])) for side in ("ours", "numpy"))
         ratio = float(np.median(np.divide(seconds[name]["numpy"], seconds[name]["ours"])))
-        row = {"method": name, "ours, us per trial": 1e6 * fast, "NumPy, us per trial": 1e6 * slow, "ratio": ratio}
-        rows.append(row | {f"mean ECE, {side}": float(np.mean(means[name][side])) for side in ("ours", "numpy")})
-    total = {side: sum(float(np.median(seconds[name][side])) for name in NAMES) for side in ("ours", "numpy")}
+        row = {
+            "method": name,
+            "ours, us per trial": 1e6 * fast,
+            "NumPy, us per trial": 1e6 * slow,
+            "ratio": ratio,
+        }
+        rows.append(
+            row
+            | {f"mean ECE, {side}": float(np.mean(means[name][side])) for side in ("ours", "numpy")}
+        )
+    total = {
+        side: sum(float(np.median(seconds[name][side])) for name in NAMES)
+        for side in ("ours", "numpy")
+    }
     report: dict[str, Any] = {
         "jax": jax.__version__,
         "jaxdp": jaxdp.__version__,

@@ -1,12 +1,13 @@
-"""Counts the work of one device in a private step that is divided over many, beside that of a plain step.
+"""Counts the work of one device in a private step that is divided over many, beside that of a plain
+step.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.bench_scale
 
-Nothing is run. XLA compiles and divides the steps for devices that the processor pretends to be. "plain" is an ordinary
-step with the same shardings. "private" is the sum of the programs of a trainer's step: the clipped sum of one physical
-batch, and noise with the update. "data" divides the batch, "fsdp" also all parameters. "noise" compares two ways to the
-noise of parameters that all devices have: each draws all of it, or each draws a part and gathers the others.
-"""
+Nothing is run. XLA compiles and divides the steps for devices that the processor pretends to be.
+"plain" is an ordinary step with the same shardings. "private" is the sum of the programs of a
+trainer's step: the clipped sum of one physical batch, and noise with the update. "data" divides the
+batch, "fsdp" also all parameters. "noise" compares two ways to the noise of parameters that all
+devices have: each draws all of it, or each draws a part and gathers the others."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -33,7 +34,8 @@ def mesh_of(count: int) -> Mesh:
 
 
 def divided(count: int) -> Callable[[str, Any], PartitionSpec]:
-    """Returns the rule that divides the largest dimension of a parameter that is a multiple of the devices."""
+    """Returns the rule that divides the largest dimension of a parameter that is a multiple of the
+    devices."""
 
     def rule(path: str, leaf: Any) -> PartitionSpec:
         whole = [d for d, n in enumerate(leaf.shape) if n % count == 0]
@@ -99,12 +101,23 @@ def steps(
 
 
 def cases() -> dict[str, bench_steps.Case]:
-    vit = {"patch_size": 4, "width": 64, "depth": 2, "num_heads": 2, "mlp_width": 256, "pool": "mean"}
+    vit = {
+        "patch_size": 4,
+        "width": 64,
+        "depth": 2,
+        "num_heads": 2,
+        "mlp_width": 256,
+        "pool": "mean",
+    }
     return {
-        "MLP": bench_steps.Case(models.create("mlp", num_classes=10, hidden=(512, 512)), (28, 28, 1), 64),
+        "MLP": bench_steps.Case(
+            models.create("mlp", num_classes=10, hidden=(512, 512)), (28, 28, 1), 64
+        ),
         "CNN": bench_steps.Case(bench_steps.Digits(), (28, 28, 1), 64),
         "ViT": bench_steps.Case(models.create("vit_tiny", num_classes=10, **vit), (32, 32, 3), 64),
-        "transformer": bench_steps.Case(bench_steps.Language(), (bench_steps.LENGTH + 1,), 16, tokens=True),
+        "transformer": bench_steps.Case(
+            bench_steps.Language(), (bench_steps.LENGTH + 1,), 16, tokens=True
+        ),
     }
 
 
@@ -112,7 +125,9 @@ def rows_of(name: str, case: bench_steps.Case) -> Iterator[dict[str, Any]]:
     """Yields the counts of the steps of a case on one device and, in both layouts, on many."""
     source, (loss, mean_loss) = bench_steps.source_of(case), bench_steps.losses_of(case)
     example = source.gather(np.arange(1))
-    params = case.network.init(jax.random.key(0), example["tokens"][:, :-1] if case.tokens else example["x"])
+    params = case.network.init(
+        jax.random.key(0), example["tokens"][:, :-1] if case.tokens else example["x"]
+    )
     alone = None
     for devices, layout in ((1, "data"), *((DEVICES, layout) for layout in LAYOUTS)):
         options = {"devices": devices, "layout": layout, "optimizer": optax.sgd(0.01, momentum=0.9)}
@@ -133,15 +148,20 @@ def rows_of(name: str, case: bench_steps.Case) -> Iterator[dict[str, Any]]:
 
 
 def noise_rows(name: str, case: bench_steps.Case) -> Iterator[dict[str, Any]]:
-    """Yields what the noise of a parameter takes on one of many devices that all have it, "drawn" or "gathered"."""
+    """Yields what the noise of a parameter takes on one of many devices that all have it, "drawn"
+    or "gathered"."""
     example = bench_steps.source_of(case).gather(np.arange(1))
     params = case.network.init(jax.random.key(0), example["x"])
     mesh, size = mesh_of(DEVICES), sum(leaf.size for leaf in jax.tree.leaves(params))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    sums = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), params)
+    sums = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), params
+    )
     for way, rule in (("drawn", whole), ("gathered", divided(DEVICES))):
         lie = jax.tree.map(lambda x, rule=rule: NamedSharding(mesh, rule("", x)), params)
-        draw = jax.jit(functools.partial(gaussian, std=1.0, shardings=lie), out_shardings=everywhere)
+        draw = jax.jit(
+            functools.partial(gaussian, std=1.0, shardings=lie), out_shardings=everywhere
+        )
         found = hlo.count(draw.lower(stream(bytes(16), "benchmark"), sums).compile())
         yield {
             "network": name,
@@ -153,17 +173,25 @@ def noise_rows(name: str, case: bench_steps.Case) -> Iterator[dict[str, Any]]:
 
 
 def held_bytes(compiled: Any) -> int:
-    """Returns the bytes of arguments, results and temporary arrays of a compiled program on one device."""
+    """Returns the bytes of arguments, results and temporary arrays of a compiled program on one
+    device."""
     memory = compiled.memory_analysis()
-    total: int = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    total: int = (
+        memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    )
     return total
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Returns the counts as a table of a page."""
-    found = {(row["network"], row["layout"], row["step"]): row for row in rows if row["devices"] == DEVICES}
+    found = {
+        (row["network"], row["layout"], row["step"]): row
+        for row in rows
+        if row["devices"] == DEVICES
+    }
     lines = [
-        "| network | divided | collectives, plain | private | MB sent, plain | private | work, plain | private |",
+        "| network | divided | collectives, plain | private | MB sent, plain | private | work, "
+        "plain | private |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for network, layout in dict.fromkeys((network, layout) for network, layout, _ in found):
@@ -181,7 +209,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     flags = timing.arguments(__doc__, output=".bench/scale.json").parse_args()
     rows = [row for name, case in cases().items() for row in rows_of(name, case)]
-    print(format_table([{name: x for name, x in row.items() if name != "kinds"} for row in rows], digits=4))
+    print(
+        format_table(
+            [{name: x for name, x in row.items() if name != "kinds"} for row in rows], digits=4
+        )
+    )
     noise = [row for name in NOISE for row in noise_rows(name, cases()[name])]
     print(format_table(noise, digits=4))
     timing.write(timing.machine() | {"steps": rows, "noise": noise}, flags.output)

@@ -1,11 +1,13 @@
-"""Times Split Adaptation: the scale search of a ViT-S frontend, and augmented copies made batch by batch.
+"""Times Split Adaptation: the scale search of a ViT-S frontend, and augmented copies made batch by
+batch.
 
     python -m benchmarks.bench_split --output .bench/split.json
 
-Search: `search_scales` on the first block of a ViT-S/16 (9 sites), beside a loop that does the same work as usual
-post-training quantisation of ViTs. The loop has a backward pass for every site and tries one candidate after another in
-three rounds. With `--frontend`, also `search_scales` alone on all 8 blocks of the frontend (65 sites).
-Copies: one pass in batches over the 65 copies of 500 images, made on demand. Beside it, a pass over the same copies
+Search: `search_scales` on the first block of a ViT-S/16 (9 sites), beside a loop that does the same
+work as usual post-training quantisation of ViTs. The loop has a backward pass for every site and
+tries one candidate after another in three rounds. With `--frontend`, also `search_scales` alone on
+all 8 blocks of the frontend (65 sites). Copies: one pass in batches over the 65 copies of 500
+images, made on demand. Beside it, a pass over the same copies
 from an array that holds them all (fewer images if they do not fit), and the memory of both.
 """
 
@@ -38,7 +40,7 @@ def vit_s(cut: int) -> tuple[Backbone, Any, jax.Array, jax.Array]:
     return backbone, params, images, jnp.arange(4)
 
 
-# --- One candidate at a time ------------------------------------------------------------------------------------------
+# --- One candidate at a time --------------------------------------------------------------------
 
 
 def fake(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -46,15 +48,23 @@ def fake(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def linear_score(x: jax.Array, w: jax.Array, y: jax.Array, g: jax.Array, sx: jax.Array, sw: jax.Array) -> jax.Array:
+def linear_score(
+    x: jax.Array, w: jax.Array, y: jax.Array, g: jax.Array, sx: jax.Array, sw: jax.Array
+) -> jax.Array:
     return jnp.mean((g * (fake(x, sx) @ fake(w, sw) - y)) ** 2)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def observe(
-    backbone: Backbone, tapped: str, tap: jax.Array, params: Any, images: jax.Array, labels: jax.Array
+    backbone: Backbone,
+    tapped: str,
+    tap: jax.Array,
+    params: Any,
+    images: jax.Array,
+    labels: jax.Array,
 ) -> tuple[dict[str, Any], jax.Array]:
-    """Returns operands and outputs of all sites, and the gradient with respect to the output of one."""
+    """Returns operands and outputs of all sites, and the gradient with respect to the output of
+    one."""
     front, back = backbone.divide(params)
 
     def loss(tap: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
@@ -70,14 +80,19 @@ def observe(
 
         with nn.intercept_methods(see):
             x = backbone.front(front, images)
-        return jax.vmap(jaxdp.losses.softmax_cross_entropy)(backbone.back(back, x), labels).sum(), seen
+        return jax.vmap(jaxdp.losses.softmax_cross_entropy)(
+            backbone.back(back, x), labels
+        ).sum(), seen
 
     gradient, seen = jax.grad(loss, has_aux=True)(tap)
     return seen, gradient
 
 
-def loop(backbone: Backbone, params: Any, images: jax.Array, labels: jax.Array) -> dict[str, tuple[float, float]]:
-    """Searches scales of the linear maps. For the two products of activations it does as many evaluations."""
+def loop(
+    backbone: Backbone, params: Any, images: jax.Array, labels: jax.Array
+) -> dict[str, tuple[float, float]]:
+    """Searches scales of the linear maps. For the two products of activations it does as many
+    evaluations."""
     front, _ = backbone.divide(params)
     outputs, _ = observe(backbone, "", jnp.zeros(()), params, images, labels)
     found = {}
@@ -108,16 +123,20 @@ def loop(backbone: Backbone, params: Any, images: jax.Array, labels: jax.Array) 
 
 
 @jax.jit
-def product_score(a: jax.Array, b: jax.Array, y: jax.Array, g: jax.Array, sa: jax.Array, sb: jax.Array) -> jax.Array:
+def product_score(
+    a: jax.Array, b: jax.Array, y: jax.Array, g: jax.Array, sa: jax.Array, sb: jax.Array
+) -> jax.Array:
     return jnp.mean((g * (jnp.einsum("nqd,nkd->nqk", fake(a, sa), fake(b, sb)) - y)) ** 2)
 
 
 @jax.jit
-def mixture_score(a: jax.Array, b: jax.Array, y: jax.Array, g: jax.Array, sa: jax.Array, sb: jax.Array) -> jax.Array:
+def mixture_score(
+    a: jax.Array, b: jax.Array, y: jax.Array, g: jax.Array, sa: jax.Array, sb: jax.Array
+) -> jax.Array:
     return jnp.mean((g * (jnp.einsum("nqk,nkd->nqd", fake(a, sa), fake(b, sb)) - y)) ** 2)
 
 
-# --- Copies -----------------------------------------------------------------------------------------------------------
+# --- Copies -------------------------------------------------------------------------------------
 
 
 @jax.jit
@@ -125,14 +144,25 @@ def lazy_batch(copies: Copies, images: jax.Array, numbers: jax.Array) -> jax.Arr
     return copies.batch(images, numbers)
 
 
-def passes(images: int, tokens: int, width: int, batch: int) -> tuple[dict[str, Callable[[], Any]], float, float]:
+def passes(
+    images: int, tokens: int, width: int, batch: int
+) -> tuple[dict[str, Callable[[], Any]], float, float]:
     """Times one pass over all copies either way, with the megabytes of both."""
     x = jax.random.normal(jax.random.key(0), (images, tokens, width))
     copies = augment_then_noise(
-        jax.random.key(1), x, laplace_scale=0.0, copies=64, n_patches=(tokens - 1) // 4, prefix_tokens=1
+        jax.random.key(1),
+        x,
+        laplace_scale=0.0,
+        copies=64,
+        n_patches=(tokens - 1) // 4,
+        prefix_tokens=1,
     )
     rows, numbers = (np.asarray(column) for column in copies.index())
-    order = np.random.default_rng(0).permutation(len(rows))[: len(rows) // batch * batch].reshape(-1, batch)
+    order = (
+        np.random.default_rng(0)
+        .permutation(len(rows))[: len(rows) // batch * batch]
+        .reshape(-1, batch)
+    )
     compiled = lazy_batch.lower(copies, rows[order[0]], numbers[order[0]]).compile()
 
     def lazily() -> Any:
@@ -154,7 +184,9 @@ def passes(images: int, tokens: int, width: int, batch: int) -> tuple[dict[str, 
 def main() -> None:
     parser = timing.arguments(__doc__, output="benchmarks/results/split_cpu.json")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--frontend", action="store_true", help="search all 8 blocks as well: minutes")
+    parser.add_argument(
+        "--frontend", action="store_true", help="search all 8 blocks as well: minutes"
+    )
     options = parser.parse_args()
     report: dict[str, Any] = {"machine": timing.machine(), "rounds": options.rounds}
 
@@ -177,8 +209,17 @@ def main() -> None:
     for images, tokens, width in ((500, 65, 96), (500, 197, 384)):
         calls, lazy_mb, whole_mb = passes(images, tokens, width, 64)
         wall, _ = timing.interleaved(calls, options.rounds)
-        row = {"images": images, "tokens": tokens, "width": width, "lazy_mb": lazy_mb, "all_copies_mb": whole_mb}
-        row |= {f"{name}_ms_per_batch": timing.median_ms(s) / (images * 65 // 64) for name, s in wall.items()}
+        row = {
+            "images": images,
+            "tokens": tokens,
+            "width": width,
+            "lazy_mb": lazy_mb,
+            "all_copies_mb": whole_mb,
+        }
+        row |= {
+            f"{name}_ms_per_batch": timing.median_ms(s) / (images * 65 // 64)
+            for name, s in wall.items()
+        }
         if "array" in wall:
             row["ratio"] = timing.median_ratio(wall["lazy"], wall["array"])
         report["copies"].append(row)

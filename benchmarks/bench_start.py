@@ -1,12 +1,13 @@
-"""Times what a user waits for before the first result: a first private step, and the demo, with and without a cache.
+"""Times what a user waits for before the first result: a first private step, and the demo, with and
+without a cache.
 
     python -m benchmarks.bench_start --cases mlp,cnn,resnet20,vit,lm,demo --rounds 3
 
-A run is a new process. "cold" begins with an empty folder of compiled programs, "warm" with that of the cold run, as
-the second run of a launcher does. The time is that from the start of the process to the end of the first private step
-of a case of `benchmarks.bench_steps`, whose parameters it makes. "import" ends before the first computation. "demo" is
-`make demo` as a whole, so it has the computation of all stages in both runs.
-"""
+A run is a new process. "cold" begins with an empty folder of compiled programs, "warm" with that of
+the cold run, as the second run of a launcher does. The time is that from the start of the process
+to the end of the first private step of a case of `benchmarks.bench_steps`, whose parameters it
+makes. "import" ends before the first computation. "demo" is `make demo` as a whole, so it has the
+computation of all stages in both runs."""
 
 import os
 import pathlib
@@ -23,7 +24,8 @@ from jaxdp.report import format_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DEMO = ["-m", "launch.lifecycle", "--config", "configs/lifecycle_digits.py", "--workdir"]
-# What a launcher does before it computes, and one step. It prints the seconds since the epoch before and after.
+# What a launcher does before it computes, and one step. It prints the seconds since the epoch
+# before and after.
 STEP = """
 import contextlib, sys, time
 import jax
@@ -46,11 +48,22 @@ def started(case: str, cache: pathlib.Path, workdir: pathlib.Path) -> dict[str, 
     folder = "XDG_CACHE_HOME" if demo else "JAX_COMPILATION_CACHE_DIR"
     begun = time.time()
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, folder: str(cache)}, check=True, capture_output=True, text=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, folder: str(cache)},
+        check=True,
+        capture_output=True,
+        text=True,
     )
     if demo:
         return {"end": time.time() - begun}
-    return dict(zip(("import", "end"), (float(line) - begun for line in done.stdout.splitlines()[-2:]), strict=True))
+    return dict(
+        zip(
+            ("import", "end"),
+            (float(line) - begun for line in done.stdout.splitlines()[-2:]),
+            strict=True,
+        )
+    )
 
 
 def measured(case: str, rounds: int) -> dict[str, float]:
@@ -59,7 +72,9 @@ def measured(case: str, rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             places = pathlib.Path(folder)
-            cold, warm = (started(case, places / "cache", places / name) for name in ("cold", "warm"))
+            cold, warm = (
+                started(case, places / "cache", places / name) for name in ("cold", "warm")
+            )
         found["import"] += [cold["import"]] if "import" in cold else []
         found["cold"].append(cold["end"])
         found["warm"].append(warm["end"])

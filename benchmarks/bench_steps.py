@@ -2,17 +2,17 @@
 
     python -m benchmarks.bench_steps --cases mlp,cnn,resnet20,vit,lm --rounds 15 --peers
 
-"private" is a step as `fit` takes it, with the sizes of physical batches that the library chooses. Its batches vary in
-size, as Poisson sampling demands, and its ratios compare sums over all rounds. "clipped" is the clipped gradient of one
-batch alone, and "noise" the step of an empty batch. "plain" takes an ordinary step on a batch of the expected size. A
-thread draws and reads the next batches during these steps, as `fit` does. "first" is the time from a new trainer
-to the end of its first step, without a cache. For "private" it has the programs of this step alone, and "ready" is the
-time to the end of the first step that may use all of them.
+"private" is a step as `fit` takes it, with the sizes of physical batches that the library chooses.
+Its batches vary in size, as Poisson sampling demands, and its ratios compare sums over all rounds.
+"clipped" is the clipped gradient of one batch alone, and "noise" the step of an empty batch.
+"plain" takes an ordinary step on a batch of the expected size. A thread draws and reads the next
+batches during these steps, as `fit` does. "first" is the time from a new trainer to the end of its
+first step, without a cache. For "private" it has the programs of this step alone, and "ready" is
+the time to the end of the first step that may use all of them.
 
-With --peers, jax_privacy clips, adds noise and updates on a batch of the expected size. Opacus does so with hooks,
-ghost clipping and functorch. Its ratios are over a plain step in PyTorch. Neither samples here. Install torch and
-opacus for this. A step of more than ten seconds is timed once.
-"""
+With --peers, jax_privacy clips, adds noise and updates on a batch of the expected size. Opacus does
+so with hooks, ghost clipping and functorch. Its ratios are over a plain step in PyTorch. Neither
+samples here. Install torch and opacus for this. A step of more than ten seconds is timed once."""
 
 import collections
 import concurrent.futures
@@ -40,7 +40,8 @@ from jaxdp.transforms import noise
 
 RECORDS, CLIP, NOISE, CLASSES, MOST_STEPS = 1024, 1.0, 1.0, 10, 10_000
 VOCABULARY, LENGTH, WIDTH, DEPTH, HEADS = 4096, 128, 256, 4, 4
-# What a case is, and its aims: over plain, over the best mode of Opacus, and seconds of the first step.
+# What a case is, and its aims: over plain, over the best mode of Opacus, and seconds of the first
+# step.
 AIMS = {
     "mlp": ("MLP 784-512-512-10, batch 256", 1.5, 0.8, 2),
     "cnn": ("CNN of the MNIST examples, batch 256", 1.3, 0.8, 3),
@@ -87,7 +88,14 @@ class Case:
 
 
 def cases() -> dict[str, Case]:
-    vit = {"patch_size": 4, "width": 192, "depth": 6, "num_heads": 3, "mlp_width": 768, "pool": "mean"}
+    vit = {
+        "patch_size": 4,
+        "width": 192,
+        "depth": 6,
+        "num_heads": 3,
+        "mlp_width": 768,
+        "pool": "mean",
+    }
     return {
         "mlp": Case(models.create("mlp", num_classes=CLASSES, hidden=(512, 512)), (28, 28, 1), 256),
         "cnn": Case(Digits(), (28, 28, 1), 256),
@@ -100,7 +108,9 @@ def cases() -> dict[str, Case]:
 def source_of(case: Case) -> Any:
     generator = np.random.default_rng(0)
     if case.tokens:
-        return from_arrays(tokens=generator.integers(VOCABULARY, size=(RECORDS, *case.shape), dtype=np.int32))
+        return from_arrays(
+            tokens=generator.integers(VOCABULARY, size=(RECORDS, *case.shape), dtype=np.int32)
+        )
     images = generator.random((RECORDS, *case.shape), np.float32)
     return from_arrays(x=images, label=np.arange(len(images)) % CLASSES)
 
@@ -111,7 +121,9 @@ def losses_of(case: Case) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def batch_losses(params: Any, batch: Any) -> jax.Array:
         if case.tokens:
             logits = case.network.apply(params, batch["tokens"][..., :-1])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][..., 1:]).mean(-1)
+            return optax.softmax_cross_entropy_with_integer_labels(
+                logits, batch["tokens"][..., 1:]
+            ).mean(-1)
         logits = case.network.apply(params, batch["x"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
 
@@ -124,13 +136,15 @@ def losses_of(case: Case) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def typical(trainer: Any, state: Any, source: Any, steps: Sequence[int]) -> Any:
     """Returns the state with the first key for which the batches of these steps are typical.
 
-    Their mean size, and the mean cost of their physical batches, are within 1 % of what is expected. A few batches of
-    16 examples are often a tenth off, and so would be the time.
-    """
+    Their mean size, and the mean cost of their physical batches, are within 1 % of what is
+    expected. A few batches of 16 examples are often a tenth off, and so would be the time."""
     sizes, mean = trainer.physical(state, source), trainer.sampler.expected_batch_size
 
     def means(rows: Any) -> np.ndarray:
-        costs = [sum(count * (size + sizes.overhead) for size, count in sizes.counts(int(n)).items()) for n in rows]
+        costs = [
+            sum(count * (size + sizes.overhead) for size, count in sizes.counts(int(n)).items())
+            for n in rows
+        ]
         return np.array([np.mean(rows), np.mean(costs)])
 
     expected = means(np.random.default_rng(0).binomial(RECORDS, mean / RECORDS, 10_000))
@@ -154,7 +168,10 @@ def our_steps(
     source, size = source_of(case), case.batch_size
     example = jax.tree.map(lambda x: x[:1], source.gather(np.arange(1)))
     inputs = example["tokens"][:, :-1] if case.tokens else example["x"]
-    params, optimizer = jax.jit(case.network.init)(jax.random.key(0), inputs), optax.sgd(0.01, momentum=0.9)
+    params, optimizer = (
+        jax.jit(case.network.init)(jax.random.key(0), inputs),
+        optax.sgd(0.01, momentum=0.9),
+    )
     options: dict[str, Any] = {
         "sampler": PoissonSampler(len(source), size / len(source)),
         "clip_norm": CLIP,
@@ -221,7 +238,10 @@ def our_steps(
 
         return step
 
-    clipped, batch = jax.jit(lambda p, b: jaxdp.clipped_grad(loss, clip_norm=CLIP)(p, b).grads), read()
+    clipped, batch = (
+        jax.jit(lambda p, b: jaxdp.clipped_grad(loss, clip_norm=CLIP)(p, b).grads),
+        read(),
+    )
     steps = {
         "plain": plain(),
         "clipped": lambda: clipped(params, batch),
@@ -229,14 +249,20 @@ def our_steps(
         "private": private(),
     }
     if peers:
-        steps["jax_privacy"] = jax_privacy_step(loss, params, optimizer, running.enter_context(ahead()), size)
+        steps["jax_privacy"] = jax_privacy_step(
+            loss, params, optimizer, running.enter_context(ahead()), size
+        )
     return steps
 
 
-def jax_privacy_step(loss: Any, params: Any, optimizer: Any, batches: Iterator[Any], size: int) -> Callable[[], Any]:
+def jax_privacy_step(
+    loss: Any, params: Any, optimizer: Any, batches: Iterator[Any], size: int
+) -> Callable[[], Any]:
     from jax_privacy import clipping, noise_addition
 
-    clipped = clipping.clipped_grad(loss, l2_clip_norm=CLIP, batch_argnums=(1,), keep_batch_dim=False)
+    clipped = clipping.clipped_grad(
+        loss, l2_clip_norm=CLIP, batch_argnums=(1,), keep_batch_dim=False
+    )
     privatizer = noise_addition.gaussian_privatizer(stddev=NOISE * CLIP, prng_key=jax.random.key(2))
 
     @jax.jit
@@ -255,7 +281,8 @@ def jax_privacy_step(loss: Any, params: Any, optimizer: Any, batches: Iterator[A
 
 
 def first_of(steps: dict[str, Callable[[], Any]]) -> tuple[dict[str, float], float]:
-    """Returns the seconds of one call of every step, and of the private steps until all its programs are in use."""
+    """Returns the seconds of one call of every step, and of the private steps until all its
+    programs are in use."""
     found, ready = {}, 0.0
     for name, step in steps.items():
         started = time.perf_counter()
@@ -273,7 +300,9 @@ def row_of(name: str, base: str, wall: timing.Seconds, cpu: timing.Seconds) -> d
     return {
         "wall_ms": timing.median_ms(wall[name]),
         "cpu_ms": timing.median_ms(cpu[name]),
-        "over_plain": sum(wall[name]) / sum(wall[base]) if name == "private" else float(np.median(ratios)),
+        "over_plain": sum(wall[name]) / sum(wall[base])
+        if name == "private"
+        else float(np.median(ratios)),
         "cpu_over_plain": sum(cpu[name]) / sum(cpu[base]),
         "spread": [float(x) for x in np.quantile(ratios, (0.25, 0.75))],
     }
@@ -290,14 +319,19 @@ def measured(name: str, rounds: int, peers: bool, torch: bool) -> dict[str, dict
             steps |= torch_steps.steps(name, cases()[name].batch_size, CLIP, NOISE)
         first, ready = first_of(steps)
         again, _ = first_of(steps)
-        wall, cpu = timing.interleaved({step: call for step, call in steps.items() if again[step] < 10}, rounds)
+        wall, cpu = timing.interleaved(
+            {step: call for step, call in steps.items() if again[step] < 10}, rounds
+        )
     rows: dict[str, dict[str, Any]] = {}
     for step in steps:
         base = "torch plain" if step.startswith(("torch", "Opacus")) else "plain"
         if step in wall:
             rows[step] = row_of(step, base, wall, cpu)
         else:
-            rows[step] = {"wall_ms": 1e3 * again[step], "over_plain": 1e3 * again[step] / timing.median_ms(wall[base])}
+            rows[step] = {
+                "wall_ms": 1e3 * again[step],
+                "over_plain": 1e3 * again[step] / timing.median_ms(wall[base]),
+            }
         rows[step]["first_s"] = first[step]
     rows["private"]["ready_s"] = ready
     best = min((rows[step]["wall_ms"] for step in rows if step.startswith("Opacus")), default=None)
@@ -313,9 +347,13 @@ def table(found: Mapping[str, Any]) -> str:
         (what, over_plain, over_opacus, first), step = AIMS[name], steps["private"]
         row = {"": what, "private, ms": f"{step['wall_ms']:.3g}"}
         row["over plain (aim)"] = f"{step['over_plain']:.2f} ({over_plain})"
-        row |= {f"{part} alone": f"{steps[part]['over_plain']:.2f}" for part in ("clipped", "noise")}
+        row |= {
+            f"{part} alone": f"{steps[part]['over_plain']:.2f}" for part in ("clipped", "noise")
+        }
         best = step.get("over_best_opacus")
-        row["over Opacus' best mode (aim)"] = f"{best:.2f} ({over_opacus})" if best else "not measured"
+        row["over Opacus' best mode (aim)"] = (
+            f"{best:.2f} ({over_opacus})" if best else "not measured"
+        )
         rows.append(row | {"first step, s (aim)": f"{step['first_s']:.1f} ({first})"})
     return format_table(rows, style="markdown")
 
@@ -337,9 +375,20 @@ def main() -> None:
     for name in flags.cases.split(","):
         rows = measured(name, flags.rounds, flags.peers, flags.peers and not missing)
         report["cases"][name] = rows
-        columns = ("wall_ms", "cpu_ms", "over_plain", "cpu_over_plain", "over_best_opacus", "first_s", "ready_s")
+        columns = (
+            "wall_ms",
+            "cpu_ms",
+            "over_plain",
+            "cpu_over_plain",
+            "over_best_opacus",
+            "first_s",
+            "ready_s",
+        )
         table = [{"step": step, **{c: row.get(c) for c in columns}} for step, row in rows.items()]
-        print(f"\n{name}, batch {cases()[name].batch_size}\n{format_table(table, digits=3)}", flush=True)
+        print(
+            f"\n{name}, batch {cases()[name].batch_size}\n{format_table(table, digits=3)}",
+            flush=True,
+        )
     timing.write(report, flags.output)
 
 

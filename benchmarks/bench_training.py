@@ -1,21 +1,25 @@
-"""Times sharpness-aware pre-training against plain training, and the DP-SGD family against DP-SGD, in one run.
+"""Times sharpness-aware pre-training against plain training, and the DP-SGD family against DP-SGD,
+in one run.
 
     python -m benchmarks.bench_training --models cnn,resnet20 --rounds 5 --peers --output .bench/training.json
 
-Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios are medians of
-the ratios within a round. "plain" is a gradient and an SGD update in one compiled function. "memory" is what XLA
-allocates for a gradient, or for the clipped sum of a batch, beyond its arguments.
+Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios
+are medians of the ratios within a round. "plain" is a gradient and an SGD update in one compiled
+function. "memory" is what XLA allocates for a gradient, or for the clipped sum of a batch, beyond
+its arguments.
 
-Pre-training, m2 = 50: "limit" counts gradients only, (m1 + m2) / m2. If the ascent comes only every ten steps, or GEP
-keeps its basis for ten, the time of a step is computed from the parts measured in the same round.
+Pre-training, m2 = 50: "limit" counts gradients only, (m1 + m2) / m2. If the ascent comes only every
+ten steps, or GEP keeps its basis for ten, the time of a step is computed from the parts measured in
+the same round.
 
-Fine-tuning: a full physical batch goes through the trainer's compiled functions. Sampling and data are not timed. "GEP
-basis" is the new basis alone, "GEP" a step with a new basis. Their "limit" over DP-SGD, 1 + anchors / (steps per basis
+Fine-tuning: a full physical batch goes through the trainer's compiled functions. Sampling and data
+are not timed. "GEP basis" is the new basis alone, "GEP" a step with a new basis. Their "limit" over
+DP-SGD, 1 + anchors / (steps per basis
 * batch), again counts gradients only.
 
-With --peers, optax's SAM runs beside ours. On the CNN the same steps run in PyTorch: Opacus' DP-SGD and adaptive
-clipping, and GEP as Yu et al. 2021 describe it, by `torch.func`. Install torch and opacus for this.
-"""
+With --peers, optax's SAM runs beside ours. On the CNN the same steps run in PyTorch: Opacus' DP-SGD
+and adaptive clipping, and GEP as Yu et al. 2021 describe it, by `torch.func`. Install torch and
+opacus for this."""
 
 import functools
 import itertools
@@ -69,7 +73,9 @@ class Step(NamedTuple):
 
 
 def images_of(case: Case, number: int) -> tuple[jax.Array, jax.Array]:
-    return jax.random.uniform(jax.random.key(0), (number, case.size, case.size, 3)), jnp.arange(number) % CLASSES
+    return jax.random.uniform(jax.random.key(0), (number, case.size, case.size, 3)), jnp.arange(
+        number
+    ) % CLASSES
 
 
 def problem_of(case: Case) -> Problem:
@@ -77,7 +83,9 @@ def problem_of(case: Case) -> Problem:
     params = jax.jit(model.init)(jax.random.key(1), images_of(case, 1)[0])["params"]
 
     def loss(params: Any, example: Any) -> jax.Array:
-        return losses.softmax_cross_entropy(model.apply({"params": params}, example[0][None])[0], example[1])
+        return losses.softmax_cross_entropy(
+            model.apply({"params": params}, example[0][None])[0], example[1]
+        )
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         logits = model.apply({"params": params}, batch[0])
@@ -87,7 +95,8 @@ def problem_of(case: Case) -> Problem:
 
 
 def whole_step(loss: Callable[..., jax.Array], optimizer: Any, params: Any, batch: Any) -> Step:
-    """Returns gradient and update in one compiled function. The optimizer may ask for further gradients."""
+    """Returns gradient and update in one compiled function. The optimizer may ask for further
+    gradients."""
 
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
         def gradient(point: Any, _: int = 0) -> Any:
@@ -102,7 +111,7 @@ def whole_step(loss: Callable[..., jax.Array], optimizer: Any, params: Any, batc
     return Step(lambda: compiled(*args), {"memory_mb": timing.allocated_mb(compiled)})
 
 
-# --- Pre-training ---------------------------------------------------------------------------------------------------
+# --- Pre-training -------------------------------------------------------------------------------
 
 
 def pretraining_steps(case: Case, problem: Problem, *, peers: bool) -> dict[str, Step]:
@@ -112,14 +121,21 @@ def pretraining_steps(case: Case, problem: Problem, *, peers: bool) -> dict[str,
 
     def step_of(trainer: pretrain.SharpnessTrainer, ascent: Any, limit: float) -> Step:
         state = trainer.init(params)
-        gradient = trainer.gradient.lower(state.params, state.perturbation, None, batch, np.int32(0), parts=1)
+        gradient = trainer.gradient.lower(
+            state.params, state.perturbation, None, batch, np.int32(0), parts=1
+        )
         row = {"limit": limit, "memory_mb": timing.allocated_mb(gradient.compile())}
         return Step(lambda: trainer.step(state, ascent, batch), row)
 
     dpadapter = pretrain.dpadapter(mean_loss, optimizer, microbatch_size=UPDATE)
-    steps = {"plain": whole_step(mean_loss, optimizer, params, batch), "no ascent": step_of(dpadapter, None, 1.0)}
+    steps = {
+        "plain": whole_step(mean_loss, optimizer, params, batch),
+        "no ascent": step_of(dpadapter, None, 1.0),
+    }
     for size in ASCENTS:
-        steps[f"DPAdapter, m1={size}"] = step_of(dpadapter, images_of(case, size), 1 + size / UPDATE)
+        steps[f"DPAdapter, m1={size}"] = step_of(
+            dpadapter, images_of(case, size), 1 + size / UPDATE
+        )
     steps["SAM"] = step_of(pretrain.sam(mean_loss, optimizer), batch, 2.0)
     if peers:
         ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
@@ -130,7 +146,8 @@ def pretraining_steps(case: Case, problem: Problem, *, peers: bool) -> dict[str,
 
 
 def add_rare_ascents(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seconds, ...]) -> None:
-    """Adds steps with an ascent every tenth step. Their times are computed from the measured ones."""
+    """Adds steps with an ascent every tenth step. Their times are computed from the measured
+    ones."""
     for size in ASCENTS:
         name = f"DPAdapter, m1={size}, every {EVERY}"
         rows[name] = {"limit": 1 + size / UPDATE / EVERY}
@@ -139,11 +156,12 @@ def add_rare_ascents(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seco
             times[name] = [(ascent + (EVERY - 1) * rest) / EVERY for ascent, rest in parts]
 
 
-# --- Fine-tuning ----------------------------------------------------------------------------------------------------
+# --- Fine-tuning --------------------------------------------------------------------------------
 
 
 def private_step(trainer: finetune.PrivateTrainer, params: Any, batch: Any) -> tuple[Step, Any]:
-    """Returns the device's work of `trainer.step` on a full physical batch, and its initial state."""
+    """Returns the device's work of `trainer.step` on a full physical batch, and its initial
+    state."""
     state = trainer.init(params)
     if trainer.query.refresh_every:
         state = state._replace(carried=refreshed(trainer, state))
@@ -183,7 +201,9 @@ def finetuning_steps(case: Case, problem: Problem) -> dict[str, Step]:
     trainers = {
         "DP-SGD": finetune.dp_sgd(loss, optimizer, **options),
         "AdpClip": finetune.adp_clip(loss, optimizer, **options),
-        "AdpAlloc": finetune.adp_alloc(loss, optimizer, **options, schedule=finetune.exponential_noise(0.01)),
+        "AdpAlloc": finetune.adp_alloc(
+            loss, optimizer, **options, schedule=finetune.exponential_noise(0.01)
+        ),
         "DP-SAT": finetune.dp_sgd(loss, optimizer, **options, ascent_radius=0.05),
     }
     steps = {"plain": whole_step(mean_loss, optimizer, params, batch)}
@@ -193,7 +213,9 @@ def finetuning_steps(case: Case, problem: Problem) -> dict[str, Step]:
     return steps
 
 
-def add_basis(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seconds, ...], batch_size: int) -> None:
+def add_basis(
+    rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seconds, ...], batch_size: int
+) -> None:
     """Adds GEP with its new bases. Its times are computed from the measured ones."""
     for every in (1, EVERY):
         name = f"GEP, new basis every {every}"
@@ -203,11 +225,12 @@ def add_basis(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seconds, ..
             times[name] = [step + basis / every for step, basis in parts]
 
 
-# --- PyTorch --------------------------------------------------------------------------------------------------------
+# --- PyTorch ------------------------------------------------------------------------------------
 
 
 def torch_steps(case: Case) -> dict[str, Step]:
-    """Returns steps of the CNN in PyTorch: plain, Opacus' DP-SGD and AdpClip, and GEP with a separate basis."""
+    """Returns steps of the CNN in PyTorch: plain, Opacus' DP-SGD and AdpClip, and GEP with a
+    separate basis."""
     import torch
     from opacus import GradSampleModule
     from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
@@ -220,11 +243,18 @@ def torch_steps(case: Case) -> dict[str, Step]:
     def new_model() -> Any:
         blocks: list[Any] = []
         for before, width in itertools.pairwise(widths):
-            blocks += [nn.Conv2d(before, width, 3, padding=1), nn.GroupNorm(8, width), nn.ReLU(), nn.AvgPool2d(2)]
+            blocks += [
+                nn.Conv2d(before, width, 3, padding=1),
+                nn.GroupNorm(8, width),
+                nn.ReLU(),
+                nn.AvgPool2d(2),
+            ]
         side = case.size // 2 ** (len(widths) - 1)
         return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(widths[-1] * side**2, CLASSES))
 
-    def trained(wrap: Callable[[Any], Any], optimizer_of: Callable[[Any], Any]) -> Callable[[], None]:
+    def trained(
+        wrap: Callable[[Any], Any], optimizer_of: Callable[[Any], Any]
+    ) -> Callable[[], None]:
         model = wrap(new_model())
         optimizer = optimizer_of(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
 
@@ -246,7 +276,9 @@ def torch_steps(case: Case) -> dict[str, Step]:
     calls: dict[str, Callable[[], Any]] = {
         "torch plain": trained(lambda model: model, lambda sgd: sgd),
         "Opacus DP-SGD": trained(GradSampleModule, lambda sgd: DPOptimizer(sgd, **noise)),
-        "Opacus AdpClip": trained(GradSampleModule, lambda sgd: AdaClipDPOptimizer(sgd, **noise, **adaptive)),
+        "Opacus AdpClip": trained(
+            GradSampleModule, lambda sgd: AdaClipDPOptimizer(sgd, **noise, **adaptive)
+        ),
     }
 
     model = new_model()
@@ -258,7 +290,9 @@ def torch_steps(case: Case) -> dict[str, Step]:
     directions = (BASIS * roots / roots.sum()).astype(int)
 
     def loss(params: Any, image: Any, label: Any) -> Any:
-        return nn.functional.cross_entropy(torch.func.functional_call(model, params, (image[None],)), label[None])
+        return nn.functional.cross_entropy(
+            torch.func.functional_call(model, params, (image[None],)), label[None]
+        )
 
     per_example = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
 
@@ -269,7 +303,9 @@ def torch_steps(case: Case) -> dict[str, Step]:
     def new_basis() -> list[Any]:
         starts = [torch.randn(p, int(k)) for p, k in zip(sizes, directions, strict=True)]
         anchors = rows(images[:ANCHORS], labels[:ANCHORS])
-        return [torch.linalg.qr(a.T @ (a @ start))[0] for a, start in zip(anchors, starts, strict=True)]
+        return [
+            torch.linalg.qr(a.T @ (a @ start))[0] for a, start in zip(anchors, starts, strict=True)
+        ]
 
     def noisy_mean(parts: list[Any], clip_norm: float) -> list[Any]:
         norms = torch.stack([part.norm(dim=1) for part in parts]).norm(dim=0)
@@ -284,7 +320,13 @@ def torch_steps(case: Case) -> dict[str, Step]:
         gradients = rows(images, labels)
         embeddings = [g @ b for g, b in zip(gradients, basis, strict=True)]
         residuals = [g - w @ b.T for g, w, b in zip(gradients, embeddings, basis, strict=True)]
-        released = zip(basis, noisy_mean(embeddings, CLIP), noisy_mean(residuals, RESIDUAL_CLIP), groups, strict=True)
+        released = zip(
+            basis,
+            noisy_mean(embeddings, CLIP),
+            noisy_mean(residuals, RESIDUAL_CLIP),
+            groups,
+            strict=True,
+        )
         for b, w, r, names in released:
             flat = (b @ w + r).split([moving[name].numel() for name in names])
             for name, part in zip(names, flat, strict=True):
@@ -295,7 +337,7 @@ def torch_steps(case: Case) -> dict[str, Step]:
     return {name: Step(call, {}) for name, call in calls.items()}
 
 
-# --- Side by side ---------------------------------------------------------------------------------------------------
+# --- Side by side -------------------------------------------------------------------------------
 
 
 def timed(
@@ -304,7 +346,8 @@ def timed(
     derive: Callable[[dict[str, dict[str, Any]], tuple[timing.Seconds, ...]], None],
     over: Callable[[str], dict[str, str]],
 ) -> dict[str, Any]:
-    """Returns a row per step. `over` names the columns of ratios and the step that each is relative to."""
+    """Returns a row per step. `over` names the columns of ratios and the step that each is relative
+    to."""
     wall, cpu = timing.interleaved({name: step.call for name, step in steps.items()}, rounds)
     rows = {name: dict(step.row) for name, step in steps.items()}
     derive(rows, (wall, cpu))
@@ -365,20 +408,30 @@ def main() -> None:
         problem = problem_of(case)
         steps = pretraining_steps(case, problem, peers=flags.peers)
         rows = timed(steps, flags.rounds, add_rare_ascents, lambda _: {"plain": "plain"})
-        show(report, f"{name}, pre-training, m2={UPDATE}", rows, ("limit", "over_plain", "cpu_over_plain"))
+        show(
+            report,
+            f"{name}, pre-training, m2={UPDATE}",
+            rows,
+            ("limit", "over_plain", "cpu_over_plain"),
+        )
         steps = finetuning_steps(case, problem)
         if flags.peers and not missing and case.model == "cnn":
             steps |= torch_steps(case)
-        rows = timed(steps, flags.rounds, functools.partial(add_basis, batch_size=case.batch_size), bases)
+        rows = timed(
+            steps, flags.rounds, functools.partial(add_basis, batch_size=case.batch_size), bases
+        )
         columns = ("limit", "over_plain", "over_dp_sgd", "cpu_over_plain", "cpu_over_dp_sgd")
         show(report, f"{name}, fine-tuning, B={case.batch_size}", rows, columns)
     timing.write(report, flags.output)
 
 
-def show(report: dict[str, Any], title: str, rows: dict[str, Any], columns: tuple[str, ...]) -> None:
+def show(
+    report: dict[str, Any], title: str, rows: dict[str, Any], columns: tuple[str, ...]
+) -> None:
     report["cases"][title] = rows
     table = [
-        {"step": step, **{c: row.get(c) for c in ("wall_ms", *columns, "memory_mb")}} for step, row in rows.items()
+        {"step": step, **{c: row.get(c) for c in ("wall_ms", *columns, "memory_mb")}}
+        for step, row in rows.items()
     ]
     print(f"\n{title}\n{format_table(table, digits=3)}", flush=True)
 

@@ -1,20 +1,22 @@
-"""Compiles private steps for machines that are not there, and writes what their compilers say about them.
+"""Compiles private steps for machines that are not there, and writes what their compilers say about
+them.
 
     python -m benchmarks.compiled --target v5e --cases "ViT-B/16;ResNet-20" --output .bench/compiled_v5e.json
     python -m benchmarks.compiled --target h100 --tiny
 
-For a TPU (v5e, v6e, v5p) the numbers are the cycles that its compiler expects, loops included. A Pallas kernel has no
-such number. Its own estimate, from the schedule of its instructions, stands apart and is added. For a GPU (h100) they
-are the bytes and operations of each kernel, the number of kernels, and the time if each kernel met the roofline. They
-are the compiler's estimate, not a time. A loop whose turns depend on data counts once, and is listed.
+For a TPU (v5e, v6e, v5p) the numbers are the cycles that its compiler expects, loops included. A
+Pallas kernel has no such number. Its own estimate, from the schedule of its instructions, stands
+apart and is added. For a GPU (h100) they are the bytes and operations of each kernel, the number of
+kernels, and the time if each kernel met the roofline. They are the compiler's estimate, not a time.
+A loop whose turns depend on data counts once, and is listed.
 
-Needs the compilers: `make compilers`, or `pip install -e ".[compilers]"`. Each program is compiled in a process of its
-own, for at most --minutes. One that fails is a row with the message. The report is written after each program, and a
-program that --output has already is not compiled again, unless --again is given.
+Needs the compilers: `make compilers`, or `pip install -e ".[compilers]"`. Each program is compiled
+in a process of its own, for at most --minutes. One that fails is a row with the message. The report
+is written after each program, and a program that --output has already is not compiled again, unless
+--again is given.
 
-With --device, a report of `benchmarks.device`, times of the same steps stand beside the estimates, and the correlation
-of their ranks says how far to trust the estimates.
-"""
+With --device, a report of `benchmarks.device`, times of the same steps stand beside the estimates,
+and the correlation of their ranks says how far to trust the estimates."""
 
 import argparse
 import functools
@@ -38,9 +40,12 @@ Row = dict[str, Any]
 
 
 def compiled(target: str, case: str, step: str, tiny: bool, dump: str) -> Row:
-    """Returns the row of a step. It runs in a process of its own, whose environment is that of the target."""
+    """Returns the row of a step. It runs in a process of its own, whose environment is that of the
+    target."""
     program = compiled_cases.cases(tiny)[case]()[step]()
-    found, trace_s, compile_s = targets.compile_for(target, program.function, program.args, program.donate)
+    found, trace_s, compile_s = targets.compile_for(
+        target, program.function, program.args, program.donate
+    )
     row: Row = {"trace_s": trace_s, "compile_s": compile_s}
     if step == "plain":
         row["operations"] = counts.count(program.function, *program.args).flops
@@ -51,10 +56,27 @@ def in_process(target: str, case: str, step: str, tiny: bool, seconds: float) ->
     """Returns the row of a step, or its error."""
     with tempfile.TemporaryDirectory() as folder:
         environment = targets.environment(target, folder)
-        arguments = ["--target", target, "--cases", case, "--step", step, "--output", os.path.join(folder, "row.json")]
-        command = [sys.executable, "-m", "benchmarks.compiled", *arguments, *(["--tiny"] if tiny else [])]
+        arguments = [
+            "--target",
+            target,
+            "--cases",
+            case,
+            "--step",
+            step,
+            "--output",
+            os.path.join(folder, "row.json"),
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.compiled",
+            *arguments,
+            *(["--tiny"] if tiny else []),
+        ]
         try:
-            ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+            ended = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=seconds
+            )
         except subprocess.TimeoutExpired:
             return {"error": f"not compiled in {seconds:.0f} s"}
         if ended.returncode:
@@ -64,7 +86,8 @@ def in_process(target: str, case: str, step: str, tiny: bool, seconds: float) ->
 
 
 def with_ratios(steps: Mapping[str, Row]) -> dict[str, Row]:
-    """Returns the steps of a case, with the whole steps that they make up and the ratios to the plain ones."""
+    """Returns the steps of a case, with the whole steps that they make up and the ratios to the
+    plain ones."""
     rows = {name: dict(row) for name, row in steps.items()}
     for name, parts in compiled_cases.WHOLE.items():
         if all("total" in rows.get(part, {}) for part in parts):
@@ -83,12 +106,27 @@ def with_ratios(steps: Mapping[str, Row]) -> dict[str, Row]:
     return rows
 
 
-AMOUNTS = ("total", "cycles", "kernel_cycles", "bytes", "flops", "kernels", "launched", "library_calls")
-BASES = {"update": "update", "private update": "update", "plain step": "plain step", "private step": "plain step"}
+AMOUNTS = (
+    "total",
+    "cycles",
+    "kernel_cycles",
+    "bytes",
+    "flops",
+    "kernels",
+    "launched",
+    "library_calls",
+)
+BASES = {
+    "update": "update",
+    "private update": "update",
+    "plain step": "plain step",
+    "private step": "plain step",
+}
 
 
 def allocated_mb(row: Row) -> float:
-    """Returns what is allocated beyond the arguments: temporaries, and results that take over no argument."""
+    """Returns what is allocated beyond the arguments: temporaries, and results that take over no
+    argument."""
     memory = row["memory"]
     return (memory["temp"] + memory["output"] - memory["alias"]) / 1e6
 
@@ -99,12 +137,20 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def costs(report: Mapping[str, Any], most: int = 4) -> str:
-    """Returns the costliest operations of the clipped gradients and private steps as a table of a page."""
+    """Returns the costliest operations of the clipped gradients and private steps as a table of a
+    page."""
     rows = []
     for case, steps in report["cases"].items():
         for step in ("clipped", "private"):
             for of in costliest(steps.get(step, {}))[:most]:
-                rows.append({"case": case, "step": step, "share": of["share"], "operation": f"`{of['operation']}`"})
+                rows.append(
+                    {
+                        "case": case,
+                        "step": step,
+                        "share": of["share"],
+                        "operation": f"`{of['operation']}`",
+                    }
+                )
     return format_table(rows, style="markdown")
 
 
@@ -123,8 +169,14 @@ def table(report: Mapping[str, Any]) -> list[Row]:
                 numbers["over plain"] = row.get("total_over_plain")
             else:
                 numbers |= {"GB": row["bytes"] / 1e9, "over plain": row.get("bytes_over_plain")}
-                numbers |= {"kernels": row["launched"], "kernels over plain": row.get("launched_over_plain")}
-                numbers |= {"roofline, ms": 1e3 * row["total"], "roofline over plain": row.get("total_over_plain")}
+                numbers |= {
+                    "kernels": row["launched"],
+                    "kernels over plain": row.get("launched_over_plain"),
+                }
+                numbers |= {
+                    "roofline, ms": 1e3 * row["total"],
+                    "roofline over plain": row.get("total_over_plain"),
+                }
             numbers |= {"MB": row["memory_mb"], "MB over plain": row.get("memory_mb_over_plain")}
             numbers |= {"compile, s": row["compile_s"]}
             shown = {name: "" if x is None else f"{x:.3g}" for name, x in numbers.items()}
@@ -135,30 +187,39 @@ def table(report: Mapping[str, Any]) -> list[Row]:
 def costliest(row: Row) -> list[Row]:
     """Returns the costliest operations of a step as rows of text."""
     return [
-        {"share": f"{100 * of['share']:.1f} %", "operation": of["source"][-110:]} for of in row.get("costliest", ())
+        {"share": f"{100 * of['share']:.1f} %", "operation": of["source"][-110:]}
+        for of in row.get("costliest", ())
     ]
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = timing.arguments(__doc__, output="")
     parser.add_argument("--target", choices=targets.TARGETS, required=True)
-    parser.add_argument("--cases", default="", help="parts of names of cases, with semicolons; all without it")
+    parser.add_argument(
+        "--cases", default="", help="parts of names of cases, with semicolons; all without it"
+    )
     parser.add_argument("--steps", default="", help="names of steps, with commas; all without it")
     parser.add_argument("--step", help=argparse.SUPPRESS)  # the one step of a process of its own
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to check the programs")
     parser.add_argument("--note", default="", help="what the version is, for the report")
     parser.add_argument("--again", action="store_true", help="compiles what the report has already")
-    parser.add_argument("--device", default="", help="a report of benchmarks.device, whose times are set beside")
+    parser.add_argument(
+        "--device", default="", help="a report of benchmarks.device, whose times are set beside"
+    )
     parser.add_argument("--minutes", type=float, default=20.0, help="the limit of one program")
     flags = parser.parse_args(given)
-    flags.output = flags.output or f".bench/compiled_{flags.target}{'_tiny' if flags.tiny else ''}.json"
+    flags.output = (
+        flags.output or f".bench/compiled_{flags.target}{'_tiny' if flags.tiny else ''}.json"
+    )
     return flags
 
 
 def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     flags = arguments(given)
     if flags.step:
-        row = compiled(flags.target, flags.cases, flags.step, flags.tiny, os.path.dirname(flags.output))
+        row = compiled(
+            flags.target, flags.cases, flags.step, flags.tiny, os.path.dirname(flags.output)
+        )
         pathlib.Path(flags.output).write_text(json.dumps(row))
         return row
     target = targets.TARGETS[flags.target]
@@ -180,9 +241,15 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     if path.exists():
         before = json.loads(path.read_text())
         report |= {"cases": before["cases"], "note": flags.note or before["note"]}
-    chosen = [name for name in compiled_cases.cases(flags.tiny) if any(p in name for p in flags.cases.split(";"))]
+    chosen = [
+        name
+        for name in compiled_cases.cases(flags.tiny)
+        if any(p in name for p in flags.cases.split(";"))
+    ]
     if not chosen:
-        raise SystemExit(f"--cases={flags.cases} names none of: {'; '.join(compiled_cases.cases())}")
+        raise SystemExit(
+            f"--cases={flags.cases} names none of: {'; '.join(compiled_cases.cases())}"
+        )
     run = functools.partial(in_process, flags.target, tiny=flags.tiny, seconds=60 * flags.minutes)
     for case in chosen:
         rows = report["cases"].setdefault(case, {})
@@ -192,7 +259,10 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
             if step in rows and "error" not in rows[step] and not flags.again:
                 continue
             rows[step] = run(case, step)
-            said = rows[step].get("error") or f"{rows[step]['total']:.4g}, {rows[step]['compile_s']:.0f} s"
+            said = (
+                rows[step].get("error")
+                or f"{rows[step]['total']:.4g}, {rows[step]['compile_s']:.0f} s"
+            )
             print(f"{case}, {step}: {said}", flush=True)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(report, indent=1) + "\n")
@@ -202,7 +272,9 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     rows = table(report) or [{"": "nothing was compiled"}]
     print(f"\n{flags.target}: {targets.CAVEAT}\n{format_table(rows)}\n\nWritten to {path}")
     if flags.device:
-        print(f"\n{trust.text(flags.device, {case: with_ratios(steps) for case, steps in report['cases'].items()})}")
+        print(
+            f"\n{trust.text(flags.device, {case: with_ratios(steps) for case, steps in report['cases'].items()})}"
+        )
     return report
 
 

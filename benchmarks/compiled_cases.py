@@ -1,9 +1,9 @@
-"""The programs that `benchmarks.compiled` compiles, as functions of abstract arrays. Nothing is allocated.
+"""The programs that `benchmarks.compiled` compiles, as functions of abstract arrays. Nothing is
+allocated.
 
-A case maps names of steps to programs. "plain" is its base. In a case of training "plain" and "clipped" are gradients
-of a batch, and "update" and "private update" are what follows them: momentum, and noise before it. The trainer runs
-the gradient and the update as two programs too.
-"""
+A case maps names of steps to programs. "plain" is its base. In a case of training "plain" and
+"clipped" are gradients of a batch, and "update" and "private update" are what follows them:
+momentum, and noise before it. The trainer runs the gradient and the update as two programs too."""
 
 import functools
 import importlib.util
@@ -37,7 +37,8 @@ class Program(NamedTuple):
 
 Steps = Mapping[str, Callable[[], Program]]
 
-# What each derived step consists of. Its cycles, bytes and kernels are sums, its memory is the largest.
+# What each derived step consists of. Its cycles, bytes and kernels are sums, its memory is the
+# largest.
 WHOLE = {"plain step": ("plain", "update"), "private step": ("clipped", "private update")}
 
 
@@ -81,7 +82,9 @@ def training(loss: Any, params: Any, batch: Any, moving: tuple[str, ...], microb
 
         how = {"l2_clip_norm": CLIP, "batch_argnums": (2,), "microbatch_size": microbatch}
         function = clipping.clipped_grad(whole, keep_batch_dim=False, **how)
-        return Program(lambda p, b: function({name: p[name] for name in moving}, p, b), (params, batch))
+        return Program(
+            lambda p, b: function({name: p[name] for name in moving}, p, b), (params, batch)
+        )
 
     found = {
         "plain": lambda: Program(plain, (params, batch)),
@@ -114,7 +117,9 @@ def updates(params: Any, optimizer: Any, divisor: int) -> Steps:
 
 def images(model: Any, batch: int, shape: tuple[int, ...], microbatch: int) -> Steps:
     """Returns the steps of a classifier of images."""
-    params = jax.eval_shape(model.init, jax.random.key(0), Shape((1, *shape), jnp.float32))["params"]
+    params = jax.eval_shape(model.init, jax.random.key(0), Shape((1, *shape), jnp.float32))[
+        "params"
+    ]
 
     def loss(params: Any, example: Any) -> jax.Array:
         logits = model.apply({"params": params}, example["x"][None])[0]
@@ -124,7 +129,9 @@ def images(model: Any, batch: int, shape: tuple[int, ...], microbatch: int) -> S
     return training(loss, params, data, tuple(params), microbatch)
 
 
-def texts(name: str, mode: str, batch: int, length: int, microbatch: int, **attributes: Any) -> Steps:
+def texts(
+    name: str, mode: str, batch: int, length: int, microbatch: int, **attributes: Any
+) -> Steps:
     """Returns the steps of a language model, in full or by LoRA."""
     params, loss, _ = bench_lm.problem(models.create(name, **attributes), mode)
     moving = ("lora",) if mode == "lora" else tuple(params)
@@ -139,10 +146,14 @@ def adaptation(model: Any, method: tta.Method, batch: int, side: int) -> Steps:
     }
 
 
-def adaptation_of(model: Any, method: tta.Method, batch: int, side: int, *, private: bool) -> Program:
+def adaptation_of(
+    model: Any, method: tta.Method, batch: int, side: int, *, private: bool
+) -> Program:
     """Returns one step of a method of test-time adaptation."""
     pictures = Shape((batch, side, side, 3), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), Shape((1, side, side, 3), jnp.float32))["params"]
+    params = jax.eval_shape(model.init, jax.random.key(0), Shape((1, side, side, 3), jnp.float32))[
+        "params"
+    ]
     chosen = tta.private(method, clip_norm=CLIP, noise_multiplier=0.6186) if private else method
     static = []
 
@@ -158,7 +169,9 @@ def adaptation_of(model: Any, method: tta.Method, batch: int, side: int, *, priv
 
     def step(constants: Any, state: Any, images: jax.Array, mask: jax.Array) -> Any:
         key = key_of(state.key)
-        state, logits = adapter._step(static[0], batch, constants, state._replace(key=key), images, mask, key)
+        state, logits = adapter._step(
+            static[0], batch, constants, state._replace(key=key), images, mask, key
+        )
         return state._replace(key=()), logits
 
     return Program(step, (constants, state, pictures, Shape((batch,), bool)))
@@ -180,9 +193,13 @@ def certificates(sizes: tuple[int, ...], records: int, ks: int) -> Steps:
         state = agt._State(moving, [], None)
 
         def step(frozen: Any, rows: Any, state: Any, order: Any, rate: Any) -> Any:
-            return agt._batch_step(bench_prediction.loss, found, frozen, rows, state, order, rate, None)
+            return agt._batch_step(
+                bench_prediction.loss, found, frozen, rows, state, order, rate, None
+            )
 
-        for _ in range(steps_before):  # the batches after the first one have as many boxes as distances
+        for _ in range(
+            steps_before
+        ):  # the batches after the first one have as many boxes as distances
             state = jax.eval_shape(step, frozen, rows, state, order[0], rates[0])
         return Program(step, (frozen, rows, state, order[0], rates[0]))
 
@@ -196,7 +213,9 @@ def certificates(sizes: tuple[int, ...], records: int, ks: int) -> Steps:
 
 def recalibrated(method: Any, records: int, classes: int) -> Steps:
     """Returns the answer of one source in one round, exact and with noise."""
-    data = recalibration.Records(Shape((records, classes), jnp.float32), Shape((records,), jnp.int32))
+    data = recalibration.Records(
+        Shape((records, classes), jnp.float32), Shape((records,), jnp.int32)
+    )
     scale = protocol.noise_scale(method, epsilon=1.0, adjacency="add_remove", num_classes=classes)
 
     def exact(records: Any, temperature: Any, source: Any) -> Any:
@@ -225,7 +244,14 @@ def drawn(draw: Callable[..., Any], size: int) -> Steps:
 VIT_B16_VALUES = 86_567_656
 BF16: dict[str, Any] = {"dtype": jnp.bfloat16}
 TINY_VIT = {"width": 16, "depth": 2, "num_heads": 2, "mlp_width": 32}
-TINY_TEXT = {"num_classes": 61, "positions": 16, "width": 16, "depth": 2, "num_heads": 2, "mlp_width": 32}
+TINY_TEXT = {
+    "num_classes": 61,
+    "positions": 16,
+    "width": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "mlp_width": 32,
+}
 
 
 def cases(tiny: bool = False) -> dict[str, Callable[[], Steps]]:
@@ -235,16 +261,26 @@ def cases(tiny: bool = False) -> dict[str, Callable[[], Steps]]:
         name: str, batch: int, microbatch: int, side: int = 32, classes: int = 10, **attributes: Any
     ) -> Callable[[], Steps]:
         if tiny:
-            batch, microbatch, side, classes = 2, 1, 32 if name.startswith(("vit", "resnet50")) else 8, 4
+            batch, microbatch, side, classes = (
+                2,
+                1,
+                32 if name.startswith(("vit", "resnet50")) else 8,
+                4,
+            )
             attributes |= TINY_VIT if name.startswith("vit") else {}
         return lambda: images(
-            models.create(name, num_classes=classes, **attributes), batch, (side, side, 3), microbatch
+            models.create(name, num_classes=classes, **attributes),
+            batch,
+            (side, side, 3),
+            microbatch,
         )
 
     def digits(model: Callable[[], nn.Module], batch: int) -> Callable[[], Steps]:
         return lambda: images(model(), 2 if tiny else batch, (28, 28, 1), 1 if tiny else 64)
 
-    def language(name: str, mode: str, batch: int, length: int, microbatch: int, **attributes: Any) -> Any:
+    def language(
+        name: str, mode: str, batch: int, length: int, microbatch: int, **attributes: Any
+    ) -> Any:
         if tiny:
             sizes = TINY_TEXT | ({"kv_heads": 1} if name != "gpt2" else {})
             return lambda: texts(name, mode, 2, 8, 1, **BF16, **sizes)
@@ -253,7 +289,10 @@ def cases(tiny: bool = False) -> dict[str, Callable[[], Steps]]:
     def adapted(name: str, method: str, batch: int, **attributes: Any) -> Callable[[], Steps]:
         side, classes = (32, 4) if tiny else (224, 1000)
         if tiny:
-            batch, attributes = 2, TINY_VIT if name.startswith("vit") else {"widths": (8,) * 4, "depths": (1,) * 4}
+            batch, attributes = (
+                2,
+                TINY_VIT if name.startswith("vit") else {"widths": (8,) * 4, "depths": (1,) * 4},
+            )
 
         def build() -> Steps:
             model = models.create(name, num_classes=classes, **attributes)
@@ -275,15 +314,21 @@ def cases(tiny: bool = False) -> dict[str, Callable[[], Steps]]:
         "WRN-16-4, float32, 256": classifier("wrn_16_4", 256, 64),
         "WRN-16-4, bfloat16, 256": classifier("wrn_16_4", 256, 64, **BF16),
         "ResNet-50-GN, float32, 64": classifier("resnet50", 64, 16, 224, 1000, norm="group"),
-        "ResNet-50-GN, bfloat16, 64": classifier("resnet50", 64, 16, 224, 1000, norm="group", **BF16),
+        "ResNet-50-GN, bfloat16, 64": classifier(
+            "resnet50", 64, 16, 224, 1000, norm="group", **BF16
+        ),
         "ViT-B/16, bfloat16, 64": classifier("vit_b16", 64, 16, 224, 1000, **BF16),
         "ViT-B/16, bfloat16, 256": classifier("vit_b16", 256, 16, 224, 1000, **BF16),
         "GPT-2 small, LoRA, bfloat16, 8 x 512": language("gpt2", "lora", 8, 512, 4, **gpt2),
         "GPT-2 small, LoRA, bfloat16, 4 x 1024": language("gpt2", "lora", 4, 1024, 2, **gpt2),
         "GPT-2 small, full, bfloat16, 8 x 512": language("gpt2", "full", 8, 512, 4, **gpt2),
         "GPT-2 small, full, bfloat16, 4 x 1024": language("gpt2", "full", 4, 1024, 2, **gpt2),
-        "Llama-like 135 M, LoRA, bfloat16, 8 x 512": language("smollm_135m", "lora", 8, 512, 4, num_classes=49_152),
-        "Llama-like 1.1 B, LoRA, bfloat16, 4 x 512": language("tinyllama_1b", "lora", 4, 512, 2, num_classes=32_000),
+        "Llama-like 135 M, LoRA, bfloat16, 8 x 512": language(
+            "smollm_135m", "lora", 8, 512, 4, num_classes=49_152
+        ),
+        "Llama-like 1.1 B, LoRA, bfloat16, 4 x 512": language(
+            "tinyllama_1b", "lora", 4, 512, 2, num_classes=32_000
+        ),
         "certificates of 20 distances": lambda: certificates(
             (4, 3, 2) if tiny else (784, 128, 10), 24 if tiny else 1000, 20
         ),

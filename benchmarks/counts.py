@@ -1,7 +1,8 @@
-"""Counts of the floating-point operations and bytes of a program, from its jaxpr. Nothing is compiled or computed.
+"""Counts of the floating-point operations and bytes of a program, from its jaxpr. Nothing is
+compiled or computed.
 
-XLA's own cost analysis counts the body of a loop once. Here the body of a `scan` counts as often as it runs.
-"""
+XLA's own cost analysis counts the body of a loop once. Here the body of a `scan` counts as often as
+it runs."""
 
 import math
 from collections.abc import Callable
@@ -28,8 +29,27 @@ _UNFUSED = (
 )
 # Primitives that compute nothing.
 _MOVES = frozenset(
-    {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice", "concatenate"}
-    | {"dynamic_update_slice", "pad", "rev", "gather", "copy", "iota", "convert_element_type", "select_n", "split"}
+    {
+        "broadcast_in_dim",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "slice",
+        "dynamic_slice",
+        "concatenate",
+    }
+    | {
+        "dynamic_update_slice",
+        "pad",
+        "rev",
+        "gather",
+        "copy",
+        "iota",
+        "convert_element_type",
+        "select_n",
+        "split",
+    }
 )
 
 
@@ -69,24 +89,41 @@ def _of_equation(eqn: Any) -> Count:
         moved = [*eqn.invars[1:], eqn.invars[2]]
     elif name == "gather":
         moved = [*eqn.invars[1:], *eqn.outvars, *eqn.outvars]
-    size = sum(v.aval.size * v.aval.dtype.itemsize for v in moved) if name.startswith(_UNFUSED) else 0
+    size = (
+        sum(v.aval.size * v.aval.dtype.itemsize for v in moved) if name.startswith(_UNFUSED) else 0
+    )
     return Count(_flops(eqn), float(size))
 
 
 def _flops(eqn: Any) -> float:
-    name, out, first = eqn.primitive.name, eqn.outvars[0].aval, eqn.invars[0].aval if eqn.invars else None
+    name, out, first = (
+        eqn.primitive.name,
+        eqn.outvars[0].aval,
+        eqn.invars[0].aval if eqn.invars else None,
+    )
     if name in _MOVES or not jnp.issubdtype(out.dtype, jnp.inexact):
         return 0.0
     # A complex product takes four products and two sums.
     factor = 1 if not jnp.issubdtype(out.dtype, jnp.complexfloating) else 6 if name == "mul" else 2
     if name == "dot_general":
         contracted, _ = eqn.params["dimension_numbers"]
-        return 2.0 * (4 if factor > 1 else 1) * out.size * math.prod(first.shape[d] for d in contracted[0])
+        return (
+            2.0
+            * (4 if factor > 1 else 1)
+            * out.size
+            * math.prod(first.shape[d] for d in contracted[0])
+        )
     if name == "conv_general_dilated":
         kernel = eqn.invars[1].aval
-        return 2.0 * out.size * kernel.size / kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return (
+            2.0 * out.size * kernel.size / kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+        )
     if name == "fft":
-        return 5.0 * max(out.size, first.size) * math.log2(max(2, math.prod(eqn.params["fft_lengths"])))
+        return (
+            5.0
+            * max(out.size, first.size)
+            * math.log2(max(2, math.prod(eqn.params["fft_lengths"])))
+        )
     if name.startswith("scatter"):
         return float(eqn.invars[2].aval.size)
     if name in ("sort", "top_k"):

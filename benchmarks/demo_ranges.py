@@ -2,9 +2,8 @@
 
     python -m benchmarks.demo_ranges [--runs 5]
 
-The documentation states these ranges, and `tests/test_demo_ranges.py` compares them. `python -m benchmarks.evidence
-howto/whole_life.md` writes the table.
-"""
+The documentation states these ranges, and `tests/test_demo_ranges.py` compares them. `python -m
+benchmarks.evidence howto/whole_life.md` writes the table."""
 
 import contextlib
 import io
@@ -38,7 +37,10 @@ def span(ends: list[float], percent: bool) -> str:
 
 def table(found: Any) -> str:
     """Returns the table of docs/howto/whole_life.md."""
-    rows = [f"| {name} | {span(ends, not name.endswith('ECE'))} |" for name, ends in found["ranges"].items()]
+    rows = [
+        f"| {name} | {span(ends, not name.endswith('ECE'))} |"
+        for name, ends in found["ranges"].items()
+    ]
     head = f"| result | range over {found['runs']} runs |"
     return "\n".join([head, "|---|---|", *rows])
 

@@ -3,22 +3,25 @@
     python -m benchmarks.device --output benchmarks/results/device_gpu.json
     python -m benchmarks.device --tiny          # the same programs with tiny shapes, on any machine
 
-The cases are ViT-B/16 in bfloat16, WRN-16-4 and WRN-40-4 at a logical batch of 4096 by physical batches, GPT-2 small
-with LoRA and in full, adaptation of ViT-B/16 by Tent, and certificates of 20 distances. "plain" adds up ordinary
-gradients and updates. "clipped" adds up clipped ones. "private" also adds noise. jax_privacy runs in the same process,
-and Opacus and fastDP run where torch is installed, on the same shapes. Ratios are medians of those within a round.
+The cases are ViT-B/16 in bfloat16, WRN-16-4 and WRN-40-4 at a logical batch of 4096 by physical
+batches, GPT-2 small with LoRA and in full, adaptation of ViT-B/16 by Tent, and certificates of 20
+distances. "plain" adds up ordinary gradients and updates. "clipped" adds up clipped ones. "private"
+also adds noise. jax_privacy runs in the same process, and Opacus and fastDP run where torch is
+installed, on the same shapes. Ratios are medians of those within a round.
 
-"mfu" is the share of the peak of the device in bfloat16 that the operations of the PLAIN step would take in the time of
-the step. "memory_mb" is what XLA allocates for the largest program beyond its arguments. For torch it is the peak. The
-programs of a case in JAX are compiled at the same time, in "compile_s" seconds.
+"mfu" is the share of the peak of the device in bfloat16 that the operations of the PLAIN step would
+take in the time of the step. "memory_mb" is what XLA allocates for the largest program beyond its
+arguments. For torch it is the peak. The programs of a case in JAX are compiled at the same time, in
+"compile_s" seconds.
 
-Every case has its share of --minutes. A step that fails or finds no time left has an "error" in the report, and the
-others go on. The report is written after every case.
-"""
+Every case has its share of --minutes. A step that fails or finds no time left has an "error" in the
+report, and the others go on. The report is written after every case."""
 
 import os
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves room for torch in the same process
+os.environ.setdefault(
+    "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+)  # leaves room for torch in the same process
 
 import concurrent.futures
 import functools
@@ -39,7 +42,8 @@ from jaxdp import models
 from jaxdp.report import format_table
 
 CLIP, NOISE = 1.0, 1.0
-# Operations per second in bfloat16 without sparsity, from the data sheets, by a part of the name of the device.
+# Operations per second in bfloat16 without sparsity, from the data sheets, by a part of the name of
+# the device.
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L4": 121e12, "T4": 65e12, "V100": 125e12}
 PEAKS |= {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5p": 459e12, "TPU v6 lite": 918e12}
 
@@ -74,10 +78,14 @@ class Training(NamedTuple):
 
     def steps(self) -> Steps:
         """Returns the makers of all steps in JAX."""
-        trainable = None if len(self.moving) == len(self.params) else models.trainable("lora", self.params)
+        trainable = (
+            None if len(self.moving) == len(self.params) else models.trainable("lora", self.params)
+        )
         clipped = jaxdp.clipped_grad(self.loss, clip_norm=CLIP, trainable=trainable)
         sgd = optax.sgd(0.01, momentum=0.9)
-        private = optax.chain(jaxdp.privatize(clipped, noise_multiplier=NOISE, divisor=self.examples), sgd)
+        private = optax.chain(
+            jaxdp.privatize(clipped, noise_multiplier=NOISE, divisor=self.examples), sgd
+        )
 
         def ours(params: Any, batch: Any) -> Any:
             grads = clipped(params, batch).grads
@@ -88,9 +96,13 @@ class Training(NamedTuple):
 
             how = {"l2_clip_norm": CLIP, "batch_argnums": (2,), "microbatch_size": self.microbatch}
             grad = clipping.clipped_grad(self._whole, keep_batch_dim=False, **how)
-            noise = noise_addition.gaussian_privatizer(stddev=NOISE * CLIP, prng_key=jax.random.key(1))
+            noise = noise_addition.gaussian_privatizer(
+                stddev=NOISE * CLIP, prng_key=jax.random.key(1)
+            )
             optimizer = optax.chain(noise, optax.scale(1 / self.examples), sgd)
-            return self._stepped(lambda params, batch: grad(self._trained(params), params, batch), optimizer)
+            return self._stepped(
+                lambda params, batch: grad(self._trained(params), params, batch), optimizer
+            )
 
         return {
             "plain": lambda: self._stepped(self.plain, sgd),
@@ -148,13 +160,18 @@ class Training(NamedTuple):
 
 
 def random_params(model: Any, inputs: jax.Array) -> Any:
-    """Returns small parameters. Compiling the initialization of a large model takes as long as one of its steps."""
+    """Returns small parameters. Compiling the initialization of a large model takes as long as one
+    of its steps."""
     shapes = jax.eval_shape(model.init, jax.random.key(0), inputs)["params"]
     generator = np.random.default_rng(1)
-    return jax.tree.map(lambda x: jnp.asarray(0.02 * generator.standard_normal(x.shape, np.float32)), shapes)
+    return jax.tree.map(
+        lambda x: jnp.asarray(0.02 * generator.standard_normal(x.shape, np.float32)), shapes
+    )
 
 
-def image_training(name: str, physical: int, count: int, microbatch: int, **attributes: Any) -> Training:
+def image_training(
+    name: str, physical: int, count: int, microbatch: int, **attributes: Any
+) -> Training:
     side, classes = attributes.pop("side"), attributes.pop("num_classes")
     model = models.create(name, num_classes=classes, **attributes)
     images = np.random.default_rng(0).random((physical, side, side, 3), np.float32)
@@ -169,12 +186,23 @@ def image_training(name: str, physical: int, count: int, microbatch: int, **attr
     return Training(loss, params, batch, count, tuple(params), microbatch)
 
 
-def text_training(mode: str, physical: int, length: int, microbatch: int, **attributes: Any) -> Training:
+def text_training(
+    mode: str, physical: int, length: int, microbatch: int, **attributes: Any
+) -> Training:
     model = models.create("gpt2", **attributes)
     params = random_params(model, jnp.zeros((1, 1), jnp.int32))
     params, loss, _ = bench_lm.problem(model, mode, params)
-    tokens = np.random.default_rng(0).integers(model.num_classes, size=(physical, length + 1), dtype=np.int32)
-    return Training(loss, params, jnp.asarray(tokens), 1, ("lora",) if mode == "lora" else tuple(params), microbatch)
+    tokens = np.random.default_rng(0).integers(
+        model.num_classes, size=(physical, length + 1), dtype=np.int32
+    )
+    return Training(
+        loss,
+        params,
+        jnp.asarray(tokens),
+        1,
+        ("lora",) if mode == "lora" else tuple(params),
+        microbatch,
+    )
 
 
 def adaptation(shape: bench_adaptation.Shape, batch_size: int) -> Steps:
@@ -192,7 +220,14 @@ def adaptation(shape: bench_adaptation.Shape, batch_size: int) -> Steps:
 
 
 BF16 = {"dtype": jnp.bfloat16}
-TINY_TEXT = {"num_classes": 61, "positions": 16, "width": 16, "depth": 1, "num_heads": 2, "mlp_width": 32}
+TINY_TEXT = {
+    "num_classes": 61,
+    "positions": 16,
+    "width": 16,
+    "depth": 1,
+    "num_heads": 2,
+    "mlp_width": 32,
+}
 TINY_VIT = {"width": 16, "depth": 2, "num_heads": 2, "mlp_width": 32}
 
 
@@ -201,26 +236,35 @@ def cases(tiny: bool) -> dict[str, Callable[[], Training]]:
     text = TINY_TEXT if tiny else {"num_classes": bench_lm.VOCABULARY}
     sizes = (2, 8, 1) if tiny else (16, 512, 4)
     if tiny:
-        vit = functools.partial(image_training, "vit_b16", 2, 1, 1, side=32, num_classes=4, **TINY_VIT, **BF16)
+        vit = functools.partial(
+            image_training, "vit_b16", 2, 1, 1, side=32, num_classes=4, **TINY_VIT, **BF16
+        )
         wide = {"wrn_16_4": (2, 2, 1), "wrn_40_4": (2, 2, 1)}
         size: dict[str, Any] = {"side": 8, "num_classes": 4, "width": 1}
     else:
-        vit = functools.partial(image_training, "vit_b16", 256, 1, 16, side=224, num_classes=1000, **BF16)
+        vit = functools.partial(
+            image_training, "vit_b16", 256, 1, 16, side=224, num_classes=1000, **BF16
+        )
         wide = {"wrn_16_4": (512, 8, 64), "wrn_40_4": (256, 16, 32)}
         size = {"side": 32, "num_classes": 10}
     found = {"ViT-B/16, bfloat16": vit}
     for name, (physical, count, microbatch) in wide.items():
         depth = {"depth": 10} if tiny else {}
-        found[name] = functools.partial(image_training, name, physical, count, microbatch, **size, **depth)
+        found[name] = functools.partial(
+            image_training, name, physical, count, microbatch, **size, **depth
+        )
     for mode in ("lora", "full"):
-        found[f"GPT-2 small, {mode}, bfloat16"] = functools.partial(text_training, mode, *sizes, **text, **BF16)
+        found[f"GPT-2 small, {mode}, bfloat16"] = functools.partial(
+            text_training, mode, *sizes, **text, **BF16
+        )
     return found
 
 
 def measured(
     steps: Steps, deadline: float, rounds: int, flops: float = 0.0, peers: Steps | None = None
 ) -> dict[str, Any]:
-    """Returns a row for every step, with times and ratios or an error, and the seconds of compiling.
+    """Returns a row for every step, with times and ratios or an error, and the seconds of
+    compiling.
 
     Args:
       steps: The makers of steps in JAX. They compile at the same time.
@@ -248,7 +292,9 @@ def measured(
             work = make()
             jax.block_until_ready(work.call())
         except Exception as error:  # out of memory, a library that is missing: the others go on
-            rows[name] = {"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]}
+            rows[name] = {
+                "error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
+            }
             gc.collect()
             continue
         rows[name] = {"memory_mb": work.memory_mb}
@@ -259,7 +305,9 @@ def measured(
             break
         for name, seconds in timing.interleaved(calls, 1)[0].items():
             wall[name] += seconds
-    peak = next((peak for part, peak in PEAKS.items() if part in jax.devices()[0].device_kind), None)
+    peak = next(
+        (peak for part, peak in PEAKS.items() if part in jax.devices()[0].device_kind), None
+    )
     for name, seconds in wall.items():
         base = "torch plain" if name.startswith(("torch", "Opacus", "fastDP")) else "plain"
         rows[name] |= {"ms": timing.median_ms(seconds), "rounds": len(seconds)}
@@ -275,13 +323,16 @@ def measured(
 
 
 def torch_steps_of(name: str, case: Training, tiny: bool) -> Steps:
-    """Returns the makers of the steps of the peers in PyTorch, none where torch or opacus is not installed."""
+    """Returns the makers of the steps of the peers in PyTorch, none where torch or opacus is not
+    installed."""
     if timing.missing("torch", "opacus"):
         return {}
     from benchmarks import torch_steps
 
     made = torch_steps.device_steps(name, case.batch, case.count, CLIP, NOISE, tiny=tiny)
-    return {step: functools.partial(lambda make: Work(*make()), make) for step, make in made.items()}
+    return {
+        step: functools.partial(lambda make: Work(*make()), make) for step, make in made.items()
+    }
 
 
 def certificates(tiny: bool, rounds: int) -> dict[str, dict[str, Any]]:
@@ -290,7 +341,11 @@ def certificates(tiny: bool, rounds: int) -> dict[str, dict[str, Any]]:
     case = case or bench_prediction.CASES["mlp 784-128-10, 1 step"]
     rows = bench_prediction.run_case(case, rounds, replace=False, reference=False)
     return {
-        name: {"ms": row["wall_ms"], "memory_mb": row["memory_mb"], "over_plain": row["wall_over_vmap"]}
+        name: {
+            "ms": row["wall_ms"],
+            "memory_mb": row["memory_mb"],
+            "over_plain": row["wall_over_vmap"],
+        }
         for name, row in rows.items()
     }
 
@@ -301,7 +356,10 @@ def markdown(found: Mapping[str, Any]) -> str:
     for case, row in found["cases"].items():
         for step, of in row["steps"].items():
             if "error" not in of:
-                ratios = {"over plain": of.get("over_plain"), "over private": of.get("over_private")}
+                ratios = {
+                    "over plain": of.get("over_plain"),
+                    "over private": of.get("over_private"),
+                }
                 memory = {"MB": of["memory_mb"], "MB over plain": of.get("memory_over_plain")}
                 numbers = {"ms": of["ms"], **ratios, "share of the peak": of.get("mfu"), **memory}
                 shown = {name: "" if x is None else f"{x:.3g}" for name, x in numbers.items()}
@@ -312,16 +370,26 @@ def markdown(found: Mapping[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = timing.arguments(__doc__, output=".bench/device.json")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to check the programs")
-    parser.add_argument("--cases", default="", help="parts of names of cases, with commas, in their order")
+    parser.add_argument(
+        "--cases", default="", help="parts of names of cases, with commas, in their order"
+    )
     parser.add_argument("--minutes", type=float, default=9.5)
     parser.add_argument("--rounds", type=int, default=10)
     flags = parser.parse_args(arguments)
     end = time.perf_counter() + 60 * flags.minutes
-    shape = bench_adaptation.Shape("vit_tiny", 8, 3) if flags.tiny else bench_adaptation.SHAPES["vit_b16"]
+    shape = (
+        bench_adaptation.Shape("vit_tiny", 8, 3)
+        if flags.tiny
+        else bench_adaptation.SHAPES["vit_b16"]
+    )
 
     def trained(name: str, build: Callable[[], Training], deadline: float) -> dict[str, Any]:
         case = build()
-        found = {"examples": case.examples, "physical": case.examples // case.count, "plain_tflop": case.flops() / 1e12}
+        found = {
+            "examples": case.examples,
+            "physical": case.examples // case.count,
+            "plain_tflop": case.flops() / 1e12,
+        }
         peers = torch_steps_of(name, case, flags.tiny)
         return found | measured(case.steps(), deadline, flags.rounds, case.flops(), peers)
 
@@ -333,10 +401,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         name: functools.partial(trained, name, build) for name, build in cases(flags.tiny).items()
     }
     jobs["Tent, base ViT"] = adapted
-    jobs["certificates of 20 distances"] = lambda deadline: {"steps": certificates(flags.tiny, min(flags.rounds, 3))}
-    jobs = {name: job for part in flags.cases.split(",") for name, job in jobs.items() if part in name}
+    jobs["certificates of 20 distances"] = lambda deadline: {
+        "steps": certificates(flags.tiny, min(flags.rounds, 3))
+    }
+    jobs = {
+        name: job for part in flags.cases.split(",") for name, job in jobs.items() if part in name
+    }
     report: dict[str, Any] = {**timing.machine(), "tiny": flags.tiny}
-    report |= {"not installed": timing.missing("jax_privacy", "torch", "opacus", "fastDP"), "cases": {}}
+    report |= {
+        "not installed": timing.missing("jax_privacy", "torch", "opacus", "fastDP"),
+        "cases": {},
+    }
     for left, (name, job) in zip(range(len(jobs), 0, -1), jobs.items(), strict=True):
         started = time.perf_counter()
         try:
@@ -345,8 +420,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             row = {"error": f"{type(error).__name__}: {error}"[:300], "steps": {}}
         report["cases"][name] = row | {"seconds": time.perf_counter() - started}
         gc.collect()
-        columns = ("ms", "over_plain", "over_private", "memory_mb", "memory_over_plain", "mfu", "error")
-        table = [{"step": step, **{c: found.get(c) for c in columns}} for step, found in row["steps"].items()]
+        columns = (
+            "ms",
+            "over_plain",
+            "over_private",
+            "memory_mb",
+            "memory_over_plain",
+            "mfu",
+            "error",
+        )
+        table = [
+            {"step": step, **{c: found.get(c) for c in columns}}
+            for step, found in row["steps"].items()
+        ]
         print(f"\n{name}\n{format_table(table, digits=3) if table else row['error']}", flush=True)
         timing.write(report, flags.output)
     return report

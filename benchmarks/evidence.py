@@ -49,7 +49,8 @@ PLACE = r"(?<=<!-- table: {} -->\n).*?(?=<!-- end -->)"
 
 
 class Evidence(NamedTuple):
-    """Tables by name, and pictures by file name, of JSON files. The functions take the content of each file."""
+    """Tables by name, and pictures by file name, of JSON files. The functions take the content of
+    each file."""
 
     page: str
     files: tuple[str, ...]
@@ -59,11 +60,18 @@ class Evidence(NamedTuple):
 
 def curve(found: Mapping[str, Any]) -> str:
     """Returns accuracies over epsilon, a row for each set of private images."""
-    epsilons = sorted({point["epsilon"] for one in found["runs"].values() for point in one["points"]})
-    lines = [f"| private images | runs |{''.join(f' epsilon {e:g} |' for e in epsilons)} no privacy |"]
+    epsilons = sorted(
+        {point["epsilon"] for one in found["runs"].values() for point in one["points"]}
+    )
+    lines = [
+        f"| private images | runs |{''.join(f' epsilon {e:g} |' for e in epsilons)} no privacy |"
+    ]
     lines.append("|---|---|" + "---|" * (len(epsilons) + 1))
     for name, one in found["runs"].items():
-        at = {point["epsilon"]: results.percent(point["accuracy"], point["deviation"]) for point in one["points"]}
+        at = {
+            point["epsilon"]: results.percent(point["accuracy"], point["deviation"])
+            for point in one["points"]
+        }
         plain = "" if one["without_privacy"] is None else results.percent(one["without_privacy"])
         cells = [f"{one['records']} of {name.removesuffix('_full')}", str(one["runs"])]
         lines.append("| " + " | ".join([*cells, *(at.get(e, "") for e in epsilons), plain]) + " |")
@@ -71,8 +79,16 @@ def curve(found: Mapping[str, Any]) -> str:
 
 
 EVIDENCE = [
-    Evidence("results/scattering.md", ("finetune_scattering.json",), lambda found: {"curve": curve(found)}),
-    Evidence("results/public_checkpoint.md", ("finetune_squeezenet.json",), lambda found: {"curve": curve(found)}),
+    Evidence(
+        "results/scattering.md",
+        ("finetune_scattering.json",),
+        lambda found: {"curve": curve(found)},
+    ),
+    Evidence(
+        "results/public_checkpoint.md",
+        ("finetune_squeezenet.json",),
+        lambda found: {"curve": curve(found)},
+    ),
     Evidence(
         "results/public_checkpoint.md",
         ("finetune_methods.json",),
@@ -81,7 +97,10 @@ EVIDENCE = [
     Evidence(
         "results/membership.md",
         ("membership.json",),
-        lambda found: {"membership": membership.table(found["rows"]), "lira": membership.lira_table(found["rows"])},
+        lambda found: {
+            "membership": membership.table(found["rows"]),
+            "lira": membership.lira_table(found["rows"]),
+        },
         {"membership.png": membership.draw},
     ),
     Evidence(
@@ -90,23 +109,43 @@ EVIDENCE = [
         lambda found: {"private": split_private.table(found)},
         {"split_private.png": split_private.draw},
     ),
-    Evidence("results/split_adaptation.md", ("split_costs.json",), lambda found: {"costs": split_costs.table(found)}),
-    Evidence("results/split_adaptation.md", ("split_earlier.json", "split_paper.json"), evidence_split.earlier_tables),
+    Evidence(
+        "results/split_adaptation.md",
+        ("split_costs.json",),
+        lambda found: {"costs": split_costs.table(found)},
+    ),
+    Evidence(
+        "results/split_adaptation.md",
+        ("split_earlier.json", "split_paper.json"),
+        evidence_split.earlier_tables,
+    ),
     Evidence(
         "results/split_adaptation.md",
         ("split_cifar100.json", "split_paper.json"),
         evidence_split.tables,
         {"split_noise.png": evidence_split.draw},
     ),
-    Evidence("results/tta.md", ("evidence_tta.json",), evidence_tta.tables, {"tta.png": evidence_tta.draw}),
-    Evidence("results/agt.md", ("evidence_agt.json",), evidence_agt.tables, {"agt.png": evidence_agt.draw}),
+    Evidence(
+        "results/tta.md",
+        ("evidence_tta.json",),
+        evidence_tta.tables,
+        {"tta.png": evidence_tta.draw},
+    ),
+    Evidence(
+        "results/agt.md",
+        ("evidence_agt.json",),
+        evidence_agt.tables,
+        {"agt.png": evidence_agt.draw},
+    ),
     Evidence(
         "results/agt.md",
         ("agt_paper.json",),
         lambda paper: {"paper": format_table(paper["table"], style="markdown")},
     ),
     Evidence(
-        "results/agt.md", ("certificates_cpu.json",), lambda found: {"certificates": bench_certificates.table(found)}
+        "results/agt.md",
+        ("certificates_cpu.json",),
+        lambda found: {"certificates": bench_certificates.table(found)},
     ),
     Evidence(
         "results/recalibration.md",
@@ -114,12 +153,16 @@ EVIDENCE = [
         evidence_recalibration.tables,
         {
             "recalibration.png": functools.partial(evidence_recalibration.draw, "resnet20"),
-            "recalibration_resnet56.png": functools.partial(evidence_recalibration.draw, "resnet56"),
+            "recalibration_resnet56.png": functools.partial(
+                evidence_recalibration.draw, "resnet56"
+            ),
         },
     ),
     Evidence("results/dpadapter.md", ("dpadapter_usps.json",), evidence_dpadapter.tables),
     Evidence(
-        "results/dpadapter.md", ("dpadapter_cifar.json", "dpadapter_paper.json"), evidence_dpadapter.earlier_tables
+        "results/dpadapter.md",
+        ("dpadapter_cifar.json", "dpadapter_paper.json"),
+        evidence_dpadapter.earlier_tables,
     ),
     Evidence("results/intervals.md", ("intervals.json",), bench_intervals.tables),
     Evidence(
@@ -131,7 +174,10 @@ EVIDENCE = [
     Evidence(
         "results/speed.md",
         ("steps_cpu.json", "steps_other_machine.json"),
-        lambda found, other: {"steps": bench_steps.table(found), "steps elsewhere": bench_steps.table(other)},
+        lambda found, other: {
+            "steps": bench_steps.table(found),
+            "steps elsewhere": bench_steps.table(other),
+        },
     ),
     Evidence(
         "results/speed.md",
@@ -143,10 +189,16 @@ EVIDENCE = [
             "clipping compile": bench_clipping.compile_table(found),
         },
     ),
-    Evidence("results/speed.md", ("start_cpu.json",), lambda found: {"start": bench_start.markdown(found)}),
+    Evidence(
+        "results/speed.md",
+        ("start_cpu.json",),
+        lambda found: {"start": bench_start.markdown(found)},
+    ),
     Evidence("results/speed.md", ("training_cpu.json",), bench_training.tables),
     Evidence("results/speed.md", ("noise_cpu.json",), bench_noise.tables),
-    Evidence("results/speed.md", ("device_gpu.json",), lambda found: {"gpu": device.markdown(found)}),
+    Evidence(
+        "results/speed.md", ("device_gpu.json",), lambda found: {"gpu": device.markdown(found)}
+    ),
     Evidence(
         "results/accelerators.md",
         ("compiled_v5e.json", "compiled_h100.json"),
@@ -157,7 +209,11 @@ EVIDENCE = [
             "h100 costs": compiled.costs(h100),
         },
     ),
-    Evidence("howto/whole_life.md", ("demo_ranges.json",), lambda found: {"ranges": demo_ranges.table(found)}),
+    Evidence(
+        "howto/whole_life.md",
+        ("demo_ranges.json",),
+        lambda found: {"ranges": demo_ranges.table(found)},
+    ),
     Evidence(
         "design/scale.md",
         ("scale_cpu.json", "reading_cpu.json", "scale_estimate.json"),
@@ -177,14 +233,18 @@ def read(files: tuple[str, ...]) -> list[Any]:
 
 def place(page: str, name: str, table: str) -> str:
     """Returns the page with the table in its place."""
-    found, count = re.subn(PLACE.format(re.escape(name)), lambda _: f"\n{table}\n\n", page, flags=re.DOTALL)
+    found, count = re.subn(
+        PLACE.format(re.escape(name)), lambda _: f"\n{table}\n\n", page, flags=re.DOTALL
+    )
     if count != 1:
         raise ValueError(f"the page must have one place {name!r}, got {count}.")
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     pages = list(dict.fromkeys(one.page for one in EVIDENCE))
     parser.add_argument("page", nargs="?", choices=pages, help="a path below docs, by default all")
     only = parser.parse_args().page

@@ -1,13 +1,14 @@
-"""The claims of Wicker et al. 2025 on small data: certificates, mechanisms, students, DP-SGD, PATE, ensembles.
+"""The claims of Wicker et al. 2025 on small data: certificates, mechanisms, students, DP-SGD, PATE,
+ensembles.
 
     python -m benchmarks.evidence_agt --data_dir DIR --word_vectors FILE.npz
     python -m benchmarks.evidence results/agt.md
 
-A draw is a set of private records: new points for Blobs, a new division of the digits, and a random 80 % of the records
-of PneumoniaMNIST and SST-2. The accuracy of an answer is an expectation over the noise, computed from the certified
-labels and distances of all test inputs. So it has no error but that of the draws. DIR holds prepared TFDS data, FILE
-is that of configs/predict/sst2.py. Reads private labels without payment: for public benchmark data only.
-"""
+A draw is a set of private records: new points for Blobs, a new division of the digits, and a random
+80 % of the records of PneumoniaMNIST and SST-2. The accuracy of an answer is an expectation over
+the noise, computed from the certified labels and distances of all test inputs. So it has no error
+but that of the draws. DIR holds prepared TFDS data, FILE is that of configs/predict/sst2.py. Reads
+private labels without payment: for public benchmark data only."""
 
 import argparse
 import functools
@@ -50,7 +51,9 @@ def epsilon_of(queries: int) -> float:
 def config_of(name: str, options: argparse.Namespace, draw: int) -> Any:
     """Returns the config of a data set and draw."""
     file, _, variant = DATA[name].partition(":")
-    config = importlib.import_module(f"configs.predict.{file}").get_config(*[variant] * bool(variant))
+    config = importlib.import_module(f"configs.predict.{file}").get_config(
+        *[variant] * bool(variant)
+    )
     for field in ("data_dir", "word_vectors"):
         if field in config.data:
             config.data[field] = getattr(options, field)
@@ -85,7 +88,9 @@ def pool(bench: Bench, size: int) -> Pool:
         return Pool(*bench.certified(bench.train, records)[1:], bench.classes)
     part = prediction.partition_by_hash(bench.train, size, salt=bench.config.ensemble.salt.encode())
     members = [
-        bench.certified({key: array[part == k] for key, array in bench.train.items()}, records // size)[1:]
+        bench.certified(
+            {key: array[part == k] for key, array in bench.train.items()}, records // size
+        )[1:]
         for k in range(size)
     ]
     votes, distances = map(np.stack, zip(*members, strict=True))
@@ -100,7 +105,9 @@ def measure(bench: Bench, draw: int, trainer: Any, pate: Any) -> dict[str, Any]:
     pools = {size: pool(bench, size) for size in SIZES}
     for size, one in pools.items():
         found["distance"][size] = float(one.distance.mean())
-        found["certified"][size] = float(np.mean(one.distance >= prediction.needed_distance(epsilons[ASKED])))
+        found["certified"][size] = float(
+            np.mean(one.distance >= prediction.needed_distance(epsilons[ASKED]))
+        )
         found["accuracy"][size] = {
             way: {q: one.expected_accuracy(how, epsilon, truth) for q, epsilon in epsilons.items()}
             for way, how in ways.items()
@@ -123,12 +130,22 @@ def private_training(bench: Bench, trainer: Any) -> float:
     """Returns the accuracy of the same model after DP-SGD."""
     steps, records = bench.config.dp_sgd.steps, len(bench.train["label"])
     source = from_arrays(**bench.train, num_classes=bench.classes, name="draw")
-    terms = {"adjacency": "add_remove", "unit": "example", "records": records, "delta": BUDGET["delta"]}
+    terms = {
+        "adjacency": "add_remove",
+        "unit": "example",
+        "records": records,
+        "delta": BUDGET["delta"],
+    }
     with (
         tempfile.TemporaryDirectory() as folder,
         frame.account(pathlib.Path(folder) / "ledger.sqlite", "draw", **terms) as account,
     ):
-        how = {"steps": steps, "checkpoint_every": steps, "delta": BUDGET["delta"], "progress": False}
+        how = {
+            "steps": steps,
+            "checkpoint_every": steps,
+            "delta": BUDGET["delta"],
+            "progress": False,
+        }
         state = finetune.fit(trainer, bench.model.init(), source, account=account, **how)
     return bench.model.accuracy(state.params, bench.test)
 
@@ -169,7 +186,8 @@ def rounded(found: Any) -> Any:
 
 
 def tables(report: Any) -> dict[str, str]:
-    """Returns the tables of docs/results/agt.md: percent, with standard errors over draws in parentheses."""
+    """Returns the tables of docs/results/agt.md: percent, with standard errors over draws in
+    parentheses."""
     each = {name: found["draws"] for name, found in report["data"].items()}
 
     def row(name: str, value: Callable[[Any], float | None]) -> dict[str, str]:
@@ -187,13 +205,24 @@ def tables(report: Any) -> dict[str, str]:
         return difference
 
     mechanisms = [row(name, way(name)) for name in WAYS]
-    mechanisms += [row(f"student of {name} answers", lambda d, name=name: d["student"].get(name)) for name in WAYS]
     mechanisms += [
-        row(name, lambda d, name=name: d[name]) for name in ("PATE", "PATE answered", "DP-SGD", "without noise")
+        row(f"student of {name} answers", lambda d, name=name: d["student"].get(name))
+        for name in WAYS
+    ]
+    mechanisms += [
+        row(name, lambda d, name=name: d[name])
+        for name in ("PATE", "PATE answered", "DP-SGD", "without noise")
     ]
     sizes = [row(f"{name}, T = {size}", way(name, size)) for name in WAYS for size in SIZES]
-    sizes += [row(f"certified, T = {size}", lambda d, size=size: d["certified"][str(size)]) for size in SIZES]
-    sweep = [row(f"{name}, Q = {q}", above(name, q)) for name in WAYS for q in (1, 10, 100, 1000, 10_000, 100_000)]
+    sizes += [
+        row(f"certified, T = {size}", lambda d, size=size: d["certified"][str(size)])
+        for size in SIZES
+    ]
+    sweep = [
+        row(f"{name}, Q = {q}", above(name, q))
+        for name in WAYS
+        for q in (1, 10, 100, 1000, 10_000, 100_000)
+    ]
     classes = [
         {
             "classes": str(found["classes"]),
@@ -219,9 +248,15 @@ def draw(report: Any, path: pathlib.Path) -> None:
     """Draws the picture of docs/results/agt.md."""
     panels: dict[str, Any] = {}
     for name, found in report["data"].items():
-        rows, ways = found["draws"], [way for way in WAYS if way in found["draws"][0]["accuracy"]["1"]]
+        rows, ways = (
+            found["draws"],
+            [way for way in WAYS if way in found["draws"][0]["accuracy"]["1"]],
+        )
         curves = {
-            way: [(math.log10(q), float(np.mean([r["accuracy"]["1"][way][str(q)] for r in rows]))) for q in QUERIES]
+            way: [
+                (math.log10(q), float(np.mean([r["accuracy"]["1"][way][str(q)] for r in rows])))
+                for q in QUERIES
+            ]
             for way in ways
         }
         private = float(np.mean([r["DP-SGD"] for r in rows]))
@@ -238,11 +273,15 @@ def draw(report: Any, path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data_dir", default="")
     parser.add_argument("--word_vectors", default="")
     parser.add_argument("--draws", type=int, default=10)
-    parser.add_argument("--only", default="", help=f"parts of names, separated by semicolons, of {'; '.join(DATA)}")
+    parser.add_argument(
+        "--only", default="", help=f"parts of names, separated by semicolons, of {'; '.join(DATA)}"
+    )
     options = parser.parse_args()
     report = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"data": {}}
     frame.keep_compiled()
@@ -264,10 +303,16 @@ def one(name: str, options: argparse.Namespace, root: pathlib.Path) -> dict[str,
             trainer = dp_sgd(bench.config, bench.model, len(bench.train["label"]))
             how = dict(bench.config.pate)
             how["threshold"] *= SIZES[-1]
-            pate = prediction.ConfidentGNMax.calibrated(**how, **BUDGET, queries=ASKED, max_answers=ASKED)
+            pate = prediction.ConfidentGNMax.calibrated(
+                **how, **BUDGET, queries=ASKED, max_answers=ASKED
+            )
         rows.append(measure(bench, draw, trainer, pate))
         print(name, draw, flush=True)
-    return {"records": bench.config.training.records, "tested": len(bench.test["label"]), "draws": rows}
+    return {
+        "records": bench.config.training.records,
+        "tested": len(bench.test["label"]),
+        "draws": rows,
+    }
 
 
 if __name__ == "__main__":

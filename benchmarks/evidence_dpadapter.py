@@ -1,4 +1,5 @@
-"""The tables of docs/results/dpadapter.md from the results of configs/dpadapter_usps.py and of an earlier run.
+"""The tables of docs/results/dpadapter.md from the results of configs/dpadapter_usps.py and of an
+earlier run.
 
 python -m benchmarks.evidence results/dpadapter.md
 """
@@ -49,7 +50,8 @@ def tables(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def earlier_tables(ours: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the tables of the earlier run, whose rows are kept as text, and the paper's Table 1."""
+    """Returns the tables of the earlier run, whose rows are kept as text, and the paper's Table
+    1."""
     names = ("table1", "upstream models", "three times the length", "beyond")
     return {name: _markdown(ours[name]) for name in names} | {"paper": _markdown(paper["table1"])}
 

@@ -1,4 +1,5 @@
-"""The claims of Luo et al. 2020 on CIFAR-10: the tables of runs of launch.recalibrate, and four further comparisons.
+"""The claims of Luo et al. 2020 on CIFAR-10: the tables of runs of launch.recalibrate, and four
+further comparisons.
 
     python -m launch.recalibrate --config configs/recalibration/cifar10.py:checkpoint --workdir W/resnet20 ...
     python -m launch.recalibrate --config configs/recalibration/cifar10.py:resnet56 --workdir W/resnet56 ...
@@ -6,10 +7,10 @@
     python -m benchmarks.evidence_recalibration --workdirs W/resnet20,W/resnet56,W/cifar100
     python -m benchmarks.evidence results/recalibration.md
 
-The docstring of the config has the whole commands. The further comparisons are at the centre (50 sources of 30, epsilon
-1) under the 15 shifts, with the same records and ten trials: class-wise and adaptive errors of temperatures, and beta
-and vector scaling, which are methods of this file.
-"""
+The docstring of the config has the whole commands. The further comparisons are at the centre (50
+sources of 30, epsilon
+1) under the 15 shifts, with the same records and ten trials: class-wise and adaptive errors of
+   temperatures, and beta and vector scaling, which are methods of this file."""
 
 import argparse
 import dataclasses
@@ -23,7 +24,15 @@ import numpy as np
 
 from jaxdp import recalibration
 from jaxdp.files import read_npz, write_json
-from jaxdp.recalibration import AccBisection, AccT, Bracket, LogisticBinning, Records, classwise_ece, ece
+from jaxdp.recalibration import (
+    AccBisection,
+    AccT,
+    Bracket,
+    LogisticBinning,
+    Records,
+    classwise_ece,
+    ece,
+)
 from jaxdp.report import format_table, plot_panels
 from launch import results
 
@@ -38,7 +47,8 @@ class BetaBinning(LogisticBinning):
     """Beta calibration (Kull et al. 2017) of noisy bins: sigmoid(a log p - b log(1 - p) + c)."""
 
     def finish(self, state: Any) -> jax.Array:
-        """Fits a, b and c by Fisher scoring with the weights of `LogisticBinning`, and priors around 1, 1 and 0."""
+        """Fits a, b and c by Fisher scoring with the weights of `LogisticBinning`, and priors
+        around 1, 1 and 0."""
         variance, answer = state
         right, wrong = jnp.split(answer, 2)
         total, design = jnp.maximum(right + wrong, 0), _design(jnp.array(self.places))
@@ -48,7 +58,9 @@ class BetaBinning(LogisticBinning):
             q = jax.nn.sigmoid(design @ line)
             slope = total * q * (1 - q)
             weight = slope / jnp.maximum(variance * ((1 - q) ** 2 + q**2) + slope, 1e-6)
-            gradient = design.T @ (weight * ((1 - q) * right - q * wrong)) - precision @ (line - PRIOR)
+            gradient = design.T @ (weight * ((1 - q) * right - q * wrong)) - precision @ (
+                line - PRIOR
+            )
             curvature = (design * (weight * slope)[:, None]).T @ design + precision
             return line + 0.7 * jnp.clip(jnp.linalg.solve(curvature, gradient), -1, 1)
 
@@ -63,12 +75,14 @@ def _design(score: jax.Array) -> jax.Array:
     return jnp.stack([-jax.nn.softplus(-score), jax.nn.softplus(score), jnp.ones(score.shape)], -1)
 
 
-def vector_scaling(records: Records, rng: np.random.Generator, *, private: bool, rounds: int = 5) -> Any:
-    """Returns scales and shifts [m] of the logits, from noisy clipped gradients (Guo et al. 2017, section 4.2).
+def vector_scaling(
+    records: Records, rng: np.random.Generator, *, private: bool, rounds: int = 5
+) -> Any:
+    """Returns scales and shifts [m] of the logits, from noisy clipped gradients (Guo et al. 2017,
+    section 4.2).
 
-    A record's gradient of its negative log likelihood is clipped to an L1 norm of 2. A round is then (epsilon /
-    rounds)-DP with Laplace noise of scale 2 rounds / epsilon at every source.
-    """
+    A record's gradient of its negative log likelihood is clipped to an L1 norm of 2. A round is
+    then (epsilon / rounds)-DP with Laplace noise of scale 2 rounds / epsilon at every source."""
     logits, labels = np.asarray(records.logits), np.asarray(records.labels)
     unit, count = 10.0, SOURCES * SAMPLES
     line = np.stack([np.full(logits.shape[1], 0.5), np.zeros(logits.shape[1])])
@@ -109,14 +123,20 @@ def further(folder: pathlib.Path) -> list[dict[str, Any]]:
         for trial in range(TRIALS):
             rng = np.random.default_rng([trial, len(rows)])
             order = rng.permutation(len(everyone.labels))
-            own, test = (Records(*(x[part] for x in everyone)) for part in np.split(order, [SOURCES * SAMPLES]))
+            own, test = (
+                Records(*(x[part] for x in everyone))
+                for part in np.split(order, [SOURCES * SAMPLES])
+            )
             row: dict[str, Any] = {
                 "shift": path.stem,
                 "none": _floats(scores(jax.nn.softmax(test.logits), test.labels)),
             }
             for name, method in methods.items():
                 scale = recalibration.noise_scale(
-                    method, epsilon=EPSILON, adjacency="add_remove", num_classes=test.logits.shape[1]
+                    method,
+                    epsilon=EPSILON,
+                    adjacency="add_remove",
+                    num_classes=test.logits.shape[1],
                 )
 
                 def ask(
@@ -128,19 +148,30 @@ def further(folder: pathlib.Path) -> list[dict[str, Any]]:
                     own: Records = own,
                 ) -> Any:
                     exact = method.summand(k, own, temperature).sum(0)
-                    return exact + rng.laplace(size=(SOURCES, *exact.shape)).sum(0) * scale.noise * scale.step
+                    return (
+                        exact
+                        + rng.laplace(size=(SOURCES, *exact.shape)).sum(0)
+                        * scale.noise
+                        * scale.step
+                    )
 
                 variance = scale.variance * SOURCES
                 if name in finish:
-                    parameters = finish[name]((jnp.float32(variance), jnp.asarray(ask(0, 1.0), jnp.float32)))
+                    parameters = finish[name](
+                        (jnp.float32(variance), jnp.asarray(ask(0, 1.0), jnp.float32))
+                    )
                     p = method.confidence(parameters, test.logits)
                     row[name] = {"ece": float(ece(p, test.correct))}
                 else:
                     temperature = recalibration.play(method, ask, variance).temperature
-                    row[name] = _floats(scores(jax.nn.softmax(test.logits / temperature), test.labels))
+                    row[name] = _floats(
+                        scores(jax.nn.softmax(test.logits / temperature), test.labels)
+                    )
             for name, private in (("vector scaling", True), ("vector scaling, no privacy", False)):
                 line = vector_scaling(own, rng, private=private)
-                row[name] = _floats(scores(jax.nn.softmax(line[0] * test.logits + line[1]), test.labels))
+                row[name] = _floats(
+                    scores(jax.nn.softmax(line[0] * test.logits + line[1]), test.labels)
+                )
             rows.append(row)
     return rows
 
@@ -160,7 +191,9 @@ def summary(folder: pathlib.Path) -> dict[str, Any]:
         def over(part: str, score: str = "ece", cells: Any = cells) -> list[list[float]]:
             return [[round(x, 5) for x in cell[part][score]] for cell in cells]  # [shift][setting]
 
-        methods[name] = {part: over(part) for part in ("sources", "samples", "epsilon", "centre", "no privacy")}
+        methods[name] = {
+            part: over(part) for part in ("sources", "samples", "epsilon", "centre", "no privacy")
+        }
         methods[name]["brier"] = over("centre", "brier")
     accuracy = found["accuracy"]
     return {
@@ -170,7 +203,9 @@ def summary(folder: pathlib.Path) -> dict[str, Any]:
         "clean": accuracy["clean"],
         "shifted": float(np.mean([accuracy[shift] for shift in shifts])),
         "settings": {
-            part: points for part, points in found["settings"].items() if part in ("sources", "samples", "epsilon")
+            part: points
+            for part, points in found["settings"].items()
+            if part in ("sources", "samples", "epsilon")
         },
         "methods": methods,
         "further": further(folder),
@@ -182,20 +217,33 @@ def tables(report: Any, earlier: Any) -> dict[str, str]:
     public = {network: found for network, found in report.items() if network != "cifar100"}
     rows, second, third = [], [], []
     for name in next(iter(report.values()))["methods"]:
-        scores = {network: _scores(name, found["methods"][name]) for network, found in public.items()}
-        rows.append({"method": name, **{f"{n}, {score}": x for n, row in scores.items() for score, x in row.items()}})
+        scores = {
+            network: _scores(name, found["methods"][name]) for network, found in public.items()
+        }
+        rows.append(
+            {
+                "method": name,
+                **{f"{n}, {score}": x for n, row in scores.items() for score, x in row.items()},
+            }
+        )
     ways = ("none", "Acc-T wide", "Acc-T bisection", "logistic binning", "beta binning")
     for name in (*ways, "vector scaling", "vector scaling, no privacy"):
         row = {"method": name}
         for network, found in public.items():
             for score in ("ece", "classwise", "adaptive"):
-                if score in found["further"][0][name]:  # a binning has a confidence in the first class only
-                    row[f"{network}, {score}"] = _error(_by_shift(found["further"], lambda r, n=name, s=score: r[n][s]))
+                if (
+                    score in found["further"][0][name]
+                ):  # a binning has a confidence in the first class only
+                    row[f"{network}, {score}"] = _error(
+                        _by_shift(found["further"], lambda r, n=name, s=score: r[n][s])
+                    )
         second.append(row)
     for name in ("beta binning", "vector scaling", "Acc-T bisection"):
         row = {"method, less logistic binning": name}
         for network, found in public.items():
-            gaps = _by_shift(found["further"], lambda r, n=name: r[n]["ece"] - r["logistic binning"]["ece"])
+            gaps = _by_shift(
+                found["further"], lambda r, n=name: r[n]["ece"] - r["logistic binning"]["ece"]
+            )
             row[network] = _error(gaps)
         third.append(row)
     heads = ("method", "all", "centre", "Brier")
@@ -205,15 +253,32 @@ def tables(report: Any, earlier: Any) -> dict[str, str]:
         | {key: results.percent(one[key]) for key in ("clean", "shifted")}
         for network, one in report.items()
     ]
-    hundred = [{"method": name, **_scores(name, one)} for name, one in report["cifar100"]["methods"].items()]
-    found = {"networks": networks, "methods": rows, "class-wise": second, "differences": third, "cifar100": hundred}
-    return {title: format_table(rows, style="markdown") for title, rows in {**found, "b": fourth}.items()}
+    hundred = [
+        {"method": name, **_scores(name, one)}
+        for name, one in report["cifar100"]["methods"].items()
+    ]
+    found = {
+        "networks": networks,
+        "methods": rows,
+        "class-wise": second,
+        "differences": third,
+        "cifar100": hundred,
+    }
+    return {
+        title: format_table(rows, style="markdown")
+        for title, rows in {**found, "b": fourth}.items()
+    }
 
 
 def _scores(name: str, one: Any) -> dict[str, str]:
     """Returns what a table shows of a method on a network."""
-    every = np.concatenate([np.asarray(one[part]).ravel() for part in ("sources", "samples", "epsilon")])
-    row = {"all": f"{np.median(every):.3f} / {np.mean(every):.3f}", "centre": _error(np.ravel(one["centre"]))}
+    every = np.concatenate(
+        [np.asarray(one[part]).ravel() for part in ("sources", "samples", "epsilon")]
+    )
+    row = {
+        "all": f"{np.median(every):.3f} / {np.mean(every):.3f}",
+        "centre": _error(np.ravel(one["centre"])),
+    }
     row["Brier"] = f"{np.mean(one['brier']):.3f}"
     public = name in ("none", "one source")
     return row if public else row | {"no privacy": _error(np.ravel(one["no privacy"]))}
@@ -221,7 +286,9 @@ def _scores(name: str, one: Any) -> dict[str, str]:
 
 def _by_shift(rows: Any, value: Any) -> list[float]:
     shifts = dict.fromkeys(row["shift"] for row in rows)
-    return [float(np.mean([value(row) for row in rows if row["shift"] == shift])) for shift in shifts]
+    return [
+        float(np.mean([value(row) for row in rows if row["shift"] == shift])) for shift in shifts
+    ]
 
 
 def _error(values: Any) -> str:
@@ -233,7 +300,14 @@ def _error(values: Any) -> str:
 def draw(network: str, report: Any, _: Any, path: pathlib.Path) -> None:
     """Draws the picture of a network: the mean error over shifts."""
     found, panels = report[network], {}
-    chosen = ("Acc-T wide", "HB published", "one source", "Acc-T bisection", "logistic binning", "none")
+    chosen = (
+        "Acc-T wide",
+        "HB published",
+        "one source",
+        "Acc-T bisection",
+        "logistic binning",
+        "none",
+    )
     for axis, part in enumerate(("sources", "samples", "epsilon")):
         at = [point[axis] for point in found["settings"][part]]
         means = {name: np.mean(found["methods"][name][part], axis=0).tolist() for name in chosen}
@@ -243,13 +317,16 @@ def draw(network: str, report: Any, _: Any, path: pathlib.Path) -> None:
         path,
         panels,
         title=f"Recalibration of a CIFAR-10 network under {found['shifts']} shifts",
-        subtitle="Mean expected calibration error over shifts. One factor varies, the others are those of the paper.",
+        subtitle="Mean expected calibration error over shifts. One factor varies, the others are "
+        "those of the paper.",
         ylabel="ECE",
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workdirs", required=True, help="finished workdirs, separated by commas")
     options = parser.parse_args()
     report = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}

@@ -1,12 +1,12 @@
-"""The claims of Split Adaptation (arXiv:2503.00441) with a public ViT of CIFAR-10 and five classes of CIFAR-100.
+"""The claims of Split Adaptation (arXiv:2503.00441) with a public ViT of CIFAR-10 and five classes
+of CIFAR-100.
 
     python -m launch.split --config configs/split/cifar100.py --workdir W --config.attack.lpips ...
     python -m benchmarks.evidence_split --workdir W
     python -m benchmarks.evidence results/split_adaptation.md
 
-The docstring of the config has the whole first command. The second one keeps the rows of the finished workdir, and the
-third one writes the page. All images are public benchmarks.
-"""
+The docstring of the config has the whole first command. The second one keeps the rows of the
+finished workdir, and the third one writes the page. All images are public benchmarks."""
 
 import argparse
 import json
@@ -37,16 +37,27 @@ PAPER_UPLOADS = {  # of Tables 5 and 6
 }
 CONFIG = cifar100.get_config()
 SHOTS = CONFIG.ablation.shots  # of all tables but the first two
-STRONGEST = {"noise-aware": "one copy", "aggregating": f"median of {1 + CONFIG.client.copies} copies"}
+STRONGEST = {
+    "noise-aware": "one copy",
+    "aggregating": f"median of {1 + CONFIG.client.copies} copies",
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workdir", required=True, type=pathlib.Path, help="a finished workdir")
     workdir = parser.parse_args().workdir
     if not (workdir / "result.json").exists():
-        raise SystemExit(f"--workdir must be finished, but {workdir} has no result.json. Run launch.split to its end.")
-    rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(workdir.glob("cells/**/row.json"))]
+        raise SystemExit(
+            f"--workdir must be finished, but {workdir} has no result.json. Run launch.split to "
+            "its end."
+        )
+    rows = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(workdir.glob("cells/**/row.json"))
+    ]
     write_json(RESULTS, {"rows": [_rounded(row) for row in rows if row["part"] != "costs"]})
 
 
@@ -56,7 +67,7 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-# --- The page ---------------------------------------------------------------------------------------------------------
+# --- The page -----------------------------------------------------------------------------------
 
 
 def tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]:
@@ -70,7 +81,8 @@ def tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]
     ablated, reference = paper["table 4, 5 shots"], float(theirs[SA].split()[0])
     made: dict[str, list[dict[str, Any]]] = {
         "accuracy": [
-            {"method": name} | {f"{k} shots": _mean(results.select(runs, method=name, shots=k)) for k in shots}
+            {"method": name}
+            | {f"{k} shots": _mean(results.select(runs, method=name, shots=k)) for k in shots}
             for name in methods
         ],
         "differences": [
@@ -85,18 +97,31 @@ def tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]
                 "variant": name,
                 "accuracy": _mean(results.select(runs, method=name, shots=SHOTS)),
                 "Split Adaptation less this": _gain(runs, name, SHOTS) if name != SA else None,
-                "paper": f"{ablated[SA] - ablated[PAPER_ROWS[name]]:+.2f}" if name in PAPER_ROWS else None,
+                "paper": f"{ablated[SA] - ablated[PAPER_ROWS[name]]:+.2f}"
+                if name in PAPER_ROWS
+                else None,
             }
             for name in ablations
         ],
         "rates": [
-            {"method": name} | {f"rate {row['rate']:g}": results.percent(row["accuracy"]) for row in tried}
+            {"method": name}
+            | {f"rate {row['rate']:g}": results.percent(row["accuracy"]) for row in tried}
             for name in dict.fromkeys(row["method"] for row in results.select(rows, part="tuning"))
-            for tried in [sorted(results.select(rows, part="tuning", method=name), key=lambda row: row["rate"])]
+            for tried in [
+                sorted(
+                    results.select(rows, part="tuning", method=name), key=lambda row: row["rate"]
+                )
+            ]
         ],
         "stealing": [
-            {"model": name, "accuracy": _mean(results.select(runs, method=name, shots=SHOTS)), "paper": known}
-            for name, known in ((name, _shown(paper["table 3"].get(name))) for name in (*STOLEN, SA))
+            {
+                "model": name,
+                "accuracy": _mean(results.select(runs, method=name, shots=SHOTS)),
+                "paper": known,
+            }
+            for name, known in (
+                (name, _shown(paper["table 3"].get(name))) for name in (*STOLEN, SA)
+            )
             if results.select(runs, method=name)
         ],
         "reconstruction": [
@@ -106,7 +131,9 @@ def tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]
                 "PSNR, dB": _score(scores["psnr"]),
                 "SSIM (11)": _score(scores["ssim_gaussian11"]),
                 "LPIPS": _score(scores["lpips"]),
-                "paper: PSNR, SSIM, LPIPS": _published(paper, row["upload"]) if name == "noise-aware" else None,
+                "paper: PSNR, SSIM, LPIPS": _published(paper, row["upload"])
+                if name == "noise-aware"
+                else None,
             }
             for row in _uploads(rows)
             for name, scores in row["attackers"].items()
@@ -128,14 +155,18 @@ def tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]
 
 
 def draw(found: Mapping[str, Any], _: Any, path: pathlib.Path) -> None:
-    """Draws Figure 4: accuracy against what two attackers reconstruct, a point for each scale of the noise."""
+    """Draws Figure 4: accuracy against what two attackers reconstruct, a point for each scale of
+    the noise."""
     rows = found["rows"]
     accuracy = {scale: results.over_seeds(_noisy(rows, SA, scale)).mean for scale in _attacks(rows)}
     panels = {
         title: (
             title,
             {
-                STRONGEST[name]: [(attack[name][score]["mean"], accuracy[k]) for k, attack in _attacks(rows).items()]
+                STRONGEST[name]: [
+                    (attack[name][score]["mean"], accuracy[k])
+                    for k, attack in _attacks(rows).items()
+                ]
                 for name in reversed(STRONGEST)
             },
         )
@@ -145,8 +176,8 @@ def draw(found: Mapping[str, Any], _: Any, path: pathlib.Path) -> None:
         path,
         panels,
         title="Accuracy against reconstruction",
-        subtitle=f"Laplace noise of {len(accuracy)} scales, {SHOTS} images of each of five classes. Attackers take one "
-        "copy, or the median of all.",
+        subtitle=f"Laplace noise of {len(accuracy)} scales, {SHOTS} images of each of five "
+        "classes. Attackers take one copy, or the median of all.",
         ylabel="accuracy",
         percent=True,
     )
@@ -154,7 +185,11 @@ def draw(found: Mapping[str, Any], _: Any, path: pathlib.Path) -> None:
 
 def _uploads(rows: Sequence[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
     named = {row["upload"]: row for row in results.select(rows, part="attacks")}
-    yield from (named[name] for name in (*PAPER_UPLOADS, *sorted({*named} - {*PAPER_UPLOADS})) if name in named)
+    yield from (
+        named[name]
+        for name in (*PAPER_UPLOADS, *sorted({*named} - {*PAPER_UPLOADS}))
+        if name in named
+    )
     for row in sorted(results.select(rows, part="attacks_private"), key=lambda row: -row["level"]):
         yield {**row, "upload": f"private mode, epsilon {row['level']:g}"}
 
@@ -166,14 +201,23 @@ def _attacks(rows: Sequence[Mapping[str, Any]]) -> dict[float, Any]:
 
 def _noisy(rows: Sequence[Mapping[str, Any]], method: str, scale: float) -> list[Mapping[str, Any]]:
     """Returns the runs with noise of this scale."""
-    runs = results.select(rows, part="runs", method=method, shots=SHOTS, seed=tuple(CONFIG.seeds[: CONFIG.noise.seeds]))
+    runs = results.select(
+        rows,
+        part="runs",
+        method=method,
+        shots=SHOTS,
+        seed=tuple(CONFIG.seeds[: CONFIG.noise.seeds]),
+    )
     return [row for row in runs if abs(row["laplace"] * CONFIG.client.laplace / scale - 1) < 1e-3]
 
 
 def _swept(rows: Sequence[Mapping[str, Any]], part: str, title: str) -> list[dict[str, Any]]:
     found = results.select(rows, part=part)
     values = sorted({row["value"] for row in found})
-    return [{title: f"{value:g}", "accuracy": _mean(results.select(found, value=value))} for value in values]
+    return [
+        {title: f"{value:g}", "accuracy": _mean(results.select(found, value=value))}
+        for value in values
+    ]
 
 
 def _private(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[float, int], list[Mapping[str, Any]]]:
@@ -203,7 +247,9 @@ def _gain(runs: Sequence[Mapping[str, Any]], method: str, shots: int) -> str:
     """Returns what Split Adaptation has more on the same draws."""
     ours = {row["seed"]: row["accuracy"] for row in results.select(runs, method=SA, shots=shots)}
     mine = results.select(runs, method=method, shots=shots)
-    return _percent([ours[row["seed"]] - row["accuracy"] for row in mine if row["seed"] in ours], "+")
+    return _percent(
+        [ours[row["seed"]] - row["accuracy"] for row in mine if row["seed"] in ours], "+"
+    )
 
 
 def _mean(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,14 +1,15 @@
-r"""The claims of arXiv:2606.01908 on USPS and CIFAR-10 under shift: clipping, conversion cost, and budgets.
+r"""The claims of arXiv:2606.01908 on USPS and CIFAR-10 under shift: clipping, conversion cost, and
+budgets.
 
     python -m benchmarks.evidence_tta --data_dir DIR [--study continual] [--workdir workdir/evidence_tta]
     python -m benchmarks.evidence_tta --data_dir DIR --study cifar10 --study cifar10_episodic \
         --checkpoint resnet20_cifar10.npz
     python -m benchmarks.evidence results/tta.md
 
-The first two commands run configs/tta/usps_shift.py and configs/tta/cifar10.py:group_norm, continual and episodic, and
-keep what docs/results/tta.md states. The third writes the page. An interrupted run goes on from its workdir. Update
-lengths and shares of images are functions of the records: for public benchmarks only.
-"""
+The first two commands run configs/tta/usps_shift.py and configs/tta/cifar10.py:group_norm,
+continual and episodic, and keep what docs/results/tta.md states. The third writes the page. An
+interrupted run goes on from its workdir. Update lengths and shares of images are functions of the
+records: for public benchmarks only. """
 
 import argparse
 import json
@@ -30,7 +31,17 @@ from launch import adapt, data, frame, models, results
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence_tta.json"
-KEPT = ("method", "setting", "mean", "std", "over_source", "over_original", "length", "taken", "learning_rate")
+KEPT = (
+    "method",
+    "setting",
+    "mean",
+    "std",
+    "over_source",
+    "over_original",
+    "length",
+    "taken",
+    "learning_rate",
+)
 STUDIES = {
     "continual": lambda: usps_shift.get_config("continual"),
     "episodic": lambda: usps_shift.get_config("episodic"),
@@ -40,14 +51,22 @@ STUDIES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data_dir", default="")
     parser.add_argument("--workdir", default="workdir/evidence_tta")
-    parser.add_argument("--study", action="append", choices=STUDIES, help="the default is those of USPS")
-    parser.add_argument("--checkpoint", default="", help="the published ResNet-20 of the studies of CIFAR-10")
+    parser.add_argument(
+        "--study", action="append", choices=STUDIES, help="the default is those of USPS"
+    )
+    parser.add_argument(
+        "--checkpoint", default="", help="the published ResNet-20 of the studies of CIFAR-10"
+    )
     options = parser.parse_args()
     for study in options.study or ("continual", "episodic"):
-        found = run(study, options.data_dir, pathlib.Path(options.workdir) / study, options.checkpoint)
+        found = run(
+            study, options.data_dir, pathlib.Path(options.workdir) / study, options.checkpoint
+        )
         earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         write_json(RESULTS, earlier | {study: found})
 
@@ -65,10 +84,11 @@ def run(study: str, data_dir: str, root: pathlib.Path, checkpoint: str = "") -> 
 
 
 def group_norm_source(config: Any, checkpoint: str, path: pathlib.Path) -> float:
-    """Writes the source model of CIFAR-10 for launch/adapt.py. Returns its accuracy on clean test images.
+    """Writes the source model of CIFAR-10 for launch/adapt.py. Returns its accuracy on clean test
+    images.
 
-    It is a published ResNet-20 whose BatchNorms became GroupNorms, see `group_norms`. No parameter is trained.
-    """
+    It is a published ResNet-20 whose BatchNorms became GroupNorms, see `group_norms`. No parameter
+    is trained."""
     batch_norm = cifar10.get_config("resnet20").model
     batch_norm.checkpoint = checkpoint
     network = models.network(config.model)
@@ -81,10 +101,11 @@ def group_norm_source(config: Any, checkpoint: str, path: pathlib.Path) -> float
 
 
 def group_norms(model: Any, params: Any, images: Any) -> dict[str, Any]:
-    """Returns parameters of a ResNet with GroupNorm from those of one with BatchNorm, whose outputs they imitate.
+    """Returns parameters of a ResNet with GroupNorm from those of one with BatchNorm, whose outputs
+    they imitate.
 
-    On the images [B, H, W, C] each channel then has the BatchNorm's scale as deviation and its bias as mean.
-    """
+    On the images [B, H, W, C] each channel then has the BatchNorm's scale as deviation and its bias
+    as mean."""
     made = dict(params)
 
     @jax.jit
@@ -92,9 +113,14 @@ def group_norms(model: Any, params: Any, images: Any) -> dict[str, Any]:
         kept = {"capture_intermediates": lambda module, _: isinstance(module, GroupNorm)}
         outputs = model.apply({"params": params}, images, **kept)[1]["intermediates"]
         axes = tuple(range(images.ndim - 1))
-        return {name: (y["__call__"][0].mean(axes), y["__call__"][0].std(axes)) for name, y in outputs.items()}
+        return {
+            name: (y["__call__"][0].mean(axes), y["__call__"][0].std(axes))
+            for name, y in outputs.items()
+        }
 
-    for name in sorted((name for name in made if "norm" in name), key=lambda name: (name != "norm", name)):
+    for name in sorted(
+        (name for name in made if "norm" in name), key=lambda name: (name != "norm", name)
+    ):
         scale, bias = made[name]["scale"], made[name]["bias"]
         plain = {"scale": jnp.ones_like(scale), "bias": jnp.zeros_like(bias)}
         mean, deviation = moments({**made, name: plain})[name]
@@ -119,7 +145,10 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
         mine = [gaps(method, setting, (adapt.SOURCE, adapt.ORIGINAL)) for method in config.methods]
         means = {seed: results.moments(gap[seed] for gap in mine).mean for seed in seeds}
         of_five[setting] = adapt.crossed(means, config.protocol.sources)
-    tried = [{name: row[name] for name in ("method", "setting", "length", "accuracy")} for row in result["tried"]]
+    tried = [
+        {name: row[name] for name in ("method", "setting", "length", "accuracy")}
+        for row in result["tried"]
+    ]
     sources = config.protocol.sources
     return {
         "source models": sources,
@@ -133,7 +162,7 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
     }
 
 
-# --- The page ---------------------------------------------------------------------------------------------------------
+# --- The page -----------------------------------------------------------------------------------
 
 
 def tables(found: Any) -> dict[str, str]:
@@ -148,9 +177,14 @@ def tables(found: Any) -> dict[str, str]:
             {"method": "mean of the five", "setting": setting, "over_source": gain}
             for setting, gain in found[protocol]["mean gain of the methods"].items()
         ]
-        made[f"{protocol}: gain"] = _pivot([*cells, *five], lambda c: results.percent(*c["over_source"], sign="+"))
+        made[f"{protocol}: gain"] = _pivot(
+            [*cells, *five], lambda c: results.percent(*c["over_source"], sign="+")
+        )
         made[f"{protocol}: change"] = _pivot(
-            changed, lambda c, n=runs: f"{results.percent(*c['over_original'], sign='+')} ({c['higher']} of {n})"
+            changed,
+            lambda c, n=runs: (
+                f"{results.percent(*c['over_original'], sign='+')} ({c['higher']} of {n})"
+            ),
         )
         made[f"{protocol}: length"] = _pivot(cells, lambda c: f"{c['length']:.3f}")
         made[f"{protocol}: taken"] = _pivot(
@@ -158,23 +192,32 @@ def tables(found: Any) -> dict[str, str]:
         )
         if "clean" in found[protocol]:
             right = {"clean test images": found[protocol]["clean"], "the stream": source["mean"]}
-            shown = {"source right on": "percent", **{where: f"{100 * share:.1f}" for where, share in right.items()}}
+            shown = {
+                "source right on": "percent",
+                **{where: f"{100 * share:.1f}" for where, share in right.items()},
+            }
             made[f"{protocol}: source"] = format_table([shown], style="markdown")
         made[f"{protocol}: by length"] = _by_length(found[protocol]["tried"])
     return made
 
 
 def _pivot(cells: Sequence[Any], text: Any) -> str:
-    return format_table(results.pivot(cells, "method", "setting", lambda c: text(c[0])), style="markdown")
+    return format_table(
+        results.pivot(cells, "method", "setting", lambda c: text(c[0])), style="markdown"
+    )
 
 
 def _by_length(tried: Sequence[Any]) -> str:
-    """Returns accuracy on the tuning stream with the length of an update, one column per learning rate."""
+    """Returns accuracy on the tuning stream with the length of an update, one column per learning
+    rate."""
     rows = []
     for method in dict.fromkeys(row["method"] for row in tried):
         for setting in (adapt.ORIGINAL, adapt.CLIPPED):
             mine = results.select(tried, method=method, setting=setting)
-            shown = {f"rate {k}": f"{100 * r['accuracy']:.1f} at {r['length']:.3f}" for k, r in enumerate(mine, 1)}
+            shown = {
+                f"rate {k}": f"{100 * r['accuracy']:.1f} at {r['length']:.3f}"
+                for k, r in enumerate(mine, 1)
+            }
             rows.append({"method": method, "setting": setting} | shown)
     return format_table(rows, style="markdown")
 
@@ -182,7 +225,11 @@ def _by_length(tried: Sequence[Any]) -> str:
 def draw(found: Any, path: pathlib.Path) -> None:
     """Draws what each private form gains over no adaptation, by epsilon."""
     *cells, source = found["continual"]["cells"]
-    noisy = [(float(c["setting"].removeprefix("epsilon ")), c) for c in cells if c["setting"].startswith("epsilon")]
+    noisy = [
+        (float(c["setting"].removeprefix("epsilon ")), c)
+        for c in cells
+        if c["setting"].startswith("epsilon")
+    ]
     curves = {
         method: sorted((epsilon, c["mean"]) for epsilon, c in noisy if c["method"] == method)
         for method in dict.fromkeys(c["method"] for c in cells)
@@ -191,7 +238,8 @@ def draw(found: Any, path: pathlib.Path) -> None:
         path,
         curves,
         title="Accuracy under shift by ε of a sample, USPS, continual",
-        subtitle=f"{found['continual']['streams']} streams of 5 domains, {found['continual']['source models']} sources",
+        subtitle=f"{found['continual']['streams']} streams of 5 domains, "
+        f"{found['continual']['source models']} sources",
         xlabel="ε of one visit (log scale)",
         ylabel="mean accuracy over the stream",
         xscale="log",

@@ -1,11 +1,12 @@
-"""Methods of private training on the features of a public network, each against DP-SGD on the same private images.
+"""Methods of private training on the features of a public network, each against DP-SGD on the same
+private images.
 
     python -m benchmarks.finetune_methods --checkpoint FILE --data_dir DIR
 
-The data and the network are those of `configs/finetune/cifar10_squeezenet.py`. Each of five disjoint sets of 2000
-training images of CIFAR-10 is a private set. Learning rates are chosen on coarse classes of CIFAR-100.
-`python -m benchmarks.evidence results/public_checkpoint.md` writes the table into the page.
-"""
+The data and the network are those of `configs/finetune/cifar10_squeezenet.py`. Each of five
+disjoint sets of 2000 training images of CIFAR-10 is a private set. Learning rates are chosen on
+coarse classes of CIFAR-100. `python -m benchmarks.evidence results/public_checkpoint.md` writes the
+table into the page."""
 
 import argparse
 import functools
@@ -36,13 +37,18 @@ def arguments(doc: str | None, *, output: str) -> argparse.ArgumentParser:
     parser = timing.arguments(doc, output=output)
     parser.add_argument("--checkpoint", help="SqueezeNet 1.0, arrays of the Caffe model")
     parser.add_argument("--data_dir", help="prepared TFDS data of cifar10 and CIFAR-100")
-    parser.add_argument("--cifar100", default="cifar100", help="the name of CIFAR-100 or of a part of it in data_dir")
+    parser.add_argument(
+        "--cifar100",
+        default="cifar100",
+        help="the name of CIFAR-100 or of a part of it in data_dir",
+    )
     parser.add_argument("--features", default="features.npz", help="a file that keeps the features")
     return parser
 
 
 def features(options: Any) -> dict[str, np.ndarray]:
-    """Returns features and labels of all parts. They are kept in a file, because a network computes them."""
+    """Returns features and labels of all parts. They are kept in a file, because a network computes
+    them."""
     kept = pathlib.Path(options.features)
     if kept.exists():
         with np.load(kept) as file:
@@ -50,8 +56,12 @@ def features(options: Any) -> dict[str, np.ndarray]:
     import tensorflow_datasets as tfds
 
     model = models.create("squeezenet1_0", num_classes=10, pool="features", head_padding=1)
-    pixels = models.Preprocessing(size=96, mean=(123 / 255, 117 / 255, 104 / 255), std=(1 / 255,) * 3)
-    public = models.load_checkpoint(options.checkpoint, model=model, preprocessing=pixels, new_head=True)
+    pixels = models.Preprocessing(
+        size=96, mean=(123 / 255, 117 / 255, 104 / 255), std=(1 / 255,) * 3
+    )
+    public = models.load_checkpoint(
+        options.checkpoint, model=model, preprocessing=pixels, new_head=True
+    )
     compute = jax.jit(functools.partial(models.head_inputs, public))
     mirrored = jax.jit(lambda images: models.head_inputs(public, images[:, :, ::-1]))
     found = {}
@@ -64,9 +74,13 @@ def features(options: Any) -> dict[str, np.ndarray]:
         source = data.resize_images(data.from_tfds(name, split, data_dir=options.data_dir), 96, 3)
         batches = [source.gather(np.arange(i, i + 100)) for i in range(0, count, 100)]
         for view, function in views.items():
-            found[role + view] = np.concatenate([np.asarray(function(jnp.asarray(b["image"]))) for b in batches])
+            found[role + view] = np.concatenate(
+                [np.asarray(function(jnp.asarray(b["image"]))) for b in batches]
+            )
         label = "label" if name == "cifar10" else "coarse_label"
-        records = tfds.data_source(name, split=split, data_dir=options.data_dir).__getitems__(list(range(count)))
+        records = tfds.data_source(name, split=split, data_dir=options.data_dir).__getitems__(
+            list(range(count))
+        )
         found[f"{role}_label"] = np.array([record[label] for record in records])
     np.savez(kept, **found)
     return found
@@ -75,11 +89,14 @@ def features(options: Any) -> dict[str, np.ndarray]:
 def loss(params: Any, record: Any) -> jax.Array:
     """Returns the mean loss over the views of a record, float32 [V, r]."""
     logits = record["views"] @ params["w"] + params["b"][None]
-    return jnp.mean(jax.vmap(jaxdp.losses.softmax_cross_entropy, (0, None))(logits, record["label"]))
+    return jnp.mean(
+        jax.vmap(jaxdp.losses.softmax_cross_entropy, (0, None))(logits, record["label"])
+    )
 
 
 def trainer(variant: str, epsilon: float, anchors: Any) -> tuple[Any, Any]:
-    """Returns the trainer of a variant and the function that reads the released parameters from its state.
+    """Returns the trainer of a variant and the function that reads the released parameters from its
+    state.
 
     The learning rate is in its state, so that all rates share a compiled step.
     """
@@ -94,7 +111,10 @@ def trainer(variant: str, epsilon: float, anchors: Any) -> tuple[Any, Any]:
     elif variant == "AdpClip":
         method, more = finetune.adp_clip, {"quantile": 0.5, "unit_norm": False}
     elif variant == "GEP":
-        method, more = finetune.gep, {"anchors": anchors, "basis_size": 60, "groups": 1, "residual_clip_norm": CLIP}
+        method, more = (
+            finetune.gep,
+            {"anchors": anchors, "basis_size": 60, "groups": 1, "residual_clip_norm": CLIP},
+        )
     made = method(
         loss,
         optax.inject_hyperparams(optax.sgd)(learning_rate=1.0, momentum=0.9),
@@ -109,8 +129,11 @@ def trainer(variant: str, epsilon: float, anchors: Any) -> tuple[Any, Any]:
     return made, (lambda state: state.ema) if variant == "EMA" else (lambda state: state.params)
 
 
-def accuracy(made: tuple[Any, Any], rate: float, x: np.ndarray, y: np.ndarray, test: tuple[Any, Any]) -> float:
-    """Trains on private features [n, V, r] and returns the accuracy on test features [m, r] with labels."""
+def accuracy(
+    made: tuple[Any, Any], rate: float, x: np.ndarray, y: np.ndarray, test: tuple[Any, Any]
+) -> float:
+    """Trains on private features [n, V, r] and returns the accuracy on test features [m, r] with
+    labels."""
     training, read = made
     source = from_arrays(views=x, label=y, num_classes=10)
     state = training.init({"w": jnp.zeros((x.shape[-1], 10)), "b": jnp.zeros(10)})
@@ -128,7 +151,8 @@ VARIANTS = ("DP-SGD", "EMA", "two views", "AdpAlloc", "AdpClip", "DP-SAT", "GEP"
 def chosen_rates(
     found: Mapping[str, np.ndarray], mapping: models.Features, trainers: Mapping[Any, Any]
 ) -> dict[str, dict[str, float]]:
-    """Returns accuracies by "variant, epsilon" and learning rate, on ten coarse classes of CIFAR-100.
+    """Returns accuracies by "variant, epsilon" and learning rate, on ten coarse classes of
+    CIFAR-100.
 
     Each rate has two runs.
     """
@@ -143,17 +167,24 @@ def chosen_rates(
             row = table[f"{variant}, {epsilon:g}"] = {}
             for rate in RATES:
                 row[f"{rate:g}"] = float(
-                    np.mean([accuracy(trainers[variant, epsilon], rate, x, y, test) for _ in range(2)])
+                    np.mean(
+                        [accuracy(trainers[variant, epsilon], rate, x, y, test) for _ in range(2)]
+                    )
                 )
             print(variant, epsilon, row, flush=True)
     return table
 
 
 def compared(
-    found: Mapping[str, np.ndarray], mapping: models.Features, trainers: Mapping[Any, Any], tuned: Mapping[str, Any]
+    found: Mapping[str, np.ndarray],
+    mapping: models.Features,
+    trainers: Mapping[Any, Any],
+    tuned: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Returns the accuracy of every variant, epsilon and private set."""
-    private, mirror, images = (mapping(found[name]) for name in ("private", "private_mirror", "test"))
+    private, mirror, images = (
+        mapping(found[name]) for name in ("private", "private_mirror", "test")
+    )
     test, rows = (images, found["test_label"]), []
     for epsilon in EPSILONS:
         for variant in VARIANTS:
@@ -164,7 +195,15 @@ def compared(
                 views = [private[here], mirror[here]] if variant == "two views" else [private[here]]
                 x, y = np.stack(views, axis=1), found["private_label"][here]
                 got = accuracy(trainers[variant, epsilon], rate, x, y, test)
-                rows.append({"variant": variant, "epsilon": epsilon, "seed": fold, "rate": rate, "accuracy": got})
+                rows.append(
+                    {
+                        "variant": variant,
+                        "epsilon": epsilon,
+                        "seed": fold,
+                        "rate": rate,
+                        "accuracy": got,
+                    }
+                )
             print(variant, epsilon, rate, [row["accuracy"] for row in rows[-FOLDS:]], flush=True)
     return rows
 
@@ -177,7 +216,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = [variant]
         for epsilon in EPSILONS:
             here = results.select(rows, epsilon=epsilon)
-            mean, _, error = results.moments(row["accuracy"] for row in results.select(here, variant=variant))
+            mean, _, error = results.moments(
+                row["accuracy"] for row in results.select(here, variant=variant)
+            )
             cells.append(f"{100 * mean:.1f} ({100 * error:.1f})")
             if variant == "DP-SGD":
                 cells.append("")
@@ -198,10 +239,19 @@ def main() -> None:
         "views": mapping(found["public"][:256])[:, None],
         "label": np.random.default_rng(0).integers(10, size=256, dtype=np.int32),
     }
-    trainers = {(variant, epsilon): trainer(variant, epsilon, anchors) for variant in VARIANTS for epsilon in EPSILONS}
+    trainers = {
+        (variant, epsilon): trainer(variant, epsilon, anchors)
+        for variant in VARIANTS
+        for epsilon in EPSILONS
+    }
     tuned = chosen_rates(found, mapping, trainers)
     rows = compared(found, mapping, trainers, tuned)
-    about = {"cpu_seconds": round(time.process_time() - began), "records": RECORDS, "steps": STEPS, "clip_norm": CLIP}
+    about = {
+        "cpu_seconds": round(time.process_time() - began),
+        "records": RECORDS,
+        "steps": STEPS,
+        "clip_norm": CLIP,
+    }
     write_json(pathlib.Path(options.output), {**about, "tuned_on_cifar100": tuned, "rows": rows})
     print(table(rows))
 

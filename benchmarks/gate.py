@@ -3,9 +3,9 @@
     python -m benchmarks.gate
     python -m benchmarks.gate vmap   # the broken twin: per-example gradients of the dense network, which must fail
 
-Each ratio is measured five times. It fails if three of them are above its limit. Limits are about half above what was
-measured when they were set, so that the noise of a busy machine passes and a lost rule does not.
-"""
+Each ratio is measured five times. It fails if three of them are above its limit. Limits are about
+half above what was measured when they were set, so that the noise of a busy machine passes and a
+lost rule does not."""
 
 import functools
 import sys
@@ -21,7 +21,8 @@ from benchmarks import timing
 from jaxdp.transforms import noise
 
 REPEATS, FAILURES, ROUNDS = 5, 3, 3
-# Limits of the ratios. "private" is clipped gradient and noise, "noise" over one normal of Threefry.
+# Limits of the ratios. "private" is clipped gradient and noise, "noise" over one normal of
+# Threefry.
 LIMITS = {
     "dense clipped": 1.6,
     "dense private": 3.0,
@@ -43,7 +44,11 @@ def dense() -> tuple[Callable[..., Any], Any, Any]:
             x = jax.nn.relu(x @ w)
         return jaxdp.losses.softmax_cross_entropy(x @ params[-1], label)
 
-    return loss, params, (jnp.asarray(generator.normal(size=(128, 256)), jnp.float32), jnp.arange(128) % 10)
+    return (
+        loss,
+        params,
+        (jnp.asarray(generator.normal(size=(128, 256)), jnp.float32), jnp.arange(128) % 10),
+    )
 
 
 def convolution() -> tuple[Callable[..., Any], Any, Any]:
@@ -56,11 +61,17 @@ def convolution() -> tuple[Callable[..., Any], Any, Any]:
         x, label = example[0][None], example[1]
         for w in params[:2]:
             x = jax.nn.relu(
-                jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+                jax.lax.conv_general_dilated(
+                    x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+                )
             )
         return jaxdp.losses.softmax_cross_entropy(x.mean((0, 1, 2)) @ params[-1], label)
 
-    return loss, params, (jnp.asarray(generator.random((32, 16, 16, 3)), jnp.float32), jnp.arange(32) % 10)
+    return (
+        loss,
+        params,
+        (jnp.asarray(generator.random((32, 16, 16, 3)), jnp.float32), jnp.arange(32) % 10),
+    )
 
 
 Step = Callable[[], Any]
@@ -93,7 +104,11 @@ def calls(engine: Any = "auto") -> Iterator[tuple[str, Step, Step]]:
     for name, size in (("noise", 2**18), ("noise of a small model", 26_010)):
         vector = jax.ShapeDtypeStruct((size,), jnp.float32)
         ours = compiled(lambda key, vector=vector: noise.gaussian(key, vector, 1.0), key)
-        yield name, ours, compiled(lambda key, size=size: jax.random.normal(key, (size,)), jax.random.key(0))
+        yield (
+            name,
+            ours,
+            compiled(lambda key, size=size: jax.random.normal(key, (size,)), jax.random.key(0)),
+        )
 
 
 def failure(name: str, step: Step, base: Step) -> str | None:
@@ -107,7 +122,9 @@ def failure(name: str, step: Step, base: Step) -> str | None:
     print(f"{name}: {sorted(round(r, 2) for r in ratios)}, limit {LIMITS[name]}", flush=True)
     if above < FAILURES:
         return None
-    return f"{name} takes {sorted(ratios)[len(ratios) // 2]:.2f} times its base, above {LIMITS[name]}."
+    return (
+        f"{name} takes {sorted(ratios)[len(ratios) // 2]:.2f} times its base, above {LIMITS[name]}."
+    )
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
     pip install "flwr[simulation]>=1.41,<1.42"
     RAY_worker_niceness=0 python -m benchmarks.hospitals --hospitals 50 --cores 2
 
-Without the variable, Ray gives its workers a low priority, and other work on the machine holds them up.
-Every hospital is the `launch.hospitals.Hospital` of a real run, with its own records, workdir and ledger. It is opened
-anew for every question, because the engine has one process per core for all of them. `--in_process` does without Flower
-and Ray. The output has the seconds, the CPU-seconds of all processes together (on Linux), which a busy machine distorts
-less, and the bytes of packages per party.
-"""
+Without the variable, Ray gives its workers a low priority, and other work on the machine holds them
+up. Every hospital is the `launch.hospitals.Hospital` of a real run, with its own records, workdir
+and ledger. It is opened anew for every question, because the engine has one process per core for
+all of them. `--in_process` does without Flower and Ray. The output has the seconds, the CPU-seconds
+of all processes together (on Linux), which a busy machine distorts less, and the bytes of packages
+per party."""
 
 import contextlib
 import os
@@ -57,12 +57,16 @@ def answer(folder: pathlib.Path, number: int, question: bytes) -> bytes:
 
 
 def cpu_seconds() -> float:
-    """Returns the CPU-seconds of this process and of all processes below it, also of those that were waited for."""
+    """Returns the CPU-seconds of this process and of all processes below it, also of those that
+    were waited for."""
     ticks, parents = dict[str, int](), dict[str, str]()
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended
             fields = path.read_text().rpartition(")")[2].split()  # man 5 proc, from the third field
-            parents[path.parent.name], ticks[path.parent.name] = fields[1], sum(map(int, fields[11:15]))
+            parents[path.parent.name], ticks[path.parent.name] = (
+                fields[1],
+                sum(map(int, fields[11:15])),
+            )
     mine = {str(os.getpid())}
     while more := {name for name, parent in parents.items() if parent in mine} - mine:
         mine |= more
@@ -120,10 +124,16 @@ def calibrate(parties: links.Parties, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def simulated(folder: pathlib.Path, count: int, cores: int) -> dict[str, Any]:
-    """Returns the figures of a recalibration in the engine. Its processes have `cores` cores together."""
+    """Returns the figures of a recalibration in the engine. Its processes have `cores` cores
+    together."""
     optional("ray", "simulation of flwr")
-    serverapp, simulation = optional("flwr.serverapp", "flower"), optional("flwr.simulation", "flower")
-    os.environ["PYTHONPATH"] = str(pathlib.Path(__file__).resolve().parents[1])  # for the processes of Ray
+    serverapp, simulation = (
+        optional("flwr.serverapp", "flower"),
+        optional("flwr.simulation", "flower"),
+    )
+    os.environ["PYTHONPATH"] = str(
+        pathlib.Path(__file__).resolve().parents[1]
+    )  # for the processes of Ray
     server, found = serverapp.ServerApp(), dict[str, Any]()
 
     def find(grid: Any) -> dict[str, int]:
@@ -135,8 +145,13 @@ def simulated(folder: pathlib.Path, count: int, cores: int) -> dict[str, Any]:
             time.sleep(0.1)
         found.update(calibrate(flower.Nodes(grid, find, names), folder))
 
-    client = flower.client_app(lambda question, node: answer(folder, int(node["partition-id"]), question))
-    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": cores}}
+    client = flower.client_app(
+        lambda question, node: answer(folder, int(node["partition-id"]), question)
+    )
+    resources = {
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        "init_args": {"num_cpus": cores},
+    }
     simulation.run_simulation(server, client, count, backend_config=resources)
     return found
 
@@ -155,9 +170,16 @@ def main() -> None:
                 found = calibrate(InProcess(folder, options.hospitals, opened), folder)
         else:
             found = simulated(folder, options.hospitals, options.cores) | {"cores": options.cores}
-            took = [float(line) for path in folder.glob("*/seconds") for line in path.read_text().split()]
+            took = [
+                float(line)
+                for path in folder.glob("*/seconds")
+                for line in path.read_text().split()
+            ]
             found |= {
-                "cpu_seconds_per_answer": {"median": round(float(np.median(took)), 3), "all": round(sum(took), 1)}
+                "cpu_seconds_per_answer": {
+                    "median": round(float(np.median(took)), 3),
+                    "all": round(sum(took), 1),
+                }
             }
     write_json(pathlib.Path(options.output), found)
     print(found)

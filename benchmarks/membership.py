@@ -1,11 +1,12 @@
-"""The utility of every private stage beside the success of attacks on membership, on the digits of scikit-learn.
+"""The utility of every private stage beside the success of attacks on membership, on the digits of
+scikit-learn.
 
     python -m benchmarks.membership
 
-Fine-tuning is attacked through its final model only, by LiRA (Carlini et al. 2022, arXiv:2112.03570) with shadow models
-and with wrongly labelled records as canaries. The other stages are attacked by their canary audits. `python -m
-benchmarks.evidence results/membership.md` writes the tables and the picture of the page.
-"""
+Fine-tuning is attacked through its final model only, by LiRA (Carlini et al. 2022,
+arXiv:2112.03570) with shadow models and with wrongly labelled records as canaries. The other stages
+are attacked by their canary audits. `python -m benchmarks.evidence results/membership.md` writes
+the tables and the picture of the page."""
 
 import dataclasses
 import functools
@@ -45,24 +46,30 @@ def digits() -> tuple[Any, Any]:
     return rows["image"].reshape(len(whole), -1), rows["label"]
 
 
-def row(stage: str, epsilon: float, metric: str, utility: float, found: Any, **more: Any) -> dict[str, Any]:
+def row(
+    stage: str, epsilon: float, metric: str, utility: float, found: Any, **more: Any
+) -> dict[str, Any]:
     """Returns a row of the table: a claim, what it is worth, and what an attack proves about it."""
     return {
         "stage": stage,
         "epsilon": epsilon,
         "metric": metric,
         "utility": utility,
-        **{name: getattr(found, name) for name in ("lower", "ceiling", "verdict", "trials", "upper")},
+        **{
+            name: getattr(found, name)
+            for name in ("lower", "ceiling", "verdict", "trials", "upper")
+        },
         **more,
     }
 
 
-# --- Fine-tuning ------------------------------------------------------------------------------------------------------
+# --- Fine-tuning --------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """A linear head on random features, with some labels that are wrong. Records [n, d], test records and labels."""
+    """A linear head on random features, with some labels that are wrong. Records [n, d], test
+    records and labels."""
 
     features: np.ndarray
     label: np.ndarray
@@ -77,7 +84,12 @@ class Task:
         features /= np.linalg.norm(features, axis=1, keepdims=True)
         label = labels[:RECORDS].copy()
         label[:CANARIES] = (label[:CANARIES] + random.integers(1, 10, CANARIES)) % 10
-        return cls(features[:RECORDS].astype(np.float32), label, features[-800:].astype(np.float32), labels[-800:])
+        return cls(
+            features[:RECORDS].astype(np.float32),
+            label,
+            features[-800:].astype(np.float32),
+            labels[-800:],
+        )
 
     def logits(self, params: Any) -> np.ndarray:
         """Returns log p / (1 - p) of the label of each record, the statistic of LiRA."""
@@ -90,18 +102,23 @@ class Task:
 
     def without(self, present: np.ndarray) -> Any:
         """Returns the records. An absent one has no features, and so no gradient."""
-        return from_arrays(features=self.features * present[:, None], label=self.label, num_classes=10)
+        return from_arrays(
+            features=self.features * present[:, None], label=self.label, num_classes=10
+        )
 
 
 def loss(params: Any, record: Any) -> jax.Array:
     return jaxdp.losses.softmax_cross_entropy(record["features"] @ params["w"], record["label"])
 
 
-def shadows(task: Task, models: int, sigma: float, *, clip: float = CLIP) -> tuple[np.ndarray, np.ndarray, float]:
-    """Trains a model on each of many random halves. Returns presence and LiRA's statistics [models, n], and accuracy.
+def shadows(
+    task: Task, models: int, sigma: float, *, clip: float = CLIP
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Trains a model on each of many random halves. Returns presence and LiRA's statistics [models,
+    n], and accuracy.
 
-    The noise has the standard deviation sigma CLIP, whatever the clip norm. A sigma of 0 trains to convergence.
-    """
+    The noise has the standard deviation sigma CLIP, whatever the clip norm. A sigma of 0 trains to
+    convergence."""
     present = np.random.default_rng(2).random((models, RECORDS)) < 0.5
     start = {"w": jnp.zeros((task.features.shape[1], 10))}
     if sigma == 0:
@@ -132,7 +149,9 @@ def memorised(task: Task, present: jax.Array) -> jax.Array:
 
     def one(here: jax.Array) -> jax.Array:
         def mean_loss(w: jax.Array) -> jax.Array:
-            losses = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(task.features) @ w, task.label)
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                jnp.asarray(task.features) @ w, task.label
+            )
             return jnp.mean(losses, where=here)
 
         def step(_: int, carried: Any) -> Any:
@@ -146,7 +165,8 @@ def memorised(task: Task, present: jax.Array) -> jax.Array:
 
 
 def lira(present: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """Returns the log likelihood ratio of presence [models, n]. The other models are the shadows of each model."""
+    """Returns the log likelihood ratio of presence [models, n]. The other models are the shadows of
+    each model."""
     ratio = np.zeros_like(scores)
     for kind, sign in ((present, 1), (~present, -1)):
         count = kind.sum(0) - kind  # without the attacked model
@@ -179,7 +199,9 @@ def fine_tuning(models: int) -> list[dict[str, Any]]:
     """Returns the rows of DP-SGD, without privacy first."""
     task, rows = Task.make(), []
 
-    def attacked(epsilon: float, claimed: float, sigma: float, clip: float = CLIP) -> tuple[Any, Any, float]:
+    def attacked(
+        epsilon: float, claimed: float, sigma: float, clip: float = CLIP
+    ) -> tuple[Any, Any, float]:
         present, scores, accuracy = shadows(task, models, sigma, clip=clip)
         ratio = lira(present, scores)
         measured = {
@@ -192,7 +214,9 @@ def fine_tuning(models: int) -> list[dict[str, Any]]:
         sigma = 0.0
         if epsilon < math.inf:
             sigma = calibrate_noise(
-                lambda s: jaxdp.privacy.SelfComposedDpEvent(GaussianDpEvent(s), STEPS), epsilon=epsilon, delta=DELTA
+                lambda s: jaxdp.privacy.SelfComposedDpEvent(GaussianDpEvent(s), STEPS),
+                epsilon=epsilon,
+                delta=DELTA,
             )
         found, measured, accuracy = attacked(epsilon, epsilon, sigma, CLIP if sigma else FAR)
         twin: dict[str, Any] = {}
@@ -204,11 +228,13 @@ def fine_tuning(models: int) -> list[dict[str, Any]]:
                 "twin_verdict": broken.verdict,
                 "twin_lira": seen,
             }
-        rows.append(row("fine-tuning, DP-SGD", epsilon, "accuracy", accuracy, found, lira=measured, **twin))
+        rows.append(
+            row("fine-tuning, DP-SGD", epsilon, "accuracy", accuracy, found, lira=measured, **twin)
+        )
     return rows
 
 
-# --- The other stages -------------------------------------------------------------------------------------------------
+# --- The other stages ---------------------------------------------------------------------------
 
 
 def twin(name: str, found: Any, upper: float) -> dict[str, Any]:
@@ -218,7 +244,8 @@ def twin(name: str, found: Any, upper: float) -> dict[str, Any]:
 
 
 def calibration(trials: int) -> list[dict[str, Any]]:
-    """Returns the rows of Acc-T: the calibration error on records that nobody asked, and the attack on an answer."""
+    """Returns the rows of Acc-T: the calibration error on records that nobody asked, and the attack
+    on an answer."""
     random, rows = np.random.default_rng(0), []
     logits = random.normal(size=(4000, 10)).astype(np.float32)
     labels = (logits + random.gumbel(size=logits.shape)).argmax(1)
@@ -231,14 +258,22 @@ def calibration(trials: int) -> list[dict[str, Any]]:
             ledger = jaxdp.Ledger.in_memory()
             ledger.register("site", adjacency="add_remove", unit="record")
             party = recalibration.Party(shown[mine], labels[mine], account=ledger.account("site"))
-            found = recalibration.acc_t([party], epsilon=epsilon, search="bisection", bracket=(0.5, 16.0))
+            found = recalibration.acc_t(
+                [party], epsilon=epsilon, search="bisection", bracket=(0.5, 16.0)
+            )
             errors.append(float(recalibration.ece(found.apply(shown[test]), right)))
         if epsilon == math.inf:
             rows.append({"stage": "recalibration, Acc-T", "epsilon": epsilon, "metric": "ECE"})
             rows[-1] |= {"utility": float(np.mean(errors))}
             continue
-        how: dict[str, Any] = {"trials": trials, "confidence": CONFIDENCE, "adjacency": "add_remove"}
-        attack = functools.partial(audit_source, recalibration.AccT(), shown[:50], labels[:50], **how)
+        how: dict[str, Any] = {
+            "trials": trials,
+            "confidence": CONFIDENCE,
+            "adjacency": "add_remove",
+        }
+        attack = functools.partial(
+            audit_source, recalibration.AccT(), shown[:50], labels[:50], **how
+        )
         honest = attack(epsilon=epsilon)
         rows.append(
             row(
@@ -254,7 +289,8 @@ def calibration(trials: int) -> list[dict[str, Any]]:
 
 
 def answers(trials: int) -> list[dict[str, Any]]:
-    """Returns the rows of private prediction: accuracy of answers at an epsilon each, and the attack on one answer."""
+    """Returns the rows of private prediction: accuracy of answers at an epsilon each, and the
+    attack on one answer."""
     images, labels = digits()
     binary = (labels >= 5).astype(np.int32)
     mean = images[:800].mean(0)
@@ -275,7 +311,9 @@ def answers(trials: int) -> list[dict[str, Any]]:
     apply_fn = lambda params, query: params @ query  # noqa: E731
     model = trained(records)
     plain = float(np.mean((x[test] @ np.asarray(model.params) > 0) == binary[test]))
-    rows.append({"stage": "private prediction", "epsilon": math.inf, "metric": "accuracy", "utility": plain})
+    rows.append(
+        {"stage": "private prediction", "epsilon": math.inf, "metric": "accuracy", "utility": plain}
+    )
     # The query is where the model is least sure, so that a record can move its answer.
     margin = np.abs(x[test] @ np.asarray(model.params))
     query = x[test][np.argmin(margin)]
@@ -284,15 +322,23 @@ def answers(trials: int) -> list[dict[str, Any]]:
         each = epsilon / 8
 
         def ask(data: Any, queries: Any, spent: float = each, **terms: Any) -> np.ndarray:
-            return prediction.private_predict(trained(data), apply_fn, queries, epsilon=spent, **terms)
+            return prediction.private_predict(
+                trained(data), apply_fn, queries, epsilon=spent, **terms
+            )
 
         ledger = jaxdp.Ledger.in_memory()
         ledger.register("digits", adjacency="add_remove", unit="record")
-        got = prediction.private_predict(model, apply_fn, x[test], epsilon=each, account=ledger.account("digits"))
+        got = prediction.private_predict(
+            model, apply_fn, x[test], epsilon=each, account=ledger.account("digits")
+        )
         how: dict[str, Any] = {"trials": trials, "confidence": CONFIDENCE}
-        attack = functools.partial(audit_answers, query=query, data=records, candidates=candidates, **how)
+        attack = functools.partial(
+            audit_answers, query=query, data=records, candidates=candidates, **how
+        )
         honest = attack(ask, prediction.event(1, epsilon=each))
-        broken = attack(functools.partial(ask, spent=4 * each), prediction.event(1, epsilon=4 * each))
+        broken = attack(
+            functools.partial(ask, spent=4 * each), prediction.event(1, epsilon=4 * each)
+        )
         utility = float(np.mean(got == binary[test]))
         more = twin("a quarter of the noise", broken, honest.upper)
         rows.append(row("private prediction", each, "accuracy", utility, honest, **more))
@@ -300,17 +346,24 @@ def answers(trials: int) -> list[dict[str, Any]]:
 
 
 def uploads(trials: int) -> list[dict[str, Any]]:
-    """Returns the rows of the private upload of Split Adaptation: a nearest class mean, and the attack on features."""
+    """Returns the rows of the private upload of Split Adaptation: a nearest class mean, and the
+    attack on features."""
     images, labels = digits()
     x = images.reshape(-1, 8, 8).astype(np.float32)
     public, private, test = slice(0, 400), slice(400, 1300), slice(1300, None)
     projection = split.public_projection(x[public], 8)
-    exact = split.PrivateRelease(clip_norm=1e3, noise_multiplier=0.0, label_epsilon=math.inf, num_classes=10)
-    coordinates = np.asarray(exact.release(_key(0), x, labels=labels, projection=projection).features)
+    exact = split.PrivateRelease(
+        clip_norm=1e3, noise_multiplier=0.0, label_epsilon=math.inf, num_classes=10
+    )
+    coordinates = np.asarray(
+        exact.release(_key(0), x, labels=labels, projection=projection).features
+    )
     clip = float(np.median(np.linalg.norm(coordinates[public], axis=1)))
     rows = []
     for epsilon in (math.inf, *reversed(EPSILONS)):
-        release = split.PrivateRelease.calibrated(epsilon=epsilon, delta=DELTA, clip_norm=clip, num_classes=10)
+        release = split.PrivateRelease.calibrated(
+            epsilon=epsilon, delta=DELTA, clip_norm=clip, num_classes=10
+        )
         sent = release.release(_key(1), x[private], labels=labels[private], projection=projection)
         got, said = np.asarray(sent.features), np.asarray(sent.labels)
         means = np.stack([got[said == c].mean(0) for c in range(10)])
@@ -318,17 +371,37 @@ def uploads(trials: int) -> list[dict[str, Any]]:
         utility = float(np.mean(near == labels[test]))
         if epsilon == math.inf:
             rows.append(
-                {"stage": "split, private upload", "epsilon": epsilon, "metric": "accuracy", "utility": utility}
+                {
+                    "stage": "split, private upload",
+                    "epsilon": epsilon,
+                    "metric": "accuracy",
+                    "utility": utility,
+                }
             )
             continue
-        terms: dict[str, Any] = {"projection": projection, "part": "features", "delta": DELTA, "confidence": CONFIDENCE}
+        terms: dict[str, Any] = {
+            "projection": projection,
+            "part": "features",
+            "delta": DELTA,
+            "confidence": CONFIDENCE,
+        }
         attack = functools.partial(
             audit_upload, representations=x[public], labels=labels[public], trials=trials, **terms
         )
         honest = attack(release)
         half = dataclasses.replace(release, noise_multiplier=release.noise_multiplier / 2)
         more = twin("half the noise", attack(half), honest.upper)
-        rows.append(row("split, private upload", epsilon, "accuracy", utility, honest, part="features", **more))
+        rows.append(
+            row(
+                "split, private upload",
+                epsilon,
+                "accuracy",
+                utility,
+                honest,
+                part="features",
+                **more,
+            )
+        )
     return rows
 
 
@@ -342,8 +415,14 @@ class Net:
     @staticmethod
     def init() -> dict[str, Any]:
         random = np.random.default_rng(0)
-        make = lambda *shape: jnp.asarray(random.normal(size=shape) / math.sqrt(shape[0]), jnp.float32)  # noqa: E731
-        norms = {f"block_{i}": {"norm": {"scale": jnp.ones(48), "bias": jnp.zeros(48)}} for i in range(2)}
+
+        def make(*shape: int) -> jax.Array:
+            values = random.normal(size=shape) / math.sqrt(shape[0])
+            return jnp.asarray(values, jnp.float32)
+
+        norms = {
+            f"block_{i}": {"norm": {"scale": jnp.ones(48), "bias": jnp.zeros(48)}} for i in range(2)
+        }
         return {"first": make(64, 48), "second": make(48, 48), "head": make(48, 10), **norms}
 
     @staticmethod
@@ -352,12 +431,15 @@ class Net:
         for block, layer in (("block_0", "first"), ("block_1", "second")):
             h = h @ params[layer]
             h = (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
-            h = jax.nn.relu(h * params[block]["norm"]["scale"][None] + params[block]["norm"]["bias"][None])
+            h = jax.nn.relu(
+                h * params[block]["norm"]["scale"][None] + params[block]["norm"]["bias"][None]
+            )
         return h @ params["head"]
 
 
 def adaptation(trials: int) -> list[dict[str, Any]]:
-    """Returns the rows of private Tent on digits with noise and less contrast, and the attack on one update."""
+    """Returns the rows of private Tent on digits with noise and less contrast, and the attack on
+    one update."""
     images, labels = digits()
     images = images.astype(np.float32)
     source, stream = slice(0, 800), slice(800, 1760)
@@ -374,13 +456,17 @@ def adaptation(trials: int) -> list[dict[str, Any]]:
 
     start = Net.init()
     params, _ = jax.jit(lambda p: jax.lax.fori_loop(0, 150, step, (p, optimizer.init(p))))(start)
-    shifted = np.clip(0.35 * images[stream] + np.random.default_rng(1).normal(0, 0.12, images[stream].shape), 0, 1)
+    shifted = np.clip(
+        0.35 * images[stream] + np.random.default_rng(1).normal(0, 0.12, images[stream].shape), 0, 1
+    )
     shifted, rows = shifted.astype(np.float32), []
     before = np.asarray(Net.apply(params, jnp.asarray(shifted))).argmax(1) == labels[stream]
     for epsilon in (math.inf, *reversed(EPSILONS)):
         method: Any = tta.Tent()
         if epsilon < math.inf:
-            sigma = calibrate_noise(GaussianDpEvent, epsilon=epsilon, delta=DELTA, adjacency="replace_one")
+            sigma = calibrate_noise(
+                GaussianDpEvent, epsilon=epsilon, delta=DELTA, adjacency="replace_one"
+            )
             method = tta.private(tta.Tent(), clip_norm=0.5, noise_multiplier=sigma)
         right = []
         for order in range(5):
@@ -392,7 +478,9 @@ def adaptation(trials: int) -> list[dict[str, Any]]:
                 right.append(np.mean(np.asarray(logits).argmax(1) == labels[stream][part]))
         utility = float(np.mean(right))
         if epsilon == math.inf:
-            rows.append({"stage": "test-time adaptation, Tent", "epsilon": epsilon, "metric": "accuracy"})
+            rows.append(
+                {"stage": "test-time adaptation, Tent", "epsilon": epsilon, "metric": "accuracy"}
+            )
             rows[-1] |= {"utility": utility, "before": float(before.mean())}
             continue
 
@@ -408,7 +496,7 @@ def adaptation(trials: int) -> list[dict[str, Any]]:
     return rows
 
 
-# --- The tables of the page -------------------------------------------------------------------------------------------
+# --- The tables of the page ---------------------------------------------------------------------
 
 
 def _number(value: Any) -> str:
@@ -424,11 +512,19 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for found in rows:
-        utility = f"{100 * found['utility']:.1f} %" if found["metric"] == "accuracy" else f"ECE {found['utility']:.3f}"
+        utility = (
+            f"{100 * found['utility']:.1f} %"
+            if found["metric"] == "accuracy"
+            else f"ECE {found['utility']:.3f}"
+        )
         cells = [found["stage"], _number(found["epsilon"]), utility]
         cells += [_number(found.get("lower")), _number(found.get("ceiling"))]
         cells += [found.get("verdict", "") if found["epsilon"] < math.inf else ""]
-        cells += [f"{found['twin']}: {found['twin_lower']:.3g}, {found['twin_verdict']}" if "twin" in found else ""]
+        cells += [
+            f"{found['twin']}: {found['twin_lower']:.3g}, {found['twin_verdict']}"
+            if "twin" in found
+            else ""
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -441,12 +537,16 @@ def lira_table(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
 
     def line(name: str, accuracy: str, seen: Mapping[str, Any]) -> str:
-        cells = [f"{seen[who][what]:.3f}" for who in ("all", "canaries") for what in ("auc", "tpr_at_1")]
+        cells = [
+            f"{seen[who][what]:.3f}" for who in ("all", "canaries") for what in ("auc", "tpr_at_1")
+        ]
         return "| " + " | ".join([name, accuracy, *cells]) + " |"
 
     for found in rows:
         if "lira" in found:
-            lines.append(line(_number(found["epsilon"]), f"{100 * found['utility']:.1f} %", found["lira"]))
+            lines.append(
+                line(_number(found["epsilon"]), f"{100 * found['utility']:.1f} %", found["lira"])
+            )
         if "twin_lira" in found:
             lines.append(line(f"{found['epsilon']:g} sold, no clipping", "", found["twin_lira"]))
     return "\n".join(lines)
@@ -456,7 +556,9 @@ def draw(found: Mapping[str, Any], path: pathlib.Path) -> None:
     """Draws which share of the claim of the attacked release each attack proves."""
     attacked = [row for row in found["rows"] if row["epsilon"] < math.inf]
     curves = {
-        stage: sorted((row["upper"], row["lower"] / row["upper"]) for row in attacked if row["stage"] == stage)
+        stage: sorted(
+            (row["upper"], row["lower"] / row["upper"]) for row in attacked if row["stage"] == stage
+        )
         for stage in dict.fromkeys(row["stage"] for row in attacked)
     }
     plot_curves(
@@ -484,7 +586,10 @@ def main() -> None:
     parser = timing.arguments(__doc__, output="benchmarks/results/membership.json")
     parser.add_argument("--models", type=int, default=256, help="shadow models per setting")
     parser.add_argument(
-        "--trials", type=int, default=1000, help="trials of either kind of an audit, more for cheap ones"
+        "--trials",
+        type=int,
+        default=1000,
+        help="trials of either kind of an audit, more for cheap ones",
     )
     parser.add_argument("--only", choices=STAGES, action="append", help="stages, by default all")
     options = parser.parse_args()
@@ -495,7 +600,10 @@ def main() -> None:
         seconds[name] = round(time.process_time() - began)
         print(table(rows), seconds, sep="\n", flush=True)
     output = pathlib.Path(options.output)
-    write_json(output, {"models": options.models, "trials": options.trials, "cpu_seconds": seconds, "rows": rows})
+    write_json(
+        output,
+        {"models": options.models, "trials": options.trials, "cpu_seconds": seconds, "rows": rows},
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Programs as other libraries and papers write them, to count what clipping adds to their gradients.
+"""Programs as other libraries and papers write them, to count what clipping adds to their
+gradients.
 
-`PROGRAMS` maps a name to a function that makes a `Program`. The numbers of a program are sizes: small ones to run, and
-large ones to count.
-"""
+`PROGRAMS` maps a name to a function that makes a `Program`. The numbers of a program are sizes:
+small ones to run, and large ones to count."""
 
 import dataclasses
 import math
@@ -39,8 +39,8 @@ class Array:
 class Program:
     """The loss of one example, with its weights and its example.
 
-    `plain` is an equal loss that JAX can differentiate for a batch, where it cannot differentiate `loss`.
-    """
+    `plain` is an equal loss that JAX can differentiate for a batch, where it cannot differentiate
+    `loss`."""
 
     loss: Callable[[Any, Any], jax.Array]
     params: Any
@@ -50,7 +50,8 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A program with its sizes and its budgets: operations and bytes of the clipped gradient over the plain one."""
+    """A program with its sizes and its budgets: operations and bytes of the clipped gradient over
+    the plain one."""
 
     build: Callable[..., Program]
     small: tuple[int, ...]
@@ -100,20 +101,31 @@ def dlrm_stacked_tables(rows: int, width: int) -> Program:
         ids, dense = e
         found = p["tables"][jnp.arange(4), ids]
         features = jnp.concatenate([found, jnp.tanh(dense @ p["bottom"])[None]])
-        return energy(jnp.concatenate([(features @ features.T).ravel(), features.ravel()]) @ p["top"])
+        return energy(
+            jnp.concatenate([(features @ features.T).ravel(), features.ravel()]) @ p["top"]
+        )
 
-    params = {"tables": Array((4, rows, width)), "bottom": Array((13, width)), "top": Array((25 + 5 * width, width))}
+    params = {
+        "tables": Array((4, rows, width)),
+        "bottom": Array((13, width)),
+        "top": Array((25 + 5 * width, width)),
+    }
     return Program(loss, params, (Array((4,), rows), Array((13,))))
 
 
 @program((5, 4), (20_000, 64), flops=1.2, bytes=1.6)
 def dlrm_tables_by_vmap(rows: int, width: int) -> Program:
-    """Looks up one row in each of four stacked tables by `vmap`, which makes a gather with batching dimensions."""
+    """Looks up one row in each of four stacked tables by `vmap`, which makes a gather with batching
+    dimensions."""
 
     def loss(p: Any, ids: Any) -> Any:
         return energy(jax.vmap(lambda t, i: t[i])(p["tables"], ids).ravel() @ p["top"])
 
-    return Program(loss, {"tables": Array((4, rows, width)), "top": Array((4 * width, width))}, Array((4,), rows))
+    return Program(
+        loss,
+        {"tables": Array((4, rows, width)), "top": Array((4 * width, width))},
+        Array((4,), rows),
+    )
 
 
 @program((7, 4, 6), (50_000, 64, 40), flops=1.4, bytes=1.7)
@@ -125,7 +137,9 @@ def embedding_bag_by_segments(rows: int, width: int, length: int) -> Program:
         return energy(jnp.tanh(jax.ops.segment_sum(p["table"][ids], bags, num_segments=4)) @ p["w"])
 
     return Program(
-        loss, {"table": Array((rows, width)), "w": Array((width, width))}, (Array((length,), rows), Array((length,), 4))
+        loss,
+        {"table": Array((rows, width)), "w": Array((width, width))},
+        (Array((length,), rows), Array((length,), 4)),
     )
 
 
@@ -138,7 +152,9 @@ def embedding_bag_by_mean(rows: int, width: int, length: int) -> Program:
         return energy(jnp.tanh((p["table"][ids] * weights[:, None]).mean(0)) @ p["w"])
 
     return Program(
-        loss, {"table": Array((rows, width)), "w": Array((width, width))}, (Array((length,), rows), Array((length,)))
+        loss,
+        {"table": Array((rows, width)), "w": Array((width, width))},
+        (Array((length,), rows), Array((length,))),
     )
 
 
@@ -151,7 +167,9 @@ def tied_embeddings(rows: int, width: int, length: int) -> Program:
         scores = jax.nn.log_softmax(x @ p["table"].T)
         return -jnp.take_along_axis(scores, jnp.roll(tokens, -1)[:, None], 1).mean()
 
-    return Program(loss, {"table": Array((rows, width)), "w": Array((width, width))}, Array((length,), rows))
+    return Program(
+        loss, {"table": Array((rows, width)), "w": Array((width, width))}, Array((length,), rows)
+    )
 
 
 @program((7, 4, 5), (5_000, 64, 64), flops=1.2, bytes=2.7)
@@ -159,9 +177,13 @@ def one_hot_embedding(rows: int, width: int, length: int) -> Program:
     """Looks up by a product with one-hot rows."""
 
     def loss(p: Any, tokens: Any) -> Any:
-        return energy(jnp.tanh(jax.nn.one_hot(tokens, rows, dtype=p["table"].dtype) @ p["table"]) @ p["w"])
+        return energy(
+            jnp.tanh(jax.nn.one_hot(tokens, rows, dtype=p["table"].dtype) @ p["table"]) @ p["w"]
+        )
 
-    return Program(loss, {"table": Array((rows, width)), "w": Array((width, width))}, Array((length,), rows))
+    return Program(
+        loss, {"table": Array((rows, width)), "w": Array((width, width))}, Array((length,), rows)
+    )
 
 
 @program((4, 3, 2), (32, 1024, 16), flops=1.3, bytes=1.9)
@@ -173,7 +195,9 @@ def codebooks_by_take_along_axis(books: int, codes: int, width: int) -> Program:
         return energy(jnp.tanh(found.ravel()) @ p["w"])
 
     return Program(
-        loss, {"codes": Array((books, codes, width)), "w": Array((books * width, width))}, Array((books,), codes)
+        loss,
+        {"codes": Array((books, codes, width)), "w": Array((books * width, width))},
+        Array((books,), codes),
     )
 
 
@@ -203,7 +227,9 @@ def class_embedding(classes: int, width: int) -> Program:
         return energy(jnp.tanh(x + p["table"][label]) @ p["w"])
 
     return Program(
-        loss, {"table": Array((classes, width)), "w": Array((width, width))}, (Array((), classes), Array((width,)))
+        loss,
+        {"table": Array((classes, width)), "w": Array((width, width))},
+        (Array((), classes), Array((width,))),
     )
 
 
@@ -215,9 +241,15 @@ def layers_by_index(depth: int, length: int, width: int) -> Program:
     """Indexes a stack of layers in `fori_loop`."""
 
     def loss(p: Any, x: Any) -> Any:
-        return energy(lax.fori_loop(0, depth, lambda i, x: x + jnp.tanh(norm(x) @ p["w"][i] + p["b"][i]), x))
+        return energy(
+            lax.fori_loop(0, depth, lambda i, x: x + jnp.tanh(norm(x) @ p["w"][i] + p["b"][i]), x)
+        )
 
-    return Program(loss, {"w": Array((depth, width, width)), "b": Array((depth, width))}, Array((length, width)))
+    return Program(
+        loss,
+        {"w": Array((depth, width, width)), "b": Array((depth, width))},
+        Array((length, width)),
+    )
 
 
 @program((5, 3, 4), (128, 64, 256), flops=1.2, bytes=1.1)
@@ -225,7 +257,9 @@ def equinox_gru(length: int, width: int, hidden: int) -> Program:
     """Runs Equinox's GRU cell over a sequence."""
     import equinox as eqx
 
-    cell = eqx.filter_eval_shape(lambda key: eqx.nn.GRUCell(width, hidden, key=key), jax.random.key(0))
+    cell = eqx.filter_eval_shape(
+        lambda key: eqx.nn.GRUCell(width, hidden, key=key), jax.random.key(0)
+    )
     params, static = eqx.partition(cell, lambda x: isinstance(x, jax.ShapeDtypeStruct))
 
     def loss(p: Any, x: Any) -> Any:
@@ -233,7 +267,9 @@ def equinox_gru(length: int, width: int, hidden: int) -> Program:
         state, _ = lax.scan(lambda h, row: (cell(row, h), None), jnp.zeros(hidden, x.dtype), x)
         return energy(state @ p["out"])
 
-    return Program(loss, {"cell": arrays(params), "out": Array((hidden, 10))}, Array((length, width)))
+    return Program(
+        loss, {"cell": arrays(params), "out": Array((hidden, 10))}, Array((length, width))
+    )
 
 
 @program((5, 3, 4), (128, 64, 256), flops=1.2, bytes=1.1)
@@ -248,7 +284,9 @@ def haiku_lstm(length: int, width: int, hidden: int) -> Program:
         return outputs
 
     model = hk.without_apply_rng(hk.transform(net))
-    params = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((length, width), F32))
+    params = jax.eval_shape(
+        model.init, jax.random.key(0), jax.ShapeDtypeStruct((length, width), F32)
+    )
     return Program(lambda p, x: energy(model.apply(p, x)), arrays(params), Array((length, width)))
 
 
@@ -264,8 +302,12 @@ def linen_scan_over_layers(depth: int, length: int, width: int) -> Program:
             return x + nn.Dense(width)(jax.nn.gelu(y)), None
 
     stack = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=depth)()
-    params = jax.eval_shape(stack.init, jax.random.key(0), jax.ShapeDtypeStruct((length, width), F32), None)
-    return Program(lambda p, x: energy(stack.apply(p, x, None)[0]), arrays(params), Array((length, width)))
+    params = jax.eval_shape(
+        stack.init, jax.random.key(0), jax.ShapeDtypeStruct((length, width), F32), None
+    )
+    return Program(
+        lambda p, x: energy(stack.apply(p, x, None)[0]), arrays(params), Array((length, width))
+    )
 
 
 @program((6, 4), (256, 256), flops=1.2, bytes=1.1)
@@ -276,7 +318,9 @@ def rows_by_map(length: int, width: int) -> Program:
         return energy(lax.map(lambda row: jnp.tanh(row @ p["a"] + p["b"]) @ p["c"], x))
 
     return Program(
-        loss, {"a": Array((width, width)), "b": Array((width,)), "c": Array((width, 10))}, Array((length, width))
+        loss,
+        {"a": Array((width, width)), "b": Array((width,)), "c": Array((width, 10))},
+        Array((length, width)),
     )
 
 
@@ -291,7 +335,9 @@ def linear_recurrence_by_associative_scan(length: int, width: int) -> Program:
         return energy(states * p["skip"])
 
     square, row = Array((width, width)), Array((width,))
-    return Program(loss, {"gate": square, "bias": row, "in": square, "skip": row}, Array((length, width)))
+    return Program(
+        loss, {"gate": square, "bias": row, "in": square, "skip": row}, Array((length, width))
+    )
 
 
 @program((6, 3, 2), (1024, 64, 16), flops=1.9, bytes=4.1)
@@ -308,7 +354,11 @@ def s4d_by_fft(length: int, width: int, states: int) -> Program:
         return energy(jax.nn.gelu(y) @ p["out"])
 
     diagonal = {name: Array((width, states)) for name in ("decay", "frequency", "re", "im")}
-    return Program(loss, {**diagonal, "skip": Array((width,)), "out": Array((width, width))}, Array((length, width)))
+    return Program(
+        loss,
+        {**diagonal, "skip": Array((width,)), "out": Array((width, width))},
+        Array((length, width)),
+    )
 
 
 @program((3, 4), (24, 256), flops=1.2, bytes=1.1)
@@ -317,7 +367,11 @@ def equilibrium_by_iteration(steps: int, width: int) -> Program:
 
     def loss(p: Any, x: Any) -> Any:
         inject = x @ p["in"]
-        return energy(lax.fori_loop(0, steps, lambda i, z: jnp.tanh(z @ p["w"] + inject), jnp.zeros_like(inject)))
+        return energy(
+            lax.fori_loop(
+                0, steps, lambda i, z: jnp.tanh(z @ p["w"] + inject), jnp.zeros_like(inject)
+            )
+        )
 
     return Program(loss, {"in": Array((width, width)), "w": Array((width, width))}, Array((width,)))
 
@@ -352,7 +406,9 @@ def experts_by_dense_dispatch(length: int, experts: int, width: int) -> Program:
     def loss(p: Any, x: Any) -> Any:
         weights, best = lax.top_k(jax.nn.softmax(x @ p["route"]), 2)
         combine = (jax.nn.one_hot(best, experts, dtype=x.dtype) * weights[..., None]).sum(1)
-        hidden = jax.nn.gelu(jnp.einsum("te,td,edf->etf", (combine > 0).astype(x.dtype), x, p["up"]))
+        hidden = jax.nn.gelu(
+            jnp.einsum("te,td,edf->etf", (combine > 0).astype(x.dtype), x, p["up"])
+        )
         return energy(jnp.einsum("te,etf,efd->td", combine, hidden, p["down"]))
 
     return Program(loss, _experts(experts, width), Array((length, width)))
@@ -382,7 +438,9 @@ def experts_by_gathered_weights(length: int, experts: int, width: int) -> Progra
         return energy(y * probability.max(-1, keepdims=True))
 
     return Program(
-        loss, {"route": Array((width, experts)), "experts": Array((experts, width, width))}, Array((length, width))
+        loss,
+        {"route": Array((width, experts)), "experts": Array((experts, width, width))},
+        Array((length, width)),
     )
 
 
@@ -469,7 +527,9 @@ def separable_convolutions(size: int, width: int) -> Program:
         return energy(convolve(y, p["point"]))
 
     return Program(
-        loss, {"depth": Array((3, 3, 1, width)), "point": Array((1, 1, width, 4 * width))}, Array((size, size, width))
+        loss,
+        {"depth": Array((3, 3, 1, width)), "point": Array((1, 1, width, 4 * width))},
+        Array((size, size, width)),
     )
 
 
@@ -493,11 +553,15 @@ def transposed_convolution(size: int, width: int) -> Program:
     """Doubles the resolution by a transposed convolution (U-Net)."""
 
     def loss(p: Any, x: Any) -> Any:
-        up = lax.conv_transpose(x[None], p["up"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))[0]
+        up = lax.conv_transpose(
+            x[None], p["up"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )[0]
         return energy(convolve(jnp.tanh(up), p["out"]))
 
     return Program(
-        loss, {"up": Array((3, 3, width, width)), "out": Array((3, 3, width, width))}, Array((size, size, width))
+        loss,
+        {"up": Array((3, 3, width, width)), "out": Array((3, 3, width, width))},
+        Array((size, size, width)),
     )
 
 
@@ -508,7 +572,9 @@ def causal_convolutions_of_sound(length: int, width: int) -> Program:
     def loss(p: Any, x: Any) -> Any:
         for i, layer in enumerate(p):
             pad = {"padding": [(2**i, 0)], "rhs_dilation": (2**i,)}
-            x = x + jnp.tanh(convolve(x, layer["a"], **pad)) * jax.nn.sigmoid(convolve(x, layer["b"], **pad))
+            x = x + jnp.tanh(convolve(x, layer["a"], **pad)) * jax.nn.sigmoid(
+                convolve(x, layer["b"], **pad)
+            )
         return energy(x)
 
     layer = {"a": Array((2, width, width)), "b": Array((2, width, width))}
@@ -536,7 +602,11 @@ def standardised_convolution(size: int, width: int) -> Program:
         kernel = norm(flat.T).T.reshape(p["kernel"].shape) * p["gain"]
         return energy(convolve(jnp.tanh(x), kernel))
 
-    return Program(loss, {"kernel": Array((3, 3, width, width)), "gain": Array((width,))}, Array((size, size, width)))
+    return Program(
+        loss,
+        {"kernel": Array((3, 3, width, width)), "gain": Array((width,))},
+        Array((size, size, width)),
+    )
 
 
 # --- Scales, products and computed weights ---
@@ -549,12 +619,18 @@ def normalisation_scales(length: int, width: int) -> Program:
     def loss(p: Any, x: Any) -> Any:
         x = norm(x) * p["layer"] + p["bias"]
         x = jnp.where(x > 0, x, p["slope"] * x) @ p["w"]
-        x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + x.dtype.type(0.1)) * (1 + p["rms"])
+        x = (
+            x
+            * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + x.dtype.type(0.1))
+            * (1 + p["rms"])
+        )
         return energy(norm(x.reshape(length, 2, -1)).reshape(x.shape) * p["group"])
 
     row = Array((width,))
     names = ("layer", "bias", "slope", "rms", "group")
-    return Program(loss, dict.fromkeys(names, row) | {"w": Array((width, width))}, Array((length, width)))
+    return Program(
+        loss, dict.fromkeys(names, row) | {"w": Array((width, width))}, Array((length, width))
+    )
 
 
 @program((5, 3), (784, 256), flops=1.2, bytes=1.3)
@@ -580,18 +656,24 @@ def bilinear_layer(left: int, right: int, out: int) -> Program:
 @program((3, 6, 2), (64, 512, 16), flops=1.4, bytes=6.3)
 def low_rank_product(length: int, width: int, rank: int) -> Program:
     """Multiplies the two factors of an update, and adds them to a frozen weight (LoRA, merged)."""
-    frozen = np.random.default_rng(0).normal(size=(width, width)).astype(np.float32) / math.sqrt(width)
+    frozen = np.random.default_rng(0).normal(size=(width, width)).astype(np.float32) / math.sqrt(
+        width
+    )
 
     def loss(p: Any, x: Any) -> Any:
         return energy(jnp.tanh(x @ (jnp.asarray(frozen, x.dtype) + p["a"] @ p["b"])))
 
-    return Program(loss, {"a": Array((width, rank)), "b": Array((rank, width))}, Array((length, width)))
+    return Program(
+        loss, {"a": Array((width, rank)), "b": Array((rank, width))}, Array((length, width))
+    )
 
 
 @program((3, 6, 2), (64, 512, 16), flops=1.2, bytes=1.3)
 def lora(length: int, width: int, rank: int) -> Program:
     """Adds a low-rank branch to frozen weights (LoRA)."""
-    frozen = np.random.default_rng(0).normal(size=(width, width)).astype(np.float32) / math.sqrt(width)
+    frozen = np.random.default_rng(0).normal(size=(width, width)).astype(np.float32) / math.sqrt(
+        width
+    )
 
     def loss(p: Any, x: Any) -> Any:
         for layer in p:
@@ -638,7 +720,9 @@ def custom_activation(length: int, width: int) -> Program:
 
     clipped.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (jnp.clip(g, -1, 1) * jnp.cos(x),))
     loss = lambda p, x: energy(clipped(x @ p["a"]) @ p["b"])  # noqa: E731
-    return Program(loss, {"a": Array((width, width)), "b": Array((width, width))}, Array((length, width)))
+    return Program(
+        loss, {"a": Array((width, width)), "b": Array((width, width))}, Array((length, width))
+    )
 
 
 @program((3, 4), (8, 256), flops=1.2, bytes=1.5)
@@ -649,7 +733,9 @@ def contrastive_views(views: int, width: int) -> Program:
         codes = jax.vmap(lambda row: norm(jnp.tanh(row @ p["a"]) @ p["b"]))(x)
         return -jnp.diagonal(jax.nn.log_softmax(codes @ codes[::-1].T)).mean()
 
-    return Program(loss, {"a": Array((width, width)), "b": Array((width, width))}, Array((views, width)))
+    return Program(
+        loss, {"a": Array((width, width)), "b": Array((width, width))}, Array((views, width))
+    )
 
 
 @program((4, 4), (128, 256), flops=1.2, bytes=3.5)

@@ -1,12 +1,13 @@
-"""Runs all benchmarks of a suite one after the other, and writes one table and one picture of their ratios.
+"""Runs all benchmarks of a suite one after the other, and writes one table and one picture of their
+ratios.
 
     python -m benchmarks.run --suite cpu               # hours
     python -m benchmarks.run --suite cpu --only steps,noise
     python -m benchmarks.run --suite cpu --table       # only the table, from the committed results
 
-Every benchmark writes `benchmarks/results/<name>_<suite>.json`. `python -m benchmarks.evidence results/speed.md` puts
-the table and the picture of the suite cpu into the page. Peers that are not installed have no rows.
-"""
+Every benchmark writes `benchmarks/results/<name>_<suite>.json`. `python -m benchmarks.evidence
+results/speed.md` puts the table and the picture of the suite cpu into the page. Peers that are not
+installed have no rows."""
 
 import argparse
 import dataclasses
@@ -21,7 +22,8 @@ from jaxdp.report import format_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-# A row: the work, the step, its base, the ratio of their times, and milliseconds of the step where they are known.
+# A row: the work, the step, its base, the ratio of their times, and milliseconds of the step where
+# they are known.
 Row = dict[str, Any]
 
 
@@ -44,13 +46,23 @@ def _clipping(report: Any) -> Iterator[Row]:
     for case, rows in report["cases"].items():
         for name in ("auto", "jax_privacy"):
             if name in rows:
-                yield _row(case, f"{name}, gradient only", "plain", rows[name]["wall_ratio"], rows[name]["wall_ms"])
+                yield _row(
+                    case,
+                    f"{name}, gradient only",
+                    "plain",
+                    rows[name]["wall_ratio"],
+                    rows[name]["wall_ms"],
+                )
 
 
 def _training(report: Any) -> Iterator[Row]:
     for case, rows in report["cases"].items():
         for name, row in rows.items():
-            if "fine-tuning" in case and "over_dp_sgd" in row and name not in ("plain", "DP-SGD", "torch plain"):
+            if (
+                "fine-tuning" in case
+                and "over_dp_sgd" in row
+                and name not in ("plain", "DP-SGD", "torch plain")
+            ):
                 base = "Opacus DP-SGD" if name.startswith(("torch", "Opacus")) else "DP-SGD"
                 if name != base:
                     yield _row(case, name, base, row["over_dp_sgd"], row["wall_ms"])
@@ -65,12 +77,20 @@ def _adaptation(report: Any) -> Iterator[Row]:
 
 def _recalibration(report: Any) -> Iterator[Row]:
     for row in report["methods"]:
-        yield _row("a trial", row["method"], "NumPy", 1 / row["ratio"], row["ours, us per trial"] / 1e3)
+        yield _row(
+            "a trial", row["method"], "NumPy", 1 / row["ratio"], row["ours, us per trial"] / 1e3
+        )
 
 
 def _split(report: Any) -> Iterator[Row]:
     seconds = report["search"]["wall_seconds"]["search_scales"]
-    yield _row("scales of a block", "search_scales", "a loop", report["search"]["wall_ratio"], 1e3 * seconds)
+    yield _row(
+        "scales of a block",
+        "search_scales",
+        "a loop",
+        report["search"]["wall_ratio"],
+        1e3 * seconds,
+    )
 
 
 def _prediction(report: Any) -> Iterator[Row]:
@@ -84,19 +104,27 @@ def _ops(report: Any) -> Iterator[Row]:
         times = {form["form"]: form["backward_cpu_ms"] for form in forms}
         ours = next((form for form in times if form.startswith("ours")), None)
         if ours is not None and "PyTorch" in times:
-            yield _row(operation, f"{ours}, with gradients", "PyTorch", times[ours] / times["PyTorch"])
+            yield _row(
+                operation, f"{ours}, with gradients", "PyTorch", times[ours] / times["PyTorch"]
+            )
 
 
 def _noise(report: Any) -> Iterator[Row]:
     ours = report["vector"]["chacha12"]
     for name, row in report["vector"].items():
         if name != "chacha12":
-            yield _row("a vector", "ChaCha12 noise", name, ours["cpu_ns_per_value"] / row["cpu_ns_per_value"])
+            yield _row(
+                "a vector",
+                "ChaCha12 noise",
+                name,
+                ours["cpu_ns_per_value"] / row["cpu_ns_per_value"],
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A benchmark of a suite: `python -m benchmarks.bench_<name> <flags>`, and the rows of its report."""
+    """A benchmark of a suite: `python -m benchmarks.bench_<name> <flags>`, and the rows of its
+    report."""
 
     name: str
     rows: Callable[[Any], Iterator[Row]]
@@ -117,7 +145,10 @@ _EVERYWHERE = [
 ]
 SUITES = {
     "cpu": [*_EVERYWHERE, Job("adaptation", _adaptation, "--peers"), Job("split", _split)],
-    "gpu": [*_EVERYWHERE, Job("adaptation", _adaptation, "--shapes vit_b16 --batch-sizes 64 --peers")],
+    "gpu": [
+        *_EVERYWHERE,
+        Job("adaptation", _adaptation, "--shapes vit_b16 --batch-sizes 64 --peers"),
+    ],
 }
 
 
@@ -130,15 +161,25 @@ def reports(suite: str) -> list[Any]:
 def rows_of(suite: str, reports: Iterable[Any]) -> list[Row]:
     """Returns the rows of all reports of a suite."""
     pairs = zip(SUITES[suite], reports, strict=True)
-    return [{"benchmark": job.name, **row} for job, report in pairs if report is not None for row in job.rows(report)]
+    return [
+        {"benchmark": job.name, **row}
+        for job, report in pairs
+        if report is not None
+        for row in job.rows(report)
+    ]
 
 
 def markdown(rows: list[Row]) -> str:
     """Returns the rows as a table of a page."""
-    lines = ["| benchmark | work | step | over | ratio of times | ms |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| benchmark | work | step | over | ratio of times | ms |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows:
         cells = [row["benchmark"], row["work"], row["step"], row["over"], f"{row['ratio']:.3g}"]
-        lines.append(f"| {' | '.join([*cells, '' if row['ms'] is None else format(row['ms'], '.3g')])} |")
+        lines.append(
+            f"| {' | '.join([*cells, '' if row['ms'] is None else format(row['ms'], '.3g')])} |"
+        )
     return "\n".join(lines)
 
 
@@ -150,10 +191,17 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     figure = Figure(figsize=(8, 0.8 + 0.9 * len(works)), layout="constrained")
     axes = figure.subplots()
     bars = {("clipped", "plain"): "clipped / plain", ("private", "plain"): "private / plain"}
-    bars |= {("jax_privacy", "plain"): "jax_privacy / plain", ("private", "best"): "private / best Opacus mode"}
+    bars |= {
+        ("jax_privacy", "plain"): "jax_privacy / plain",
+        ("private", "best"): "private / best Opacus mode",
+    }
     for offset, ((step, base), label) in enumerate(bars.items()):
         for place, work in enumerate(works):
-            mine = [row for row in rows if (row["benchmark"], row["work"], row["step"]) == ("steps", work, step)]
+            mine = [
+                row
+                for row in rows
+                if (row["benchmark"], row["work"], row["step"]) == ("steps", work, step)
+            ]
             if base == "best":
                 ratio = max((row["ratio"] for row in mine if row["over"] != "plain"), default=None)
             else:
@@ -161,27 +209,43 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
             if ratio is None:
                 continue
             y = place + 0.2 * offset
-            axes.barh(y, min(ratio, 4), 0.18, color=f"C{offset}", label=label if not place else None)
+            axes.barh(
+                y, min(ratio, 4), 0.18, color=f"C{offset}", label=label if not place else None
+            )
             axes.text(
-                min(ratio, 4) + 0.03, y, f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}", va="center", fontsize=8
+                min(ratio, 4) + 0.03,
+                y,
+                f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}",
+                va="center",
+                fontsize=8,
             )
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks([place + 0.3 for place in range(len(works))], works)
-    axes.set(xlim=(0, 4.5), xlabel="ratio of times (bars end at 4)", title="A whole private step on two CPU cores")
+    axes.set(
+        xlim=(0, 4.5),
+        xlabel="ratio of times (bars end at 4)",
+        title="A whole private step on two CPU cores",
+    )
     axes.invert_yaxis()
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=4)
     figure.savefig(path, dpi=110)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--suite", choices=SUITES, default="cpu")
     parser.add_argument("--only", default="", help="names of benchmarks, with commas")
     parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args()
-    chosen = options.only.split(",") if options.only else [job.name for job in SUITES[options.suite]]
+    chosen = (
+        options.only.split(",") if options.only else [job.name for job in SUITES[options.suite]]
+    )
     if unknown := set(chosen) - {job.name for job in SUITES[options.suite]}:
-        parser.error(f"--only has {sorted(unknown)}, not of {[job.name for job in SUITES[options.suite]]}.")
+        parser.error(
+            f"--only has {sorted(unknown)}, not of {[job.name for job in SUITES[options.suite]]}."
+        )
     for job in SUITES[options.suite]:
         if job.name in chosen and not options.table:
             command = [sys.executable, "-m", f"benchmarks.bench_{job.name}", *job.flags.split()]

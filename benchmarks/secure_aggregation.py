@@ -3,10 +3,10 @@
     pip install "flwr[simulation]>=1.41,<1.42"
     python -m benchmarks.secure_aggregation
 
-Silos, steps and ledgers are those of docs/howto/dp_sgd_across_silos.md, with three silos. Each silo keeps what it would
-have sent, and the server keeps all answers. So the secure average is compared with the plain one, and the parameters of
-every silo are searched for in the answers. In the last run one silo leaves when it is asked for its masked parameters.
-"""
+Silos, steps and ledgers are those of docs/howto/dp_sgd_across_silos.md, with three silos. Each silo
+keeps what it would have sent, and the server keeps all answers. So the secure average is compared
+with the plain one, and the parameters of every silo are searched for in the answers. In the last
+run one silo leaves when it is asked for its masked parameters."""
 
 import contextlib
 import os
@@ -24,7 +24,8 @@ from benchmarks import timing
 from jaxdp.files import optional, write_json
 
 SILOS, ROUNDS, STEPS, TARGET = 3, 2, 15, {"epsilon": 3.0, "delta": 1e-4}
-# Without a maximal weight there is no secure aggregation: the search for parameters must find them then.
+# Without a maximal weight there is no secure aggregation: the search for parameters must find them
+# then.
 RUNS: tuple[dict[str, Any], ...] = (
     {"max_weight": None},
     {"max_weight": 1000.0},
@@ -38,7 +39,12 @@ def setting() -> tuple[list[Any], Any, Any, Any]:
     """Returns the silos, the test split, the model and its first parameters."""
     *silos, test = jaxdp.data.bundled("breast_cancer").split([0.27, 0.27, 0.27, 0.19], seed=0)
     model = jaxdp.models.create("mlp", num_classes=2, hidden=(16,))
-    return silos, test, model, jax.jit(model.init)(jax.random.key(0), test[0]["features"][None])["params"]
+    return (
+        silos,
+        test,
+        model,
+        jax.jit(model.init)(jax.random.key(0), test[0]["features"][None])["params"],
+    )
 
 
 def train(folder: pathlib.Path, i: int, leaves: _Leaves, k: int) -> _Leaves:
@@ -51,15 +57,25 @@ def train(folder: pathlib.Path, i: int, leaves: _Leaves, k: int) -> _Leaves:
 
     count = len(silos[i])
     sampler = jaxdp.data.PoissonSampler(count, 64 / count)
-    how: dict[str, Any] = {"sampler": sampler, "clip_norm": 1.0, "unit": "patient", "steps": ROUNDS * STEPS}
+    how: dict[str, Any] = {
+        "sampler": sampler,
+        "clip_norm": 1.0,
+        "unit": "patient",
+        "steps": ROUNDS * STEPS,
+    }
     trainer = jaxdp.finetune.dp_sgd(loss_fn, optax.sgd(0.5), **TARGET, **how)
     root, start = folder / f"silo-{i}", jax.tree.unflatten(jax.tree.structure(params), leaves)
     root.mkdir(exist_ok=True)
     with jaxdp.Ledger(root / "ledger.sqlite") as ledger:
         if not ledger.report()["datasets"]:
             ledger.register("patients", adjacency="add_remove", unit="patient", **TARGET)
-        where: dict[str, Any] = {"account": ledger.account("patients"), "workdir": root / f"round-{k}"}
-        found = jaxdp.finetune.fit(trainer, start, silos[i], steps=STEPS, progress=False, **where).params
+        where: dict[str, Any] = {
+            "account": ledger.account("patients"),
+            "workdir": root / f"round-{k}",
+        }
+        found = jaxdp.finetune.fit(
+            trainer, start, silos[i], steps=STEPS, progress=False, **where
+        ).params
     made = [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
     np.savez(root / f"sent-{k}.npz", *made)
     return made
@@ -73,17 +89,28 @@ def sent(folder: pathlib.Path, k: int, silos: list[int]) -> list[_Leaves]:
 def told(content: Any) -> list[bytes]:
     """Returns all bytes in an answer to the server."""
     records = content.config_records.values()
-    values = [value if isinstance(value, list) else [value] for record in records for value in record.values()]
+    values = [
+        value if isinstance(value, list) else [value]
+        for record in records
+        for value in record.values()
+    ]
     arrays = [array.data for record in content.array_records.values() for array in record.values()]
     return [one for value in values for one in value if isinstance(one, bytes)] + arrays
 
 
-def simulated(folder: pathlib.Path, *, max_weight: float | None, leaves: int | None = None) -> dict[str, Any]:
+def simulated(
+    folder: pathlib.Path, *, max_weight: float | None, leaves: int | None = None
+) -> dict[str, Any]:
     """Returns the figures of one run. The silo `leaves` leaves in the second round."""
     optional("ray", "simulation of flwr")
     clients, servers = optional("flwr.client", "flower"), optional("flwr.server", "flower")
-    workflows, common = optional("flwr.server.workflow", "flower"), optional("flwr.common", "flower")
-    os.environ["PYTHONPATH"] = str(pathlib.Path(__file__).resolve().parents[1])  # for the processes of Ray
+    workflows, common = (
+        optional("flwr.server.workflow", "flower"),
+        optional("flwr.common", "flower"),
+    )
+    os.environ["PYTHONPATH"] = str(
+        pathlib.Path(__file__).resolve().parents[1]
+    )  # for the processes of Ray
     _, test, model, params = setting()
     averages, found, weights = list[_Leaves](), list[bytes](), list[int]()
 
@@ -114,7 +141,9 @@ def simulated(folder: pathlib.Path, *, max_weight: float | None, leaves: int | N
         min_fit_clients=SILOS,
         min_available_clients=SILOS,
         on_fit_config_fn=lambda k: {"round": k},
-        initial_parameters=common.ndarrays_to_parameters([np.asarray(leaf) for leaf in jax.tree.leaves(params)]),
+        initial_parameters=common.ndarrays_to_parameters(
+            [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+        ),
     )
 
     @server.main()  # type: ignore[untyped-decorator]
@@ -123,34 +152,54 @@ def simulated(folder: pathlib.Path, *, max_weight: float | None, leaves: int | N
 
         def send_and_receive(*arguments: Any, **options: Any) -> list[Any]:
             answers = list(real(*arguments, **options))
-            for content in (answer.content for answer in answers if answer.has_content()):  # the workflow empties them
+            for content in (
+                answer.content for answer in answers if answer.has_content()
+            ):  # the workflow empties them
                 found.extend(told(content))
                 records = content.metric_records.values()
-                weights.extend(record["num_examples"] for record in records if "num_examples" in record)
+                weights.extend(
+                    record["num_examples"] for record in records if "num_examples" in record
+                )
             return answers
 
         grid.send_and_receive = send_and_receive
         config = servers.ServerConfig(num_rounds=ROUNDS)
-        shares: dict[str, Any] = {"num_shares": SILOS, "reconstruction_threshold": SILOS - 1, "timeout": 300.0}
-        secure = workflows.SecAggPlusWorkflow(max_weight=max_weight, **shares) if max_weight else None
+        shares: dict[str, Any] = {
+            "num_shares": SILOS,
+            "reconstruction_threshold": SILOS - 1,
+            "timeout": 300.0,
+        }
+        secure = (
+            workflows.SecAggPlusWorkflow(max_weight=max_weight, **shares) if max_weight else None
+        )
         legacy = servers.LegacyContext(context=context, config=config, strategy=strategy)
         workflows.DefaultWorkflow(fit_workflow=secure)(grid, legacy)
 
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2}}
     with contextlib.redirect_stdout(sys.stderr):
-        optional("flwr.simulation", "flower").run_simulation(server, app, SILOS, backend_config=resources)
+        optional("flwr.simulation", "flower").run_simulation(
+            server, app, SILOS, backend_config=resources
+        )
     errors, everyone = list[float](), list(range(SILOS))
     for k, secure in enumerate(averages, 1):
         there = [i for i in everyone if not (i == leaves and k == 2)]
         plain = [np.mean(one, 0) for one in zip(*sent(folder, k, there), strict=True)]
         errors.append(max(float(np.abs(a - b).max()) for a, b in zip(secure, plain, strict=True)))
-    alone = [leaf for k in range(1, ROUNDS + 1) for one in sent(folder, k, everyone) for leaf in one if leaf.size > 2]
+    alone = [
+        leaf
+        for k in range(1, ROUNDS + 1)
+        for one in sent(folder, k, everyone)
+        for leaf in one
+        if leaf.size > 2
+    ]
     epsilons = []
     for i in everyone:
         with jaxdp.Ledger(folder / f"silo-{i}" / "ledger.sqlite", read_only=True) as ledger:
             epsilons.append(round(ledger.epsilon("patients"), 3))
     last = jax.tree.unflatten(jax.tree.structure(params), averages[-1])
-    accuracy = jaxdp.finetune.accuracy(lambda params, x: model.apply({"params": params}, x), last, test)
+    accuracy = jaxdp.finetune.accuracy(
+        lambda params, x: model.apply({"params": params}, x), last, test
+    )
     return {
         "max_weight": max_weight,
         "leaves": leaves,
@@ -167,7 +216,9 @@ def simulated(folder: pathlib.Path, *, max_weight: float | None, leaves: int | N
 
 
 def main() -> None:
-    options = timing.arguments(__doc__, output="benchmarks/results/secure_aggregation.json").parse_args()
+    options = timing.arguments(
+        __doc__, output="benchmarks/results/secure_aggregation.json"
+    ).parse_args()
     found = []
     for run in RUNS:
         with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,5 @@
-"""The client's costs of Table 2 of Split Adaptation, counted from shapes: ViT-L/16, CIFAR-100, five images per class.
+"""The client's costs of Table 2 of Split Adaptation, counted from shapes: ViT-L/16, CIFAR-100, five
+images per class.
 
 python -m benchmarks.split_costs
 """
@@ -14,7 +15,14 @@ from jaxdp.split.backbone import Backbone
 from jaxdp.split.costs import cost
 
 # The paper's peak memory in MB and minutes. Its hardware, data and number of images are not stated.
-PAPER = {"lp": (6979, 66), "ft": (10302, 34), "ln": (5968, 25), "sl": (8932, 15), "ot": (4896, 23), "sa": (2233, 2.5)}
+PAPER = {
+    "lp": (6979, 66),
+    "ft": (10302, 34),
+    "ln": (5968, 25),
+    "sl": (8932, 15),
+    "ot": (4896, 23),
+    "sa": (2233, 2.5),
+}
 NAMES = {
     "lp": "linear probing",
     "ft": "fine-tuning",
@@ -29,11 +37,19 @@ NAMES = {
 
 def table(found: Mapping[str, Any]) -> str:
     """Returns the table of docs/results/split_adaptation.md."""
-    lines = ["| method | paper: MB, minutes | client's parameters, MB | PFLOP | upload, MB | download, MB |"]
+    lines = [
+        "| method | paper: MB, minutes | client's parameters, MB | PFLOP | upload, MB | download, "
+        "MB |"
+    ]
     lines.append("|---|---|---|---|---|---|")
     for method, row in found["methods"].items():
         paper = "{}, {}".format(*PAPER[method]) if method in PAPER else ""
-        sizes = [row["parameter_bytes"] / 1e6, row["total_flops"] / 1e15, row["upload"] / 1e6, row["download"] / 1e6]
+        sizes = [
+            row["parameter_bytes"] / 1e6,
+            row["total_flops"] / 1e15,
+            row["upload"] / 1e6,
+            row["download"] / 1e6,
+        ]
         numbers = [f"{sizes[0]:,.0f}", f"{sizes[1]:.2g}", *(f"{size:,.1f}" for size in sizes[2:])]
         lines.append("| " + " | ".join([NAMES[method], paper, *numbers]) + " |")
     return "\n".join(lines)
@@ -45,7 +61,9 @@ def main() -> None:
     backbone = Backbone(model, Preprocessing(size=224, mean=(0.5,) * 3, std=(0.5,) * 3), 16)
     found = {}
     for method in NAMES:
-        counted = cost(method, backbone, images=500, num_classes=100, epochs=50 if method == "ot" else 100)
+        counted = cost(
+            method, backbone, images=500, num_classes=100, epochs=50 if method == "ot" else 100
+        )
         names = ("parameters", "parameter_bytes", "total_flops", "upload", "download")
         found[method] = {name: getattr(counted, name) for name in names}
     write_json(pathlib.Path(options.output), {"images": 500, "num_classes": 100, "methods": found})

@@ -2,17 +2,17 @@
 
     python -m benchmarks.split_private --checkpoint FILE --data_dir DIR
 
-The client has features of a public SqueezeNet for n images of each of the ten classes of CIFAR-10. CIFAR-100 is public,
-without labels. Every way is (epsilon, delta)-DP for replacing one image with its label. The numbers n are public.
+The client has features of a public SqueezeNet for n images of each of the ten classes of CIFAR-10.
+CIFAR-100 is public, without labels. Every way is (epsilon, delta)-DP for replacing one image with
+its label. The numbers n are public.
 
     images      the private mode of jaxdp.split: each image on public directions with noise, and randomised labels
     means       the sum of the clipped coordinates of each class, with Gaussian noise
     prototypes  how many images of a class are nearest to each of 50 public cluster centres, with Gaussian noise
     votes       the client labels public images by noisy votes of disjoint teachers (Papernot et al. 2018, GNMax)
 
-The server predicts by the nearest class mean. `python -m benchmarks.evidence results/split_adaptation.md` writes the
-table and the picture of the page.
-"""
+The server predicts by the nearest class mean. `python -m benchmarks.evidence
+results/split_adaptation.md` writes the table and the picture of the page."""
 
 import functools
 import math
@@ -41,7 +41,8 @@ WAYS = ("images", "means", "prototypes", "votes")
 
 @functools.cache
 def multiplier(epsilon: float, sensitivity: float, count: int = 1) -> float:
-    """Returns the noise over which `count` Gaussian answers of a sensitivity are (epsilon, DELTA)-DP."""
+    """Returns the noise over which `count` Gaussian answers of a sensitivity are (epsilon,
+    DELTA)-DP."""
     if epsilon == math.inf:
         return 0.0
     make = lambda s: SelfComposedDpEvent(GaussianDpEvent(s), count)  # noqa: E731
@@ -59,7 +60,9 @@ def clipped(x: np.ndarray, norm: float) -> np.ndarray:
 
 def class_means(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Returns the mean of each class. A class without rows has a mean that is never nearest."""
-    return np.stack([x[y == c].mean(0) if (y == c).any() else np.full(x.shape[1], 1e6) for c in range(CLASSES)])
+    return np.stack(
+        [x[y == c].mean(0) if (y == c).any() else np.full(x.shape[1], 1e6) for c in range(CLASSES)]
+    )
 
 
 class Server:
@@ -73,32 +76,45 @@ class Server:
         for _ in range(20):  # Lloyd's algorithm
             at = nearest(self.public, self.centres)
             self.centres = np.stack(
-                [self.public[at == k].mean(0) if (at == k).any() else c for k, c in enumerate(self.centres)]
+                [
+                    self.public[at == k].mean(0) if (at == k).any() else c
+                    for k, c in enumerate(self.centres)
+                ]
             )
 
-    def images(self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator) -> np.ndarray:
+    def images(
+        self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator
+    ) -> np.ndarray:
         release = split.PrivateRelease.calibrated(
             epsilon=epsilon, delta=DELTA, clip_norm=self.clip, num_classes=CLASSES
         )
-        same = split.Projection(np.zeros((1, DIMENSIONS), np.float32), np.eye(DIMENSIONS, dtype=np.float32))
+        same = split.Projection(
+            np.zeros((1, DIMENSIONS), np.float32), np.eye(DIMENSIONS, dtype=np.float32)
+        )
         key = jax.random.key(int(random.integers(2**31)), impl="threefry2x32")
         sent = release.release(key, x[:, None], labels=y, projection=same)
         return class_means(np.asarray(sent.features), np.asarray(sent.labels))
 
-    def means(self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator) -> np.ndarray:
+    def means(
+        self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator
+    ) -> np.ndarray:
         inside = clipped(x, self.clip)
         sums = np.stack([inside[y == c].sum(0) for c in range(CLASSES)])
         # A replaced image leaves one sum and joins another, or moves one by twice the clip norm.
         noise = multiplier(epsilon, 2 * self.clip) * random.normal(size=sums.shape)
         return (sums + noise) * CLASSES / len(y)
 
-    def prototypes(self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator) -> np.ndarray:
+    def prototypes(
+        self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator
+    ) -> np.ndarray:
         counts = np.zeros((CLASSES, CENTRES))
         np.add.at(counts, (y, nearest(x, self.centres)), 1)
         noisy = counts + multiplier(epsilon, math.sqrt(2)) * random.normal(size=counts.shape)
         return noisy @ self.centres * CLASSES / len(y)
 
-    def votes(self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator) -> np.ndarray:
+    def votes(
+        self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator
+    ) -> np.ndarray:
         queries = self.public[random.choice(len(self.public), QUERIES, replace=False)]
         teachers = max(2, len(y) // (5 * CLASSES))  # about five images of a class each
         part = random.permutation(len(y)) % teachers
@@ -118,20 +134,33 @@ def run(found: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
     for draw in range(DRAWS):
         random = np.random.default_rng(draw)
         for count in PER_CLASS:
-            chosen = np.concatenate([random.permutation(np.flatnonzero(label == c))[:count] for c in range(CLASSES)])
+            chosen = np.concatenate(
+                [random.permutation(np.flatnonzero(label == c))[:count] for c in range(CLASSES)]
+            )
             x, y = private[chosen], label[chosen]
             for way in WAYS:
                 for epsilon in EPSILONS:
                     means = getattr(server, way)(x, y, epsilon, random)
                     got = float(np.mean(nearest(test, means) == test_label))
-                    rows.append({"way": way, "epsilon": epsilon, "per_class": count, "seed": draw, "accuracy": got})
+                    rows.append(
+                        {
+                            "way": way,
+                            "epsilon": epsilon,
+                            "per_class": count,
+                            "seed": draw,
+                            "accuracy": got,
+                        }
+                    )
     return rows
 
 
 def table(found: Mapping[str, Any]) -> str:
     """Returns the table of docs/results/split_adaptation.md."""
     names = ["no privacy" if e == math.inf else f"epsilon {e:g}" for e in EPSILONS]
-    lines = [f"| images per class | release | {' | '.join(names)} |", "|---" * (2 + len(names)) + "|"]
+    lines = [
+        f"| images per class | release | {' | '.join(names)} |",
+        "|---" * (2 + len(names)) + "|",
+    ]
     for count in PER_CLASS:
         for way in WAYS:
             cells = [str(count), way]
@@ -149,7 +178,8 @@ def draw(found: Mapping[str, Any], path: pathlib.Path, count: int = 50) -> None:
 
     def mean(way: str, epsilon: float) -> float:
         return results.moments(
-            row["accuracy"] for row in results.select(found["rows"], way=way, per_class=count, epsilon=epsilon)
+            row["accuracy"]
+            for row in results.select(found["rows"], way=way, per_class=count, epsilon=epsilon)
         ).mean
 
     plot_curves(

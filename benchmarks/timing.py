@@ -18,7 +18,8 @@ Seconds = dict[str, list[float]]
 
 
 def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int) -> tuple[Seconds, Seconds]:
-    """Returns wall and processor seconds of every call in every round, each after an untimed call of it.
+    """Returns wall and processor seconds of every call in every round, each after an untimed call
+    of it.
 
     Processor time counts all threads. A busy machine distorts it less than wall time.
     """
@@ -44,7 +45,8 @@ def median_ms(seconds: Sequence[float]) -> float:
 
 
 def allocated_mb(compiled: Any) -> float:
-    """Returns what XLA allocates for a compiled function beyond its arguments: temporaries and outputs."""
+    """Returns what XLA allocates for a compiled function beyond its arguments: temporaries and
+    outputs."""
     memory = compiled.memory_analysis()
     return (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 1e6
 
@@ -58,7 +60,9 @@ def missing(*modules: str) -> list[str]:
 
 def arguments(doc: str | None, *, output: str) -> argparse.ArgumentParser:
     """Returns a parser with `--output`, and the module's docstring as its help."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", default=output)
     return parser
 

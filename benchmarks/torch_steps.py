@@ -1,4 +1,5 @@
-"""The networks of `bench_steps` in PyTorch, and their steps: plain, and private by Opacus in three modes.
+"""The networks of `bench_steps` in PyTorch, and their steps: plain, and private by Opacus in three
+modes.
 
 They run on a GPU where PyTorch finds one.
 """
@@ -38,7 +39,9 @@ class Block(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.attention = Attention(width, heads, causal)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norms[0](x))
@@ -48,7 +51,9 @@ class Block(nn.Module):
 class ViT(nn.Module):
     """A vision transformer. The defaults are the small one."""
 
-    def __init__(self, side: int = 32, patch: int = 4, width: int = 192, depth: int = 6, heads: int = 3) -> None:
+    def __init__(
+        self, side: int = 32, patch: int = 4, width: int = 192, depth: int = 6, heads: int = 3
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, patch)
         self.places = nn.Embedding((side // patch) ** 2, width)
@@ -57,12 +62,15 @@ class ViT(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.patches(x).flatten(2).transpose(1, 2)
-        places = self.places(torch.arange(x.shape[1], device=x.device).expand(len(x), -1).contiguous())
+        places = self.places(
+            torch.arange(x.shape[1], device=x.device).expand(len(x), -1).contiguous()
+        )
         return self.head(self.norm(self.blocks(x + places)).mean(1))
 
 
 class Language(nn.Module):
-    """A causal transformer. Opacus does not clip a shared embedding, so the output layer is its own."""
+    """A causal transformer. Opacus does not clip a shared embedding, so the output layer is its
+    own."""
 
     def __init__(
         self,
@@ -78,7 +86,9 @@ class Language(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = self.places(torch.arange(x.shape[1], device=x.device).expand(len(x), -1).contiguous())
+        places = self.places(
+            torch.arange(x.shape[1], device=x.device).expand(len(x), -1).contiguous()
+        )
         return self.head(self.norm(self.blocks(self.embedding(x) + places)))
 
 
@@ -128,14 +138,21 @@ def wide_resnet(depth: int, width: int) -> nn.Module:
     widths = [16 * width * 2**k for k in range(3) for _ in range((depth - 4) // 6)]
     blocks = [Residual(a, b, 1 + (16 < a < b)) for a, b in zip([16, *widths], widths, strict=False)]
     stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.GroupNorm(8, 16), nn.ReLU()]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], CLASSES))
+    return nn.Sequential(
+        *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], CLASSES)
+    )
 
 
 def network(name: str) -> nn.Module:
     """Returns the network of a case."""
     if name == "mlp":
         return nn.Sequential(
-            nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, CLASSES)
+            nn.Flatten(),
+            nn.Linear(784, 512),
+            nn.ReLU(),
+            nn.Linear(512, 512),
+            nn.ReLU(),
+            nn.Linear(512, CLASSES),
         )
     if name == "cnn":
         return nn.Sequential(
@@ -154,10 +171,13 @@ def network(name: str) -> nn.Module:
     if name == "resnet20":
         widths = [16] * 3 + [32] * 3 + [64] * 3
         blocks = [
-            Residual(before, width, 1 + (before < width)) for before, width in zip([16, *widths], widths, strict=False)
+            Residual(before, width, 1 + (before < width))
+            for before, width in zip([16, *widths], widths, strict=False)
         ]
         stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.GroupNorm(8, 16), nn.ReLU()]
-        return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES))
+        return nn.Sequential(
+            *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES)
+        )
     return ViT() if name == "vit" else Language()
 
 
@@ -172,7 +192,9 @@ def synchronised(step: Callable[[], None]) -> Callable[[], None]:
     return waiting
 
 
-def steps(name: str, size: int, clip_norm: float, noise_multiplier: float) -> dict[str, Callable[[], Any]]:
+def steps(
+    name: str, size: int, clip_norm: float, noise_multiplier: float
+) -> dict[str, Callable[[], Any]]:
     """Returns the steps of a case on one fixed batch."""
     if name == "lm":
         tokens = torch.randint(VOCABULARY, (size, LENGTH + 1))
@@ -205,13 +227,18 @@ def steps(name: str, size: int, clip_norm: float, noise_multiplier: float) -> di
         model, optimizer = made()
         wrapped = GradSampleModule(model, force_functorch=functorch)
         private = DPOptimizer(
-            optimizer, noise_multiplier=noise_multiplier, max_grad_norm=clip_norm, expected_batch_size=size
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=clip_norm,
+            expected_batch_size=size,
         )
 
         def step() -> None:
             private.zero_grad()
             logits = wrapped(inputs)
-            losses = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+            losses = nn.functional.cross_entropy(
+                logits.flatten(0, -2), labels.flatten(), reduction="none"
+            )
             losses.view(size, -1).mean(1).mean().backward()
             private.step()
 
@@ -219,7 +246,9 @@ def steps(name: str, size: int, clip_norm: float, noise_multiplier: float) -> di
 
     def ghost() -> Callable[[], Any]:
         model, optimizer = made()
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, labels), batch_size=size)
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(inputs, labels), batch_size=size
+        )
         wrapped, private, criterion, _ = PrivacyEngine().make_private(
             module=model,
             optimizer=optimizer,
@@ -273,22 +302,36 @@ def device_steps(
     def built() -> nn.Module:
         small = {"width": 16, "depth": 2, "heads": 2}
         if name.startswith("ViT"):
-            return ViT(**({"side": 32, "patch": 16, **small} if tiny else {"side": 224, "patch": 16, **_BASE}))
+            return ViT(
+                **(
+                    {"side": 32, "patch": 16, **small}
+                    if tiny
+                    else {"side": 224, "patch": 16, **_BASE}
+                )
+            )
         if name.startswith("wrn"):
             return wide_resnet(10, 1) if tiny else wide_resnet(int(name.split("_")[1]), 4)
-        sizes = {"vocabulary": 61, "length": 16, **small} if tiny else {"vocabulary": 50_257, "length": 1024, **_BASE}
+        sizes = (
+            {"vocabulary": 61, "length": 16, **small}
+            if tiny
+            else {"vocabulary": 50_257, "length": 1024, **_BASE}
+        )
         model = Language(**sizes)
         return with_lora(model, 8) if "lora" in name else model
 
     def made() -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
         model = built().to(DEVICE)
-        return model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01, momentum=0.9)
+        return model, torch.optim.SGD(
+            [p for p in model.parameters() if p.requires_grad], 0.01, momentum=0.9
+        )
 
     def loss_of(model: nn.Module, reduction: str = "mean") -> torch.Tensor:
         with torch.autocast(DEVICE, torch.bfloat16, enabled="bfloat16" in name):
             logits = model(inputs)
-        losses = nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction=reduction)
+        losses = nn.functional.cross_entropy(
+            logits.float().flatten(0, -2), labels.flatten(), reduction=reduction
+        )
         return losses if reduction == "mean" else losses.view(len(inputs), -1).mean(1).mean()
 
     def watched(step: Callable[[], None]) -> tuple[Callable[[], Any], float | None]:
@@ -315,7 +358,9 @@ def device_steps(
         model, optimizer = made()
         how = {"noise_multiplier": noise_multiplier, "max_grad_norm": clip_norm}
         if ghost:
-            loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, labels), len(inputs))
+            loader = torch.utils.data.DataLoader(
+                torch.utils.data.TensorDataset(inputs, labels), len(inputs)
+            )
             wrapped, private, criterion, _ = PrivacyEngine().make_private(
                 module=model,
                 optimizer=optimizer,
@@ -348,8 +393,15 @@ def device_steps(
 
         model, optimizer = made()
         examples = count * len(inputs)
-        how = {"batch_size": examples, "sample_size": 50 * examples, "epochs": 1, "max_grad_norm": clip_norm}
-        fastDP.PrivacyEngine(model, **how, noise_multiplier=noise_multiplier, clipping_mode="MixOpt").attach(optimizer)
+        how = {
+            "batch_size": examples,
+            "sample_size": 50 * examples,
+            "epochs": 1,
+            "max_grad_norm": clip_norm,
+        }
+        fastDP.PrivacyEngine(
+            model, **how, noise_multiplier=noise_multiplier, clipping_mode="MixOpt"
+        ).attach(optimizer)
 
         def step() -> None:
             for _ in range(count):

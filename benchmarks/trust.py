@@ -1,8 +1,8 @@
-"""How far the estimate of a compiler can be trusted: its ranks beside those of the times on a device.
+"""How far the estimate of a compiler can be trusted: its ranks beside those of the times on a
+device.
 
-Both reports may have other batches, so an example is what they share. A time includes the update where the estimate has
-none of it.
-"""
+Both reports may have other batches, so an example is what they share. A time includes the update
+where the estimate has none of it."""
 
 import json
 import math
@@ -43,13 +43,16 @@ STEPS = {
 
 
 def rank_correlation(times: Sequence[float], estimates: Sequence[float]) -> float:
-    """Returns Spearman's rank correlation, [-1, 1]. It is NaN for fewer than `LEAST` pairs, or if one side is constant.
+    """Returns Spearman's rank correlation, [-1, 1]. It is NaN for fewer than `LEAST` pairs, or if
+    one side is constant.
 
     Raises:
       ValueError: The lengths differ.
     """
     if len(times) != len(estimates):
-        raise ValueError(f"times and estimates must have one length, got {len(times)} and {len(estimates)}.")
+        raise ValueError(
+            f"times and estimates must have one length, got {len(times)} and {len(estimates)}."
+        )
     if len(times) < LEAST or len(set(times)) == 1 or len(set(estimates)) == 1:
         return math.nan
     return float(stats.spearmanr(times, estimates).statistic)
@@ -60,7 +63,8 @@ def pairs(times: Mapping[str, Any], estimates: Mapping[str, Mapping[str, Row]]) 
 
     Args:
       times: The cases of a report of `benchmarks.device`.
-      estimates: By case, the rows of steps with a "total", as `benchmarks.compiled.with_ratios` returns them.
+      estimates: By case, the rows of steps with a "total", as `benchmarks.compiled.with_ratios`
+          returns them.
     """
     rows = []
     for name, measured in times.items():
@@ -86,11 +90,14 @@ def pairs(times: Mapping[str, Any], estimates: Mapping[str, Mapping[str, Row]]) 
 
 
 def correlations(rows: Sequence[Row]) -> Row:
-    """Returns the rank correlations over steps, of an example and of what is over the plain step."""
+    """Returns the rank correlations over steps, of an example and of what is over the plain
+    step."""
     ratios = [row for row in rows if "ms over plain" in row]
     return {
         "pairs": len(rows),
-        "an example": rank_correlation([row["ms"] for row in rows], [row["estimate"] for row in rows]),
+        "an example": rank_correlation(
+            [row["ms"] for row in rows], [row["estimate"] for row in rows]
+        ),
         "ratios": len(ratios),
         "over plain": rank_correlation(
             [row["ms over plain"] for row in ratios],
@@ -100,7 +107,8 @@ def correlations(rows: Sequence[Row]) -> Row:
 
 
 def text(path: str, estimates: Mapping[str, Mapping[str, Row]]) -> str:
-    """Returns the times of a report of `benchmarks.device` beside estimates, and how their ranks agree."""
+    """Returns the times of a report of `benchmarks.device` beside estimates, and how their ranks
+    agree."""
     report = json.loads(pathlib.Path(path).read_text())
     rows = pairs(report["cases"], estimates)
     if not rows:

@@ -2,16 +2,15 @@
 
     python -m launch.finetune --config configs/cifar10_dpsgd.py --workdir workdir/cifar10 --config.data.data_dir=DIR
 
-The recipe has weight standardisation, GroupNorm, augmentation multiplicity, a moving average of the parameters and
-large batches. The command runs WRN-16-4 at epsilon 1 as in the paper, which reports 56.8 % test accuracy. It needs a
-GPU or TPU. Not run by us. On two CPU cores,
+The recipe has weight standardisation, GroupNorm, augmentation multiplicity, a moving average of the
+parameters and large batches. The command runs WRN-16-4 at epsilon 1 as in the paper, which reports
+56.8 % test accuracy. It needs a GPU or TPU. Not run by us. On two CPU cores,
 
     python -m launch.finetune --config configs/cifar10_dpsgd.py:cpu --workdir workdir/cifar10 --config.data.data_dir=DIR
 
-runs ResNet-20, also with weight standardisation, at epsilon 4 for 60 steps of the same recipe. It takes five minutes
-and reaches about 0.33 test accuracy. It tests the pipeline, not the method. DIR holds prepared TFDS data. Without
-it TFDS's default directory is read.
-"""
+runs ResNet-20, also with weight standardisation, at epsilon 4 for 60 steps of the same recipe. It
+takes five minutes and reaches about 0.33 test accuracy. It tests the pipeline, not the method. DIR
+holds prepared TFDS data. Without it TFDS's default directory is read."""
 
 from ml_collections import ConfigDict
 
@@ -30,7 +29,11 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "source": "tfds",
                 "name": "cifar10",
                 "data_dir": "",
-                "parts": {"public": "", "private": "train", "test": "test"},  # "cifar100/train" to pre-train on it
+                "parts": {
+                    "public": "",
+                    "private": "train",
+                    "test": "test",
+                },  # "cifar100/train" to pre-train on it
                 "unit": "example",  # of privacy, for the ledger
                 "adjacency": "add_remove",
                 "crop_padding": 4,
@@ -46,7 +49,13 @@ def get_config(size: str = "paper") -> ConfigDict:
                     "std": (0.2470, 0.2435, 0.2616),
                 },
             },
-            "pretrain": {"weights": "", "new_head": True, "steps": 5000, "batch_size": 128, "learning_rate": 1e-3},
+            "pretrain": {
+                "weights": "",
+                "new_head": True,
+                "steps": 5000,
+                "batch_size": 128,
+                "learning_rate": 1e-3,
+            },
             "no_privacy": {"steps": 5000, "batch_size": 128, "learning_rate": 1e-3},
             "private": {
                 "method": "dp_sgd",  # or "adp_alloc", "adp_clip", "gep"

@@ -1,10 +1,11 @@
-"""DP-SGD on scikit-learn's 1797 digits: pre-train on a small public part, fine-tune on the private part.
+"""DP-SGD on scikit-learn's 1797 digits: pre-train on a small public part, fine-tune on the private
+part.
 
     python -m launch.finetune --config configs/digits_dpsgd.py --workdir workdir/digits
 
-Half a minute on two CPU cores. Test accuracy on 539 digits: 0.90 after public pre-training on 90 digits, 0.92 private
-at epsilon 4, 0.96 without privacy, 0.84 private without pre-training. Noise changes it by a point or two between runs.
-"""
+Half a minute on two CPU cores. Test accuracy on 539 digits: 0.90 after public pre-training on 90
+digits, 0.92 private at epsilon 4, 0.96 without privacy, 0.84 private without pre-training. Noise
+changes it by a point or two between runs."""
 
 from ml_collections import ConfigDict
 
@@ -14,7 +15,8 @@ from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            "init_seed": 0,  # of the initial parameters and the order of public examples, not of any noise
+            # of the initial parameters and the order of public examples, not of any noise
+            "init_seed": 0,
             "watch": "",  # "tensorboard", "wandb" or both with a comma
             "references": True,  # also train without privacy and without pre-training, to compare
             "data": {
@@ -33,11 +35,18 @@ def get_config() -> ConfigDict:
                 "options": {"widths": (32, 64), "dense": 0},
                 "preprocessing": {"size": 8, "mean": (0.3,), "std": (0.4,)},
             },
-            "pretrain": {"weights": "", "new_head": False, "steps": 400, "batch_size": 64, "learning_rate": 2e-3},
+            "pretrain": {
+                "weights": "",
+                "new_head": False,
+                "steps": 400,
+                "batch_size": 64,
+                "learning_rate": 2e-3,
+            },
             "no_privacy": {"steps": 400, "batch_size": 64, "learning_rate": 2e-3},
             "private": {
                 "method": "dp_sgd",  # or "adp_alloc", "adp_clip", "gep"
-                "method_options": METHOD_OPTIONS | {"gep": {**METHOD_OPTIONS["gep"], "anchors": 90, "basis_size": 24}},
+                "method_options": METHOD_OPTIONS
+                | {"gep": {**METHOD_OPTIONS["gep"], "anchors": 90, "basis_size": 24}},
                 "accountant": "auto",  # PLD, or "rdp" as in older work
                 "epsilon": 4.0,
                 "delta": 1e-5,

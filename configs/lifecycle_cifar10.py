@@ -3,10 +3,10 @@ r"""A model's whole life on CIFAR-10 at a realistic size, for a GPU.
     python -m launch.lifecycle --config configs/lifecycle_cifar10.py --workdir workdir/lifecycle_cifar10 \
         --config.data.data_dir=/path/to/tfds
 
-A ResNet-20 with GroupNorm is pre-trained on CIFAR-100, which is public here. It is fine-tuned on 40,000 private images
-of CIFAR-10. 50 hospitals of 100 images recalibrate it, and it adapts to a stream of 4,096 images under four
-corruptions. The directory holds prepared TFDS data. Without it TFDS's default is read. Not run by us.
-"""
+A ResNet-20 with GroupNorm is pre-trained on CIFAR-100, which is public here. It is fine-tuned on
+40,000 private images of CIFAR-10. 50 hospitals of 100 images recalibrate it, and it adapts to a
+stream of 4,096 images under four corruptions. The directory holds prepared TFDS data. Without it
+TFDS's default is read. Not run by us. """
 
 from ml_collections import ConfigDict
 
@@ -37,7 +37,11 @@ def get_config() -> ConfigDict:
     config.model = {
         "name": "resnet20",
         "options": {},
-        "preprocessing": {"size": 32, "mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616)},
+        "preprocessing": {
+            "size": 32,
+            "mean": (0.4914, 0.4822, 0.4465),
+            "std": (0.2470, 0.2435, 0.2616),
+        },
     }
     config.augmentation = {"crop_padding": 4, "flip": True}
     config.pretrain.update(

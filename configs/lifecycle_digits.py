@@ -3,14 +3,14 @@
     python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir workdir/lifecycle
     python -m launch.lifecycle --config configs/lifecycle_digits.py:smoke --workdir workdir/lifecycle_smoke
 
-About a minute on two CPU cores. The noise is new in every run. Five runs on 247 test images had an accuracy of 83.8 %
-after public pre-training on 40 digits, and of 89.5 to 91.1 % private at epsilon 4. On brightened images they had an
-accuracy of 60.7 to 75.7 % before the stream, and of 60.7 to 79.4 % after it. The ECE on brightened images was 0.069 to
-0.138 before recalibration, 0.046 to 0.101 after recalibration alone, and 0.071 to 0.121 in use.
+About a minute on two CPU cores. The noise is new in every run. Five runs on 247 test images had an
+accuracy of 83.8 % after public pre-training on 40 digits, and of 89.5 to 91.1 % private at epsilon
+4. On brightened images they had an accuracy of 60.7 to 75.7 % before the stream, and of 60.7 to
+79.4 % after it. The ECE on brightened images was 0.069 to 0.138 before recalibration, 0.046 to
+0.101 after recalibration alone, and 0.071 to 0.121 in use.
 
-"smoke" runs every stage at a tiny size for launch/colab.ipynb. Most of its time is compilation, and its numbers are
-poor.
-"""
+"smoke" runs every stage at a tiny size for launch/colab.ipynb. Most of its time is compilation, and
+its numbers are poor."""
 
 from ml_collections import ConfigDict
 
@@ -39,12 +39,20 @@ def get_config(variant: str = "") -> ConfigDict:
     config = ConfigDict(
         {
             "watch": "",  # "tensorboard", "wandb" or both with a comma
-            "ledger": "",  # "" is ledger.sqlite in the workdir. Several lifecycles may share a file.
+            # "" is ledger.sqlite in the workdir. Several lifecycles may share a file.
+            "ledger": "",
             "data": {
                 "source": "bundled",
                 "name": "digits",
                 "split_seed": 0,
-                "parts": {"public": 40, "private": 860, "sources": 250, "stream": 320, "client": 80, "test": 247},
+                "parts": {
+                    "public": 40,
+                    "private": 860,
+                    "sources": 250,
+                    "stream": 320,
+                    "client": 80,
+                    "test": 247,
+                },
                 "sources": 5,  # the hospitals that share `parts.sources`
                 "unit": "example",  # of privacy, for the ledger
                 "source_shift": "brightness",
@@ -111,7 +119,8 @@ def get_config(variant: str = "") -> ConfigDict:
                 "epsilon": 6.0,
                 "delta": 1e-5,
                 "queries": 30,
-                "dimensions": 0,  # of the linear model's features. 0 takes the whole span of the backbone's outputs.
+                # of the linear model's features. 0 takes the whole span of the backbone's outputs.
+                "dimensions": 0,
                 "whiten": 0.5,
                 "clip": 0.02,
                 "learning_rate": 10.0,

@@ -1,11 +1,11 @@
-"""A model's whole life on your own images: real hospitals and a real stream, and no artificial shift.
+"""A model's whole life on your own images: real hospitals and a real stream, and no artificial
+shift.
 
     python -m launch.lifecycle --config configs/lifecycle_own.py --workdir workdir/own --config.data.path=/my/folder
 
-The folder has images and the CSV files below, with the header "path,label". docs/howto/your_own_data.md makes such a
-folder. Each image is in one file only. The numbers fit chest X-rays of 28 by 28 pixels in two classes: copy this file
-and change what is marked.
-"""
+The folder has images and the CSV files below, with the header "path,label".
+docs/howto/your_own_data.md makes such a folder. Each image is in one file only. The numbers fit
+chest X-rays of 28 by 28 pixels in two classes: copy this file and change what is marked."""
 
 from ml_collections import ConfigDict
 
@@ -18,7 +18,8 @@ def get_config() -> ConfigDict:
     config = digits()
     config.data = ConfigDict(
         {
-            "source": "folder",  # or "npz", "hf", "tfds", "package.module:function", see launch/data.py
+            # or "npz", "hf", "tfds", "package.module:function", see launch/data.py
+            "source": "folder",
             "name": "xrays",
             "path": "",  # change: the folder
             "class_names": ("normal", "pneumonia"),  # change: the texts of the column "label"
@@ -32,13 +33,17 @@ def get_config() -> ConfigDict:
             },
             "in_memory": True,  # False reads images whenever they are needed
             "prepare": False,
-            "unit": "image",  # of privacy: one record of a part, or one owner of records, such as "patient"
-            "group": "",  # the column of the CSV files with the owner of each image, if a unit may have several
+            # of privacy: one record of a part, or one owner of records, such as "patient"
+            "unit": "image",
+            # the column of the CSV files with the owner of each image, if a unit may have several
+            "group": "",
             "max_records": 1,  # with group: the largest number of images of one owner that count
         }
     )
     with config.unlocked():
-        config.model.preprocessing = ConfigDict({"size": 28, "mean": (0.5,), "std": (0.25,)})  # change: public numbers
+        config.model.preprocessing = ConfigDict(
+            {"size": 28, "mean": (0.5,), "std": (0.25,)}
+        )  # change: public numbers
     config.augmentation.crop_padding = 2
     config.split.directions = 2  # at most the number of classes
     config.finetune.batch_size, config.finetune.physical_batch_size = 512, 0

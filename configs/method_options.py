@@ -1,4 +1,5 @@
-"""Fields of every fine-tuning config: options of the private methods, which part of a model is trained, optimizers."""
+"""Fields of every fine-tuning config: options of the private methods, which part of a model is
+trained, optimizers."""
 
 METHOD_OPTIONS = {  # beyond DP-SGD. The values are the papers'.
     "adp_alloc": {
@@ -11,7 +12,11 @@ METHOD_OPTIONS = {  # beyond DP-SGD. The values are the papers'.
             "polynomial": {"end": 2.0, "power": 3.0, "period": 100},
         }
     },
-    "adp_clip": {"quantile": 0.5, "clip_learning_rate": 0.2, "unit_norm": True},  # Andrew et al. 2021
+    "adp_clip": {
+        "quantile": 0.5,
+        "clip_learning_rate": 0.2,
+        "unit_norm": True,
+    },  # Andrew et al. 2021
     "gep": {  # Yu et al. 2021 take 2000 anchors, 1000 directions and C_0, C_1 = 5, 2
         "anchors": 256,
         "basis_size": 60,
@@ -26,11 +31,19 @@ TUNING = {  # of a model, see launch/models.py
     "naming": "auto",
     "trainable": "all",  # or "head", "norms", "lora", or a regular expression over paths
     "lora": {"rank": 0, "layers": ".*attention/(query|value)"},
-    "features": {"keep": "", "dimensions": 0, "whiten": 0.5},  # "memory" or "workdir", see launch/frozen.py
+    "features": {
+        "keep": "",
+        "dimensions": 0,
+        "whiten": 0.5,
+    },  # "memory" or "workdir", see launch/frozen.py
 }
 
 
 def optimizer(momentum: float) -> dict[str, object]:
     """Returns the optimizer of a config, see `optimizer` in launch/trainers.py."""
-    options = {"sgd": {"momentum": momentum}, "adam": {"b1": 0.9, "b2": 0.999}, "adamw": {"b1": 0.9, "b2": 0.999}}
+    options = {
+        "sgd": {"momentum": momentum},
+        "adam": {"b1": 0.9, "b2": 0.999},
+        "adamw": {"b1": 0.9, "b2": 0.999},
+    }
     return {"optimizer": "sgd", "optimizer_options": options, "weight_decay": 0.0}

@@ -18,7 +18,8 @@
     jaxdp ledger backup PATH COPY                     a copy, which appears whole
     jaxdp ledger accept PATH                          an older copy becomes valid, if no newer one is left
 
-Of the ledger commands only `accept` writes to the ledger. `python -m jaxdp.command` is the same command.
+Of the ledger commands only `accept` writes to the ledger. `python -m jaxdp.command` is the same
+command.
 """
 
 import argparse
@@ -74,39 +75,64 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="jaxdp", **about)
     groups = parser.add_subparsers(required=True, metavar="COMMAND")
     ledger = groups.add_parser("ledger", help="questions to a ledger", **about)
-    commands = ledger.add_subparsers(required=True, metavar="show | history | verify | backup | accept")
+    commands = ledger.add_subparsers(
+        required=True, metavar="show | history | verify | backup | accept"
+    )
 
     show = _command(commands, "show", _show)
-    show.add_argument("--delta", type=float, default=1e-5, help="for datasets that have none registered")
-    show.add_argument("--if", dest="events", action="append", default=[], metavar="'DATASET: EVENT'", help="what if")
+    show.add_argument(
+        "--delta", type=float, default=1e-5, help="for datasets that have none registered"
+    )
+    show.add_argument(
+        "--if",
+        dest="events",
+        action="append",
+        default=[],
+        metavar="'DATASET: EVENT'",
+        help="what if",
+    )
     form = show.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON instead of text")
     form.add_argument("--html", metavar="PAGE", help="write a page for a browser instead of text")
 
     history = _command(commands, "history", _history)
     history.add_argument("--dataset", help="the dataset to list, by default all")
-    history.add_argument("--by-day", action="store_true", help="one row per day, with epsilon at its end")
+    history.add_argument(
+        "--by-day", action="store_true", help="one row per day, with epsilon at its end"
+    )
     history.add_argument("--csv", action="store_true", help="print CSV instead of text")
     history.add_argument("--delta", type=float, help="for --by-day, by default the registered one")
     for command in (show, history):
-        command.add_argument("--timezone", type=_timezone, default=datetime.UTC, help="for example Europe/Berlin")
+        command.add_argument(
+            "--timezone", type=_timezone, default=datetime.UTC, help="for example Europe/Berlin"
+        )
 
     _command(commands, "verify", _verify)
     _command(commands, "backup", _backup).add_argument("copy", help="the new file")
     _command(commands, "accept", _accept)
 
-    plan = groups.add_parser("plan", help="noise, steps, batch size or epsilon from the other three", epilog=_PLAN)
+    plan = groups.add_parser(
+        "plan", help="noise, steps, batch size or epsilon from the other three", epilog=_PLAN
+    )
     plan.add_argument("--records", type=int, help="n, by default as declared in the ledger")
     plan.add_argument("--batch-size", type=float, help="the expected size of a batch")
-    plan.add_argument("--noise-multiplier", type=float, help="standard deviation of the noise over the clip norm")
+    plan.add_argument(
+        "--noise-multiplier", type=float, help="standard deviation of the noise over the clip norm"
+    )
     plan.add_argument("--steps", type=int)
     plan.add_argument("--epsilon", type=float)
     plan.add_argument("--delta", type=float, help="by default as registered in the ledger")
-    plan.add_argument("--adjacency", choices=["add_remove", "replace_one", "zero_out"], default="add_remove")
-    plan.add_argument("--every", type=int, help="steps of a chunk, whose epsilons are listed; by default a tenth")
+    plan.add_argument(
+        "--adjacency", choices=["add_remove", "replace_one", "zero_out"], default="add_remove"
+    )
+    plan.add_argument(
+        "--every", type=int, help="steps of a chunk, whose epsilons are listed; by default a tenth"
+    )
     plan.add_argument("--ledger", help="a ledger, to say what the run would leave of it")
     plan.add_argument("--dataset", help="the dataset in the ledger, if it has several")
-    plan.add_argument("--target", help="with --config: a TPU or GPU, such as v5e, whose compiler is asked")
+    plan.add_argument(
+        "--target", help="with --config: a TPU or GPU, such as v5e, whose compiler is asked"
+    )
     plan.set_defaults(run=_plan)
 
     configs = groups.add_parser("configs", help="lists and copies configs").add_subparsers(
@@ -130,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from error
 
 
-# --- Launchers and configs --------------------------------------------------------------------------------------------
+# --- Launchers and configs ----------------------------------------------------------------------
 
 
 def _launchers() -> str:
@@ -148,7 +174,9 @@ def _catalogue() -> Any:
 
 
 def _list(given: argparse.Namespace) -> None:
-    for line in aligned([(found.name, ", ".join(found.launchers), found.about) for found in _catalogue().known()]):
+    for line in aligned(
+        [(found.name, ", ".join(found.launchers), found.about) for found in _catalogue().known()]
+    ):
         print(line)
 
 
@@ -160,11 +188,11 @@ def _copy(given: argparse.Namespace) -> None:
     print(f"{path}: a copy of {given.name}")
 
 
-# --- Plans ------------------------------------------------------------------------------------------------------------
+# --- Plans --------------------------------------------------------------------------------------
 
 _PLAN = (
-    "Leave out one of --batch-size, --noise-multiplier, --steps and --epsilon: it is found. Or give a --config, and a "
-    "--target, whose compiler says what a private step takes."
+    "Leave out one of --batch-size, --noise-multiplier, --steps and --epsilon: it is found. Or "
+    "give a --config, and a --target, whose compiler says what a private step takes."
 )
 
 
@@ -183,8 +211,14 @@ def _plan_config(arguments: Sequence[str]) -> None:
 
 def _plan(given: argparse.Namespace) -> None:
     if given.target:
-        raise ValueError(f"--target={given.target} compiles the private steps of a config. Give its --config too.")
-    terms = {name: getattr(given, name) for name in ("batch_size", "noise_multiplier", "steps", "epsilon")}
+        raise ValueError(
+            f"--target={given.target} compiles the private steps of a config. Give its --config "
+            "too."
+        )
+    terms = {
+        name: getattr(given, name)
+        for name in ("batch_size", "noise_multiplier", "steps", "epsilon")
+    }
     with contextlib.ExitStack() as opened:
         account = None
         if given.ledger:
@@ -192,9 +226,15 @@ def _plan(given: argparse.Namespace) -> None:
             account, row = _dataset(ledger, given.dataset)
             given.records, given.adjacency = given.records or row["records"], row["adjacency"]
             given.delta = given.delta or account.delta
-        if missing := [f"--{name}" for name in ("records", "delta") if getattr(given, name) is None]:
-            raise ValueError(f"{' and '.join(missing)} must be given, since no --ledger declares them.")
-        plan = plan_training(records=given.records, delta=given.delta, adjacency=given.adjacency, **terms)
+        if missing := [
+            f"--{name}" for name in ("records", "delta") if getattr(given, name) is None
+        ]:
+            raise ValueError(
+                f"{' and '.join(missing)} must be given, since no --ledger declares them."
+            )
+        plan = plan_training(
+            records=given.records, delta=given.delta, adjacency=given.adjacency, **terms
+        )
         rows = facts(
             plan.event,
             records=plan.records,
@@ -213,16 +253,20 @@ def _plan(given: argparse.Namespace) -> None:
 
 
 def _dataset(ledger: Ledger, name: str | None) -> tuple[Account, dict[str, Any]]:
-    """Returns the account of a dataset and its terms. Without a name the ledger must have only one."""
+    """Returns the account of a dataset and its terms. Without a name the ledger must have only
+    one.
+    """
     found = {row["name"]: row for row in ledger.report()["datasets"]}
     if name is None and len(found) != 1:
-        raise ValueError(f"--dataset must be one of {', '.join(map(shown, found)) or 'none'}, got none.")
+        raise ValueError(
+            f"--dataset must be one of {', '.join(map(shown, found)) or 'none'}, got none."
+        )
     name = name or next(iter(found))
     account = ledger.account(name)  # raises for an unknown name
     return account, found[name]
 
 
-# --- The ledger -------------------------------------------------------------------------------------------------------
+# --- The ledger ---------------------------------------------------------------------------------
 
 
 def _command(commands: Any, name: str, run: Any) -> argparse.ArgumentParser:
@@ -236,7 +280,9 @@ def _timezone(name: str) -> datetime.tzinfo:
     try:
         return zoneinfo.ZoneInfo(name)
     except (zoneinfo.ZoneInfoNotFoundError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"no time zone {name!r}. Use a name such as Europe/Berlin.") from error
+        raise argparse.ArgumentTypeError(
+            f"no time zone {name!r}. Use a name such as Europe/Berlin."
+        ) from error
 
 
 def _show(given: argparse.Namespace) -> None:
@@ -248,17 +294,32 @@ def _show(given: argparse.Namespace) -> None:
         for text in given.events:
             name, colon, event = text.rpartition(": ")
             if not colon:
-                raise ValueError(f"--if takes 'DATASET: EVENT', for example 'data: 100 * Gaussian(5)', got {text!r}.")
+                raise ValueError(
+                    "--if takes 'DATASET: EVENT', for example 'data: 100 * Gaussian(5)', got "
+                    f"{text!r}."
+                )
             asked.append(_what_if(ledger, name, event, given.delta))
         if given.json:
-            print(json.dumps(ledger.report(delta=given.delta) | ({"if": asked} if asked else {}), indent=2))
+            print(
+                json.dumps(
+                    ledger.report(delta=given.delta) | ({"if": asked} if asked else {}), indent=2
+                )
+            )
             return
         print(ledger.report_text(delta=given.delta, timezone=given.timezone))
-        verdicts = {True: "the budget allows it", False: "the budget does not allow it", None: "it has no budget"}
+        verdicts = {
+            True: "the budget allows it",
+            False: "the budget does not allow it",
+            None: "it has no budget",
+        }
         for answer in asked:
-            after, before = ("inf" if answer[key] is None else f"{answer[key]:.6g}" for key in ("epsilon", "before"))
+            after, before = (
+                "inf" if answer[key] is None else f"{answer[key]:.6g}"
+                for key in ("epsilon", "before")
+            )
             print(
-                f"\nIf {shown(answer['event'])} were spent on {shown(answer['dataset'])}: epsilon {after} at delta "
+                f"\nIf {shown(answer['event'])} were spent on {shown(answer['dataset'])}: epsilon "
+                f"{after} at delta "
                 f"{answer['delta']:g}, after {before}; {verdicts[answer['allowed']]}"
             )
 
@@ -266,8 +327,12 @@ def _show(given: argparse.Namespace) -> None:
 def _write_page(given: argparse.Namespace) -> None:
     target = pathlib.Path(given.html)
     if given.events:
-        raise ValueError("--html shows what is spent, and --if what would be. Leave one of them out.")
-    if target.suffix != ".html" or target.resolve() == pathlib.Path(given.path).resolve():  # never over a ledger
+        raise ValueError(
+            "--html shows what is spent, and --if what would be. Leave one of them out."
+        )
+    if (
+        target.suffix != ".html" or target.resolve() == pathlib.Path(given.path).resolve()
+    ):  # never over a ledger
         raise ValueError(f"--html must name a new page that ends in .html, got {given.html!r}.")
     from jaxdp.report import write_ledger_page  # other commands do without NumPy and Jinja
 
@@ -297,15 +362,34 @@ def _history(given: argparse.Namespace) -> None:
     """Lists every spend, or the growth of epsilon by the day."""
     with Ledger(given.path, read_only=True) as ledger:
         if given.by_day:
-            names = [given.dataset] if given.dataset else [entry["name"] for entry in ledger.report()["datasets"]]
-            rows = [row for name in names for row in ledger.by_day(name, delta=given.delta, timezone=given.timezone)]
+            names = (
+                [given.dataset]
+                if given.dataset
+                else [entry["name"] for entry in ledger.report()["datasets"]]
+            )
+            rows = [
+                row
+                for name in names
+                for row in ledger.by_day(name, delta=given.delta, timezone=given.timezone)
+            ]
             columns = ["day", "dataset", "spends", "epsilon", "delta"]
         else:
             rows = ledger.history(given.dataset)
             for row in rows:
                 for key in ("reserved_at", "finished_at"):
                     row[key] = row[key] and local(row[key], given.timezone).isoformat()
-            columns = ["spend", "reserved_at", "dataset", "partition", "event", "label", "status", "who", "host", "run"]
+            columns = [
+                "spend",
+                "reserved_at",
+                "dataset",
+                "partition",
+                "event",
+                "label",
+                "status",
+                "who",
+                "host",
+                "run",
+            ]
             columns += ["version", "finished_at", "token", "link"]
     if given.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
@@ -313,7 +397,9 @@ def _history(given: argparse.Namespace) -> None:
         writer.writerows([_cell(row[column]) for column in columns] for row in rows)
         return
     shorter = columns[:10]  # enough for a terminal
-    for line in aligned([shorter, *([_cell(row[column]) or "-" for column in shorter] for row in rows)]):
+    for line in aligned(
+        [shorter, *([_cell(row[column]) or "-" for column in shorter] for row in rows)]
+    ):
         print(line)
 
 
@@ -331,7 +417,10 @@ def _verify(given: argparse.Namespace) -> None:
     """Checks whether the file holds everything that was spent."""
     with Ledger(given.path, read_only=True) as ledger:
         head = ledger.head
-        print(f"{shown(given.path)}: {head.spend} spend(s), each linked to all before it. Totals equal their sums.")
+        print(
+            f"{shown(given.path)}: {head.spend} spend(s), each linked to all before it. Totals "
+            "equal their sums."
+        )
         if ledger.has_head:
             print(f"The head beside it agrees. Its last spend is {head.spend}, link {head.link}.")
         else:
@@ -350,8 +439,8 @@ def _accept(given: argparse.Namespace) -> None:
     """Makes an older copy valid, if no newer one is left."""
     head = accept(given.path)
     print(
-        f"{shown(given.path)} is valid up to its spend {head.spend}. Resume every run that was charged later. Its "
-        "workdir charges the spends that this copy lacks."
+        f"{shown(given.path)} is valid up to its spend {head.spend}. Resume every run that was "
+        "charged later. Its workdir charges the spends that this copy lacks."
     )
 
 

@@ -1,8 +1,10 @@
-"""Test-time adaptation: python -m launch.adapt --config configs/tta/digits.py --workdir workdir/tta_digits.
+"""Test-time adaptation: python -m launch.adapt --config configs/tta/digits.py --workdir
+workdir/tta_digits.
 
-Runs methods x budgets x seeds over corrupted streams. The tables follow "Private and Stable Test-Time Adaptation with
-Differential Privacy" (arXiv:2606.01908). In the workdir, ledger.sqlite records what each run costs the photographs of
-its stream. methods.txt describes the private form of each method.
+Runs methods x budgets x seeds over corrupted streams. The tables follow "Private and Stable
+Test-Time Adaptation with Differential Privacy" (arXiv:2606.01908). In the workdir, ledger.sqlite
+records what each run costs the photographs of its stream. methods.txt describes the private form of
+each method.
 """
 
 import dataclasses
@@ -48,7 +50,8 @@ class _Task:
     Attributes:
       public: Clean images, to train the source models on and for Fisher information.
       tuning: Photographs under the held-out corruptions. No stream contains them.
-      noise: The noise multiplier of each private setting. At it a visit costs at most the setting's epsilon.
+      noise: The noise multiplier of each private setting. At it a visit costs at most the setting's
+          epsilon.
       source: The source model of a number.
       method: The method of a name, for the source model of a number.
     """
@@ -60,31 +63,44 @@ class _Task:
         noise = [calibrate_noise(GaussianDpEvent, epsilon=budget, **at) for budget in budgets]
         self.noise = dict(zip(settings(config)[2:], noise, strict=True))
         self._network = models.network(config.model)
-        found = data.parts(config.data, "public", "test", "tuning", prepare=self._network.preprocessing.prepare)
+        found = data.parts(
+            config.data, "public", "test", "tuning", prepare=self._network.preprocessing.prepare
+        )
         self.public, test, tuning = found["public"], found.get("test"), found.get("tuning")
         streams, images = config.protocol.seeds // config.protocol.sources, config.data.images
         used = images if config.protocol.domain_order == "shuffled" else streams * images
         self._mine = self._photographs(test, config.data.corruptions, np.arange(used))
         held_out = np.arange(config.tuning.images) + (used if tuning is None else 0)
-        self.tuning = self._photographs(test if tuning is None else tuning, config.tuning.corruptions, held_out)
+        self.tuning = self._photographs(
+            test if tuning is None else tuning, config.tuning.corruptions, held_out
+        )
         self._counted: dict[tta.Method, tta.Method] = {}
         self.source, self.method = functools.cache(self._source), functools.cache(self._method)
         print(
-            f"{streams} streams of {len(self._mine)} domains with {images} photographs each. Hyper-parameters are "
-            f"chosen on {', '.join(self.tuning)} of other photographs.",
+            f"{streams} streams of {len(self._mine)} domains with {images} photographs each. "
+            f"Hyper-parameters are chosen on {', '.join(self.tuning)} of other photographs.",
             flush=True,
         )
 
     def _source(self, number: int) -> Pretrained:
         name = f"source_{number}" if number else "source"
         return models.source_model(
-            self.config, lambda: self.public, self.root, name, untrained=self._network, number=number
+            self.config,
+            lambda: self.public,
+            self.root,
+            name,
+            untrained=self._network,
+            number=number,
         )
 
     @functools.cached_property
     def apply_fn(self) -> Callable[[Any, jax.Array], jax.Array]:
         apply_fn: Any = self._network.apply_fn
-        return restrict_classes(apply_fn, imagenet_r_classes()) if self.config.model.classes else apply_fn
+        return (
+            restrict_classes(apply_fn, imagenet_r_classes())
+            if self.config.model.classes
+            else apply_fn
+        )
 
     def _method(self, name: str, number: int, counting: bool = False) -> tta.Method:
         """Returns a method by its name. The suffix "-COME" puts COME over that method."""
@@ -97,11 +113,15 @@ class _Task:
         kind = tta.METHODS[base]
         takes = inspect.signature(kind).parameters
         if number and "fisher" not in takes:
-            return self.method(name, 0)  # one object for all source models, so that its step is compiled once
+            return self.method(
+                name, 0
+            )  # one object for all source models, so that its step is compiled once
         if "num_classes" in takes:
             options["num_classes"] = classes
         if "fisher" in takes:
-            starts = range(0, self.config.fisher_images, 64)  # the papers' fisher_strength is for batches of 64
+            starts = range(
+                0, self.config.fisher_images, 64
+            )  # the papers' fisher_strength is for batches of 64
             images = [self.public.gather(np.arange(k, k + 64))["image"] for k in starts]
             options["fisher"] = tta.fisher(self.apply_fn, self.source(number).params, images)
         method = kind(**options)
@@ -111,19 +131,27 @@ class _Task:
         """Returns the adapter of a cell with these hyper-parameters."""
         number = cell.seed % self.config.protocol.sources
         counting = cell.setting in (ORIGINAL, CLIPPED)
-        method: Any = self.method("Tent" if cell.method == SOURCE else cell.method, number, counting)
+        method: Any = self.method(
+            "Tent" if cell.method == SOURCE else cell.method, number, counting
+        )
         accumulate = 1
         if cell.setting == CLIPPED:
             method = tta.clipped(method, choice["clip_norm"])
         elif not counting:
             noise, filters = self.noise[cell.setting], dict(self.config.privacy.filters)
-            method = tta.private(method, clip_norm=choice["clip_norm"], noise_multiplier=noise, **filters)
+            method = tta.private(
+                method, clip_norm=choice["clip_norm"], noise_multiplier=noise, **filters
+            )
             accumulate = self.config.protocol.accumulate
         optimizer = _sgd(choice["learning_rate"])
-        return tta.Adapter(self.apply_fn, self.source(number).params, method, optimizer, accumulate=accumulate)
+        return tta.Adapter(
+            self.apply_fn, self.source(number).params, method, optimizer, accumulate=accumulate
+        )
 
     def stream(self, seed: int) -> tta.Stream:
-        """Returns the stream of a seed. Seeds that differ in their source model only have the same stream."""
+        """Returns the stream of a seed. Seeds that differ in their source model only have the same
+        stream.
+        """
         protocol, number = self.config.protocol, seed // self.config.protocol.sources
         how = {name: protocol[name] for name in ("batch_size", "order", "reset", "remainder")}
         if protocol.domain_order == "shuffled":
@@ -132,13 +160,23 @@ class _Task:
             mine = {names[k]: self._mine[names[k]] for k in order}
         else:
             n = self.config.data.images
-            mine = {name: source.take(np.arange(number * n, (number + 1) * n)) for name, source in self._mine.items()}
+            mine = {
+                name: source.take(np.arange(number * n, (number + 1) * n))
+                for name, source in self._mine.items()
+            }
         others = self.config.data.get("others", {})
-        units = {k: [f"{k} {i}" if k in others else i for i in range(len(source))] for k, source in mine.items()}
+        units = {
+            k: [f"{k} {i}" if k in others else i for i in range(len(source))]
+            for k, source in mine.items()
+        }
         return tta.Stream(mine, seed=number, units=units, **how)
 
-    def _photographs(self, test: Examples | None, shifts: Sequence[str], rows: np.ndarray) -> dict[str, Examples]:
-        """Returns the same photographs under each shift. Reads one shift at a time and keeps only these photographs."""
+    def _photographs(
+        self, test: Examples | None, shifts: Sequence[str], rows: np.ndarray
+    ) -> dict[str, Examples]:
+        """Returns the same photographs under each shift. Reads one shift at a time and keeps only
+        these photographs.
+        """
         found, config = {}, self.config.data
         for name in progress_bar(shifts, label="reading", unit="corruption"):
             if name in (others := config.get("others", {})):
@@ -148,15 +186,18 @@ class _Task:
             domain = data.under(test, config, name)
             if rows[-1] >= len(domain):
                 raise ValueError(
-                    "config.data.images for each of config.protocol.seeds, and config.tuning.images, together need "
-                    f"{rows[-1] + 1} photographs, but {domain.name} has {len(domain)}."
+                    "config.data.images for each of config.protocol.seeds, and "
+                    f"config.tuning.images, together need {rows[-1] + 1} photographs, but "
+                    f"{domain.name} has {len(domain)}."
                 )
             found[name] = data.in_memory(domain.take(rows))
         return found
 
 
 def _counting(method: tta.Method) -> tta.Method:
-    """Returns the method with a memory that also counts the images that took part and those seen, since a reset."""
+    """Returns the method with a memory that also counts the images that took part and those seen,
+    since a reset.
+    """
 
     class Counting(type(method)):  # type: ignore[misc]
         def start(self) -> Any:
@@ -172,14 +213,22 @@ def _counting(method: tta.Method) -> tta.Method:
         def lost(self, memory: Any) -> jax.Array:
             return super().lost(memory[0])
 
-    return Counting(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
+    return Counting(
+        **{field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    )
 
 
 def _sgd(learning_rate: float) -> optax.GradientTransformation:
-    """Returns SGD with momentum. Its state has the learning rate, the number of steps and the sum of their lengths."""
+    """Returns SGD with momentum. Its state has the learning rate, the number of steps and the sum
+    of their lengths.
+    """
 
     def init(params: Any) -> dict[str, Any]:
-        numbers = {"rate": jnp.float32(learning_rate), "steps": jnp.int32(0), "length": jnp.float32(0)}
+        numbers = {
+            "rate": jnp.float32(learning_rate),
+            "steps": jnp.int32(0),
+            "length": jnp.float32(0),
+        }
         return {"momentum": _MOMENTUM.init(params), **numbers}
 
     return optax.GradientTransformation(init, _update)
@@ -207,30 +256,35 @@ def settings(config: Any) -> list[str]:
     return [ORIGINAL, CLIPPED, *(f"epsilon {budget:g}" for budget in config.privacy.budgets)]
 
 
-# --- Cells ------------------------------------------------------------------------------------------------------------
+# --- Cells --------------------------------------------------------------------------------------
 
 
 def _cells(config: Any) -> Iterator[Cell]:
     if config.privacy.adjacency not in ("replace_one", "zero_out"):
         raise ValueError(
-            f"config.privacy.adjacency must be 'replace_one' or 'zero_out', got {config.privacy.adjacency!r}. Removing "
-            "a record would change all later batches of the stream."
+            "config.privacy.adjacency must be 'replace_one' or 'zero_out', got "
+            f"{config.privacy.adjacency!r}. Removing a record would change all later batches of "
+            "the stream."
         )
     frame.some("data.corruptions", config.data.corruptions)
     frame.some("tuning.corruptions", config.tuning.corruptions)
     if config.protocol.domain_order not in ("given", "shuffled"):
         raise ValueError(
-            f"config.protocol.domain_order must be 'given' or 'shuffled', got {config.protocol.domain_order!r}."
+            "config.protocol.domain_order must be 'given' or 'shuffled', got "
+            f"{config.protocol.domain_order!r}."
         )
     if config.protocol.sources < 1 or config.protocol.seeds % config.protocol.sources:
         raise ValueError(
-            "config.protocol.seeds must be a multiple of config.protocol.sources, one run for each stream and source "
-            f"model, got {config.protocol.seeds} and {config.protocol.sources}."
+            "config.protocol.seeds must be a multiple of config.protocol.sources, one run for "
+            f"each stream and source model, got {config.protocol.seeds} and "
+            f"{config.protocol.sources}."
         )
     frame.known("methods", frame.some("methods", config.methods), _names())
     pairs = list(itertools.product(config.methods, settings(config)))
     yield from (Cell("tuning", *pair, 0) for pair in pairs)
-    yield from (Cell("runs", *pair, seed) for seed in range(config.protocol.seeds) for pair in pairs)
+    yield from (
+        Cell("runs", *pair, seed) for seed in range(config.protocol.seeds) for pair in pairs
+    )
     yield from (Cell("runs", SOURCE, ORIGINAL, seed) for seed in range(config.protocol.seeds))
 
 
@@ -239,15 +293,21 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     if cell.part == "tuning":
         return _choose(cell, config, task)
     if cell.method == SOURCE:  # a rate of 0 changes nothing
-        served = tta.serve(task.adapter(cell, {"learning_rate": 0.0}), task.stream(cell.seed), account=None)
+        served = tta.serve(
+            task.adapter(cell, {"learning_rate": 0.0}), task.stream(cell.seed), account=None
+        )
         return {"visits": 0, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
     adapter = task.adapter(cell, work.row(Cell("tuning", cell.method, cell.setting, 0))["chosen"])
     # Every run has its own data set. All runs together would cost much more, as the summary says.
     label = f"{cell.method}, {cell.setting}"
-    terms = {name: config.privacy[name] for name in ("adjacency", "unit", "delta")} | {"records": config.data.images}
+    terms = {name: config.privacy[name] for name in ("adjacency", "unit", "delta")} | {
+        "records": config.data.images
+    }
     ledger = work.root / "ledger.sqlite"
     with frame.account(ledger, f"{label}, stream {cell.seed}", label=label, **terms) as account:
-        paid = tta.StreamAccount(account, event=getattr(adapter.method, "event", NonPrivateDpEvent()))
+        paid = tta.StreamAccount(
+            account, event=getattr(adapter.method, "event", NonPrivateDpEvent())
+        )
         scratch = work.folder(cell) / "scratch"
         served = tta.serve(adapter, task.stream(cell.seed), account=paid, workdir=scratch)
     found = {"visits": paid.worst, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
@@ -261,9 +321,12 @@ def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
     if cell.setting == ORIGINAL:
         candidates = [{"learning_rate": rate} for rate in config.tuning.learning_rates]
     else:
-        # If most gradients are clipped, a step is about learning_rate * clip_norm long. So this product varies.
+        # If most gradients are clipped, a step is about learning_rate * clip_norm long. So this
+        # product varies.
         lengths = itertools.product(config.tuning.clipped_steps, config.tuning.clip_norms)
-        candidates = [{"learning_rate": length / norm, "clip_norm": norm} for length, norm in lengths]
+        candidates = [
+            {"learning_rate": length / norm, "clip_norm": norm} for length, norm in lengths
+        ]
     how = {name: config.protocol[name] for name in ("batch_size", "reset")}
     stream, tried = tta.Stream(task.tuning, seed=0, **how), []
     for candidate in candidates:
@@ -274,7 +337,9 @@ def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
 
 
 def _diagnostics(served: tta.Served) -> dict[str, float]:
-    """Returns the mean length of an update and the share of images that took part, both since the last reset."""
+    """Returns the mean length of an update and the share of images that took part, both since the
+    last reset.
+    """
     made: Any = served.state.opt_state
     found = {"length": float(made["length"] / jnp.maximum(made["steps"], 1))}
     if served.state.memory:
@@ -305,7 +370,7 @@ def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
         )
 
 
-# --- Results ----------------------------------------------------------------------------------------------------------
+# --- Results ------------------------------------------------------------------------------------
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
@@ -317,7 +382,12 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     def over(mine: list[frame.Row], other: list[frame.Row]) -> list[float]:
         """Returns mean and standard error of the difference to what was run on the same streams."""
         at = {row["seed"]: row["mean"] for row in other}
-        return list(crossed({row["seed"]: row["mean"] - at[row["seed"]] for row in mine}, config.protocol.sources))
+        return list(
+            crossed(
+                {row["seed"]: row["mean"] - at[row["seed"]] for row in mine},
+                config.protocol.sources,
+            )
+        )
 
     for method, setting in dict.fromkeys((row["method"], row["setting"]) for row in runs):
         mine = results.select(runs, method=method, setting=setting)
@@ -336,7 +406,8 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
                 if all(name in row for row in mine)
             },
             "per_corruption": {
-                name: results.moments(row["accuracy"][name] for row in mine).mean for name in mine[0]["accuracy"]
+                name: results.moments(row["accuracy"][name] for row in mine).mean
+                for name in mine[0]["accuracy"]
             },
         }
         if sigma := work.shared.noise.get(setting):
@@ -351,20 +422,26 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "seeds": config.protocol.seeds,
         "images": config.data.images,
         **{name: privacy[name] for name in ("delta", "adjacency", "unit")},
-        "tried": [{"method": r["method"], "setting": r["setting"], **tried} for r in tuning for tried in r["tried"]],
+        "tried": [
+            {"method": r["method"], "setting": r["setting"], **tried}
+            for r in tuning
+            for tried in r["tried"]
+        ],
     }
 
 
 def crossed(values: Mapping[int, float], sources: int) -> tuple[float, float]:
-    """Returns the mean over runs, and a standard error for streams and source models that are both samples.
+    """Returns the mean over runs, and a standard error for streams and source models that are both
+    samples.
 
     Args:
-      values: One number per run, by seed. Run s has source model s % sources and stream s // sources.
+      values: One number per run, by seed. Run s has source model s % sources and stream s //
+          sources.
       sources: The number of source models.
 
     Returns:
-      The mean, and the root of the sum of the squared standard errors of the means per source model and per stream.
-      This counts the variation of single runs twice, so it is rather too large.
+      The mean, and the root of the sum of the squared standard errors of the means per source model
+      and per stream. This counts the variation of single runs twice, so it is rather too large.
     """
     errors = []
     for level in (lambda seed: seed % sources, lambda seed: seed // sources):
@@ -372,17 +449,23 @@ def crossed(values: Mapping[int, float], sources: int) -> tuple[float, float]:
         for seed, value in values.items():
             groups.setdefault(level(seed), []).append(value)
         if len(groups) > 1:
-            errors.append(results.moments(results.moments(group).mean for group in groups.values()).error)
+            errors.append(
+                results.moments(results.moments(group).mean for group in groups.values()).error
+            )
     return results.moments(values.values()).mean, math.hypot(*errors) if errors else math.nan
 
 
 def _accuracies(cells: Sequence[frame.Row]) -> list[dict[str, str]]:
     """Returns a line per method with a column per setting."""
-    return results.pivot(cells, "method", "setting", lambda c: results.percent(c[0]["mean"], c[0]["std"]))
+    return results.pivot(
+        cells, "method", "setting", lambda c: results.percent(c[0]["mean"], c[0]["std"])
+    )
 
 
 def _private(cells: Sequence[frame.Row]) -> list[frame.Row]:
-    """Returns the cells of the first method that have an epsilon. Other methods have the same epsilons."""
+    """Returns the cells of the first method that have an epsilon. Other methods have the same
+    epsilons.
+    """
     return [c for c in cells if c["method"] == cells[0]["method"] and "visits" in c]
 
 
@@ -392,18 +475,26 @@ def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
     changed = [c for c in cells if c["setting"] != ORIGINAL]
 
     def differences(over: str, shown: Sequence[frame.Row]) -> list[dict[str, str]]:
-        return results.pivot(shown, "method", "setting", lambda c: results.percent(*c[0][over], sign="+"))
+        return results.pivot(
+            shown, "method", "setting", lambda c: results.percent(*c[0][over], sign="+")
+        )
 
     return {
-        f"Accuracy in percent over all corruptions, mean ± standard deviation of {result['seeds']} streams": (
-            _accuracies([source, *cells])
+        "Accuracy in percent over all corruptions, mean ± standard deviation of "
+        f"{result['seeds']} streams": (_accuracies([source, *cells])),
+        "Difference to no adaptation on the same streams ± standard error": differences(
+            "over_source", cells
         ),
-        "Difference to no adaptation on the same streams ± standard error": differences("over_source", cells),
         "Difference to the original method on the same streams ± standard error": (
             differences("over_original", changed)
         ),
-        "Diagnostics, functions of the records: mean length of an update, and percent of images that took part": [
-            name | {"length": c["length"], "took part": results.percent(c["taken"]) if "taken" in c else None}
+        "Diagnostics, functions of the records: mean length of an update, and percent of images "
+        "that took part": [
+            name
+            | {
+                "length": c["length"],
+                "took part": results.percent(c["taken"]) if "taken" in c else None,
+            }
             for name, c in named
         ],
         f"What it costs at delta = {result['delta']:g}, {result['adjacency']}": [
@@ -421,7 +512,8 @@ def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
             for name, c in [*named, ({"method": SOURCE, "setting": ORIGINAL}, source)]
         ],
         "Hyper-parameters": [
-            name | {"learning rate": c["learning_rate"], "clip norm": c.get("clip_norm")} for name, c in named
+            name | {"learning rate": c["learning_rate"], "clip norm": c.get("clip_norm")}
+            for name, c in named
         ],
     }
 
@@ -437,24 +529,41 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     write_durably(root / "methods.txt", "\n".join(texts).encode())
     names = list(enumerate(source["per_corruption"]))
     about = f"{len(names)} corruptions, {result['seeds']} streams of {result['images']} photographs"
-    over_stream: Any = {"subtitle": about, "xlabel": "", "xticks": {k: name.replace("_", " ") for k, name in names}}
+    over_stream: Any = {
+        "subtitle": about,
+        "xlabel": "",
+        "xticks": {k: name.replace("_", " ") for k, name in names},
+    }
 
-    def curves(shown: Sequence[frame.Row], less: Mapping[str, float]) -> dict[str, list[tuple[float, float]]]:
-        return {c["method"]: [(k, c["per_corruption"][n] - less.get(n, 0.0)) for k, n in names] for c in shown}
+    def curves(
+        shown: Sequence[frame.Row], less: Mapping[str, float]
+    ) -> dict[str, list[tuple[float, float]]]:
+        return {
+            c["method"]: [(k, c["per_corruption"][n] - less.get(n, 0.0)) for k, n in names]
+            for c in shown
+        }
 
     for setting in settings(config):
         mine, file = results.select(cells, setting=setting), f"{frame.file_name(setting)}.png"
         title, ylabel = f"Accuracy over the stream, {setting}", "accuracy on the corruption"
         shown = curves([*mine, source], {})
         plot_curves(root / f"stream_{file}", shown, title=title, ylabel=ylabel, **over_stream)
-        title, ylabel = f"What adaptation gains over the stream, {setting}", f"{ylabel} less that of the source model"
+        title, ylabel = (
+            f"What adaptation gains over the stream, {setting}",
+            f"{ylabel} less that of the source model",
+        )
         shown, zero = curves(mine, source["per_corruption"]), {SOURCE: 0.0}
-        plot_curves(root / f"gain_{file}", shown, title=title, ylabel=ylabel, references=zero, **over_stream)
+        plot_curves(
+            root / f"gain_{file}", shown, title=title, ylabel=ylabel, references=zero, **over_stream
+        )
     on_log: Any = {"ylabel": "mean accuracy over the stream", "xscale": "log"}
     if noisy := sorted((c for c in cells if "visits" in c), key=lambda c: c["epsilon_sample"]):
         plot_curves(
             root / "by_epsilon.png",
-            {m: [(c["epsilon_sample"], c["mean"]) for c in noisy if c["method"] == m] for m in config.methods},
+            {
+                m: [(c["epsilon_sample"], c["mean"]) for c in noisy if c["method"] == m]
+                for m in config.methods
+            },
             title="Accuracy under corruption against ε of a sample",
             subtitle=f"{about}, δ = {result['delta']:g}",
             xlabel="ε of one visit (log scale)",
@@ -480,12 +589,14 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
 def _summary(result: Mapping[str, Any]) -> str:
     at = f"at delta = {result['delta']:g}, {result['adjacency']}"
     costs = [
-        f"{c['setting']}: epsilon = {c['epsilon_sample']:.4g} for a sample, {c['epsilon_unit']:.4g} for a "
+        f"{c['setting']}: epsilon = {c['epsilon_sample']:.4g} for a sample, "
+        f"{c['epsilon_unit']:.4g} for a "
         f"{result['unit']} (seen {c['visits']} times), {at}.\n"
         for c in _private(result["cells"])
     ]
     return (
-        f"{format_table(_accuracies(result['cells']))}\n\n{''.join(costs)}Each epsilon is of one run alone. These runs "
+        f"{format_table(_accuracies(result['cells']))}\n\n{''.join(costs)}Each epsilon is of one "
+        "run alone. These runs "
         "shared streams and labels. Publish all of them, as here, for public benchmarks only."
     )
 
@@ -501,8 +612,8 @@ STUDY = frame.Study(
     figures=_figures,
     plan=_plan,
     benchmark=(
-        "The accuracies are functions of the stream's records, and no ledger pays for them. Use jaxdp.tta.serve to "
-        "adapt to a private stream."
+        "The accuracies are functions of the stream's records, and no ledger pays for them. Use "
+        "jaxdp.tta.serve to adapt to a private stream."
     ),
 )
 

@@ -1,7 +1,9 @@
-"""Audits every mechanism and its broken twins: `python -m launch.audit [--mechanism=NAME] [--output=PAGE]`.
+"""Audits every mechanism and its broken twins: `python -m launch.audit [--mechanism=NAME]
+[--output=PAGE]`.
 
-The program prints a table. With --output it writes the page docs/design/audits.md. It exits with 1 in three cases: an
-honest mechanism is VIOLATED, an audit of one cannot tell, or a twin is not caught.
+The program prints a table. With --output it writes the page docs/design/audits.md. It exits with 1
+in three cases: an honest mechanism is VIOLATED, an audit of one cannot tell, or a twin is not
+caught.
 """
 
 import pathlib
@@ -13,9 +15,15 @@ from absl import flags
 from . import audits, frame
 from .audits.case import Case
 
-_MECHANISM = flags.DEFINE_string("mechanism", None, "The only mechanism to audit, for example DP-SGD.")
-_TRIALS = flags.DEFINE_integer("trials", None, "Runs of either kind. The default is each case's.", 2)
-_SEED = flags.DEFINE_string("seed", "000102030405060708090a0b0c0d0e0f", "16 bytes as hexadecimal digits.")
+_MECHANISM = flags.DEFINE_string(
+    "mechanism", None, "The only mechanism to audit, for example DP-SGD."
+)
+_TRIALS = flags.DEFINE_integer(
+    "trials", None, "Runs of either kind. The default is each case's.", 2
+)
+_SEED = flags.DEFINE_string(
+    "seed", "000102030405060708090a0b0c0d0e0f", "16 bytes as hexadecimal digits."
+)
 _OUTPUT = flags.DEFINE_string("output", None, "The file for the table as a Markdown page.")
 
 _PAGE = """# Audits
@@ -44,7 +52,9 @@ none.
 
 
 def judge(case: Case, seed: bytes, trials: int | None) -> tuple[dict[str, str], bool]:
-    """Returns the row of a case, and whether the honest mechanism is consistent and all twins are caught."""
+    """Returns the row of a case, and whether the honest mechanism is consistent and all twins are
+    caught.
+    """
     honest = case.honest(seed, trials)
     twins, caught = [], True
     for name, twin in case.twins.items():
@@ -52,7 +62,9 @@ def judge(case: Case, seed: bytes, trials: int | None) -> tuple[dict[str, str], 
         if isinstance(twin, str) or isinstance(found, str):
             continue
         caught &= found.violated
-        twins.append(f"{name} {found.lower:.3g}" + ("" if found.violated else f" ({found.verdict})"))
+        twins.append(
+            f"{name} {found.lower:.3g}" + ("" if found.violated else f" ({found.verdict})")
+        )
     row = {
         "mechanism": case.mechanism,
         "claim": case.claim,
@@ -98,7 +110,9 @@ def main(argv: Sequence[str]) -> None:
         path.write_text(page, encoding="utf-8")
         print(f"wrote {path}")
     if not good:
-        sys.exit("An honest mechanism is not consistent, or a twin is not caught. See the rows above.")
+        sys.exit(
+            "An honest mechanism is not consistent, or a twin is not caught. See the rows above."
+        )
 
 
 def _notes(case: Case) -> list[str]:

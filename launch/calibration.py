@@ -26,7 +26,9 @@ def _paid(cost: Mapping[str, Any]) -> float:
 
 
 def _shifted(result: Mapping[str, Any]) -> list[str]:
-    """Returns the shifts for medians and means: no clean images, since row 1 of Table 1 is a mean of Table 4."""
+    """Returns the shifts for medians and means: no clean images, since row 1 of Table 1 is a mean
+    of Table 4.
+    """
     return [shift for shift in result["cells"] if shift != data.CLEAN] or [data.CLEAN]
 
 
@@ -36,8 +38,13 @@ def _overall(result: Mapping[str, Any], *factors: str) -> list[dict[str, str]]:
     for name in (cost["method"] for cost in result["costs"]):
         row, cells = {"method": name}, [result["cells"][shift][name] for shift in _shifted(result)]
         for score, heading in (("ece", "ECE"), ("brier", "Brier")):
-            values = [value for cell in cells for factor in factors for value in cell[factor][score]]
-            row |= {f"median {heading}": f"{np.median(values):.4f}", f"mean {heading}": f"{np.mean(values):.4f}"}
+            values = [
+                value for cell in cells for factor in factors for value in cell[factor][score]
+            ]
+            row |= {
+                f"median {heading}": f"{np.median(values):.4f}",
+                f"mean {heading}": f"{np.mean(values):.4f}",
+            }
         rows.append(row)
     return rows
 
@@ -56,9 +63,10 @@ def _centre(result: Mapping[str, Any]) -> str:
 
 
 _CONSTANT = (
-    "A small ECE alone does not make a confidence useful. Suppose that the confidence of all images is their accuracy: "
-    "the ECE is nearly 0, so binning with a single bin would win. The Brier score is the mean squared difference "
-    "between confidence and whether the prediction is right. It is lower only for confidences that tell images apart."
+    "A small ECE alone does not make a confidence useful. Suppose that the confidence of all "
+    "images is their accuracy: the ECE is nearly 0, so binning with a single bin would win. The "
+    "Brier score is the mean squared difference between confidence and whether the prediction is "
+    "right. It is lower only for confidences that tell images apart."
 )
 
 
@@ -83,29 +91,45 @@ def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
         "constant": _CONSTANT,
         f"{over} with {centre}": _overall(result, CENTRE),
         f"ECE under each shift with {centre}": _per_shift(result, CENTRE),
-        "ECE under each shift without privacy, with the same sources and samples": _per_shift(result, NO_PRIVACY),
+        "ECE under each shift without privacy, with the same sources and samples": _per_shift(
+            result, NO_PRIVACY
+        ),
         f"What {centre} cost, pure epsilon, {result['adjacency']}": costs,
     }
 
 
 def figures(result: Mapping[str, Any], work: frame.Work) -> None:
-    """Draws the error against each factor, under each shift and under all, and the reliability diagrams."""
+    """Draws the error against each factor, under each shift and under all, and the reliability
+    diagrams.
+    """
 
     def panel(factor: str, shifts: Sequence[str]) -> tuple[str, tuple[str, Any]]:
         """Returns the mean ECE over some shifts against a factor, by method."""
-        (label, fixed), settings = FACTORS[factor], [Setting(*point) for point in result["settings"][factor]]
+        (label, fixed), settings = (
+            FACTORS[factor],
+            [Setting(*point) for point in result["settings"][factor]],
+        )
         axis, curves = [getattr(setting, factor) for setting in settings], {}
         for name in work.config.figures.methods:
             means = np.mean([result["cells"][shift][name][factor]["ece"] for shift in shifts], 0)
             curves[name] = list(zip(axis, means.tolist(), strict=True))
         return fixed.format(**settings[0]._asdict()), (label, curves)
 
-    for file, shifts in {**{shift: [shift] for shift in result["cells"]}, "all_shifts": _shifted(result)}.items():
-        where = "clean images" if shifts == [data.CLEAN] else f"images under {shifts[0].replace('_', ' ')}"
+    for file, shifts in {
+        **{shift: [shift] for shift in result["cells"]},
+        "all_shifts": _shifted(result),
+    }.items():
+        where = (
+            "clean images"
+            if shifts == [data.CLEAN]
+            else f"images under {shifts[0].replace('_', ' ')}"
+        )
         plot_panels(
             work.root / "figures" / f"{file}.png",
             dict(panel(factor, shifts) for factor in FACTORS),
-            title="Calibration under all shifts" if file == "all_shifts" else f"Calibration on {where}",
+            title="Calibration under all shifts"
+            if file == "all_shifts"
+            else f"Calibration on {where}",
             subtitle=f"{result['images']} test images, means of {result['trials']} trials",
             ylabel="expected calibration error",
         )
@@ -120,13 +144,22 @@ def figures(result: Mapping[str, Any], work: frame.Work) -> None:
 def summary(result: Mapping[str, Any]) -> str:
     """Returns the text for the terminal."""
     shown, rows = ("median ECE", "mean ECE", "mean Brier"), []
-    for cost, all_, centre in zip(result["costs"], _overall(result, *FACTORS), _overall(result, CENTRE), strict=True):
+    for cost, all_, centre in zip(
+        result["costs"], _overall(result, *FACTORS), _overall(result, CENTRE), strict=True
+    ):
         row = {"method": cost["method"], "releases": cost["releases"], "epsilon": _paid(cost)}
-        rows.append(row | {name: all_[name] for name in shown} | {f"centre: {name}": centre[name] for name in shown})
+        rows.append(
+            row
+            | {name: all_[name] for name in shown}
+            | {f"centre: {name}": centre[name] for name in shown}
+        )
     return (
         f"{format_table(rows)}\n\n"
-        f"The centre is {_centre(result)}. The other scores are over all settings and shifts. Every source pays "
-        f"PureDpEvent(epsilon) for one record ({result['adjacency']}), for any number of sources. With epsilon = inf "
-        "it has no privacy. The classifier, the settings and the noisy answers are public. Scores and diagrams read "
+        f"The centre is {_centre(result)}. The other scores are over all settings and shifts. "
+        "Every source pays "
+        f"PureDpEvent(epsilon) for one record ({result['adjacency']}), for any number of sources. "
+        "With epsilon = inf "
+        "it has no privacy. The classifier, the settings and the noisy answers are public. Scores "
+        "and diagrams read "
         "test labels without noise, so they are for public benchmarks only."
     )

@@ -1,4 +1,6 @@
-"""The configs that come with jaxdp: their names, their launchers, and their fields with defaults."""
+"""The configs that come with jaxdp: their names, their launchers, and their fields with
+defaults.
+"""
 
 import ast
 import pathlib
@@ -31,12 +33,17 @@ def known(launcher: str | None = None) -> list[Known]:
     for path in sorted(FOLDER.rglob("*.py")):
         doc = _doc(path)
         if (names := _launchers(doc)) and launcher in (None, *names):
-            found.append(Known(path.relative_to(FOLDER).with_suffix("").as_posix(), names, doc.splitlines()[0]))
+            found.append(
+                Known(
+                    path.relative_to(FOLDER).with_suffix("").as_posix(), names, doc.splitlines()[0]
+                )
+            )
     return found
 
 
 def find(config: str) -> str:
-    """Returns the path of a config, with its variant, for a path or for a name of `known`, such as "digits_dpsgd".
+    """Returns the path of a config, with its variant, for a path or for a name of `known`, such as
+    "digits_dpsgd".
 
     Raises:
       FileNotFoundError: There is neither. The message has the names that there are.
@@ -61,8 +68,9 @@ def launcher(config: str) -> str:
     names = _launchers(_doc(pathlib.Path(find(config).partition(":")[0])))
     if not names:
         raise ValueError(
-            f"--config={config} does not say its launcher. Put the command into its docstring, for example "
-            "'python -m launch.finetune --config my.py --workdir run', or run the launcher with --dry_run."
+            f"--config={config} does not say its launcher. Put the command into its docstring, for "
+            "example 'python -m launch.finetune --config my.py --workdir run', or run the "
+            "launcher with --dry_run."
         )
     return names[0]
 
@@ -88,11 +96,16 @@ def resolve(arguments: Sequence[str]) -> list[str]:
     if config is None:
         return list(arguments)
     path = find(config)
-    return [path if one == config else one.replace(f"config={config}", f"config={path}") for one in arguments]
+    return [
+        path if one == config else one.replace(f"config={config}", f"config={path}")
+        for one in arguments
+    ]
 
 
 def importable() -> None:
-    """Makes the configs importable as `configs`, since they import each other by this name, also from a wheel."""
+    """Makes the configs importable as `configs`, since they import each other by this name, also
+    from a wheel.
+    """
     if __package__ != "launch":
         from jaxdp import configs
 
@@ -104,4 +117,6 @@ def _doc(path: pathlib.Path) -> str:
 
 
 def _launchers(doc: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(re.findall(r"(?:-m (?:jaxdp\.)?launch\.|jaxdp )(\w+) --config", doc)))
+    return tuple(
+        dict.fromkeys(re.findall(r"(?:-m (?:jaxdp\.)?launch\.|jaxdp )(\w+) --config", doc))
+    )

@@ -1,6 +1,8 @@
-"""What the cells of launch/colab.ipynb call: installation beside the runtime's jax, its devices, parts of the report.
+"""What the cells of launch/colab.ipynb call: installation beside the runtime's jax, its devices,
+parts of the report.
 
-Before jaxdp is installed, this needs only the standard library and `packaging`, which every Jupyter kernel has.
+Before jaxdp is installed, this needs only the standard library and `packaging`, which every Jupyter
+kernel has.
 """
 
 import importlib
@@ -25,15 +27,17 @@ EXTRAS = ("corruptions", "plots")  # of jaxdp, which the notebook uses
 _EXTRAS = {"libtpu": "tpu", "jax-cuda13-plugin": "cuda13", "jax-cuda12-plugin": "cuda12"}
 
 
-# --- Installation -----------------------------------------------------------------------------------------------------
+# --- Installation -------------------------------------------------------------------------------
 
 
 def install() -> None:
-    """Installs this checkout for the running kernel, unless it is installed. Never changes jax or its libraries.
+    """Installs this checkout for the running kernel, unless it is installed. Never changes jax or
+    its libraries.
 
     Raises:
-      RuntimeError: The message says what to do. Either jax is too old, or pip found no versions that fit the installed
-        jax, and nothing was changed. Or pip replaced something that the kernel had loaded.
+      RuntimeError: The message says what to do. Either jax is too old, or pip found no versions
+        that fit the installed jax, and nothing was changed. Or pip replaced something that the
+        kernel had loaded.
     """
     before = installed()
     if "jaxdp" in before:
@@ -45,45 +49,72 @@ def install() -> None:
         path.write_text(constraints(before))
         pip = subprocess.run(command(path), capture_output=True, text=True)
     if pip.returncode:
-        raise RuntimeError(f"pip could not install jaxdp beside the jax of this runtime:\n{pip.stdout}{pip.stderr}")
+        raise RuntimeError(
+            f"pip could not install jaxdp beside the jax of this runtime:\n{pip.stdout}{pip.stderr}"
+        )
     importlib.invalidate_caches()
     after = installed()
     if stale := in_use(name for name, version in before.items() if after.get(name) != version):
         raise RuntimeError(
-            f"jaxdp is installed, but pip replaced {', '.join(stale)}, which this kernel had loaded. Choose Runtime > "
-            "Restart session, then run all cells again."
+            f"jaxdp is installed, but pip replaced {', '.join(stale)}, which this kernel had "
+            "loaded. Choose Runtime > Restart session, then run all cells again."
         )
-    print(f"Installed jaxdp {after['jaxdp']}. jax {after['jax']} is " + ("unchanged." if "jax" in before else "new."))
+    print(
+        f"Installed jaxdp {after['jaxdp']}. jax {after['jax']} is "
+        + ("unchanged." if "jax" in before else "new.")
+    )
 
 
 def installed() -> dict[str, str]:
     """Returns the versions of all installed distributions by their normalised names."""
     found = importlib.metadata.distributions()
     # Of two distributions with one name, Python imports the first.
-    return {_normalised(d.metadata["Name"]): d.version for d in reversed(list(found)) if d.metadata["Name"]}
+    return {
+        _normalised(d.metadata["Name"]): d.version
+        for d in reversed(list(found))
+        if d.metadata["Name"]
+    }
 
 
 def constraints(versions: Mapping[str, str]) -> str:
     """Returns a file of constraints with which pip fails instead of replacing jax."""
-    return "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()) if _RUNTIME.fullmatch(name))
+    return "".join(
+        f"{name}=={version}\n"
+        for name, version in sorted(versions.items())
+        if _RUNTIME.fullmatch(name)
+    )
 
 
 def command(constraints: pathlib.Path, *, root: pathlib.Path = ROOT) -> list[str]:
-    """Returns the command of pip. It is editable, so that `!python -m launch.finetune` finds the configs."""
+    """Returns the command of pip. It is editable, so that `!python -m launch.finetune` finds the
+    configs.
+    """
     options = ["--disable-pip-version-check", "--constraint", str(constraints)]
-    return [sys.executable, "-m", "pip", "install", *options, "--editable", f"{root}[{','.join(EXTRAS)}]"]
+    return [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        *options,
+        "--editable",
+        f"{root}[{','.join(EXTRAS)}]",
+    ]
 
 
 def check_jax(versions: Mapping[str, str], *, root: pathlib.Path = ROOT) -> None:
     """Raises RuntimeError if the installed jax, if there is one, is older than jaxdp needs."""
-    listed = map(Requirement, tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"])
+    listed = map(
+        Requirement, tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    )
     [needed] = [requirement.specifier for requirement in listed if requirement.name == "jax"]
     if "jax" not in versions or needed.contains(versions["jax"], prereleases=True):
         return
     extra = next((f"[{extra}]" for plugin, extra in _EXTRAS.items() if plugin in versions), "")
     raise RuntimeError(
-        f"This runtime has jax {versions['jax']}, and jaxdp needs jax{needed}. Nothing was changed. Choose a newer "
-        "runtime version (Runtime > Change runtime type). If there is none, replace its jax yourself: run\n\n"
+        f"This runtime has jax {versions['jax']}, and jaxdp needs jax{needed}. Nothing was "
+        "changed. Choose a newer "
+        "runtime version (Runtime > Change runtime type). If there is none, replace its jax "
+        "yourself: run\n\n"
         f'    %pip install --upgrade "jax{extra}{needed}"\n\n'
         "in a cell of its own, then Runtime > Restart session, and run all cells again."
     )
@@ -105,21 +136,28 @@ def _normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-# --- Devices ----------------------------------------------------------------------------------------------------------
+# --- Devices ------------------------------------------------------------------------------------
 
 _NAMES = {"v5e": "TPU v5e", "h100": "H100"}  # by targets of `jaxdp.compilers`
 
 
 def expect(devices: Sequence[Any]) -> None:
-    """Prints on what the cells compute, and what compilers estimate for larger models on such a device.
+    """Prints on what the cells compute, and what compilers estimate for larger models on such a
+    device.
 
     Args:
       devices: Those of `jax.devices()`.
     """
     platform, kind = devices[0].platform, devices[0].device_kind
-    print(f"Found {len(devices)} x {kind}, of the platform {platform}. The cells compute on the first one.")
+    print(
+        f"Found {len(devices)} x {kind}, of the platform {platform}. The cells compute on the "
+        "first one."
+    )
     if platform == "cpu":
-        print("A GPU or TPU is under Runtime > Change runtime type. The cells then compute there, without a change.")
+        print(
+            "A GPU or TPU is under Runtime > Change runtime type. The cells then compute there, "
+            "without a change."
+        )
     target = "h100" if platform in ("gpu", "cuda", "rocm") else "v5e"
     if rows := estimates(target):
         from jaxdp.compilers import CAVEAT
@@ -130,7 +168,9 @@ def expect(devices: Sequence[Any]) -> None:
 
 
 def estimates(target: str) -> list[dict[str, Any]]:
-    """Returns the estimates of plain and of clipped gradients, of the checkout's last report for a target."""
+    """Returns the estimates of plain and of clipped gradients, of the checkout's last report for a
+    target.
+    """
     from jaxdp.compilers import TARGETS
 
     path = ROOT / "benchmarks" / "results" / f"compiled_{target}.json"
@@ -139,13 +179,17 @@ def estimates(target: str) -> list[dict[str, Any]]:
     clock = TARGETS[target].clock or 1.0  # a GPU's report has seconds
     rows = []
     for case, steps in json.loads(path.read_text())["cases"].items():
-        plain, clipped = (1e3 * steps.get(step, {}).get("total", 0.0) / clock for step in ("plain", "clipped"))
+        plain, clipped = (
+            1e3 * steps.get(step, {}).get("total", 0.0) / clock for step in ("plain", "clipped")
+        )
         if plain and clipped:
-            rows.append({"case": case, "plain, ms": plain, "clipped, ms": clipped, "ratio": clipped / plain})
+            rows.append(
+                {"case": case, "plain, ms": plain, "clipped, ms": clipped, "ratio": clipped / plain}
+            )
     return rows
 
 
-# --- Results ----------------------------------------------------------------------------------------------------------
+# --- Results ------------------------------------------------------------------------------------
 
 
 def show(workdir: str | os.PathLike[str], *headings: str) -> None:
@@ -161,18 +205,32 @@ def show(workdir: str | os.PathLike[str], *headings: str) -> None:
     style = re.search(r"<style>(.*?)</style>", page, flags=re.DOTALL)
     assert style is not None
     for heading in headings:
-        found = re.search(rf"<(h[23])>{re.escape(heading)}</\1>.*?(?=<h2>|<h3>|</section>)", page, flags=re.DOTALL)
+        found = re.search(
+            rf"<(h[23])>{re.escape(heading)}</\1>.*?(?=<h2>|<h3>|</section>)", page, flags=re.DOTALL
+        )
         if found is None:
             states = json.loads((root / "lifecycle.json").read_text())["stages"]
-            bad = [f"{name} {s['status']}, {s['message']}" for name, s in states.items() if s["message"]]
-            raise ValueError(f"The report has no {heading!r}. Stages that are not done: {'; '.join(bad) or 'none'}.")
-        # The style is nested, so that it changes nothing else in the notebook. Its colours belong to the piece.
+            bad = [
+                f"{name} {s['status']}, {s['message']}"
+                for name, s in states.items()
+                if s["message"]
+            ]
+            raise ValueError(
+                f"The report has no {heading!r}. Stages that are not done: "
+                f"{'; '.join(bad) or 'none'}."
+            )
+        # The style is nested, so that it changes nothing else in the notebook. Its colours belong
+        # to the piece.
         nested = f".jaxdp-report {{{style[1].replace(':root', '&')}}}"
         display(HTML(f'<style>{nested}</style><div class="jaxdp-report">{found[0]}</div>'))
 
 
-def show_images(path: str | os.PathLike[str], rows: Mapping[str, Any], *, title: str, most: int = 10) -> None:
-    """Draws the first images of every row under each other (`jaxdp.report.plot_images`) and displays the figure."""
+def show_images(
+    path: str | os.PathLike[str], rows: Mapping[str, Any], *, title: str, most: int = 10
+) -> None:
+    """Draws the first images of every row under each other (`jaxdp.report.plot_images`) and
+    displays the figure.
+    """
     from IPython.display import Image, display
 
     from jaxdp.report import plot_images

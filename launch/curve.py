@@ -2,8 +2,9 @@
 
     python -m launch.finetune --config configs/finetune/cifar10_squeezenet.py --workdir workdir/curve
 
-The part `curve` of a config has `epsilons`, a learning rate for each in `learning_rates`, and `runs`. A point is one
-private model. It has its own ledger, as if it alone were released. Releasing all points would cost the sum.
+The part `curve` of a config has `epsilons`, a learning rate for each in `learning_rates`, and
+`runs`. A point is one private model. It has its own ledger, as if it alone were released. Releasing
+all points would cost the sum.
 """
 
 import copy
@@ -51,7 +52,8 @@ def _cells(config: Any) -> Iterator[Point]:
     epsilons, rates = config.curve.epsilons, config.curve.learning_rates
     if len(epsilons) != len(rates):
         raise ValueError(
-            f"config.curve.learning_rates must have one rate for each of {len(epsilons)} epsilons, got {len(rates)}."
+            f"config.curve.learning_rates must have one rate for each of {len(epsilons)} "
+            f"epsilons, got {len(rates)}."
         )
     for run in range(config.curve.runs):
         for epsilon in frame.some("curve.epsilons", epsilons):
@@ -64,10 +66,14 @@ def _run(cell: Point, work: frame.Work) -> dict[str, Any]:
     terms = task.terms(private, work.config.data)
     start = models.fresh(task.network, work.config.init_seed)
     with (
-        frame.account(folder / "ledger.sqlite", task.private.name, label=private.method, **terms) as account,
+        frame.account(
+            folder / "ledger.sqlite", task.private.name, label=private.method, **terms
+        ) as account,
         frame.watching(work.config, folder) as writers,
     ):
-        params, cost = trainers.fit(trainer, start, task.units, private, account, folder / "scratch", writers)
+        params, cost = trainers.fit(
+            trainer, start, task.units, private, account, folder / "scratch", writers
+        )
     save_params(folder / "params.safetensors", task.serving(params))
     return {
         "accuracy": finetune.accuracy(task.network.apply_fn, params, task.test),
@@ -111,17 +117,24 @@ def _without(work: frame.Work) -> float:
 
 def _table(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = [
-        {"epsilon": f"{p['epsilon']:g}", "test accuracy %": results.percent(p["accuracy"], p["deviation"])}
+        {
+            "epsilon": f"{p['epsilon']:g}",
+            "test accuracy %": results.percent(p["accuracy"], p["deviation"]),
+        }
         for p in result["points"]
     ]
     plain = result["without_privacy"]
-    return rows + ([{"epsilon": "inf", "test accuracy %": results.percent(plain)}] if plain is not None else [])
+    return rows + (
+        [{"epsilon": "inf", "test accuracy %": results.percent(plain)}] if plain is not None else []
+    )
 
 
 def _summary(result: Mapping[str, Any]) -> str:
     return (
-        f"{format_table(_table(result))}\n\n{result['records']} private records of {result['dataset']}, delta = "
-        f"{result['delta']:g}. Mean and standard deviation over {result['runs']} runs.\nEach private model alone has "
+        f"{format_table(_table(result))}\n\n{result['records']} private records of "
+        f"{result['dataset']}, delta = "
+        f"{result['delta']:g}. Mean and standard deviation over {result['runs']} runs.\nEach "
+        "private model alone has "
         "its epsilon. Releasing several costs the sum."
     )
 
@@ -170,7 +183,7 @@ STUDY = frame.Study(
     figures=_figures,
     plan=_plan,
     benchmark=(
-        "It trains many models on one private set and compares them on its test set. For private data fine-tune one "
-        "model, with a config without config.curve."
+        "It trains many models on one private set and compares them on its test set. For private "
+        "data fine-tune one model, with a config without config.curve."
     ),
 )

@@ -71,7 +71,9 @@ SOURCES = ("bundled", "tfds", "npz", "hf", "folder")
 ROLES = ("upstream", "public", "private", "sources", "stream", "client", "test", "tuning")
 
 
-def parts(config: Any, *roles: str, prepare: Prepare | None = None, grouped: bool = False) -> dict[str, Examples]:
+def parts(
+    config: Any, *roles: str, prepare: Prepare | None = None, grouped: bool = False
+) -> dict[str, Examples]:
     """Returns the sources of some roles, with names such as "digits/private".
 
     The division into parts does not depend on the records.
@@ -80,16 +82,20 @@ def parts(config: Any, *roles: str, prepare: Prepare | None = None, grouped: boo
       config: The `data` part of a study's config, see above.
       roles: The wanted roles. A role without a part is left out.
       prepare: As in `jaxdp.data.from_tfds`. It is used if config.prepare is True.
-      grouped: Whether the study can protect the owners of several records, with `units` and `one_each`.
+      grouped: Whether the study can protect the owners of several records, with `units` and
+          `one_each`.
 
     Raises:
       FileNotFoundError: The data is missing. The message says how to get it.
-      ValueError: The parts do not fit the data or share a record or an owner, or the source is unknown. Or
-        config.data.group is set for a study that protects records.
+      ValueError: The parts do not fit the data or share a record or an owner, or the source is
+        unknown. Or config.data.group is set for a study that protects records.
     """
     if config.source not in SOURCES and ":" not in config.source:
         known = ", ".join(map(repr, SOURCES))
-        raise ValueError(f"config.data.source must be {known} or 'package.module:function', got {config.source!r}.")
+        raise ValueError(
+            f"config.data.source must be {known} or 'package.module:function', got "
+            f"{config.source!r}."
+        )
     check_group(config, grouped=grouped)
     wanted = _wanted(config)
     chosen = [name for role in roles for name in wanted if _role(name) == role]
@@ -98,8 +104,8 @@ def parts(config: Any, *roles: str, prepare: Prepare | None = None, grouped: boo
         shares = [_share(role, part, len(whole)) for role, part in wanted.items()]
         if sum(shares) > 1 + 1e-9:
             raise ValueError(
-                f"config.data.parts must add up to at most {len(whole)} records of {config.name!r}, or to 1 in shares, "
-                f"got {dict(wanted)}."
+                f"config.data.parts must add up to at most {len(whole)} records of "
+                f"{config.name!r}, or to 1 in shares, got {dict(wanted)}."
             )
         cut = dict(zip(wanted, whole.split(shares, seed=config.split_seed), strict=True))
         return {k: dataclasses.replace(cut[k], name=f"{config.name}/{k}") for k in chosen}
@@ -107,7 +113,9 @@ def parts(config: Any, *roles: str, prepare: Prepare | None = None, grouped: boo
     where = splits(config) if config.source in ("tfds", "npz") else {}
     _check_apart(config, {name: part for name, part in wanted.items() if name not in where})
     found = {
-        name: _read(*where[name], config.data_dir or None, how) if name in where else _opened(config, wanted[name], how)
+        name: _read(*where[name], config.data_dir or None, how)
+        if name in where
+        else _opened(config, wanted[name], how)
         for name in chosen
     }
     _check_owners(config, found)
@@ -126,7 +134,9 @@ def _wanted(config: Any) -> dict[str, Any]:
     return {
         name: each
         for role, part in given.items()
-        for name, each in ([(f"{role} {k}", x) for k, x in enumerate(part)] if role in several else [(role, part)])
+        for name, each in (
+            [(f"{role} {k}", x) for k, x in enumerate(part)] if role in several else [(role, part)]
+        )
     }
 
 
@@ -138,15 +148,18 @@ def terms(config: Any, *, unit: str = "example", adjacency: str = "add_remove") 
     """Returns unit and adjacency of the private data for `frame.account`.
 
     Args:
-      config: The `data` part of a study's config. Its fields `unit` and `adjacency` are used if they are there.
-      unit, adjacency: The defaults. A unit is a word for people: without config.data.group the guarantee is for one
-        record of a part, so declare "patient" only if no patient has two records.
+      config: The `data` part of a study's config. Its fields `unit` and `adjacency` are used if
+          they are there.
+      unit, adjacency: The defaults. A unit is a word for people: without config.data.group the
+        guarantee is for one record of a part, so declare "patient" only if no patient has two
+        records.
     """
     return {"unit": config.get("unit", unit), "adjacency": config.get("adjacency", adjacency)}
 
 
 def units(config: Any, images: Examples, records: Any = None) -> Any:
-    """Returns private records by unit of privacy: their owners if config.data.group is set, otherwise the records.
+    """Returns private records by unit of privacy: their owners if config.data.group is set,
+    otherwise the records.
 
     Args:
       config: The `data` part of a study's config.
@@ -161,7 +174,9 @@ def units(config: Any, images: Examples, records: Any = None) -> Any:
 
 
 def held(units: Any) -> tuple[Examples, np.ndarray]:
-    """Returns the records of `units` that count, in their order, and the number of the owner of each."""
+    """Returns the records of `units` that count, in their order, and the number of the owner of
+    each.
+    """
     if not isinstance(units, data.Groups):
         return units, np.arange(len(units))
     records: Any = units.source
@@ -172,22 +187,33 @@ def held(units: Any) -> tuple[Examples, np.ndarray]:
 
 
 def one_each(config: Any, records: Examples) -> Examples:
-    """Returns the first record of each owner if config.data.group is set, for a guarantee that is for one record."""
+    """Returns the first record of each owner if config.data.group is set, for a guarantee that is
+    for one record.
+    """
     if not config.get("group", ""):
         return records
     return records.take(data.by_group(records, config.group, max_records=1).rows[:, 0])
 
 
 def check_group(config: Any, *, grouped: bool = False) -> None:
-    """Raises ValueError for a group of a study that protects single records, or one that lacks a unit or a limit."""
+    """Raises ValueError for a group of a study that protects single records, or one that lacks a
+    unit or a limit.
+    """
     if not (group := config.get("group", "")):
         return
     if not grouped:
-        raise ValueError(f"config.data.group must be '' for this study, which protects single records, got {group!r}.")
+        raise ValueError(
+            "config.data.group must be '' for this study, which protects single records, got "
+            f"{group!r}."
+        )
     if config.source == "bundled":
-        raise ValueError(f"config.data.group={group!r} needs other data: no bundled set says who owns a record.")
+        raise ValueError(
+            f"config.data.group={group!r} needs other data: no bundled set says who owns a record."
+        )
     if config.get("unit", "example") in ("example", "image", "record"):
-        raise ValueError(f"config.data.unit must name an owner of records, such as 'patient', with {group=}.")
+        raise ValueError(
+            f"config.data.unit must name an owner of records, such as 'patient', with {group=}."
+        )
     if config.get("max_records", 0) < 1:
         raise ValueError(f"config.data.max_records must be at least 1 with {group=}.")
 
@@ -203,8 +229,9 @@ def _check_owners(config: Any, found: Mapping[str, Examples]) -> None:
         for owner in set(data.read_ids(records, group)):
             if first.setdefault(owner, name) != name:
                 raise ValueError(
-                    f"config.data.parts.{first[owner]} and config.data.parts.{name} share a {config.unit}. No account "
-                    f"counts both uses of its records. Put all records of a {config.unit} into one part."
+                    f"config.data.parts.{first[owner]} and config.data.parts.{name} share a "
+                    f"{config.unit}. No account counts both uses of its records. Put all records "
+                    f"of a {config.unit} into one part."
                 )
 
 
@@ -215,15 +242,25 @@ def _columns(records: Examples) -> set[str]:
 
 
 def only_adjacency(config: Any, adjacency: str) -> None:
-    """Raises ValueError if the `data` part of a config has another adjacency than a study's proofs are for."""
+    """Raises ValueError if the `data` part of a config has another adjacency than a study's proofs
+    are for.
+    """
     if (given := config.get("adjacency", adjacency)) != adjacency:
-        raise ValueError(f"config.data.adjacency must be {adjacency!r} for this study, got {given!r}.")
+        raise ValueError(
+            f"config.data.adjacency must be {adjacency!r} for this study, got {given!r}."
+        )
 
 
 def _share(role: str, part: Any, records: int) -> float:
-    if isinstance(part, bool) or not isinstance(part, int | float) or part <= 0 or (part > 1 and part % 1):
+    if (
+        isinstance(part, bool)
+        or not isinstance(part, int | float)
+        or part <= 0
+        or (part > 1 and part % 1)
+    ):
         raise ValueError(
-            f"config.data.parts.{role} must be a share in (0, 1) or a number of records of a bundled set, got {part!r}."
+            f"config.data.parts.{role} must be a share in (0, 1) or a number of records of a "
+            f"bundled set, got {part!r}."
         )
     return part if part < 1 else part / records
 
@@ -238,19 +275,29 @@ def splits(config: Any) -> dict[str, tuple[str, str]]:
     found, wanted = {}, _wanted(config)
     for role, part in wanted.items():
         if not isinstance(part, str):
-            raise ValueError(f"config.data.parts.{role} must be a split such as 'train[:500]', got {part!r}.")
+            raise ValueError(
+                f"config.data.parts.{role} must be a split such as 'train[:500]', got {part!r}."
+            )
         name, _, split = part.rpartition("/")
         if name or config.get("source") != "npz":
             found[role] = (name or config.name, split)
     if found:
-        data.check_disjoint({f"config.data.parts.{role}": (*at, config.data_dir or None) for role, at in found.items()})
+        data.check_disjoint(
+            {
+                f"config.data.parts.{role}": (*at, config.data_dir or None)
+                for role, at in found.items()
+            }
+        )
     return found
 
 
 def _opened(config: Any, part: str, prepare: Prepare | None) -> Examples:
     """Returns a part of npz, hf, folder or a function."""
     if not isinstance(part, str):
-        raise ValueError(f"config.data.parts must have texts for config.data.source={config.source!r}, got {part!r}.")
+        raise ValueError(
+            f"config.data.parts must have texts for config.data.source={config.source!r}, got "
+            f"{part!r}."
+        )
     name, path = f"{config.name}/{part}", config.get("path", "")
     columns, limits = dict(config.get("columns", {})) or None, Limits(**config.get("limits", {}))
     group = config.get("group", "")
@@ -267,12 +314,17 @@ def _opened(config: Any, part: str, prepare: Prepare | None) -> Examples:
             return data.from_arrays(image=image, label=label.reshape(-1), **how)
         case "hf":
             if set("[+") & set(part):
-                raise ValueError(f"config.data.parts must have whole splits for 'hf', got {part!r}. Cut them before.")
+                raise ValueError(
+                    f"config.data.parts must have whole splits for 'hf', got {part!r}. Cut them "
+                    "before."
+                )
             texts = [group] if group else []
             found = data.from_hf(path or config.name, part, columns=columns, texts=texts, **how)
         case "folder":
             classes = tuple(config.get("class_names", ())) or None
-            texts = [group] if group and group in read_table(os.path.join(path, part)).columns else []
+            texts = (
+                [group] if group and group in read_table(os.path.join(path, part)).columns else []
+            )
             found = data.from_folder(
                 path,
                 part,
@@ -293,12 +345,14 @@ def _called(config: Any, part: str) -> Examples:
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"config.data.source={config.source!r} cannot be imported: {shown(error)}.") from error
+        raise ValueError(
+            f"config.data.source={config.source!r} cannot be imported: {shown(error)}."
+        ) from error
     found = make(part, **dict(config.get("options", {})))
     if not isinstance(found, Examples):
         raise TypeError(
-            f"config.data.source={config.source!r} must return jaxdp.data.Examples, as from_arrays and from_grain do, "
-            f"got {type(found).__name__}."
+            f"config.data.source={config.source!r} must return jaxdp.data.Examples, as from_arrays "
+            f"and from_grain do, got {type(found).__name__}."
         )
     return dataclasses.replace(found, name=f"{config.name}/{part}")
 
@@ -307,15 +361,17 @@ def _check_apart(config: Any, wanted: Mapping[str, Any]) -> None:
     """Refuses parts that share a file of records, or an image of a folder."""
     for part in (parts := list(wanted.values())):
         if parts.count(part) > 1:
-            raise ValueError(f"config.data.parts has {part!r} for several roles, which would share all records.")
+            raise ValueError(
+                f"config.data.parts has {part!r} for several roles, which would share all records."
+            )
     owner = dict[str, str]()
     for name in wanted if config.source == "folder" else ():
         table = read_table(os.path.join(config.path, wanted[name]), needed=("path",))
         for path in map(os.path.normpath, table.columns["path"]):
             if owner.setdefault(path, name) != name:
                 raise ValueError(
-                    f"config.data.parts.{owner[path]} and config.data.parts.{name} share an image. No account counts "
-                    "both uses of a record. List every image in one part."
+                    f"config.data.parts.{owner[path]} and config.data.parts.{name} share an image. "
+                    "No account counts both uses of a record. List every image in one part."
                 )
 
 
@@ -323,7 +379,8 @@ def arrays(config: Any, field: str, keys: Sequence[str], what: str) -> dict[str,
     """Returns arrays of an .npz file, in the order of `keys`.
 
     Args:
-      config: The `data` part of a study's config. A field `limits` may have fields of `jaxdp.files.Limits`.
+      config: The `data` part of a study's config. A field `limits` may have fields of
+          `jaxdp.files.Limits`.
       field: The field of the config with the path.
       keys: The names of the arrays.
       what: A description of the file for error messages.
@@ -335,8 +392,9 @@ def arrays(config: Any, field: str, keys: Sequence[str], what: str) -> dict[str,
     path, content = config[field], f"{', '.join(keys)} ({what})"
     if not path or not os.path.exists(path):
         raise FileNotFoundError(
-            f"File {path!r} does not exist. An .npz file with the arrays {content} is needed. Give its path with "
-            f"--config.data.{field}=..., or run the config of the digits, which needs no file."
+            f"File {path!r} does not exist. An .npz file with the arrays {content} is needed. Give "
+            f"its path with --config.data.{field}=..., or run the config of the digits, which "
+            "needs no file."
         )
     limits = Limits(**config.get("limits", {}))
     return read_npz(path, keys, remedy=f"Make it again with {content}.", limits=limits)
@@ -345,7 +403,8 @@ def arrays(config: Any, field: str, keys: Sequence[str], what: str) -> dict[str,
 def texts(
     name: str, split: str, field: str, *, data_dir: str | None = None, labelled: bool = True
 ) -> tuple[list[str], np.ndarray]:
-    """Returns the texts of a field, and the labels int32 [n] (without `labelled` zeros), of a split of TFDS.
+    """Returns the texts of a field, and the labels int32 [n] (without `labelled` zeros), of a split
+    of TFDS.
 
     Raises:
       ValueError: The split has no labels, or no such field.
@@ -354,14 +413,20 @@ def texts(
     tfds = optional("tensorflow_datasets", "tfds")
 
     with prepared._quiet_array_record():
-        builder = prepared._prepared_builder(tfds, name, data_dir or os.environ.get("TFDS_DATA_DIR") or None)
+        builder = prepared._prepared_builder(
+            tfds, name, data_dir or os.environ.get("TFDS_DATA_DIR") or None
+        )
         records = builder.as_data_source(split=split)
         rows = records.__getitems__(list(range(len(records))))
     if rows and field not in rows[0]:
-        raise ValueError(f"field must be one of {', '.join(map(repr, sorted(rows[0])))}, got {field!r}.")
+        raise ValueError(
+            f"field must be one of {', '.join(map(repr, sorted(rows[0])))}, got {field!r}."
+        )
     label = np.array([row["label"] if labelled else 0 for row in rows], np.int32)
     if (label < 0).any():
-        raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1).")
+        raise ValueError(
+            f"split {split!r} of data set {name!r} has no labels (they are stored as -1)."
+        )
     return [row[field].decode("utf-8", "replace") for row in rows], label
 
 
@@ -374,15 +439,17 @@ def read(spec: Any, prepare: Prepare | None = None) -> Examples:
     """Returns one whole set, or some classes of it.
 
     Args:
-      spec: Has the fields of a set of images, `split` in place of parts, and `classes`, the labels to keep. They are
-        renumbered in this order. () keeps all.
+      spec: Has the fields of a set of images, `split` in place of parts, and `classes`, the labels
+        to keep. They are renumbered in this order. () keeps all.
       prepare: As in `parts`.
     """
     check_group(spec)
     if spec.source == "bundled":
         source = _bundled(spec)
     elif spec.source == "tfds":
-        source = _read(spec.name, spec.split, spec.data_dir or None, prepare if spec.prepare else None)
+        source = _read(
+            spec.name, spec.split, spec.data_dir or None, prepare if spec.prepare else None
+        )
     else:
         source = _opened(spec, spec.split, prepare if spec.prepare else None)
     return source.of_classes(spec.classes) if spec.classes else source
@@ -392,24 +459,31 @@ def check_apart(sets: Any, first: str, *others: str) -> None:
     """Raises ValueError if another set, each as in `read`, shares a record with the first.
 
     Args:
-      sets: The `data` part of a config, by name. Only sets of TFDS are compared. A set without a name is skipped.
+      sets: The `data` part of a config, by name. Only sets of TFDS are compared. A set without a
+          name is skipped.
       first, others: Names of sets.
     """
     mine = sets[first]
     for name in others:
         other = sets[name]
         known = other.name and mine.source == other.source == "tfds"
-        if known and not (mine.classes and other.classes and set(mine.classes).isdisjoint(other.classes)):
+        if known and not (
+            mine.classes and other.classes and set(mine.classes).isdisjoint(other.classes)
+        ):
             parts = {first: mine, name: other}
             data.check_disjoint(
-                {f"config.data.{part}": (spec.name, spec.split, spec.data_dir or None) for part, spec in parts.items()}
+                {
+                    f"config.data.{part}": (spec.name, spec.split, spec.data_dir or None)
+                    for part, spec in parts.items()
+                }
             )
 
 
 def under(test: Examples | None, config: Any, shift: str) -> Examples:
     """Returns test images under a shift, `CLEAN` or a corruption, always in the same order.
 
-    Corruptions that are computed here are computed whenever an image is read. `in_memory` keeps them.
+    Corruptions that are computed here are computed whenever an image is read. `in_memory` keeps
+    them.
 
     Args:
       test: The images without a shift. Published corrupted sets need none.
@@ -421,9 +495,13 @@ def under(test: Examples | None, config: Any, shift: str) -> Examples:
       FileNotFoundError: As in `parts`.
     """
     if config.get("corrupted_name", "") and shift != CLEAN:
-        return data.corrupted_tfds(config.corrupted_name, shift, config.severity, data_dir=config.data_dir or None)
+        return data.corrupted_tfds(
+            config.corrupted_name, shift, config.severity, data_dir=config.data_dir or None
+        )
     if test is None:
-        raise ValueError(f"config.data.parts.test must name the images for the shift {shift!r}, got none.")
+        raise ValueError(
+            f"config.data.parts.test must name the images for the shift {shift!r}, got none."
+        )
     if shift in (strengths := config.get("strengths", {})):
         return shifts.shifted(test, shift, strengths[shift])
     return test if shift == CLEAN else data.corrupt(test, shift, severity=config.severity)
@@ -432,10 +510,15 @@ def under(test: Examples | None, config: Any, shift: str) -> Examples:
 def in_memory(source: Examples, name: str = "") -> Examples:
     """Returns a source with all images in memory as uint8. A corruption is thus computed once."""
     parts = np.split(np.arange(len(source)), range(256, len(source), 256))
-    read = [source.gather(rows) for rows in progress_bar(parts, label=f"images of {source.name}", unit="batch")]
+    read = [
+        source.gather(rows)
+        for rows in progress_bar(parts, label=f"images of {source.name}", unit="batch")
+    ]
     image = np.concatenate([np.rint(255 * columns["image"]).astype(np.uint8) for columns in read])
     label = np.concatenate([columns["label"] for columns in read])
-    return data.from_arrays(image=image, label=label, num_classes=source.num_classes, name=name or source.name)
+    return data.from_arrays(
+        image=image, label=label, num_classes=source.num_classes, name=name or source.name
+    )
 
 
 def everything(source: Examples) -> dict[str, np.ndarray]:
@@ -470,9 +553,14 @@ def few_shots(source: Examples, shots: int, *, seed: int) -> dict[str, np.ndarra
       ValueError: A class has fewer records.
     """
     if (most := smallest_class(source)) < shots:
-        raise ValueError(f"shots must be at most {most}, the size of the smallest class, got {shots}.")
+        raise ValueError(
+            f"shots must be at most {most}, the size of the smallest class, got {shots}."
+        )
     rng, known = np.random.Generator(np.random.Philox(key=seed)), labels(source)
-    rows = [rng.choice(np.flatnonzero(known == k), shots, replace=False) for k in range(source.num_classes)]
+    rows = [
+        rng.choice(np.flatnonzero(known == k), shots, replace=False)
+        for k in range(source.num_classes)
+    ]
     return source.gather(np.concatenate(rows))
 
 
@@ -482,13 +570,17 @@ def turned(source: Examples, quarters: int) -> Examples:
         return source
     columns = everything(source)
     image = np.rot90(columns["image"], quarters, axes=(1, 2))
-    return data.from_arrays(image=image, label=columns["label"], num_classes=source.num_classes, name=source.name)
+    return data.from_arrays(
+        image=image, label=columns["label"], num_classes=source.num_classes, name=source.name
+    )
 
 
 def cut(config: Any, source: Examples, pieces: int) -> Sequence[Examples]:
-    """Returns a source in pieces of nearly equal numbers of units, in its order. No two pieces share an owner.
+    """Returns a source in pieces of nearly equal numbers of units, in its order. No two pieces
+    share an owner.
 
-    The division follows from positions, so each piece is a data set of its own. A neighbour differs in one piece.
+    The division follows from positions, so each piece is a data set of its own. A neighbour differs
+    in one piece.
     """
     owners = np.arange(len(source))
     if group := config.get("group", ""):
@@ -504,5 +596,9 @@ def require_images(sources: Mapping[str, Examples]) -> None:
 
 
 def image_shape(source: Examples) -> tuple[int, ...]:
-    """Returns (height, width, channels) of the images. Raises ValueError for a source without images."""
-    return data.check_source(source, "image", argument=f"config.data: {source.name!r}")["image"].shape
+    """Returns (height, width, channels) of the images. Raises ValueError for a source without
+    images.
+    """
+    return data.check_source(source, "image", argument=f"config.data: {source.name!r}")[
+        "image"
+    ].shape

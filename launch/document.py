@@ -1,7 +1,9 @@
-"""The parts of every report: checked files, accounts and their verdicts, released files, and the page.
+"""The parts of every report: checked files, accounts and their verdicts, released files, and the
+page.
 
-A report is one HTML file without scripts or requests. It is made from a workdir alone, and the same workdir gives the
-same bytes. It shows nothing that is computed from private records without a charge to the ledger.
+A report is one HTML file without scripts or requests. It is made from a workdir alone, and the same
+workdir gives the same bytes. It shows nothing that is computed from private records without a
+charge to the ledger.
 """
 
 import hashlib
@@ -28,10 +30,18 @@ _ACCOUNTS = {
             **{"delta": float, "rows": int, "records": (int, type(None))},
             **dict.fromkeys(("budget", "proven_epsilon", "remaining"), _NUMBER),
             "open": list,
-            "runs": [dict.fromkeys(("who", "host", "run", "version", "first_at", "last_at"), _TEXT)],
+            "runs": [
+                dict.fromkeys(("who", "host", "run", "version", "first_at", "last_at"), _TEXT)
+            ],
             "spends": [
                 {
-                    **{"event": object, "spends": int, "description": str, "first_at": str, "open": (int, type(None))},
+                    **{
+                        "event": object,
+                        "spends": int,
+                        "description": str,
+                        "first_at": str,
+                        "open": (int, type(None)),
+                    },
                     **dict.fromkeys(("first_label", "last_label"), _TEXT),
                 }
             ],
@@ -40,7 +50,9 @@ _ACCOUNTS = {
 }
 
 
-def checked(path: pathlib.Path, shape: Any, name: str, *, remedy: str, keys: Sequence[str] = ()) -> Any:
+def checked(
+    path: pathlib.Path, shape: Any, name: str, *, remedy: str, keys: Sequence[str] = ()
+) -> Any:
     """Returns the content of a JSON file after `check`.
 
     Raises:
@@ -53,11 +65,12 @@ def checked(path: pathlib.Path, shape: Any, name: str, *, remedy: str, keys: Seq
 
 
 def check(value: Any, shape: Any, name: str) -> None:
-    """Raises TypeError for a value that is not of a shape. Fields that the shape does not name are ignored.
+    """Raises TypeError for a value that is not of a shape. Fields that the shape does not name are
+    ignored.
 
     Args:
-      shape: A type, a tuple of types for a choice, [shape] for any number of values, a dict of shapes by field, or
-        {str: shape} for any names.
+      shape: A type, a tuple of types for a choice, [shape] for any number of values, a dict of
+        shapes by field, or {str: shape} for any names.
       name: The name of the value in the message.
     """
     if isinstance(shape, dict):
@@ -74,11 +87,13 @@ def check(value: Any, shape: Any, name: str) -> None:
     else:
         kinds = shape if isinstance(shape, tuple) else (shape,)
         allowed = (*kinds, int) if float in kinds else kinds
-        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in kinds and object not in kinds):
+        if not isinstance(value, allowed) or (
+            isinstance(value, bool) and bool not in kinds and object not in kinds
+        ):
             raise TypeError(f"{name} is a {type(value).__name__}, not a {kinds[0].__name__}")
 
 
-# --- Accounts ---------------------------------------------------------------------------------------------------------
+# --- Accounts -----------------------------------------------------------------------------------
 
 
 class Books:
@@ -97,7 +112,8 @@ class Books:
         remedy: str,
         names: Sequence[str] | None = None,
     ):
-        """Reads the accounts of ledgers, and keeps them in ledger.json. Without a ledger it reads that copy.
+        """Reads the accounts of ledgers, and keeps them in ledger.json. Without a ledger it reads
+        that copy.
 
         Args:
           root: The workdir.
@@ -110,11 +126,15 @@ class Books:
         """
         copy = root / "ledger.json"
         found: dict[str, Any] = {"head": None, "datasets": []}
-        if reports := {prefix: _report(path, names) for prefix, path in ledgers.items() if path.exists()}:
+        if reports := {
+            prefix: _report(path, names) for prefix, path in ledgers.items() if path.exists()
+        }:
             heads = [report["head"] for report in reports.values()]
             found["head"] = heads[0] if len(heads) == 1 else None
             for prefix, report in reports.items():
-                found["datasets"] += [entry | {"name": prefix + entry["name"]} for entry in report["datasets"]]
+                found["datasets"] += [
+                    entry | {"name": prefix + entry["name"]} for entry in report["datasets"]
+                ]
             write_json(copy, found)
         if copy.exists():
             found = checked(copy, _ACCOUNTS, "ledger", remedy=remedy)
@@ -129,11 +149,16 @@ class Books:
 
     @property
     def groups(self) -> list[tuple[str, list[dict[str, Any]]]]:
-        """The names and entries of the data sets. Equal accounts, for example of hospitals, form one group."""
+        """The names and entries of the data sets. Equal accounts, for example of hospitals, form
+        one group.
+        """
         groups: dict[str, list[dict[str, Any]]] = {}
         for entry in self.entries:
             spends = [[row[key] for key in ("event", "spends", "open")] for row in entry["spends"]]
-            alike = {key: entry[key] for key in ("adjacency", "unit", "records", "budget", "delta", "headline")}
+            alike = {
+                key: entry[key]
+                for key in ("adjacency", "unit", "records", "budget", "delta", "headline")
+            }
             groups.setdefault(json.dumps([alike, spends]), []).append(entry)
         return [(_together([entry["name"] for entry in group]), group) for group in groups.values()]
 
@@ -146,7 +171,11 @@ class Books:
     def when(self) -> str:
         """The time of the first and the last spend."""
         times = sorted(run[key] for run in self._runs for key in ("first_at", "last_at"))
-        return " to ".join(dict.fromkeys(_minute(time) for time in (times[0], times[-1]))) + " UTC" if times else ""
+        return (
+            " to ".join(dict.fromkeys(_minute(time) for time in (times[0], times[-1]))) + " UTC"
+            if times
+            else ""
+        )
 
     @property
     def _runs(self) -> list[dict[str, Any]]:
@@ -159,7 +188,10 @@ def _report(ledger: pathlib.Path, names: Sequence[str] | None) -> dict[str, Any]
     entries = {entry["name"]: entry for entry in report["datasets"]}
     names = list(entries) if names is None else names
     if missing := [name for name in names if name not in entries]:
-        raise ValueError(f"{shown(ledger)} has no {', '.join(map(repr, missing))}. It is not the ledger of this run.")
+        raise ValueError(
+            f"{shown(ledger)} has no {', '.join(map(repr, missing))}. It is not the ledger of "
+            "this run."
+        )
     return report | {"datasets": [entries[name] for name in names]}
 
 
@@ -178,7 +210,12 @@ def _spends(names: str, group: Sequence[Mapping[str, Any]]) -> Iterator[list[str
     for row, *others in zip(*(entry["spends"] for entry in group), strict=True):
         event = SelfComposedDpEvent(from_json(json.dumps(row["event"])), row["spends"])
         alone = epsilon(event, delta=group[0]["delta"], adjacency=group[0]["adjacency"])
-        labels = [same[key] for same in (row, *others) for key in ("first_label", "last_label") if same[key]]
+        labels = [
+            same[key]
+            for same in (row, *others)
+            for key in ("first_label", "last_label")
+            if same[key]
+        ]
         ends = dict.fromkeys((labels[0], labels[-1])) if labels else ()
         yield [
             names,
@@ -190,7 +227,7 @@ def _spends(names: str, group: Sequence[Mapping[str, Any]]) -> Iterator[list[str
         ]
 
 
-# --- The page ---------------------------------------------------------------------------------------------------------
+# --- The page -----------------------------------------------------------------------------------
 
 
 def write(
@@ -217,7 +254,12 @@ def write(
       **facts: What the template shows besides.
     """
     accounts = [
-        {"names": names, "entry": group[0], "verdict": verdict(group[0]), "audited": audited(audits, group[0]["name"])}
+        {
+            "names": names,
+            "entry": group[0],
+            "verdict": verdict(group[0]),
+            "audited": audited(audits, group[0]["name"]),
+        }
         for names, group in books.groups
     ]
     units = list(dict.fromkeys(entry["unit"] for entry in books.entries))
@@ -243,9 +285,14 @@ def write(
 
 
 def audited(audits: Sequence[Mapping[str, Any]], account: str) -> str:
-    """Returns the worst verdict on a release about a data set. Bounds of several releases are not compared."""
+    """Returns the worst verdict on a release about a data set. Bounds of several releases are not
+    compared.
+    """
     found = {audit["verdict"] for audit in audits if account in audit["accounts"]}
-    return next((verdict for verdict in ("VIOLATED", "cannot tell", "consistent") if verdict in found), "none")
+    return next(
+        (verdict for verdict in ("VIOLATED", "cannot tell", "consistent") if verdict in found),
+        "none",
+    )
 
 
 def _file(root: pathlib.Path, path: pathlib.Path, what: str) -> list[str]:
@@ -263,7 +310,10 @@ def _interval(share: float, count: int) -> str:
 def _chance(found: Mapping[str, Any]) -> str:
     """Returns what the change of an accuracy on the same inputs means."""
     gained, lost = found["gained"], found["lost"]
-    p, counts = results.mcnemar(gained, lost), f"{gained} answers became right and {lost} became wrong"
+    p, counts = (
+        results.mcnemar(gained, lost),
+        f"{gained} answers became right and {lost} became wrong",
+    )
     if p >= 0.05:
         return f"This change is inside the noise: {counts}, which chance alone explains (McNemar's exact p = {p:.2g})."
     better = "improvement" if gained > lost else "loss"

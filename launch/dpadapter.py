@@ -1,9 +1,11 @@
-"""Upstream models x private methods x epsilons x data sets x seeds: Table 1 of Wang et al. 2024 (DPAdapter) and more.
+"""Upstream models x private methods x epsilons x data sets x seeds: Table 1 of Wang et al. 2024
+(DPAdapter) and more.
 
     python -m launch.finetune --config configs/dpadapter_table1.py:digits --workdir workdir/table1
 
-A cell is one private model. It has its own ledger, as if it alone were released. Releasing all cells would cost the
-sum. The folders `upstream/NAME/SEED` in the workdir have the pre-trained models.
+A cell is one private model. It has its own ledger, as if it alone were released. Releasing all
+cells would cost the sum. The folders `upstream/NAME/SEED` in the workdir have the pre-trained
+models.
 """
 
 import collections
@@ -32,7 +34,9 @@ _FAMILIES = {"standard": "standard", "sam": "SAM", "amp": "SAM (AMP)", "dpadapte
 
 
 class Cell(NamedTuple):
-    """One private model. It has its own ledger, as if it alone were released. The seed does not fix the noise."""
+    """One private model. It has its own ledger, as if it alone were released. The seed does not fix
+    the noise.
+    """
 
     dataset: str
     method: str
@@ -42,7 +46,9 @@ class Cell(NamedTuple):
 
 
 class _Bench:
-    """What the cells of a table share: data, trainers with their compiled steps, upstream models."""
+    """What the cells of a table share: data, trainers with their compiled steps, upstream
+    models.
+    """
 
     def __init__(self, config: Any, root: pathlib.Path):
         self.config, self.root = config, root
@@ -51,18 +57,24 @@ class _Bench:
         self.trainer = functools.cache(self._trainer)
 
     def private(self, method: str, epsilon: float, dataset: str, rate: float | None = None) -> Any:
-        """Returns the `private` part of a fine-tuning config, with the method's learning rate or another one."""
+        """Returns the `private` part of a fine-tuning config, with the method's learning rate or
+        another one.
+        """
         private = copy.deepcopy(self.config.private)
         private.update(self.config.methods[method])
         private.learning_rate = rate or private.learning_rate
-        steps = private.epochs * -(-len(self.task(dataset)[1]) // private.batch_size)  # epochs of ceil(1 / q) steps
+        steps = private.epochs * -(
+            -len(self.task(dataset)[1]) // private.batch_size
+        )  # epochs of ceil(1 / q) steps
         with private.unlocked():
             private.update({"epsilon": epsilon, "steps": steps})
             private.checkpoint_every = min(private.checkpoint_every, steps)
         return private
 
     def images(self, dataset: str) -> Any:
-        """Returns the `data` part of a fine-tuning config, with the public images and a data set."""
+        """Returns the `data` part of a fine-tuning config, with the public images and a data
+        set.
+        """
         images, mine = copy.deepcopy(self.config.pretrain.data), self.config.sets[dataset]
         with images.unlocked(), images.ignore_type():
             if (mine.get("source", images.source), mine.name) != (images.source, images.name):
@@ -80,19 +92,29 @@ class _Bench:
         network, source, _ = self.task(dataset)
         private, public = self.private(method, epsilon, dataset, rate), None
         if private.method == "gep":
-            public = models.resize(network, data.parts(self.config.pretrain.data, "public")["public"])
+            public = models.resize(
+                network, data.parts(self.config.pretrain.data, "public")["public"]
+            )
         images = self.images(dataset)
-        return trainers.make(private, network, source, public, images, unit=data.terms(images)["unit"])
+        return trainers.make(
+            private, network, source, public, images, unit=data.terms(images)["unit"]
+        )
 
     def upstream(self, name: str, seed: int) -> tuple[Params, Mapping[str, Any]]:
-        """Returns the parameters of an upstream model and its results. Trains the model first if it is missing."""
+        """Returns the parameters of an upstream model and its results. Trains the model first if it
+        is missing.
+        """
         folder = self.root / "upstream" / frame.file_name(name) / str(seed)
         known = frame.compute(pretrain.STUDY, self.upstream_config(name, seed), folder)
         return load_params(folder / "params.safetensors"), known
 
     def terms(self, dataset: str, private: Any) -> dict[str, Any]:
         """Returns the terms of a private set in a ledger, with the budget of a cell."""
-        budget = {"records": len(self.task(dataset)[1]), "epsilon": private.epsilon, "delta": private.delta}
+        budget = {
+            "records": len(self.task(dataset)[1]),
+            "epsilon": private.epsilon,
+            "delta": private.delta,
+        }
         return data.terms(self.images(dataset)) | budget
 
     def upstream_config(self, name: str, seed: int) -> Any:
@@ -104,7 +126,9 @@ class _Bench:
 
 
 def _cells(config: Any) -> Iterator[Cell]:
-    """Yields all cells of all grids. Seeds come outermost, so that an unfinished table has whole seeds."""
+    """Yields all cells of all grids. Seeds come outermost, so that an unfinished table has whole
+    seeds.
+    """
     upstreams = [SCRATCH, *config.upstreams]
     for names in (upstreams, config.methods, config.sets):
         frame.distinct((name,) for name in names)
@@ -114,10 +138,16 @@ def _cells(config: Any) -> Iterator[Cell]:
     sweep = "relative_std" if config.robust.relative else "std"
     frame.known("robust.std", [config.robust.std], config.pretrain.robustness[sweep])
     for name, grid in config.grids.items():
-        for field, choices in (("upstreams", upstreams), ("methods", config.methods), ("sets", config.sets)):
+        for field, choices in (
+            ("upstreams", upstreams),
+            ("methods", config.methods),
+            ("sets", config.sets),
+        ):
             frame.known(f"grids.{name}.{field}", grid[field], choices)
         for key, *pair in grid.comparisons:
-            frame.known(f"grids.{name}.comparisons", pair, config.methods if key == "method" else upstreams)
+            frame.known(
+                f"grids.{name}.comparisons", pair, config.methods if key == "method" else upstreams
+            )
     for seed in config.seeds:
         for grid in config.grids.values():
             for dataset in grid.sets if seed in _seeds(grid, config) else ():
@@ -128,11 +158,15 @@ def _cells(config: Any) -> Iterator[Cell]:
 
 
 def _tuned(cell: Cell, work: frame.Work) -> float | None:
-    """Returns the best learning rate for the upstream model of a cell on a PUBLIC set, None if it is not tuned."""
+    """Returns the best learning rate for the upstream model of a cell on a PUBLIC set, None if it
+    is not tuned.
+    """
     tuning = work.config.get("tuning")
     if not tuning or cell.method in tuning.methods:
         return None
-    tried = [work.row(cell._replace(dataset=tuning.set, method=method)) for method in tuning.methods]
+    tried = [
+        work.row(cell._replace(dataset=tuning.set, method=method)) for method in tuning.methods
+    ]
     return results.best(tried)["learning_rate"]
 
 
@@ -144,14 +178,20 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     made = bench.trainer(cell.method, cell.epsilon, cell.dataset, rate)
     start = models.fresh(network, cell.seed)
     if cell.upstream != SCRATCH:
-        start = merge_pretrained(start, bench.upstream(cell.upstream, cell.seed)[0], exclude=("head",))
+        start = merge_pretrained(
+            start, bench.upstream(cell.upstream, cell.seed)[0], exclude=("head",)
+        )
     folder = work.folder(cell)
     terms = bench.terms(cell.dataset, private)
     with (
-        frame.account(folder / "ledger.sqlite", cell.dataset, label=cell.method, **terms) as account,
+        frame.account(
+            folder / "ledger.sqlite", cell.dataset, label=cell.method, **terms
+        ) as account,
         frame.watching(work.config, folder) as writers,
     ):
-        params, cost = trainers.fit(made, start, source, private, account, folder / "scratch", writers)
+        params, cost = trainers.fit(
+            made, start, source, private, account, folder / "scratch", writers
+        )
     noise = {"std": robust.std, "relative": robust.relative, "draws": robust.draws}
     return {
         "accuracy": finetune.accuracy(network.apply_fn, params, test),
@@ -177,7 +217,9 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
                     "gamma": known["provenance"]["config"]["method"][method].get("gamma", 0.0),
                     "batch size": known["provenance"]["config"]["train"]["batch_size"],
                     "accuracy": known["accuracy"],
-                    "robust_accuracy": float(np.mean(sweep["draws"][sweep["std"].index(config.robust.std)])),
+                    "robust_accuracy": float(
+                        np.mean(sweep["draws"][sweep["std"].index(config.robust.std)])
+                    ),
                     "rho": known["rho"]["local"],
                     "perturbation_norm": known["perturbation_norm"]["last"],
                 }
@@ -189,17 +231,29 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         compared = [c for c in grid.comparisons if {*c[1:]} <= {*grid.upstreams, *grid.methods}]
         differences = [_difference(mine, *c) for c in compared]
         robust = layout(mine, grid, "robust_accuracy") if grid.get("figures", False) else []
-        grids[name] = {"seeds": len(_seeds(grid, config)), "table": layout(mine, grid), "robust_accuracy": robust}
+        grids[name] = {
+            "seeds": len(_seeds(grid, config)),
+            "table": layout(mine, grid),
+            "robust_accuracy": robust,
+        }
         grids[name]["differences"] = differences
     columns = ("accuracy", "robust_accuracy", "rho", "perturbation_norm")
     means = [
         {
             "upstream": name,
-            **{key: results.over_seeds(results.select(upstreams, upstream=name), key).mean for key in columns},
+            **{
+                key: results.over_seeds(results.select(upstreams, upstream=name), key).mean
+                for key in columns
+            },
         }
         for name in dict.fromkeys(row["upstream"] for row in upstreams)
     ]
-    return {"seeds": len(config.seeds), "grids": grids, "upstreams": upstreams, "upstream_means": means}
+    return {
+        "seeds": len(config.seeds),
+        "grids": grids,
+        "upstreams": upstreams,
+        "upstream_means": means,
+    }
 
 
 def _seeds(grid: Any, config: Any) -> tuple[int, ...]:
@@ -209,19 +263,29 @@ def _seeds(grid: Any, config: Any) -> tuple[int, ...]:
 
 def _of_grid(rows: Sequence[frame.Row], grid: Any, config: Any) -> list[frame.Row]:
     epsilons = tuple(map(float, grid.epsilons))
-    names = {"upstream": tuple(grid.upstreams), "method": tuple(grid.methods), "dataset": tuple(grid.sets)}
+    names = {
+        "upstream": tuple(grid.upstreams),
+        "method": tuple(grid.methods),
+        "dataset": tuple(grid.sets),
+    }
     return results.select(rows, epsilon=epsilons, seed=_seeds(grid, config), **names)
 
 
 def layout(rows: Sequence[frame.Row], grid: Any, value: str = "accuracy") -> list[dict[str, str]]:
-    """Returns Table 1: a line per method and upstream, a column per data set and epsilon, averages last."""
+    """Returns Table 1: a line per method and upstream, a column per data set and epsilon, averages
+    last.
+    """
     table = []
     for method in grid.methods:
         for upstream in grid.upstreams:
             line = {"method": method, "upstream": upstream}
             for epsilon in grid.epsilons:
-                found = results.select(rows, method=method, upstream=upstream, epsilon=float(epsilon))
-                columns = {name: results.select(found, dataset=name) for name in grid.sets} | {"average": found}
+                found = results.select(
+                    rows, method=method, upstream=upstream, epsilon=float(epsilon)
+                )
+                columns = {name: results.select(found, dataset=name) for name in grid.sets} | {
+                    "average": found
+                }
                 for name, cells in columns.items():
                     mean, deviation, _ = results.over_seeds(cells, value)
                     spread = f" ± {deviation:.3f}" if np.isfinite(deviation) else ""
@@ -231,7 +295,9 @@ def layout(rows: Sequence[frame.Row], grid: Any, value: str = "accuracy") -> lis
 
 
 def _difference(rows: Sequence[frame.Row], key: str, first: Any, second: Any) -> str:
-    mean, error, higher, pairs = results.paired_difference(rows, key, first, second, coordinates=Cell._fields)
+    mean, error, higher, pairs = results.paired_difference(
+        rows, key, first, second, coordinates=Cell._fields
+    )
     known = f" (standard error {error:.4f})" if np.isfinite(error) else ""
     return f"{second} over {first}: {mean:+.4f}{known}, higher in {higher} of {pairs}"
 
@@ -239,7 +305,9 @@ def _difference(rows: Sequence[frame.Row], key: str, first: Any, second: Any) ->
 def _tables(result: Mapping[str, Any]) -> dict[str, Any]:
     tables: dict[str, Any] = {}
     for name, grid in result["grids"].items():
-        tables[f"{name}: accuracy, mean ± standard deviation over {grid['seeds']} seeds"] = grid["table"]
+        tables[f"{name}: accuracy, mean ± standard deviation over {grid['seeds']} seeds"] = grid[
+            "table"
+        ]
         if grid["differences"]:
             tables[f"{name}: differences"] = "\n".join(f"* {line}" for line in grid["differences"])
     if result["upstreams"]:
@@ -250,11 +318,19 @@ def _tables(result: Mapping[str, Any]) -> dict[str, Any]:
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     for name, grid in work.config.grids.items():
         if grid.get("figures", False) and result["upstreams"]:
-            rows = _of_grid([work.row(cell) for cell in frame.distinct(_cells(work.config))], grid, work.config)
+            rows = _of_grid(
+                [work.row(cell) for cell in frame.distinct(_cells(work.config))], grid, work.config
+            )
             _draw(work.config, work.root / name, grid, rows, result["upstreams"])
 
 
-def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row], known: Sequence[frame.Row]) -> None:
+def _draw(
+    config: Any,
+    stem: pathlib.Path,
+    grid: Any,
+    rows: Sequence[frame.Row],
+    known: Sequence[frame.Row],
+) -> None:
     """Draws Figures 1 to 3, 5 and 6, at the grid's first method and epsilon."""
     method, epsilon, seeds = grid.methods[0], float(grid.epsilons[0]), _seeds(grid, config)
     known = results.select(known, seed=seeds)
@@ -263,7 +339,9 @@ def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row],
     several = len(seeds) > 1
     text = f"{method}, ε = {epsilon:g}; robust: under {noise}; seed{'s' * several} {', '.join(map(str, seeds))}"
     spread = ", bars: standard error" * several
-    families = {row["upstream"]: row["family"] for row in known if row["upstream"] in grid.upstreams}
+    families = {
+        row["upstream"]: row["family"] for row in known if row["upstream"] in grid.upstreams
+    }
 
     def point(upstream: str, key: str, sets: Sequence[str]) -> tuple[float, float, float, float]:
         x = results.over_seeds(results.select(known, upstream=upstream), "robust_accuracy")
@@ -273,7 +351,9 @@ def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row],
     plot_points(  # Fig. 6
         stem.with_name(f"{stem.name}_robustness.png"),
         {
-            _FAMILIES[family]: [point(name, "accuracy", grid.sets) for name in families if families[name] == family]
+            _FAMILIES[family]: [
+                point(name, "accuracy", grid.sets) for name in families if families[name] == family
+            ]
             for family in dict.fromkeys(families.values())
         },
         title="Robustness of the upstream model, and private accuracy",
@@ -283,7 +363,10 @@ def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row],
     )
     plot_points(  # Fig. 2
         stem.with_name(f"{stem.name}_transfer.png"),
-        {dataset: [point(name, "robust_accuracy", [dataset]) for name in families] for dataset in grid.sets},
+        {
+            dataset: [point(name, "robust_accuracy", [dataset]) for name in families]
+            for dataset in grid.sets
+        },
         title="Robustness before and after private fine-tuning",
         subtitle=text + spread,
         xlabel="robust accuracy of the upstream model",
@@ -298,17 +381,27 @@ def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row],
 
     def panel(family: str) -> tuple[str, dict[str, list[tuple[float, float]]]]:
         start = "standard" if field == "gamma" else family
-        names = sorted((name for name in families if families[name] in (start, family)), key=magnitude.__getitem__)
+        names = sorted(
+            (name for name in families if families[name] in (start, family)),
+            key=magnitude.__getitem__,
+        )
         return {"gamma": "γ (0 is standard pre-training)"}.get(field, field), {
             label: [
-                (magnitude[name], results.over_seeds(results.select(found, upstream=name), key).mean) for name in names
+                (
+                    magnitude[name],
+                    results.over_seeds(results.select(found, upstream=name), key).mean,
+                )
+                for name in names
             ]
             for label, (found, key) in shown.items()
         }
 
     plot_panels(  # Figures 1, 3 and 5
         stem.with_name(f"{stem.name}_{field.replace(' ', '_')}.png"),
-        {_FAMILIES[family]: panel(family) for family in sorted({*families.values()} - {"standard"}) or ["standard"]},
+        {
+            _FAMILIES[family]: panel(family)
+            for family in sorted({*families.values()} - {"standard"}) or ["standard"]
+        },
         title="Perturbation magnitude" if field == "gamma" else f"The {field}",
         subtitle=text,
         ylabel="accuracy",
@@ -320,7 +413,9 @@ def _plan(config: Any, opened: Callable[[], _Bench]) -> Iterator[plans.Item]:
     bench, cells = opened(), frame.distinct(_cells(config))
     for name in dict.fromkeys(cell.upstream for cell in cells if cell.upstream != SCRATCH):
         upstream = bench.upstream_config(name, 0)
-        for item in pretrain.plan(upstream, functools.partial(pretrain.STUDY.open, upstream, bench.root)):
+        for item in pretrain.plan(
+            upstream, functools.partial(pretrain.STUDY.open, upstream, bench.root)
+        ):
             yield item._replace(what=f"upstream {name}", runs=len(config.seeds))
     runs = collections.Counter((cell.dataset, cell.method, cell.epsilon) for cell in cells)
     for (dataset, method, epsilon), count in runs.items():
@@ -340,7 +435,9 @@ def _plan(config: Any, opened: Callable[[], _Bench]) -> Iterator[plans.Item]:
 
 
 def _grows(config: Any) -> Any:
-    """Returns the config without what may change: the seeds, the grids and the folder of the data."""
+    """Returns the config without what may change: the seeds, the grids and the folder of the
+    data.
+    """
     fields = config.to_dict()  # a deep copy refuses names with a dot
     del fields["seeds"], fields["grids"]
     fields["pretrain"]["data"]["data_dir"] = ""

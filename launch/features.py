@@ -1,12 +1,13 @@
 """Data of private prediction: private records as feature vectors, and inputs to ask about.
 
-The maps from records to features are public, and each reads one record at a time. They are a network trained on public
-images, public word vectors, and a `FeatureMap` of a public sample. So certificates and privacy statements about the
-features hold for the records.
+The maps from records to features are public, and each reads one record at a time. They are a
+network trained on public images, public word vectors, and a `FeatureMap` of a public sample. So
+certificates and privacy statements about the features hold for the records.
 
-One full-batch step from zero moves the parameters along sum_i clip((sigma(0) - y_i) x_i). That gives a good classifier
-if the features are centred and have similar variances. For any number of records, k of them move the logit of a query x
-by at most k * clip * |x|_1. So features are centred, whitened and scaled to unit length.
+One full-batch step from zero moves the parameters along sum_i clip((sigma(0) - y_i) x_i). That
+gives a good classifier if the features are centred and have similar variances. For any number of
+records, k of them move the logit of a query x by at most k * clip * |x|_1. So features are centred,
+whitened and scaled to unit length.
 """
 
 import copy
@@ -50,8 +51,8 @@ class Opened(NamedTuple):
     Attributes:
       inputs: The number of inputs to ask about.
       classes: The number of classes.
-      compute: Returns the features. Its argument is a file with the parameters of the frozen network. Without the file
-        they are trained.
+      compute: Returns the features. Its argument is a file with the parameters of the frozen
+        network. Without the file they are trained.
     """
 
     inputs: int
@@ -63,8 +64,9 @@ def read(config: Any) -> Opened:
     """Opens the data of a study.
 
     Args:
-      config: The `data` part of its config. It has `kind`, "images", "text", "embeddings" or "blobs", and the fields of
-        the function of this name. All but blobs have `features`: dimensions, whiten and radius of a `FeatureMap`.
+      config: The `data` part of its config. It has `kind`, "images", "text", "embeddings" or
+        "blobs", and the fields of the function of this name. All but blobs have `features`:
+        dimensions, whiten and radius of a `FeatureMap`.
 
     Raises:
       FileNotFoundError: A file or data set is missing. The message names it.
@@ -76,7 +78,8 @@ def read(config: Any) -> Opened:
 
 
 def blobs(config: Any) -> Opened:
-    """Returns two Gaussian classes in the plane at +-(separation, separation), with the features x, x^2 and x^3.
+    """Returns two Gaussian classes in the plane at +-(separation, separation), with the features x,
+    x^2 and x^3.
 
     Fields: separation, std, train and test (numbers of records), seed.
     """
@@ -99,8 +102,9 @@ def blobs(config: Any) -> Opened:
 def embeddings(config: Any) -> Opened:
     """Returns ready vectors from an .npz file, for example embeddings of a public language model.
 
-    Fields: path, name, num_classes. The file holds train_features [n, d], train_labels [n], test_features, test_labels,
-    and public_features [m, d]. The last are embeddings of public texts of the same kind, without labels.
+    Fields: path, name, num_classes. The file holds train_features [n, d], train_labels [n],
+    test_features, test_labels, and public_features [m, d]. The last are embeddings of public texts
+    of the same kind, without labels.
     """
     keys = ("train_features", "train_labels", "test_features", "test_labels", "public_features")
     found = data.arrays(config, "path", keys, "embeddings of texts")
@@ -109,20 +113,31 @@ def embeddings(config: Any) -> Opened:
         project = FeatureMap.from_public(found["public_features"], **config.features)
         parts = []
         for part in ("train", "test"):
-            features, label = project(found[f"{part}_features"]), found[f"{part}_labels"].reshape(-1)
+            features, label = (
+                project(found[f"{part}_features"]),
+                found[f"{part}_labels"].reshape(-1),
+            )
             name = f"{config.name}/{part}"
-            parts.append(from_arrays(features=features, label=label, num_classes=config.num_classes, name=name))
-        origin = f"embeddings of {pathlib.Path(config.path).name}, centred and scaled on its public ones"
+            parts.append(
+                from_arrays(
+                    features=features, label=label, num_classes=config.num_classes, name=name
+                )
+            )
+        origin = (
+            f"embeddings of {pathlib.Path(config.path).name}, centred and scaled on its public ones"
+        )
         return Task(parts[0], parts[1], origin)
 
     return Opened(len(found["test_features"]), config.num_classes, compute)
 
 
-# --- Images -----------------------------------------------------------------------------------------------------------
+# --- Images -------------------------------------------------------------------------------------
 
 
 class Convolutions(nn.Module):
-    """The paper's convolutions on images of 28 by 28. It normalises the brightness and contrast of each, in grey."""
+    """The paper's convolutions on images of 28 by 28. It normalises the brightness and contrast of
+    each, in grey.
+    """
 
     num_classes: int  # of the head in training. 0 has no head and returns the features [B, 3200].
 
@@ -143,14 +158,17 @@ class Convolutions(nn.Module):
 def images(config: Any) -> Opened:
     """Returns images as activations of a frozen network, or as pixels if no part is `upstream`.
 
-    Fields: the fields of a set of images in launch/data.py, network, classes and keep. The parts are `public` (used
-    without its labels), `private`, `test` and, to train the network, `upstream`. `network` has steps, batch_size,
-    learning_rate and seed. `classes` are the labels to keep, renumbered in this order. `keep` is the share of each
-    class to keep. () keeps everything in both.
+    Fields: the fields of a set of images in launch/data.py, network, classes and keep. The parts
+    are `public` (used without its labels), `private`, `test` and, to train the network, `upstream`.
+    `network` has steps, batch_size, learning_rate and seed. `classes` are the labels to keep,
+    renumbered in this order. `keep` is the share of each class to keep. () keeps everything in
+    both.
     """
     found = _read(config)
     data.require_images(found)
-    public, private, test = (_some_classes(found[role], config) for role in ("public", "private", "test"))
+    public, private, test = (
+        _some_classes(found[role], config) for role in ("public", "private", "test")
+    )
 
     def compute(network: pathlib.Path) -> Task:
         params, origin = None, "pixels"
@@ -162,7 +180,11 @@ def images(config: Any) -> Opened:
         for name, source in (("train", private), ("test", test)):
             features, label = project(_vectors(params, source)), data.labels(source)
             name = f"{config.name}/{name}" if config.source == "bundled" else source.name
-            parts.append(from_arrays(features=features, label=label, num_classes=source.num_classes, name=name))
+            parts.append(
+                from_arrays(
+                    features=features, label=label, num_classes=source.num_classes, name=name
+                )
+            )
         origin += f", centred and scaled on {len(public)} public images without their labels"
         return Task(parts[0], parts[1], origin, params)
 
@@ -170,7 +192,9 @@ def images(config: Any) -> Opened:
 
 
 def _read(config: Any) -> dict[str, Examples]:
-    """Returns the images of each role. The bundled digits train the network if its own images are missing."""
+    """Returns the images of each role. The bundled digits train the network if its own images are
+    missing.
+    """
     roles = ("upstream", "public", "private", "test")
     try:
         return data.parts(config, *roles)
@@ -180,19 +204,27 @@ def _read(config: Any) -> dict[str, Examples]:
         others = copy.deepcopy(config)
         others.parts.upstream = ""
         found = data.parts(others, *roles)  # raises if one of them is missing
-        print(f"{config.parts.upstream} is missing. The frozen network is trained on the bundled digits instead.")
+        print(
+            f"{config.parts.upstream} is missing. The frozen network is trained on the bundled "
+            "digits instead."
+        )
         return found | {"upstream": bundled("digits")}
 
 
 def _some_classes(source: Examples, config: Any) -> Examples:
-    """Returns some classes, and a share of each. The hash of an image alone decides whether it stays."""
+    """Returns some classes, and a share of each. The hash of an image alone decides whether it
+    stays.
+    """
     if not config.classes:
         return source
     chosen = source.of_classes(config.classes)
     if not config.keep:
         return chosen
     if len(config.keep) != len(config.classes):
-        raise ValueError(f"config.data.keep must have a share for each of {len(config.classes)} classes, or be ().")
+        raise ValueError(
+            f"config.data.keep must have a share for each of {len(config.classes)} classes, or be "
+            "()."
+        )
     columns, stay = data.everything(chosen), []
     for row, (image, label) in enumerate(zip(columns["image"], columns["label"], strict=True)):
         digest = hashlib.blake2b(image.tobytes(), digest_size=8).digest()
@@ -232,31 +264,55 @@ def _vectors(params: Mapping[str, Any] | None, source: Examples) -> np.ndarray:
     return models.logits(network, params, models.resize(network, source))
 
 
-# --- Text -------------------------------------------------------------------------------------------------------------
+# --- Text ---------------------------------------------------------------------------------------
 
-# The Penn Treebank splits words so: "n't" and the part after an apostrophe are tokens. A hyphenated word is one token.
+# The Penn Treebank splits words so: "n't" and the part after an apostrophe are tokens. A hyphenated
+# word is one token.
 _TOKEN = re.compile(r"n't\b|\w+?(?=n't\b)|'\w+|\w+(?:[-.]\w+)*|``|''|\.\.\.|[^\w\s]")
-_NEGATIONS = {"not", "n't", "no", "never", "nor", "neither", "nothing", "without", "hardly", "lacks", "lack", "lacking"}
+_NEGATIONS = {
+    "not",
+    "n't",
+    "no",
+    "never",
+    "nor",
+    "neither",
+    "nothing",
+    "without",
+    "hardly",
+    "lacks",
+    "lack",
+    "lacking",
+}
 _CLAUSE_ENDS = set(".,;:!?")
 
 
 def text(config: Any) -> Opened:
-    """Returns texts as the mean of public word vectors, weighted by weight / (weight + frequency) (Arora et al. 2017).
+    """Returns texts as the mean of public word vectors, weighted by weight / (weight + frequency)
+    (Arora et al. 2017).
 
-    Fields: name, data_dir and parts (private, test) of a TFDS set with two classes, its `field`, word_vectors, weight
-    and negation. `word_vectors` is an .npz file with words, vectors and counts. Up to `negation` words after a negation
-    in the same clause count with the opposite sign (Pang et al. 2002 mark such words). The linear map is fitted to the
-    weighted word vectors under the public word counts.
+    Fields: name, data_dir and parts (private, test) of a TFDS set with two classes, its `field`,
+    word_vectors, weight and negation. `word_vectors` is an .npz file with words, vectors and
+    counts. Up to `negation` words after a negation in the same clause count with the opposite sign
+    (Pang et al. 2002 mark such words). The linear map is fitted to the weighted word vectors under
+    the public word counts.
     """
     keys = ("words", "vectors", "counts")
-    words, vectors, counts = data.arrays(config, "word_vectors", keys, "public word vectors").values()
+    words, vectors, counts = data.arrays(
+        config, "word_vectors", keys, "public word vectors"
+    ).values()
     where = data.splits(config)
-    found = {role: data.texts(*where[role], config.field, data_dir=config.data_dir) for role in ("private", "test")}
+    found = {
+        role: data.texts(*where[role], config.field, data_dir=config.data_dir)
+        for role in ("private", "test")
+    }
 
     def compute(_: pathlib.Path) -> Task:
         frequency = counts.astype(np.float64) / counts.sum()
         table = vectors.astype(np.float64) * (config.weight / (config.weight + frequency))[:, None]
-        index = {word.decode() if isinstance(word, bytes) else str(word): i for i, word in enumerate(words)}
+        index = {
+            word.decode() if isinstance(word, bytes) else str(word): i
+            for i, word in enumerate(words)
+        }
         project = FeatureMap.from_public(table, weights=frequency, **config.features)
 
         def mean(sentence: str) -> np.ndarray:
@@ -268,7 +324,11 @@ def text(config: Any) -> Opened:
         parts = []
         for role, (texts, label) in found.items():
             features = project(np.stack([mean(sentence) for sentence in texts]))
-            parts.append(from_arrays(features=features, label=label, num_classes=2, name="/".join(where[role])))
+            parts.append(
+                from_arrays(
+                    features=features, label=label, num_classes=2, name="/".join(where[role])
+                )
+            )
         origin = f"weighted mean of {len(words)} public word vectors, centred and scaled under public word counts"
         return Task(parts[0], parts[1], origin)
 
@@ -281,7 +341,9 @@ def tokenize(sentence: str) -> list[str]:
 
 
 def signs(tokens: Sequence[str], negation: int) -> list[float]:
-    """Returns -1.0 for the `negation` tokens after a negation, up to a punctuation mark, and 1.0 for the others."""
+    """Returns -1.0 for the `negation` tokens after a negation, up to a punctuation mark, and 1.0
+    for the others.
+    """
     signs, left = [], 0
     for token in tokens:
         signs.append(-1.0 if left > 0 else 1.0)

@@ -1,7 +1,9 @@
-"""Private fine-tuning: python -m launch.finetune --config configs/digits_dpsgd.py --workdir workdir/digits.
+"""Private fine-tuning: python -m launch.finetune --config configs/digits_dpsgd.py --workdir
+workdir/digits.
 
-A config with `grids`, such as configs/dpadapter_table1.py, is a whole table of cells with their upstream models. One
-with `curve`, such as configs/finetune/cifar10_squeezenet.py, is the accuracy over epsilon.
+A config with `grids`, such as configs/dpadapter_table1.py, is a whole table of cells with their
+upstream models. One with `curve`, such as configs/finetune/cifar10_squeezenet.py, is the accuracy
+over epsilon.
 """
 
 import contextlib
@@ -23,7 +25,11 @@ from . import curve, data, dpadapter, frame, models, plans, results, tasks, trai
 
 Params = Any
 
-_CHANGES = {"add_remove": "adding or removing", "replace_one": "replacing", "zero_out": "zeroing out"}
+_CHANGES = {
+    "add_remove": "adding or removing",
+    "replace_one": "replacing",
+    "zero_out": "zeroing out",
+}
 REFERENCES = {"no privacy": "no_privacy", "no pre-training": "no_pretraining"}
 
 
@@ -59,7 +65,9 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     config, (task, trainer), root, hosts = work.config, work.shared, work.root, work.hosts
     start = fresh = models.fresh(task.network, config.init_seed)
     if cell.model != "no_pretraining" and (backbone := _backbone(config, task, work)) is not None:
-        start = merge_pretrained(fresh, backbone, exclude=("head",) if config.pretrain.new_head else ())
+        start = merge_pretrained(
+            fresh, backbone, exclude=("head",) if config.pretrain.new_head else ()
+        )
     judge = functools.partial(finetune.accuracy, task.network.apply_fn)
 
     def without_privacy() -> dict[str, Any]:
@@ -78,7 +86,11 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     if cell.model == "no_privacy":
         return hosts.first(without_privacy)
     private = config.private
-    label, terms, folder = cell.model.replace("_", " "), task.terms(private, config.data), work.folder(cell)
+    label, terms, folder = (
+        cell.model.replace("_", " "),
+        task.terms(private, config.data),
+        work.folder(cell),
+    )
     with contextlib.ExitStack() as opened:
         account: Any = None  # Process 0 alone has it.
         writers: list[Callback] = []
@@ -107,14 +119,22 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         def judged() -> dict[str, Any]:
             if cell.model == "private":
                 save_params(root / "params.safetensors", task.serving(params))
-            changes = results.changes(*(models.right(task.network, model, task.test) for model in (start, params)))
-            return {**changes, "accuracy": changes["after"], "epsilon": account.epsilon(delta=private.delta)}
+            changes = results.changes(
+                *(models.right(task.network, model, task.test) for model in (start, params))
+            )
+            return {
+                **changes,
+                "accuracy": changes["after"],
+                "epsilon": account.epsilon(delta=private.delta),
+            }
 
         return hosts.first(judged)
 
 
 def _backbone(config: Any, task: tasks.Task, work: frame.Work) -> Params | None:
-    """Returns the parameters of a file of public weights, or trains them here on the public examples."""
+    """Returns the parameters of a file of public weights, or trains them here on the public
+    examples.
+    """
     if config.pretrain.weights:
         return load_params(config.pretrain.weights)
     if task.public is None or models.has_backbone(config.model):
@@ -172,15 +192,21 @@ def _summary(result: Mapping[str, Any]) -> str:
     spent = f"{result['epsilon']:.3f}"
     rows = [{"model": "private", "test accuracy": result["private"], "epsilon": spent}]
     paid = {"no privacy": "inf", "no pre-training": spent}
-    rows += [{"model": n, "test accuracy": result[n], "epsilon": e} for n, e in paid.items() if n in result]
+    rows += [
+        {"model": n, "test accuracy": result[n], "epsilon": e}
+        for n, e in paid.items()
+        if n in result
+    ]
     text = format_table(rows)
     text += (
-        f"\n\nThe ledger recomputes epsilon = {spent} at delta = {result['delta']:g} for {result['dataset']}"
+        f"\n\nThe ledger recomputes epsilon = {spent} at delta = {result['delta']:g} for "
+        f"{result['dataset']}"
         f" ({_CHANGES[result['adjacency']]} one {result['unit']})."
     )
     if len(rows) > 1:
         text += (
-            "\nThe other models are references. They used the private examples too. Publishing them would cost their"
+            "\nThe other models are references. They used the private examples too. Publishing "
+            "them would cost their"
             "\nown epsilon on top. Set --config.references=False if the data is really private."
         )
     return text
@@ -192,18 +218,26 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
     records, units = task.blank()
     how: dict[str, Any] = {"steps": private.steps, "every": private.checkpoint_every}
     how["terms"] = task.terms(private, config.data)
-    if task.public is not None and not (config.pretrain.weights or models.has_backbone(config.model)):
-        yield plans.public_training("public pre-training", loss, start, task.public, config.pretrain)
+    if task.public is not None and not (
+        config.pretrain.weights or models.has_backbone(config.model)
+    ):
+        yield plans.public_training(
+            "public pre-training", loss, start, task.public, config.pretrain
+        )
     for cell in _cells(config):
         if cell.model == "no_privacy":
-            yield plans.public_training("reference without privacy", loss, start, records, config.no_privacy)
+            yield plans.public_training(
+                "reference without privacy", loss, start, records, config.no_privacy
+            )
             continue
         how |= {"ledger": str(_ledger(cell)), "folder": f"cells/{cell.model}"}
         yield plans.training(cell.model.replace("_", " "), trainer, units, start, **how)
 
 
 def _ledger(cell: Model) -> pathlib.Path:
-    """Returns the path of the ledger of a cell below the workdir. References have a ledger of their own."""
+    """Returns the path of the ledger of a cell below the workdir. References have a ledger of their
+    own.
+    """
     return pathlib.Path("ledger.sqlite" if cell.model == "private" else "references/ledger.sqlite")
 
 
@@ -219,15 +253,19 @@ STUDY = frame.Study(
 )
 
 
-def experiment(config: Any, workdir: str | None, *, dry_run: bool = False, target: str = "", mesh: Any = None) -> Any:
-    """Runs the experiment, or the table or curve of them. The devices of a mesh share the batches of an experiment."""
+def experiment(
+    config: Any, workdir: str | None, *, dry_run: bool = False, target: str = "", mesh: Any = None
+) -> Any:
+    """Runs the experiment, or the table or curve of them. The devices of a mesh share the batches
+    of an experiment.
+    """
     study = dpadapter.STUDY if "grids" in config else curve.STUDY if "curve" in config else STUDY
     if mesh is None:
         return frame.run(study, config, workdir, dry_run=dry_run, target=target)
     if study is not STUDY:
         raise ValueError(
-            "--devices must be one for a table or a curve. Start several processes in its workdir instead: each takes "
-            "cells that no other process holds."
+            "--devices must be one for a table or a curve. Start several processes in its workdir "
+            "instead: each takes cells that no other process holds."
         )
     divided = dataclasses.replace(STUDY, open=functools.partial(_open, mesh=mesh))
     return frame.run(divided, config, workdir, hosts=Hosts(mesh))

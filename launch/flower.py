@@ -1,15 +1,16 @@
-"""Parties over a network, on Flower: a server asks and parties answer, in packages (`jaxdp.files.pack`).
+"""Parties over a network, on Flower: a server asks and parties answer, in packages
+(`jaxdp.files.pack`).
 
-A run of Flower brings code, which a SuperNode usually executes where the private data is. Here nobody runs code of
-another party: SuperLink and SuperNodes are started with `--isolation process`, so they only carry messages, and the
-programs beside them run what is installed there.
+A run of Flower brings code, which a SuperNode usually executes where the private data is. Here
+nobody runs code of another party: SuperLink and SuperNodes are started with `--isolation process`,
+so they only carry messages, and the programs beside them run what is installed there.
 
     with running(address, keys) as nodes:              # the server, beside the SuperLink
         answers = nodes.ask({"clinic-1": question}, timeout=60)
     serve(answer, address, keys, until=..., timeout=60)    # a party, beside its SuperNode
 
-`launch.certificates` makes the folders of keys. The interface of flwr to the processes of apps is not public. So
-pyproject.toml holds flwr to one release line.
+`launch.certificates` makes the folders of keys. The interface of flwr to the processes of apps is
+not public. So pyproject.toml holds flwr to one release line.
 """
 
 import contextlib
@@ -23,7 +24,9 @@ from jaxdp.files import optional
 
 from .certificates import PARTIES
 
-_REFUSED = "the party refused, and its own output says why"  # an error's text could depend on private data
+_REFUSED = (
+    "the party refused, and its own output says why"  # an error's text could depend on private data
+)
 _UNAUTHORIZED = 401
 _POLL_SECONDS, _AGAIN_SECONDS = 0.5, 10.0  # a SuperNode looks for messages every 3 seconds
 _FAB = b"""[project]
@@ -42,11 +45,13 @@ def _flwr(module: str) -> Any:
     return optional(f"flwr.{module}", "flower")
 
 
-# --- Messages ---------------------------------------------------------------------------------------------------------
+# --- Messages -----------------------------------------------------------------------------------
 
 
 def _content(data: bytes) -> Any:
-    """Returns a package as the content of a message: one array of bytes, which Flower divides if it is large."""
+    """Returns a package as the content of a message: one array of bytes, which Flower divides if it
+    is large.
+    """
     app = _flwr("app")
     array = app.Array(dtype="uint8", shape=(len(data),), stype="jaxdp.package", data=data)
     return app.RecordDict({"package": app.ArrayRecord({"package": array})})
@@ -56,7 +61,9 @@ def _data(message: Any) -> bytes:
     """Returns the package of a message as it came. Nothing of it is decoded."""
     records = message.content.array_records
     if set(message.content) != {"package"} or set(records.get("package", ())) != {"package"}:
-        raise ValueError("a message must have one package. Use the same release of jaxdp at both ends.")
+        raise ValueError(
+            "a message must have one package. Use the same release of jaxdp at both ends."
+        )
     data: bytes = records["package"]["package"].data
     return data
 
@@ -65,10 +72,12 @@ def client_app(
     answer: Callable[[bytes, Mapping[str, Any]], bytes],
     failed: Callable[[Exception], Any] = traceback.print_exception,  # Ray cannot send `print`
 ) -> Any:
-    """Returns a ClientApp that answers every message by a function. It tells the server of an error, but not its text.
+    """Returns a ClientApp that answers every message by a function. It tells the server of an
+    error, but not its text.
 
     Args:
-      answer: `answer(question, node_config)`. The configuration tells the parties of a simulation apart.
+      answer: `answer(question, node_config)`. The configuration tells the parties of a simulation
+          apart.
       failed: A function that is called with an error.
     """
     app, common = _flwr("clientapp").ClientApp(), _flwr("app")
@@ -76,7 +85,9 @@ def client_app(
     @app.query()  # type: ignore[untyped-decorator, unused-ignore]
     def reply(message: Any, context: Any) -> Any:
         try:
-            return common.Message(_content(answer(_data(message), context.node_config)), reply_to=message)
+            return common.Message(
+                _content(answer(_data(message), context.node_config)), reply_to=message
+            )
         except Exception as error:
             failed(error)
             return common.Message(common.Error(code=0, reason=_REFUSED), reply_to=message)
@@ -94,21 +105,32 @@ class Nodes:
     def __init__(self, grid: Any, find: Callable[[Any], Mapping[str, int]], names: Sequence[str]):
         self._grid, self._find, self.names = grid, find, tuple(names)
 
-    def ask(self, questions: Mapping[str, bytes], *, timeout: float, again: float = _AGAIN_SECONDS) -> dict[str, bytes]:
-        """Asks parties at the same time. Returns the answers by name, without parties that refused or were too late.
+    def ask(
+        self, questions: Mapping[str, bytes], *, timeout: float, again: float = _AGAIN_SECONDS
+    ) -> dict[str, bytes]:
+        """Asks parties at the same time. Returns the answers by name, without parties that refused
+        or were too late.
 
-        A question is sent again when the node reports an error, and after `again` seconds, then twice as many, and so
-        on, because a node may have lost it. So a party must answer a repeated question as before.
+        A question is sent again when the node reports an error, and after `again` seconds, then
+        twice as many, and so on, because a node may have lost it. So a party must answer a repeated
+        question as before.
         """
         message, kind = _flwr("app").Message, _flwr("app").MessageType.QUERY
-        pending, due, wait = dict(questions), dict.fromkeys(questions, 0.0), dict.fromkeys(questions, again)
+        pending, due, wait = (
+            dict(questions),
+            dict.fromkeys(questions, 0.0),
+            dict.fromkeys(questions, again),
+        )
         sent, answers = dict[str, str](), dict[str, bytes]()
         end = time.monotonic() + timeout
         while pending and (now := time.monotonic()) < end:
             there = self._find(self._grid)
             names = [name for name in pending if name in there and due[name] <= now]
             if names:
-                new = [message(_content(pending[name]), there[name], kind, ttl=timeout) for name in names]
+                new = [
+                    message(_content(pending[name]), there[name], kind, ttl=timeout)
+                    for name in names
+                ]
                 sent |= zip(self._grid.push_messages(new), names, strict=True)
                 due |= {name: now + wait[name] for name in names}
                 wait |= {name: 2 * wait[name] for name in names}
@@ -122,13 +144,19 @@ class Nodes:
         return answers
 
 
-# --- The processes beside a SuperLink and a SuperNode -----------------------------------------------------------------
+# --- The processes beside a SuperLink and a SuperNode -------------------------------------------
 
 
 def serve(
-    answer: Callable[[bytes], bytes], address: str, keys: pathlib.Path, *, until: Callable[[], bool], timeout: float
+    answer: Callable[[bytes], bytes],
+    address: str,
+    keys: pathlib.Path,
+    *,
+    until: Callable[[], bool],
+    timeout: float,
 ) -> None:
-    """Answers the messages that come through a SuperNode on this machine, whose runtime has `address`.
+    """Answers the messages that come through a SuperNode on this machine, whose runtime has
+    `address`.
 
     An error of `answer` is raised here after the server knows that there was one.
 
@@ -136,7 +164,9 @@ def serve(
       TimeoutError: `until()` is false `timeout` seconds after the last message.
     """
     run, errors = _flwr("supernode.runtime.run_clientapp"), list[Exception]()
-    broken = optional("httpx", "flower").HTTPError  # of a SuperNode that has died, or that knows nothing of the task
+    broken = optional(
+        "httpx", "flower"
+    ).HTTPError  # of a SuperNode that has died, or that knows nothing of the task
     app, last = client_app(lambda question, _: answer(question), errors.append), time.monotonic()
     with contextlib.closing(_executor(address, keys, None)) as executor:
         while not until():
@@ -148,14 +178,18 @@ def serve(
                             run.push_message(client, app(message, context), context)
                         run.push_task_output(client, context, "completed", "")
                 except broken as error:
-                    print(f"party: a question was lost with its SuperNode ({type(error).__name__}). It comes again.")
+                    print(
+                        f"party: a question was lost with its SuperNode ({type(error).__name__}). "
+                        "It comes again."
+                    )
                 last = time.monotonic()
                 if errors:
                     raise errors[0]
             elif time.monotonic() > last + timeout:
                 raise TimeoutError(
-                    f"no message came through the SuperNode at {address} within {timeout:g} seconds. Is the server "
-                    "running? Start again as before. What was paid is kept and not paid twice."
+                    f"no message came through the SuperNode at {address} within {timeout:g} "
+                    "seconds. Is the server running? Start again as before. What was paid is kept "
+                    "and not paid twice."
                 )
             else:
                 time.sleep(_POLL_SECONDS)
@@ -165,8 +199,8 @@ def serve(
 def running(address: str, keys: pathlib.Path) -> Iterator[Nodes]:
     """Registers the parties at a SuperLink, begins a run there, and yields its nodes.
 
-    Only nodes that proved to have the private key of a known party are asked. The SuperLink itself lets everybody who
-    can reach it register a key.
+    Only nodes that proved to have the private key of a known party are asked. The SuperLink itself
+    lets everybody who can reach it register a key.
 
     Raises:
       ConnectionError: The SuperLink has given up the run.
@@ -178,9 +212,16 @@ def running(address: str, keys: pathlib.Path) -> Iterator[Nodes]:
     run = _begin(address, authority, names)
 
     def find(grid: Any) -> dict[str, int]:
-        return {names[node.public_key]: node.node_id for node in grid.get_nodes() if node.public_key in names}
+        return {
+            names[node.public_key]: node.node_id
+            for node in grid.get_nodes()
+            if node.public_key in names
+        }
 
-    grids, identity = _flwr("superlink.grid"), _flwr("supercore.task_identity")  # before the token, which soon lapses
+    grids, identity = (
+        _flwr("superlink.grid"),
+        _flwr("supercore.task_identity"),
+    )  # before the token, which soon lapses
     with contextlib.closing(_executor(address, keys, authority)) as executor:
         while not (token := _acquire(executor, "SERVER_APP", run)):
             time.sleep(_POLL_SECONDS)
@@ -191,8 +232,13 @@ def running(address: str, keys: pathlib.Path) -> Iterator[Nodes]:
             try:
                 with _heartbeat(client), contextlib.closing(grid):
                     given = client.PullTaskInput(runtime.PullTaskInputRequest())
-                    identity.TaskIdentity.task_id, identity.TaskIdentity.run_id = given.task_id, given.run.run_id
-                    identity.TaskIdentity.node_id = given.context.node_id  # flwr gives them to all messages from here
+                    identity.TaskIdentity.task_id, identity.TaskIdentity.run_id = (
+                        given.task_id,
+                        given.run.run_id,
+                    )
+                    identity.TaskIdentity.node_id = (
+                        given.context.node_id
+                    )  # flwr gives them to all messages from here
                     grid.set_run(serde.run_from_proto(given.run))
                     yield Nodes(grid, find, list(names.values()))
                 done = "completed"
@@ -202,8 +248,9 @@ def running(address: str, keys: pathlib.Path) -> Iterator[Nodes]:
         if error.response.status_code != _UNAUTHORIZED:
             raise
         raise ConnectionError(
-            f"the SuperLink at {address} has given up this run, because one of the two was away for a minute. Start "
-            "again as before. Answered questions are repeated, and nothing is paid twice."
+            f"the SuperLink at {address} has given up this run, because one of the two was away "
+            "for a minute. Start again as before. Answered questions are repeated, and nothing is "
+            "paid twice."
         ) from error
 
 
@@ -214,16 +261,22 @@ def _begin(address: str, authority: bytes, public_keys: Iterable[bytes]) -> int:
     fab = fabs.Fab(_flwr("cli.utils").get_sha256_hash(content), content, {})
     kind = _flwr("supercore.control").ControlHttpClient
     with contextlib.closing(_client(kind, address, authority, "flwr CLI")) as client:
-        known = {node.public_key for node in client.ListNodes(control.ListNodesRequest()).nodes_info}
+        known = {
+            node.public_key for node in client.ListNodes(control.ListNodesRequest()).nodes_info
+        }
         for key in public_keys:
             if key not in known:
                 client.RegisterNode(control.RegisterNodeRequest(public_key=key))
-        began = client.StartRun(control.StartRunRequest(fab=_flwr("common.serde").fab_to_proto(fab)))
+        began = client.StartRun(
+            control.StartRunRequest(fab=_flwr("common.serde").fab_to_proto(fab))
+        )
     return int(began.run_id)
 
 
 def _acquire(executor: Any, kind: str, run: int | None = None) -> str:
-    """Returns the token of a waiting task, or "". A run of somebody else is left to end without an answer."""
+    """Returns the token of a waiting task, or "". A run of somebody else is left to end without an
+    answer.
+    """
     runtime, types = _flwr("proto.runtime_pb2"), _flwr("supercore.constant").TaskType
     try:
         got = executor.AcquireTask(runtime.AcquireTaskRequest(supported_task_types=[types[kind]]))
@@ -244,18 +297,30 @@ def _executor(address: str, keys: pathlib.Path, authority: bytes | None) -> Any:
 def _runtime(address: str, authority: bytes | None, token: str) -> Any:
     own = _flwr("supercore.interceptors").RuntimeTokenHttpInterceptor(token)
     kind = _flwr("supercore.runtime").RuntimeHttpClient
-    # The retries of flwr wait for a dead SuperNode and then end the program, because its tasks died with it.
+    # The retries of flwr wait for a dead SuperNode and then end the program, because its tasks died
+    # with it.
     return _client(kind, address, authority, "flwr-clientapp", own, patient=authority is not None)
 
 
 def _client(
-    kind: Any, address: str, authority: bytes | None, name: str, *interceptors: Any, patient: bool = True
+    kind: Any,
+    address: str,
+    authority: bytes | None,
+    name: str,
+    *interceptors: Any,
+    patient: bool = True,
 ) -> Any:
-    """Returns a client of an API of flwr, without TLS if there is no authority: only to a SuperNode on this machine."""
+    """Returns a client of an API of flwr, without TLS if there is no authority: only to a SuperNode
+    on this machine.
+    """
     version = _flwr("supercore.interceptors").RuntimeVersionHttpInterceptor(component_name=name)
     retry = _flwr("supercore.retry").make_simple_http_retry_invoker() if patient else None
     return kind.from_server_address(
-        address, authority is None, authority, interceptors=[version, *interceptors], retry_invoker=retry
+        address,
+        authority is None,
+        authority,
+        interceptors=[version, *interceptors],
+        retry_invoker=retry,
     )
 
 
@@ -263,7 +328,8 @@ def _client(
 def _heartbeat(client: Any) -> Iterator[None]:
     """Tells for the time of the body that the task is alive.
 
-    The body must not end the task. flwr interrupts the program whose heartbeat comes after the end of its task.
+    The body must not end the task. flwr interrupts the program whose heartbeat comes after the end
+    of its task.
     """
     module = _flwr("supercore.heartbeat")
     sender = module.HeartbeatSender(module.make_task_heartbeat_fn_http(client))

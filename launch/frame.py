@@ -1,4 +1,5 @@
-"""The frame of all studies: a config is bound to a workdir, each cell is computed once, results are written.
+"""The frame of all studies: a config is bound to a workdir, each cell is computed once, results are
+written.
 
 A `Study` defines its cells, how one is run, and its tables and figures. `run` does the rest:
 
@@ -9,11 +10,12 @@ A `Study` defines its cells, how one is run, and its tables and figures. `run` d
     tables.md, tables.tex  the tables
     result.json            the result of the finished study
 
-Several processes may run one study in one workdir. Each takes cells that no other process holds. A process that dies
-loses its current cell. The same command then continues, and does not pay again for a paid release.
+Several processes may run one study in one workdir. Each takes cells that no other process holds. A
+process that dies loses its current cell. The same command then continues, and does not pay again
+for a paid release.
 
-With `--devices` the processes of `jax.distributed` compute each cell together (`jaxdp.release.Hosts`). Process 0 alone
-writes the files above.
+With `--devices` the processes of `jax.distributed` compute each cell together
+(`jaxdp.release.Hosts`). Process 0 alone writes the files above.
 """
 
 import contextlib
@@ -38,7 +40,15 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from jaxdp import compilers, memory
-from jaxdp.files import read_json, read_npz, shown, shown_lines, understood, write_durably, write_json
+from jaxdp.files import (
+    read_json,
+    read_npz,
+    shown,
+    shown_lines,
+    understood,
+    write_durably,
+    write_json,
+)
 from jaxdp.privacy import Account, BudgetExceeded, Ledger, LedgerDamaged
 from jaxdp.release import HostFailed, Hosts, digest, locked
 from jaxdp.release.identity import processor
@@ -57,7 +67,8 @@ _WRITERS: Mapping[str, Callable[[pathlib.Path], Any]] = {
 }
 _REMEDY = "Restore it from a copy, or use a new workdir."
 _AGAIN = "Delete it. The command then makes it again from the other files of the workdir, which costs nothing twice."
-# The parts of a config by which a launcher is recognised: it is the first one whose parts are all there.
+# The parts of a config by which a launcher is recognised: it is the first one whose parts are all
+# there.
 _PARTS = {
     "lifecycle": ("budgets",),
     "adapt": ("protocol",),
@@ -73,13 +84,14 @@ _PARTS = {
     "finetune": ("private",),
 }
 _DEVICES = (
-    "The devices that share each batch: one, local (all of this process), cluster (all of the processes that SLURM, "
-    "Open MPI, Kubernetes or a TPU pod has started), or HOST:PORT,I,N (all of N processes, of which this is number I "
-    "and number 0 listens at HOST:PORT)."
+    "The devices that share each batch: one, local (all of this process), cluster (all of the "
+    "processes that SLURM, Open MPI, Kubernetes or a TPU pod has started), or HOST:PORT,I,N (all "
+    "of N processes, of which this is number I and number 0 listens at HOST:PORT)."
 )
 _TARGET = (
-    "With --dry_run: a TPU or GPU that need not be there. The private steps are compiled for it, and the compiler's "
-    f"estimates of memory and time are shown. One of {', '.join(compilers.TARGETS)}."
+    "With --dry_run: a TPU or GPU that need not be there. The private steps are compiled for it, "
+    "and the compiler's estimates of memory and time are shown. One of "
+    f"{', '.join(compilers.TARGETS)}."
 )
 # A user can correct these. The program prints the message without a traceback.
 MISTAKES = (
@@ -104,17 +116,18 @@ class Study:
 
     Attributes:
       name: The name of the launcher.
-      open: `open(config, root)` reads data and models and refuses a config that cannot work. It writes nothing.
+      open: `open(config, root)` reads data and models and refuses a config that cannot work. It
+          writes nothing.
       cells: `cells(config)` yields named tuples, in the order in which they are run.
       run: `run(cell, work) -> row`, a JSON-able dict.
       result: `result(rows, work)`, the content of result.json.
       summary: `summary(result)`, the text for the terminal.
       tables: `tables(result, work)`, rows by title. A str among them is a paragraph.
       figures: `figures(result, work)` draws into `work.root`.
-      benchmark: Which data the results read without payment to a ledger, and what to use for private data instead. A
-        study with this text needs config.public_benchmark.
-      grows: `grows(config)` returns the part of the config that determines cells. With it, a finished study takes more
-        cells.
+      benchmark: Which data the results read without payment to a ledger, and what to use for
+        private data instead. A study with this text needs config.public_benchmark.
+      grows: `grows(config)` returns the part of the config that determines cells. With it, a
+        finished study takes more cells.
       plan: `plan(config, opened)` returns what a dry run tells. `opened()` is what `open` returns.
     """
 
@@ -184,13 +197,16 @@ class Work:
             return self.study.run(cell, self)
         except BudgetExceeded as error:
             error.add_note(
-                f"If {folder} was interrupted and another machine or version cannot continue it, nothing of it was "
-                "released. Then delete the folder and the ledger that only this cell uses, and run the cell again."
+                f"If {folder} was interrupted and another machine or version cannot continue it, "
+                "nothing of it was released. Then delete the folder and the ledger that only this "
+                "cell uses, and run the cell again."
             )
             raise
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
-        """Returns the content of the JSON file `name` in the workdir. One process makes the file if it is missing."""
+        """Returns the content of the JSON file `name` in the workdir. One process makes the file if
+        it is missing.
+        """
         path = self._once(name, lambda path: write_json(path, make()))
         return read_json(path, kind=object)
 
@@ -234,7 +250,7 @@ def file_name(part: Any) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in text)
 
 
-# --- A run ------------------------------------------------------------------------------------------------------------
+# --- A run --------------------------------------------------------------------------------------
 
 
 def run(
@@ -248,13 +264,13 @@ def run(
 ) -> Any:
     """Runs the unfinished part of a study, prints its summary and returns its result.
 
-    With `dry_run` it prints what the study would charge, take and need, and writes nothing. Then workdir may be None.
-    With `target`, an accelerator of `jaxdp.compilers`, it says so for that. `hosts` are the processes that run it
-    together, by default this one alone. Process 0 prints.
+    With `dry_run` it prints what the study would charge, take and need, and writes nothing. Then
+    workdir may be None. With `target`, an accelerator of `jaxdp.compilers`, it says so for that.
+    `hosts` are the processes that run it together, by default this one alone. Process 0 prints.
 
     Raises:
-      ValueError: The config is inconsistent, the workdir belongs to another config, study or release, or the data is
-        not declared a public benchmark. Nothing is written.
+      ValueError: The config is inconsistent, the workdir belongs to another config, study or
+        release, or the data is not declared a public benchmark. Nothing is written.
       FileNotFoundError: Data or a checkpoint is missing. The message says how to get it.
       BudgetExceeded: A ledger has no room for what a cell would spend.
     """
@@ -304,7 +320,9 @@ def compute(study: Study, config: Any, root: pathlib.Path, hosts: Hosts | None =
         def conclude() -> Any:
             with locked(root / "summary.lock", wait=True):
                 result = study.result(rows, work)
-                write_durably(root / "rows.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+                write_durably(
+                    root / "rows.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+                )
                 results.write_tables(root, study.tables(result, work))
                 study.figures(result, work)
                 write_json(finished, result)
@@ -314,7 +332,9 @@ def compute(study: Study, config: Any, root: pathlib.Path, hosts: Hosts | None =
 
 
 def _checked(study: Study, config: Any, root: pathlib.Path | None) -> Any:
-    """Returns the part of a config to which a workdir is bound. Raises ValueError for a mistake in it."""
+    """Returns the part of a config to which a workdir is bound. Raises ValueError for a mistake in
+    it.
+    """
     if study.benchmark and not config.public_benchmark:
         raise ValueError(f"config.public_benchmark must be True for this study. {study.benchmark}")
     bound = study.grows(config) if study.grows else config
@@ -346,47 +366,60 @@ def distinct(cells: Iterable[Any]) -> list[Any]:
         first = found.setdefault(tuple(map(file_name, cell)), cell)
         if first != cell:
             raise ValueError(
-                f"config has two cells with the same folder name: {tuple(first)} and {tuple(cell)}. Rename one."
+                f"config has two cells with the same folder name: {tuple(first)} and "
+                f"{tuple(cell)}. Rename one."
             )
     return list(found.values())
 
 
 def _rows(work: Work, cells: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns the rows of all cells. Cells of other processes come last, since they are probably done by then."""
+    """Returns the rows of all cells. Cells of other processes come last, since they are probably
+    done by then.
+    """
     missing = [cell for cell in cells if not (work.folder(cell) / "row.json").exists()]
     if missing != cells and work.hosts.leads:
-        print(f"{len(cells)} cells, {len(cells) - len(missing)} of them are done already.", flush=True)
+        print(
+            f"{len(cells)} cells, {len(cells) - len(missing)} of them are done already.", flush=True
+        )
     if work.hosts.count > 1:  # They go through the cells in one order.
         return [work.row(cell) for cell in cells]
-    with progress_bar(total=len(missing), label=work.study.name, unit="cell", show=len(missing) > 1) as bar:
+    with progress_bar(
+        total=len(missing), label=work.study.name, unit="cell", show=len(missing) > 1
+    ) as bar:
         for wait in (False, True):
             for cell in missing:
                 if not (work.folder(cell) / "row.json").exists():
                     with contextlib.suppress(BlockingIOError):
                         work.row(cell, wait=wait)
-                bar.update(sum((work.folder(cell) / "row.json").exists() for cell in missing) - bar.n)
+                bar.update(
+                    sum((work.folder(cell) / "row.json").exists() for cell in missing) - bar.n
+                )
     return [work.row(cell) for cell in cells]
 
 
-# --- The workdir ------------------------------------------------------------------------------------------------------
+# --- The workdir --------------------------------------------------------------------------------
 
 
 def check_same_config(study: str, config: Any, root: pathlib.Path) -> None:
     """Refuses to mix two experiments in one workdir.
 
     Raises:
-      ValueError: The workdir is of another study, config or release, which the message names. Or its config.json is
-        damaged.
+      ValueError: The workdir is of another study, config or release, which the message names. Or
+        its config.json is damaged.
     """
     path = root / "config.json"
     if not path.exists():
         return
     stored = read_json(path, remedy=_REMEDY)
     if stored.get("format") != _FORMAT:
-        raise ValueError(f"{shown(root)} was made by another release of jaxdp with another layout. Use a new workdir.")
+        raise ValueError(
+            f"{shown(root)} was made by another release of jaxdp with another layout. Use a new "
+            "workdir."
+        )
     if stored["study"] != study:
         raise ValueError(
-            f"{shown(root)} belongs to the study {stored['study']!r}, not to {study!r}. Use a new workdir."
+            f"{shown(root)} belongs to the study {stored['study']!r}, not to {study!r}. Use a new "
+            "workdir."
         )
     before, given = _flat(stored["config"]), _flat(json.loads(config.to_json()))
     for fields in (before, given):
@@ -394,14 +427,18 @@ def check_same_config(study: str, config: Any, root: pathlib.Path) -> None:
     if before != given:
         names = sorted(name for name in {*before, *given} if before.get(name) != given.get(name))
         listed = ", ".join(map(shown, names))
-        raise ValueError(f"{shown(root)} belongs to an experiment with another {listed}. Use a new workdir.")
+        raise ValueError(
+            f"{shown(root)} belongs to an experiment with another {listed}. Use a new workdir."
+        )
 
 
 @contextlib.contextmanager
 def bind(study: str, config: Any, root: pathlib.Path) -> Iterator[None]:
-    """Binds a workdir to a config for the body. Unbinds it if the body fails before it makes a file.
+    """Binds a workdir to a config for the body. Unbinds it if the body fails before it makes a
+    file.
 
-    So after a late error, such as a model that does not fit the images, a corrected config can use the same workdir.
+    So after a late error, such as a model that does not fit the images, a corrected config can use
+    the same workdir.
     """
     path = root / "config.json"
     fresh = not path.exists()
@@ -410,7 +447,11 @@ def bind(study: str, config: Any, root: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        made = (other for other in root.rglob("*") if other.is_file() and not other.name.endswith("lock"))
+        made = (
+            other
+            for other in root.rglob("*")
+            if other.is_file() and not other.name.endswith("lock")
+        )
         if fresh and not any(other != path for other in made):
             path.unlink()
         raise
@@ -425,7 +466,11 @@ def versions() -> dict[str, str]:
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {prefix: tree}
-    return {k: v for name, sub in tree.items() for k, v in _flat(sub, f"{prefix}.{name}" if prefix else name).items()}
+    return {
+        k: v
+        for name, sub in tree.items()
+        for k, v in _flat(sub, f"{prefix}.{name}" if prefix else name).items()
+    }
 
 
 @contextlib.contextmanager
@@ -453,7 +498,9 @@ def account(
 
 
 def own_account(ledger: Ledger, dataset: str, **terms: Any) -> Account:
-    """Returns the account of a data set. Registers it, with terms as in `Ledger.register`, unless its owner has."""
+    """Returns the account of a data set. Registers it, with terms as in `Ledger.register`, unless
+    its owner has.
+    """
     try:
         return ledger.account(dataset)
     except ValueError:
@@ -466,7 +513,9 @@ def known(field: str, names: Iterable[Any], choices: Iterable[Any]) -> None:
     choices = list(choices)
     for name in names:
         if name not in choices:
-            raise ValueError(f"config.{field} has {name!r}, which is not one of {', '.join(map(str, choices))}.")
+            raise ValueError(
+                f"config.{field} has {name!r}, which is not one of {', '.join(map(str, choices))}."
+            )
 
 
 def some(field: str, given: Any) -> Any:
@@ -476,39 +525,65 @@ def some(field: str, given: Any) -> Any:
     return given
 
 
-# --- The program ------------------------------------------------------------------------------------------------------
+# --- The program --------------------------------------------------------------------------------
 
 
-def main(experiment: Callable[..., Any] | Study, *, divides: bool = False, trains: bool = False) -> None:
-    """Runs a study, or `experiment(config, workdir, dry_run=)`, with the flags of the command line. See `start`.
+def main(
+    experiment: Callable[..., Any] | Study, *, divides: bool = False, trains: bool = False
+) -> None:
+    """Runs a study, or `experiment(config, workdir, dry_run=)`, with the flags of the command line.
+    See `start`.
 
-    An experiment that `divides` its work among devices also takes `mesh=`, the mesh of --devices or None. One that
-    `trains` takes `target=`, the name of --target or "". A study does.
+    An experiment that `divides` its work among devices also takes `mesh=`, the mesh of --devices or
+    None. One that `trains` takes `target=`, the name of --target or "". A study does.
     """
     config = config_flags.DEFINE_config_file(
-        "config", help_string="The experiment: a file, or a name of `jaxdp configs list`. Its fields are flags."
+        "config",
+        help_string="The experiment: a file, or a name of `jaxdp configs list`. Its fields are "
+        "flags.",
     )
-    workdir = flags.DEFINE_string("workdir", None, "Directory of the run. An interrupted run in it is resumed.")
-    dry_run = flags.DEFINE_bool("dry_run", False, "Only say what the run would cost and take. Nothing is written.")
+    workdir = flags.DEFINE_string(
+        "workdir", None, "Directory of the run. An interrupted run in it is resumed."
+    )
+    dry_run = flags.DEFINE_bool(
+        "dry_run", False, "Only say what the run would cost and take. Nothing is written."
+    )
     devices = flags.DEFINE_string("devices", "one", _DEVICES)
     target = flags.DEFINE_string("target", "", _TARGET)
-    for flag in (config, workdir, dry_run, devices, target):  # --help lists the flags of the program itself
+    for flag in (
+        config,
+        workdir,
+        dry_run,
+        devices,
+        target,
+    ):  # --help lists the flags of the program itself
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     chosen = functools.partial(run, experiment) if isinstance(experiment, Study) else experiment
 
     def program(argv: Sequence[str]) -> None:
         if len(argv) > 1:
-            raise ValueError(f"unexpected arguments {argv[1:]}. Set config fields with --config.x.y=value.")
+            raise ValueError(
+                f"unexpected arguments {argv[1:]}. Set config fields with --config.x.y=value."
+            )
         if config.value is None:
             raise ValueError("--config must be given. --help lists the configs.")
         if workdir.value is None and not dry_run.value:
-            raise ValueError("--workdir must be given: the directory of the run. Or give --dry_run.")
+            raise ValueError(
+                "--workdir must be given: the directory of the run. Or give --dry_run."
+            )
         _check_launcher(config.value)
         if devices.value != "one" and not divides:
-            raise ValueError(f"--devices must be one, got {devices.value!r}. Only launch.finetune divides its work.")
-        how: dict[str, Any] = {"mesh": None if dry_run.value else _mesh(devices.value)} if divides else {}
+            raise ValueError(
+                f"--devices must be one, got {devices.value!r}. Only launch.finetune divides its "
+                "work."
+            )
+        how: dict[str, Any] = (
+            {"mesh": None if dry_run.value else _mesh(devices.value)} if divides else {}
+        )
         if target.value:
-            _check_target(target.value, dry_run=dry_run.value, trains=trains or isinstance(experiment, Study))
+            _check_target(
+                target.value, dry_run=dry_run.value, trains=trains or isinstance(experiment, Study)
+            )
             how["target"] = target.value
         chosen(config.value, workdir.value, dry_run=dry_run.value, **how)
 
@@ -516,19 +591,30 @@ def main(experiment: Callable[..., Any] | Study, *, divides: bool = False, train
 
 
 def _check_target(target: str, *, dry_run: bool, trains: bool) -> None:
-    """Raises ValueError where --target says nothing. This process then computes on its processor."""
+    """Raises ValueError where --target says nothing. This process then computes on its
+    processor.
+    """
     import jax
 
     compilers.require(target)
     if not dry_run:
-        raise ValueError(f"--target={target} only plans. Give --dry_run too, or leave --target out.")
+        raise ValueError(
+            f"--target={target} only plans. Give --dry_run too, or leave --target out."
+        )
     if not trains:
-        raise ValueError("--target compiles the private steps of a training, and this launcher has none. Leave it out.")
-    jax.config.update("jax_platforms", "cpu")  # with the compiler of a TPU, JAX would look for a TPU
+        raise ValueError(
+            "--target compiles the private steps of a training, and this launcher has none. Leave "
+            "it out."
+        )
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # with the compiler of a TPU, JAX would look for a TPU
 
 
 def _mesh(devices: str) -> Any:
-    """Returns the mesh of --devices, or None for one device. Joins the other processes if there are some."""
+    """Returns the mesh of --devices, or None for one device. Joins the other processes if there are
+    some.
+    """
     if devices == "one":
         return None
     import jax
@@ -541,10 +627,13 @@ def _mesh(devices: str) -> Any:
             jax.distributed.initialize()
         except ValueError as error:
             raise ValueError(
-                "--devices=cluster finds no SLURM, Open MPI, Kubernetes or TPU pod. Give --devices=HOST:PORT,I,N."
+                "--devices=cluster finds no SLURM, Open MPI, Kubernetes or TPU pod. Give "
+                "--devices=HOST:PORT,I,N."
             ) from error
     elif devices != "local":
-        raise ValueError(f"--devices must be one, local, cluster or HOST:PORT,I,N, got {devices!r}.")
+        raise ValueError(
+            f"--devices must be one, local, cluster or HOST:PORT,I,N, got {devices!r}."
+        )
     if jax.process_index():
         os.environ.setdefault("JAXDP_PROGRESS", "0")  # Process 0 shows the bars.
     return jax.make_mesh((jax.device_count(),), ("data",))
@@ -553,8 +642,8 @@ def _mesh(devices: str) -> Any:
 def start(program: Callable[[Sequence[str]], None]) -> None:
     """Parses the flags and runs `program(argv)`, as `absl.app.run` does.
 
-    After a user's mistake the program prints it as a sentence on stderr and exits with 2. With --verbosity=1 it also
-    prints the traceback. After Ctrl-C it exits with 130. --help exits with 0.
+    After a user's mistake the program prints it as a sentence on stderr and exits with 2. With
+    --verbosity=1 it also prints the traceback. After Ctrl-C it exits with 130. --help exits with 0.
     """
 
     def parse(argv: list[str]) -> list[str]:
@@ -570,7 +659,9 @@ def start(program: Callable[[Sequence[str]], None]) -> None:
 
     def run_program(argv: Sequence[str]) -> None:
         if not flags.FLAGS["verbosity"].present:
-            logging.set_verbosity(logging.WARNING)  # Orbax prints a dozen lines for every checkpoint
+            logging.set_verbosity(
+                logging.WARNING
+            )  # Orbax prints a dozen lines for every checkpoint
         warnings.formatwarning = lambda message, *_: f"Warning: {shown_lines(str(message))}\n"
         keep_compiled()
         tell(program, argv)
@@ -580,18 +671,22 @@ def start(program: Callable[[Sequence[str]], None]) -> None:
         app.run(run_program, flags_parser=parse)
     except KeyboardInterrupt as error:
         print(
-            f"\n{shown_lines(str(error))}" if str(error) else "\nInterrupted. The same command goes on from here.",
+            f"\n{shown_lines(str(error))}"
+            if str(error)
+            else "\nInterrupted. The same command goes on from here.",
             file=sys.stderr,
         )
         sys.exit(130)
 
 
 def keep_compiled() -> None:
-    """Lets the next run load what this one compiles, unless JAX_COMPILATION_CACHE_DIR names another folder.
+    """Lets the next run load what this one compiles, unless JAX_COMPILATION_CACHE_DIR names another
+    folder.
 
-    A compiled program contains the arrays that its function closes over. So the programs of this package get records
-    and keys as arguments. Machines that share the user's folder may have different processors, so each kind has its
-    own. A folder that cannot be used, or a damaged file in it, costs time and nothing else.
+    A compiled program contains the arrays that its function closes over. So the programs of this
+    package get records and keys as arguments. Machines that share the user's folder may have
+    different processors, so each kind has its own. A folder that cannot be used, or a damaged file
+    in it, costs time and nothing else.
     """
     import jax
 
@@ -605,7 +700,9 @@ def keep_compiled() -> None:
         return
     with contextlib.suppress(OSError):  # another process may delete the same files
         kept = 0
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.stat().st_mtime, reverse=True):
+        for entry in sorted(
+            os.scandir(folder), key=lambda entry: entry.stat().st_mtime, reverse=True
+        ):
             kept += entry.stat().st_size
             if kept > LARGEST_CACHE:
                 os.unlink(entry)
@@ -627,9 +724,13 @@ def limits(given: Sequence[str]) -> Any:
     from jaxdp.files import Limits
 
     try:
-        return Limits(**{name: int(number) for name, _, number in (pair.partition("=") for pair in given)})
+        return Limits(
+            **{name: int(number) for name, _, number in (pair.partition("=") for pair in given)}
+        )
     except (TypeError, ValueError) as error:
-        raise ValueError(f"--limits must be NAME=NUMBER pairs, for example bytes=17179869184. {error}") from error
+        raise ValueError(
+            f"--limits must be NAME=NUMBER pairs, for example bytes=17179869184. {error}"
+        ) from error
 
 
 def _stop(error: Exception) -> NoReturn:
@@ -647,19 +748,26 @@ def _launcher() -> str:
 
 
 def _check_launcher(config: Any) -> None:
-    """Raises ValueError for a config of another launcher. Its parts tell, so that a user's own config is recognised."""
+    """Raises ValueError for a config of another launcher. Its parts tell, so that a user's own
+    config is recognised.
+    """
     mine = _launcher()
-    found = next((name for name, parts in _PARTS.items() if all(part in config for part in parts)), None)
+    found = next(
+        (name for name, parts in _PARTS.items() if all(part in config for part in parts)), None
+    )
     if mine not in _PARTS or (found and _PARTS[found] == _PARTS[mine]):
         return
     if found:
         given = catalogue.given(sys.argv)
         raise ValueError(
-            f"this is a config of launch.{found}, not of launch.{mine}. Run: {_command(found)} --config {given} "
-            "--workdir ..."
+            f"this is a config of launch.{found}, not of launch.{mine}. Run: {_command(found)} "
+            f"--config {given} --workdir ..."
         )
     missing = ", ".join(part for part in _PARTS[mine] if part not in config)
-    raise ValueError(f"config.{missing} is missing, so this is no config of launch.{mine}. --help lists its configs.")
+    raise ValueError(
+        f"config.{missing} is missing, so this is no config of launch.{mine}. --help lists its "
+        "configs."
+    )
 
 
 def _command(launcher: str) -> str:
@@ -667,13 +775,26 @@ def _command(launcher: str) -> str:
 
 
 def _help(arguments: Sequence[str]) -> str:
-    """Returns the help of a launcher: its flags, its configs, and the fields of one of them with their defaults."""
+    """Returns the help of a launcher: its flags, its configs, and the fields of one of them with
+    their defaults.
+    """
     main, launcher = sys.modules["__main__"], _launcher()
     text = [(main.__doc__ or "").strip(), flags.FLAGS.main_module_help().strip()]
     if configs := catalogue.known(launcher):
         width = max(len(config.name) for config in configs)
-        text.append("\n".join(["Configs:", *(f"  {config.name:{width}}  {config.about}" for config in configs)]))
-        chosen = catalogue.given(arguments) or min(configs, key=lambda config: "digits" not in config.name).name
+        text.append(
+            "\n".join(
+                ["Configs:", *(f"  {config.name:{width}}  {config.about}" for config in configs)]
+            )
+        )
+        chosen = (
+            catalogue.given(arguments)
+            or min(configs, key=lambda config: "digits" not in config.name).name
+        )
         fields = _flat(json.loads(catalogue.load(chosen).to_json()))
-        text.append("\n".join([f"Fields of {chosen}:", *(f"  --config.{k}={v!r}" for k, v in fields.items())]))
+        text.append(
+            "\n".join(
+                [f"Fields of {chosen}:", *(f"  --config.{k}={v!r}" for k, v in fields.items())]
+            )
+        )
     return "\n\n".join(text)

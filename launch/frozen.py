@@ -1,4 +1,5 @@
-"""Features of a frozen public network, computed once per image, so that a step of its head costs next to nothing.
+"""Features of a frozen public network, computed once per image, so that a step of its head costs
+next to nothing.
 
 The part `features` of a model has the fields
 
@@ -7,8 +8,8 @@ The part `features` of a model has the fields
     dimensions  of `jaxdp.models.Features`, from PUBLIC images; 0, or no public images, leaves the features as they are
     whiten      of `jaxdp.models.Features`
 
-Nothing is charged: each record has its own features, by a function that no private record changed. This needs images
-without augmentation, since an augmented view has other features.
+Nothing is charged: each record has its own features, by a function that no private record changed.
+This needs images without augmentation, since an augmented view has other features.
 """
 
 import dataclasses
@@ -41,7 +42,9 @@ class Head(Pretrained):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FeatureSource:
-    """The features and labels of a source. They are computed, or read, when the first is asked for."""
+    """The features and labels of a source. They are computed, or read, when the first is asked
+    for.
+    """
 
     source: Examples
     find: Callable[[], np.ndarray]
@@ -60,7 +63,9 @@ class FeatureSource:
     def kept(self) -> Examples:
         """The features in memory."""
         label = data.labels(self.source)
-        return from_arrays(features=self.find(), label=label, num_classes=self.num_classes, name=self.name)
+        return from_arrays(
+            features=self.find(), label=label, num_classes=self.num_classes, name=self.name
+        )
 
     def __len__(self) -> int:
         return len(self.source)
@@ -120,7 +125,9 @@ class Frozen:
         return FeatureSource(images, find)
 
     def whole(self, params: Any) -> Any:
-        """Returns the parameters of the whole network, from those of the head on mapped features."""
+        """Returns the parameters of the whole network, from those of the head on mapped
+        features.
+        """
         head = self.map.fold(params["head"]) if self.map else params["head"]
         return {**self.network.params, "head": head}
 
@@ -143,7 +150,9 @@ class Frozen:
 
     def _of(self, images: Examples) -> str:
         """Returns the hash of the images and of the network that features belong to."""
-        digest = hashlib.sha256(f"{images.fingerprint} {self.network.preprocessing} {self.network.model}".encode())
+        digest = hashlib.sha256(
+            f"{images.fingerprint} {self.network.preprocessing} {self.network.model}".encode()
+        )
         for leaf in jax.tree.leaves((self.network.params, self.network.constants)):
             digest.update(np.asarray(leaf).tobytes())
         return digest.hexdigest()
@@ -161,12 +170,15 @@ def check(config: Any) -> None:
         return
     if model.trainable != "head" or model.lora.rank or not models.has_backbone(model):
         raise ValueError(
-            "config.model.features.keep needs a checkpoint or 'scattering', of which only the head is trained, got "
-            f"config.model.trainable={model.trainable!r}, config.model.lora.rank={model.lora.rank} and "
-            f"config.model.checkpoint={model.checkpoint!r}. Set config.model.features.keep='' to train more."
+            "config.model.features.keep needs a checkpoint or 'scattering', of which only the "
+            f"head is trained, got config.model.trainable={model.trainable!r}, "
+            f"config.model.lora.rank={model.lora.rank} and "
+            f"config.model.checkpoint={model.checkpoint!r}. Set config.model.features.keep='' to "
+            "train more."
         )
     if private.augmult or images.crop_padding or images.flip:
         raise ValueError(
-            "config.model.features.keep needs images without augmentation, whose features are computed once. Set "
-            "config.private.augmult=0, config.data.crop_padding=0 and config.data.flip=False."
+            "config.model.features.keep needs images without augmentation, whose features are "
+            "computed once. Set config.private.augmult=0, config.data.crop_padding=0 and "
+            "config.data.flip=False."
         )

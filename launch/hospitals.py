@@ -1,15 +1,18 @@
-"""The parties of private recalibration, one per process: `launch.recalibrate_server` and `launch.recalibrate_client`.
+"""The parties of private recalibration, one per process: `launch.recalibrate_server` and
+`launch.recalibrate_client`.
 
-The calibrator asks all hospitals in every round, and each answers with its noisy sum. All agree on a config such as
-`configs/recalibration/hospitals.py`. A question with other terms is refused. The questions are
+The calibrator asks all hospitals in every round, and each answers with its noisy sum. All agree on
+a config such as `configs/recalibration/hospitals.py`. A question with other terms is refused. The
+questions are
 
     question   a temperature, with the number of the round and the terms
       answer     the noisy sum
     end        nothing
       end        nothing
 
-A hospital pays before its first answer. It answers each round once and repeats the answer to a repeated question
-(`jaxdp.recalibration.Conversation`). So questions may be repeated, may come late, and may come after a crash.
+A hospital pays before its first answer. It answers each round once and repeats the answer to a
+repeated question (`jaxdp.recalibration.Conversation`). So questions may be repeated, may come late,
+and may come after a crash.
 """
 
 import contextlib
@@ -36,15 +39,23 @@ _FAREWELL_SECONDS = 30.0
 
 
 def _agreed(config: Any) -> tuple[Any, dict[str, Any], str]:
-    """Returns the method, the arguments of `noise_scale`, and the terms as text, which everybody may know."""
+    """Returns the method, the arguments of `noise_scale`, and the terms as text, which everybody
+    may know.
+    """
     check_numbers(config)
     method = recalibrate.method("method", config.method)
     how = {"epsilon": config.epsilon, "adjacency": config.adjacency}
-    recalibration.noise_scale(method, num_classes=config.num_classes, **how)  # raises if there is none
-    return method, how, f"{method!r}, epsilon={config.epsilon!r}, {config.adjacency}, {config.num_classes} classes"
+    recalibration.noise_scale(
+        method, num_classes=config.num_classes, **how
+    )  # raises if there is none
+    return (
+        method,
+        how,
+        f"{method!r}, epsilon={config.epsilon!r}, {config.adjacency}, {config.num_classes} classes",
+    )
 
 
-# --- The calibrator ---------------------------------------------------------------------------------------------------
+# --- The calibrator -----------------------------------------------------------------------------
 
 
 def run_server(
@@ -52,12 +63,14 @@ def run_server(
 ) -> recalibration.Recalibration:
     """Recalibrates with the hospitals that answer the first round.
 
-    A hospital that does not answer a round within `timeout` seconds has left, and is not asked again. The run goes on
-    while `config.server.fewest` hospitals answer (0 is all of `hospitals`). Their sum then counts for all that began,
-    as a mean does. The workdir gets result.json and recalibration.npz, for `load`.
+    A hospital that does not answer a round within `timeout` seconds has left, and is not asked
+    again. The run goes on while `config.server.fewest` hospitals answer (0 is all of `hospitals`).
+    Their sum then counts for all that began, as a mean does. The workdir gets result.json and
+    recalibration.npz, for `load`.
 
     Raises:
-      TimeoutError: Too few hospitals answer. The same command goes on from here: answered rounds are repeated.
+      TimeoutError: Too few hospitals answer. The same command goes on from here: answered rounds
+          are repeated.
       ValueError: The workdir belongs to another run, or an answer is of no use.
     """
     root = pathlib.Path(workdir)
@@ -68,19 +81,24 @@ def run_server(
         fewest, asked = config.server.fewest or len(hospitals.names), list(hospitals.names)
 
         def ask(k: int, temperature: jax.Array) -> list[np.ndarray]:
-            question = pack("question", fields={"round": k, "terms": terms}, arrays={"temperature": temperature})
+            question = pack(
+                "question", fields={"round": k, "terms": terms}, arrays={"temperature": temperature}
+            )
             told = hospitals.ask(dict.fromkeys(asked, question), timeout=timeout)
             if len(told) < fewest:
                 lost = ", ".join(map(shown, sorted(set(asked) - set(told))))
                 raise TimeoutError(
-                    f"{lost} gave no answer to round {k} within {timeout:g} seconds, or refused, as its own output "
-                    "says. Start again as before, when they are back. Answered rounds are repeated and not paid again."
+                    f"{lost} gave no answer to round {k} within {timeout:g} seconds, or refused, "
+                    "as its own output says. Start again as before, when they are back. Answered "
+                    "rounds are repeated and not paid again."
                 )
             asked[:] = sorted(told)
             return [_sum(told[name], name, k) for name in asked]
 
         with frame.bind("recalibrate server", config, root):
-            first = ask(0, method.question(0, method.init(0.0)))  # it depends on no noise and no answer
+            first = ask(
+                0, method.question(0, method.init(0.0))
+            )  # it depends on no noise and no answer
 
             def total(k: int, temperature: jax.Array) -> jax.Array:
                 answers = first if k == 0 else ask(k, temperature)
@@ -91,10 +109,16 @@ def run_server(
             arrays: dict[str, Any] = {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)}
             write_durably(root / "recalibration.npz", lambda file: np.savez(file, **arrays))
             result = {"terms": terms, "began": len(first), "ended": asked}
-            write_json(root / "result.json", result | {"parameters": {k: x.tolist() for k, x in arrays.items()}})
+            write_json(
+                root / "result.json",
+                result | {"parameters": {k: x.tolist() for k, x in arrays.items()}},
+            )
             end = pack("end", fields={"terms": terms}, arrays={})
             hospitals.ask(dict.fromkeys(asked, end), timeout=_FAREWELL_SECONDS)
-            print(f"calibrator: {len(asked)} hospitals answered {method.rounds} rounds. {shown(root)} has the result.")
+            print(
+                f"calibrator: {len(asked)} hospitals answered {method.rounds} rounds. "
+                f"{shown(root)} has the result."
+            )
             return load(config, root)
 
 
@@ -104,7 +128,8 @@ def _sum(data: bytes, name: str, k: int) -> np.ndarray:
     answered = found.fields["round"]
     if type(answered) is not int or answered != k or answer.dtype != np.float32 or answer.ndim != 1:
         raise ValueError(
-            f"the answer of {shown(name)} must be a float32 vector for round {k}. Use the same release of jaxdp."
+            f"the answer of {shown(name)} must be a float32 vector for round {k}. Use the same "
+            "release of jaxdp."
         )
     return answer
 
@@ -118,7 +143,7 @@ def load(config: Any, workdir: _Path) -> recalibration.Recalibration:
     return recalibration.Recalibration(method, parameters, recalibration.event(how["epsilon"]))
 
 
-# --- A hospital -------------------------------------------------------------------------------------------------------
+# --- A hospital ---------------------------------------------------------------------------------
 
 
 class Hospital(contextlib.AbstractContextManager["Hospital"]):
@@ -129,7 +154,8 @@ class Hospital(contextlib.AbstractContextManager["Hospital"]):
     """
 
     def __init__(self, config: Any, workdir: _Path, *, ledger_path: _Path | None = None):
-        """Reads the records and registers them at the ledger, unless their owner has. It pays nothing yet.
+        """Reads the records and registers them at the ledger, unless their owner has. It pays
+        nothing yet.
 
         Args:
           config: The config that all agreed on. `config.client` is this hospital's own part.
@@ -147,13 +173,19 @@ class Hospital(contextlib.AbstractContextManager["Hospital"]):
         party = recalibration.Party(**records)
         if party.logits.shape[1] != config.num_classes:
             raise ValueError(
-                f"logits in {shown(mine.records)} must have {config.num_classes} columns, the agreed classes."
+                f"logits in {shown(mine.records)} must have {config.num_classes} columns, the "
+                "agreed classes."
             )
         with contextlib.ExitStack() as opened:
             root.mkdir(parents=True, exist_ok=True)
             ledger = opened.enter_context(Ledger(ledger_path or root / "ledger.sqlite"))
             opened.enter_context(frame.bind("recalibrate client", config, root))
-            terms = {"adjacency": config.adjacency, "unit": mine.unit, "epsilon": config.epsilon, "delta": 0.0}
+            terms = {
+                "adjacency": config.adjacency,
+                "unit": mine.unit,
+                "epsilon": config.epsilon,
+                "delta": 0.0,
+            }
             account = frame.own_account(ledger, mine.dataset, **terms)
             self._party = dataclasses.replace(party, account=account)
             self._party.check_adjacency(config.adjacency)
@@ -163,31 +195,50 @@ class Hospital(contextlib.AbstractContextManager["Hospital"]):
         """Answers a question of the calibrator, a repeated one as before.
 
         Raises:
-          ValueError: The question is of no use, or has other terms than the config. Nothing is spent.
+          ValueError: The question is of no use, or has other terms than the config. Nothing is
+              spent.
           BudgetExceeded: Nothing is spent.
         """
-        kind, fields, arrays = unpack(question, ["question", "end"], limits=_LIMITS, name="the calibrator's question")
+        kind, fields, arrays = unpack(
+            question, ["question", "end"], limits=_LIMITS, name="the calibrator's question"
+        )
         if fields.get("terms") != self._terms:
-            raise ValueError(f"the calibrator's terms are {fields.get('terms')!r}, not the agreed ones: {self._terms}.")
+            raise ValueError(
+                f"the calibrator's terms are {fields.get('terms')!r}, not the agreed ones: "
+                f"{self._terms}."
+            )
         if kind == "end":
             self.done = True
             return pack("end", fields={}, arrays={})
         k, temperature = fields.get("round"), arrays.get("temperature", np.zeros(0))
         if type(k) is not int or temperature.shape != () or temperature.dtype != np.float32:
-            raise ValueError("the calibrator's question must have a round and a temperature, float32 [].")
+            raise ValueError(
+                "the calibrator's question must have a round and a temperature, float32 []."
+            )
         if self._talk is None:
             self._talk = self._opened.enter_context(
                 self._party.begin(self._method, workdir=self._workdir / "conversation", **self._how)
             )
-        return pack("answer", fields={"round": k}, arrays={"answer": self._talk.answer(temperature, round=k)})
+        return pack(
+            "answer",
+            fields={"round": k},
+            arrays={"answer": self._talk.answer(temperature, round=k)},
+        )
 
     def __exit__(self, *error: object) -> None:
         self._opened.close()
 
 
-def run_client(config: Any, workdir: _Path, serve: links.Serve, *, ledger_path: _Path | None = None) -> None:
-    """Runs a hospital until the calibrator ends the run. Arguments and errors are as in `Hospital`."""
-    with alone(pathlib.Path(workdir)), Hospital(config, workdir, ledger_path=ledger_path) as hospital:
+def run_client(
+    config: Any, workdir: _Path, serve: links.Serve, *, ledger_path: _Path | None = None
+) -> None:
+    """Runs a hospital until the calibrator ends the run. Arguments and errors are as in
+    `Hospital`.
+    """
+    with (
+        alone(pathlib.Path(workdir)),
+        Hospital(config, workdir, ledger_path=ledger_path) as hospital,
+    ):
         serve(hospital.answer, until=lambda: hospital.done)
         print(f"hospital: answered under {hospital._terms}.")
 
@@ -195,6 +246,19 @@ def run_client(config: Any, workdir: _Path, serve: links.Serve, *, ledger_path: 
 def charges(config: Any, *, ledger_path: _Path | None) -> list[plans.Item]:
     """Returns what a hospital would charge."""
     method, how, _ = _agreed(config)
-    terms = {"adjacency": config.adjacency, "unit": config.client.unit, "epsilon": config.epsilon, "delta": 0.0}
+    terms = {
+        "adjacency": config.adjacency,
+        "unit": config.client.unit,
+        "epsilon": config.epsilon,
+        "delta": 0.0,
+    }
     what, event = f"{method.rounds} answers to the calibrator", recalibration.event(how["epsilon"])
-    return [plans.Item(what, config.client.dataset, event, terms, ledger=os.fspath(ledger_path or "ledger.sqlite"))]
+    return [
+        plans.Item(
+            what,
+            config.client.dataset,
+            event,
+            terms,
+            ledger=os.fspath(ledger_path or "ledger.sqlite"),
+        )
+    ]

@@ -1,4 +1,5 @@
-"""Prints what every dataset of a privacy ledger has spent: `python -m launch.ledger PATH [--json] [--delta=1e-6]`.
+"""Prints what every dataset of a privacy ledger has spent: `python -m launch.ledger PATH [--json]
+[--delta=1e-6]`.
 
 `jaxdp ledger --help` lists the other commands.
 """

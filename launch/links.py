@@ -1,8 +1,9 @@
-"""How a launcher reaches the other parties: by Flower (`launch.flower`), or through folders without a network.
+"""How a launcher reaches the other parties: by Flower (`launch.flower`), or through folders without
+a network.
 
-A question in a folder is a file NAME.question, and its answer NAME.answer, where NAME is the SHA-256 of the question.
-So a repeated question finds its answer. Other means may carry the files, if each appears whole. Whoever may write to
-the folder is trusted as the other party.
+A question in a folder is a file NAME.question, and its answer NAME.answer, where NAME is the
+SHA-256 of the question. So a repeated question finds its answer. Other means may carry the files,
+if each appears whole. Whoever may write to the folder is trusted as the other party.
 """
 
 import contextlib
@@ -19,10 +20,18 @@ from jaxdp.files import Limits, read_package, shown, write_package
 
 from . import flower, frame
 
-EXCHANGE = flags.DEFINE_list("exchange", [], "Without a network: a folder for each pair of parties, and nobody else.")
-ADDRESS = flags.DEFINE_string("address", "", "The server: host:port of the SuperLink. A party: that of its SuperNode.")
-KEYS = flags.DEFINE_string("keys", "", "With --address: this party's folder of `launch.certificates`.")
-TIMEOUT = flags.DEFINE_float("timeout", 3600.0, "Seconds to wait for the other parties.", lower_bound=0.0)
+EXCHANGE = flags.DEFINE_list(
+    "exchange", [], "Without a network: a folder for each pair of parties, and nobody else."
+)
+ADDRESS = flags.DEFINE_string(
+    "address", "", "The server: host:port of the SuperLink. A party: that of its SuperNode."
+)
+KEYS = flags.DEFINE_string(
+    "keys", "", "With --address: this party's folder of `launch.certificates`."
+)
+TIMEOUT = flags.DEFINE_float(
+    "timeout", 3600.0, "Seconds to wait for the other parties.", lower_bound=0.0
+)
 LIMITS = flags.DEFINE_list("limits", [], "NAME=NUMBER of jaxdp.files.Limits, for larger packages.")
 _POLL_SECONDS = 0.01
 
@@ -36,7 +45,9 @@ class Parties(Protocol):
     names: tuple[str, ...]
 
     def ask(self, questions: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes]:
-        """Asks parties at the same time. Returns the answers by name, without parties that refused or were too late."""
+        """Asks parties at the same time. Returns the answers by name, without parties that refused
+        or were too late.
+        """
 
 
 @contextlib.contextmanager
@@ -57,8 +68,12 @@ def serve() -> Serve:
         raise ValueError(f"--exchange must be one folder, got {EXCHANGE.value}.")
     how: Any = {"timeout": TIMEOUT.value}
     if EXCHANGE.value:
-        return functools.partial(serve_folder, pathlib.Path(EXCHANGE.value[0]), limits=limits(), **how)
-    return functools.partial(flower.serve, address=ADDRESS.value, keys=pathlib.Path(KEYS.value), **how)
+        return functools.partial(
+            serve_folder, pathlib.Path(EXCHANGE.value[0]), limits=limits(), **how
+        )
+    return functools.partial(
+        flower.serve, address=ADDRESS.value, keys=pathlib.Path(KEYS.value), **how
+    )
 
 
 def limits() -> Limits:
@@ -69,10 +84,13 @@ def limits() -> Limits:
 
 def _check() -> None:
     if bool(EXCHANGE.value) == bool(ADDRESS.value) or bool(KEYS.value) != bool(ADDRESS.value):
-        raise ValueError("give either --address and --keys, for a network, or --exchange, a folder for both parties.")
+        raise ValueError(
+            "give either --address and --keys, for a network, or --exchange, a folder for both "
+            "parties."
+        )
 
 
-# --- Folders ----------------------------------------------------------------------------------------------------------
+# --- Folders ------------------------------------------------------------------------------------
 
 
 class Folders:
@@ -84,7 +102,10 @@ class Folders:
 
     def ask(self, questions: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes]:
         """Asks as `Parties.ask`, and removes questions and answers."""
-        stems = {name: self._folders[name] / hashlib.sha256(data).hexdigest() for name, data in questions.items()}
+        stems = {
+            name: self._folders[name] / hashlib.sha256(data).hexdigest()
+            for name, data in questions.items()
+        }
         for name, data in questions.items():
             write_package(stems[name].with_suffix(".question"), data)
         end, found = time.monotonic() + timeout, dict[str, bytes]()
@@ -117,13 +138,16 @@ def serve_folder(
         for question in folder.glob("*.question"):
             reply = question.with_suffix(".answer")
             if not reply.exists():
-                with contextlib.suppress(FileNotFoundError):  # the server has read the answer and removed both
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # the server has read the answer and removed both
                     data = read_package(question, limits=limits)
                     write_package(reply, answer(data))
                     last = time.monotonic()
         if time.monotonic() > last + timeout:
             raise TimeoutError(
-                f"no question came through {shown(folder)} within {timeout:g} seconds. Is the server running with the "
-                "same folder? Start again as before. What was paid is kept and not paid twice."
+                f"no question came through {shown(folder)} within {timeout:g} seconds. Is the "
+                "server running with the same folder? Start again as before. What was paid is "
+                "kept and not paid twice."
             )
         time.sleep(_POLL_SECONDS)

@@ -1,4 +1,6 @@
-"""Private training of a language model: python -m launch.lm --config configs/lm/bytes.py --workdir workdir/lm."""
+"""Private training of a language model: python -m launch.lm --config configs/lm/bytes.py --workdir
+workdir/lm.
+"""
 
 import functools
 import importlib.resources
@@ -22,7 +24,8 @@ from . import data, frame, models, plans, settings, trainers
 
 Params = Any
 BYTES = "bytes"
-# Rows of the embedding beyond the tokenizer's vocabulary that a publisher may have added, so that sizes are round.
+# Rows of the embedding beyond the tokenizer's vocabulary that a publisher may have added, so that
+# sizes are round.
 _SPARE = 1024
 
 
@@ -50,15 +53,17 @@ class Opened(NamedTuple):
     trainer: Any
 
 
-def _tokenizer(config: Any) -> tuple[Callable[[str], Sequence[int]] | None, Callable[[Sequence[int]], str], int]:
+def _tokenizer(
+    config: Any,
+) -> tuple[Callable[[str], Sequence[int]] | None, Callable[[Sequence[int]], str], int]:
     """Returns (encode, decode, size of the vocabulary) of the data part of a config."""
     if config.tokenizer == BYTES:
         return None, lambda ids: bytes(i for i in ids if i > 0).decode("utf-8", "replace"), 256
     path = pathlib.Path(config.tokenizer)
     if not path.is_file():
         raise FileNotFoundError(
-            f"config.data.tokenizer must be 'bytes' or the tokenizer.json of the checkpoint, got {config.tokenizer!r}, "
-            "which is no file."
+            "config.data.tokenizer must be 'bytes' or the tokenizer.json of the checkpoint, got "
+            f"{config.tokenizer!r}, which is no file."
         )
     library = optional("tokenizers", "text")
     with understood(path, "Give the tokenizer.json that lies beside the checkpoint."):
@@ -73,23 +78,37 @@ def _texts(config: Any) -> dict[str, list[str]]:
         where = data.splits(config)
         for role in roles:
             with settings.named("data", config):
-                found[role], _ = data.texts(*where[role], config.field, data_dir=config.data_dir, labelled=False)
+                found[role], _ = data.texts(
+                    *where[role], config.field, data_dir=config.data_dir, labelled=False
+                )
     elif config.source == "lines":
         for role in roles:
             path = pathlib.Path(config.path, config.parts[role])
             if not path.is_file():
-                raise FileNotFoundError(f"config.data.parts.{role} must be a file of texts, got {str(path)!r}.")
+                raise FileNotFoundError(
+                    f"config.data.parts.{role} must be a file of texts, got {str(path)!r}."
+                )
             found[role] = path.read_text(encoding="utf-8").splitlines()
     elif config.source == "bundled":
         folder = importlib.resources.files("sklearn.datasets.descr")
-        pages = sorted((page for page in folder.iterdir() if page.name.endswith(".rst")), key=lambda page: page.name)
-        lines = [line.strip() for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+        pages = sorted(
+            (page for page in folder.iterdir() if page.name.endswith(".rst")),
+            key=lambda page: page.name,
+        )
+        lines = [
+            line.strip() for page in pages for line in page.read_text(encoding="utf-8").splitlines()
+        ]
         whole = [line for line in lines if len(line) >= 20]
         order = data.choose(len(whole), len(whole), seed=config.split_seed)
         cut = round(config.parts.private * len(whole))
-        found = {"private": [whole[i] for i in order[:cut]], "test": [whole[i] for i in order[cut:]]}
+        found = {
+            "private": [whole[i] for i in order[:cut]],
+            "test": [whole[i] for i in order[cut:]],
+        }
     else:
-        raise ValueError(f"config.data.source must be 'tfds', 'lines' or 'bundled', got {config.source!r}.")
+        raise ValueError(
+            f"config.data.source must be 'tfds', 'lines' or 'bundled', got {config.source!r}."
+        )
     if empty := [role for role in roles if not found[role]]:
         raise ValueError(f"config.data.parts.{empty[0]} has no text.")
     return found
@@ -103,21 +122,28 @@ def _check(config: Any, vocabulary: int) -> None:
     spare = model.num_classes - vocabulary
     if spare < 0 or (model.checkpoint and spare >= (1 if tokenizer == BYTES else _SPARE)):
         raise ValueError(
-            f"config.data.tokenizer={tokenizer!r} has {vocabulary} tokens, and config.model.num_classes="
-            f"{model.num_classes} is the vocabulary of the model. Give the tokenizer.json of the checkpoint."
+            f"config.data.tokenizer={tokenizer!r} has {vocabulary} tokens, and "
+            "config.model.num_classes="
+            f"{model.num_classes} is the vocabulary of the model. Give the tokenizer.json of the "
+            "checkpoint."
         )
 
 
-def _prompts(config: Any, encode: Callable[[str], Sequence[int]], positions: int) -> list[list[int]]:
+def _prompts(
+    config: Any, encode: Callable[[str], Sequence[int]], positions: int
+) -> list[list[int]]:
     """Returns the prompts of a config as tokens. Refuses those to which no token can be added."""
     found, length = [list(encode(prompt)) for prompt in config.prompts], config.length
     if length > positions:
-        raise ValueError(f"config.generation.length must be at most {positions}, the model's positions, got {length}.")
+        raise ValueError(
+            f"config.generation.length must be at most {positions}, the model's positions, got "
+            f"{length}."
+        )
     for prompt, tokens in zip(config.prompts, found, strict=True):
         if not 1 <= len(tokens) < length:
             raise ValueError(
-                f"config.generation.prompts must have 1 to {length - 1} tokens each, which is below "
-                f"config.generation.length, got {len(tokens)} in {prompt!r}."
+                f"config.generation.prompts must have 1 to {length - 1} tokens each, which is "
+                f"below config.generation.length, got {len(tokens)} in {prompt!r}."
             )
     return found
 
@@ -129,20 +155,24 @@ def _open(config: Any, root: pathlib.Path) -> Opened:
     positions = network.model.positions
     if config.data.length - 1 > positions:
         raise ValueError(
-            f"config.data.length must be at most {positions + 1}, the model's positions and the last target, got "
-            f"{config.data.length}. Cut the texts, or take a model with more positions."
+            f"config.data.length must be at most {positions + 1}, the model's positions and the "
+            f"last target, got {config.data.length}. Cut the texts, or take a model with more "
+            "positions."
         )
     prompts = _prompts(config.generation, encode or (lambda text: [0, *text.encode()]), positions)
     network, chosen = models.adapted(network, config.model, seed=config.init_seed)
     how = {"length": config.data.length, "encode": encode, "num_classes": vocabulary}
     found = {
-        role: from_texts(texts, name=f"{config.data.name}/{role}", **how) for role, texts in _texts(config.data).items()
+        role: from_texts(texts, name=f"{config.data.name}/{role}", **how)
+        for role, texts in _texts(config.data).items()
     }
     sizes = [f"{len(source)} {role} ({source.name})" for role, source in found.items()]
     print(f"{', '.join(sizes)}.", flush=True)
     private, test = found["private"], found["test"]
     unit = data.terms(config.data)["unit"]
-    trainer = trainers.make(config.private, network, private, None, config.data, unit=unit, trainable=chosen)
+    trainer = trainers.make(
+        config.private, network, private, None, config.data, unit=unit, trainable=chosen
+    )
     return Opened(private, test, network, chosen, prompts, decode, trainer)
 
 
@@ -153,7 +183,9 @@ def _cells(config: Any) -> Iterator[Model]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _nats(network: Pretrained, params: Params, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _nats(
+    network: Pretrained, params: Params, tokens: jax.Array, mask: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns (sum of the losses, number) of the known tokens of a batch."""
     logits, targets = network.apply_fn(params, tokens[:, :-1]), tokens[:, 1:]
     known = (targets >= 0) & mask[:, None]
@@ -163,7 +195,9 @@ def _nats(network: Pretrained, params: Params, tokens: jax.Array, mask: jax.Arra
 
 def bits(network: Pretrained, params: Params, source: Examples, *, batch_size: int = 64) -> float:
     """Returns the mean bits per token of held-out texts. Nothing is charged."""
-    batches = zip(*pad_to_physical(np.arange(len(source)), min(batch_size, len(source))), strict=True)
+    batches = zip(
+        *pad_to_physical(np.arange(len(source)), min(batch_size, len(source))), strict=True
+    )
     found = [_nats(network, params, source.gather(rows)["tokens"], mask) for rows, mask in batches]
     losses, count = np.array(found, np.float64).sum(0)
     return float(losses / max(count, 1) / math.log(2))
@@ -175,16 +209,22 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     judge = functools.partial(bits, network, source=opened.test)
     if cell.model == "no_privacy":
 
-        def optimizer(rate: Callable[[Any], Any]) -> Any:  # a transformer needs a warm-up without privacy too
+        def optimizer(
+            rate: Callable[[Any], Any],
+        ) -> Any:  # a transformer needs a warm-up without privacy too
             first = max(1, config.no_privacy.steps // 10)
-            return models.adam_on(lambda step: rate(step) * jnp.minimum(1, (step + 1) / first), chosen=opened.chosen)
+            return models.adam_on(
+                lambda step: rate(step) * jnp.minimum(1, (step + 1) / first), chosen=opened.chosen
+            )
 
         how = {"seed": config.init_seed, "optimizer": optimizer, "label": "no privacy"}
         params = models.train(network, start, opened.private, config.no_privacy, **how)
         return {"bits": judge(params), "samples": _samples(config, opened, params)}
     private, folder, terms = config.private, work.folder(cell), _terms(config, opened)
     with (
-        frame.account(root / "ledger.sqlite", opened.private.name, label="private", **terms) as account,
+        frame.account(
+            root / "ledger.sqlite", opened.private.name, label="private", **terms
+        ) as account,
         frame.watching(config, folder) as writers,
     ):
         state = finetune.fit(
@@ -212,12 +252,18 @@ def _terms(config: Any, opened: Opened) -> dict[str, Any]:
 
 
 def _samples(config: Any, opened: Opened, params: Params) -> list[str]:
-    """Returns a continuation of every prompt. A model is post-processing of what was paid for it."""
+    """Returns a continuation of every prompt. A model is post-processing of what was paid for
+    it.
+    """
     how, found = config.generation, []
     for seed, prompt in enumerate(opened.prompts):
         options = {"length": how.length, "seed": seed, "temperature": how.temperature}
         tokens = generate(opened.network.apply_fn, params, prompt, **options).tolist()
-        end = tokens.index(0, 1) if config.data.tokenizer == BYTES and 0 in tokens[1:] else len(tokens)
+        end = (
+            tokens.index(0, 1)
+            if config.data.tokenizer == BYTES and 0 in tokens[1:]
+            else len(tokens)
+        )
         found.append(opened.decode(tokens[:end]))
     return found
 
@@ -239,26 +285,44 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
 def _table(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = [
         {"model": "at the start", "bits per token": result["untrained"], "epsilon": "0"},
-        {"model": "private", "bits per token": result["bits"], "epsilon": f"{result['epsilon']:.3f}"},
+        {
+            "model": "private",
+            "bits per token": result["bits"],
+            "epsilon": f"{result['epsilon']:.3f}",
+        },
     ]
     if "no_privacy" in result:
-        rows.append({"model": "no privacy", "bits per token": result["no_privacy"], "epsilon": "inf"})
+        rows.append(
+            {"model": "no privacy", "bits per token": result["no_privacy"], "epsilon": "inf"}
+        )
     return rows
 
 
 def _summary(result: Mapping[str, Any]) -> str:
     change = f"one {result['unit']} of {result['dataset']} under {result['adjacency']}"
-    lines = [format_table(_table(result)), "", f"Epsilon is at delta = {result['delta']:g}, for {change}."]
+    lines = [
+        format_table(_table(result)),
+        "",
+        f"Epsilon is at delta = {result['delta']:g}, for {change}.",
+    ]
     return "\n".join([*lines, *(f"  {text!r}" for text in result["samples"])])
 
 
 def _plan(config: Any, opened: Callable[[], Opened]) -> Iterator[plans.Item]:
     found, private = opened(), config.private
     start, loss = models.fresh(found.network, config.init_seed), models.loss(found.network)
-    how: dict[str, Any] = {"steps": private.steps, "every": private.checkpoint_every, "terms": _terms(config, found)}
-    yield plans.training("private", found.trainer, found.private, start, folder="cells/private", **how)
+    how: dict[str, Any] = {
+        "steps": private.steps,
+        "every": private.checkpoint_every,
+        "terms": _terms(config, found),
+    }
+    yield plans.training(
+        "private", found.trainer, found.private, start, folder="cells/private", **how
+    )
     if config.references:
-        yield plans.public_training("reference without privacy", loss, start, found.private, config.no_privacy)
+        yield plans.public_training(
+            "reference without privacy", loss, start, found.private, config.no_privacy
+        )
 
 
 STUDY = frame.Study(

@@ -1,4 +1,6 @@
-"""The measured cost of the programs of a `jaxdp.split.costs.Cost` on this device, beside the counted cost (Table 2)."""
+"""The measured cost of the programs of a `jaxdp.split.costs.Cost` on this device, beside the
+counted cost (Table 2).
+"""
 
 import statistics
 import time
@@ -17,9 +19,12 @@ class Measured(NamedTuple):
     """What XLA reports about the compiled programs.
 
     Attributes:
-      forward_flops, training_flops: Per image. They include softmax, GELU and LayerNorm, which are not products.
-      peak_bytes: Arguments, results and temporary memory of the largest program, with Adam's state and one batch.
-      seconds: The time of the whole adaptation: one call's time, times the number of calls. None unless timed.
+      forward_flops, training_flops: Per image. They include softmax, GELU and LayerNorm, which are
+          not products.
+      peak_bytes: Arguments, results and temporary memory of the largest program, with Adam's state
+          and one batch.
+      seconds: The time of the whole adaptation: one call's time, times the number of calls. None
+          unless timed.
     """
 
     forward_flops: float
@@ -29,7 +34,9 @@ class Measured(NamedTuple):
 
 
 def measure(programs: Mapping[str, Program], images: int, *, timed: bool) -> Measured:
-    """Compiles the client's programs for `images` images, reads XLA's analysis, and times them if `timed`."""
+    """Compiles the client's programs for `images` images, reads XLA's analysis, and times them if
+    `timed`.
+    """
     flops, peak, seconds = {"training": 0.0}, 0, 0.0
     for name, program in programs.items():
         compiled: Any = jax.jit(program.run).lower(*program.args).compile()
@@ -37,10 +44,16 @@ def measure(programs: Mapping[str, Program], images: int, *, timed: bool) -> Mea
         if not program.passes:
             continue
         memory = compiled.memory_analysis()
-        parts = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
+        parts = (
+            memory.argument_size_in_bytes,
+            memory.output_size_in_bytes,
+            memory.temp_size_in_bytes,
+        )
         peak = max(peak, sum(parts) - memory.alias_size_in_bytes)
         if timed:
-            seconds += _seconds(compiled, program.args) * program.passes * -(-images // program.images)
+            seconds += (
+                _seconds(compiled, program.args) * program.passes * -(-images // program.images)
+            )
     return Measured(flops["forward"], flops["training"], peak, seconds if timed else None)
 
 

@@ -56,7 +56,8 @@ _FIXED = ("scattering",)  # networks whose only parameters are those of the head
 
 
 def network(config: Any, num_classes: int | None = None, *, new_head: bool = False) -> Pretrained:
-    """Returns the network of a config, on images in [0, 1]. It has no parameters if its backbone is untrained.
+    """Returns the network of a config, on images in [0, 1]. It has no parameters if its backbone is
+    untrained.
 
     Args:
       config: The `model` part of a study's config, see above.
@@ -77,7 +78,8 @@ def network(config: Any, num_classes: int | None = None, *, new_head: bool = Fal
         return load_checkpoint(config.checkpoint, model=model, **found)
     if preprocessing is None and not isinstance(model, LanguageModel):
         raise ValueError(
-            "config.model.preprocessing must be given to train a source model, for example a size and mean."
+            "config.model.preprocessing must be given to train a source model, for example a size "
+            "and mean."
         )
     untrained = Pretrained(model, {}, preprocessing)
     if config.name in _FIXED:
@@ -86,23 +88,34 @@ def network(config: Any, num_classes: int | None = None, *, new_head: bool = Fal
 
 
 def has_backbone(config: Any) -> bool:
-    """Returns whether everything but the head of a config's network is given: by a checkpoint, or by its formulas."""
+    """Returns whether everything but the head of a config's network is given: by a checkpoint, or
+    by its formulas.
+    """
     return bool(config.get("checkpoint", "")) or config.name in _FIXED
 
 
-def adapted(network: Pretrained, config: Any, *, seed: int) -> tuple[Pretrained, Callable[[str, Any], bool] | None]:
-    """Returns the network with LoRA factors if the `model` part of a config has a rank, and what is trained of it.
+def adapted(
+    network: Pretrained, config: Any, *, seed: int
+) -> tuple[Pretrained, Callable[[str, Any], bool] | None]:
+    """Returns the network with LoRA factors if the `model` part of a config has a rank, and what is
+    trained of it.
 
-    The second is the argument `trainable` of `jaxdp.finetune.dp_sgd`, None for all. The seed is that of new parameters.
+    The second is the argument `trainable` of `jaxdp.finetune.dp_sgd`, None for all. The seed is
+    that of new parameters.
 
     Raises:
       ValueError: No layer or no parameter matches, or there is a rank without a checkpoint.
     """
     if config.lora.rank:
         if not network.params:
-            raise ValueError("config.model.lora.rank must be 0 without config.model.checkpoint, which LoRA adapts.")
+            raise ValueError(
+                "config.model.lora.rank must be 0 without config.model.checkpoint, which LoRA "
+                "adapts."
+            )
         with named("model.lora", config.lora):
-            network = with_lora(network, rank=config.lora.rank, layers=config.lora.layers, seed=seed)
+            network = with_lora(
+                network, rank=config.lora.rank, layers=config.lora.layers, seed=seed
+            )
     with named("model", config):
         chosen = trainable(config.trainable, fresh(network, seed))
     return network, None if config.trainable == "all" else chosen
@@ -115,18 +128,24 @@ def resize(network: Pretrained, source: Examples) -> Examples:
 
 def with_classes(network: Pretrained, num_classes: int) -> Pretrained:
     """Returns the network with another number of logits, without parameters."""
-    return dataclasses.replace(network, model=network.model.clone(num_classes=num_classes), params={})
+    return dataclasses.replace(
+        network, model=network.model.clone(num_classes=num_classes), params={}
+    )
 
 
 def fresh(network: Pretrained, seed: int) -> Params:
     """Returns the parameters of the network's checkpoint, or initial ones if it has none."""
     if network.params:
         return network.params
-    return jax.jit(network.model.init)(jax.random.key(seed), blank_inputs(network.preprocessing))["params"]
+    return jax.jit(network.model.init)(jax.random.key(seed), blank_inputs(network.preprocessing))[
+        "params"
+    ]
 
 
 def loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:
-    """Returns the cross entropy of one example, {"image" or "features", "label"}, or of the next tokens, {"tokens"}."""
+    """Returns the cross entropy of one example, {"image" or "features", "label"}, or of the next
+    tokens, {"tokens"}.
+    """
 
     def cross_entropy(params: Params, example: Mapping[str, jax.Array]) -> jax.Array:
         if "tokens" in example:
@@ -139,9 +158,13 @@ def loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:
     return cross_entropy
 
 
-def logits(network: Pretrained, params: Params, source: Examples, *, batch_size: int = 500) -> np.ndarray:
+def logits(
+    network: Pretrained, params: Params, source: Examples, *, batch_size: int = 500
+) -> np.ndarray:
     """Returns the logits of all images of a source, float32 [n, C]."""
-    return outputs(functools.partial(_logits, network, params), source, batch_size=batch_size, label="logits")
+    return outputs(
+        functools.partial(_logits, network, params), source, batch_size=batch_size, label="logits"
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)  # sources of one size share a program
@@ -150,19 +173,27 @@ def _logits(network: Pretrained, params: Params, images: jax.Array) -> jax.Array
 
 
 def right(network: Pretrained, params: Params, source: Any) -> np.ndarray:
-    """Returns whether the largest logit of each record is at its label, bool [n]. Nothing is charged."""
+    """Returns whether the largest logit of each record is at its label, bool [n]. Nothing is
+    charged.
+    """
     return judged(logits(network, params, source), data.read_column(source, "label"))
 
 
 def judged(logits: np.ndarray, labels: Any) -> np.ndarray:
-    """Returns whether each public record is answered rightly, bool [n]. It warns of logits that are not finite."""
+    """Returns whether each public record is answered rightly, bool [n]. It warns of logits that are
+    not finite.
+    """
     found = judge(logits, np.asarray(labels))
     warn_if_not_finite(int((~found.finite).sum()), len(found.finite), stacklevel=4)
     return np.asarray(found.correct)
 
 
-def outputs(function: Callable[[Any], Any], source: Examples, *, batch_size: int, label: str) -> np.ndarray:
-    """Returns what a compiled function, inputs [B, ...] -> [B, ...], makes of all records of a source, [n, ...]."""
+def outputs(
+    function: Callable[[Any], Any], source: Examples, *, batch_size: int, label: str
+) -> np.ndarray:
+    """Returns what a compiled function, inputs [B, ...] -> [B, ...], makes of all records of a
+    source, [n, ...].
+    """
     rows, mask = data.pad_to_physical(np.arange(len(source)), min(batch_size, len(source)))
     parts = progress_bar(rows, label=label, unit="batch")
     found: Any = None  # filled part by part, because features of many images take gigabytes
@@ -209,14 +240,17 @@ def train(
     )
 
 
-def adam_on(rate: Any, *, chosen: Callable[[str, Any], bool] | None) -> optax.GradientTransformation:
+def adam_on(
+    rate: Any, *, chosen: Callable[[str, Any], bool] | None
+) -> optax.GradientTransformation:
     """Returns Adam for the chosen parameters (None for all). The others keep their values."""
     if chosen is None:
         return optax.adam(rate)
 
     def labels(params: Params) -> Any:
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: chosen(jax.tree_util.keystr(path, simple=True, separator="/"), leaf), params
+            lambda path, leaf: chosen(jax.tree_util.keystr(path, simple=True, separator="/"), leaf),
+            params,
         )
 
     return optax.partition({True: optax.adam(rate), False: optax.set_to_zero()}, labels)
@@ -232,7 +266,8 @@ def trained(
     label: str = "source model",
     **options: Any,
 ) -> Pretrained:
-    """Returns the network with the parameters of its checkpoint or of `path`. Trains them and writes `path` if needed.
+    """Returns the network with the parameters of its checkpoint or of `path`. Trains them and
+    writes `path` if needed.
 
     Args:
       network: As in `network`.
@@ -246,7 +281,9 @@ def trained(
         with locked(path.with_name(f"{path.name}.lock"), wait=True):
             if not path.exists():
                 start = fresh(network, seed)
-                save_params(path, train(network, start, images(), how, seed=seed, label=label, **options))
+                save_params(
+                    path, train(network, start, images(), how, seed=seed, label=label, **options)
+                )
     return dataclasses.replace(network, params=load_params(path))
 
 
@@ -259,10 +296,12 @@ def source_model(
     untrained: Pretrained | None = None,
     number: int = 0,
 ) -> Pretrained:
-    """Returns the model of a config with parts `model` and `train`, trained once in `root` if it has no checkpoint.
+    """Returns the model of a config with parts `model` and `train`, trained once in `root` if it
+    has no checkpoint.
 
-    config.train has steps, batch_size, learning_rate (of AdamW), crop_padding (of random crops and flips, 0 for
-    neither) and init_seed, to which `number` is added. `untrained` is `network(config.model)`, if the caller has it.
+    config.train has steps, batch_size, learning_rate (of AdamW), crop_padding (of random crops and
+    flips, 0 for neither) and init_seed, to which `number` is added. `untrained` is
+    `network(config.model)`, if the caller has it.
     """
     padding = config.train.crop_padding
     return trained(
@@ -272,13 +311,16 @@ def source_model(
         root / f"{name}.safetensors",
         seed=config.train.init_seed + number,
         optimizer=optax.adamw,
-        augment=(lambda key, x: {**x, "image": data.augment(key, x["image"], padding=padding)}) if padding else None,
+        augment=(lambda key, x: {**x, "image": data.augment(key, x["image"], padding=padding)})
+        if padding
+        else None,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """Dense layers with ReLU on feature vectors. Two classes have one logit, which gives tighter bounds than two.
+    """Dense layers with ReLU on feature vectors. Two classes have one logit, which gives tighter
+    bounds than two.
 
     Attributes:
       inputs, num_classes: The number of features and classes.
@@ -297,10 +339,14 @@ class Dense:
         """Returns initial parameters."""
         outputs = 1 if self.num_classes == 2 else self.num_classes
         key, params = jax.random.key(self.init_seed), {}
-        for layer, (rows, columns) in enumerate(itertools.pairwise([self.inputs, *self.hidden, outputs])):
+        for layer, (rows, columns) in enumerate(
+            itertools.pairwise([self.inputs, *self.hidden, outputs])
+        ):
             scale = 0.0 if layer == len(self.hidden) else math.sqrt(2 / rows)
             kernel = scale * jax.random.normal(jax.random.fold_in(key, layer), (rows, columns))
-            params[f"dense_{layer}"] = {"kernel": kernel} | ({"bias": jnp.zeros(columns)} if self.bias else {})
+            params[f"dense_{layer}"] = {"kernel": kernel} | (
+                {"bias": jnp.zeros(columns)} if self.bias else {}
+            )
         return params
 
     def logits(self, params: Params, x: jax.Array) -> jax.Array:
@@ -315,7 +361,9 @@ class Dense:
 
     def loss(self, params: Params, example: Mapping[str, jax.Array]) -> jax.Array:
         """Returns the cross entropy of one example {"features", "label"}."""
-        loss = losses.sigmoid_cross_entropy if self.num_classes == 2 else losses.softmax_cross_entropy
+        loss = (
+            losses.sigmoid_cross_entropy if self.num_classes == 2 else losses.softmax_cross_entropy
+        )
         return loss(self.logits(params, example["features"]), example["label"])
 
     @functools.cached_property

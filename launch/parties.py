@@ -1,10 +1,12 @@
-"""The two parties of Split Adaptation, one per process: `launch.split_server` and `launch.split_client`.
+"""The two parties of Split Adaptation, one per process: `launch.split_server` and
+`launch.split_client`.
 
-Each party reads its own part of a config such as `configs/split/two_parties.py`, whose comments explain the fields. It
-has its own data and workdir. The server asks and the client answers, with the packages of `jaxdp.split.exchange` and by
-the means of `launch.links`. A party that starts again in the same workdir continues. The client answers a repeated
-question as before, and paid results are kept and not paid again. Both raise TimeoutError if nothing comes from the
-other party within the timeout. Both raise ValueError if the workdir belongs to another run, or if config, data and
+Each party reads its own part of a config such as `configs/split/two_parties.py`, whose comments
+explain the fields. It has its own data and workdir. The server asks and the client answers, with
+the packages of `jaxdp.split.exchange` and by the means of `launch.links`. A party that starts again
+in the same workdir continues. The client answers a repeated question as before, and paid results
+are kept and not paid again. Both raise TimeoutError if nothing comes from the other party within
+the timeout. Both raise ValueError if the workdir belongs to another run, or if config, data and
 packages do not fit. Nothing is spent or sent then.
 """
 
@@ -56,16 +58,22 @@ _MOST = 1000  # images by which the projection is fitted
 _Path = str | os.PathLike[str]
 _Images = dict[str, Any]  # image and label
 
-# --- The server -------------------------------------------------------------------------------------------------------
+# --- The server ----------------------------------------------------------------------------------
 
 
 def run_server(
-    config: Any, workdir: _Path, client: links.Parties, *, timeout: float = 3600.0, limits: Limits | None = None
+    config: Any,
+    workdir: _Path,
+    client: links.Parties,
+    *,
+    timeout: float = 3600.0,
+    limits: Limits | None = None,
 ) -> dict[str, Any]:
-    """Runs the server: sends a frontend, adapts the backend to a client's upload, answers the client's queries.
+    """Runs the server: sends a frontend, adapts the backend to a client's upload, answers the
+    client's queries.
 
-    The workdir holds the backbone (if it was trained here), the backend and the adapted backend. `client` has one
-    party. `limits` bound the declared sizes in its packages.
+    The workdir holds the backbone (if it was trained here), the backend and the adapted backend.
+    `client` has one party. `limits` bound the declared sizes in its packages.
 
     Returns:
       The content of result.json: mode and bytes of the upload, and the number of queries.
@@ -77,11 +85,13 @@ def run_server(
         if len(client.names) != 1:
             names = ", ".join(map(shown, client.names)) or "none"
             raise ValueError(
-                f"the server of Split Adaptation has one client, got {names}. Give --exchange one folder, or --keys a "
-                "folder that was made with one --party."
+                f"the server of Split Adaptation has one client, got {names}. Give --exchange one "
+                "folder, or --keys a folder that was made with one --party."
             )
         model = models.network(config.model)
-        backbone = split.Backbone(model.model, model.preprocessing, config.cut or split.two_thirds(model.model))
+        backbone = split.Backbone(
+            model.model, model.preprocessing, config.cut or split.two_thirds(model.model)
+        )
         messages.check_augmentation(backbone, copies=config.copies, n_patches=config.n_patches)
         bound.enter_context(frame.bind("split server", config, root))
         if not (root / "frontend").exists():
@@ -93,17 +103,23 @@ def run_server(
             (one,) = client.names
             if one not in (found := client.ask({one: question}, timeout=timeout)):
                 raise TimeoutError(
-                    f"{shown(one)} gave no answer within {timeout:g} seconds, or refused, as its own output says. "
-                    "Start both again as before. They keep what they sent and pay nothing twice."
+                    f"{shown(one)} gave no answer within {timeout:g} seconds, or refused, as its "
+                    "own output says. Start both again as before. They keep what they sent and "
+                    "pay nothing twice."
                 )
             return found[one]
 
         told = ask(sent)
-        upload, name = messages.unpack_upload(told, shipment, limits=limits), hashlib.sha256(told).hexdigest()
+        upload, name = (
+            messages.unpack_upload(told, shipment, limits=limits),
+            hashlib.sha256(told).hexdigest(),
+        )
         kept = root / f"adapted-{name}.safetensors"
 
         def gradients(logits: np.ndarray, images: np.ndarray) -> np.ndarray:
-            told = ask(pack("logits", fields={"upload": name}, arrays={"logits": logits, "images": images}))
+            told = ask(
+                pack("logits", fields={"upload": name}, arrays={"logits": logits, "images": images})
+            )
             arrays = unpack(told, "gradients", limits=limits, name="the package 'gradients'").arrays
             messages.check_arrays(arrays, {"gradients": (logits.shape, np.float32)})
             return arrays["gradients"]
@@ -111,19 +127,31 @@ def run_server(
         if not kept.exists():
             back = load_params(root / "backend.safetensors")
             save_params(kept, _adapted(config, shipment, back, upload, gradients))
-        backbone = dataclasses.replace(backbone, model=backbone.model.clone(num_classes=upload.num_classes))
+        backbone = dataclasses.replace(
+            backbone, model=backbone.model.clone(num_classes=upload.num_classes)
+        )
         adapted = split.Adapted(backbone, load_params(kept))
         asked = ask(pack("adapted", fields={"upload": name}, arrays={}))
         queries = messages.unpack_queries(asked, shipment, limits=limits)
-        logits = in_batches(adapted.logits, queries, 256) if len(queries) else np.zeros((0, upload.num_classes))
-        ask(pack("answers", fields={"upload": name}, arrays={"logits": np.asarray(logits, np.float32)}))
+        logits = (
+            in_batches(adapted.logits, queries, 256)
+            if len(queries)
+            else np.zeros((0, upload.num_classes))
+        )
+        ask(
+            pack(
+                "answers",
+                fields={"upload": name},
+                arrays={"logits": np.asarray(logits, np.float32)},
+            )
+        )
         mode = messages.mode_of(upload)
         result = {"mode": mode, "bytes": len(told), "queries": len(queries)}
         write_json(root / "result.json", result)
         labels = "" if mode == "private" else " except the loss gradients, which reveal the labels"
         print(
-            f"server: The client uploaded {result['bytes']:,} bytes ({mode}). {len(queries)} queries were answered. "
-            f"The server read no other private data{labels}."
+            f"server: The client uploaded {result['bytes']:,} bytes ({mode}). {len(queries)} "
+            f"queries were answered. The server read no other private data{labels}."
         )
         return result
 
@@ -132,7 +160,9 @@ def _make_frontend(config: Any, backbone: split.Backbone, root: pathlib.Path) ->
     """Makes everything that the server needs before it meets a client, on its own PUBLIC images."""
     images = _read(config.data, backbone.preprocessing)
     if images.num_classes != backbone.num_classes:
-        raise ValueError(f"config.model.num_classes must be {images.num_classes}, got {backbone.num_classes}.")
+        raise ValueError(
+            f"config.model.num_classes must be {images.num_classes}, got {backbone.num_classes}."
+        )
     if not config.model.checkpoint:
         part = config.data.pretrain_fraction
         pretraining, images = images.split((part, 1 - part), seed=config.seed)
@@ -141,27 +171,41 @@ def _make_frontend(config: Any, backbone: split.Backbone, root: pathlib.Path) ->
     keys = jax.random.split(key, 2)
     batch = images.gather(np.arange(len(images)))
     both = split.merge_hilbert(jnp.asarray(batch["image"]), jnp.asarray(batch["label"]))
-    frontends = split.calibrate_frontends(keys[0], backbone, model.params, *both, **config.calibration)
+    frontends = split.calibrate_frontends(
+        keys[0], backbone, model.params, *both, **config.calibration
+    )
     back = split.tune_backend(keys[1], backbone, model.params, frontends, *both, **config.tuning)
     save_params(root / "backend.safetensors", back)
     shipment = messages.Shipment(backbone, frontends[0], config.copies, config.n_patches)
     if config.directions:
-        x = split.represent(backbone, frontends[0], frontends[0].params, jnp.asarray(batch["image"][:_MOST]))
+        x = split.represent(
+            backbone, frontends[0], frontends[0].params, jnp.asarray(batch["image"][:_MOST])
+        )
         projection = split.public_projection(x, config.directions)
         norms = np.linalg.norm(np.asarray(split.project(projection, x)), axis=1)
         shipment = shipment._replace(projection=projection, clip_norm=float(np.median(norms)))
     write_package(root / "frontend", messages.pack_frontend(shipment))
 
 
-def _adapted(config: Any, shipment: Any, back: Any, upload: Any, ask: messages.Gradients) -> dict[str, Any]:
-    copies_key, key = jax.random.split(stream(config.seed.to_bytes(16, "little"), "adapt", impl="threefry2x32"))
+def _adapted(
+    config: Any, shipment: Any, back: Any, upload: Any, ask: messages.Gradients
+) -> dict[str, Any]:
+    copies_key, key = jax.random.split(
+        stream(config.seed.to_bytes(16, "little"), "adapt", impl="threefry2x32")
+    )
     options: dict[str, Any] = {"num_classes": upload.num_classes, **config.adaptation}
     backbone, copying = shipment.backbone, _copying(shipment)
     if isinstance(upload, messages.Uploaded):
         return adapt_by_client(key, backbone, back, jax.device_put(upload), ask, **options).back
     private = isinstance(upload, messages.Private)
-    x = split.lift(shipment.projection, upload.released.features) if private else jnp.asarray(upload.representations)
-    copies = split.augment_then_noise(copies_key, x, laplace_scale=0.0, **copying)  # the noise is there already
+    x = (
+        split.lift(shipment.projection, upload.released.features)
+        if private
+        else jnp.asarray(upload.representations)
+    )
+    copies = split.augment_then_noise(
+        copies_key, x, laplace_scale=0.0, **copying
+    )  # the noise is there already
     if not private:
         return adapt_by_client(key, backbone, back, copies, ask, **options).back
     matrix = jnp.asarray(split.label_noise_matrix(upload.num_classes, upload.release.label_epsilon))
@@ -171,10 +215,14 @@ def _adapted(config: Any, shipment: Any, back: Any, upload: Any, ask: messages.G
 
 def _copying(shipment: messages.Shipment) -> dict[str, Any]:
     prefix_tokens = shipment.backbone.prefix_tokens
-    return {"copies": shipment.copies, "n_patches": shipment.n_patches, "prefix_tokens": prefix_tokens}
+    return {
+        "copies": shipment.copies,
+        "n_patches": shipment.n_patches,
+        "prefix_tokens": prefix_tokens,
+    }
 
 
-# --- The client -------------------------------------------------------------------------------------------------------
+# --- The client ---------------------------------------------------------------------------------
 
 
 def run_client(
@@ -186,32 +234,39 @@ def run_client(
     queries: bool | None = None,
     limits: Limits | None = None,
 ) -> dict[str, Any]:
-    """Runs the client: uploads representations of its few images, and has its test images classified.
+    """Runs the client: uploads representations of its few images, and has its test images
+    classified.
 
-    The workdir holds the upload, the queries, the predictions, and the secret seed until the run has ended. A client
-    that starts again after the end sends the kept packages. Its secret, which perturbed the frontend, is deleted.
+    The workdir holds the upload, the queries, the predictions, and the secret seed until the run
+    has ended. A client that starts again after the end sends the kept packages. Its secret, which
+    perturbed the frontend, is deleted.
 
     Args:
       config, workdir: As above.
       serve: `serve(answer, until=)` answers the server's questions.
-      ledger_path: The ledger that pays, by default ledger.sqlite in the workdir. The data set is "client/images", its
-        adjacency "replace_one", its unit an image with its label. If it is not registered, a private upload registers
-        it with a budget of its epsilon, and the other modes without a budget.
-      queries: Whether the server classifies the test images. None means yes, except in the private mode. Their
-        representations have Laplace noise of `config.query_laplace_scale`. No guarantee covers them in any mode: the
-        ledger gets a release without proof on "client/queries".
+      ledger_path: The ledger that pays, by default ledger.sqlite in the workdir. The data set is
+        "client/images", its adjacency "replace_one", its unit an image with its label. If it is not
+        registered, a private upload registers it with a budget of its epsilon, and the other modes
+        without a budget.
+      queries: Whether the server classifies the test images. None means yes, except in the private
+        mode. Their representations have Laplace noise of `config.query_laplace_scale`. No guarantee
+        covers them in any mode: the ledger gets a release without proof on "client/queries".
       limits: Limits on the server's packages and on the file of images.
 
     Returns:
-      The content of result.json: mode, bytes of the upload, epsilon (None is infinite), delta, and accuracy (None
-        without queries or without their labels).
+      The content of result.json: mode, bytes of the upload, epsilon (None is infinite), delta, and
+        accuracy (None without queries or without their labels).
 
     Raises:
       BudgetExceeded: The ledger refuses the upload. Nothing is sent.
     """
     root = pathlib.Path(workdir)
     ledger_path = ledger_path or root / "ledger.sqlite"
-    with Till(root, forget="run") as till, Ledger(ledger_path) as ledger, contextlib.ExitStack() as bound:
+    with (
+        Till(root, forget="run") as till,
+        Ledger(ledger_path) as ledger,
+        contextlib.ExitStack() as bound,
+    ):
         check_numbers(config)
         frame.check_same_config("split client", config, root)
         client = _Client(config, root, queries, limits, till, ledger, bound)
@@ -223,7 +278,8 @@ def run_client(
 
 @dataclasses.dataclass
 class _Client:
-    """The answers of a client. All that they need is in its workdir, because it may have been started again.
+    """The answers of a client. All that they need is in its workdir, because it may have been
+    started again.
 
     Attributes:
       config, root, queries, limits: The arguments of `run_client`.
@@ -243,12 +299,17 @@ class _Client:
     def answer(self, question: bytes) -> bytes:
         """Answers a question, a repeated one as before."""
         others = {"logits": self._loss, "adapted": self._adapted, "answers": self._answers}
-        package = unpack(question, ["frontend", *others], limits=self.limits, name="the server's package")
+        package = unpack(
+            question, ["frontend", *others], limits=self.limits, name="the server's package"
+        )
         if package.kind == "frontend":
             return self._frontend(question)
         upload = hashlib.sha256(read_package(self.root / "upload")).hexdigest()
         if package.fields.get("upload") != upload:
-            raise ValueError("the server's package is about another upload. Use a new workdir at one of the parties.")
+            raise ValueError(
+                "the server's package is about another upload. Use a new workdir at one of the "
+                "parties."
+            )
         return others[package.kind](package)
 
     @functools.cached_property
@@ -269,39 +330,56 @@ class _Client:
         config, root, kept = self.config, self.root, self.root / "frontend"
         if kept.exists() and read_package(kept) != question:
             raise ValueError(
-                f"{shown(root)} was started with another frontend. Use a new workdir at one of the parties."
+                f"{shown(root)} was started with another frontend. Use a new workdir at one of "
+                "the parties."
             )
         shipment = self._shipment = messages.unpack_frontend(question, limits=self.limits)
         few, test = self._images
         _check_client(config, shipment, few, test)
-        _check_same_images({**few, **{f"test_{name}": array for name, array in test.items()}}, root / "images.json")
-        missing = [name for name in ("upload", "queries")[: 1 + self._asks] if not (root / name).exists()]
+        _check_same_images(
+            {**few, **{f"test_{name}": array for name, array in test.items()}}, root / "images.json"
+        )
+        missing = [
+            name for name in ("upload", "queries")[: 1 + self._asks] if not (root / name).exists()
+        ]
         if "queries" in missing and (root / "result.json").exists():
             raise ValueError(
-                f"the run in {shown(root)} has ended without queries, and the secret that perturbed its frontend is "
-                "deleted. Use a new workdir at both parties, and ask from the start. The new run pays for its own "
-                "upload."
+                f"the run in {shown(root)} has ended without queries, and the secret that "
+                "perturbed its frontend is deleted. Use a new workdir at both parties, and ask "
+                "from the start. The new run pays for its own upload."
             )
         self.bound.enter_context(frame.bind("split client", config, root))
         common = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
         unproven: dict[str, Any] = common | {"allow_unproven": True}
         # What a private upload costs is the budget of the images.
-        terms: dict[str, Any] = common | {"epsilon": config.epsilon} if config.mode == "private" else unproven
+        terms: dict[str, Any] = (
+            common | {"epsilon": config.epsilon} if config.mode == "private" else unproven
+        )
         images = frame.own_account(self.ledger, DATASET, records=len(few["image"]), **terms)
         asked = {"records": len(test["image"]), **unproven}
         others = [frame.own_account(self.ledger, QUERIES, **asked)] if self._asks else []
         self.till.settle([images, *others])
         if missing:
-            noisy = split.perturb_params(self.till.stream("frontend"), shipment.frontend.params, alpha=config.alpha)
-            extract = functools.partial(split.represent, shipment.backbone, shipment.frontend, noisy)
+            noisy = split.perturb_params(
+                self.till.stream("frontend"), shipment.frontend.params, alpha=config.alpha
+            )
+            extract = functools.partial(
+                split.represent, shipment.backbone, shipment.frontend, noisy
+            )
         if "upload" in missing:
-            upload = _upload(config, shipment, images, extract(few["image"]), few["label"], root / "upload")
+            upload = _upload(
+                config, shipment, images, extract(few["image"]), few["label"], root / "upload"
+            )
             write_package(kept, question)
             self.till.release(upload)
         if "queries" in missing:
             x, scale = extract(test["image"]), config.query_laplace_scale
-            what = plan_noisy(*others, representations=x, laplace_scale=scale, label="split adaptation, queries")
-            self.till.release(dataclasses.replace(what, keep=functools.partial(self._keep_queries, shipment)))
+            what = plan_noisy(
+                *others, representations=x, laplace_scale=scale, label="split adaptation, queries"
+            )
+            self.till.release(
+                dataclasses.replace(what, keep=functools.partial(self._keep_queries, shipment))
+            )
         return read_package(root / "upload")
 
     def _keep_queries(self, shipment: messages.Shipment, made: Any) -> None:
@@ -309,7 +387,10 @@ class _Client:
 
     def _loss(self, package: Package) -> bytes:
         if self.config.mode == "private":
-            raise ValueError("mode='private' answers no question about the loss, because gradients reveal labels.")
+            raise ValueError(
+                "mode='private' answers no question about the loss, because gradients reveal "
+                "labels."
+            )
         gradients = messages.loss_gradients(self._images[0]["label"], self.config.num_classes)
         found = gradients(package.arrays["logits"], package.arrays["images"])
         return pack("gradients", fields={}, arrays={"gradients": found})
@@ -317,7 +398,9 @@ class _Client:
     def _adapted(self, package: Package) -> bytes:
         if self._asks:
             return read_package(self.root / "queries")
-        return messages.pack_queries(np.zeros((0, *self._shipment.backbone.tokens), np.float32), self._shipment)
+        return messages.pack_queries(
+            np.zeros((0, *self._shipment.backbone.tokens), np.float32), self._shipment
+        )
 
     def _answers(self, package: Package) -> bytes:
         """Ends the run."""
@@ -327,7 +410,9 @@ class _Client:
         if asked:
             logits = package.arrays["logits"]
             write_durably(root / "predictions.npy", lambda file: np.save(file, predicted(logits)))
-            accuracy = float(judge(logits, test["label"]).correct.mean()) if "label" in test else None
+            accuracy = (
+                float(judge(logits, test["label"]).correct.mean()) if "label" in test else None
+            )
         epsilon = self.ledger.account(DATASET).epsilon(delta=config.delta)
         self.result = {
             "mode": config.mode,
@@ -347,7 +432,10 @@ def _check_client(config: Any, shipment: messages.Shipment, few: _Images, test: 
         raise ValueError(f"mode must be one of {', '.join(messages.MODES)}, got {config.mode!r}.")
     if config.mode == "private":
         if shipment.projection is None:
-            raise ValueError("mode='private' needs a frontend with a projection. The server has config.directions=0.")
+            raise ValueError(
+                "mode='private' needs a frontend with a projection. The server has "
+                "config.directions=0."
+            )
         _private_release(config, shipment.clip_norm)
     for images in (few, test) if len(test["image"]) else (few,):
         shipment.backbone.check_images(images["image"])
@@ -357,9 +445,16 @@ def _check_client(config: Any, shipment: messages.Shipment, few: _Images, test: 
 
 
 def _upload(
-    config: Any, shipment: messages.Shipment, account: Account, x: jax.Array, labels: np.ndarray, folder: pathlib.Path
+    config: Any,
+    shipment: messages.Shipment,
+    account: Account,
+    x: jax.Array,
+    labels: np.ndarray,
+    folder: pathlib.Path,
 ) -> Release[Any]:
-    """Returns the release of the upload in the config's mode. `folder` keeps the upload as it is sent."""
+    """Returns the release of the upload in the config's mode. `folder` keeps the upload as it is
+    sent.
+    """
     given: dict[str, Any] = {"representations": x, "label": f"split adaptation, {config.mode}"}
     make: Any = messages.MODES[config.mode]
 
@@ -369,10 +464,14 @@ def _upload(
     if config.mode == "private":
         assert shipment.projection is not None  # `_check_client` has checked
         release, projection = _private_release(config, shipment.clip_norm), shipment.projection
-        private = plan_release(account, release=release, labels=labels, projection=projection, **given)
+        private = plan_release(
+            account, release=release, labels=labels, projection=projection, **given
+        )
         return dataclasses.replace(private, keep=lambda made: send(make(Released(**made), release)))
     if not np.isfinite(x).all():
-        raise ValueError("representations must be finite, but some are NaN or infinite. Leave those images out.")
+        raise ValueError(
+            "representations must be finite, but some are NaN or infinite. Leave those images out."
+        )
     given["laplace_scale"] = config.laplace_scale
     if config.mode == "noise_once":
         what: Any = plan_noisy(account, **given)
@@ -387,12 +486,20 @@ def _private_release(config: Any, clip_norm: float | None) -> split.PrivateRelea
     return split.PrivateRelease.calibrated(clip_norm=clip_norm, **terms)
 
 
-def client_charges(config: Any, *, ledger_path: _Path | None, queries: bool | None) -> list[plans.Item]:
-    """Returns what `run_client` would charge. The frontend, which it has not received yet, changes nothing of it."""
+def client_charges(
+    config: Any, *, ledger_path: _Path | None, queries: bool | None
+) -> list[plans.Item]:
+    """Returns what `run_client` would charge. The frontend, which it has not received yet, changes
+    nothing of it.
+    """
     private, ledger = config.mode == "private", os.fspath(ledger_path or "ledger.sqlite")
     terms = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
     unproven = terms | {"allow_unproven": True}
-    event = _private_release(config, 1.0).event if private else split.published_event(config.laplace_scale)
+    event = (
+        _private_release(config, 1.0).event
+        if private
+        else split.published_event(config.laplace_scale)
+    )
     mine = terms | {"epsilon": config.epsilon} if private else unproven
     charges = [plans.Item(f"the upload, {config.mode}", DATASET, event, mine, ledger=ledger)]
     if not private if queries is None else queries:
@@ -406,39 +513,62 @@ def _statement(result: dict[str, Any]) -> str:
     if result["accuracy"] is not None:
         lines.append(f"accuracy {result['accuracy']:.4f} on {result['queries']} test images")
     if epsilon is None:
-        lines.append("epsilon = inf (empirical only): no proof covers representations, copies and labels")
+        lines.append(
+            "epsilon = inf (empirical only): no proof covers representations, copies and labels"
+        )
     else:
-        lines.append(f"epsilon = {epsilon:.6g} at delta = {result['delta']:g} for replacing one image and its label")
+        lines.append(
+            f"epsilon = {epsilon:.6g} at delta = {result['delta']:g} for replacing one image and "
+            "its label"
+        )
     if result["queries"]:
         lines.append(
-            f"The {result['queries']} queries are representations of other images, with epsilon = inf on the ledger "
-            "(--noqueries sends none)"
+            f"The {result['queries']} queries are representations of other images, with epsilon = "
+            "inf on the ledger (--noqueries sends none)"
         )
     return "\n".join(lines)
 
 
-def _client_images(config: Any, preprocessing: Preprocessing, limits: Limits | None) -> tuple[_Images, _Images]:
-    """Returns the client's few images with labels, and its test images, with labels if they exist."""
+def _client_images(
+    config: Any, preprocessing: Preprocessing, limits: Limits | None
+) -> tuple[_Images, _Images]:
+    """Returns the client's few images with labels, and its test images, with labels if they
+    exist.
+    """
     if config.images:
-        optional, remedy = ("test_image", "test_label"), "Make it again with the arrays 'image' and 'label'."
-        arrays = read_npz(config.images, ["image", "label"], optional=optional, remedy=remedy, limits=limits)
+        optional, remedy = (
+            ("test_image", "test_label"),
+            "Make it again with the arrays 'image' and 'label'.",
+        )
+        arrays = read_npz(
+            config.images, ["image", "label"], optional=optional, remedy=remedy, limits=limits
+        )
         few = {"image": preprocessing.prepare(arrays["image"]), "label": arrays["label"]}
         test = {"image": preprocessing.prepare(arrays.get("test_image", few["image"][:0]))}
         return few, test | ({"label": arrays["test_label"]} if "test_label" in arrays else {})
     halves = _read(config.data, preprocessing).split((0.5, 0.5), seed=config.data_seed)
     pool, test = (half.gather(np.arange(len(half))) for half in halves)
-    found = [np.flatnonzero(pool["label"] == k)[: config.shots] for k in range(halves[0].num_classes)]
+    found = [
+        np.flatnonzero(pool["label"] == k)[: config.shots] for k in range(halves[0].num_classes)
+    ]
     if (fewest := min(map(len, found))) < config.shots:
-        raise ValueError(f"shots must be at most {fewest}, the size of the smallest class, got {config.shots}.")
+        raise ValueError(
+            f"shots must be at most {fewest}, the size of the smallest class, got {config.shots}."
+        )
     rows = np.concatenate(found)
     return {name: array[rows] for name, array in pool.items()}, test
 
 
 def _check_same_images(arrays: dict[str, Any], path: pathlib.Path) -> None:
     """Raises ValueError for images that differ from the images of the workdir's upload."""
-    sums = {name: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest() for name, array in arrays.items()}
+    sums = {
+        name: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+        for name, array in arrays.items()
+    }
     if path.exists() and read_json(path) != sums:
-        raise ValueError(f"{shown(path.parent)} was started with other images or labels. Use a new workdir.")
+        raise ValueError(
+            f"{shown(path.parent)} was started with other images or labels. Use a new workdir."
+        )
     write_json(path, sums)
 
 

@@ -1,4 +1,6 @@
-"""What a run would charge, take and need: the facts of --dry_run. Nothing is written, and nothing is spent."""
+"""What a run would charge, take and need: the facts of --dry_run. Nothing is written, and nothing
+is spent.
+"""
 
 import contextlib
 import math
@@ -21,7 +23,8 @@ from jaxdp.privacy.readout import aligned
 from jaxdp.release import notes
 
 Rows = Sequence[tuple[str, str]]
-# Compiled functions with arguments, some as `jax.ShapeDtypeStruct`, and the number of calls in a part of a run.
+# Compiled functions with arguments, some as `jax.ShapeDtypeStruct`, and the number of calls in a
+# part of a run.
 Programs = Sequence[tuple[Any, tuple[Any, ...], float]]
 _ZEROS = (np.ndarray, jax.ShapeDtypeStruct)  # records, and what another program computes
 _DRAWS = 20  # batches from which the number of physical batches per step is estimated
@@ -34,12 +37,14 @@ class Item(NamedTuple):
       what: The part of the run, for people.
       dataset: The name of the data set that pays. "" is the only one of its ledger.
       event: What is charged, or None.
-      terms: The terms of the data set, as in `Ledger.register`. A budget among them is used if there is no ledger yet.
+      terms: The terms of the data set, as in `Ledger.register`. A budget among them is used if
+          there is no ledger yet.
       rows: Facts about the part.
       ledger: The path of the ledger, below the workdir or absolute.
       folder: The folder below the workdir with the notes of charges that were made already.
       runs: The number of such parts. Each has its own data set or ledger.
-      programs: Returns the programs for this machine, or for an accelerator with so many bytes of memory.
+      programs: Returns the programs for this machine, or for an accelerator with so many bytes of
+          memory.
       steps: The number of private steps that the programs take, 0 if they are public.
     """
 
@@ -71,8 +76,13 @@ def training(
     Args:
       what, terms, **where: As in `Item`.
     """
-    sampler, first, last = trainer.sampler, *(trainer.privatizer.event_at(step) for step in (0, steps - 1))
-    noise = f"{first.noise_multiplier:.6g}" + ("" if first == last else f" to {last.noise_multiplier:.6g}")
+    sampler, first, last = (
+        trainer.sampler,
+        *(trainer.privatizer.event_at(step) for step in (0, steps - 1)),
+    )
+    noise = f"{first.noise_multiplier:.6g}" + (
+        "" if first == last else f" to {last.noise_multiplier:.6g}"
+    )
     rows = facts(
         trainer.event,
         records=sampler.num_examples,
@@ -88,7 +98,9 @@ def training(
         state = trainer.init(params)
         sizes = trainer.physical(state, source, memory=memory)
         drawn = [sizes.counts(len(sampler.batch(k))) for k in range(_DRAWS)]
-        calls = {f"sum {m}": steps * float(np.mean([counts[m] for counts in drawn])) for m in sizes.sizes}
+        calls = {
+            f"sum {m}": steps * float(np.mean([counts[m] for counts in drawn])) for m in sizes.sizes
+        }
         refreshes = steps / trainer.query.refresh_every if trainer.query.refresh_every else 0
         calls |= {"add": sum(calls.values()) - steps, "refresh": refreshes, "update": float(steps)}
         functions = trainer.programs(state, source, memory=memory)
@@ -98,8 +110,12 @@ def training(
     return Item(what, source.name, event, terms, rows, programs=programs, steps=steps, **where)
 
 
-def public_training(what: str, loss: Callable[..., Any], params: Any, source: Examples, how: Any) -> Item:
-    """Returns the computation of `models.train`, without its optimizer, which takes far less than the gradients."""
+def public_training(
+    what: str, loss: Callable[..., Any], params: Any, source: Examples, how: Any
+) -> Item:
+    """Returns the computation of `models.train`, without its optimizer, which takes far less than
+    the gradients.
+    """
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         return jax.vmap(loss, in_axes=(None, 0))(params, batch).mean()
@@ -117,7 +133,9 @@ def outstanding(charges: Mapping[str, DpEvent], folder: pathlib.Path) -> dict[st
             counts = left.get(name, {})
             for leaf, count in composition(from_json(event)).items():
                 counts[leaf] = max(0, counts.get(leaf, 0) - count)
-    return {name: compose({leaf: n for leaf, n in counts.items() if n}) for name, counts in left.items()}
+    return {
+        name: compose({leaf: n for leaf, n in counts.items() if n}) for name, counts in left.items()
+    }
 
 
 def show(items: Iterable[Item], root: pathlib.Path | None, target: str = "") -> None:
@@ -126,8 +144,8 @@ def show(items: Iterable[Item], root: pathlib.Path | None, target: str = "") -> 
     Args:
       items: The parts of the run.
       root: The workdir, if one is known, whose ledgers are read.
-      target: A name of `jaxdp.compilers.TARGETS`, for whose chip private steps are compiled. Without it, all programs
-        are compiled for this machine, and run once.
+      target: A name of `jaxdp.compilers.TARGETS`, for whose chip private steps are compiled.
+        Without it, all programs are compiled for this machine, and run once.
 
     Raises:
       ValueError: There is no such target, or no part takes a private step.
@@ -138,7 +156,10 @@ def show(items: Iterable[Item], root: pathlib.Path | None, target: str = "") -> 
     print("Dry run: nothing is written, and nothing is spent.", flush=True)
     items, seconds = list(items), 0.0
     if target and not any(item.steps for item in items):
-        raise ValueError("--target compiles the private steps of a training, and this config has none. Leave it out.")
+        raise ValueError(
+            "--target compiles the private steps of a training, and this config has none. Leave "
+            "it out."
+        )
     for item in items:
         print(f"\n{item.what}" + (f", {item.runs} times" if item.runs > 1 else ""), flush=True)
         rows = list(item.rows) if item.event is None else _charged(item, item.event, root)
@@ -148,9 +169,15 @@ def show(items: Iterable[Item], root: pathlib.Path | None, target: str = "") -> 
     if all(item.event is None for item in items):
         print("\nNo ledger is charged.")
     if target and seconds:
-        print(f"\nAll private steps on one {target}: {_duration(seconds)}. This is {compilers.CAVEAT}.")
+        print(
+            f"\nAll private steps on one {target}: {_duration(seconds)}. This is "
+            f"{compilers.CAVEAT}."
+        )
     elif seconds:
-        print(f"\nEstimated time of these computations: {_duration(seconds)}. Evaluation and figures come on top.")
+        print(
+            f"\nEstimated time of these computations: {_duration(seconds)}. Evaluation and "
+            "figures come on top."
+        )
 
 
 def _charged(item: Item, event: DpEvent, root: pathlib.Path | None) -> list[tuple[str, str]]:
@@ -179,7 +206,9 @@ def _charged(item: Item, event: DpEvent, root: pathlib.Path | None) -> list[tupl
 
 
 def _here(item: Item) -> tuple[Rows, float]:
-    """Compiles programs ahead of time and runs each on zeros. Returns the estimates, and the seconds of all runs."""
+    """Compiles programs ahead of time and runs each on zeros. Returns the estimates, and the
+    seconds of all runs.
+    """
     memory, compiling, running = 0, 0.0, 0.0
     programs = item.programs(None)
     for function, arguments, calls in programs:
@@ -187,7 +216,9 @@ def _here(item: Item) -> tuple[Rows, float]:
         compiled = function.lower(*arguments).compile()
         compiling += time.perf_counter() - started
         if (needs := compiled.memory_analysis()) is not None:
-            total = needs.temp_size_in_bytes + needs.argument_size_in_bytes + needs.output_size_in_bytes
+            total = (
+                needs.temp_size_in_bytes + needs.argument_size_in_bytes + needs.output_size_in_bytes
+            )
             memory = max(memory, total - needs.alias_size_in_bytes)
         # The first run warms up. A program may write over its arguments.
         for zeros in (_zeros(arguments), _zeros(arguments)):
@@ -197,15 +228,23 @@ def _here(item: Item) -> tuple[Rows, float]:
     if not programs:
         return [], 0.0
     rows = [
-        ("memory (estimate)", f"{memory / 1e6:,.0f} MB for arguments, results and temporaries of the largest program"),
+        (
+            "memory (estimate)",
+            f"{memory / 1e6:,.0f} MB for arguments, results and temporaries of the largest program",
+        ),
         ("compilation", f"{compiling:.1f} s, measured now"),
-        ("run time (estimate)", f"{_duration(running)}, from one step on zeros on {jax.devices()[0].device_kind}"),
+        (
+            "run time (estimate)",
+            f"{_duration(running)}, from one step on zeros on {jax.devices()[0].device_kind}",
+        ),
     ]
     return rows, compiling + item.runs * running
 
 
 def _elsewhere(item: Item, target: str) -> tuple[Rows, float]:
-    """Compiles private steps for a chip that is not there. Returns the estimates, and the seconds of all runs."""
+    """Compiles private steps for a chip that is not there. Returns the estimates, and the seconds
+    of all runs.
+    """
     if not item.steps:
         return [], 0.0
     chip = compilers.target(target)
@@ -215,13 +254,22 @@ def _elsewhere(item: Item, target: str) -> tuple[Rows, float]:
         calls.append(times / item.steps)
     largest = max(estimate.memory for estimate in estimates)
     verdict = "fits" if all(estimate.fits for estimate in estimates) else "does not fit"
-    rows = [(f"memory of {target}", f"{verdict}: {_megabytes(largest)} of {_megabytes(chip.memory)} of a chip")]
+    rows = [
+        (
+            f"memory of {target}",
+            f"{verdict}: {_megabytes(largest)} of {_megabytes(chip.memory)} of a chip",
+        )
+    ]
     if any(estimate.seconds is None for estimate in estimates):
-        rows.append(("remedy", "a smaller physical_batch_size, fewer trained parameters, or several chips"))
+        rows.append(
+            ("remedy", "a smaller physical_batch_size, fewer trained parameters, or several chips")
+        )
         return rows, 0.0
 
     def a_step(name: str) -> float:
-        return math.fsum(n * estimate.details[name] for n, estimate in zip(calls, estimates, strict=True))
+        return math.fsum(
+            n * estimate.details[name] for n, estimate in zip(calls, estimates, strict=True)
+        )
 
     seconds = a_step("total") / (chip.clock or 1.0)
     if chip.clock:
@@ -234,10 +282,19 @@ def _elsewhere(item: Item, target: str) -> tuple[Rows, float]:
         own = "million cycles of Pallas kernels, by an estimate of their own"
         rows.append(("of these", f"{kernels / 1e6:,.3g} {own}"))
     whole = item.steps * seconds
-    rows.append(("all steps", f"{whole / 3600:.3g} hours ({_duration(whole)}) for {item.steps:,} of them"))
-    if loops := sum(loop["turns"] is None for estimate in estimates for loop in estimate.details["loops"]):
+    rows.append(
+        ("all steps", f"{whole / 3600:.3g} hours ({_duration(whole)}) for {item.steps:,} of them")
+    )
+    if loops := sum(
+        loop["turns"] is None for estimate in estimates for loop in estimate.details["loops"]
+    ):
         rows.append(("counted once", f"loops whose turns depend on data: {loops}"))
-    rows.append(("compilation", f"{math.fsum(e.details['compile_s'] for e in estimates):.0f} s on this machine"))
+    rows.append(
+        (
+            "compilation",
+            f"{math.fsum(e.details['compile_s'] for e in estimates):.0f} s on this machine",
+        )
+    )
     return rows, item.runs * whole
 
 
@@ -246,7 +303,9 @@ def _megabytes(count: float) -> str:
 
 
 def _zeros(arguments: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, _ZEROS) else jnp.copy(x), arguments)
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, _ZEROS) else jnp.copy(x), arguments
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -1,8 +1,10 @@
-"""Private prediction: python -m launch.predict --config configs/predict/digits.py --workdir workdir/predict_digits.
+"""Private prediction: python -m launch.predict --config configs/predict/digits.py --workdir
+workdir/predict_digits.
 
-Answers queries privately, and compares methods as Wicker et al. (arXiv 2406.13433, table 1) do. The methods are one
-certified model or an ensemble, mechanisms with and without certificates, PATE and DP-SGD. Each gets Q queries and one
-total (epsilon, delta). Besides the files of all studies, the workdir holds:
+Answers queries privately, and compares methods as Wicker et al. (arXiv 2406.13433, table 1) do. The
+methods are one certified model or an ensemble, mechanisms with and without certificates, PATE and
+DP-SGD. Each gets Q queries and one total (epsilon, delta). Besides the files of all studies, the
+workdir holds:
 
     answers.npz, ledger.sqlite   the test inputs that were asked about, the private answers, and their cost
     student.safetensors          a model trained on the private answers, free to use and publish
@@ -53,7 +55,9 @@ def _cells(config: Any) -> Iterator[Cell]:
     yield RELEASED
     if config.references:
         many = f"{config.ensemble.members} models"
-        yield from (Cell(pool, MECHANISMS[name]) for pool in (SINGLE, many) for name in config.mechanisms)
+        yield from (
+            Cell(pool, MECHANISMS[name]) for pool in (SINGLE, many) for name in config.mechanisms
+        )
         yield from (Cell(many, PATE), Cell(DP_SGD, "any number"), EXACT)
 
 
@@ -62,9 +66,17 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     if cell == RELEASED:
         return _release(work)
     if cell == EXACT:
-        return {"per_query": [], "student": [], "expected": bench.model.accuracy(bench.single[0].params, bench.test)}
+        return {
+            "per_query": [],
+            "student": [],
+            "expected": bench.model.accuracy(bench.single[0].params, bench.test),
+        }
     with _account(work, "references") as account:
-        return _dp_sgd(cell, work, account) if cell.teacher == DP_SGD else _answers(cell, work, account)
+        return (
+            _dp_sgd(cell, work, account)
+            if cell.teacher == DP_SGD
+            else _answers(cell, work, account)
+        )
 
 
 def _account(work: frame.Work, folder: str = "", **terms: Any) -> AbstractContextManager[Account]:
@@ -77,7 +89,9 @@ def _release(work: frame.Work) -> dict[str, Any]:
     """Releases the answers, and trains the student on them."""
     bench, rows = work.shared, work.shared.asked(0)
     if bench.task.network is not None:
-        save_params(work.root / "network.safetensors", bench.task.network)  # before anything is certified for it
+        save_params(
+            work.root / "network.safetensors", bench.task.network
+        )  # before anything is certified for it
 
     def ask() -> dict[str, np.ndarray]:
         queries, folder = bench.test["features"][rows], work.folder(RELEASED) / "scratch"
@@ -85,26 +99,43 @@ def _release(work: frame.Work) -> dict[str, Any]:
         given = prediction.private_predict(bench.single[0], bench.model.logits, queries, **how)
         return {"rows": rows, "answers": given}
 
-    with _account(work, label="answers", epsilon=bench.plan.epsilon, delta=bench.plan.delta) as account:
+    with _account(
+        work, label="answers", epsilon=bench.plan.epsilon, delta=bench.plan.delta
+    ) as account:
         answers = work.arrays("answers.npz", ask)["answers"]
         spent = account.epsilon(delta=bench.plan.delta)
     student, accuracy = bench.student(rows, answers)
     save_params(work.root / "student.safetensors", student)
-    return {"epsilon": spent, "per_query": float(np.mean(answers == bench.test["label"][rows])), "student": accuracy}
+    return {
+        "epsilon": spent,
+        "per_query": float(np.mean(answers == bench.test["label"][rows])),
+        "student": accuracy,
+    }
 
 
 def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
-    """Returns scores of a teacher's answers and its students. Each repetition has other queries and fresh noise."""
+    """Returns scores of a teacher's answers and its students. Each repetition has other queries and
+    fresh noise.
+    """
     config, bench, truth = work.config, work.shared, work.shared.test["label"]
     asked = [bench.asked(1 + repetition) for repetition in range(config.repetitions)]
     answer, event = _mechanism(cell, bench)
 
     def compute(secret: bytes) -> dict[str, Any]:
         key = stream(secret, "repetitions")
-        return {"answers": np.stack([answer(jax.random.fold_in(key, k), rows) for k, rows in enumerate(asked)])}
+        return {
+            "answers": np.stack(
+                [answer(jax.random.fold_in(key, k), rows) for k, rows in enumerate(asked)]
+            )
+        }
 
     # The answers depend on these facts and on the code of this library only.
-    facts = [config.to_json(), bench.train, bench.test, [dataclasses.astuple(pool) for pool in bench.pools.values()]]
+    facts = [
+        config.to_json(),
+        bench.train,
+        bench.test,
+        [dataclasses.astuple(pool) for pool in bench.pools.values()],
+    ]
     what = Release(
         label=f"{cell.teacher}, {cell.answers}",
         charges=[(account, SelfComposedDpEvent(event, config.repetitions))],
@@ -114,7 +145,9 @@ def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
     with Till(work.folder(cell) / "scratch") as till:
         answers = till.once(what)["answers"]
     found: dict[str, Any] = {"per_query": [], "student": [], "answered": []}
-    for repetition in progress_bar(range(config.repetitions), label=cell.answers, unit="repetition"):
+    for repetition in progress_bar(
+        range(config.repetitions), label=cell.answers, unit="repetition"
+    ):
         rows, given = asked[repetition], answers[repetition]
         there = given >= 0
         found["answered"].append(int(there.sum()))
@@ -123,18 +156,24 @@ def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
             if repetition < config.student.repetitions:
                 found["student"].append(bench.student(rows, given)[1])
     if cell.answers != PATE:
-        found["expected"] = bench.pools[cell.teacher].expected_accuracy(cell.answers, bench.epsilon, truth)
+        found["expected"] = bench.pools[cell.teacher].expected_accuracy(
+            cell.answers, bench.epsilon, truth
+        )
     return found
 
 
-def _mechanism(cell: Cell, bench: Bench) -> tuple[Callable[[jax.Array, np.ndarray], np.ndarray], DpEvent]:
+def _mechanism(
+    cell: Cell, bench: Bench
+) -> tuple[Callable[[jax.Array, np.ndarray], np.ndarray], DpEvent]:
     """Returns the mechanism of the answers, and the event of a repetition."""
     pool, event = bench.pools[cell.teacher], _event(cell, bench.config)
     if cell.answers != PATE:
         return functools.partial(pool.answer, cell.answers, bench.epsilon), event
     assert pool.votes is not None
     pate, votes, limit = _pate(bench.config), pool.votes, bench.plan.queries
-    return lambda key, rows: pate.answer(key, votes[:, rows], num_classes=bench.classes, max_answers=limit), event
+    return lambda key, rows: pate.answer(
+        key, votes[:, rows], num_classes=bench.classes, max_answers=limit
+    ), event
 
 
 def _event(cell: Cell, config: Any) -> DpEvent:
@@ -151,12 +190,19 @@ def _event(cell: Cell, config: Any) -> DpEvent:
 def _pate(config: Any) -> prediction.ConfidentGNMax:
     how = dict(config.pate)
     how["threshold"] *= config.ensemble.members  # the config has a share
-    return prediction.ConfidentGNMax.calibrated(**how, max_answers=config.prediction.queries, **config.prediction)
+    return prediction.ConfidentGNMax.calibrated(
+        **how, max_answers=config.prediction.queries, **config.prediction
+    )
 
 
 def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
-    check(config, features.read(config.data))  # a run computes features before it charges, a plan does not
-    terms = data.terms(config.data) | {"records": config.training.records, "delta": config.prediction.delta}
+    check(
+        config, features.read(config.data)
+    )  # a run computes features before it charges, a plan does not
+    terms = data.terms(config.data) | {
+        "records": config.training.records,
+        "delta": config.prediction.delta,
+    }
     for cell in _cells(config):
         if cell == RELEASED:
             mine = {"epsilon": config.prediction.epsilon}
@@ -169,11 +215,13 @@ def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
 
 
 def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTrainer:
-    """Returns the DP-SGD trainer with the smallest noise at which a run costs at most the target epsilon."""
+    """Returns the DP-SGD trainer with the smallest noise at which a run costs at most the target
+    epsilon.
+    """
     how, plan = config.dp_sgd, config.prediction
     sampler = PoissonSampler(records, how.batch_size / config.training.records)
-    # A trainer divides by the expected batch size, which depends on the private number of records. The declared
-    # number is public.
+    # A trainer divides by the expected batch size, which depends on the private number of records.
+    # The declared number is public.
     declared = optax.scale(sampler.expected_batch_size / how.batch_size)
     return finetune.dp_sgd(
         model.loss,
@@ -196,12 +244,14 @@ def _dp_sgd(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
     found = []
     for run in progress_bar(range(how.runs), label=DP_SGD, unit="run"):
         folder = work.folder(cell) / "scratch" / str(run)
-        state = finetune.fit(trainer, start, bench.task.train, account=account, workdir=folder, **options)
+        state = finetune.fit(
+            trainer, start, bench.task.train, account=account, workdir=folder, **options
+        )
         found.append(bench.model.accuracy(state.params, bench.test))
     return {"per_query": found, "student": found, "expected": results.moments(found).mean}
 
 
-# --- Results ----------------------------------------------------------------------------------------------------------
+# --- Results ------------------------------------------------------------------------------------
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
@@ -218,17 +268,31 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     }
     if references:
         with _account(work, "references") as account:
-            result |= {"rows": references, "references_epsilon": account.epsilon(delta=bench.plan.delta)}
+            result |= {
+                "rows": references,
+                "references_epsilon": account.epsilon(delta=bench.plan.delta),
+            }
     return result
 
 
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     if "rows" not in result:
         return
-    bench, plan, each, dataset = work.shared, work.shared.plan, result["epsilon_per_query"], result["dataset"]
-    pools, truth, total = bench.pools, bench.test["label"], f"({plan.epsilon:g}, {_power(plan.delta)})"
+    bench, plan, each, dataset = (
+        work.shared,
+        work.shared.plan,
+        result["epsilon_per_query"],
+        result["dataset"],
+    )
+    pools, truth, total = (
+        bench.pools,
+        bench.test["label"],
+        f"({plan.epsilon:g}, {_power(plan.delta)})",
+    )
 
-    def draw(file: str, curves: Any, heads: tuple[str, str], labels: tuple[str, str], **options: Any) -> None:
+    def draw(
+        file: str, curves: Any, heads: tuple[str, str], labels: tuple[str, str], **options: Any
+    ) -> None:
         options |= dict(zip(("title", "subtitle", "xlabel", "ylabel"), heads + labels, strict=True))
         plot_curves(work.root / file, curves, **options)
 
@@ -236,7 +300,9 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
         """Returns curves over the keys. Each key stands for an epsilon."""
         ways = [MECHANISMS[name] for name in reversed(work.config.mechanisms)]
         return {
-            f"{name}, {_SHORT[way]}": [(x, pool.expected_accuracy(way, e, truth)) for x, e in epsilons.items()]
+            f"{name}, {_SHORT[way]}": [
+                (x, pool.expected_accuracy(way, e, truth)) for x, e in epsilons.items()
+            ]
             for name, pool in pools.items()
             for way in ways
         }
@@ -244,9 +310,18 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     shown = range(work.config.certificate.max_distance + 1)
     draw(
         "certified.png",
-        {name: [(k, float(np.mean(pool.distance >= k))) for k in shown] for name, pool in pools.items()},
-        (f"{dataset}: certified answers", f"{len(truth)} test inputs. Evaluation only, not private."),
-        ("records added or removed, k", "Share of test inputs whose answer k changed records cannot alter"),
+        {
+            name: [(k, float(np.mean(pool.distance >= k))) for k in shown]
+            for name, pool in pools.items()
+        },
+        (
+            f"{dataset}: certified answers",
+            f"{len(truth)} test inputs. Evaluation only, not private.",
+        ),
+        (
+            "records added or removed, k",
+            "Share of test inputs whose answer k changed records cannot alter",
+        ),
     )
     dp_sgd, exact = (row["expected"] for row in result["rows"][-2:])
     lines = {f"without noise  {100 * exact:.1f}%": exact}
@@ -288,7 +363,10 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     queries = f"ε = {each:.3f} per query: {plan.queries} queries at {total}"
     draw(
         "flips.png",
-        {name: [(k, float(share)) for k, share in enumerate(shares)] for name, shares in flips.items()},
+        {
+            name: [(k, float(share)) for k, share in enumerate(shares)]
+            for name, shares in flips.items()
+        },
         ("How often an answer differs from the model's", f"{bench.classes} classes, {queries}"),
         ("calibrated distance k'", "Flip probability"),
     )
@@ -302,7 +380,9 @@ def _table(result: Mapping[str, Any]) -> list[dict[str, str]]:
             "per query": _percent(row["per_query"]),
             "all inputs": _percent([row["expected"]] if "expected" in row else []),
             "student": _percent(row["student"]),
-            "answered": f"{np.mean(row['answered']):.0f}/{result['queries']}" if "answered" in row else "all",
+            "answered": f"{np.mean(row['answered']):.0f}/{result['queries']}"
+            if "answered" in row
+            else "all",
         }
         for row in result["rows"]
     ]
@@ -312,18 +392,24 @@ def _summary(result: Mapping[str, Any]) -> str:
     released, each = result["released"], result["epsilon_per_query"]
     text = (
         f"{result['queries']} answers about {result['dataset']}, pure epsilon {each:.4f} each: "
-        f"{_percent([released['per_query']])} % right. Their student: {_percent([released['student']])} %."
-        f"\nThe ledger recomputes epsilon = {result['epsilon']:.3f} at delta = {_power(result['delta'])} for all "
+        f"{_percent([released['per_query']])} % right. Their student: "
+        f"{_percent([released['student']])} %."
+        f"\nThe ledger recomputes epsilon = {result['epsilon']:.3f} at delta = "
+        f"{_power(result['delta'])} for all "
         "answers together (adding or removing one example)."
     )
     if "rows" not in result:
         return text
     return (
         f"{format_table(_table(result))}\n\n"
-        "Accuracy in percent. Per query and student: mean ± standard deviation over repetitions with fresh noise and\n"
-        "other queries, each at the cost below. All inputs: expectation over the noise for every test input. The\n"
-        f"table and the figures are not private. They read certificates without noise for evaluation.\n\n{text}\n"
-        f"Publishing the references too would cost another epsilon = {result['references_epsilon']:.4g}. "
+        "Accuracy in percent. Per query and student: mean ± standard deviation over repetitions "
+        "with fresh noise and\n"
+        "other queries, each at the cost below. All inputs: expectation over the noise for every "
+        "test input. The\n"
+        "table and the figures are not private. They read certificates without noise for "
+        f"evaluation.\n\n{text}\n"
+        "Publishing the references too would cost another epsilon = "
+        f"{result['references_epsilon']:.4g}. "
         "--config.references=False leaves them out."
     )
 

@@ -1,7 +1,8 @@
-"""Robust pre-training on public images: python -m launch.pretrain --config configs/pretrain/digits.py --workdir DIR.
+"""Robust pre-training on public images: python -m launch.pretrain --config
+configs/pretrain/digits.py --workdir DIR.
 
-The study makes the upstream half of the tables in Wang et al. 2024: a backbone, and its accuracy under noise on its
-parameters. All its data is PUBLIC, so it needs no ledger.
+The study makes the upstream half of the tables in Wang et al. 2024: a backbone, and its accuracy
+under noise on its parameters. All its data is PUBLIC, so it needs no ledger.
 """
 
 import dataclasses
@@ -42,14 +43,17 @@ def _open(config: Any, root: pathlib.Path) -> _Task:
     found = data.parts(config.data, "public", "test")
     network = models.network(config.model, found["public"].num_classes)
     train, test = (models.resize(network, found[role]) for role in ("public", "test"))
-    sizes = {"perturbation_batch_size": "ascent.batch_size", "update_batch_size": "train.batch_size"}
+    sizes = {
+        "perturbation_batch_size": "ascent.batch_size",
+        "update_batch_size": "train.batch_size",
+    }
     with settings.named("ascent", config.ascent, **sizes):
         trainer, batches = _trainer(config, network), _batches(config, train)
         batches.check_microbatches(trainer)
     shape = "x".join(map(str, data.image_shape(train)))
     print(
-        f"{config.method.name}: {len(train)} public examples ({train.name}), {len(test)} test ({test.name}), images "
-        f"{shape}, {train.num_classes} classes.",
+        f"{config.method.name}: {len(train)} public examples ({train.name}), {len(test)} test "
+        f"({test.name}), images {shape}, {train.num_classes} classes.",
         flush=True,
     )
     return _Task(train, test, network, trainer, batches)
@@ -104,7 +108,9 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             task.train,
             **{name: value for name, value in vars(batches).items() if name != "num_examples"},
             augment=augmentation(config.data),
-            evaluate=lambda state: {"accuracy": float(judge(state.params, task.test, std=0.0, draws=1)[0])},
+            evaluate=lambda state: {
+                "accuracy": float(judge(state.params, task.test, std=0.0, draws=1)[0])
+            },
             workdir=folder,
             checkpoint_every=config.train.checkpoint_every,
             evaluate_every=config.train.get("evaluate_every") or None,
@@ -121,19 +127,29 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     return {
         "accuracy": float(judge(params, task.test, std=0.0, draws=1)[0]),
         "robust_accuracy": {
-            kind: {"std": list(stds), "draws": noisy(std=stds, relative=kind == "relative").tolist()}
+            kind: {
+                "std": list(stds),
+                "draws": noisy(std=stds, relative=kind == "relative").tolist(),
+            }
             for kind, stds in (("absolute", how.std), ("relative", how.relative_std))
         },
         "rho": rho._asdict(),
-        # Means over the first and the last tenth of the steps show whether the ball of radius gamma was reached.
-        "perturbation_norm": {"first": float(np.mean(lengths[:tenth])), "last": float(np.mean(lengths[-tenth:]))},
+        # Means over the first and the last tenth of the steps show whether the ball of radius gamma
+        # was reached.
+        "perturbation_norm": {
+            "first": float(np.mean(lengths[:tenth])),
+            "last": float(np.mean(lengths[-tenth:])),
+        },
     }
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     sources = {"train": work.shared.train, "test": work.shared.test}
     provenance = {
-        **{k: {"name": s.name, "fingerprint": s.fingerprint, "examples": len(s)} for k, s in sources.items()},
+        **{
+            k: {"name": s.name, "fingerprint": s.fingerprint, "examples": len(s)}
+            for k, s in sources.items()
+        },
         "config": json.loads(work.config.to_json()),
         "versions": frame.versions(),
     }
@@ -160,8 +176,10 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     plot_panels(
         work.root / "robustness.png",
         panels,
-        title=f"{result['method']} on {where['train']['name']}: {100 * result['accuracy']:.1f}% accuracy",
-        subtitle=f"Accuracy on {where['test']['name']} after Gaussian noise on the parameters, {draws.shape[1]} draws",
+        title=f"{result['method']} on {where['train']['name']}: {100 * result['accuracy']:.1f}% "
+        "accuracy",
+        subtitle=f"Accuracy on {where['test']['name']} after Gaussian noise on the parameters, "
+        f"{draws.shape[1]} draws",
         ylabel="robust accuracy",
         percent=True,
     )
@@ -172,11 +190,18 @@ def _summary(result: Mapping[str, Any]) -> str:
     for kind, found in result["robust_accuracy"].items():
         for std, draws in zip(found["std"], found["draws"], strict=True):
             name = f"std {std:g}" + (" of each tensor" if kind == "relative" else "")
-            rows.append({"noise": name, "accuracy": float(np.mean(draws)), "sd over draws": float(np.std(draws))})
+            rows.append(
+                {
+                    "noise": name,
+                    "accuracy": float(np.mean(draws)),
+                    "sd over draws": float(np.std(draws)),
+                }
+            )
     rho, length = result["rho"], result["perturbation_norm"]
     return (
         f"{result['method']} on {result['provenance']['train']['name']}\n\n{format_table(rows)}\n\n"
-        f"rho: at least {rho['local']:.4g} (worst direction), {rho['random']:.4g} (random directions). "
+        f"rho: at least {rho['local']:.4g} (worst direction), {rho['random']:.4g} (random "
+        "directions). "
         f"||Delta||: {length['first']:.4g} in the first steps, {length['last']:.4g} in the last."
     )
 
@@ -187,7 +212,9 @@ def plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
     trainer, batches = task.trainer, task.batches
     state = trainer.init(models.fresh(task.network, config.seed))
     programs = []
-    for name, rows, calls in zip(("perturbation_batch", "update_batch"), _sizes(batches), _calls(batches), strict=True):
+    for name, rows, calls in zip(
+        ("perturbation_batch", "update_batch"), _sizes(batches), _calls(batches), strict=True
+    ):
         parts = trainer.microbatches(name, rows)
         images = task.train.gather(np.zeros(rows, np.int64))
         gradient = functools.partial(trainer.gradient, parts=parts)

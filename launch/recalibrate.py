@@ -1,9 +1,11 @@
-"""Recalibration: python -m launch.recalibrate --config configs/recalibration/digits.py --workdir workdir/recal.
+"""Recalibration: python -m launch.recalibrate --config configs/recalibration/digits.py --workdir
+workdir/recal.
 
-Runs methods x shifts x sizes x budgets with hundreds of trials each. It makes Tables 1 and 4 and Figures 1 to 3 of
-"Privacy Preserving Recalibration under Domain Shift" (Luo et al. 2020). Besides the files of all studies, the workdir
-holds `logits` of the test images under each shift, `figures`, the classifier if it was trained here
-(source.safetensors), and the spends of the sources of the reliability diagrams (ledger.sqlite).
+Runs methods x shifts x sizes x budgets with hundreds of trials each. It makes Tables 1 and 4 and
+Figures 1 to 3 of "Privacy Preserving Recalibration under Domain Shift" (Luo et al. 2020). Besides
+the files of all studies, the workdir holds `logits` of the test images under each shift, `figures`,
+the classifier if it was trained here (source.safetensors), and the spends of the sources of the
+reliability diagrams (ledger.sqlite).
 """
 
 import dataclasses
@@ -29,8 +31,13 @@ from . import calibration, data, frame, models, plans, simulation
 from .calibration import CENTRE, FACTORS, NO_PRIVACY
 from .simulation import Setting
 
-# A config may also ask for no method, or for the usual method of the first source alone (Guo et al. 2017).
-_KINDS: Mapping[str, Any] = {"none": None, **recalibration.METHODS, "one_source": recalibration.METHODS["nll_t"]}
+# A config may also ask for no method, or for the usual method of the first source alone (Guo et al.
+# 2017).
+_KINDS: Mapping[str, Any] = {
+    "none": None,
+    **recalibration.METHODS,
+    "one_source": recalibration.METHODS["nll_t"],
+}
 
 
 class Cell(NamedTuple):
@@ -47,12 +54,14 @@ class Diagrams(NamedTuple):
     shift: str
 
 
-# --- What a config says -----------------------------------------------------------------------------------------------
+# --- What a config says -------------------------------------------------------------------------
 
 
 def _cells(config: Any) -> Iterator[Cell | Diagrams]:
     figures, shifts = config.figures, config.data.corruptions
-    asked = [name for name, one in methods(config).items() if one and _kind(config, name) != "one_source"]
+    asked = [
+        name for name, one in methods(config).items() if one and _kind(config, name) != "one_source"
+    ]
     frame.known("data.corruptions", shifts, (data.CLEAN, *CORRUPTIONS, *HELD_OUT_CORRUPTIONS))
     frame.known("figures.methods", figures.methods, config.methods)
     frame.known("figures.reliability_shift", [figures.reliability_shift], shifts)
@@ -61,7 +70,10 @@ def _cells(config: Any) -> Iterator[Cell | Diagrams]:
         count = len(figures.reliability_methods)
         raise ValueError(f"config.figures.reliability_methods must be one to three, got {count}.")
     if not (config.model.checkpoint or config.data.parts.get("public")):
-        raise ValueError("config.data.parts.public must name images to train the classifier on, without a checkpoint.")
+        raise ValueError(
+            "config.data.parts.public must name images to train the classifier on, without a "
+            "checkpoint."
+        )
     for name, setting in itertools.product(asked, _settings(config)):
         _scale(config, name, setting.epsilon)  # raises if the method has no noise scale
     yield from (Cell(shift, name) for shift in shifts for name in config.methods)
@@ -76,12 +88,18 @@ def parts(config: Any) -> dict[str, list[Setting]]:
         values = fields.pop("values", ())
         if not values or sorted((factor, *fields)) != sorted(FACTORS):
             raise ValueError(
-                f"config.sweep.{factor} must have values, the {factor} to try, and fix the other two factors."
+                f"config.sweep.{factor} must have values, the {factor} to try, and fix the other "
+                "two factors."
             )
         found[factor] = [Setting(**{factor: value, **fields}) for value in values]
     if set(centre) != set(FACTORS):
-        raise ValueError(f"config.sweep.centre must fix {', '.join(FACTORS)}, but it names {', '.join(centre)}.")
-    return found | {CENTRE: [Setting(**centre)], NO_PRIVACY: [Setting(**{**centre, "epsilon": math.inf})]}
+        raise ValueError(
+            f"config.sweep.centre must fix {', '.join(FACTORS)}, but it names {', '.join(centre)}."
+        )
+    return found | {
+        CENTRE: [Setting(**centre)],
+        NO_PRIVACY: [Setting(**{**centre, "epsilon": math.inf})],
+    }
 
 
 def _settings(config: Any) -> list[Setting]:
@@ -90,17 +108,24 @@ def _settings(config: Any) -> list[Setting]:
 
 def methods(config: Any) -> dict[str, Any]:
     """Returns the methods by name. None means no recalibration."""
-    return {name: method(f"method_options.{name}", config.method_options.get(name, {})) for name in config.methods}
+    return {
+        name: method(f"method_options.{name}", config.method_options.get(name, {}))
+        for name in config.methods
+    }
 
 
 def method(field: str, given: Mapping[str, Any]) -> Any:
-    """Returns the method of config.`field`, which has its kind and options. None means no recalibration."""
+    """Returns the method of config.`field`, which has its kind and options. None means no
+    recalibration.
+    """
     options = dict(given)
     frame.known(f"{field}.kind", [kind := options.pop("kind", None)], _KINDS)
     fields = {field.name for field in dataclasses.fields(_KINDS[kind])} if kind != "none" else set()
     frame.known(field, options, sorted(fields | {"spacing"} if "bracket" in fields else fields))
     if "bracket" in options:
-        options["bracket"] = recalibration.Bracket.of(options["bracket"], options.pop("spacing", "log"))
+        options["bracket"] = recalibration.Bracket.of(
+            options["bracket"], options.pop("spacing", "log")
+        )
     return None if kind == "none" else _KINDS[kind](**options)
 
 
@@ -109,11 +134,14 @@ def _kind(config: Any, name: str) -> str:
 
 
 def _scale(config: Any, name: str, epsilon: float) -> Any:
-    how: dict[str, Any] = {"adjacency": config.sweep.adjacency, "num_classes": config.model.num_classes}
+    how: dict[str, Any] = {
+        "adjacency": config.sweep.adjacency,
+        "num_classes": config.model.num_classes,
+    }
     return recalibration.noise_scale(methods(config)[name], epsilon=epsilon, **how)
 
 
-# --- Cells ------------------------------------------------------------------------------------------------------------
+# --- Cells --------------------------------------------------------------------------------------
 
 
 class Bench:
@@ -125,10 +153,12 @@ class Bench:
         self.test = data.parts(config.data, "test", prepare=self.prepare)["test"]
         sweep, settings, shifts = config.sweep, _settings(config), config.data.corruptions
         records = len(self.images(shifts[0]))
-        self.order = simulation.Order.draw(sweep.seed, records=records, trials=sweep.trials, settings=settings)
+        self.order = simulation.Order.draw(
+            sweep.seed, records=records, trials=sweep.trials, settings=settings
+        )
         print(
-            f"{len(config.methods)} methods under {len(shifts)} shifts of {records} test images, {len(settings)} "
-            "settings of sources, samples and epsilon.",
+            f"{len(config.methods)} methods under {len(shifts)} shifts of {records} test images, "
+            f"{len(settings)} settings of sources, samples and epsilon.",
             flush=True,
         )
 
@@ -148,9 +178,13 @@ def _records(work: frame.Work, shift: str) -> Records:
 
     def classify() -> dict[str, np.ndarray]:
         images, network = work.shared.images(shift), work.shared.network
-        logits = models.logits(network, network.params, images, batch_size=work.config.data.batch_size)
+        logits = models.logits(
+            network, network.params, images, batch_size=work.config.data.batch_size
+        )
         if not np.isfinite(logits).all():
-            raise ValueError(f"logits under {shift} must be finite. Train or choose another classifier.")
+            raise ValueError(
+                f"logits under {shift} must be finite. Train or choose another classifier."
+            )
         return {"logits": logits, "labels": data.labels(images)}
 
     found = work.arrays(f"logits/{frame.file_name(shift)}.npz", classify)
@@ -160,28 +194,43 @@ def _records(work: frame.Work, shift: str) -> Records:
 def _run(cell: Cell | Diagrams, work: frame.Work) -> dict[str, Any]:
     if isinstance(cell, Diagrams):
         return _diagrams(cell, work)
-    config, settings, method = work.config, _settings(work.config), methods(work.config)[cell.method]
+    config, settings, method = (
+        work.config,
+        _settings(work.config),
+        methods(work.config)[cell.method],
+    )
     task = _records(work, cell.shift), work.shared.order, settings
     if method is None:
         outcomes = simulation.unchanged(*task)
     elif _kind(config, cell.method) == "one_source":
         outcomes = simulation.simulate(method, *task, key=None)
     else:
-        key = stream(config.sweep.seed.to_bytes(16, "little"), f"{cell.shift}, {cell.method}")  # not secret
+        key = stream(
+            config.sweep.seed.to_bytes(16, "little"), f"{cell.shift}, {cell.method}"
+        )  # not secret
         outcomes = simulation.simulate(method, *task, key=key, adjacency=config.sweep.adjacency)
     found = dict(zip(settings, outcomes, strict=True))
-    return {part: _moments([found[setting] for setting in points]) for part, points in parts(config).items()}
+    return {
+        part: _moments([found[setting] for setting in points])
+        for part, points in parts(config).items()
+    }
 
 
 def _moments(outcomes: Sequence[simulation.Outcome]) -> dict[str, list[float]]:
     """Returns means over the trials and their standard errors, per setting."""
     ece, brier = (np.array(values, np.float64) for values in zip(*outcomes, strict=True))
     error = ece.std(1) / math.sqrt(ece.shape[1])
-    return {"ece": ece.mean(1).tolist(), "ece_error": error.tolist(), "brier": brier.mean(1).tolist()}
+    return {
+        "ece": ece.mean(1).tolist(),
+        "ece_error": error.tolist(),
+        "brier": brier.mean(1).tolist(),
+    }
 
 
 def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
-    """Recalibrates the first trial at the centre with sources that pay. Judges on records that no source has."""
+    """Recalibrates the first trial at the centre with sources that pay. Judges on records that no
+    source has.
+    """
     config, records = work.config, _records(work, cell.shift)
     adjacency, ((sources, samples, epsilon),) = config.sweep.adjacency, parts(config)[CENTRE]
     unit = data.terms(config.data)["unit"]
@@ -190,8 +239,14 @@ def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
     found, parties = {"before": recalibration.none()}, []
     with Ledger(work.root / "ledger.sqlite") as ledger:
         for i, owned in enumerate(np.split(rows, sources)):
-            ledger.register(f"source {i}", adjacency=adjacency, unit=unit, records=len(owned), delta=0.0)
-            parties.append(recalibration.Party(logits[owned], labels[owned], account=ledger.account(f"source {i}")))
+            ledger.register(
+                f"source {i}", adjacency=adjacency, unit=unit, records=len(owned), delta=0.0
+            )
+            parties.append(
+                recalibration.Party(
+                    logits[owned], labels[owned], account=ledger.account(f"source {i}")
+                )
+            )
         for name in config.figures.reliability_methods:
             folder = work.folder(cell) / "scratch" / frame.file_name(name)
             how: dict[str, Any] = {"epsilon": epsilon, "adjacency": adjacency, "workdir": folder}
@@ -201,8 +256,14 @@ def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
     for name, one in found.items():
         curve = recalibration.reliability(jnp.asarray(one.apply(logits[test])), right)._asdict()
         numbers = {key: np.asarray(values).tolist() for key, values in curve.items()}
-        diagrams[name] = {k: [None if math.isnan(x) else x for x in v] for k, v in numbers.items()}  # JSON has no NaN
-    searched = {name: one.temperature for name, one in found.items() if isinstance(one.method, TemperatureSearch)}
+        diagrams[name] = {
+            k: [None if math.isnan(x) else x for x in v] for k, v in numbers.items()
+        }  # JSON has no NaN
+    searched = {
+        name: one.temperature
+        for name, one in found.items()
+        if isinstance(one.method, TemperatureSearch)
+    }
     return {"diagrams": diagrams, "temperatures": searched}
 
 
@@ -216,7 +277,7 @@ def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
     yield plans.Item(what, "source 0", event, terms, runs=centre.sources)
 
 
-# --- Results ----------------------------------------------------------------------------------------------------------
+# --- Results ------------------------------------------------------------------------------------
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
@@ -229,7 +290,11 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "images": len(work.shared.order.rank[0]),
         "trials": config.sweep.trials,
         "adjacency": config.sweep.adjacency,
-        "settings": {part: [list(s) for s in points] for part, points in parts(config).items() if part != NO_PRIVACY},
+        "settings": {
+            part: [list(s) for s in points]
+            for part, points in parts(config).items()
+            if part != NO_PRIVACY
+        },
         "accuracy": {shift: float(found.correct.mean()) for shift, found in records.items()},
         "cells": cells,
         "costs": [_cost(config, name, method) for name, method in methods(config).items()],
@@ -259,8 +324,8 @@ STUDY = frame.Study(
     figures=calibration.figures,
     plan=_plan,
     benchmark=(
-        "Calibration errors and reliability diagrams are functions of test labels, and no ledger pays for them. Use "
-        "jaxdp.recalibration.recalibrate for private sources."
+        "Calibration errors and reliability diagrams are functions of test labels, and no ledger "
+        "pays for them. Use jaxdp.recalibration.recalibrate for private sources."
     ),
 )
 

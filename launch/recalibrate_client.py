@@ -1,6 +1,8 @@
-"""A hospital of private recalibration, started before or after the calibrator (`launch.recalibrate_server`).
+"""A hospital of private recalibration, started before or after the calibrator
+(`launch.recalibrate_server`).
 
-configs/recalibration/hospitals.py has the commands. The records stay here. --ledger pays before the first answer.
+configs/recalibration/hospitals.py has the commands. The records stay here. --ledger pays before the
+first answer.
 """
 
 import pathlib
@@ -10,7 +12,9 @@ from absl import flags
 
 from . import frame, links, plans
 
-_LEDGER = flags.DEFINE_string("ledger", None, "Ledger of the hospital, by default ledger.sqlite in the workdir.")
+_LEDGER = flags.DEFINE_string(
+    "ledger", None, "Ledger of the hospital, by default ledger.sqlite in the workdir."
+)
 
 
 def experiment(config: Any, workdir: str, *, dry_run: bool = False) -> None:

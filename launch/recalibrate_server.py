@@ -1,4 +1,5 @@
-"""The calibrator of private recalibration, started before or after the hospitals (`launch.recalibrate_client`).
+"""The calibrator of private recalibration, started before or after the hospitals
+(`launch.recalibrate_client`).
 
 configs/recalibration/hospitals.py has the commands. The calibrator sees noisy sums only.
 """

@@ -69,15 +69,24 @@ _KINDS = {
         "pretrain",
         {
             **{"accuracy": float, "method": str},
-            "provenance": {role: {"name": str, "fingerprint": str, "examples": int} for role in ("train", "test")},
+            "provenance": {
+                role: {"name": str, "fingerprint": str, "examples": int}
+                for role in ("train", "test")
+            },
         },
         {"params.safetensors": "public backbone"},
         nothing=_NO_RECORDS,
     ),
     "adapt": _Kind("test-time adaptation, compared"),
-    "recalibrate": _Kind("recalibration, compared", released={"source.safetensors": "public classifier"}),
-    "split": _Kind("Split Adaptation, compared", released={"backbone.safetensors": "model of the server"}),
-    "lm": _Kind("private training of a language model", released={"params.safetensors": "language model"}),
+    "recalibrate": _Kind(
+        "recalibration, compared", released={"source.safetensors": "public classifier"}
+    ),
+    "split": _Kind(
+        "Split Adaptation, compared", released={"backbone.safetensors": "model of the server"}
+    ),
+    "lm": _Kind(
+        "private training of a language model", released={"params.safetensors": "language model"}
+    ),
     "curve": _Kind(
         "accuracy over epsilon",
         released={"cells/*/*/params.safetensors": "a model of its own"},
@@ -100,7 +109,9 @@ _KINDS = {
 }
 
 
-def write(workdir: str | os.PathLike[str], *, ledger: str | os.PathLike[str] | None = None) -> pathlib.Path:
+def write(
+    workdir: str | os.PathLike[str], *, ledger: str | os.PathLike[str] | None = None
+) -> pathlib.Path:
     """Writes report.html in the workdir of a lifecycle or of a finished run.
 
     Args:
@@ -119,19 +130,28 @@ def write(workdir: str | os.PathLike[str], *, ledger: str | os.PathLike[str] | N
     for name in ("config.json", "result.json"):
         if not (root / name).exists():
             raise FileNotFoundError(
-                f"{root / name} does not exist. Give the workdir of a lifecycle, or of a run that is finished."
+                f"{root / name} does not exist. Give the workdir of a lifecycle, or of a run that "
+                "is finished."
             )
     shape = {"study": str, "config": dict, "versions": {str: str}}
     bound = document.checked(root / "config.json", shape, "config", remedy=_REMEDY)
     config, kind = bound["config"], _KINDS.get(bound["study"], _Kind(bound["study"]))
     with understood(root, _REMEDY):
-        found = document.checked(root / "result.json", dict(kind.shape), "result", remedy=_REMEDY) if kind.shape else {}
+        found = (
+            document.checked(root / "result.json", dict(kind.shape), "result", remedy=_REMEDY)
+            if kind.shape
+            else {}
+        )
         return document.write(
             root,
             "run.html.jinja",
             title=f"Privacy report: {kind.title}",
             books=document.Books(root, _ledgers(root, kind, ledger), remedy=_REMEDY),
-            released={path: what for pattern, what in kind.released.items() for path in sorted(root.glob(pattern))},
+            released={
+                path: what
+                for pattern, what in kind.released.items()
+                for path in sorted(root.glob(pattern))
+            },
             config=config,
             versions=bound["versions"],
             bought=kind.bought,
@@ -143,7 +163,9 @@ def write(workdir: str | os.PathLike[str], *, ledger: str | os.PathLike[str] | N
         )
 
 
-def _ledgers(root: pathlib.Path, kind: _Kind, ledger: str | os.PathLike[str] | None) -> dict[str, pathlib.Path]:
+def _ledgers(
+    root: pathlib.Path, kind: _Kind, ledger: str | os.PathLike[str] | None
+) -> dict[str, pathlib.Path]:
     if ledger is not None:
         return {"": pathlib.Path(ledger)}
     found = [path for pattern in kind.ledgers for path in sorted(root.glob(pattern))]
@@ -153,7 +175,9 @@ def _ledgers(root: pathlib.Path, kind: _Kind, ledger: str | os.PathLike[str] | N
 
 
 def _tables(root: pathlib.Path) -> dict[str, Any]:
-    """Returns the tables of a study as (headings, rows) of texts, or as a paragraph, by their titles."""
+    """Returns the tables of a study as (headings, rows) of texts, or as a paragraph, by their
+    titles.
+    """
     path = root / "tables.json"
     if not path.exists():
         return {}

@@ -15,7 +15,9 @@ Row = Mapping[str, Any]
 
 
 class Moments(NamedTuple):
-    """Mean, sample standard deviation and standard error of some numbers. One number has NaN for the last two."""
+    """Mean, sample standard deviation and standard error of some numbers. One number has NaN for
+    the last two.
+    """
 
     mean: float
     deviation: float
@@ -37,7 +39,9 @@ def select(rows: Iterable[Row], **coordinates: Any) -> list[Row]:
     """Returns the rows with these coordinates. A tuple of values allows any of them."""
 
     def fits(row: Row) -> bool:
-        return all(row[k] in v if isinstance(v, tuple) else row[k] == v for k, v in coordinates.items())
+        return all(
+            row[k] in v if isinstance(v, tuple) else row[k] == v for k, v in coordinates.items()
+        )
 
     return [row for row in rows if fits(row)]
 
@@ -49,12 +53,16 @@ def over_seeds(rows: Iterable[Row], value: str | Callable[[Row], float] = "accur
     """
     by_seed: dict[Any, list[float]] = {}
     for row in rows:
-        by_seed.setdefault(row.get("seed"), []).append(value(row) if callable(value) else row[value])
+        by_seed.setdefault(row.get("seed"), []).append(
+            value(row) if callable(value) else row[value]
+        )
     return moments(statistics.fmean(values) for values in by_seed.values())
 
 
 class Difference(NamedTuple):
-    """A paired difference: mean and standard error over seeds, pairs in which the second is higher, and pairs."""
+    """A paired difference: mean and standard error over seeds, pairs in which the second is higher,
+    and pairs.
+    """
 
     mean: float
     error: float
@@ -63,9 +71,16 @@ class Difference(NamedTuple):
 
 
 def paired_difference(
-    rows: Sequence[Row], key: str, first: Any, second: Any, *, coordinates: Sequence[str], value: str = "accuracy"
+    rows: Sequence[Row],
+    key: str,
+    first: Any,
+    second: Any,
+    *,
+    coordinates: Sequence[str],
+    value: str = "accuracy",
 ) -> Difference:
-    """Returns how much a value changes when one coordinate goes from `first` to `second` and all others stay.
+    """Returns how much a value changes when one coordinate goes from `first` to `second` and all
+    others stay.
 
     Differences are averaged per seed first. The error is the standard error over seeds.
 
@@ -85,21 +100,31 @@ def paired_difference(
         if at == first and (second, *place) in found:
             gaps.append({"seed": row.get("seed"), "gap": found[second, *place][value] - row[value]})
     if not gaps:
-        raise ValueError(f"no cell has a partner in which {key} is {second!r} instead of {first!r}.")
+        raise ValueError(
+            f"no cell has a partner in which {key} is {second!r} instead of {first!r}."
+        )
     mean, _, error = over_seeds(gaps, "gap")
     return Difference(mean, error, sum(row["gap"] > 0 for row in gaps), len(gaps))
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """Returns Wilson's 95 % interval of the probability behind a share of `count` independent cases."""
+    """Returns Wilson's 95 % interval of the probability behind a share of `count` independent
+    cases.
+    """
     z = statistics.NormalDist().inv_cdf(0.975)
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    half = (
+        z
+        / (1 + z * z / count)
+        * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    )
     return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Returns the two-sided p of McNemar's exact test: that so unequal numbers of changed answers arise by chance."""
+    """Returns the two-sided p of McNemar's exact test: that so unequal numbers of changed answers
+    arise by chance.
+    """
     changed = gained + lost
     tail = sum(math.comb(changed, k) for k in range(min(gained, lost) + 1))
     return min(1.0, 2 * tail / 2**changed)
@@ -112,7 +137,8 @@ def changes(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
       before, after: Whether each answer is right, bool [n], of two models on the same inputs.
 
     Returns:
-      The accuracies "before" and "after", and how many wrong answers became right ("gained") and the reverse ("lost").
+      The accuracies "before" and "after", and how many wrong answers became right ("gained") and
+      the reverse ("lost").
     """
     found = {"gained": ~before & after, "lost": before & ~after}
     counts = {name: int(np.sum(cases)) for name, cases in found.items()}
@@ -125,9 +151,15 @@ def best(rows: Iterable[Row], by: str = "accuracy") -> Row:
 
 
 def pivot(
-    rows: Sequence[Row], index: str, columns: str, cell: Callable[[Sequence[Row]], Any], *, heading: str = "{}"
+    rows: Sequence[Row],
+    index: str,
+    columns: str,
+    cell: Callable[[Sequence[Row]], Any],
+    *,
+    heading: str = "{}",
 ) -> list[dict[str, Any]]:
-    """Returns a table with a line per value of `index` and a column per value of `columns`, in order of appearance.
+    """Returns a table with a line per value of `index` and a column per value of `columns`, in
+    order of appearance.
 
     Args:
       rows: The rows of cells.
@@ -149,7 +181,9 @@ def pivot(
 def percent(mean: float, spread: float | None = None, *, sign: str = "") -> str:
     """Returns "81.2 ± 0.4" for shares, without the second part if the spread is None or NaN."""
     known = spread is not None and math.isfinite(spread)
-    return f"{100 * mean:{sign}.1f}" + (f" ± {100 * spread:.1f}" if known and spread is not None else "")
+    return f"{100 * mean:{sign}.1f}" + (
+        f" ± {100 * spread:.1f}" if known and spread is not None else ""
+    )
 
 
 def number(mean: float, spread: float | None = None) -> str:
@@ -162,17 +196,27 @@ def markdown(tables: Mapping[str, Any]) -> str:
     """Returns a document with a section per table. A str among the tables becomes a paragraph."""
     parts = []
     for title, rows in tables.items():
-        parts.append(rows if isinstance(rows, str) else f"## {title}\n\n{format_table(rows, style='markdown')}")
+        parts.append(
+            rows
+            if isinstance(rows, str)
+            else f"## {title}\n\n{format_table(rows, style='markdown')}"
+        )
     return "\n\n".join(parts) + "\n"
 
 
 def write_tables(root: pathlib.Path, tables: Mapping[str, Any]) -> None:
-    """Writes tables.md, tables.json, and tables.tex with a `tabular` per table. Writes nothing without tables."""
+    """Writes tables.md, tables.json, and tables.tex with a `tabular` per table. Writes nothing
+    without tables.
+    """
     if not tables:
         return
     write_json(root / "tables.json", tables)
     write_durably(root / "tables.md", markdown(tables).encode())
-    latex = [f"% {title}\n{_tabular(rows)}\n" for title, rows in tables.items() if not isinstance(rows, str)]
+    latex = [
+        f"% {title}\n{_tabular(rows)}\n"
+        for title, rows in tables.items()
+        if not isinstance(rows, str)
+    ]
     write_durably(root / "tables.tex", "\n".join(latex).encode())
 
 
@@ -182,8 +226,12 @@ _ESCAPED = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | _SYMBOLS)
 
 def _tabular(rows: Sequence[Row]) -> str:
     """Returns a LaTeX table. The cells come from the Markdown table, which rounds the numbers."""
-    lines = [line.strip("|").split(" | ") for line in format_table(rows, style="markdown").splitlines()]
-    head, _, *body = ([cell.strip().replace(r"\|", "|").translate(_ESCAPED) for cell in line] for line in lines)
+    lines = [
+        line.strip("|").split(" | ") for line in format_table(rows, style="markdown").splitlines()
+    ]
+    head, _, *body = (
+        [cell.strip().replace(r"\|", "|").translate(_ESCAPED) for cell in line] for line in lines
+    )
     written = [" & ".join(line) + r" \\" for line in (head, *body)]
     inside = "\n".join([r"\toprule", written[0], r"\midrule", *written[1:], r"\bottomrule"])
     return f"\\begin{{tabular}}{{{'l' * len(head)}}}\n{inside}\n\\end{{tabular}}"

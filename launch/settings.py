@@ -1,4 +1,6 @@
-"""Checks of the numbers in a config. A wrong number is refused before a workdir is bound and anything is spent."""
+"""Checks of the numbers in a config. A wrong number is refused before a workdir is bound and
+anything is spent.
+"""
 
 import contextlib
 import math
@@ -17,42 +19,52 @@ class _Rule(NamedTuple):
 
     def allows(self, value: float) -> bool:
         """Returns whether a number fits. NaN and infinity never do."""
-        return math.isfinite(value) and self.low <= value <= self.high and not (self.whole and value % 1)
+        return (
+            math.isfinite(value)
+            and self.low <= value <= self.high
+            and not (self.whole and value % 1)
+        )
 
 
 _ANY = _Rule(-math.inf, math.inf, "finite")
 _COUNT = _Rule(1, math.inf, "an integer of at least 1", whole=True)
 _COUNT_OR_NONE = _Rule(0, math.inf, "an integer of at least 0", whole=True)
-_POSITIVE = _Rule(1e-30, 1e30, "positive, between 1e-30 and 1e+30")  # in the range of float32, with room for products
+_POSITIVE = _Rule(
+    1e-30, 1e30, "positive, between 1e-30 and 1e+30"
+)  # in the range of float32, with room for products
 _NOT_NEGATIVE = _Rule(0, 1e30, "at least 0 and at most 1e+30")
 _SHARE = _Rule(0, 1, "in [0, 1]")
 _BELOW_ONE = _Rule(0, math.nextafter(1, 0), "in [0, 1)")
-_NORM = _Rule(1e-8, 1e8, "between 1e-08 and 1e+08, so that float32 squares neither overflow nor underflow")
+_NORM = _Rule(
+    1e-8, 1e8, "between 1e-08 and 1e+08, so that float32 squares neither overflow nor underflow"
+)
 _SEVERITY = _Rule(1, 5, "an integer in 1..5", whole=True)
-# Rules by the last names of a field. The longest match counts. A field `values` has the rule of its parent.
+# Rules by the last names of a field. The longest match counts. A field `values` has the rule of its
+# parent.
 _NAMES: Mapping[_Rule, str] = {
     _NORM: "clip_norm clip_norms residual_clip_norm",
     _POSITIVE: (
-        "learning_rate learning_rates clip_learning_rate clipped_steps clip epsilon epsilons budgets std scales radius "
-        "separation threshold ratio temperature factor "
-        "parts.upstream parts.public parts.private parts.sources parts.stream parts.client parts.test"
+        "learning_rate learning_rates clip_learning_rate clipped_steps clip epsilon epsilons "
+        "budgets std scales radius separation threshold ratio temperature factor parts.upstream "
+        "parts.public parts.private parts.sources parts.stream parts.client parts.test"
     ),
     _COUNT: (
         "steps epochs batch_size perturbation_batch_size checkpoint_every accumulate every period "
-        "trials runs repetitions draws inputs candidates queries members samples sources records shots max_distance "
-        "max_records client_images fisher_images anchors basis_size basis_every groups ascent_steps devices bins "
-        "num_classes depth width widths hidden num_heads patch_size mlp_width protocol.seeds noise.seeds "
-        "data.images tuning.images length positions"
+        "trials runs repetitions draws inputs candidates queries members samples sources records "
+        "shots max_distance max_records client_images fisher_images anchors basis_size "
+        "basis_every groups ascent_steps devices bins num_classes depth width widths hidden "
+        "num_heads patch_size mlp_width protocol.seeds noise.seeds data.images tuning.images "
+        "length positions"
     ),
     _COUNT_OR_NONE: (
-        "data.tuning.images pretrain.steps physical_batch_size truncated_batch_size augmult copies n_patches "
-        "directions microbatch_size warmup_steps evaluate_every crop_padding images "
-        "server_images frontends size channels dimensions cut dense head_hidden seed seeds init_seed split_seed "
-        "data_seed query_seed"
+        "data.tuning.images pretrain.steps physical_batch_size truncated_batch_size augmult "
+        "copies n_patches directions microbatch_size warmup_steps evaluate_every crop_padding "
+        "images server_images frontends size channels dimensions cut dense head_hidden seed seeds "
+        "init_seed split_seed data_seed query_seed"
     ),
     _NOT_NEGATIVE: (
-        "weight_decay lr_decay lr_min ascent_radius gamma ascent_rate alpha laplace laplace_scale query_laplace_scale "
-        "noise_multiplier relative_std fisher_strength generation.temperature"
+        "weight_decay lr_decay lr_min ascent_radius gamma ascent_rate alpha laplace laplace_scale "
+        "query_laplace_scale noise_multiplier relative_std fisher_strength generation.temperature"
     ),
     _BELOW_ONE: "momentum ema_decay quantile delta",
     _SHARE: "pretrain_fraction label_share patch_share confidence whiten keep drops",
@@ -62,7 +74,8 @@ _RULES = {name: rule for rule, names in _NAMES.items() for name in names.split()
 
 
 def check_numbers(config: Any) -> None:
-    """Refuses a number of a config that no experiment can use, such as a clip norm of 0 or a learning rate of NaN.
+    """Refuses a number of a config that no experiment can use, such as a clip norm of 0 or a
+    learning rate of NaN.
 
     Args:
       config: An `ml_collections.ConfigDict`, or nested dicts, lists and tuples.
@@ -72,15 +85,21 @@ def check_numbers(config: Any) -> None:
     """
     for names, value in _numbers(config, ()):
         named = [name for name in names if name != "values"]
-        rule = next((found for i in (-3, -2, -1) if (found := _RULES.get(".".join(named[i:])))), _ANY)
+        rule = next(
+            (found for i in (-3, -2, -1) if (found := _RULES.get(".".join(named[i:])))), _ANY
+        )
         if not rule.allows(value):
             field = ".".join(names)
-            raise ValueError(f"config.{field} must be {rule.says}, got {value!r}. Change it with --config.{field}=...")
+            raise ValueError(
+                f"config.{field} must be {rule.says}, got {value!r}. Change it with "
+                f"--config.{field}=..."
+            )
 
 
 @contextlib.contextmanager
 def named(part: str, config: Any, **fields: str) -> Iterator[None]:
-    """Names the field of the config in a ValueError of the body that begins with an argument of the library.
+    """Names the field of the config in a ValueError of the body that begins with an argument of the
+    library.
 
     Args:
       part: The part of the config whose fields have the names of arguments.

@@ -1,4 +1,6 @@
-"""Strong domain shifts of small grey images. A network that reads digits withstands most corruptions of CIFAR-10-C."""
+"""Strong domain shifts of small grey images. A network that reads digits withstands most
+corruptions of CIFAR-10-C.
+"""
 
 import zlib
 from collections.abc import Callable, Mapping
@@ -20,10 +22,16 @@ SHIFTS: Mapping[str, Callable[[np.ndarray, float, np.random.Generator], np.ndarr
     "noise": lambda x, strength, rng: x + strength * rng.normal(size=x.shape),  # standard deviation
     "impulse": _impulse,  # the share of pixels that become black or white
     "brightness": lambda x, strength, rng: x + strength,
-    "blur": lambda x, strength, rng: ndimage.gaussian_filter(x, (0, strength, strength, 0)),  # pixels
+    "blur": lambda x, strength, rng: ndimage.gaussian_filter(
+        x, (0, strength, strength, 0)
+    ),  # pixels
     "speckle": lambda x, strength, rng: x + strength * x * rng.normal(size=x.shape),
-    "contrast": lambda x, strength, rng: 0.5 + strength * (x - 0.5),  # the share of the contrast that stays
-    "rotation": lambda x, strength, rng: ndimage.rotate(x, strength, axes=(1, 2), reshape=False, order=1),  # degrees
+    "contrast": lambda x, strength, rng: (
+        0.5 + strength * (x - 0.5)
+    ),  # the share of the contrast that stays
+    "rotation": lambda x, strength, rng: ndimage.rotate(
+        x, strength, axes=(1, 2), reshape=False, order=1
+    ),  # degrees
 }
 
 
@@ -45,5 +53,8 @@ def shifted(source: Examples, name: str, strength: float) -> Examples:
     image = np.clip(SHIFTS[name](columns["image"], strength, rng), 0, 1)
     pixels = np.rint(255 * image).astype(np.uint8)
     return data.from_arrays(
-        image=pixels, label=columns["label"], num_classes=source.num_classes, name=f"{source.name}/{name}"
+        image=pixels,
+        label=columns["label"],
+        num_classes=source.num_classes,
+        name=f"{source.name}/{name}",
     )

@@ -1,9 +1,11 @@
-"""Hundreds of simulated recalibrations at once: trials x sources x samples x epsilon, one program per method.
+"""Hundreds of simulated recalibrations at once: trials x sources x samples x epsilon, one program
+per method.
 
-A search of K steps can ask about some 2^K temperatures only, for any answers. So one table holds each record's
-contribution to every question. A trial's exact answers are sums of its rows. All settings of a trial take records in
-the same order, so these are sums over the beginnings of that order. The test split is the rest: its sums are the sums
-of all records minus the trial's. Only noise and a few comparisons remain per trial.
+A search of K steps can ask about some 2^K temperatures only, for any answers. So one table holds
+each record's contribution to every question. A trial's exact answers are sums of its rows. All
+settings of a trial take records in the same order, so these are sums over the beginnings of that
+order. The test split is the rest: its sums are the sums of all records minus the trial's. Only
+noise and a few comparisons remain per trial.
 """
 
 import dataclasses
@@ -26,7 +28,9 @@ _ECE_BINS = 15
 
 
 class Setting(NamedTuple):
-    """One point of a sweep: the number of sources, the records of each, and its epsilon (`math.inf`: no privacy)."""
+    """One point of a sweep: the number of sources, the records of each, and its epsilon
+    (`math.inf`: no privacy).
+    """
 
     sources: int
     samples: int
@@ -47,11 +51,13 @@ class Outcome(NamedTuple):
 
 @functools.cache
 def reach(method: Any) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns all temperatures that a method can ask about in each round, and all that it can end with, ascending.
+    """Returns all temperatures that a method can ask about in each round, and all that it can end
+    with, ascending.
 
-    Each answer has either sign, and is smaller or larger than all earlier ones. So any comparison of a search comes out
-    either way. States that are equal after a round have one future and are followed once, so that a search of K steps
-    follows some K 2^K states and not 4^K scripts of answers. A method that ends with bins has no final temperatures.
+    Each answer has either sign, and is smaller or larger than all earlier ones. So any comparison
+    of a search comes out either way. States that are equal after a round have one future and are
+    followed once, so that a search of K steps follows some K 2^K states and not 4^K scripts of
+    answers. A method that ends with bins has no final temperatures.
     """
     nobody = Records(jnp.zeros((1, 2)), jnp.zeros(1, jnp.int32))
     width = jax.eval_shape(lambda: method.summand(0, nobody, jnp.float32(1))).shape[1]
@@ -65,10 +71,18 @@ def reach(method: Any) -> tuple[list[np.ndarray], np.ndarray]:
             state = method.update(k, state, jnp.full(width, script[i]))
         return asked, state
 
-    states, asked = jax.tree.map(lambda x: np.asarray(x)[None], method.init(0.0)), list[np.ndarray]()
-    for start in range(0, method.rounds, 3):  # three rounds at a time, because each program takes a while to compile
+    states, asked = (
+        jax.tree.map(lambda x: np.asarray(x)[None], method.init(0.0)),
+        list[np.ndarray](),
+    )
+    for start in range(
+        0, method.rounds, 3
+    ):  # three rounds at a time, because each program takes a while to compile
         rounds = range(start, min(start + 3, method.rounds))
-        sizes = [[-(10.0**-k), -(10.0**k), 10.0**-k, 10.0**k] for k in range(3 + rounds.start, 3 + rounds.stop)]
+        sizes = [
+            [-(10.0**-k), -(10.0**k), 10.0**-k, 10.0**k]
+            for k in range(3 + rounds.start, 3 + rounds.stop)
+        ]
         scripts = np.asarray(list(itertools.product(*sizes)), np.float32)
         count = len(jax.tree.leaves(states)[0])
         every = jax.tree.map(lambda x, scripts=scripts: np.repeat(x, len(scripts), axis=0), states)
@@ -96,19 +110,26 @@ class Order(NamedTuple):
 
     @classmethod
     def draw(cls, seed: int, *, records: int, trials: int, settings: Sequence[Setting]) -> "Order":
-        """Returns independent random orders. Raises ValueError if a setting leaves no record for the test split."""
+        """Returns independent random orders. Raises ValueError if a setting leaves no record for
+        the test split.
+        """
         ends = sorted({n for s in settings for n in (s.samples, s.sources * s.samples)})
         if ends[-1] >= records:
-            raise ValueError(f"sources x samples must be below {records}, the number of records, got {ends[-1]}.")
+            raise ValueError(
+                f"sources x samples must be below {records}, the number of records, got {ends[-1]}."
+            )
         generator = np.random.Generator(np.random.Philox(seed))
-        rows = np.stack([generator.permutation(records)[: ends[-1]] for _ in range(trials)]).astype(np.int32)
+        rows = np.stack([generator.permutation(records)[: ends[-1]] for _ in range(trials)]).astype(
+            np.int32
+        )
         rank = np.full((trials, records), records, np.int32)
         np.put_along_axis(rank, rows, np.arange(ends[-1], dtype=np.int32)[None], 1)
         return cls(jax.device_put(rows), jax.device_put(rank), tuple(ends))
 
 
 class Sums(NamedTuple):
-    """Sums of s numbers at T temperatures, over P beginnings of the trials' orders, and over all records.
+    """Sums of s numbers at T temperatures, over P beginnings of the trials' orders, and over all
+    records.
 
     Attributes:
       temperatures: float32 [T].
@@ -131,7 +152,9 @@ class Sums(NamedTuple):
         return self._replace(beginnings=self.beginnings[:, order.ends.index(count)])
 
     def at(self, temperature: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the sums [s] of a trial and beginning, the sums [s] of all records, and whether T is in the table."""
+        """Returns the sums [s] of a trial and beginning, the sums [s] of all records, and whether T
+        is in the table.
+        """
         nearest = jnp.argmin(jnp.abs(self.temperatures - temperature))
         there = jnp.abs(self.temperatures[nearest] / temperature - 1) < 1e-4
         return self.beginnings[nearest], self.everyone[nearest], there
@@ -149,16 +172,22 @@ def _sums(
     part = np.repeat(np.arange(len(ends)), np.diff([0, *ends]))
 
     def one(order: jax.Array) -> jax.Array:
-        return jnp.cumsum(jax.ops.segment_sum(table[order], part, len(ends), indices_are_sorted=True), 0)
+        return jnp.cumsum(
+            jax.ops.segment_sum(table[order], part, len(ends), indices_are_sorted=True), 0
+        )
 
     return jax.lax.map(one, rows), table.sum(0)
 
 
 def _fit_at(records: Records, temperature: jax.Array) -> jax.Array:
-    """Returns what records [N] add to the ECE's bins and to the Brier score at a temperature, float32 [N, 16]."""
+    """Returns what records [N] add to the ECE's bins and to the Brier score at a temperature,
+    float32 [N, 16].
+    """
     p = confidence(records.logits, temperature)
     bins, gap = equal_width_bin(p, _ECE_BINS), records.correct.astype(jnp.float32) - p
-    return jnp.concatenate([jax.nn.one_hot(bins, _ECE_BINS) * gap[:, None], (gap * gap)[:, None]], 1)
+    return jnp.concatenate(
+        [jax.nn.one_hot(bins, _ECE_BINS) * gap[:, None], (gap * gap)[:, None]], 1
+    )
 
 
 def _outcome(fit: jax.Array, tested: int) -> Outcome:
@@ -167,7 +196,7 @@ def _outcome(fit: jax.Array, tested: int) -> Outcome:
     return Outcome(np.abs(sums[:, :-1]).sum(1) / tested, sums[:, -1] / tested)
 
 
-# --- Methods over all settings ----------------------------------------------------------------------------------------
+# --- Methods over all settings ------------------------------------------------------------------
 
 
 def simulate(
@@ -179,15 +208,16 @@ def simulate(
     key: jax.Array | None,
     adjacency: Adjacency = "add_remove",
 ) -> list[Outcome]:
-    """Recalibrates in every trial of every setting, and judges on the records that the trial did not use.
+    """Recalibrates in every trial of every setting, and judges on the records that the trial did
+    not use.
 
     Args:
       method: A search for a temperature, or a `Binning`.
       records: N labelled logits, all valid.
       order: The order of these records, drawn for these settings.
       settings: The settings to simulate.
-      key: Typed key of the noise. The noise is continuous: answers are not rounded to its steps. None is the baseline
-        of the first source that recalibrates for itself, without noise.
+      key: Typed key of the noise. The noise is continuous: answers are not rounded to its steps.
+        None is the baseline of the first source that recalibrates for itself, without noise.
       adjacency: As in `recalibrate`.
 
     Returns:
@@ -202,12 +232,16 @@ def simulate(
     for index, (sources, samples, epsilon) in enumerate(bar):
         drawn, variance, used = jnp.zeros(shape), 0.0, sources * samples
         if key is not None:
-            scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=records.logits.shape[1])
+            scale = noise_scale(
+                method, epsilon=epsilon, adjacency=adjacency, num_classes=records.logits.shape[1]
+            )
             if scale is not None:
                 drawn = noise_of_sources(jax.random.fold_in(key, index), shape, sources, scale)
                 variance = scale.variance * sources
         heard = samples if key is None else used
-        found = _play(method, tuple(sums.of_first(heard, order) for sums in answers), drawn, variance)
+        found = _play(
+            method, tuple(sums.of_first(heard, order) for sums in answers), drawn, variance
+        )
         if fits is not None:
             fit = _rest(fits.of_first(used, order), found.temperature)
         else:
@@ -238,10 +272,13 @@ class _Asked:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def noise_of_sources(key: jax.Array, shape: tuple[int, ...], sources: jax.Array, scale: Scale) -> jax.Array:
+def noise_of_sources(
+    key: jax.Array, shape: tuple[int, ...], sources: jax.Array, scale: Scale
+) -> jax.Array:
     """Returns the sum of the Laplace noise of all sources, each the difference of two exponentials.
 
-    A sum of exponentials is minus the logarithm of a product of uniforms. Products of five do not underflow.
+    A sum of exponentials is minus the logarithm of a product of uniforms. Products of five do not
+    underflow.
     """
 
     def five(i: jax.Array, total: jax.Array) -> jax.Array:
@@ -255,7 +292,9 @@ def noise_of_sources(key: jax.Array, shape: tuple[int, ...], sources: jax.Array,
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _play(method: Method, answers: tuple[Sums, ...], drawn: jax.Array, variance: float | jax.Array) -> Any:
+def _play(
+    method: Method, answers: tuple[Sums, ...], drawn: jax.Array, variance: float | jax.Array
+) -> Any:
     """Plays the conversations of all trials."""
 
     def one(answers: tuple[Sums, ...], drawn: jax.Array) -> Any:
@@ -269,14 +308,18 @@ def _play(method: Method, answers: tuple[Sums, ...], drawn: jax.Array, variance:
         found = play(method, ask, variance)
         # If a method asks for a temperature that `reach` did not find, its results become NaN.
         known = jnp.stack(tabulated).all()
-        return jax.tree.map(lambda x: jnp.where(known, x, jnp.nan) if x.dtype == jnp.float32 else x, found)
+        return jax.tree.map(
+            lambda x: jnp.where(known, x, jnp.nan) if x.dtype == jnp.float32 else x, found
+        )
 
     return jax.vmap(one, in_axes=(tuple(_ONE_TRIAL for _ in answers), 0))(answers, drawn)
 
 
 @jax.jit
 def _rest(fits: Sums, temperatures: jax.Array) -> jax.Array:
-    """Returns sums over all records but the trials' [trials, 16], at final temperatures [trials]."""
+    """Returns sums over all records but the trials' [trials, 16], at final temperatures
+    [trials].
+    """
 
     def one(fits: Sums, temperature: jax.Array) -> jax.Array:
         beginning, everyone, there = fits.at(temperature)
@@ -287,13 +330,17 @@ def _rest(fits: Sums, temperatures: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _curve_fits(method: Any, found: Any, records: Records, tested: jax.Array) -> jax.Array:
-    """Returns the fits [trials, 16] on the test splits. The confidences are a curve over a score."""
+    """Returns the fits [trials, 16] on the test splits. The confidences are a curve over a
+    score.
+    """
     score, right = method.score(records.logits), records.correct.astype(jnp.float32)
 
     def one(trial: tuple[Any, jax.Array]) -> jax.Array:
         parameters, tested = trial
         p = method.curve(parameters, score)
         gap = (right - p) * tested.astype(jnp.float32)
-        return jnp.append(jax.ops.segment_sum(gap, equal_width_bin(p, _ECE_BINS), _ECE_BINS), gap @ gap)
+        return jnp.append(
+            jax.ops.segment_sum(gap, equal_width_bin(p, _ECE_BINS), _ECE_BINS), gap @ gap
+        )
 
     return jax.lax.map(one, (found, tested))

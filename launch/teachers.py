@@ -1,4 +1,6 @@
-"""The teachers of private prediction: certified models, their labels of the test inputs, and their answers."""
+"""The teachers of private prediction: certified models, their labels of the test inputs, and their
+answers.
+"""
 
 import dataclasses
 import functools
@@ -20,7 +22,11 @@ from . import data, features, models
 Examples = Mapping[str, np.ndarray]
 
 SINGLE = "single model"
-OURS, SMOOTH, GLOBAL = "randomised response (ours)", "smooth sensitivity (paper)", "global sensitivity"
+OURS, SMOOTH, GLOBAL = (
+    "randomised response (ours)",
+    "smooth sensitivity (paper)",
+    "global sensitivity",
+)
 MECHANISMS = {"global": GLOBAL, "smooth": SMOOTH, "ours": OURS}  # by their names in a config
 
 
@@ -39,8 +45,12 @@ class Pool:
     num_classes: int
     votes: np.ndarray | None = None
 
-    def answer(self, mechanism: str, epsilon: float, key: jax.Array, rows: np.ndarray) -> np.ndarray:
-        """Returns private answers about some of the inputs. `mechanism` is a value of `MECHANISMS`."""
+    def answer(
+        self, mechanism: str, epsilon: float, key: jax.Array, rows: np.ndarray
+    ) -> np.ndarray:
+        """Returns private answers about some of the inputs. `mechanism` is a value of
+        `MECHANISMS`.
+        """
         how: dict[str, Any] = {"epsilon": epsilon, "num_classes": self.num_classes}
         if mechanism == GLOBAL and self.votes is not None:
             return ensembles.laplace_vote(key, self.votes[:, rows], **how)
@@ -49,19 +59,30 @@ class Pool:
         return prediction.METHODS[name].answer(key, self.label[rows], self.distance[rows], **how)
 
     def expected_accuracy(self, mechanism: str, epsilon: float, truth: np.ndarray) -> float:
-        """Returns the mean accuracy of an answer over noise and test inputs. It is not private, for evaluation only."""
+        """Returns the mean accuracy of an answer over noise and test inputs. It is not private, for
+        evaluation only.
+        """
         check_labels(np.asarray(truth), len(self.label), name="truth")
         if mechanism == GLOBAL and self.votes is not None:
-            # Several classes have no closed form. The same draws for every epsilon make a smooth curve.
-            counts = np.stack([np.sum(self.votes == label, axis=0) for label in range(self.num_classes)], axis=1)
+            # Several classes have no closed form. The same draws for every epsilon make a smooth
+            # curve.
+            counts = np.stack(
+                [np.sum(self.votes == label, axis=0) for label in range(self.num_classes)], axis=1
+            )
             standard = np.random.default_rng(0).laplace(size=(50, *counts.shape))
             return float(np.mean((counts + 2 / epsilon * standard).argmax(axis=2) == truth))
         flip = flip_probability(mechanism, self.distance, epsilon, self.num_classes)
-        return float(np.mean(np.where(self.label == truth, 1 - flip, flip / (self.num_classes - 1))))
+        return float(
+            np.mean(np.where(self.label == truth, 1 - flip, flip / (self.num_classes - 1)))
+        )
 
 
-def flip_probability(mechanism: str, distance: np.ndarray, epsilon: float, num_classes: int) -> np.ndarray:
-    """Returns the probability that an answer of one model differs from the model's label, by calibrated distance."""
+def flip_probability(
+    mechanism: str, distance: np.ndarray, epsilon: float, num_classes: int
+) -> np.ndarray:
+    """Returns the probability that an answer of one model differs from the model's label, by
+    calibrated distance.
+    """
     if mechanism == SMOOTH:
         return mechanisms.flip_probability_cauchy(distance, epsilon=epsilon, calibration="paper")
     if mechanism == GLOBAL and num_classes == 2:
@@ -72,19 +93,26 @@ def flip_probability(mechanism: str, distance: np.ndarray, epsilon: float, num_c
 
 def check(config: Any, opened: features.Opened) -> None:
     """Raises ValueError if a config does not fit its data."""
-    queries, records, batch = config.prediction.queries, config.training.records, config.dp_sgd.batch_size
+    queries, records, batch = (
+        config.prediction.queries,
+        config.training.records,
+        config.dp_sgd.batch_size,
+    )
     if not 1 <= queries < opened.inputs:
         raise ValueError(
-            f"config.prediction.queries={queries} must lie in [1, {opened.inputs}), the number of test inputs. The "
-            "student is tested on the other inputs."
+            f"config.prediction.queries={queries} must lie in [1, {opened.inputs}), the number of "
+            "test inputs. The student is tested on the other inputs."
         )
     if config.references and not 1 <= batch <= records:
         raise ValueError(
-            f"config.dp_sgd.batch_size={batch} must lie in [1, {records}], the declared number of private records "
-            "(config.training.records)."
+            f"config.dp_sgd.batch_size={batch} must lie in [1, {records}], the declared number of "
+            "private records (config.training.records)."
         )
     if opened.classes > 2 and "smooth" in config.mechanisms:
-        raise ValueError(f"config.mechanisms has 'smooth', which answers 2 classes, not {opened.classes}. Drop it.")
+        raise ValueError(
+            f"config.mechanisms has 'smooth', which answers 2 classes, not {opened.classes}. Drop "
+            "it."
+        )
 
 
 class Bench:
@@ -108,16 +136,18 @@ class Bench:
         self.model = models.Dense(self.train["features"].shape[1], self.classes, **config.model)
         self.epsilon = prediction.query_epsilon(**self.plan)
         print(
-            f"{config.training.records} private records ({self.task.train.name}), {opened.inputs} test inputs "
-            f"({self.task.test.name}). Features: {self.task.provenance}.",
+            f"{config.training.records} private records ({self.task.train.name}), {opened.inputs} "
+            f"test inputs ({self.task.test.name}). Features: {self.task.provenance}.",
             flush=True,
         )
 
-    def certified(self, examples: Examples, divisor: int) -> tuple[prediction.Bounds, np.ndarray, np.ndarray]:
+    def certified(
+        self, examples: Examples, divisor: int
+    ) -> tuple[prediction.Bounds, np.ndarray, np.ndarray]:
         """Returns a certified model, and its labels and distances [Q] of the test inputs.
 
-        Distances go up to the largest of the config. `divisor` is public and replaces the number of examples, which is
-        private. All examples are one batch.
+        Distances go up to the largest of the config. `divisor` is public and replaces the number of
+        examples, which is private. All examples are one batch.
         """
         model, how = self.model, dict(self.config.training) | {"batch_size": divisor}
         del how["records"]
@@ -133,12 +163,17 @@ class Bench:
 
     @functools.cached_property
     def pools(self) -> dict[str, Pool]:
-        """The pools by teacher. The ensemble has a model for each of several disjoint parts of the records."""
+        """The pools by teacher. The ensemble has a model for each of several disjoint parts of the
+        records.
+        """
         count, salt = self.config.ensemble.members, self.config.ensemble.salt.encode()
         part = prediction.partition_by_hash(self.train, count, salt=salt)
         divisor = self.config.training.records // count  # public, unlike the size of a part
         members = progress_bar(range(count), label="ensemble", unit="model")
-        found = [self.certified(_take(self.train, np.flatnonzero(part == k)), divisor)[1:] for k in members]
+        found = [
+            self.certified(_take(self.train, np.flatnonzero(part == k)), divisor)[1:]
+            for k in members
+        ]
         votes, distances = map(np.stack, zip(*found, strict=True))
         ensemble = prediction.vote(votes, distances, num_classes=self.classes)
         single = Pool(*self.single[1:], self.classes)
@@ -146,7 +181,11 @@ class Bench:
 
     def asked(self, number: int) -> np.ndarray:
         """Returns a public choice of test inputs, sorted int64 [queries]."""
-        return np.sort(data.choose(len(self.task.test), self.plan.queries, seed=self.config.query_seed + number))
+        return np.sort(
+            data.choose(
+                len(self.task.test), self.plan.queries, seed=self.config.query_seed + number
+            )
+        )
 
     def student(self, rows: np.ndarray, answers: np.ndarray) -> tuple[Any, float]:
         """Returns parameters that learn from answers, and their accuracy on the other inputs."""

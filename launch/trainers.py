@@ -31,7 +31,8 @@ def make(
     trainable: Callable[[str, Any], bool] | None = None,
     mesh: Any = None,
 ) -> Any:
-    """Returns the trainer with the smallest noise at which all steps cost at most the target epsilon.
+    """Returns the trainer with the smallest noise at which all steps cost at most the target
+    epsilon.
 
     Args:
       config: The `private` part of a study's config:
@@ -60,13 +61,17 @@ def make(
     options = dict(config.method_options.get(config.method, {}))
     if config.batch_size > len(private):
         raise ValueError(
-            f"config.{part}.batch_size must be at most {len(private)}, the number of private examples, got "
-            f"{config.batch_size}."
+            f"config.{part}.batch_size must be at most {len(private)}, the number of private "
+            f"examples, got {config.batch_size}."
         )
     share, most = config.batch_size / len(private), config.get("truncated_batch_size") or None
     sampler = PoissonSampler(len(private), share, truncated_batch_size=most)
     if config.method == "adp_alloc":
-        frame.known(f"{part}.method_options.adp_alloc.schedule.kind", [options["schedule"].kind], finetune.SCHEDULES)
+        frame.known(
+            f"{part}.method_options.adp_alloc.schedule.kind",
+            [options["schedule"].kind],
+            finetune.SCHEDULES,
+        )
         kind = options["schedule"].kind
         options["schedule"] = finetune.SCHEDULES[kind](**dict(options["schedule"][kind]))
     if config.method == "gep":
@@ -123,13 +128,14 @@ def optimizer(config: Any, part: str = "private") -> optax.GradientTransformatio
     known = inspect.signature(make).parameters if inspect.isfunction(make) else {}
     if make is None or "learning_rate" not in known:
         raise ValueError(
-            f"config.{part}.optimizer must be an optimizer of optax, such as 'sgd' or 'adamw', got {name!r}."
+            f"config.{part}.optimizer must be an optimizer of optax, such as 'sgd' or 'adamw', "
+            f"got {name!r}."
         )
     options = dict(config.optimizer_options.get(name, {}))
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(
-            f"config.{part}.optimizer_options.{name} has {', '.join(unknown)}, which optax.{name} lacks. It has "
-            f"{', '.join(known)}."
+            f"config.{part}.optimizer_options.{name} has {', '.join(unknown)}, which optax.{name} "
+            f"lacks. It has {', '.join(known)}."
         )
     if "weight_decay" in known:
         return make(rates[config.schedule], weight_decay=decay, **options)
@@ -138,18 +144,24 @@ def optimizer(config: Any, part: str = "private") -> optax.GradientTransformatio
 
 
 def _anchors(public: Any, count: int, num_classes: int, part: str) -> dict[str, np.ndarray]:
-    """Returns the first public images, with labels drawn from the private data's classes as in Yu et al. 2021."""
+    """Returns the first public images, with labels drawn from the private data's classes as in Yu
+    et al. 2021.
+    """
     if public is None:
         raise ValueError(
-            f"config.{part}.method='gep' needs public examples as anchors. Name some in config.data.parts."
+            f"config.{part}.method='gep' needs public examples as anchors. Name some in "
+            "config.data.parts."
         )
     if not 1 <= count <= len(public):
         raise ValueError(
-            f"config.{part}.method_options.gep.anchors must be in 1..{len(public)}, the number of public examples, got "
-            f"{count}."
+            f"config.{part}.method_options.gep.anchors must be in 1..{len(public)}, the number of "
+            f"public examples, got {count}."
         )
     examples = public.gather(np.arange(count))
-    return {**examples, "label": np.random.default_rng(0).integers(num_classes, size=count, dtype=np.int32)}
+    return {
+        **examples,
+        "label": np.random.default_rng(0).integers(num_classes, size=count, dtype=np.int32),
+    }
 
 
 def fit(
@@ -161,15 +173,22 @@ def fit(
     scratch: pathlib.Path,
     callbacks: Sequence[Callback] = (),
 ) -> tuple[Params, dict[str, Any]]:
-    """Trains one of many private models, without a bar. Returns its published parameters and its cost, for a row.
+    """Trains one of many private models, without a bar. Returns its published parameters and its
+    cost, for a row.
 
     Args:
       trainer, start, source, account, callbacks: As in `jaxdp.finetune.fit`.
       private: Has steps, checkpoint_every and delta.
       scratch: The workdir of the run.
     """
-    how = {"steps": private.steps, "checkpoint_every": private.checkpoint_every, "callbacks": callbacks}
-    state = finetune.fit(trainer, start, source, account=account, workdir=scratch, progress=False, **how)
+    how = {
+        "steps": private.steps,
+        "checkpoint_every": private.checkpoint_every,
+        "callbacks": callbacks,
+    }
+    state = finetune.fit(
+        trainer, start, source, account=account, workdir=scratch, progress=False, **how
+    )
     return released(state), {
         "epsilon_spent": account.epsilon(delta=private.delta),
         "noise_multiplier": float(trainer.privatizer.event_at(0).noise_multiplier),
@@ -183,6 +202,11 @@ def released(state: finetune.TrainState) -> Params:
 
 
 def curves(folder: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
-    """Returns (step, value) pairs of the accuracy and epsilon of a run in a folder, for the report."""
+    """Returns (step, value) pairs of the accuracy and epsilon of a run in a folder, for the
+    report.
+    """
     rows = read_metrics(folder / "metrics.jsonl")
-    return {name: [(row["step"], row[name]) for row in rows if name in row] for name in ("accuracy", "epsilon")}
+    return {
+        name: [(row["step"], row[name]) for row in rows if name in row]
+        for name in ("accuracy", "epsilon")
+    }

@@ -1,10 +1,11 @@
-"""Checks the pages in a browser with axe, and writes what it found: `python -m tests.accessibility --output FILE`.
+"""Checks the pages in a browser with axe, and writes what it found: `python -m tests.accessibility
+--output FILE`.
 
-It makes the reports of a lifecycle and of one fine-tuning run, and the page of a ledger. Headless Chromium opens each
+It makes the reports of a lifecycle and of one fine-tuning run, and the page of a ledger. Headless
+Chromium opens each
 from the disk, on a wide screen and on a phone, in light, dark and print. axe must find no violation, nothing may be
-requested or wider than the screen, and broken twins must be found. `make accessibility` installs what it needs.
-`--screenshots docs/pages` also takes the pictures of the documentation.
-"""
+requested or wider than the screen, and broken twins must be found. `make accessibility` installs
+what it needs. `--screenshots docs/pages` also takes the pictures of the documentation."""
 
 import argparse
 import contextlib
@@ -52,10 +53,22 @@ TWINS = {
         "svg-img-alt",
     ),
     "pale text": (r"--ink: #222;", "--ink: #aaa;", "color-contrast"),
-    "a table without headings": (r"<th role=\"columnheader\" scope=\"col\">[^<]*</th>", "", "aria-required-children"),
+    "a table without headings": (
+        r"<th role=\"columnheader\" scope=\"col\">[^<]*</th>",
+        "",
+        "aria-required-children",
+    ),
     "no language": (r'<html lang="en">', "<html>", "html-has-lang"),
-    "a picture from elsewhere": (r"</main>", '<img alt="x" src="elsewhere.png"></main>', "requests"),
-    "a wide picture": (r"</main>", '<svg width="2000" aria-hidden="true"></svg></main>', "wider than the screen"),
+    "a picture from elsewhere": (
+        r"</main>",
+        '<img alt="x" src="elsewhere.png"></main>',
+        "requests",
+    ),
+    "a wide picture": (
+        r"</main>",
+        '<svg width="2000" aria-hidden="true"></svg></main>',
+        "wider than the screen",
+    ),
 }
 
 
@@ -78,12 +91,15 @@ def problems(
         answer = Axe().run(tab).response
         for violation in answer["violations"]:
             targets = ", ".join(" ".join(node["target"]) for node in violation["nodes"][:3])
-            found.append(f"{violation['id']} at {len(violation['nodes'])} place(s), such as {targets}")
+            found.append(
+                f"{violation['id']} at {len(violation['nodes'])} place(s), such as {targets}"
+            )
         return found, answer
 
 
 def twins(browser: Browser, page: pathlib.Path) -> Iterator[dict[str, str]]:
-    """Yields a row for each broken twin of a page, with what was found. Raises AssertionError if nothing was."""
+    """Yields a row for each broken twin of a page, with what was found. Raises AssertionError if
+    nothing was."""
     text = page.read_text()
     # The policy of the page would refuse another style and the picture.
     text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
@@ -105,14 +121,23 @@ def chromium() -> Iterator[Browser]:
         raise SystemExit(f"none of {', '.join(BROWSERS)} is on PATH. Install one.")
     with (
         sync_playwright() as play,
-        contextlib.closing(play.chromium.launch(executable_path=path, args=["--no-sandbox"])) as browser,
+        contextlib.closing(
+            play.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        ) as browser,
     ):
         yield browser
 
 
 def make_pages(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Runs the demo and one fine-tuning run, and returns the page of each and of the demo's ledger, by name."""
-    run("lifecycle", "--config", "configs/lifecycle_digits.py", "--workdir", str(folder / "lifecycle"))
+    """Runs the demo and one fine-tuning run, and returns the page of each and of the demo's ledger,
+    by name."""
+    run(
+        "lifecycle",
+        "--config",
+        "configs/lifecycle_digits.py",
+        "--workdir",
+        str(folder / "lifecycle"),
+    )
     run("finetune", "--config", "configs/digits_dpsgd.py", "--workdir", str(folder / "finetune"))
     pages = {name: folder / name / "report.html" for name in ("lifecycle", "finetune")} | {
         "ledger": folder / "ledger.html"
@@ -127,11 +152,14 @@ def run(launcher: str, *arguments: str) -> None:
     program = "import runpy, socket; socket.gethostname = lambda: 'workstation'; "
     program += f"runpy.run_module('launch.{launcher}', run_name='__main__', alter_sys=True)"
     environment = os.environ | {"LOGNAME": "ada"}
-    subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, env=environment, check=True)
+    subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, env=environment, check=True
+    )
 
 
 def photograph(browser: Browser, pages: dict[str, pathlib.Path], folder: pathlib.Path) -> None:
-    """Writes the upper part of each page as PNG files, in both widths, and of the lifecycle in dark."""
+    """Writes the upper part of each page as PNG files, in both widths, and of the lifecycle in
+    dark."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, page in pages.items():
         for view in ("1280 px", "390 px", *(["1280 px, dark"] if name == "lifecycle" else [])):
@@ -149,9 +177,15 @@ def photograph(browser: Browser, pages: dict[str, pathlib.Path], folder: pathlib
 
 def main() -> int:
     """Checks the pages and writes the results. Returns 1 if there is a problem."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=pathlib.Path, required=True, help="the page of the results")
-    parser.add_argument("--screenshots", type=pathlib.Path, help="a folder for pictures of the pages")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=pathlib.Path, required=True, help="the page of the results"
+    )
+    parser.add_argument(
+        "--screenshots", type=pathlib.Path, help="a folder for pictures of the pages"
+    )
     given = parser.parse_args()
     rows, wrong = [], []
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
@@ -159,7 +193,10 @@ def main() -> int:
         for name, page in pages.items():
             for view, terms in VIEWS.items():
                 found, answer = problems(browser, page, *terms)
-                row = {"rules passed": len(answer["passes"]), "not decided": len(answer["incomplete"])}
+                row = {
+                    "rules passed": len(answer["passes"]),
+                    "not decided": len(answer["incomplete"]),
+                }
                 rows.append({"page": name, "view": view, **row, "problems": len(found)})
                 wrong += [f"{name}, {view}: {line}" for line in found]
         broken = list(twins(browser, pages["ledger"]))
@@ -170,10 +207,15 @@ def main() -> int:
             "Chromium": browser.version,
             "Python": platform.python_version(),
         }
-    versions |= {name: importlib.metadata.version(name) for name in ("playwright", "axe-playwright-python")}
+    versions |= {
+        name: importlib.metadata.version(name) for name in ("playwright", "axe-playwright-python")
+    }
     parts = [
         HEAD.strip(),
-        format_table([{"program": name, "version": version} for name, version in versions.items()], style="markdown"),
+        format_table(
+            [{"program": name, "version": version} for name, version in versions.items()],
+            style="markdown",
+        ),
     ]
     parts += [
         "## Pages",

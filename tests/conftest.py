@@ -12,26 +12,32 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILED = ROOT / ".jax_cache"
 PROCESS = Path("/proc/self")
 
-# Workers keep to cores of their own. XLA would start threads for all cores in each of them, which takes 5 % longer.
+# Workers keep to cores of their own. XLA would start threads for all cores in each of them, which
+# takes 5 % longer.
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
-    worker, workers = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    worker, workers = (
+        int(os.environ["PYTEST_XDIST_WORKER"][2:]),
+        int(os.environ["PYTEST_XDIST_WORKER_COUNT"]),
+    )
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[worker::workers] or cores)
 
-# XLA reads flags when JAX starts. Eight devices cost nothing measurable. Its older code for fusions compiles a third
-# faster, and a program in one part a sixth faster than in several. Later releases stop at a flag that they do not know.
+# XLA reads flags when JAX starts. Eight devices cost nothing measurable. Its older code for fusions
+# compiles a third faster, and a program in one part a sixth faster than in several. Later releases
+# stop at a flag that they do not know.
 FLAGS = ["--xla_force_host_platform_device_count=8"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 for flag in FLAGS:
     if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-# The compiler's expensive passes take longer than the tests' programs. Public CI also runs the tests with them.
+# The compiler's expensive passes take longer than the tests' programs. Public CI also runs the
+# tests with them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 # Tracing, lowering and compiling take 5 % longer where each operation names its lines of Python.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-# All workers, the programs that they start, and the next run share what was compiled. A program of 20 ms compiles as
-# quickly as it is read.
+# All workers, the programs that they start, and the next run share what was compiled. A program of
+# 20 ms compiles as quickly as it is read.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
 # Several workers, and the programs that they start, share one GPU.
@@ -44,12 +50,15 @@ import pytest
 from jaxdp.memory import forget_programs, mappings
 from tests.forked import PYTHON
 
-# flax and optax respect rank promotion; optax.adam does not respect strict dtypes (see `strict_dtypes`).
+# flax and optax respect rank promotion; optax.adam does not respect strict dtypes (see
+# `strict_dtypes`).
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# As the launchers do, see jaxdp.memory. A test may run one in this process, which must not change the settings.
+# As the launchers do, see jaxdp.memory. A test may run one in this process, which must not change
+# the settings.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
-# The tests make little garbage. Looking for it takes a third of the time of imports, and a tenth of tracing.
+# The tests make little garbage. Looking for it takes a third of the time of imports, and a tenth of
+# tracing.
 gc.freeze()
 gc.set_threshold(100_000, 50, 1000)
 
@@ -60,7 +69,9 @@ hypothesis.settings.load_profile("jaxdp")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what only `make parity` runs. Skips what this machine cannot run, and says why."""
     if "parity" not in config.getoption("markexpr"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("parity")])
+        config.hook.pytest_deselected(
+            items=[item for item in items if item.get_closest_marker("parity")]
+        )
         items[:] = [item for item in items if not item.get_closest_marker("parity")]
     skip_download = pytest.mark.skip(reason="set JAXDP_DATA_DIR to a TFDS directory")
     skip_gpu = pytest.mark.skip(reason="JAX finds no GPU")
@@ -75,8 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def strict_dtypes(request: pytest.FixtureRequest) -> Iterator[None]:
     """Refuse implicit dtype promotion in tests/transforms.
 
-    A test that calls a library with looser habits (optax.adam) opens `jax.numpy_dtype_promotion("standard")`.
-    """
+    A test that calls a library with looser habits (optax.adam) opens
+    `jax.numpy_dtype_promotion("standard")`."""
     strict = request.path.is_relative_to(ROOT / "tests" / "transforms")
     with jax.numpy_dtype_promotion("strict") if strict else nullcontext():
         yield
@@ -84,7 +95,8 @@ def strict_dtypes(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def little_memory() -> Iterator[None]:
-    """Forgets compiled programs before a worker exceeds 2 GB, though a module's tests may share them."""
+    """Forgets compiled programs before a worker exceeds 2 GB, though a module's tests may share
+    them."""
     yield
     if resident() > 1.9e9:
         forget_programs()
@@ -92,7 +104,8 @@ def little_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_programs() -> Iterator[None]:
-    """Forgets compiled programs after a module, before they fill the 65,530 mappings that Linux allows a process."""
+    """Forgets compiled programs after a module, before they fill the 65,530 mappings that Linux
+    allows a process."""
     yield
     if resident() > 1.4e9 or mappings() > 15_000:
         forget_programs()
@@ -106,11 +119,11 @@ def resident() -> int:
 
 @pytest.fixture(scope="session")
 def run_in_subprocess() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Return `run(code, env={}, timeout=120)`: run Python code in a fresh interpreter at the repository root.
+    """Return `run(code, env={}, timeout=120)`: run Python code in a fresh interpreter at the
+    repository root.
 
-    Warnings are errors there too; `env` adds to (or, with value None, removes from) the environment. Fails
-    the test with the program's stderr if it exits non-zero.
-    """
+    Warnings are errors there too; `env` adds to (or, with value None, removes from) the
+    environment. Fails the test with the program's stderr if it exits non-zero."""
 
     def run(
         code: str, env: Mapping[str, str | None] | None = None, timeout: float = 120
@@ -124,7 +137,9 @@ def run_in_subprocess() -> Callable[..., subprocess.CompletedProcess[str]]:
             text=True,
             timeout=timeout,
         )
-        assert result.returncode == 0, f"exit status {result.returncode}\n{result.stdout}\n{result.stderr}"
+        assert result.returncode == 0, (
+            f"exit status {result.returncode}\n{result.stdout}\n{result.stderr}"
+        )
         return result
 
     return run

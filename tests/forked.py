@@ -1,11 +1,11 @@
-"""Runs programs that may be killed, each in a process of its own, without importing everything for each of them.
+"""Runs programs that may be killed, each in a process of its own, without importing everything for
+each of them.
 
     forked.run("print(sys.argv[1])", "hello", modules=("sys",)).stdout
 
-Two interpreters import modules once, two more do without JAX, and two without jaxdp. Each forks a process for every
-second program, before JAX has started. So two programs in succession, such as one that is killed and the one that goes
-on, share neither memory nor a hash seed.
-"""
+Two interpreters import modules once, two more do without JAX, and two without jaxdp. Each forks a
+process for every second program, before JAX has started. So two programs in succession, such as one
+that is killed and the one that goes on, share neither memory nor a hash seed."""
 
 import atexit
 import functools
@@ -26,11 +26,25 @@ from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# Warnings are errors. Of an entry of the cache that another process is writing, JAX says so and compiles again.
-PYTHON = [sys.executable, "-W", "error", "-W", "ignore:Error reading persistent compilation cache entry"]
+# Warnings are errors. Of an entry of the cache that another process is writing, JAX says so and
+# compiles again.
+PYTHON = [
+    sys.executable,
+    "-W",
+    "error",
+    "-W",
+    "ignore:Error reading persistent compilation cache entry",
+]
 STAGES = ("jaxdp.prediction", "jaxdp.recalibration", "jaxdp.tta")
 LEDGERS = ("jaxdp.privacy", "jaxdp.command")  # Without JAX.
-DEPENDENCIES = ("jax", "flax.linen", "optax", "orbax.checkpoint", "ml_collections", "dp_accounting")  # Without jaxdp.
+DEPENDENCIES = (
+    "jax",
+    "flax.linen",
+    "optax",
+    "orbax.checkpoint",
+    "ml_collections",
+    "dp_accounting",
+)  # Without jaxdp.
 PARTIES = ("configs.split.two_parties", "launch.parties", "jaxdp.split.noisy_upload")
 
 
@@ -42,10 +56,14 @@ class Interpreter:
         env: Its variables beside those of this process.
     """
 
-    def __init__(self, python: Sequence[str] = PYTHON, env: Mapping[str, str] = MappingProxyType({})):
+    def __init__(
+        self, python: Sequence[str] = PYTHON, env: Mapping[str, str] = MappingProxyType({})
+    ):
         self._env = {"PYTHONPATH": str(ROOT), **env}
         # A fork copies no threads, so nothing may start one.
-        alone = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+        alone = {
+            name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+        }
         self._process = subprocess.Popen(
             [*python, "-m", "tests.forked"],
             env={**os.environ, **self._env, **alone},
@@ -63,7 +81,9 @@ class Interpreter:
             files = [os.path.join(folder, name) for name in ("stdout", "stderr")]
             process = self.start(code, *arguments, modules=modules, env=env, files=files)
             status = self.ask(pid=process.pid, wait=True)
-            return subprocess.CompletedProcess([*arguments], status, *(Path(file).read_text() for file in files))
+            return subprocess.CompletedProcess(
+                [*arguments], status, *(Path(file).read_text() for file in files)
+            )
 
     def start(
         self,
@@ -75,7 +95,12 @@ class Interpreter:
         cwd: str | Path = ROOT,
     ) -> "Process":
         """Starts a process that appends its standard output and error to two files."""
-        given = {"arguments": arguments, "files": files, "cwd": str(cwd), "env": {**os.environ, **self._env, **env}}
+        given = {
+            "arguments": arguments,
+            "files": files,
+            "cwd": str(cwd),
+            "env": {**os.environ, **self._env, **env},
+        }
         return Process(self, self.ask(code=code, modules=modules, **given))
 
     def ask(self, **question: Any) -> Any:
@@ -89,7 +114,8 @@ class Interpreter:
 
 
 class Process:
-    """A process that an interpreter has forked, with a part of the interface of `subprocess.Popen`."""
+    """A process that an interpreter has forked, with a part of the interface of
+    `subprocess.Popen`."""
 
     def __init__(self, interpreter: Interpreter, pid: int):
         self._interpreter, self.pid = interpreter, pid
@@ -127,18 +153,25 @@ def _next(modules: tuple[str, ...]) -> Interpreter:
 
 
 def run(
-    code: str, *arguments: object, modules: tuple[str, ...], env: Mapping[str, str] = MappingProxyType({})
+    code: str,
+    *arguments: object,
+    modules: tuple[str, ...],
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python code in a new process, with `sys.argv[1:]` the arguments and `modules` imported.
 
-    XLA reads its part of `env` when it starts. What a module reads when it is imported stays as it is.
-    """
+    XLA reads its part of `env` when it starts. What a module reads when it is imported stays as it
+    is."""
     return _next(modules).run(code, *map(str, arguments), modules=modules, env=env)
 
 
-def start(code: str, *arguments: object, modules: tuple[str, ...], files: Sequence[Path]) -> Process:
+def start(
+    code: str, *arguments: object, modules: tuple[str, ...], files: Sequence[Path]
+) -> Process:
     """Starts such a process, whose standard output and error go to two files."""
-    return _next(modules).start(code, *map(str, arguments), modules=modules, env={}, files=list(map(str, files)))
+    return _next(modules).start(
+        code, *map(str, arguments), modules=modules, env={}, files=list(map(str, files))
+    )
 
 
 def _serve() -> None:

@@ -1,7 +1,8 @@
-"""Compares with publishers and other libraries, and writes the page: `python -m tests.parity --output FILE`.
+"""Compares with publishers and other libraries, and writes the page: `python -m tests.parity
+--output FILE`.
 
-It runs the tests marked `parity`, which record what they compare. `make parity` installs what they need.
-"""
+It runs the tests marked `parity`, which record what they compare. `make parity` installs what they
+need."""
 
 import argparse
 import importlib.metadata
@@ -14,7 +15,18 @@ import pytest
 from jaxdp.report import format_table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PACKAGES = ("jax", "flax", "safetensors", "torch", "torchvision", "transformers", "timm", "datasets", "netcal", "lpips")
+PACKAGES = (
+    "jax",
+    "flax",
+    "safetensors",
+    "torch",
+    "torchvision",
+    "transformers",
+    "timm",
+    "datasets",
+    "netcal",
+    "lpips",
+)
 HEAD = """# Parity with publishers
 
 `make parity` writes this page. It builds networks of torch, transformers and timm with random weights and compares
@@ -25,7 +37,8 @@ Metrics are compared with scikit-learn, netcal, and lpips, the package of LPIPS'
 
 
 class Results:
-    """The pytest plugin that collects a row for each test, and the docstring of each test function."""
+    """The pytest plugin that collects a row for each test, and the docstring of each test
+    function."""
 
     def __init__(self) -> None:
         """Starts without rows."""
@@ -42,13 +55,19 @@ class Results:
         """Adds the row of a test that ran, or of one that failed before it ran."""
         if report.when == "call" or not report.passed:
             name, _, case = report.nodeid.partition("[")
-            row = {"case": case.rstrip("]") or "all", **dict(report.user_properties), "result": report.outcome}
+            row = {
+                "case": case.rstrip("]") or "all",
+                **dict(report.user_properties),
+                "result": report.outcome,
+            }
             self.rows.setdefault(name, []).append(row)
 
 
 def page(results: Results) -> str:
     """Returns the page of a run."""
-    versions = {"Python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
+    versions = {"Python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in PACKAGES
+    }
     rows = [{"package": name, "version": version} for name, version in versions.items()]
     parts = [HEAD.strip(), format_table(rows, style="markdown")]
     for name, rows in results.rows.items():
@@ -58,7 +77,9 @@ def page(results: Results) -> str:
 
 def main() -> int:
     """Runs the tests and writes the page, also if some fail. Returns the exit status of pytest."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=pathlib.Path, required=True)
     output = parser.parse_args().output
     results = Results()

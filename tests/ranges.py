@@ -1,8 +1,8 @@
 """Every clip of the project on one table of designed rows, from the smallest float32 to NaN.
 
-`python -m tests.ranges` prints what breaks a bound, as JSON, under the flags of XLA that the environment has. A clip is
-a function that maps rows [n, 2] to what each row contributes, [n, m], with the bound of its norm.
-"""
+`python -m tests.ranges` prints what breaks a bound, as JSON, under the flags of XLA that the
+environment has. A clip is a function that maps rows [n, 2] to what each row contributes, [n, m],
+with the bound of its norm."""
 
 import functools
 import itertools
@@ -35,18 +35,22 @@ CLIPS: dict[str, Clip] = {}
 
 
 def excess(contributions: np.ndarray, bound: float, order: int = 2) -> list[str]:
-    """Returns the rows that contribute more than the bound, or anything although they are not finite."""
+    """Returns the rows that contribute more than the bound, or anything although they are not
+    finite."""
     found = np.asarray(contributions, np.float64).reshape(len(ROWS), -1)
     norms = np.linalg.norm(found, ord=order, axis=1)
     wrong = ~(norms <= bound * (1 + ROUNDING)) | (~FINITE & ~(norms == 0))
-    return [f"{row.tolist()}: {norm:g}" for row, norm in zip(ROWS[wrong], norms[wrong], strict=True)]
+    return [
+        f"{row.tolist()}: {norm:g}" for row, norm in zip(ROWS[wrong], norms[wrong], strict=True)
+    ]
 
 
-# --- The engines ------------------------------------------------------------------------------------------------------
+# --- The engines --------------------------------------------------------------------------------
 
 
 def loss(params, row):
-    """A loss whose gradients are products of a tiny and a huge number, at one and at several positions."""
+    """A loss whose gradients are products of a tiny and a huge number, at one and at several
+    positions."""
     once = jnp.vdot(params["once"] @ row, row[::-1])
     tokens = jnp.stack([row, row[::-1], row])
     several = jnp.sum((tokens @ params["several"]) * tokens[::-1])
@@ -76,7 +80,7 @@ CLIPS["engine bookkeeping"] = functools.partial(engine, "bookkeeping", "global",
 CLIPS["engine auto"] = functools.partial(engine, "auto", "automatic", 1e8)
 
 
-# --- The methods of training and adaptation ---------------------------------------------------------------------------
+# --- The methods of training and adaptation -----------------------------------------------------
 
 
 def batch_loss(params, example):
@@ -104,11 +108,14 @@ def gep():
     columns = np.stack([np.concatenate(first), np.concatenate([1 - x for x in first])], axis=1)
     columns = (columns / np.linalg.norm(columns, axis=0)).astype(np.float32)
     basis = [jnp.asarray(part) for part in np.split(columns, np.cumsum(sizes)[:-1])]
-    return query(finetune.gep, basis, residual_clip_norm=0.7, anchors=anchors, basis_size=2, groups=1)
+    return query(
+        finetune.gep, basis, residual_clip_norm=0.7, anchors=anchors, basis_size=2, groups=1
+    )
 
 
 def adp_clip():
-    """The sum of AdpClip. A row that is not finite adds its count only: it is above the clip norm."""
+    """The sum of AdpClip. A row that is not finite adds its count only: it is above the clip
+    norm."""
     contributions, bound = query(finetune.adp_clip, jnp.float32(1), count_noise=2.0)
     assert (np.linalg.norm(contributions[~FINITE], axis=1) < 0.26).all()
     return np.where(FINITE[:, None], contributions, 0), bound
@@ -127,7 +134,9 @@ def private_tent():
     found = []
     for row in ROWS:
         after, _ = adapter.step(state, row[None])
-        found.append(np.asarray(flat(after.params), np.float64) - np.asarray(flat(params), np.float64))
+        found.append(
+            np.asarray(flat(after.params), np.float64) - np.asarray(flat(params), np.float64)
+        )
     return np.stack(found), 0.25
 
 
@@ -136,35 +145,43 @@ CLIPS["AdpClip"] = adp_clip
 CLIPS["private Tent"] = private_tent
 
 
-# --- Clips of vectors and numbers -------------------------------------------------------------------------------------
+# --- Clips of vectors and numbers ---------------------------------------------------------------
 
 
 def rule(name, clip_norm):
     """A rule that sees the norm of a row of one number."""
     norms = np.abs(ROWS[:, 0])
-    factors = np.asarray(clip_factors(CLIP_RULES[name], jnp.asarray(norms), clip_norm, clip_norm), np.float64)
+    factors = np.asarray(
+        clip_factors(CLIP_RULES[name], jnp.asarray(norms), clip_norm, clip_norm), np.float64
+    )
     products = np.float64(np.where(np.isfinite(norms), norms, 1)) * factors
     return np.where(FINITE, products, np.where(np.isfinite(norms), 0, factors)), clip_norm
 
 
 def upload(clip_norm):
     """The whole release of Split Adaptation, without noise, onto all directions."""
-    release = PrivateRelease(clip_norm=clip_norm, noise_multiplier=0.0, label_epsilon=1.0, num_classes=2)
+    release = PrivateRelease(
+        clip_norm=clip_norm, noise_multiplier=0.0, label_epsilon=1.0, num_classes=2
+    )
     projection = Projection(np.zeros((1, 2), np.float32), np.eye(2, dtype=np.float32))
     labels = np.zeros(len(ROWS), np.int64)
     key = noise.stream(bytes(16), "test")
-    return release.release(key, ROWS[:, None], labels=labels, projection=projection).features, clip_norm
+    return release.release(
+        key, ROWS[:, None], labels=labels, projection=projection
+    ).features, clip_norm
 
 
 def asked(name):
-    """The first question of a recalibration method, over its sensitivity in the sum of absolute values."""
+    """The first question of a recalibration method, over its sensitivity in the sum of absolute
+    values."""
     method = RECALIBRATIONS[name]()
     records = Records(jnp.asarray(ROWS), jnp.zeros(len(ROWS), jnp.int32))
     return summands(method, 0, records, jnp.float32(1.5)), method.sensitivity(0, "add_remove", 2)
 
 
 def grid():
-    """The integers of AGT's exact sums, over the charge of a record. A NaN may be anything in the range."""
+    """The integers of AGT's exact sums, over the charge of a record. A NaN may be anything in the
+    range."""
     exact = Grid.of(jnp.float32, 1.0, 1)
     found = np.asarray(exact.bits(jnp.asarray(ROWS[:, 0])) - exact.bias(), np.float64)
     return found * FINITE, exact.charge
@@ -174,18 +191,22 @@ for _name, _clip_norm in itertools.product(CLIP_RULES, (1e-8, 1.0, 1e30)):
     CLIPS[f"rule {_name}, {_clip_norm:g}"] = functools.partial(rule, _name, _clip_norm)
 for _clip_norm in (1e-30, 1.0, 1e30):
     CLIPS[f"upload, {_clip_norm:g}"] = functools.partial(upload, _clip_norm)
-    CLIPS[f"representation, {_clip_norm:g}"] = lambda c=_clip_norm: (split.clip_representation(ROWS, c), c)
+    CLIPS[f"representation, {_clip_norm:g}"] = lambda c=_clip_norm: (
+        split.clip_representation(ROWS, c),
+        c,
+    )
 for _name in ("acc_t", "nll_t"):
     CLIPS[f"question {_name}"] = functools.partial(asked, _name)
 CLIPS["exact sums"] = grid
 
 
-# --- Broken twins -----------------------------------------------------------------------------------------------------
+# --- Broken twins -------------------------------------------------------------------------------
 
 
 @jax.jit
 def by_the_largest(x):
-    """The clip that XLA breaks: above 2**126 the reciprocal of the largest entry is flushed to zero."""
+    """The clip that XLA breaks: above 2**126 the reciprocal of the largest entry is flushed to
+    zero."""
     x = jnp.where(jnp.isfinite(x).all(1, keepdims=True), x, 0)
     largest = jnp.maximum(jnp.abs(x).max(1, keepdims=True), 1e-30)
     unit = x / largest
@@ -206,10 +227,11 @@ TWINS: dict[str, Clip] = {
 }
 
 
-# --- Noise ------------------------------------------------------------------------------------------------------------
+# --- Noise --------------------------------------------------------------------------------------
 
-# A law, a statistic of its draws that is 1 for scale 1 and proportional to the scale, its deviation times the root of
-# the number of draws, and that number. A right statistic is 5 deviations away with probability below 1e-6.
+# A law, a statistic of its draws that is 1 for scale 1 and proportional to the scale, its deviation
+# times the root of the number of draws, and that number. A right statistic is 5 deviations away
+# with probability below 1e-6.
 LAWS = {
     "gaussian": (noise.gaussian, np.std, 0.71, 2**13),
     "laplace": (noise.laplace, lambda x: np.abs(x).mean(), 1.0, 2**10),
@@ -218,7 +240,8 @@ LAWS = {
 
 
 def wrong_noise(factor: float = 1.0) -> Iterator[str]:
-    """Yields the laws whose draws, times a factor, do not have their scale, at both ends of the range of scales."""
+    """Yields the laws whose draws, times a factor, do not have their scale, at both ends of the
+    range of scales."""
     for name, (draw, statistic, deviation, draws) in LAWS.items():
         like = jax.ShapeDtypeStruct((draws,), jnp.float32)
         for scale in (2.0**-100, 1.0, 2.0**100):

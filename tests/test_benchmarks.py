@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import device, hospitals, run
 
-# The gate as `python -m` runs it, for each of several arguments. One process imports JAX for all of them.
+# The gate as `python -m` runs it, for each of several arguments. One process imports JAX for all of
+# them.
 GATES = """
 import json, runpy, sys
 ended = []
@@ -27,7 +28,8 @@ print(json.dumps(ended))
 
 @pytest.fixture(scope="module")
 def gates():
-    """What the gate and its twin end with, in a process without the compiler options of the tests."""
+    """What the gate and its twin end with, in a process without the compiler options of the
+    tests."""
     dropped = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     command = [sys.executable, "-c", GATES, json.dumps([[], ["vmap"]])]
@@ -63,7 +65,8 @@ def test_every_benchmark_of_a_suite_has_rows_in_the_table(suite):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:optax.global_norm")  # of jax_privacy
 def test_a_device_is_measured_and_a_case_that_fails_leaves_the_others(tmp_path, monkeypatch):
-    """The case of a language model with LoRA at tiny shapes stands for all: they share their steps."""
+    """The case of a language model with LoRA at tiny shapes stands for all: they share their
+    steps."""
     tiny = device.cases(tiny=True)
 
     def too_large():
@@ -74,13 +77,26 @@ def test_a_device_is_measured_and_a_case_that_fails_leaves_the_others(tmp_path, 
     monkeypatch.setattr(device, "torch_steps_of", lambda *_: {"torch": too_large})
     output = tmp_path / "device.json"
     report = device.main(
-        ["--tiny", "--rounds", "1", "--cases", "lora,large", "--minutes", "5", "--output", str(output)]
+        [
+            "--tiny",
+            "--rounds",
+            "1",
+            "--cases",
+            "lora,large",
+            "--minutes",
+            "5",
+            "--output",
+            str(output),
+        ]
     )
     assert json.loads(output.read_text()).keys() == report.keys()
     assert report["cases"]["too large"]["error"] == "MemoryError: RESOURCE_EXHAUSTED: out of memory"
     steps = report["cases"]["lora"]["steps"]
     assert "out of memory" in steps.pop("torch")["error"]
-    assert set(steps) == {"plain", "clipped", "private", "jax_privacy"} and steps["plain"]["over_plain"] == 1
+    assert (
+        set(steps) == {"plain", "clipped", "private", "jax_privacy"}
+        and steps["plain"]["over_plain"] == 1
+    )
     assert all(row["ms"] > 0 and row["memory_mb"] > 0 for row in steps.values())
     late = device.measured({"plain": too_large}, deadline=0, rounds=1)
     assert "no time left" in late["steps"]["plain"]["error"]
@@ -90,7 +106,9 @@ def test_a_device_is_measured_and_a_case_that_fails_leaves_the_others(tmp_path, 
 def test_the_cases_of_a_device_are_those_of_its_page():
     names = set(device.cases(tiny=False))
     assert names == set(device.cases(tiny=True))
-    assert [part in " ".join(names) for part in ("ViT-B/16", "wrn_16_4", "wrn_40_4", "lora", "full")] == [True] * 5
+    assert [
+        part in " ".join(names) for part in ("ViT-B/16", "wrn_16_4", "wrn_40_4", "lora", "full")
+    ] == [True] * 5
 
 
 @pytest.mark.slow
@@ -101,7 +119,16 @@ def test_fifty_hospitals_exchange_what_the_page_states(tmp_path):
     hospitals.write_records(tmp_path, 50)
     with contextlib.ExitStack() as opened:
         found = hospitals.calibrate(hospitals.InProcess(tmp_path, 50, opened), tmp_path)
-    for name in ("hospitals", "questions", "bytes_to_a_hospital", "bytes_from_a_hospital", "epsilon"):
+    for name in (
+        "hospitals",
+        "questions",
+        "bytes_to_a_hospital",
+        "bytes_from_a_hospital",
+        "epsilon",
+    ):
         assert found[name] == stated[name], name
-    for value in (stated[name] for name in ("bytes_to_a_hospital", "bytes_from_a_hospital", "seconds", "cpu_seconds")):
+    for value in (
+        stated[name]
+        for name in ("bytes_to_a_hospital", "bytes_from_a_hospital", "seconds", "cpu_seconds")
+    ):
         assert f"| {value:,} |" in page, value

@@ -33,9 +33,13 @@ STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.1))
 def path(tmp_path):
     path = tmp_path / "ledger.sqlite"
     with Ledger(path, run="run 1") as ledger:
-        ledger.register("train", adjacency="add_remove", unit="example", epsilon=2.0, delta=1e-5, records=50_000)
+        ledger.register(
+            "train", adjacency="add_remove", unit="example", epsilon=2.0, delta=1e-5, records=50_000
+        )
         for number in range(3):
-            ledger.register(f"hospital {number}", adjacency="add_remove", unit="image", epsilon=1.0, delta=0.0)
+            ledger.register(
+                f"hospital {number}", adjacency="add_remove", unit="image", epsilon=1.0, delta=0.0
+            )
             with ledger.spend(f"hospital {number}", PureDpEvent(0.5), label="temperature"):
                 pass
         with ledger.spend("train", SelfComposedDpEvent(STEP, 100), label="=cmd \x1b[31mred"):
@@ -68,7 +72,8 @@ def test_datasets_whose_accounts_differ_are_shown_apart(path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("event", "verdict"), [("10 * Gaussian(20)", "allows it"), ("Gaussian(0.5) x 3", "does not allow it")]
+    ("event", "verdict"),
+    [("10 * Gaussian(20)", "allows it"), ("Gaussian(0.5) x 3", "does not allow it")],
 )
 def test_what_if(path, capsys, event, verdict):
     before = path.read_bytes()
@@ -123,8 +128,12 @@ def test_every_spend_as_csv(path, capsys):
 
 
 def test_epsilon_by_the_day(path, capsys):
-    (row,) = csv.DictReader(io.StringIO(said(capsys, "history", path, "--by-day", "--dataset", "train", "--csv")))
-    assert float(row["epsilon"]) == pytest.approx(epsilon(SelfComposedDpEvent(STEP, 100), delta=1e-5), rel=1e-5)
+    (row,) = csv.DictReader(
+        io.StringIO(said(capsys, "history", path, "--by-day", "--dataset", "train", "--csv"))
+    )
+    assert float(row["epsilon"]) == pytest.approx(
+        epsilon(SelfComposedDpEvent(STEP, 100), delta=1e-5), rel=1e-5
+    )
     assert len(said(capsys, "history", path, "--by-day").splitlines()) == 5
 
 
@@ -132,7 +141,11 @@ def test_days_and_parts(path, monkeypatch):
     """Two days, two parts: epsilon at a day's end is that of the worst part until then."""
     with Ledger(path) as ledger:
         ledger.register("parts", adjacency="add_remove", unit="image", delta=0.0)
-        times = ("2026-01-01T23:30:00.000+00:00", "2026-01-01T23:40:00.000+00:00", "2026-01-02T00:30:00.000+00:00")
+        times = (
+            "2026-01-01T23:30:00.000+00:00",
+            "2026-01-01T23:40:00.000+00:00",
+            "2026-01-02T00:30:00.000+00:00",
+        )
         for time, part, cost in zip(times, "abb", (0.5, 0.25, 0.5), strict=True):
             monkeypatch.setattr(store, "now", lambda time=time: time)
             ledger.spend("parts", PureDpEvent(cost), partition=part)
@@ -156,12 +169,19 @@ def test_a_file_is_verified_and_copied(path, tmp_path, capsys):
 
 def test_a_page_shows_the_account_and_whether_the_file_is_whole(path, tmp_path, capsys):
     before, page = path.read_bytes(), tmp_path / "page.html"
-    assert "page.html: the page of" in said(capsys, "show", path, "--html", page, "--timezone", "Asia/Kolkata")
-    assert "<strong>Verified.</strong>" in page.read_text() and "Times are in Asia/Kolkata." in page.read_text()
+    assert "page.html: the page of" in said(
+        capsys, "show", path, "--html", page, "--timezone", "Asia/Kolkata"
+    )
+    assert (
+        "<strong>Verified.</strong>" in page.read_text()
+        and "Times are in Asia/Kolkata." in page.read_text()
+    )
     head = pathlib.Path(f"{path}.head")
     head.rename(tmp_path / "kept")
     said(capsys, "show", path, "--html", page)
-    assert "<strong>Head missing.</strong>" in page.read_text() and "Verified." not in page.read_text()
+    assert (
+        "<strong>Head missing.</strong>" in page.read_text() and "Verified." not in page.read_text()
+    )
     (tmp_path / "kept").rename(head)
     assert path.read_bytes() == before
 
@@ -175,7 +195,10 @@ def test_the_page_of_a_damaged_ledger_says_so_and_replaces_an_older_one(path, tm
         main(["ledger", "show", str(path), "--html", str(page)])
     assert "spend 2 or an earlier one was changed" in capsys.readouterr().err
     text = page.read_text()
-    assert "DAMAGED. Do not rely on this ledger." in text and "spend 2 or an earlier one was changed" in text
+    assert (
+        "DAMAGED. Do not rely on this ledger." in text
+        and "spend 2 or an earlier one was changed" in text
+    )
     assert "Verified." not in text and "<table" not in text  # its numbers would be too small
 
 
@@ -184,15 +207,24 @@ def test_the_page_of_a_damaged_ledger_says_so_and_replaces_an_older_one(path, tm
     [
         (["show", "{folder}/missing.sqlite"], "is not a file"),
         (["show", "{folder}/missing.sqlite", "--html", "{folder}/page.html"], "is not a file"),
-        (["show", "{folder}/text.html", "--html", "{folder}/page.html"], "cannot be opened as a ledger"),
+        (
+            ["show", "{folder}/text.html", "--html", "{folder}/page.html"],
+            "cannot be opened as a ledger",
+        ),
         (["show", "{path}", "--html", "{path}"], "must name a new page that ends in .html"),
         (["show", "{folder}/text.html", "--html", "{folder}/text.html"], "must name a new page"),
         (
             ["show", "{path}", "--html", "{folder}/none/page.html"],
             "written: No such file or directory. Choose",
         ),
-        (["show", "{path}", "--html", "{folder}/folder.html"], "cannot be written: Is a directory. Choose"),
-        (["show", "{path}", "--html", "{folder}/page.html", "--if", "train: Gaussian(1)"], "Leave one of them out"),
+        (
+            ["show", "{path}", "--html", "{folder}/folder.html"],
+            "cannot be written: Is a directory. Choose",
+        ),
+        (
+            ["show", "{path}", "--html", "{folder}/page.html", "--if", "train: Gaussian(1)"],
+            "Leave one of them out",
+        ),
         (["show", "{path}", "--html", "{folder}/page.html", "--json"], "not allowed with argument"),
         (["verify", "{folder}/missing.sqlite"], "is not a file"),
         (["accept", "{folder}/missing.sqlite"], "is not a file"),
@@ -212,15 +244,33 @@ def test_mistakes_are_sentences(path, tmp_path, capsys, arguments, words):
     assert (tmp_path / "text.html").read_text() == "a page"
 
 
-# --- Plans and configs ------------------------------------------------------------------------------------------------
+# --- Plans and configs --------------------------------------------------------------------------
 
-PLAN = {"--records": 1168, "--batch-size": 192, "--noise-multiplier": 2.01469, "--steps": 100, "--epsilon": 4.0}
+PLAN = {
+    "--records": 1168,
+    "--batch-size": 192,
+    "--noise-multiplier": 2.01469,
+    "--steps": 100,
+    "--epsilon": 4.0,
+}
 
 
 def planned(capsys, *arguments, **changes):
-    given = {**PLAN, "--delta": 1e-5, **{f"--{name.replace('_', '-')}": value for name, value in changes.items()}}
-    main(["plan", *(f"{name}={value}" for name, value in given.items() if value is not None), *arguments])
-    return dict(re.findall(r"^(\S+(?: \S+)*?)  +(.*)$", capsys.readouterr().out, flags=re.MULTILINE))
+    given = {
+        **PLAN,
+        "--delta": 1e-5,
+        **{f"--{name.replace('_', '-')}": value for name, value in changes.items()},
+    }
+    main(
+        [
+            "plan",
+            *(f"{name}={value}" for name, value in given.items() if value is not None),
+            *arguments,
+        ]
+    )
+    return dict(
+        re.findall(r"^(\S+(?: \S+)*?)  +(.*)$", capsys.readouterr().out, flags=re.MULTILINE)
+    )
 
 
 @pytest.mark.slow
@@ -228,21 +278,36 @@ def test_a_plan_finds_what_is_left_out(capsys):
     """The four agree with each other, and with the config of the digits."""
     assert planned(capsys, noise_multiplier=None)["noise multiplier"].startswith("2.014")
     assert planned(capsys, steps=None)["steps"] == "100"
-    assert planned(capsys, batch_size=None)["batch size"].startswith("192 expected, sampling probability 0.164384")
+    assert planned(capsys, batch_size=None)["batch size"].startswith(
+        "192 expected, sampling probability 0.164384"
+    )
     rows = planned(capsys, "--every=25", epsilon=None)
-    assert rows["epsilon"].startswith("3.99996") and rows["epsilon"].endswith(" at delta 1e-05, add_remove")
+    assert rows["epsilon"].startswith("3.99996") and rows["epsilon"].endswith(
+        " at delta 1e-05, add_remove"
+    )
     assert rows["delta * records"] == "0.01168"
     assert re.fullmatch(r"25: 1\.99, 50: 2\.795, 75: 3\.\d+, 100: 4", rows["epsilon after steps"])
 
 
 def test_a_plan_says_what_a_ledger_has_left(path, capsys):
-    rows = planned(capsys, f"--ledger={path}", "--dataset=train", records=None, delta=None, steps=10, epsilon=None)
+    rows = planned(
+        capsys,
+        f"--ledger={path}",
+        "--dataset=train",
+        records=None,
+        delta=None,
+        steps=10,
+        epsilon=None,
+    )
     assert rows["records"] == "50000" and rows["delta * records"] == "0.5"
     with Ledger(path) as ledger:
-        event = SelfComposedDpEvent(PoissonSampledDpEvent(192 / 50_000, GaussianDpEvent(2.01469)), 10)
+        event = SelfComposedDpEvent(
+            PoissonSampledDpEvent(192 / 50_000, GaussianDpEvent(2.01469)), 10
+        )
         before, after = ledger.epsilon("train"), ledger.would_cost("train", event)
     assert (
-        f"epsilon {before:.4g} is spent at delta 1e-05, {after:.4g} afterwards, {2 - after:.4g} left" in rows["ledger"]
+        f"epsilon {before:.4g} is spent at delta 1e-05, {after:.4g} afterwards, {2 - after:.4g} "
+        "left" in rows["ledger"]
     )
     more = {"records": None, "batch_size": 2000, "noise_multiplier": 0.5, "epsilon": None}
     rows = planned(capsys, f"--ledger={path}", "--dataset=train", **more)
@@ -252,14 +317,33 @@ def test_a_plan_says_what_a_ledger_has_left(path, capsys):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, "exactly one of batch_size, noise_multiplier, steps, epsilon must be left out, got none left out"),
+        (
+            {},
+            "exactly one of batch_size, noise_multiplier, steps, epsilon must be left out, got "
+            "none left out",
+        ),
         ({"epsilon": None, "steps": None}, r"got \['steps', 'epsilon'\] left out"),
-        ({"epsilon": None, "batch_size": 5000}, r"batch_size must be in \(0, 1168\], .* records, got 5000"),
-        ({"epsilon": None, "noise_multiplier": -1}, "noise_multiplier must be > 0 and finite, got -1"),
+        (
+            {"epsilon": None, "batch_size": 5000},
+            r"batch_size must be in \(0, 1168\], .* records, got 5000",
+        ),
+        (
+            {"epsilon": None, "noise_multiplier": -1},
+            "noise_multiplier must be > 0 and finite, got -1",
+        ),
         ({"epsilon": None, "records": None}, "--records must be given"),
-        ({"epsilon": None, "target": "v5e"}, "--target=v5e compiles the private steps of a config. Give its --config"),
-        ({"steps": None, "epsilon": 0.01}, "epsilon=0.01 must be at least .*, the cost of one step. Use more noise"),
-        ({"batch_size": None, "steps": 10**6, "noise_multiplier": 0.5}, "the cost of one record in a batch"),
+        (
+            {"epsilon": None, "target": "v5e"},
+            "--target=v5e compiles the private steps of a config. Give its --config",
+        ),
+        (
+            {"steps": None, "epsilon": 0.01},
+            "epsilon=0.01 must be at least .*, the cost of one step. Use more noise",
+        ),
+        (
+            {"batch_size": None, "steps": 10**6, "noise_multiplier": 0.5},
+            "the cost of one record in a batch",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_refused(capsys, changes, words):
@@ -270,7 +354,9 @@ def test_a_plan_that_cannot_be_made_is_refused(capsys, changes, words):
 
 def test_a_plan_that_promises_little_warns(capsys):
     with pytest.warns(PrivacyWarning) as caught:
-        assert planned(capsys, batch_size=None, noise_multiplier=500)["batch size"].startswith("1168 expected")
+        assert planned(capsys, batch_size=None, noise_multiplier=500)["batch size"].startswith(
+            "1168 expected"
+        )
         assert planned(capsys, steps=None, noise_multiplier=9e4, batch_size=1)["steps"] == "1000000"
         planned(capsys, epsilon=None, noise_multiplier=0.6, delta=1e-3)
     texts = [str(warning.message) for warning in caught]
@@ -281,11 +367,18 @@ def test_configs_are_listed_and_copied(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main(["configs", "list"])
     listed = capsys.readouterr().out
-    assert re.search(r"^recalibration/digits +recalibrate +Private recalibration on", listed, flags=re.MULTILINE)
+    assert re.search(
+        r"^recalibration/digits +recalibrate +Private recalibration on", listed, flags=re.MULTILINE
+    )
     assert "method_options" not in listed  # is a part of configs, not a config
     main(["configs", "copy", "digits_dpsgd"])
-    assert (tmp_path / "digits_dpsgd.py").read_text() == (ROOT / "configs" / "digits_dpsgd.py").read_text()
-    for name, words in (("digits_dpsgd", "File exists"), ("digits", "--config=digits is neither a file nor one of")):
+    assert (tmp_path / "digits_dpsgd.py").read_text() == (
+        ROOT / "configs" / "digits_dpsgd.py"
+    ).read_text()
+    for name, words in (
+        ("digits_dpsgd", "File exists"),
+        ("digits", "--config=digits is neither a file nor one of"),
+    ):
         with pytest.raises(SystemExit, match="2"):
             main(["configs", "copy", name])
         assert words in capsys.readouterr().err
@@ -295,5 +388,7 @@ def test_configs_are_listed_and_copied(tmp_path, capsys, monkeypatch):
 def test_the_command_is_installed(path):
     command = pathlib.Path(sys.executable).with_name("jaxdp")
     start = [str(command)] if command.exists() else [sys.executable, "-m", "jaxdp.command"]
-    done = subprocess.run([*start, "ledger", "verify", str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [*start, "ledger", "verify", str(path)], capture_output=True, text=True, check=True
+    )
     assert "4 spend(s)" in done.stdout

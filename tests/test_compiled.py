@@ -1,4 +1,5 @@
-"""Estimates by compilers of machines that are not there, and programs that only a CPU could compile."""
+"""Estimates by compilers of machines that are not there, and programs that only a CPU could
+compile."""
 
 import functools
 import importlib.util
@@ -23,11 +24,13 @@ from jaxdp.transforms import chacha, noise
 from tests.finetune import test_methods as finetuning
 
 needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed, which compiles for TPU"
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed, which compiles for TPU",
 )
 
-# A loop of 5 turns whose bound is an element of its tuple, inside of it a loop of 3 that its condition states. A loop
-# whose condition reads what it computes. A conditional with a cheap and a dear branch. A Pallas kernel.
+# A loop of 5 turns whose bound is an element of its tuple, inside of it a loop of 3 that its
+# condition states. A loop whose condition reads what it computes. A conditional with a cheap and a
+# dear branch. A Pallas kernel.
 TPU = """HloModule jit_f, is_scheduled=true
 
 %inner_body (p.1: (s32[])) -> (s32[]) {
@@ -128,7 +131,10 @@ def test_cycles_count_loops_branches_and_kernels():
     moved = 4 * (2048 * 128 + 8) / compiled_targets.TARGETS["v5e"].bandwidth
     assert found["kernel_cycles"] == pytest.approx(moved) and len(found["pallas"]) == 1
     assert found["total"] == found["cycles"] + found["kernel_cycles"]
-    assert found["without_estimate"] == {"AllocateBuffer": 1, "compare": 8, "copy": 1} | found["without_estimate"]
+    assert (
+        found["without_estimate"]
+        == {"AllocateBuffer": 1, "compare": 8, "copy": 1} | found["without_estimate"]
+    )
     assert found["costliest"][0]["source"] == "jit(f)/dear"
     assert found["costliest"][1] == {
         "source": "jit(f)/layer_#/dot",  # both layers
@@ -141,8 +147,16 @@ def test_cycles_count_loops_branches_and_kernels():
     ("old", "new", "cycles"),
     [
         ("%five = s32[] constant(5)", "%five = s32[] constant(2)", 2 * 130 + 1007),
-        ("%three = s32[]{:T(128)} constant(3)", "%three = s32[]{:T(128)} constant(1)", 5 * 110 + 1007),
-        ("tuple(%fusion.3, %bound.3)", "tuple(%fusion.3, %i.3)", 5 * 130 + 1007),  # no turn of it is changed here
+        (
+            "%three = s32[]{:T(128)} constant(3)",
+            "%three = s32[]{:T(128)} constant(1)",
+            5 * 110 + 1007,
+        ),
+        (
+            "tuple(%fusion.3, %bound.3)",
+            "tuple(%fusion.3, %i.3)",
+            5 * 130 + 1007,
+        ),  # no turn of it is changed here
         ("tuple(%zero, %copied)", "tuple(%zero, %other)", 130 + 1007),  # the bound is not known
         ("true_computation=%dear", "true_computation=%cheap", 650 + 8),
     ],
@@ -154,7 +168,9 @@ def test_cycles_depend_on_bounds_and_branches(old, new, cycles):
 
 def test_a_bound_that_an_outer_loop_passes_on_is_known_inside():
     """The inner loop's bound is an element of the outer loop's tuple, which no turn changes."""
-    text = TPU.replace("%start.3 = (s32[]) tuple(%zero.3)", "%start.3 = (s32[], s32[]) tuple(%zero.3, %bound.3)")
+    text = TPU.replace(
+        "%start.3 = (s32[]) tuple(%zero.3)", "%start.3 = (s32[], s32[]) tuple(%zero.3, %bound.3)"
+    )
     text = text.replace("condition=%inner_condition", "condition=%outer_condition")
     assert estimated(text)["cycles"] == 5 * (5 * 10 + 100) + 1007
     changed = text.replace("tuple(%fusion.3, %bound.3)", "tuple(%fusion.3, %fusion.3)")
@@ -189,7 +205,9 @@ def test_bundles_of_loops_count_as_often_as_they_turn(tmp_path):
     (tmp_path / "1-kernel.1-00-schedule-analysis_final_bundles.txt").write_text("no schedule")
     found = compiled_targets.of_tpu(parsed(TPU), compiled_targets.TARGETS["v5e"], str(tmp_path))
     (kernel,) = found["pallas"]
-    assert kernel["bundles"] == 699 and kernel["cycles"] == kernel["cycles_of_bytes"] > 699  # bytes take longer
+    assert (
+        kernel["bundles"] == 699 and kernel["cycles"] == kernel["cycles_of_bytes"] > 699
+    )  # bytes take longer
 
 
 def test_equal_kernels_share_their_schedule(tmp_path):
@@ -242,7 +260,8 @@ def test_bytes_and_operations_of_a_gpus_kernels():
 CONVOLUTION = (
     "HloModule jit_f\n\nENTRY %main (x: f32[8,16,16,3], y: f32[8,16,16,5]) -> f32[3,3,3,5] {{\n"
     "  %x = {x} parameter(0)\n  %y = {y} parameter(1)\n"
-    "  ROOT %c = ({out}, u8[128]) custom-call(%x, %y), window={{size=3x3}}, dim_labels=b01f_01io->b01f, "
+    "  ROOT %c = ({out}, u8[128]) custom-call(%x, %y), window={{size=3x3}}, "
+    "dim_labels=b01f_01io->b01f, "
     'custom_call_target="__cudnn$conv{kind}"\n}}\n'
 )
 
@@ -267,26 +286,59 @@ def test_operations_of_a_librarys_convolution(kind, x, y, out):
 def row(total, *, error=None):
     sizes = {"temp": 1e6 * total, "output": 0, "argument": 5, "alias": 0}
     amounts = {"total": total, "cycles": total, "kernel_cycles": 0.0}
-    return {"error": error} if error else amounts | {"memory": sizes, "compile_s": 2.0, "costliest": []}
+    return (
+        {"error": error}
+        if error
+        else amounts | {"memory": sizes, "compile_s": 2.0, "costliest": []}
+    )
 
 
 def test_ratios_are_over_plain_and_whole_steps_are_sums():
-    steps = {"plain": row(10.0), "clipped": row(20.0), "update": row(1.0), "private update": row(4.0)}
+    steps = {
+        "plain": row(10.0),
+        "clipped": row(20.0),
+        "update": row(1.0),
+        "private update": row(4.0),
+    }
     found = compiled.with_ratios(steps | {"jax_privacy": row(0, error="out of memory")})
-    assert found["clipped"]["total_over_plain"] == 2.0 and found["private update"]["total_over_plain"] == 4.0
+    assert (
+        found["clipped"]["total_over_plain"] == 2.0
+        and found["private update"]["total_over_plain"] == 4.0
+    )
     assert found["private step"]["total"] == 24.0
     assert found["private step"]["total_over_plain"] == pytest.approx(24 / 11)
     assert found["private step"]["memory_mb"] == 20.0 and found["plain step"]["memory_mb"] == 10.0
     assert found["jax_privacy"] == {"error": "out of memory"}
-    text = compiled.markdown({"target": "v5e", "cases": {"a case": steps | {"jax_privacy": {"error": "x"}}}})
+    text = compiled.markdown(
+        {"target": "v5e", "cases": {"a case": steps | {"jax_privacy": {"error": "x"}}}}
+    )
     assert "private step" in text and "jax_privacy" not in text
 
 
 def test_cases_are_those_of_the_issue_and_tiny_ones_have_their_names():
     names = list(compiled_cases.cases())
     assert names == list(compiled_cases.cases(tiny=True))
-    parts = ("ViT-B/16", "GPT-2 small, full", "GPT-2 small, LoRA", "135 M", "1.1 B", "WRN-16-4", "ResNet-20", "CNN")
-    parts += ("ResNet-50-GN", "MLP", "tent on", "sar on", "eata on", "deyo on", "ConvNeXt-T", "20 distances", "noise")
+    parts = (
+        "ViT-B/16",
+        "GPT-2 small, full",
+        "GPT-2 small, LoRA",
+        "135 M",
+        "1.1 B",
+        "WRN-16-4",
+        "ResNet-20",
+        "CNN",
+    )
+    parts += (
+        "ResNet-50-GN",
+        "MLP",
+        "tent on",
+        "sar on",
+        "eata on",
+        "deyo on",
+        "ConvNeXt-T",
+        "20 distances",
+        "noise",
+    )
     assert all(any(part in name for name in names) for part in parts)
 
 
@@ -294,13 +346,17 @@ def test_a_case_that_no_name_has_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(compiled_targets, "require", lambda _: None)
     monkeypatch.setattr(compiled_targets, "version", lambda _: "none")
     with pytest.raises(SystemExit, match="--cases=of no case names none of: "):
-        compiled.main(["--target", "v5e", "--cases", "of no case", "--output", str(tmp_path / "x.json")])
+        compiled.main(
+            ["--target", "v5e", "--cases", "of no case", "--output", str(tmp_path / "x.json")]
+        )
 
 
 @pytest.mark.parametrize("name", ["v5e", "h100"])
 def test_a_missing_compiler_is_named_with_its_installation(name, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ImportError, match=r"is not installed, .* the extra compilers: pip install "):
+    with pytest.raises(
+        ImportError, match=r"is not installed, .* the extra compilers: pip install "
+    ):
         compiled_targets.environment(name, "")
 
 
@@ -308,11 +364,26 @@ def test_a_missing_compiler_is_named_with_its_installation(name, monkeypatch):
 @pytest.mark.slow
 def test_the_smallest_case_is_compiled_for_a_tpu_and_an_error_is_a_row(tmp_path, monkeypatch):
     output = tmp_path / "report.json"
-    given = ["--target", "v5e", "--tiny", "--cases", "MLP", "--steps", "plain,clipped", "--output", str(output)]
+    given = [
+        "--target",
+        "v5e",
+        "--tiny",
+        "--cases",
+        "MLP",
+        "--steps",
+        "plain,clipped",
+        "--output",
+        str(output),
+    ]
     report = compiled.main(given)
-    assert json.loads(output.read_text()) == report and report["what"] == "the compiler's estimate, not a time"
+    assert (
+        json.loads(output.read_text()) == report
+        and report["what"] == "the compiler's estimate, not a time"
+    )
     steps = report["cases"]["MLP, 256"]
-    assert steps["clipped"]["total"] > steps["plain"]["total"] > 0 and steps["plain"]["operations"] > 0
+    assert (
+        steps["clipped"]["total"] > steps["plain"]["total"] > 0 and steps["plain"]["operations"] > 0
+    )
     assert compiled.main(given) == report  # nothing is compiled again
     late = compiled.in_process("v5e", "MLP, 256", "plain", tiny=True, seconds=0.1)
     assert late == {"error": "not compiled in 0 s"}
@@ -320,7 +391,8 @@ def test_the_smallest_case_is_compiled_for_a_tpu_and_an_error_is_a_row(tmp_path,
     assert wrong == {"error": "KeyError: 'no step'"}
 
 
-# Runs where no other test has started JAX for a CPU with options that a TPU's compiler does not know.
+# Runs where no other test has started JAX for a CPU with options that a TPU's compiler does not
+# know.
 NOISE = """
 import sys
 import jax, jax.numpy as jnp
@@ -344,7 +416,9 @@ print(memory.temp_size_in_bytes + memory.output_size_in_bytes, bad.temp_size_in_
 @pytest.mark.slow
 def test_noise_on_a_tpu_takes_at_most_twice_its_result_in_memory(tmp_path):
     environment = compiled_targets.environment("v5e", str(tmp_path))
-    ended = subprocess.run([sys.executable, "-c", NOISE], env=environment, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", NOISE], env=environment, capture_output=True, text=True, check=True
+    )
     taken, padded = map(int, ended.stdout.split()[-2:])
     assert 4 * 2**24 <= taken <= 2 * 4 * 2**24
     assert padded > 2 * 4 * 2**24
@@ -367,14 +441,25 @@ def lowered(function, *args):
 def only_on_a_cpu(texts):
     """Returns custom calls that neither platform has."""
     calls = {name: set(re.findall(r"custom_call @([\w.$]+)", text)) for name, text in texts.items()}
-    cpu = {call for found in calls.values() for call in found if re.search(r"lapack|ducc|blas_|host|cpu", call)}
+    cpu = {
+        call
+        for found in calls.values()
+        for call in found
+        if re.search(r"lapack|ducc|blas_|host|cpu", call)
+    }
     return cpu
 
 
 def stage_programs():
-    """Returns the programs of every stage by name, as functions that return (function, arguments)."""
+    """Returns the programs of every stage by name, as functions that return (function,
+    arguments)."""
     found = {}
-    for case in ("noise of 86 M values", "Laplace noise of 170 k values", "MLP, 256", "certificates of 20 distances"):
+    for case in (
+        "noise of 86 M values",
+        "Laplace noise of 170 k values",
+        "MLP, 256",
+        "certificates of 20 distances",
+    ):
         made = functools.cache(compiled_cases.cases(tiny=True)[case])
         steps = {
             "MLP, 256": ("clipped", "private update"),
@@ -409,7 +494,10 @@ def interval_program():
     model = models.create("mlp", num_classes=4, hidden=(6,))
     params = model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
     box = jax.tree.map(lambda x: jaxdp.Interval(x - 0.01, x + 0.01), params)
-    return jaxdp.interval(lambda p, x: model.apply({"params": p}, x)), (box, jnp.zeros((2, 8, 8, 1)))
+    return jaxdp.interval(lambda p, x: model.apply({"params": p}, x)), (
+        box,
+        jnp.zeros((2, 8, 8, 1)),
+    )
 
 
 def clipped_program(name):
@@ -418,7 +506,9 @@ def clipped_program(name):
     is_array = lambda x: isinstance(x, programs.Array)  # noqa: E731
     params = jax.tree.map(lambda a: a.abstract, made.params, is_leaf=is_array)
     batch = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((3, *a.shape), a.abstract.dtype), made.example, is_leaf=is_array
+        lambda a: jax.ShapeDtypeStruct((3, *a.shape), a.abstract.dtype),
+        made.example,
+        is_leaf=is_array,
     )
     return lambda p, b: jaxdp.clipped_grad(made.loss, clip_norm=1.0)(p, b).grads, (params, batch)
 
@@ -438,12 +528,21 @@ def pretrain_program(name):
 
     trainer = pretrain.METHODS[name](loss, optax.sgd(0.1))
     batch = {"image": np.zeros((8, 8, 8, 1), np.float32), "label": np.zeros(8, np.int32)}
-    return lambda state, batch: trainer.step(state, batch, batch)[0].params, (trainer.init(params), batch)
+    return lambda state, batch: trainer.step(state, batch, batch)[0].params, (
+        trainer.init(params),
+        batch,
+    )
 
 
 def adaptation_program(name):
     model = models.create("vit_tiny", num_classes=4, patch_size=4, **compiled_cases.TINY_VIT)
-    method = tta.COME(tta.Tent(), 4) if name == "COME" else tta.METHODS[name]() if name == "Tent" else None
+    method = (
+        tta.COME(tta.Tent(), 4)
+        if name == "COME"
+        else tta.METHODS[name]()
+        if name == "Tent"
+        else None
+    )
     method = method or tta.METHODS[name](4)
     return compiled_cases.adaptation_of(model, method, 2, 8, private=True)[:2]
 
@@ -462,7 +561,8 @@ def test_every_program_lowers_for_tpu_and_gpu(name):
 
 
 def test_a_program_that_only_a_cpu_has_is_caught():
-    """The twins: a custom call of LAPACK by its name, and one whose lowering exists for a CPU only."""
+    """The twins: a custom call of LAPACK by its name, and one whose lowering exists for a CPU
+    only."""
     with pytest.raises((NotImplementedError, ValueError), match=r"(?i)cpu|platform|lowering"):
         lowered(lambda x: jax.lax.linalg.schur(x)[0], np.eye(3, dtype=np.float32))
     call = jax.ffi.ffi_call("lapack_sgetrf_ffi", jax.ShapeDtypeStruct((3, 3), jnp.float32))
@@ -472,7 +572,12 @@ def test_a_program_that_only_a_cpu_has_is_caught():
 def test_one_process_lowers_the_noise_of_each_platform():
     """Fails if the form is that of this process."""
     key = jax.ShapeDtypeStruct((8,), jnp.uint32)
-    draw = lambda words: noise.gaussian(jax.random.wrap_key_data(words, impl=chacha.CHACHA12), jnp.zeros(9), 1.0)  # noqa: E731
+
+    def draw(words):
+        return noise.gaussian(
+            jax.random.wrap_key_data(words, impl=chacha.CHACHA12), jnp.zeros(9), 1.0
+        )
+
     texts = lowered(draw, key)
     assert [name for name, text in texts.items() if "tpu_custom_call" in text] == ["tpu"]
 
@@ -503,12 +608,24 @@ def test_rank_correlation_is_that_of_the_ranks():
 
 
 def test_times_stand_beside_the_estimates_of_the_same_steps(tmp_path):
-    timed = {"plain": {"ms": 160.0}, "clipped": {"ms": 240.0}, "private": {"error": "out of memory"}}
+    timed = {
+        "plain": {"ms": 160.0},
+        "clipped": {"ms": 240.0},
+        "private": {"error": "out of memory"},
+    }
     timed["jax_privacy"] = {"ms": 320.0}
-    report = {"device": "a card", "cases": {"GPT-2 small, full, bfloat16": {"examples": 16, "steps": timed}}}
+    report = {
+        "device": "a card",
+        "cases": {"GPT-2 small, full, bfloat16": {"examples": 16, "steps": timed}},
+    }
     report["cases"]["Tent, base ViT"] = {"examples": 64, "steps": {"plain": {"ms": 64.0}}}
     report["cases"]["another case"] = {"examples": 1, "steps": {"plain": {"ms": 1.0}}}
-    steps = {"plain": row(70.0), "update": row(10.0), "clipped": row(200.0), "jax_privacy": row(90.0)}
+    steps = {
+        "plain": row(70.0),
+        "update": row(10.0),
+        "clipped": row(200.0),
+        "jax_privacy": row(90.0),
+    }
     estimates = {"GPT-2 small, full, bfloat16, 8 x 512": compiled.with_ratios(steps)}
     path = tmp_path / "device.json"
     path.write_text(json.dumps(report))
@@ -520,9 +637,16 @@ def test_times_stand_beside_the_estimates_of_the_same_steps(tmp_path):
     ]
     assert found[1]["ms over plain"] == 1.5 and found[1]["estimate over plain"] == 2.5
     agree = trust.correlations(found)
-    assert agree["pairs"] == 3 and agree["an example"] == pytest.approx(0.5) and np.isnan(agree["over plain"])
+    assert (
+        agree["pairs"] == 3
+        and agree["an example"] == pytest.approx(0.5)
+        and np.isnan(agree["over plain"])
+    )
     text = trust.text(str(path), estimates)
-    assert "Times on a card" in text and "rank correlation of times and estimates: 0.50 over 3 steps" in text
+    assert (
+        "Times on a card" in text
+        and "rank correlation of times and estimates: 0.50 over 3 steps" in text
+    )
     assert "over the plain step: not defined over 2." in text
     assert trust.text(str(path), {}).endswith("has no step that is estimated.")
 

@@ -1,4 +1,5 @@
-"""The documentation states the ranges of the demo's results that `benchmarks.demo_ranges` measured."""
+"""The documentation states the ranges of the demo's results that `benchmarks.demo_ranges`
+measured."""
 
 import json
 from pathlib import Path

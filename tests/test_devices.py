@@ -1,8 +1,9 @@
-"""Every engine, method and stage on a GPU: what it computes there is what it computes on the CPU of the same machine.
+"""Every engine, method and stage on a GPU: what it computes there is what it computes on the CPU of
+the same machine.
 
-`pytest tests/test_devices.py` runs all of it where JAX finds a GPU. Elsewhere the cheap ones run on the CPU, so
-that they do not rot. Noise is drawn from known keys, so equal bits of noise are part of what is compared.
-"""
+`pytest tests/test_devices.py` runs all of it where JAX finds a GPU. Elsewhere the cheap ones run on
+the CPU, so that they do not rot. Noise is drawn from known keys, so equal bits of noise are part of
+what is compared."""
 
 import functools
 
@@ -42,7 +43,8 @@ TRANSFORMER = {"patch_size": 4, "width": 8, "depth": 2, "num_heads": 2, "mlp_wid
 
 
 def engine(name, dtype=None):
-    """Clipped gradients of convolutions, or of a language model with LoRA in a scan and a tied embedding."""
+    """Clipped gradients of convolutions, or of a language model with LoRA in a scan and a tied
+    embedding."""
     if dtype is None:
         model, params = network("cnn", widths=(4,), dense=0)
         batch = {"x": images(5), "label": jnp.arange(5) % 4}
@@ -54,9 +56,14 @@ def engine(name, dtype=None):
     else:
         sizes = {"positions": 8, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 12}
         model = models.create("lm_tiny", num_classes=11, dtype=dtype, remat=True, **sizes)
-        public = models.Pretrained(model, model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"], None)
+        public = models.Pretrained(
+            model, model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"], None
+        )
         tuned = models.with_lora(public, rank=2, seed=0)
-        params, batch = tuned.params, jnp.asarray(np.random.default_rng(1).integers(11, size=(5, 9)), jnp.int32)
+        params, batch = (
+            tuned.params,
+            jnp.asarray(np.random.default_rng(1).integers(11, size=(5, 9)), jnp.int32),
+        )
 
         def loss(params, row):
             return losses.next_token(tuned.apply_fn(params, row[None, :-1])[0], row[1:])
@@ -87,8 +94,12 @@ def pretrained(name):
 def adapted(name):
     model, params = network("vit_tiny", **TRANSFORMER)
     made = {"Tent": lambda: tta.Tent(), "COME": lambda: tta.COME(tta.Tent(), 4)}
-    method = tta.private(made.get(name, lambda: tta.METHODS[name](4))(), clip_norm=1.0, noise_multiplier=1.0)
-    adapter = tta.Adapter(lambda p, x: model.apply({"params": p}, x), params, method, optax.sgd(0.1))
+    method = tta.private(
+        made.get(name, lambda: tta.METHODS[name](4))(), clip_norm=1.0, noise_multiplier=1.0
+    )
+    adapter = tta.Adapter(
+        lambda p, x: model.apply({"params": p}, x), params, method, optax.sgd(0.1)
+    )
     state, logits = adapter.step(adapter.init(noise.stream(SEED, "test")), images(6))
     return state.params, logits
 
@@ -100,7 +111,8 @@ def records():
 
 
 def answered(name):
-    """Answers of a mechanism on certificates of a logistic regression, which are sound on both devices."""
+    """Answers of a mechanism on certificates of a logistic regression, which are sound on both
+    devices."""
 
     def loss(params, record):
         return losses.sigmoid_cross_entropy(record["x"] @ params, record["y"])
@@ -112,34 +124,50 @@ def answered(name):
     ledger.register("rows", adjacency="add_remove", unit="row", delta=1e-5)
     ask = {"account": ledger.account("rows"), "epsilon": 1.0, "mechanism": name, "seed": SEED}
     if prediction.METHODS[name].kind == "values":
-        return prediction.private_values(bounds, lambda p, x: x @ p, records()["x"], output_range=(-3.0, 3.0), **ask)
+        return prediction.private_values(
+            bounds, lambda p, x: x @ p, records()["x"], output_range=(-3.0, 3.0), **ask
+        )
     return prediction.private_predict(bounds, lambda p, x: (x @ p)[None], records()["x"], **ask)
 
 
 def recalibrated(name):
     rng = np.random.default_rng(0)
-    sources = [(rng.normal(size=(9, 3)).astype(np.float32), rng.integers(3, size=9)) for _ in range(3)]
+    sources = [
+        (rng.normal(size=(9, 3)).astype(np.float32), rng.integers(3, size=9)) for _ in range(3)
+    ]
     method = recalibration.METHODS[name]()
-    return recalibration.recalibrate(method, sources, epsilon=1.0, key=noise.stream(SEED, "test")).apply(sources[0][0])
+    return recalibration.recalibrate(
+        method, sources, epsilon=1.0, key=noise.stream(SEED, "test")
+    ).apply(sources[0][0])
 
 
 def divided(name):
-    model, params = network("vit_tiny", **{**TRANSFORMER, "depth": 3})  # offsite tuning drops a block
+    model, params = network(
+        "vit_tiny", **{**TRANSFORMER, "depth": 3}
+    )  # offsite tuning drops a block
     backbone = split.Backbone(model, models.Preprocessing(size=8, mean=(0.3,), std=(0.4,)), cut=1)
     front, _ = backbone.divide(params)
     own, labels = images(6), np.arange(6) % 4
     if name in baselines.BASELINES:
         how = {"num_classes": 4, "learning_rate": 1e-2, "epochs": 1, "key": KEY}
-        return baselines.adapt(baselines.BASELINES[name], backbone, params, own, labels, **how).params
+        return baselines.adapt(
+            baselines.BASELINES[name], backbone, params, own, labels, **how
+        ).params
     represented = jax.jit(backbone.front)(front, own)
     if name == "sa_private":
         ledger = jaxdp.Ledger.in_memory()
         ledger.register("images", adjacency="replace_one", unit="image", delta=1e-5)
         projection = split.public_projection(jax.jit(backbone.front)(front, images(12, seed=1)), 3)
-        release = split.PrivateRelease.calibrated(epsilon=8.0, delta=1e-5, clip_norm=4.0, num_classes=4)
+        release = split.PrivateRelease.calibrated(
+            epsilon=8.0, delta=1e-5, clip_norm=4.0, num_classes=4
+        )
         data = {"representations": represented, "labels": labels, "projection": projection}
-        return split.release_privately(ledger.account("images"), release=release, **data, seed=SEED).features
-    copies = split.METHODS[name](KEY, represented, laplace_scale=1.0, copies=2, n_patches=0, prefix_tokens=1)
+        return split.release_privately(
+            ledger.account("images"), release=release, **data, seed=SEED
+        ).features
+    copies = split.METHODS[name](
+        KEY, represented, laplace_scale=1.0, copies=2, n_patches=0, prefix_tokens=1
+    )
     return copies.batch(*copies.index())
 
 
@@ -157,24 +185,49 @@ def drawn(draw):
 
 
 CHECKS = {
-    **{f"engine {name}": functools.partial(engine, name) for name in ("auto", "bookkeeping", "vmap")},
-    **{f"engine {name}, LoRA": functools.partial(engine, name, jnp.float32) for name in ("auto", "bookkeeping")},
+    **{
+        f"engine {name}": functools.partial(engine, name)
+        for name in ("auto", "bookkeeping", "vmap")
+    },
+    **{
+        f"engine {name}, LoRA": functools.partial(engine, name, jnp.float32)
+        for name in ("auto", "bookkeeping")
+    },
     **{f"finetune {name}": functools.partial(finetuned, name) for name in finetuning.METHODS},
     **{f"pretrain {name}": functools.partial(pretrained, name) for name in pretrain.METHODS},
     **{f"tta {name}": functools.partial(adapted, name) for name in tta.METHODS},
     **{f"prediction {name}": functools.partial(answered, name) for name in prediction.METHODS},
-    **{f"recalibration {name}": functools.partial(recalibrated, name) for name in recalibration.METHODS},
+    **{
+        f"recalibration {name}": functools.partial(recalibrated, name)
+        for name in recalibration.METHODS
+    },
     **{f"split {name}": functools.partial(divided, name) for name in split.METHODS},
     "intervals": bounded,
-    **{f"noise {draw.__name__}": functools.partial(drawn, draw) for draw in (noise.gaussian, noise.laplace)},
-    **{f"noise {draw.__name__}": functools.partial(drawn, draw) for draw in (noise.discrete_laplace, noise.cauchy)},
+    **{
+        f"noise {draw.__name__}": functools.partial(drawn, draw)
+        for draw in (noise.gaussian, noise.laplace)
+    },
+    **{
+        f"noise {draw.__name__}": functools.partial(drawn, draw)
+        for draw in (noise.discrete_laplace, noise.cauchy)
+    },
 }
 # Checks that take little time elsewhere.
-HERE = ("engine auto", "finetune dp_sgd", "pretrain sam", "prediction global_laplace", "intervals", "noise gaussian")
+HERE = (
+    "engine auto",
+    "finetune dp_sgd",
+    "pretrain sam",
+    "prediction global_laplace",
+    "intervals",
+    "noise gaussian",
+)
 
 
 def on(kind, compute):
-    with jax.default_device(jax.local_devices(backend=kind)[0]), jax.default_matmul_precision("highest"):
+    with (
+        jax.default_device(jax.local_devices(backend=kind)[0]),
+        jax.default_matmul_precision("highest"),
+    ):
         return jax.device_get(compute())
 
 
@@ -202,5 +255,15 @@ def test_sums_are_float32_and_clipped_in_bfloat16_on_a_gpu(name):
 
 
 def test_every_stage_is_checked():
-    stages = {"engine", "finetune", "pretrain", "tta", "prediction", "recalibration", "split", "intervals", "noise"}
+    stages = {
+        "engine",
+        "finetune",
+        "pretrain",
+        "tta",
+        "prediction",
+        "recalibration",
+        "split",
+        "intervals",
+        "noise",
+    }
     assert {name.split()[0] for name in CHECKS} == stages and set(HERE) < set(CHECKS)

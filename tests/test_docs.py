@@ -1,4 +1,5 @@
-"""The site: it builds strictly, its Python runs, its commands and names exist, and the reference has every name."""
+"""The site: it builds strictly, its Python runs, its commands and names exist, and the reference
+has every name."""
 
 import html
 import importlib
@@ -26,7 +27,9 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 HOWTO = sorted((DOCS / "howto").glob("*.md"))
 TEXTS = [ROOT / "README.md", *(page for page in PAGES if page.parent.name != "reference")]
-RUNNING = [page for folder in ("howto", "tutorials") for page in sorted((DOCS / folder).glob("*.md"))]
+RUNNING = [
+    page for folder in ("howto", "tutorials") for page in sorted((DOCS / folder).glob("*.md"))
+]
 RUNNING = [page for page in RUNNING if "```python\n" in page.read_text()]
 
 
@@ -35,7 +38,9 @@ def title(page):
 
 
 def blocks(page, language):
-    return list(re.finditer(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE))
+    return list(
+        re.finditer(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    )
 
 
 @pytest.mark.slow
@@ -49,7 +54,9 @@ def test_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     with patch.dict(CLIP_RULES), patch.dict(jaxdp.tta.METHODS):
         for block in blocks(page, "python"):
             # An error shows the line number of the page.
-            exec(compile("\n" * text.count("\n", 0, block.start(1)) + block[1], page, "exec"), names)
+            exec(
+                compile("\n" * text.count("\n", 0, block.start(1)) + block[1], page, "exec"), names
+            )
     printed = capsys.readouterr().out
     assert printed
     if page in HOWTO:  # what a how-to shows is what it prints
@@ -62,7 +69,10 @@ def test_a_howto_has_one_short_block_and_says_what_is_guaranteed(page):
         return
     assert headings(page)[1:] == ["What is guaranteed", "Where to go next"]
     assert f"]({page.name})" in (DOCS / "howto" / "index.md").read_text()
-    lengths = [sum(bool(line.strip()) for line in block[1].splitlines()) for block in blocks(page, "python")]
+    lengths = [
+        sum(bool(line.strip()) for line in block[1].splitlines())
+        for block in blocks(page, "python")
+    ]
     assert len(lengths) <= 1 and all(10 <= length <= 35 for length in lengths)
 
 
@@ -75,38 +85,53 @@ def headings(page):
     return re.findall("^#+ (.*)", prose(page), flags=re.MULTILINE)
 
 
-# --- The built site ---------------------------------------------------------------------------------------------------
+# --- The built site -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Builds the site. A page outside of the navigation, or a link or an anchor that leads nowhere, fails the build."""
+    """Builds the site. A page outside of the navigation, or a link or an anchor that leads nowhere,
+    fails the build."""
     pytest.importorskip("mkdocs", reason="the dependency group docs is not installed")
     folder = tmp_path_factory.mktemp("site")
     # The pytest of a checkout may find packages by options that another process does not have.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "NO_MKDOCS_2_WARNING": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "NO_MKDOCS_2_WARNING": "1",
+    }
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
 
 @pytest.mark.slow
 def test_the_reference_has_every_public_name(site):
-    packages = ["files", *(name for name in jaxdp.__all__ if hasattr(getattr(jaxdp, name), "__path__"))]
+    packages = [
+        "files",
+        *(name for name in jaxdp.__all__ if hasattr(getattr(jaxdp, name), "__path__")),
+    ]
     for package in packages:
         page = (site / "reference" / f"{package}.html").read_text()
-        found = set(re.findall(r"jaxdp(?:\.\w+)*\.(\w+)", page)) | set(re.findall(r"<code>(\w+)</code>", page))
+        found = set(re.findall(r"jaxdp(?:\.\w+)*\.(\w+)", page)) | set(
+            re.findall(r"<code>(\w+)</code>", page)
+        )
         modules = [f"jaxdp.{package}"]
         if package == "transforms":  # its names are in its modules
             modules += [
-                f"jaxdp.transforms.{module}" for module in ("clipping", "model_check", "intervals", "noise", "losses")
+                f"jaxdp.transforms.{module}"
+                for module in ("clipping", "model_check", "intervals", "noise", "losses")
             ]
         for module in map(importlib.import_module, modules):
             missing = [name for name in getattr(module, "__all__", ()) if name not in found]
             assert not missing, f"docs/reference/{package}.md lacks {missing} of {module.__name__}"
     index = (site / "reference" / "index.html").read_text()
-    assert not [name for name in jaxdp.__all__ if not name.startswith("_") and f"jaxdp.{name}" not in index]
+    assert not [
+        name for name in jaxdp.__all__ if not name.startswith("_") and f"jaxdp.{name}" not in index
+    ]
 
 
 @pytest.mark.slow
@@ -123,7 +148,7 @@ def test_docstrings_are_rendered(site):
     assert 'id="jaxdp.transforms.clipping.clipped_grad"' in page and "Formal guarantees" in page
 
 
-# --- Names and commands in the text -----------------------------------------------------------------------------------
+# --- Names and commands in the text -------------------------------------------------------------
 
 
 def exists(name):
@@ -144,18 +169,32 @@ def exists(name):
 
 def mentioned(package, pages):
     quoted = [(page, code) for page in pages for code in re.findall("`([^`\n]+)`", prose(page))]
-    return {(title(page), name) for page, code in quoted for name in re.findall(rf"\b{package}(?:\.\w+)+", code)}
+    return {
+        (title(page), name)
+        for page, code in quoted
+        for name in re.findall(rf"\b{package}(?:\.\w+)+", code)
+    }
 
 
 def test_names_in_the_text_exist():
     assert exists("jaxdp.models.Pretrained.constants") and exists("jaxdp.audit.multi_run")
-    assert not exists("jaxdp.audit.no") and not exists("jaxdp.models.Pretrained.no") and not exists("jaxdp.no")
-    names = {(page, name) for page, name in mentioned("jaxdp", TEXTS) if not name.startswith("jaxdp.launch")}
+    assert (
+        not exists("jaxdp.audit.no")
+        and not exists("jaxdp.models.Pretrained.no")
+        and not exists("jaxdp.no")
+    )
+    names = {
+        (page, name)
+        for page, name in mentioned("jaxdp", TEXTS)
+        if not name.startswith("jaxdp.launch")
+    }
     assert len(names) > 60
     assert not [(page, name) for page, name in sorted(names) if not exists(name)]
     programs = mentioned("launch", TEXTS)
     assert len(programs) > 5
-    assert not [(page, name) for page, name in sorted(programs) if importlib.util.find_spec(name) is None]
+    assert not [
+        (page, name) for page, name in sorted(programs) if importlib.util.find_spec(name) is None
+    ]
 
 
 def commands():
@@ -170,8 +209,16 @@ def commands():
 
 
 def parsed(words):
-    """Parses the config of a command as a launcher does. A field that is not there raises an error."""
-    given = ["test", *(word for a, word in itertools.pairwise(["", *words]) if "--config" in (a, word.split(".")[0]))]
+    """Parses the config of a command as a launcher does. A field that is not there raises an
+    error."""
+    given = [
+        "test",
+        *(
+            word
+            for a, word in itertools.pairwise(["", *words])
+            if "--config" in (a, word.split(".")[0])
+        ),
+    ]
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", flag_values=values)
     with patch.object(sys, "argv", given):
@@ -179,10 +226,16 @@ def parsed(words):
     return values.config.to_dict()  # raises if there was no file
 
 
-@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # ml_collections reads config files by it
+@pytest.mark.filterwarnings(
+    "ignore:the load_module:DeprecationWarning"
+)  # ml_collections reads config files by it
 def test_commands_of_launchers_exist(monkeypatch):
     monkeypatch.chdir(ROOT)
-    for wrong in ("configs/no.py", "configs/tta/imagenet_c.py:no", "configs/tta/digits.py --config.no=1"):
+    for wrong in (
+        "configs/no.py",
+        "configs/tta/imagenet_c.py:no",
+        "configs/tta/digits.py --config.no=1",
+    ):
         with pytest.raises((flags.Error, OSError, ValueError, AttributeError)):
             parsed(["--config", *wrong.split()])
     found = list(commands())
@@ -213,16 +266,24 @@ def unfounded(cell, folder):
         return []
     assert links, f"{cell!r} has neither a link nor 'not run'"
     given = [
-        (number, sections(folder / page)[anchor]) for text, page, anchor in links for number in re.findall(NUMBER, text)
+        (number, sections(folder / page)[anchor])
+        for text, page, anchor in links
+        for number in re.findall(NUMBER, text)
     ]
-    return [number for number, text in given if number not in re.findall(NUMBER, text)] + re.findall(NUMBER, rest)
+    return [
+        number for number, text in given if number not in re.findall(NUMBER, text)
+    ] + re.findall(NUMBER, rest)
 
 
 def test_our_numbers_in_the_tables_of_the_papers_are_those_of_the_results():
     page = DOCS / "results" / "paper_tables.md"
     assert unfounded("[.999](dpadapter.md#accuracy-beside-the-paper)", page.parent)
     assert unfounded("[.677](dpadapter.md#accuracy-beside-the-paper), .677", page.parent)
-    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if "`python -m" in line]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in page.read_text().splitlines()
+        if "`python -m" in line
+    ]
     papers = [name for name, text in sections(page).items() if "| ours |" in text]
     assert len(papers) == 6 and len(rows) > 30 and {len(row) for row in rows} == {6}
     assert sum(row[-1] == "not run" for row in rows) > 10
@@ -233,18 +294,26 @@ def test_files_in_the_text_exist():
     named = {
         (title(page), path)
         for page in TEXTS
-        for path in re.findall(r"`((?:configs|launch|tests|jaxdp|benchmarks)/[\w/]+\.\w+)[`:]", page.read_text())
+        for path in re.findall(
+            r"`((?:configs|launch|tests|jaxdp|benchmarks)/[\w/]+\.\w+)[`:]", page.read_text()
+        )
     }
     assert len(named) > 10
     made_up = {"launch/x.py", "jaxdp/tta/x.py", "jaxdp/finetune/x.py"}  # files that a reader adds
-    assert not [(page, path) for page, path in sorted(named) if path not in made_up and not (ROOT / path).is_file()]
+    assert not [
+        (page, path)
+        for page, path in sorted(named)
+        if path not in made_up and not (ROOT / path).is_file()
+    ]
 
 
 def test_tests_that_repeat_a_finding_exist():
     """A finding without its test would be a claim."""
     page = DOCS / "design" / "threat_model.md"
     named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text())
-    missing = [(path, name) for path, name in named if f"def {name}(" not in (ROOT / path).read_text()]
+    missing = [
+        (path, name) for path, name in named if f"def {name}(" not in (ROOT / path).read_text()
+    ]
     assert len(named) > 50 and not missing
 
 
@@ -253,7 +322,9 @@ def test_names_of_jax_privacy_in_the_migration_table_exist():
     page = DOCS / "migration.md"
     [version] = re.findall(r"jax_privacy (\d[\d.]*\d)", page.read_text())
     if jax_privacy.__version__ != version:
-        pytest.skip(f"the table is about jax_privacy {version}, {jax_privacy.__version__} is installed")
+        pytest.skip(
+            f"the table is about jax_privacy {version}, {jax_privacy.__version__} is installed"
+        )
     names = mentioned("jax_privacy", [page])
     assert len(names) > 10
     # Its Keras interface needs Keras.

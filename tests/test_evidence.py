@@ -1,11 +1,11 @@
 """The tables and numbers of the documentation are those of committed JSON files.
 
-`benchmarks.evidence` writes the tables. Every number with a decimal point in the prose of a page of results must be in
-one of its tables, or in one of the files of PROSE, rounded to the digits that the page shows. A share may be shown in
-percent, and a sign is not compared. Numbers of a paper belong into a file too. Blocks of code, inline code and the
-targets of links are not read. A number of one or two digits may be found by chance, more often in a large file. So the
-files of PROSE are small, and a page with a large file has a table of what it states.
-"""
+`benchmarks.evidence` writes the tables. Every number with a decimal point in the prose of a page of
+results must be in one of its tables, or in one of the files of PROSE, rounded to the digits that
+the page shows. A share may be shown in percent, and a sign is not compared. Numbers of a paper
+belong into a file too. Blocks of code, inline code and the targets of links are not read. A number
+of one or two digits may be found by chance, more often in a large file. So the files of PROSE are
+small, and a page with a large file has a table of what it states."""
 
 import functools
 import json
@@ -39,7 +39,12 @@ def text_of(page):
 @functools.cache
 def tables(page):
     """Returns the tables of all files of a page by name."""
-    return {name: table for one in EVIDENCE if one.page == page for name, table in one.tables(*read(one.files)).items()}
+    return {
+        name: table
+        for one in EVIDENCE
+        if one.page == page
+        for name, table in one.tables(*read(one.files)).items()
+    }
 
 
 def shifted(found, changed=None):
@@ -52,7 +57,11 @@ def shifted(found, changed=None):
         return _NUMBER.sub(lambda match: f"{match[0]}9", found)
     if isinstance(found, int) and found > 1e6:
         return 2 * found
-    return 1.1 * found + 0.02 if isinstance(found, float) and changed not in ("epsilon", "upper") else found
+    return (
+        1.1 * found + 0.02
+        if isinstance(found, float) and changed not in ("epsilon", "upper")
+        else found
+    )
 
 
 @pytest.mark.parametrize("one", EVIDENCE, ids=[f"{one.page}:{one.files[0]}" for one in EVIDENCE])
@@ -90,7 +99,9 @@ def shown(text):
 
 def untied(text, documents):
     """Returns the numbers of a page that no document has, in order."""
-    known = {value * scale for document in documents for value in numbers(document) for scale in (1, 100)}
+    known = {
+        value * scale for document in documents for value in numbers(document) for scale in (1, 100)
+    }
 
     def found(number):
         half = 0.5 * 10.0 ** -len(number.partition(".")[2])
@@ -113,12 +124,17 @@ def test_most_wrong_numbers_of_sentences_would_be_found():
     def wrong(match):
         return match[0][:-1] + str((int(match[0][-1]) + 5) % 10)
 
-    missing = sum(len(untied(_NUMBER.sub(wrong, _SKIPPED.sub("", text)), documents)) for text, documents in found)
+    missing = sum(
+        len(untied(_NUMBER.sub(wrong, _SKIPPED.sub("", text)), documents))
+        for text, documents in found
+    )
     assert missing > sum(len(shown(text)) for text, _ in found) / 3
 
 
 def test_a_number_is_compared_at_the_digits_that_are_shown():
-    documents = [{"rows": [{"accuracy": 0.6349}, {"text": "0.712 ± 0.004"}], "paper": -3.5, "runs": 5}]
+    documents = [
+        {"rows": [{"accuracy": 0.6349}, {"text": "0.712 ± 0.004"}], "paper": -3.5, "runs": 5}
+    ]
     text = "| .635 | 63.5 | 63.49 | 71.2 ± .004 | -3.5 | 5 | `0.9` [see](page.md#0.8) arXiv:2010.04925 v1.2.3 |"
     assert untied(text, documents) == []
     for wrong in (".634", "63.6", "63.48", ".0351", "3.6", ".713"):
@@ -128,7 +144,9 @@ def test_a_number_is_compared_at_the_digits_that_are_shown():
 def test_all_bounds_of_programs_are_sound():
     programs = json.loads(bench_intervals.RESULTS.read_text())["programs"]
     assert len(programs) >= 40
-    assert all(one.get("sound", "refused" in one) for found in programs.values() for one in found.values())
+    assert all(
+        one.get("sound", "refused" in one) for found in programs.values() for one in found.values()
+    )
 
 
 def test_the_runs_of_split_adaptation_are_those_of_the_config():
@@ -136,7 +154,12 @@ def test_the_runs_of_split_adaptation_are_those_of_the_config():
     fields = {cell.part: cell._fields for cell in cells}
 
     def named(row):
-        return [f"{row[k]:.4g}" if isinstance(row[k], float) else str(row[k]) for k in fields[row["part"]]]
+        return [
+            f"{row[k]:.4g}" if isinstance(row[k], float) else str(row[k])
+            for k in fields[row["part"]]
+        ]
 
     rows = read(("split_cifar100.json",))[0]["rows"]
-    assert sorted(map(named, rows)) == sorted(map(list, {tuple(named(cell._asdict())) for cell in cells}))
+    assert sorted(map(named, rows)) == sorted(
+        map(list, {tuple(named(cell._asdict())) for cell in cells})
+    )

@@ -18,24 +18,36 @@ def test_the_runs_are_those_of_the_config(protocol):
     config, found = evidence_tta.STUDIES[protocol](), FOUND[protocol]
     assert found["source models"] == config.protocol.sources
     assert found["streams"] * found["source models"] == config.protocol.seeds
-    assert found["images per domain"] == config.data.images and {*found["domains"]} == {*config.data.corruptions}
+    assert found["images per domain"] == config.data.images and {*found["domains"]} == {
+        *config.data.corruptions
+    }
     settings = {cell["setting"] for cell in found["cells"] if cell["method"] == "Tent"}
-    assert settings == {"original", "clipped", *(f"epsilon {budget:g}" for budget in config.privacy.budgets)}
+    assert settings == {
+        "original",
+        "clipped",
+        *(f"epsilon {budget:g}" for budget in config.privacy.budgets),
+    }
     for cell in found["cells"]:
-        assert all(math.isfinite(number) for number in (*cell["over_source"], *cell["over_original"]))
+        assert all(
+            math.isfinite(number) for number in (*cell["over_source"], *cell["over_original"])
+        )
 
 
 def test_group_norms_take_the_place_of_batch_norms():
     rng = np.random.default_rng(0)
     images = rng.normal(size=(16, 8, 8, 3)).astype(np.float32)
     model = create("resnet20", num_classes=4, depth=8, norm="group", groups=2)
-    given = jax.tree.map(np.asarray, dict(jax.jit(model.init)(jax.random.key(1), images[:1])["params"]))
+    given = jax.tree.map(
+        np.asarray, dict(jax.jit(model.init)(jax.random.key(1), images[:1])["params"])
+    )
     for name in (name for name in given if "norm" in name):
         shape = given[name]["scale"].shape
         scale, bias = 0.5 + rng.uniform(size=shape), rng.normal(size=shape)
         given[name] = {"scale": np.float32(scale), "bias": np.float32(bias)}
 
-    apply = jax.jit(lambda params: model.apply({"params": params}, images, capture_intermediates=True))
+    apply = jax.jit(
+        lambda params: model.apply({"params": params}, images, capture_intermediates=True)
+    )
 
     def gap(params):
         outputs = apply(params)[1]["intermediates"]
@@ -48,4 +60,8 @@ def test_group_norms_take_the_place_of_batch_norms():
 
     made = evidence_tta.group_norms(model, given, images)
     assert gap(made) < 1e-3 < gap(given)
-    assert all(np.array_equal(made[name]["kernel"], given[name]["kernel"]) for name in given if "conv" in name)
+    assert all(
+        np.array_equal(made[name]["kernel"], given[name]["kernel"])
+        for name in given
+        if "conv" in name
+    )

@@ -1,4 +1,5 @@
-"""A toy clipping rule, adaptation method and stage from outside the package work where those of the package do."""
+"""A toy clipping rule, adaptation method and stage from outside the package work where those of the
+package do."""
 
 import dataclasses
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from jaxdp.transforms.clip_rules import CLIP_RULES
 from launch import data as images
 from launch import frame
 
-# --- A clipping rule --------------------------------------------------------------------------------------------------
+# --- A clipping rule -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,11 @@ def test_a_clipping_rule_reaches_every_engine_and_trainer(monkeypatch):
         grads = f(params, examples.gather(np.arange(3))).grads["w"]
         np.testing.assert_allclose(grads, [0.5, 0.1, 0.5], rtol=1e-6)
         assert f.sensitivity("add_remove") == 0.5
-    shared = {"sampler": data.PoissonSampler(3, 1.0), "noise_multiplier": 1.0, "physical_batch_size": 4}
+    shared = {
+        "sampler": data.PoissonSampler(3, 1.0),
+        "noise_multiplier": 1.0,
+        "physical_batch_size": 4,
+    }
     trainer = finetune.dp_sgd(loss, optax.sgd(1.0), clip_norm=1.0, clip_rule="half", **shared)
     sums = trainer.sums(trainer.init(params), examples, np.arange(3))
     np.testing.assert_allclose(sums["w"], [0.5, 0.1, 0.5], rtol=1e-6)
@@ -62,23 +67,41 @@ def test_a_clipping_rule_reaches_every_engine_and_trainer(monkeypatch):
 @pytest.mark.parametrize("method", sorted(finetune.METHODS))
 def test_no_contribution_exceeds_the_sensitivity_under_a_rule_of_ones_own(monkeypatch, method):
     monkeypatch.setitem(CLIP_RULES, "half", Half())
-    rows = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32) * np.logspace(-3, 3, 8)[:, None]
-    examples = data.from_arrays(features=rows.astype(np.float32), label=np.zeros(8, int), num_classes=2)
+    rows = (
+        np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
+        * np.logspace(-3, 3, 8)[:, None]
+    )
+    examples = data.from_arrays(
+        features=rows.astype(np.float32), label=np.zeros(8, int), num_classes=2
+    )
     own = {
         "adp_alloc": {"schedule": finetune.exponential_noise(0.1)},
         "adp_clip": {"count_noise": 4.0},
-        "gep": {"anchors": examples.gather(np.arange(6)), "basis_size": 2, "groups": 1, "residual_clip_norm": 2.0},
+        "gep": {
+            "anchors": examples.gather(np.arange(6)),
+            "basis_size": 2,
+            "groups": 1,
+            "residual_clip_norm": 2.0,
+        },
     }
-    shared = {"sampler": data.PoissonSampler(8, 1.0), "noise_multiplier": 1.0, "physical_batch_size": 8}
+    shared = {
+        "sampler": data.PoissonSampler(8, 1.0),
+        "noise_multiplier": 1.0,
+        "physical_batch_size": 8,
+    }
     make = finetune.METHODS[method]
-    trainer = make(loss, optax.sgd(1.0), clip_norm=1.0, clip_rule="half", **shared, **own.get(method, {}))
+    trainer = make(
+        loss, optax.sgd(1.0), clip_norm=1.0, clip_rule="half", **shared, **own.get(method, {})
+    )
     state = trainer.refreshed(trainer.init({"w": jnp.zeros(6)}))
-    lengths = [float(optax.tree.norm(trainer.sums(state, examples, np.array([row])))) for row in range(8)]
+    lengths = [
+        float(optax.tree.norm(trainer.sums(state, examples, np.array([row])))) for row in range(8)
+    ]
     assert max(lengths) <= trainer.query.sensitivity("add_remove") * (1 + 1e-5)
     assert max(lengths) > 0.9 * trainer.query.sensitivity("add_remove")  # nor is noise wasted
 
 
-# --- A method of test-time adaptation ---------------------------------------------------------------------------------
+# --- A method of test-time adaptation -----------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,13 +131,15 @@ def test_a_method_adapts_privately_and_is_served(monkeypatch):
         served = tta.serve(
             adapter,
             tta.Stream({"clean": source}, batch_size=8, seed=0),
-            account=tta.StreamAccount(ledger.account("stream", label="toy"), event=method.event, unit="sample"),
+            account=tta.StreamAccount(
+                ledger.account("stream", label="toy"), event=method.event, unit="sample"
+            ),
         )
         assert ledger.epsilon("stream") == pytest.approx(method.epsilon(delta=1e-5), rel=1e-6)
     assert int(served.state.step) == 2 and (served.state.params["norm"]["scale"] != 1).any()
 
 
-# --- A stage and its study --------------------------------------------------------------------------------------------
+# --- A stage and its study ----------------------------------------------------------------------
 
 
 def event(epsilon):
@@ -127,10 +152,16 @@ def noisy_mean(values, *, epsilon, account, workdir=None, seed=None):
 
     def compute(secret):
         zero = jnp.float32(0)
-        return {"mean": np.mean(values) + noise.laplace(stream(secret, "mean"), zero, 1 / (epsilon * len(values)))}
+        return {
+            "mean": np.mean(values)
+            + noise.laplace(stream(secret, "mean"), zero, 1 / (epsilon * len(values)))
+        }
 
     what = Release(
-        label="noisy mean", charges=[(account, event(epsilon))], facts=lambda: [values, epsilon], compute=compute
+        label="noisy mean",
+        charges=[(account, event(epsilon))],
+        facts=lambda: [values, epsilon],
+        compute=compute,
     )
     with Till(workdir, seed=seed) as till:
         return float(till.once(what)["mean"])
@@ -144,7 +175,9 @@ def run_one(cell, work):
     values = np.clip(images.everything(work.shared["private"])["image"].mean((1, 2, 3)), 0, 1)
     terms = {"adjacency": "replace_one", "unit": "image", "records": len(values)}
     with frame.account(work.root / "ledger.sqlite", f"digits {cell.epsilon:g}", **terms) as account:
-        found = noisy_mean(values, epsilon=cell.epsilon, account=account, workdir=work.folder(cell) / "scratch")
+        found = noisy_mean(
+            values, epsilon=cell.epsilon, account=account, workdir=work.folder(cell) / "scratch"
+        )
     return {"error": abs(found - float(values.mean()))}
 
 
@@ -167,7 +200,9 @@ def test_a_stage_pays_once_and_its_study_runs_in_the_frame(tmp_path):
     assert result["50"] < 0.01 and frame.run(STUDY, config, tmp_path) == result
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         assert composition(ledger.events("digits 0.5")[None]) == {PureDpEvent(0.5): 1}
-    assert "## Errors" in (tmp_path / "tables.md").read_text() and not list(tmp_path.rglob("secret_seed"))
+    assert "## Errors" in (tmp_path / "tables.md").read_text() and not list(
+        tmp_path.rglob("secret_seed")
+    )
 
 
 @pytest.mark.slow

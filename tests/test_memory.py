@@ -31,7 +31,9 @@ print(kept, min(rounds))
 
 
 def faults(argument):
-    done = subprocess.run([sys.executable, "-c", PROGRAM, argument], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, argument], capture_output=True, text=True, check=True
+    )
     kept, count = done.stdout.split()
     return kept == "True", int(count)
 
@@ -95,7 +97,9 @@ def loss(params, example):
 
 def test_private_training_makes_room_first(caught, tmp_path):
     sampler = data.PoissonSampler(4, 0.5)
-    trainer = finetune.dp_sgd(loss, optax.sgd(0.1), sampler=sampler, noise_multiplier=1.0, clip_norm=1.0)
+    trainer = finetune.dp_sgd(
+        loss, optax.sgd(0.1), sampler=sampler, noise_multiplier=1.0, clip_norm=1.0
+    )
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         ledger.register("d", adjacency="add_remove", unit="example", delta=1e-5)
         with pytest.raises(Called):

@@ -1,4 +1,5 @@
-"""The package as a whole: it imports fast and cleanly, its layers point down only, and lint is clean."""
+"""The package as a whole: it imports fast and cleanly, its layers point down only, and lint is
+clean."""
 
 import ast
 import functools
@@ -23,13 +24,20 @@ ALLOWED = {
     "models": {"files", "privacy", "transforms", "data", "report"},
     "report": {"files", "privacy", "transforms"},
     "release": {"files", "privacy", "transforms", "report"},
-    **{stage: {"files", "privacy", "transforms", "models", "data", "report", "release"} for stage in STAGES},
+    **{
+        stage: {"files", "privacy", "transforms", "models", "data", "report", "release"}
+        for stage in STAGES
+    },
     "audit": {"files", "privacy", "transforms", "models", "data", "report", "release", *STAGES},
 }
 # Above the till nobody draws, derives or hashes a secret by other means.
 SECRETS = {"hmac", "secrets", "jaxdp.transforms.noise.new_seed", "jaxdp.transforms.noise.stream"}
 SOURCES = sorted((ROOT / "jaxdp").rglob("*.py"))
-CODE = [path for folder in ("jaxdp", "launch", "configs", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+CODE = [
+    path
+    for folder in ("jaxdp", "launch", "configs", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+]
 
 
 @functools.cache
@@ -38,7 +46,8 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Return the absolute names of everything that a file imports anywhere, also inside functions."""
+    """Return the absolute names of everything that a file imports anywhere, also inside
+    functions."""
     package = list(path.relative_to(ROOT).parent.parts)
     names: set[str] = set()
     for node in ast.walk(parsed(path)):
@@ -74,7 +83,11 @@ def secrets_elsewhere(path: Path) -> set[str]:
         if isinstance(node, ast.Attribute) and node.attr in {"new_seed", "stream"}:
             if isinstance(node.value, ast.Name) and node.value.id == "noise":
                 names.add(f"noise.{node.attr}")
-        elif isinstance(node, ast.keyword) and node.arg == "token" and ast.unparse(node.value) != "token":
+        elif (
+            isinstance(node, ast.keyword)
+            and node.arg == "token"
+            and ast.unparse(node.value) != "token"
+        ):
             names.add("token=")  # handing one on is not making one
     return names
 
@@ -82,7 +95,9 @@ def secrets_elsewhere(path: Path) -> set[str]:
 def forbidden_imports(names: set[str]) -> set[str]:
     """Return imports of private JAX, of pickle, and of TensorFlow."""
     packages = {"pickle", "cloudpickle", "dill", "tensorflow"}
-    return {n for n in names if n.startswith(("jax._src", "jaxlib.")) or n.split(".")[0] in packages}
+    return {
+        n for n in names if n.startswith(("jax._src", "jaxlib.")) or n.split(".")[0] in packages
+    }
 
 
 def module_level_imports(tree: ast.Module) -> set[str]:
@@ -148,7 +163,12 @@ def test_launchers_import_each_other_by_relative_names():
     """They have two: launch in a checkout, jaxdp.launch in a wheel."""
     for path in (ROOT / "launch").rglob("*.py"):
         nodes = ast.walk(parsed(path))
-        absolute = {name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for name in _absolute(node)}
+        absolute = {
+            name
+            for node in nodes
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in _absolute(node)
+        }
         assert not {name for name in absolute if name.split(".")[0] in {"launch", "configs"}}, path
 
 
@@ -163,12 +183,17 @@ def test_every_stage_names_its_methods_and_says_what_a_use_will_cost(stage):
     """Pre-training is public: it costs nothing."""
     package = getattr(jaxdp, stage)
     assert {"METHODS"} <= set(package.__all__) and len(package.METHODS) >= 4
-    assert all(isinstance(name, str) and callable(getattr(row, "answer", row)) for name, row in package.METHODS.items())
+    assert all(
+        isinstance(name, str) and callable(getattr(row, "answer", row))
+        for name, row in package.METHODS.items()
+    )
     assert ("event" in package.__all__) == (stage != "pretrain")
 
 
 def test_one_name_means_one_thing():
-    defined: dict[str, list[str]] = {name: [] for name in ("Source", "Party", "Method", "Task", "private")}
+    defined: dict[str, list[str]] = {
+        name: [] for name in ("Source", "Party", "Method", "Task", "private")
+    }
     for path in SOURCES:
         for node in parsed(path).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in defined:
@@ -189,7 +214,9 @@ def test_layers_point_down_only():
         parts = path.relative_to(ROOT).parts
         if len(parts) == 2:  # jaxdp/__init__.py and its like stand above the layers
             continue
-        assert parts[1] in ALLOWED, f"{parts[1]} is an unknown package. Add it to ALLOWED with what it may import."
+        assert parts[1] in ALLOWED, (
+            f"{parts[1]} is an unknown package. Add it to ALLOWED with what it may import."
+        )
         violations[path] = layer_violations(parts[1], imported_modules(path))
     assert len(violations) > 80 and not {path: found for path, found in violations.items() if found}
 
@@ -199,13 +226,19 @@ def test_no_private_jax_no_pickle_and_no_eager_tensorflow():
     violations = {}
     for path in CODE:
         eager = module_level_imports(parsed(path))
-        violations[path] = forbidden_imports(imported_modules(path)) | {n for n in eager if n.split(".")[0] in lazy}
-    assert len(violations) > 150 and not {path: found for path, found in violations.items() if found}
+        violations[path] = forbidden_imports(imported_modules(path)) | {
+            n for n in eager if n.split(".")[0] in lazy
+        }
+    assert len(violations) > 150 and not {
+        path: found for path, found in violations.items() if found
+    }
 
 
 def test_secrets_and_tokens_come_from_the_till():
     stages = [path for path in SOURCES if path.relative_to(ROOT).parts[1] in STAGES]
-    assert len(stages) > 40 and not {path: found for path in stages if (found := secrets_elsewhere(path))}
+    assert len(stages) > 40 and not {
+        path: found for path in stages if (found := secrets_elsewhere(path))
+    }
 
 
 def test_the_check_of_secrets_can_fail(tmp_path):
@@ -221,11 +254,19 @@ def test_the_check_of_secrets_can_fail(tmp_path):
 
 
 def test_the_layer_checks_can_fail():
-    assert layer_violations("transforms", {"jaxdp.models.mlp", "flax.linen"}) == {"jaxdp.models.mlp", "flax.linen"}
+    assert layer_violations("transforms", {"jaxdp.models.mlp", "flax.linen"}) == {
+        "jaxdp.models.mlp",
+        "flax.linen",
+    }
     assert layer_violations("finetune", {"jaxdp.tta", "jaxdp.data", "flax.linen"}) == {"jaxdp.tta"}
     assert layer_violations("data", {"jaxdp.Ledger"}) == {"jaxdp.Ledger"}
-    assert layer_violations("audit", {"launch.frame", "configs.tta"}) == {"launch.frame", "configs.tta"}
-    assert layer_violations("release", {"jaxdp.finetune.fit", "jaxdp.report"}) == {"jaxdp.finetune.fit"}
+    assert layer_violations("audit", {"launch.frame", "configs.tta"}) == {
+        "launch.frame",
+        "configs.tta",
+    }
+    assert layer_violations("release", {"jaxdp.finetune.fit", "jaxdp.report"}) == {
+        "jaxdp.finetune.fit"
+    }
     bad = {"jax._src.core", "jaxlib.xla_client", "pickle", "tensorflow.io"}
     assert forbidden_imports(bad | {"jaxlib", "jax.extend.core", "tensorflow_datasets"}) == bad
 
@@ -237,11 +278,16 @@ def test_the_layer_checks_can_fail():
         ["ruff", "format", "--check", "."],
         # NumPy 2.5 annotates otherwise, and Python 3.11 does not have it.
         pytest.param(
-            ["mypy"], marks=pytest.mark.skipif(sys.version_info >= (3, 12), reason="types are for Python 3.11")
+            ["mypy"],
+            marks=pytest.mark.skipif(
+                sys.version_info >= (3, 12), reason="types are for Python 3.11"
+            ),
         ),
     ],
     ids=["ruff-check", "ruff-format", "mypy"],
 )
 def test_lint_is_clean(command):
-    result = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout + result.stderr

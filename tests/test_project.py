@@ -1,4 +1,5 @@
-"""The files around the code: workflows, make targets, the citation, the hooks. What they name exists."""
+"""The files around the code: workflows, make targets, the citation, the hooks. What they name
+exists."""
 
 import importlib.util
 import re
@@ -22,20 +23,28 @@ def steps(workflow):
 
 
 def unknown(command):
-    """Returns what a shell command names and the project does not have: targets, groups, modules, files."""
-    missing = {f"make {name}" for name in re.findall(r"\bmake ([a-z]\w*)", command) if name not in TARGETS}
+    """Returns what a shell command names and the project does not have: targets, groups, modules,
+    files."""
+    missing = {
+        f"make {name}" for name in re.findall(r"\bmake ([a-z]\w*)", command) if name not in TARGETS
+    }
     groups = re.findall(r"--group (\w+)", command)
     missing |= {f"--group {name}" for name in groups if name not in PYPROJECT["dependency-groups"]}
     modules = re.findall(r"-m ((?:jaxdp|launch|tests|benchmarks)\.[\w.]+\w)", command)
     missing |= {f"-m {name}" for name in modules if importlib.util.find_spec(name) is None}
-    files = re.findall(r"(?<![\w/.$-])((?:\.ci|docs|tests|benchmarks|configs|launch)/[\w/.]+\w)(?![\w/*])", command)
+    files = re.findall(
+        r"(?<![\w/.$-])((?:\.ci|docs|tests|benchmarks|configs|launch)/[\w/.]+\w)(?![\w/*])", command
+    )
     return missing | {name for name in files if not (ROOT / name).exists()}
 
 
 def test_the_check_of_names_can_fail():
     bad = "make nonsense && pip install --group no -m tests.no\n.ci/no && cat docs/no.md"
     assert unknown(bad) == {"make nonsense", "--group no", "-m tests.no", ".ci/no", "docs/no.md"}
-    assert unknown("make test WORKERS=4; .ci/run; pip install --group test; python -m tests.parity") == set()
+    assert (
+        unknown("make test WORKERS=4; .ci/run; pip install --group test; python -m tests.parity")
+        == set()
+    )
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -44,16 +53,25 @@ def test_a_workflow_runs_what_exists_and_may_only_read(path):
     assert workflow["name"] == path.stem and workflow[True]  # YAML reads the key `on` as a boolean
     assert workflow["permissions"] == {"contents": "read"}
     assert all(0 < job["timeout-minutes"] <= 60 for job in workflow["jobs"].values())
-    assert {key for step in steps(workflow) for key in ("run", "uses") if key in step} == {"run", "uses"}
+    assert {key for step in steps(workflow) for key in ("run", "uses") if key in step} == {
+        "run",
+        "uses",
+    }
     for step in steps(workflow):
         assert unknown(step.get("run", "")) == set()
-        assert re.fullmatch(r"actions/(checkout|setup-python)@v\d+", step.get("uses", "actions/checkout@v1"))
+        assert re.fullmatch(
+            r"actions/(checkout|setup-python)@v\d+", step.get("uses", "actions/checkout@v1")
+        )
 
 
 def test_the_workflows_cover_the_oldest_and_newest_python_that_the_package_names():
     text = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
     pattern = r"Programming Language :: Python :: (3\.\d+)"
-    named = [match[1] for name in PYPROJECT["project"]["classifiers"] if (match := re.fullmatch(pattern, name))]
+    named = [
+        match[1]
+        for name in PYPROJECT["project"]["classifiers"]
+        if (match := re.fullmatch(pattern, name))
+    ]
     assert PYPROJECT["project"]["requires-python"] == f">={named[0]}"
     assert set(re.findall(r'python: "([\d.]+)"', text)) == {named[0], named[-1]}
     every = {"tests", "dependencies", "docs", "wheel", "parity", "accessibility", "compilers"}
@@ -79,8 +97,12 @@ def test_the_makefile_and_the_pages_name_what_exists():
     for name in ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"):
         text = (ROOT / name).read_text()
         quoted = "\n".join(re.findall("`([^`\n]+)`", text))
-        assert {missing for missing in unknown(quoted) if not re.search(r"/x(\.py)?$", missing)} == set()
-        assert not [link for link in re.findall(r"\]\(([^):#]+)\)", text) if not (ROOT / link).exists()]
+        assert {
+            missing for missing in unknown(quoted) if not re.search(r"/x(\.py)?$", missing)
+        } == set()
+        assert not [
+            link for link in re.findall(r"\]\(([^):#]+)\)", text) if not (ROOT / link).exists()
+        ]
 
 
 def test_the_hooks_run_tools_of_the_lint_group():

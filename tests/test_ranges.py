@@ -1,4 +1,5 @@
-"""Clips at both ends of the range of floats, under options of XLA that are allowed, and options that are refused."""
+"""Clips at both ends of the range of floats, under options of XLA that are allowed, and options
+that are refused."""
 
 import json
 
@@ -73,7 +74,9 @@ def test_options_without_nan_or_infinity_are_refused(monkeypatch, tmp_path, flag
     for text in (flags, str(file)):
         monkeypatch.setenv("XLA_FLAGS", text)
         if refused:
-            with pytest.raises(RuntimeError, match=r"XLA_FLAGS has --xla_cpu_enable_fast_math=true and .*Remove"):
+            with pytest.raises(
+                RuntimeError, match=r"XLA_FLAGS has --xla_cpu_enable_fast_math=true and .*Remove"
+            ):
                 compiler.check_options()
         else:
             compiler.check_options()
@@ -97,14 +100,18 @@ def test_nothing_is_clipped_drawn_or_released_under_refused_options(monkeypatch)
 def test_an_accuracy_whose_noise_float32_loses_is_not_paid(multiplier):
     ledger = jaxdp.Ledger.in_memory()
     ledger.register("digits", adjacency="add_remove", unit="example", epsilon=1.0, delta=1e-5)
-    source = data.from_arrays(features=np.zeros((2, 1), np.float32), label=np.zeros(2, int), num_classes=2)
+    source = data.from_arrays(
+        features=np.zeros((2, 1), np.float32), label=np.zeros(2, int), num_classes=2
+    )
     predict = lambda params, inputs: inputs  # noqa: E731
     with pytest.raises(ValueError, match="float32 noise needs a standard deviation"):
-        finetune.charged_accuracy(predict, {}, source, account=ledger.account("digits"), noise_multiplier=multiplier)
+        finetune.charged_accuracy(
+            predict, {}, source, account=ledger.account("digits"), noise_multiplier=multiplier
+        )
     assert ledger.epsilon("digits") == 0
 
 
-# --- Units of a power of two ------------------------------------------------------------------------------------------
+# --- Units of a power of two --------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -129,7 +136,9 @@ def test_a_power_of_two_is_exact_and_ends_at_zero_and_infinity():
         exact = np.where(np.abs(exact) < 2.0**-126, 0, exact)
         with np.errstate(over="ignore"):
             expected = exact.astype(np.float32)
-        np.testing.assert_array_equal(lengths.times_power(jnp.asarray(values), jnp.int32(power)), expected)
+        np.testing.assert_array_equal(
+            lengths.times_power(jnp.asarray(values), jnp.int32(power)), expected
+        )
 
 
 DIRECTION = {"a": np.array([3.0, 0.0], np.float32), "b": np.array([-4.0], np.float32)}
@@ -140,7 +149,9 @@ DIRECTION = {"a": np.array([3.0, 0.0], np.float32), "b": np.array([-4.0], np.flo
     ("rule", "ball", "norms"), [("project", "global", (5, 5)), ("normalise", "per_tensor", (3, 4))]
 )
 def test_the_ascent_of_public_training_ends_in_its_ball(rule, ball, norms):
-    trainer = pretrain.dpadapter(lambda params, batch: 0.0, optax.sgd(1.0), gamma=1.0, rule=rule, ball=ball)
+    trainer = pretrain.dpadapter(
+        lambda params, batch: 0.0, optax.sgd(1.0), gamma=1.0, rule=rule, ball=ball
+    )
     for size in (1e-30, 1.0, 1e30):
         gradient = jax.tree.map(lambda x, size=size: np.float32(size) * x, DIRECTION)
         moved, _ = trainer.ascend(jax.tree.map(jnp.zeros_like, gradient), gradient)
@@ -152,15 +163,27 @@ def test_the_ascent_of_public_training_ends_in_its_ball(rule, ball, norms):
 @pytest.mark.slow
 def test_dp_sat_ascends_by_its_radius_along_a_direction_of_any_length():
     sampler = data.PoissonSampler(2, 0.5)
-    settings = {"clip_norm": 1e8, "noise_multiplier": 1.0, "ascent_radius": 1.0, "physical_batch_size": 1}
-    half_a_square = lambda params, example: 0.5 * sum(jnp.vdot(x, x) for x in jax.tree.leaves(params))  # noqa: E731
+    settings = {
+        "clip_norm": 1e8,
+        "noise_multiplier": 1.0,
+        "ascent_radius": 1.0,
+        "physical_batch_size": 1,
+    }
+
+    def half_a_square(params, example):
+        return 0.5 * sum(jnp.vdot(x, x) for x in jax.tree.leaves(params))
+
     trainer = finetune.dp_sgd(half_a_square, optax.sgd(1.0), sampler=sampler, **settings)
-    source = data.from_arrays(features=np.zeros((2, 1), np.float32), label=np.zeros(2, int), num_classes=2)
+    source = data.from_arrays(
+        features=np.zeros((2, 1), np.float32), label=np.zeros(2, int), num_classes=2
+    )
     state = trainer.init(jax.tree.map(jnp.zeros_like, DIRECTION))
     for size in (1e-30, 1.0, 1e30):
         released = jax.tree.map(lambda x, size=size: jnp.float32(size) * x, DIRECTION)
         gradient = trainer.sums(state._replace(released=released), source, np.array([0]))
-        jax.tree.map(lambda g, x: np.testing.assert_allclose(g, x / 5, rtol=1e-6), gradient, DIRECTION)
+        jax.tree.map(
+            lambda g, x: np.testing.assert_allclose(g, x / 5, rtol=1e-6), gradient, DIRECTION
+        )
 
 
 @pytest.mark.slow

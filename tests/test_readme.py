@@ -15,7 +15,9 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(block, names)
-    accuracy, epsilon = re.fullmatch(r"accuracy (\S+) at epsilon (\S+)\n", capsys.readouterr().out).groups()
+    accuracy, epsilon = re.fullmatch(
+        r"accuracy (\S+) at epsilon (\S+)\n", capsys.readouterr().out
+    ).groups()
     assert float(accuracy) > 0.7 and 0 < float(epsilon) <= 3
     assert int(names["state"].step) == 30
     assert (tmp_path / "run" / "checkpoints" / "30").is_dir()
@@ -32,7 +34,16 @@ def test_the_readme_is_one_page_whose_links_exist():
 @pytest.mark.parametrize(
     "name",
     [
-        *("DP-SGD", "GEP", "DPAdapter", "Tent", "SAR", "Acc-T", "AGT's certificate", "private answers"),
+        *(
+            "DP-SGD",
+            "GEP",
+            "DPAdapter",
+            "Tent",
+            "SAR",
+            "Acc-T",
+            "AGT's certificate",
+            "private answers",
+        ),
         *("patch retrieval", "Split Adaptation", "audits"),
     ],
 )

@@ -12,10 +12,13 @@ CODE = sorted(path for folder in ("jaxdp", "launch") for path in (ROOT / folder)
 
 
 def without_a_verb(tree: ast.AST) -> Iterator[str]:
-    """Yields functions whose docstring does not start with a verb in the third person, such as "Returns"."""
+    """Yields functions whose docstring does not start with a verb in the third person, such as
+    "Returns"."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
-            attribute = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+            attribute = any(
+                "property" in ast.unparse(decorator) for decorator in node.decorator_list
+            )
             if not attribute and not re.match(r"[A-Z][a-z-]*s\b", text):
                 yield f"line {node.lineno}: {node.name}: {text.splitlines()[0]}"
 
@@ -25,8 +28,16 @@ def without_a_full_stop(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             message = node.exc.args[0]
-            last = message.values[-1] if isinstance(message, ast.JoinedStr) and message.values else message
-            if isinstance(last, ast.Constant) and isinstance(last.value, str) and not last.value.endswith("."):
+            last = (
+                message.values[-1]
+                if isinstance(message, ast.JoinedStr) and message.values
+                else message
+            )
+            if (
+                isinstance(last, ast.Constant)
+                and isinstance(last.value, str)
+                and not last.value.endswith(".")
+            ):
                 yield f"line {node.lineno}: {ast.unparse(message)}"
 
 
@@ -39,7 +50,15 @@ def test_sentences(check):
 
 @pytest.mark.slow
 def test_the_checks_can_fail():
-    tree = ast.parse('def f(x):\n    """The sum."""\n    raise ValueError(f"x must be positive, got {x}")')
-    assert list(without_a_verb(tree)) == ["line 1: f: The sum."] and not list(without_a_full_stop(tree))
-    tree = ast.parse('def f(x):\n    """Returns the sum."""\n    raise ValueError("x must be positive")')
-    assert not list(without_a_verb(tree)) and list(without_a_full_stop(tree)) == ["line 3: 'x must be positive'"]
+    tree = ast.parse(
+        'def f(x):\n    """The sum."""\n    raise ValueError(f"x must be positive, got {x}")'
+    )
+    assert list(without_a_verb(tree)) == ["line 1: f: The sum."] and not list(
+        without_a_full_stop(tree)
+    )
+    tree = ast.parse(
+        'def f(x):\n    """Returns the sum."""\n    raise ValueError("x must be positive")'
+    )
+    assert not list(without_a_verb(tree)) and list(without_a_full_stop(tree)) == [
+        "line 3: 'x must be positive'"
+    ]

@@ -1,4 +1,5 @@
-"""The wheel: who installs it has the launchers and configs, and the commands that the documentation tells."""
+"""The wheel: who installs it has the launchers and configs, and the commands that the documentation
+tells."""
 
 import importlib.metadata
 import os
@@ -39,7 +40,10 @@ def test_it_holds_the_library_the_launchers_and_the_configs(installed):
         assert packed == files and len(files) > 10
     assert (installed / "jaxdp" / "py.typed").exists()
     for folder in ("jaxdp/report", "launch"):  # the templates and the style of pages
-        packed = {path.name for path in (installed / "jaxdp" / folder.removeprefix("jaxdp/") / "pages").iterdir()}
+        packed = {
+            path.name
+            for path in (installed / "jaxdp" / folder.removeprefix("jaxdp/") / "pages").iterdir()
+        }
         assert packed == {path.name for path in (ROOT / folder / "pages").iterdir()} and packed
     assert not (installed / "tests").exists() and not (installed / "launch").exists()
 
@@ -53,7 +57,9 @@ def needed(*names):
             continue
         found[name] = importlib.metadata.distribution(name)
         required = map(Requirement, found[name].requires or ())
-        missing += [one.name for one in required if one.marker is None or one.marker.evaluate({"extra": ""})]
+        missing += [
+            one.name for one in required if one.marker is None or one.marker.evaluate({"extra": ""})
+        ]
     return found
 
 
@@ -145,25 +151,40 @@ for name in jaxdp.__all__:
 @pytest.mark.slow
 def test_the_command_finds_launchers_and_configs_by_name(installed, tmp_path):
     helped = jaxdp(installed, tmp_path, "finetune", "--help")
-    assert helped.returncode == 0 and "  --config.private.epsilon=4.0\n" in helped.stdout, helped.stderr
+    assert helped.returncode == 0 and "  --config.private.epsilon=4.0\n" in helped.stdout, (
+        helped.stderr
+    )
     planned = jaxdp(installed, tmp_path, "plan", "--config", "recalibration/digits")
     assert planned.returncode == 0 and "Pure(1) x 3" in planned.stdout, planned.stderr
     assert list(tmp_path.iterdir()) == []
     compiled = ("plan", "--config", "digits_dpsgd", "--target", "v5e")
     planned = jaxdp(installed, tmp_path, *compiled, without=("libtpu",))
-    assert planned.returncode == 2 and 'pip install "jaxdp[compilers]"' in planned.stderr, planned.stderr
+    assert planned.returncode == 2 and 'pip install "jaxdp[compilers]"' in planned.stderr, (
+        planned.stderr
+    )
     other = jaxdp(installed, tmp_path, "finetune", "--config=recalibration/digits", "--dry_run")
-    assert other.returncode == 2 and "Run: jaxdp recalibrate --config recalibration/digits" in other.stderr
+    assert (
+        other.returncode == 2
+        and "Run: jaxdp recalibrate --config recalibration/digits" in other.stderr
+    )
 
 
 @pytest.mark.slow
 def test_a_copied_config_runs_with_the_command(installed, tmp_path):
     assert jaxdp(installed, tmp_path, "configs", "copy", "digits_dpsgd", "mine.py").returncode == 0
-    (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text().replace('"epsilon": 4.0', '"epsilon": 3.0'))
-    fields = [f"--config.{name}={value}" for name, value in tiny.FINETUNE.items() if not isinstance(value, dict)]
+    (tmp_path / "mine.py").write_text(
+        (tmp_path / "mine.py").read_text().replace('"epsilon": 4.0', '"epsilon": 3.0')
+    )
+    fields = [
+        f"--config.{name}={value}"
+        for name, value in tiny.FINETUNE.items()
+        if not isinstance(value, dict)
+    ]
     run = ("finetune", "--config", "mine.py", "--workdir", "run", *fields)
     refused = jaxdp(installed, tmp_path, *run, without=("matplotlib",))
-    assert refused.returncode == 2 and 'pip install "jaxdp[plots]"' in refused.stderr, refused.stderr
+    assert refused.returncode == 2 and 'pip install "jaxdp[plots]"' in refused.stderr, (
+        refused.stderr
+    )
     assert not (tmp_path / "run").exists()  # nothing was spent
     done = jaxdp(installed, tmp_path, *run)
     assert done.returncode == 0, done.stderr

@@ -3,14 +3,14 @@ r"""The head of a public ImageNet SqueezeNet on private CIFAR-10 images: accurac
     python -m launch.finetune --config configs/finetune/cifar10_squeezenet.py --workdir workdir/squeezenet \
         --config.model.checkpoint=FILE --config.data.data_dir=DIR --config.public_benchmark
 
-The first 5000 training images are private. `:full` after the config's name takes all 50,000. FILE holds SqueezeNet 1.0
-as arrays of the Caffe model (forresti/SqueezeNet or songhan/SqueezeNet-Deep-Compression). DIR holds prepared TFDS data
-of cifar10 and of the PUBLIC images, whose labels are not used (`--config.data.parts.public=cifar100/train[:8000]`).
+The first 5000 training images are private. `:full` after the config's name takes all 50,000. FILE
+holds SqueezeNet 1.0 as arrays of the Caffe model (forresti/SqueezeNet or
+songhan/SqueezeNet-Deep-Compression). DIR holds prepared TFDS data of cifar10 and of the PUBLIC
+images, whose labels are not used (`--config.data.parts.public=cifar100/train[:8000]`).
 
-Test accuracy with 5000 images, five runs: 0.744 / 0.768 / 0.788 / 0.793 at epsilon 1 / 2 / 4 / 8, 0.800 without
-privacy. Five minutes for the features of 23,000 images and one for the curve, on two busy CPU cores. See
-docs/results/public_checkpoint.md for all images.
-"""
+Test accuracy with 5000 images, five runs: 0.744 / 0.768 / 0.788 / 0.793 at epsilon 1 / 2 / 4 / 8,
+0.800 without privacy. Five minutes for the features of 23,000 images and one for the curve, on two
+busy CPU cores. See docs/results/public_checkpoint.md for all images. """
 
 from ml_collections import ConfigDict
 
@@ -36,7 +36,11 @@ def get_config(size: str = "small") -> ConfigDict:
                 "source": "tfds",
                 "name": "cifar10",
                 "data_dir": "",
-                "parts": {"public": "cifar100/train[:8000]", "private": f"train[:{records}]", "test": "test"},
+                "parts": {
+                    "public": "cifar100/train[:8000]",
+                    "private": f"train[:{records}]",
+                    "test": "test",
+                },
                 "unit": "example",  # of privacy, for the ledger
                 "adjacency": "add_remove",
                 "crop_padding": 0,
@@ -46,13 +50,23 @@ def get_config(size: str = "small") -> ConfigDict:
                 "name": "squeezenet1_0",
                 "options": {"pool": "features", "head_padding": 1},
                 # Caffe models take pixels of 0..255 minus a mean.
-                "preprocessing": {"size": 96, "mean": (123 / 255, 117 / 255, 104 / 255), "std": (1 / 255,) * 3},
+                "preprocessing": {
+                    "size": 96,
+                    "mean": (123 / 255, 117 / 255, 104 / 255),
+                    "std": (1 / 255,) * 3,
+                },
                 **TUNING,
                 "checkpoint": "squeezenet1_0_imagenet.npz",
                 "trainable": "head",
                 "features": {"keep": "workdir", "dimensions": 256, "whiten": 0.5},
             },
-            "pretrain": {"weights": "", "new_head": True, "steps": 0, "batch_size": 128, "learning_rate": 1e-3},
+            "pretrain": {
+                "weights": "",
+                "new_head": True,
+                "steps": 0,
+                "batch_size": 128,
+                "learning_rate": 1e-3,
+            },
             "no_privacy": {"steps": 500, "batch_size": 500, "learning_rate": 0.01},
             "private": {
                 "method": "dp_sgd",
@@ -60,7 +74,8 @@ def get_config(size: str = "small") -> ConfigDict:
                 "accountant": "auto",
                 "epsilon": 1.0,
                 "delta": 1e-5,
-                "batch_size": records,  # all images in every step: the least noise for the same epsilon
+                # all images in every step: the least noise for the same epsilon
+                "batch_size": records,
                 "truncated_batch_size": 0,  # the largest batch; 0 truncates none
                 "physical_batch_size": 5000,
                 "steps": 30,

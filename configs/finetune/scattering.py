@@ -1,11 +1,13 @@
-r"""A linear head on scattering coefficients, without any public image: the baseline of Tramer and Boneh 2021.
+r"""A linear head on scattering coefficients, without any public image: the baseline of Tramer and
+Boneh 2021.
 
     python -m launch.finetune --config configs/finetune/scattering.py:cifar10 --workdir workdir/scattering \
         --config.data.data_dir=DIR --config.public_benchmark
 
-`:cifar10`, `:cifar10_full`, `:fashion_mnist` and `:fashion_mnist_full` choose the first 5000 or all training images of
-the data set. DIR holds its prepared TFDS data. With `--config.data.parts.public="cifar100/train[:3000]"
---config.model.features.dimensions=512` the head sees principal directions of PUBLIC images, whose labels are not used.
+`:cifar10`, `:cifar10_full`, `:fashion_mnist` and `:fashion_mnist_full` choose the first 5000 or all
+training images of the data set. DIR holds its prepared TFDS data. With
+`--config.data.parts.public="cifar100/train[:3000]" --config.model.features.dimensions=512` the head
+sees principal directions of PUBLIC images, whose labels are not used.
 
 Results, minutes and what was tuned on which images: docs/results/scattering.md.
 """
@@ -14,7 +16,10 @@ from ml_collections import ConfigDict
 
 from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
 
-_IMAGES = {"cifar10": (32, 3, 50_000), "fashion_mnist": (28, 1, 60_000)}  # side, channels, training images
+_IMAGES = {
+    "cifar10": (32, 3, 50_000),
+    "fashion_mnist": (28, 1, 60_000),
+}  # side, channels, training images
 
 
 def get_config(chosen: str = "cifar10") -> ConfigDict:
@@ -32,7 +37,9 @@ def get_config(chosen: str = "cifar10") -> ConfigDict:
             "references": True,  # also train without privacy
             "curve": {
                 "epsilons": (1.0, 2.0, 3.0, 8.0),
-                "learning_rates": (128.0, 128.0, 256.0, 256.0) if full else (32.0, 32.0, 64.0, 128.0),
+                "learning_rates": (128.0, 128.0, 256.0, 256.0)
+                if full
+                else (32.0, 32.0, 64.0, 128.0),
                 "runs": 1 if full else 5,
             },
             "data": {
@@ -48,12 +55,22 @@ def get_config(chosen: str = "cifar10") -> ConfigDict:
             "model": {
                 "name": "scattering",
                 "options": {},
-                "preprocessing": {"size": side, "mean": (0.5,) * channels, "std": (0.25,) * channels},
+                "preprocessing": {
+                    "size": side,
+                    "mean": (0.5,) * channels,
+                    "std": (0.25,) * channels,
+                },
                 **TUNING,
                 "trainable": "head",
                 "features": {"keep": "memory", "dimensions": 0, "whiten": 0.5},
             },
-            "pretrain": {"weights": "", "new_head": False, "steps": 0, "batch_size": 128, "learning_rate": 1e-3},
+            "pretrain": {
+                "weights": "",
+                "new_head": False,
+                "steps": 0,
+                "batch_size": 128,
+                "learning_rate": 1e-3,
+            },
             "no_privacy": {"steps": 500, "batch_size": 500, "learning_rate": 0.01},
             "private": {
                 "method": "dp_sgd",
@@ -61,7 +78,8 @@ def get_config(chosen: str = "cifar10") -> ConfigDict:
                 "accountant": "auto",
                 "epsilon": 1.0,
                 "delta": 1e-5,
-                "batch_size": records,  # all images in every step: the least noise for the same epsilon
+                # all images in every step: the least noise for the same epsilon
+                "batch_size": records,
                 "truncated_batch_size": 0,  # the largest batch; 0 truncates none
                 "physical_batch_size": 5000,
                 "steps": steps,

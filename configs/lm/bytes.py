@@ -1,14 +1,15 @@
-r"""A byte-level transformer on film reviews (SST-2, 67349 private phrases), trained with DP-Adam from nothing.
+r"""A byte-level transformer on film reviews (SST-2, 67349 private phrases), trained with DP-Adam
+from nothing.
 
     python -m launch.lm --config configs/lm/bytes.py --workdir workdir/lm --config.data.data_dir=/path/to/tfds
 
-`:bundled` after the config's name takes a few hundred lines that come with scikit-learn, to try the launcher. The unit
-of privacy is a phrase, which is a row of the data set.
+`:bundled` after the config's name takes a few hundred lines that come with scikit-learn, to try the
+launcher. The unit of privacy is a phrase, which is a row of the data set.
 
-Nine minutes on two busy CPU cores. Bits per byte of the 872 validation sentences, one run each: 7.96 untrained, 3.50 at
-epsilon 8, 3.53 at epsilon 2. The reference without privacy reached 3.98 with half the batch. It is not tuned, so it is
-no bound on what is lost by privacy. See docs/results/language_models.md.
-"""
+Nine minutes on two busy CPU cores. Bits per byte of the 872 validation sentences, one run each:
+7.96 untrained, 3.50 at epsilon 8, 3.53 at epsilon 2. The reference without privacy reached 3.98
+with half the batch. It is not tuned, so it is no bound on what is lost by privacy. See
+docs/results/language_models.md."""
 
 from ml_collections import ConfigDict
 
@@ -26,7 +27,9 @@ def get_config(texts: str = "sst2") -> ConfigDict:
             "watch": "",  # "tensorboard", "wandb" or both with a comma
             "references": True,  # also train without privacy
             "data": {
-                "source": "tfds" if whole else "bundled",  # or "lines", files of one text per line in the folder `path`
+                "source": "tfds"
+                if whole
+                else "bundled",  # or "lines", files of one text per line in the folder `path`
                 "name": "glue/sst2" if whole else "descriptions",
                 "data_dir": "",
                 "path": "",
@@ -41,11 +44,21 @@ def get_config(texts: str = "sst2") -> ConfigDict:
             "model": {
                 "name": "lm_tiny",
                 "num_classes": 256,
-                "options": {"positions": 128, "width": 96, "depth": 2, "num_heads": 3, "mlp_width": 384},
+                "options": {
+                    "positions": 128,
+                    "width": 96,
+                    "depth": 2,
+                    "num_heads": 3,
+                    "mlp_width": 384,
+                },
                 "preprocessing": (),
                 **TUNING,
             },
-            "no_privacy": {"steps": 250 if whole else 100, "batch_size": 256 if whole else 64, "learning_rate": 3e-3},
+            "no_privacy": {
+                "steps": 250 if whole else 100,
+                "batch_size": 256 if whole else 64,
+                "learning_rate": 3e-3,
+            },
             "private": {
                 "method": "dp_sgd",
                 "method_options": METHOD_OPTIONS,

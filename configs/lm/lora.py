@@ -1,15 +1,16 @@
 r"""DP LoRA fine-tuning of a public language model that is read from safetensors.
 
     python -m launch.lm --config configs/lm/lora.py:smollm2_135m --workdir workdir/lora \
-        --config.model.checkpoint=FOLDER/model.safetensors --config.data.tokenizer=FOLDER/tokenizer.json \
-        --config.data.path=TEXTS
+        --config.model.checkpoint=FOLDER/model.safetensors
+        --config.data.tokenizer=FOLDER/tokenizer.json \ --config.data.path=TEXTS
 
-FOLDER is a public model as its publisher distributes it. What follows the colon is its name in `jaxdp.models.create`:
-"gpt2" (the default), "gpt2_medium", "smollm2_135m" or "tinyllama_1b". TEXTS is a folder with private.txt and
-test.txt, one text per line. The tokenizer needs `pip install "jaxdp[text]"`.
+FOLDER is a public model as its publisher distributes it. What follows the colon is its name in
+`jaxdp.models.create`: "gpt2" (the default), "gpt2_medium", "smollm2_135m" or "tinyllama_1b". TEXTS
+is a folder with private.txt and test.txt, one text per line. The tokenizer needs `pip install
+"jaxdp[text]"`.
 
-The factors of the four dense layers of attention are trained, in bfloat16 compute, and everything else is public. The
-saved model has W + A B in the place of W.
+The factors of the four dense layers of attention are trained, in bfloat16 compute, and everything
+else is public. The saved model has W + A B in the place of W.
 
 Not run by us with a public checkpoint. The tests run it with a tiny one.
 """
@@ -28,7 +29,9 @@ VOCABULARIES = {
 
 def get_config(name: str = "gpt2") -> ConfigDict:
     if name not in VOCABULARIES:
-        raise ValueError(f"the config takes one of {', '.join(VOCABULARIES)} after the colon, got {name!r}.")
+        raise ValueError(
+            f"the config takes one of {', '.join(VOCABULARIES)} after the colon, got {name!r}."
+        )
     return ConfigDict(
         {
             "init_seed": 0,  # of A. B starts at zero

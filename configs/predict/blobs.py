@@ -1,15 +1,16 @@
-"""Private predictions on two Gaussian blobs, the paper's Blobs: one step of logistic regression on x, x^2 and x^3.
+"""Private predictions on two Gaussian blobs, the paper's Blobs: one step of logistic regression on
+x, x^2 and x^3.
 
     python -m launch.predict --config configs/predict/blobs.py --workdir workdir/predict_blobs
     python -m launch.predict --config configs/predict/blobs.py:close --workdir workdir/predict_blobs_close
 
-Clip norm, learning rate and batch are the paper's (arXiv 2406.13433 and its code). "close" is its harder variant. "mlp"
-is the network of its heat map: 128 hidden units, four steps on 3000 records.
+Clip norm, learning rate and batch are the paper's (arXiv 2406.13433 and its code). "close" is its
+harder variant. "mlp" is the network of its heat map: 128 hidden units, four steps on 3000 records.
 
-One to two minutes on two CPU cores. Percent right of 100 answers at (10, 1e-5), by randomised response: 100.0 (the
-paper's table has 99.8), also for "mlp". "close" has 97.6, the same as without noise. The smooth-sensitivity mechanism
-of the paper has 97.9 with distances up to 200, as in the paper, and 100.0 with the 1000 used here.
-"""
+One to two minutes on two CPU cores. Percent right of 100 answers at (10, 1e-5), by randomised
+response: 100.0 (the paper's table has 99.8), also for "mlp". "close" has 97.6, the same as without
+noise. The smooth-sensitivity mechanism of the paper has 97.9 with distances up to 200, as in the
+paper, and 100.0 with the 1000 used here."""
 
 from ml_collections import ConfigDict
 

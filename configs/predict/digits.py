@@ -1,12 +1,13 @@
-"""Private predictions of ten digits, from scikit-learn's bundled images. It needs no data and no network.
+"""Private predictions of ten digits, from scikit-learn's bundled images. It needs no data and no
+network.
 
     python -m launch.predict --config configs/predict/digits.py --workdir workdir/predict_digits
 
-About a minute on two CPU cores. Percent right of 100 answers at (10, 1e-5): 77 by randomised response on the certified
-model, 12 without certificates and 87 without noise. A student trained on the answers gets 79, an ensemble of 10 small
-models 47, and DP-SGD 93. PATE gets 31 on the 60 queries that it answers. With 1078 records of 10 classes private
-training is better, as the paper finds for small data.
-"""
+About a minute on two CPU cores. Percent right of 100 answers at (10, 1e-5): 77 by randomised
+response on the certified model, 12 without certificates and 87 without noise. A student trained on
+the answers gets 79, an ensemble of 10 small models 47, and DP-SGD 93. PATE gets 31 on the 60
+queries that it answers. With 1078 records of 10 classes private training is better, as the paper
+finds for small data."""
 
 from ml_collections import ConfigDict
 
@@ -15,7 +16,8 @@ def get_config() -> ConfigDict:
     return ConfigDict(
         {
             "query_seed": 0,  # of the public choice of test inputs to ask about
-            "references": True,  # also the comparison and the figures, which read the private data without noise
+            # also the comparison and the figures, which read the private data without noise
+            "references": True,
             "mechanisms": ("global", "ours"),  # or also "smooth", for two classes only
             "repetitions": 20,  # of each row of the table, with fresh noise and other queries
             "data": {
@@ -31,8 +33,10 @@ def get_config() -> ConfigDict:
                 "features": {"dimensions": 16, "whiten": 0.5, "radius": 1.0},
             },
             "model": {"hidden": (), "bias": False, "init_seed": 0},
-            "training": {  # in full batches. `clip` bounds each coordinate of one record's gradient.
-                "records": 1078,  # the declared, public number of private records, which divides sums
+            # in full batches. `clip` bounds each coordinate of one record's gradient.
+            "training": {
+                # the declared, public number of private records, which divides sums
+                "records": 1078,
                 "clip": 0.02,
                 "learning_rate": 10.0,
                 "epochs": 1,

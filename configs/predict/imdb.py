@@ -5,11 +5,11 @@ r"""Private predictions of the sentiment of IMDB reviews, the paper's text task.
     python -m launch.predict --config configs/predict/imdb.py:embeddings --workdir workdir/predict_imdb_gpt2 \
         --config.data.path=/path/to/embeddings.npz
 
-The first reads the reviews (`imdb_reviews` of TFDS) and averages word vectors, as configs/predict/sst2.py. The second
-reads embeddings of a public language model from a file. (The paper uses GPT-2, with 768 numbers.) The file has
-train_features [n, d], train_labels [n], test_features, test_labels, and public_features [m, d]. The last are embeddings
-of public texts such as the unlabelled reviews. Not run by us on the real data.
-"""
+The first reads the reviews (`imdb_reviews` of TFDS) and averages word vectors, as
+configs/predict/sst2.py. The second reads embeddings of a public language model from a file. (The
+paper uses GPT-2, with 768 numbers.) The file has train_features [n, d], train_labels [n],
+test_features, test_labels, and public_features [m, d]. The last are embeddings of public texts such
+as the unlabelled reviews. Not run by us on the real data. """
 
 from ml_collections import ConfigDict
 

@@ -1,12 +1,13 @@
-r"""Private predictions of drusen from retina scans (OctMNIST, drusen against normal), the paper's medical task.
+r"""Private predictions of drusen from retina scans (OctMNIST, drusen against normal), the paper's
+medical task.
 
     python -m launch.predict --config configs/predict/octmnist.py --workdir workdir/predict_octmnist \
         --config.data.path=/path/to/octmnist.npz --config.data.data_dir=/path/to/tfds
 
-`path` is the file of MedMNIST v2 (https://medmnist.com) with the arrays {train,val,test}_{images,labels}. The frozen
-network is trained on Fashion-MNIST from the TFDS directory `data_dir`. A hash of its pixels keeps one normal scan in
-six, so that the classes have about equal numbers, as in the paper. Not run by us on the real file.
-"""
+`path` is the file of MedMNIST v2 (https://medmnist.com) with the arrays
+{train,val,test}_{images,labels}. The frozen network is trained on Fashion-MNIST from the TFDS
+directory `data_dir`. A hash of its pixels keeps one normal scan in six, so that the classes have
+about equal numbers, as in the paper. Not run by us on the real file. """
 
 from ml_collections import ConfigDict
 

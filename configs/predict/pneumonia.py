@@ -1,18 +1,19 @@
-r"""Private predictions of pneumonia from chest X-rays of 28 by 28 pixels (PneumoniaMNIST, 4708 private images).
+r"""Private predictions of pneumonia from chest X-rays of 28 by 28 pixels (PneumoniaMNIST, 4708
+private images).
 
     python -m launch.predict --config configs/predict/pneumonia.py --workdir workdir/predict_pneumonia \
         --config.data.data_dir=/path/to/tfds
 
-Features: activations of the paper's two convolutions, projected on 100 principal axes. The convolutions are trained
-here on Fashion-MNIST, which is public, and frozen. Without that set, the bundled digits train them. The axes come from
-the 524 images of the validation split, which are declared public and used without their labels. Model: logistic
-regression, one full-batch step.
+Features: activations of the paper's two convolutions, projected on 100 principal axes. The
+convolutions are trained here on Fashion-MNIST, which is public, and frozen. Without that set, the
+bundled digits train them. The axes come from the 524 images of the validation split, which are
+declared public and used without their labels. Model: logistic regression, one full-batch step.
 
-About two minutes on two CPU cores. Percent right of 624 test images, for 100 answers at (10, 1e-5): 85.0 by randomised
-response on the certified model, 57.5 by smooth sensitivity with the paper's constants, 53.4 by global sensitivity, 85.1
-without noise. A student trained on the answers gets 82. Ensemble of 25: 83.9, 52.6, 76.8. DP-SGD 87.3. Clip norm and
-number of axes were chosen by hand on the same data. The guarantee does not cover such choices.
-"""
+About two minutes on two CPU cores. Percent right of 624 test images, for 100 answers at (10, 1e-5):
+85.0 by randomised response on the certified model, 57.5 by smooth sensitivity with the paper's
+constants, 53.4 by global sensitivity, 85.1 without noise. A student trained on the answers gets 82.
+Ensemble of 25: 83.9, 52.6, 76.8. DP-SGD 87.3. Clip norm and number of axes were chosen by hand on
+the same data. The guarantee does not cover such choices. """
 
 from ml_collections import ConfigDict
 

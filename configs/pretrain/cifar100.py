@@ -3,20 +3,22 @@ r"""ResNet-20 with GroupNorm on CIFAR-100 by DPAdapter, as in Wang et al. 2024, 
     python -m launch.pretrain --config configs/pretrain/cifar100.py --workdir workdir/pretrain \
         --config.data.data_dir=DIR
 
-A million steps of 5050 gradients each, for accelerators. Not run by us. Choose the method after a colon or by
---config.method.name: "standard", "sam", "amp" (the paper's "vanilla SAM") or "dpadapter". On two CPU cores,
+A million steps of 5050 gradients each, for accelerators. Not run by us. Choose the method after a
+colon or by --config.method.name: "standard", "sam", "amp" (the paper's "vanilla SAM") or
+"dpadapter". On two CPU cores,
 
     python -m launch.pretrain --config configs/pretrain/cifar100.py:cpu,dpadapter --workdir workdir/pretrain \
         --config.data.data_dir=DIR
 
-trains a small CNN on "cifar100_subset", 8000 images of the same 100 classes, in about five minutes (standard training
-in half of one). One run of each had these test accuracies: .21 by standard training, .20 by SAM, .20 by DPAdapter
-(after 1250 of its 1500 steps) and .14 by AMP with gamma = 1. AMP's perturbation was longer at the end (||Delta|| .63,
-against .05 and .39), and its accuracy fell least under noise. This tests the pipeline and does not rank the methods.
-DIR holds prepared TFDS data. Without it TFDS's default directory is read.
+trains a small CNN on "cifar100_subset", 8000 images of the same 100 classes, in about five minutes
+(standard training in half of one). One run of each had these test accuracies: .21 by standard
+training, .20 by SAM, .20 by DPAdapter (after 1250 of its 1500 steps) and .14 by AMP with gamma = 1.
+AMP's perturbation was longer at the end (||Delta|| .63, against .05 and .39), and its accuracy fell
+least under noise. This tests the pipeline and does not rank the methods. DIR holds prepared TFDS
+data. Without it TFDS's default directory is read.
 
-The paper does not state its augmentation, groups of the normalisation, or length of warm-up. The values below are ours.
-"""
+The paper does not state its augmentation, groups of the normalisation, or length of warm-up. The
+values below are ours. """
 
 from ml_collections import ConfigDict
 
@@ -26,10 +28,13 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
     if method in ("cpu", "paper"):
         size, method = method, "dpadapter"
     if size not in ("", "paper", "cpu"):
-        raise ValueError(f"the config takes 'paper' or 'cpu', a method, or both with a comma, got {variant!r}.")
+        raise ValueError(
+            f"the config takes 'paper' or 'cpu', a method, or both with a comma, got {variant!r}."
+        )
     config = ConfigDict(
         {
-            "seed": 0,  # of initial parameters, batches, augmentation, and the noise of robust accuracy
+            # of initial parameters, batches, augmentation, and the noise of robust accuracy
+            "seed": 0,
             "watch": "",  # "tensorboard", "wandb" or both with a comma
             "data": {
                 "source": "tfds",
@@ -43,7 +48,11 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
                 "name": "resnet20",
                 "options": {},
                 # Images are resized to `size`, and grey ones become RGB.
-                "preprocessing": {"size": 32, "mean": (0.507, 0.487, 0.441), "std": (0.267, 0.256, 0.276)},
+                "preprocessing": {
+                    "size": 32,
+                    "mean": (0.507, 0.487, 0.441),
+                    "std": (0.267, 0.256, 0.276),
+                },
             },
             "train": {
                 "steps": 1_000_000,  # 1000 epochs of batches of 50
@@ -86,7 +95,9 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
     )
     if size == "cpu":
         config.data.parts.update({"public": "train[:8000]", "test": "test[:2000]"})
-        config.model.update({"name": "cnn", "options": {"widths": (16, 32, 64), "dense": 0, "norm": "group"}})
+        config.model.update(
+            {"name": "cnn", "options": {"widths": (16, 32, 64), "dense": 0, "norm": "group"}}
+        )
         config.train.update({"steps": 1500, "checkpoint_every": 250})
         config.ascent.update({"batch_size": 500})
     return config

@@ -2,9 +2,10 @@
 
     python -m launch.pretrain --config configs/pretrain/digits.py --workdir workdir/pretrain_digits
 
-It trains on the half of the digits that is public here. configs/pretrain/digits.py:standard, :sam and :amp are the
-methods to compare with. Twenty seconds on two CPU cores. One run of each gave the test accuracy, the accuracy under
-noise of half of each tensor's root mean square (mean of ten draws), and rho:
+It trains on the half of the digits that is public here. configs/pretrain/digits.py:standard, :sam
+and :amp are the methods to compare with. Twenty seconds on two CPU cores. One run of each gave the
+test accuracy, the accuracy under noise of half of each tensor's root mean square (mean of ten
+draws), and rho:
 
     standard    .965  .64  27
     SAM         .961  .64  24

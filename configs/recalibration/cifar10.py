@@ -1,4 +1,5 @@
-r"""Private recalibration on CIFAR-10 under 15 corruptions of severity 5: Tables 1 and 4, Figure 3 of Luo et al. 2020.
+r"""Private recalibration on CIFAR-10 under 15 corruptions of severity 5: Tables 1 and 4, Figure 3
+of Luo et al. 2020.
 
     python -m launch.recalibrate --config configs/recalibration/cifar10.py --workdir workdir/recalibrate_cifar10 \
         --config.data.data_dir=/path/to/tfds
@@ -6,16 +7,18 @@ r"""Private recalibration on CIFAR-10 under 15 corruptions of severity 5: Tables
         --workdir workdir/recalibrate_cifar10_resnet20 --config.data.data_dir=/path/to/tfds \
         --config.model.checkpoint=/path/to/resnet20_cifar10.npz
 
-The first trains its classifier, a ResNet-20 with GroupNorm, on CIFAR-10's training images. The second reads a published
-ResNet-20 (akamaster/pytorch_resnet_cifar10, 91.73% clean) from a .npz or .safetensors file. `:resnet56` does so with
-its ResNet-56 (93.39% clean), and takes six minutes with 100 trials. `:cifar100` trains on 6000 images of all classes of
-a subset of CIFAR-100, and recalibrates on 4000.
+The first trains its classifier, a ResNet-20 with GroupNorm, on CIFAR-10's training images. The
+second reads a published ResNet-20 (akamaster/pytorch_resnet_cifar10, 91.73% clean) from a .npz or
+.safetensors file. `:resnet56` does so with its ResNet-56 (93.39% clean), and takes six minutes with
+100 trials. `:cifar100` trains on 6000 images of all classes of a subset of CIFAR-100, and
+recalibrates on 4000.
 
-Expected, from the paper with a WRN-28-10, median / mean ECE: none .2187/.2924, one source .1241/.1359, histogram
-binning .1168/.1181, ECE-T .1160/.1668, NLL-T .1157/.1653, Acc-T .0836/.1199.
-Our median ECE at the centre (50 sources of 30, epsilon 1), of the trained and of the published ResNet-20: none .033,
-.302. Histogram binning .117, .095. Acc-T .048, .152. Acc-T with the wide range .045, .047. Bisection .033, .035.
-Logistic binning .026, .026. All results: docs/results/recalibration.md.
+Expected, from the paper with a WRN-28-10, median / mean ECE: none .2187/.2924, one source
+.1241/.1359, histogram binning .1168/.1181, ECE-T .1160/.1668, NLL-T .1157/.1653, Acc-T .0836/.1199.
+Our median ECE at the centre (50 sources of 30, epsilon 1), of the trained and of the published
+ResNet-20: none .033, .302. Histogram binning .117, .095. Acc-T .048, .152. Acc-T with the wide
+range .045, .047. Bisection .033, .035. Logistic binning .026, .026. All results:
+docs/results/recalibration.md.
 
 Time on two CPU cores: 13 minutes to train, 4 for logits under 16 shifts, 2 to 5 for the sweep.
 """
@@ -23,13 +26,17 @@ Time on two CPU cores: 13 minutes to train, 4 for logits under 16 shifts, 2 to 5
 from ml_collections import ConfigDict
 
 _PUBLISHED = {"bracket": (0.5, 3.0), "spacing": "linear"}
-# For very over-confident classifiers: under gaussian_noise the best temperature of a ResNet-20 is above 12.
+# For very over-confident classifiers: under gaussian_noise the best temperature of a ResNet-20 is
+# above 12.
 _WIDE = {"bracket": (0.5, 16.0), "spacing": "log"}
 
 
 def get_config(source: str = "trained") -> ConfigDict:
     if source not in ("trained", "checkpoint", "resnet56", "cifar100"):
-        raise ValueError(f"the classifier must be 'trained', 'checkpoint', 'resnet56' or 'cifar100', got {source!r}.")
+        raise ValueError(
+            "the classifier must be 'trained', 'checkpoint', 'resnet56' or 'cifar100', got "
+            f"{source!r}."
+        )
     config = ConfigDict(
         {
             "public_benchmark": True,  # no label is private, so errors may be written
@@ -37,15 +44,32 @@ def get_config(source: str = "trained") -> ConfigDict:
                 "source": "tfds",
                 "name": "cifar10",
                 "data_dir": "",
-                "parts": {"public": "train", "test": "test"},  # the public images train the classifier
+                "parts": {
+                    "public": "train",
+                    "test": "test",
+                },  # the public images train the classifier
                 "prepare": False,  # whether images differ in size and are cut to the model's
-                "corrupted_name": "",  # "" corrupts images here, "cifar10_corrupted" reads the published set
+                # "" corrupts images here, "cifar10_corrupted" reads the published set
+                "corrupted_name": "",
                 "severity": 5,
-                "corruptions": (  # "clean" is in the tables, but not in the medians and means over shifts
+                # "clean" is in the tables, but not in the medians and means over shifts
+                "corruptions": (
                     "clean",
-                    *("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur"),
+                    *(
+                        "gaussian_noise",
+                        "shot_noise",
+                        "impulse_noise",
+                        "defocus_blur",
+                        "glass_blur",
+                    ),
                     *("motion_blur", "zoom_blur", "snow", "frost", "fog"),
-                    *("brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression"),
+                    *(
+                        "brightness",
+                        "contrast",
+                        "elastic_transform",
+                        "pixelate",
+                        "jpeg_compression",
+                    ),
                 ),
                 "batch_size": 250,  # of classification, for speed and memory only
             },
@@ -61,10 +85,23 @@ def get_config(source: str = "trained") -> ConfigDict:
                     "std": (0.2023, 0.1994, 0.2010),
                 },
             },
-            "train": {"steps": 1500, "batch_size": 128, "learning_rate": 3e-3, "crop_padding": 4, "init_seed": 0},
+            "train": {
+                "steps": 1500,
+                "batch_size": 128,
+                "learning_rate": 3e-3,
+                "crop_padding": 4,
+                "init_seed": 0,
+            },
             "methods": (
                 *("Acc-T", "NLL-T", "ECE-T", "HB published", "none", "one source"),  # as published
-                *("Acc-T wide", "NLL-T wide", "ECE-T wide", "HB split", "Acc-T bisection", "logistic binning"),
+                *(
+                    "Acc-T wide",
+                    "NLL-T wide",
+                    "ECE-T wide",
+                    "HB split",
+                    "Acc-T bisection",
+                    "logistic binning",
+                ),
             ),
             "method_options": {  # a kind, and the attributes of its class in jaxdp.recalibration
                 "none": {"kind": "none"},
@@ -86,8 +123,16 @@ def get_config(source: str = "trained") -> ConfigDict:
                 "adjacency": "add_remove",
                 "sources": {"values": tuple(range(10, 251, 10)), "samples": 10, "epsilon": 1.0},
                 "samples": {"values": tuple(range(5, 51, 5)), "sources": 50, "epsilon": 1.0},
-                "epsilon": {"values": tuple(k / 5 for k in range(1, 11)), "sources": 50, "samples": 30},
-                "centre": {"sources": 50, "samples": 30, "epsilon": 1.0},  # where methods are compared
+                "epsilon": {
+                    "values": tuple(k / 5 for k in range(1, 11)),
+                    "sources": 50,
+                    "samples": 30,
+                },
+                "centre": {
+                    "sources": 50,
+                    "samples": 30,
+                    "epsilon": 1.0,
+                },  # where methods are compared
             },
             "figures": {
                 "methods": (
@@ -100,11 +145,18 @@ def get_config(source: str = "trained") -> ConfigDict:
         }
     )
     if source == "cifar100":
-        config.data.name, config.data.parts = "cifar100_subset", {"public": "train[:6000]", "test": "train[6000:]+test"}
+        config.data.name, config.data.parts = (
+            "cifar100_subset",
+            {"public": "train[:6000]", "test": "train[6000:]+test"},
+        )
         config.model.num_classes = 100
     elif source != "trained":
         depth = {"checkpoint": 20, "resnet56": 56}[source]
         config.model.options = {"norm": "frozen_batch", "shortcut": "pad", "depth": depth}
         config.model.naming = "cifar_resnet"
-        config.model.preprocessing = {"size": 32, "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+        config.model.preprocessing = {
+            "size": 32,
+            "mean": (0.485, 0.456, 0.406),
+            "std": (0.229, 0.224, 0.225),
+        }
     return config

@@ -7,9 +7,9 @@ r"""Private recalibration between a calibrator and hospitals, each in a process 
     python -m launch.recalibrate_client --config configs/recalibration/hospitals.py --workdir workdir/hospital-2 \
         --exchange workdir/clinic-2 --config.client.records=clinic-2.npz
 
---address and --keys in place of --exchange go over a network (docs/howto/parties_over_a_network.md). All parties must
-have the same file, but for the part `client`, which is each hospital's own, and the part `server`.
-"""
+--address and --keys in place of --exchange go over a network
+(docs/howto/parties_over_a_network.md). All parties must have the same file, but for the part
+`client`, which is each hospital's own, and the part `server`. """
 
 from ml_collections import ConfigDict
 
@@ -22,9 +22,12 @@ def get_config() -> ConfigDict:
             "epsilon": 1.0,  # of all answers of a hospital together, pure
             "adjacency": "add_remove",
             "num_classes": 5,
-            "server": {"fewest": 0},  # the number of hospitals that must answer every round. 0 is all.
+            "server": {
+                "fewest": 0
+            },  # the number of hospitals that must answer every round. 0 is all.
             "client": {
-                "records": "",  # an .npz file with logits [n, m] and labels [n], optionally group [n]
+                # an .npz file with logits [n, m] and labels [n], optionally group [n]
+                "records": "",
                 "dataset": "records",  # its name on the hospital's ledger
                 "unit": "record",  # what one entry is, or what `group` has in common
             },

@@ -2,17 +2,23 @@
 
     python -m launch.split --config configs/split/digits.py --workdir workdir/split_digits
 
-The server has the digits 0 to 4, the client a few images of 5 to 9. About 40 minutes on one busy CPU core. Accuracy
-with 10 images per class: 0.57 for Split Adaptation, 0.45 with noise once, 0.65 and 0.66 for fine-tuning and split
-learning. An attacker who takes the median of the published copies reconstructs the images nearly as well as without
-noise (20.8 dB of 21.4).
-"""
+The server has the digits 0 to 4, the client a few images of 5 to 9. About 40 minutes on one busy
+CPU core. Accuracy with 10 images per class: 0.57 for Split Adaptation, 0.45 with noise once, 0.65
+and 0.66 for fine-tuning and split learning. An attacker who takes the median of the published
+copies reconstructs the images nearly as well as without noise (20.8 dB of 21.4)."""
 
 from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    digits = {"source": "bundled", "name": "digits", "split": "", "data_dir": "", "prepare": False, "images": 0}
+    digits = {
+        "source": "bundled",
+        "name": "digits",
+        "split": "",
+        "data_dir": "",
+        "prepare": False,
+        "images": 0,
+    }
     model = {
         "name": "vit_tiny",
         "num_classes": 5,
@@ -21,17 +27,30 @@ def get_config() -> ConfigDict:
         "naming": "auto",
         "preprocessing": {"size": 8, "mean": (0.3,), "std": (0.4,)},
     }
-    train = {"steps": 1500, "batch_size": 64, "learning_rate": 1e-3, "crop_padding": 0, "init_seed": 0}
+    train = {
+        "steps": 1500,
+        "batch_size": 64,
+        "learning_rate": 1e-3,
+        "crop_padding": 0,
+        "init_seed": 0,
+    }
     return ConfigDict(
         {
-            "public_benchmark": True,  # no image is private, so accuracies and reconstructions may be written
+            # no image is private, so accuracies and reconstructions may be written
+            "public_benchmark": True,
             "data": {
                 "server": {**digits, "classes": (0, 1, 2, 3, 4)},
-                "pretrain_fraction": 0.7,  # the rest is D_S, the server's images for everything else
+                # the rest is D_S, the server's images for everything else
+                "pretrain_fraction": 0.7,
                 "server_images": 0,  # at most so many of D_S. 0 takes all.
                 "client": {**digits, "classes": (5, 6, 7, 8, 9)},
-                "client_test": {**digits, "name": "", "classes": ()},  # the half from which no shots are drawn
-                # Learning rates are chosen on D_S turned by 90 degrees, which the backbone has never seen.
+                "client_test": {
+                    **digits,
+                    "name": "",
+                    "classes": (),
+                },  # the half from which no shots are drawn
+                # Learning rates are chosen on D_S turned by 90 degrees, which the backbone has
+                # never seen.
                 "tuning": {**digits, "name": "", "classes": (), "rotate": 1},
                 "split_seed": 0,
             },
@@ -67,7 +86,8 @@ def get_config() -> ConfigDict:
                 "alpha": 0.01,
                 "noise_mode": "rel",
                 "laplace": 0.8,
-                "laplace_unit": "std",  # of public representations, or "representation" for the paper's bare 0.8
+                # of public representations, or "representation" for the paper's bare 0.8
+                "laplace_unit": "std",
                 "patch_share": 0.25,  # the paper replaces 50 of 196
                 "copies": 64,
             },
@@ -90,7 +110,12 @@ def get_config() -> ConfigDict:
             },
             "attack": {
                 "uploads": (
-                    *("Split learning", "Split Adaptation", "SA without Laplace noise", "SA without model noise"),
+                    *(
+                        "Split learning",
+                        "Split Adaptation",
+                        "SA without Laplace noise",
+                        "SA without model noise",
+                    ),
                     "SA, noise once",
                 ),
                 "attackers": ("noise-unaware", "noise-aware", "aggregating", "oracle"),
@@ -100,10 +125,13 @@ def get_config() -> ConfigDict:
                 "epochs": 20,
                 "fora_steps": 400,  # of the alignment of "FORA" and "FORA, aggregating"
                 "batch_size": 32,
-                "lpips": False,  # a score of images of 31x31 pixels and more. It needs the extra "lpips".
+                # a score of images of 31x31 pixels and more. It needs the extra "lpips".
+                "lpips": False,
             },
             "noise": {"scales": (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0), "seeds": 3},
-            "sweeps": {  # Tables 9 and 10. The paper replaces 0 to 180 of 196 patches, and makes 0 to 100 copies.
+            # Tables 9 and 10. The paper replaces 0 to 180 of 196 patches, and makes 0 to 100
+            # copies.
+            "sweeps": {
                 "patches": (0.0, 0.125, 0.25, 0.5, 0.75),
                 "copies": (0, 1, 4, 16, 64, 100),
                 "seeds": 3,

@@ -1,15 +1,16 @@
-r"""Split Adaptation at the paper's size: ViT-L/16 of ImageNet, for CIFAR-100, Places365 or DomainNet.
+r"""Split Adaptation at the paper's size: ViT-L/16 of ImageNet, for CIFAR-100, Places365 or
+DomainNet.
 
     python -m launch.split --config configs/split/vit_l.py:cifar100 --workdir workdir/split_vit_l \
         --config.model.checkpoint=vit_large_patch16_224.safetensors
 
-":places365" and ":domainnet" choose the client's data. configs/split/deit_b.py and configs/split/swin_l.py have other
-models. It needs a checkpoint (see `jaxdp.models.load_checkpoint`), ImageNet's validation images and the client's data
-prepared by TFDS, and a GPU. Hyperparameters are the paper's where it states them. Not run by us: we had no GPU.
+":places365" and ":domainnet" choose the client's data. configs/split/deit_b.py and
+configs/split/swin_l.py have other models. It needs a checkpoint (see
+`jaxdp.models.load_checkpoint`), ImageNet's validation images and the client's data prepared by
+TFDS, and a GPU. Hyperparameters are the paper's where it states them. Not run by us: we had no GPU.
 
-5 images of each of 100 classes make 32,500 copies of 197 x 1024 numbers. They are made batch by batch here. As files
-they would be 26 GB.
-"""
+5 images of each of 100 classes make 32,500 copies of 197 x 1024 numbers. They are made batch by
+batch here. As files they would be 26 GB. """
 
 from ml_collections import ConfigDict
 
@@ -18,7 +19,11 @@ from configs.split import digits
 CLIENTS = {
     # Data set, training and test split. DomainNet's smallest domain is Clipart.
     "cifar100": ("cifar100", "train", "test"),
-    "places365": ("places365_small", "train[:2%]", "validation[:20%]"),  # all of it would be 271 GB at this size
+    "places365": (
+        "places365_small",
+        "train[:2%]",
+        "validation[:20%]",
+    ),  # all of it would be 271 GB at this size
     "domainnet": ("domainnet/clipart", "train", "test"),
 }
 
@@ -48,8 +53,12 @@ def get_config(client: str = "cifar100") -> ConfigDict:
         "naming": "auto",
         "preprocessing": {},  # from the checkpoint
     }
-    config.stolen = config.stolen[:-1]  # "Auxiliary backend" needs another public model in config.auxiliary
-    config.head_hidden = 1024 if client == "places365" else 0  # two linear maps, whose width the paper does not state
+    config.stolen = config.stolen[
+        :-1
+    ]  # "Auxiliary backend" needs another public model in config.auxiliary
+    config.head_hidden = (
+        1024 if client == "places365" else 0
+    )  # two linear maps, whose width the paper does not state
     config.server.learning_rate = 1e-5
     config.client.laplace_unit = "representation"
     config.adaptation.epochs = 100

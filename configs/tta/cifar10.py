@@ -1,4 +1,5 @@
-r"""Test-time adaptation of a small ViT to CIFAR-10 under 15 corruptions of severity 5, private and not.
+r"""Test-time adaptation of a small ViT to CIFAR-10 under 15 corruptions of severity 5, private and
+not.
 
     python -m launch.adapt --config configs/tta/cifar10.py --workdir workdir/tta_cifar10 --config.data.data_dir=...
     python -m launch.adapt --config configs/tta/cifar10.py:checkpoint --workdir workdir/tta_cifar10_checkpoint \
@@ -8,13 +9,14 @@ r"""Test-time adaptation of a small ViT to CIFAR-10 under 15 corruptions of seve
     python -m benchmarks.evidence_tta --study cifar10 --data_dir ... --checkpoint resnet20_cifar10.npz
     python -m benchmarks.evidence_tta --study cifar10_episodic --data_dir ... --checkpoint resnet20_cifar10.npz
 
-The first trains its source model, a ViT of width 64 and 4 blocks, on CIFAR-10's training images. The second reads one
-of width 128 and 6 post-norm blocks from a file in the naming of PyTorch's nn.TransformerEncoder (73.7% clean). The
-third reads a published ResNet-20 (akamaster/pytorch_resnet_cifar10, 91.73% clean) and adapts scale and bias of its
-BatchNorms with frozen statistics. The fourth runs `:group_norm`, the same network with GroupNorms in their place. The
-command makes it. launch.adapt alone would train it from random parameters. The fifth, `:group_norm_episodic`, resets to
-the source model before each corruption. Not run by us: the third as a whole. Results and times: docs/results/tta.md.
-"""
+The first trains its source model, a ViT of width 64 and 4 blocks, on CIFAR-10's training images.
+The second reads one of width 128 and 6 post-norm blocks from a file in the naming of PyTorch's
+nn.TransformerEncoder (73.7% clean). The third reads a published ResNet-20
+(akamaster/pytorch_resnet_cifar10, 91.73% clean) and adapts scale and bias of its BatchNorms with
+frozen statistics. The fourth runs `:group_norm`, the same network with GroupNorms in their place.
+The command makes it. launch.adapt alone would train it from random parameters. The fifth,
+`:group_norm_episodic`, resets to the source model before each corruption. Not run by us: the third
+as a whole. Results and times: docs/results/tta.md. """
 
 from ml_collections import ConfigDict
 
@@ -33,14 +35,28 @@ def get_config(source: str = "trained") -> ConfigDict:
                 # public: clean images, for Fisher information, or to train the source model on
                 "parts": {"public": "train", "test": "test"},
                 "prepare": False,  # whether images differ in size and are cut to the model's
-                "corrupted_name": "",  # "" corrupts images here, "cifar10_corrupted" reads the published set
+                # "" corrupts images here, "cifar10_corrupted" reads the published set
+                "corrupted_name": "",
                 "severity": 5,
                 "corruptions": (
-                    *("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur"),
+                    *(
+                        "gaussian_noise",
+                        "shot_noise",
+                        "impulse_noise",
+                        "defocus_blur",
+                        "glass_blur",
+                    ),
                     *("motion_blur", "zoom_blur", "snow", "frost", "fog"),
-                    *("brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression"),
+                    *(
+                        "brightness",
+                        "contrast",
+                        "elastic_transform",
+                        "pixelate",
+                        "jpeg_compression",
+                    ),
                 ),
-                "images": 512,  # photographs of one stream, each under every corruption. Each seed has others.
+                # photographs of one stream, each under every corruption. Each seed has others.
+                "images": 512,
             },
             "model": {
                 "name": "vit_tiny",
@@ -55,7 +71,13 @@ def get_config(source: str = "trained") -> ConfigDict:
                     "std": (0.2023, 0.1994, 0.2010),
                 },
             },
-            "train": {"steps": 4000, "batch_size": 128, "learning_rate": 1e-3, "crop_padding": 4, "init_seed": 0},
+            "train": {
+                "steps": 4000,
+                "batch_size": 128,
+                "learning_rate": 1e-3,
+                "crop_padding": 4,
+                "init_seed": 0,
+            },
             "protocol": {
                 "batch_size": 64,
                 "order": "continual",
@@ -63,7 +85,8 @@ def get_config(source: str = "trained") -> ConfigDict:
                 "remainder": "drop",
                 "seeds": 5,  # runs. Run s has source model s % sources and stream s // sources.
                 "sources": 1,
-                # "given": each stream has other photographs. "shuffled": all have the same, in an order of its own.
+                # "given": each stream has other photographs. "shuffled": all have the same, in an
+                # order of its own.
                 "domain_order": "given",
                 "accumulate": 1,
             },
@@ -79,11 +102,13 @@ def get_config(source: str = "trained") -> ConfigDict:
                 "delta": 1e-6,
                 "adjacency": "replace_one",
                 "unit": "photograph",
-                "filters": {},  # {"filters": "keep", "kept_fraction": 0.5} keeps filters on single images
+                # {"filters": "keep", "kept_fraction": 0.5} keeps filters on single images
+                "filters": {},
             },
             "tuning": {
                 "corruptions": ("speckle_noise", "spatter", "gaussian_blur", "saturate"),
-                "images": 1024,  # nearly as long as the evaluated stream, since instability takes time
+                # nearly as long as the evaluated stream, since instability takes time
+                "images": 1024,
                 "learning_rates": (3e-4, 1e-3, 3e-3, 6e-3, 1e-2),
                 "clipped_steps": (1e-3, 3e-3, 1e-2, 2e-2, 3e-2),  # learning rate times clip norm
                 "clip_norms": (1.0,),  # a third of the median gradient norm
@@ -124,6 +149,9 @@ def get_config(source: str = "trained") -> ConfigDict:
         config.update(get_config("group_norm"))
         config.protocol.reset = "domain"
         config.data.images = config.tuning.images = 384  # six updates between two resets
-        # A reset ends a failure, and a few updates must suffice: longer rates than the continual ones.
-        config.tuning.update(learning_rates=(3e-4, 1e-3, 3e-3, 1e-2), clipped_steps=(3e-3, 1e-2, 3e-2, 1e-1))
+        # A reset ends a failure, and a few updates must suffice: longer rates than the continual
+        # ones.
+        config.tuning.update(
+            learning_rates=(3e-4, 1e-3, 3e-3, 1e-2), clipped_steps=(3e-3, 1e-2, 3e-2, 1e-1)
+        )
     return config

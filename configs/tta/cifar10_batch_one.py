@@ -3,11 +3,11 @@ r"""Batches of one: DP-Tent on CIFAR-10 under corruption, an update per image or
     python -m launch.adapt --config configs/tta/cifar10_batch_one.py:64 --workdir workdir/tta_batch_one_64 \
         --config.data.data_dir=...
 
-The number is A. A private update accumulates over A batches of one image. The original method updates at every image
-for every A. Epsilon is the same for every A, since each image is in one noisy sum. The noise relative to the signal
-falls like 1/A. With a source.safetensors of `configs/tta/cifar10.py` in the workdir, it is not trained again, and the
-run takes two minutes on two CPU cores. Results: docs/results/tta.md.
-"""
+The number is A. A private update accumulates over A batches of one image. The original method
+updates at every image for every A. Epsilon is the same for every A, since each image is in one
+noisy sum. The noise relative to the signal falls like 1/A. With a source.safetensors of
+`configs/tta/cifar10.py` in the workdir, it is not trained again, and the run takes two minutes on
+two CPU cores. Results: docs/results/tta.md. """
 
 from ml_collections import ConfigDict
 

@@ -2,9 +2,9 @@
 
     python -m launch.adapt --config configs/tta/digits.py --workdir workdir/tta_digits
 
-Two minutes on two CPU cores: a small ViT is trained on 1078 digits and adapts to noisy, blurred and faded ones. On this
-small set adaptation gains nothing (75% with and without). configs/tta/cifar10.py shows a gain.
-"""
+Two minutes on two CPU cores: a small ViT is trained on 1078 digits and adapts to noisy, blurred and
+faded ones. On this small set adaptation gains nothing (75% with and without).
+configs/tta/cifar10.py shows a gain."""
 
 from ml_collections import ConfigDict
 
@@ -31,7 +31,13 @@ def get_config() -> ConfigDict:
         "naming": "auto",
         "preprocessing": {"size": 8, "mean": (0.3,), "std": (0.4,)},
     }
-    config.train = {"steps": 400, "batch_size": 64, "learning_rate": 3e-3, "crop_padding": 0, "init_seed": 0}
+    config.train = {
+        "steps": 400,
+        "batch_size": 64,
+        "learning_rate": 3e-3,
+        "crop_padding": 0,
+        "init_seed": 0,
+    }
     config.protocol.batch_size = 32
     config.protocol.seeds = 3
     config.methods = ("Tent", "EATA", "SAR", "DeYO", "Tent-COME")

@@ -1,23 +1,26 @@
-r"""Test-time adaptation of ViT-B/16 to ImageNet-C at severity 5, private and not: the tables of arXiv:2606.01908.
+r"""Test-time adaptation of ViT-B/16 to ImageNet-C at severity 5, private and not: the tables of
+arXiv:2606.01908.
 
     python -m launch.adapt --config configs/tta/imagenet_c.py:continual --workdir workdir/tta_imagenet_c \
-        --config.data.data_dir=/path/to/tfds --config.model.checkpoint=/path/to/vit_base_patch16_224/model.safetensors
+        --config.data.data_dir=/path/to/tfds
+        --config.model.checkpoint=/path/to/vit_base_patch16_224/model.safetensors
 
-":episodic" resets at every corruption. ":convnext" is the continual stream for a ConvNeXt-T. It needs the 15 + 4 sets
-`imagenet2012_corrupted/{corruption}_5` and clean images of `imagenet2012`, prepared by TFDS, and a checkpoint in the
-naming of timm, Hugging Face or augreg. It also needs an accelerator, and 24 GB of memory for the 5000 photographs of
-five streams and tuning. The paper has five runs over the same 50,000 photographs. Learning rates and clip norms are the
-paper's, found on the stream itself. With empty hyper_parameters they are chosen on the held-out corruptions.
+":episodic" resets at every corruption. ":convnext" is the continual stream for a ConvNeXt-T. It
+needs the 15 + 4 sets `imagenet2012_corrupted/{corruption}_5` and clean images of `imagenet2012`,
+prepared by TFDS, and a checkpoint in the naming of timm, Hugging Face or augreg. It also needs an
+accelerator, and 24 GB of memory for the 5000 photographs of five streams and tuning. The paper has
+five runs over the same 50,000 photographs. Learning rates and clip norms are the paper's, found on
+the stream itself. With empty hyper_parameters they are chosen on the held-out corruptions.
 
-Expected, from the paper, continual: Tent 60.8, at epsilon 20, 15, 10, 1 of a sample 62.9, 62.6, 62.1, 58.5. Not run by
-us: we do not have this data.
-"""
+Expected, from the paper, continual: Tent 60.8, at epsilon 20, 15, 10, 1 of a sample 62.9, 62.6,
+62.1, 58.5. Not run by us: we do not have this data. """
 
 from ml_collections import ConfigDict
 
 from configs.tta import cifar10
 
-# The published learning rate, then (clip norm, learning rate) with clipping and at epsilon 20, 15, 10, 5, 1.
+# The published learning rate, then (clip norm, learning rate) with clipping and at epsilon 20, 15,
+# 10, 5, 1.
 _CONTINUAL = {
     "Tent": (1e-4, (0.1, 0.5), (0.1, 0.1), (0.1, 0.05), (0.1, 0.05), (1, 0.001), (0.1, 0.005)),
     "EATA": (5e-4, (0.1, 0.5), (1, 0.01), (1, 0.005), (1, 0.005), (10, 1e-4), (0.1, 0.005)),
@@ -52,7 +55,8 @@ def get_config(variant: str = "continual") -> ConfigDict:
         "options": {"norm_epsilon": 1e-6},
         "checkpoint": "",
         "naming": "auto",
-        # timm's and Google's augreg ViTs were trained with these. ImageNet's statistics cost them 20 points.
+        # timm's and Google's augreg ViTs were trained with these. ImageNet's statistics cost them
+        # 20 points.
         "preprocessing": {"size": 224, "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)},
     }
     config.method_options = {
@@ -68,11 +72,17 @@ def get_config(variant: str = "continual") -> ConfigDict:
         config.model.update(
             name="convnext_tiny",
             options={},
-            preprocessing={"size": 224, "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
+            preprocessing={
+                "size": 224,
+                "mean": (0.485, 0.456, 0.406),
+                "std": (0.229, 0.224, 0.225),
+            },
         )
         config.methods = ("Tent", "EATA")
     elif variant != "continual":
-        raise ValueError(f"the variant must be 'continual', 'episodic' or 'convnext', got {variant!r}.")
+        raise ValueError(
+            f"the variant must be 'continual', 'episodic' or 'convnext', got {variant!r}."
+        )
     config.hyper_parameters = {
         name: {
             "original": {"learning_rate": table[name][0]},

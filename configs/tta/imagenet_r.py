@@ -1,11 +1,12 @@
 r"""Test-time adaptation of ViT-B/16 to ImageNet-R's paintings, sketches and toys, private and not.
 
     python -m launch.adapt --config configs/tta/imagenet_r.py --workdir workdir/tta_imagenet_r \
-        --config.data.data_dir=/path/to/tfds --config.model.checkpoint=/path/to/vit_base_patch16_224/model.safetensors
+        --config.data.data_dir=/path/to/tfds
+        --config.model.checkpoint=/path/to/vit_base_patch16_224/model.safetensors
 
-It needs `imagenet_r` and clean images of `imagenet2012`, prepared by TFDS. The model predicts ImageNet-R's 200 classes
-only, and every method sees 200 logits. Each photograph comes once. Not run by us: we do not have this data.
-"""
+It needs `imagenet_r` and clean images of `imagenet2012`, prepared by TFDS. The model predicts
+ImageNet-R's 200 classes only, and every method sees 200 logits. Each photograph comes once. Not run
+by us: we do not have this data. """
 
 from ml_collections import ConfigDict
 
@@ -15,7 +16,9 @@ from configs.tta import imagenet_c
 def get_config() -> ConfigDict:
     config = imagenet_c.get_config()
     parts = {"public": "imagenet2012/train[:2048]", "test": "test"}
-    config.data.update(name="imagenet_r", parts=parts, corrupted_name="", corruptions=("clean",), images=5500)
+    config.data.update(
+        name="imagenet_r", parts=parts, corrupted_name="", corruptions=("clean",), images=5500
+    )
     config.model.classes = "imagenet_r"
     config.hyper_parameters = {}  # chosen on the held-out corruptions of 500 other images
     return config

@@ -1,17 +1,20 @@
-r"""Test-time adaptation from USPS digits to noise, blur, brightness and the digits of another scanner.
+r"""Test-time adaptation from USPS digits to noise, blur, brightness and the digits of another
+scanner.
 
     python -m launch.adapt --config configs/tta/usps_shift.py --workdir workdir/usps_shift --config.data.data_dir=DIR
     python -m launch.adapt --config configs/tta/usps_shift.py:episodic --workdir workdir/usps_shift_episodic \
         --config.data.data_dir=DIR
 
-A GroupNorm network is trained on clean digits of USPS and then sees five domains. Four are shifts of USPS's test
-images. The fifth has scikit-learn's digits, which were scanned elsewhere. Three source models see each stream in five
-orders of the domains. Hyper-parameters are chosen on training images that no source model saw, under three other
-shifts. The episodic variant resets to the source model before each domain. There the order of the domains has no
-effect, and two streams differ in the order of images only. Results and times: docs/results/tta.md.
+A GroupNorm network is trained on clean digits of USPS and then sees five domains. Four are shifts
+of USPS's test images. The fifth has scikit-learn's digits, which were scanned elsewhere. Three
+source models see each stream in five orders of the domains. Hyper-parameters are chosen on training
+images that no source model saw, under three other shifts. The episodic variant resets to the source
+model before each domain. There the order of the domains has no effect, and two streams differ in
+the order of images only. Results and times: docs/results/tta.md.
 
-DIR holds USPS as a data set of TFDS (usps/1.0.0, splits train and test, images [16, 16, 1]). The catalogue of TFDS does
-not have USPS. With .npz files of the arrays image uint8 [n, 16, 16, 1] and label [n], give instead:
+DIR holds USPS as a data set of TFDS (usps/1.0.0, splits train and test, images [16, 16, 1]). The
+catalogue of TFDS does not have USPS. With .npz files of the arrays image uint8 [n, 16, 16, 1] and
+label [n], give instead:
 
     --config.data.source=npz --config.data.path=FOLDER --config.data.parts.public=train.npz \
     --config.data.parts.tuning=tuning.npz --config.data.parts.test=test.npz
@@ -53,7 +56,13 @@ def get_config(variant: str = "continual") -> ConfigDict:
         "naming": "auto",
         "preprocessing": {"size": 16, "mean": (0.25,), "std": (0.3,)},
     }
-    config.train = {"steps": 800, "batch_size": 64, "learning_rate": 2e-3, "crop_padding": 0, "init_seed": 0}
+    config.train = {
+        "steps": 800,
+        "batch_size": 64,
+        "learning_rate": 2e-3,
+        "crop_padding": 0,
+        "init_seed": 0,
+    }
     config.protocol.update(seeds=15, sources=3, domain_order="shuffled")
     if variant == "episodic":
         config.protocol.update(reset="domain", seeds=6)

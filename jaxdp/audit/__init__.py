@@ -1,15 +1,17 @@
 """Auditing: empirical lower bounds on epsilon, for comparison with the ledger's upper bound.
 
-An audit plays the adversary of differential privacy. A canary is a record that is easy to notice. A mechanism runs with
-it and without it. Every run gets a score, which is higher if the canary seems to be there. A guess compares a score
-with a threshold. An (epsilon, delta)-DP mechanism limits the quality of guesses, so good guesses refute small epsilons.
+An audit plays the adversary of differential privacy. A canary is a record that is easy to notice. A
+mechanism runs with it and without it. Every run gets a score, which is higher if the canary seems
+to be there. A guess compares a score with a threshold. An (epsilon, delta)-DP mechanism limits the
+quality of guesses, so good guesses refute small epsilons.
 
     found = audit.multi_run(scores_with, scores_without, upper=ledger.epsilon("train", delta=1e-5), delta=1e-5)
     print(found.describe())
 
-The verdict is "VIOLATED", "consistent" or "cannot tell", see `Audit`. `multi_run` needs one canary and many runs.
-`one_run` needs many canaries and one run. The modules `jaxdp.audit.finetune`, `tta`, `prediction`, `recalibration`,
-`split` and `accuracy` attack jaxdp's own releases. `representations` inverts uploads without a guarantee.
+The verdict is "VIOLATED", "consistent" or "cannot tell", see `Audit`. `multi_run` needs one canary
+and many runs. `one_run` needs many canaries and one run. The modules `jaxdp.audit.finetune`, `tta`,
+`prediction`, `recalibration`, `split` and `accuracy` attack jaxdp's own releases. `representations`
+inverts uploads without a guarantee.
 """
 
 from jaxdp.audit.bounds import Audit, Claim, Verdict, audit_mechanism, multi_run, one_run

@@ -1,8 +1,10 @@
 """The audit of `charged_accuracy`, a noisy count of right answers.
 
-    print(audit_accuracy(predict, params, source, noise_multiplier=5.0, trials=2000, delta=1e-5).describe())
+    print(audit_accuracy(predict, params, source, noise_multiplier=5.0, trials=2000,
+    delta=1e-5).describe())
 
-A trial is one estimate, of data with a canary or with its neighbour. The canary is an example that changes the count.
+A trial is one estimate, of data with a canary or with its neighbour. The canary is an example that
+changes the count.
 """
 
 from collections.abc import Sequence
@@ -27,22 +29,25 @@ def audit_accuracy(
     rows: Sequence[int] | np.ndarray | None = None,
     **terms: Any,
 ) -> bounds.Audit:
-    """Audits `charged_accuracy` by many estimates with a canary among the examples and as many without it.
+    """Audits `charged_accuracy` by many estimates with a canary among the examples and as many
+    without it.
 
     Args:
       predict, params, noise_multiplier: As in `charged_accuracy`.
-      source: Public or synthetic examples, since the audit charges nothing. An accuracy near 0 or 1 hides the noise.
+      source: Public or synthetic examples, since the audit charges nothing. An accuracy near 0 or 1
+          hides the noise.
       rows: The examples that may be the canary, by default all. "replace_one" needs at least 2.
-      terms: trials, delta > 0, adjacency, confidence and seed, as in `jaxdp.audit.trials.Trials`. The number of
-        examples is public: both counts have the same divisor.
+      terms: trials, delta > 0, adjacency, confidence and seed, as in `jaxdp.audit.trials.Trials`.
+        The number of examples is public: both counts have the same divisor.
 
     Returns:
       The `Audit` of 2 `trials` estimates, with the ledger's epsilon of one estimate.
 
     Formal guarantees:
-      As `jaxdp.audit.multi_run` with the Gaussian claim. Every estimate has its own key, so that scores are
-      independent. An estimate is its own score, because it rises with the likelihood ratio of the two counts. The keys
-      are of the kind "threefry2x32", which are independent under `jax.vmap`. `charged_accuracy` draws "chacha12" keys.
+      As `jaxdp.audit.multi_run` with the Gaussian claim. Every estimate has its own key, so that
+      scores are independent. An estimate is its own score, because it rises with the likelihood
+      ratio of the two counts. The keys are of the kind "threefry2x32", which are independent under
+      `jax.vmap`. `charged_accuracy` draws "chacha12" keys.
 
     Raises:
       ValueError: An argument is out of range, or no candidate changes the count.
@@ -51,11 +56,16 @@ def audit_accuracy(
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
     runs.check_candidates("rows must name", len(rows), "examples")
     # With two candidates, the data without one of them contain the other.
-    without = [count_correct(predict, params, take(source, np.delete(np.arange(len(source)), row))) for row in rows]
+    without = [
+        count_correct(predict, params, take(source, np.delete(np.arange(len(source)), row)))
+        for row in rows
+    ]
     replaced = runs.adjacency == "replace_one"
     fewer, more = min(without), max(without) if replaced else count_correct(predict, params, source)
     if more <= fewer:
-        raise ValueError("rows must name an example that changes the count. Name some that are answered right.")
+        raise ValueError(
+            "rows must name an example that changes the count. Name some that are answered right."
+        )
     total = len(source) - replaced
 
     def scores(count: int, purpose: str) -> np.ndarray:

@@ -15,12 +15,14 @@ Verdict = Literal["VIOLATED", "consistent", "cannot tell"]
 Output = TypeVar("Output")
 Bound = Callable[[np.ndarray, np.ndarray, float, float, Claim], float]
 
-# One run guesses this fraction of the canaries from both ends of the ranks, or half of it from the upper end.
+# One run guesses this fraction of the canaries from both ends of the ranks, or half of it from the
+# upper end.
 _FRACTIONS = (1, 1 / 4, 1 / 16)
 _TESTS = 2 * len(_FRACTIONS)
 # In many runs every fifth score of a kind serves to choose the threshold of the Gaussian claim.
 _CHOOSING = 5
-# The test of one run needs a positive delta. (epsilon, 0)-DP is (epsilon, delta)-DP for every delta.
+# The test of one run needs a positive delta. (epsilon, 0)-DP is (epsilon, delta)-DP for every
+# delta.
 _SMALLEST_DELTA = 1e-300
 
 
@@ -31,7 +33,8 @@ class Audit:
     Attributes:
         lower: The lower bound, >= 0. epsilon >= lower with probability `confidence` over the runs.
         upper: The ledger's upper bound, `math.inf` if there is none.
-        ceiling: The largest possible `lower` of this audit, reached by scores that tell every canary.
+        ceiling: The largest possible `lower` of this audit, reached by scores that tell every
+            canary.
         delta: The delta of both bounds.
         confidence: In (0.5, 1).
         method: The method of the lower bound.
@@ -55,9 +58,10 @@ class Audit:
     def verdict(self) -> Verdict:
         """The conclusion from the bounds.
 
-        "VIOLATED": lower > upper. The proof, code or accounting is wrong, up to a chance of 1 - confidence.
-        "consistent": The audit found no more than is claimed, and could have. Another canary or score may find more.
-        "cannot tell": The ceiling does not exceed the claim. More trials or a smaller claim give the audit power.
+        "VIOLATED": lower > upper. The proof, code or accounting is wrong, up to a chance of 1 -
+        confidence. "consistent": The audit found no more than is claimed, and could have. Another
+        canary or score may find more. "cannot tell": The ceiling does not exceed the claim. More
+        trials or a smaller claim give the audit power.
         """
         if self.violated:
             return "VIOLATED"
@@ -66,9 +70,9 @@ class Audit:
     def describe(self) -> str:
         """Returns the verdict and the bounds in one line."""
         return (
-            f"{self.verdict}: epsilon >= {self.lower:.4g} with confidence {self.confidence:g} ({self.method}, "
-            f"{self.trials} trials, ceiling {self.ceiling:.4g}), epsilon <= {self.upper:.4g} by the ledger, at delta "
-            f"{self.delta:g}"
+            f"{self.verdict}: epsilon >= {self.lower:.4g} with confidence {self.confidence:g} "
+            f"({self.method}, {self.trials} trials, ceiling {self.ceiling:.4g}), epsilon <= "
+            f"{self.upper:.4g} by the ledger, at delta {self.delta:g}"
         )
 
 
@@ -81,33 +85,38 @@ def multi_run(
     confidence: float = 0.95,
     claim: Claim = "approximate",
 ) -> Audit:
-    """Audits a mechanism by many runs with a canary and many without it. The `Audit` has n + m trials.
+    """Audits a mechanism by many runs with a canary and many without it. The `Audit` has n + m
+    trials.
 
     Args:
-        scores_with: Real [n], the scores of independent runs on data with the canary. They should be higher.
-        scores_without: Real [m], the scores on the neighbouring data without it. Scores may be infinite, if a
-            broken mechanism returns such outputs.
+        scores_with: Real [n], the scores of independent runs on data with the canary. They should
+            be higher.
+        scores_without: Real [m], the scores on the neighbouring data without it. Scores may be
+            infinite, if a broken mechanism returns such outputs.
         upper: The ledger's epsilon of one run at `delta`, >= 0.
         delta: In [0, 1). 0 is pure DP.
         confidence: In (0.5, 1).
-        claim: "approximate" tests that one run is (epsilon, delta)-DP, for any mechanism. "gaussian" tests that it is
-            mu-GDP with the mu of that epsilon and delta > 0, a stronger claim that is easier to refute. Use it only for
-            releases charged as Gaussians, such as noise on full batches and test-time adaptation.
+        claim: "approximate" tests that one run is (epsilon, delta)-DP, for any mechanism.
+            "gaussian" tests that it is mu-GDP with the mu of that epsilon and delta > 0, a stronger
+            claim that is easier to refute. Use it only for releases charged as Gaussians, such as
+            noise on full batches and test-time adaptation.
 
     Formal guarantees:
-        If the claim is true for epsilon, lower <= epsilon with probability at least `confidence`. A half of the scores
-        of either kind (a fifth for the Gaussian claim) chooses the threshold. The others count its errors, which are
-        binomial. Clopper and Pearson's upper bounds of the two error rates hold together, each with significance
-        (1 - confidence) / 2. From them (Kairouz, Oh, Viswanath 2015, arXiv:1311.0776, Theorem 2.1; Jagielski, Ullman,
-        Oprea 2020, arXiv:2006.07709)
+        If the claim is true for epsilon, lower <= epsilon with probability at least `confidence`. A
+        half of the scores of either kind (a fifth for the Gaussian claim) chooses the threshold.
+        The others count its errors, which are binomial. Clopper and Pearson's upper bounds of the
+        two error rates hold together, each with significance (1 - confidence) / 2. From them
+        (Kairouz, Oh, Viswanath 2015, arXiv:1311.0776, Theorem 2.1; Jagielski, Ullman, Oprea 2020,
+        arXiv:2006.07709)
 
             epsilon >= log((1 - FNR - delta) / FPR),   epsilon >= log((1 - FPR - delta) / FNR),
 
-        or for Gaussian mechanisms (Dong, Roth, Su 2022, arXiv:1905.02383, Equation 6; Nasr et al. 2023,
-        arXiv:2302.07956) mu >= Phi^-1(1 - FPR) - Phi^-1(FNR).
+        or for Gaussian mechanisms (Dong, Roth, Su 2022, arXiv:1905.02383, Equation 6; Nasr et al.
+        2023, arXiv:2302.07956) mu >= Phi^-1(1 - FPR) - Phi^-1(FNR).
 
     Raises:
-        ValueError: An argument is out of range, a score is NaN, or there are fewer than two scores of a kind.
+        ValueError: An argument is out of range, a score is NaN, or there are fewer than two scores
+            of a kind.
     """
     check(upper, delta, confidence, claim)
     scores = _ranks(scores_with=scores_with, scores_without=scores_without)
@@ -123,19 +132,22 @@ def one_run(
     confidence: float = 0.95,
     claim: Claim = "approximate",
 ) -> Audit:
-    """Audits a mechanism by one run with many canaries, each in or out by a fair coin. The `Audit` has n + m trials.
+    """Audits a mechanism by one run with many canaries, each in or out by a fair coin. The `Audit`
+    has n + m trials.
 
     Args:
-        scores_in: Real [n], the scores of the canaries that were in. They should be higher. Scores are functions of the
-            outputs of the run and do not depend on the coins.
+        scores_in: Real [n], the scores of the canaries that were in. They should be higher. Scores
+            are functions of the outputs of the run and do not depend on the coins.
         scores_out: Real [m], the scores of the canaries that were out.
-        upper, delta, confidence, claim: As in `multi_run`, for the whole run and one record added or removed.
+        upper, delta, confidence, claim: As in `multi_run`, for the whole run and one record added
+            or removed.
 
     Formal guarantees:
-        If the claim is true for epsilon, lower <= epsilon with probability at least `confidence`, for canaries that
-        influence each other in any way (Steinke, Nasr, Jagielski 2023, arXiv:2305.08846, Theorem 5.2; for the Gaussian
-        claim Mahloujifar, Melis, Chaudhuri 2024, arXiv:2410.22235). Guesses follow the rank of the scores: the highest
-        are guessed to be in and, in half of the tests, the lowest to be out. The number of guesses is not learnt from
+        If the claim is true for epsilon, lower <= epsilon with probability at least `confidence`,
+        for canaries that influence each other in any way (Steinke, Nasr, Jagielski 2023,
+        arXiv:2305.08846, Theorem 5.2; for the Gaussian claim Mahloujifar, Melis, Chaudhuri 2024,
+        arXiv:2410.22235). Guesses follow the rank of the scores: the highest are guessed to be in
+        and, in half of the tests, the lowest to be out. The number of guesses is not learnt from
         the coins. Six tests are made, each with a sixth of 1 - confidence (union bound).
 
     Raises:
@@ -180,7 +192,9 @@ def audit_mechanism(
 def check(upper: float, delta: float, confidence: float, claim: str = "approximate") -> None:
     """Raises ValueError for terms of an audit that are out of range."""
     if not upper >= 0:
-        raise ValueError(f"upper must be an epsilon >= 0, got {upper!r}. Use math.inf if nothing is proven.")
+        raise ValueError(
+            f"upper must be an epsilon >= 0, got {upper!r}. Use math.inf if nothing is proven."
+        )
     if not 0 <= delta < 1:
         raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
     if not 0.5 < confidence < 1:
@@ -188,27 +202,42 @@ def check(upper: float, delta: float, confidence: float, claim: str = "approxima
     if claim not in ("approximate", "gaussian"):
         raise ValueError(f"claim must be 'approximate' or 'gaussian', got {claim!r}.")
     if claim == "gaussian" and delta == 0:
-        raise ValueError("claim='gaussian' needs delta > 0: no Gaussian mechanism is pure. Use claim='approximate'.")
+        raise ValueError(
+            "claim='gaussian' needs delta > 0: no Gaussian mechanism is pure. Use "
+            "claim='approximate'."
+        )
 
 
 def _audit(
-    bound: Bound, name: str, scores: Sequence[np.ndarray], upper: float, delta: float, confidence: float, claim: Claim
+    bound: Bound,
+    name: str,
+    scores: Sequence[np.ndarray],
+    upper: float,
+    delta: float,
+    confidence: float,
+    claim: Claim,
 ) -> Audit:
     present, absent = scores
     ceiling = _ceiling(bound, len(present), len(absent), delta, confidence, claim)
     lower = min(bound(present, absent, delta, confidence, claim), ceiling)
     method = f"{name}, Gaussian" if claim == "gaussian" else name
-    return Audit(lower, float(upper), ceiling, delta, confidence, method, len(present) + len(absent))
+    return Audit(
+        lower, float(upper), ceiling, delta, confidence, method, len(present) + len(absent)
+    )
 
 
 @functools.lru_cache(maxsize=64)
-def _ceiling(bound: Bound, present: int, absent: int, delta: float, confidence: float, claim: Claim) -> float:
+def _ceiling(
+    bound: Bound, present: int, absent: int, delta: float, confidence: float, claim: Claim
+) -> float:
     """Returns the bound for scores that separate the two kinds."""
     order = np.arange(1.0, present + absent + 1)
     return bound(order[absent:], order[:absent], delta, confidence, claim)
 
 
-def _multi_lower(present: np.ndarray, absent: np.ndarray, delta: float, confidence: float, claim: Claim) -> float:
+def _multi_lower(
+    present: np.ndarray, absent: np.ndarray, delta: float, confidence: float, claim: Claim
+) -> float:
     if claim == "gaussian":
         return _gaussian_lower(present, absent, delta, 1 - confidence)
     # jax_privacy pulls in JAX, which bounds do not need.
@@ -221,19 +250,29 @@ def _multi_lower(present: np.ndarray, absent: np.ndarray, delta: float, confiden
     return float(found)
 
 
-def _one_lower(inside: np.ndarray, outside: np.ndarray, delta: float, confidence: float, claim: Claim) -> float:
+def _one_lower(
+    inside: np.ndarray, outside: np.ndarray, delta: float, confidence: float, claim: Claim
+) -> float:
     from jax_privacy import auditing
 
     rank = np.concatenate([inside, outside])
     present = np.arange(len(rank)) < len(inside)
     centred = rank - (len(rank) + 1) / 2
     lower = 0.0
-    # A row has the certainty and correctness of guesses and their share, from both ends or from the upper end.
-    for sure, right, share in ((np.abs(centred), (centred > 0) == present, 1.0), (rank, present, 0.5)):
-        # A threshold counts only by (guesses, right guesses, canaries). Two artificial canaries, which are never
-        # guessed, keep both lists filled.
-        auditor = auditing.CanaryScoreAuditor(np.append(sure[right], -np.inf), np.append(sure[~right], -np.inf))
-        lower_bound = auditor.epsilon_one_run_fdp if claim == "gaussian" else auditor.epsilon_one_run
+    # A row has the certainty and correctness of guesses and their share, from both ends or from the
+    # upper end.
+    for sure, right, share in (
+        (np.abs(centred), (centred > 0) == present, 1.0),
+        (rank, present, 0.5),
+    ):
+        # A threshold counts only by (guesses, right guesses, canaries). Two artificial canaries,
+        # which are never guessed, keep both lists filled.
+        auditor = auditing.CanaryScoreAuditor(
+            np.append(sure[right], -np.inf), np.append(sure[~right], -np.inf)
+        )
+        lower_bound = (
+            auditor.epsilon_one_run_fdp if claim == "gaussian" else auditor.epsilon_one_run
+        )
         for fraction in _FRACTIONS:
             threshold = np.sort(sure)[-math.ceil(share * fraction * len(sure))]
             found = lower_bound(
@@ -245,13 +284,16 @@ def _one_lower(inside: np.ndarray, outside: np.ndarray, delta: float, confidence
     return lower
 
 
-def _gaussian_lower(present: np.ndarray, absent: np.ndarray, delta: float, significance: float) -> float:
+def _gaussian_lower(
+    present: np.ndarray, absent: np.ndarray, delta: float, significance: float
+) -> float:
     """Returns the epsilon of the largest mu that the errors of one threshold refute.
 
-    jax_privacy's `epsilon_from_gdp` also reads upper bounds of the error rates as lower ones. It is far above 0 for
-    scores without information (its pull request 270).
+    jax_privacy's `epsilon_from_gdp` also reads upper bounds of the error rates as lower ones. It is
+    far above 0 for scores without information (its pull request 270).
     """
-    # The threshold is the score half way between the kinds by rank, which is nearly the best for Gaussians.
+    # The threshold is the score half way between the kinds by rank, which is nearly the best for
+    # Gaussians.
     first = [present[::_CHOOSING], absent[::_CHOOSING]]
     order = stats.rankdata(np.concatenate(first))
     middle = np.mean([np.median(part) for part in np.split(order, [len(first[0])])])
@@ -270,14 +312,17 @@ def _gaussian_lower(present: np.ndarray, absent: np.ndarray, delta: float, signi
 
 
 def _ranks(**scores: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ranks of both kinds of scores among all. Only the order counts, also of infinite scores."""
+    """Returns the ranks of both kinds of scores among all. Only the order counts, also of infinite
+    scores.
+    """
     arrays = {name: np.asarray(values, np.float64) for name, values in scores.items()}
     for name, array in arrays.items():
         if array.ndim != 1 or len(array) < 2:
             raise ValueError(f"{name} must be at least two scores [n], got shape {array.shape}.")
         if np.isnan(array).any():
             raise ValueError(
-                f"{name} must not hold NaN, which is neither high nor low. Define the score for every output."
+                f"{name} must not hold NaN, which is neither high nor low. Define the score for "
+                "every output."
             )
     first, second = arrays.values()
     rank = stats.rankdata(np.concatenate([first, second]))

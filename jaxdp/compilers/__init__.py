@@ -1,4 +1,5 @@
-"""What the compilers of a TPU or a GPU that is not there say about a program: its memory, and what a step would take.
+"""What the compilers of a TPU or a GPU that is not there say about a program: its memory, and what
+a step would take.
 
 The extra `compilers` has them. They run on any machine. What they say is an estimate, not a time.
 """
@@ -6,4 +7,13 @@ The extra `compilers` has them. They run on any machine. What they say is an est
 from jaxdp.compilers.process import Estimate, NotCompiled, estimate
 from jaxdp.compilers.targets import CAVEAT, TARGETS, Target, require, target
 
-__all__ = ["CAVEAT", "TARGETS", "Estimate", "NotCompiled", "Target", "estimate", "require", "target"]
+__all__ = [
+    "CAVEAT",
+    "TARGETS",
+    "Estimate",
+    "NotCompiled",
+    "Target",
+    "estimate",
+    "require",
+    "target",
+]

@@ -1,7 +1,8 @@
-"""Reads a program that XLA has compiled, and counts the work of one device in it: operations, bytes and collectives.
+"""Reads a program that XLA has compiled, and counts the work of one device in it: operations, bytes
+and collectives.
 
-XLA's own cost analysis counts the body of a loop once. Here it counts as often as it runs. Of the branches of a
-conditional the dearest counts.
+XLA's own cost analysis counts the body of a loop once. Here it counts as often as it runs. Of the
+branches of a conditional the dearest counts.
 """
 
 import collections
@@ -12,14 +13,40 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 _SIZES = {"pred": 1, "f8e4m3fn": 1, "f8e5m2": 1, "c64": 8, "c128": 16}
 _SHAPE = re.compile(r"\b(pred|bf16|[sufc]\d+|f8e\w+)\[([\d,]*)\]")
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.-]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 # Instructions that neither compute nor move.
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"}
-_MOVES = {"broadcast", "reshape", "transpose", "copy", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate"}
+FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+    "after-all",
+}
+_MOVES = {
+    "broadcast",
+    "reshape",
+    "transpose",
+    "copy",
+    "slice",
+    "dynamic-slice",
+    "dynamic-update-slice",
+    "concatenate",
+}
 _MOVES |= {
     "pad",
     "reverse",
@@ -51,7 +78,10 @@ class Count:
     def plus(self, other: "Count", times: float = 1) -> "Count":
         """Returns this work and `times` the other."""
         kinds = collections.ChainMap(self.collectives, other.collectives)
-        pairs = {kind: (self.collectives.get(kind, (0, 0)), other.collectives.get(kind, (0, 0))) for kind in kinds}
+        pairs = {
+            kind: (self.collectives.get(kind, (0, 0)), other.collectives.get(kind, (0, 0)))
+            for kind in kinds
+        }
         added = {kind: (a[0] + times * b[0], a[1] + times * b[1]) for kind, (a, b) in pairs.items()}
         return Count(self.flops + times * other.flops, self.bytes + times * other.bytes, added)
 
@@ -63,7 +93,10 @@ class Count:
     @property
     def moved(self) -> float:
         """The bytes that a ring of many devices sends from one device: twice for an all-reduce."""
-        return sum((2 if kind == "all-reduce" else 1) * size for kind, (_, size) in self.collectives.items())
+        return sum(
+            (2 if kind == "all-reduce" else 1) * size
+            for kind, (_, size) in self.collectives.items()
+        )
 
 
 @dataclasses.dataclass
@@ -119,7 +152,9 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass
 class Loop:
-    """A loop of a program: the JAX operation from which it comes, and its turns, None where they depend on data."""
+    """A loop of a program: the JAX operation from which it comes, and its turns, None where they
+    depend on data.
+    """
 
     source: str
     turns: int | None
@@ -169,11 +204,14 @@ class Program:
         """Returns what a device starts, and the loops by name.
 
         Args:
-          weigh: The cost of an instruction. Of the branches of a conditional only the dearest is returned.
+          weigh: The cost of an instruction. Of the branches of a conditional only the dearest is
+              returned.
         """
         loops: dict[str, Loop] = {}
 
-        def walk(name: str, times: float, around: tuple[str, ...], values: Mapping[int, int]) -> list[Step]:
+        def walk(
+            name: str, times: float, around: tuple[str, ...], values: Mapping[int, int]
+        ) -> list[Step]:
             steps: list[Step] = []
             constants = self._constants(name, values)
             for instruction in self.computations[name]:
@@ -189,7 +227,9 @@ class Program:
                     branches = instruction.called("branch_computations")
                     branches += instruction.called("(?:true|false)_computation")
                     ways = [walk(branch, times, around, {}) for branch in branches]
-                    steps += max(ways, key=lambda way: sum(s.times * weigh(s.instruction) for s in way))
+                    steps += max(
+                        ways, key=lambda way: sum(s.times * weigh(s.instruction) for s in way)
+                    )
                 elif instruction.opcode in ("call", "async-start"):
                     for called in instruction.called("(?:calls|to_apply)"):
                         steps += walk(called, times, around, {})
@@ -206,7 +246,11 @@ class Program:
             first = inside.get(instruction.operands[0]) if instruction.operands else None
             if instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.argument):
                 known[instruction.name] = int(instruction.argument)
-            elif instruction.opcode in ("copy", "bitcast", "convert", "reshape") and first and first.name in known:
+            elif (
+                instruction.opcode in ("copy", "bitcast", "convert", "reshape")
+                and first
+                and first.name in known
+            ):
                 known[instruction.name] = known[first.name]
             elif instruction.opcode == "get-tuple-element" and first:
                 place = _index(instruction)
@@ -231,7 +275,10 @@ class Program:
             element = inside[name]
             while element.opcode == "copy":
                 element = inside[element.operands[0]]
-            passed = element.opcode == "get-tuple-element" and inside[element.operands[0]].opcode == "parameter"
+            passed = (
+                element.opcode == "get-tuple-element"
+                and inside[element.operands[0]].opcode == "parameter"
+            )
             if passed and _index(element) == place and place in start:
                 kept[place] = start[place]
         return kept
@@ -249,9 +296,17 @@ class Program:
             fused = self.computations[test.called("calls")[0]]
             test = next(i for i in fused if i.root)
             places = {i.name: int(i.argument) for i in fused if i.opcode == "parameter"}
-            constants |= {i.name: int(i.argument) for i in fused if i.opcode == "constant" and i.argument.isdigit()}
+            constants |= {
+                i.name: int(i.argument)
+                for i in fused
+                if i.opcode == "constant" and i.argument.isdigit()
+            }
             names = [names[places[name]] if name in places else name for name in test.operands]
-        counted = inside.get(names[0]) if test.opcode == "compare" and "direction=LT" in test.rest else None
+        counted = (
+            inside.get(names[0])
+            if test.opcode == "compare" and "direction=LT" in test.rest
+            else None
+        )
         if counted is None or counted.opcode != "get-tuple-element" or names[1] not in constants:
             return None
         first = start.get(_index(counted))
@@ -259,7 +314,9 @@ class Program:
 
 
 def count(compiled: Any) -> Count:
-    """Returns the work of one device in a compiled function, such as of `jax.jit(f).lower(...).compile()`."""
+    """Returns the work of one device in a compiled function, such as of
+    `jax.jit(f).lower(...).compile()`.
+    """
     program = Program.parsed(compiled.as_text())
     known: dict[str, Count] = {}
 
@@ -278,7 +335,11 @@ def count(compiled: Any) -> Count:
         found = Count(flops=_flops(instruction, inside))
         if opcode.removesuffix("-start") in COLLECTIVES:
             kind = opcode.removesuffix("-start")
-            size = byte_size(instruction.shape) if kind != "reduce-scatter" else sum(map(byte_size, inside))
+            size = (
+                byte_size(instruction.shape)
+                if kind != "reduce-scatter"
+                else sum(map(byte_size, inside))
+            )
             found.collectives[kind] = (1.0, size)
         if not fused and opcode not in FREE:
             found.bytes = _moved(instruction, inside)
@@ -287,7 +348,9 @@ def count(compiled: Any) -> Count:
             for called in instruction.called("(?:body|condition)"):
                 found = found.plus(total(called), float(trips[1]) if trips else 1.0)
         elif opcode == "conditional":
-            branches = instruction.called("branch_computations") + instruction.called("(?:true|false)_computation")
+            branches = instruction.called("branch_computations") + instruction.called(
+                "(?:true|false)_computation"
+            )
             costs = [total(name) for name in branches]
             found = found.plus(max(costs, key=lambda c: (c.messages, c.flops, c.bytes)))
         elif opcode in ("fusion", "call"):
@@ -312,14 +375,20 @@ def work(program: Program, step: Step) -> Work:
     """Returns the work of one run of a step."""
     instruction, shapes = step.instruction, program.operands(step)
     if instruction.opcode != "fusion":
-        moved = _moved(instruction, shapes) if instruction.opcode != "custom-call" else _used(instruction, shapes)
+        moved = (
+            _moved(instruction, shapes)
+            if instruction.opcode != "custom-call"
+            else _used(instruction, shapes)
+        )
         return Work(moved, _by_type(instruction, shapes))
     name = instruction.called("calls")[0]
     inside = program.by_name[name]
     flops = collections.Counter[str]()
     users: dict[str, list[Instruction]] = collections.defaultdict(list)
     for one in program.computations[name]:
-        flops.update(_by_type(one, [inside[operand].shape for operand in one.operands if operand in inside]))
+        flops.update(
+            _by_type(one, [inside[operand].shape for operand in one.operands if operand in inside])
+        )
         for operand in one.operands:
             users[operand].append(one)
     moved = 0.0
@@ -331,7 +400,9 @@ def work(program: Program, step: Step) -> Work:
                 else (byte_size(one.shape))
             )
         if one.root:
-            results = [inside[operand] for operand in one.operands] if one.opcode == "tuple" else [one]
+            results = (
+                [inside[operand] for operand in one.operands] if one.opcode == "tuple" else [one]
+            )
             moved += sum(_written(result, inside) for result in results)
     return Work(moved, dict(flops))
 
@@ -376,7 +447,11 @@ def _library_flops(call: Instruction, operands: list[str]) -> float:
     arrays = [dims for text in (call.shape, *operands) for _, dims in list(_shapes(text))[:1]]
     if contracted := re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', call.rest):
         out, left = arrays[:2]
-        return 2.0 * math.prod(out) * math.prod(left[int(d)] for d in re.findall(r"\d+", contracted[1]))
+        return (
+            2.0
+            * math.prod(out)
+            * math.prod(left[int(d)] for d in re.findall(r"\d+", contracted[1]))
+        )
     labels = re.search(r"dim_labels=\w+_(\w+)->", call.rest)
     if labels is None or "conv" not in call.rest:
         return 0.0
@@ -401,7 +476,9 @@ def _instruction(name: str, text: str, *, root: bool) -> Instruction:
     opcode, _, rest = text[end:].strip().partition("(")
     close = _closing("(" + rest) - 1
     argument = rest[:close]
-    return Instruction(name, text[:end], opcode, argument, re.findall(r"%([\w.-]+)", argument), rest[close:], root)
+    return Instruction(
+        name, text[:end], opcode, argument, re.findall(r"%([\w.-]+)", argument), rest[close:], root
+    )
 
 
 def _closing(text: str) -> int:
@@ -424,7 +501,9 @@ def byte_size(text: str) -> float:
 
 
 def _moved(instruction: Instruction, operands: list[str]) -> float:
-    """Returns the bytes that an instruction reads and writes. A slice of an array is not the array."""
+    """Returns the bytes that an instruction reads and writes. A slice of an array is not the
+    array.
+    """
     out, sizes = byte_size(instruction.shape), list(map(byte_size, operands))
     if "dynamic-update-slice" in instruction.name:
         return 2 * sum(size for size in sizes if size != out)
@@ -439,15 +518,23 @@ def _width(kind: str) -> float:
 
 def _flops(instruction: Instruction, operands: list[str]) -> float:
     opcode, (kind, out) = instruction.opcode, next(_shapes(instruction.shape), ("s32", ()))
-    if opcode in FREE | _MOVES or opcode.startswith(COLLECTIVES) or not kind.startswith(("f", "bf", "c")):
+    if (
+        opcode in FREE | _MOVES
+        or opcode.startswith(COLLECTIVES)
+        or not kind.startswith(("f", "bf", "c"))
+    ):
         return 0.0
     dims = [shape for text in operands for _, shape in _shapes(text)]
     if opcode == "dot":
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
         assert contracted
-        return 2.0 * math.prod(out) * math.prod(dims[0][int(d)] for d in contracted[1].split(",") if d)
+        return (
+            2.0 * math.prod(out) * math.prod(dims[0][int(d)] for d in contracted[1].split(",") if d)
+        )
     if opcode == "convolution":
         labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.rest)
         assert labels
         return 2.0 * math.prod(out) * math.prod(dims[1]) / dims[1][labels[1].index("o")]
-    return float(max(math.prod(out), math.prod(dims[0]) if opcode.startswith("reduce") and dims else 0))
+    return float(
+        max(math.prod(out), math.prod(dims[0]) if opcode.startswith("reduce") and dims else 0)
+    )

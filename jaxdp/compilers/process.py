@@ -1,8 +1,9 @@
-"""Compiles a program for a machine that is not there, in a process with the environment that its compiler needs.
+"""Compiles a program for a machine that is not there, in a process with the environment that its
+compiler needs.
 
-This process traces the program and writes it into a file by `jax.export`. The other one loads the compiler, which reads
-its options from the environment as it loads, compiles the file, and writes what it found. If a compiler ends its
-process, this process goes on.
+This process traces the program and writes it into a file by `jax.export`. The other one loads the
+compiler, which reads its options from the environment as it loads, compiles the file, and writes
+what it found. If a compiler ends its process, this process goes on.
 """
 
 import dataclasses
@@ -23,14 +24,18 @@ from jax.extend.core import jaxpr_as_fun
 from jaxdp.compilers import targets
 
 PROGRAM, QUESTION, ANSWER = "program.bin", "question.json", "answer.json"
-# What the compiler of a TPU says of a program that does not fit: "Used 17.90G of 15.75G hbm", or that the memory
-# "required for HLO temporaries (640.00G) exceeds" what there is.
-_REFUSED = re.compile(r"(?:Used |required for HLO temporaries \()([\d.]+)([KMGT]?)(?: of [\d.]+[KMGT]? hbm|\) exceeds)")
+# What the compiler of a TPU says of a program that does not fit: "Used 17.90G of 15.75G hbm", or
+# that the memory "required for HLO temporaries (640.00G) exceeds" what there is.
+_REFUSED = re.compile(
+    r"(?:Used |required for HLO temporaries \()([\d.]+)([KMGT]?)(?: of [\d.]+[KMGT]? hbm|\) exceeds)"
+)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class NotCompiled(RuntimeError):
-    """The compiler of a target refused a program for another reason than its memory, or it took too long."""
+    """The compiler of a target refused a program for another reason than its memory, or it took too
+    long.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +45,11 @@ class Estimate:
     Attributes:
       target: The name of the target.
       memory: The bytes of a chip for arguments, results and temporaries.
-      seconds: The time of a call, None for a program that does not fit. For a TPU it is the cycles that the compiler
-        expects, over the clock. For a GPU it is the time in which each kernel would read and write its bytes, or do
-        its operations, at the peak of the card.
-      details: The numbers behind it by name, such as "cycles", "bytes" and "kernels", the "costliest" operations, and
-        the "compile_s" seconds of the compiler.
+      seconds: The time of a call, None for a program that does not fit. For a TPU it is the cycles
+        that the compiler expects, over the clock. For a GPU it is the time in which each kernel
+        would read and write its bytes, or do its operations, at the peak of the card.
+      details: The numbers behind it by name, such as "cycles", "bytes" and "kernels", the
+        "costliest" operations, and the "compile_s" seconds of the compiler.
     """
 
     target: str
@@ -58,25 +63,32 @@ class Estimate:
         return self.seconds is not None and self.memory <= targets.TARGETS[self.target].memory
 
 
-def estimate(target: str, function: Callable[..., Any], *args: Any, seconds: float | None = None) -> Estimate:
+def estimate(
+    target: str, function: Callable[..., Any], *args: Any, seconds: float | None = None
+) -> Estimate:
     """Returns what the compiler of a target says about `function(*args)` on one chip.
 
     Args:
       target: A name of `TARGETS`.
-      function: A function of pytrees of arrays. What `jax.jit` has compiled keeps its donated arguments.
-      args: Arrays or `jax.ShapeDtypeStruct`s of any shape and type, typed keys included. They are not computed with.
+      function: A function of pytrees of arrays. What `jax.jit` has compiled keeps its donated
+          arguments.
+      args: Arrays or `jax.ShapeDtypeStruct`s of any shape and type, typed keys included. They are
+          not computed with.
       seconds: How long the compiler may take.
 
     Raises:
       ValueError: There is no such target, or an argument is divided among devices.
       ImportError: The compiler of the target is not installed.
-      NotCompiled: The compiler refused the program, or it took too long. The message has what it said.
+      NotCompiled: The compiler refused the program, or it took too long. The message has what it
+          said.
     """
     chosen = targets.require(target)
     answer = _answer(target, *exported(target, function, args), seconds)
     if "error" in answer:
         if (needed := needed_memory(answer["error"])) is None:
-            raise NotCompiled(f"the compiler of {target} refused the program: {answer['error'][:400]}.")
+            raise NotCompiled(
+                f"the compiler of {target} refused the program: {answer['error'][:400]}."
+            )
         return Estimate(target, needed, None, {})
     sizes = answer["memory"]
     memory = sizes["argument"] + sizes["output"] + sizes["temp"] - sizes["alias"]
@@ -85,10 +97,14 @@ def estimate(target: str, function: Callable[..., Any], *args: Any, seconds: flo
     return Estimate(target, memory, taken, answer)
 
 
-def exported(target: str, function: Callable[..., Any], args: Sequence[Any]) -> tuple[bytes, tuple[int, ...]]:
-    """Returns a program of flat arrays for a target, as `jax.export` writes it, and the numbers of donated arguments.
+def exported(
+    target: str, function: Callable[..., Any], args: Sequence[Any]
+) -> tuple[bytes, tuple[int, ...]]:
+    """Returns a program of flat arrays for a target, as `jax.export` writes it, and the numbers of
+    donated arguments.
 
-    Keys become their words, since a file knows only the kinds of keys of JAX. The form is that of the target.
+    Keys become their words, since a file knows only the kinds of keys of JAX. The form is that of
+    the target.
     """
     if any(_devices(x) > 1 for x in jax.tree.leaves(args)):
         raise ValueError("args must be for one device, got an array that is divided among several.")
@@ -110,30 +126,40 @@ def exported(target: str, function: Callable[..., Any], args: Sequence[Any]) -> 
 
 
 def compiled(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns what the compiler says about the program in a folder, or its error. Runs in the process of `estimate`."""
+    """Returns what the compiler says about the program in a folder, or its error. Runs in the
+    process of `estimate`.
+    """
     root = pathlib.Path(folder)
     question = json.loads((root / QUESTION).read_text())
     target, donated = question["target"], question["donated"]
     program = jax.export.deserialize(bytearray((root / PROGRAM).read_bytes()))
     try:
-        found, _, taken = targets.compile_for(target, program.call, program.in_avals, donated, keep_unused=True)
+        found, _, taken = targets.compile_for(
+            target, program.call, program.in_avals, donated, keep_unused=True
+        )
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error)}
     return {**targets.estimate(target, found, str(root)), "compile_s": taken}
 
 
 def needed_memory(message: str) -> int | None:
-    """Returns the bytes that a refused program takes, from the message of the compiler, None if it is about others."""
+    """Returns the bytes that a refused program takes, from the message of the compiler, None if it
+    is about others.
+    """
     refused = _REFUSED.search(message)
     return int(float(refused[1]) * _UNITS[refused[2]]) if refused else None
 
 
 @functools.cache  # several parts of a run have the same program
-def _answer(target: str, program: bytes, donated: tuple[int, ...], seconds: float | None) -> dict[str, Any]:
+def _answer(
+    target: str, program: bytes, donated: tuple[int, ...], seconds: float | None
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         environment = targets.environment(target, folder)
         pathlib.Path(folder, PROGRAM).write_bytes(program)
-        pathlib.Path(folder, QUESTION).write_text(json.dumps({"target": target, "donated": donated}))
+        pathlib.Path(folder, QUESTION).write_text(
+            json.dumps({"target": target, "donated": donated})
+        )
         return _asked(folder, environment, seconds)
 
 
@@ -176,5 +202,7 @@ def _key(words: Any, dtype: Any) -> Any:
     if not _is_key(dtype):
         return words
     kinds: list[Any] = []
-    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
+    jax.eval_shape(
+        lambda key: kinds.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype)
+    )
     return jax.random.wrap_key_data(words, impl=kinds[0])

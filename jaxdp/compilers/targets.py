@@ -1,8 +1,8 @@
 """Machines to compile for that are not there, and what their compilers say about a program.
 
-A TPU's compiler writes the cycles that it expects beside each operation. A Pallas kernel has none. Its instruction
-bundles are in the compiler's dump of its schedule, and give an estimate of its own. A GPU's compiler has no such
-model. There the bytes and the operations of each kernel count.
+A TPU's compiler writes the cycles that it expects beside each operation. A Pallas kernel has none.
+Its instruction bundles are in the compiler's dump of its schedule, and give an estimate of its own.
+A GPU's compiler has no such model. There the bytes and the operations of each kernel count.
 """
 
 import collections
@@ -65,7 +65,8 @@ class Target:
       bandwidth: Bytes per second between its memory and its units. For a TPU, bytes per cycle.
       memory: The bytes of a chip that programs may take.
       clock: Cycles of a TPU per second, 0 for a GPU.
-      peaks: Operations per second of products by the type of their operands, and of everything else.
+      peaks: Operations per second of products by the type of their operands, and of everything
+          else.
     """
 
     platform: str
@@ -77,13 +78,15 @@ class Target:
 
 
 def _tpu(topology_name: str, *, clock: float, bandwidth: float, memory: float) -> Target:
-    """Returns a TPU with a clock in GHz, a bandwidth in GB/s, and GiB of memory that its compiler gives to programs."""
+    """Returns a TPU with a clock in GHz, a bandwidth in GB/s, and GiB of memory that its compiler
+    gives to programs.
+    """
     options = {"topology_name": topology_name, "chips_per_host_bounds": (2, 2, 1)}
     return Target("tpu", options, bandwidth / clock, int(memory * 2**30), clock * 1e9)
 
 
-# The clock of a TPU is that at which its matrix units reach the peak that Google Cloud states in bfloat16: 197, 918
-# and 459 Tflop/s with 131072, 524288 and 262144 operations a cycle.
+# The clock of a TPU is that at which its matrix units reach the peak that Google Cloud states in
+# bfloat16: 197, 918 and 459 Tflop/s with 131072, 524288 and 262144 operations a cycle.
 TARGETS = {
     "v5e": _tpu("v5e:2x2", clock=1.5, bandwidth=819, memory=15.75),
     "v6e": _tpu("v6e:2x2", clock=1.75, bandwidth=1638, memory=31.24),
@@ -92,7 +95,8 @@ TARGETS = {
         "cuda",
         {"target_config": _H100, "topology": "1x1x1"},
         3.352e12,
-        # JAX takes three quarters of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+        # JAX takes three quarters of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says
+        # otherwise.
         memory=84929347584 * 3 // 4,
         peaks={"bf16": 989e12, "f16": 989e12, "f32": 495e12, "other": 67e12},
     ),
@@ -121,14 +125,15 @@ def require(name: str) -> Target:
     module = COMPILERS[chosen.platform]
     if importlib.util.find_spec(module) is None:
         raise ImportError(
-            f"{module} is not installed, which compiles for {chosen.platform}. It comes with the extra compilers: "
-            f"{INSTALL}."
+            f"{module} is not installed, which compiles for {chosen.platform}. It comes with the "
+            f"extra compilers: {INSTALL}."
         )
     return chosen
 
 
 def environment(name: str, dump: str) -> dict[str, str]:
-    """Returns the variables of a process that compiles for a target. `dump` is a folder for schedules of kernels.
+    """Returns the variables of a process that compiles for a target. `dump` is a folder for
+    schedules of kernels.
 
     Raises:
       ValueError, ImportError: As in `require`.
@@ -139,7 +144,11 @@ def environment(name: str, dump: str) -> dict[str, str]:
     for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):  # of the tests, for a CPU
         found.pop(name, None)
     if target.platform == "tpu":
-        found |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+        found |= {
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        }
         options = {"to": dump, "llo_text": "true", "llo_pass_label_regex": "final_bundles"}
         flags = [f"--xla_jf_dump_{name}={value}" for name, value in options.items()]
         return found | {"LIBTPU_INIT_ARGS": " ".join([*flags, "--xla_jf_emit_annotations=true"])}
@@ -166,14 +175,21 @@ def device_of(name: str) -> Any:
 
 
 def compile_for(
-    name: str, function: Callable[..., Any], args: Sequence[Any], donate: Sequence[int] = (), **how: Any
+    name: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    donate: Sequence[int] = (),
+    **how: Any,
 ) -> tuple[Any, float, float]:
-    """Returns (the compiled program, seconds of tracing, seconds of compiling) of a function of abstract arguments.
+    """Returns (the compiled program, seconds of tracing, seconds of compiling) of a function of
+    abstract arguments.
 
     Call it in a process with `environment`. `how` goes to `jax.jit`.
     """
     sharding = jax.sharding.SingleDeviceSharding(device_of(name))
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args))
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args)
+    )
     started = time.perf_counter()
     lowered = jax.jit(function, donate_argnums=tuple(donate), **how).lower(*placed)
     traced = time.perf_counter()
@@ -184,8 +200,15 @@ def estimate(name: str, compiled: Any, dump: str) -> dict[str, Any]:
     """Returns what the compiler of a target says about a program, as numbers for JSON."""
     program = hlo.Program.parsed(compiled.as_text())
     memory = compiled.memory_analysis()
-    sizes = {kind: getattr(memory, f"{kind}_size_in_bytes") for kind in ("temp", "output", "argument", "alias")}
-    found = of_tpu(program, TARGETS[name], dump) if TARGETS[name].platform == "tpu" else of_gpu(program, TARGETS[name])
+    sizes = {
+        kind: getattr(memory, f"{kind}_size_in_bytes")
+        for kind in ("temp", "output", "argument", "alias")
+    }
+    found = (
+        of_tpu(program, TARGETS[name], dump)
+        if TARGETS[name].platform == "tpu"
+        else of_gpu(program, TARGETS[name])
+    )
     return found | {"memory": sizes}
 
 
@@ -203,7 +226,11 @@ def of_tpu(program: hlo.Program, target: Target, dump: str = "") -> dict[str, An
     silent = collections.Counter[str]()
     schedules = {} if not dump else _schedules(dump)
     # The compiler schedules equal kernels once.
-    of_body = {_body(s.instruction): schedules[s.instruction.name] for s in steps if s.instruction.name in schedules}
+    of_body = {
+        _body(s.instruction): schedules[s.instruction.name]
+        for s in steps
+        if s.instruction.name in schedules
+    }
     for step in steps:
         instruction = step.instruction
         if target_of(instruction) == "tpu_custom_call":
@@ -246,12 +273,16 @@ def _costliest(by_source: Mapping[str, float], total: float) -> list[dict[str, A
 
 
 def _body(instruction: hlo.Instruction) -> str:
-    """Returns the program of a Pallas kernel as the compiler was given it, or the name of another instruction."""
+    """Returns the program of a Pallas kernel as the compiler was given it, or the name of another
+    instruction.
+    """
     found = re.search(r'"body":"([^"]*)"', instruction.rest)
     return found[1] if found else instruction.name
 
 
-def _kernel(program: hlo.Program, step: hlo.Step, target: Target, bundles: float | None) -> dict[str, Any]:
+def _kernel(
+    program: hlo.Program, step: hlo.Step, target: Target, bundles: float | None
+) -> dict[str, Any]:
     """Returns the estimate of a Pallas kernel: its bundles, or its bytes if these take longer."""
     shapes = [step.instruction.shape, *program.operands(step)]
     moved = sum(map(hlo.byte_size, shapes)) / target.bandwidth
@@ -266,7 +297,9 @@ def _kernel(program: hlo.Program, step: hlo.Step, target: Target, bundles: float
 
 
 def _schedules(folder: str) -> dict[str, float]:
-    """Returns the bundles of custom calls by the names of their instructions, from a dump of their schedules."""
+    """Returns the bundles of custom calls by the names of their instructions, from a dump of their
+    schedules.
+    """
     found = {}
     for path in glob.glob(os.path.join(glob.escape(folder), "*final_bundles.txt")):
         if "schedule-analysis" in path:
@@ -278,17 +311,20 @@ def _schedules(folder: str) -> dict[str, float]:
     return found
 
 
-_EXIT = re.compile(r"(%\w+) = scmp\.\w+\.\w+\.totalorder (?:\(!?%\w+\), )?%\w+, (%?\w+) /\* loop exit test \*/")
+_EXIT = re.compile(
+    r"(%\w+) = scmp\.\w+\.\w+\.totalorder (?:\(!?%\w+\), )?%\w+, (%?\w+) /\* loop exit test \*/"
+)
 _BRANCH = re.compile(r"sbr\.rel \(!?(%\w+)\) target")
 
 
 def bundles(text: str) -> float:
     """Returns the bundles that a schedule runs: those of a loop count as often as it turns.
 
-    A schedule has a line for each bundle. The first one of the body of a loop says "LB". The body ends with a branch
-    on the result of a test, which compares with the number of turns. A loop whose number is no constant counts once. A
-    bundle takes a cycle where nothing stalls, so this is a lower bound, except for the first and the last turn of a
-    pipeline, where some parts of the body are skipped.
+    A schedule has a line for each bundle. The first one of the body of a loop says "LB". The body
+    ends with a branch on the result of a test, which compares with the number of turns. A loop
+    whose number is no constant counts once. A bundle takes a cycle where nothing stalls, so this is
+    a lower bound, except for the first and the last turn of a pipeline, where some parts of the
+    body are skipped.
     """
     times: list[float] = []
     open_loops: list[int] = []
@@ -313,7 +349,8 @@ def bundles(text: str) -> float:
 
 
 def of_gpu(program: hlo.Program, target: Target) -> dict[str, Any]:
-    """Returns the bytes, operations and kernels of a program, and its time if each kernel met the roofline.
+    """Returns the bytes, operations and kernels of a program, and its time if each kernel met the
+    roofline.
 
     A loop whose turns depend on data counts once, and is listed.
     """
@@ -335,11 +372,16 @@ def of_gpu(program: hlo.Program, target: Target) -> dict[str, Any]:
         total["flops"] += step.times * sum(work.flops.values())
         total["total"] += step.times * seconds
     return {
-        **{name: total[name] for name in ("total", "bytes", "flops", "kernels", "launched", "library_calls")},
+        **{
+            name: total[name]
+            for name in ("total", "bytes", "flops", "kernels", "launched", "library_calls")
+        },
         "loops": [dataclasses.asdict(loop) for loop in loops.values()],
         "costliest": _costliest(by_source, total["total"]),
     }
 
 
 def _seconds(flops: Mapping[str, float], target: Target) -> float:
-    return math.fsum(count / target.peaks.get(kind, target.peaks["other"]) for kind, count in flops.items())
+    return math.fsum(
+        count / target.peaks.get(kind, target.peaks["other"]) for kind, count in flops.items()
+    )

@@ -1,7 +1,7 @@
 """Data: random-access sources, Poisson sampling, augmentation, and corruptions.
 
-TensorFlow Datasets, Hugging Face datasets, scikit-learn, jax-privacy, OpenCV and numba load on use, not with this
-package.
+TensorFlow Datasets, Hugging Face datasets, scikit-learn, jax-privacy, OpenCV and numba load on use,
+not with this package.
 """
 
 from jaxdp.data.adapters import from_folder, from_grain, from_hf, from_npz, from_texts, from_torch

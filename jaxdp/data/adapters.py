@@ -33,29 +33,33 @@ def from_npz(
 ) -> Examples:
     """Reads the arrays of an .npz file into memory, as `from_arrays` does.
 
-    A compressed archive cannot be mapped into memory. Store what does not fit as .npy files, one per column, and give
-    `from_arrays` their `numpy.load(path, mmap_mode="r")`.
+    A compressed archive cannot be mapped into memory. Store what does not fit as .npy files, one
+    per column, and give `from_arrays` their `numpy.load(path, mmap_mode="r")`.
 
     Args:
       path: The file.
       columns: {column: array in the file}. None takes all arrays by their own names.
-      texts: Columns that are identifiers: texts, or whole numbers of any size, which become their digits. Arrays of
-        texts need not be named.
+      texts: Columns that are identifiers: texts, or whole numbers of any size, which become their
+        digits. Arrays of texts need not be named.
       num_classes, name: As in `from_arrays`. The default name is the file's.
       limits: The limits on what is read, by default `jaxdp.files.Limits()`.
 
     Raises:
       FileNotFoundError: The file does not exist.
-      ValueError, TypeError: The file is damaged or of another kind, lacks an array or exceeds a limit. A column
-        of texts is missing or is no identifier. Or as in `from_arrays`.
+      ValueError, TypeError: The file is damaged or of another kind, lacks an array or exceeds a
+        limit. A column of texts is missing or is no identifier. Or as in `from_arrays`.
     """
     wanted = None if columns is None else list(columns.values())
     arrays = read_npz(path, wanted, limits=limits, remedy=_NPZ)
-    named: dict[str, Any] = dict(arrays) if columns is None else {key: arrays[at] for key, at in columns.items()}
+    named: dict[str, Any] = (
+        dict(arrays) if columns is None else {key: arrays[at] for key, at in columns.items()}
+    )
     for key in texts:
         if key not in named:
             has = shown(", ".join(sorted(named)))
-            raise ValueError(f"{shown(os.fspath(path))} has no column {key!r} of texts=. It has {has}.")
+            raise ValueError(
+                f"{shown(os.fspath(path))} has no column {key!r} of texts=. It has {has}."
+            )
         named[key] = identifiers(named[key], f"column {key!r}")
     return from_arrays(**named, num_classes=num_classes, name=name or pathlib.Path(path).stem)
 
@@ -74,14 +78,17 @@ def from_hf(
     """Wraps a data set of the library `datasets` (Hugging Face). Records are read on demand.
 
     Args:
-      dataset: A `datasets.Dataset`, the folder of one that `save_to_disk` wrote, or a name for `datasets.load_dataset`.
-        Records come as NumPy arrays, unless it has a format or a transform of its own.
+      dataset: A `datasets.Dataset`, the folder of one that `save_to_disk` wrote, or a name for
+        `datasets.load_dataset`. Records come as NumPy arrays, unless it has a format or a transform
+        of its own.
       split: The split, if dataset is a name, or a folder with several.
       columns: {column: column of the data set}. None takes all.
-      prepare: `prepare(record) -> record` after that, for example to encode text. It must be deterministic.
-      texts: Columns that are identifiers, such as those of patients. They are no part of an example: `by_group` takes
-        them by name.
-      num_classes: A public declaration. The default is that of a column "label" of the type `datasets.ClassLabel`.
+      prepare: `prepare(record) -> record` after that, for example to encode text. It must be
+          deterministic.
+      texts: Columns that are identifiers, such as those of patients. They are no part of an
+        example: `by_group` takes them by name.
+      num_classes: A public declaration. The default is that of a column "label" of the type
+          `datasets.ClassLabel`.
       name: The name of the source. The default is the name of the data set.
       declared: As in `Examples`.
 
@@ -97,27 +104,42 @@ def from_hf(
     _check_random_access(dataset)
     if isinstance(dataset, Mapping):
         raise ValueError(
-            shown(f"dataset has the splits {', '.join(dataset)}. Give one of them: from_hf(dataset['train']).")
+            shown(
+                f"dataset has the splits {', '.join(dataset)}. Give one of them: "
+                "from_hf(dataset['train'])."
+            )
         )
     plain = dataset.format["type"] is None
-    there = dataset.column_names if plain else list(dataset[0])  # a transform may change the columns
+    there = (
+        dataset.column_names if plain else list(dataset[0])
+    )  # a transform may change the columns
     wanted = {column: column for column in there} if columns is None else dict(columns)
     if missing := [column for column in wanted.values() if column not in there]:
-        raise ValueError(shown(f"dataset has no column {', '.join(missing)}. It has {', '.join(there)}."))
-    num_classes = num_classes or getattr(dataset.features.get(wanted.get("label")), "num_classes", 0)
+        raise ValueError(
+            shown(f"dataset has no column {', '.join(missing)}. It has {', '.join(there)}.")
+        )
+    num_classes = num_classes or getattr(
+        dataset.features.get(wanted.get("label")), "num_classes", 0
+    )
     if plain:
-        dataset = dataset.select_columns(list(wanted.values())).with_format("numpy", dtype=None)  # None keeps dtypes
+        dataset = dataset.select_columns(list(wanted.values())).with_format(
+            "numpy", dtype=None
+        )  # None keeps dtypes
 
     def renamed(record: Any) -> Any:
         record = {column: record[stored] for column, stored in wanted.items()}
         return record if prepare is None else prepare(record)
 
     name = name or dataset.info.dataset_name or "hf"
-    return Examples(ExampleReader(dataset, renamed, texts=tuple(texts)), num_classes, name, None, declared)
+    return Examples(
+        ExampleReader(dataset, renamed, texts=tuple(texts)), num_classes, name, None, declared
+    )
 
 
 def _open_hf(datasets: Any, dataset: str, split: str | None) -> Any:
-    if not any((pathlib.Path(dataset) / file).exists() for file in ("state.json", "dataset_dict.json")):
+    if not any(
+        (pathlib.Path(dataset) / file).exists() for file in ("state.json", "dataset_dict.json")
+    ):
         return datasets.load_dataset(dataset, split=split)
     found = datasets.load_from_disk(dataset)
     return found[split] if split and isinstance(found, Mapping) else found
@@ -132,12 +154,15 @@ def from_grain(
     name: str = "grain",
     declared: str = "",
 ) -> Examples:
-    """Wraps a random-access source of Grain, a `grain.MapDataset`, or any object with `len()` and `records[i]`.
+    """Wraps a random-access source of Grain, a `grain.MapDataset`, or any object with `len()` and
+    `records[i]`.
 
-    Records are read on demand. They may be any nesting of arrays, see `ExampleReader`. Nothing of Grain is imported.
+    Records are read on demand. They may be any nesting of arrays, see `ExampleReader`. Nothing of
+    Grain is imported.
 
     Args:
-      records: The object. `records[i]` must be the same whenever it is read: neither augmented nor shuffled anew.
+      records: The object. `records[i]` must be the same whenever it is read: neither augmented nor
+          shuffled anew.
       prepare: `prepare(record) -> record`, for example to encode text. It must be deterministic.
       texts: Columns that are identifiers, if records are dicts after `prepare`. See `from_hf`.
       num_classes, name, declared: As in `Examples`.
@@ -146,7 +171,9 @@ def from_grain(
       TypeError: records has no random access.
     """
     _check_random_access(records)
-    return Examples(ExampleReader(records, prepare, texts=tuple(texts)), num_classes, name, None, declared)
+    return Examples(
+        ExampleReader(records, prepare, texts=tuple(texts)), num_classes, name, None, declared
+    )
 
 
 def from_torch(
@@ -158,20 +185,26 @@ def from_torch(
     name: str = "torch",
     declared: str = "",
 ) -> Examples:
-    """Wraps a map-style `torch.utils.data.Dataset`. Records are read on demand, and tensors become NumPy arrays.
+    """Wraps a map-style `torch.utils.data.Dataset`. Records are read on demand, and tensors become
+    NumPy arrays.
 
-    Nothing of PyTorch is imported. Images of torchvision are [C, H, W], those of this library [H, W, C].
+    Nothing of PyTorch is imported. Images of torchvision are [C, H, W], those of this library [H,
+    W, C].
 
     Args:
-      dataset: The data set. A random transform belongs into `augment` of the trainer, not into the data set.
-      prepare: `prepare(record) -> record`, for example `lambda pair: {"image": pair[0].permute(1, 2, 0), "label":
+      dataset: The data set. A random transform belongs into `augment` of the trainer, not into the
+          data set.
+      prepare: `prepare(record) -> record`, for example `lambda pair: {"image": pair[0].permute(1,
+          2, 0), "label":
         pair[1]}`. It must be deterministic.
       texts, num_classes, name, declared: As in `from_grain`.
 
     Raises:
       TypeError: dataset is an iterable one, without random access.
     """
-    return from_grain(dataset, prepare=prepare, texts=texts, num_classes=num_classes, name=name, declared=declared)
+    return from_grain(
+        dataset, prepare=prepare, texts=texts, num_classes=num_classes, name=name, declared=declared
+    )
 
 
 def from_texts(
@@ -186,9 +219,10 @@ def from_texts(
 
     Args:
       texts: One text per record.
-      length: The public number of tokens per row. The rest of a shorter text is -1, which is padding.
-      encode: The PUBLIC tokenizer: text -> token ids in [0, num_classes). The default are the bytes of UTF-8, with a
-        zero before and after each text, which no text contains.
+      length: The public number of tokens per row. The rest of a shorter text is -1, which is
+          padding.
+      encode: The PUBLIC tokenizer: text -> token ids in [0, num_classes). The default are the bytes
+        of UTF-8, with a zero before and after each text, which no text contains.
       num_classes: The size of the vocabulary of `encode`, a public declaration.
       name: As in `Examples`.
 
@@ -196,7 +230,8 @@ def from_texts(
       A source with the column "tokens", int32 [length].
 
     Raises:
-      ValueError: length is below 2, or a token is outside of the vocabulary (the message says no token and no record).
+      ValueError: length is below 2, or a token is outside of the vocabulary (the message says no
+          token and no record).
     """
     if length < 2:
         raise ValueError(f"length must be at least 2, a token and the next one, got {length}.")
@@ -206,7 +241,8 @@ def from_texts(
         row[: len(ids)] = ids
     if tokens.max(initial=0) >= num_classes or tokens.min(initial=-1) < -1:
         raise ValueError(
-            f"encode returns tokens outside of 0..{num_classes - 1}. Set num_classes to the size of its vocabulary."
+            f"encode returns tokens outside of 0..{num_classes - 1}. Set num_classes to the size "
+            "of its vocabulary."
         )
     return from_arrays(tokens=tokens, num_classes=num_classes, name=name)
 
@@ -228,47 +264,59 @@ def from_folder(
     name: str = "",
     declared: str = "",
 ) -> Examples:
-    """Wraps a folder of images with a CSV file. Images are read on demand, the other columns are in memory.
+    """Wraps a folder of images with a CSV file. Images are read on demand, the other columns are in
+    memory.
 
-    Every column but "path" is kept as text, cell by cell, so that `by_group(source, "patient", ...)` tells "007" from
-    "7". A column of numbers is also a column of the examples. A column without any number is text alone.
+    Every column but "path" is kept as text, cell by cell, so that `by_group(source, "patient",
+    ...)` tells "007" from "7". A column of numbers is also a column of the examples. A column
+    without any number is text alone.
 
     Args:
       folder: The folder.
-      table: The CSV file, relative to the folder: UTF-8, commas, a header (see `jaxdp.data.tables`). The column "path"
-        has the path of an image inside the folder, and "label" the class.
-      classes: The names of the classes in the column "label", in the order of their numbers. A public declaration.
-      texts: Columns that are text although some cells are numbers, such as the identifiers "12" and "1_23".
+      table: The CSV file, relative to the folder: UTF-8, commas, a header (see
+        `jaxdp.data.tables`). The column "path" has the path of an image inside the folder, and
+        "label" the class.
+      classes: The names of the classes in the column "label", in the order of their numbers. A
+          public declaration.
+      texts: Columns that are text although some cells are numbers, such as the identifiers "12" and
+          "1_23".
       num_classes: If the column "label" has the numbers of the classes. A public declaration.
-      prepare: `prepare(images) -> floats in [0, 1]` of one shape, for images of differing sizes, such as
-        `jaxdp.models.Preprocessing.prepare`. It is given uint8, or floats in [0, 1] for other pixels. The result is
-        kept in the pixel type of the images.
-      pixel_range: (low, high), the public pixel values that become 0 and 1, for example (0, 4095). The default is the
-        range of the pixel type: 255 or 65535 becomes 1. Pixels of 32 bits and floats need it. `jaxdp.data.pictures`
-        has the table of what files hold.
-      limits: The limit on the pixels of an image, compared with its header before decoding. The default is `Limits()`.
+      prepare: `prepare(images) -> floats in [0, 1]` of one shape, for images of differing sizes,
+        such as `jaxdp.models.Preprocessing.prepare`. It is given uint8, or floats in [0, 1] for
+        other pixels. The result is kept in the pixel type of the images.
+      pixel_range: (low, high), the public pixel values that become 0 and 1, for example (0, 4095).
+        The default is the range of the pixel type: 255 or 65535 becomes 1. Pixels of 32 bits and
+        floats need it. `jaxdp.data.pictures` has the table of what files hold.
+      limits: The limit on the pixels of an image, compared with its header before decoding. The
+          default is `Limits()`.
       name: The name of the source. The default is the table's.
       declared: As in `Examples`.
 
     Returns:
-      A source with the column "image" (grey images have one channel, all others become RGB, turned as EXIF says), and
-      the columns of numbers: whole numbers as int32, others as float32.
+      A source with the column "image" (grey images have one channel, all others become RGB, turned
+      as EXIF says), and the columns of numbers: whole numbers as int32, others as float32.
 
     Raises:
       FileNotFoundError: The folder has no such table or image.
-      ValueError: The table is not as above, has no column "path" or has one "image", or a path leads out of the folder.
-        A column has numbers and other cells, or whole numbers outside of 32 bits. A label is not as declared. When
-        records are read: an image is damaged, too large, of another size or pixel type than the first, has several
-        frames, or has no range. The message names the line or file and no cell, for the owner of the data.
+      ValueError: The table is not as above, has no column "path" or has one "image", or a path
+        leads out of the folder. A column has numbers and other cells, or whole numbers outside of
+        32 bits. A label is not as declared. When records are read: an image is damaged, too large,
+        of another size or pixel type than the first, has several frames, or has no range. The
+        message names the line or file and no cell, for the owner of the data.
     """
     root = pathlib.Path(folder)
     check_range(pixel_range)
     rows = read_table(root / table, needed=("path", *texts))
     for row, path in enumerate(rows.columns["path"]):
         if not path_inside(root, path):
-            raise rows.error("must have a path inside of the folder in the column 'path'. Correct the path.", row)
+            raise rows.error(
+                "must have a path inside of the folder in the column 'path'. Correct the path.", row
+            )
     if "image" in rows.columns:
-        raise ValueError(f"{shown(os.fspath(root / table))} has a column 'image', the name of the pixels. Rename it.")
+        raise ValueError(
+            f"{shown(os.fspath(root / table))} has a column 'image', the name of the pixels. "
+            "Rename it."
+        )
     cells = {key: column for key, column in rows.columns.items() if key != "path"}
     coded = dict(cells)
     if classes is not None and "label" in cells:
@@ -277,7 +325,9 @@ def from_folder(
     columns: dict[str, Any] = numbers(dataclasses.replace(rows, columns=coded), texts=texts)
     if num_classes and "label" not in columns:
         where = shown(os.fspath(root / table))
-        raise ValueError(f"{where} must have a column 'label' of integers, or of names that classes= declares.")
+        raise ValueError(
+            f"{where} must have a column 'label' of integers, or of names that classes= declares."
+        )
     if columns:
         columns = dict(from_arrays(**columns, num_classes=num_classes).arrays)
     images = ImageFiles(root, rows.columns["path"], prepare, limits or Limits(), pixel_range)
@@ -287,13 +337,15 @@ def from_folder(
 
 def _class_of(table: Table, row: int, label: str, classes: Sequence[str]) -> str:
     if label not in classes:
-        raise table.error(f"must have one of the classes {shown(', '.join(classes))} in the column 'label'.", row)
+        raise table.error(
+            f"must have one of the classes {shown(', '.join(classes))} in the column 'label'.", row
+        )
     return str(list(classes).index(label))
 
 
 def _check_random_access(records: Any) -> None:
     if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")):
         raise TypeError(
-            f"records must have len() and records[i], but {type(records).__name__} has not. Private sampling needs "
-            "random access: give a map-style data set, not an iterable one."
+            f"records must have len() and records[i], but {type(records).__name__} has not. "
+            "Private sampling needs random access: give a map-style data set, not an iterable one."
         )

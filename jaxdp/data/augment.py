@@ -1,8 +1,10 @@
-"""Augmentation of one image as pure functions of a key: mirror-padded random crop and horizontal flip.
+"""Augmentation of one image as pure functions of a key: mirror-padded random crop and horizontal
+flip.
 
-This is the recipe of De et al. 2022 (arXiv:2204.13650, section 3.2). Every example is seen in several augmented views.
-Their gradients are averaged BEFORE clipping, so the views cost no privacy. Each function maps one image [H, W, C] to
-one of the same shape and dtype, for use under `jax.vmap` and `jax.jit`.
+This is the recipe of De et al. 2022 (arXiv:2204.13650, section 3.2). Every example is seen in
+several augmented views. Their gradients are averaged BEFORE clipping, so the views cost no privacy.
+Each function maps one image [H, W, C] to one of the same shape and dtype, for use under `jax.vmap`
+and `jax.jit`.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +26,15 @@ def random_crop(key: jax.Array, image: jax.Array, *, padding: int = 4) -> jax.Ar
       ValueError: An argument is not as above.
     """
     if image.ndim != 3:
-        raise ValueError(f"image must be one image [H, W, C], got shape {image.shape}. Use jax.vmap for a batch.")
+        raise ValueError(
+            f"image must be one image [H, W, C], got shape {image.shape}. Use jax.vmap for a batch."
+        )
     height, width, channels = image.shape
     if not 0 <= padding < min(height, width):
-        raise ValueError(f"padding must be in [0, {min(height, width)}) for a {height}x{width} image, got {padding}.")
+        raise ValueError(
+            f"padding must be in [0, {min(height, width)}) for a {height}x{width} image, got "
+            f"{padding}."
+        )
     padded = jnp.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode="reflect")
     row, column = jax.random.randint(key, (2,), 0, 2 * padding + 1)
     return jax.lax.dynamic_slice(padded, (row, column, 0), (height, width, channels))
@@ -39,20 +46,24 @@ def random_flip(key: jax.Array, image: jax.Array) -> jax.Array:
 
 
 def augment(key: jax.Array, image: jax.Array, *, padding: int = 4) -> jax.Array:
-    """Crops at random, then flips at random, with independent randomness. `padding` is as in `random_crop`."""
+    """Crops at random, then flips at random, with independent randomness. `padding` is as in
+    `random_crop`.
+    """
     crop_key, flip_key = jax.random.split(key)
     return random_flip(flip_key, random_crop(crop_key, image, padding=padding))
 
 
 def augmentation(config: Any) -> Callable[[jax.Array, Any], Any] | None:
-    """Returns the augmentation of one example that the `data` part of an experiment's config asks for.
+    """Returns the augmentation of one example that the `data` part of an experiment's config asks
+    for.
 
     Args:
-      config: An `ml_collections.ConfigDict` with crop_padding, pixels as in `random_crop`, and flip, whether a mirrored
-        image means the same.
+      config: An `ml_collections.ConfigDict` with crop_padding, pixels as in `random_crop`, and
+        flip, whether a mirrored image means the same.
 
     Returns:
-      `augment(key, example) -> example`, which changes the "image" of an example, or None without augmentation.
+      `augment(key, example) -> example`, which changes the "image" of an example, or None without
+      augmentation.
     """
     if not (config.crop_padding or config.flip):
         return None
@@ -60,11 +71,13 @@ def augmentation(config: Any) -> Callable[[jax.Array, Any], Any] | None:
     return lambda key, example: {**example, "image": crop(key, example["image"], padding=padding)}
 
 
-def normalise(image: jax.Array, mean: float | Sequence[float], std: float | Sequence[float]) -> jax.Array:
+def normalise(
+    image: jax.Array, mean: float | Sequence[float], std: float | Sequence[float]
+) -> jax.Array:
     """Returns (image - mean) / std per channel, in the image's dtype.
 
-    `mean` and `std` must be PUBLIC constants (of a public data set, or 0.5 and 0.5). The mean and standard deviation of
-    a private training set are an uncharged release.
+    `mean` and `std` must be PUBLIC constants (of a public data set, or 0.5 and 0.5). The mean and
+    standard deviation of a private training set are an uncharged release.
 
     Args:
       image: [..., C].

@@ -1,8 +1,9 @@
 """CIFAR-10-C's nineteen corruptions, each a function of one image, for images of CIFAR's size.
 
-Definitions and constants follow Hendrycks and Dietterich (ICLR 2019, arXiv:1903.12261; make_cifar_c.py). Their lengths
-for 32 x 32 pixels grow with the image. Two slips of the published images are kept: glass blur overwrites pixels instead
-of swapping them, and frost uses five of the six pictures. The motion blur follows ImageMagick's definition.
+Definitions and constants follow Hendrycks and Dietterich (ICLR 2019, arXiv:1903.12261;
+make_cifar_c.py). Their lengths for 32 x 32 pixels grow with the image. Two slips of the published
+images are kept: glass blur overwrites pixels instead of swapping them, and frost uses five of the
+six pictures. The motion blur follows ImageMagick's definition.
 
 This module needs the extra "corruptions". `jaxdp.data.corrupt` imports it on first use.
 """
@@ -32,7 +33,8 @@ _TABLE: dict[str, tuple[_Corruption, tuple[Any, ...]]] = {}
 
 @contextmanager
 def numpy_seeded(rng: np.random.Generator) -> Iterator[None]:
-    """Seeds NumPy's global generator from `rng`, for code that draws from it, and restores its state.
+    """Seeds NumPy's global generator from `rng`, for code that draws from it, and restores its
+    state.
 
     Other threads must not draw from the global generator meanwhile. They see the seeded generator.
     """
@@ -53,7 +55,9 @@ def apply(image: np.ndarray, name: str, severity: int, rng: np.random.Generator)
 
 
 def _severities(*constants: Any) -> Callable[[_Corruption], _Corruption]:
-    """Registers the function `_name` as the corruption "name" with its constants for severities 1 to 5."""
+    """Registers the function `_name` as the corruption "name" with its constants for severities 1
+    to 5.
+    """
 
     def register(function: _Corruption) -> _Corruption:
         _TABLE[function.__name__[1:]] = (function, constants)
@@ -62,7 +66,8 @@ def _severities(*constants: Any) -> Callable[[_Corruption], _Corruption]:
     return register
 
 
-# Below, x is float64 [H, W, 3] in [0, 1] and c has the constants of one severity. Results may leave [0, 1].
+# Below, x is float64 [H, W, 3] in [0, 1] and c has the constants of one severity. Results may leave
+# [0, 1].
 
 
 @_severities(0.04, 0.06, 0.08, 0.09, 0.10)
@@ -118,7 +123,9 @@ def _motion_blur(x: np.ndarray, c: tuple[int, float], rng: np.random.Generator) 
 
 
 def _blur_along(x: np.ndarray, radius: int, sigma: float, degrees: float) -> np.ndarray:
-    """Averages 2 radius + 1 pixels ahead in one direction with half a Gaussian as weights. x is [H, W(, C)]."""
+    """Averages 2 radius + 1 pixels ahead in one direction with half a Gaussian as weights. x is [H,
+    W(, C)].
+    """
     steps = np.arange(2 * radius + 1)
     weights = np.exp(-(steps**2) / (2 * sigma**2))
     angle = np.deg2rad(degrees)
@@ -154,7 +161,9 @@ def _snow(x: np.ndarray, c: tuple[float, ...], rng: np.random.Generator) -> np.n
 
 @functools.cache
 def _frost_pictures(side: int) -> list[np.ndarray]:
-    """Returns the library's frost pictures for images of this side, at a fifth of their size for 32 pixels."""
+    """Returns the library's frost pictures for images of this side, at a fifth of their size for 32
+    pixels.
+    """
     folder = importlib.resources.files("imagecorruptions") / "frost"
     pictures = []
     for name in ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg"):
@@ -178,7 +187,9 @@ def _fog(x: np.ndarray, c: tuple[float, float], rng: np.random.Generator) -> np.
     amount, decay = c
     height, width, _ = x.shape
     with numpy_seeded(rng):
-        cloud = plasma_fractal(mapsize=1 << (max(height, width) - 1).bit_length(), wibbledecay=decay)
+        cloud = plasma_fractal(
+            mapsize=1 << (max(height, width) - 1).bit_length(), wibbledecay=decay
+        )
     return (x + amount * cloud[:height, :width, None]) * x.max() / (x.max() + amount)
 
 
@@ -189,7 +200,9 @@ def _brightness(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray
 
 @_severities((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2))
 def _saturate(x: np.ndarray, c: tuple[float, float], rng: np.random.Generator) -> np.ndarray:
-    return color.hsv2rgb(np.clip(color.rgb2hsv(x) * np.array([1, c[0], 1]) + np.array([0, c[1], 0]), 0, 1))
+    return color.hsv2rgb(
+        np.clip(color.rgb2hsv(x) * np.array([1, c[0], 1]) + np.array([0, c[1], 0]), 0, 1)
+    )
 
 
 @_severities(0.75, 0.5, 0.4, 0.3, 0.15)
@@ -198,9 +211,13 @@ def _contrast(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
     return mean + c * (x - mean)
 
 
-@_severities((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03))
+@_severities(
+    (0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)
+)
 def _elastic_transform(x: np.ndarray, c: tuple[float, ...], rng: np.random.Generator) -> np.ndarray:
-    """Applies an affine map that moves three points at random, then smooth random shifts of every pixel."""
+    """Applies an affine map that moves three points at random, then smooth random shifts of every
+    pixel.
+    """
     height, width, _ = x.shape
     side = min(height, width)
     strength, sigma, jitter = np.multiply(c, side)
@@ -209,11 +226,17 @@ def _elastic_transform(x: np.ndarray, c: tuple[float, ...], rng: np.random.Gener
     affine = cv2.getAffineTransform(points.astype(np.float32), moved.astype(np.float32))
     x = cv2.warpAffine(x, affine, (width, height), borderMode=cv2.BORDER_REFLECT_101)
     shifts = [
-        strength * ndimage.gaussian_filter(rng.uniform(-1, 1, (height, width)), sigma, mode="reflect", truncate=3)
+        strength
+        * ndimage.gaussian_filter(
+            rng.uniform(-1, 1, (height, width)), sigma, mode="reflect", truncate=3
+        )
         for _ in range(2)
     ]
     target = np.mgrid[:height, :width] + shifts
-    return np.stack([ndimage.map_coordinates(x[..., k], target, order=1, mode="reflect") for k in range(3)], axis=-1)
+    return np.stack(
+        [ndimage.map_coordinates(x[..., k], target, order=1, mode="reflect") for k in range(3)],
+        axis=-1,
+    )
 
 
 @_severities(0.95, 0.9, 0.85, 0.75, 0.65)
@@ -242,11 +265,17 @@ def _picture(x: np.ndarray) -> Image.Image:
     (0.65, 0.1, 0.5, 0.68, 0.6, 1),
 )
 def _spatter(x: np.ndarray, c: tuple[float, ...], rng: np.random.Generator) -> np.ndarray:
-    """Adds drops of water lit from one side (pale turquoise), or of mud (brown) where the constants end in 1."""
+    """Adds drops of water lit from one side (pale turquoise), or of mud (brown) where the constants
+    end in 1.
+    """
     mean, deviation, sigma, threshold, strength, mud = c
-    liquid = ndimage.gaussian_filter(rng.normal(mean, deviation, x.shape[:2]), sigma, mode="nearest")
+    liquid = ndimage.gaussian_filter(
+        rng.normal(mean, deviation, x.shape[:2]), sigma, mode="nearest"
+    )
     if mud:
-        amount = ndimage.gaussian_filter(np.where(liquid > threshold, 1.0, 0.0), strength, mode="nearest")
+        amount = ndimage.gaussian_filter(
+            np.where(liquid > threshold, 1.0, 0.0), strength, mode="nearest"
+        )
         amount = np.where(amount < 0.8, 0, amount)[..., None]
         return x * (1 - amount) + amount * np.array([63, 42, 20]) / 255
     liquid = (255 * np.clip(np.where(liquid < threshold, 0, liquid), 0, 1)).astype(np.uint8)
@@ -254,4 +283,6 @@ def _spatter(x: np.ndarray, c: tuple[float, ...], rng: np.random.Generator) -> n
     light = cv2.equalizeHist(cv2.blur(np.minimum(to_edge, 20), (3, 3)).astype(np.uint8))
     relief = cv2.filter2D(light, cv2.CV_8U, np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]))
     amount = liquid * cv2.blur(relief, (3, 3)).astype(float)
-    return x + strength * (amount / max(amount.max(), 1))[..., None] * np.array([175, 238, 238]) / 255
+    return (
+        x + strength * (amount / max(amount.max(), 1))[..., None] * np.array([175, 238, 238]) / 255
+    )

@@ -1,10 +1,12 @@
-"""Common corruptions of images (ImageNet-C, CIFAR-10-C) on the fly or from TFDS, and ImageNet-R's classes.
+"""Common corruptions of images (ImageNet-C, CIFAR-10-C) on the fly or from TFDS, and ImageNet-R's
+classes.
 
-There are nineteen corruptions (Hendrycks and Dietterich, ICLR 2019, arXiv:1903.12261), fifteen to evaluate on and four
-held out to choose hyper-parameters on. They need the extra "corruptions", which is imported on use.
+There are nineteen corruptions (Hendrycks and Dietterich, ICLR 2019, arXiv:1903.12261), fifteen to
+evaluate on and four held out to choose hyper-parameters on. They need the extra "corruptions",
+which is imported on use.
 
-The privacy of a stream counts photographs. The same photograph under fifteen corruptions is fifteen visits. Position i
-of `corrupt(source, ...)` is the photograph at position i of `source`.
+The privacy of a stream counts photographs. The same photograph under fifteen corruptions is fifteen
+visits. Position i of `corrupt(source, ...)` is the photograph at position i of `source`.
 """
 
 import dataclasses
@@ -41,18 +43,21 @@ def corrupt(
 ) -> Examples:
     """Returns the source with every image corrupted, one by one, whenever it is gathered.
 
-    Labels and positions stay. A corrupted image is a function of the image, the arguments, and its position in the
-    whole data set from which `source` was taken. `corrupt` and `take` therefore commute. NumPy's global generator keeps
-    its state. Other versions of the libraries may change pixels. Nothing is cached. To read it often, gather it once.
+    Labels and positions stay. A corrupted image is a function of the image, the arguments, and its
+    position in the whole data set from which `source` was taken. `corrupt` and `take` therefore
+    commute. NumPy's global generator keeps its state. Other versions of the libraries may change
+    pixels. Nothing is cached. To read it often, gather it once.
 
     Args:
-      source: Images [H, W, 3] or [H, W, 1]. Grey images are corrupted as RGB and keep the green channel, so that noise
-        has its full strength. Images of 16 bits and floating point are rounded to uint8.
+      source: Images [H, W, 3] or [H, W, 1]. Grey images are corrupted as RGB and keep the green
+        channel, so that noise has its full strength. Images of 16 bits and floating point are
+        rounded to uint8.
       name: One of `CORRUPTIONS` or `HELD_OUT_CORRUPTIONS`.
       severity: 1 to 5.
       seed: A public non-negative int.
-      scale: "imagenet" has the constants of ImageNet-C, by the library imagecorruptions-imaug (sides of at least 32).
-        "cifar" has the constants of CIFAR-10-C (at least 8). "auto" is "cifar" if the longer side is at most 64.
+      scale: "imagenet" has the constants of ImageNet-C, by the library imagecorruptions-imaug
+        (sides of at least 32). "cifar" has the constants of CIFAR-10-C (at least 8). "auto" is
+        "cifar" if the longer side is at most 64.
 
     Returns:
       A source of uint8 images, named "source/name_severity".
@@ -72,13 +77,16 @@ def corrupt(
         scale = "cifar" if max(height, width) <= 64 else "imagenet"
     if min(height, width) < _SMALLEST_SIDE[scale] or channels not in (1, 3):
         raise ValueError(
-            f"images must have 1 or 3 channels and, with scale {scale!r}, sides of at least {_SMALLEST_SIDE[scale]} "
-            f"pixels, got shape {images.shape[1:]}. Resize them first, or choose another scale."
+            f"images must have 1 or 3 channels and, with scale {scale!r}, sides of at least "
+            f"{_SMALLEST_SIDE[scale]} pixels, got shape {images.shape[1:]}. Resize them first, or "
+            "choose another scale."
         )
     try:
         optional("imagecorruptions", "corruptions")
     except ImportError as error:
-        error.add_note("Where a display library such as libGL is missing, use opencv-python-headless.")
+        error.add_note(
+            "Where a display library such as libGL is missing, use opencv-python-headless."
+        )
         raise
     arrays = {**source.arrays, "image": _CorruptedImages(images, name, severity, seed, scale)}
     how = f"{name} {severity}, seed {seed}, {scale}"
@@ -87,7 +95,9 @@ def corrupt(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _CorruptedImages:
-    """A column of `Examples` that reads as a uint8 array [n, H, W, C] and corrupts the rows that are read."""
+    """A column of `Examples` that reads as a uint8 array [n, H, W, C] and corrupts the rows that
+    are read.
+    """
 
     images: np.ndarray
     name: str
@@ -111,7 +121,9 @@ class _CorruptedImages:
         corrupted = np.empty(images.shape, np.uint8)
         for k, position in enumerate(np.arange(len(self))[rows]):
             grey = images.shape[3] == 1
-            rgb = self._corrupt(np.repeat(images[k], 3 if grey else 1, axis=2).astype(np.uint8), position)
+            rgb = self._corrupt(
+                np.repeat(images[k], 3 if grey else 1, axis=2).astype(np.uint8), position
+            )
             corrupted[k] = rgb[..., 1:2] if grey else rgb
         return corrupted
 
@@ -124,11 +136,17 @@ class _CorruptedImages:
         from jaxdp.data import cifar_c
 
         key = (_ALL.index(self.name), self.severity, position)
-        rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=key)))
+        rng = np.random.Generator(
+            np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=key))
+        )
         if self.scale == "cifar":
             return cifar_c.apply(image, self.name, self.severity, rng)
         # These two have separate generators, which only this argument seeds.
-        seeded = {"seed": int(rng.integers(2**32))} if self.name in ("impulse_noise", "glass_blur") else {}
+        seeded = (
+            {"seed": int(rng.integers(2**32))}
+            if self.name in ("impulse_noise", "glass_blur")
+            else {}
+        )
         with cifar_c.numpy_seeded(rng):
             return imagecorruptions.corrupt(image, self.severity, self.name, **seeded)
 
@@ -142,20 +160,25 @@ _TFDS_SPLITS = {"cifar10_corrupted": "test", "imagenet2012_corrupted": "validati
 _CIFAR10_CORRUPTED_NAMES = {"glass_blur": "frosted_glass_blur", "elastic_transform": "elastic"}
 
 
-def corrupted_tfds(name: str, corruption: str, severity: int, *, data_dir: str | None = None) -> Examples:
-    """Reads one configuration of a corrupted TFDS test set, by the names of `CORRUPTIONS` for both sets.
+def corrupted_tfds(
+    name: str, corruption: str, severity: int, *, data_dir: str | None = None
+) -> Examples:
+    """Reads one configuration of a corrupted TFDS test set, by the names of `CORRUPTIONS` for both
+    sets.
 
     Every configuration holds the same photographs.
 
     Args:
-      name: "cifar10_corrupted" (the published CIFAR-10-C) or "imagenet2012_corrupted", which needs 7.5 GB of memory.
+      name: "cifar10_corrupted" (the published CIFAR-10-C) or "imagenet2012_corrupted", which needs
+          7.5 GB of memory.
       corruption: One of `CORRUPTIONS` or `HELD_OUT_CORRUPTIONS`.
       severity: 1 to 5.
       data_dir: As in `from_tfds`.
 
     Raises:
       ValueError: A name, corruption or severity is not as above.
-      FileNotFoundError: The configuration is not prepared there. The message says how to prepare it.
+      FileNotFoundError: The configuration is not prepared there. The message says how to prepare
+          it.
     """
     _check("name", name, list(_TFDS_SPLITS))
     _check("corruption", corruption, _ALL)
@@ -166,9 +189,11 @@ def corrupted_tfds(name: str, corruption: str, severity: int, *, data_dir: str |
 
 
 def imagenet_r_classes() -> np.ndarray:
-    """Returns the positions of ImageNet-R's 200 classes among ImageNet's 1000, ascending, int64 [200].
+    """Returns the positions of ImageNet-R's 200 classes among ImageNet's 1000, ascending, int64
+    [200].
 
-    ImageNet's order is the order of TFDS's imagenet2012 and of the WordNet ids, which all public checkpoints use.
+    ImageNet's order is the order of TFDS's imagenet2012 and of the WordNet ids, which all public
+    checkpoints use.
     """
     tfds = optional("tensorflow_datasets", "tfds")
 
@@ -180,23 +205,35 @@ def imagenet_r_classes() -> np.ndarray:
 def restrict_classes(
     apply_fn: Callable[[Any, Any], Any], classes: Sequence[int] | np.ndarray
 ) -> Callable[[Any, Any], Any]:
-    """Returns `apply_fn` with the logits of some classes only, in that order, for a source with these labels.
+    """Returns `apply_fn` with the logits of some classes only, in that order, for a source with
+    these labels.
 
     Args:
       apply_fn: (params, images) -> logits [B, K].
-      classes: Distinct class positions in [0, K), int [C]. Label j of the restricted model is classes[j].
+      classes: Distinct class positions in [0, K), int [C]. Label j of the restricted model is
+          classes[j].
 
     Raises:
-      ValueError: classes are not distinct non-negative integers. The restricted model raises it for a class >= K.
+      ValueError: classes are not distinct non-negative integers. The restricted model raises it for
+          a class >= K.
     """
     chosen = np.asarray(classes)
-    if chosen.ndim != 1 or not np.issubdtype(chosen.dtype, np.integer) or len(np.unique(chosen)) != len(chosen):
-        raise ValueError(f"classes must be distinct integers [C], got dtype {chosen.dtype} and shape {chosen.shape}.")
+    if (
+        chosen.ndim != 1
+        or not np.issubdtype(chosen.dtype, np.integer)
+        or len(np.unique(chosen)) != len(chosen)
+    ):
+        raise ValueError(
+            f"classes must be distinct integers [C], got dtype {chosen.dtype} and shape "
+            f"{chosen.shape}."
+        )
 
     def restricted(params: Any, images: Any) -> Any:
         logits = apply_fn(params, images)
         if not (chosen.min() >= 0 and chosen.max() < logits.shape[-1]):
-            raise ValueError(f"classes must be in [0, {logits.shape[-1]}), the classes of the model.")
+            raise ValueError(
+                f"classes must be in [0, {logits.shape[-1]}), the classes of the model."
+            )
         return logits[..., chosen]
 
     return restricted

@@ -4,7 +4,8 @@
     sampler = jaxdp.data.PoissonSampler(len(patients), 0.1)   # draws patients, each with all of its records
     trainer = jaxdp.finetune.dp_sgd(..., sampler=sampler, group=True, unit="patient")
 
-Only the number of users and `max_records` are public. Who has which records, and how many, stays private.
+Only the number of users and `max_records` are public. Who has which records, and how many, stays
+private.
 """
 
 import dataclasses
@@ -40,7 +41,8 @@ class Groups:
 
     Attributes:
       source: The records.
-      rows: int64 [users, k]. The positions of each user's records in `source`, filled up with -1. Private.
+      rows: int64 [users, k]. The positions of each user's records in `source`, filled up with -1.
+          Private.
       without: A column that `gather` leaves out, or "".
     """
 
@@ -88,26 +90,29 @@ def by_group(source: Source, group: str | Iterable[Hashable], *, max_records: in
     """Returns a source whose examples are the users, patients or other owners of the records.
 
     Args:
-      source: The records, in an order in which no two records of one user change places when another user leaves.
-      group: The owner of each record: a column of `source`, or n identifiers. The column is left out of the examples.
-        Identifiers are text and compared as bytes, after Unicode NFC and without outer blanks: "007" and "7" are two
-        patients, 7 and "7" are one (`jaxdp.data.ids`). A column of a table is read as the text of its cells.
-      max_records: k, the largest number of records of one user that count. It is public: choose it without a look at
-        the data. A user with more has its first k in the order of `source`.
+      source: The records, in an order in which no two records of one user change places when
+          another user leaves.
+      group: The owner of each record: a column of `source`, or n identifiers. The column is left
+        out of the examples. Identifiers are text and compared as bytes, after Unicode NFC and
+        without outer blanks: "007" and "7" are two patients, 7 and "7" are one (`jaxdp.data.ids`).
+        A column of a table is read as the text of its cells.
+      max_records: k, the largest number of records of one user that count. It is public: choose it
+        without a look at the data. A user with more has its first k in the order of `source`.
 
     Returns:
       A source of users in the order of their first records. Its examples are `Records`.
 
     Raises:
-      ValueError: max_records is below 1, group has another length than source, or it lacks a value: None, NaN or
-        blanks. source has no such column.
+      ValueError: max_records is below 1, group has another length than source, or it lacks a value:
+        None, NaN or blanks. source has no such column.
       TypeError: A value is no identifier: floating point, a flag, a point in time or another type.
 
     Formal guarantees:
-      An example is a function of the records of one user alone, and so is the choice of those that count. Adding or
-      removing a user with all of its records therefore adds or removes one example. The number of users is public in
-      the sense of `PoissonSampler.num_examples`. The choice is the same in every step, because a run that repeats a
-      step after a crash must see equal records.
+      An example is a function of the records of one user alone, and so is the choice of those that
+      count. Adding or removing a user with all of its records therefore adds or removes one
+      example. The number of users is public in the sense of `PoissonSampler.num_examples`. The
+      choice is the same in every step, because a run that repeats a step after a crash must see
+      equal records.
     """
     if max_records < 1:
         raise ValueError(f"max_records must be at least 1, got {max_records}.")

@@ -2,9 +2,9 @@
 
     identifiers(["P1", " P1 ", "007", 7])  # ["P1", "P1", "007", "7"]: three people
 
-Two identifiers are one person exactly if their UTF-8 bytes are equal after two steps: Unicode normalisation NFC,
-and the removal of blanks at both ends. Letters keep their case, and digits are no numbers: "007" and "7" are two
-people.
+Two identifiers are one person exactly if their UTF-8 bytes are equal after two steps: Unicode
+normalisation NFC, and the removal of blanks at both ends. Letters keep their case, and digits are
+no numbers: "007" and "7" are two people.
 
 | value | becomes |
 |---|---|
@@ -73,7 +73,8 @@ def identifiers(values: Iterable[Any], argument: str = "group") -> list[Identifi
 
 
 def owners_of(group: Iterable[Any], records: int) -> np.ndarray:
-    """Returns the number of each record's owner, int32 [records], counted in the order of their first records.
+    """Returns the number of each record's owner, int32 [records], counted in the order of their
+    first records.
 
     Args:
       group: The identifier of the owner of each record.
@@ -85,7 +86,9 @@ def owners_of(group: Iterable[Any], records: int) -> np.ndarray:
     """
     owners = identifiers(group)
     if len(owners) != records:
-        raise ValueError(f"group must have one value for each of the {records} records, got {len(owners)}.")
+        raise ValueError(
+            f"group must have one value for each of the {records} records, got {len(owners)}."
+        )
     known: dict[Identifier, int] = {}
     for owner in owners:
         known.setdefault(owner, len(known))
@@ -96,7 +99,9 @@ def _decoded(value: bytes, argument: str) -> str:
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{argument} has bytes that are not UTF-8. Decode them with their own encoding.") from error
+        raise ValueError(
+            f"{argument} has bytes that are not UTF-8. Decode them with their own encoding."
+        ) from error
 
 
 def _normal(text: str, argument: str) -> str:
@@ -104,18 +109,21 @@ def _normal(text: str, argument: str) -> str:
     if not normal:
         raise _lacking(argument)
     if any("\ud800" <= char <= "\udfff" for char in normal):  # they have no UTF-8
-        raise ValueError(f"{argument} has a text with half a surrogate pair. Decode it with its own encoding.")
+        raise ValueError(
+            f"{argument} has a text with half a surrogate pair. Decode it with its own encoding."
+        )
     return normal
 
 
 def _lacking(argument: str) -> ValueError:
     return ValueError(
-        f"{argument} lacks a value: None, NaN or a blank text. Give every record its owner, or leave the record out."
+        f"{argument} lacks a value: None, NaN or a blank text. Give every record its owner, or "
+        "leave the record out."
     )
 
 
 def _no_identifier(argument: str, kind: str) -> TypeError:
     return TypeError(
-        f"{argument} must have identifiers, which are texts or whole numbers, got {kind}. Floating point merges "
-        f"digits. {_AS_TEXT}"
+        f"{argument} must have identifiers, which are texts or whole numbers, got {kind}. Floating "
+        f"point merges digits. {_AS_TEXT}"
     )

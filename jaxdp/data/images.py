@@ -15,27 +15,34 @@ _CHUNK_ROWS = 1024
 def resize_images(source: Examples, size: int = 0, channels: int = 0) -> Examples:
     """Resizes the images of a source, and makes grey ones RGB.
 
-    Each image depends on one record and public numbers only, so this is no release about the records.
+    Each image depends on one record and public numbers only, so this is no release about the
+    records.
 
     Args:
       source: Examples with an "image" [H, W, C]. All of them are copied if anything changes.
-      size: The side of the square images. 0 keeps the size. Shrinking averages over the area that a new pixel covers,
-        enlarging interpolates linearly. The aspect ratio is not kept.
+      size: The side of the square images. 0 keeps the size. Shrinking averages over the area that a
+        new pixel covers, enlarging interpolates linearly. The aspect ratio is not kept.
       channels: C. 0 keeps the channels. Only one channel can be changed, by repetition.
 
     Returns:
-      A source of the same name and storage with images [size, size, channels], or the given source if nothing changes.
+      A source of the same name and storage with images [size, size, channels], or the given source
+      if nothing changes.
 
     Raises:
-      ValueError: The source has no images, size or channels is negative, or several channels would change.
+      ValueError: The source has no images, size or channels is negative, or several channels would
+          change.
     """
     if size < 0 or channels < 0:
         raise ValueError(f"size and channels must be at least 0, got {size} and {channels}.")
-    height, width, given = check_source(source, "image", argument=f"source {source.name!r}")["image"].shape
+    height, width, given = check_source(source, "image", argument=f"source {source.name!r}")[
+        "image"
+    ].shape
     shape = (size, size) if size else (height, width)
     channels = channels or given
     if channels != given and given != 1:
-        raise ValueError(f"channels must be {given} or 0 for source {source.name!r}, whose images have {given}.")
+        raise ValueError(
+            f"channels must be {given} or 0 for source {source.name!r}, whose images have {given}."
+        )
     if (*shape, channels) == (height, width, given):
         return source
     source = source.load() if isinstance(source.arrays, ExampleReader) else source
@@ -45,19 +52,29 @@ def resize_images(source: Examples, size: int = 0, channels: int = 0) -> Example
     image = np.empty((len(rows), *shape, channels), dtype)
     for start in range(0, len(rows), _CHUNK_ROWS):
         chunk = scaled(stored[rows[start : start + _CHUNK_ROWS]])
-        resized = np.clip([resize(one, shape) for one in chunk], 0, 1)  # [chunk, height, width, given]
+        resized = np.clip(
+            [resize(one, shape) for one in chunk], 0, 1
+        )  # [chunk, height, width, given]
         image[start : start + len(chunk)] = like(resized, dtype)  # repeats a single channel
     arrays = {**tree.map_structure(lambda array: array[rows], others), "image": image}
     texts = {key: source.text(key) for key in source.text_names}
     return dataclasses.replace(source, arrays=arrays, rows=None, declared="", texts=texts)
 
 
-def resize(image: np.ndarray, shape: tuple[int, int], interpolation: str = "bilinear") -> np.ndarray:
-    """Resizes one uint8 or float32 image [H, W, C] with a Pillow filter, whose support grows when it shrinks."""
+def resize(
+    image: np.ndarray, shape: tuple[int, int], interpolation: str = "bilinear"
+) -> np.ndarray:
+    """Resizes one uint8 or float32 image [H, W, C] with a Pillow filter, whose support grows when
+    it shrinks.
+    """
     from PIL import Image
 
     if image.shape[:2] == shape:
         return image
     resample = Image.Resampling[interpolation.upper()]
-    channels = [Image.fromarray(np.ascontiguousarray(channel)) for channel in np.moveaxis(image, -1, 0)]
-    return np.stack([np.asarray(channel.resize(shape[::-1], resample)) for channel in channels], axis=-1)
+    channels = [
+        Image.fromarray(np.ascontiguousarray(channel)) for channel in np.moveaxis(image, -1, 0)
+    ]
+    return np.stack(
+        [np.asarray(channel.resize(shape[::-1], resample)) for channel in channels], axis=-1
+    )

@@ -1,7 +1,9 @@
-"""Labelled logits: the one place that checks their shapes and decides which records are answered rightly.
+"""Labelled logits: the one place that checks their shapes and decides which records are answered
+rightly.
 
-Every consumer of (logits, labels) in this library calls these functions: accuracies, private counts, calibration and
-the serving loop. They accept arrays of NumPy and of JAX, also under `jax.jit` and `jax.vmap`.
+Every consumer of (logits, labels) in this library calls these functions: accuracies, private
+counts, calibration and the serving loop. They accept arrays of NumPy and of JAX, also under
+`jax.jit` and `jax.vmap`.
 
     logits [n, K]   floating point. One logit [n, 1] answers class 1 if it is positive, and class 0 otherwise.
     labels [n]      integers in [0, K), or in [0, 2) for one logit.
@@ -12,10 +14,11 @@ the serving loop. They accept arrays of NumPy and of JAX, also under `jax.jit` a
 | a label outside of the range, such as -1        | wrong, and not `labelled`                                       |
 | several largest logits                          | an answer for the first of them                                 |
 
-A shape that broadcasts is not a shape that fits: [n] answers against [n, 1] labels would compare n^2 pairs. So all
-shapes must be as above, and nothing is reshaped. Errors about shapes and dtypes may occur in a mechanism. They show no
-number of records, which may be private. Errors about values are in `check_range` and `refuse_unlabelled`, for data
-whose owner sees the error. A mechanism counts instead.
+A shape that broadcasts is not a shape that fits: [n] answers against [n, 1] labels would compare
+n^2 pairs. So all shapes must be as above, and nothing is reshaped. Errors about shapes and dtypes
+may occur in a mechanism. They show no number of records, which may be private. Errors about values
+are in `check_range` and `refuse_unlabelled`, for data whose owner sees the error. A mechanism
+counts instead.
 """
 
 import warnings
@@ -37,7 +40,8 @@ class Judged(NamedTuple):
     """What `judge` says about n records, arrays of NumPy or of JAX.
 
     Attributes:
-      correct: bool [n], whether the answer is the label. False if the record is not `finite` or not `labelled`.
+      correct: bool [n], whether the answer is the label. False if the record is not `finite` or not
+          `labelled`.
       finite: bool [n], whether all logits are finite.
       labelled: bool [n], whether the label is a class of the logits.
     """
@@ -47,8 +51,11 @@ class Judged(NamedTuple):
     labelled: Any
 
 
-def check_logits(logits: Any, *, name: str = "logits", count: int | None = None, least: int = 1) -> None:
-    """Raises ValueError or TypeError unless logits are floating point [n, K]. It reads shape and dtype only.
+def check_logits(
+    logits: Any, *, name: str = "logits", count: int | None = None, least: int = 1
+) -> None:
+    """Raises ValueError or TypeError unless logits are floating point [n, K]. It reads shape and
+    dtype only.
 
     Args:
       logits: An array, or anything with a shape and a dtype.
@@ -60,35 +67,43 @@ def check_logits(logits: Any, *, name: str = "logits", count: int | None = None,
     shape = tuple(logits.shape)
     if len(shape) != 2 or shape[1] < least or count not in (None, shape[0]):
         raise ValueError(
-            f"{name} must be [n, K], one row of K >= {least} logits for each record, got {_shown(shape, count)}. Add a "
-            "batch axis, or remove axes of length 1. Give logits, not classes."
+            f"{name} must be [n, K], one row of K >= {least} logits for each record, got "
+            f"{_shown(shape, count)}. Add a batch axis, or remove axes of length 1. Give logits, "
+            "not classes."
         )
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(
-            f"{name} must be floating point, got dtype {logits.dtype}. Give the logits of all classes, not classes."
+            f"{name} must be floating point, got dtype {logits.dtype}. Give the logits of all "
+            "classes, not classes."
         )
 
 
 def check_labels(labels: Any, count: int, *, name: str = "labels") -> None:
-    """Raises ValueError or TypeError unless labels are integers [count]. It reads shape and dtype only."""
+    """Raises ValueError or TypeError unless labels are integers [count]. It reads shape and dtype
+    only.
+    """
     _check_array(labels, name)
     shape = tuple(labels.shape)
     if shape != (count,):
         raise ValueError(
-            f"{name} must be [n], one class number for each record, got {_shown(shape, count)}. Remove axes of length "
-            "1. Take argmax over one-hot labels."
+            f"{name} must be [n], one class number for each record, got {_shown(shape, count)}. "
+            "Remove axes of length 1. Take argmax over one-hot labels."
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
-            f"{name} must be integers, got dtype {labels.dtype}. Cast whole numbers, for example with "
-            "labels.astype(numpy.int32)."
+            f"{name} must be integers, got dtype {labels.dtype}. Cast whole numbers, for example "
+            "with labels.astype(numpy.int32)."
         )
 
 
-def check_labelled(logits: Any, labels: Any, *, names: tuple[str, str] = ("logits", "labels"), least: int = 1) -> None:
-    """Raises ValueError or TypeError unless logits are floating point [n, K] and labels integers [n].
+def check_labelled(
+    logits: Any, labels: Any, *, names: tuple[str, str] = ("logits", "labels"), least: int = 1
+) -> None:
+    """Raises ValueError or TypeError unless logits are floating point [n, K] and labels integers
+    [n].
 
-    `names` are the names of both in errors, and `least` is the smallest K. It reads shapes and dtypes only.
+    `names` are the names of both in errors, and `least` is the smallest K. It reads shapes and
+    dtypes only.
     """
     check_logits(logits, name=names[0], least=least)
     check_labels(labels, logits.shape[0], name=names[1])
@@ -97,13 +112,14 @@ def check_labelled(logits: Any, labels: Any, *, names: tuple[str, str] = ("logit
 def check_range(labels: Any, num_classes: int, *, name: str = "labels") -> None:
     """Raises ValueError unless all labels are in [0, num_classes). The error shows no label.
 
-    It depends on the labels. So it is for their owner, and for public data, and never inside of a mechanism.
+    It depends on the labels. So it is for their owner, and for public data, and never inside of a
+    mechanism.
     """
     labels = np.asarray(labels)
     if not np.all(_inside(labels, num_classes)):
         raise ValueError(
-            f"{name} must be in [0, {num_classes}), the classes. Some labels are outside. Correct the labels, or count "
-            "all possible classes, not only observed ones."
+            f"{name} must be in [0, {num_classes}), the classes. Some labels are outside. Correct "
+            "the labels, or count all possible classes, not only observed ones."
         )
 
 
@@ -135,14 +151,15 @@ def predicted(logits: Any) -> Any:
 
 
 def judge(logits: Any, labels: Any) -> Judged:
-    """Compares the answers of logits [n, K] with labels [n]. The result is of NumPy, or of JAX where one argument is.
+    """Compares the answers of logits [n, K] with labels [n]. The result is of NumPy, or of JAX
+    where one argument is.
 
     Raises:
       TypeError, ValueError: Shapes or dtypes are not as at the top of this page.
 
     Formal guarantees:
-      Every entry is a function of its own row of the logits and its own label. So replacing one record changes one
-      entry of `correct` by at most 1, whatever numbers the record holds.
+      Every entry is a function of its own row of the logits and its own label. So replacing one
+      record changes one entry of `correct` by at most 1, whatever numbers the record holds.
     """
     check_labelled(logits, labels)
     answers = predicted(logits)
@@ -152,11 +169,12 @@ def judge(logits: Any, labels: Any) -> Judged:
     return Judged(answers == truth, answers >= 0, labelled)
 
 
-# --- Counts over a source ---------------------------------------------------------------------------------------------
+# --- Counts over a source -----------------------------------------------------------------------
 
 
 class Counts(NamedTuple):
-    """Numbers of records: right answers, answers with a logit that is not finite, and labels out of range.
+    """Numbers of records: right answers, answers with a logit that is not finite, and labels out of
+    range.
 
     The numbers are int32 [] on the device, and integers or int64 arrays after sums on the host.
     """
@@ -173,7 +191,8 @@ def count(judged: Judged, mask: jax.Array) -> Counts:
 
 
 def check_examples(source: Source, batch_size: int) -> Any:
-    """Returns the structure of an example, as `check_source`. Raises unless there are examples with integer labels [].
+    """Returns the structure of an example, as `check_source`. Raises unless there are examples with
+    integer labels [].
 
     Errors show shapes and dtypes only.
     """
@@ -190,7 +209,9 @@ def check_examples(source: Source, batch_size: int) -> Any:
 
 
 def labelled_batches(source: Source, batch_size: int) -> Iterator[tuple[Any, jax.Array]]:
-    """Yields the batches of a source on the device, labels as int32, each with the mask of its examples."""
+    """Yields the batches of a source on the device, labels as int32, each with the mask of its
+    examples.
+    """
     size = min(batch_size, len(source))
     for rows, mask in zip(*pad_to_physical(np.arange(len(source)), size), strict=True):
         batch = source.gather(rows)
@@ -203,8 +224,9 @@ def refuse_unlabelled(unlabelled: int, source: Source) -> None:
     """Raises ValueError if a PUBLIC source has labels out of range."""
     if unlabelled:
         raise ValueError(
-            f"label of source {_name(source)!r} must be in [0, K), the classes of the logits, but {unlabelled} of "
-            f"{len(source)} are outside. Correct the labels, or give a model with more classes."
+            f"label of source {_name(source)!r} must be in [0, K), the classes of the logits, but "
+            f"{unlabelled} of {len(source)} are outside. Correct the labels, or give a model with "
+            "more classes."
         )
 
 
@@ -213,18 +235,23 @@ def _name(source: Source) -> str:
 
 
 def warn_if_not_finite(count: int, total: int, *, stacklevel: int = 3) -> None:
-    """Warns that `count` of `total` answers had a logit that is not finite, if there are any. For public data."""
+    """Warns that `count` of `total` answers had a logit that is not finite, if there are any. For
+    public data.
+    """
     if count:
         warnings.warn(
-            f"{count} of {total} answers have a logit that is NaN or infinite, and count as wrong. Check the "
-            "parameters and the inputs.",
+            f"{count} of {total} answers have a logit that is NaN or infinite, and count as "
+            "wrong. Check the parameters and the inputs.",
             stacklevel=stacklevel,
         )
 
 
 def _check_array(value: Any, name: str) -> None:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise TypeError(f"{name} must be an array, got {type(value).__name__}. Return one array of logits or labels.")
+        raise TypeError(
+            f"{name} must be an array, got {type(value).__name__}. Return one array of logits or "
+            "labels."
+        )
 
 
 def _shown(shape: tuple[int, ...], count: int | None) -> str:

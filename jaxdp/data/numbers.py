@@ -1,7 +1,9 @@
-"""Numbers that a device holds as they are: what is refused, what is converted, and what loses digits.
+"""Numbers that a device holds as they are: what is refused, what is converted, and what loses
+digits.
 
-JAX has numbers of at most 32 bits, unless `jax_enable_x64` is set. It converts wider ones without a word: the time
-1700000000123 becomes -807049093. So every column and every batch goes through this module.
+JAX has numbers of at most 32 bits, unless `jax_enable_x64` is set. It converts wider ones without a
+word: the time 1700000000123 becomes -807049093. So every column and every batch goes through this
+module.
 
 | dtype | treatment |
 |---|---|
@@ -34,11 +36,14 @@ def native(array: np.ndarray, where: str) -> np.ndarray:
     numeric = jax.dtypes.issubdtype(dtype, np.number) or dtype == np.bool_
     if dtype.hasobject or not numeric:
         raise TypeError(
-            f"{where} must be an array [n, ...] of numbers, got dtype {dtype} and shape {array.shape}. Encode text and "
-            "dates as numbers, and pad lists to one length."
+            f"{where} must be an array [n, ...] of numbers, got dtype {dtype} and shape "
+            f"{array.shape}. Encode text and dates as numbers, and pad lists to one length."
         )
     if dtype.itemsize > (16 if dtype.kind == "c" else 8):
-        raise TypeError(f"{where} has the dtype {dtype}, which no device has. Convert it with astype(np.float32).")
+        raise TypeError(
+            f"{where} has the dtype {dtype}, which no device has. Convert it with "
+            "astype(np.float32)."
+        )
     return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
 
@@ -48,23 +53,26 @@ def _wide() -> bool:
 
 
 def check_whole(array: Any, where: str) -> None:
-    """Raises ValueError if 64-bit integers do not fit into the 32 bits that JAX keeps. The message has no number."""
+    """Raises ValueError if 64-bit integers do not fit into the 32 bits that JAX keeps. The message
+    has no number.
+    """
     if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or _wide() or not array.size:
         return
     narrow = np.iinfo(f"{array.dtype.kind}4")
     if array.min() < narrow.min or array.max() > narrow.max:
         raise ValueError(
-            f"{where} has whole numbers outside of [{narrow.min}, {narrow.max}], which a device would wrap around. "
-            f"Subtract a public constant or divide by one, such as milliseconds by 1000, and store {narrow.dtype}. "
-            f"{_AS_ID}"
+            f"{where} has whole numbers outside of [{narrow.min}, {narrow.max}], which a device "
+            "would wrap around. Subtract a public constant or divide by one, such as milliseconds "
+            f"by 1000, and store {narrow.dtype}. {_AS_ID}"
         )
 
 
 def check_digits(array: np.ndarray, where: str) -> None:
-    """Warns if float32 loses more of float64 numbers than its usual rounding. Raises ValueError if it overflows.
+    """Warns if float32 loses more of float64 numbers than its usual rounding. Raises ValueError if
+    it overflows.
 
-    It warns if a whole number is another one in float32, or if the numbers of a position, such as a feature, differ by
-    less than 1024 steps of float32 around them.
+    It warns if a whole number is another one in float32, or if the numbers of a position, such as a
+    feature, differ by less than 1024 steps of float32 around them.
     """
     if array.dtype != np.float64 or not array.size or _wide():
         return
@@ -76,7 +84,9 @@ def check_digits(array: np.ndarray, where: str) -> None:
         with np.errstate(over="ignore"):
             narrow = chunk.astype(np.float32)
         if not np.isfinite(narrow[finite]).all():
-            raise ValueError(f"{where} has numbers that are infinite in float32. Divide by a public constant.")
+            raise ValueError(
+                f"{where} has numbers that are infinite in float32. Divide by a public constant."
+            )
         rounded = rounded or bool(np.any(finite & (chunk == np.rint(chunk)) & (chunk != narrow)))
         low = np.minimum(low, np.min(chunk, axis=0, initial=np.inf, where=finite))
         high = np.maximum(high, np.max(chunk, axis=0, initial=-np.inf, where=finite))
@@ -84,17 +94,19 @@ def check_digits(array: np.ndarray, where: str) -> None:
         step = np.spacing(np.maximum(np.abs(low), np.abs(high)).astype(np.float32))
     if rounded or np.any((high > low) & (high - low < _STEPS * step)):
         warnings.warn(
-            f"{where} is float64, and float32 loses its last digits. Subtract a public constant, or store whole "
-            f"numbers as integers. {_AS_ID}",
+            f"{where} is float64, and float32 loses its last digits. Subtract a public constant, "
+            f"or store whole numbers as integers. {_AS_ID}",
             stacklevel=2,
         )
 
 
 def check_batch(batch: Any, argument: str = "source") -> Any:
-    """Returns a gathered batch whose numbers a device holds: native, and without whole numbers that wrap.
+    """Returns a gathered batch whose numbers a device holds: native, and without whole numbers that
+    wrap.
 
     Raises:
-      TypeError, ValueError: As `native` and `check_whole`. The message names the column, for the owner of the data.
+      TypeError, ValueError: As `native` and `check_whole`. The message names the column, for the
+          owner of the data.
     """
 
     def checked(path: Any, leaf: Any) -> Any:

@@ -7,8 +7,9 @@
 | grey of 32 bits or floats (I, F; TIFF) | float32 [H, W, 1] | the ends of `pixel_range`, which must be given |
 | all others | uint8 [H, W, 3], RGB | 0 and 255 |
 
-`pixel_range=(low, high)` gives every file a range of its own, such as (0, 4095) for 12 bits in files of 16.
-An image is turned as its EXIF orientation says. Alpha is dropped. Pillow keeps the upper 8 bits of 16-bit colour.
+`pixel_range=(low, high)` gives every file a range of its own, such as (0, 4095) for 12 bits in
+files of 16. An image is turned as its EXIF orientation says. Alpha is dropped. Pillow keeps the
+upper 8 bits of 16-bit colour.
 """
 
 import dataclasses
@@ -34,12 +35,21 @@ def check_range(pixel_range: PixelRange | None) -> None:
     """Raises ValueError unless pixel_range is None or has two finite numbers, the smaller first."""
     if pixel_range is None:
         return
-    if len(pixel_range) != 2 or not all(map(math.isfinite, pixel_range)) or not pixel_range[0] < pixel_range[1]:
-        raise ValueError(f"pixel_range must be (low, high) with low below high, such as (0, 4095), got {pixel_range}.")
+    if (
+        len(pixel_range) != 2
+        or not all(map(math.isfinite, pixel_range))
+        or not pixel_range[0] < pixel_range[1]
+    ):
+        raise ValueError(
+            "pixel_range must be (low, high) with low below high, such as (0, 4095), got "
+            f"{pixel_range}."
+        )
 
 
 def scaled(pixels: np.ndarray) -> np.ndarray:
-    """Returns pixels as float32 in [0, 1]: uint8 by 255, uint16 by 65535, and floats as they are."""
+    """Returns pixels as float32 in [0, 1]: uint8 by 255, uint16 by 65535, and floats as they
+    are.
+    """
     if pixels.dtype.kind != "u":
         return pixels
     return pixels.astype(np.float32) / np.float32(np.iinfo(pixels.dtype).max)
@@ -58,16 +68,19 @@ def decode(data: bytes, what: str, *, pixel_range: PixelRange | None = None) -> 
     Args:
       data: The file.
       what: Its name in errors.
-      pixel_range: The public numbers that become 0 and 1. Pixels outside of it are clipped. None takes the range of the
-        pixel type.
+      pixel_range: The public numbers that become 0 and 1. Pixels outside of it are clipped. None
+        takes the range of the pixel type.
 
     Raises:
-      ValueError: The file is damaged, has several images, or pixels of 32 bits without a pixel_range.
+      ValueError: The file is damaged, has several images, or pixels of 32 bits without a
+          pixel_range.
     """
     from PIL import Image, ImageOps
 
     with understood(what, _AGAIN), Image.open(io.BytesIO(data)) as file:
-        frames = 1 if file.format == "MPO" else getattr(file, "n_frames", 1)  # MPO: a photograph and its preview
+        frames = (
+            1 if file.format == "MPO" else getattr(file, "n_frames", 1)
+        )  # MPO: a photograph and its preview
         kind = file.format
         file.load()
         image = ImageOps.exif_transpose(file)
@@ -82,8 +95,8 @@ def decode(data: bytes, what: str, *, pixel_range: PixelRange | None = None) -> 
         raise ValueError(f"{what} has {frames} images. Store each in a file of its own.")
     if unbounded and pixel_range is None:
         raise ValueError(
-            f"{what} has grey pixels of 32 bits (mode {image.mode}), which have no largest value. Give their public "
-            "range: pixel_range=(low, high)."
+            f"{what} has grey pixels of 32 bits (mode {image.mode}), which have no largest value. "
+            "Give their public range: pixel_range=(low, high)."
         )
     pixels = pixels.astype(np.uint16) if wide else pixels
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
@@ -94,15 +107,22 @@ def decode(data: bytes, what: str, *, pixel_range: PixelRange | None = None) -> 
 
 
 def path_inside(root: pathlib.Path, path: str) -> bool:
-    """Returns whether a path of a table names something inside the folder, read as text. It may not name the folder."""
+    """Returns whether a path of a table names something inside the folder, read as text. It may not
+    name the folder.
+    """
     parts = pathlib.PurePosixPath(path.replace("\\", "/")).parts
-    outside = pathlib.PurePath(path).is_absolute() or pathlib.PureWindowsPath(path).drive or path.startswith("/")
+    outside = (
+        pathlib.PurePath(path).is_absolute()
+        or pathlib.PureWindowsPath(path).drive
+        or path.startswith("/")
+    )
     return bool(parts) and not outside and ".." not in parts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageFiles:
-    """A column of `Examples` that reads as an array of pixels [n, H, W, C]. It decodes the files of rows that are read.
+    """A column of `Examples` that reads as an array of pixels [n, H, W, C]. It decodes the files of
+    rows that are read.
 
     Attributes:
       root: The folder.
@@ -139,8 +159,8 @@ class ImageFiles:
             image = self._decoded(path)
             if image.dtype != dtype:
                 raise ValueError(
-                    f"{self._name(path)} has pixels of {8 * image.itemsize} bits, and the first image "
-                    f"{8 * dtype.itemsize}. Store all images with one pixel type."
+                    f"{self._name(path)} has pixels of {8 * image.itemsize} bits, and the first "
+                    f"image {8 * dtype.itemsize}. Store all images with one pixel type."
                 )
             images.append(image)
         if not images:
@@ -150,8 +170,8 @@ class ImageFiles:
         for path, image in zip(paths, images, strict=True):
             if image.shape != shape:
                 raise ValueError(
-                    f"{self._name(path)} has the shape {image.shape}, and the first one {shape}. Give all images one "
-                    "shape with prepare=."
+                    f"{self._name(path)} has the shape {image.shape}, and the first one {shape}. "
+                    "Give all images one shape with prepare=."
                 )
         return np.stack(images)
 
@@ -174,7 +194,9 @@ class ImageFiles:
         what = self._name(path)
         file = self.root / path
         if not file.resolve().is_relative_to(self.root.resolve()):
-            raise ValueError(f"{what} is a link to a file outside of the folder. Copy the file into the folder.")
+            raise ValueError(
+                f"{what} is a link to a file outside of the folder. Copy the file into the folder."
+            )
         data = file.read_bytes()
         check_image(data, shape=(), what=what, limits=self.limits, remedy=_AGAIN)
         return decode(data, what, pixel_range=self.pixel_range)

@@ -17,8 +17,9 @@ _REMEDY = "Make one with jaxdp.data.from_arrays or another from_ function."
 class Source(Protocol):
     """Examples by position, as every trainer, stream and evaluation of this library reads them.
 
-    `jaxdp.data.Examples` is the implementation of this library. A class of your own needs these three members, and no
-    base class. It may have a `name` (str) for messages and `num_classes` (int) for functions that need classes.
+    `jaxdp.data.Examples` is the implementation of this library. A class of your own needs these
+    three members, and no base class. It may have a `name` (str) for messages and `num_classes`
+    (int) for functions that need classes.
     """
 
     def __len__(self) -> int:
@@ -27,54 +28,68 @@ class Source(Protocol):
     def gather(self, indices: np.ndarray, /) -> Any:
         """Returns the examples at `indices`, stacked along a new first axis.
 
-        The result depends on the indices and the stored records only. An index may repeat. Equal calls give equal bits.
+        The result depends on the indices and the stored records only. An index may repeat. Equal
+        calls give equal bits.
 
         Args:
           indices: int64 [B] in [0, n), B >= 0.
 
         Returns:
-          Any pytree of numeric or boolean arrays [B, ...]: NumPy or JAX, each with a fixed dtype and example shape.
+          Any pytree of numeric or boolean arrays [B, ...]: NumPy or JAX, each with a fixed dtype
+          and example shape.
         """
 
     @property
     def fingerprint(self) -> str:
         """A text that differs if any record differs, such as a hash of the content.
 
-        It is read for every release, and must be of what `gather` returns from then on. A class that keeps it refuses
-        records that have changed since. A release that repeats after a crash compares it. Equal texts for different
-        records would give both the same noise, and their difference would reveal records.
+        It is read for every release, and must be of what `gather` returns from then on. A class
+        that keeps it refuses records that have changed since. A release that repeats after a crash
+        compares it. Equal texts for different records would give both the same noise, and their
+        difference would reveal records.
         """
 
 
 def check_members(source: Any, argument: str = "source") -> None:
     """Raises TypeError if an object lacks a member of `Source`. It reads nothing."""
-    members = {name: inspect.getattr_static(source, name, None) for name in ("__len__", "gather", "fingerprint")}
+    members = {
+        name: inspect.getattr_static(source, name, None)
+        for name in ("__len__", "gather", "fingerprint")
+    }
     what = f"{argument} must be a jaxdp.data.Source"
     if missing := [name for name, found in members.items() if found is None]:
-        raise TypeError(f"{what}, but {type(source).__name__} has no {', '.join(missing)}. {_REMEDY}")
+        raise TypeError(
+            f"{what}, but {type(source).__name__} has no {', '.join(missing)}. {_REMEDY}"
+        )
     if inspect.isfunction(members["fingerprint"]):
-        raise TypeError(f"{what}, whose fingerprint is a text or a property. {type(source).__name__} has a method.")
+        raise TypeError(
+            f"{what}, whose fingerprint is a text or a property. {type(source).__name__} has a "
+            "method."
+        )
 
 
 def check_source(source: Any, *columns: str, argument: str = "source", values: bool = True) -> Any:
-    """Checks that an object is a `Source`, and reads its first and last examples. It does not read the fingerprint.
+    """Checks that an object is a `Source`, and reads its first and last examples. It does not read
+    the fingerprint.
 
-    Errors show columns, dtypes and shapes, and no value of a record. float64 whose digits float32 loses gives a warning
-    (`jaxdp.data.numbers`).
+    Errors show columns, dtypes and shapes, and no value of a record. float64 whose digits float32
+    loses gives a warning (`jaxdp.data.numbers`).
 
     Args:
       source: The object.
       columns: Columns that its examples must have. Examples are then dicts.
       argument: The name of the object in errors.
-      values: Whether numbers that a device would change are an error. False is for a caller that converts them.
+      values: Whether numbers that a device would change are an error. False is for a caller that
+          converts them.
 
     Returns:
       The structure of one example: a pytree of `jax.ShapeDtypeStruct`.
 
     Raises:
-      TypeError: A member is missing or of another kind, or `gather` does not return arrays of numbers.
-      ValueError: An array of `gather` has another first axis than the indices, or whole numbers outside of 32 bits.
-        Or a column is missing.
+      TypeError: A member is missing or of another kind, or `gather` does not return arrays of
+          numbers.
+      ValueError: An array of `gather` has another first axis than the indices, or whole numbers
+        outside of 32 bits. Or a column is missing.
     """
     check_members(source, argument)
     what = f"{argument} must be a jaxdp.data.Source"
@@ -83,10 +98,18 @@ def check_source(source: Any, *columns: str, argument: str = "source", values: b
     texts = getattr(source, "text_names", ())
     found = f"gather({rows.tolist()}) of {type(source).__name__}"
     if missing := [name for name in columns if not (isinstance(batch, dict) and name in batch)]:
-        has = ", ".join(sorted(map(str, batch))) if isinstance(batch, dict) else type(batch).__name__
+        has = (
+            ", ".join(sorted(map(str, batch))) if isinstance(batch, dict) else type(batch).__name__
+        )
         unread = ", ".join(name for name in missing if name in texts)
-        hint = f" {unread} is text, which no example has: declare classes=, or encode it." if unread else ""
-        raise ValueError(shown(f"{argument} has no column {', '.join(map(repr, missing))}. It has {has}.{hint}"))
+        hint = (
+            f" {unread} is text, which no example has: declare classes=, or encode it."
+            if unread
+            else ""
+        )
+        raise ValueError(
+            shown(f"{argument} has no column {', '.join(map(repr, missing))}. It has {has}.{hint}")
+        )
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     if not leaves:
         raise TypeError(f"{what}, but {found} returned no array. {_REMEDY}")
@@ -96,19 +119,25 @@ def check_source(source: Any, *columns: str, argument: str = "source", values: b
             raise TypeError(f"{what}, but {where} a {type(leaf).__name__}. Return arrays.")
         if leaf.dtype.kind in "OSUMm":
             raise TypeError(
-                f"{what}, but {where} the dtype {leaf.dtype}. Encode text, dates and lists of several lengths as "
-                "numbers of one shape."
+                f"{what}, but {where} the dtype {leaf.dtype}. Encode text, dates and lists of "
+                "several lengths as numbers of one shape."
             )
         if leaf.shape[:1] != rows.shape:
-            raise ValueError(f"{what}, but {where} the shape {leaf.shape}. The first axis must be {len(rows)}.")
+            raise ValueError(
+                f"{what}, but {where} the shape {leaf.shape}. The first axis must be {len(rows)}."
+            )
     checked = check_batch(batch, argument) if values else ()
     for path, leaf in jax.tree_util.tree_flatten_with_path(checked)[0]:
         if isinstance(leaf, np.ndarray):
-            check_digits(leaf, f"{jax.tree_util.keystr(path, simple=True, separator='/')!r} of {argument}")
+            check_digits(
+                leaf, f"{jax.tree_util.keystr(path, simple=True, separator='/')!r} of {argument}"
+            )
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 
 def inputs_of(batch: Mapping[str, Any]) -> Any:
-    """Returns the input of a model: "image", or else "features", or else the dict of all columns but "label"."""
+    """Returns the input of a model: "image", or else "features", or else the dict of all columns
+    but "label".
+    """
     others = {name: column for name, column in batch.items() if name != "label"}
     return others.get("image", others.get("features", others))

@@ -1,8 +1,8 @@
 """The examples of a step's batch: Poisson sampling, or shuffled epochs for public data.
 
-Samplers are stateless. `sampler.batch(step)` depends on the 128-bit seed and the step only, so a run that crashed
-regenerates any batch. The seed is the key of NumPy's Philox generator and the step is the upper half of its counter.
-The streams of different steps are therefore disjoint.
+Samplers are stateless. `sampler.batch(step)` depends on the 128-bit seed and the step only, so a
+run that crashed regenerates any batch. The seed is the key of NumPy's Philox generator and the step
+is the upper half of its counter. The streams of different steps are therefore disjoint.
 """
 
 import dataclasses
@@ -28,7 +28,9 @@ def _generator(seed: bytes, step: int, purpose: int) -> np.random.Generator:
     if step >= 2**64:
         raise ValueError(f"step must be below 2**64, got {step}.")
     counter = np.array([0, 0, step, purpose], np.uint64)
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "little"), counter=counter))
+    return np.random.Generator(
+        np.random.Philox(key=int.from_bytes(seed, "little"), counter=counter)
+    )
 
 
 def _check_count(name: str, value: int, minimum: int) -> None:
@@ -48,26 +50,30 @@ def _check_seed(seed: bytes) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class PoissonSampler:
-    """Poisson sampling: at every step each example takes part independently with the same probability.
+    """Poisson sampling: at every step each example takes part independently with the same
+    probability.
 
     It uses `jax_privacy.batch_selection.CyclicPoissonSampling` with one cycle.
 
     Formal guarantees:
-      - Without truncation, the indicators "example i is in the batch of step t" are independent Bernoulli(q) over all
-        (i, t), up to the quality of the Philox generator (statistically strong, not a cryptographic cipher).
-        `PoissonSampledDpEvent` assumes this sampling. `event` derives that event from this object.
-      - With `truncated_batch_size=m`, a batch larger than m is cut to a uniformly random subset of size m. That is NOT
-        Poisson sampling. Its event is `TruncatedSubsampledGaussianDpEvent` (arXiv:2508.15089).
-      - Amplification holds only while the batches stay secret. The seed and the index arrays with their length are
-        private values. The seed is not in `repr`, and neither may appear in logs or metrics.
-      - `num_examples` is public by declaration. Under "add_remove" the real number of records is private. The user who
-        fixes q and the divisor q * num_examples declares this number public.
+      - Without truncation, the indicators "example i is in the batch of step t" are independent
+        Bernoulli(q) over all (i, t), up to the quality of the Philox generator (statistically
+        strong, not a cryptographic cipher). `PoissonSampledDpEvent` assumes this sampling. `event`
+        derives that event from this object.
+      - With `truncated_batch_size=m`, a batch larger than m is cut to a uniformly random subset of
+        size m. That is NOT Poisson sampling. Its event is `TruncatedSubsampledGaussianDpEvent`
+        (arXiv:2508.15089).
+      - Amplification holds only while the batches stay secret. The seed and the index arrays with
+        their length are private values. The seed is not in `repr`, and neither may appear in logs
+        or metrics.
+      - `num_examples` is public by declaration. Under "add_remove" the real number of records is
+        private. The user who fixes q and the divisor q * num_examples declares this number public.
 
     Attributes:
       num_examples: n, at least 1.
       sampling_probability: q in (0, 1].
-      seed: 16 secret bytes. The default is OS entropy. A resumed run passes its own seed. Two runs that share a seed
-        draw the same batches.
+      seed: 16 secret bytes. The default is OS entropy. A resumed run passes its own seed. Two runs
+        that share a seed draw the same batches.
       truncated_batch_size: The largest batch size, or None.
 
     Raises:
@@ -83,7 +89,9 @@ class PoissonSampler:
     def __post_init__(self) -> None:
         _check_count("num_examples", self.num_examples, 1)
         if not 0 < self.sampling_probability <= 1:
-            raise ValueError(f"sampling_probability must be in (0, 1], got {self.sampling_probability}.")
+            raise ValueError(
+                f"sampling_probability must be in (0, 1], got {self.sampling_probability}."
+            )
         _check_seed(self.seed)
         if self.truncated_batch_size is not None:
             _check_count("truncated_batch_size", self.truncated_batch_size, 1)
@@ -97,8 +105,8 @@ class PoissonSampler:
         """Returns the example indices of a step, int64 [B], ascending. B is random and may be 0.
 
         Args:
-          step: In [0, 2**64). The same step gives the same batch under one version of NumPy and jax-privacy. Neither
-            promises its sampling stream across versions.
+          step: In [0, 2**64). The same step gives the same batch under one version of NumPy and
+            jax-privacy. Neither promises its sampling stream across versions.
         """
         from jax_privacy import batch_selection
 
@@ -112,18 +120,23 @@ class PoissonSampler:
         return np.sort(indices.astype(np.int64))
 
     def event(self, inner_event: "dp_event.DpEvent") -> "dp_event.DpEvent":
-        """Returns the privacy event of one step whose mechanism on the sampled batch is `inner_event`.
+        """Returns the privacy event of one step whose mechanism on the sampled batch is
+        `inner_event`.
 
-        It is `PoissonSampledDpEvent(q, inner_event)`, or with truncation a `TruncatedSubsampledGaussianDpEvent`.
+        It is `PoissonSampledDpEvent(q, inner_event)`, or with truncation a
+        `TruncatedSubsampledGaussianDpEvent`.
 
         Raises:
           TypeError: inner_event is not a DpEvent.
-          ValueError: The sampler truncates and inner_event is not a GaussianDpEvent. No accounting is known.
+          ValueError: The sampler truncates and inner_event is not a GaussianDpEvent. No accounting
+              is known.
         """
         from dp_accounting import dp_event
 
         if not isinstance(inner_event, dp_event.DpEvent):
-            raise TypeError(f"inner_event must be a dp_accounting DpEvent, got {type(inner_event).__name__}.")
+            raise TypeError(
+                f"inner_event must be a dp_accounting DpEvent, got {type(inner_event).__name__}."
+            )
         if self.truncated_batch_size is None:
             return dp_event.PoissonSampledDpEvent(self.sampling_probability, inner_event)
         if not isinstance(inner_event, dp_event.GaussianDpEvent):
@@ -143,8 +156,9 @@ class PoissonSampler:
 class FixedBatchSampler:
     """Shuffled epochs of equal batches, for NON-PRIVATE training on public data.
 
-    It has no `event`. Shuffled fixed-size batches are not Poisson sampling, and accounting for them as such understates
-    epsilon (Chua et al., arXiv:2403.17673). Examples left over in an epoch are dropped. Every epoch has a new order.
+    It has no `event`. Shuffled fixed-size batches are not Poisson sampling, and accounting for them
+    as such understates epsilon (Chua et al., arXiv:2403.17673). Examples left over in an epoch are
+    dropped. Every epoch has a new order.
 
     Attributes:
       num_examples: n, at least 1.
@@ -164,7 +178,10 @@ class FixedBatchSampler:
         _check_count("num_examples", self.num_examples, 1)
         _check_count("batch_size", self.batch_size, 1)
         if self.batch_size > self.num_examples:
-            raise ValueError(f"batch_size must be at most num_examples={self.num_examples}, got {self.batch_size}.")
+            raise ValueError(
+                f"batch_size must be at most num_examples={self.num_examples}, got "
+                f"{self.batch_size}."
+            )
         _check_seed(self.seed)
 
     @property
@@ -182,10 +199,12 @@ class FixedBatchSampler:
 
 @dataclasses.dataclass(frozen=True)
 class PhysicalSizes:
-    """How a sampled batch of any size is cut into physical batches of a few sizes, each of which compiles once.
+    """How a sampled batch of any size is cut into physical batches of a few sizes, each of which
+    compiles once.
 
-    The cut has the smallest sum of rows, padding included, and `overhead` rows for every call, among those that take
-    as many whole physical batches of each size as fit, from the largest size on, and pad the last one.
+    The cut has the smallest sum of rows, padding included, and `overhead` rows for every call,
+    among those that take as many whole physical batches of each size as fit, from the largest size
+    on, and pad the last one.
 
     Attributes:
       sizes: The sizes, descending, at least one.
@@ -200,18 +219,24 @@ class PhysicalSizes:
             _check_count("physical_batch_size", size, 1)
 
     @classmethod
-    def choose(cls, sampler: PoissonSampler, *, largest: int, overhead: float = 0.0) -> "PhysicalSizes":
-        """Returns up to three sizes, none above `largest`, whose expected cost is small for the sampler's batches.
+    def choose(
+        cls, sampler: PoissonSampler, *, largest: int, overhead: float = 0.0
+    ) -> "PhysicalSizes":
+        """Returns up to three sizes, none above `largest`, whose expected cost is small for the
+        sampler's batches.
 
-        `overhead` is at least 1 and a 64th of the expected batch size. With that, expected padding is below 3 % of the
-        expected batch size where this is 32 or more. The choice depends on public numbers alone.
+        `overhead` is at least 1 and a 64th of the expected batch size. With that, expected padding
+        is below 3 % of the expected batch size where this is 32 or more. The choice depends on
+        public numbers alone.
         """
         _check_count("largest", largest, 1)
         n, q = sampler.num_examples, sampler.sampling_probability
         most = min(n, sampler.truncated_batch_size or n)
         mean, std = sampler.expected_batch_size, math.sqrt(sampler.expected_batch_size * (1 - q))
         batches = np.arange(max(0, math.floor(mean - 5 * std)), math.ceil(mean + 5 * std) + 1)
-        weights = np.exp(-0.5 * np.square((batches - mean) / max(std, 0.1)))  # the normal limit of the binomial
+        weights = np.exp(
+            -0.5 * np.square((batches - mean) / max(std, 0.1))
+        )  # the normal limit of the binomial
         batches, weights = np.minimum(batches, most), weights / weights.sum()
         overhead = max(1.0, mean / 64, overhead)
         top = min(largest, int(batches[-1]))
@@ -233,21 +258,30 @@ class PhysicalSizes:
                 chosen = best_with(tuple(size for size in chosen if size != old))
         made = cls(tuple(sorted(set(chosen), reverse=True)), overhead)
         used = made._counts(batches).sum(axis=1).tolist()
-        return cls(tuple(m for m, calls in zip(made.sizes, used, strict=True) if calls) or made.sizes[-1:], overhead)
+        return cls(
+            tuple(m for m, calls in zip(made.sizes, used, strict=True) if calls) or made.sizes[-1:],
+            overhead,
+        )
 
     def counts(self, size: int) -> dict[int, int]:
-        """Returns the number of physical batches of each size for `size` examples, in all at least one."""
+        """Returns the number of physical batches of each size for `size` examples, in all at least
+        one.
+        """
         found = self._counts(np.array([size]))[:, 0]
         found[-1] += not found.any()
         return dict(zip(self.sizes, found.tolist(), strict=True))
 
     def cut(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the physical batches of a batch as in `pad_to_physical`: (indices int64 [m], mask bool [m]) each."""
+        """Returns the physical batches of a batch as in `pad_to_physical`: (indices int64 [m], mask
+        bool [m]) each.
+        """
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         start = 0
         for size, count in self.counts(len(indices)).items():
             if count:
-                parts += zip(*pad_to_physical(indices[start : start + count * size], size), strict=True)
+                parts += zip(
+                    *pad_to_physical(indices[start : start + count * size], size), strict=True
+                )
                 start += count * size
         return parts
 
@@ -265,15 +299,17 @@ class PhysicalSizes:
 
 
 def pad_to_physical(indices: np.ndarray, physical_batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts a batch of any size into k >= 1 physical batches of one size, padded with index 0 and masked out.
+    """Cuts a batch of any size into k >= 1 physical batches of one size, padded with index 0 and
+    masked out.
 
     Args:
       indices: Integer [B], B >= 0.
-      physical_batch_size: m >= 1, the number of examples that fit in memory, in every compiled step.
+      physical_batch_size: m >= 1, the number of examples that fit in memory, in every compiled
+          step.
 
     Returns:
-      (indices int64 [k, m], mask bool [k, m]) with k = max(1, ceil(B / m)). mask is False on padding, where the
-      gradient of example 0 must not count.
+      (indices int64 [k, m], mask bool [k, m]) with k = max(1, ceil(B / m)). mask is False on
+      padding, where the gradient of example 0 must not count.
 
     Raises:
       ValueError: indices is not one-dimensional.

@@ -1,12 +1,13 @@
 """Stored columns that do not change under their fingerprint.
 
-A release that repeats after a crash has the same noise exactly if the fingerprint of its records is the same. Records
-that change in between would get the old noise, and the difference of the two values would be the difference of two
-sums. So a fingerprint names what is read, in one of two ways:
+A release that repeats after a crash has the same noise exactly if the fingerprint of its records is
+the same. Records that change in between would get the old noise, and the difference of the two
+values would be the difference of two sums. So a fingerprint names what is read, in one of two ways:
 
 - Arrays in memory are copied once, into memory that NumPy lets nobody write (`immutable`).
-- All else is read on demand: mapped files, folders of images, records of other libraries. From the first fingerprint
-  on, the hash of each row that is read is kept, 16 bytes a row. A row that is read again and differs is refused.
+- All else is read on demand: mapped files, folders of images, records of other libraries. From the
+  first fingerprint on, the hash of each row that is read is kept, 16 bytes a row. A row that is
+  read again and differs is refused.
 """
 
 import dataclasses
@@ -27,14 +28,18 @@ _DIGEST = 16
 
 
 def immutable(array: np.ndarray) -> np.ndarray:
-    """Returns an array with the same numbers that cannot be changed: a copy, unless nobody can change the given one."""
+    """Returns an array with the same numbers that cannot be changed: a copy, unless nobody can
+    change the given one.
+    """
     if _is_immutable(array):
         return array
     return np.ndarray(array.shape, array.dtype, buffer=array.tobytes())
 
 
 def _is_immutable(array: np.ndarray) -> bool:
-    """Returns whether the numbers lie in `bytes`. Another array that is read-only can be made writable again."""
+    """Returns whether the numbers lie in `bytes`. Another array that is read-only can be made
+    writable again.
+    """
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
@@ -44,7 +49,8 @@ def _is_immutable(array: np.ndarray) -> bool:
 def on_device(array: Any, dtype: Any = None) -> jax.Array:
     """Returns a JAX array that shares no memory with an array of NumPy.
 
-    `jnp.asarray` and `jax.device_put` share an aligned array on a CPU, so that an edit in place reaches the device.
+    `jnp.asarray` and `jax.device_put` share an aligned array on a CPU, so that an edit in place
+    reaches the device.
     """
     return jnp.asarray(array, dtype) if isinstance(array, jax.Array) else jnp.array(array, dtype)
 
@@ -52,7 +58,8 @@ def on_device(array: Any, dtype: Any = None) -> jax.Array:
 def stored(column: Any, where: str) -> Any:
     """Returns a column for `Examples`: an immutable array, or a `Watched` column.
 
-    Arrays in memory are checked (`jaxdp.data.numbers`). What is read on demand is checked when it is read.
+    Arrays in memory are checked (`jaxdp.data.numbers`). What is read on demand is checked when it
+    is read.
 
     Raises:
       TypeError, ValueError: An array in memory does not hold numbers that a device has.
@@ -72,7 +79,9 @@ def stored(column: Any, where: str) -> Any:
 
 
 def raw(array: np.ndarray) -> np.ndarray:
-    """Returns the bytes of an array in C order, uint8 [m], without a copy if they lie in this order."""
+    """Returns the bytes of an array in C order, uint8 [m], without a copy if they lie in this
+    order.
+    """
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
@@ -103,9 +112,9 @@ class Seen:
             found = np.frombuffer(digest.digest(), np.uint8)
             if self._known[row] and not np.array_equal(self._digests[row], found):
                 raise ValueError(
-                    f"record {row} of {self._where} has changed since its fingerprint was read. A release that is "
-                    "repeated would put its old noise on other records. Make the source again: its next release has "
-                    "fresh noise and is charged."
+                    f"record {row} of {self._where} has changed since its fingerprint was read. A "
+                    "release that is repeated would put its old noise on other records. Make the "
+                    "source again: its next release has fresh noise and is charged."
                 )
             self._digests[row], self._known[row] = found, True
 
@@ -145,7 +154,8 @@ class Watched:
         """Returns the rows at integers [B], or of a slice, as an array in memory.
 
         Raises:
-          TypeError, ValueError: The numbers are not such as a device has, or a watched row has changed.
+          TypeError, ValueError: The numbers are not such as a device has, or a watched row has
+              changed.
         """
         array = native(np.array(self.column[rows]), self.where)
         check_whole(array, self.where)
@@ -162,16 +172,17 @@ class Watched:
 class ExampleReader:
     """Records that are read as a whole, one by one, from an object with `len()` and `records[i]`.
 
-    `reader[rows]` reads only these records, by `records.__getitems__` if there is one. All records must have the
-    columns, shapes and dtypes of record 0.
+    `reader[rows]` reads only these records, by `records.__getitems__` if there is one. All records
+    must have the columns, shapes and dtypes of record 0.
 
     Attributes:
-      records: The object. A record is any nesting of dicts and tuples. Its leaves and its lists become NumPy arrays.
-        A grey "image" [H, W] becomes [H, W, 1].
-      prepare: `prepare(record) -> record`, for example to encode text or to pad. It must be deterministic.
+      records: The object. A record is any nesting of dicts and tuples. Its leaves and its lists
+        become NumPy arrays. A grey "image" [H, W] becomes [H, W, 1].
+      prepare: `prepare(record) -> record`, for example to encode text or to pad. It must be
+          deterministic.
       at_once: The number of records that the fingerprint reads at once.
-      texts: Columns of a record that are text, such as the identifier of a patient. They are no part of an example,
-        see `jaxdp.data.read_ids`.
+      texts: Columns of a record that are text, such as the identifier of a patient. They are no
+        part of an example, see `jaxdp.data.read_ids`.
     """
 
     records: Any
@@ -186,8 +197,8 @@ class ExampleReader:
         """Returns the records at `rows`, integers [B], stacked and without texts.
 
         Raises:
-          ValueError: A record differs from record 0, or has changed since the fingerprint. The message names it, for
-            the owner who reads the data.
+          ValueError: A record differs from record 0, or has changed since the fingerprint. The
+            message names it, for the owner who reads the data.
           TypeError: A column is not of numbers.
         """
         return self.read(rows)[0]
@@ -202,14 +213,17 @@ class ExampleReader:
             if (given := _kind(record)) != kind:
                 other = sorted({"/".join(map(str, path)) for path, *_ in set(given) ^ set(kind)})
                 raise ValueError(
-                    f"record {row} differs from record 0 in the shape or dtype of {', '.join(other)}. Give all records "
-                    "the same columns, shapes and dtypes, for example by padding in prepare=."
+                    f"record {row} differs from record 0 in the shape or dtype of "
+                    f"{', '.join(other)}. Give all records the same columns, shapes and dtypes, "
+                    "for example by padding in prepare=."
                 )
         if self._seen:
             self._seen[0].compare(wanted, [tree.flatten(record) for record in records])
         texts = {key: [text[key] for _, text in pairs] for key in self.texts}
         if not records:
-            return tree.map_structure(lambda leaf: np.zeros((0, *leaf.shape), leaf.dtype), self._first), texts
+            return tree.map_structure(
+                lambda leaf: np.zeros((0, *leaf.shape), leaf.dtype), self._first
+            ), texts
         stacked = tree.map_structure(lambda *leaves: np.stack(leaves), *records)
         for path, array in tree.flatten_with_path(stacked):
             check_whole(array, _column_name(path))
@@ -230,8 +244,8 @@ class ExampleReader:
         for path, _, dtype in _kind(first):
             if dtype.kind in "OSUMmT":
                 raise TypeError(
-                    f"{_column_name(path)} has the dtype {dtype}. Encode it as numbers in prepare=, or leave it out. "
-                    "If it is an identifier, name it in texts=."
+                    f"{_column_name(path)} has the dtype {dtype}. Encode it as numbers in "
+                    "prepare=, or leave it out. If it is an identifier, name it in texts=."
                 )
         for path, array in tree.flatten_with_path(first):
             native(array, _column_name(path))
@@ -249,9 +263,13 @@ class ExampleReader:
         if self.texts:
             texts, record = self._apart(row, record)
         try:
-            record = tree.traverse(lambda part: np.asarray(part) if isinstance(part, list) else None, record)
+            record = tree.traverse(
+                lambda part: np.asarray(part) if isinstance(part, list) else None, record
+            )
         except ValueError as error:
-            raise ValueError(f"record {row} has a list of several lengths. Pad it in prepare=.") from error
+            raise ValueError(
+                f"record {row} has a list of several lengths. Pad it in prepare=."
+            ) from error
         arrays = tree.map_structure(_array, record)
         if isinstance(arrays, dict) and "image" in arrays and arrays["image"].ndim == 2:
             arrays["image"] = arrays["image"][..., None]
@@ -261,7 +279,9 @@ class ExampleReader:
         has = sorted(map(str, record)) if isinstance(record, dict) else [type(record).__name__]
         if missing := [key for key in self.texts if key not in has]:
             names = ", ".join(map(repr, missing))
-            raise ValueError(f"record {row} has no column {names} of texts=. It has {shown(', '.join(has))}.")
+            raise ValueError(
+                f"record {row} has no column {names} of texts=. It has {shown(', '.join(has))}."
+            )
         texts = {key: record[key] for key in self.texts}
         return texts, {key: part for key, part in record.items() if key not in texts}
 

@@ -1,6 +1,7 @@
 """CSV files as people have them: read whole, or refused with the file, the line and the remedy.
 
-Every cell stays text, so that "007" and "7" are two patients. `numbers` makes features of the columns of numbers.
+Every cell stays text, so that "007" and "7" are two patients. `numbers` makes features of the
+columns of numbers.
 """
 
 import csv
@@ -47,9 +48,11 @@ class Table:
 
 
 def read_table(path: str | os.PathLike[str], *, needed: Collection[str] = ()) -> Table:
-    """Reads a CSV file: UTF-8, commas, a header with a name for each column, and rows of as many cells.
+    """Reads a CSV file: UTF-8, commas, a header with a name for each column, and rows of as many
+    cells.
 
-    Names and cells lose no character, except that names lose outer blanks. Empty lines are left out.
+    Names and cells lose no character, except that names lose outer blanks. Empty lines are left
+    out.
 
     Args:
       path: The file.
@@ -57,13 +60,16 @@ def read_table(path: str | os.PathLike[str], *, needed: Collection[str] = ()) ->
 
     Raises:
       FileNotFoundError: The file does not exist.
-      ValueError: The file is not such a table. The message has the file, the line and the remedy, and no cell.
+      ValueError: The file is not such a table. The message has the file, the line and the remedy,
+          and no cell.
     """
     path = pathlib.Path(path)
     where = shown(os.fspath(path))
     rows = _rows(path, where)
     if not rows:
-        raise ValueError(f"{where} must have rows, and a header with {', '.join(map(repr, needed)) or 'names'}.")
+        raise ValueError(
+            f"{where} must have rows, and a header with {', '.join(map(repr, needed)) or 'names'}."
+        )
     (first, header), rows = rows[0], rows[1:]
     names = [name.strip() for name in header]
     for mark, what in ((";", "semicolons"), ("\t", "tabs")):
@@ -71,18 +77,24 @@ def read_table(path: str | os.PathLike[str], *, needed: Collection[str] = ()) ->
             raise ValueError(f"line {first} of {where} has {what} between its columns. {_SAVE}")
     for number, name in enumerate(names, 1):
         if not name:
-            raise ValueError(f"column {number} of {where} has no name. Name it or remove it (pandas: index=False).")
+            raise ValueError(
+                f"column {number} of {where} has no name. Name it or remove it (pandas: "
+                "index=False)."
+            )
         if names.count(name) > 1:
             raise ValueError(f"{where} has two columns {name!r}. Rename or remove one of them.")
     missing = [name for name in needed if name not in names]
     if missing or not rows:
         has = shown(", ".join(names))
-        raise ValueError(f"{where} must have rows, and a header with {', '.join(map(repr, needed))}. It has {has}.")
+        raise ValueError(
+            f"{where} must have rows, and a header with {', '.join(map(repr, needed))}. It has "
+            f"{has}."
+        )
     for line, row in rows:
         if len(row) != len(names):
             raise ValueError(
-                f"line {line} of {where} has {len(row)} cells, and the header {len(names)}. Put a cell that has a "
-                "comma into quotation marks, and give every row all cells."
+                f"line {line} of {where} has {len(row)} cells, and the header {len(names)}. Put a "
+                "cell that has a comma into quotation marks, and give every row all cells."
             )
     cells = zip(*(row for _, row in rows), strict=True)
     return Table(path, dict(zip(names, cells, strict=True)), tuple(line for line, _ in rows))
@@ -97,7 +109,9 @@ def _rows(path: pathlib.Path, where: str) -> list[tuple[int, list[str]]]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"line {line} of {where} is not UTF-8, but perhaps Latin-1. {_SAVE}") from error
+        raise ValueError(
+            f"line {line} of {where} is not UTF-8, but perhaps Latin-1. {_SAVE}"
+        ) from error
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     rows = []
     try:
@@ -105,22 +119,25 @@ def _rows(path: pathlib.Path, where: str) -> list[tuple[int, list[str]]]:
             if row:
                 rows.append((reader.line_num, row))
     except csv.Error as error:
-        raise ValueError(f"line {reader.line_num} of {where} is no line of a CSV file: {error}. {_SAVE}") from error
+        raise ValueError(
+            f"line {reader.line_num} of {where} is no line of a CSV file: {error}. {_SAVE}"
+        ) from error
     return rows
 
 
 def numbers(table: Table, *, texts: Collection[str] = ()) -> dict[str, np.ndarray]:
     """Returns the columns of numbers: int32 if all cells are whole numbers, else float32.
 
-    A number is written with ASCII digits, a point and an exponent. A column without any number is text and left out.
+    A number is written with ASCII digits, a point and an exponent. A column without any number is
+    text and left out.
 
     Args:
       table: The cells.
       texts: Columns that are text, whatever their cells are, and left out.
 
     Raises:
-      ValueError: A column has numbers, and a blank or a text in another row. Or a whole number does not fit into 32
-        bits. The message has the file, the line and the remedy, and no cell.
+      ValueError: A column has numbers, and a blank or a text in another row. Or a whole number does
+        not fit into 32 bits. The message has the file, the line and the remedy, and no cell.
     """
     features = {}
     for name, cells in table.columns.items():
@@ -139,8 +156,9 @@ def _numbers(table: Table, name: str, cells: Sequence[str]) -> np.ndarray | None
     if other:
         what = "text" if cells[other[0]] else "nothing"
         raise table.error(
-            f"has {what} in the column {name!r}, whose other cells are numbers. Write a number, such as a public "
-            f"constant, leave the row or the column out, or give texts=({name!r},) if the column is text.",
+            f"has {what} in the column {name!r}, whose other cells are numbers. Write a number, "
+            "such as a public constant, leave the row or the column out, or give "
+            f"texts=({name!r},) if the column is text.",
             other[0],
         )
     where = f"column {name!r} of {shown(os.fspath(table.path))}"
@@ -149,8 +167,8 @@ def _numbers(table: Table, name: str, cells: Sequence[str]) -> np.ndarray | None
         small = [-(2**63) <= number < 2**63 for number in whole]
         if not all(small):
             raise table.error(
-                f"has a whole number of more than 64 bits in the column {name!r}. Give texts=({name!r},) if it is an "
-                "identifier, or leave the column out.",
+                f"has a whole number of more than 64 bits in the column {name!r}. Give "
+                f"texts=({name!r},) if it is an identifier, or leave the column out.",
                 small.index(False),
             )
         array = np.array(whole, np.int64)

@@ -15,8 +15,9 @@ from jaxdp.files import Limits, check_image, optional
 
 _CHUNK_ROWS = 4096
 
-# Public encoding of adult's numbers to [0, 1]: the divisor, and whether log(1 + v) of both is taken first.
-# fnlwgt is left out, because it is a weight of the census sample and not an attribute of the person.
+# Public encoding of adult's numbers to [0, 1]: the divisor, and whether log(1 + v) of both is taken
+# first. fnlwgt is left out, because it is a weight of the census sample and not an attribute of the
+# person.
 _ADULT_NUMBERS = {
     "age": (100.0, False),
     "capital-gain": (1e5, True),
@@ -39,25 +40,31 @@ def from_tfds(
     prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None,
     limits: Limits | None = None,
 ) -> Examples:
-    """Reads a prepared TensorFlow Datasets split into memory with `tfds.data_source`, without TensorFlow.
+    """Reads a prepared TensorFlow Datasets split into memory with `tfds.data_source`, without
+    TensorFlow.
 
-    It handles data sets with an "image" of one fixed shape and a class "label", and the table "adult" (UCI census
-    income). The table has 107 features in [0, 1]: five numbers scaled by public constants, then the one-hot codes of
-    eight categories in the order of the schema.
+    It handles data sets with an "image" of one fixed shape and a class "label", and the table
+    "adult" (UCI census income). The table has 107 features in [0, 1]: five numbers scaled by public
+    constants, then the one-hot codes of eight categories in the order of the schema.
 
     Args:
       name: The TFDS name, with configuration if any, for example "cifar10".
       split: The TFDS split, for example "train" or "test[:1000]".
-      data_dir: The TFDS directory. The default is the environment variable TFDS_DATA_DIR, else ~/tensorflow_datasets.
-      download: Whether TFDS may download and prepare a missing data set. It may need TensorFlow. False stays offline.
-      prepare: `prepare(images) -> floats in [0, 1] of one shape` for images of differing sizes, such as
-        `jaxdp.models.Preprocessing.prepare`. The result is kept as uint8.
-      limits: The limit on the pixels of an image, compared with its header before decoding. The default is `Limits()`.
+      data_dir: The TFDS directory. The default is the environment variable TFDS_DATA_DIR, else
+          ~/tensorflow_datasets.
+      download: Whether TFDS may download and prepare a missing data set. It may need TensorFlow.
+          False stays offline.
+      prepare: `prepare(images) -> floats in [0, 1] of one shape` for images of differing sizes,
+        such as `jaxdp.models.Preprocessing.prepare`. The result is kept as uint8.
+      limits: The limit on the pixels of an image, compared with its header before decoding. The
+          default is `Limits()`.
 
     Raises:
-      FileNotFoundError: The data set is not prepared there in a random-access format. The message says how to do it.
-      ValueError: The split is unknown or the features are not handled. Or an image is damaged, of another size than
-        declared, or larger than the limit. The message names the record, for the owner who reads the data.
+      FileNotFoundError: The data set is not prepared there in a random-access format. The message
+          says how to do it.
+      ValueError: The split is unknown or the features are not handled. Or an image is damaged, of
+        another size than declared, or larger than the limit. The message names the record, for the
+        owner who reads the data.
     """
     tfds = optional("tensorflow_datasets", "tfds")
 
@@ -75,7 +82,9 @@ def from_tfds(
                 check_image(data, shape=image.shape, what=what, limits=limits or Limits())
                 decoded.append(image.decode_example_np(data))
             return (
-                np.stack(decoded) if prepare is None else np.rint(255 * np.asarray(prepare(decoded))).astype(np.uint8)
+                np.stack(decoded)
+                if prepare is None
+                else np.rint(255 * np.asarray(prepare(decoded))).astype(np.uint8)
             )
 
         try:
@@ -98,17 +107,26 @@ def from_tfds(
     if not columns:
         raise ValueError("The split is empty. Choose a split with records.")
     if (columns["label"] < 0).any():
-        raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1).")
-    inputs = {"image": columns["image"]} if "image" in keys else {"features": _encode_adult(columns, features)}
+        raise ValueError(
+            f"split {split!r} of data set {name!r} has no labels (they are stored as -1)."
+        )
+    inputs = (
+        {"image": columns["image"]}
+        if "image" in keys
+        else {"features": _encode_adult(columns, features)}
+    )
     num_classes = features["label"].num_classes
-    return from_arrays(**inputs, label=columns["label"], num_classes=num_classes, name=f"{name}/{split}")
+    return from_arrays(
+        **inputs, label=columns["label"], num_classes=num_classes, name=f"{name}/{split}"
+    )
 
 
 def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
-    """Refuses parts of TensorFlow Datasets that share a record. A ledger cannot detect shared records.
+    """Refuses parts of TensorFlow Datasets that share a record. A ledger cannot detect shared
+    records.
 
-    Records are compared by data set, configuration, split and position, as TFDS resolves them, for all versions and
-    directories. Copies under another name are not found.
+    Records are compared by data set, configuration, split and position, as TFDS resolves them, for
+    all versions and directories. Copies under another name are not found.
 
     Args:
       parts: (name, split, data_dir) by the part's name in messages, as in `from_tfds`.
@@ -129,14 +147,17 @@ def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
             raise ValueError(_unreadable(name, split, info)) from error
         for piece in found:
             rows = range(info.splits[piece.splitname].num_examples)[piece.from_ : piece.to]
-            slices.append((f"{part}={name}/{split}", (info.name, info.config_name, piece.splitname), rows))
+            slices.append(
+                (f"{part}={name}/{split}", (info.name, info.config_name, piece.splitname), rows)
+            )
     for (part, where, rows), (other, there, others) in itertools.combinations(slices, 2):
         shared = range(max(rows.start, others.start), min(rows.stop, others.stop))
         if where == there and shared:
             who = f"{part} and {other} share" if part != other else f"{part} repeats"
             what = f"{len(shared)} record{'s' * (len(shared) > 1)}, [{shared.start}:{shared.stop}] of {where[-1]!r}"
             raise ValueError(
-                f"{who} {what}. No account counts both uses of a record. Choose splits that do not overlap."
+                f"{who} {what}. No account counts both uses of a record. Choose splits that do "
+                "not overlap."
             )
 
 
@@ -148,12 +169,15 @@ def _prepared_builder(tfds: Any, name: str, data_dir: str | None, download: bool
     reason, data_dir = None, data_dir or os.environ.get("TFDS_DATA_DIR") or None
     try:
         if download:  # TFDS reads array_record without TensorFlow.
-            tfds.data_source(name, data_dir=data_dir, builder_kwargs={"file_format": "array_record"})
+            tfds.data_source(
+                name, data_dir=data_dir, builder_kwargs={"file_format": "array_record"}
+            )
         builder = tfds.builder(name, data_dir=data_dir)
         if builder.is_prepared():
             return builder
     except (tfds.core.registered.DatasetNotFoundError, ImportError) as error:
-        reason = error  # TFDS needs TensorFlow and importlib_resources to write images, but depends on neither.
+        # TFDS needs TensorFlow and importlib_resources to write images, but depends on neither.
+        reason = error
     raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from reason
 
 
@@ -161,37 +185,49 @@ def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
     place = data_dir or tfds.core.constants.DATA_DIR
     build = shlex.join(["tfds", "build", name, "--file_format=array_record", f"--data_dir={place}"])
     text = (
-        f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. Prepare it on a "
-        "machine with network access. Use a separate environment, because TFDS may need TensorFlow to write:\n"
-        f"    pip install tensorflow-datasets tensorflow array-record importlib_resources\n    {build}\n"
-        "Or pass data_dir= or set the environment variable TFDS_DATA_DIR to a directory with a prepared copy."
+        f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in "
+        f"{str(place)!r}. Prepare it on a "
+        "machine with network access. Use a separate environment, because TFDS may need "
+        "TensorFlow to write:\n"
+        "    pip install tensorflow-datasets tensorflow array-record importlib_resources\n    "
+        f"{build}\n"
+        "Or pass data_dir= or set the environment variable TFDS_DATA_DIR to a directory with a "
+        "prepared copy."
     )
-    if name.partition("/")[0].partition(":")[0] in tfds.list_builders(with_community_datasets=False):
+    if name.partition("/")[0].partition(":")[0] in tfds.list_builders(
+        with_community_datasets=False
+    ):
         return text
     return (  # without TensorFlow the list lacks some data sets of the catalogue, such as glue
-        f"{text}\nThe TFDS that is installed does not list {name!r}. If the catalogue of TFDS does not have it either, "
-        "TFDS cannot build it. Then correct the name, or read files of your own with jaxdp.data.from_npz, from_hf or "
+        f"{text}\nThe TFDS that is installed does not list {name!r}. If the catalogue of TFDS "
+        "does not have it either, "
+        "TFDS cannot build it. Then correct the name, or read files of your own with "
+        "jaxdp.data.from_npz, from_hf or "
         "from_folder. In a launcher these are config.data.source='npz', 'hf' and 'folder'."
     )
 
 
-def _check_features(tfds: Any, name: str, features: Mapping[str, Any], *, any_shape: bool) -> list[str]:
+def _check_features(
+    tfds: Any, name: str, features: Mapping[str, Any], *, any_shape: bool
+) -> list[str]:
     """Returns the columns to read, or raises ValueError."""
     if isinstance(features.get("label"), tfds.features.ClassLabel):
         image = features.get("image")
         if isinstance(image, tfds.features.Image):
             if image.np_dtype != np.uint8 or (None in image.shape and not any_shape):
                 raise ValueError(
-                    f"data set {name!r} has images of shape {image.shape} and dtype {np.dtype(image.np_dtype)}. "
-                    "Only uint8 images of one shape are handled. Pass prepare= to give images one shape."
+                    f"data set {name!r} has images of shape {image.shape} and dtype "
+                    f"{np.dtype(image.np_dtype)}. Only uint8 images of one shape are handled. Pass "
+                    "prepare= to give images one shape."
                 )
             return ["image", "label"]
         adult = [*_ADULT_NUMBERS, *_ADULT_CATEGORIES]
         if name.split("/")[0].split(":")[0] == "adult" and all(key in features for key in adult):
             return [*adult, "label"]
     raise ValueError(
-        f"data set {name!r} has the features {sorted(features)}, which are not handled. Only an image with a "
-        "class label and the table 'adult' are handled. Encode other records and use from_arrays."
+        f"data set {name!r} has the features {sorted(features)}, which are not handled. Only an "
+        "image with a class label and the table 'adult' are handled. Encode other records and use "
+        "from_arrays."
     )
 
 
@@ -207,8 +243,14 @@ def _encode_adult(columns: Mapping[str, np.ndarray], features: Mapping[str, Any]
 
 @contextlib.contextmanager
 def _quiet_array_record() -> Iterator[None]:
-    """Drops the harmless log lines of TFDS and ArrayRecord about group size, OpenCV and missing variants."""
-    harmless = ("was created with group size", "OpenCV is not installed", "has no dataset_info.json")
+    """Drops the harmless log lines of TFDS and ArrayRecord about group size, OpenCV and missing
+    variants.
+    """
+    harmless = (
+        "was created with group size",
+        "OpenCV is not installed",
+        "has no dataset_info.json",
+    )
     logger = logging.getLogger("absl")
 
     def keep(record: logging.LogRecord) -> bool:

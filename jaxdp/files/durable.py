@@ -7,17 +7,21 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 
-def write_durably(path: pathlib.Path, data: bytes | Callable[[BinaryIO], Any], *, mode: int = 0o666) -> None:
+def write_durably(
+    path: pathlib.Path, data: bytes | Callable[[BinaryIO], Any], *, mode: int = 0o666
+) -> None:
     """Replaces `path` by a whole new file. File and folder are on the disk when this returns.
 
-    `data` may be a function that writes to an open binary file. The folder must exist, and only one process may write a
-    file at a time. A process that dies leaves the old file. It may also leave `<name>.tmp`, which the next writer
-    replaces.
+    `data` may be a function that writes to an open binary file. The folder must exist, and only one
+    process may write a file at a time. A process that dies leaves the old file. It may also leave
+    `<name>.tmp`, which the next writer replaces.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # an old one may have another mode
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        with os.fdopen(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb"
+        ) as file:
             if isinstance(data, bytes):
                 file.write(data)
             else:

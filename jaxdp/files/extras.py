@@ -13,4 +13,6 @@ def optional(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f'{module} is needed here ({error}): pip install "jaxdp[{extra}]".') from error
+        raise ImportError(
+            f'{module} is needed here ({error}): pip install "jaxdp[{extra}]".'
+        ) from error

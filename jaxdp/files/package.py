@@ -3,9 +3,9 @@
     SHA-256 of the rest, 32 bytes
     a safetensors file, whose metadata has {"format": 2, "kind": ..., "fields": {...}}
 
-`safetensors.numpy.load(data[32:])` reads the arrays without jaxdp. The sum detects accidents: a broken transfer, an
-edited file. It does NOT prove who wrote a package. Send packages over a channel that authenticates the other party.
-Reading a package runs no code of its writer and opens no file.
+`safetensors.numpy.load(data[32:])` reads the arrays without jaxdp. The sum detects accidents: a
+broken transfer, an edited file. It does NOT prove who wrote a package. Send packages over a channel
+that authenticates the other party. Reading a package runs no code of its writer and opens no file.
 """
 
 import hashlib
@@ -25,12 +25,23 @@ FORMAT = 2
 _SUM, _LENGTH = 32, 8
 _AGAIN = "Send it again."
 # The dtypes of safetensors that every NumPy has.
-_DTYPES = {"BOOL": "?", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "U8": "u1", "U16": "<u2", "U32": "<u4"}
+_DTYPES = {
+    "BOOL": "?",
+    "I8": "i1",
+    "I16": "<i2",
+    "I32": "<i4",
+    "I64": "<i8",
+    "U8": "u1",
+    "U16": "<u2",
+    "U32": "<u4",
+}
 _DTYPES |= {"U64": "<u8", "F16": "<f2", "F32": "<f4", "F64": "<f8"}
 
 
 class Package(NamedTuple):
-    """The content of a package: its kind, fields as in JSON (tuples become lists), and NumPy arrays by name."""
+    """The content of a package: its kind, fields as in JSON (tuples become lists), and NumPy arrays
+    by name.
+    """
 
     kind: str
     fields: dict[str, Any]
@@ -43,24 +54,33 @@ def pack(kind: str, *, fields: Mapping[str, Any], arrays: Mapping[str, Any]) -> 
     Args:
       kind: The kind of package, for example "frontend".
       fields: JSON-able values by name.
-      arrays: NumPy or JAX arrays of bool, integers or floats of at most 64 bits, by name such as "blocks/0/kernel".
+      arrays: NumPy or JAX arrays of bool, integers or floats of at most 64 bits, by name such as
+          "blocks/0/kernel".
 
     Raises:
       TypeError: An array has another dtype.
-      ValueError: Fields are not JSON-able, a name is not a string or is empty, or an array has a NaN or an infinity.
+      ValueError: Fields are not JSON-able, a name is not a string or is empty, or an array has a
+          NaN or an infinity.
     """
     from safetensors.numpy import save
 
     for what, name in (("kind", kind), *(("every name in fields", name) for name in fields)):
         _check_name(what, name)
     plain = {name: _plain(name, array) for name, array in arrays.items()}
-    check_finite(plain, f"the package {kind!r}", "Nothing is sent. Leave out the inputs that caused them.")
+    check_finite(
+        plain, f"the package {kind!r}", "Nothing is sent. Leave out the inputs that caused them."
+    )
     try:
-        told = json.dumps({"format": FORMAT, "kind": kind, "fields": dict(fields)}, sort_keys=True, allow_nan=False)
+        told = json.dumps(
+            {"format": FORMAT, "kind": kind, "fields": dict(fields)},
+            sort_keys=True,
+            allow_nan=False,
+        )
         parse_json(told)  # as the reader will
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"fields must be JSON-able (numbers, strings, lists, dictionaries): {shown(error).removesuffix('.')}."
+            "fields must be JSON-able (numbers, strings, lists, dictionaries): "
+            f"{shown(error).removesuffix('.')}."
         ) from error
     rest = save(plain, {"package": told})
     return hashlib.sha256(rest).digest() + rest
@@ -74,7 +94,8 @@ def unpack(
     limits: Limits | None = None,
     name: str = "the package",
 ) -> Package:
-    """Reads a package after it has checked all of it. The size is compared with the limits before anything else.
+    """Reads a package after it has checked all of it. The size is compared with the limits before
+    anything else.
 
     Args:
       data: The bytes of `pack`.
@@ -84,8 +105,9 @@ def unpack(
       name: A name for errors.
 
     Raises:
-      ValueError: The package is damaged, of another kind, of another format or above a limit. Or it has a NaN or an
-        infinity, repeats a name, or lacks a field. The message has `name` and the remedy.
+      ValueError: The package is damaged, of another kind, of another format or above a limit. Or it
+        has a NaN or an infinity, repeats a name, or lacks a field. The message has `name` and the
+        remedy.
     """
     from safetensors import deserialize
 
@@ -95,24 +117,32 @@ def unpack(
     if len(rest) < _LENGTH or hashlib.sha256(rest).digest() != data[:_SUM]:
         raise _damaged(name, "does not have the SHA-256 that it states")
     with understood(name, _AGAIN):
-        header = parse_json(bytes(rest[_LENGTH : _LENGTH + int.from_bytes(rest[:_LENGTH], "little")]))
+        header = parse_json(
+            bytes(rest[_LENGTH : _LENGTH + int.from_bytes(rest[:_LENGTH], "little")])
+        )
         told = parse_json(header.pop("__metadata__")["package"])
         version, kind, found = told["format"], told["kind"], told["fields"]
         limits.check("arrays", len(header), name)
         entries: Any = deserialize(bytes(rest))  # type: ignore[no-untyped-call]  # checks sizes before it copies
-        arrays = {key: np.frombuffer(one["data"], _DTYPES[one["dtype"]]).reshape(one["shape"]) for key, one in entries}
+        arrays = {
+            key: np.frombuffer(one["data"], _DTYPES[one["dtype"]]).reshape(one["shape"])
+            for key, one in entries
+        }
     if type(version) is not int or version != FORMAT:  # format 1 was a folder
         raise ValueError(
-            f"{name} has format {version!r}, but this jaxdp reads format {FORMAT}. Upgrade jaxdp, or ask its "
-            "writer for a package in this format."
+            f"{name} has format {version!r}, but this jaxdp reads format {FORMAT}. Upgrade jaxdp, "
+            "or ask its writer for a package in this format."
         )
     wanted = [kinds] if isinstance(kinds, str) else sorted(kinds)
     if kind not in wanted or not isinstance(found, dict):
-        raise ValueError(f"{name} is of kind {kind!r}, not {' or '.join(map(repr, wanted))}. Give another package.")
+        raise ValueError(
+            f"{name} is of kind {kind!r}, not {' or '.join(map(repr, wanted))}. Give another "
+            "package."
+        )
     if missing := sorted(set(fields) - set(found)):
         raise ValueError(
-            f"{name} is whole, but a package of kind {kind!r} needs the field {', '.join(map(repr, missing))}. Its "
-            "writer must make it again."
+            f"{name} is whole, but a package of kind {kind!r} needs the field "
+            f"{', '.join(map(repr, missing))}. Its writer must make it again."
         )
     check_finite(arrays, name, "Its writer must make it again.")
     return Package(kind, found, arrays)
@@ -132,7 +162,9 @@ def read_package(path: pathlib.Path, *, limits: Limits | None = None) -> bytes:
       ValueError: The file is no plain file, or exceeds the limit.
     """
     if not os.path.lexists(path):
-        raise FileNotFoundError(f"{shown(path)} does not exist. Give the file of a package, or send it again.")
+        raise FileNotFoundError(
+            f"{shown(path)} does not exist. Give the file of a package, or send it again."
+        )
     if path.is_symlink() or not path.is_file():
         raise _damaged(shown(path), "is not a plain file")
     (limits or Limits()).check("bytes", path.stat().st_size, shown(path))
@@ -144,10 +176,12 @@ def _plain(name: Any, array: Any) -> np.ndarray[Any, Any]:
     array = np.asarray(array)
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise TypeError(
-            f"array {name!r} has dtype {array.dtype}. Packages hold bool, integers and floats of at most 64 bits. "
-            "Convert the array, for example with astype(np.float32)."
+            f"array {name!r} has dtype {array.dtype}. Packages hold bool, integers and floats of "
+            "at most 64 bits. Convert the array, for example with astype(np.float32)."
         )
-    return np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False)).reshape(array.shape)
+    return np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False)).reshape(
+        array.shape
+    )
 
 
 def _check_name(what: str, name: Any) -> None:

@@ -1,4 +1,6 @@
-"""Readers of files that may be damaged or untrusted. They check sizes first and explain failures in one sentence."""
+"""Readers of files that may be damaged or untrusted. They check sizes first and explain failures in
+one sentence.
+"""
 
 import contextlib
 import dataclasses
@@ -15,18 +17,22 @@ import numpy as np
 from jaxdp.files.text import parse_json, shown
 
 AGAIN = "Restore it from a copy, or delete it. The same command then makes it again."
-_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Upper limits on what a file or package may declare, refused before it is allocated. Raise one for trusted files.
+    """Upper limits on what a file or package may declare, refused before it is allocated. Raise one
+    for trusted files.
 
     Attributes:
       bytes: The bytes of all arrays that are read, by default 8 GiB.
       arrays: The number of arrays.
-      pixels: Height times width of one image before it is decoded. The default is Pillow's. It also bounds the
-          positions and windows of a packaged model.
+      pixels: Height times width of one image before it is decoded. The default is Pillow's. It also
+          bounds the positions and windows of a packaged model.
       blocks: The blocks of a packaged model.
       num_classes: The classes of a package.
       copies: The copies of every representation in a package.
@@ -45,17 +51,21 @@ class Limits:
                 raise ValueError(f"limits need a positive integer for {name}, got {value!r}.")
 
     def check(self, name: str, declared: Any, what: str) -> None:
-        """Raises ValueError if `declared` exceeds the limit called `name`. `what` names its source."""
+        """Raises ValueError if `declared` exceeds the limit called `name`. `what` names its
+        source.
+        """
         if declared > getattr(self, name):
             raise ValueError(
-                f"{shown(what)} declares {declared} {name}, more than the limit of {getattr(self, name)}. Raise "
-                f"Limits({name}=...) if you trust its writer."
+                f"{shown(what)} declares {declared} {name}, more than the limit of "
+                f"{getattr(self, name)}. Raise Limits({name}=...) if you trust its writer."
             )
 
 
 @contextlib.contextmanager
 def understood(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
-    """Turns an error of a file reader into a ValueError with path and remedy. A missing file keeps its error."""
+    """Turns an error of a file reader into a ValueError with path and remedy. A missing file keeps
+    its error.
+    """
     try:
         yield
     except (FileNotFoundError, PermissionError, IsADirectoryError):
@@ -68,12 +78,15 @@ def understood(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
         raise ValueError(f"{name} is damaged: {type(error).__name__}, {what}. {remedy}") from error
 
 
-def read_json(path: pathlib.Path, *, remedy: str = AGAIN, kind: type[Any] = dict, keys: Iterable[str] = ()) -> Any:
+def read_json(
+    path: pathlib.Path, *, remedy: str = AGAIN, kind: type[Any] = dict, keys: Iterable[str] = ()
+) -> Any:
     """Reads a JSON file of this library: a value of type `kind`, with `keys` if it is a dict.
 
     Raises:
       FileNotFoundError: The file does not exist.
-      ValueError: The file is not JSON, has another type or lacks a key. The message has the path and `remedy`.
+      ValueError: The file is not JSON, has another type or lacks a key. The message has the path
+          and `remedy`.
     """
     with understood(path, remedy):
         found = parse_json(path.read_bytes(), finite=False)
@@ -92,7 +105,8 @@ def read_npz(
     remedy: str = AGAIN,
     limits: Limits | None = None,
 ) -> dict[str, np.ndarray]:
-    """Reads arrays from an .npz file. It checks names, dtypes and sizes before it decompresses anything.
+    """Reads arrays from an .npz file. It checks names, dtypes and sizes before it decompresses
+    anything.
 
     Args:
       path: The file.
@@ -103,7 +117,8 @@ def read_npz(
 
     Raises:
       FileNotFoundError: The file does not exist.
-      ValueError: The file is damaged, lacks an array, has Python objects or exceeds a limit. The message has the path.
+      ValueError: The file is damaged, lacks an array, has Python objects or exceeds a limit. The
+          message has the path.
     """
     limits = limits or Limits()
     with _archive(path, remedy) as archive:
@@ -112,7 +127,11 @@ def read_npz(
             has = ", ".join(map(shown, sorted(members)[:20]))
             lacks = ", ".join(map(shown, missing))
             raise ValueError(f"{shown(path)} has no array {lacks}. It has {has}. {remedy}")
-        wanted = list(members) if names is None else [*names, *(name for name in optional if name in members)]
+        wanted = (
+            list(members)
+            if names is None
+            else [*names, *(name for name in optional if name in members)]
+        )
         limits.check("arrays", len(wanted), str(path))
         total, found = 0, {}
         for name in wanted:
@@ -126,7 +145,9 @@ def read_npz(
 
 
 def npz_names(path: str | os.PathLike[str], *, remedy: str = AGAIN) -> list[str]:
-    """Returns the names of the arrays of an .npz file. It reads no array. Raises the errors of `read_npz`."""
+    """Returns the names of the arrays of an .npz file. It reads no array. Raises the errors of
+    `read_npz`.
+    """
     with _archive(path, remedy) as archive:
         return [info.filename.removesuffix(".npy") for info in archive.infolist()]
 
@@ -139,8 +160,8 @@ def _archive(path: str | os.PathLike[str], remedy: str) -> Iterator[zipfile.ZipF
     where = shown(os.fspath(path))
     if start == np.lib.format.MAGIC_PREFIX:
         raise ValueError(
-            f"{where} is an .npy file with one array, not an .npz file. Give jaxdp.data.from_arrays its "
-            "numpy.load(path, mmap_mode='r')."
+            f"{where} is an .npy file with one array, not an .npz file. Give "
+            "jaxdp.data.from_arrays its numpy.load(path, mmap_mode='r')."
         )
     if start and not start.startswith(b"PK"):
         raise ValueError(f"{where} is not an .npz file, which is a ZIP archive of arrays. {remedy}")
@@ -155,7 +176,10 @@ def read_npy(path: pathlib.Path, *, shape: tuple[int, ...], dtype: np.dtype) -> 
       ValueError, SyntaxError, tokenize.TokenError: The array differs, or the header is not Python.
     """
     with path.open("rb") as file:
-        if _header(file) != (shape, dtype) or path.stat().st_size - file.tell() != math.prod(shape) * dtype.itemsize:
+        if (
+            _header(file) != (shape, dtype)
+            or path.stat().st_size - file.tell() != math.prod(shape) * dtype.itemsize
+        ):
             raise ValueError("it holds another array.")
     array: np.ndarray = np.load(path, allow_pickle=False)
     return array
@@ -174,18 +198,23 @@ def _declared_bytes(file: Any, size: int) -> int:
     if dtype.hasobject:
         raise ValueError("it holds Python objects.")
     if dtype.itemsize == 0:
-        raise ValueError(f"an array of shape {shape} has the dtype {dtype}, whose entries have no bytes.")
+        raise ValueError(
+            f"an array of shape {shape} has the dtype {dtype}, whose entries have no bytes."
+        )
     declared = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or declared != size - file.tell():
         raise ValueError(f"an array of shape {shape} does not have {size - file.tell()} bytes.")
-    # An array of shape (10**13, 0) has no bytes either, and its rows are counted by whoever reads it.
+    # An array of shape (10**13, 0) has no bytes either, and its rows are counted by whoever reads
+    # it.
     return math.prod(max(1, extent) for extent in shape) * dtype.itemsize
 
 
 def check_finite(arrays: Mapping[str, Any], path: str | os.PathLike[str], remedy: str) -> None:
     """Raises ValueError that names the first array with a NaN or an infinity."""
     for name, array in arrays.items():
-        if array.dtype.kind in "fcV" and not np.isfinite(np.asarray(array)).all():  # "V" includes bfloat16
+        if (
+            array.dtype.kind in "fcV" and not np.isfinite(np.asarray(array)).all()
+        ):  # "V" includes bfloat16
             raise ValueError(f"{shown(path)} has NaN or infinite values in {name!r}. {remedy}")
 
 
@@ -197,7 +226,8 @@ def check_image(
     limits: Limits,
     remedy: str = "Prepare the data set again.",
 ) -> None:
-    """Raises ValueError unless the header of an encoded image has the declared size, before it is decoded.
+    """Raises ValueError unless the header of an encoded image has the declared size, before it is
+    decoded.
 
     Args:
       data: A file of a format that Pillow reads.
@@ -211,6 +241,8 @@ def check_image(
     with understood(what, remedy), Image.open(io.BytesIO(data)) as image:
         width, height = image.size
     limits.check("pixels", height * width, what)
-    if any(stated not in (None, found) for stated, found in zip(shape, (height, width), strict=False)):
+    if any(
+        stated not in (None, found) for stated, found in zip(shape, (height, width), strict=False)
+    ):
         size = f"{shape[0]}x{shape[1]}"
         raise ValueError(f"{shown(what)} is {height}x{width}, but declared {size}. {remedy}")

@@ -1,4 +1,6 @@
-"""Texts of other writers: JSON is read strictly, and messages show no character that a terminal would obey."""
+"""Texts of other writers: JSON is read strictly, and messages show no character that a terminal
+would obey.
+"""
 
 import json
 import math
@@ -11,10 +13,13 @@ _DEEPEST = 100
 def shown(value: object) -> str:
     """Returns a value as text for a message, with its unprintable characters escaped.
 
-    A name, a path or a message of another writer may hold control characters, such as the colours of a terminal.
+    A name, a path or a message of another writer may hold control characters, such as the colours
+    of a terminal.
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def shown_lines(value: object) -> str:
@@ -27,16 +32,19 @@ def parse_json(text: str | bytes, *, finite: bool = True) -> Any:
 
     Args:
       text: The text, or its bytes in UTF-8.
-      finite: Whether to refuse NaN, infinities and numbers beyond float64. False is for results of this library.
+      finite: Whether to refuse NaN, infinities and numbers beyond float64. False is for results of
+          this library.
 
     Raises:
-      ValueError: The text is not JSON, repeats a key of an object, or nests more than 100 values. Or it has a number
-        that is not finite.
+      ValueError: The text is not JSON, repeats a key of an object, or nests more than 100 values.
+        Or it has a number that is not finite.
     """
     constant, number = (_refused, _finite) if finite else (None, None)
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=constant, parse_float=number)
+        value = json.loads(
+            text, object_pairs_hook=_object, parse_constant=constant, parse_float=number
+        )
     except RecursionError:
         raise _too_deep() from None
     if text.count("[") + text.count("{") > _DEEPEST:

@@ -1,4 +1,5 @@
-"""AdpAlloc: DP-SGD whose noise falls from epoch to epoch (Yu, Liu, Pu, Gursoy, Truex 2019, section V).
+"""AdpAlloc: DP-SGD whose noise falls from epoch to epoch (Yu, Liu, Pu, Gursoy, Truex 2019, section
+V).
 
 A schedule maps the first noise multiplier sigma_0 and the epoch t = 0, 1, ... to sigma_t:
 
@@ -7,8 +8,8 @@ A schedule maps the first noise multiplier sigma_0 and the epoch t = 0, 1, ... t
     exponential   sigma_0 exp(-k t)
     polynomial    (sigma_0 - sigma_end) (1 - min(t, period) / period)^power + sigma_end
 
-All schedules are public. The fifth rule of the paper is not offered. It lowers the noise when the accuracy on held-out
-records stops rising, and so it queries private data in every epoch.
+All schedules are public. The fifth rule of the paper is not offered. It lowers the noise when the
+accuracy on held-out records stops rising, and so it queries private data in every epoch.
 """
 
 import dataclasses
@@ -47,30 +48,50 @@ def constant_noise() -> NoiseSchedule:
 
 def time_based_noise(rate: float) -> NoiseSchedule:
     """Returns the schedule sigma_0 / (1 + rate * epoch), with rate >= 0."""
-    _check("rate", rate, 0 <= rate < math.inf, "finite and at least 0, so that noise neither rises nor turns negative")
+    _check(
+        "rate",
+        rate,
+        0 <= rate < math.inf,
+        "finite and at least 0, so that noise neither rises nor turns negative",
+    )
     return lambda sigma_0, epoch: sigma_0 / (1 + rate * epoch)
 
 
 def step_noise(factor: float, period: int) -> NoiseSchedule:
-    """Returns the schedule sigma_0 * factor^(epoch // period), with 0 < factor <= 1 and period >= 1 epochs."""
-    _check("factor", factor, 0 < factor <= 1, "in (0, 1], so that noise neither rises nor turns negative")
+    """Returns the schedule sigma_0 * factor^(epoch // period), with 0 < factor <= 1 and period >= 1
+    epochs.
+    """
+    _check(
+        "factor",
+        factor,
+        0 < factor <= 1,
+        "in (0, 1], so that noise neither rises nor turns negative",
+    )
     _check("period", period, period >= 1, "at least 1 epoch")
     return lambda sigma_0, epoch: sigma_0 * math.e ** (math.log(factor) * (epoch // period))
 
 
 def exponential_noise(rate: float) -> NoiseSchedule:
-    """Returns the schedule sigma_0 * exp(-rate * epoch), with rate >= 0. Yu et al. found it the best on average."""
+    """Returns the schedule sigma_0 * exp(-rate * epoch), with rate >= 0. Yu et al. found it the
+    best on average.
+    """
     _check("rate", rate, 0 <= rate < math.inf, "finite and at least 0, so that noise does not rise")
     return lambda sigma_0, epoch: sigma_0 * math.e ** (-rate * epoch)
 
 
 def polynomial_noise(end: float, power: float, period: int) -> NoiseSchedule:
-    """Returns the schedule (sigma_0 - end) * (1 - epoch / period)^power + end, and `end` from epoch `period` on.
+    """Returns the schedule (sigma_0 - end) * (1 - epoch / period)^power + end, and `end` from epoch
+    `period` on.
 
-    `end` is positive and does not depend on sigma_0, so no sigma_0 changes the privacy loss from epoch `period` on. The
-    noise rises if sigma_0 is below `end`. The power is at most 100.
+    `end` is positive and does not depend on sigma_0, so no sigma_0 changes the privacy loss from
+    epoch `period` on. The noise rises if sigma_0 is below `end`. The power is at most 100.
     """
-    _check("end", end, 0 < end < math.inf, "finite and positive, since a step without noise is not private")
+    _check(
+        "end",
+        end,
+        0 < end < math.inf,
+        "finite and positive, since a step without noise is not private",
+    )
     _check("power", power, 0 < power <= 100, "in (0, 100]")
     _check("period", period, period >= 1, "at least 1 epoch")
 
@@ -102,7 +123,8 @@ def calibrate_schedule(
 ) -> float:
     """Returns the smallest sigma_0 with which all steps together cost at most the target.
 
-    Every epoch is accounted with its own noise, without averaging. A few hundred different epochs take up to a minute.
+    Every epoch is accounted with its own noise, without averaging. A few hundred different epochs
+    take up to a minute.
 
     Args:
       schedule: The schedule, such as `exponential_noise(0.01)`.
@@ -111,7 +133,8 @@ def calibrate_schedule(
       epsilon, delta, adjacency, method: As in `jaxdp.privacy.calibrate_noise`.
 
     Raises:
-      ValueError: No sigma_0 meets the target. The message gives the epsilon that the schedule can reach.
+      ValueError: No sigma_0 meets the target. The message gives the epsilon that the schedule can
+          reach.
     """
 
     def event(sigma_0: float) -> DpEvent:
@@ -119,18 +142,27 @@ def calibrate_schedule(
 
     floor = _epsilon(event(_LARGEST), delta, adjacency, method)
     if floor > epsilon:
-        worst = min(schedule(_LARGEST, epoch) for epoch in range(math.ceil(steps / _epoch(sampler))))
+        worst = min(
+            schedule(_LARGEST, epoch) for epoch in range(math.ceil(steps / _epoch(sampler)))
+        )
         raise ValueError(
-            f"epsilon={epsilon} is out of reach: for every sigma_0 some epochs have a noise multiplier of "
-            f"{worst:.4g}, and the run costs at least {floor:.4g} at delta={delta:g}. Raise the noise that does not "
-            "depend on sigma_0, or reach it later. You can also train for fewer steps or choose a larger epsilon."
+            f"epsilon={epsilon} is out of reach: for every sigma_0 some epochs have a noise "
+            f"multiplier of {worst:.4g}, and the run costs at least {floor:.4g} at "
+            f"delta={delta:g}. Raise the noise that does not depend on sigma_0, or reach it later. "
+            "You can also train for fewer steps or choose a larger epsilon."
         )
     with counting(event, label="noise", unit="trial") as tried:
-        return calibrate_noise(tried, epsilon=epsilon, delta=delta, adjacency=adjacency, method=method)
+        return calibrate_noise(
+            tried, epsilon=epsilon, delta=delta, adjacency=adjacency, method=method
+        )
 
 
-def schedule_event(schedule: NoiseSchedule, sigma_0: float, sampler: PoissonSampler, steps: int) -> DpEvent:
-    """Returns the event of the first `steps` steps. An epoch without positive noise is a `NonPrivateDpEvent`."""
+def schedule_event(
+    schedule: NoiseSchedule, sigma_0: float, sampler: PoissonSampler, steps: int
+) -> DpEvent:
+    """Returns the event of the first `steps` steps. An epoch without positive noise is a
+    `NonPrivateDpEvent`.
+    """
     length = _epoch(sampler)
     parts = []
     for epoch, first in enumerate(range(0, steps, length)):
@@ -157,23 +189,26 @@ def adp_alloc(
                                            epsilon=4.0, delta=1e-6, steps=1000)
 
     Args:
-      loss_fn, optimizer, clip_norm, sampler, options: As in `dp_sgd`.
-      noise_multiplier: sigma_0, the noise multiplier of the first epoch. None, the default, is `calibrate_schedule` of
-        `epsilon`, `delta` and `steps`.
-      schedule: The public schedule of the noise. It must not depend on private data.
+      loss_fn, optimizer, clip_norm, sampler, options: As in `dp_sgd`. noise_multiplier: sigma_0,
+      the noise multiplier of the first epoch. None, the default, is `calibrate_schedule` of
+      `epsilon`, `delta` and `steps`. schedule: The public schedule of the noise. It must not depend
+      on private data.
 
     Raises:
-      ValueError: As in `dp_sgd`. `PrivateTrainer.event` raises it for an epoch whose noise is negative or not finite,
-        and `fit`, before it spends anything, for an epoch without positive noise.
+      ValueError: As in `dp_sgd`. `PrivateTrainer.event` raises it for an epoch whose noise is
+        negative or not finite, and `fit`, before it spends anything, for an epoch without positive
+        noise.
 
     Formal guarantees:
-      As `dp_sgd`, where a step of epoch e is PoissonSampled(q, Gaussian(sigma_e)). An epoch is ceil(1 / q) steps.
+      As `dp_sgd`, where a step of epoch e is PoissonSampled(q, Gaussian(sigma_e)). An epoch is
+      ceil(1 / q) steps.
     """
     calibrate = functools.partial(calibrate_schedule, schedule)
     noise_multiplier, others = noise_and_options(noise_multiplier, options, sampler, calibrate)
     if callable(noise_multiplier) or not 0 < noise_multiplier < math.inf:
         raise ValueError(
-            f"noise_multiplier must be positive and finite, got {noise_multiplier}. Pass a schedule as `schedule`."
+            f"noise_multiplier must be positive and finite, got {noise_multiplier}. Pass a "
+            "schedule as `schedule`."
         )
     return dp_sgd(
         loss_fn,
@@ -199,7 +234,9 @@ class _Steps:
 
 def _epoch(sampler: PoissonSampler) -> int:
     """Returns the number of steps in which each example is expected to take part about once."""
-    return math.ceil((1 - 1e-12) / sampler.sampling_probability)  # 1 / (1 / 49) is a little more than 49
+    return math.ceil(
+        (1 - 1e-12) / sampler.sampling_probability
+    )  # 1 / (1 / 49) is a little more than 49
 
 
 def _epsilon(event: DpEvent, delta: float, adjacency: Adjacency, method: Method) -> float:

@@ -1,4 +1,5 @@
-"""AdpClip: DP-SGD whose clip norm follows a quantile of the gradient norms (Andrew et al. 2021, Algorithm 1).
+"""AdpClip: DP-SGD whose clip norm follows a quantile of the gradient norms (Andrew et al. 2021,
+Algorithm 1).
 
 z is the noise multiplier of a step, sigma_b the noise of the count, B = q n, and C_t the clip norm:
 
@@ -7,11 +8,12 @@ z is the noise multiplier of a step, sigma_b the noise of the count, B = q n, an
     b~ = (sum_i (1[||g_i|| <= C_t] - 1/2) + sigma_b N(0, 1)) / B + 1/2
     C_{t+1} = C_t exp(-eta_C (b~ - gamma))
 
-Gradient and count are ONE Gaussian release with noise multiplier z. An example contributes a gradient of norm at most
-C_t and a count of plus or minus 1/2. Divided by z_Delta C_t and by sigma_b, this contribution has norm at most 1/z.
+Gradient and count are ONE Gaussian release with noise multiplier z. An example contributes a
+gradient of norm at most C_t and a count of plus or minus 1/2. Divided by z_Delta C_t and by
+sigma_b, this contribution has norm at most 1/z.
 
-The count is centred and divided by the public B. A count (sum_i b_i + noise) / m with the realised batch size m has
-sensitivity 1 instead of 1/2, and it tells how large the batch was.
+The count is centred and divided by the public B. A count (sum_i b_i + noise) / m with the realised
+batch size m has sensitivity 1 instead of 1/2, and it tells how large the batch was.
 """
 
 import dataclasses
@@ -44,7 +46,8 @@ class _Contribution(NamedTuple):
 class QuantileClipping(Query):
     """The query of AdpClip. It carries C_t, a float32 scalar.
 
-    An example contributes (a g_i min(1, C_t / ||g_i||) / C_t, 2 c (b_i - 1/2)). With a = z / z_Delta and
+    An example contributes (a g_i min(1, C_t / ||g_i||) / C_t, 2 c (b_i - 1/2)). With a = z /
+    z_Delta and
     c = z / (2 sigma_b), a^2 + c^2 = 1, so that the norm of the contribution is at most 1.
     """
 
@@ -74,7 +77,9 @@ class QuantileClipping(Query):
 
     def zeros(self, params: Any) -> _Contribution:
         """Returns the sum over no examples."""
-        return _Contribution(jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params)), jnp.float32(0))
+        return _Contribution(
+            jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params)), jnp.float32(0)
+        )
 
     def sums(
         self, params: Any, carried: jax.Array, batch: Any, mask: jax.Array, key: jax.Array | None
@@ -83,12 +88,20 @@ class QuantileClipping(Query):
         out = dataclasses.replace(self.gradient, clip_norm=carried)(params, batch, mask, key=key)
         scale = self.gradient_weight / self.gradient.clip_rule.bound(carried)
         unmasked = mask.any(1) if mask.ndim == 2 else mask
-        below = jnp.where(unmasked, (out.norms <= carried) - 0.5, 0.0)  # A gradient that is not finite counts as above.
-        return _Contribution(jax.tree.map(lambda g: g * scale, out.grads), 2 * self.count_weight * below.sum())
+        below = jnp.where(
+            unmasked, (out.norms <= carried) - 0.5, 0.0
+        )  # A gradient that is not finite counts as above.
+        return _Contribution(
+            jax.tree.map(lambda g: g * scale, out.grads), 2 * self.count_weight * below.sum()
+        )
 
-    def read(self, params: Any, carried: jax.Array, mean: _Contribution) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
+    def read(
+        self, params: Any, carried: jax.Array, mean: _Contribution
+    ) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
         """Returns g~ (g~ / C_t with `unit_norm`), C_{t+1} and metrics."""
-        scale = (1.0 if self.unit_norm else self.gradient.clip_rule.bound(carried)) / self.gradient_weight
+        scale = (
+            1.0 if self.unit_norm else self.gradient.clip_rule.bound(carried)
+        ) / self.gradient_weight
         gradient = jax.tree.map(lambda g: g * scale, mean.grads)
         fraction = jnp.clip(mean.below / (2 * self.count_weight) + 0.5, 0, 1)  # b~
         updated = carried * jnp.exp(-self.clip_learning_rate * (fraction - self.quantile))
@@ -109,24 +122,29 @@ def adp_clip(
     sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
-    """Returns a trainer for DP-SGD whose clip norm follows a quantile of the gradient norms, at no extra privacy cost.
+    """Returns a trainer for DP-SGD whose clip norm follows a quantile of the gradient norms, at no
+    extra privacy cost.
 
     Args:
       loss_fn, optimizer, sampler, options: As in `dp_sgd`.
       clip_norm: C_0, the first clip norm. The clip norm stays between 1e-8 and 1e8.
-      noise_multiplier: z, for the whole step. The gradient gets the larger z_Delta, which makes room for the count.
+      noise_multiplier: z, for the whole step. The gradient gets the larger z_Delta, which makes
+          room for the count.
       quantile: gamma in [0, 1], the target fraction of examples whose gradients stay unclipped.
       clip_learning_rate: eta_C, in (0, 100].
-      count_noise: sigma_b > z / 2, the standard deviation of the noise on the count. The default is B / 20.
-      unit_norm: Whether to divide the gradient by C_t, so that a changing clip norm does not change the step size. The
-        learning rate of the optimizer is then the step for a gradient of norm 1. False is the published method.
+      count_noise: sigma_b > z / 2, the standard deviation of the noise on the count. The default is
+          B / 20.
+      unit_norm: Whether to divide the gradient by C_t, so that a changing clip norm does not change
+        the step size. The learning rate of the optimizer is then the step for a gradient of norm 1.
+        False is the published method.
 
     Raises:
       ValueError: An argument is out of range, or the count alone uses up the budget of a step.
 
     Formal guarantees:
-      As `dp_sgd`: every step is PoissonSampled(q, Gaussian(z)). The clip norm is a function of released counts and C_0
-      only. Under replace-one the sensitivities of gradient and count both double, as the accountant assumes.
+      As `dp_sgd`: every step is PoissonSampled(q, Gaussian(z)). The clip norm is a function of
+      released counts and C_0 only. Under replace-one the sensitivities of gradient and count both
+      double, as the accountant assumes.
     """
     noise_multiplier, others = noise_and_options(noise_multiplier, options, sampler)
     batch_size = sampler.expected_batch_size
@@ -135,13 +153,16 @@ def adp_clip(
     if not 0 <= quantile <= 1:
         raise ValueError(f"quantile must be in [0, 1], got {quantile}. 0.5 is the median.")
     if not 0 < clip_learning_rate <= 100:
-        raise ValueError(f"clip_learning_rate must be in (0, 100], got {clip_learning_rate}. 0.2 is usual.")
+        raise ValueError(
+            f"clip_learning_rate must be in (0, 100], got {clip_learning_rate}. 0.2 is usual."
+        )
     sigma_b = batch_size / 20 if count_noise is None else count_noise
     if not noise_multiplier < 2 * sigma_b < math.inf:
         raise ValueError(
-            f"count_noise must be finite and above noise_multiplier / 2 = {noise_multiplier / 2:g}, got {sigma_b:g}: "
-            "the count alone uses up the budget of a step. Raise count_noise, or use its default with an expected "
-            f"batch size above {10 * noise_multiplier:.0f} (now {batch_size:g})."
+            "count_noise must be finite and above noise_multiplier / 2 = "
+            f"{noise_multiplier / 2:g}, got {sigma_b:g}: the count alone uses up the budget of a "
+            "step. Raise count_noise, or use its default with an expected batch size above "
+            f"{10 * noise_multiplier:.0f} (now {batch_size:g})."
         )
     return make_trainer(
         lambda gradient: QuantileClipping(

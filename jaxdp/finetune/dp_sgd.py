@@ -1,6 +1,8 @@
-"""DP-SGD (Abadi et al. 2016, Algorithm 1) with Poisson sampling and the image recipe of De et al. 2022.
+"""DP-SGD (Abadi et al. 2016, Algorithm 1) with Poisson sampling and the image recipe of De et al.
+2022.
 
-One step, in the order of the algorithm. `jaxdp.finetune.trainer` has steps 1, 4 and 5 for every method:
+One step, in the order of the algorithm. `jaxdp.finetune.trainer` has steps 1, 4 and 5 for every
+method:
 
     1. L_t: every example joins with probability q, independently              `PoissonSampler`
     2. g_i = grad of the loss of example i (mean over K augmented views)       `clipped_grad`, `group`
@@ -31,7 +33,9 @@ class GradientSum(Query):
         """Returns zeros like the trainable parameters."""
         return jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params))
 
-    def sums(self, params: Any, carried: None, batch: Any, mask: jax.Array, key: jax.Array | None) -> Any:
+    def sums(
+        self, params: Any, carried: None, batch: Any, mask: jax.Array, key: jax.Array | None
+    ) -> Any:
         """Sums the clipped gradients."""
         return self.gradient(params, batch, mask, key=key).grads
 
@@ -63,56 +67,70 @@ def dp_sgd(
 
     Args:
       loss_fn: `loss_fn(params, example) -> scalar`. It also gets `key=` if `stochastic`.
-      optimizer: Any optax optimizer with any schedule. It sees only the noisy mean gradient, so it is post-processing.
-        Its state is float32 or wider, for parameters of any dtype.
+      optimizer: Any optax optimizer with any schedule. It sees only the noisy mean gradient, so it
+        is post-processing. Its state is float32 or wider, for parameters of any dtype.
       clip_norm: C, the L2 norm to which each example's gradient is clipped.
-      noise_multiplier: sigma, the noise standard deviation over C, or a public schedule step -> sigma, as in
-        `jaxdp.privatize`. None, the default, is the smallest sigma with which `steps` steps cost at most `epsilon` at
-        `delta`. A schedule is planned for 65,536 steps, or by `trainer.planned(steps)`, which `fit` calls.
-      epsilon, delta, steps: The target of the noise, all three or none. `trainer.event(0, steps)` meets it. More steps
-        cost more. Epsilon above 10 or a delta of 1 / n or more gives a `jaxdp.privacy.PrivacyWarning`.
-      adjacency, accountant: The neighbouring relation of the target, "add_remove" by default, and the `method` of
-        `jaxdp.privacy.calibrate_noise`. The relation must be that of the account.
-      sampler: The sampler of batches and its event. Its expected batch size q * n is the divisor. Its own seed is not
-        used: every run draws its batches from its own secret (`PrivateTrainer.drawn`). With `truncated_batch_size`, the
-        event is that of truncated Poisson sampling, which needs more noise and has no rule in RDP.
-      physical_batch_size: The number of examples per compiled call. A sampled batch of any size is cut into such calls
-        and the last is padded. No example is left out. None, the default, chooses up to three sizes that suit sampler
-        and memory (`PrivateTrainer.physical`). Up to three programs compile. Padding then costs about 3 % or less on a
-        CPU, and 3 to 9 % on an accelerator, where most batches are one call if memory allows. Give a number if memory
-        is short, or to compile once.
-      augment: `augment(key, example) -> example`, jittable, for one example. None, the default, is no augmentation.
-      augmult: K >= 1 (default 1), the augmented views per example (De et al. 2022). Their mean gradient is clipped.
-      ema_decay: The decay of a moving average of the parameters in `state.ema`. None, the default, keeps no average.
-      ascent_radius: rho of DP-SAT (Park et al. 2023), which is sharpness-aware at no cost in privacy or time. Gradients
-        are taken at params + rho g / ||g||, where g is the gradient released one step before. 0, the default, is off.
+      noise_multiplier: sigma, the noise standard deviation over C, or a public schedule step ->
+        sigma, as in `jaxdp.privatize`. None, the default, is the smallest sigma with which `steps`
+        steps cost at most `epsilon` at `delta`. A schedule is planned for 65,536 steps, or by
+        `trainer.planned(steps)`, which `fit` calls.
+      epsilon, delta, steps: The target of the noise, all three or none. `trainer.event(0, steps)`
+        meets it. More steps cost more. Epsilon above 10 or a delta of 1 / n or more gives a
+        `jaxdp.privacy.PrivacyWarning`.
+      adjacency, accountant: The neighbouring relation of the target, "add_remove" by default, and
+        the `method` of `jaxdp.privacy.calibrate_noise`. The relation must be that of the account.
+      sampler: The sampler of batches and its event. Its expected batch size q * n is the divisor.
+        Its own seed is not used: every run draws its batches from its own secret
+        (`PrivateTrainer.drawn`). With `truncated_batch_size`, the event is that of truncated
+        Poisson sampling, which needs more noise and has no rule in RDP.
+      physical_batch_size: The number of examples per compiled call. A sampled batch of any size is
+        cut into such calls and the last is padded. No example is left out. None, the default,
+        chooses up to three sizes that suit sampler and memory (`PrivateTrainer.physical`). Up to
+        three programs compile. Padding then costs about 3 % or less on a CPU, and 3 to 9 % on an
+        accelerator, where most batches are one call if memory allows. Give a number if memory is
+        short, or to compile once.
+      augment: `augment(key, example) -> example`, jittable, for one example. None, the default, is
+          no augmentation.
+      augmult: K >= 1 (default 1), the augmented views per example (De et al. 2022). Their mean
+          gradient is clipped.
+      ema_decay: The decay of a moving average of the parameters in `state.ema`. None, the default,
+          keeps no average.
+      ascent_radius: rho of DP-SAT (Park et al. 2023), which is sharpness-aware at no cost in
+        privacy or time. Gradients are taken at params + rho g / ||g||, where g is the gradient
+        released one step before. 0, the default, is off.
       stochastic: Whether `loss_fn` takes `key=` (dropout). The default is False.
-      group: Whether an example is all records of one user, from `jaxdp.data.by_group`. The gradient of a user's mean
-        loss over its records, and over their augmented views, is clipped once. The sampler draws users, and
-        `physical_batch_size` counts users. The default is False.
-      unit: What one example of the source is, in the words of the ledger. `fit` refuses an account with another unit.
-        The default is "example". Without `group`, "patient" says that every patient has one record.
-      mesh: The `jax.sharding.Mesh` of devices that share the work, of this process or of all. Its axes are Auto in the
-        state. All processes of `jax.distributed` make the same calls, and each reads its own rows of a batch.
-        None, the default, uses one device. Results are those of one device up to rounding, and the noise has the same
-        bits. For `fit` another mesh is another program: an interrupted chunk is charged again.
-      data_axes: The mesh axes along which batches are divided, ("data",) by default. Physical batches are rounded up
-        to a multiple of their devices, and the rest is padding. Sizes that are chosen use the memory of each device.
-      param_sharding: A rule `(path, leaf) -> PartitionSpec` for the parameters, with paths such as "Dense_0/kernel".
-        Sums of gradients, noise and the optimizer's state lie like them. None, the default, keeps the shardings that
-        the parameters have, and replicates those without.
+      group: Whether an example is all records of one user, from `jaxdp.data.by_group`. The gradient
+        of a user's mean loss over its records, and over their augmented views, is clipped once. The
+        sampler draws users, and `physical_batch_size` counts users. The default is False.
+      unit: What one example of the source is, in the words of the ledger. `fit` refuses an account
+        with another unit. The default is "example". Without `group`, "patient" says that every
+        patient has one record.
+      mesh: The `jax.sharding.Mesh` of devices that share the work, of this process or of all. Its
+        axes are Auto in the state. All processes of `jax.distributed` make the same calls, and each
+        reads its own rows of a batch. None, the default, uses one device. Results are those of one
+        device up to rounding, and the noise has the same bits. For `fit` another mesh is another
+        program: an interrupted chunk is charged again.
+      data_axes: The mesh axes along which batches are divided, ("data",) by default. Physical
+        batches are rounded up to a multiple of their devices, and the rest is padding. Sizes that
+        are chosen use the memory of each device.
+      param_sharding: A rule `(path, leaf) -> PartitionSpec` for the parameters, with paths such as
+        "Dense_0/kernel". Sums of gradients, noise and the optimizer's state lie like them. None,
+        the default, keeps the shardings that the parameters have, and replicates those without.
       engine, clip_rule, trainable: As in `jaxdp.clipped_grad`, with its defaults.
 
     Raises:
-      ValueError: An argument is out of range or does not fit the mesh. Neither the noise nor its whole target is given,
-        or both are, or no noise meets the target. See also `clipped_grad` and `privatize`.
+      ValueError: An argument is out of range or does not fit the mesh. Neither the noise nor its
+        whole target is given, or both are, or no noise meets the target. See also `clipped_grad`
+        and `privatize`.
 
     Formal guarantees:
-      Step t satisfies `trainer.event(t, t + 1)`, which is PoissonSampled(q, Gaussian(sigma)), with respect to the data
-      set of the sampler. This holds for every adjacency for which that event has a meaning. The clipped sum moves by at
-      most C when one example joins or leaves the batch. Noise of standard deviation sigma * C is added to every batch,
-      also to the empty one. The divisor is public. Steps compose adaptively. The whole state except `noise` and `key`
-      is post-processing of the released gradients. With `group`, an example is a user with all of its records.
+      Step t satisfies `trainer.event(t, t + 1)`, which is PoissonSampled(q, Gaussian(sigma)), with
+      respect to the data set of the sampler. This holds for every adjacency for which that event
+      has a meaning. The clipped sum moves by at most C when one example joins or leaves the batch.
+      Noise of standard deviation sigma * C is added to every batch, also to the empty one. The
+      divisor is public. Steps compose adaptively. The whole state except `noise` and `key` is
+      post-processing of the released gradients. With `group`, an example is a user with all of its
+      records.
     """
     return make_trainer(
         lambda gradient: GradientSum(gradient=gradient),

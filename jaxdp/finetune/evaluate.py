@@ -63,21 +63,22 @@ def tally(predict: Predict, params: Any, source: Source, *, batch_size: int = 50
 def accuracy(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> float:
     """Returns the fraction of examples whose largest logit is at their label.
 
-    Nothing is charged. `source` must be public or held out. Held-out data must not take part in training or selection
-    that claims to be private. For private data use `charged_accuracy`. `jaxdp.data.labels` has the rules for one
-    logit, ties and NaN. An example with a logit that is not finite is wrong. A warning tells how many there are.
+    Nothing is charged. `source` must be public or held out. Held-out data must not take part in
+    training or selection that claims to be private. For private data use `charged_accuracy`.
+    `jaxdp.data.labels` has the rules for one logit, ties and NaN. An example with a logit that is
+    not finite is wrong. A warning tells how many there are.
 
     Args:
-      predict: `predict(params, inputs [B, ...]) -> logits [B, K]`, floating point. One logit [B, 1] answers class 1 if
-        it is positive. The inputs are the column "image", or else "features", or else the dict of all columns but
-        "label".
+      predict: `predict(params, inputs [B, ...]) -> logits [B, K]`, floating point. One logit [B, 1]
+        answers class 1 if it is positive. The inputs are the column "image", or else "features", or
+        else the dict of all columns but "label".
       params: The parameters for `predict`.
       source: Examples with a column "label" of integers [] in [0, K).
       batch_size: The number of examples per call.
 
     Raises:
-      TypeError, ValueError: source is empty, or not as `jaxdp.data.check_source(source, "label")` demands. Or labels or
-        logits have another shape, dtype or range.
+      TypeError, ValueError: source is empty, or not as `jaxdp.data.check_source(source, "label")`
+        demands. Or labels or logits have another shape, dtype or range.
     """
     found = tally(predict, params, source, batch_size=batch_size)
     warn_if_not_finite(found.not_finite, found.total)
@@ -85,25 +86,30 @@ def accuracy(predict: Predict, params: Any, source: Source, *, batch_size: int =
 
 
 def noisy_fraction(key: jax.Array, count: int, total: int, noise_multiplier: float) -> jax.Array:
-    """Returns the release of `charged_accuracy`: (count + noise) / total, clipped to [0, 1], float32 []."""
+    """Returns the release of `charged_accuracy`: (count + noise) / total, clipped to [0, 1],
+    float32 [].
+    """
     exact = jnp.float32(count)
     return jnp.clip((exact + noise.gaussian(key, exact, noise_multiplier)) / total, 0.0, 1.0)
 
 
 def count_correct(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> int:
-    """Returns the number of right answers to which `charged_accuracy` adds noise. It is private, and for audits.
+    """Returns the number of right answers to which `charged_accuracy` adds noise. It is private,
+    and for audits.
 
     Arguments are as in `charged_accuracy`.
 
     Formal guarantees:
-      Adding, removing, zeroing out or replacing one example changes the count by at most 1, for all labels, inputs and
-      parameters, and whatever `predict` returns. Proof: the count is the sum over examples i of c_i = 1[answer i is
-      right]. Every example is in one batch at one place where the mask is True, and padding has c = 0 by the mask. c_i
-      is a boolean [] by `judge`, which demands logits [B, K] and labels [B] and broadcasts nothing. It reads row i of
-      the logits and label i only. Row i is `predict` of example i alone, as a batch of one under `jax.vmap`, so it does
-      not depend on other examples even if `predict` mixes its batch. NaN, infinities and labels out of range give c_i =
-      0 and no error. Shapes and dtypes raise before any example but the first and last is read. Sums are exact integers
-      below 2^24. The proof takes arithmetic as the same at all places of a batch.
+      Adding, removing, zeroing out or replacing one example changes the count by at most 1, for all
+      labels, inputs and parameters, and whatever `predict` returns. Proof: the count is the sum
+      over examples i of c_i = 1[answer i is right]. Every example is in one batch at one place
+      where the mask is True, and padding has c = 0 by the mask. c_i is a boolean [] by `judge`,
+      which demands logits [B, K] and labels [B] and broadcasts nothing. It reads row i of the
+      logits and label i only. Row i is `predict` of example i alone, as a batch of one under
+      `jax.vmap`, so it does not depend on other examples even if `predict` mixes its batch. NaN,
+      infinities and labels out of range give c_i = 0 and no error. Shapes and dtypes raise before
+      any example but the first and last is read. Sums are exact integers below 2^24. The proof
+      takes arithmetic as the same at all places of a batch.
     """
     _check_count(source, batch_size)
     return _counts(predict, params, source, batch_size, each_alone=True).correct
@@ -120,42 +126,52 @@ def charged_accuracy(
     workdir: str | os.PathLike[str] | None = None,
     seed: bytes | None = None,
 ) -> float:
-    """Estimates the accuracy on private data by a noisy count of correct answers over the public number of examples.
+    """Estimates the accuracy on private data by a noisy count of correct answers over the public
+    number of examples.
 
-    An example with a logit that is not finite, or with a label outside [0, K), is wrong. Their number is private and
-    is not released. `tally` on public data tells whether a model makes such logits.
+    An example with a logit that is not finite, or with a label outside [0, K), is wrong. Their
+    number is private and is not released. `tally` on public data tells whether a model makes such
+    logits.
 
     Args:
-      predict, source, batch_size: As in `accuracy`. `predict` is called for each example alone, as a batch of one under
-        `jax.vmap`. So a layer that mixes a batch has no effect on other examples. The source has at most 2^24 examples.
+      predict, source, batch_size: As in `accuracy`. `predict` is called for each example alone, as
+        a batch of one under `jax.vmap`. So a layer that mixes a batch has no effect on other
+        examples. The source has at most 2^24 examples.
       params: The parameters for `predict`, public or released, all finite.
       account: The account that is charged, `ledger.account(name)` of the data set.
-      noise_multiplier: The standard deviation of the noise on the count. One example changes the count by at most 1.
-      workdir: A folder for this release only. It keeps the estimate, so a repeated call is free. None keeps nothing.
+      noise_multiplier: The standard deviation of the noise on the count. One example changes the
+          count by at most 1.
+      workdir: A folder for this release only. It keeps the estimate, so a repeated call is free.
+          None keeps nothing.
       seed: 16 secret bytes for tests. The default is OS entropy.
 
     Returns:
-      The estimate, clipped to [0, 1]. Before clipping its standard deviation is noise_multiplier / len(source).
+      The estimate, clipped to [0, 1]. Before clipping its standard deviation is noise_multiplier /
+      len(source).
 
     Raises:
-      BudgetExceeded: The account cannot pay. Only the first and last examples are read, for a check.
-      TypeError, ValueError: noise_multiplier is not positive and finite or is noise that float32 loses, params are not
-        finite, the source is empty or too large, or shapes or dtypes are not as in `accuracy`. Nothing is spent. No
-        error depends on an example.
+      BudgetExceeded: The account cannot pay. Only the first and last examples are read, for a
+          check.
+      TypeError, ValueError: noise_multiplier is not positive and finite or is noise that float32
+        loses, params are not finite, the source is empty or too large, or shapes or dtypes are not
+        as in `accuracy`. Nothing is spent. No error depends on an example.
 
     Formal guarantees:
-      GaussianDpEvent(noise_multiplier), charged before the count is computed. `count_correct` has the proof that the
-      count has sensitivity 1 for every input. Clipping is post-processing. The number of examples is taken to be
-      public.
+      GaussianDpEvent(noise_multiplier), charged before the count is computed. `count_correct` has
+      the proof that the count has sensitivity 1 for every input. Clipping is post-processing. The
+      number of examples is taken to be public.
     """
     if not 0 < noise_multiplier < math.inf:
         raise ValueError(
-            f"noise_multiplier must be positive and finite, got {noise_multiplier}. Use accuracy() on public data."
+            f"noise_multiplier must be positive and finite, got {noise_multiplier}. Use "
+            "accuracy() on public data."
         )
     noise.check_product("noise_multiplier", noise_multiplier, 1.0)
     check_finite(params)
     shapes = _batch_shapes(_check_count(source, batch_size), min(batch_size, len(source)))
-    _batch_counts.eval_shape(predict, True, params, *shapes)  # Logits of another shape must raise before the charge.
+    _batch_counts.eval_shape(
+        predict, True, params, *shapes
+    )  # Logits of another shape must raise before the charge.
 
     def estimate(secret: bytes) -> dict[str, np.ndarray]:
         exact = count_correct(predict, params, source, batch_size=batch_size)
@@ -178,8 +194,8 @@ def _check_count(source: Source, batch_size: int) -> Any:
     example = check_examples(source, batch_size)
     if len(source) > _MOST_EXAMPLES:
         raise ValueError(
-            f"source has {len(source)} examples, and charged_accuracy counts at most {_MOST_EXAMPLES}. Take a part "
-            "of the source."
+            f"source has {len(source)} examples, and charged_accuracy counts at most "
+            f"{_MOST_EXAMPLES}. Take a part of the source."
         )
     return example
 
@@ -199,9 +215,14 @@ def _name(source: Source) -> str:
     return getattr(source, "name", "")
 
 
-def _counts(predict: Predict, params: Any, source: Source, batch_size: int, *, each_alone: bool) -> Counts:
+def _counts(
+    predict: Predict, params: Any, source: Source, batch_size: int, *, each_alone: bool
+) -> Counts:
     """Judges all examples of a source, each alone or a batch at once."""
-    batches, total = labelled_batches(source, batch_size), -(-len(source) // min(batch_size, len(source)))
+    batches, total = (
+        labelled_batches(source, batch_size),
+        -(-len(source) // min(batch_size, len(source))),
+    )
     counts = np.zeros(3, np.int64)
     for batch in progress_bar(batches, label="accuracy", unit="batch", total=total):
         counts += np.asarray(_batch_counts(predict, each_alone, params, *batch))
@@ -209,7 +230,9 @@ def _counts(predict: Predict, params: Any, source: Source, batch_size: int, *, e
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _batch_counts(predict: Predict, each_alone: bool, params: Any, batch: Any, mask: jax.Array) -> jax.Array:
+def _batch_counts(
+    predict: Predict, each_alone: bool, params: Any, batch: Any, mask: jax.Array
+) -> jax.Array:
     return jnp.stack(count(_answers(predict, each_alone, params, batch), mask))
 
 

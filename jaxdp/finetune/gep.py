@@ -1,4 +1,5 @@
-"""GEP, gradient embedding perturbation (Yu, Zhang, Chen, Liu 2021, Algorithm 1): noise where public gradients point.
+"""GEP, gradient embedding perturbation (Yu, Zhang, Chen, Liu 2021, Algorithm 1): noise where public
+gradients point.
 
 Before a step, from public data only:
 
@@ -13,11 +14,13 @@ One step, where g_i is the gradient of private example i:
     r~ = (sum_i clip(r_i, C_1) + sigma C_1 N(0, I)) / (q n)
     g~ = B w~ + r~
 
-Embedding and residual come from the SAME sampled batch. An example contributes (w / C_0, r / C_1), of norm at most
-sqrt(2). A step is therefore one Gaussian of multiplier z = sigma / sqrt(2) on one Poisson sample. The published code
-adds the Renyi divergences of two separately sampled Gaussians, which under-counts.
+Embedding and residual come from the SAME sampled batch. An example contributes (w / C_0, r / C_1),
+of norm at most sqrt(2). A step is therefore one Gaussian of multiplier z = sigma / sqrt(2) on one
+Poisson sample. The published code adds the Renyi divergences of two separately sampled Gaussians,
+which under-counts.
 
-The trainable parameters are cut into groups of whole modules, each with a basis of k_g ~ sqrt(p_g) directions.
+The trainable parameters are cut into groups of whole modules, each with a basis of k_g ~ sqrt(p_g)
+directions.
 """
 
 import dataclasses
@@ -81,11 +84,13 @@ class _Layout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class GradientEmbedding(Query):
-    """The query of GEP. It carries the basis, a list of [p_leaf, k_g] arrays, one per trainable leaf.
+    """The query of GEP. It carries the basis, a list of [p_leaf, k_g] arrays, one per trainable
+    leaf.
 
     `public` is a list of chunks of anchors.
 
-    An example contributes (a clip(w_i, C_0) / C_0, b clip(r_i, C_1) / C_1) with a^2 + b^2 = 1, of norm at most 1.
+    An example contributes (a clip(w_i, C_0) / C_0, b clip(r_i, C_1) / C_1) with a^2 + b^2 = 1, of
+    norm at most 1.
     """
 
     basis_size: int
@@ -109,7 +114,8 @@ class GradientEmbedding(Query):
         return 1.0
 
     def init(self, params: Any) -> list[jax.Array] | None:
-        """Returns a basis of zeros if later steps reuse the basis, otherwise None. Step 0 makes the first basis.
+        """Returns a basis of zeros if later steps reuse the basis, otherwise None. Step 0 makes the
+        first basis.
 
         Raises:
           ValueError: The anchors' gradients at `params` span fewer dimensions than the basis.
@@ -122,9 +128,9 @@ class GradientEmbedding(Query):
             rank = int((sizes > sizes.max() * max(image.shape) * np.finfo(np.float32).eps).sum())
             if rank < width:
                 raise ValueError(
-                    f"basis_size={self.basis_size} gives {width} directions to {name}, but the anchors' gradients "
-                    f"there span only {rank} at these parameters. Choose a smaller basis_size, more or other anchors, "
-                    "or other groups."
+                    f"basis_size={self.basis_size} gives {width} directions to {name}, but the "
+                    f"anchors' gradients there span only {rank} at these parameters. Choose a "
+                    "smaller basis_size, more or other anchors, or other groups."
                 )
         return self._zeros(random) if self.refresh_every > 1 else None
 
@@ -145,7 +151,9 @@ class GradientEmbedding(Query):
         embeddings = [jnp.zeros(width, dtype) for width in self._layout(params).widths]
         return _Contribution(embeddings, moving if self.residual_share else None)
 
-    def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> _Contribution:
+    def sums(
+        self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
+    ) -> _Contribution:
         """Sums the weighted clipped embeddings and residuals."""
         layout, (a, b) = self._layout(params), self.weights
         g = _rows(self.gradient.per_example(params, batch, mask, key=key).grads)
@@ -154,16 +162,23 @@ class GradientEmbedding(Query):
         embeddings = [_weighted(factors, part) for part in w]
         if not self.residual_share:
             return _Contribution(embeddings, None)
-        # ||g||^2 - ||w||^2 is no substitute: its rounding error can let a large residual pass unclipped.
+        # ||g||^2 - ||w||^2 is no substitute: its rounding error can let a large residual pass
+        # unclipped.
         r = [g_leaf - lifted for g_leaf, lifted in zip(g, layout.lift(w, carried), strict=True)]
         factors = b * self._shares(r, self.residual_clip_norm)
-        return _Contribution(embeddings, _unflatten(layout, [_weighted(factors, part) for part in r]))
+        return _Contribution(
+            embeddings, _unflatten(layout, [_weighted(factors, part) for part in r])
+        )
 
-    def read(self, params: Any, carried: Any, mean: _Contribution) -> tuple[Any, Any, dict[str, jax.Array]]:
+    def read(
+        self, params: Any, carried: Any, mean: _Contribution
+    ) -> tuple[Any, Any, dict[str, jax.Array]]:
         """Returns g~ = B w~ + r~."""
         layout, (a, b) = self._layout(params), self.weights
         bound = self.gradient.clip_rule.bound
-        lifted = layout.lift([w * (bound(self.gradient.clip_norm) / a) for w in mean.embeddings], carried)
+        lifted = layout.lift(
+            [w * (bound(self.gradient.clip_norm) / a) for w in mean.embeddings], carried
+        )
         gradient = _unflatten(layout, lifted)
         if self.residual_share:
             scale = bound(self.residual_clip_norm) / b
@@ -171,7 +186,9 @@ class GradientEmbedding(Query):
         return gradient, carried if self.refresh_every > 1 else None, {}
 
     def _shares(self, parts: list[jax.Array], clip_norm: float) -> jax.Array:
-        """Returns factors [B] that clip the concatenated parts and divide them by the bound of the clipping rule."""
+        """Returns factors [B] that clip the concatenated parts and divide them by the bound of the
+        clipping rule.
+        """
         rule = self.gradient.clip_rule
         norms = jnp.sqrt(sum(jnp.square(part).sum(1) for part in parts))
         return clip_factors(rule, norms, clip_norm, rule.bound(clip_norm)) / rule.bound(clip_norm)
@@ -185,23 +202,37 @@ class GradientEmbedding(Query):
         else:  # A group ends where the middle of a module passes an equal share of the entries.
             modules = [path.rpartition("/")[0] or path for path in paths]
             ends = {module: end for module, end in zip(modules, np.cumsum(sizes), strict=True)}
-            totals = {module: sum(n for m, n in zip(modules, sizes, strict=True) if m == module) for module in ends}
+            totals = {
+                module: sum(n for m, n in zip(modules, sizes, strict=True) if m == module)
+                for module in ends
+            }
             keys = [int((ends[m] - totals[m] / 2) * self.groups / sum(sizes)) for m in modules]
         names = list(dict.fromkeys(keys))
         owner = [names.index(key) for key in keys]
-        entries = [sum(size for size, g in zip(sizes, owner, strict=True) if g == group) for group in range(len(names))]
+        entries = [
+            sum(size for size, g in zip(sizes, owner, strict=True) if g == group)
+            for group in range(len(names))
+        ]
         roots = np.sqrt(entries)
-        # k_g = floor(k sqrt(p_g) / sum_h sqrt(p_h)). 1e-9 keeps rounding errors from lowering a whole number.
+        # k_g = floor(k sqrt(p_g) / sum_h sqrt(p_h)). 1e-9 keeps rounding errors from lowering a
+        # whole number.
         widths = [int(width) for width in self.basis_size * roots / roots.sum() + 1e-9]
-        members = [[path for path, g in zip(paths, owner, strict=True) if g == group] for group in range(len(names))]
-        texts = [f"{part[0]!r}" if len(part) == 1 else f"the leaves {part[0]!r} to {part[-1]!r}" for part in members]
+        members = [
+            [path for path, g in zip(paths, owner, strict=True) if g == group]
+            for group in range(len(names))
+        ]
+        texts = [
+            f"{part[0]!r}" if len(part) == 1 else f"the leaves {part[0]!r} to {part[-1]!r}"
+            for part in members
+        ]
         anchors = sum(len(jax.tree.leaves(chunk)[0]) for chunk in self.public)
         for width, total, text in zip(widths, entries, texts, strict=True):
             if not 1 <= width <= min(anchors, total):
                 raise ValueError(
-                    f"basis_size={self.basis_size} over {len(widths)} groups gives {width} directions to {text}, which "
-                    f"needs 1 to {min(anchors, total)}. A gradient there has {total} entries, and there are {anchors} "
-                    "anchors. Change basis_size, the number of anchors, or groups."
+                    f"basis_size={self.basis_size} over {len(widths)} groups gives {width} "
+                    f"directions to {text}, which needs 1 to {min(anchors, total)}. A gradient "
+                    f"there has {total} entries, and there are {anchors} anchors. Change "
+                    "basis_size, the number of anchors, or groups."
                 )
         return _Layout(structure, [leaf.shape for leaf in leaves], owner, widths, texts)
 
@@ -210,7 +241,9 @@ class GradientEmbedding(Query):
         layout, key = self._layout(params), jax.random.fold_in(jax.random.key(_PUBLIC_KEY), step)
         leaves = jax.tree.leaves(moving_params(self.gradient, params))
         return [
-            jax.random.normal(jax.random.fold_in(key, i), (leaf.size, layout.widths[group]), leaf.dtype)
+            jax.random.normal(
+                jax.random.fold_in(key, i), (leaf.size, layout.widths[group]), leaf.dtype
+            )
             for i, (leaf, group) in enumerate(zip(leaves, layout.owner, strict=True))
         ]
 
@@ -227,11 +260,16 @@ class GradientEmbedding(Query):
         """Returns A L for the rows of A that belong to a chunk, [m, k_g] per group."""
         return self._layout(params).embed(self._anchor_gradients(params, chunk), basis)
 
-    def _add_power(self, params: Any, basis: list[jax.Array], image: list[jax.Array], chunk: Any) -> list[jax.Array]:
+    def _add_power(
+        self, params: Any, basis: list[jax.Array], image: list[jax.Array], chunk: Any
+    ) -> list[jax.Array]:
         """Returns image + A^T (A L), with the rows of A that belong to a chunk."""
         layout, a = self._layout(params), self._anchor_gradients(params, chunk)
         al = layout.embed(a, basis)
-        return [x + _dot(rows.T, al[group]) for x, rows, group in zip(image, a, layout.owner, strict=True)]
+        return [
+            x + _dot(rows.T, al[group])
+            for x, rows, group in zip(image, a, layout.owner, strict=True)
+        ]
 
     def _orthonormal(self, params: Any, image: list[jax.Array]) -> list[jax.Array]:
         """Makes the columns of every group orthonormal."""
@@ -246,7 +284,9 @@ class GradientEmbedding(Query):
 
 
 def _top_level(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles with `repeatable`, which cannot be nested. Inside another program it calls the function directly."""
+    """Compiles with `repeatable`, which cannot be nested. Inside another program it calls the
+    function directly.
+    """
     jitted = repeatable(function, platform=forms.platform())
 
     def call(*args: Any) -> Any:
@@ -257,11 +297,13 @@ def _top_level(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gram_schmidt(columns: jax.Array) -> jax.Array:
-    """Returns orthonormal columns [p, k] with the span of the given ones. A dependent column becomes zero.
+    """Returns orthonormal columns [p, k] with the span of the given ones. A dependent column
+    becomes zero.
 
-    Projecting out twice is enough for float32 (Giraud et al. 2005). `jnp.linalg.qr` does not fit: on CPU its bits
-    depend on the number of LAPACK threads, and a replayed step must see the same basis. A column that is not finite
-    counts as dependent, because NaN in the basis shows which batches are empty.
+    Projecting out twice is enough for float32 (Giraud et al. 2005). `jnp.linalg.qr` does not fit:
+    on CPU its bits depend on the number of LAPACK threads, and a replayed step must see the same
+    basis. A column that is not finite counts as dependent, because NaN in the basis shows which
+    batches are empty.
     """
     rows = columns.T  # contiguous, which takes a third of the time
     rows, _ = in_units(rows, 1)  # Squares of high powers overflow.
@@ -314,55 +356,76 @@ def gep(
     sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
-    """Returns a trainer for DP-SGD in which gradient embeddings in a public subspace and residuals get separate noise.
+    """Returns a trainer for DP-SGD in which gradient embeddings in a public subspace and residuals
+    get separate noise.
 
     Args:
-      loss_fn, optimizer, sampler, options: As in `dp_sgd`. `engine` has no effect. `clip_rule` applies to embedding and
-        residual. A physical batch needs twice the memory of its per-example gradients.
+      loss_fn, optimizer, sampler, options: As in `dp_sgd`. `engine` has no effect. `clip_rule`
+        applies to embedding and residual. A physical batch needs twice the memory of its
+        per-example gradients.
       clip_norm: C_0, the clip norm of the embedding. Yu et al. use 5, and 2 for C_1.
       residual_clip_norm: C_1, the clip norm of the residual.
-      noise_multiplier: z, for the whole step, or a public schedule. Yu et al.'s sigma is z sqrt(2) with equal shares.
-      anchors: PUBLIC examples, a pytree with leading axis [m] of examples for `loss_fn`. They must share no record with
-        private or test data. Labels may be random, as in Yu et al.
-      basis_size: k, the total number of directions. Group g gets floor(k sqrt(p_g) / sum_h sqrt(p_h)) of them.
-      groups: The maximal number of groups, or a function from a leaf's path to its group. Modules of a group are
-        neighbours in the order of their paths, which in Flax is alphabetical and not the order of the network.
+      noise_multiplier: z, for the whole step, or a public schedule. Yu et al.'s sigma is z sqrt(2)
+          with equal shares.
+      anchors: PUBLIC examples, a pytree with leading axis [m] of examples for `loss_fn`. They must
+        share no record with private or test data. Labels may be random, as in Yu et al.
+      basis_size: k, the total number of directions. Group g gets floor(k sqrt(p_g) / sum_h
+          sqrt(p_h)) of them.
+      groups: The maximal number of groups, or a function from a leaf's path to its group. Modules
+        of a group are neighbours in the order of their paths, which in Flax is alphabetical and not
+        the order of the network.
       power_iterations: The number of passes over the anchors per basis.
-      basis_every: The number of steps between new bases, 1 as published. A basis that is kept is in every checkpoint.
-      residual_share: b^2, the share of the step's privacy that the residual gets. 0.5 gives both parts the same
-        multiplier. 0 drops the residual (B-GEP).
+      basis_every: The number of steps between new bases, 1 as published. A basis that is kept is in
+          every checkpoint.
+      residual_share: b^2, the share of the step's privacy that the residual gets. 0.5 gives both
+        parts the same multiplier. 0 drops the residual (B-GEP).
 
     Raises:
-      ValueError: An argument is out of range or there are no anchors. In `init`, the anchors do not span the basis.
+      ValueError: An argument is out of range or there are no anchors. In `init`, the anchors do not
+          span the basis.
 
     Formal guarantees:
-      As `dp_sgd`: every step is PoissonSampled(q, Gaussian(z)), on one sample for embedding and residual together. The
-      basis is a function of the anchors, public randomness and the parameters, so it is post-processing. The guarantee
-      does not need an orthonormal B. Only utility does.
+      As `dp_sgd`: every step is PoissonSampled(q, Gaussian(z)), on one sample for embedding and
+      residual together. The basis is a function of the anchors, public randomness and the
+      parameters, so it is post-processing. The guarantee does not need an orthonormal B. Only
+      utility does.
     """
     leaves = jax.tree.leaves(anchors)
-    if not leaves or any(jnp.ndim(x) == 0 for x in leaves) or len({len(x) for x in leaves}) != 1 or not len(leaves[0]):
+    if (
+        not leaves
+        or any(jnp.ndim(x) == 0 for x in leaves)
+        or len({len(x) for x in leaves}) != 1
+        or not len(leaves[0])
+    ):
         shapes = [jnp.shape(x) for x in leaves]
         raise ValueError(
-            "anchors must be public examples with one leading axis [m], m >= 1, for all leaves, got shapes "
-            f"{shapes}. Without public data use dp_sgd."
+            "anchors must be public examples with one leading axis [m], m >= 1, for all leaves, "
+            f"got shapes {shapes}. Without public data use dp_sgd."
         )
     check_clip_norm("residual_clip_norm", residual_clip_norm)
-    counts = {"basis_size": basis_size, "power_iterations": power_iterations, "basis_every": basis_every}
+    counts = {
+        "basis_size": basis_size,
+        "power_iterations": power_iterations,
+        "basis_every": basis_every,
+    }
     if not callable(groups):
         counts["groups"] = groups
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}.")
     if not 0 <= residual_share < 1:
-        raise ValueError(f"residual_share must be in [0, 1), got {residual_share}. 0 drops the residual.")
+        raise ValueError(
+            f"residual_share must be in [0, 1), got {residual_share}. 0 drops the residual."
+        )
 
     def make_query(gradient: ClippedGrad) -> GradientEmbedding:
         size = options.get("physical_batch_size") or _ANCHORS_AT_ONCE
         starts = range(0, len(leaves[0]), size)
         return GradientEmbedding(
             gradient=gradient,
-            public=[jax.tree.map(lambda x, i=i: on_device(x[i : i + size]), anchors) for i in starts],
+            public=[
+                jax.tree.map(lambda x, i=i: on_device(x[i : i + size]), anchors) for i in starts
+            ],
             refresh_every=basis_every,
             copies=2,
             basis_size=basis_size,

@@ -1,7 +1,8 @@
-"""Model families in Flax Linen and their parameters on disk. No family mixes the examples of a batch.
+"""Model families in Flax Linen and their parameters on disk. No family mixes the examples of a
+batch.
 
-Every family has `num_classes`, the number of logits, and `dtype`, the dtype of the computation (None is float32).
-Parameters and logits are always float32.
+Every family has `num_classes`, the number of logits, and `dtype`, the dtype of the computation
+(None is float32). Parameters and logits are always float32.
 """
 
 from jaxdp.models.checkpoints import Pretrained, load_checkpoint

@@ -1,4 +1,6 @@
-"""A small convolutional network for small images, in the style of Papernot et al. 2021 (arXiv:2007.14191)."""
+"""A small convolutional network for small images, in the style of Papernot et al. 2021
+(arXiv:2007.14191).
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,20 +16,24 @@ def _halve(x: jax.Array) -> jax.Array:
     """Averages 2x2 pixels of [B, H, W, C]. An odd last row or column is dropped."""
     batch, height, width, channels = x.shape
     if min(height, width) < 2:
-        raise ValueError(f"the image is too small to halve again at {height}x{width}. Use fewer widths.")
+        raise ValueError(
+            f"the image is too small to halve again at {height}x{width}. Use fewer widths."
+        )
     x = x[:, : height // 2 * 2, : width // 2 * 2]
     return x.reshape(batch, height // 2, 2, width // 2, 2, channels).mean(axis=(2, 4))
 
 
 class CNN(nn.Module):
-    """Convolutions with optional normalisation, activation and 2x2 average pooling each, then dense layers.
+    """Convolutions with optional normalisation, activation and 2x2 average pooling each, then dense
+    layers.
 
     Attributes:
       widths: The channels of each 3x3 convolution. Each halves the image, rounding down.
       dense: The width of the hidden dense layer, 0 for none.
       norm: None, "group" or "frozen_batch".
       groups: The groups of the GroupNorm, which must divide every width.
-      activation: The activation of convolutions and hidden dense layer. Bounded ones such as tanh clip better.
+      activation: The activation of convolutions and hidden dense layer. Bounded ones such as tanh
+          clip better.
     """
 
     num_classes: int
@@ -43,7 +49,9 @@ class CNN(nn.Module):
         """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
         for k, width in enumerate(self.widths):
             x = Conv(width, (3, 3), dtype=self.dtype, name=f"conv_{k}")(x)
-            x = self.activation(normalise_channels(self.norm, self.groups, self.dtype, f"norm_{k}", x))
+            x = self.activation(
+                normalise_channels(self.norm, self.groups, self.dtype, f"norm_{k}", x)
+            )
             x = _halve(x)
         x = x.reshape(x.shape[0], -1)
         if self.dense:

@@ -14,7 +14,9 @@ _init = nn.initializers.truncated_normal(0.02)
 
 
 class ConvNeXtBlock(GivenShapes):
-    """x + scale * MLP(LayerNorm(depthwise 7x7 convolution of x)), with an MLP of hidden width 4 C and exact GELU."""
+    """x + scale * MLP(LayerNorm(depthwise 7x7 convolution of x)), with an MLP of hidden width 4 C
+    and exact GELU.
+    """
 
     dtype: Any = None
 
@@ -32,9 +34,11 @@ class ConvNeXtBlock(GivenShapes):
 
 
 class ConvNeXt(nn.Module):
-    """ConvNeXt: a 4x4 stem, stages of blocks with 2x2 downsampling in between, mean pooling, LayerNorm, head.
+    """ConvNeXt: a 4x4 stem, stages of blocks with 2x2 downsampling in between, mean pooling,
+    LayerNorm, head.
 
-    Every normalisation is a LayerNorm over the channels of one pixel (epsilon 1e-6). Stochastic depth is left out.
+    Every normalisation is a LayerNorm over the channels of one pixel (epsilon 1e-6). Stochastic
+    depth is left out.
 
     Attributes:
       widths: The channels of each stage.
@@ -48,12 +52,20 @@ class ConvNeXt(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps images [B, H, W, C] to float32 logits [B, num_classes] and drops pixels left over by a stride."""
+        """Maps images [B, H, W, C] to float32 logits [B, num_classes] and drops pixels left over by
+        a stride.
+        """
         if len(self.widths) != len(self.depths):
-            raise ValueError(f"widths and depths must have one entry per stage, got {self.widths} and {self.depths}.")
+            raise ValueError(
+                f"widths and depths must have one entry per stage, got {self.widths} and "
+                f"{self.depths}."
+            )
         reduction = 4 * 2 ** (len(self.widths) - 1)
         if min(x.shape[1:3]) < reduction:
-            raise ValueError(f"the image must be at least {reduction}x{reduction}, got {x.shape[1]}x{x.shape[2]}.")
+            raise ValueError(
+                f"the image must be at least {reduction}x{reduction}, got "
+                f"{x.shape[1]}x{x.shape[2]}."
+            )
 
         def norm(name: str, x: jax.Array) -> jax.Array:
             return LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name=name)(x)

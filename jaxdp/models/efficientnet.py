@@ -1,4 +1,6 @@
-"""EfficientNet-Lite (Tan and Le 2019, arXiv:1905.11946, without squeeze-and-excitation and with ReLU6)."""
+"""EfficientNet-Lite (Tan and Le 2019, arXiv:1905.11946, without squeeze-and-excitation and with
+ReLU6).
+"""
 
 import math
 from typing import Any
@@ -9,7 +11,8 @@ import jax.numpy as jnp
 
 from jaxdp.models.layers import Conv, Dense, Norm, normalise_channels
 
-# Each stage: (blocks, side of the depthwise convolution, stride of the first block, expansion, width)
+# Each stage: (blocks, side of the depthwise convolution, stride of the first block, expansion,
+# width)
 _STAGES = (
     (1, 3, 1, 1, 16),
     (2, 3, 2, 6, 24),
@@ -22,16 +25,20 @@ _STAGES = (
 
 
 class EfficientNetLite(nn.Module):
-    """Inverted residual blocks between a 3x3 convolution of 32 channels and a 1x1 convolution of 1280.
+    """Inverted residual blocks between a 3x3 convolution of 32 channels and a 1x1 convolution of
+    1280.
 
     Attributes:
-      width: The factor of all widths between the first and the last convolution, rounded to multiples of 8.
-      depth: The factor of the number of blocks of the stages between the first and the last, rounded up.
+      width: The factor of all widths between the first and the last convolution, rounded to
+          multiples of 8.
+      depth: The factor of the number of blocks of the stages between the first and the last,
+          rounded up.
       norm: "frozen_batch" (for public BatchNorm models), "group" or None.
       groups: The groups of the GroupNorm.
       norm_epsilon: The number added to the variance of "frozen_batch". Google's weights have 1e-3.
-      same_padding: Whether a strided convolution is padded as in TensorFlow, for Google's weights, which timm calls
-        tf_efficientnet_lite*. False pads every side alike, as timm's efficientnet_lite* do.
+      same_padding: Whether a strided convolution is padded as in TensorFlow, for Google's weights,
+        which timm calls tf_efficientnet_lite*. False pads every side alike, as timm's
+        efficientnet_lite* do.
     """
 
     num_classes: int
@@ -43,7 +50,9 @@ class EfficientNetLite(nn.Module):
     same_padding: bool = True
     dtype: Any = None
 
-    def _conv(self, name: str, width: int, size: int, x: jax.Array, stride: int = 1, groups: int = 1) -> jax.Array:
+    def _conv(
+        self, name: str, width: int, size: int, x: jax.Array, stride: int = 1, groups: int = 1
+    ) -> jax.Array:
         """Returns a normalised convolution with the names `name` and `name`_norm."""
         padding: Any = "SAME" if self.same_padding else size // 2
         common: Any = {"padding": padding, "use_bias": self.norm is None, "dtype": self.dtype}
@@ -57,7 +66,9 @@ class EfficientNetLite(nn.Module):
             name=name,
             **common,
         )(x)
-        return normalise_channels(self.norm, self.groups, self.dtype, f"{name}_norm", y, epsilon=self.norm_epsilon)
+        return normalise_channels(
+            self.norm, self.groups, self.dtype, f"{name}_norm", y, epsilon=self.norm_epsilon
+        )
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -1,4 +1,6 @@
-"""ResNet for ImageNet (He et al. 2016, arXiv:1512.03385, table 1), with the stride in the 3x3 convolution."""
+"""ResNet for ImageNet (He et al. 2016, arXiv:1512.03385, table 1), with the stride in the 3x3
+convolution.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +13,13 @@ from jaxdp.models.layers import Conv, Dense, Norm, max_pool, normalise_channels
 
 
 class ImageNetResNet(nn.Module):
-    """Residual network of four stages of widths 64, 128, 256 and 512, as torchvision and timm publish it.
+    """Residual network of four stages of widths 64, 128, 256 and 512, as torchvision and timm
+    publish it.
 
     Attributes:
       depths: The number of blocks of each stage.
-      bottleneck: Whether a block is 1x1, 3x3 and 1x1 convolutions of four times the width, as in ResNet-50, and not two
-        3x3 convolutions.
+      bottleneck: Whether a block is 1x1, 3x3 and 1x1 convolutions of four times the width, as in
+        ResNet-50, and not two 3x3 convolutions.
       norm: "frozen_batch" (for public BatchNorm models), "group" or None.
       groups: The groups of the GroupNorm.
       width: The width of the first stage.
@@ -33,7 +36,12 @@ class ImageNetResNet(nn.Module):
     def _conv(self, name: str, width: int, size: int, stride: int, x: jax.Array) -> jax.Array:
         """Returns a normalised convolution with the names `name` and `name`_norm."""
         init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
-        common: Any = {"padding": size // 2, "use_bias": self.norm is None, "dtype": self.dtype, "kernel_init": init}
+        common: Any = {
+            "padding": size // 2,
+            "use_bias": self.norm is None,
+            "dtype": self.dtype,
+            "kernel_init": init,
+        }
         y = Conv(width, (size, size), strides=(stride, stride), name=name, **common)(x)
         return normalise_channels(self.norm, self.groups, self.dtype, f"{name}_norm", y)
 

@@ -1,7 +1,7 @@
 """Causal transformers for language in the forms of GPT-2 and Llama, and generation.
 
-GPT-2: Radford et al. 2019. Llama: Touvron et al. 2023, arXiv:2302.13971, with rotary positions (Su et al. 2021,
-arXiv:2104.09864) and grouped queries (Ainslie et al. 2023, arXiv:2305.13245).
+GPT-2: Radford et al. 2019. Llama: Touvron et al. 2023, arXiv:2302.13971, with rotary positions (Su
+et al. 2021, arXiv:2104.09864) and grouped queries (Ainslie et al. 2023, arXiv:2305.13245).
 """
 
 import dataclasses
@@ -41,11 +41,14 @@ class _Layout:
 
     def dense(self, features: int, name: str, parts: int = 1) -> Dense:
         bias = self.form == "gpt2"
-        return Dense(features, dtype=self.dtype, use_bias=bias, kernel_init=_normal(parts), name=name)
+        return Dense(
+            features, dtype=self.dtype, use_bias=bias, kernel_init=_normal(parts), name=name
+        )
 
 
 class LanguageModel(GivenShapes):
-    """A causal transformer. Its layers are one scan, with parameters that are stacked along a first axis.
+    """A causal transformer. Its layers are one scan, with parameters that are stacked along a first
+    axis.
 
     Attributes:
       num_classes: The number of tokens in the vocabulary.
@@ -54,14 +57,15 @@ class LanguageModel(GivenShapes):
       depth: The number of blocks.
       num_heads: The number of heads, of width / num_heads dimensions each.
       mlp_width: The hidden width of the MLPs.
-      form: "gpt2" has learned positions, LayerNorm, the approximate GELU and biases. "llama" has rotary positions,
-        RMSNorm, a gated MLP with SiLU, and no biases.
-      kv_heads: The number of heads of keys and values, which divides num_heads. Every num_heads / kv_heads heads of
-        queries share one.
+      form: "gpt2" has learned positions, LayerNorm, the approximate GELU and biases. "llama" has
+        rotary positions, RMSNorm, a gated MLP with SiLU, and no biases.
+      kv_heads: The number of heads of keys and values, which divides num_heads. Every num_heads /
+        kv_heads heads of queries share one.
       tied: Whether the output layer is the transposed embedding. Otherwise its name is "unembed".
       norm_epsilon: The number added to variances in the normalisations.
       rotary_base: The base of the wavelengths of rotary positions.
-      remat: Whether the backward pass computes the inside of each block again, which saves memory and costs time.
+      remat: Whether the backward pass computes the inside of each block again, which saves memory
+          and costs time.
     """
 
     num_classes: int
@@ -85,24 +89,35 @@ class LanguageModel(GivenShapes):
         A negative token is padding. A token of num_classes or more gives NaN.
 
         Raises:
-          ValueError: The tokens are no integers, there are more than `positions` of them, or the form is unknown.
+          ValueError: The tokens are no integers, there are more than `positions` of them, or the
+              form is unknown.
         """
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ValueError(f"tokens must be integers [B, T], got {tokens.dtype} {tokens.shape}. Encode texts first.")
+            raise ValueError(
+                f"tokens must be integers [B, T], got {tokens.dtype} {tokens.shape}. Encode texts "
+                "first."
+            )
         if tokens.shape[1] > self.positions:
             raise ValueError(
-                f"tokens must have at most positions={self.positions} columns, got {tokens.shape[1]}. Cut the texts, "
-                "or take a model with more positions."
+                f"tokens must have at most positions={self.positions} columns, got "
+                f"{tokens.shape[1]}. Cut the texts, or take a model with more positions."
             )
         if self.form not in ("gpt2", "llama"):
             raise ValueError(f"form must be 'gpt2' or 'llama', got {self.form!r}.")
-        embed = Embed(self.num_classes, self.width, embedding_init=_normal(1), dtype=self.dtype, name="embed")
+        embed = Embed(
+            self.num_classes, self.width, embedding_init=_normal(1), dtype=self.dtype, name="embed"
+        )
         x = embed(jnp.maximum(tokens, 0))
         if self.form == "gpt2":
             positions = self.param("positions", _normal(1), (self.positions, self.width))
             x = x + positions[None, : tokens.shape[1]].astype(x.dtype)
         block = nn.remat(_Block, prevent_cse=False) if self.remat else _Block
-        layers = nn.scan(block, variable_axes={"params": 0, "lora": 0}, split_rngs={"params": True}, length=self.depth)
+        layers = nn.scan(
+            block,
+            variable_axes={"params": 0, "lora": 0},
+            split_rngs={"params": True},
+            length=self.depth,
+        )
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Layout)}
         layout = _Layout(**fields | {"kv_heads": self.kv_heads or self.num_heads})
         x, _ = layers(layout, name="blocks")(x)
@@ -111,7 +126,9 @@ class LanguageModel(GivenShapes):
             kernel = embed.embedding.T
         else:
             kernel = _Kernel((self.width, self.num_classes), name="unembed")()
-        return jnp.einsum("btd,dv->btv", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        return jnp.einsum(
+            "btd,dv->btv", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32
+        )
 
 
 class _Kernel(GivenShapes):
@@ -150,30 +167,41 @@ class _Attention(nn.Module):
         heads, shared = its.num_heads, its.kv_heads
         if width % heads or heads % shared:
             raise ValueError(
-                f"num_heads must divide the width {width}, and kv_heads must divide num_heads, got num_heads={heads} "
-                f"and kv_heads={shared}."
+                f"num_heads must divide the width {width}, and kv_heads must divide num_heads, got "
+                f"num_heads={heads} and kv_heads={shared}."
             )
         query = its.dense(width, "query")(x)
         key, value = (its.dense(shared * (width // heads), name)(x) for name in ("key", "value"))
         if its.form == "llama":
-            query, key = _rotated(query, heads, its.rotary_base), _rotated(key, shared, its.rotary_base)
+            query, key = (
+                _rotated(query, heads, its.rotary_base),
+                _rotated(key, shared, its.rotary_base),
+            )
         if shared < heads:
             key, value = (
-                jnp.repeat(y.reshape(*y.shape[:2], shared, -1), heads // shared, axis=2).reshape(x.shape)
+                jnp.repeat(y.reshape(*y.shape[:2], shared, -1), heads // shared, axis=2).reshape(
+                    x.shape
+                )
                 for y in (key, value)
             )
         before = jnp.tril(jnp.ones((length, length), bool))
-        mixed = attend(query, key, value, heads, lambda scores: jnp.where(before[None], scores, -jnp.inf))
+        mixed = attend(
+            query, key, value, heads, lambda scores: jnp.where(before[None], scores, -jnp.inf)
+        )
         return its.dense(width, "out", 2 * its.depth)(mixed)
 
 
 def _normal(parts: int) -> Callable[..., jax.Array]:
-    """Returns the initialiser of GPT-2, whose last layers of `parts` residual branches add up to one."""
+    """Returns the initialiser of GPT-2, whose last layers of `parts` residual branches add up to
+    one.
+    """
     return nn.initializers.normal(0.02 / math.sqrt(parts))
 
 
 def _rotated(x: jax.Array, heads: int, base: float) -> jax.Array:
-    """Rotates the two halves of every head of [B, T, heads d] by angles that grow with the position."""
+    """Rotates the two halves of every head of [B, T, heads d] by angles that grow with the
+    position.
+    """
     batch, length, width = x.shape
     half = width // heads // 2
     angles = np.arange(length)[:, None] * base ** (-np.arange(half) / half)
@@ -194,8 +222,12 @@ def _continued(
 ) -> jax.Array:
     def add(place: jax.Array, tokens: jax.Array) -> jax.Array:
         logits = predict(params, tokens[None])[0, place - 1]
-        drawn = jax.random.categorical(jax.random.fold_in(key, place), logits / jnp.maximum(temperature, 1e-6))
-        return tokens.at[place].set(jnp.where(temperature > 0, drawn, logits.argmax()).astype(tokens.dtype))
+        drawn = jax.random.categorical(
+            jax.random.fold_in(key, place), logits / jnp.maximum(temperature, 1e-6)
+        )
+        return tokens.at[place].set(
+            jnp.where(temperature > 0, drawn, logits.argmax()).astype(tokens.dtype)
+        )
 
     return jax.lax.fori_loop(start, len(tokens), add, tokens)
 
@@ -209,13 +241,15 @@ def generate(
     seed: int,
     temperature: float = 1.0,
 ) -> np.ndarray:
-    """Continues a prompt token by token. What it returns is post-processing of the parameters and of the prompt.
+    """Continues a prompt token by token. What it returns is post-processing of the parameters and
+    of the prompt.
 
-    Every token costs one evaluation of the whole sequence. No keys and values are kept between tokens.
+    Every token costs one evaluation of the whole sequence. No keys and values are kept between
+    tokens.
 
     Args:
-      predict: `predict(params, tokens [1, T]) -> logits [1, T, V]`, such as `Pretrained.apply_fn`. Make it once: each
-        function is compiled once.
+      predict: `predict(params, tokens [1, T]) -> logits [1, T, V]`, such as `Pretrained.apply_fn`.
+        Make it once: each function is compiled once.
       params: The parameters for `predict`.
       prompt: Token ids, at least one.
       length: The number of tokens with the prompt, at most the positions of the model.
@@ -235,5 +269,7 @@ def generate(
         raise ValueError(f"temperature must be finite and at least 0, got {temperature}.")
     tokens = np.full(length, PADDING, np.int32)
     tokens[:start] = prompt
-    chosen = _continued(predict, params, jnp.asarray(tokens), jax.random.key(seed), start, jnp.float32(temperature))
+    chosen = _continued(
+        predict, params, jnp.asarray(tokens), jax.random.key(seed), start, jnp.float32(temperature)
+    )
     return np.asarray(chosen)

@@ -14,20 +14,23 @@ Norm = Literal["group", "frozen_batch"] | None
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """Computes the exact GELU, x times the normal distribution at x (Hendrycks and Gimpel, arXiv:1606.08415)."""
+    """Computes the exact GELU, x times the normal distribution at x (Hendrycks and Gimpel,
+    arXiv:1606.08415).
+    """
     return nn.gelu(x, approximate=False)
 
 
 class GivenShapes(nn.Module):
     """A module that reads its parameters without a trace of their initializers.
 
-    Flax evaluates the shape of an initializer wherever it reads a parameter, which takes half of the time to trace a
-    ViT. Here the shape that the initializer is called with is compared.
+    Flax evaluates the shape of an initializer wherever it reads a parameter, which takes half of
+    the time to trace a ViT. Here the shape that the initializer is called with is compared.
     """
 
     @nn.nowrap
     def param(self, name: str, init_fn: Any, *init_args: Any, **options: Any) -> Any:
-        """Returns a parameter as `flax.linen.Module.param`, for an initializer of (key, shape, ...).
+        """Returns a parameter as `flax.linen.Module.param`, for an initializer of (key, shape,
+        ...).
 
         Raises:
           flax.errors.ScopeParamShapeError: The parameter has another shape.
@@ -36,7 +39,9 @@ class GivenShapes(nn.Module):
             return super().param(name, init_fn, *init_args, **options)
         value, shape = flax.core.meta.unbox(self.get_variable("params", name)), tuple(init_args[0])
         if jnp.shape(value) != shape:
-            raise flax.errors.ScopeParamShapeError(name, "/" + "/".join(self.path), jnp.shape(value), shape)
+            raise flax.errors.ScopeParamShapeError(
+                name, "/" + "/".join(self.path), jnp.shape(value), shape
+            )
         return value
 
 
@@ -63,9 +68,9 @@ class Embed(GivenShapes, nn.Embed):
 class FrozenBatchNorm(GivenShapes):
     """Batch normalisation with fixed statistics: scale * (x - mean) / sqrt(var + epsilon) + bias.
 
-    Mean and variance are constants in the collection "batch_stats", zeros and ones until a public pre-trained model
-    fills them. Scale and bias are trainable. Batch statistics mix the examples of a batch, so that clipping one
-    example's gradient does not bound its influence.
+    Mean and variance are constants in the collection "batch_stats", zeros and ones until a public
+    pre-trained model fills them. Scale and bias are trainable. Batch statistics mix the examples of
+    a batch, so that clipping one example's gradient does not bound its influence.
 
     Attributes:
       epsilon: The number added to the variance.
@@ -91,10 +96,12 @@ class FrozenBatchNorm(GivenShapes):
 
 
 class GroupNorm(GivenShapes):
-    """Group normalisation (Wu and He 2018, arXiv:1803.08494) with the parameters and values of Flax's.
+    """Group normalisation (Wu and He 2018, arXiv:1803.08494) with the parameters and values of
+    Flax's.
 
-    Sums over pixels come first and sums over the channels of a group second. So whole rows of channels are added, and
-    nothing of the size of x is reshaped. On CPU this takes a third of the time.
+    Sums over pixels come first and sums over the channels of a group second. So whole rows of
+    channels are added, and nothing of the size of x is reshaped. On CPU this takes a third of the
+    time.
 
     Attributes:
       num_groups: The number of groups, which divides the number of channels.
@@ -127,8 +134,11 @@ class GroupNorm(GivenShapes):
         return ((wide - mean) * factor + bias.reshape(row)).astype(self.dtype or x.dtype)
 
 
-def max_pool(x: jax.Array, size: int, stride: int, *, padding: int = 0, ceil: bool = False) -> jax.Array:
-    """Returns the maxima of the windows of [B, H, W, C], as maxima of slices, whose gradient is quick on CPU.
+def max_pool(
+    x: jax.Array, size: int, stride: int, *, padding: int = 0, ceil: bool = False
+) -> jax.Array:
+    """Returns the maxima of the windows of [B, H, W, C], as maxima of slices, whose gradient is
+    quick on CPU.
 
     Args:
       x: Any numbers.
@@ -162,20 +172,23 @@ def normalise_channels(
         return FrozenBatchNorm(epsilon=epsilon, dtype=dtype, name=name)(x)
     if norm == "group":
         if x.shape[-1] % groups:
-            raise ValueError(f"groups must divide the number of channels {x.shape[-1]}, got groups={groups}.")
+            raise ValueError(
+                f"groups must divide the number of channels {x.shape[-1]}, got groups={groups}."
+            )
         return GroupNorm(groups, epsilon=epsilon, dtype=dtype, name=name)(x)
     raise ValueError(
-        f"norm must be 'group', 'frozen_batch' or None, got {norm!r}. Batch statistics mix the examples of a batch, "
-        "which breaks private training."
+        f"norm must be 'group', 'frozen_batch' or None, got {norm!r}. Batch statistics mix the "
+        "examples of a batch, which breaks private training."
     )
 
 
 class WSConv(GivenShapes):
     """Convolution whose kernel is standardised per output channel, with a learned gain.
 
-    kernel' = (w - mean) * gain / sqrt(max(var * fan_in, 1e-4)), output = conv(x, kernel') + bias. Mean and population
-    variance are over the fan_in = height * width * input channels weights of an output channel. This is the weight
-    standardisation of Qiao et al. 2019 as scaled in Brock et al. 2021 and used by De et al. 2022 (arXiv:2204.13650).
+    kernel' = (w - mean) * gain / sqrt(max(var * fan_in, 1e-4)), output = conv(x, kernel') + bias.
+    Mean and population variance are over the fan_in = height * width * input channels weights of an
+    output channel. This is the weight standardisation of Qiao et al. 2019 as scaled in Brock et al.
+    2021 and used by De et al. 2022 (arXiv:2204.13650).
 
     Attributes:
       features: The number of output channels.
@@ -194,15 +207,21 @@ class WSConv(GivenShapes):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps [B, H, W, C] to [B, H', W', features]."""
-        padding = self.padding if isinstance(self.padding, str) else [(self.padding, self.padding)] * 2
+        padding = (
+            self.padding if isinstance(self.padding, str) else [(self.padding, self.padding)] * 2
+        )
         shape = (*self.kernel_size, x.shape[-1], self.features)
-        kernel = self.param("kernel", nn.initializers.variance_scaling(1.0, "fan_in", "normal"), shape)
+        kernel = self.param(
+            "kernel", nn.initializers.variance_scaling(1.0, "fan_in", "normal"), shape
+        )
         gain = self.param("gain", nn.initializers.ones, (self.features,))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
         fan_in = shape[0] * shape[1] * shape[2]
         centred = kernel - jnp.mean(kernel, axis=(0, 1, 2), keepdims=True)
         var = jnp.mean(jnp.square(centred), axis=(0, 1, 2), keepdims=True)
-        kernel = centred * (gain.reshape(1, 1, 1, -1) * jax.lax.rsqrt(jnp.maximum(var * fan_in, 1e-4)))
+        kernel = centred * (
+            gain.reshape(1, 1, 1, -1) * jax.lax.rsqrt(jnp.maximum(var * fan_in, 1e-4))
+        )
         dtype = self.dtype or x.dtype
         y = jax.lax.conv_general_dilated(
             x.astype(dtype),

@@ -17,14 +17,16 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """Public constants that belong to a checkpoint. Other constants cost tens of points of accuracy.
+    """Public constants that belong to a checkpoint. Other constants cost tens of points of
+    accuracy.
 
     Attributes:
       size: The side S of the square images for the model.
       mean: The number subtracted per channel from values in [0, 1].
       std: The divisor per channel.
-      resize: The size before a crop of the centre to S x S. An int resizes the shorter side to it. A pair (height,
-        width) ignores the aspect ratio. None is `size`, which keeps images that are already S x S, such as ImageNet-C.
+      resize: The size before a crop of the centre to S x S. An int resizes the shorter side to it.
+        A pair (height, width) ignores the aspect ratio. None is `size`, which keeps images that are
+        already S x S, such as ImageNet-C.
       interpolation: The name of a Pillow filter.
     """
 
@@ -40,21 +42,30 @@ class Preprocessing:
         for field in ("mean", "std"):
             object.__setattr__(self, field, tuple(float(value) for value in getattr(self, field)))
         if len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
-            raise ValueError(f"std must be positive and as long as mean, got mean={self.mean}, std={self.std}.")
+            raise ValueError(
+                f"std must be positive and as long as mean, got mean={self.mean}, std={self.std}."
+            )
         if not 0 < self.size <= min(self._target(1, 1)):
-            raise ValueError(f"size must be in [1, resize], got size={self.size}, resize={self.resize}.")
+            raise ValueError(
+                f"size must be in [1, resize], got size={self.size}, resize={self.resize}."
+            )
         filters = [member.name.lower() for member in Resampling]
         if self.interpolation not in filters:
-            raise ValueError(f"interpolation must be one of {', '.join(filters)}, got {self.interpolation!r}.")
+            raise ValueError(
+                f"interpolation must be one of {', '.join(filters)}, got {self.interpolation!r}."
+            )
 
     def prepare(self, images: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
-        """Resizes and crops n images [H, W, C] of possibly different sizes, uint8 or floating point in [0, 1].
+        """Resizes and crops n images [H, W, C] of possibly different sizes, uint8 or floating point
+        in [0, 1].
 
         Returns:
-          float32 [n, S, S, C] in [0, 1], NOT normalised. `normalise` and `Pretrained.apply_fn` do that.
+          float32 [n, S, S, C] in [0, 1], NOT normalised. `normalise` and `Pretrained.apply_fn` do
+          that.
 
         Raises:
-          ValueError: An image has another number of axes or channels, or floating-point values outside [0, 1].
+          ValueError: An image has another number of axes or channels, or floating-point values
+              outside [0, 1].
           TypeError: The dtype of an image is neither uint8 nor floating point.
         """
         prepared = np.empty((len(images), self.size, self.size, len(self.mean)), np.float32)
@@ -71,10 +82,17 @@ class Preprocessing:
         """
         if images.ndim != 4 or images.shape[1:] != (self.size, self.size, len(self.mean)):
             expected = f"[B, {self.size}, {self.size}, {len(self.mean)}]"
-            raise ValueError(f"images must be {expected}, got shape {images.shape}. See Preprocessing.prepare.")
+            raise ValueError(
+                f"images must be {expected}, got shape {images.shape}. See Preprocessing.prepare."
+            )
         if not jnp.issubdtype(images.dtype, jnp.floating):
-            raise TypeError(f"images must be floats in [0, 1], got dtype {images.dtype}. See Preprocessing.prepare.")
-        mean, std = (jnp.asarray(value, images.dtype).reshape(1, 1, 1, -1) for value in (self.mean, self.std))
+            raise TypeError(
+                f"images must be floats in [0, 1], got dtype {images.dtype}. See "
+                "Preprocessing.prepare."
+            )
+        mean, std = (
+            jnp.asarray(value, images.dtype).reshape(1, 1, 1, -1) for value in (self.mean, self.std)
+        )
         return (images - mean) / std
 
     def _prepare(self, image: np.ndarray) -> np.ndarray:
@@ -85,11 +103,15 @@ class Preprocessing:
             )
         whole = image.dtype == np.uint8
         if not whole and not np.issubdtype(image.dtype, np.floating):
-            raise TypeError(f"images must be uint8 or floating point in [0, 1], got dtype {image.dtype}.")
+            raise TypeError(
+                f"images must be uint8 or floating point in [0, 1], got dtype {image.dtype}."
+            )
         if not whole and not (image.min() >= 0 and image.max() <= 1):
             raise ValueError("floating-point images must be in [0, 1]. Give 0..255 as uint8.")
         resized = resize(
-            image if whole else image.astype(np.float32), self._target(*image.shape[:2]), self.interpolation
+            image if whole else image.astype(np.float32),
+            self._target(*image.shape[:2]),
+            self.interpolation,
         )
         top, left = (round((extent - self.size) / 2) for extent in resized.shape[:2])
         crop = resized[top : top + self.size, left : left + self.size]
@@ -122,8 +144,9 @@ def from_timm(config: Mapping[str, Any]) -> Preprocessing:
 def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
     """Reads Hugging Face's preprocessor_config.json of a ViT, DeiT, Swin or ConvNeXt, new or old.
 
-    As with their processors, a ViT or Swin takes the whole image at any aspect ratio, and a DeiT the centre of such an
-    image. A ConvNeXt below 384 pixels takes the centre of an image with shorter side size / crop_pct (default 0.875).
+    As with their processors, a ViT or Swin takes the whole image at any aspect ratio, and a DeiT
+    the centre of such an image. A ConvNeXt below 384 pixels takes the centre of an image with
+    shorter side size / crop_pct (default 0.875).
 
     Raises:
       ValueError: The images are not resized, divided by 255 and normalised.
@@ -133,7 +156,10 @@ def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
 
     for step in ("do_resize", "do_rescale", "do_normalize"):
         if not config.get(step, True):
-            raise ValueError(f"{step} must be true, got False. Preprocessing always resizes, rescales and normalises.")
+            raise ValueError(
+                f"{step} must be true, got False. Preprocessing always resizes, rescales and "
+                "normalises."
+            )
 
     def side(entry: Any) -> int:
         return entry if isinstance(entry, int) else next(value for value in entry.values() if value)
@@ -145,6 +171,12 @@ def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
         scaled = int(size / config.get("crop_pct", 224 / 256)) if size < 384 else scaled
     elif config.get("do_center_crop", False):
         size = side(config["crop_size"])
-    interpolation = Resampling(config.get("resample", 2 if kind.startswith("ViT") else 3)).name.lower()
-    constants = {"mean": config["image_mean"], "std": config["image_std"], "interpolation": interpolation}
+    interpolation = Resampling(
+        config.get("resample", 2 if kind.startswith("ViT") else 3)
+    ).name.lower()
+    constants = {
+        "mean": config["image_mean"],
+        "std": config["image_std"],
+        "interpolation": interpolation,
+    }
     return Preprocessing(size=size, resize=scaled, **constants)

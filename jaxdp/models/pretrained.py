@@ -19,11 +19,14 @@ def _flatten(params: Any) -> dict[str, Any]:
     for path, leaf in paths_of(params):
         if path in found:
             raise ValueError(f"params has two leaves with the path {path!r}. Rename a key.")
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or _is_key(leaf):
+        if not isinstance(
+            leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+        ) or _is_key(leaf):
             kind = "a random key" if _is_key(leaf) else type(leaf).__name__
             raise TypeError(
-                f"params must be a pytree of arrays, got {kind} at {path!r}. Keep what is no parameter apart (NNX: "
-                "nnx.split(model, nnx.Param, ...), Equinox: eqx.partition(model, eqx.is_array))."
+                f"params must be a pytree of arrays, got {kind} at {path!r}. Keep what is no "
+                "parameter apart (NNX: nnx.split(model, nnx.Param, ...), Equinox: "
+                "eqx.partition(model, eqx.is_array))."
             )
         found[path] = leaf
     return found
@@ -40,13 +43,15 @@ def _is_key(leaf: Any) -> bool:
 def save_params(path: str | os.PathLike[str], params: Any) -> None:
     """Writes parameters to one safetensors file, each under its path such as "conv/kernel".
 
-    The write is atomic and durable. Collections are another level: {"params": ..., "batch_stats": ...} works.
+    The write is atomic and durable. Collections are another level: {"params": ..., "batch_stats":
+    ...} works.
 
     Args:
       path: The file.
-      params: Any pytree of arrays: nested dicts, lists, named tuples, registered dataclasses, a state of NNX, the
-        arrays of an Equinox module. The file has the arrays and their paths. Only of nested dicts with string keys
-        without "/" do the paths tell the structure. Everything else needs `like` in `load_params`.
+      params: Any pytree of arrays: nested dicts, lists, named tuples, registered dataclasses, a
+        state of NNX, the arrays of an Equinox module. The file has the arrays and their paths. Only
+        of nested dicts with string keys without "/" do the paths tell the structure. Everything
+        else needs `like` in `load_params`.
 
     Raises:
       TypeError: A leaf is not an array.
@@ -57,16 +62,21 @@ def save_params(path: str | os.PathLike[str], params: Any) -> None:
     flat = {key: jax.numpy.asarray(value) for key, value in _flatten(params).items()}
     keys = {key for keys, _ in jax.tree_util.tree_flatten_with_path(params)[0] for key in keys}
     nested = all(isinstance(key, jax.tree_util.DictKey) and _is_name(key.key) for key in keys)
-    write_durably(pathlib.Path(path), save(flat, None if nested else {_STRUCTURE: type(params).__name__}))
+    write_durably(
+        pathlib.Path(path), save(flat, None if nested else {_STRUCTURE: type(params).__name__})
+    )
 
 
-def load_params(path: str | os.PathLike[str], *, like: Any = None, limits: Limits | None = None) -> Any:
+def load_params(
+    path: str | os.PathLike[str], *, like: Any = None, limits: Limits | None = None
+) -> Any:
     """Reads parameters that `save_params` wrote.
 
     Args:
       path: The file.
-      like: A pytree of arrays or of `jax.ShapeDtypeStruct` with the structure, shapes and dtypes of the saved one, such
-        as freshly initialised parameters. None reads nested dicts, whose names are split at "/".
+      like: A pytree of arrays or of `jax.ShapeDtypeStruct` with the structure, shapes and dtypes of
+        the saved one, such as freshly initialised parameters. None reads nested dicts, whose names
+        are split at "/".
       limits: The limit on the bytes of the file. The default is `Limits()`.
 
     Returns:
@@ -74,8 +84,8 @@ def load_params(path: str | os.PathLike[str], *, like: Any = None, limits: Limit
 
     Raises:
       FileNotFoundError: There is no such file.
-      ValueError: The file is damaged or larger than the limit, or a value is NaN or infinite. The file does not fit
-        `like` (the message lists every leaf), or it needs `like`.
+      ValueError: The file is damaged or larger than the limit, or a value is NaN or infinite. The
+        file does not fit `like` (the message lists every leaf), or it needs `like`.
       TypeError: A leaf of `like` is not an array.
     """
     from safetensors import safe_open
@@ -92,12 +102,14 @@ def load_params(path: str | os.PathLike[str], *, like: Any = None, limits: Limit
         if kind is None:
             return unflatten_dict(tensors, sep="/")
     raise ValueError(
-        f"{shown(path)} holds a {kind}, whose structure is not in the file. Pass like=, a pytree of the same "
-        "structure, such as freshly initialised parameters."
+        f"{shown(path)} holds a {kind}, whose structure is not in the file. Pass like=, a pytree "
+        "of the same structure, such as freshly initialised parameters."
     )
 
 
-_STRUCTURE = "jaxdp_structure"  # in the metadata of a file whose names are not those of nested dicts
+_STRUCTURE = (
+    "jaxdp_structure"  # in the metadata of a file whose names are not those of nested dicts
+)
 
 
 def _fitted(tensors: dict[str, jax.Array], like: Any, path: str) -> Any:
@@ -105,20 +117,30 @@ def _fitted(tensors: dict[str, jax.Array], like: Any, path: str) -> Any:
     wanted, problems = _flatten(like), []
     for name in wanted | tensors:
         if name not in tensors or name not in wanted:
-            problems.append(f"{shown(name)}: {'missing in the file' if name in wanted else 'not in like'}")
+            problems.append(
+                f"{shown(name)}: {'missing in the file' if name in wanted else 'not in like'}"
+            )
             continue
         (saved, stated) = ((x.shape, str(x.dtype)) for x in (tensors[name], wanted[name]))
         if saved != stated:
-            problems.append(f"{shown(name)}: {saved[1]} {saved[0]} in the file, {stated[1]} {stated[0]} in like")
+            problems.append(
+                f"{shown(name)}: {saved[1]} {saved[0]} in the file, {stated[1]} {stated[0]} in like"
+            )
     if problems:
         raise ValueError(
-            f"{shown(path)} does not fit like. Build the model that was saved:\n  " + "\n  ".join(problems) + "."
+            f"{shown(path)} does not fit like. Build the model that was saved:\n  "
+            + "\n  ".join(problems)
+            + "."
         )
     return jax.tree.unflatten(jax.tree.structure(like), [tensors[name] for name in wanted])
 
 
-def load_tensors(path: str | os.PathLike[str], *, remedy: str, limits: Limits | None = None) -> dict[str, jax.Array]:
-    """Reads a safetensors file as JAX arrays, since NumPy lacks some number formats. Errors as in `load_params`."""
+def load_tensors(
+    path: str | os.PathLike[str], *, remedy: str, limits: Limits | None = None
+) -> dict[str, jax.Array]:
+    """Reads a safetensors file as JAX arrays, since NumPy lacks some number formats. Errors as in
+    `load_params`.
+    """
     from safetensors.flax import load_file
 
     with understood(path, remedy):
@@ -129,29 +151,32 @@ def load_tensors(path: str | os.PathLike[str], *, remedy: str, limits: Limits | 
 
 
 def merge_pretrained(params: Any, pretrained: Any, *, exclude: Sequence[str] = ("head",)) -> Any:
-    """Takes every parameter from `pretrained`, except those under `exclude`, which keep their fresh values.
+    """Takes every parameter from `pretrained`, except those under `exclude`, which keep their fresh
+    values.
 
     A public backbone gets a new head by `merge_pretrained(model.init(key, x)["params"], backbone)`.
 
     Args:
       params: Freshly initialised parameters, which fix structure, shapes and dtypes.
-      pretrained: Parameters of the same model, possibly with another head. They must come from public data only, or be
-        charged to the ledger.
-      exclude: Paths such as "head" or "block_0/mlp_1/bias". Parameters at or below them come from `params`, also if
-        `pretrained` has them.
+      pretrained: Parameters of the same model, possibly with another head. They must come from
+        public data only, or be charged to the ledger.
+      exclude: Paths such as "head" or "block_0/mlp_1/bias". Parameters at or below them come from
+        `params`, also if `pretrained` has them.
 
     Returns:
       A pytree like `params`. Pre-trained arrays are cast to the dtypes in `params`.
 
     Raises:
-      ValueError: An excluded path is not in `params`, or a remaining parameter is missing, superfluous or of another
-        shape in `pretrained`. The message lists them all.
+      ValueError: An excluded path is not in `params`, or a remaining parameter is missing,
+        superfluous or of another shape in `pretrained`. The message lists them all.
     """
     fresh, given = _flatten(params), _flatten(pretrained)
     for entry in exclude:
         if not any(f"{path}/".startswith(f"{entry}/") for path in fresh):
             top = sorted({path.split("/")[0] for path in fresh})
-            raise ValueError(f"exclude has {entry!r}, which is not in params. The top levels are {top}.")
+            raise ValueError(
+                f"exclude has {entry!r}, which is not in params. The top levels are {top}."
+            )
     merged, problems = dict(fresh), []
     for path in fresh | given:
         if any(f"{path}/".startswith(f"{entry}/") for entry in exclude):
@@ -161,12 +186,14 @@ def merge_pretrained(params: Any, pretrained: Any, *, exclude: Sequence[str] = (
         elif path not in fresh:
             problems.append(f"{path}: not in params")
         elif fresh[path].shape != given[path].shape:
-            problems.append(f"{path}: shape {given[path].shape} in pretrained, {fresh[path].shape} in params")
+            problems.append(
+                f"{path}: shape {given[path].shape} in pretrained, {fresh[path].shape} in params"
+            )
         else:
             merged[path] = jax.numpy.asarray(given[path], fresh[path].dtype)
     if problems:
         raise ValueError(
-            "pretrained does not fit params. Exclude the parameters to train afresh, or build the matching model:\n  "
-            + "\n  ".join(problems)
+            "pretrained does not fit params. Exclude the parameters to train afresh, or build the "
+            "matching model:\n  " + "\n  ".join(problems)
         )
     return jax.tree.unflatten(jax.tree.structure(params), list(merged.values()))

@@ -28,12 +28,19 @@ def _vit(patch_size: int, width: int, depth: int, num_heads: int, **attributes: 
 
 
 def _convnext(width: int, depth: int) -> _Entry:
-    return ConvNeXt, {"widths": (width, 2 * width, 4 * width, 8 * width), "depths": (3, 3, depth, 3)}
+    return ConvNeXt, {
+        "widths": (width, 2 * width, 4 * width, 8 * width),
+        "depths": (3, 3, depth, 3),
+    }
 
 
 def _swin(width: int, depth: int) -> _Entry:
     heads = width // 32
-    return Swin, {"width": width, "depths": (2, 2, depth, 2), "num_heads": (heads, 2 * heads, 4 * heads, 8 * heads)}
+    return Swin, {
+        "width": width,
+        "depths": (2, 2, depth, 2),
+        "num_heads": (heads, 2 * heads, 4 * heads, 8 * heads),
+    }
 
 
 def _gpt2(width: int, depth: int) -> _Entry:
@@ -46,7 +53,11 @@ def _llama(width: int, depth: int, num_heads: int, mlp_width: int, **attributes:
     return LanguageModel, {"form": "llama", "positions": 2048, **sizes, **attributes}
 
 
-_DEIT = {"ti": (192, 12, 3), "s": (384, 12, 6), "b": (768, 12, 12)}  # width, depth and number of heads
+_DEIT = {
+    "ti": (192, 12, 3),
+    "s": (384, 12, 6),
+    "b": (768, 12, 12),
+}  # width, depth and number of heads
 
 MODELS: Mapping[str, _Entry] = {
     "mlp": (MLP, {}),
@@ -56,7 +67,9 @@ MODELS: Mapping[str, _Entry] = {
     "squeezenet1_1": (SqueezeNet, {"version": "1.1"}),
     **{
         f"efficientnet_lite{k}": (EfficientNetLite, {"width": width, "depth": depth})
-        for k, (width, depth) in enumerate([(1.0, 1.0), (1.0, 1.1), (1.1, 1.2), (1.2, 1.4), (1.4, 1.8)])
+        for k, (width, depth) in enumerate(
+            [(1.0, 1.0), (1.0, 1.1), (1.1, 1.2), (1.2, 1.4), (1.4, 1.8)]
+        )
     },
     "resnet18": (ImageNetResNet, {}),
     "resnet34": (ImageNetResNet, {"depths": (3, 4, 6, 3)}),
@@ -70,7 +83,10 @@ MODELS: Mapping[str, _Entry] = {
     **{f"vit_{size}16": _vit(16, *numbers) for size, numbers in _DEIT.items()},
     "vit_l16": _vit(16, 1024, 24, 16),
     **{f"deit_{size}16": _vit(16, *numbers) for size, numbers in _DEIT.items()},
-    **{f"deit_{size}16_distilled": _vit(16, *numbers, distilled=True) for size, numbers in _DEIT.items()},
+    **{
+        f"deit_{size}16_distilled": _vit(16, *numbers, distilled=True)
+        for size, numbers in _DEIT.items()
+    },
     "convnext_tiny": _convnext(96, 9),
     "convnext_small": _convnext(96, 27),
     "convnext_base": _convnext(128, 27),
@@ -96,28 +112,29 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
 
     Args:
       name: A key of `MODELS`:
-        "mlp", "cnn", "resnet20", "wrn_16_4", "wrn_28_10", "wrn_40_4". "resnet20" with depth=56 and norm="frozen_batch"
-          is a public CIFAR ResNet with BatchNorm (`load_checkpoint`).
+        "mlp", "cnn", "resnet20", "wrn_16_4", "wrn_28_10", "wrn_40_4". "resnet20" with depth=56 and
+          norm="frozen_batch" is a public CIFAR ResNet with BatchNorm (`load_checkpoint`).
         "scattering" (Bruna and Mallat 2013), a linear head on features without parameters.
-        "squeezenet1_0", "squeezenet1_1" (Iandola et al. 2016), "efficientnet_lite0" to "efficientnet_lite4" (Tan and Le
-          2019), "resnet18", "resnet34", "resnet50", "resnet101" (He et al. 2016), all for ImageNet. Their BatchNorm is
-          frozen.
-        "vit_tiny" (ours, for small images), "vit_ti16", "vit_s16", "vit_b16", "vit_l16" (Dosovitskiy et al. 2021).
-        "deit_ti16", "deit_s16", "deit_b16" (Touvron et al. 2021) are ViTs. Each also exists with "_distilled", which
-          adds the distillation token and its head.
-        "convnext_tiny", "convnext_small", "convnext_base", "convnext_large" (Liu et al. 2022).
-        "swin_tiny", "swin_small", "swin_base", "swin_large" (Liu et al. 2021) for 224x224. window=12 is for 384x384.
-        "lm_tiny" (ours, for bytes), "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl" (Radford et al. 2019),
-          "smollm_135m", "smollm2_135m" (Hugging Face 2024),
-          "tinyllama_1b" (Zhang et al. 2024), "llama2_7b" (Touvron et al. 2023).
-      num_classes: The number of logits, at least 2. For a language model it is the size of the vocabulary.
-      **kwargs: Attributes of the model's class, for example `patch_size=2`. They override the attributes of the name.
-        An activation may be the name of a function in `flax.linen`.
+        "squeezenet1_0", "squeezenet1_1" (Iandola et al. 2016), "efficientnet_lite0" to
+        "efficientnet_lite4" (Tan and Le 2019), "resnet18", "resnet34", "resnet50", "resnet101" (He
+        et al. 2016), all for ImageNet. Their BatchNorm is frozen. "vit_tiny" (ours, for small
+        images), "vit_ti16", "vit_s16", "vit_b16", "vit_l16" (Dosovitskiy et al. 2021). "deit_ti16",
+        "deit_s16", "deit_b16" (Touvron et al. 2021) are ViTs. Each also exists with "_distilled",
+        which adds the distillation token and its head. "convnext_tiny", "convnext_small",
+        "convnext_base", "convnext_large" (Liu et al. 2022). "swin_tiny", "swin_small", "swin_base",
+        "swin_large" (Liu et al. 2021) for 224x224. window=12 is for 384x384. "lm_tiny" (ours, for
+        bytes), "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl" (Radford et al. 2019), "smollm_135m",
+        "smollm2_135m" (Hugging Face 2024), "tinyllama_1b" (Zhang et al. 2024), "llama2_7b" (Touvron
+        et al. 2023).
+      num_classes: The number of logits, at least 2. For a language model it is the size of the
+          vocabulary.
+      **kwargs: Attributes of the model's class, for example `patch_size=2`. They override the
+        attributes of the name. An activation may be the name of a function in `flax.linen`.
 
     Returns:
-      A Linen module that maps images [B, H, W, C] to float32 logits [B, num_classes]. Its last layer is "head". A
-      distilled model also has "head_distilled". A language model maps tokens [B, T] to [B, T, num_classes], see
-      `jaxdp.models.LanguageModel`.
+      A Linen module that maps images [B, H, W, C] to float32 logits [B, num_classes]. Its last
+      layer is "head". A distilled model also has "head_distilled". A language model maps tokens [B,
+      T] to [B, T, num_classes], see `jaxdp.models.LanguageModel`.
 
     Raises:
       ValueError: The name is unknown, or there are fewer than 2 classes.
@@ -130,7 +147,10 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
     family, defaults = MODELS[name]
     known = set(inspect.signature(family).parameters) - {"num_classes", "parent", "name"}
     if unknown := sorted(set(kwargs) - known):
-        raise TypeError(f"model {name!r} has no {', '.join(unknown)}. Its attributes are {', '.join(sorted(known))}.")
+        raise TypeError(
+            f"model {name!r} has no {', '.join(unknown)}. Its attributes are "
+            f"{', '.join(sorted(known))}."
+        )
     if isinstance(kwargs.get("activation"), str):
         kwargs["activation"] = getattr(nn, kwargs["activation"])
     return family(num_classes=num_classes, **{**defaults, **kwargs})

@@ -10,15 +10,18 @@ from jaxdp.models.layers import Conv, Dense, Norm, WSConv, normalise_channels
 
 
 class ResNet(nn.Module):
-    """Residual network of depth 6 n + 2 with widths 16, 32 and 64. Depth 20 has 0.27 million parameters.
+    """Residual network of depth 6 n + 2 with widths 16, 32 and 64. Depth 20 has 0.27 million
+    parameters.
 
     Attributes:
       depth: 6 n + 2, for example 20, 32, 44 or 56.
       norm: "group", "frozen_batch" (for a public pre-trained BatchNorm model) or None.
       groups: The groups of the GroupNorm, which must divide 16.
-      shortcut: The shortcut where the shape changes. "pad" subsamples and pads the channels with zeros, half on either
-        side (the paper's option A). "conv" is a 1x1 convolution with its own normalisation (option B).
-      standardise: Whether to use weight-standardised convolutions (`WSConv`), for private training (De et al. 2022).
+      shortcut: The shortcut where the shape changes. "pad" subsamples and pads the channels with
+        zeros, half on either side (the paper's option A). "conv" is a 1x1 convolution with its own
+        normalisation (option B).
+      standardise: Whether to use weight-standardised convolutions (`WSConv`), for private training
+          (De et al. 2022).
     """
 
     num_classes: int
@@ -31,7 +34,12 @@ class ResNet(nn.Module):
 
     def _conv(self, name: str, width: int, size: int, stride: int, x: jax.Array) -> jax.Array:
         # The paper pads symmetrically. "SAME" pads a strided convolution on one side only.
-        common: Any = {"strides": (stride, stride), "padding": size // 2, "dtype": self.dtype, "name": name}
+        common: Any = {
+            "strides": (stride, stride),
+            "padding": size // 2,
+            "dtype": self.dtype,
+            "name": name,
+        }
         if self.standardise:
             return WSConv(width, (size, size), **common)(x)
         common |= {"use_bias": self.norm is None, "kernel_init": nn.initializers.he_normal()}
@@ -44,7 +52,9 @@ class ResNet(nn.Module):
         if x.shape[-1] == width:
             return x
         if self.shortcut == "conv":
-            return self._norm(f"{name}_shortcut_norm", self._conv(f"{name}_shortcut", width, 1, stride, x))
+            return self._norm(
+                f"{name}_shortcut_norm", self._conv(f"{name}_shortcut", width, 1, stride, x)
+            )
         x = jax.lax.slice(x, (0, 0, 0, 0), x.shape, (1, stride, stride, 1))
         before = (width - x.shape[-1]) // 2
         return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (before, width - x.shape[-1] - before)))
@@ -61,7 +71,9 @@ class ResNet(nn.Module):
             for block in range((self.depth - 2) // 6):
                 name = f"stage_{stage}_block_{block}"
                 stride = 2 if stage > 0 and block == 0 else 1
-                y = nn.relu(self._norm(f"{name}_norm_0", self._conv(f"{name}_conv_0", width, 3, stride, x)))
+                y = nn.relu(
+                    self._norm(f"{name}_norm_0", self._conv(f"{name}_conv_0", width, 3, stride, x))
+                )
                 y = self._norm(f"{name}_norm_1", self._conv(f"{name}_conv_1", width, 3, 1, y))
                 x = nn.relu(y + self._shortcut(name, width, stride, x))
         x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)

@@ -1,6 +1,8 @@
-"""The effect of parameter changes on a model's outputs: robust accuracy and rho (Wang et al. 2024, section 2.3).
+"""The effect of parameter changes on a model's outputs: robust accuracy and rho (Wang et al. 2024,
+section 2.3).
 
-Both charge nothing. Their data must be public, or held out from all decisions that claim to be private.
+Both charge nothing. Their data must be public, or held out from all decisions that claim to be
+private.
 """
 
 import functools
@@ -42,11 +44,13 @@ def robust_accuracy(
     batch_size: int = 500,
     draws_per_call: int | None = None,
 ) -> np.ndarray:
-    """Computes the accuracy after Gaussian noise on every parameter, for several draws of the noise.
+    """Computes the accuracy after Gaussian noise on every parameter, for several draws of the
+    noise.
 
-    The paper writes N(0, 0.1). As a standard deviation, as here, that noise is about as long as the weights of a
-    trained ResNet-20 and leaves little of them. As a variance it leaves nothing. Sweep std from about 0.001. `relative`
-    noise compares models of different scales: a layer before a normalisation computes the same with larger weights.
+    The paper writes N(0, 0.1). As a standard deviation, as here, that noise is about as long as the
+    weights of a trained ResNet-20 and leaves little of them. As a variance it leaves nothing. Sweep
+    std from about 0.001. `relative` noise compares models of different scales: a layer before a
+    normalisation computes the same with larger weights.
 
     Args:
       predict: `predict(params, inputs [B, ...]) -> logits [B, K]`.
@@ -57,15 +61,16 @@ def robust_accuracy(
       relative: Whether the noise on each array is std times its root mean square.
       seed: The seed of the noise, which is not secret.
       batch_size: The number of examples per call.
-      draws_per_call: The number of noisy models per call, by `jax.vmap`. The default is all of them. On a CPU it is
-        one, because mapped kernels become slow grouped convolutions there.
+      draws_per_call: The number of noisy models per call, by `jax.vmap`. The default is all of
+        them. On a CPU it is one, because mapped kernels become slow grouped convolutions there.
 
     Returns:
-      float64 [D], or [S, D] if std is a sequence. An answer with a logit that is not finite is wrong. A warning tells
-      how many there are.
+      float64 [D], or [S, D] if std is a sequence. An answer with a logit that is not finite is
+      wrong. A warning tells how many there are.
 
     Raises:
-      TypeError, ValueError: source is empty, or labels or logits are not as in `jaxdp.finetune.accuracy`.
+      TypeError, ValueError: source is empty, or labels or logits are not as in
+          `jaxdp.finetune.accuracy`.
       ValueError: A std is negative or not finite, or draws or draws_per_call are below 1.
     """
     check_examples(source, batch_size)
@@ -73,17 +78,24 @@ def robust_accuracy(
     if not (stds.size and np.all(stds >= 0) and np.all(np.isfinite(stds))):
         raise ValueError(f"std must be finite and at least 0, one number or several, got {std}.")
     if draws < 1 or (draws_per_call is not None and draws_per_call < 1):
-        raise ValueError(f"draws and draws_per_call must be at least 1, got {draws} and {draws_per_call}.")
+        raise ValueError(
+            f"draws and draws_per_call must be at least 1, got {draws} and {draws_per_call}."
+        )
     at_once = draws_per_call or (1 if forms.platform() == "cpu" else draws)
     numbers, _ = pad_to_physical(np.arange(draws), min(at_once, draws))
     counts = np.zeros((3, len(stds), *numbers.shape), np.int64)
     key = jax.random.key(seed)
-    batches, total = labelled_batches(source, batch_size), -(-len(source) // min(batch_size, len(source)))
+    batches, total = (
+        labelled_batches(source, batch_size),
+        -(-len(source) // min(batch_size, len(source))),
+    )
     for batch in progress_bar(batches, label="robust accuracy", unit="batch", total=total):
         for i, scale in enumerate(stds):
             for j, group in enumerate(numbers):
                 noise = jax.device_put((group.astype(np.uint32), scale))
-                counts[:, i, j] += np.asarray(_counts(predict, relative, params, key, *noise, *batch))
+                counts[:, i, j] += np.asarray(
+                    _counts(predict, relative, params, key, *noise, *batch)
+                )
     counts = counts.reshape(3, len(stds), -1)[:, :, :draws]  # drops the padding of the last call
     correct, not_finite, unlabelled = counts
     refuse_unlabelled(int(unlabelled.max()), source)
@@ -94,12 +106,21 @@ def robust_accuracy(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _counts(
-    predict: Predict, relative: bool, params: Any, key: Any, draws: Any, std: Any, batch: Any, mask: Any
+    predict: Predict,
+    relative: bool,
+    params: Any,
+    key: Any,
+    draws: Any,
+    std: Any,
+    batch: Any,
+    mask: Any,
 ) -> jax.Array:
     """Returns the `Counts` [3, D] of the models perturbed by the given draws."""
 
     def one(draw: jax.Array) -> jax.Array:
-        logits = predict(_moved(jax.random.fold_in(key, draw), params, std, relative), inputs_of(batch))
+        logits = predict(
+            _moved(jax.random.fold_in(key, draw), params, std, relative), inputs_of(batch)
+        )
         check_logits(logits, name="predict(params, inputs)", count=len(mask))
         return jnp.stack(count(judge(logits, batch["label"]), mask))
 
@@ -107,7 +128,9 @@ def _counts(
 
 
 def _moved(key: jax.Array, params: Any, std: jax.Array, relative: bool = False) -> Any:
-    """Returns params plus Gaussian noise of standard deviation std, or std times the root mean square of each array."""
+    """Returns params plus Gaussian noise of standard deviation std, or std times the root mean
+    square of each array.
+    """
     leaves, treedef = jax.tree.flatten(params)
     moved = []
     for k, p in zip(jax.random.split(key, len(leaves)), leaves, strict=True):
@@ -119,12 +142,14 @@ def _moved(key: jax.Array, params: Any, std: jax.Array, relative: bool = False) 
 
 
 class ParameterRobustness(NamedTuple):
-    """Two lower estimates of rho, the largest ||f_{theta+Delta}(x) - f_theta(x)|| / ||Delta||. A small rho is robust.
+    """Two lower estimates of rho, the largest ||f_{theta+Delta}(x) - f_theta(x)|| / ||Delta||. A
+    small rho is robust.
 
     Attributes:
-      random: The largest ratio among random Gaussian Delta. In P dimensions a random direction has a share of about
-        1 / sqrt(P) of the worst one.
-      local: The limit for small Delta, the largest spectral norm of the Jacobian of the logits in theta.
+      random: The largest ratio among random Gaussian Delta. In P dimensions a random direction has
+        a share of about 1 / sqrt(P) of the worst one.
+      local: The limit for small Delta, the largest spectral norm of the Jacobian of the logits in
+          theta.
     """
 
     random: float
@@ -142,22 +167,26 @@ def parameter_robustness(
     seed: int = 0,
     batch_size: int = 32,
 ) -> ParameterRobustness:
-    """Estimates rho(f) = max over x and Delta of ||f_{theta+Delta}(x) - f_theta(x)||_2 / ||Delta||_2 (section 2.3).
+    """Estimates rho(f) = max over x and Delta of ||f_{theta+Delta}(x) - f_theta(x)||_2 /
+    ||Delta||_2 (section 2.3).
 
-    Both estimates are lower estimates at the given theta over the given inputs. The maximum over all x, theta and Delta
-    cannot be computed for a network.
+    Both estimates are lower estimates at the given theta over the given inputs. The maximum over
+    all x, theta and Delta cannot be computed for a network.
 
     Args:
       predict: `predict(params, inputs [B, ...]) -> logits [B, K]`.
       params: theta, floating-point arrays.
       inputs: [n, ...], PUBLIC or held out. Nothing is charged.
-      std, draws: The standard deviation and number of the Gaussian Delta. Each Delta is used for all inputs.
-      iterations: The steps of the power method on J J^T, which converges to the spectral norm from below.
+      std, draws: The standard deviation and number of the Gaussian Delta. Each Delta is used for
+          all inputs.
+      iterations: The steps of the power method on J J^T, which converges to the spectral norm from
+          below.
       seed: The seed of the noise and of the power method's start.
       batch_size: The number of inputs per call. The power method keeps as many gradients.
 
     Raises:
-      ValueError: There are no inputs, std is not positive and finite, or draws, iterations or batch_size are below 1.
+      ValueError: There are no inputs, std is not positive and finite, or draws, iterations or
+          batch_size are below 1.
     """
     if not len(inputs):
         raise ValueError("inputs has no examples. Robustness needs at least one.")
@@ -165,24 +194,33 @@ def parameter_robustness(
         raise ValueError(f"std must be positive and finite, got {std}.")
     if min(draws, iterations, batch_size) < 1:
         raise ValueError(
-            f"draws, iterations and batch_size must be at least 1, got {draws}, {iterations} and {batch_size}."
+            f"draws, iterations and batch_size must be at least 1, got {draws}, {iterations} and "
+            f"{batch_size}."
         )
     ratios, norms = [], []
-    batches = pad_to_physical(np.arange(len(inputs)), min(batch_size, len(inputs)))[0]  # padded by repetition
+    batches = pad_to_physical(np.arange(len(inputs)), min(batch_size, len(inputs)))[
+        0
+    ]  # padded by repetition
     for rows in progress_bar(batches, label="parameter robustness", unit="batch"):
         x = jax.device_put(np.asarray(inputs)[rows])
         for draw in range(draws):
             key = jax.random.fold_in(jax.random.key(seed), draw)
             ratios.append(_ratio(predict, params, x, key, jnp.float32(std)))
-        direction = jax.random.normal(jax.random.key(seed), jax.eval_shape(predict, params, x).shape)
+        direction = jax.random.normal(
+            jax.random.key(seed), jax.eval_shape(predict, params, x).shape
+        )
         for _ in range(iterations):  # A compiled loop has slow convolutions on CPUs.
             direction, norm = _power_step(predict, params, x, direction)
         norms.append(norm)
-    return ParameterRobustness(float(np.max(jax.device_get(ratios))), float(np.max(jax.device_get(norms))))
+    return ParameterRobustness(
+        float(np.max(jax.device_get(ratios))), float(np.max(jax.device_get(norms)))
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _ratio(predict: Predict, params: Any, inputs: jax.Array, key: jax.Array, std: jax.Array) -> jax.Array:
+def _ratio(
+    predict: Predict, params: Any, inputs: jax.Array, key: jax.Array, std: jax.Array
+) -> jax.Array:
     moved = _moved(key, params, std)
     delta = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), moved, params)
     change = jnp.linalg.norm(predict(moved, inputs) - predict(params, inputs), axis=-1).max()
@@ -190,8 +228,12 @@ def _ratio(predict: Predict, params: Any, inputs: jax.Array, key: jax.Array, std
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _power_step(predict: Predict, params: Any, inputs: jax.Array, directions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns J J^T u for each input's Jacobian J and unit u = direction / ||direction||, and the largest ||J^T u||."""
+def _power_step(
+    predict: Predict, params: Any, inputs: jax.Array, directions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns J J^T u for each input's Jacobian J and unit u = direction / ||direction||, and the
+    largest ||J^T u||.
+    """
 
     def one(x: jax.Array, direction: jax.Array) -> tuple[jax.Array, jax.Array]:
         length = jnp.linalg.norm(direction)

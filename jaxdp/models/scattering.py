@@ -1,7 +1,7 @@
 """A linear head on the scattering coefficients of Bruna and Mallat 2013, arXiv:1203.1513.
 
-The coefficients are averages of moduli of Morlet wavelets. Nothing in them is learned, so they need no public images.
-Tramer and Boneh 2021 (arXiv:2011.11660) train their head with DP-SGD.
+The coefficients are averages of moduli of Morlet wavelets. Nothing in them is learned, so they need
+no public images. Tramer and Boneh 2021 (arXiv:2011.11660) train their head with DP-SGD.
 """
 
 import functools
@@ -19,15 +19,22 @@ from jaxdp.models.layers import Dense
 def morlet(size: int, *, scale: int, angle: float, angles: int) -> np.ndarray:
     """Returns the wavelet g(u) (exp(i k.u) - beta) on a torus, complex128 [size, size], with sum 0.
 
-    The Gaussian g has the standard deviation 0.8 * 2**scale along the wave and angles / 4 times that across it. The
-    wave number is 3 pi / 4 / 2**scale. The origin is at [0, 0].
+    The Gaussian g has the standard deviation 0.8 * 2**scale along the wave and angles / 4 times
+    that across it. The wave number is 3 pi / 4 / 2**scale. The origin is at [0, 0].
     """
     deviation, slant = 0.8 * 2**scale, 4 / angles
     rows, columns = _grid(size)
     along = rows * math.cos(angle) + columns * math.sin(angle)
     across = columns * math.cos(angle) - rows * math.sin(angle)
-    envelope = np.exp(-(along**2 + slant**2 * across**2) / (2 * deviation**2)) * slant / (2 * math.pi * deviation**2)
-    wave, envelope = _wrapped(envelope * np.exp(0.75j * math.pi / 2**scale * along)), _wrapped(envelope)
+    envelope = (
+        np.exp(-(along**2 + slant**2 * across**2) / (2 * deviation**2))
+        * slant
+        / (2 * math.pi * deviation**2)
+    )
+    wave, envelope = (
+        _wrapped(envelope * np.exp(0.75j * math.pi / 2**scale * along)),
+        _wrapped(envelope),
+    )
     return wave - wave.sum() / envelope.sum() * envelope
 
 
@@ -44,7 +51,9 @@ def _wrapped(values: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _averages(side: int, padding: int, scales: int) -> np.ndarray:
-    """Returns the matrix [side / 2**scales, side + 2 padding] of the Gaussian averages along one axis."""
+    """Returns the matrix [side / 2**scales, side + 2 padding] of the Gaussian averages along one
+    axis.
+    """
     size, stride = side + 2 * padding, 2**scales
     deviation = 0.8 * 2 ** (scales - 1)
     at = np.arange(-2 * size, 3 * size) / deviation
@@ -55,9 +64,13 @@ def _averages(side: int, padding: int, scales: int) -> np.ndarray:
 
 @functools.cache
 def _wavelets(size: int, scale: int, angles: int) -> np.ndarray:
-    """Returns the Fourier transforms [angles, size, size] of the wavelets of a scale. They are real."""
+    """Returns the Fourier transforms [angles, size, size] of the wavelets of a scale. They are
+    real.
+    """
     turned = (np.pi * k / angles for k in range(angles))
-    return np.stack([np.fft.fft2(morlet(size, scale=scale, angle=a, angles=angles)).real for a in turned])
+    return np.stack(
+        [np.fft.fft2(morlet(size, scale=scale, angle=a, angles=angles)).real for a in turned]
+    )
 
 
 def scattering(images: jax.Array, *, scales: int = 2, angles: int = 8) -> jax.Array:
@@ -69,10 +82,11 @@ def scattering(images: jax.Array, *, scales: int = 2, angles: int = 8) -> jax.Ar
       angles: L, the number of their directions.
 
     Returns:
-      float32 [B, N / 2**J, N / 2**J, C, K] with K = 1 + J L + J (J - 1) / 2 L**2. Order 0 is the average of the image,
-      order 1 that of |x * psi_1|, and order 2 that of ||x * psi_1| * psi_2| with a coarser psi_2. Averages are
-      Gaussian with a standard deviation of 0.8 * 2**(J - 1) pixels. Coefficients of order 1 and 2 are sampled at every
-      2**j pixels before the modulus, at the scale j of their last wavelet.
+      float32 [B, N / 2**J, N / 2**J, C, K] with K = 1 + J L + J (J - 1) / 2 L**2. Order 0 is the
+      average of the image, order 1 that of |x * psi_1|, and order 2 that of ||x * psi_1| * psi_2|
+      with a coarser psi_2. Averages are Gaussian with a standard deviation of 0.8 * 2**(J - 1)
+      pixels. Coefficients of order 1 and 2 are sampled at every 2**j pixels before the modulus, at
+      the scale j of their last wavelet.
 
     Raises:
       ValueError: The images are not square, or 2**scales does not divide their side.
@@ -80,10 +94,12 @@ def scattering(images: jax.Array, *, scales: int = 2, angles: int = 8) -> jax.Ar
     side, pad = images.shape[1], 2**scales
     if images.shape[2] != side or side % pad:
         raise ValueError(
-            f"images must be square with a side that {pad} divides, got {images.shape[1]}x{images.shape[2]}. Resize "
-            "them, or choose fewer scales."
+            f"images must be square with a side that {pad} divides, got "
+            f"{images.shape[1]}x{images.shape[2]}. Resize them, or choose fewer scales."
         )
-    padded = jnp.pad(jnp.moveaxis(images, -1, 1), ((0, 0), (0, 0), (pad, pad), (pad, pad)), "reflect")
+    padded = jnp.pad(
+        jnp.moveaxis(images, -1, 1), ((0, 0), (0, 0), (pad, pad), (pad, pad)), "reflect"
+    )
     paths = [padded[:, :, None]]  # [B, C, paths, pixels, pixels]
     first = [_modulus(paths[0], 0, scale, angles) for scale in range(scales)]
     second = [_modulus(first[j], j, k, angles) for j in range(scales) for k in range(j + 1, scales)]
@@ -92,13 +108,17 @@ def scattering(images: jax.Array, *, scales: int = 2, angles: int = 8) -> jax.Ar
 
 
 def _modulus(signal: jax.Array, sampled: int, scale: int, angles: int) -> jax.Array:
-    """Returns |signal * psi| at every 2**scale pixels, for each path and angle. The signal has every 2**sampled."""
+    """Returns |signal * psi| at every 2**scale pixels, for each path and angle. The signal has
+    every 2**sampled.
+    """
     size = signal.shape[-1]
     # A sampled signal has the Fourier transform of the whole one, folded. So has a sampled wavelet.
     fold, step = 2**sampled, 2 ** (scale - sampled)
     wavelets = _wavelets(size * fold, scale, angles)
     wavelets = wavelets.reshape(angles, fold, size, fold, size).sum((1, 3))
-    spectrum = jnp.fft.fft2(signal)[:, :, :, None] * jnp.asarray(wavelets, jnp.float32)[None, None, None]
+    spectrum = (
+        jnp.fft.fft2(signal)[:, :, :, None] * jnp.asarray(wavelets, jnp.float32)[None, None, None]
+    )
     kept = size // step
     folded = spectrum.reshape(*spectrum.shape[:-2], step, kept, step, kept).sum((-4, -2)) / step**2
     moduli = jnp.abs(jnp.fft.ifft2(folded))
@@ -112,14 +132,16 @@ def _average(path: jax.Array, side: int, padding: int, scales: int) -> jax.Array
 
 
 class Scattering(nn.Module):
-    """A linear head on scattering coefficients, of which groups of channels are normalised in each image.
+    """A linear head on scattering coefficients, of which groups of channels are normalised in each
+    image.
 
     The input of the head has an L2 norm of at most 1.
 
     Attributes:
       num_classes: The number of logits.
       scales, angles: As in `scattering`.
-      groups: The number of groups, a divisor of the number of channels C K. 27 is that of Tramer and Boneh.
+      groups: The number of groups, a divisor of the number of channels C K. 27 is that of Tramer
+          and Boneh.
       dtype: The computation dtype of the head. None is float32, as that of the coefficients.
     """
 
@@ -136,7 +158,8 @@ class Scattering(nn.Module):
         channels = found.reshape(*found.shape[:3], -1)
         if channels.shape[-1] % self.groups:
             raise ValueError(
-                f"groups must divide {channels.shape[-1]}, the number of channels, got {self.groups}. Choose a divisor."
+                f"groups must divide {channels.shape[-1]}, the number of channels, got "
+                f"{self.groups}. Choose a divisor."
             )
         grouped = channels.reshape(*channels.shape[:3], self.groups, -1)
         mean, var = (f(grouped, axis=(1, 2, 4), keepdims=True) for f in (jnp.mean, jnp.var))

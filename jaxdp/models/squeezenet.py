@@ -13,14 +13,16 @@ _VERSIONS = {"1.0": (96, 7, (2, 5, 9)), "1.1": (64, 3, (2, 4, 6))}
 
 
 class SqueezeNet(nn.Module):
-    """SqueezeNet: a convolution, the fire modules 2 to 9, a 1x1 convolution to the classes, and an average.
+    """SqueezeNet: a convolution, the fire modules 2 to 9, a 1x1 convolution to the classes, and an
+    average.
 
     Attributes:
       version: "1.0", or "1.1", which pools earlier and costs 2.4 times less.
-      pool: "logits" averages the ReLU of the logits of all pixels, as published. "features" averages the pixels in
-        front of the head, which is then a linear classifier. A new head needs it: where a ReLU is zero, so is its
-        gradient.
-      head_padding: The zero pixels around the map in front of the published head. The first Caffe models have 1.
+      pool: "logits" averages the ReLU of the logits of all pixels, as published. "features"
+        averages the pixels in front of the head, which is then a linear classifier. A new head
+        needs it: where a ReLU is zero, so is its gradient.
+      head_padding: The zero pixels around the map in front of the published head. The first Caffe
+          models have 1.
     """
 
     num_classes: int
@@ -40,7 +42,11 @@ class SqueezeNet(nn.Module):
         width, size, pooled = _VERSIONS[self.version]
 
         def conv(name: str, width: int, size: int, x: jax.Array, **options: Any) -> jax.Array:
-            options |= {"dtype": self.dtype, "kernel_init": nn.initializers.he_normal(), "name": name}
+            options |= {
+                "dtype": self.dtype,
+                "kernel_init": nn.initializers.he_normal(),
+                "name": name,
+            }
             return nn.relu(Conv(width, (size, size), **options)(x))
 
         x = conv("conv", width, size, x, strides=(2, 2), padding="VALID")
@@ -48,7 +54,10 @@ class SqueezeNet(nn.Module):
             if k in pooled:
                 x = max_pool(x, 3, 2, ceil=True)
             squeezed = conv(f"fire_{k}_squeeze", 16 * (k // 2), 1, x)
-            both = [conv(f"fire_{k}_expand_{s}", 64 * (k // 2), s, squeezed, padding="SAME") for s in (1, 3)]
+            both = [
+                conv(f"fire_{k}_expand_{s}", 64 * (k // 2), s, squeezed, padding="SAME")
+                for s in (1, 3)
+            ]
             x = jnp.concatenate(both, axis=-1)
         head = Dense(self.num_classes, dtype=jnp.float32, name="head")
         x = x.astype(jnp.float32)

@@ -20,33 +20,45 @@ def _side(x: jax.Array) -> int:
     """Returns the side of the square grid of tokens [B, T, D]."""
     side = math.isqrt(x.shape[1])
     if side**2 != x.shape[1]:
-        raise ValueError(f"x must have the tokens of a square grid, got {x.shape[1]}. Start with square images.")
+        raise ValueError(
+            f"x must have the tokens of a square grid, got {x.shape[1]}. Start with square images."
+        )
     return side
 
 
 def _relative_positions(window: int) -> np.ndarray:
-    """Returns the row of the table of biases for each query and key of a window, [T, T] with T = window**2."""
-    offset = np.arange(window)[:, None] - np.arange(window)[None] + window - 1  # query minus key, from 0
+    """Returns the row of the table of biases for each query and key of a window, [T, T] with T =
+    window**2.
+    """
+    offset = (
+        np.arange(window)[:, None] - np.arange(window)[None] + window - 1
+    )  # query minus key, from 0
     rows, columns = offset[:, None, :, None], offset[None, :, None, :]
     return (rows * (2 * window - 1) + columns).reshape(window**2, window**2)
 
 
 def _neighbours(side: int, window: int, shift: int) -> np.ndarray:
-    """Returns which tokens of windows [windows, T, T] are neighbours before the roll by `shift` (section 3.2)."""
-    line = np.roll(np.arange(side), -shift).reshape(-1, window)  # the rows or columns in each row of windows
+    """Returns which tokens of windows [windows, T, T] are neighbours before the roll by `shift`
+    (section 3.2).
+    """
+    line = np.roll(np.arange(side), -shift).reshape(
+        -1, window
+    )  # the rows or columns in each row of windows
     near = np.abs(line[:, :, None] - line[:, None]) < window
     rows, columns = near[:, None, :, None, :, None], near[None, :, None, :, None, :]
     return (rows & columns).reshape(-1, window**2, window**2)
 
 
 class WindowAttention(GivenShapes):
-    """Multi-head self-attention within windows, with a learned bias for each relative position (equation 4).
+    """Multi-head self-attention within windows, with a learned bias for each relative position
+    (equation 4).
 
     It computes softmax(Q K^T / sqrt(d) + bias) V.
 
     Attributes:
       window: The side of the windows.
-      shift: The shift of the windows, down and to the right. Windows are cut at the edge of the image.
+      shift: The shift of the windows, down and to the right. Windows are cut at the edge of the
+          image.
     """
 
     num_heads: int
@@ -71,21 +83,31 @@ class WindowAttention(GivenShapes):
             scores = scores + table[_relative_positions(self.window)].transpose(2, 0, 1)[None, None]
             if self.shift:
                 # The authors' constant stands for minus infinity.
-                mask = np.where(_neighbours(side, self.window, self.shift), np.float32(0), np.float32(-100))
+                mask = np.where(
+                    _neighbours(side, self.window, self.shift), np.float32(0), np.float32(-100)
+                )
                 scores = scores + mask[None, :, None]
             return scores.reshape(shape)
 
         x = jnp.roll(x.reshape(batch, side, side, width), -self.shift, (1, 2))
         x = x.reshape(batch, per_side, self.window, per_side, self.window, width).swapaxes(2, 3)
         x = x.reshape(batch, side**2, width)  # window after window
-        query, key, value = (project(name, x).reshape(-1, area, width) for name in ("query", "key", "value"))
-        y = project("out", attend(query, key, value, self.num_heads, bias).reshape(batch, side**2, width))
+        query, key, value = (
+            project(name, x).reshape(-1, area, width) for name in ("query", "key", "value")
+        )
+        y = project(
+            "out", attend(query, key, value, self.num_heads, bias).reshape(batch, side**2, width)
+        )
         y = y.reshape(batch, per_side, per_side, self.window, self.window, width).swapaxes(2, 3)
-        return jnp.roll(y.reshape(batch, side, side, width), self.shift, (1, 2)).reshape(batch, side**2, width)
+        return jnp.roll(y.reshape(batch, side, side, width), self.shift, (1, 2)).reshape(
+            batch, side**2, width
+        )
 
 
 class PatchMerging(nn.Module):
-    """Half the resolution at twice the width, by a linear map of the LayerNorm of four neighbours."""
+    """Half the resolution at twice the width, by a linear map of the LayerNorm of four
+    neighbours.
+    """
 
     dtype: Any = None
     norm_epsilon: float = 1e-5
@@ -97,22 +119,24 @@ class PatchMerging(nn.Module):
         side = _side(x)
         if side % 2:
             raise ValueError(
-                f"the grid must have an even side before patches are merged, got {side}x{side}. Use images whose side "
-                "is a multiple of patch_size * 2 for every merging."
+                f"the grid must have an even side before patches are merged, got {side}x{side}. "
+                "Use images whose side is a multiple of patch_size * 2 for every merging."
             )
         x = x.reshape(batch, side // 2, 2, side // 2, 2, width)
         # Public checkpoints have the neighbours in this order: (0, 0), (1, 0), (0, 1), (1, 1).
         x = x.transpose(0, 1, 3, 4, 2, 5).reshape(batch, tokens // 4, 4 * width)
         x = LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name="norm")(x)
-        return Dense(2 * width, use_bias=False, dtype=self.dtype, kernel_init=_init, name="reduction")(x)
+        return Dense(
+            2 * width, use_bias=False, dtype=self.dtype, kernel_init=_init, name="reduction"
+        )(x)
 
 
 class Swin(nn.Module):
     """Swin Transformer on square images, with attention in windows that every second block shifts.
 
-    The resolution halves between stages. A stage whose grid is not larger than the window has one window of the grid's
-    size, never shifted. Otherwise the window must divide the grid, since nothing is padded. Stochastic depth
-    is left out.
+    The resolution halves between stages. A stage whose grid is not larger than the window has one
+    window of the grid's size, never shifted. Otherwise the window must divide the grid, since
+    nothing is padded. Stochastic depth is left out.
 
     Attributes:
       patch_size: The side of the square patches, which must divide the image.
@@ -123,7 +147,8 @@ class Swin(nn.Module):
       mlp_ratio: The hidden width of the MLPs over the width of the tokens.
       norm_epsilon: The number added to the variance in every LayerNorm.
       activation: The activation in the MLPs. The default is the exact GELU.
-      head_hidden: The width of a hidden layer in front of the head, with that activation. 0 is none.
+      head_hidden: The width of a hidden layer in front of the head, with that activation. 0 is
+          none.
     """
 
     num_classes: int
@@ -140,7 +165,9 @@ class Swin(nn.Module):
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks in all stages. The model can be cut after block 1, ..., num_blocks - 1."""
+        """The number of blocks in all stages. The model can be cut after block 1, ..., num_blocks -
+        1.
+        """
         return sum(self.depths)
 
     @property
@@ -152,20 +179,25 @@ class Swin(nn.Module):
     def __call__(self, x: jax.Array, start: int = 0, stop: int | None = None) -> jax.Array:
         """Maps images [B, S, S, C] to float32 logits [B, num_classes], or does a part of that.
 
-        The merging of patches between two stages belongs to the block before it, which returns [B, T / 4, 2 D].
+        The merging of patches between two stages belongs to the block before it, which returns [B,
+        T / 4, 2 D].
 
         Args:
-          x: Images if `start` is 0, otherwise the output tokens [B, T, D] of block start - 1, row by row.
-          start, stop: The blocks to run, counted through all stages. With `stop`, the call returns the output tokens
-            [B, T, D] of block stop - 1. `init` makes the parameters of these blocks only.
+          x: Images if `start` is 0, otherwise the output tokens [B, T, D] of block start - 1, row
+              by row.
+          start, stop: The blocks to run, counted through all stages. With `stop`, the call returns
+            the output tokens [B, T, D] of block stop - 1. `init` makes the parameters of these
+            blocks only.
 
         Raises:
-          ValueError: Images are not square or patch_size does not divide them. window does not divide a larger grid. A
-            merging meets an odd grid. depths and num_heads differ in length. Some num_heads does not divide the width.
+          ValueError: Images are not square or patch_size does not divide them. window does not
+            divide a larger grid. A merging meets an odd grid. depths and num_heads differ in
+            length. Some num_heads does not divide the width.
         """
         if len(self.depths) != len(self.num_heads):
             raise ValueError(
-                f"depths and num_heads must have one entry per stage, got {self.depths} and {self.num_heads}."
+                f"depths and num_heads must have one entry per stage, got {self.depths} and "
+                f"{self.num_heads}."
             )
         if start == 0:
             x = self._embed(x)
@@ -174,7 +206,9 @@ class Swin(nn.Module):
         places = [(stage, k) for stage, depth in enumerate(self.depths) for k in range(depth)]
         for stage, k in places[start:stop]:
             window, shift = self._window(stage, _side(x))
-            attention = functools.partial(WindowAttention, window=window, shift=shift if k % 2 else 0)
+            attention = functools.partial(
+                WindowAttention, window=window, shift=shift if k % 2 else 0
+            )
             width, name = self.mlp_ratio * x.shape[-1], f"stage_{stage}_block_{k}"
             x = Block(self.num_heads[stage], width, **block, attention=attention, name=name)(x)
             if k + 1 == self.depths[stage] and stage + 1 < len(self.depths):
@@ -184,15 +218,22 @@ class Swin(nn.Module):
         x = LayerNorm(epsilon=self.norm_epsilon, dtype=jnp.float32, name="norm")(x)
         y = jnp.mean(x, axis=1)
         if self.head_hidden:
-            y = self.activation(Dense(self.head_hidden, dtype=jnp.float32, kernel_init=_init, name="head_hidden")(y))
+            y = self.activation(
+                Dense(self.head_hidden, dtype=jnp.float32, kernel_init=_init, name="head_hidden")(y)
+            )
         return Dense(self.num_classes, dtype=jnp.float32, kernel_init=_init, name="head")(y)
 
     def _embed(self, x: jax.Array) -> jax.Array:
         """Maps images [B, S, S, C] to tokens [B, T, D], row by row."""
         if x.shape[1] != x.shape[2]:
-            raise ValueError(f"images must be square, got {x.shape[1]}x{x.shape[2]}. Resize or crop them.")
+            raise ValueError(
+                f"images must be square, got {x.shape[1]}x{x.shape[2]}. Resize or crop them."
+            )
         if x.shape[1] % self.patch_size:
-            raise ValueError(f"patch_size must divide the image {x.shape[1]}x{x.shape[2]}, got {self.patch_size}.")
+            raise ValueError(
+                f"patch_size must divide the image {x.shape[1]}x{x.shape[2]}, got "
+                f"{self.patch_size}."
+            )
         size = (self.patch_size, self.patch_size)
         common = {"strides": size, "padding": "VALID", "dtype": self.dtype, "kernel_init": _init}
         x = Conv(self.width, size, name="embed", **common)(x).reshape(x.shape[0], -1, self.width)
@@ -204,7 +245,8 @@ class Swin(nn.Module):
             return side, 0
         if side % self.window:
             raise ValueError(
-                f"window must divide the {side}x{side} grid of stage {stage}, got {self.window}. Resize the images or "
-                "choose another window (published: 7 for 224x224, 12 for 384x384)."
+                f"window must divide the {side}x{side} grid of stage {stage}, got {self.window}. "
+                "Resize the images or choose another window (published: 7 for 224x224, 12 for "
+                "384x384)."
             )
         return self.window, self.window // 2

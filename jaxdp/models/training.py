@@ -1,7 +1,8 @@
 """Training without privacy, for public data and for the reference of a private run.
 
-`fit_public` gathers each batch on the host and takes any optimizer. `fit_in_memory` compiles whole epochs for data on
-the device. Only Split Adaptation and its attackers use it, many times on a few images.
+`fit_public` gathers each batch on the host and takes any optimizer. `fit_in_memory` compiles whole
+epochs for data on the device. Only Split Adaptation and its attackers use it, many times on a few
+images.
 """
 
 import functools
@@ -41,7 +42,8 @@ def fit_public(
       steps, batch_size: The number of updates, and of examples in each.
       seed: 16 bytes that fix the order of the examples and the augmentation.
       augment: `augment(key, example) -> example`, one view per example and step.
-      label, progress: The text of the progress bar (`jaxdp.report.progress_bar`), and whether to show it.
+      label, progress: The text of the progress bar (`jaxdp.report.progress_bar`), and whether to
+          show it.
 
     Returns:
       The trained parameters.
@@ -58,7 +60,9 @@ def fit_public(
     sampler = FixedBatchSampler(count, min(batch_size, count), seed=seed)
 
     def gather(rows: np.ndarray) -> Any:
-        return check_batch(data.gather(rows) if stored else jax.tree.map(lambda leaf: leaf[rows], data), "data")
+        return check_batch(
+            data.gather(rows) if stored else jax.tree.map(lambda leaf: leaf[rows], data), "data"
+        )
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch).mean()
@@ -77,7 +81,7 @@ def fit_public(
     return params
 
 
-# --- Small data sets in memory ----------------------------------------------------------------------------------------
+# --- Small data sets in memory ------------------------------------------------------------------
 
 # `loss_fn(params, frozen, batch, key) -> losses [B]`.
 Loss = Callable[[Any, Any, Any, jax.Array], jax.Array]
@@ -94,14 +98,17 @@ def fit_in_memory(
     batch_size: int,
     frozen: Any = None,
 ) -> Any:
-    """Minimises the mean loss by Adam over a small data set in memory, in a new order in every epoch.
+    """Minimises the mean loss by Adam over a small data set in memory, in a new order in every
+    epoch.
 
     Calls with the same `loss_fn`, shapes and batch size compile once for all learning rates.
 
     Args:
-      loss_fn: `loss_fn(params, frozen, batch, key) -> losses [B]`, hashable, the same object for the same task.
+      loss_fn: `loss_fn(params, frozen, batch, key) -> losses [B]`, hashable, the same object for
+          the same task.
       params: The pytree to start from.
-      data: A pytree of arrays with the same first axis n. The last batch of an epoch repeats examples with weight zero.
+      data: A pytree of arrays with the same first axis n. The last batch of an epoch repeats
+          examples with weight zero.
       key: A typed PRNG key for the order and for `loss_fn`.
       learning_rate: The learning rate of Adam.
       epochs: The number of passes over the data.
@@ -112,7 +119,8 @@ def fit_in_memory(
       The trained parameters.
 
     Raises:
-      ValueError: There is no data, or a learning rate, number of epochs or batch size is not positive.
+      ValueError: There is no data, or a learning rate, number of epochs or batch size is not
+          positive.
     """
     check_positive(learning_rate=learning_rate, epochs=epochs, batch_size=batch_size)
     count = len(jax.tree.leaves(data)[0])
@@ -128,13 +136,21 @@ def fit_in_memory(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _epoch(
-    loss_fn: Loss, params: Any, state: Any, frozen: Any, data: Any, batches: Any, learning_rate: jax.Array
+    loss_fn: Loss,
+    params: Any,
+    state: Any,
+    frozen: Any,
+    data: Any,
+    batches: Any,
+    learning_rate: jax.Array,
 ) -> tuple[Any, Any]:
     def mean_loss(params: Any, rows: jax.Array, weight: jax.Array, key: jax.Array) -> jax.Array:
         losses = loss_fn(params, frozen, jax.tree.map(lambda column: column[rows], data), key)
         return (losses * weight).sum() / weight.sum()
 
-    def step(carry: tuple[Any, Any], batch: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[tuple[Any, Any], None]:
+    def step(
+        carry: tuple[Any, Any], batch: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[tuple[Any, Any], None]:
         return adam_step(*carry, jax.grad(mean_loss)(carry[0], *batch), learning_rate), None
 
     return jax.lax.scan(step, (params, state), batches)[0]
@@ -145,8 +161,8 @@ def epoch_batches(key: jax.Array, count: int, size: int) -> tuple[jax.Array, jax
     """Returns the batches of one epoch over `count` examples, `size` <= `count` in each.
 
     Returns:
-      Rows int32 [steps, size] in a new order, weights float32 [steps, size], 0 where the last batch repeats an example,
-      and a key for every step.
+      Rows int32 [steps, size] in a new order, weights float32 [steps, size], 0 where the last batch
+      repeats an example, and a key for every step.
     """
     steps = -(-count // size)
     order_key, key = jax.random.split(key)
@@ -157,7 +173,9 @@ def epoch_batches(key: jax.Array, count: int, size: int) -> tuple[jax.Array, jax
 
 
 def adam_step(params: Any, state: Any, gradients: Any, learning_rate: jax.Array) -> tuple[Any, Any]:
-    """Returns parameters and state after one step of Adam. The array learning rate can change without recompilation."""
+    """Returns parameters and state after one step of Adam. The array learning rate can change
+    without recompilation.
+    """
     updates, state = optax.scale_by_adam().update(gradients, state)
     return jax.tree.map(lambda p, u: p - learning_rate * u, params, updates), state
 

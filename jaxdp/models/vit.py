@@ -1,4 +1,6 @@
-"""Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) and DeiT (Touvron et al. 2021, arXiv:2012.12877)."""
+"""Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) and DeiT (Touvron et al. 2021,
+arXiv:2012.12877).
+"""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,7 +15,8 @@ _init = nn.initializers.xavier_uniform()
 
 
 class Product(nn.Module):
-    """Product of two activations, a module without parameters so that `nn.intercept_methods` sees it.
+    """Product of two activations, a module without parameters so that `nn.intercept_methods` sees
+    it.
 
     Attributes:
       equation: The equation of `jnp.einsum`. The first axis n is images times heads, heads fastest.
@@ -37,7 +40,8 @@ def attend(
     num_heads: int,
     bias: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """Returns softmax(bias(Q K^T / sqrt(d))) V of every head [n, T, D], from [n, T, D] each, inside a compact module.
+    """Returns softmax(bias(Q K^T / sqrt(d))) V of every head [n, T, D], from [n, T, D] each, inside
+    a compact module.
 
     Scores and softmax are float32. `bias` maps scores [n num_heads, T, T] to scores.
 
@@ -50,13 +54,18 @@ def attend(
 
     def heads(x: jax.Array) -> jax.Array:
         x = x.reshape(n, tokens, num_heads, -1).swapaxes(1, 2)
-        # Images and heads share one axis. With two axes XLA on CPU transposes whole score matrices under vmap.
+        # Images and heads share one axis. With two axes XLA on CPU transposes whole score matrices
+        # under vmap.
         return x.reshape(n * num_heads, tokens, -1)
 
-    scores = Product("nqd,nkd->nqk", num_heads, jnp.float32, name="scores")(heads(query), heads(key))
+    scores = Product("nqd,nkd->nqk", num_heads, jnp.float32, name="scores")(
+        heads(query), heads(key)
+    )
     scores = scores * (width // num_heads) ** -0.5
     weights = jax.nn.softmax(bias(scores) if bias else scores, axis=-1)
-    y = Product("nqk,nkd->nqd", num_heads, name="mixture")(weights.astype(value.dtype), heads(value))
+    y = Product("nqk,nkd->nqd", num_heads, name="mixture")(
+        weights.astype(value.dtype), heads(value)
+    )
     return y.reshape(n, num_heads, tokens, -1).swapaxes(1, 2).reshape(n, tokens, width)
 
 
@@ -73,11 +82,15 @@ class Attention(nn.Module):
         def project(name: str, x: jax.Array) -> jax.Array:
             return Dense(x.shape[-1], dtype=self.dtype, kernel_init=_init, name=name)(x)
 
-        return project("out", attend(project("query", x), project("key", x), project("value", x), self.num_heads))
+        return project(
+            "out",
+            attend(project("query", x), project("key", x), project("value", x), self.num_heads),
+        )
 
 
 class Block(nn.Module):
-    """Encoder block of self-attention and a two-layer MLP, each with a residual connection and a LayerNorm.
+    """Encoder block of self-attention and a two-layer MLP, each with a residual connection and a
+    LayerNorm.
 
     Attributes:
       norm_order: "pre" is x + f(LayerNorm(x)) for both parts f, "post" is LayerNorm(x + f(x)).
@@ -97,7 +110,10 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps tokens [B, T, D] to [B, T, D]."""
-        norms = [LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name=f"norm_{k}") for k in range(2)]
+        norms = [
+            LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name=f"norm_{k}")
+            for k in range(2)
+        ]
         dense = {"dtype": self.dtype, "kernel_init": self.kernel_init}
         attention = self.attention(self.num_heads, dtype=self.dtype, name="attention")
 
@@ -116,18 +132,24 @@ class ViT(GivenShapes):
     Attributes:
       patch_size: The side of the square patches, which must divide height and width of the image.
       width: The token dimension D.
-      num_heads: The number of heads, of width / num_heads dimensions each (64 in the sizes Ti, S, B and L).
+      num_heads: The number of heads, of width / num_heads dimensions each (64 in the sizes Ti, S, B
+          and L).
       mlp_width: The hidden width of the MLPs, usually 4 * width.
-      pool: "token" classifies a learned class token in front of the patches, "mean" the mean of the patch tokens.
-      norm_order: "pre" as in the paper, or "post" as in the first Transformer (Vaswani et al., arXiv:1706.03762). See
-        `Block`. Both end in a LayerNorm before the classification.
-      norm_epsilon: The number added to the variance in every LayerNorm. Hugging Face's ViT and DeiT have 1e-12.
+      pool: "token" classifies a learned class token in front of the patches, "mean" the mean of the
+          patch tokens.
+      norm_order: "pre" as in the paper, or "post" as in the first Transformer (Vaswani et al.,
+        arXiv:1706.03762). See `Block`. Both end in a LayerNorm before the classification.
+      norm_epsilon: The number added to the variance in every LayerNorm. Hugging Face's ViT and DeiT
+          have 1e-12.
       activation: The activation in the MLPs. The default is the exact GELU.
-      distilled: Whether a second learned token follows the class token, as in DeiT. It needs pool="token".
-      distilled_head: Whether that token has its own head, "head_distilled". The logits are then the mean of the two
-        heads, DeiT's classifier at inference (section 3 of its paper). DeiT's training, in which each head has its own
-        target, is not built in. False classifies the class token alone.
-      head_hidden: The width of a hidden layer in front of the head, with the activation of the MLPs. 0 is none.
+      distilled: Whether a second learned token follows the class token, as in DeiT. It needs
+          pool="token".
+      distilled_head: Whether that token has its own head, "head_distilled". The logits are then the
+        mean of the two heads, DeiT's classifier at inference (section 3 of its paper). DeiT's
+        training, in which each head has its own target, is not built in. False classifies the class
+        token alone.
+      head_hidden: The width of a hidden layer in front of the head, with the activation of the
+          MLPs. 0 is none.
     """
 
     num_classes: int
@@ -161,8 +183,8 @@ class ViT(GivenShapes):
 
         Args:
           x: Images if `start` is 0, otherwise the output tokens [B, T, D] of block start - 1.
-          start, stop: The blocks to run. With `stop`, the call returns the output tokens [B, T, D] of block stop - 1.
-            `init` makes the parameters of these blocks only.
+          start, stop: The blocks to run. With `stop`, the call returns the output tokens [B, T, D]
+            of block stop - 1. `init` makes the parameters of these blocks only.
         """
         if self.pool not in ("token", "mean"):
             raise ValueError(f"pool must be 'token' or 'mean', got {self.pool!r}.")
@@ -172,7 +194,14 @@ class ViT(GivenShapes):
             raise ValueError(f"distilled=True needs pool='token', got pool={self.pool!r}.")
         if start == 0:
             x = self._embed(x)
-        attributes = (self.num_heads, self.mlp_width, self.dtype, self.norm_order, self.norm_epsilon, self.activation)
+        attributes = (
+            self.num_heads,
+            self.mlp_width,
+            self.dtype,
+            self.norm_order,
+            self.norm_epsilon,
+            self.activation,
+        )
         for k in range(self.depth)[start:stop]:
             x = Block(*attributes, name=f"block_{k}")(x)
         if stop is not None:
@@ -184,12 +213,19 @@ class ViT(GivenShapes):
         logits = Dense(self.num_classes, dtype=jnp.float32, name="head")(y)
         if not (self.distilled and self.distilled_head):
             return logits
-        return (logits + Dense(self.num_classes, dtype=jnp.float32, name="head_distilled")(x[:, 1])) / 2
+        return (
+            logits + Dense(self.num_classes, dtype=jnp.float32, name="head_distilled")(x[:, 1])
+        ) / 2
 
     def _embed(self, x: jax.Array) -> jax.Array:
-        """Maps images [B, H, W, C] to tokens [B, T, D] with positions. Patches are in row-major order."""
+        """Maps images [B, H, W, C] to tokens [B, T, D] with positions. Patches are in row-major
+        order.
+        """
         if x.shape[1] % self.patch_size or x.shape[2] % self.patch_size:
-            raise ValueError(f"patch_size must divide the image {x.shape[1]}x{x.shape[2]}, got {self.patch_size}.")
+            raise ValueError(
+                f"patch_size must divide the image {x.shape[1]}x{x.shape[2]}, got "
+                f"{self.patch_size}."
+            )
         size = (self.patch_size, self.patch_size)
         x = Conv(self.width, size, strides=size, padding="VALID", dtype=self.dtype, name="embed")(x)
         x = x.reshape(x.shape[0], -1, self.width)
@@ -197,8 +233,11 @@ class ViT(GivenShapes):
         init = nn.initializers.normal(0.02)
         positions = self.param("positions", init, (1, x.shape[1] + len(names), self.width))
         if names:
-            # Learned tokens are added to zero rows in front, so that the weights meet the data in one sum.
+            # Learned tokens are added to zero rows in front, so that the weights meet the data in
+            # one sum.
             tokens = [self.param(name, nn.initializers.zeros, (1, 1, self.width)) for name in names]
-            positions = positions + jnp.pad(jnp.concatenate(tokens, axis=1), ((0, 0), (0, x.shape[1]), (0, 0)))
+            positions = positions + jnp.pad(
+                jnp.concatenate(tokens, axis=1), ((0, 0), (0, x.shape[1]), (0, 0))
+            )
             x = jnp.pad(x, ((0, 0), (len(names), 0), (0, 0)))
         return x + positions.astype(x.dtype)

@@ -1,4 +1,6 @@
-"""Wide-ResNet (Zagoruyko and Komodakis 2016) for private training (De et al. 2022, arXiv:2204.13650)."""
+"""Wide-ResNet (Zagoruyko and Komodakis 2016) for private training (De et al. 2022,
+arXiv:2204.13650).
+"""
 
 from typing import Any
 
@@ -12,9 +14,9 @@ from jaxdp.models.layers import Dense, WSConv, normalise_channels
 class WideResNet(nn.Module):
     """Pre-activation Wide-ResNet with weight-standardised convolutions and GroupNorm.
 
-    Every residual branch is twice activation -> GroupNorm -> 3x3 WSConv, in this order. The first block of a stage has
-    a skip branch: activation -> GroupNorm -> 1x1 WSConv. After the last stage come activation -> GroupNorm -> mean over
-    the map -> dense layer.
+    Every residual branch is twice activation -> GroupNorm -> 3x3 WSConv, in this order. The first
+    block of a stage has a skip branch: activation -> GroupNorm -> 1x1 WSConv. After the last stage
+    come activation -> GroupNorm -> mean over the map -> dense layer.
 
     Attributes:
       depth: 6 n + 4, for example 16, 28 or 40.
@@ -30,7 +32,9 @@ class WideResNet(nn.Module):
 
     def _branch(self, name: str, channels: int, size: int, stride: int, x: jax.Array) -> jax.Array:
         x = normalise_channels("group", self.groups, self.dtype, f"{name}_norm", nn.relu(x))
-        return WSConv(channels, (size, size), (stride, stride), dtype=self.dtype, name=f"{name}_conv")(x)
+        return WSConv(
+            channels, (size, size), (stride, stride), dtype=self.dtype, name=f"{name}_conv"
+        )(x)
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -1,12 +1,13 @@
-"""Private answers to queries: planning, paid and randomised answers, and a student trained on the answers.
+"""Private answers to queries: planning, paid and randomised answers, and a student trained on the
+answers.
 
     bounds = jaxdp.prediction.train_with_bounds(loss_fn, params, data, ...)
     account = ledger.account("my data")
     answers = private_predict(bounds, apply_fn, queries, account=account, total=(10.0, 1e-5), workdir="answers")
 
-The model, its certificates and its stable distances are private. Only noisy answers are returned. A repeated query is
-answered and charged again, unless the workdir keeps the answers. A student that is trained on the answers can answer
-any number of queries at no cost.
+The model, its certificates and its stable distances are private. Only noisy answers are returned. A
+repeated query is answered and charged again, unless the workdir keeps the answers. A student that
+is trained on the answers can answer any number of queries at no cost.
 """
 
 import functools
@@ -33,8 +34,9 @@ from jaxdp.transforms.precision import in_full_precision
 
 ApplyFn = Callable[[Any, Any], jax.Array]
 
-# (threat of the bounds, adjacency of the data set): certified steps per neighbouring data set. Divisors are constant,
-# so a zeroed record is equivalent to a removed one. A replaced record is one removed and one added.
+# (threat of the bounds, adjacency of the data set): certified steps per neighbouring data set.
+# Divisors are constant, so a zeroed record is equivalent to a removed one. A replaced record is one
+# removed and one added.
 _STEPS: Mapping[tuple[str, str], int] = {
     ("add_remove", "add_remove"): 1,
     ("add_remove", "zero_out"): 1,
@@ -43,17 +45,21 @@ _STEPS: Mapping[tuple[str, str], int] = {
 }
 
 
-# --- Planning ---------------------------------------------------------------------------------------------------
+# --- Planning -----------------------------------------------------------------------------------
 
 
-def query_epsilon(epsilon: float, delta: float, queries: int, *, adjacency: Adjacency = "add_remove") -> float:
-    """Returns the largest epsilon per query with which `queries` pure answers cost at most (epsilon, delta) together.
+def query_epsilon(
+    epsilon: float, delta: float, queries: int, *, adjacency: Adjacency = "add_remove"
+) -> float:
+    """Returns the largest epsilon per query with which `queries` pure answers cost at most
+    (epsilon, delta) together.
 
-    It is computed from the privacy loss distribution of the worst pure pair, and is never below epsilon / queries.
-    (10, 1e-5) buys 100 queries of 0.204 or 1000 of 0.063. The paper's zero-concentrated DP buys 0.176 and 0.056.
+    It is computed from the privacy loss distribution of the worst pure pair, and is never below
+    epsilon / queries. (10, 1e-5) buys 100 queries of 0.204 or 1000 of 0.063. The paper's
+    zero-concentrated DP buys 0.176 and 0.056.
 
-    `queries` is fixed in advance. Pure events cost the same under each adjacency of the data set. Raises ValueError
-    unless epsilon is finite and > 0, delta in [0, 1) and queries >= 1.
+    `queries` is fixed in advance. Pure events cost the same under each adjacency of the data set.
+    Raises ValueError unless epsilon is finite and > 0, delta in [0, 1) and queries >= 1.
     """
     queries, even = whole("queries", queries), positive("epsilon", epsilon) / queries
     if not 0 <= delta < 1:
@@ -79,8 +85,8 @@ def event(
 ) -> DpEvent:
     """Returns the charge of a call of `private_predict` or `private_values`, before a model exists.
 
-    `count` is the number of queries. The call has the other arguments and errors too. `ConfidentGNMax.event` returns
-    the charge of `pate_predict`.
+    `count` is the number of queries. The call has the other arguments and errors too.
+    `ConfidentGNMax.event` returns the charge of `pate_predict`.
     """
     row = _mechanism(mechanism, "labels", "values")
     return SelfComposedDpEvent(row.event(_each(epsilon, total, whole("count", count))), int(count))
@@ -95,11 +101,14 @@ def _mechanism(name: str, *kinds: str) -> Mechanism:
 
 def _each(epsilon: float | None, total: tuple[float, float] | None, count: int) -> float:
     if (epsilon is None) == (total is None):
-        raise ValueError(f"Give either epsilon (of each answer) or total=(epsilon, delta), got {epsilon=}, {total=}.")
+        raise ValueError(
+            f"Give either epsilon (of each answer) or total=(epsilon, delta), got {epsilon=}, "
+            f"{total=}."
+        )
     return positive("epsilon", epsilon) if total is None else query_epsilon(*total, count)
 
 
-# --- Answers ----------------------------------------------------------------------------------------------------
+# --- Answers ------------------------------------------------------------------------------------
 
 
 def private_predict(
@@ -120,50 +129,64 @@ def private_predict(
     A repeated query is answered and charged again, unless the workdir keeps the answers.
 
     Args:
-        bounds: A result of `train_with_bounds`, or a sequence of results for disjoint parts of the data
-            (`partition_by_hash`). The members of a sequence vote.
-        apply_fn: `apply_fn(params, query) -> logits` of ONE query: [C], or [] or [1] for two classes.
+        bounds: A result of `train_with_bounds`, or a sequence of results for disjoint parts of the
+            data (`partition_by_hash`). The members of a sequence vote.
+        apply_fn: `apply_fn(params, query) -> logits` of ONE query: [C], or [] or [1] for two
+            classes.
         queries: A pytree of arrays [Q, ...], public.
         account: `ledger.account(name)` of all private data on which the models were trained.
         epsilon: The epsilon of each answer, finite and > 0.
-        total: The (epsilon, delta) of all Q answers together, in place of `epsilon`, see `query_epsilon`. It is the
-            total of this call. The ledger's budget limits all calls together.
-        mechanism: A key of `METHODS` for labels. With an ensemble "global_laplace" adds noise to the vote counts.
-        fixed_parts: For an ensemble with bounds for replacement: your assertion that a replaced record stays in its
-            part.
-        workdir: A folder for the answers of this call. The same call with the same workdir returns the kept answers and
-            charges nothing. An interrupted call is not charged again. None keeps nothing.
-        seed: 16 secret bytes that reproduce answers, for tests. None draws them from the operating system. The same
-            call with the same seed is the same release, and is charged once.
+        total: The (epsilon, delta) of all Q answers together, in place of `epsilon`, see
+            `query_epsilon`. It is the total of this call. The ledger's budget limits all calls
+            together.
+        mechanism: A key of `METHODS` for labels. With an ensemble "global_laplace" adds noise to
+            the vote counts.
+        fixed_parts: For an ensemble with bounds for replacement: your assertion that a replaced
+            record stays in its part.
+        workdir: A folder for the answers of this call. The same call with the same workdir returns
+            the kept answers and charges nothing. An interrupted call is not charged again. None
+            keeps nothing.
+        seed: 16 secret bytes that reproduce answers, for tests. None draws them from the operating
+            system. The same call with the same seed is the same release, and is charged once.
 
     Returns:
         int32 [Q], the noisy labels.
 
     Raises:
         BudgetExceeded: The budget does not allow the answers. Nothing has run or is charged.
-        ValueError: An argument is out of range, the bounds are for another threat, or the workdir keeps other answers.
-            Nothing is charged.
+        ValueError: An argument is out of range, the bounds are for another threat, or the workdir
+            keeps other answers. Nothing is charged.
 
     Formal guarantees:
-        The answers satisfy Q times `PureDpEvent(epsilon)`, which is spent before anything is computed. A refused call
-        has read nothing private. A call that fails later has paid. Each mechanism is private because the calibrated
-        distance changes by at most one between neighbours (`mechanisms`, `ensembles.vote`). Bounds for the threat
-        "add_remove" serve data sets registered with "add_remove" or "zero_out", because a zeroed record contributes
-        nothing, like a removed one. They also serve "replace_one" at half the distance, rounded down, because a
-        replacement is two changes. Bounds for "replace_one" serve "replace_one" only. Timing is not protected.
+        The answers satisfy Q times `PureDpEvent(epsilon)`, which is spent before anything is
+        computed. A refused call has read nothing private. A call that fails later has paid. Each
+        mechanism is private because the calibrated distance changes by at most one between
+        neighbours (`mechanisms`, `ensembles.vote`). Bounds for the threat "add_remove" serve data
+        sets registered with "add_remove" or "zero_out", because a zeroed record contributes
+        nothing, like a removed one. They also serve "replace_one" at half the distance, rounded
+        down, because a replacement is two changes. Bounds for "replace_one" serve "replace_one"
+        only. Timing is not protected.
 
-        Noise is repeated only if everything that determines the answers is the same: models, queries, settings,
-        programs and the machine. The noise of an `apply_fn` that calls back to Python is never repeated. The caller is
-        responsible for three conditions: the bounds were trained on this data set, members have disjoint parts, and no
-        hyperparameter was chosen by looking at the data.
+        Noise is repeated only if everything that determines the answers is the same: models,
+        queries, settings, programs and the machine. The noise of an `apply_fn` that calls back to
+        Python is never repeated. The caller is responsible for three conditions: the bounds were
+        trained on this data set, members have disjoint parts, and no hyperparameter was chosen by
+        looking at the data.
     """
-    row, members = _mechanism(mechanism, "labels"), [bounds] if hasattr(bounds, "params") else list(bounds)
+    row, members = (
+        _mechanism(mechanism, "labels"),
+        [bounds] if hasattr(bounds, "params") else list(bounds),
+    )
     steps = _certified_steps(members, account, fixed_parts=fixed_parts)
     count, outputs = check_queries(apply_fn, members[0].params, queries, may_be_empty=True)
     classes, vote = max(outputs, 2), row.vote if len(members) > 1 else None
     if classes > 2 and row.binary and vote is None:
-        fitting = sorted(name for name, other in METHODS.items() if other.kind == "labels" and not other.binary)
-        raise ValueError(f"mechanism={mechanism!r} answers two classes, not {classes}. Use one of {fitting}.")
+        fitting = sorted(
+            name for name, other in METHODS.items() if other.kind == "labels" and not other.binary
+        )
+        raise ValueError(
+            f"mechanism={mechanism!r} answers two classes, not {classes}. Use one of {fitting}."
+        )
     if count == 0:
         return np.zeros(0, np.int32)
     each = _each(epsilon, total, count)
@@ -178,16 +201,29 @@ def private_predict(
             votes = np.stack([_labels(apply_fn, member.params, queries) for member in members])
             away = np.zeros_like(votes)
         if vote is not None:
-            return {"answers": vote(key, votes, epsilon=each, num_classes=classes, changed_members=steps)}
+            return {
+                "answers": vote(
+                    key, votes, epsilon=each, num_classes=classes, changed_members=steps
+                )
+            }
         winner, distance = votes[0], away[0]
         if len(members) > 1:
             winner, distance = ensembles.vote(votes, away, num_classes=classes)
-        return {"answers": row.answer(key, winner, distance // steps, epsilon=each, num_classes=classes)}
+        return {
+            "answers": row.answer(key, winner, distance // steps, epsilon=each, num_classes=classes)
+        }
 
     what = Release(
         label="private prediction",
         charges=[(account, SelfComposedDpEvent(row.event(each), count))],
-        facts=lambda: [[_facts(member) for member in members], queries, each, mechanism, steps, classes],
+        facts=lambda: [
+            [_facts(member) for member in members],
+            queries,
+            each,
+            mechanism,
+            steps,
+            classes,
+        ],
         programs=lambda: _programs(apply_fn, members, queries, certified=row.certified),
         compute=compute,
     )
@@ -208,12 +244,14 @@ def private_values(
     workdir: str | os.PathLike[str] | None = None,
     seed: bytes | None = None,
 ) -> np.ndarray:
-    """Answers queries of a regression model with noisy values, after spending for all of them on the ledger.
+    """Answers queries of a regression model with noisy values, after spending for all of them on
+    the ledger.
 
     Args:
         bounds: A result of `train_with_bounds` (one model).
         apply_fn: `apply_fn(params, query) -> value` of ONE query, [] or [1].
-        output_range: (low, high), a public declaration. Values, bounds and answers are clipped to it.
+        output_range: (low, high), a public declaration. Values, bounds and answers are clipped to
+            it.
         mechanism: A key of `METHODS` for values.
         queries, account, epsilon, total, workdir, seed: As in `private_predict`.
 
@@ -242,8 +280,12 @@ def private_values(
         values, boxes = np.asarray(_logits(apply_fn, bounds.params, queries)).reshape(count), []
         if row.certified:
             logits = certify(bounds, apply_fn, queries).logits
-            lower, upper = (np.asarray(end).reshape(-1, count) for end in (logits.lower, logits.upper))
-            values = np.clip(values, lower[0], upper[0])  # rounding may put values outside of their bounds
+            lower, upper = (
+                np.asarray(end).reshape(-1, count) for end in (logits.lower, logits.upper)
+            )
+            values = np.clip(
+                values, lower[0], upper[0]
+            )  # rounding may put values outside of their bounds
             rows = [i for i, k in enumerate(bounds.ks) if k > 0][steps - 1 :: steps]
             boxes = [lower[rows], upper[rows]]
         return {"answers": row.answer(key, values, *boxes, epsilon=each, output_range=ends)}
@@ -270,13 +312,15 @@ def pate_predict(
     workdir: str | os.PathLike[str] | None = None,
     seed: bytes | None = None,
 ) -> np.ndarray:
-    """Answers the queries on which an ensemble agrees (PATE's Confident-GNMax), after spending for all of them.
+    """Answers the queries on which an ensemble agrees (PATE's Confident-GNMax), after spending for
+    all of them.
 
     Args:
-        members: The parameters of models trained in any way on disjoint parts (`partition_by_hash`). They need no
-            certificates.
+        members: The parameters of models trained in any way on disjoint parts
+            (`partition_by_hash`). They need no certificates.
         apply_fn, queries, account, workdir, seed: As in `private_predict`.
-        mechanism: The threshold and the noise. `ConfidentGNMax.calibrated` finds the noise for a total.
+        mechanism: The threshold and the noise. `ConfidentGNMax.calibrated` finds the noise for a
+            total.
         max_answers: In [1, Q], fixed in advance and charged in full.
 
     Returns:
@@ -287,12 +331,14 @@ def pate_predict(
         BudgetExceeded, ValueError: As in `private_predict`.
 
     Formal guarantees:
-        The answers satisfy `mechanism.event(Q, max_answers=max_answers)` for every adjacency of the data set. It is
-        spent before anything is computed.
+        The answers satisfy `mechanism.event(Q, max_answers=max_answers)` for every adjacency of the
+        data set. It is spent before anything is computed.
     """
     if not members:
         raise ValueError("members is empty. Give the parameters of at least one model.")
-    if type(mechanism) is not ensembles.ConfidentGNMax:  # the token of the release would miss the code of a subclass
+    if (
+        type(mechanism) is not ensembles.ConfidentGNMax
+    ):  # the token of the release would miss the code of a subclass
         raise TypeError(f"mechanism must be a ConfidentGNMax, got {type(mechanism).__name__}.")
     count, outputs = check_queries(apply_fn, members[0], queries, may_be_empty=True)
     if count == 0:
@@ -302,13 +348,17 @@ def pate_predict(
     def compute(secret: bytes) -> dict[str, np.ndarray]:
         votes = np.stack([_labels(apply_fn, params, queries) for params in members])
         key = stream(secret, "PATE")
-        return {"answers": mechanism.answer(key, votes, num_classes=classes, max_answers=max_answers)}
+        return {
+            "answers": mechanism.answer(key, votes, num_classes=classes, max_answers=max_answers)
+        }
 
     what = Release(
         label="PATE",
         charges=[(account, mechanism.event(count, max_answers=max_answers))],
         facts=lambda: [list(members), queries, repr(mechanism), max_answers, classes],
-        programs=lambda: [program(_logits, apply_fn, params, queries) for params in _kinds(members)],
+        programs=lambda: [
+            program(_logits, apply_fn, params, queries) for params in _kinds(members)
+        ],
         compute=compute,
     )
     with Till(workdir, seed=seed) as till:
@@ -320,7 +370,9 @@ def _facts(bounds: Any) -> list[Any]:
     return [bounds.params, bounds.lower, bounds.upper, repr(static)]
 
 
-def _programs(apply_fn: ApplyFn, members: Sequence[Any], queries: Any, *, certified: bool) -> list[str]:
+def _programs(
+    apply_fn: ApplyFn, members: Sequence[Any], queries: Any, *, certified: bool
+) -> list[str]:
     """Returns the texts of a release's programs, with one text for each kind of member."""
     kinds = _kinds(members)
     found = [program(_logits, apply_fn, member.params, queries) for member in kinds]
@@ -332,7 +384,9 @@ def _programs(apply_fn: ApplyFn, members: Sequence[Any], queries: Any, *, certif
 
 
 def _kinds(members: Sequence[Any]) -> list[Any]:
-    """Returns one member for each structure, shapes and static fields. Members of one kind share a program."""
+    """Returns one member for each structure, shapes and static fields. Members of one kind share a
+    program.
+    """
     return list({str(jax.tree.map(jax.typeof, member)): member for member in members}.values())
 
 
@@ -344,19 +398,25 @@ def _logits(apply_fn: ApplyFn, params: Any, queries: Any) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _certificates(apply_fn: ApplyFn, structure: Any, shapes: Any, member: Any) -> Any:
-    """Returns certificates of constant queries. Only the text of this program is used. The real queries are facts."""
+    """Returns certificates of constant queries. Only the text of this program is used. The real
+    queries are facts.
+    """
     return certify(member, apply_fn, structure.unflatten([np.zeros(*shape) for shape in shapes]))
 
 
 def _labels(apply_fn: ApplyFn, params: Any, queries: Any) -> np.ndarray:
-    """Returns the labels int64 [Q] by the rule of `certify`: the largest of C logits, or whether one logit is > 0."""
+    """Returns the labels int64 [Q] by the rule of `certify`: the largest of C logits, or whether
+    one logit is > 0.
+    """
     logits = np.asarray(_logits(apply_fn, params, queries))
     logits = logits.reshape(len(logits), -1)
     return logits.argmax(axis=1) if logits.shape[1] > 1 else (logits[:, 0] > 0).astype(np.int64)
 
 
 def _certified_steps(members: Sequence[Any], account: Account, *, fixed_parts: bool) -> int:
-    """Returns the number of certified steps to a neighbouring data set. Refuses bounds for another relation."""
+    """Returns the number of certified steps to a neighbouring data set. Refuses bounds for another
+    relation.
+    """
     if not members:
         raise ValueError("bounds is empty. Give at least one model.")
     threats = {member.threat for member in members}
@@ -366,32 +426,45 @@ def _certified_steps(members: Sequence[Any], account: Account, *, fixed_parts: b
     if (threat, registered) not in _STEPS:
         fitting = sorted(adjacency for known, adjacency in _STEPS if known == threat)
         raise ValueError(
-            f"bounds certified for threat={threat!r} cover {fitting}, but dataset {account.name!r} is registered with "
-            f"adjacency={registered!r}. Train with threat='add_remove', or register the dataset with other terms."
+            f"bounds certified for threat={threat!r} cover {fitting}, but dataset {account.name!r} "
+            f"is registered with adjacency={registered!r}. Train with threat='add_remove', or "
+            "register the dataset with other terms."
         )
     if any(member.product != "tight" for member in members):
-        raise ValueError("bounds must have product='tight'. Others do not nest across neighbours in floating point.")
+        raise ValueError(
+            "bounds must have product='tight'. Others do not nest across neighbours in floating "
+            "point."
+        )
     if any(member.ks[0] != 0 for member in members):
-        raise ValueError("ks of the bounds must start at 0. Otherwise rounding may give neighbours different labels.")
+        raise ValueError(
+            "ks of the bounds must start at 0. Otherwise rounding may give neighbours different "
+            "labels."
+        )
     if len(members) > 1 and threat != "add_remove" and not fixed_parts:
         raise ValueError(
-            f"an ensemble with bounds for threat={threat!r} does not cover a replaced record that changes its part."
-            " Train with threat='add_remove', or pass fixed_parts=True if a lasting identity assigns the parts."
+            f"an ensemble with bounds for threat={threat!r} does not cover a replaced record that "
+            "changes its part."
+            " Train with threat='add_remove', or pass fixed_parts=True if a lasting identity "
+            "assigns the parts."
         )
     return _STEPS[threat, registered]
 
 
-# --- Student ----------------------------------------------------------------------------------------------------
+# --- Student ------------------------------------------------------------------------------------
 
 
 def answered(queries: Any, answers: Any) -> tuple[Any, np.ndarray]:
-    """Returns the queries with an answer, and their answers: examples (query, label) for `train_student`.
+    """Returns the queries with an answer, and their answers: examples (query, label) for
+    `train_student`.
 
-    `queries` is a pytree of arrays [Q, ...]. `answers` is int [Q] with -1 for none, as from `pate_predict`.
+    `queries` is a pytree of arrays [Q, ...]. `answers` is int [Q] with -1 for none, as from
+    `pate_predict`.
     """
     answers = np.asarray(answers)
     rows = np.flatnonzero(answers >= 0)
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[rows], queries), answers[rows].astype(np.int32)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[rows], queries), answers[rows].astype(
+        np.int32
+    )
 
 
 def train_student(
@@ -408,11 +481,19 @@ def train_student(
 
         student = train_student(loss_fn, params, answered(queries, answers), optimizer=optax.adam(1e-3), ...)
 
-    The student is post-processing and costs nothing beyond the answers, if `params`, the queries and all settings are
-    public or private releases. Raises ValueError for no examples, or leaves of different lengths.
+    The student is post-processing and costs nothing beyond the answers, if `params`, the queries
+    and all settings are public or private releases. Raises ValueError for no examples, or leaves of
+    different lengths.
     """
     if count_rows(examples, "examples") == 0:
         raise ValueError("examples is empty. Check that some queries have an answer.")
     return fit_public(
-        loss_fn, params, examples, optimizer, steps=steps, batch_size=batch_size, seed=seed, progress=False
+        loss_fn,
+        params,
+        examples,
+        optimizer,
+        steps=steps,
+        batch_size=batch_size,
+        seed=seed,
+        progress=False,
     )

@@ -10,9 +10,13 @@ import numpy as np
 
 
 def positive(name: str, value: Any, meaning: str = "") -> float:
-    """Returns `value` as a float. Raises ValueError unless it is finite and > 0. The error says `meaning`."""
+    """Returns `value` as a float. Raises ValueError unless it is finite and > 0. The error says
+    `meaning`.
+    """
     if value is None or np.ndim(value) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be finite and > 0, got {value!r}.{meaning and f' It is {meaning}.'}")
+        raise ValueError(
+            f"{name} must be finite and > 0, got {value!r}.{meaning and f' It is {meaning}.'}"
+        )
     return float(value)
 
 
@@ -38,22 +42,35 @@ def distances(ks: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def count_rows(tree: Any, name: str) -> int:
-    """Returns n of a pytree of arrays [n, ...]. Raises ValueError if it has no leaves or they differ in length."""
+    """Returns n of a pytree of arrays [n, ...]. Raises ValueError if it has no leaves or they
+    differ in length.
+    """
     lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in jax.tree.leaves(tree)}
     if len(lengths) != 1 or -1 in lengths:
-        raise ValueError(f"{name} must be a pytree of arrays with one first axis, found leaves of different lengths.")
+        raise ValueError(
+            f"{name} must be a pytree of arrays with one first axis, found leaves of different "
+            "lengths."
+        )
     return lengths.pop()
 
 
 def check_data(data: Any, name: str, *, may_be_empty: bool = False) -> int:
-    """Returns the number of records. Raises ValueError if a value is not finite or records are missing."""
+    """Returns the number of records. Raises ValueError if a value is not finite or records are
+    missing.
+    """
     n = count_rows(data, name)
     if n == 0 and not may_be_empty:
         raise ValueError(f"{name} has no records.")
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and not np.isfinite(np.asarray(leaf)).all():
+        if (
+            jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+            and not np.isfinite(np.asarray(leaf)).all()
+        ):
             where = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
-            raise ValueError(f"{name} leaf {where} has NaN or infinite entries. Impute or drop these records first.")
+            raise ValueError(
+                f"{name} leaf {where} has NaN or infinite entries. Impute or drop these records "
+                "first."
+            )
     return n
 
 
@@ -65,13 +82,16 @@ def one_of(data: Any) -> Any:
 def check_queries(
     apply_fn: Callable[[Any, Any], Any], params: Any, queries: Any, *, may_be_empty: bool = False
 ) -> tuple[int, int]:
-    """Returns the number of queries and the number of logits of each. Raises ValueError for other shapes."""
+    """Returns the number of queries and the number of logits of each. Raises ValueError for other
+    shapes.
+    """
     count = check_data(queries, "queries", may_be_empty=may_be_empty)
     out = jax.eval_shape(apply_fn, params, one_of(queries))
     shape = getattr(out, "shape", None)
     if shape is None or len(shape) > 1 or shape == (0,):
         raise ValueError(
-            f"apply_fn must return the logits [] or [C] of ONE query, got {jax.tree.map(lambda x: x.shape, out)}."
+            "apply_fn must return the logits [] or [C] of ONE query, got "
+            f"{jax.tree.map(lambda x: x.shape, out)}."
             " For a model of batches pass lambda params, x: model(params, x[None])[0]."
         )
     return count, shape[0] if shape else 1

@@ -1,14 +1,17 @@
-"""Ensembles of models trained on disjoint parts of the data: partition, certified vote, and two baselines.
+"""Ensembles of models trained on disjoint parts of the data: partition, certified vote, and two
+baselines.
 
-One record is in the data of one member. So a neighbouring data set changes the data of one member by one record, and
-only that member's label and calibrated distance can change. Either its label stays and its distance k moves by at most
-one, or its label changes and k is 0 on both sides. Everything in this file rests on this fact. It holds if the part of
-a record depends on nothing but the record (`partition_by_hash`). A rule like "the i-th record goes to part i mod T"
-breaks it: it moves every later record when one is removed.
+One record is in the data of one member. So a neighbouring data set changes the data of one member
+by one record, and only that member's label and calibrated distance can change. Either its label
+stays and its distance k moves by at most one, or its label changes and k is 0 on both sides.
+Everything in this file rests on this fact. It holds if the part of a record depends on nothing but
+the record (`partition_by_hash`). A rule like "the i-th record goes to part i mod T" breaks it: it
+moves every later record when one is removed.
 
-A replaced record may leave one part and enter another. Members certified for the threat "add_remove" cover that as two
-steps, which `private_predict` counts. Members certified for replacement do not cover it. They need parts that a
-replacement cannot leave, assigned by a lasting public identity (`ids`).
+A replaced record may leave one part and enter another. Members certified for the threat
+"add_remove" cover that as two steps, which `private_predict` counts. Members certified for
+replacement do not cover it. They need parts that a replacement cannot leave, assigned by a lasting
+public identity (`ids`).
 """
 
 import dataclasses
@@ -32,32 +35,36 @@ from jaxdp.transforms import noise
 _UNREACHABLE = 2**40
 
 
-# --- Partition --------------------------------------------------------------------------------------------------
+# --- Partition ----------------------------------------------------------------------------------
 
 
-def partition_by_hash(records: Any, parts: int, *, salt: bytes, ids: Sequence[int | str] | None = None) -> np.ndarray:
+def partition_by_hash(
+    records: Any, parts: int, *, salt: bytes, ids: Sequence[int | str] | None = None
+) -> np.ndarray:
     """Assigns every record to one of `parts` disjoint parts by a keyed hash (BLAKE2b) of its bytes.
 
     Args:
         records: A pytree of arrays [n, ...]. A record is one row of every leaf, labels included.
         parts: The number of parts, >= 1.
-        salt: 1 to 64 bytes, public, and chosen without looking at the records. The same salt gives the same parts.
-        ids: One public identity per record, hashed in place of its bytes: an identifier (`jaxdp.data.ids`), so that 7
-            and "7" are one. A record with replaced contents then stays in its part. Distances still count records.
+        salt: 1 to 64 bytes, public, and chosen without looking at the records. The same salt gives
+            the same parts.
+        ids: One public identity per record, hashed in place of its bytes: an identifier
+            (`jaxdp.data.ids`), so that 7 and "7" are one. A record with replaced contents then
+            stays in its part. Distances still count records.
 
     Returns:
-        int32 [n] in [0, parts). The number of records of a part is private under "add_remove", so train every member
-        with one public divisor.
+        int32 [n] in [0, parts). The number of records of a part is private under "add_remove", so
+        train every member with one public divisor.
 
     Raises:
-        TypeError, ValueError: An argument is out of range, leaves differ in length, ids have another type, or a leaf
-            holds Python objects or fields.
+        TypeError, ValueError: An argument is out of range, leaves differ in length, ids have
+            another type, or a leaf holds Python objects or fields.
 
     Formal guarantees:
-        A record's part is a function of that record (or of its identity), the dtypes and row shapes of the leaves,
-        `parts` and `salt` only. Dtypes and shapes are public and must not follow from the records. The longest text of
-        a leaf counts as no part of its dtype. Adding or removing a record changes one part, by that record. Equal
-        records go to the same part.
+        A record's part is a function of that record (or of its identity), the dtypes and row shapes
+        of the leaves, `parts` and `salt` only. Dtypes and shapes are public and must not follow
+        from the records. The longest text of a leaf counts as no part of its dtype. Adding or
+        removing a record changes one part, by that record. Equal records go to the same part.
     """
     parts = whole("parts", parts)
     if not isinstance(salt, bytes) or not 1 <= len(salt) <= 64:
@@ -71,7 +78,9 @@ def partition_by_hash(records: Any, parts: int, *, salt: bytes, ids: Sequence[in
     else:
         identities = identifiers(ids, "ids")
         if len(identities) != count:
-            raise ValueError(f"ids must hold one identity for each record, got {len(identities)} for {count}.")
+            raise ValueError(
+                f"ids must hold one identity for each record, got {len(identities)} for {count}."
+            )
         layout, contents = "identity", (f"str:{identity}".encode() for identity in identities)
     seen = hashlib.blake2b(layout.encode(), key=salt, digest_size=16)
     result = np.empty(count, np.int32)
@@ -93,26 +102,31 @@ def _kind(array: np.ndarray) -> str:
 
 
 def _row_bytes(row: Any) -> bytes:
-    """Returns the bytes of one row of a leaf, without the zeros that pad a text to the longest of the leaf."""
+    """Returns the bytes of one row of a leaf, without the zeros that pad a text to the longest of
+    the leaf.
+    """
     return repr(row.tolist()).encode() if row.dtype.kind in "US" else row.tobytes()
 
 
-# --- The certified vote -----------------------------------------------------------------------------------------
+# --- The certified vote -------------------------------------------------------------------------
 
 
 def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the majority label of every query and its calibrated distance: int32 [Q] each. Ties have distance 0.
+    """Returns the majority label of every query and its calibrated distance: int32 [Q] each. Ties
+    have distance 0.
 
-    The distance is one less than the number of records that have to change before some class c has as many votes as the
-    winner w. A changed label of a member costs k + 1 changes. A member that leaves w for c closes the gap n_w - n_c by
-    two. A member that leaves another class for c closes it by one. So
+    The distance is one less than the number of records that have to change before some class c has
+    as many votes as the winner w. A changed label of a member costs k + 1 changes. A member that
+    leaves w for c closes the gap n_w - n_c by two. A member that leaves another class for c closes
+    it by one. So
 
         K = max(0, min over c != w, a, b with 2 a + b >= n_w - n_c of A(a) + B_c(b) - 1).
 
-    A(a) is the sum of the a smallest k + 1 among the members that vote for w. B_c(b) is the sum of the b smallest k + 1
-    among the members that vote for neither w nor c. With two classes b = 0, and K is the paper's Theorem 5.3: the sum
-    of the n smallest k among the members that vote for the winner, plus n - 1, with n = ceil((n_w - n_c) / 2), and 0 at
-    ties. The sum over ALL members would not be private, nor, with three or more classes, over the winner's voters only.
+    A(a) is the sum of the a smallest k + 1 among the members that vote for w. B_c(b) is the sum of
+    the b smallest k + 1 among the members that vote for neither w nor c. With two classes b = 0,
+    and K is the paper's Theorem 5.3: the sum of the n smallest k among the members that vote for
+    the winner, plus n - 1, with n = ceil((n_w - n_c) / 2), and 0 at ties. The sum over ALL members
+    would not be private, nor, with three or more classes, over the winner's voters only.
 
     Args:
         labels: int [T, Q] in [0, num_classes), one row per member.
@@ -123,15 +137,18 @@ def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, 
         ValueError: An argument is out of range or has another shape.
 
     Formal guarantees:
-        Condition: every neighbouring data set changes one member only. Either its label stays and its distance moves by
-        at most one, or its label changes and its distance is 0 on both sides. Then the returned distance changes by at
-        most one, and is 0 on both sides if the returned labels differ. So `randomised_response` on it is private.
+        Condition: every neighbouring data set changes one member only. Either its label stays and
+        its distance moves by at most one, or its label changes and its distance is 0 on both sides.
+        Then the returned distance changes by at most one, and is 0 on both sides if the returned
+        labels differ. So `randomised_response` on it is private.
 
-        Proof: call such a change of the vector of (label, distance) a step. Steps can be reversed. 1 + K is the least
-        number of steps from this vector to the set U_w of vectors in which some class has at least as many votes as w.
-        (Members change independently, a changed label costs k + 1 steps, and c is the best label to change to, so the
-        formula is that minimum.) The number of steps to a fixed set changes by at most one per step. If a neighbour has
-        another winner, or a tie, it lies in U_w and is one step away. So K = 0, and by symmetry K = 0 there too.
+        Proof: call such a change of the vector of (label, distance) a step. Steps can be reversed.
+        1 + K is the least number of steps from this vector to the set U_w of vectors in which some
+        class has at least as many votes as w. (Members change independently, a changed label costs
+        k + 1 steps, and c is the best label to change to, so the formula is that minimum.) The
+        number of steps to a fixed set changes by at most one per step. If a neighbour has another
+        winner, or a tie, it lies in U_w and is one step away. So K = 0, and by symmetry K = 0 there
+        too.
     """
     votes, costs = _check_votes(labels, distances, num_classes)
     costs = costs + 1
@@ -150,7 +167,9 @@ def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, 
 
 
 def _cheapest(costs: np.ndarray, allowed: np.ndarray) -> np.ndarray:
-    """Returns [T + 1, Q]: row a is the sum of the a smallest allowed costs, `_UNREACHABLE` or more if fewer exist."""
+    """Returns [T + 1, Q]: row a is the sum of the a smallest allowed costs, `_UNREACHABLE` or more
+    if fewer exist.
+    """
     ordered = np.sort(np.where(allowed, costs, _UNREACHABLE), axis=0)
     return np.vstack([np.zeros_like(ordered[:1]), np.cumsum(ordered, axis=0)])
 
@@ -162,34 +181,45 @@ def _counts(votes: np.ndarray, num_classes: int) -> np.ndarray:
 def _check_votes(labels: Any, distances: Any, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
     votes, away = np.asarray(labels), np.asarray(distances)
     if votes.ndim != 2 or not len(votes) or votes.shape != away.shape:
-        raise ValueError(f"labels and distances must be [T, Q] with T >= 1, got {votes.shape} and {away.shape}.")
+        raise ValueError(
+            f"labels and distances must be [T, Q] with T >= 1, got {votes.shape} and {away.shape}."
+        )
     if not (np.issubdtype(votes.dtype, np.integer) and np.issubdtype(away.dtype, np.integer)):
-        raise ValueError(f"labels and distances must be integers, got {votes.dtype} and {away.dtype}.")
+        raise ValueError(
+            f"labels and distances must be integers, got {votes.dtype} and {away.dtype}."
+        )
     if num_classes < 2 or (votes < 0).any() or (votes >= num_classes).any():
-        raise ValueError(f"labels must lie in [0, num_classes={num_classes}), and num_classes must be >= 2.")
+        raise ValueError(
+            f"labels must lie in [0, num_classes={num_classes}), and num_classes must be >= 2."
+        )
     if (away < 0).any():
         raise ValueError("distances must be >= 0. Clip them at 0.")
     return votes.astype(np.int64), np.minimum(away.astype(np.int64), np.iinfo(np.int32).max)
 
 
 def _vote_counts(labels: Any, num_classes: int) -> np.ndarray:
-    return _counts(_check_votes(labels, np.zeros(np.shape(labels), np.int64), num_classes)[0], num_classes)
+    return _counts(
+        _check_votes(labels, np.zeros(np.shape(labels), np.int64), num_classes)[0], num_classes
+    )
 
 
-# --- Baselines --------------------------------------------------------------------------------------------------
+# --- Baselines ----------------------------------------------------------------------------------
 
 
 def laplace_vote(
     key: jax.Array, labels: Any, *, epsilon: float, num_classes: int, changed_members: int = 1
 ) -> np.ndarray:
-    """Answers the class with most votes after Laplace noise of scale 2 changed_members / epsilon on every count.
+    """Answers the class with most votes after Laplace noise of scale 2 changed_members / epsilon on
+    every count.
 
-    Other arguments, result and errors are as in `ConfidentGNMax.answer`. `changed_members` is the number of members
-    that a neighbouring data set may change. It is 1, or 2 if a replaced record may change its part.
+    Other arguments, result and errors are as in `ConfidentGNMax.answer`. `changed_members` is the
+    number of members that a neighbouring data set may change. It is 1, or 2 if a replaced record
+    may change its part.
 
     Formal guarantees:
         Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, up to the floating-point limits in
-        `jaxdp.transforms.noise`. A changed vote moves two counts by one each (Dwork and Roth 2014, Theorem 3.6).
+        `jaxdp.transforms.noise`. A changed vote moves two counts by one each (Dwork and Roth 2014,
+        Theorem 3.6).
     """
     scale = 2 * changed_members / positive("epsilon", epsilon)
     if changed_members not in (1, 2):
@@ -198,29 +228,33 @@ def laplace_vote(
     return _noisy(noise.laplace, key, counts, scale).argmax(axis=1).astype(np.int32)
 
 
-def _noisy(draw: Callable[..., Any], key: jax.Array, counts: np.ndarray, scale: float) -> np.ndarray:
+def _noisy(
+    draw: Callable[..., Any], key: jax.Array, counts: np.ndarray, scale: float
+) -> np.ndarray:
     sample = draw(key, jax.ShapeDtypeStruct(counts.shape, jnp.float32), scale)
     return counts + np.asarray(sample, np.float64)
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfidentGNMax:
-    """PATE's Confident-GNMax (Papernot et al. 2018, arXiv 1802.08908, Algorithm 1), with data-independent accounting.
+    """PATE's Confident-GNMax (Papernot et al. 2018, arXiv 1802.08908, Algorithm 1), with
+    data-independent accounting.
 
-    A query is answered if the largest vote count plus N(0, sigma_threshold^2) reaches `threshold`. The answer is the
-    class whose count plus N(0, sigma_votes^2) is largest.
+    A query is answered if the largest vote count plus N(0, sigma_threshold^2) reaches `threshold`.
+    The answer is the class whose count plus N(0, sigma_votes^2) is largest.
 
     Attributes:
         threshold: Finite. 0.6 to 0.8 of the number of members is usual.
         sigma_threshold, sigma_votes: Standard deviations, finite, > 0.
 
     Formal guarantees:
-        `answer` satisfies `event`. A changed label of one member moves the largest count by at most 1 and the vector of
-        counts by sqrt(2) in L2 norm. All thresholds are checked first. Then at most `max_answers` of the queries that
-        passed are answered. This is a sequence of `queries` Gaussian mechanisms of noise multiplier sigma_threshold and
-        `max_answers` of sigma_votes / sqrt(2). Their inputs depend on earlier outputs, their noise does not. Unused
-        answers are charged. Under "replace_one" accounting doubles both sensitivities, which covers a replacement that
-        changes two members.
+        `answer` satisfies `event`. A changed label of one member moves the largest count by at most
+        1 and the vector of counts by sqrt(2) in L2 norm. All thresholds are checked first. Then at
+        most `max_answers` of the queries that passed are answered. This is a sequence of `queries`
+        Gaussian mechanisms of noise multiplier sigma_threshold and `max_answers` of sigma_votes /
+        sqrt(2). Their inputs depend on earlier outputs, their noise does not. Unused answers are
+        charged. Under "replace_one" accounting doubles both sensitivities, which covers a
+        replacement that changes two members.
     """
 
     threshold: float
@@ -245,30 +279,41 @@ class ConfidentGNMax:
         adjacency: Adjacency = "add_remove",
         ratio: float = 3.0,
     ) -> "ConfidentGNMax":
-        """Returns the mechanism of least noise that costs at most (epsilon, delta), with the `ratio` of both sigmas.
+        """Returns the mechanism of least noise that costs at most (epsilon, delta), with the
+        `ratio` of both sigmas.
 
         sigma_threshold = ratio sigma_votes. Raises ValueError for an argument out of range, or if no noise suffices.
         """
         ratio = positive("ratio", ratio)
 
         def event(sigma_votes: float) -> DpEvent:
-            return cls(threshold, ratio * sigma_votes, sigma_votes).event(queries, max_answers=max_answers)
+            return cls(threshold, ratio * sigma_votes, sigma_votes).event(
+                queries, max_answers=max_answers
+            )
 
         with counting(event, label="noise", unit="trial") as tried:
             sigma_votes = calibrate_noise(tried, epsilon=epsilon, delta=delta, adjacency=adjacency)
         return cls(threshold, ratio * sigma_votes, sigma_votes)
 
     def event(self, queries: int, *, max_answers: int) -> DpEvent:
-        """Returns the cost of `queries` queries if at most `max_answers`, in [1, queries], are answered."""
+        """Returns the cost of `queries` queries if at most `max_answers`, in [1, queries], are
+        answered.
+        """
         if not 1 <= max_answers <= queries:
             raise ValueError(f"max_answers={max_answers} must lie in [1, queries={queries}].")
         checks = SelfComposedDpEvent(GaussianDpEvent(self.sigma_threshold), queries)
         return ComposedDpEvent(
-            [checks, SelfComposedDpEvent(GaussianDpEvent(self.sigma_votes / math.sqrt(2)), max_answers)]
+            [
+                checks,
+                SelfComposedDpEvent(GaussianDpEvent(self.sigma_votes / math.sqrt(2)), max_answers),
+            ]
         )
 
-    def answer(self, key: jax.Array, labels: Any, *, num_classes: int, max_answers: int) -> np.ndarray:
-        """Answers the first `max_answers` queries that pass the noisy threshold: int32 [Q], -1 for no answer.
+    def answer(
+        self, key: jax.Array, labels: Any, *, num_classes: int, max_answers: int
+    ) -> np.ndarray:
+        """Answers the first `max_answers` queries that pass the noisy threshold: int32 [Q], -1 for
+        no answer.
 
         Args:
             key: A typed noise key, used for this call only.
@@ -282,7 +327,10 @@ class ConfidentGNMax:
         counts = _vote_counts(labels, num_classes)
         self.event(len(counts), max_answers=max_answers)  # checks max_answers
         key_threshold, key_votes = jax.random.split(key)
-        passed = _noisy(noise.gaussian, key_threshold, counts.max(axis=1), self.sigma_threshold) >= self.threshold
+        passed = (
+            _noisy(noise.gaussian, key_threshold, counts.max(axis=1), self.sigma_threshold)
+            >= self.threshold
+        )
         answered = passed & (np.cumsum(passed) <= max_answers)
         noisy = _noisy(noise.gaussian, key_votes, counts, self.sigma_votes)
         return np.where(answered, noisy.argmax(axis=1), -1).astype(np.int32)

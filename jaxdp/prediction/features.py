@@ -1,8 +1,9 @@
 """A public linear map that prepares feature vectors for certified training.
 
-One full-batch step from zero on features x moves the parameters along sum_i clip((sigma(0) - y_i) x_i). This is a good
-classifier if the features are centred and have similar variances. k records move the logit of a query x by at most
-k clip |x|_1, for any number of records. So the map centres the features, whitens them and gives them one length.
+One full-batch step from zero on features x moves the parameters along sum_i clip((sigma(0) - y_i)
+x_i). This is a good classifier if the features are centred and have similar variances. k records
+move the logit of a query x by at most k clip |x|_1, for any number of records. So the map centres
+the features, whitens them and gives them one length.
 """
 
 import dataclasses
@@ -12,7 +13,8 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class FeatureMap:
-    """The map x -> radius * u / |u| with u = (x - mean) matrix. It comes from PUBLIC vectors and maps single records.
+    """The map x -> radius * u / |u| with u = (x - mean) matrix. It comes from PUBLIC vectors and
+    maps single records.
 
     Attributes:
       mean: float64 [d].
@@ -34,33 +36,44 @@ class FeatureMap:
         radius: float = 1.0,
         weights: np.ndarray | None = None,
     ) -> "FeatureMap":
-        """Centres on the mean of `public` and projects on its principal axes, each divided by std**whiten.
+        """Centres on the mean of `public` and projects on its principal axes, each divided by
+        std**whiten.
 
         Args:
           public: [m, d], public vectors that resemble the private ones.
-          dimensions: r, the number of leading axes. 0 for all with a standard deviation above 1e-6 of the largest.
+          dimensions: r, the number of leading axes. 0 for all with a standard deviation above 1e-6
+              of the largest.
           whiten: 0 keeps the variances, 1 makes them equal.
           radius: See the class.
           weights: [m], non-negative. None for equal weights.
 
         Raises:
-          ValueError: There are fewer than two vectors, or `dimensions` exceeds the number of axes with any variance.
+          ValueError: There are fewer than two vectors, or `dimensions` exceeds the number of axes
+              with any variance.
         """
         public = np.asarray(public, np.float64)
         if public.ndim != 2 or len(public) < 2:
-            raise ValueError(f"public must hold at least two vectors [m, d], got shape {public.shape}.")
-        share = np.full(len(public), 1 / len(public)) if weights is None else weights / np.sum(weights)
+            raise ValueError(
+                f"public must hold at least two vectors [m, d], got shape {public.shape}."
+            )
+        share = (
+            np.full(len(public), 1 / len(public)) if weights is None else weights / np.sum(weights)
+        )
         mean = share @ public
         centred = public - mean
         if len(public) > public.shape[1]:
             variances, axes = np.linalg.eigh((centred * share[:, None]).T @ centred)
             deviations, axes = np.sqrt(np.maximum(variances[::-1], 0)), axes[:, ::-1]
         else:
-            _, deviations, rows = np.linalg.svd(centred * np.sqrt(share)[:, None], full_matrices=False)
+            _, deviations, rows = np.linalg.svd(
+                centred * np.sqrt(share)[:, None], full_matrices=False
+            )
             axes = rows.T
         available = int(np.sum(deviations > 1e-6 * deviations[0]))
         if dimensions > available:
-            raise ValueError(f"dimensions={dimensions} exceeds the {available} that the public vectors span.")
+            raise ValueError(
+                f"dimensions={dimensions} exceeds the {available} that the public vectors span."
+            )
         kept = dimensions or available
         return cls(mean, axes[:, :kept] / deviations[:kept] ** whiten, radius)
 

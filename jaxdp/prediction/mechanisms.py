@@ -1,9 +1,11 @@
-"""Mechanisms that answer queries of a model: randomised labels and noisy values, calibrated to stability.
+"""Mechanisms that answer queries of a model: randomised labels and noisy values, calibrated to
+stability.
 
-A certificate (`jaxdp.prediction.certify`) gives every query a label and a *calibrated distance* k. This integer changes
-by at most one between neighbouring data sets, and is 0 for both if their labels differ. All label mechanisms here are
-one family: they keep the label with probability 1 - p(k) and otherwise answer one of the other labels, uniformly.
-Adding noise to a label in {0, 1} and rounding at 1/2 is the member with p(k) = P(noise > 1/2).
+A certificate (`jaxdp.prediction.certify`) gives every query a label and a *calibrated distance* k.
+This integer changes by at most one between neighbouring data sets, and is 0 for both if their
+labels differ. All label mechanisms here are one family: they keep the label with probability 1 -
+p(k) and otherwise answer one of the other labels, uniformly. Adding noise to a label in {0, 1} and
+rounding at 1/2 is the member with p(k) = P(noise > 1/2).
 
 =====================  ==================================================================  =============
 label mechanism        flip probability p(k)                                               guarantee
@@ -18,38 +20,45 @@ global_laplace         Laplace noise of scale 1 / epsilon, for every k          
 global_response        p(0) of randomised_response, for every k                            epsilon
 =====================  ==================================================================  =============
 
-The ledger has no event for (epsilon, delta)-DP answers, so `flip_probability_smooth_laplace` is for comparison only.
+The ledger has no event for (epsilon, delta)-DP answers, so `flip_probability_smooth_laplace` is for
+comparison only.
 
-**Proof for the family.** Let E = exp(epsilon) and C the number of labels. Neighbours with different labels have k = 0,
-so their answers are k-ary randomised response. This is (epsilon, 0)-DP iff (1 - p(0)) (C - 1) <= E p(0) (and
-p(0) <= (C - 1) E (1 - p(0)), which any mechanism better than a uniform guess satisfies). Neighbours with the same label
-have distances k and k + 1 or equal distances. With p non-increasing, the two densities are within a factor E iff
+**Proof for the family.** Let E = exp(epsilon) and C the number of labels. Neighbours with different
+labels have k = 0, so their answers are k-ary randomised response. This is (epsilon, 0)-DP iff (1 -
+p(0)) (C - 1) <= E p(0) (and p(0) <= (C - 1) E (1 - p(0)), which any mechanism better than a uniform
+guess satisfies). Neighbours with the same label have distances k and k + 1 or equal distances. With
+p non-increasing, the two densities are within a factor E iff
 
     p(k) <= E p(k + 1)   and   1 - p(k + 1) <= E (1 - p(k)).                                                        (*)
 
-Each bound on p(k + 1) rises with p(k), so the smallest p that satisfies all three is found greedily. It is
-`flip_probability`. So no epsilon-DP member of the family is more accurate than randomised response.
+Each bound on p(k + 1) rises with p(k), so the smallest p that satisfies all three is found
+greedily. It is `flip_probability`. So no epsilon-DP member of the family is more accurate than
+randomised response.
 
-**Proof for Cauchy noise.** For Cauchy laws of centres x, x' and scales s, s' the largest log ratio of the densities is
+**Proof for Cauchy noise.** For Cauchy laws of centres x, x' and scales s, s' the largest log ratio
+of the densities is
 
     arcosh(1 + ((x - x')^2 + (s - s')^2) / (2 s s')),                                                               (**)
 
-the hyperbolic distance of (x, s) and (x', s') in the upper half-plane. (Shift and scale to x' = 0, s' = 1. The ratio
-s (1 + z^2) / ((z - x)^2 + s^2) touches its maximum r where a quadratic in z has a double root, which is
-r + 1/r = (1 + x^2 + s^2) / s.) For a label, centres differ only if both distances are 0 and the scales are equal.
-Scales differ only if centres are equal. The first costs arcosh(1 + 1 / (2 s(0)^2)), the second the log of the ratio.
-Both are epsilon for "stable". "smooth" adds the two instead, because neither derivative of the log density, by x / s
-and by log s, exceeds 1. "paper" is Nissim, Raskhodnikova and Smith 2007, Corollary 2.4.
+the hyperbolic distance of (x, s) and (x', s') in the upper half-plane. (Shift and scale to x' = 0,
+s' = 1. The ratio s (1 + z^2) / ((z - x)^2 + s^2) touches its maximum r where a quadratic in z has a
+double root, which is r + 1/r = (1 + x^2 + s^2) / s.) For a label, centres differ only if both
+distances are 0 and the scales are equal. Scales differ only if centres are equal. The first costs
+arcosh(1 + 1 / (2 s(0)^2)), the second the log of the ratio. Both are epsilon for "stable". "smooth"
+adds the two instead, because neither derivative of the log density, by x / s and by log s, exceeds
+1. "paper" is Nissim, Raskhodnikova and Smith 2007, Corollary 2.4.
 
-**Proof for Laplace noise.** Centres at a distance of D cost D / scale. A scale that shrinks by exp(b) costs
-(e, (1 - exp(-b)) exp(-(e + b) / (exp(b) - 1))) for every e >= 0. A scale that grows by exp(b) costs (b, 0). Both follow
-by integrating the excess of one density over exp(e) times the other. For labels only one of the two happens.
+**Proof for Laplace noise.** Centres at a distance of D cost D / scale. A scale that shrinks by
+exp(b) costs (e, (1 - exp(-b)) exp(-(e + b) / (exp(b) - 1))) for every e >= 0. A scale that grows by
+exp(b) costs (b, 0). Both follow by integrating the excess of one density over exp(e) times the
+other. For labels only one of the two happens.
 
-**Sampling is exact.** A comparison of 64 random bits with integer thresholds draws the flips. The thresholds satisfy
-the three conditions in integer arithmetic, with a rational number below E in place of E (`exact_thresholds`). So the
-sampled distribution itself is epsilon-DP, not only the real-valued one that it approximates. Probabilities below 2**-64
-are rounded up to it. The generator of the bits remains to be trusted. Noise on values is floating point and has the
-limits in `jaxdp.transforms.noise`.
+**Sampling is exact.** A comparison of 64 random bits with integer thresholds draws the flips. The
+thresholds satisfy the three conditions in integer arithmetic, with a rational number below E in
+place of E (`exact_thresholds`). So the sampled distribution itself is epsilon-DP, not only the
+real-valued one that it approximates. Probabilities below 2**-64 are rounded up to it. The generator
+of the bits remains to be trusted. Noise on values is floating point and has the limits in
+`jaxdp.transforms.noise`.
 """
 
 import dataclasses
@@ -76,19 +85,22 @@ _BITS = 64
 _LARGEST_CLASSES = 2**20
 
 
-# --- Flip probabilities -----------------------------------------------------------------------------------------
+# --- Flip probabilities -------------------------------------------------------------------------
 
 
 def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> np.ndarray:
-    """Returns p(k) of randomised response, the smallest that pure DP allows. The module's text has the proof.
+    """Returns p(k) of randomised response, the smallest that pure DP allows. The module's text has
+    the proof.
 
         p(0) = (C - 1) / (e^epsilon + C - 1),   p(k + 1) = max(e^-epsilon p(k), 1 - e^epsilon (1 - p(k)))
 
-    For two classes p(k) = e^(-epsilon k) / (1 + e^epsilon). With many classes 1 - p(k) first grows by e^epsilon per
-    step, until p(k) <= e^epsilon / (1 + e^epsilon). Then p(k) shrinks by e^epsilon per step.
+    For two classes p(k) = e^(-epsilon k) / (1 + e^epsilon). With many classes 1 - p(k) first grows
+    by e^epsilon per step, until p(k) <= e^epsilon / (1 + e^epsilon). Then p(k) shrinks by e^epsilon
+    per step.
 
-    `distance` has integers >= 0 of any shape, epsilon is finite and > 0, num_classes is C >= 2. Returns float64 of that
-    shape, 0 where it underflows (below about e^-745). Raises ValueError for an argument out of range.
+    `distance` has integers >= 0 of any shape, epsilon is finite and > 0, num_classes is C >= 2.
+    Returns float64 of that shape, 0 where it underflows (below about e^-745). Raises ValueError for
+    an argument out of range.
     """
     epsilon, classes = positive("epsilon", epsilon), _check_classes(num_classes)
     k = _check_distances(distance).astype(np.float64)
@@ -96,7 +108,11 @@ def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> 
     log_total = float(np.logaddexp(epsilon, log_others))
     # The first distance at which p <= e^epsilon / (1 + e^epsilon).
     turn = max(0, math.ceil((log_total - float(np.logaddexp(0.0, epsilon))) / epsilon) - 1)
-    at_turn = math.exp(log_others - log_total) if turn == 0 else -math.expm1((turn + 1) * epsilon - log_total)
+    at_turn = (
+        math.exp(log_others - log_total)
+        if turn == 0
+        else -math.expm1((turn + 1) * epsilon - log_total)
+    )
     with np.errstate(under="ignore"):
         before = -np.expm1(np.minimum((k + 1) * epsilon - log_total, 0.0))
         after = at_turn * np.exp(-epsilon * np.maximum(k - turn, 0.0))
@@ -106,43 +122,63 @@ def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> 
 def needed_distance(epsilon: float, *, flip: float = 1e-3, num_classes: int = 2) -> int:
     """Returns the largest distance that answers use, the K for `train_with_bounds(ks=K)`.
 
-    It is the smallest K with flip_probability(K) <= `flip`. An answer reads the smaller of stable distance and K. So
-    bounds up to K raise the probability of a wrong answer by less than `flip`, and only of answers beyond K. With
-    flip=2**-64 the rise is below the resolution of what is sampled.
+    It is the smallest K with flip_probability(K) <= `flip`. An answer reads the smaller of stable
+    distance and K. So bounds up to K raise the probability of a wrong answer by less than `flip`,
+    and only of answers beyond K. With flip=2**-64 the rise is below the resolution of what is
+    sampled.
 
-    `epsilon` is that of one answer, as from `query_epsilon`. K is 6 at an epsilon of 1 and 31 at 0.2. Twice as many are
-    needed where a neighbour is two steps away, see `private_predict`. Raises ValueError for an argument out of range.
+    `epsilon` is that of one answer, as from `query_epsilon`. K is 6 at an epsilon of 1 and 31 at
+    0.2. Twice as many are needed where a neighbour is two steps away, see `private_predict`. Raises
+    ValueError for an argument out of range.
     """
     if not 0 < flip < 1:
         raise ValueError(f"flip must be in (0, 1), got {flip!r}.")
     k = 1
     while flip_probability(k, epsilon=epsilon, num_classes=num_classes) > flip:
         k *= 2
-    return int(np.argmax(flip_probability(np.arange(k + 1), epsilon=epsilon, num_classes=num_classes) <= flip))
+    return int(
+        np.argmax(
+            flip_probability(np.arange(k + 1), epsilon=epsilon, num_classes=num_classes) <= flip
+        )
+    )
 
 
 def flip_probability_global_laplace(distance: Any, *, epsilon: float) -> np.ndarray:
-    """Returns P(|noise| > 1/2) / 2 for Laplace noise of scale 1 / epsilon. Otherwise as `flip_probability`."""
-    return np.full(_check_distances(distance).shape, math.exp(-positive("epsilon", epsilon) / 2) / 2)
+    """Returns P(|noise| > 1/2) / 2 for Laplace noise of scale 1 / epsilon. Otherwise as
+    `flip_probability`.
+    """
+    return np.full(
+        _check_distances(distance).shape, math.exp(-positive("epsilon", epsilon) / 2) / 2
+    )
 
 
 def flip_probability_cauchy(
-    distance: Any, *, epsilon: float, calibration: CauchyCalibration = "stable", beta: float | None = None
+    distance: Any,
+    *,
+    epsilon: float,
+    calibration: CauchyCalibration = "stable",
+    beta: float | None = None,
 ) -> np.ndarray:
     """Returns arctan(2 s(k)) / pi, the probability that Cauchy noise of scale s(k) exceeds 1/2.
 
-    `calibration` chooses s(k), see the module's text. All choices are epsilon-DP. `beta` is for "smooth" only, in
-    (0, epsilon) and fixed without looking at data. epsilon - 1 / k gives the smallest scale at the distance k. The
-    default epsilon / 2 is the best at k = 2 / epsilon. Otherwise as `flip_probability`.
+    `calibration` chooses s(k), see the module's text. All choices are epsilon-DP. `beta` is for
+    "smooth" only, in (0, epsilon) and fixed without looking at data. epsilon - 1 / k gives the
+    smallest scale at the distance k. The default epsilon / 2 is the best at k = 2 / epsilon.
+    Otherwise as `flip_probability`.
     """
     epsilon, k = positive("epsilon", epsilon), _check_distances(distance)
     if calibration not in ("stable", "smooth", "paper"):
         raise ValueError(f"calibration must be 'stable', 'smooth' or 'paper', got {calibration!r}.")
     if beta is not None and (calibration != "smooth" or not 0 < beta < epsilon):
-        raise ValueError(f"beta={beta!r} needs calibration='smooth' and must lie in (0, epsilon={epsilon:g}).")
+        raise ValueError(
+            f"beta={beta!r} needs calibration='smooth' and must lie in (0, epsilon={epsilon:g})."
+        )
     beta = epsilon / 2 if beta is None else beta
     rate, twice_scale = {
-        "stable": (epsilon, 2 * math.exp(-epsilon / 2) / -math.expm1(-epsilon)),  # 1 / sinh(epsilon / 2)
+        "stable": (
+            epsilon,
+            2 * math.exp(-epsilon / 2) / -math.expm1(-epsilon),
+        ),  # 1 / sinh(epsilon / 2)
         "smooth": (beta, 2 / (epsilon - beta)),
         "paper": (epsilon / 6, 12 / epsilon),
     }[calibration]
@@ -155,9 +191,9 @@ def flip_probability_smooth_laplace(
 ) -> np.ndarray:
     """Returns exp(-1 / (2 s(k))) / 2, the probability that Laplace noise of scale s(k) exceeds 1/2.
 
-    "stable" has s(k) = exp(-b k) / epsilon with b = `dilation_rate(epsilon, delta)`. "paper" has s(k) =
-    2 exp(-b k) / epsilon with b = epsilon / (2 log(2 / delta)). "paper" is refused if epsilon is so large that this b
-    does not give delta. Otherwise as `flip_probability`.
+    "stable" has s(k) = exp(-b k) / epsilon with b = `dilation_rate(epsilon, delta)`. "paper" has
+    s(k) = 2 exp(-b k) / epsilon with b = epsilon / (2 log(2 / delta)). "paper" is refused if
+    epsilon is so large that this b does not give delta. Otherwise as `flip_probability`.
     """
     k, rate, inverse_scale = _check_distances(distance), dilation_rate(epsilon, delta), epsilon
     if calibration not in ("stable", "paper"):
@@ -166,40 +202,50 @@ def flip_probability_smooth_laplace(
         rate, inverse_scale = epsilon / (2 * math.log(2 / delta)), epsilon / 2
         if _log_dilation_delta(rate, epsilon) > math.log(delta):
             raise ValueError(
-                f"epsilon={epsilon:g} is too large for the paper's constants to give delta={delta:g}. "
-                "Use calibration='stable'."
+                f"epsilon={epsilon:g} is too large for the paper's constants to give "
+                f"delta={delta:g}. Use calibration='stable'."
             )
     with np.errstate(under="ignore", over="ignore"):
         return np.exp(-inverse_scale * np.exp(rate * k) / 2) / 2
 
 
 def dilation_rate(epsilon: float, delta: float) -> float:
-    """Returns the largest b <= epsilon for which changing a Laplace scale by exp(+-b) is (epsilon, delta)-DP.
+    """Returns the largest b <= epsilon for which changing a Laplace scale by exp(+-b) is (epsilon,
+    delta)-DP.
 
-    It solves (1 - exp(-b)) exp(-(epsilon + b) / (exp(b) - 1)) = delta. The left side rises in b, and the result is on
-    the side where delta holds. Raises ValueError for an argument out of range.
+    It solves (1 - exp(-b)) exp(-(epsilon + b) / (exp(b) - 1)) = delta. The left side rises in b,
+    and the result is on the side where delta holds. Raises ValueError for an argument out of range.
     """
     epsilon = positive("epsilon", epsilon)
     if not 0 < delta < 1:
         raise ValueError(f"delta must be in (0, 1), got {delta!r}.")
     if _log_dilation_delta(epsilon, epsilon) <= math.log(delta):
         return epsilon
-    low = min(epsilon, 1.0) / (4 * math.log(2 / delta) + 4)  # the exponent at low is below -3 log(2 / delta)
-    root = optimize.brentq(lambda b: _log_dilation_delta(b, epsilon) - math.log(delta), low, epsilon, rtol=1e-13)
+    low = min(epsilon, 1.0) / (
+        4 * math.log(2 / delta) + 4
+    )  # the exponent at low is below -3 log(2 / delta)
+    root = optimize.brentq(
+        lambda b: _log_dilation_delta(b, epsilon) - math.log(delta), low, epsilon, rtol=1e-13
+    )
     return root * (1 - 1e-12)
 
 
 def _log_dilation_delta(rate: float, epsilon: float) -> float:
-    """Returns the log of the delta of changing a Laplace scale by exp(+-rate) at `epsilon` >= rate."""
+    """Returns the log of the delta of changing a Laplace scale by exp(+-rate) at `epsilon` >=
+    rate.
+    """
     rate = min(rate, 700.0)  # larger rates do not change the value
     return math.log(-math.expm1(-rate)) - (epsilon + rate) / math.expm1(rate)
 
 
-# --- Labels -----------------------------------------------------------------------------------------------------
+# --- Labels -------------------------------------------------------------------------------------
 
 
-def randomised_response(key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int) -> np.ndarray:
-    """Answers labels by randomised response with the flip probability of their distance. Returns int32 [Q].
+def randomised_response(
+    key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int
+) -> np.ndarray:
+    """Answers labels by randomised response with the flip probability of their distance. Returns
+    int32 [Q].
 
     Args:
         key: A typed noise key, used for this call only (`jaxdp.release.stream`).
@@ -210,11 +256,13 @@ def randomised_response(key: jax.Array, labels: Any, distances: Any, *, epsilon:
 
     Raises:
         TypeError: The key is an old-style key.
-        ValueError: An argument is out of range, or epsilon is too small for 64 bits (below about 1e-12).
+        ValueError: An argument is out of range, or epsilon is too small for 64 bits (below about
+            1e-12).
 
     Formal guarantees:
-        Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, for the neighbouring relation of the distances and any
-        number of classes. This holds for the sampled distribution. No other member of the family is more accurate.
+        Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, for the neighbouring relation of the
+        distances and any number of classes. This holds for the sampled distribution. No other
+        member of the family is more accurate.
     """
     return _answer(key, labels, distances, None, epsilon=epsilon, num_classes=num_classes)
 
@@ -231,27 +279,38 @@ def smooth_cauchy(
 ) -> np.ndarray:
     """Answers labels in {0, 1} by rounding label + Cauchy noise at 1/2, the paper's mechanism.
 
-    Arguments, result, errors and guarantee are as in `randomised_response` and `flip_probability_cauchy`: every
-    calibration is (epsilon, 0)-DP. `num_classes` must be 2.
+    Arguments, result, errors and guarantee are as in `randomised_response` and
+    `flip_probability_cauchy`: every calibration is (epsilon, 0)-DP. `num_classes` must be 2.
     """
     _check_binary("smooth_cauchy", num_classes)
-    flips = functools.partial(flip_probability_cauchy, epsilon=epsilon, calibration=calibration, beta=beta)
+    flips = functools.partial(
+        flip_probability_cauchy, epsilon=epsilon, calibration=calibration, beta=beta
+    )
     return _answer(key, labels, distances, flips, epsilon=epsilon, num_classes=2)
 
 
-def global_laplace(key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int = 2) -> np.ndarray:
-    """Answers labels in {0, 1} by rounding label + Laplace(1 / epsilon) at 1/2. Needs no certificate.
+def global_laplace(
+    key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int = 2
+) -> np.ndarray:
+    """Answers labels in {0, 1} by rounding label + Laplace(1 / epsilon) at 1/2. Needs no
+    certificate.
 
-    It works as `randomised_response` with `num_classes` 2, but does not use the distances. Answers are (epsilon, 0)-DP
-    for every model and every neighbouring relation.
+    It works as `randomised_response` with `num_classes` 2, but does not use the distances. Answers
+    are (epsilon, 0)-DP for every model and every neighbouring relation.
     """
     _check_binary("global_laplace", num_classes)
     flips = functools.partial(flip_probability_global_laplace, epsilon=epsilon)
-    return _answer(key, labels, np.zeros(np.shape(labels), np.int64), flips, epsilon=epsilon, num_classes=2)
+    return _answer(
+        key, labels, np.zeros(np.shape(labels), np.int64), flips, epsilon=epsilon, num_classes=2
+    )
 
 
-def global_response(key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int) -> np.ndarray:
-    """Answers labels by k-ary randomised response. Needs no certificate, as `global_laplace`, for any `num_classes`."""
+def global_response(
+    key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int
+) -> np.ndarray:
+    """Answers labels by k-ary randomised response. Needs no certificate, as `global_laplace`, for
+    any `num_classes`.
+    """
     nowhere = np.zeros(np.shape(labels), np.int64)
     return randomised_response(key, labels, nowhere, epsilon=epsilon, num_classes=num_classes)
 
@@ -265,8 +324,14 @@ def _answer(
     epsilon: float,
     num_classes: int,
 ) -> np.ndarray:
-    """Answers labels by the smallest exactly epsilon-DP thresholds that are at least `flips` (None: at least zero)."""
-    epsilon, classes, k = positive("epsilon", epsilon), _check_classes(num_classes), _check_distances(distances)
+    """Answers labels by the smallest exactly epsilon-DP thresholds that are at least `flips` (None:
+    at least zero).
+    """
+    epsilon, classes, k = (
+        positive("epsilon", epsilon),
+        _check_classes(num_classes),
+        _check_distances(distances),
+    )
     labels = _check_labels(labels, classes, k.shape)
     last = int(k.max(initial=0))
     wanted = None if flips is None else flips(np.arange(last + 1)).tolist()
@@ -274,11 +339,15 @@ def _answer(
     return _sample(key, labels, np.array(table, np.uint64)[np.minimum(k, len(table) - 1)], classes)
 
 
-def exact_thresholds(wanted: Sequence[float] | None, last: int, *, epsilon: float, num_classes: int) -> list[int]:
-    """Returns integers r(0) >= r(1) >= ...: each of the C - 1 other labels is answered with probability r(k) / 2**64.
+def exact_thresholds(
+    wanted: Sequence[float] | None, last: int, *, epsilon: float, num_classes: int
+) -> list[int]:
+    """Returns integers r(0) >= r(1) >= ...: each of the C - 1 other labels is answered with
+    probability r(k) / 2**64.
 
-    They are the smallest integers that are at least `wanted[k] * 2**64 / (C - 1)` (`wanted` does not increase) and
-    satisfy, with own = 2**64 - (C - 1) r and a rational number E, 1 < E < exp(epsilon), exactly
+    They are the smallest integers that are at least `wanted[k] * 2**64 / (C - 1)` (`wanted` does
+    not increase) and satisfy, with own = 2**64 - (C - 1) r and a rational number E, 1 < E <
+    exp(epsilon), exactly
 
         own(0) <= E r(0),   r(0) <= E own(0),   r(k) <= E r(k + 1),   own(k + 1) <= E own(k).
 
@@ -295,26 +364,38 @@ def exact_thresholds(wanted: Sequence[float] | None, last: int, *, epsilon: floa
     rare = max(at_least(0), -(-unit * denominator // (numerator + others * denominator)))
     own = unit - others * rare
     if factor <= 1 or rare * denominator > own * numerator:
-        raise ValueError(f"epsilon={epsilon:g} is too small for {num_classes} classes and 64 random bits.")
+        raise ValueError(
+            f"epsilon={epsilon:g} is too small for {num_classes} classes and 64 random bits."
+        )
     table = [rare]
     while len(table) <= last and not (rare == 1 and wanted is None):
         by_others = -(-rare * denominator // numerator)
         by_own = -((numerator * own - unit * denominator) // (others * denominator))
-        rare = min(rare, max(by_others, by_own, at_least(len(table))))  # rounding may make `wanted` rise by an ulp
+        rare = min(
+            rare, max(by_others, by_own, at_least(len(table)))
+        )  # rounding may make `wanted` rise by an ulp
         own = unit - others * rare
         table.append(rare)
     return table
 
 
-def _sample(key: jax.Array, labels: np.ndarray, thresholds: np.ndarray, num_classes: int) -> np.ndarray:
-    """Answers each of the other labels with probability threshold / 2**64, from 64 fresh bits per label."""
+def _sample(
+    key: jax.Array, labels: np.ndarray, thresholds: np.ndarray, num_classes: int
+) -> np.ndarray:
+    """Answers each of the other labels with probability threshold / 2**64, from 64 fresh bits per
+    label.
+    """
     noise.check_key(key)
     words = np.asarray(jax.random.bits(key, (2, *labels.shape), jnp.uint32)).astype(np.uint64)
     return flip_labels(words[0] << np.uint64(32) | words[1], labels, thresholds, num_classes)
 
 
-def flip_labels(draws: np.ndarray, labels: np.ndarray, thresholds: np.ndarray, num_classes: int) -> np.ndarray:
-    """Maps uniform 64-bit numbers to labels. Each other label gets `threshold` numbers, the rest keep the label."""
+def flip_labels(
+    draws: np.ndarray, labels: np.ndarray, thresholds: np.ndarray, num_classes: int
+) -> np.ndarray:
+    """Maps uniform 64-bit numbers to labels. Each other label gets `threshold` numbers, the rest
+    keep the label.
+    """
     # The numbers below (C - 1) r form C - 1 runs of r, one for each other label.
     runs = draws // np.maximum(thresholds, np.uint64(1))
     flipped = (runs < num_classes - 1) & (thresholds > 0)
@@ -322,22 +403,24 @@ def flip_labels(draws: np.ndarray, labels: np.ndarray, thresholds: np.ndarray, n
     return ((labels + shift) % num_classes).astype(np.int32)
 
 
-# --- Values -----------------------------------------------------------------------------------------------------
+# --- Values -------------------------------------------------------------------------------------
 
 
 def smooth_sensitivity(
     values: Any, lower: Any, upper: Any, *, beta: float, output_range: tuple[float, float]
 ) -> np.ndarray:
-    """Returns a beta-smooth upper bound on the move of values between neighbours: float64 [Q] in (0, high - low].
+    """Returns a beta-smooth upper bound on the move of values between neighbours: float64 [Q] in
+    (0, high - low].
 
-    Let box_0 = {value}, and box_j the interval for data at distance j, or the whole range beyond the last row.
-    Everything is clipped to `output_range`. Then
+    Let box_0 = {value}, and box_j the interval for data at distance j, or the whole range beyond
+    the last row. Everything is clipped to `output_range`. Then
 
         S = max_j exp(-beta j) g_j,   g_j = max(upper_{j+1} - lower_j, upper_j - lower_{j+1}).
 
     Args:
         values: [Q], the outputs of the model, real.
-        lower, upper: [J, Q], row j - 1 bounds the outputs of all models within distance j = 1, 2, ..., J.
+        lower, upper: [J, Q], row j - 1 bounds the outputs of all models within distance j = 1, 2,
+            ..., J.
         beta: > 0, fixed without looking at data.
         output_range: (low, high), a public declaration.
 
@@ -345,21 +428,31 @@ def smooth_sensitivity(
         ValueError: An argument is out of range or has another shape.
 
     Formal guarantees:
-        S(D) >= |value(D) - value(D')| and S(D) <= exp(beta) S(D') for all neighbours D, D', if the boxes nest across
-        neighbours: box_j(D) lies in box_{j+1}(D'). Certified boxes nest (`jaxdp.prediction.certify`), also for a sparse
-        grid of distances. Proof: value(D') lies in box_1(D), so g_0 bounds the difference. Nesting gives
-        g_j(D) <= g_{j+1}(D'), so exp(-beta j) g_j(D) <= exp(beta) exp(-beta (j + 1)) g_{j+1}(D') <= exp(beta) S(D').
-        Beyond the last row both g are high - low.
+        S(D) >= |value(D) - value(D')| and S(D) <= exp(beta) S(D') for all neighbours D, D', if the
+        boxes nest across neighbours: box_j(D) lies in box_{j+1}(D'). Certified boxes nest
+        (`jaxdp.prediction.certify`), also for a sparse grid of distances. Proof: value(D') lies in
+        box_1(D), so g_0 bounds the difference. Nesting gives g_j(D) <= g_{j+1}(D'), so exp(-beta j)
+        g_j(D) <= exp(beta) exp(-beta (j + 1)) g_{j+1}(D') <= exp(beta) S(D'). Beyond the last row
+        both g are high - low.
     """
     beta, (low, high) = positive("beta", beta), check_range(output_range)
     values = _clip(values, (low + high) / 2, low, high)
     lower, upper = _clip(lower, low, low, high), _clip(upper, high, low, high)
-    if values.ndim != 1 or lower.ndim != 2 or lower.shape != upper.shape or lower.shape[1:] != values.shape:
+    if (
+        values.ndim != 1
+        or lower.ndim != 2
+        or lower.shape != upper.shape
+        or lower.shape[1:] != values.shape
+    ):
         raise ValueError(
-            f"values must be [Q] and lower, upper [J, Q], got {values.shape}, {lower.shape} and {upper.shape}."
+            f"values must be [Q] and lower, upper [J, Q], got {values.shape}, {lower.shape} and "
+            f"{upper.shape}."
         )
     ends = np.full_like(values, low), np.full_like(values, high)
-    lows, highs = np.vstack([values, lower, ends[0], ends[0]]), np.vstack([values, upper, ends[1], ends[1]])
+    lows, highs = (
+        np.vstack([values, lower, ends[0], ends[0]]),
+        np.vstack([values, upper, ends[1], ends[1]]),
+    )
     gaps = np.maximum(highs[1:] - lows[:-1], highs[:-1] - lows[1:])
     return np.max(np.exp(-beta * np.arange(len(gaps)))[:, None] * gaps, axis=0)
 
@@ -374,7 +467,8 @@ def cauchy_values(
     output_range: tuple[float, float],
     beta: float | None = None,
 ) -> np.ndarray:
-    """Answers real values with Cauchy noise scaled to their smooth sensitivity, as float32 [Q] in `output_range`.
+    """Answers real values with Cauchy noise scaled to their smooth sensitivity, as float32 [Q] in
+    `output_range`.
 
     Args:
         key: A typed noise key, used for this call only.
@@ -387,25 +481,29 @@ def cauchy_values(
 
     Formal guarantees:
         Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, up to the floating-point limits in
-        `jaxdp.transforms.noise`. The scale is S / sqrt(2 min(cosh(epsilon) - 1, e^beta (cosh(epsilon) - cosh(beta)))),
-        about S / sqrt(epsilon^2 - beta^2). Proof: centres are d <= min(S, S') apart, and scales differ by a factor
-        exp(t) with 0 <= t <= beta. By (**) of the module's text this costs at most
-        arcosh(cosh(t) + exp(-t) / (2 c^2)) for scale c S. The argument of arcosh is convex in t, so the cost is largest
-        at t = 0 or t = beta. Both costs are at most epsilon.
+        `jaxdp.transforms.noise`. The scale is S / sqrt(2 min(cosh(epsilon) - 1, e^beta
+        (cosh(epsilon) - cosh(beta)))), about S / sqrt(epsilon^2 - beta^2). Proof: centres are d <=
+        min(S, S') apart, and scales differ by a factor exp(t) with 0 <= t <= beta. By (**) of the
+        module's text this costs at most arcosh(cosh(t) + exp(-t) / (2 c^2)) for scale c S. The
+        argument of arcosh is convex in t, so the cost is largest at t = 0 or t = beta. Both costs
+        are at most epsilon.
     """
     epsilon = positive("epsilon", epsilon)
     beta = default_beta(epsilon) if beta is None else beta
     if not 0 < beta < epsilon:
         raise ValueError(f"beta={beta!r} must lie in (0, epsilon={epsilon:g}).")
     sensitivity = smooth_sensitivity(values, lower, upper, beta=beta, output_range=output_range)
-    return _add_noise(noise.cauchy, key, values, cauchy_multiplier(epsilon, beta) * sensitivity, output_range)
+    return _add_noise(
+        noise.cauchy, key, values, cauchy_multiplier(epsilon, beta) * sensitivity, output_range
+    )
 
 
 def default_beta(epsilon: float) -> float:
     """Returns the beta of `cauchy_values`: 0.8 epsilon, or more if more costs nothing.
 
-    0.8 epsilon gives the least noise if g_j is decisive at the distance j = 2.2 / epsilon. At distance 0 it gives 5/3
-    of the least noise. Up to log(2 cosh(epsilon) - 1) a larger beta does not raise the scale at distance 0.
+    0.8 epsilon gives the least noise if g_j is decisive at the distance j = 2.2 / epsilon. At
+    distance 0 it gives 5/3 of the least noise. Up to log(2 cosh(epsilon) - 1) a larger beta does
+    not raise the scale at distance 0.
     """
     epsilon = positive("epsilon", epsilon)
     free = epsilon + math.log1p(math.exp(-2 * epsilon) - math.exp(-epsilon))
@@ -414,14 +512,17 @@ def default_beta(epsilon: float) -> float:
 
 def cauchy_multiplier(epsilon: float, beta: float) -> float:
     """Returns the scale of the noise of `cauchy_values` for a smooth sensitivity of 1."""
-    # More than 50 would overflow and does not lower the noise. The two factors of cosh a - cosh b are exact near a = b.
+    # More than 50 would overflow and does not lower the noise. The two factors of cosh a - cosh b
+    # are exact near a = b.
     beta, epsilon = min(beta, 49.9), min(epsilon, 50.0)
     same = 2 * math.sinh(epsilon / 2) ** 2
     scaled = 2 * math.exp(beta) * math.sinh((epsilon + beta) / 2) * math.sinh((epsilon - beta) / 2)
     return 1 / math.sqrt(2 * min(same, scaled))
 
 
-def laplace_values(key: jax.Array, values: Any, *, epsilon: float, output_range: tuple[float, float]) -> np.ndarray:
+def laplace_values(
+    key: jax.Array, values: Any, *, epsilon: float, output_range: tuple[float, float]
+) -> np.ndarray:
     """Answers real values with Laplace noise of scale (high - low) / epsilon. Needs no certificate.
 
     Otherwise as `cauchy_values`, for every model and every neighbouring relation.
@@ -439,7 +540,9 @@ def _add_noise(
     output_range: tuple[float, float],
 ) -> np.ndarray:
     low, high = check_range(output_range)
-    standard = np.asarray(draw(key, jax.ShapeDtypeStruct(scale.shape, jnp.float32), 1.0), np.float64)
+    standard = np.asarray(
+        draw(key, jax.ShapeDtypeStruct(scale.shape, jnp.float32), 1.0), np.float64
+    )
     noisy = _clip(values, (low + high) / 2, low, high) + scale * standard
     return np.clip(noisy, low, high).astype(np.float32)
 
@@ -450,45 +553,59 @@ def _clip(array: Any, instead: float, low: float, high: float) -> np.ndarray:
     return np.clip(np.where(np.isnan(array), instead, array), low, high)
 
 
-# --- Arguments. Messages contain no values of labels and distances, which are private -----------------------------
+# --- Arguments. Messages contain no values of labels and distances, which are private -----------
 
 
 def _check_classes(num_classes: int) -> int:
     if num_classes != int(num_classes) or not 2 <= num_classes <= _LARGEST_CLASSES:
-        raise ValueError(f"num_classes must be an integer in [2, {_LARGEST_CLASSES}], got {num_classes!r}.")
+        raise ValueError(
+            f"num_classes must be an integer in [2, {_LARGEST_CLASSES}], got {num_classes!r}."
+        )
     return int(num_classes)
 
 
 def _check_binary(mechanism: str, num_classes: int) -> None:
     if num_classes != 2:
-        raise ValueError(f"{mechanism} answers two classes, got num_classes={num_classes}. Use randomised_response.")
+        raise ValueError(
+            f"{mechanism} answers two classes, got num_classes={num_classes}. Use "
+            "randomised_response."
+        )
 
 
 def _check_distances(distances: Any) -> np.ndarray:
     array = np.asarray(distances)
     if not np.issubdtype(array.dtype, np.integer) or (array < 0).any():
-        raise ValueError(f"distances must be integers >= 0, got dtype {array.dtype}. Clip them at 0.")
+        raise ValueError(
+            f"distances must be integers >= 0, got dtype {array.dtype}. Clip them at 0."
+        )
     return array.astype(np.int64)
 
 
 def _check_labels(labels: Any, num_classes: int, shape: tuple[int, ...]) -> np.ndarray:
     array = np.asarray(labels)
     if not np.issubdtype(array.dtype, np.integer) or array.shape != shape or len(shape) != 1:
-        raise ValueError(f"labels must be integers [Q] like distances, got {array.dtype} {array.shape} and {shape}.")
+        raise ValueError(
+            f"labels must be integers [Q] like distances, got {array.dtype} {array.shape} and "
+            f"{shape}."
+        )
     if ((array < 0) | (array >= num_classes)).any():
         raise ValueError(f"labels must lie in [0, num_classes={num_classes}).")
     return array.astype(np.int64)
 
 
 def check_range(output_range: tuple[float, float]) -> tuple[float, float]:
-    """Returns a declared (low, high) as floats. Raises ValueError unless it is finite and low < high."""
+    """Returns a declared (low, high) as floats. Raises ValueError unless it is finite and low <
+    high.
+    """
     low, high = (float(end) for end in output_range)
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(f"output_range must be finite (low, high) with low < high, got {output_range!r}.")
+        raise ValueError(
+            f"output_range must be finite (low, high) with low < high, got {output_range!r}."
+        )
     return low, high
 
 
-# --- Registry ---------------------------------------------------------------------------------------------------
+# --- Registry -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -498,10 +615,11 @@ class Mechanism:
     Attributes:
         kind: "labels" for `private_predict`, "values" for `private_values`.
         answer: A function like `randomised_response` for labels, like `cauchy_values` for values.
-        certified: Whether it uses certificates. If not, distances are 0, and values have no boxes (`laplace_values`).
+        certified: Whether it uses certificates. If not, distances are 0, and values have no boxes
+            (`laplace_values`).
         binary: Whether it answers two classes only.
-        vote: A function like `ensembles.laplace_vote` that answers an ensemble with any number of classes. None
-            applies `answer` to the certified vote.
+        vote: A function like `ensembles.laplace_vote` that answers an ensemble with any number of
+            classes. None applies `answer` to the certified vote.
         event: `event(epsilon) -> DpEvent` of one answer.
     """
 
@@ -516,8 +634,12 @@ class Mechanism:
 METHODS: dict[str, Mechanism] = {
     "randomised_response": Mechanism("labels", randomised_response),
     "smooth_cauchy": Mechanism("labels", smooth_cauchy, binary=True),
-    "paper_cauchy": Mechanism("labels", functools.partial(smooth_cauchy, calibration="paper"), binary=True),
-    "global_laplace": Mechanism("labels", global_laplace, certified=False, binary=True, vote=laplace_vote),
+    "paper_cauchy": Mechanism(
+        "labels", functools.partial(smooth_cauchy, calibration="paper"), binary=True
+    ),
+    "global_laplace": Mechanism(
+        "labels", global_laplace, certified=False, binary=True, vote=laplace_vote
+    ),
     "global_response": Mechanism("labels", global_response, certified=False),
     "cauchy_values": Mechanism("values", cauchy_values),
     "laplace_values": Mechanism("values", laplace_values, certified=False),

@@ -1,4 +1,5 @@
-"""Exact sums of clipped gradients: outward-rounded integers, whose sums do not depend on order or machine (T7).
+"""Exact sums of clipped gradients: outward-rounded integers, whose sums do not depend on order or
+machine (T7).
 
 A total is a pair of integers (high, low) with the value high 2**10 + low, where 0 <= low < 2**10.
 """
@@ -22,11 +23,15 @@ Total = tuple[jax.Array, jax.Array]
 
 
 class Grid(NamedTuple):
-    """The integer grid of clipped gradients: multiples of `unit`, a power of two, so that no product is rounded."""
+    """The integer grid of clipped gradients: multiples of `unit`, a power of two, so that no
+    product is rounded.
+    """
 
     clip: float
     divisor: int  # of a sum, in a mean
-    clipped: bool  # whether a sum is clipped to the largest sum of min(`public_rows`, `most`) records
+    clipped: (
+        bool  # whether a sum is clipped to the largest sum of min(`public_rows`, `most`) records
+    )
     dtype: Any
     ints: Any
     unit: float
@@ -38,13 +43,17 @@ class Grid(NamedTuple):
     def of(cls, dtype: Any, clip: float, divisor: int, *, clipped: bool = False) -> "Grid":
         """Returns the grid for gradients of a dtype."""
         double = jnp.dtype(dtype) == jnp.float64
-        kind, ints, bits, most = (np.float64, np.int64, 46, 2**26) if double else (np.float32, np.int32, 21, 2**19)
+        kind, ints, bits, most = (
+            (np.float64, np.int64, 46, 2**26) if double else (np.float32, np.int32, 21, 2**19)
+        )
         unit = 2.0 ** (math.frexp(clip)[1] - bits)  # clip is from 2^(bits - 1) to 2^bits units
         magic = 1.5 * 2 ** np.finfo(kind).nmant * unit
         return cls(clip, divisor, clipped, kind, ints, unit, math.ceil(clip / unit), magic, most)
 
     def bits(self, x: jax.Array, *, nearest: bool = False) -> jax.Array:
-        """Clips and rounds to the grid, to nearest or down by 0.5 to 1.5 units. Returns integers plus `bias`."""
+        """Clips and rounds to the grid, to nearest or down by 0.5 to 1.5 units. Returns integers
+        plus `bias`.
+        """
         x, end = x.astype(self.dtype), self.one * self.unit
         if nearest:
             x = jnp.clip(jnp.where(jnp.isnan(x), 0, x), -self.clip, self.clip)
@@ -54,8 +63,12 @@ class Grid(NamedTuple):
         return lax.bitcast_convert_type(x + self.magic, self.ints)
 
     def bias(self, *, nearest: bool = False) -> jax.Array:
-        """Returns the `bits` of zero, plus one unit if rounded down, because `bits` rounds to nearest."""
-        return lax.bitcast_convert_type(jnp.asarray(self.magic, self.dtype), self.ints) + (not nearest)
+        """Returns the `bits` of zero, plus one unit if rounded down, because `bits` rounds to
+        nearest.
+        """
+        return lax.bitcast_convert_type(jnp.asarray(self.magic, self.dtype), self.ints) + (
+            not nearest
+        )
 
     @property
     def charge(self) -> int:
@@ -84,7 +97,9 @@ def add_units(total: Total, count: Any, units: Any) -> Total:
 
 
 def public_rows(batch_size: int) -> int:
-    """Returns the public number of records that a batch has room for. It bounds the rounding of every batch's sum."""
+    """Returns the public number of records that a batch has room for. It bounds the rounding of
+    every batch's sum.
+    """
     return math.ceil(4 * batch_size / BLOCK) * BLOCK
 
 
@@ -96,10 +111,12 @@ def add_up(
     factors: Callable[[Any], Any],
     summands: Callable[[Any], list[jax.Array]],
 ) -> list[Total]:
-    """Adds up integers over a batch in blocks [outer, records, ...]. Memory does not grow with the batch.
+    """Adds up integers over a batch in blocks [outer, records, ...]. Memory does not grow with the
+    batch.
 
-    `factors` is evaluated for one block at a time, `summands` for one fragment that fits a cache. `cut` is (outer
-    blocks, fragments in each, records in a fragment). The sums have the shapes of `like`.
+    `factors` is evaluated for one block at a time, `summands` for one fragment that fits a cache.
+    `cut` is (outer blocks, fragments in each, records in a fragment). The sums have the shapes of
+    `like`.
     """
     zeros = [jnp.zeros(x.shape, grid.ints) for x in like]
 
@@ -112,7 +129,9 @@ def add_up(
     def outer(totals: Any, block: Any) -> tuple[Any, None]:
         sums, _ = lax.scan(add, zeros, fragments(block))
         pairs = zip(totals, sums, strict=True)
-        return [carry(high, low + s, 2 * SHIFT) for (high, low), s in pairs], None  # has room for any batch
+        return [
+            carry(high, low + s, 2 * SHIFT) for (high, low), s in pairs
+        ], None  # has room for any batch
 
     def narrow(high: jax.Array, low: jax.Array) -> Total:
         if grid.clipped:

@@ -1,8 +1,8 @@
 """DPAdapter (Wang et al. 2024, Algorithm 1) and its special cases SAM and AMP.
 
-SAM is by Foret et al. 2021 (arXiv:2010.01412), AMP by Zheng et al. 2021 (arXiv:2010.04925). All three train theta so
-that the loss stays low in a ball around it: min over theta, max over ||Delta|| <= gamma of L(theta + Delta) (Eq. 2).
-One step, with the lines of Algorithm 1:
+SAM is by Foret et al. 2021 (arXiv:2010.01412), AMP by Zheng et al. 2021 (arXiv:2010.04925). All
+three train theta so that the loss stays low in a ball around it: min over theta, max over ||Delta||
+<= gamma of L(theta + Delta) (Eq. 2). One step, with the lines of Algorithm 1:
 
     2-3.  draw a large batch B1 and a small batch B2, independently
     4-5.  Delta <- eta1 * grad L_B1(theta)                            (Eq. 6: one step of ascent)
@@ -12,11 +12,13 @@ One step, with the lines of Algorithm 1:
 
 AMP uses one batch as B1 and B2. SAM does so too and always puts Delta on the sphere.
 
-Everything here trains on PUBLIC data and charges no ledger. On private data the model is an uncharged release.
+Everything here trains on PUBLIC data and charges no ledger. On private data the model is an
+uncharged release.
 
-Line 5 as printed is a multiple of the maximiser in the ball, which leaves lines 6 to 8 without effect, and its ball is
-centred at theta. The code follows Eq. 6, Eq. 2 and Eq. 4 instead. Norms are over all parameters (Eq. 1). AMP's public
-code projects every tensor separately, which is `ball="per_tensor"`.
+Line 5 as printed is a multiple of the maximiser in the ball, which leaves lines 6 to 8 without
+effect, and its ball is centred at theta. The code follows Eq. 6, Eq. 2 and Eq. 4 instead. Norms are
+over all parameters (Eq. 1). AMP's public code projects every tensor separately, which is
+`ball="per_tensor"`.
 """
 
 import dataclasses
@@ -46,7 +48,8 @@ class SharpnessState(NamedTuple):
       step: int32 scalar, the number of finished steps.
       params: theta without any perturbation, the model to use.
       opt_state: The state of the optimizer.
-      perturbation: Delta of the last ascent, like params but float32 or wider. It is zero before the first ascent.
+      perturbation: Delta of the last ascent, like params but float32 or wider. It is zero before
+          the first ascent.
       stats: The running statistics of the model (BatchNorm), or None.
     """
 
@@ -59,7 +62,9 @@ class SharpnessState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SharpnessTrainer:
-    """Sharpness-aware training as pure steps. `dpadapter`, `sam` and `amp` make it and document it."""
+    """Sharpness-aware training as pure steps. `dpadapter`, `sam` and `amp` make it and document
+    it.
+    """
 
     batch_loss_fn: Callable[..., Any]
     optimizer: optax.GradientTransformation
@@ -80,21 +85,31 @@ class SharpnessTrainer:
 
     def __post_init__(self) -> None:
         if not self.gamma >= 0:
-            raise ValueError(f"gamma must be at least 0, got {self.gamma}. 0 trains without perturbation.")
+            raise ValueError(
+                f"gamma must be at least 0, got {self.gamma}. 0 trains without perturbation."
+            )
         if self.rule == "normalise" and math.isinf(self.gamma):
-            raise ValueError(f"gamma must be finite with rule='normalise', got {self.gamma}. Use rule='project'.")
+            raise ValueError(
+                f"gamma must be finite with rule='normalise', got {self.gamma}. Use rule='project'."
+            )
         if not 0 < self.ascent_rate < math.inf:
             raise ValueError(
-                f"ascent_rate must be positive and finite, got {self.ascent_rate}. gamma=0 turns the perturbation off."
+                f"ascent_rate must be positive and finite, got {self.ascent_rate}. gamma=0 turns "
+                "the perturbation off."
             )
         if self.ascent_steps < 1:
-            raise ValueError(f"ascent_steps must be at least 1, got {self.ascent_steps}. gamma=0 turns ascent off.")
+            raise ValueError(
+                f"ascent_steps must be at least 1, got {self.ascent_steps}. gamma=0 turns ascent "
+                "off."
+            )
         if self.ball not in ("global", "per_tensor"):
             raise ValueError(f"ball must be 'global' or 'per_tensor', got {self.ball!r}.")
         if self.rule not in ("project", "normalise"):
             raise ValueError(f"rule must be 'project' or 'normalise', got {self.rule!r}.")
         if self.microbatch_size is not None and self.microbatch_size < 1:
-            raise ValueError(f"microbatch_size must be at least 1 or None, got {self.microbatch_size}.")
+            raise ValueError(
+                f"microbatch_size must be at least 1 or None, got {self.microbatch_size}."
+            )
         check_mesh(self.mesh, self.data_axes, self.param_sharding)
         object.__setattr__(self, "zeros", jax.jit(_zeros))
         object.__setattr__(self, "gradient", jax.jit(self._gradient, static_argnames="parts"))
@@ -112,7 +127,10 @@ class SharpnessTrainer:
           ValueError: stats are missing or superfluous, or params do not suit the mesh.
         """
         if (stats is not None) != self.stateful:
-            raise ValueError(f"stats must be {'given' if self.stateful else 'None'} with stateful={self.stateful}.")
+            raise ValueError(
+                f"stats must be {'given' if self.stateful else 'None'} with "
+                f"stateful={self.stateful}."
+            )
         # Weak types compile the step twice.
         params, stats = jax.tree.map(lambda x: on_device(x, jnp.result_type(x)), (params, stats))
         layout = None
@@ -122,7 +140,11 @@ class SharpnessTrainer:
         wide = _wide(params)
         opt_state = self.optimizer.init(wide)
         state = SharpnessState(jnp.zeros((), jnp.int32), params, opt_state, self.zeros(wide), stats)
-        return state if layout is None else jax.device_put(state, layout.shardings(state, params, params))
+        return (
+            state
+            if layout is None
+            else jax.device_put(state, layout.shardings(state, params, params))
+        )
 
     def step(
         self, state: SharpnessState, perturbation_batch: Any, update_batch: Any
@@ -131,18 +153,19 @@ class SharpnessTrainer:
 
         Args:
           state: The state from `init` or from the last step.
-          perturbation_batch: B1, a pytree of arrays [m1, ...]. SAM and AMP pass B2. None makes no ascent and keeps the
-            last perturbation, which is zero before the first ascent. Use None for a plain warm-up.
+          perturbation_batch: B1, a pytree of arrays [m1, ...]. SAM and AMP pass B2. None makes no
+            ascent and keeps the last perturbation, which is zero before the first ascent. Use None
+            for a plain warm-up.
           update_batch: B2, a pytree of arrays [m2, ...].
 
         Returns:
-          The next state and metrics, float32 scalars. "loss" is the mean loss on B2 at theta + Delta.
-          "perturbation_norm" is ||Delta|| over all parameters. After an ascent "ascent_gradient_norm" is the norm of
-          the last gradient on B1.
+          The next state and metrics, float32 scalars. "loss" is the mean loss on B2 at theta +
+          Delta. "perturbation_norm" is ||Delta|| over all parameters. After an ascent
+          "ascent_gradient_norm" is the norm of the last gradient on B1.
 
         Raises:
-          ValueError: A batch is empty, its arrays differ in length, or microbatch_size does not divide it. The devices
-            that share a perturbation batch do not divide it.
+          ValueError: A batch is empty, its arrays differ in length, or microbatch_size does not
+            divide it. The devices that share a perturbation batch do not divide it.
         """
         layout = self.layout(state)
         perturbation, stats, metrics = state.perturbation, state.stats, {}
@@ -150,10 +173,19 @@ class SharpnessTrainer:
             perturbation = self.zeros(perturbation)  # line 4
             for _ in range(self.ascent_steps):
                 _, gradient, stats = self._mean(
-                    "perturbation_batch", layout, state.params, perturbation, stats, perturbation_batch
+                    "perturbation_batch",
+                    layout,
+                    state.params,
+                    perturbation,
+                    stats,
+                    perturbation_batch,
                 )
-                perturbation, metrics["ascent_gradient_norm"] = self.ascend(perturbation, gradient)  # lines 5-8
-        loss, gradient, stats = self._mean("update_batch", layout, state.params, perturbation, stats, update_batch)
+                perturbation, metrics["ascent_gradient_norm"] = self.ascend(
+                    perturbation, gradient
+                )  # lines 5-8
+        loss, gradient, stats = self._mean(
+            "update_batch", layout, state.params, perturbation, stats, update_batch
+        )
         state = state._replace(perturbation=perturbation, stats=stats)
         state, norm = self.descend(state, gradient, layout)  # lines 11-12
         return state, {"loss": loss, "perturbation_norm": norm, **metrics}
@@ -166,44 +198,74 @@ class SharpnessTrainer:
         """
         micro = min(size, self.microbatch_size or size)
         if size % micro:
-            raise ValueError(f"microbatch_size must divide the {size} examples of {name}, got {micro}.")
+            raise ValueError(
+                f"microbatch_size must divide the {size} examples of {name}, got {micro}."
+            )
         return size // micro
 
     def check_devices(self, name: str, size: int) -> None:
-        """Raises ValueError if the devices of the mesh cannot share a batch of this size. The error uses the name."""
+        """Raises ValueError if the devices of the mesh cannot share a batch of this size. The error
+        uses the name.
+        """
         if size % (count := data_devices(self.mesh, self.data_axes)):
-            raise ValueError(f"{name} must have a multiple of {count} examples, one part for each device, got {size}.")
+            raise ValueError(
+                f"{name} must have a multiple of {count} examples, one part for each device, got "
+                f"{size}."
+            )
 
     def placed(self, batch: Any) -> Any:
-        """Returns a batch on the devices. They share it where their number divides it. Otherwise each has a copy."""
-        if self.mesh is None or len(jax.tree.leaves(batch)[0]) % data_devices(self.mesh, self.data_axes):
+        """Returns a batch on the devices. They share it where their number divides it. Otherwise
+        each has a copy.
+        """
+        if self.mesh is None or len(jax.tree.leaves(batch)[0]) % data_devices(
+            self.mesh, self.data_axes
+        ):
             return self.everywhere(batch)
         return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(tuple(self.data_axes))))
 
     def everywhere(self, tree: Any) -> Any:
         """Returns arrays with a copy on every device of the mesh, or on the default device."""
-        return jax.device_put(tree, None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec()))
+        return jax.device_put(
+            tree, None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        )
 
     def layout(self, state: SharpnessState) -> Layout | None:
         """Returns where the arrays of a state lie on the mesh, None without a mesh."""
-        return None if self.mesh is None else Layout.of(state.params, self.mesh, self.data_axes, None)
+        return (
+            None if self.mesh is None else Layout.of(state.params, self.mesh, self.data_axes, None)
+        )
 
     def _mean(
-        self, name: str, layout: Layout | None, params: Any, perturbation: Any, stats: Any, batch: Any
+        self,
+        name: str,
+        layout: Layout | None,
+        params: Any,
+        perturbation: Any,
+        stats: Any,
+        batch: Any,
     ) -> tuple[jax.Array, Any, Any]:
         """Returns mean loss, gradient and statistics over a batch, one microbatch at a time."""
         lengths = {len(x) for x in jax.tree.leaves(batch)}
         if len(lengths) != 1 or 0 in lengths:
-            raise ValueError(f"{name} must be arrays [m, ...] of one length m >= 1, got lengths {sorted(lengths)}.")
+            raise ValueError(
+                f"{name} must be arrays [m, ...] of one length m >= 1, got lengths "
+                f"{sorted(lengths)}."
+            )
         parts = self.microbatches(name, *lengths)
         if name == "perturbation_batch":
             self.check_devices(name, *lengths)
         batch = self.placed(batch)  # once, not with every microbatch
-        # A loop in Python: XLA runs convolutions inside a compiled loop several times slower on CPUs.
-        total = self.gradient(params, perturbation, stats, batch, self.everywhere(np.int32(0)), layout, parts=parts)
+        # A loop in Python: XLA runs convolutions inside a compiled loop several times slower on
+        # CPUs.
+        total = self.gradient(
+            params, perturbation, stats, batch, self.everywhere(np.int32(0)), layout, parts=parts
+        )
         for part in range(1, parts):
             number = self.everywhere(np.int32(part))
-            total = _add(total, self.gradient(params, perturbation, stats, batch, number, layout, parts=parts))
+            total = _add(
+                total,
+                self.gradient(params, perturbation, stats, batch, number, layout, parts=parts),
+            )
         return total if parts == 1 else _divide(total, parts)
 
     def _gradient(
@@ -217,20 +279,29 @@ class SharpnessTrainer:
         *,
         parts: int,
     ) -> tuple[jax.Array, Any, Any]:
-        """Returns mean loss, gradient at theta + Delta and the new statistics from one part of a batch."""
-        # A part takes every parts-th example, so that each device cuts only its own share of a spread batch.
+        """Returns mean loss, gradient at theta + Delta and the new statistics from one part of a
+        batch.
+        """
+        # A part takes every parts-th example, so that each device cuts only its own share of a
+        # spread batch.
         batch = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:])[:, part], batch)
         if layout is not None:  # Each device computes with whole parameters.
-            params, perturbation = layout.whole().constrained((params, perturbation), params, params)
+            params, perturbation = layout.whole().constrained(
+                (params, perturbation), params, params
+            )
         point = jax.tree.map(lambda p, d: (p + d).astype(p.dtype), params, perturbation)
         if self.stateful:
-            (loss, seen), gradient = jax.value_and_grad(self.batch_loss_fn, has_aux=True)(point, stats, batch)
+            (loss, seen), gradient = jax.value_and_grad(self.batch_loss_fn, has_aux=True)(
+                point, stats, batch
+            )
             clean = optax.tree.norm(perturbation) == 0
             stats = jax.tree.map(functools.partial(jnp.where, clean), seen, stats)
         else:
             loss, gradient = jax.value_and_grad(self.batch_loss_fn)(point, batch)
         if layout is not None:
-            gradient = layout.constrained(layout.whole().constrained(gradient, params, params), params, params)
+            gradient = layout.constrained(
+                layout.whole().constrained(gradient, params, params), params, params
+            )
         return loss, _wide(gradient), stats
 
     def _ascend(self, perturbation: Any, gradient: Any) -> tuple[Any, jax.Array]:
@@ -303,30 +374,37 @@ def dpadapter(
         state, metrics = trainer.step(state, perturbation_batch, update_batch)
         state.params
 
-    `jaxdp.pretrain.fit` is this loop with batches, warm-up and checkpoints. A step computes the gradients of m1 + m2
-    examples, (m1 + m2) / m2 times plain training: 101 times with the paper's m1 = 5000 and m2 = 50.
+    `jaxdp.pretrain.fit` is this loop with batches, warm-up and checkpoints. A step computes the
+    gradients of m1 + m2 examples, (m1 + m2) / m2 times plain training: 101 times with the paper's
+    m1 = 5000 and m2 = 50.
 
     Args:
-      batch_loss_fn: `batch_loss_fn(params, batch) -> scalar`, the MEAN loss over the batch. With `stateful`,
-        `batch_loss_fn(params, stats, batch) -> (scalar, stats)`.
-      optimizer: Any optax optimizer. It sees the gradient at theta + Delta and the parameters theta, so that
-        `optax.add_decayed_weights` decays theta. A penalty in batch_loss_fn also changes the perturbation.
-      gamma: The radius of the ball. 0 trains without perturbation. Infinity is Eq. 6 without projection.
+      batch_loss_fn: `batch_loss_fn(params, batch) -> scalar`, the MEAN loss over the batch. With
+        `stateful`, `batch_loss_fn(params, stats, batch) -> (scalar, stats)`.
+      optimizer: Any optax optimizer. It sees the gradient at theta + Delta and the parameters
+        theta, so that `optax.add_decayed_weights` decays theta. A penalty in batch_loss_fn also
+        changes the perturbation.
+      gamma: The radius of the ball. 0 trains without perturbation. Infinity is Eq. 6 without
+          projection.
       ascent_rate: eta1.
       ascent_steps: The number of ascent steps. A projection follows each step.
-      ball: "global" bounds one norm over all parameters. "per_tensor" bounds the norm of every array by gamma, so that
-        T arrays reach a norm of gamma sqrt(T).
-      rule: "project" scales Delta to the ball if it is outside. "normalise" always scales it to the sphere, for every
-        ascent_rate. A zero gradient gives Delta = 0 under both.
-      microbatch_size: The number of examples per compiled call. It must divide every larger batch. None is no division.
-      stateful: Whether the model has running statistics. Only passes at theta update them, never passes at theta +
-        Delta: passes on B1 if there is an ascent, on B2 in plain training. They get the mean over microbatches. Prefer
-        GroupNorm before private training, which cannot use BatchNorm.
-      mesh: The devices. They share B1, and they share B2 if their number divides m2. Otherwise each computes all of B2.
-        Results are those of one device up to rounding. None is one device, or where the arrays are.
+      ball: "global" bounds one norm over all parameters. "per_tensor" bounds the norm of every
+        array by gamma, so that T arrays reach a norm of gamma sqrt(T).
+      rule: "project" scales Delta to the ball if it is outside. "normalise" always scales it to the
+        sphere, for every ascent_rate. A zero gradient gives Delta = 0 under both.
+      microbatch_size: The number of examples per compiled call. It must divide every larger batch.
+          None is no division.
+      stateful: Whether the model has running statistics. Only passes at theta update them, never
+        passes at theta + Delta: passes on B1 if there is an ascent, on B2 in plain training. They
+        get the mean over microbatches. Prefer GroupNorm before private training, which cannot use
+        BatchNorm.
+      mesh: The devices. They share B1, and they share B2 if their number divides m2. Otherwise each
+        computes all of B2. Results are those of one device up to rounding. None is one device, or
+        where the arrays are.
       data_axes: The axes of the mesh along which batches are divided.
-      param_sharding: `param_sharding(path, leaf) -> PartitionSpec`, how each parameter lies on the mesh, with what the
-        optimizer and the perturbation keep for it. None keeps the shardings that the parameters have.
+      param_sharding: `param_sharding(path, leaf) -> PartitionSpec`, how each parameter lies on the
+        mesh, with what the optimizer and the perturbation keep for it. None keeps the shardings
+        that the parameters have.
 
     Raises:
       TypeError, ValueError: An argument is out of range or does not describe a mesh.
@@ -365,7 +443,8 @@ def sam(
 
     Args:
       gamma: The paper's rho.
-      batch_loss_fn, optimizer, ball, microbatch_size, stateful, mesh, data_axes, param_sharding: As in `dpadapter`.
+      batch_loss_fn, optimizer, ball, microbatch_size, stateful, mesh, data_axes, param_sharding: As
+      in `dpadapter`.
     """
     return dpadapter(
         batch_loss_fn,
@@ -397,13 +476,15 @@ def amp(
 ) -> SharpnessTrainer:
     """Returns a trainer for AMP (Zheng et al. 2021), the "vanilla SAM" of DPAdapter.
 
-    Pass one batch as both, `trainer.step(state, batch, batch)`. Inside the ball Delta is the raw gradient times
-    ascent_rate. AMP's public code has ball="per_tensor" and Nesterov momentum. It clips the gradient of the update to
-    norm 50 (`optax.clip_by_global_norm`). DPAdapter compares with gamma = 1.
+    Pass one batch as both, `trainer.step(state, batch, batch)`. Inside the ball Delta is the raw
+    gradient times ascent_rate. AMP's public code has ball="per_tensor" and Nesterov momentum. It
+    clips the gradient of the update to norm 50 (`optax.clip_by_global_norm`). DPAdapter compares
+    with gamma = 1.
 
     Args:
       gamma, ascent_rate, ascent_steps: The paper's epsilon, zeta and N.
-      batch_loss_fn, optimizer, ball, microbatch_size, stateful, mesh, data_axes, param_sharding: As in `dpadapter`.
+      batch_loss_fn, optimizer, ball, microbatch_size, stateful, mesh, data_axes, param_sharding: As
+      in `dpadapter`.
     """
     return dpadapter(
         batch_loss_fn,

@@ -1,4 +1,6 @@
-"""Privacy accounting: events, epsilon, noise calibration and the ledger. It needs dp_accounting and never JAX."""
+"""Privacy accounting: events, epsilon, noise calibration and the ledger. It needs dp_accounting and
+never JAX.
+"""
 
 from jaxdp.privacy.accounting import delta, epsilon
 from jaxdp.privacy.calibration import calibrate_noise
@@ -23,7 +25,16 @@ from jaxdp.privacy.events import (
     ZCDpEvent,
     unproven,
 )
-from jaxdp.privacy.ledger import Account, BudgetExceeded, Head, Hold, Ledger, LedgerDamaged, Reservation, Spend
+from jaxdp.privacy.ledger import (
+    Account,
+    BudgetExceeded,
+    Head,
+    Hold,
+    Ledger,
+    LedgerDamaged,
+    Reservation,
+    Spend,
+)
 from jaxdp.privacy.planning import TrainingPlan, plan_training
 
 __all__ = [

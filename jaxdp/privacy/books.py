@@ -11,11 +11,14 @@ from jaxdp.privacy.budget import Dataset, maximal
 from jaxdp.privacy.events import Counts, compose, composition, from_json, to_json
 
 _DATASETS = (
-    "SELECT id, name, adjacency, unit, epsilon, delta, accounting, renyi_order, allow_unproven, records FROM datasets"
+    "SELECT id, name, adjacency, unit, epsilon, delta, accounting, renyi_order, allow_unproven, "
+    "records FROM datasets"
 )
-# One row per part with its history "event:spends,event:spends,...". Equal histories have equal texts.
+# One row per part with its history "event:spends,event:spends,...". Equal histories have equal
+# texts.
 _HISTORY = (
-    "SELECT partition, group_concat(event || ':' || spends) AS history FROM (SELECT partition, event, spends "
+    "SELECT partition, group_concat(event || ':' || spends) AS history FROM (SELECT partition, "
+    "event, spends "
     "FROM totals WHERE dataset = ? AND {} ORDER BY partition, event) GROUP BY partition"
 )
 
@@ -36,7 +39,9 @@ def dataset_of(db: sqlite3.Connection, name: str) -> Dataset:
     dataset = find_dataset(db, name)
     if dataset is None:
         known = [row[0] for row in db.execute("SELECT name FROM datasets ORDER BY name LIMIT 20")]
-        raise ValueError(f"dataset {name!r} is not registered (registered: {known}). Call ledger.register first.")
+        raise ValueError(
+            f"dataset {name!r} is not registered (registered: {known}). Call ledger.register first."
+        )
     return dataset
 
 
@@ -47,7 +52,7 @@ def paid_for(db: sqlite3.Connection, dataset: Dataset, token: str | None) -> sql
     return row
 
 
-# --- Holds --------------------------------------------------------------------------------------------------------
+# --- Holds --------------------------------------------------------------------------------------
 
 
 def clock() -> float:
@@ -67,15 +72,19 @@ def held(db: sqlite3.Connection, dataset: Dataset) -> dict[str | None, Counts]:
 
 
 def take(db: sqlite3.Connection, dataset: Dataset, hold: str, step: Counts) -> None:
-    """Takes the events that a live hold shares with `step` out of it and renews it. Ignores a hold that is not live."""
+    """Takes the events that a live hold shares with `step` out of it and renews it. Ignores a hold
+    that is not live.
+    """
     kept = held(db, dataset).get(hold)
     if kept is not None:
         left = to_json(compose(kept - step))
-        db.execute("UPDATE holds SET json = ? WHERE id = ? AND dataset = ?", (left, hold, dataset.id))
+        db.execute(
+            "UPDATE holds SET json = ? WHERE id = ? AND dataset = ?", (left, hold, dataset.id)
+        )
         db.execute("UPDATE holds SET lapses = ? + seconds WHERE id = ?", (clock(), hold))
 
 
-# --- Spends -------------------------------------------------------------------------------------------------------
+# --- Spends -------------------------------------------------------------------------------------
 
 
 class _Read(NamedTuple):
@@ -85,23 +94,34 @@ class _Read(NamedTuple):
 
 
 class Spends:
-    """The spends on each dataset. It keeps what it read, so that a loop of spends reads only its own rows."""
+    """The spends on each dataset. It keeps what it read, so that a loop of spends reads only its
+    own rows.
+    """
 
     def __init__(self) -> None:
         self._events: dict[int, Counts] = {}
         self._read: dict[int, _Read] = {}
 
-    def compositions(self, db: sqlite3.Connection, dataset: Dataset, partition: str | None) -> list[Counts]:
-        """Returns what units of the dataset bear: the releases on the whole dataset plus those on one part.
+    def compositions(
+        self, db: sqlite3.Connection, dataset: Dataset, partition: str | None
+    ) -> list[Counts]:
+        """Returns what units of the dataset bear: the releases on the whole dataset plus those on
+        one part.
 
         A named partition has one composition. None gives every maximal one.
         """
         whole = self._whole(db, dataset)
         return maximal(whole + part for part in self._parts(db, dataset, partition)) or [whole]
 
-    def tallies(self, db: sqlite3.Connection, dataset: Dataset, partition: str | None) -> list[Tally]:
-        """Returns the proven parts of `compositions`. Reads only the spends that are new since the last call."""
-        read = self._read.get(dataset.id, _Read(Tally(dataset.adjacency, dataset.orders), None, None))
+    def tallies(
+        self, db: sqlite3.Connection, dataset: Dataset, partition: str | None
+    ) -> list[Tally]:
+        """Returns the proven parts of `compositions`. Reads only the spends that are new since the
+        last call.
+        """
+        read = self._read.get(
+            dataset.id, _Read(Tally(dataset.adjacency, dataset.orders), None, None)
+        )
         whole, known = read.whole, read.parts
         last = db.execute("SELECT max(id) FROM spends").fetchone()[0] or 0
         if read.position is None:
@@ -115,25 +135,38 @@ class Spends:
                     whole = whole.plus(self._event(db, row["event"]), row["spends"])
         if partition is None and known is None:
             known = maximal(self._parts(db, dataset, None))
-        self._read[dataset.id] = _Read(whole, known, last)  # one step: no interrupt can count a spend twice
+        self._read[dataset.id] = _Read(
+            whole, known, last
+        )  # one step: no interrupt can count a spend twice
         parts = self._parts(db, dataset, partition) if partition is not None else known or []
         return [whole.plus(part) for part in parts] or [whole]
 
     def by_part(self, db: sqlite3.Connection, dataset: Dataset) -> dict[str | None, Counts]:
         """Returns what was spent on each part alone. None is the whole dataset."""
         rows = db.execute(_HISTORY.format("1"), (dataset.id,)).fetchall()
-        parsed = {history: self._parsed(db, history) for history in {row["history"] for row in rows}}
+        parsed = {
+            history: self._parsed(db, history) for history in {row["history"] for row in rows}
+        }
         return {row["partition"] or None: parsed[row["history"]] for row in rows}
 
     def _whole(self, db: sqlite3.Connection, dataset: Dataset) -> Counts:
         row = db.execute(_HISTORY.format("partition = ''"), (dataset.id,)).fetchone()
         return self._parsed(db, row["history"]) if row else Counter()
 
-    def _parts(self, db: sqlite3.Connection, dataset: Dataset, partition: str | None) -> Iterable[Counts]:
-        """Returns the histories of all parts or of one. SQL merges equal ones, so that a million parts cost little."""
-        parts, values = ("partition <> ''", ()) if partition is None else ("partition = ?", (partition,))
+    def _parts(
+        self, db: sqlite3.Connection, dataset: Dataset, partition: str | None
+    ) -> Iterable[Counts]:
+        """Returns the histories of all parts or of one. SQL merges equal ones, so that a million
+        parts cost little.
+        """
+        parts, values = (
+            ("partition <> ''", ()) if partition is None else ("partition = ?", (partition,))
+        )
         query = f"SELECT DISTINCT history FROM ({_HISTORY.format(parts)})"
-        return [self._parsed(db, row["history"]) for row in db.execute(query, (dataset.id, *values)).fetchall()]
+        return [
+            self._parsed(db, row["history"])
+            for row in db.execute(query, (dataset.id, *values)).fetchall()
+        ]
 
     def _parsed(self, db: sqlite3.Connection, history: str) -> Counts:
         counts: Counts = Counter()

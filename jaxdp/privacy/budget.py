@@ -1,4 +1,6 @@
-"""The check of a spend against a dataset's budget. RDP decides where it suffices, and few PLDs decide the rest."""
+"""The check of a spend against a dataset's budget. RDP decides where it suffices, and few PLDs
+decide the rest.
+"""
 
 import dataclasses
 import functools
@@ -27,7 +29,8 @@ Accounting = Literal["pld", "rdp", "renyi_filter"]
 # 3 * 0.1 is 0.30000000000000004 in binary. A budget of 0.3 must still allow three spends of 0.1.
 ROUNDING = 1e-12
 _REMEMBERED = 64
-# `combinations` enumerates at most this many combinations of parts. Beyond them it uses an upper bound.
+# `combinations` enumerates at most this many combinations of parts. Beyond them it uses an upper
+# bound.
 COMBINATIONS = 1000
 
 
@@ -42,7 +45,13 @@ class BudgetExceeded(RuntimeError):
     """
 
     def __init__(
-        self, message: str, *, dataset: str, budget: tuple[float, float], would_spend: float, held: float = 0.0
+        self,
+        message: str,
+        *,
+        dataset: str,
+        budget: tuple[float, float],
+        would_spend: float,
+        held: float = 0.0,
     ):
         super().__init__(message)
         self.dataset = dataset
@@ -99,10 +108,22 @@ class Unsettled(Exception):
     """
 
     def __init__(
-        self, check: "BudgetCheck", spent: Sequence[Tally], others: Counts, own: Counts, step: Counts, ahead: bool
+        self,
+        check: "BudgetCheck",
+        spent: Sequence[Tally],
+        others: Counts,
+        own: Counts,
+        step: Counts,
+        ahead: bool,
     ):
         super().__init__()
-        self._check, self._spent, self._others, self._own, self._step = check, spent, others, own, step
+        self._check, self._spent, self._others, self._own, self._step = (
+            check,
+            spent,
+            others,
+            own,
+            step,
+        )
         self._ahead = ahead
         self._after = [tally.plus(others).plus(own) for tally in spent]
         for tally in self._after:
@@ -115,7 +136,9 @@ class Unsettled(Exception):
         return not self._lacks_proof and all(map(self._check.known, self._after))
 
     def decide(self) -> bool:
-        """Computes what the check does not know. Returns False if the budget certainly denies the step."""
+        """Computes what the check does not know. Returns False if the budget certainly denies the
+        step.
+        """
         verdicts = [self._check.known(tally) for tally in self._after]
         if self._lacks_proof or False in verdicts:
             return False
@@ -133,8 +156,9 @@ class Unsettled(Exception):
         what = f"dataset {dataset.name!r}, budget epsilon {dataset.epsilon:g} at delta {dataset.delta:g}"
         if self._lacks_proof:
             return BudgetExceeded(
-                f"{what}: {event} has no proof, so its epsilon is infinite. Nothing was run or charged. "
-                "Register the dataset without a budget or with allow_unproven=True to accept empirical privacy.",
+                f"{what}: {event} has no proof, so its epsilon is infinite. Nothing was run or "
+                "charged. Register the dataset without a budget or with allow_unproven=True to "
+                "accept empirical privacy.",
                 dataset=dataset.name,
                 budget=budget,
                 would_spend=math.inf,
@@ -143,14 +167,19 @@ class Unsettled(Exception):
             what += f" by the Renyi filter at order {dataset.renyi_order:g} (shares of its bound, in units of epsilon)"
         alone = [tally.plus(self._own) for tally in self._spent]
         before, without, would = (
-            max(used(dataset, tally.counts) for tally in counted) for counted in (self._spent, alone, self._after)
+            max(used(dataset, tally.counts) for tally in counted)
+            for counted in (self._spent, alone, self._after)
         )
         held = would - without if without < would else 0.0
         return BudgetExceeded(
             f"{what}: {before:.6g} is spent and {event} would make it {would:.6g}"
             + (f", {held:.6g} of which is room that others hold" if held else "")
             + ". Nothing was run or charged. "
-            + ("Wait until the others are done (the report lists their holds), or use" if held else "Use")
+            + (
+                "Wait until the others are done (the report lists their holds), or use"
+                if held
+                else "Use"
+            )
             + " more noise, fewer steps or other data. privacy.calibrate_noise computes the noise.",
             dataset=dataset.name,
             budget=budget,
@@ -162,8 +191,9 @@ class Unsettled(Exception):
 class BudgetCheck:
     """Decides whether compositions fit a dataset's budget, with few PLDs.
 
-    Composition is monotone. A part of a fitting composition fits, and a superset of an exceeding one exceeds. So a few
-    known compositions answer most questions. RDP, where it suffices, is cheap.
+    Composition is monotone. A part of a fitting composition fits, and a superset of an exceeding
+    one exceeds. So a few known compositions answer most questions. RDP, where it suffices, is
+    cheap.
     """
 
     def __init__(self, dataset: Dataset):
@@ -194,7 +224,8 @@ class BudgetCheck:
         return False if dataset.accounting == "rdp" else None
 
     def decide(self, tally: Tally, step: Counts, *, remember: int) -> None:
-        """Decides a composition and likely later ones, so that a loop of spends rarely needs another PLD.
+        """Decides a composition and likely later ones, so that a loop of spends rarely needs
+        another PLD.
 
         Args:
             tally: The composition to decide.
@@ -204,18 +235,24 @@ class BudgetCheck:
         single = Tally(tally.adjacency).plus(step)
         recent = tally.minus(self._last) if self._last and tally.covers(self._last) else single
         self._last = tally
-        repeats = all(tally.others[leaf] > count for leaf, count in single.others.items())  # `others` has no Gaussians
+        repeats = all(
+            tally.others[leaf] > count for leaf, count in single.others.items()
+        )  # `others` has no Gaussians
         if not self._computed(tally, remember) or not single or not repeats:
             return
-        # Twice the spends since the last decision are a guess at the next ones. The guess doubles while spends grow.
-        # Near the budget it halves until it fits. So the number of PLDs is logarithmic in the number of spends.
+        # Twice the spends since the last decision are a guess at the next ones. The guess doubles
+        # while spends grow. Near the budget it halves until it fits. So the number of PLDs is
+        # logarithmic in the number of spends.
         share = 2.0
         while recent:
             ahead = tally.plus_share(recent, share)
             fits = self.known(ahead)
             if fits or (fits is None and self._computed(ahead, remember)):
                 return
-            if share * max(recent.others.values(), default=0) <= 1 and share * recent.precision <= single.precision:
+            if (
+                share * max(recent.others.values(), default=0) <= 1
+                and share * recent.precision <= single.precision
+            ):
                 return
             share /= 2
 
@@ -224,13 +261,17 @@ class BudgetCheck:
         assert dataset.epsilon is not None and dataset.delta is not None
         fits = epsilon_of(dataset, tally.counts, dataset.delta) <= dataset.epsilon * (1 + ROUNDING)
         if fits:
-            self._fitting = [tally, *(old for old in self._fitting if not tally.covers(old))][:remember]
+            self._fitting = [tally, *(old for old in self._fitting if not tally.covers(old))][
+                :remember
+            ]
         else:
-            self._exceeding = [tally, *(old for old in self._exceeding if not old.covers(tally))][:remember]
+            self._exceeding = [tally, *(old for old in self._exceeding if not old.covers(tally))][
+                :remember
+            ]
         return fits
 
 
-# --- Compositions -----------------------------------------------------------------------------------------------
+# --- Compositions -------------------------------------------------------------------------------
 
 
 def maximal(compositions: Iterable[Counts]) -> list[Counts]:
@@ -243,7 +284,9 @@ def maximal(compositions: Iterable[Counts]) -> list[Counts]:
 
 
 def combinations(datasets: Iterable[Sequence[Counts]]) -> list[Counts]:
-    """Returns the maximal sums of one composition of every dataset, or compositions that cover all sums."""
+    """Returns the maximal sums of one composition of every dataset, or compositions that cover all
+    sums.
+    """
     sums: list[Counts] = [Counter()]
     for parts in datasets:
         if len(sums) * len(parts) > COMBINATIONS:
@@ -259,7 +302,9 @@ def is_proven(counts: Counts) -> bool:
 
 def proven(counts: Counts) -> Counts:
     """Returns a composition without the releases that have no proof."""
-    return Counter({leaf: count for leaf, count in counts.items() if not isinstance(leaf, UnprovenDpEvent)})
+    return Counter(
+        {leaf: count for leaf, count in counts.items() if not isinstance(leaf, UnprovenDpEvent)}
+    )
 
 
 def renyi_spent(dataset: Dataset, counts: Counts) -> float:
@@ -275,7 +320,9 @@ def epsilon_of(dataset: Dataset, counts: Counts, delta: float) -> float:
     spent, bound = renyi_spent(dataset, counts), dataset.renyi_bound
     if spent == 0 or math.isinf(spent):
         return spent
-    if spent > bound * (1 + ROUNDING):  # Only unspent events exceed the bound, because the filter refuses them.
+    if spent > bound * (
+        1 + ROUNDING
+    ):  # Only unspent events exceed the bound, because the filter refuses them.
         bound = spent
     assert dataset.renyi_order is not None
     return math.inf if delta == 0 else renyi_epsilon(bound, delta, dataset.renyi_order)

@@ -31,21 +31,24 @@ def calibrate_noise(
     """Returns the smallest noise multiplier whose epsilon is at most the target.
 
     Args:
-        make_event: A function of a noise multiplier (float > 0) that returns everything to be released, for example
-            ``lambda z: SelfComposedDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z)), steps)``. More noise must
-            never cost more epsilon. It is called about twenty times.
+        make_event: A function of a noise multiplier (float > 0) that returns everything to be
+            released, for example ``lambda z: SelfComposedDpEvent(PoissonSampledDpEvent(q,
+            GaussianDpEvent(z)), steps)``. More noise must never cost more epsilon. It is called
+            about twenty times.
         epsilon: The target, > 0 and finite.
         delta: The target's delta, in [0, 1). It may be 0 for pure releases only.
         adjacency: "add_remove", "replace_one" or "zero_out".
         method: As in `epsilon`. "rdp", which older work uses, needs more noise than "auto".
-        tol: A relative tolerance in (0, 0.1]. The result is at most (1 + tol) times the smallest feasible multiplier.
+        tol: A relative tolerance in (0, 0.1]. The result is at most (1 + tol) times the smallest
+            feasible multiplier.
 
     Returns:
-        A multiplier z for which `jaxdp.privacy.epsilon(make_event(z), ...) <= epsilon` was computed.
+        A multiplier z for which `jaxdp.privacy.epsilon(make_event(z), ...) <= epsilon` was
+        computed.
 
     Raises:
-        ValueError: An argument is impossible. An event has no accounting rule. No noise up to 2^40 meets the target,
-            or 2^-20 meets it. Epsilon rises with the noise.
+        ValueError: An argument is impossible. An event has no accounting rule. No noise up to 2^40
+            meets the target, or 2^-20 meets it. Epsilon rises with the noise.
     """
     if not 0 < epsilon < math.inf:
         raise ValueError(f"epsilon must be finite and > 0, got {epsilon!r}.")
@@ -66,8 +69,9 @@ def calibrate_noise(
         for (less, before), (more, after) in itertools.pairwise(sorted(costs.items())):
             if after > before * 1.002 + 1e-9:  # The rounding of PLDs is far smaller.
                 raise ValueError(
-                    f"make_event is not monotone: epsilon is {before:.6g} at the noise multiplier {less:.6g}, but "
-                    f"{after:.6g} at {more:.6g}. Return an event whose epsilon never rises with the noise."
+                    f"make_event is not monotone: epsilon is {before:.6g} at the noise multiplier "
+                    f"{less:.6g}, but {after:.6g} at {more:.6g}. Return an event whose epsilon "
+                    "never rises with the noise."
                 )
         return costs[multiplier]
 
@@ -76,25 +80,33 @@ def calibrate_noise(
         counts = composition(make_event(multiplier))
         return rdp_epsilon_of_counts(counts, delta=delta, adjacency=adjacency, orders=ROUGH_ORDERS)
 
-    # A rough bracket by RDP costs milliseconds and saves most PLDs. The result does not depend on it.
+    # A rough bracket by RDP costs milliseconds and saves most PLDs. The result does not depend on
+    # it.
     low, high = _bracket(rough_cost, epsilon, 1.0, 2.0)
-    start = _refine(rough_cost, epsilon, low, high, tol=0.01) if low > 0 and high < math.inf else 1.0
+    start = (
+        _refine(rough_cost, epsilon, low, high, tol=0.01) if low > 0 and high < math.inf else 1.0
+    )
     low, high = _bracket(cost, epsilon, start, 1.1)
     if high == math.inf:
         raise ValueError(
-            f"epsilon={epsilon!r} at delta={delta!r} cannot be met: at the noise multiplier {low:.3g} these releases "
-            f"still cost {costs[low]:.6g}. Some do not depend on it. Make these cheaper, or raise the target."
+            f"epsilon={epsilon!r} at delta={delta!r} cannot be met: at the noise multiplier "
+            f"{low:.3g} these releases still cost {costs[low]:.6g}. Some do not depend on it. Make "
+            "these cheaper, or raise the target."
         )
     if low == 0:
         raise ValueError(
-            f"epsilon={epsilon!r} at delta={delta!r} needs no noise: the multiplier {high:.3g} meets it already. Use "
-            "the noise multiplier in make_event, or choose a smaller delta."
+            f"epsilon={epsilon!r} at delta={delta!r} needs no noise: the multiplier {high:.3g} "
+            "meets it already. Use the noise multiplier in make_event, or choose a smaller delta."
         )
     return _refine(cost, epsilon, low, high, tol=tol)
 
 
-def _bracket(cost: Callable[[float], float], target: float, start: float, factor: float) -> tuple[float, float]:
-    """Returns (low, high) with cost(low) > target >= cost(high), where 0 and inf mean out of range."""
+def _bracket(
+    cost: Callable[[float], float], target: float, start: float, factor: float
+) -> tuple[float, float]:
+    """Returns (low, high) with cost(low) > target >= cost(high), where 0 and inf mean out of
+    range.
+    """
     low, high, multiplier = 0.0, math.inf, start
     while _SMALLEST <= multiplier <= _LARGEST:
         if cost(multiplier) <= target:
@@ -108,18 +120,23 @@ def _bracket(cost: Callable[[float], float], target: float, start: float, factor
     return low, high
 
 
-def _refine(cost: Callable[[float], float], target: float, low: float, high: float, *, tol: float) -> float:
+def _refine(
+    cost: Callable[[float], float], target: float, low: float, high: float, *, tol: float
+) -> float:
     """Shrinks a bracket to high <= (1 + tol) low and returns high.
 
-    Epsilon is close to a power of the multiplier, so a secant in logarithms lands near the root. The new point lies
-    slightly beyond the root, towards the farther end. Every fourth step bisects, so that the search ends.
+    Epsilon is close to a power of the multiplier, so a secant in logarithms lands near the root.
+    The new point lies slightly beyond the root, towards the farther end. Every fourth step bisects,
+    so that the search ends.
     """
     cost_low, cost_high, step = cost(low), cost(high), 0
     while high > low * (1 + tol):
         step += 1
         guess = math.sqrt(low * high)
         if step % 4 and 0 < cost_high < cost_low < math.inf:
-            root = low * (high / low) ** (math.log(cost_low / target) / math.log(cost_low / cost_high))
+            root = low * (high / low) ** (
+                math.log(cost_low / target) / math.log(cost_low / cost_high)
+            )
             aim = root * (1 + tol / 3) if root / low < high / root else root / (1 + tol / 3)
             guess = aim if low < aim < high else guess
         if cost(guess) <= target:

@@ -1,16 +1,19 @@
 """Composition of privacy losses by exponentially tilted Fourier transforms.
 
-The losses of independent releases add up. Their masses are multiplied by exp(tilt * loss) before the transform, which
-moves the bulk of the sum to the epsilon that is asked for. So the rounding errors of the transform are small relative
-to delta, however small delta is (Keich 2005, "sFFT"; Wilson and Keich 2016, "aFFT-C").
+The losses of independent releases add up. Their masses are multiplied by exp(tilt * loss) before
+the transform, which moves the bulk of the sum to the epsilon that is asked for. So the rounding
+errors of the transform are small relative to delta, however small delta is (Keich 2005, "sFFT";
+Wilson and Keich 2016, "aFFT-C").
 
-Formal guarantees: every delta is an upper bound for the discretised losses, which dominate the true ones. It has these
-parts. docs/design/proofs.md has the proofs.
+Formal guarantees: every delta is an upper bound for the discretised losses, which dominate the true
+ones. It has these parts. docs/design/proofs.md has the proofs.
 
-* the tilted sum over the window of the transform, times exp(count * MASS_ERROR) for the error of the masses,
+* the tilted sum over the window of the transform, times exp(count * MASS_ERROR) for the error of
+  the masses,
 * a bound on the rounding of the transform at each frequency, and so in the 2-norm,
 * a Chernoff bound on the losses above the window. What lies below it only adds to delta,
-* the probability of losses that are taken for infinite: far tails, and losses much rarer than delta.
+* the probability of losses that are taken for infinite: far tails, and losses much rarer than
+  delta.
 """
 
 import dataclasses
@@ -30,11 +33,13 @@ _TOLERANCE = 3e-4
 # Beyond either end of the window lies exp(-22) of the tilted mass. Larger losses have a probability
 # of exp(-16) of delta.
 _OUTSIDE, _BEYOND = 22.0, 16.0
-# The share of delta that may go to losses that are taken for infinite, once for far tails and once for rare losses.
+# The share of delta that may go to losses that are taken for infinite, once for far tails and once
+# for rare losses.
 _SPARE = 1e-7
 _STEADY = 5e-4  # A finer grid that gains less than this share ends the search.
 _MOST_POINTS = 2**21
-# By how much the excess of the next grid is smaller. A first halving of the grid shows whether it is fine enough.
+# By how much the excess of the next grid is smaller. A first halving of the grid shows whether it
+# is fine enough.
 _FINER = (4, 16, 16, 16)
 # Half of the smallest float rounds to 0.
 _LEAST_LOG_DELTA = -746.0
@@ -92,8 +97,12 @@ class Losses:
         return math.fsum(count * part.rounded_moment(order, grid) for part, count in self.parts)
 
 
-def losses_of(counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float, reverse: bool) -> Losses:
-    """Returns the losses of a composition in one direction. Tails are left out far below `delta`."""
+def losses_of(
+    counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float, reverse: bool
+) -> Losses:
+    """Returns the losses of a composition in one direction. Tails are left out far below
+    `delta`.
+    """
     infinite = _SPARE * delta * (1 - delta)  # A delta near 1 needs digits of 1 - delta.
     for depth in DEPTHS:
         leaves = [(distribution(leaf, adjacency, reverse, depth), n) for leaf, n in counts.items()]
@@ -107,7 +116,7 @@ def losses_of(counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float,
     return Losses(tuple(parts))
 
 
-# --- Bounds by moments --------------------------------------------------------------------------------------------
+# --- Bounds by moments --------------------------------------------------------------------------
 
 
 def _lost(order: float) -> float:
@@ -137,8 +146,8 @@ def _best_order(losses: Losses, cost: Callable[[float], float], start: float) ->
 def moment_epsilon(losses: Losses, delta: float) -> tuple[float, float]:
     """Returns an epsilon by the best moment, and its order.
 
-    This is the conversion of Renyi DP by Canonne, Kamath and Steinke 2020 (arXiv 2004.00010, proposition 12), at orders
-    that fit the scale of the losses.
+    This is the conversion of Renyi DP by Canonne, Kamath and Steinke 2020 (arXiv 2004.00010,
+    proposition 12), at orders that fit the scale of the losses.
     """
     room = delta * (1 - _MOMENT_MARGIN) - losses.uncovered
     if room <= 0:
@@ -153,7 +162,9 @@ def moment_epsilon(losses: Losses, delta: float) -> tuple[float, float]:
 
 
 def moment_log_delta(losses: Losses, epsilon: float) -> tuple[float, float]:
-    """Returns log of a delta by the best moment, without the part that no grid covers, and its order."""
+    """Returns log of a delta by the best moment, without the part that no grid covers, and its
+    order.
+    """
 
     def cost(order: float) -> float:
         return losses.log_moment(order) - order * epsilon + _lost(order)
@@ -162,7 +173,7 @@ def moment_log_delta(losses: Losses, epsilon: float) -> tuple[float, float]:
     return cost(order) + _MOMENT_MARGIN, order
 
 
-# --- The transform ------------------------------------------------------------------------------------------------
+# --- The transform ------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +294,9 @@ def _log(value: float) -> float:
 Lattice = tuple[int, np.ndarray]
 
 
-def _tilted(lattice: Lattice, grid: float, tilt: float) -> tuple[np.ndarray, np.ndarray, float, float]:
+def _tilted(
+    lattice: Lattice, grid: float, tilt: float
+) -> tuple[np.ndarray, np.ndarray, float, float]:
     """Returns places, tilted masses of sum 1, the log of their scale, and the largest exponent."""
     first, masses = lattice
     kept = np.flatnonzero(masses)
@@ -303,9 +316,9 @@ def _rounding(masses: np.ndarray, factors: Sequence[tuple[np.ndarray, int]]) -> 
         masses: The computed masses.
         factors: The moduli of the transform of each kind of release, and the count of the kind.
 
-    Each value of a transform is a sum of masses of sum 1. It errs by at most `stages`, 7 units for each of
-    log2(size) stages. Where some factors are small, the errors of the others matter little. Powers
-    and products add 16 units for each release.
+    Each value of a transform is a sum of masses of sum 1. It errs by at most `stages`, 7 units for
+    each of log2(size) stages. Where some factors are small, the errors of the others matter little.
+    Powers and products add 16 units for each release.
     """
     stages = 7 * _UNIT * math.log2(len(masses))
     log_product = np.zeros(len(masses) // 2 + 1)
@@ -331,7 +344,8 @@ def _weights(tilt: float, grid: float, size: int) -> float:
 
 
 def _tail_sums(masses: np.ndarray, tilt: float, grid: float) -> np.ndarray:
-    """Returns for each place j the sum of masses[k] exp(-tilt x) (1 - exp(-x)), x = (k - j) grid > 0.
+    """Returns for each place j the sum of masses[k] exp(-tilt x) (1 - exp(-x)), x = (k - j) grid >
+    0.
 
     Two recursions with positive terms only lose no digits.
     """
@@ -366,8 +380,12 @@ def _window(losses: Losses, tilt: float, log_delta: float) -> tuple[float, float
     return -below(_best_order(losses, below, tilt)), top
 
 
-def _log_above(lattices: Sequence[tuple[Lattice, int]], grid: float, edge: float, tilt: float) -> float:
-    """Returns log of a bound on the probability that the sum of the grid's losses reaches `edge`."""
+def _log_above(
+    lattices: Sequence[tuple[Lattice, int]], grid: float, edge: float, tilt: float
+) -> float:
+    """Returns log of a bound on the probability that the sum of the grid's losses reaches
+    `edge`.
+    """
     bounds = []
     for order in tilt * 2.0 ** np.array([0.5, 1, 2, 4, 6, 8, 10]):
         moments = (count * _tilted(lattice, grid, float(order))[2] for lattice, count in lattices)
@@ -392,7 +410,7 @@ def choose_grid(losses: Losses, tilt: float, budget: float, span: float) -> tupl
         level = max(least, level - max(1, math.floor(too_much)))
 
 
-# --- Epsilon and delta --------------------------------------------------------------------------------------------
+# --- Epsilon and delta --------------------------------------------------------------------------
 
 
 def epsilon_bound(losses: Losses, delta: float, enough: float = 0.0) -> float:

@@ -1,9 +1,11 @@
-"""The vocabulary of private releases: dp_accounting's `DpEvent`s, two of jaxdp, and one text form for all.
+"""The vocabulary of private releases: dp_accounting's `DpEvent`s, two of jaxdp, and one text form
+for all.
 
-An event describes one release for the accountant. **`noise_multiplier` is the standard deviation (Gaussian) or scale
-(Laplace) of the noise over the norm of ONE record's contribution**, `noise_std / clip_norm`, under every adjacency.
-Replacing a record moves a sum by up to twice that norm. `jaxdp.privacy.accounting` charges this factor. `PureDpEvent`
-and `ZCDpEvent` state a guarantee FOR the adjacency of the dataset that they are spent on.
+An event describes one release for the accountant. **`noise_multiplier` is the standard deviation
+(Gaussian) or scale (Laplace) of the noise over the norm of ONE record's contribution**, `noise_std
+/ clip_norm`, under every adjacency. Replacing a record moves a sum by up to twice that norm.
+`jaxdp.privacy.accounting` charges this factor. `PureDpEvent` and `ZCDpEvent` state a guarantee FOR
+the adjacency of the dataset that they are spent on.
 
 Unknown classes, unknown JSON and impossible parameters raise an error.
 """
@@ -38,20 +40,49 @@ from dp_accounting.dp_event import (
 
 from jaxdp.files import parse_json, shown
 
-__all__ = ["ComposedDpEvent", "Counts", "DiscreteLaplaceDpEvent", "DpEvent", "GaussianDpEvent", "LaplaceDpEvent"]
-__all__ += ["NoOpDpEvent", "NonPrivateDpEvent", "PoissonSampledDpEvent", "PureDpEvent", "RandomizedResponseDpEvent"]
+__all__ = [
+    "ComposedDpEvent",
+    "Counts",
+    "DiscreteLaplaceDpEvent",
+    "DpEvent",
+    "GaussianDpEvent",
+    "LaplaceDpEvent",
+]
+__all__ += [
+    "NoOpDpEvent",
+    "NonPrivateDpEvent",
+    "PoissonSampledDpEvent",
+    "PureDpEvent",
+    "RandomizedResponseDpEvent",
+]
 __all__ += ["RepeatAndSelectDpEvent", "SampledWithoutReplacementDpEvent", "SelfComposedDpEvent"]
-__all__ += ["SingleEpochTreeAggregationDpEvent", "TruncatedSubsampledGaussianDpEvent", "UnprovenDpEvent", "ZCDpEvent"]
-__all__ += ["compose", "composition", "describe", "from_json", "parse", "precision", "to_json", "unproven"]
+__all__ += [
+    "SingleEpochTreeAggregationDpEvent",
+    "TruncatedSubsampledGaussianDpEvent",
+    "UnprovenDpEvent",
+    "ZCDpEvent",
+]
+__all__ += [
+    "compose",
+    "composition",
+    "describe",
+    "from_json",
+    "parse",
+    "precision",
+    "to_json",
+    "unproven",
+]
 
 Counts = Counter[DpEvent]
 
 
 @dataclasses.dataclass(frozen=True)
 class PureDpEvent(DpEvent):
-    """Any release that is `epsilon`-DP with delta = 0, for the adjacency of the dataset that it is spent on.
+    """Any release that is `epsilon`-DP with delta = 0, for the adjacency of the dataset that it is
+    spent on.
 
-    The accountant uses the worst pure pair, binary randomised response (Kairouz, Oh, Viswanath 2015, arXiv 1311.0776).
+    The accountant uses the worst pure pair, binary randomised response (Kairouz, Oh, Viswanath
+    2015, arXiv 1311.0776).
 
     Attributes:
         epsilon: A finite number >= 0.
@@ -72,7 +103,9 @@ class UnprovenDpEvent(DpEvent):
 
 
 def unproven(reason: str) -> UnprovenDpEvent:
-    """Returns the event of a release with empirical privacy only. The ledger's report shows `reason`."""
+    """Returns the event of a release with empirical privacy only. The ledger's report shows
+    `reason`.
+    """
     event: UnprovenDpEvent = _validated(UnprovenDpEvent(reason))
     return event
 
@@ -86,7 +119,10 @@ def _real(low: float, high: float = math.inf, *, allow_inf: bool = False) -> Cal
         except OverflowError:
             raise ValueError(f"must be at most {high:g}, got an integer beyond float64.") from None
         if not low <= number <= high or (math.isinf(number) and not allow_inf):
-            raise ValueError(f"must be {'' if allow_inf else 'finite and '}in [{low:g}, {high:g}], got {number!r}.")
+            raise ValueError(
+                f"must be {'' if allow_inf else 'finite and '}in [{low:g}, {high:g}], got "
+                f"{number!r}."
+            )
         return number
 
     return check
@@ -140,7 +176,11 @@ _FIELDS: Mapping[type[DpEvent], Mapping[str, Callable[[Any], Any]]] = {
     DiscreteLaplaceDpEvent: {"noise_parameter": _real(0), "sensitivity": _integer(1)},
     RandomizedResponseDpEvent: {"noise_parameter": _real(0, 1), "num_buckets": _integer(1)},
     PoissonSampledDpEvent: {"sampling_probability": _real(0, 1), "event": _event},
-    SampledWithoutReplacementDpEvent: {"source_dataset_size": _integer(1), "sample_size": _integer(0), "event": _event},
+    SampledWithoutReplacementDpEvent: {
+        "source_dataset_size": _integer(1),
+        "sample_size": _integer(0),
+        "event": _event,
+    },
     TruncatedSubsampledGaussianDpEvent: {
         "dataset_size": _integer(0),
         "sampling_probability": _real(0, 1),
@@ -161,13 +201,18 @@ def _validated(event: Any) -> Any:
     cls = type(event)
     if cls not in _FIELDS:
         raise ValueError(
-            f"event of type {cls.__module__}.{cls.__qualname__} is not in the vocabulary of jaxdp.privacy.events. "
-            "Use one of its events, PureDpEvent(epsilon) for a release with a pure proof, ZCDpEvent(rho) for one "
-            "with a concentrated proof, or unproven(reason)."
+            f"event of type {cls.__module__}.{cls.__qualname__} is not in the vocabulary of "
+            "jaxdp.privacy.events. Use one of its events, PureDpEvent(epsilon) for a release with "
+            "a pure proof, ZCDpEvent(rho) for one with a concentrated proof, or unproven(reason)."
         )
     values = {name: _checked(event, name, check) for name, check in _FIELDS[cls].items()}
-    if isinstance(event, SampledWithoutReplacementDpEvent) and values["sample_size"] > values["source_dataset_size"]:
-        raise ValueError("SampledWithoutReplacementDpEvent.sample_size: must be at most source_dataset_size.")
+    if (
+        isinstance(event, SampledWithoutReplacementDpEvent)
+        and values["sample_size"] > values["source_dataset_size"]
+    ):
+        raise ValueError(
+            "SampledWithoutReplacementDpEvent.sample_size: must be at most source_dataset_size."
+        )
     return cls(**values)
 
 
@@ -181,16 +226,18 @@ def _checked(event: Any, name: str, check: Callable[[Any], Any]) -> Any:
 def composition(event: DpEvent) -> Counts:
     """Flattens an event into {leaf event: count}, which accounting and ledger use.
 
-    Equal releases get equal leaves. `ComposedDpEvent` and `SelfComposedDpEvent` are counted, and `NoOpDpEvent`
-    disappears. Poisson sampling with probability 1 is dropped. A composition of Gaussians on one Poisson sample becomes
-    the Gaussian with multiplier (sum_i s_i^-2)^-1/2 on that sample. Events with a separate sample for each would
-    under-count. A mechanism without noise becomes `NonPrivateDpEvent`.
+    Equal releases get equal leaves. `ComposedDpEvent` and `SelfComposedDpEvent` are counted, and
+    `NoOpDpEvent` disappears. Poisson sampling with probability 1 is dropped. A composition of
+    Gaussians on one Poisson sample becomes the Gaussian with multiplier (sum_i s_i^-2)^-1/2 on that
+    sample. Events with a separate sample for each would under-count. A mechanism without noise
+    becomes `NonPrivateDpEvent`.
 
     Returns:
         Counts >= 1 of validated, hashable leaves, ordered by the leaves' JSON.
 
     Raises:
-        ValueError, TypeError: The event class is unknown, or a parameter is out of range. The message names it.
+        ValueError, TypeError: The event class is unknown, or a parameter is out of range. The
+            message names it.
     """
     counts: Counts = Counter()
 
@@ -210,8 +257,8 @@ def composition(event: DpEvent) -> Counts:
                 counts[leaf] += count
                 if counts[leaf] > _MOST:
                     raise ValueError(
-                        "SelfComposedDpEvent.count: nested counts must multiply to at most 2^53 releases of a kind. "
-                        "Charge fewer releases."
+                        "SelfComposedDpEvent.count: nested counts must multiply to at most 2^53 "
+                        "releases of a kind. Charge fewer releases."
                     )
 
     add(event, 1)
@@ -220,7 +267,8 @@ def composition(event: DpEvent) -> Counts:
 
 # Squares of smaller multipliers overflow, and their epsilon exceeds 1e200.
 _NO_NOISE = 1e-100
-# Squares of larger multipliers overflow. They are charged as this one, whose delta is 1e-100 at epsilon 0.
+# Squares of larger multipliers overflow. They are charged as this one, whose delta is 1e-100 at
+# epsilon 0.
 MOST_NOISE = 1e100
 
 
@@ -239,12 +287,19 @@ def _normal_form(leaf: DpEvent) -> DpEvent:
                 return NoOpDpEvent()
             return NonPrivateDpEvent() if leaf.noise_parameter == 0 else leaf
         case TruncatedSubsampledGaussianDpEvent():
-            if leaf.sampling_probability == 0 or leaf.truncated_batch_size == 0 or leaf.dataset_size == 0:
+            if (
+                leaf.sampling_probability == 0
+                or leaf.truncated_batch_size == 0
+                or leaf.dataset_size == 0
+            ):
                 return NoOpDpEvent()
             return NonPrivateDpEvent() if leaf.noise_multiplier < _NO_NOISE else leaf
         case PureDpEvent(epsilon=0.0) | ZCDpEvent(rho=0.0, xi=0.0):
             return NoOpDpEvent()
-        case PoissonSampledDpEvent(sampling_probability=share) | SampledWithoutReplacementDpEvent(sample_size=share):
+        case (
+            PoissonSampledDpEvent(sampling_probability=share)
+            | SampledWithoutReplacementDpEvent(sample_size=share)
+        ):
             inner, whole = _merged(leaf.event), getattr(leaf, "source_dataset_size", 1)
             if share == 0 or isinstance(inner, NoOpDpEvent):
                 return NoOpDpEvent()
@@ -257,7 +312,9 @@ def _normal_form(leaf: DpEvent) -> DpEvent:
 
 
 def _merged(event: DpEvent) -> DpEvent:
-    """Returns one Gaussian for a composition of Gaussians on the same records. Returns any other event unchanged."""
+    """Returns one Gaussian for a composition of Gaussians on the same records. Returns any other
+    event unchanged.
+    """
     parts = composition(event)
     if sum(parts.values()) <= 1 or not all(isinstance(part, GaussianDpEvent) for part in parts):
         return event
@@ -265,8 +322,12 @@ def _merged(event: DpEvent) -> DpEvent:
 
 
 def precision(gaussians: Mapping[DpEvent, int]) -> float:
-    """Returns the sum of count / noise_multiplier^2. One Gaussian of this precision equals all of them."""
-    multipliers = ((min(part.noise_multiplier, MOST_NOISE), count) for part, count in gaussians.items())
+    """Returns the sum of count / noise_multiplier^2. One Gaussian of this precision equals all of
+    them.
+    """
+    multipliers = (
+        (min(part.noise_multiplier, MOST_NOISE), count) for part, count in gaussians.items()
+    )
     return math.fsum(count / multiplier / multiplier for multiplier, count in multipliers)
 
 
@@ -276,7 +337,9 @@ def _values(event: DpEvent) -> dict[str, Any]:
 
 def compose(counts: Mapping[DpEvent, int]) -> DpEvent:
     """Returns the one hashable event that `composition` flattens to `counts`."""
-    parts = [leaf if count == 1 else SelfComposedDpEvent(leaf, count) for leaf, count in counts.items()]
+    parts = [
+        leaf if count == 1 else SelfComposedDpEvent(leaf, count) for leaf, count in counts.items()
+    ]
     if not parts:
         return NoOpDpEvent()
     return parts[0] if len(parts) == 1 else ComposedDpEvent(tuple(parts))
@@ -299,29 +362,38 @@ def from_json(text: str) -> DpEvent:
     """Reads the text of `to_json`.
 
     Raises:
-        ValueError, TypeError: `text` is not JSON, names an unknown event or field, or holds an impossible value.
+        ValueError, TypeError: `text` is not JSON, names an unknown event or field, or holds an
+            impossible value.
     """
     return _decode(parse_json(text))
 
 
 def describe(event: DpEvent) -> str:
-    """Returns an event as one short line for people, e.g. "PoissonSampled(0.01, Gaussian(1.1)) x 500"."""
+    """Returns an event as one short line for people, e.g. "PoissonSampled(0.01, Gaussian(1.1)) x
+    500".
+    """
     match event:
         case ComposedDpEvent():
             return " + ".join(describe(child) for child in event.events)
         case SelfComposedDpEvent():
             return f"{describe(event.event)} x {event.count}"
     parts = (
-        describe(value) if isinstance(value, DpEvent) else f"{value:.6g}" if isinstance(value, float) else shown(value)
+        describe(value)
+        if isinstance(value, DpEvent)
+        else f"{value:.6g}"
+        if isinstance(value, float)
+        else shown(value)
         for value in _values(event).values()
     )
     return f"{_NAMES[type(event)]}({', '.join(parts)})"
 
 
 def parse(text: str) -> DpEvent:
-    """Reads the text of `describe`, also with `*`: "500 * PoissonSampled(0.01, Gaussian(1.1)) + Laplace(2)".
+    """Reads the text of `describe`, also with `*`: "500 * PoissonSampled(0.01, Gaussian(1.1)) +
+    Laplace(2)".
 
-    Nothing is evaluated. Arguments are numbers, texts and events, in the order of the fields of their class.
+    Nothing is evaluated. Arguments are numbers, texts and events, in the order of the fields of
+    their class.
 
     Raises:
         ValueError, TypeError: The syntax or a name is unknown, or a value is impossible.
@@ -331,10 +403,13 @@ def parse(text: str) -> DpEvent:
         event = _read(tree)
     except SyntaxError as error:
         raise ValueError(
-            f"event {text[:80]!r} cannot be read: {error.msg}. Write for example 100 * Gaussian(1.1)."
+            f"event {text[:80]!r} cannot be read: {error.msg}. Write for example 100 * "
+            "Gaussian(1.1)."
         ) from error
     except (RecursionError, MemoryError):
-        raise ValueError(f"event {text[:80]!r} nests too deeply. Write for example 100 * Gaussian(1.1).") from None
+        raise ValueError(
+            f"event {text[:80]!r} nests too deeply. Write for example 100 * Gaussian(1.1)."
+        ) from None
     return _event(event)
 
 
@@ -356,10 +431,14 @@ def _read(node: ast.expr) -> Any:
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _CLASSES:
             fields = _FIELDS[_CLASSES[name]]
             if len(node.args) != len(fields):
-                raise ValueError(f"event {name} takes {len(fields)} arguments, {list(fields)}, got {len(node.args)}.")
+                raise ValueError(
+                    f"event {name} takes {len(fields)} arguments, {list(fields)}, got "
+                    f"{len(node.args)}."
+                )
             return _CLASSES[name](**dict(zip(fields, map(_read, node.args), strict=True)))
     raise ValueError(
-        f"event {ast.unparse(node)!r} cannot be read. Use numbers, + and *, and the names {sorted(_CLASSES)}."
+        f"event {ast.unparse(node)!r} cannot be read. Use numbers, + and *, and the names "
+        f"{sorted(_CLASSES)}."
     )
 
 
@@ -374,7 +453,9 @@ def _encode(value: Any) -> Any:
         case SelfComposedDpEvent():
             return {"type": "SelfComposed", "event": _encode(value.event), "count": value.count}
         case DpEvent():
-            return {"type": _NAMES[type(value)]} | {name: _encode(field) for name, field in _values(value).items()}
+            return {"type": _NAMES[type(value)]} | {
+                name: _encode(field) for name, field in _values(value).items()
+            }
         case tuple():
             return [_encode(item) for item in value]
         case float() if math.isinf(value):
@@ -392,11 +473,14 @@ def _decode(node: Any) -> DpEvent:
     if name == "SelfComposed" and set(values) == {"event", "count"}:
         return _event(SelfComposedDpEvent(_decode(values["event"]), values["count"]))
     if name not in _CLASSES:
-        raise ValueError(f"event JSON has the unknown type {name!r}. A newer jaxdp may have written it.")
+        raise ValueError(
+            f"event JSON has the unknown type {name!r}. A newer jaxdp may have written it."
+        )
     cls = _CLASSES[name]
     if set(values) != set(_FIELDS[cls]):
         raise ValueError(
-            f"event JSON of type {name!r} must have the fields {sorted(_FIELDS[cls])}, got {sorted(values)}."
+            f"event JSON of type {name!r} must have the fields {sorted(_FIELDS[cls])}, got "
+            f"{sorted(values)}."
         )
     if "event" in values:
         values["event"] = _decode(values["event"])

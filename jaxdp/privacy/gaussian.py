@@ -1,8 +1,10 @@
 """The exact privacy curve of Gaussian releases (Balle and Wang 2018, arXiv 1805.06530, theorem 8).
 
-Gaussians of multipliers s_i compose to one: the pair N(0, 1), N(mu, 1) with mu^2 = sum_i s_i^-2. With
+Gaussians of multipliers s_i compose to one: the pair N(0, 1), N(mu, 1) with mu^2 = sum_i s_i^-2.
+With
 u = epsilon / mu - mu / 2, delta = phi(u) (R(u) - R(u + mu)). Here phi is the normal density and R is
-Mills' ratio, R(x) = (1 - Phi(x)) / phi(x). This form loses no digits where delta or epsilon is extreme.
+Mills' ratio, R(x) = (1 - Phi(x)) / phi(x). This form loses no digits where delta or epsilon is
+extreme.
 """
 
 import math

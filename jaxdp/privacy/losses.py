@@ -1,12 +1,15 @@
-"""The privacy loss distribution of every leaf event: its pair of output distributions, as atoms and as densities.
+"""The privacy loss distribution of every leaf event: its pair of output distributions, as atoms and
+as densities.
 
-The privacy loss at an output is log(P / Q), where P and Q are the two densities of the pair. The masses here are those
-under P. Reversing the pair gives the same losses with the opposite sign and the masses under Q.
+The privacy loss at an output is log(P / Q), where P and Q are the two densities of the pair. The
+masses here are those under P. Reversing the pair gives the same losses with the opposite sign and
+the masses under Q.
 
-Formal guarantees: `LossDistribution.on_grid` returns a measure that dominates the pair. Each loss is split between its
-two neighbours on the grid so that its masses under P and under Q stay ("connect the dots", Doroshenko et al. 2022,
-arXiv 2207.04380). What no interval covers has an infinite loss. Integrals are sums of positive terms by Gauss-Legendre
-rules, with a relative error below `MASS_ERROR`. docs/design/proofs.md has the bound.
+Formal guarantees: `LossDistribution.on_grid` returns a measure that dominates the pair. Each loss
+is split between its two neighbours on the grid so that its masses under P and under Q stay
+("connect the dots", Doroshenko et al. 2022, arXiv 2207.04380). What no interval covers has an
+infinite loss. Integrals are sums of positive terms by Gauss-Legendre rules, with a relative error
+below `MASS_ERROR`. docs/design/proofs.md has the bound.
 """
 
 import copy
@@ -42,7 +45,8 @@ Intervals = list[tuple[float, np.ndarray]]
 
 # The relative error of one mass: the quadrature, and rounding of logarithms up to 700.
 MASS_ERROR = 1e-11
-# Tails are left out beyond a mass of about exp(-depth). The largest one keeps masses above float64's smallest number.
+# Tails are left out beyond a mass of about exp(-depth). The largest one keeps masses above
+# float64's smallest number.
 DEPTHS = (80.0, 160.0, 320.0, 600.0)
 # Larger sensitivities of discrete Laplace noise are rounded up to this many losses.
 _MOST_ATOMS = 2**16
@@ -63,9 +67,11 @@ class Piece:
 
     Attributes:
         weight: The probability of this piece.
-        intervals: (centre, edges) of each interval, where edges are offsets that divide it into smooth panels.
+        intervals: (centre, edges) of each interval, where edges are offsets that divide it into
+            smooth panels.
         width: The widest panel.
-        density: A function of offsets and a centre that returns losses and logarithms of the density.
+        density: A function of offsets and a centre that returns losses and logarithms of the
+            density.
         inverse: A function of losses and a centre that returns offsets.
     """
 
@@ -76,12 +82,16 @@ class Piece:
     inverse: Inverse
 
     def nodes(self, grid: float | None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns losses and logarithms of masses at the nodes of all panels. Panels end at multiples of `grid`."""
+        """Returns losses and logarithms of masses at the nodes of all panels. Panels end at
+        multiples of `grid`.
+        """
         losses, masses = [np.zeros(0)], [np.zeros(0)]
         for centre, edges in self.intervals:
             if grid is not None:
                 first, last = self.density(edges[[0, -1]], centre)[0] / grid
-                cuts = self.inverse(np.arange(math.ceil(first), math.floor(last) + 1) * grid, centre)
+                cuts = self.inverse(
+                    np.arange(math.ceil(first), math.floor(last) + 1) * grid, centre
+                )
                 cuts = cuts[(cuts > edges[0]) & (cuts < edges[-1])]
                 edges = np.sort(np.concatenate([edges, cuts]))
             for offsets, weights in _panels(edges, self.width):
@@ -150,7 +160,8 @@ class LossDistribution:
         return max(abs(self.lowest), abs(self.highest))
 
     def trimmed(self, spare: float) -> "LossDistribution":
-        """Returns the distribution whose largest losses, of a probability of at most `spare`, are infinite.
+        """Returns the distribution whose largest losses, of a probability of at most `spare`, are
+        infinite.
 
         Losses that are rarer than delta could otherwise dominate the moments, and so the tilted
         masses, whose rounding would then hide delta.
@@ -229,13 +240,15 @@ def _log_sum(exponents: np.ndarray) -> float:
 
 
 def _split(losses: np.ndarray, grid: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the multiple of `grid` below each loss, and the share of its mass under P that goes to the next one."""
+    """Returns the multiple of `grid` below each loss, and the share of its mass under P that goes
+    to the next one.
+    """
     below = np.floor(losses / grid)
     gap = np.clip(losses - below * grid, 0.0, grid)
     return below, np.expm1(-gap) / np.expm1(-grid)
 
 
-# --- The leaves ---------------------------------------------------------------------------------------------------
+# --- The leaves ---------------------------------------------------------------------------------
 
 
 def has_distribution(leaf: DpEvent, adjacency: Adjacency) -> bool:
@@ -273,10 +286,14 @@ def tamed(leaf: DpEvent) -> DpEvent:
     pair has a smaller divergence than the pair itself.
     """
     match leaf:
-        case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)) if sigma < _TINY_NOISE:
+        case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)) if (
+            sigma < _TINY_NOISE
+        ):
             return leaf.event
         case TruncatedSubsampledGaussianDpEvent(noise_multiplier=sigma) if sigma < _TINY_NOISE:
-            return GaussianDpEvent(sigma / 4)  # A replaced record under half the noise is the worse part.
+            return GaussianDpEvent(
+                sigma / 4
+            )  # A replaced record under half the noise is the worse part.
         case GaussianDpEvent() | LaplaceDpEvent():
             return type(leaf)(min(leaf.noise_multiplier, MOST_NOISE))
         case SingleEpochTreeAggregationDpEvent(noise_multiplier=sigma, step_counts=steps):
@@ -292,7 +309,9 @@ def tamed(leaf: DpEvent) -> DpEvent:
             return PoissonSampledDpEvent(max(q, _LEAST), tamed(event))
         case SampledWithoutReplacementDpEvent(source_dataset_size=records, sample_size=size):
             event = tamed(leaf.event)
-            if isinstance(event, GaussianDpEvent | LaplaceDpEvent):  # The rule takes expm1 of a square.
+            if isinstance(
+                event, GaussianDpEvent | LaplaceDpEvent
+            ):  # The rule takes expm1 of a square.
                 event = type(event)(min(event.noise_multiplier, 1e7))
             return SampledWithoutReplacementDpEvent(records, size, event)
         case RepeatAndSelectDpEvent(event=event, mean=mean, shape=shape):
@@ -320,11 +339,14 @@ def total_variation(leaf: DpEvent, adjacency: Adjacency) -> float:
 
 
 @functools.lru_cache(maxsize=512)
-def distribution(leaf: DpEvent, adjacency: Adjacency, reverse: bool, depth: float) -> LossDistribution:
+def distribution(
+    leaf: DpEvent, adjacency: Adjacency, reverse: bool, depth: float
+) -> LossDistribution:
     """Returns the losses of a leaf. `depth` is one of `DEPTHS`."""
     factor = 2.0 if adjacency == "replace_one" else 1.0
     reverse = reverse and not is_symmetric(leaf, adjacency)
-    # What no interval covers: at most two tails of two Gaussians and two gaps between them. Masses may underflow too.
+    # What no interval covers: at most two tails of two Gaussians and two gaps between them. Masses
+    # may underflow too.
     uncovered = 8 * float(special.ndtr(-_reach(depth))) + 1e-300
     match leaf:
         case PureDpEvent(epsilon=loss):
@@ -339,7 +361,9 @@ def distribution(leaf: DpEvent, adjacency: Adjacency, reverse: bool, depth: floa
         case PoissonSampledDpEvent(event=LaplaceDpEvent(noise_multiplier=scale)):
             return LossDistribution(*_laplace(1 / scale, leaf.sampling_probability), 0.0, reverse)
         case GaussianDpEvent(noise_multiplier=sigma):
-            return LossDistribution(None, [_gaussian(1.0, sigma / factor, 1.0, depth)], uncovered, reverse)
+            return LossDistribution(
+                None, [_gaussian(1.0, sigma / factor, 1.0, depth)], uncovered, reverse
+            )
         case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)):
             make = _opposite if adjacency == "replace_one" else _gaussian
             piece = make(1.0, sigma, leaf.sampling_probability, depth)
@@ -355,12 +379,16 @@ def pure_pair(epsilon: float) -> tuple[np.ndarray, np.ndarray]:
     return signs * epsilon, np.array([0.0, -epsilon]) - np.log1p(np.exp(-epsilon))
 
 
-def randomized_response(leaf: RandomizedResponseDpEvent, adjacency: Adjacency) -> tuple[np.ndarray, np.ndarray]:
+def randomized_response(
+    leaf: RandomizedResponseDpEvent, adjacency: Adjacency
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns losses and log probabilities of the answers (true, other record's, all others)."""
     k, p = leaf.num_buckets, leaf.noise_parameter
     other = math.log(p) - math.log(k)
     if adjacency == "replace_one":
-        loss = math.log1p((1 - p) * k / p) if p > 1e-290 else math.log((1 - p) * k + p) - math.log(p)
+        loss = (
+            math.log1p((1 - p) * k / p) if p > 1e-290 else math.log((1 - p) * k + p) - math.log(p)
+        )
         rest = [other + math.log(k - 2)] if k > 2 else []
         return np.array([loss, -loss] + [0.0] * len(rest)), np.array([other + loss, other, *rest])
     # The null record's answer is uniform.
@@ -370,7 +398,8 @@ def randomized_response(leaf: RandomizedResponseDpEvent, adjacency: Adjacency) -
 
 
 def _discrete_laplace(rate: float, sensitivity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the losses of the outputs ..., 0, 1, ..., sensitivity, ... of two-sided geometric noise.
+    """Returns the losses of the outputs ..., 0, 1, ..., sensitivity, ... of two-sided geometric
+    noise.
 
     Outputs below 0 and above `sensitivity` have the extreme losses. The outputs between them have
     the probability (1 - r) / (1 + r) * r**(sensitivity - output), where r = exp(-rate). Runs of
@@ -386,7 +415,7 @@ def _discrete_laplace(rate: float, sensitivity: int) -> tuple[np.ndarray, np.nda
     return losses, np.concatenate([[tail - rate * sensitivity], inner, [tail]])
 
 
-# --- Laplace ------------------------------------------------------------------------------------------------------
+# --- Laplace ------------------------------------------------------------------------------------
 
 
 def sampled_loss(loss: np.ndarray, q: float) -> np.ndarray:
@@ -409,10 +438,11 @@ def _unsampled(loss: np.ndarray, q: float) -> np.ndarray:
 
 
 def _laplace(loss: float, q: float) -> tuple[tuple[np.ndarray, np.ndarray], list[Piece]]:
-    """Returns atoms and pieces of Laplace noise at 0 and at a distance of `loss` scales, sampled with probability q.
+    """Returns atoms and pieces of Laplace noise at 0 and at a distance of `loss` scales, sampled
+    with probability q.
 
-    Without sampling, the loss is `loss` with probability 1/2 and -`loss` with probability exp(-loss) / 2. Between them
-    its density is exp((l - loss) / 2) / 4.
+    Without sampling, the loss is `loss` with probability 1/2 and -`loss` with probability
+    exp(-loss) / 2. Between them its density is exp((l - loss) / 2) / 4.
     """
 
     def weighed(ends: np.ndarray, log_masses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -435,7 +465,8 @@ def _laplace(loss: float, q: float) -> tuple[tuple[np.ndarray, np.ndarray], list
         near = np.concatenate([np.arange(0, reach, width), reach - graded, [reach]])
         ends = [(-loss, near), (loss, -near)]
     intervals = [
-        (centre, _with_transition(np.unique(edges), _log_odds(q) - centre, 1.0, width)) for centre, edges in ends
+        (centre, _with_transition(np.unique(edges), _log_odds(q) - centre, 1.0, width))
+        for centre, edges in ends
     ]
     extremes = np.array([loss, -loss])
     atoms = weighed(extremes, np.array([0.0, -loss]) - math.log(2))
@@ -447,7 +478,9 @@ def _log_odds(q: float) -> float:
 
 
 def _with_transition(edges: np.ndarray, place: float, scale: float, width: float) -> np.ndarray:
-    """Adds edges where log(1 - q + q exp(x / scale)) bends: its poles are at place +- i pi scale."""
+    """Adds edges where log(1 - q + q exp(x / scale)) bends: its poles are at place +- i pi
+    scale.
+    """
     if not edges[0] - 4 * scale < place < edges[-1] + 4 * scale:
         return edges
     steps = [math.pi / 4 * scale]
@@ -457,15 +490,19 @@ def _with_transition(edges: np.ndarray, place: float, scale: float, width: float
     return np.unique(np.concatenate([edges, near[(near > edges[0]) & (near < edges[-1])]]))
 
 
-# --- Gaussians ----------------------------------------------------------------------------------------------------
+# --- Gaussians ----------------------------------------------------------------------------------
 
 
 def _reach(depth: float) -> float:
     return math.sqrt(2 * depth)
 
 
-def _intervals(means: Sequence[float], places: Sequence[float], sigma: float, depth: float) -> Intervals:
-    """Returns intervals around all means / sigma. `places` are the transitions, relative to the mean 0."""
+def _intervals(
+    means: Sequence[float], places: Sequence[float], sigma: float, depth: float
+) -> Intervals:
+    """Returns intervals around all means / sigma. `places` are the transitions, relative to the
+    mean 0.
+    """
     reach = _reach(depth)
     width = 3 / reach
     if len(means) > 1 and 1 / sigma < 4 * reach:
@@ -482,7 +519,9 @@ def _intervals(means: Sequence[float], places: Sequence[float], sigma: float, de
 
 
 def _gaussian(weight: float, sigma: float, q: float, depth: float) -> Piece:
-    """Returns the losses of (1 - q) N(0, sigma^2) + q N(1, sigma^2) against N(0, sigma^2). Offsets are in sigmas."""
+    """Returns the losses of (1 - q) N(0, sigma^2) + q N(1, sigma^2) against N(0, sigma^2). Offsets
+    are in sigmas.
+    """
 
     def density(offsets: np.ndarray, centre: float) -> tuple[np.ndarray, np.ndarray]:
         loss = sampled_loss(offsets / sigma + (centre - 0.5) / sigma / sigma, q)
@@ -496,11 +535,15 @@ def _gaussian(weight: float, sigma: float, q: float, depth: float) -> Piece:
 
     place = 0.5 / sigma + sigma * _log_odds(q)
     means = (1.0,) if q == 1 else (0.0, 1.0)
-    return Piece(weight, _intervals(means, [place], sigma, depth), 3 / _reach(depth), density, inverse)
+    return Piece(
+        weight, _intervals(means, [place], sigma, depth), 3 / _reach(depth), density, inverse
+    )
 
 
 def _opposite(weight: float, sigma: float, q: float, depth: float) -> Piece:
-    """Returns the losses of (1 - q) N(0) + q N(1) against (1 - q) N(0) + q N(-1), of standard deviation sigma."""
+    """Returns the losses of (1 - q) N(0) + q N(1) against (1 - q) N(0) + q N(-1), of standard
+    deviation sigma.
+    """
     if q == 1:
         return _gaussian(weight, sigma / 2, 1.0, depth)
 
@@ -533,10 +576,14 @@ def _log_normal(x: np.ndarray) -> np.ndarray:
     return logarithms
 
 
-def _truncated(leaf: TruncatedSubsampledGaussianDpEvent, adjacency: Adjacency, depth: float) -> list[Piece]:
-    """Returns the mixture of two pairs that dominates truncated batches (Ganesh et al. 2025, arXiv 2508.15089).
+def _truncated(
+    leaf: TruncatedSubsampledGaussianDpEvent, adjacency: Adjacency, depth: float
+) -> list[Piece]:
+    """Returns the mixture of two pairs that dominates truncated batches (Ganesh et al. 2025, arXiv
+    2508.15089).
 
-    A batch that is truncated replaces a record by another one. Any other batch gains or loses a record.
+    A batch that is truncated replaces a record by another one. Any other batch gains or loses a
+    record.
     """
     n, most, q = leaf.dataset_size, leaf.truncated_batch_size, leaf.sampling_probability
     make = _opposite if adjacency == "replace_one" else _gaussian

@@ -1,4 +1,6 @@
-"""Plans of private training: noise, steps, batch size or epsilon from the other three, and what a run would cost."""
+"""Plans of private training: noise, steps, batch size or epsilon from the other three, and what a
+run would cost.
+"""
 
 import dataclasses
 import math
@@ -8,7 +10,12 @@ from typing import Any
 from jaxdp.privacy.accounting import Adjacency, Method, epsilon
 from jaxdp.privacy.calibration import calibrate_noise
 from jaxdp.privacy.cautions import warn_if_weak
-from jaxdp.privacy.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from jaxdp.privacy.events import (
+    DpEvent,
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+)
 from jaxdp.privacy.ledger import Account, BudgetExceeded
 
 MOST_STEPS = 10**6
@@ -57,41 +64,64 @@ def plan_training(
     adjacency: Adjacency = "add_remove",
     method: Method = "auto",
 ) -> TrainingPlan:
-    """Returns the plan in which one of batch size, noise, steps and epsilon follows from the other three.
+    """Returns the plan in which one of batch size, noise, steps and epsilon follows from the other
+    three.
 
         plan = jaxdp.privacy.plan_training(records=50_000, batch_size=500, steps=1000, epsilon=3.0, delta=1e-6)
         plan.noise_multiplier  # 0.865
 
     Args:
         records: The public number of records, at least 1.
-        delta: The delta at which epsilon counts, in (0, 1). 1 / records or more gives a `PrivacyWarning`.
+        delta: The delta at which epsilon counts, in (0, 1). 1 / records or more gives a
+            `PrivacyWarning`.
         batch_size: The expected batch size, in (0, records]. None asks for the largest integer.
-        noise_multiplier: The noise multiplier, > 0. None asks for the smallest one, up to 1e-4 of its value.
+        noise_multiplier: The noise multiplier, > 0. None asks for the smallest one, up to 1e-4 of
+            its value.
         steps: The number of steps, at least 1. None asks for the most, up to 1e-4 of their number.
         epsilon: The target. None asks for the cost. Above 10 gives a `PrivacyWarning`.
         adjacency, method: As in `jaxdp.privacy.epsilon`.
 
     Raises:
-        ValueError: Not exactly one of the four is None, a value is out of range, or no value meets the target.
+        ValueError: Not exactly one of the four is None, a value is out of range, or no value meets
+            the target.
     """
-    given = {"batch_size": batch_size, "noise_multiplier": noise_multiplier, "steps": steps, "epsilon": epsilon}
+    given = {
+        "batch_size": batch_size,
+        "noise_multiplier": noise_multiplier,
+        "steps": steps,
+        "epsilon": epsilon,
+    }
     asked = [name for name, value in given.items() if value is None]
     if len(asked) != 1:
-        raise ValueError(f"exactly one of {', '.join(given)} must be left out, got {asked or 'none'} left out.")
+        raise ValueError(
+            f"exactly one of {', '.join(given)} must be left out, got {asked or 'none'} left out."
+        )
     if records < 1:
         raise ValueError(f"records must be at least 1, got {records}.")
     if not 0 < delta < 1:
         raise ValueError(f"delta must be in (0, 1), got {delta}.")
     if batch_size is not None and not 0 < batch_size <= records:
-        raise ValueError(f"batch_size must be in (0, {records}], up to the number of records, got {batch_size}.")
-    for name, value in (("noise_multiplier", noise_multiplier), ("steps", steps), ("epsilon", epsilon)):
+        raise ValueError(
+            f"batch_size must be in (0, {records}], up to the number of records, got {batch_size}."
+        )
+    for name, value in (
+        ("noise_multiplier", noise_multiplier),
+        ("steps", steps),
+        ("epsilon", epsilon),
+    ):
         if value is not None and not (0 < value < math.inf and (name != "steps" or value % 1 == 0)):
             raise ValueError(
-                f"{name} must be {'an integer > 0' if name == 'steps' else '> 0 and finite'}, got {value}."
+                f"{name} must be {'an integer > 0' if name == 'steps' else '> 0 and finite'}, got "
+                f"{value}."
             )
 
     # 0 stands for what is asked for.
-    size, noise, count, target = batch_size or 0.0, noise_multiplier or 0.0, steps or 0, epsilon or 0.0
+    size, noise, count, target = (
+        batch_size or 0.0,
+        noise_multiplier or 0.0,
+        steps or 0,
+        epsilon or 0.0,
+    )
     how: Any = {"delta": delta, "adjacency": adjacency, "method": method}
 
     def event(size: float, noise: float, count: int) -> DpEvent:
@@ -114,7 +144,9 @@ def plan_training(
         _check_reach("record in a batch", cost(1, noise, count), target)
         size = records
         if cost(size, noise, count) > target:
-            size = int(records / smallest(lambda x: event(int(records * min(1, 1 / x)), noise, count)))
+            size = int(
+                records / smallest(lambda x: event(int(records * min(1, 1 / x)), noise, count))
+            )
     spent = cost(size, noise, count)
     warn_if_weak(epsilon=spent, delta=delta, records=records, sampling_probability=size / records)
     return TrainingPlan(
@@ -143,7 +175,8 @@ def facts(
 
     Args:
         event: `event(first, last)` of the steps first, ..., last - 1.
-        every: The number of steps of a chunk. Epsilon is given at the ends of up to ten chunks, the last among them.
+        every: The number of steps of a chunk. Epsilon is given at the ends of up to ten chunks, the
+            last among them.
         records, batch_size, noise_multiplier, steps, delta, adjacency: As in `TrainingPlan`.
     """
     chunks = math.ceil(steps / every)
@@ -164,13 +197,21 @@ def facts(
 def left_after(account: Account, event: DpEvent) -> str:
     """Returns a sentence on what an event would leave of an account's budget. It spends nothing."""
     delta = 1e-5 if account.delta is None else account.delta
-    before, after, room = account.epsilon(delta=delta), account.would_cost(event, delta=delta), account.remaining()
+    before, after, room = (
+        account.epsilon(delta=delta),
+        account.would_cost(event, delta=delta),
+        account.remaining(),
+    )
     text = f"epsilon {before:.4g} is spent at delta {delta:g}, {after:.4g} afterwards"
     try:
         account.check(event)
     except BudgetExceeded:
         return f"{text}: the budget has {room:.4g} left and REFUSES this"
-    return f"{text}, without a budget" if room == math.inf else f"{text}, {max(0.0, room - (after - before)):.4g} left"
+    return (
+        f"{text}, without a budget"
+        if room == math.inf
+        else f"{text}, {max(0.0, room - (after - before)):.4g} left"
+    )
 
 
 _epsilon = epsilon
@@ -185,4 +226,7 @@ def _event(sampling_probability: float, noise_multiplier: float, steps: int) -> 
 
 def _check_reach(what: str, cost: float, target: float) -> None:
     if cost > target:
-        raise ValueError(f"epsilon={target:g} must be at least {cost:.4g}, the cost of one {what}. Use more noise.")
+        raise ValueError(
+            f"epsilon={target:g} must be at least {cost:.4g}, the cost of one {what}. Use more "
+            "noise."
+        )

@@ -1,18 +1,19 @@
 """The ledger's file: how it is made, locked, read, copied and checked.
 
-`ledger.sqlite` is an SQLite database with the datasets, the events, and one row per spend. `ledger.sqlite.head` beside
-it is one line with the number of spends and the link of the last one.
+`ledger.sqlite` is an SQLite database with the datasets, the events, and one row per spend.
+`ledger.sqlite.head` beside it is one line with the number of spends and the link of the last one.
 
-* Every spend carries a link: SHA-256 of the previous link, the fields of its row that never change, and the terms of
-  its dataset. So each row authenticates all rows before it.
-* The head is written after the commit and before `spend` returns. No body runs before both are done. So a head that is
-  behind shows a crash in between, and a head that is ahead shows that the database lost spends.
-* `totals` holds sums over `spends`, so that queries take time independent of the number of spends. Opening the file
-  compares them with `spends`.
+* Every spend carries a link: SHA-256 of the previous link, the fields of its row that never change,
+  and the terms of its dataset. So each row authenticates all rows before it.
+* The head is written after the commit and before `spend` returns. No body runs before both are
+  done. So a head that is behind shows a crash in between, and a head that is ahead shows that the
+  database lost spends.
+* `totals` holds sums over `spends`, so that queries take time independent of the number of spends.
+  Opening the file compares them with `spends`.
 * A writer holds an exclusive lock on the head. The system queues waiting writers.
 
-A hash without a key shows damage and loss. It does not stop somebody who rewrites both files on purpose. The heads in
-the notes of workdirs and in backups do, if that person cannot change them.
+A hash without a key shows damage and loss. It does not stop somebody who rewrites both files on
+purpose. The heads in the notes of workdirs and in backups do, if that person cannot change them.
 """
 
 import concurrent.futures
@@ -120,11 +121,15 @@ ALTER TABLE spends ADD COLUMN link TEXT;
 """
 
 _LAST = "SELECT id, link FROM spends ORDER BY id DESC LIMIT 1"
-_TERMS = "name, adjacency, unit, epsilon, delta, accounting, renyi_order, allow_unproven, created_at"
+_TERMS = (
+    "name, adjacency, unit, epsilon, delta, accounting, renyi_order, allow_unproven, created_at"
+)
 
 
 class LedgerDamaged(ValueError):
-    """A ledger that does not hold everything that was spent. Nothing was charged, and no run may use it."""
+    """A ledger that does not hold everything that was spent. Nothing was charged, and no run may
+    use it.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,14 +148,17 @@ class Head:
 
 
 def damaged(path: str | os.PathLike[str], what: str, *, gone: bool = False) -> LedgerDamaged:
-    """Returns the error for a ledger that must not be used. `gone` means that nothing of it is left."""
+    """Returns the error for a ledger that must not be used. `gone` means that nothing of it is
+    left.
+    """
     path, quoted = shown(path), repr(os.fspath(path))
     older = f"`jaxdp ledger accept {path}` makes an intact older copy valid"
     last = "delete both, and a new ledger is made" if gone else older
     return LedgerDamaged(
-        f"ledger {quoted} {shown(what).removesuffix('.')}. It would under-count, so it is not used. Restore `{path}` "
-        f"and `{path}.head` from a backup. If no better copy exists, {last}. Runs that were charged since then charge "
-        "it again when they are resumed in their workdirs."
+        f"ledger {quoted} {shown(what).removesuffix('.')}. It would under-count, so it is not "
+        f"used. Restore `{path}` and `{path}.head` from a backup. If no better copy exists, "
+        f"{last}. Runs that were charged since then charge it again when they are resumed in their "
+        "workdirs."
     )
 
 
@@ -167,7 +175,8 @@ os.register_at_fork(after_in_child=_renew_locks)
 
 
 class Store:
-    """One open ledger file, or ":memory:", shared by the threads of a process. Its errors are the errors of `Ledger`.
+    """One open ledger file, or ":memory:", shared by the threads of a process. Its errors are the
+    errors of `Ledger`.
 
     With `read_only` it writes nothing to the file or beside it, and takes no lock.
     """
@@ -178,10 +187,13 @@ class Store:
         self._in_memory = path == ":memory:"
         self._head_path, self._head_file = pathlib.Path(f"{path}.head"), -1
         if not self._in_memory and not pathlib.Path(path).absolute().parent.is_dir():
-            raise ValueError(f"path {path!r} lies in a directory that does not exist. Create the directory first.")
+            raise ValueError(
+                f"path {path!r} lies in a directory that does not exist. Create the directory "
+                "first."
+            )
         self._open()
 
-    # --- Opening ------------------------------------------------------------------------------------------------------
+    # --- Opening ---------------------------------------------------------------------------------
 
     def _open(self) -> None:
         self._pid = os.getpid()
@@ -199,9 +211,13 @@ class Store:
             except UnicodeDecodeError as error:
                 raise damaged(self.path, f"is damaged: {error}") from error
             except sqlite3.Error as error:
-                if _is_damage(error) and (self._head_path.exists() or "not a database" not in str(error)):
+                if _is_damage(error) and (
+                    self._head_path.exists() or "not a database" not in str(error)
+                ):
                     raise damaged(self.path, f"is damaged: {error}") from error
-                raise ValueError(f"path {self.path!r} cannot be opened as a ledger: {shown(error)}.") from error
+                raise ValueError(
+                    f"path {self.path!r} cannot be opened as a ledger: {shown(error)}."
+                ) from error
             self.close = weakref.finalize(self, files.pop_all().close)
 
     def _connect(self, files: contextlib.ExitStack, path: str) -> None:
@@ -209,7 +225,9 @@ class Store:
 
     def _open_to_write(self, files: contextlib.ExitStack) -> None:
         path, wal = pathlib.Path(self.path), pathlib.Path(f"{self.path}-wal")
-        in_use = self._head_path.exists()  # first, because a process that makes both makes the head last
+        in_use = (
+            self._head_path.exists()
+        )  # first, because a process that makes both makes the head last
         if not path.exists():
             if in_use:
                 raise damaged(path, "is missing: only its head exists, so it was in use", gone=True)
@@ -223,12 +241,16 @@ class Store:
             _version(self.db, self.path)
             os.close(os.open(self._head_path, os.O_RDWR | os.O_CREAT, 0o666))
             with self._locked():
-                old = _version(self.db, self.path) < SCHEMA_VERSION  # another process may have migrated it
+                old = (
+                    _version(self.db, self.path) < SCHEMA_VERSION
+                )  # another process may have migrated it
                 if old:
                     self._migrate()
                 self._check(self._read_head(), new=old)
                 self._write_head()
-                for left in path.parent.glob(f".{path.name}.new-*"):  # from processes that died while making it
+                for left in path.parent.glob(
+                    f".{path.name}.new-*"
+                ):  # from processes that died while making it
                     left.unlink(missing_ok=True)
         except (LedgerDamaged, sqlite3.Error):
             # SQLite deletes a log when it closes the file. Its unread part may be needed.
@@ -242,7 +264,9 @@ class Store:
         try:
             self._connect(files, f"{path.absolute().as_uri()}?mode=ro")
             _pragma(self.db, "schema_version")
-        except sqlite3.OperationalError:  # SQLite must write beside the file, but the folder is read-only
+        except (
+            sqlite3.OperationalError
+        ):  # SQLite must write beside the file, but the folder is read-only
             if os.access(path.absolute().parent, os.W_OK):
                 raise
             folder = files.enter_context(tempfile.TemporaryDirectory())
@@ -267,7 +291,9 @@ class Store:
             _migrate(self.db, self.path)
 
     def _check(self, head: Head | None, *, new: bool) -> None:
-        """Raises LedgerDamaged unless the file agrees with itself and its head. A `new` one may have no head."""
+        """Raises LedgerDamaged unless the file agrees with itself and its head. A `new` one may
+        have no head.
+        """
         with self.db:
             self.db.execute("BEGIN")  # all queries see one instant
             if (problem := find_problem(self.db)) is None:
@@ -281,10 +307,12 @@ class Store:
         if problem is not None:
             raise damaged(self.path, problem)
 
-    # --- Transactions -------------------------------------------------------------------------------------------------
+    # --- Transactions ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def transaction(self, mode: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
+    def transaction(
+        self, mode: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE"
+    ) -> Iterator[sqlite3.Connection]:
         """Yields the connection inside one transaction. IMMEDIATE waits for the write lock."""
         with self.lock:
             if self._pid != os.getpid():
@@ -305,37 +333,44 @@ class Store:
                     raise damaged(self.path, f"is damaged: {error}") from error
                 if isinstance(error, sqlite3.OperationalError):
                     raise OSError(
-                        f"ledger {self.path!r} cannot be read or written: {shown(error)}. Everything that was reserved "
-                        "in it still counts. Free space on its disk, or wait for the process that holds it, and try "
-                        "again."
+                        f"ledger {self.path!r} cannot be read or written: {shown(error)}. "
+                        "Everything that was reserved in it still counts. Free space on its disk, "
+                        "or wait for the process that holds it, and try again."
                     ) from error
                 raise
 
     def _after_fork(self) -> None:
         if self._in_memory:
-            raise RuntimeError("an in-memory ledger cannot be shared with a forked process. Open a file instead.")
-        self.close.detach()  # SQLite forbids use of the inherited connection, which the parent owns.
+            raise RuntimeError(
+                "an in-memory ledger cannot be shared with a forked process. Open a file instead."
+            )
+        # SQLite forbids use of the inherited connection, which the parent owns.
+        self.close.detach()
         self._inherited = self.db
         self._open()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         if self.read_only:
-            raise ValueError(f"ledger {self.path!r} was opened with read_only=True. Open it without to write.")
+            raise ValueError(
+                f"ledger {self.path!r} was opened with read_only=True. Open it without to write."
+            )
         if self._in_memory:
             yield
             return
         try:
             self._head_file = _acquire(self._head_path)
         except FileNotFoundError as error:
-            raise damaged(self.path, "has lost its head, the file that records its last spend") from error
+            raise damaged(
+                self.path, "has lost its head, the file that records its last spend"
+            ) from error
         try:
             yield
         finally:
             fcntl.flock(self._head_file, fcntl.LOCK_UN)
             os.close(self._head_file)
 
-    # --- Head and links -----------------------------------------------------------------------------------------------
+    # --- Head and links --------------------------------------------------------------------------
 
     @property
     def head(self) -> Head:
@@ -349,28 +384,43 @@ class Store:
         return self._head_path.exists()
 
     def contains(self, head: Head) -> bool | None:
-        """Returns whether the ledger's history contains `head`, or None if `head` is of another ledger or branch."""
+        """Returns whether the ledger's history contains `head`, or None if `head` is of another
+        ledger or branch.
+        """
         with self.transaction("DEFERRED"):
             return None if head.ledger != self._name else self._link_at(head.spend) == head.link
 
     def seal(self, name: str) -> None:
         """Seals the terms of a dataset, in the caller's transaction."""
         row = self.db.execute("SELECT * FROM datasets WHERE name = ?", (name,)).fetchone()
-        self.db.execute("UPDATE datasets SET seal = ? WHERE id = ?", (_seal(row, self.identity), row["id"]))
+        self.db.execute(
+            "UPDATE datasets SET seal = ? WHERE id = ?", (_seal(row, self.identity), row["id"])
+        )
 
-    def append(self, dataset: int, partition: str, json: str, label: str, token: str | None, run: str) -> int:
-        """Writes a reservation, its link and its total, in the caller's transaction. Returns its number."""
+    def append(
+        self, dataset: int, partition: str, json: str, label: str, token: str | None, run: str
+    ) -> int:
+        """Writes a reservation, its link and its total, in the caller's transaction. Returns its
+        number.
+        """
         self.db.execute("INSERT INTO events (json) VALUES (?) ON CONFLICT DO NOTHING", (json,))
         (event,) = self.db.execute("SELECT id FROM events WHERE json = ?", (json,)).fetchone()
         terms = self.db.execute("SELECT * FROM datasets WHERE id = ?", (dataset,)).fetchone()
         last, (who, host), at = self._last(), _author(), now()
-        row = {"id": last.spend + 1, "partition": partition, "json": json, "label": label, "token": token, "run": run}
+        row = {
+            "id": last.spend + 1,
+            "partition": partition,
+            "json": json,
+            "label": label,
+            "token": token,
+            "run": run,
+        }
         row |= {"version": __version__, "reserved_at": at, "who": who, "host": host}
         row |= {"link": _link(last.link, row, terms_of(terms)), "dataset": dataset, "event": event}
         self.db.execute(
-            "INSERT INTO spends (id, dataset, partition, event, label, token, status, run, version, reserved_at, who, "
-            "host, link) VALUES (:id, :dataset, :partition, :event, :label, :token, 'reserved', :run, :version, "
-            ":reserved_at, :who, :host, :link)",
+            "INSERT INTO spends (id, dataset, partition, event, label, token, status, run, "
+            "version, reserved_at, who, host, link) VALUES (:id, :dataset, :partition, :event, "
+            ":label, :token, 'reserved', :run, :version, :reserved_at, :who, :host, :link)",
             row,
         )
         self.db.execute(
@@ -400,7 +450,9 @@ class Store:
         return None
 
     def _check_head(self) -> None:
-        """Raises LedgerDamaged if the database lacks spends that the head has seen, as after a lost -wal file."""
+        """Raises LedgerDamaged if the database lacks spends that the head has seen, as after a lost
+        -wal file.
+        """
         if self._in_memory:
             return
         head = self._read_head()
@@ -424,7 +476,9 @@ class Store:
         return _head_of(text, self.path) if text else None
 
     def _write_head(self) -> None:
-        """Writes the position of the last spend. A head that stays behind because the process dies is legal."""
+        """Writes the position of the last spend. A head that stays behind because the process dies
+        is legal.
+        """
         last = self._last()
         if last == self._seen or self._in_memory:
             return
@@ -432,27 +486,34 @@ class Store:
             os.pwrite(self._head_file, _head_text(last), 0)
         except OSError as error:
             raise OSError(
-                f"the head of ledger {self.path!r} cannot be written: {error}. The reservation counts, but its body "
-                "does not run. Repair the disk, and try again."
+                f"the head of ledger {self.path!r} cannot be written: {error}. The reservation "
+                "counts, but its body does not run. Repair the disk, and try again."
             ) from error
         # After the checkpoint, a copy of the database without its -wal file is complete.
         self.db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         self._seen = last
 
     def backup(self, path: str | os.PathLike[str]) -> None:
-        """Copies the ledger with its head, durably and at one instant. Others may spend meanwhile."""
+        """Copies the ledger with its head, durably and at one instant. Others may spend
+        meanwhile.
+        """
         target = pathlib.Path(path)
         if target.exists() or pathlib.Path(f"{target}.head").exists():
-            raise ValueError(f"path {os.fspath(path)!r} exists. A backup replaces nothing. Choose another path.")
+            raise ValueError(
+                f"path {os.fspath(path)!r} exists. A backup replaces nothing. Choose another path."
+            )
         if not target.absolute().parent.is_dir():
-            raise ValueError(f"path {os.fspath(path)!r} lies in a directory that does not exist. Create it first.")
+            raise ValueError(
+                f"path {os.fspath(path)!r} lies in a directory that does not exist. Create it "
+                "first."
+            )
         with self.transaction("DEFERRED") as db:
             head = self._last()  # first, so that the copy is of this instant
             _copy(db, target)
         write_durably(pathlib.Path(f"{target}.head"), _head_text(head))
 
 
-# --- Damage -----------------------------------------------------------------------------------------------------------
+# --- Damage -------------------------------------------------------------------------------------
 
 
 def find_problem(db: sqlite3.Connection) -> str | None:
@@ -486,8 +547,8 @@ def _relinked(db: sqlite3.Connection, ledger: str) -> Iterator[tuple[sqlite3.Row
     terms = {row["id"]: terms_of(row) for row in db.execute(f"SELECT id, {_TERMS} FROM datasets")}
     link = _origin(ledger)
     for row in db.execute(
-        "SELECT spends.id, dataset, partition, json, label, token, run, version, reserved_at, who, host, link "
-        "FROM spends JOIN events ON events.id = event ORDER BY spends.id"
+        "SELECT spends.id, dataset, partition, json, label, token, run, version, reserved_at, "
+        "who, host, link FROM spends JOIN events ON events.id = event ORDER BY spends.id"
     ):
         link = _link(link, row, terms[row["dataset"]])
         yield row, link
@@ -506,7 +567,9 @@ def _unequal_total(db: sqlite3.Connection) -> str | None:
     for one, other in ((_TOTALS, _COUNTED), (_COUNTED, _TOTALS)):
         row = db.execute(f"SELECT * FROM ({one} EXCEPT {other}) LIMIT 1").fetchone()
         if row is not None:
-            name = db.execute("SELECT name FROM datasets WHERE id = ?", (row["dataset"],)).fetchone()
+            name = db.execute(
+                "SELECT name FROM datasets WHERE id = ?", (row["dataset"],)
+            ).fetchone()
             return f"is damaged: the totals of dataset {name and name[0]!r} are not the sums of its spends"
     return None
 
@@ -522,10 +585,11 @@ JOIN spends AS old ON old.id = first JOIN spends AS new ON new.id = last
 
 
 def accept(path: str | os.PathLike[str]) -> Head:
-    """Makes an intact database valid whose head is missing or ahead. Returns the head of this new branch.
+    """Makes an intact database valid whose head is missing or ahead. Returns the head of this new
+    branch.
 
-    Nothing is undone. A workdir that spent more sees that the branch is not the one in its notes. It charges the
-    missing spends when it is resumed.
+    Nothing is undone. A workdir that spent more sees that the branch is not the one in its notes.
+    It charges the missing spends when it is resumed.
 
     Raises:
         LedgerDamaged: The database is inconsistent.
@@ -538,7 +602,10 @@ def accept(path: str | os.PathLike[str]) -> Head:
     try:
         with contextlib.closing(_connection(path)) as db:
             if _version(db, path) < SCHEMA_VERSION:
-                raise ValueError(f"ledger {path!r} is of version 1. Open it to migrate it, instead of accepting it.")
+                raise ValueError(
+                    f"ledger {path!r} is of version 1. Open it to migrate it, instead of "
+                    "accepting it."
+                )
             if (problem := find_problem(db)) is not None:
                 raise damaged(path, problem)
             branch = secrets.token_hex(4)
@@ -546,7 +613,9 @@ def accept(path: str | os.PathLike[str]) -> Head:
             db.execute("UPDATE meta SET value = ? WHERE key = 'branch'", (branch,))
             (ledger,) = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()
             last = db.execute(_LAST).fetchone() or (0, _origin(ledger))
-            db.execute("INSERT INTO meta VALUES (?, ?)", (f"accepted {now()} {branch}", f"spend {last[0]}"))
+            db.execute(
+                "INSERT INTO meta VALUES (?, ?)", (f"accepted {now()} {branch}", f"spend {last[0]}")
+            )
             db.execute("COMMIT")
             head = Head(f"{ledger}.{branch}", *last)
             os.pwrite(file, _head_text(head), 0)
@@ -556,12 +625,16 @@ def accept(path: str | os.PathLike[str]) -> Head:
     return head
 
 
-# --- Files ------------------------------------------------------------------------------------------------------------
+# --- Files --------------------------------------------------------------------------------------
 
 
 def _connection(path: str) -> sqlite3.Connection:
     db = sqlite3.connect(
-        path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=path.startswith("file:")
+        path,
+        timeout=BUSY_SECONDS,
+        isolation_level=None,
+        check_same_thread=False,
+        uri=path.startswith("file:"),
     )
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA foreign_keys = ON")
@@ -579,7 +652,8 @@ def _existing(path: str | os.PathLike[str]) -> pathlib.Path:
 def _check_size(path: pathlib.Path) -> None:
     """Refuses an empty file, which SQLite would open as a new database.
 
-    Only SQLite may open a ledger. Closing it otherwise would drop the locks of all connections of this process.
+    Only SQLite may open a ledger. Closing it otherwise would drop the locks of all connections of
+    this process.
     """
     if path.stat().st_size == 0:
         raise damaged(path, "is empty", gone=True)
@@ -589,13 +663,17 @@ def _version(db: sqlite3.Connection, path: str) -> int:
     """Returns the schema version of a ledger. Raises ValueError for another file."""
     application, version = _pragma(db, "application_id"), _pragma(db, "user_version")
     if not application and not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-        raise damaged(path, "has no tables: its `-wal` file is missing, or it is another program's file", gone=True)
+        raise damaged(
+            path,
+            "has no tables: its `-wal` file is missing, or it is another program's file",
+            gone=True,
+        )
     if application != _APPLICATION_ID:
         raise ValueError(f"path {path!r} is an SQLite file, but not a ledger. Choose another path.")
     if version > SCHEMA_VERSION:
         raise ValueError(
-            f"ledger {path!r} has schema version {version}, but jaxdp {__version__} knows up to {SCHEMA_VERSION}. "
-            "Upgrade jaxdp to use it."
+            f"ledger {path!r} has schema version {version}, but jaxdp {__version__} knows up to "
+            f"{SCHEMA_VERSION}. Upgrade jaxdp to use it."
         )
     return version
 
@@ -608,11 +686,16 @@ def _is_damage(error: sqlite3.Error) -> bool:
 def _create(path: pathlib.Path) -> None:
     """Makes a new ledger, which appears whole. Another process may have made it first."""
     try:
-        with _appearing(path) as temporary, contextlib.closing(_connection(os.fspath(temporary))) as db:
+        with (
+            _appearing(path) as temporary,
+            contextlib.closing(_connection(os.fspath(temporary))) as db,
+        ):
             db.execute("PRAGMA journal_mode = WAL")
             _fill(db)
     except (OSError, sqlite3.Error):
-        if not path.exists():  # otherwise another process made it first and removed the temporary file
+        if (
+            not path.exists()
+        ):  # otherwise another process made it first and removed the temporary file
             raise
 
 
@@ -624,7 +707,9 @@ def _copy(db: sqlite3.Connection, path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _appearing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a temporary path and renames its finished file to `path`. Raises FileExistsError if `path` exists."""
+    """Yields a temporary path and renames its finished file to `path`. Raises FileExistsError if
+    `path` exists.
+    """
     temporary = path.with_name(f".{path.name}.new-{secrets.token_hex(8)}")
     try:
         yield temporary
@@ -658,7 +743,9 @@ def _describe(db: sqlite3.Connection, ledger: str, **origin: str) -> None:
 
 
 def _migrate(db: sqlite3.Connection, path: str) -> None:
-    """Adds version 2 to a database of version 1, in the caller's transaction. Raises LedgerDamaged if unsound."""
+    """Adds version 2 to a database of version 1, in the caller's transaction. Raises LedgerDamaged
+    if unsound.
+    """
     problem = _torn_page(db) or _unequal_total(db)
     if problem is not None:
         raise damaged(path, problem)
@@ -668,14 +755,17 @@ def _migrate(db: sqlite3.Connection, path: str) -> None:
     _describe(db, ledger, migrated_at=now(), migrated_by=f"jaxdp {__version__}")
     for row in db.execute(f"SELECT id, {_TERMS}, records FROM datasets").fetchall():
         db.execute("UPDATE datasets SET seal = ? WHERE id = ?", (_seal(row, ledger), row["id"]))
-    # Spends of version 1 have numbers without gaps, because none was deleted and a failed insert takes no number.
+    # Spends of version 1 have numbers without gaps, because none was deleted and a failed insert
+    # takes no number.
     for row, link in list(_relinked(db, ledger)):
         db.execute("UPDATE spends SET link = ? WHERE id = ?", (link, row["id"]))
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def _acquire(path: pathlib.Path) -> int:
-    """Opens a file and waits until this process alone holds it. The system queues waiting processes."""
+    """Opens a file and waits until this process alone holds it. The system queues waiting
+    processes.
+    """
     file = os.open(path, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -685,8 +775,8 @@ def _acquire(path: pathlib.Path) -> int:
     except OSError as error:
         os.close(file)
         raise OSError(
-            f"{os.fspath(path)!r} cannot be locked: {error}. Two programs could then spend one budget twice. Keep the "
-            "ledger on a local disk."
+            f"{os.fspath(path)!r} cannot be locked: {error}. Two programs could then spend one "
+            "budget twice. Keep the ledger on a local disk."
         ) from error
     # flock has no timeout, so another thread waits. It closes a lock that arrives too late.
     waiting: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -704,12 +794,13 @@ def _acquire(path: pathlib.Path) -> int:
         if not isinstance(error, TimeoutError):
             raise
     raise OSError(
-        f"{os.fspath(path)!r} is held by another process for {BUSY_SECONDS:g} seconds, so its ledger cannot be "
-        "written. Everything that was reserved in it still counts. Wait for that process, and try again."
+        f"{os.fspath(path)!r} is held by another process for {BUSY_SECONDS:g} seconds, so its "
+        "ledger cannot be written. Everything that was reserved in it still counts. Wait for that "
+        "process, and try again."
     )
 
 
-# --- Texts ------------------------------------------------------------------------------------------------------------
+# --- Texts --------------------------------------------------------------------------------------
 
 
 def utc(seconds: float) -> str:
@@ -741,7 +832,9 @@ def _seal(row: Mapping[str, Any], ledger: str) -> str:
 
 
 def _schema(db: sqlite3.Connection) -> str:
-    rows = db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name").fetchall()
+    rows = db.execute(
+        "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
+    ).fetchall()
     return _digest([list(row) for row in rows])
 
 
@@ -750,7 +843,18 @@ def _origin(ledger: str) -> str:
 
 
 def _link(last: str, row: Mapping[str, Any], terms: str) -> str:
-    names = ("id", "partition", "json", "label", "token", "run", "version", "reserved_at", "who", "host")
+    names = (
+        "id",
+        "partition",
+        "json",
+        "label",
+        "token",
+        "run",
+        "version",
+        "reserved_at",
+        "who",
+        "host",
+    )
     return _digest([last, terms, *(row[name] for name in names)])
 
 

@@ -1,4 +1,6 @@
-"""Private recalibration: confidences that fit a new site, from noisy answers of many private sources."""
+"""Private recalibration: confidences that fit a new site, from noisy answers of many private
+sources.
+"""
 
 from jaxdp.recalibration.methods import (
     METHODS,
@@ -11,7 +13,15 @@ from jaxdp.recalibration.methods import (
     NllT,
 )
 from jaxdp.recalibration.metrics import brier, classwise_ece, ece, nll, reliability
-from jaxdp.recalibration.protocol import Conversation, Method, Party, Records, event, noise_scale, play
+from jaxdp.recalibration.protocol import (
+    Conversation,
+    Method,
+    Party,
+    Records,
+    event,
+    noise_scale,
+    play,
+)
 from jaxdp.recalibration.recalibrate import (
     Recalibration,
     acc_t,

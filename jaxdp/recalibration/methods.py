@@ -1,9 +1,9 @@
 """The recalibration methods: their questions, sensitivities and use of the answers.
 
-The order is the paper's: `NllT`, `EceT`, `HistogramBinning` (Sections 3.3 and C.2), `AccT` (Section 4, Algorithm 1).
-`AccBisection` and `LogisticBinning` go beyond the paper. Sensitivities are for one record added or removed, as in the
-paper, or for one record replaced by another. Zeroing out a record costs as much as removing it if the null record is
-invalid, such as label -1.
+The order is the paper's: `NllT`, `EceT`, `HistogramBinning` (Sections 3.3 and C.2), `AccT` (Section
+4, Algorithm 1). `AccBisection` and `LogisticBinning` go beyond the paper. Sensitivities are for one
+record added or removed, as in the paper, or for one record replaced by another. Zeroing out a
+record costs as much as removing it if the null record is invalid, such as label -1.
 """
 
 import dataclasses
@@ -27,17 +27,21 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def confidence(logits: jax.Array, temperature: jax.Array | float = 1.0) -> jax.Array:
-    """Computes Equation 3: p_T(x), the largest softmax probability of logits [n, m] / T, float32 [n] in [1 / m, 1]."""
+    """Computes Equation 3: p_T(x), the largest softmax probability of logits [n, m] / T, float32
+    [n] in [1 / m, 1].
+    """
     above = logits - logits.max(1, keepdims=True)
     return 1 / jnp.exp(above / temperature).sum(1)
 
 
 def _in_one_bin(adjacency: Adjacency) -> float:
-    """Returns the sensitivity of bins if a record changes one bin by at most 1. A replacement may change two."""
+    """Returns the sensitivity of bins if a record changes one bin by at most 1. A replacement may
+    change two.
+    """
     return 2.0 if adjacency == "replace_one" else 1.0
 
 
-# --- Temperatures ----------------------------------------------------------------------------------------------------
+# --- Temperatures -------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,20 +60,26 @@ class Bracket:
     def __post_init__(self) -> None:
         if not 0 < np.float32(self.low) < np.float32(self.high) < np.inf:
             ends = (self.low, self.high)
-            raise ValueError(f"bracket must be (low, high) with 0 < low < high in float32, got {ends}.")
+            raise ValueError(
+                f"bracket must be (low, high) with 0 < low < high in float32, got {ends}."
+            )
         if self.spacing not in get_args(Spacing):
             raise ValueError(f"spacing must be 'log' or 'linear', got {self.spacing!r}.")
 
     @classmethod
     def of(cls, ends: "Bracket | Sequence[Any]", spacing: Spacing = "log") -> "Bracket":
-        """Returns the bracket of (low, high) and a spacing, or of (low, high, spacing) as in a config."""
+        """Returns the bracket of (low, high) and a spacing, or of (low, high, spacing) as in a
+        config.
+        """
         if isinstance(ends, Bracket):
             return ends
         try:
             *temperatures, spacing = ends if isinstance(ends[-1], str) else (*ends, spacing)
             low, high = map(float, temperatures)
         except (IndexError, TypeError, ValueError):
-            raise ValueError(f"bracket must be two temperatures (low, high), got {ends!r}.") from None
+            raise ValueError(
+                f"bracket must be two temperatures (low, high), got {ends!r}."
+            ) from None
         return cls(low=low, high=high, spacing=spacing)
 
     @property
@@ -79,7 +89,9 @@ class Bracket:
 
     @property
     def unchanged(self) -> jax.Array:
-        """The position of T = 1, which changes no confidence, float32 []. It may be outside of the bracket."""
+        """The position of T = 1, which changes no confidence, float32 []. It may be outside of the
+        bracket.
+        """
         return self._position(1.0)
 
     def _position(self, temperature: float) -> jax.Array:
@@ -94,27 +106,32 @@ class Told(NamedTuple):
     """What a search is told of a position. Both numbers are float32 []."""
 
     value: jax.Array  # the objective
-    lean: jax.Array  # decides a tie: > 0 if T is too high, < 0 if it is too low, 0 if the answer does not tell
+    lean: (
+        jax.Array
+    )  # decides a tie: > 0 if T is too high, < 0 if it is too low, 0 if the answer does not tell
 
 
 class Found(NamedTuple):
     """The result of a search."""
 
     temperature: jax.Array  # the middle of the last bracket, float32 []
-    low: jax.Array  # bool [], whether the last bracket has the first one's lower end: the best T may be outside
+    low: (
+        jax.Array
+    )  # bool [], whether the last bracket has the first one's lower end: the best T may be outside
     high: jax.Array
 
 
 class GoldenSection(NamedTuple):
-    """Golden-section search (C.1) for the minimum of a function that falls and then rises. Positions are float32 [].
+    """Golden-section search (C.1) for the minimum of a function that falls and then rises.
+    Positions are float32 [].
 
-    It reduces the bracket K times with exactly K + 1 values. The published loop takes one more value and never reads it
-    (Algorithm 1, k = K - 1).
+    It reduces the bracket K times with exactly K + 1 values. The published loop takes one more
+    value and never reads it (Algorithm 1, k = K - 1).
 
-    A tie of both probes says that the minimum is between them, or that the objective is flat. Either part of the
-    bracket holds what is between them. The published loop always keeps the upper part (line 5), so that a flat
-    objective ends at the highest temperature. Here `Told.lean` decides, and without a lean the search keeps the part
-    that is nearer to T = 1.
+    A tie of both probes says that the minimum is between them, or that the objective is flat.
+    Either part of the bracket holds what is between them. The published loop always keeps the upper
+    part (line 5), so that a flat objective ends at the highest temperature. Here `Told.lean`
+    decides, and without a lean the search keeps the part that is nearer to T = 1.
     """
 
     unchanged: jax.Array  # the position of T = 1
@@ -127,7 +144,9 @@ class GoldenSection(NamedTuple):
     @classmethod
     def start(cls, bracket: Bracket) -> "GoldenSection":
         """Runs Algorithm 1, line 2."""
-        return cls(bracket.unchanged, *bracket.ends, _probes(*bracket.ends), jnp.zeros(2), jnp.int32(0))
+        return cls(
+            bracket.unchanged, *bracket.ends, _probes(*bracket.ends), jnp.zeros(2), jnp.int32(0)
+        )
 
     def position(self) -> jax.Array:
         """Returns the position to evaluate next."""
@@ -136,7 +155,8 @@ class GoldenSection(NamedTuple):
     def tell(self, k: int, told: Told) -> "GoldenSection":
         """Takes the value at `position()`, the k-th from 0. All but the first shrink the bracket.
 
-        These are lines 5 to 11, with the new ends in lines 6 and 9. With the old ends both probes would coincide.
+        These are lines 5 to 11, with the new ends in lines 6 and 9. With the old ends both probes
+        would coincide.
         """
         values = self.values.at[self.asked].set(told.value)
         if k == 0:
@@ -155,7 +175,9 @@ class GoldenSection(NamedTuple):
 
 
 def _leans_up(search: "GoldenSection | Bisection", told: Told) -> jax.Array:
-    """Returns whether a search without other evidence keeps the upper part of its bracket, bool []."""
+    """Returns whether a search without other evidence keeps the upper part of its bracket, bool
+    [].
+    """
     nearer_to_one = search.unchanged > (search.low + search.high) / 2
     return jnp.where(told.lean == 0, nearer_to_one, told.lean < 0)
 
@@ -165,10 +187,11 @@ def _probes(low: jax.Array, high: jax.Array) -> jax.Array:
 
 
 class Bisection(NamedTuple):
-    """Search for the sign change of a rising function. K values halve the bracket K times. Positions are float32 [].
+    """Search for the sign change of a rising function. K values halve the bracket K times.
+    Positions are float32 [].
 
-    A value of 0 says that the middle is right, or that no answer tells anything. The search then keeps the half that is
-    nearer to T = 1.
+    A value of 0 says that the middle is right, or that no answer tells anything. The search then
+    keeps the half that is nearer to T = 1.
     """
 
     unchanged: jax.Array
@@ -187,7 +210,9 @@ class Bisection(NamedTuple):
     def tell(self, k: int, told: Told) -> "Bisection":
         """Takes the value in the middle, whose sign is the lean."""
         middle, upper = self.position(), _leans_up(self, told)
-        return self._replace(low=jnp.where(upper, middle, self.low), high=jnp.where(upper, self.high, middle))
+        return self._replace(
+            low=jnp.where(upper, middle, self.low), high=jnp.where(upper, self.high, middle)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,7 +221,8 @@ class TemperatureSearch:
 
     Attributes:
       bracket: Public range of temperatures, a `Bracket` or an argument of `Bracket.of`.
-      iterations: K, the number of reductions of the bracket. Each leaves 0.618 of it, or a half with bisection.
+      iterations: K, the number of reductions of the bracket. Each leaves 0.618 of it, or a half
+          with bisection.
     """
 
     bracket: Any = Bracket()
@@ -219,7 +245,9 @@ class TemperatureSearch:
         raise NotImplementedError
 
     def lean(self, answer: jax.Array) -> jax.Array:
-        """Returns the number that decides a tie, see `Told`. It is post-processing of the answer."""
+        """Returns the number that decides a tie, see `Told`. It is post-processing of the
+        answer.
+        """
         return jnp.float32(0)
 
     def init(self, variance: float | jax.Array) -> Any:
@@ -252,8 +280,8 @@ class TemperatureSearch:
 class NllT(TemperatureSearch):
     """NLL-T (Section 3.3, C.2.1): the temperature of least negative log likelihood.
 
-    The published method has no bound and scales its noise to the largest observed value. Here every record's loss is
-    clipped to a public bound. The sum of clipped losses may have several minima.
+    The published method has no bound and scales its noise to the largest observed value. Here every
+    record's loss is clipped to a public bound. The sum of clipped losses may have several minima.
 
     Attributes:
       bound: The clip bound on one record's negative log likelihood, in nats.
@@ -271,7 +299,9 @@ class NllT(TemperatureSearch):
 
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
         """Returns clipped -log softmax(l / T)_y, [n, 1]."""
-        above = (records.logits - records.logits.max(1, keepdims=True)) / temperature  # at most 0, so exp is safe
+        above = (
+            records.logits - records.logits.max(1, keepdims=True)
+        ) / temperature  # at most 0, so exp is safe
         chosen = jnp.take_along_axis(above, records.labels[:, None], 1)
         return jnp.clip(jnp.log(jnp.exp(above).sum(1, keepdims=True)) - chosen, 0, self.bound)
 
@@ -282,7 +312,8 @@ class NllT(TemperatureSearch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EceT(TemperatureSearch):
-    """ECE-T (Section 3.3, C.2.2): the temperature of least calibration error in bins of equal width.
+    """ECE-T (Section 3.3, C.2.2): the temperature of least calibration error in bins of equal
+    width.
 
     The objective may have several minima, since records change bins with T.
 
@@ -303,26 +334,33 @@ class EceT(TemperatureSearch):
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
         """Returns 1[phi(x) = y] - p_T(x) in the record's bin, [n, bins]."""
         p = confidence(records.logits, temperature)
-        return jax.nn.one_hot(equal_width_bin(p, self.bins), self.bins) * (records.correct - p)[:, None]
+        return (
+            jax.nn.one_hot(equal_width_bin(p, self.bins), self.bins)
+            * (records.correct - p)[:, None]
+        )
 
     def objective(self, answer: jax.Array) -> jax.Array:
         """Returns Equation 6 times the number of records: the sum over bins of absolute values."""
         return jnp.abs(answer).sum()
 
     def lean(self, answer: jax.Array) -> jax.Array:
-        """Returns accuracy less mean confidence, times the number of records. It rises with T (Proposition 2)."""
+        """Returns accuracy less mean confidence, times the number of records. It rises with T
+        (Proposition 2).
+        """
         return answer.sum()
 
 
-# --- Histogram binning -----------------------------------------------------------------------------------------------
+# --- Histogram binning --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Binning:
-    """A confidence that is a function of one public score, from one release of noisy counts per bin of that score.
+    """A confidence that is a function of one public score, from one release of noisy counts per bin
+    of that score.
 
-    A method has `cells`, the number of bins, and `score(logits)`, float32 [n]. `cell(score)` is the bin of each score,
-    int32 [n]. `curve(parameters, score)` is the recalibrated confidence at scores [n].
+    A method has `cells`, the number of bins, and `score(logits)`, float32 [n]. `cell(score)` is the
+    bin of each score, int32 [n]. `curve(parameters, score)` is the recalibrated confidence at
+    scores [n].
     """
 
     rounds = 1
@@ -360,8 +398,9 @@ class HistogramBinning(Binning):
 
     Attributes:
       bins: The number of bins of equal width.
-      form: "split" asks for the correct and the incorrect records of each bin, "published" for the correct ones and
-        all. Both give the same information. A record counts once in "split", so it needs half the noise.
+      form: "split" asks for the correct and the incorrect records of each bin, "published" for the
+        correct ones and all. Both give the same information. A record counts once in "split", so it
+        needs half the noise.
     """
 
     bins: int = 15
@@ -386,11 +425,15 @@ class HistogramBinning(Binning):
         return equal_width_bin(score, self.bins)
 
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
-        """Returns the number of counts that hold a record, or twice that number for a replacement."""
+        """Returns the number of counts that hold a record, or twice that number for a
+        replacement.
+        """
         return _in_one_bin(adjacency) * (1 if self.form == "split" else 2)
 
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
-        """Returns one-hot counts [n, 2 bins] of correct records, then of incorrect or of all records."""
+        """Returns one-hot counts [n, 2 bins] of correct records, then of incorrect or of all
+        records.
+        """
         counts = super().summand(k, records, temperature)
         if self.form == "split":
             return counts
@@ -398,7 +441,9 @@ class HistogramBinning(Binning):
         return jnp.concatenate([right, right + wrong], 1)
 
     def finish(self, state: Any) -> jax.Array:
-        """Returns the accuracy per bin [bins], in [0, 1]. A bin without (noisy) records gets its middle."""
+        """Returns the accuracy per bin [bins], in [0, 1]. A bin without (noisy) records gets its
+        middle.
+        """
         right, other = jnp.split(state[1], 2)
         total = right + other if self.form == "split" else other
         middle = (jnp.arange(self.bins) + 0.5) / self.bins
@@ -409,7 +454,7 @@ class HistogramBinning(Binning):
         return parameters[self.cell(score)]
 
 
-# --- Accuracy temperature scaling ------------------------------------------------------------------------------------
+# --- Accuracy temperature scaling ---------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -417,26 +462,29 @@ class AccT(TemperatureSearch):
     """Acc-T (Section 4, Algorithm 1): the temperature at which mean confidence equals accuracy.
 
     Attributes:
-      split: Whether one round asks for accuracy and the others for confidence. The objective then has the noise of two
-        answers, but each answer needs less noise. For "replace_one" an answer's noise is ((K + 1) (1 - 1/m) + 1) /
-        epsilon instead of (K + 1) (2 - 1/m) / epsilon. For "add_remove" it is (K + 2) (1 - 1/m) / epsilon instead of (K
-        + 1) / epsilon.
+      split: Whether one round asks for accuracy and the others for confidence. The objective then
+        has the noise of two answers, but each answer needs less noise. For "replace_one" an
+        answer's noise is ((K + 1) (1 - 1/m) + 1) / epsilon instead of (K + 1) (2 - 1/m) / epsilon.
+        For "add_remove" it is (K + 2) (1 - 1/m) / epsilon instead of (K + 1) / epsilon.
     """
 
     split: bool = False
 
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
-        """Returns the range of the summand for replacements, and its largest size for additions and removals.
+        """Returns the range of the summand for replacements, and its largest size for additions and
+        removals.
 
-        1[phi(x) = y] - p_T(x) is in [-1, 1 - 1/m]. With `split`, 1[phi(x) = y] - 1/m is in [-1/m, 1 - 1/m], and 1/m -
-        p_T(x) in [-(1 - 1/m), 0].
+        1[phi(x) = y] - p_T(x) is in [-1, 1 - 1/m]. With `split`, 1[phi(x) = y] - 1/m is in [-1/m, 1
+        - 1/m], and 1/m - p_T(x) in [-(1 - 1/m), 0].
         """
         if not self.split:
             return 2 - 1 / num_classes if adjacency == "replace_one" else 1.0
         return 1.0 if k == 0 and adjacency == "replace_one" else 1 - 1 / num_classes
 
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
-        """Computes line 3, [n, 1]. With `split` both parts are less 1/m, which cancels, so both ranges contain 0."""
+        """Computes line 3, [n, 1]. With `split` both parts are less 1/m, which cancels, so both
+        ranges contain 0.
+        """
         right, p = records.correct.astype(jnp.float32), confidence(records.logits, temperature)
         if not self.split:
             return (right - p)[:, None]
@@ -452,15 +500,16 @@ class AccT(TemperatureSearch):
         return answer[0]
 
 
-# --- Beyond the paper ------------------------------------------------------------------------------------------------
+# --- Beyond the paper ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AccBisection(AccT):
-    """Acc-T by bisection. By Proposition 2, accuracy less mean confidence rises with T, so its sign shows the side.
+    """Acc-T by bisection. By Proposition 2, accuracy less mean confidence rises with T, so its sign
+    shows the side.
 
-    K releases halve the bracket K times. Golden-section search needs K + 1 releases to leave 0.618^K of it, and
-    compares two noisy values instead of one.
+    K releases halve the bracket K times. Golden-section search needs K + 1 releases to leave
+    0.618^K of it, and compares two noisy values instead of one.
     """
 
     search = Bisection
@@ -479,15 +528,18 @@ class Logistic(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogisticBinning(Binning):
-    """Two numbers fitted to noisy bins: sigmoid(a s + b) of the log-odds s, by penalised quasi-likelihood.
+    """Two numbers fitted to noisy bins: sigmoid(a s + b) of the log-odds s, by penalised
+    quasi-likelihood.
 
-    Histogram binning treats every bin separately. Here all bins fit one straight line in log-odds (Platt 1999). The
-    weight of a bin follows from two known variances of its counts, of Laplace noise and of sampling. Log-odds have no
-    upper end, so their bins can separate the records of an over-confident model.
+    Histogram binning treats every bin separately. Here all bins fit one straight line in log-odds
+    (Platt 1999). The weight of a bin follows from two known variances of its counts, of Laplace
+    noise and of sampling. Log-odds have no upper end, so their bins can separate the records of an
+    over-confident model.
 
     Attributes:
       edges: Public ascending edges between the bins of the log-odds.
-      slope_sd, shift_sd: Standard deviations of the Gaussian priors of a around 1 and of b around 0.
+      slope_sd, shift_sd: Standard deviations of the Gaussian priors of a around 1 and of b around
+          0.
       steps: The number of steps of Fisher scoring.
     """
 
@@ -500,7 +552,9 @@ class LogisticBinning(Binning):
         object.__setattr__(self, "edges", tuple(map(float, self.edges)))
         ascending = all(low < high for low, high in itertools.pairwise(self.edges))
         if not self.edges or not ascending or not all(map(math.isfinite, self.edges)):
-            raise ValueError(f"edges must be finite log-odds in ascending order, got {self.edges!r}.")
+            raise ValueError(
+                f"edges must be finite log-odds in ascending order, got {self.edges!r}."
+            )
         _check_positive(self, "slope_sd", "shift_sd")
         _check_count("steps", self.steps)
 
@@ -511,7 +565,9 @@ class LogisticBinning(Binning):
 
     @property
     def places(self) -> tuple[float, ...]:
-        """The log-odds that represent each bin: its middle, or a point a little beyond the first or last edge."""
+        """The log-odds that represent each bin: its middle, or a point a little beyond the first or
+        last edge.
+        """
         middles = [(low + high) / 2 for low, high in itertools.pairwise(self.edges)]
         return (self.edges[0] - 0.7, *middles, self.edges[-1] + 2.0)
 
@@ -529,8 +585,8 @@ class LogisticBinning(Binning):
     def finish(self, state: Any) -> Logistic:
         """Runs Fisher scoring from a = 1, b = 0.
 
-        In a bin of confidence q the residual (1 - q) right - q wrong has mean 0 and variance variance ((1 - q)^2 + q^2)
-        + total q (1 - q).
+        In a bin of confidence q the residual (1 - q) right - q wrong has mean 0 and variance
+        variance ((1 - q)^2 + q^2) + total q (1 - q).
         """
         variance, answer = state
         right, wrong = jnp.split(answer, 2)
@@ -543,9 +599,13 @@ class LogisticBinning(Binning):
             q = jax.nn.sigmoid(design @ line)
             slope = total * q * (1 - q)  # derivative of the expected residual in the log-odds
             weight = slope / jnp.maximum(variance * ((1 - q) ** 2 + q**2) + slope, 1e-6)
-            gradient = design.T @ (weight * ((1 - q) * right - q * wrong)) - precision @ (line - prior)
+            gradient = design.T @ (weight * ((1 - q) * right - q * wrong)) - precision @ (
+                line - prior
+            )
             curvature = (design * (weight * slope)[:, None]).T @ design + precision
-            return line + 0.7 * jnp.clip(_solve(curvature, gradient), -1, 1)  # damped, since full steps may circle
+            return line + 0.7 * jnp.clip(
+                _solve(curvature, gradient), -1, 1
+            )  # damped, since full steps may circle
 
         return Logistic(*jax.lax.fori_loop(0, self.steps, step, prior))
 
@@ -557,7 +617,9 @@ class LogisticBinning(Binning):
 def _solve(matrix: jax.Array, vector: jax.Array) -> jax.Array:
     """Solves a positive definite 2 x 2 system."""
     (a, b), (_, d) = matrix
-    return jnp.stack([d * vector[0] - b * vector[1], a * vector[1] - b * vector[0]]) / (a * d - b * b)
+    return jnp.stack([d * vector[0] - b * vector[1], a * vector[1] - b * vector[0]]) / (
+        a * d - b * b
+    )
 
 
 def _check_count(name: str, value: int) -> None:

@@ -1,16 +1,18 @@
-"""The calibration of a classifier: expected calibration errors, Brier score, negative log likelihood.
+"""The calibration of a classifier: expected calibration errors, Brier score, negative log
+likelihood.
 
-NOT private. These metrics have no noise. A value on a private data set is a release outside every ledger: never publish
-it.
+NOT private. These metrics have no noise. A value on a private data set is a release outside every
+ledger: never publish it.
 
-All functions are pure, compute in float32, and work under `jax.jit` and `jax.vmap`. The result is NaN if there is no
-example, a value is NaN, a label is out of range, or a confidence or probability is outside of [0, 1]. A call with
-arrays outside of `jax.jit` raises ValueError for the last of these, as for percent in place of fractions. The functions
-raise TypeError or ValueError for shapes and dtypes that do not fit, and ValueError for impossible bins and an unknown
-binning.
+All functions are pure, compute in float32, and work under `jax.jit` and `jax.vmap`. The result is
+NaN if there is no example, a value is NaN, a label is out of range, or a confidence or probability
+is outside of [0, 1]. A call with arrays outside of `jax.jit` raises ValueError for the last of
+these, as for percent in place of fractions. The functions raise TypeError or ValueError for shapes
+and dtypes that do not fit, and ValueError for impossible bins and an unknown binning.
 
-Memory is that of the input, and a few numbers for each example and each bin. Sums by bin are sums of integers. So they
-do not depend on the order of the examples, and they keep their digits over millions of them.
+Memory is that of the input, and a few numbers for each example and each bin. Sums by bin are sums
+of integers. So they do not depend on the order of the examples, and they keep their digits over
+millions of them.
 """
 
 import functools
@@ -28,11 +30,14 @@ _Binning = Literal["equal_width", "equal_mass"]
 
 _FIXED = 2**24  # a fixed-point number 1, which holds all digits of a float32 in [0.5, 1]
 _MOST_BINS = 2**15
-# Probabilities of 16 bits, and means of several models, can exceed 1 by rounding. They are cut to [0, 1].
+# Probabilities of 16 bits, and means of several models, can exceed 1 by rounding. They are cut to
+# [0, 1].
 _ROUNDING = 1e-3
 
 
-def _compiled(*static: str, fraction: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _compiled(
+    *static: str, fraction: str = ""
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compiles a metric of arrays. It converts lists and arrays of other libraries.
 
     `fraction` is the name of a first argument whose values must be in [0, 1].
@@ -47,7 +52,9 @@ def _compiled(*static: str, fraction: str = "") -> Callable[[Callable[..., Any]]
             arrays = [_array(x) for x in args]
             value = compiled(*arrays, **options)
             if fraction:
-                _check_fractions(fraction, arrays[0] if arrays else options[fraction], options.get("mask"))
+                _check_fractions(
+                    fraction, arrays[0] if arrays else options[fraction], options.get("mask")
+                )
             return value
 
         return metric
@@ -56,7 +63,9 @@ def _compiled(*static: str, fraction: str = "") -> Callable[[Callable[..., Any]]
 
 
 def _check_fractions(name: str, values: Any, mask: Any) -> None:
-    """Raises ValueError if a value that counts is outside of [0, 1]. It cannot read arrays that are being traced."""
+    """Raises ValueError if a value that counts is outside of [0, 1]. It cannot read arrays that are
+    being traced.
+    """
     if isinstance(values, jax.core.Tracer) or isinstance(mask, jax.core.Tracer):
         return
     values = np.asarray(values) if mask is None else np.asarray(values)[np.asarray(mask)]
@@ -65,8 +74,8 @@ def _check_fractions(name: str, values: Any, mask: Any) -> None:
     low, high = float(values.min()), float(values.max())
     if low < -_ROUNDING or high > 1 + _ROUNDING:  # False for NaN
         raise ValueError(
-            f"{name} must be in [0, 1], got values from {low:g} to {high:g}. Divide percent by 100, and apply softmax "
-            "to logits."
+            f"{name} must be in [0, 1], got values from {low:g} to {high:g}. Divide percent by "
+            "100, and apply softmax to logits."
         )
 
 
@@ -75,7 +84,8 @@ def _array(x: Any) -> Any:
 
 
 class Reliability(NamedTuple):
-    """A reliability diagram: accuracy against confidence, bin by bin. Both are NaN for an empty bin.
+    """A reliability diagram: accuracy against confidence, bin by bin. Both are NaN for an empty
+    bin.
 
     Attributes:
       counts: int32 [bins], the number of examples.
@@ -98,30 +108,36 @@ def ece(
     debiased: bool = False,
     mask: Bool[Array, " n"] | None = None,
 ) -> Float[Array, ""]:
-    """Computes the expected calibration error (App. A.1): the mean of |accuracy - confidence| of each example's bin.
+    """Computes the expected calibration error (App. A.1): the mean of |accuracy - confidence| of
+    each example's bin.
 
         ECE = sum_b n_b / n |acc_b - conf_b|
 
-    A few examples overstate it: each |acc_b - conf_b| is positive on average even for a perfectly calibrated model.
-    `debiased` subtracts an estimate of this bias. Kumar, Liang and Ma (2019, arXiv:1909.10155) do so for the squared
-    error, this function for the absolute one. Take g_b = acc_b - conf_b as normal with variance s_b^2 = acc_b (1 -
-    acc_b) / (n_b - 1). Then the mean of |g_b| (a folded normal) exceeds |E g_b| by
+    A few examples overstate it: each |acc_b - conf_b| is positive on average even for a perfectly
+    calibrated model. `debiased` subtracts an estimate of this bias. Kumar, Liang and Ma (2019,
+    arXiv:1909.10155) do so for the squared error, this function for the absolute one. Take g_b =
+    acc_b - conf_b as normal with variance s_b^2 = acc_b (1 - acc_b) / (n_b - 1). Then the mean of
+    |g_b| (a folded normal) exceeds |E g_b| by
 
         bias_b = 2 s_b (phi(z_b) - z_b Phi(-z_b)),   z_b = |E g_b| / s_b
 
-    The measured g_b replaces its unknown expectation. The correction is too small for a nearly calibrated bin: at E g_b
-    = 0 it removes sqrt(2) - 1 = 41% of the bias. A bin with one example shows no variance and gets no correction. The
-    total is cut at 0. A cut of every bin would restore the bias of calibrated bins. The result is float32 [].
+    The measured g_b replaces its unknown expectation. The correction is too small for a nearly
+    calibrated bin: at E g_b = 0 it removes sqrt(2) - 1 = 41% of the bias. A bin with one example
+    shows no variance and gets no correction. The total is cut at 0. A cut of every bin would
+    restore the bias of calibrated bins. The result is float32 [].
 
     Args:
       confidence: float [n] in [0, 1], the probability of the predicted class.
-      correct: bool [n], whether the predicted class is the true one: `predicted == labels`, never the classes.
+      correct: bool [n], whether the predicted class is the true one: `predicted == labels`, never
+          the classes.
       bins: The number of bins, at most 32,768.
-      binning: "equal_width" is `equal_width_bin`. "equal_mass" makes bins of equally many examples by rank of
-        confidence, with sizes that differ by at most 1. Equal confidences share the bin of the first of them, so the
-        order of examples does not matter. With many ties some bins are larger and others empty.
+      binning: "equal_width" is `equal_width_bin`. "equal_mass" makes bins of equally many examples
+        by rank of confidence, with sizes that differ by at most 1. Equal confidences share the bin
+        of the first of them, so the order of examples does not matter. With many ties some bins are
+        larger and others empty.
       debiased: Whether to subtract the estimated bias.
-      mask: bool [n], False for examples to leave out. None keeps all. Another number of True does not recompile.
+      mask: bool [n], False for examples to leave out. None keeps all. Another number of True does
+          not recompile.
     """
     _check_examples(confidence, correct, mask)
     _check_bins(bins)
@@ -129,7 +145,11 @@ def ece(
         raise ValueError(f'binning must be "equal_width" or "equal_mass", got {binning!r}.')
     confidence = jnp.asarray(confidence, jnp.float32)
     kept = jnp.ones(confidence.shape, bool) if mask is None else jnp.asarray(mask)
-    index = equal_width_bin(confidence, bins) if binning == "equal_width" else _equal_mass_bin(confidence, bins, kept)
+    index = (
+        equal_width_bin(confidence, bins)
+        if binning == "equal_width"
+        else _equal_mass_bin(confidence, bins, kept)
+    )
     table = _tabulate(confidence, correct, index, kept, bins)
     gap = jnp.abs(table.accuracy - table.confidence)
     if debiased:
@@ -149,10 +169,12 @@ def classwise_ece(
     bins: int = 15,
     binning: _Binning = "equal_width",
 ) -> Float[Array, ""]:
-    """Computes the mean over classes k of the ECE of probability k as a confidence in 1[k = y] (Kull et al. 2019).
+    """Computes the mean over classes k of the ECE of probability k as a confidence in 1[k = y]
+    (Kull et al. 2019).
 
-    With binning="equal_mass" it is the adaptive calibration error (Nixon et al. 2019, arXiv:1904.01685). One class is
-    taken after the other, so memory beyond the input is that of one `ece`. The result is float32 [].
+    With binning="equal_mass" it is the adaptive calibration error (Nixon et al. 2019,
+    arXiv:1904.01685). One class is taken after the other, so memory beyond the input is that of one
+    `ece`. The result is float32 [].
 
     Args:
       probabilities: float [n, m] in [0, 1].
@@ -171,10 +193,14 @@ def classwise_ece(
 
 
 @_compiled("bins", fraction="confidence")
-def reliability(confidence: Float[Array, " n"], correct: Bool[Array, " n"], *, bins: int = 15) -> Reliability:
-    """Computes the reliability diagram over bins of equal width, for `jaxdp.report.plot_reliability`.
+def reliability(
+    confidence: Float[Array, " n"], correct: Bool[Array, " n"], *, bins: int = 15
+) -> Reliability:
+    """Computes the reliability diagram over bins of equal width, for
+    `jaxdp.report.plot_reliability`.
 
-    Arguments are as in `ece`. If a confidence is NaN or outside of [0, 1], means and accuracies are NaN in all bins.
+    Arguments are as in `ece`. If a confidence is NaN or outside of [0, 1], means and accuracies are
+    NaN in all bins.
     """
     _check_examples(confidence, correct)
     confidence = jnp.asarray(confidence, jnp.float32)
@@ -185,25 +211,33 @@ def reliability(confidence: Float[Array, " n"], correct: Bool[Array, " n"], *, b
 
 
 def equal_width_bin(confidence: Float[Array, "..."], bins: int) -> Int[Array, "..."]:
-    """Returns the index of the bin of each confidence: [0, 1/bins), [1/bins, 2/bins), ..., [1 - 1/bins, 1].
+    """Returns the index of the bin of each confidence: [0, 1/bins), [1/bins, 2/bins), ..., [1 -
+    1/bins, 1].
 
-    The result is int32, shaped like `confidence`. The last bin includes both ends (Sec. 2.1). Edges are k / bins
-    rounded to float32. A confidence equal to an edge belongs to the bin above it. Multiplication by `bins` could put it
-    below. Values outside [0, 1] count in the nearest bin, NaN in the last one.
+    The result is int32, shaped like `confidence`. The last bin includes both ends (Sec. 2.1). Edges
+    are k / bins rounded to float32. A confidence equal to an edge belongs to the bin above it.
+    Multiplication by `bins` could put it below. Values outside [0, 1] count in the nearest bin, NaN
+    in the last one.
     """
     _check_bins(bins)
-    edges = np.arange(1, bins, dtype=np.float32) / np.float32(bins)  # XLA's division is not correctly rounded
-    index = jnp.searchsorted(edges, jnp.asarray(confidence, jnp.float32), side="right", method="scan_unrolled")
+    edges = np.arange(1, bins, dtype=np.float32) / np.float32(
+        bins
+    )  # XLA's division is not correctly rounded
+    index = jnp.searchsorted(
+        edges, jnp.asarray(confidence, jnp.float32), side="right", method="scan_unrolled"
+    )
     return index.astype(jnp.int32)
 
 
 @_compiled(fraction="probabilities")
 def brier(probabilities: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, ""]:
-    """Computes the Brier score of several classes: the mean squared distance of probabilities from the one-hot label.
+    """Computes the Brier score of several classes: the mean squared distance of probabilities from
+    the one-hot label.
 
         BS = 1/n sum_i sum_k (p_ik - 1[k = y_i])^2,   in [0, 2]
 
-    For two classes it is twice the Brier score of the probability of one class. The result is float32 [].
+    For two classes it is twice the Brier score of the probability of one class. The result is
+    float32 [].
 
     Args:
       probabilities: float [n, m] in [0, 1].
@@ -211,14 +245,17 @@ def brier(probabilities: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float
     """
     check_labelled(probabilities, labels, names=("probabilities", "labels"), least=2)
     probabilities, labels = jnp.asarray(probabilities, jnp.float32), jnp.asarray(labels)
-    distances = jnp.square(probabilities - jax.nn.one_hot(labels, probabilities.shape[1], dtype=jnp.float32))
+    distances = jnp.square(
+        probabilities - jax.nn.one_hot(labels, probabilities.shape[1], dtype=jnp.float32)
+    )
     score = _mean(jnp.sum(distances, axis=1), labels, probabilities.shape[1])
     return jnp.where(_all_fractions(probabilities, True), score, jnp.nan)
 
 
 @_compiled()
 def nll(logits: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, ""]:
-    """Computes the mean negative log likelihood of labels under softmax(logits), in nats. Huge logits are safe.
+    """Computes the mean negative log likelihood of labels under softmax(logits), in nats. Huge
+    logits are safe.
 
     The result is float32 []. It is inf if a label has probability 0 (its logit is -inf).
 
@@ -228,12 +265,17 @@ def nll(logits: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, "
     """
     check_labelled(logits, labels, least=2)
     logits, labels = jnp.asarray(logits, jnp.float32), jnp.asarray(labels)
-    # log_softmax subtracts the largest logit first and keeps all digits of large logits, unlike logsumexp(z) - z_y.
+    # log_softmax subtracts the largest logit first and keeps all digits of large logits, unlike
+    # logsumexp(z) - z_y.
     log_p = jax.nn.log_softmax(logits)
-    return -_mean(jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0], labels, logits.shape[1])
+    return -_mean(
+        jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0], labels, logits.shape[1]
+    )
 
 
-def _tabulate(confidence: jax.Array, correct: jax.Array, index: jax.Array, kept: jax.Array, bins: int) -> Reliability:
+def _tabulate(
+    confidence: jax.Array, correct: jax.Array, index: jax.Array, kept: jax.Array, bins: int
+) -> Reliability:
     """Counts and averages the kept examples by bin."""
     index = jnp.where(kept, index, bins)  # `segment_sum` leaves out an index beyond its end
     counts = jax.ops.segment_sum(jnp.ones_like(index), index, bins)
@@ -244,8 +286,9 @@ def _tabulate(confidence: jax.Array, correct: jax.Array, index: jax.Array, kept:
 def _sum_by_bin(confidence: jax.Array, index: jax.Array, bins: int) -> jax.Array:
     """Sums confidences [n] by bin, float32 [bins].
 
-    Scattered sums of floats add one by one and lose three digits over 10^5 examples. So the confidences become whole
-    multiples of 2^-24. Their digits are cut into parts, whose sums of n numbers fit in int32.
+    Scattered sums of floats add one by one and lose three digits over 10^5 examples. So the
+    confidences become whole multiples of 2^-24. Their digits are cut into parts, whose sums of n
+    numbers fit in int32.
     """
     whole = jnp.round(jnp.clip(confidence, 0, 1) * _FIXED).astype(jnp.int32)
     digits = 31 - len(confidence).bit_length()
@@ -265,7 +308,8 @@ def _equal_mass_bin(confidence: jax.Array, bins: int, kept: jax.Array) -> jax.Ar
     """Returns floor(rank * bins / n) among the kept examples. The others get any number."""
     confidence = jnp.where(kept, confidence, jnp.nan)  # sorted behind all numbers
     rank = jnp.searchsorted(jnp.sort(confidence), confidence)
-    # The bin is the number of k >= 1 with rank >= k n / bins. Neither product here leaves int32, as rank * bins may.
+    # The bin is the number of k >= 1 with rank >= k n / bins. Neither product here leaves int32, as
+    # rank * bins may.
     n, k = jnp.sum(kept), jnp.arange(1, bins)
     starts = k * (n // bins) + (k * (n % bins) + bins - 1) // bins
     return jnp.searchsorted(starts, rank, side="right", method="scan_unrolled").astype(jnp.int32)
@@ -277,26 +321,38 @@ def _mean(values: jax.Array, labels: jax.Array, classes: int) -> jax.Array:
 
 def _check_bins(bins: int) -> None:
     if not 1 <= bins <= _MOST_BINS:
-        raise ValueError(f"bins must be at least 1 and at most {_MOST_BINS}, got {bins}. The paper uses 15.")
+        raise ValueError(
+            f"bins must be at least 1 and at most {_MOST_BINS}, got {bins}. The paper uses 15."
+        )
 
 
 def _check_examples(confidence: Any, correct: Any, mask: Any = None) -> None:
-    """Raises TypeError or ValueError unless confidence is floating point [n], and the others bool [n]."""
+    """Raises TypeError or ValueError unless confidence is floating point [n], and the others bool
+    [n].
+    """
     shape = jnp.shape(confidence)
     if len(shape) != 1:
         raise ValueError(
-            f"confidence must be one-dimensional, got shape {shape}. Pass one number per example, and use jax.vmap for "
-            "further axes."
+            f"confidence must be one-dimensional, got shape {shape}. Pass one number per example, "
+            "and use jax.vmap for further axes."
         )
     if not jnp.issubdtype(confidence.dtype, jnp.floating):
         raise TypeError(
-            f"confidence must be floating point, got dtype {confidence.dtype}. Give probabilities, not classes."
+            f"confidence must be floating point, got dtype {confidence.dtype}. Give "
+            "probabilities, not classes."
         )
     for name, value in (("correct", correct), ("mask", mask)):
         if value is None:
             continue
         if jnp.shape(value) != shape:
-            raise ValueError(f"{name} must have one entry per example and shape {shape}, got shape {jnp.shape(value)}.")
+            raise ValueError(
+                f"{name} must have one entry per example and shape {shape}, got shape "
+                f"{jnp.shape(value)}."
+            )
         if value.dtype != bool:
-            remedy = "Give predicted == labels, not classes." if name == "correct" else "Compare, or use astype(bool)."
+            remedy = (
+                "Give predicted == labels, not classes."
+                if name == "correct"
+                else "Compare, or use astype(bool)."
+            )
             raise TypeError(f"{name} must be bool, got dtype {value.dtype}. {remedy}")

@@ -1,9 +1,11 @@
-"""The two parties of Section 3.2: a calibrator that sees only noisy answers, and sources that answer on their own data.
+"""The two parties of Section 3.2: a calibrator that sees only noisy answers, and sources that
+answer on their own data.
 
-A `Method` is the calibrator: its questions in each round, and its use of the answers. `play` runs the conversation. A
-`Party` is a private source. It sums a bounded number per record, adds discrete Laplace noise, and pays from its own
-account. The calibrator learns nothing else of a source: no size, no label, and no error that depends on them. This
-holds if every source itself checks that it has at most the public limit of records. Over a network:
+A `Method` is the calibrator: its questions in each round, and its use of the answers. `play` runs
+the conversation. A `Party` is a private source. It sums a bounded number per record, adds discrete
+Laplace noise, and pays from its own account. The calibrator learns nothing else of a source: no
+size, no label, and no error that depends on them. This holds if every source itself checks that it
+has at most the public limit of records. Over a network:
 
     talks = [party.begin(method, epsilon=1.0, workdir=its_folder) for party in parties]  # at each source
     scale = noise_scale(method, epsilon=1.0, adjacency="add_remove", num_classes=10)
@@ -31,8 +33,9 @@ from jaxdp.privacy.accounting import RELATIONS, Adjacency
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.transforms import noise
 
-# Answers are exact integers in units of a step, a power of two between these. So no rounding of floats shows which
-# records were added. A step is at most a thousandth of the noise, unless the range has no finer one.
+# Answers are exact integers in units of a step, a power of two between these. So no rounding of
+# floats shows which records were added. A step is at most a thousandth of the noise, unless the
+# range has no finer one.
 _FINEST, _COARSEST = 2.0**-10, 2.0**-4
 _STEPS_PER_SCALE = 2.0**10
 # Both limits together keep a source's sum with its noise below 2**31.
@@ -53,12 +56,16 @@ class Records(NamedTuple):
 
     @property
     def correct(self) -> jax.Array:
-        """Bool [n], phi(x) = y: whether the (first) largest logit is at the label. An invalid record is wrong."""
+        """Bool [n], phi(x) = y: whether the (first) largest logit is at the label. An invalid
+        record is wrong.
+        """
         return judge(self.logits, self.labels).correct
 
 
 class Method(Protocol):
-    """An algorithm of the calibrator, a frozen dataclass of public constants. Rounds k count from 0."""
+    """An algorithm of the calibrator, a frozen dataclass of public constants. Rounds k count from
+    0.
+    """
 
     @property
     def rounds(self) -> int:
@@ -67,13 +74,15 @@ class Method(Protocol):
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
         """Returns the L1 sensitivity of the sum of `summand` over a source's records.
 
-        It must hold for summands rounded to any power of two up to 2^-4. It must also cover the 0 that an invalid
-        record adds. So either all s numbers are whole, or at most one of them is not 0. The range of that one must
-        contain 0 and must start or end at a whole number.
+        It must hold for summands rounded to any power of two up to 2^-4. It must also cover the 0
+        that an invalid record adds. So either all s numbers are whole, or at most one of them is
+        not 0. The range of that one must contain 0 and must start or end at a whole number.
         """
 
     def init(self, variance: float | jax.Array) -> Any:
-        """Returns the state before the first round, a pytree. `variance` is the variance of the noise in an answer."""
+        """Returns the state before the first round, a pytree. `variance` is the variance of the
+        noise in an answer.
+        """
 
     def question(self, k: int, state: Any) -> jax.Array:
         """Returns the temperature that the round asks about, float32 []."""
@@ -88,17 +97,22 @@ class Method(Protocol):
         """Returns the public parameters of the recalibrated confidence, a pytree of arrays."""
 
     def confidence(self, parameters: Any, logits: jax.Array) -> jax.Array:
-        """Returns the recalibrated confidence in the largest logit, float32 [n], for logits [n, m]."""
+        """Returns the recalibrated confidence in the largest logit, float32 [n], for logits [n,
+        m].
+        """
 
 
-def play(method: Method, ask: Callable[[int, jax.Array], jax.Array], variance: float | jax.Array) -> Any:
+def play(
+    method: Method, ask: Callable[[int, jax.Array], jax.Array], variance: float | jax.Array
+) -> Any:
     """Runs the framework of Section 3.2 and returns the parameters of `method.confidence`.
 
     Args:
       method: The calibrator.
-      ask: `ask(k, temperature)` returns the sum of the answers in round k, float32 [s]. The paper takes the mean,
-        but no method depends on the factor.
-      variance: Variance of the noise in each number of an answer: `Scale.variance` times the number of sources, or 0.
+      ask: `ask(k, temperature)` returns the sum of the answers in round k, float32 [s]. The paper
+        takes the mean, but no method depends on the factor.
+      variance: Variance of the noise in each number of an answer: `Scale.variance` times the number
+          of sources, or 0.
     """
     state = method.init(variance)
     for k in range(method.rounds):
@@ -114,19 +128,26 @@ class Scale(NamedTuple):
 
     @property
     def variance(self) -> float:
-        """Variance of one source's noise in one number, in the method's units, up to a relative 1 / (12 noise^2)."""
+        """Variance of one source's noise in one number, in the method's units, up to a relative 1 /
+        (12 noise^2).
+        """
         return 2 * (self.noise * self.step) ** 2
 
 
-def noise_scale(method: Method, *, epsilon: float, adjacency: Adjacency, num_classes: int) -> Scale | None:
-    """Returns the smallest noise that makes all answers of a source together epsilon-DP, None for epsilon = inf.
+def noise_scale(
+    method: Method, *, epsilon: float, adjacency: Adjacency, num_classes: int
+) -> Scale | None:
+    """Returns the smallest noise that makes all answers of a source together epsilon-DP, None for
+    epsilon = inf.
 
-    The scale is the same in all rounds: the sum of their sensitivities over epsilon. A round is then (its sensitivity
-    over that scale)-DP for any earlier answers. The rounds add up to epsilon, also if questions depend on earlier
-    answers (adaptive composition, Dwork and Roth 2014, appendix B).
+    The scale is the same in all rounds: the sum of their sensitivities over epsilon. A round is
+    then (its sensitivity over that scale)-DP for any earlier answers. The rounds add up to epsilon,
+    also if questions depend on earlier answers (adaptive composition, Dwork and Roth 2014, appendix
+    B).
 
     Raises:
-      ValueError: epsilon is not positive, or the noise or a sensitivity leaves the range of exact sums.
+      ValueError: epsilon is not positive, or the noise or a sensitivity leaves the range of exact
+          sums.
     """
     if adjacency not in RELATIONS:
         raise ValueError(f"adjacency must be one of {sorted(RELATIONS)}, got {adjacency!r}.")
@@ -136,21 +157,26 @@ def noise_scale(method: Method, *, epsilon: float, adjacency: Adjacency, num_cla
     largest = _LARGEST_CONTRIBUTION * _COARSEST
     if max(sensitivities) > largest:
         raise ValueError(
-            f"{method!r} has a sensitivity of {max(sensitivities)!r}. Exact sums hold at most {largest:g}."
+            f"{method!r} has a sensitivity of {max(sensitivities)!r}. Exact sums hold at most "
+            f"{largest:g}."
         )
     smallest = sum(math.ceil(s / _COARSEST) for s in sensitivities) / noise.LARGEST_DISCRETE_SCALE
     if epsilon < smallest:
-        raise ValueError(f"epsilon={epsilon!r} needs more noise than exact sums hold. Use at least {smallest!r}.")
+        raise ValueError(
+            f"epsilon={epsilon!r} needs more noise than exact sums hold. Use at least {smallest!r}."
+        )
     wanted = math.floor(math.log2(sum(sensitivities) / epsilon / _STEPS_PER_SCALE))
     needed = math.ceil(math.log2(max(sensitivities) / _LARGEST_CONTRIBUTION))
     step = min(max(2.0**wanted, 2.0**needed, _FINEST), _COARSEST)
-    # Rounding is monotone, and ranges of contributions start or end at a whole number of steps. So contributions at
-    # most s apart stay at most ceil(s / step) steps apart.
+    # Rounding is monotone, and ranges of contributions start or end at a whole number of steps. So
+    # contributions at most s apart stay at most ceil(s / step) steps apart.
     return Scale(step, sum(math.ceil(s / step) for s in sensitivities) / epsilon)
 
 
 def event(epsilon: float) -> DpEvent:
-    """Returns the charge of a source for all its answers in one conversation. Raises ValueError unless epsilon > 0."""
+    """Returns the charge of a source for all its answers in one conversation. Raises ValueError
+    unless epsilon > 0.
+    """
     if not epsilon > 0:
         raise ValueError(f"epsilon must be > 0 (math.inf for no noise), got {epsilon!r}.")
     return NonPrivateDpEvent() if math.isinf(epsilon) else PureDpEvent(epsilon)
@@ -159,43 +185,57 @@ def event(epsilon: float) -> DpEvent:
 def summands(method: Method, k: int, records: Records, temperature: jax.Array) -> jax.Array:
     """Computes what each record adds to the answer of a round, float32 [n, s].
 
-    An invalid record adds zero, since an error would tell the calibrator about it. A summand that is not a number
-    becomes zero too. A forged temperature can cause one.
+    An invalid record adds zero, since an error would tell the calibrator about it. A summand that
+    is not a number becomes zero too. A forged temperature can cause one.
     """
     valid = records.valid
-    safe = Records(jnp.where(valid[:, None], records.logits, 0.0), jnp.where(valid, records.labels, 0))
+    safe = Records(
+        jnp.where(valid[:, None], records.logits, 0.0), jnp.where(valid, records.labels, 0)
+    )
     added = method.summand(k, safe, temperature)
     return jnp.where(valid[:, None] & jnp.isfinite(added), added, 0.0)
 
 
 def exact_sums(
-    added: jax.Array, source: jax.Array, sources: int, scale: Scale | None, owner: jax.Array | None = None
+    added: jax.Array,
+    source: jax.Array,
+    sources: int,
+    scale: Scale | None,
+    owner: jax.Array | None = None,
 ) -> jax.Array:
     """Sums float32 [n, s] per source: int32 [sources, s] in steps, or float32 without noise.
 
     Args:
       added: What each record adds.
-      source: int32 [n], the source of each record. With `owner` int32 [u], the source of each owner.
+      source: int32 [n], the source of each record. With `owner` int32 [u], the source of each
+          owner.
       sources: The number of sources.
       scale: The scale of the noise.
-      owner: int32 [n] in [0, u), the owner of each record. An owner adds the mean of what its records add, rounded to
-        whole steps towards 0.
+      owner: int32 [n] in [0, u), the owner of each record. An owner adds the mean of what its
+        records add, rounded to whole steps towards 0.
     """
     if scale is not None:
         added = jnp.round(added / scale.step).astype(jnp.int32)
     if owner is not None:
         total = jax.ops.segment_sum(added, owner, len(source))  # at most 2^17 records of 2^13 steps
         count = jax.ops.segment_sum(jnp.ones_like(owner), owner, len(source))
-        # Each record changes the sum by at most s steps, and rounding towards 0 makes no mean of such longer.
-        added = jax.lax.div(total, jnp.broadcast_to(count[:, None], total.shape).astype(total.dtype))
+        # Each record changes the sum by at most s steps, and rounding towards 0 makes no mean of
+        # such longer.
+        added = jax.lax.div(
+            total, jnp.broadcast_to(count[:, None], total.shape).astype(total.dtype)
+        )
     return jax.ops.segment_sum(added, source, sources)
 
 
 def with_noise(key: jax.Array, exact: jax.Array, scale: Scale | None, number: Any = 0) -> jax.Array:
-    """Adds the noise of round `number` to exact answers in steps. The result is float32 in the method's units."""
+    """Adds the noise of round `number` to exact answers in steps. The result is float32 in the
+    method's units.
+    """
     if scale is None:
         return exact
-    return (exact + noise.discrete_laplace(key, exact, scale.noise, number=number)).astype(jnp.float32) * scale.step
+    return (exact + noise.discrete_laplace(key, exact, scale.noise, number=number)).astype(
+        jnp.float32
+    ) * scale.step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -206,10 +246,11 @@ class Party:
       logits: Floating point [n, m], with n from 0 to 131,072.
       labels: Integers [n].
       account: `ledger.account(name)` of its data set, which pays. None records nothing.
-      group: The owner of each record, n identifiers (`jaxdp.data.ids`) such as the patients of images: texts,
-        compared as bytes after NFC and without outer blanks, or whole numbers. The source then protects owners with all
-        of their records: an owner adds the mean of what its records add, under the same noise. None protects single
-        records. Inside, it is kept as int32 [n].
+      group: The owner of each record, n identifiers (`jaxdp.data.ids`) such as the patients of
+        images: texts, compared as bytes after NFC and without outer blanks, or whole numbers. The
+        source then protects owners with all of their records: an owner adds the mean of what its
+        records add, under the same noise. None protects single records. Inside, it is kept as int32
+        [n].
 
     The arrays are copied. A later change of the given ones does not reach the source.
     """
@@ -221,17 +262,25 @@ class Party:
 
     def __post_init__(self) -> None:
         if not isinstance(self.account, Account | None):
-            raise TypeError(f"account must be ledger.account(name) or None, got {type(self.account).__name__}.")
+            raise TypeError(
+                f"account must be ledger.account(name) or None, got {type(self.account).__name__}."
+            )
         name = "a source" if self.account is None else repr(self.account.name)
         logits, labels = np.asarray(self.logits), np.asarray(self.labels)
         if labels.size == 0:
             labels = labels.astype(np.int32)  # NumPy reads an empty list as floats
         check_labelled(logits, labels, names=(f"logits of {name}", f"labels of {name}"), least=2)
         if len(labels) > _MOST_RECORDS:
-            raise ValueError(f"{name} has more than {_MOST_RECORDS} records. Divide it into several sources.")
-        with np.errstate(over="ignore"):  # A logit beyond float32 becomes infinite and its record invalid.
+            raise ValueError(
+                f"{name} has more than {_MOST_RECORDS} records. Divide it into several sources."
+            )
+        with np.errstate(
+            over="ignore"
+        ):  # A logit beyond float32 becomes infinite and its record invalid.
             logits = logits.astype(np.float32)  # a copy: rounds read it later
-        labels = np.clip(labels.astype(np.int64), -1, logits.shape[1])  # A label beyond int32 must not become a class.
+        labels = np.clip(
+            labels.astype(np.int64), -1, logits.shape[1]
+        )  # A label beyond int32 must not become a class.
         object.__setattr__(self, "logits", immutable(logits))
         object.__setattr__(self, "labels", immutable(labels.astype(np.int32)))
         if self.group is not None:
@@ -243,16 +292,19 @@ class Party:
         return len(self.labels) if self.group is None else int(self.group.max(initial=-1)) + 1
 
     def check_adjacency(self, adjacency: Adjacency) -> None:
-        """Raises ValueError if the account has another adjacency, or one that owners of several records cannot have."""
+        """Raises ValueError if the account has another adjacency, or one that owners of several
+        records cannot have.
+        """
         if self.group is not None and adjacency == "replace_one":
             raise ValueError(
-                "group needs the adjacency 'add_remove' or 'zero_out', got 'replace_one', for which no sensitivity of "
-                "an owner's mean is proven. Give one record of each owner, or another adjacency."
+                "group needs the adjacency 'add_remove' or 'zero_out', got 'replace_one', for "
+                "which no sensitivity of an owner's mean is proven. Give one record of each "
+                "owner, or another adjacency."
             )
         if self.account is not None and self.account.adjacency != adjacency:
             raise ValueError(
-                f"adjacency={adjacency!r}, but {self.account.name!r} is registered with {self.account.adjacency!r}. "
-                "Give the registered adjacency."
+                f"adjacency={adjacency!r}, but {self.account.name!r} is registered with "
+                f"{self.account.adjacency!r}. Give the registered adjacency."
             )
 
     def begin(
@@ -269,23 +321,33 @@ class Party:
           method: The calibrator's method, agreed in advance.
           epsilon: epsilon of all answers together, pure.
           adjacency: The adjacency of this source's data set.
-          workdir: A folder for this conversation. It holds the answers, and the secret seed of the noise until all
-            rounds are answered. A conversation that begins again there after a crash is not charged again. It repeats
-            its earlier answers and goes on. None keeps nothing, and an interrupted conversation is paid again.
+          workdir: A folder for this conversation. It holds the answers, and the secret seed of the
+            noise until all rounds are answered. A conversation that begins again there after a
+            crash is not charged again. It repeats its earlier answers and goes on. None keeps
+            nothing, and an interrupted conversation is paid again.
 
         Raises:
-          ValueError: As `noise_scale`. Also if the account has another adjacency, or the workdir is in use or keeps
-            another conversation. Nothing is spent.
+          ValueError: As `noise_scale`. Also if the account has another adjacency, or the workdir is
+            in use or keeps another conversation. Nothing is spent.
           BudgetExceeded: Nothing is spent, nothing is answered.
         """
-        scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=self.logits.shape[1])
+        scale = noise_scale(
+            method, epsilon=epsilon, adjacency=adjacency, num_classes=self.logits.shape[1]
+        )
         self.check_adjacency(adjacency)
         records = Records(jnp.asarray(self.logits), jnp.asarray(self.labels))
         units = (np.zeros(self.units, np.int32), *([] if self.group is None else [self.group]))
         what = Release(
             label=type(method).__name__,
             charges=[] if self.account is None else [(self.account, event(epsilon))],
-            facts=lambda: [self.logits, self.labels, epsilon, adjacency, list(scale or ()), *units[1:]],
+            facts=lambda: [
+                self.logits,
+                self.labels,
+                epsilon,
+                adjacency,
+                list(scale or ()),
+                *units[1:],
+            ],
             programs=lambda: _programs(method, records, scale, *units),
             compute=lambda secret: stream(secret, "recalibration"),
         )
@@ -302,8 +364,8 @@ class Party:
 class Conversation:
     """The answers of a source in one conversation: every round once, in order, with fresh noise.
 
-    It is a context manager. Only one process at a time may have the conversation of a workdir open. Its threads may
-    share it. A process that is forked from it may not, and gets a RuntimeError.
+    It is a context manager. Only one process at a time may have the conversation of a workdir open.
+    Its threads may share it. A process that is forked from it may not, and gets a RuntimeError.
     """
 
     def __init__(
@@ -317,7 +379,13 @@ class Conversation:
         keep: Callable[[dict[str, Any]], None],
         kept: Mapping[str, np.ndarray],
     ):
-        self._method, self._records, self._units, self._scale, self._key = method, records, units, scale, key
+        self._method, self._records, self._units, self._scale, self._key = (
+            method,
+            records,
+            units,
+            scale,
+            key,
+        )
         self._till, self._keep, self._kept = till, keep, dict(kept)
         self._lock = threading.RLock()
         if self.answered == method.rounds:
@@ -329,36 +397,49 @@ class Conversation:
         return len(self._kept) // 2
 
     def answer(self, temperature: Any, *, round: int | None = None) -> np.ndarray:
-        """Returns the noisy sum of one round, float32 [s], at the temperature that the calibrator asks about.
+        """Returns the noisy sum of one round, float32 [s], at the temperature that the calibrator
+        asks about.
 
         Args:
           temperature: The question.
-          round: Its index from 0, by default the next round. An answered round repeats its answer to the same question.
+          round: Its index from 0, by default the next round. An answered round repeats its answer
+              to the same question.
 
         Raises:
-          RuntimeError: All paid rounds are answered, the conversation is closed, or another process began it.
-          ValueError: The round was answered at another temperature, or an earlier round is not answered.
+          RuntimeError: All paid rounds are answered, the conversation is closed, or another process
+              began it.
+          ValueError: The round was answered at another temperature, or an earlier round is not
+              answered.
         """
-        self._till.check_process()  # before JAX and the lock, either of which would hang in a forked process
+        # before JAX and the lock, either of which would hang in a forked process
+        self._till.check_process()
         asked = np.asarray(jnp.float32(temperature))
         with self._lock:
             k = self.answered if round is None else operator.index(round)
             if 0 <= k < self.answered:
                 if self._kept[f"question {k}"].tobytes() != asked.tobytes():
                     raise ValueError(
-                        f"round={k} is answered at temperature {self._kept[f'question {k}']}, not at {asked}. A round "
-                        "is answered once. Repeat the same question, or ask the next round."
+                        f"round={k} is answered at temperature {self._kept[f'question {k}']}, not "
+                        f"at {asked}. A round is answered once. Repeat the same question, or ask "
+                        "the next round."
                     )
                 return self._kept[f"answer {k}"].copy()
             if k >= self._method.rounds:
                 raise RuntimeError(
-                    f"all {self._method.rounds} rounds are answered. Begin and pay for another conversation."
+                    f"all {self._method.rounds} rounds are answered. Begin and pay for another "
+                    "conversation."
                 )
             if k != self.answered:
-                raise ValueError(f"round={k} cannot be answered before round {self.answered}. Ask in order.")
+                raise ValueError(
+                    f"round={k} cannot be answered before round {self.answered}. Ask in order."
+                )
             if self._key is None:
-                raise RuntimeError("the conversation was closed. Begin it again with the same workdir to go on.")
-            found = _answer(self._method, k, self._records, asked, self._key, self._scale, self._units)
+                raise RuntimeError(
+                    "the conversation was closed. Begin it again with the same workdir to go on."
+                )
+            found = _answer(
+                self._method, k, self._records, asked, self._key, self._scale, self._units
+            )
             now = {**self._kept, f"question {k}": asked, f"answer {k}": found}
             self._keep(now)  # before the answer is returned
             self._kept = now
@@ -367,7 +448,8 @@ class Conversation:
             return found.copy()
 
     def close(self) -> None:
-        """Closes the workdir. It deletes the secret if all rounds are answered, and otherwise keeps it for later.
+        """Closes the workdir. It deletes the secret if all rounds are answered, and otherwise keeps
+        it for later.
 
         In a forked process it closes nothing but the files of that process.
         """
@@ -395,14 +477,21 @@ def _answer(
     units: tuple[np.ndarray, ...],
 ) -> np.ndarray:
     exact = _exact(method, k, records, temperature, scale, *units)
-    # Two questions in one round, as from a workdir that was restored from a copy, must not share noise.
+    # Two questions in one round, as from a workdir that was restored from a copy, must not share
+    # noise.
     key = jax.random.fold_in(jax.random.fold_in(key, k), int(temperature.view(np.uint32)))
     return np.array(_noisy(key, exact, scale))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _exact(
-    method: Method, k: int, records: Records, temperature: Any, scale: Scale | None, source: Any, owner: Any = None
+    method: Method,
+    k: int,
+    records: Records,
+    temperature: Any,
+    scale: Scale | None,
+    source: Any,
+    owner: Any = None,
 ) -> jax.Array:
     return exact_sums(summands(method, k, records, temperature), source, 1, scale, owner)[0]
 
@@ -410,9 +499,13 @@ def _exact(
 _noisy = jax.jit(with_noise)  # a separate program is compiled once for all rounds
 
 
-def _programs(method: Method, records: Records, scale: Scale | None, *units: np.ndarray) -> list[str]:
+def _programs(
+    method: Method, records: Records, scale: Scale | None, *units: np.ndarray
+) -> list[str]:
     """Returns the texts of all programs that `_answer` runs in any round."""
     rounds = [(method, k, records, jnp.float32(1), scale, *units) for k in range(method.rounds)]
     sums = {(x.shape, x.dtype): x for x in (_exact.eval_shape(*one) for one in rounds)}.values()
     key = stream(bytes(16), "shapes")
-    return [program(_exact, *one) for one in rounds] + [program(_noisy, key, exact, scale) for exact in sums]
+    return [program(_exact, *one) for one in rounds] + [
+        program(_noisy, key, exact, scale) for exact in sums
+    ]

@@ -1,4 +1,6 @@
-"""Recalibration over many private sources in one process: a function per method, a payment per source."""
+"""Recalibration over many private sources in one process: a function per method, a payment per
+source.
+"""
 
 import dataclasses
 import functools
@@ -48,7 +50,8 @@ Workdir = str | os.PathLike[str] | None
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recalibration:
-    """The calibrator's result. It depends on noisy answers only, so it is free to publish if `event` is private.
+    """The calibrator's result. It depends on noisy answers only, so it is free to publish if
+    `event` is private.
 
     Attributes:
       method: The algorithm with its public constants.
@@ -61,14 +64,17 @@ class Recalibration:
     event: DpEvent
 
     def apply(self, logits: Any) -> np.ndarray:
-        """Returns the confidence in the largest of logits [n, m], float32 [n], NaN for logits that are not finite.
+        """Returns the confidence in the largest of logits [n, m], float32 [n], NaN for logits that
+        are not finite.
 
         Raises:
           TypeError, ValueError: The logits are not floating point [n, m] with m >= 2.
         """
         logits = logits if isinstance(logits, jax.Array) else np.asarray(logits)
         check_logits(logits, least=2)
-        return np.asarray(_confidence(self.method, self.parameters, jnp.asarray(logits, jnp.float32)))
+        return np.asarray(
+            _confidence(self.method, self.parameters, jnp.asarray(logits, jnp.float32))
+        )
 
     @property
     def temperature(self) -> float:
@@ -79,19 +85,24 @@ class Recalibration:
     def at_end(self) -> Literal["low", "high"] | None:
         """The end of the bracket that the search for T still has. The best T may be beyond it.
 
-        An objective that is flat and does not say whether T is too high, as without records, leads to T near 1.
+        An objective that is flat and does not say whether T is too high, as without records, leads
+        to T near 1.
         """
         found = self._of(isinstance(self.parameters, Found), "temperature")
         return "low" if found.low else "high" if found.high else None
 
     @property
     def bins(self) -> np.ndarray:
-        """The confidence in each bin of histogram binning, float32 [bins]. Other methods raise AttributeError."""
+        """The confidence in each bin of histogram binning, float32 [bins]. Other methods raise
+        AttributeError.
+        """
         return self._of(isinstance(self.method, HistogramBinning), "confidences of bins")
 
     def _of(self, known: bool, what: str) -> Any:
         if not known:
-            raise AttributeError(f"{type(self.method).__name__} has {self.parameters!r}, no {what}.")
+            raise AttributeError(
+                f"{type(self.method).__name__} has {self.parameters!r}, no {what}."
+            )
         return self.parameters
 
 
@@ -108,34 +119,39 @@ def recalibrate(
 
     Args:
       method: A method of `jaxdp.recalibration.METHODS`, or one of your own.
-      sources: For each source a pair (logits floating point [n_i, m], labels integer [n_i]) or a `Party`. Sources may
-        differ in size, be empty or miss classes. A `Party` with `group=` protects owners of several records. A record
-        with a logit that is not finite, or a label outside [0, m), adds zero to every answer. Either no source has an
-        account and nothing is recorded, or all have accounts of one ledger. Then all sources pay, or none pays and
-        nothing is computed.
+      sources: For each source a pair (logits floating point [n_i, m], labels integer [n_i]) or a
+        `Party`. Sources may differ in size, be empty or miss classes. A `Party` with `group=`
+        protects owners of several records. A record with a logit that is not finite, or a label
+        outside [0, m), adds zero to every answer. Either no source has an account and nothing is
+        recorded, or all have accounts of one ledger. Then all sources pay, or none pays and nothing
+        is computed.
       epsilon: epsilon of each source, pure. `math.inf` runs the algorithm without noise.
-      key: Typed key of the noise, for tests and for your own secrets, by default operating-system entropy. Anyone who
-        knows it can subtract the noise. The same call under the same key is the same release and is charged once.
-      adjacency: The neighbouring relation of a source's data sets. Under "replace_one" the sizes of sources are public.
-      workdir: A folder for the result of this call. The same call with it returns the kept result and charges nothing.
-        An interrupted call is not charged again. None keeps nothing.
+      key: Typed key of the noise, for tests and for your own secrets, by default operating-system
+        entropy. Anyone who knows it can subtract the noise. The same call under the same key is the
+        same release and is charged once.
+      adjacency: The neighbouring relation of a source's data sets. Under "replace_one" the sizes of
+          sources are public.
+      workdir: A folder for the result of this call. The same call with it returns the kept result
+        and charges nothing. An interrupted call is not charged again. None keeps nothing.
 
     Formal guarantees:
-      A source's answers together are epsilon-DP for one of its records, or with `group=` for one owner. That holds for
-      every observer and for every way in which the calibrator chooses its questions. The calibrator and the other
-      sources may collude. Sources with disjoint people compose in parallel: each person loses epsilon, not epsilon
-      times the number of sources. Sums are
-      exact integers with discrete Laplace noise, so the guarantee holds in floating point. Noise is repeated only if
-      everything that determines the answers is the same: records, settings, the method's compiled program and the
-      machine. A method that calls back to Python is not repeated. Without accounts nothing is recorded. The running
-      time is not protected.
+      A source's answers together are epsilon-DP for one of its records, or with `group=` for one
+      owner. That holds for every observer and for every way in which the calibrator chooses its
+      questions. The calibrator and the other sources may collude. Sources with disjoint people
+      compose in parallel: each person loses epsilon, not epsilon times the number of sources. Sums
+      are exact integers with discrete Laplace noise, so the guarantee holds in floating point.
+      Noise is repeated only if everything that determines the answers is the same: records,
+      settings, the method's compiled program and the machine. A method that calls back to Python is
+      not repeated. Without accounts nothing is recorded. The running time is not protected.
 
     Raises:
       ValueError, TypeError: An argument is impossible. Nothing is spent.
       BudgetExceeded: A source cannot pay. Nothing is computed or charged anywhere.
     """
     parties = _parties(sources)
-    scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=parties[0].logits.shape[1])
+    scale = noise_scale(
+        method, epsilon=epsilon, adjacency=adjacency, num_classes=parties[0].logits.shape[1]
+    )
     for party in parties:
         party.check_adjacency(adjacency)
     if key is not None:
@@ -145,26 +161,37 @@ def recalibrate(
     structure = jax.tree.structure(_play.eval_shape(*inputs))
 
     def compute(secret: bytes) -> dict[str, Any]:
-        found = converse(method, parties, stream(secret, "recalibration"), epsilon=epsilon, adjacency=adjacency)
+        found = converse(
+            method, parties, stream(secret, "recalibration"), epsilon=epsilon, adjacency=adjacency
+        )
         return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(found))}
 
     what = Release(
         label=type(method).__name__,
         charges=_charges(parties, paid),
         facts=lambda: [*inputs[1:3], epsilon, adjacency, list(scale or ()), *inputs[6:]],
-        programs=lambda: [program(_play, *inputs)],  # a result depends on the method only through this
+        programs=lambda: [
+            program(_play, *inputs)
+        ],  # a result depends on the method only through this
         compute=compute,
     )
     with Till(workdir, seed=None if key is None else _seed(key)) as till:
         leaves = till.once(what)
-    return Recalibration(method, jax.tree.unflatten(structure, [leaves[str(i)] for i in range(len(leaves))]), paid)
+    return Recalibration(
+        method, jax.tree.unflatten(structure, [leaves[str(i)] for i in range(len(leaves))]), paid
+    )
 
 
 def _parties(sources: Sources) -> list[Party]:
     parties = []
     for i, source in enumerate(sources):
-        if not isinstance(source, Party) and not (isinstance(source, (tuple, list)) and len(source) == 2):
-            raise TypeError(f"sources[{i}] must be a pair (logits, labels) or a Party, got {type(source).__name__}.")
+        if not isinstance(source, Party) and not (
+            isinstance(source, (tuple, list)) and len(source) == 2
+        ):
+            raise TypeError(
+                f"sources[{i}] must be a pair (logits, labels) or a Party, got "
+                f"{type(source).__name__}."
+            )
         try:
             parties.append(source if isinstance(source, Party) else Party(*source))
         except (TypeError, ValueError) as error:
@@ -173,7 +200,10 @@ def _parties(sources: Sources) -> list[Party]:
         raise ValueError("sources is empty. Give at least one pair (logits, labels).")
     classes = {party.logits.shape[1] for party in parties}
     if len(classes) > 1:
-        raise ValueError(f"sources must have the same number of classes, got logits with {sorted(classes)} columns.")
+        raise ValueError(
+            f"sources must have the same number of classes, got logits with {sorted(classes)} "
+            "columns."
+        )
     return parties
 
 
@@ -182,30 +212,52 @@ def _charges(parties: Sequence[Party], paid: DpEvent) -> list[tuple[Account, DpE
     accounts = [party.account for party in parties if party.account is not None]
     if len(accounts) not in (0, len(parties)):
         without = [i for i, party in enumerate(parties) if party.account is None]
-        raise ValueError(f"sources {without} have no account but others do. Give every source an account, or none.")
+        raise ValueError(
+            f"sources {without} have no account but others do. Give every source an account, or "
+            "none."
+        )
     each = {(id(account.ledger), account.name): account for account in accounts}
     times = Counter((id(account.ledger), account.name) for account in accounts)
-    return [(each[name], paid if count == 1 else SelfComposedDpEvent(paid, count)) for name, count in times.items()]
+    return [
+        (each[name], paid if count == 1 else SelfComposedDpEvent(paid, count))
+        for name, count in times.items()
+    ]
 
 
 def _seed(key: jax.Array) -> bytes:
     return bytes.fromhex(digest([str(jax.random.key_impl(key)), jax.random.key_data(key)]))[:16]
 
 
-def _inputs(method: Method, parties: Sequence[Party], key: jax.Array, scale: Scale | None) -> tuple[Any, ...]:
+def _inputs(
+    method: Method, parties: Sequence[Party], key: jax.Array, scale: Scale | None
+) -> tuple[Any, ...]:
     """Returns the arguments of `_play`."""
-    logits, labels = (np.concatenate([getattr(p, name) for p in parties]) for name in ("logits", "labels"))
+    logits, labels = (
+        np.concatenate([getattr(p, name) for p in parties]) for name in ("logits", "labels")
+    )
     records = Records(jnp.asarray(logits), jnp.asarray(labels))
     source = np.repeat(np.arange(len(parties), dtype=np.int32), [party.units for party in parties])
     inputs = method, records, source, len(parties), key, scale
     if all(party.group is None for party in parties):
         return inputs
     starts = np.cumsum([0, *(party.units for party in parties)], dtype=np.int32)
-    mine = [np.arange(party.units, dtype=np.int32) if party.group is None else party.group for party in parties]
-    return *inputs, np.concatenate([start + owners for start, owners in zip(starts, mine, strict=False)])
+    mine = [
+        np.arange(party.units, dtype=np.int32) if party.group is None else party.group
+        for party in parties
+    ]
+    return *inputs, np.concatenate(
+        [start + owners for start, owners in zip(starts, mine, strict=False)]
+    )
 
 
-def converse(method: Method, parties: Sequence[Party], key: jax.Array, *, epsilon: float, adjacency: Adjacency) -> Any:
+def converse(
+    method: Method,
+    parties: Sequence[Party],
+    key: jax.Array,
+    *,
+    epsilon: float,
+    adjacency: Adjacency,
+) -> Any:
     """Returns the parameters that `recalibrate` releases and audits attack. It charges nothing."""
     num_classes = parties[0].logits.shape[1]
     scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=num_classes)
@@ -234,7 +286,7 @@ def _confidence(method: Method, parameters: Any, logits: jax.Array) -> jax.Array
     return jnp.where(jnp.isfinite(logits).all(1), method.confidence(parameters, logits), jnp.nan)
 
 
-# --- By name --------------------------------------------------------------------------------------------------------
+# --- By name ------------------------------------------------------------------------------------
 
 
 def acc_t(
@@ -250,23 +302,29 @@ def acc_t(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """Runs Acc-T: the temperature at which mean confidence equals accuracy (Section 4, Algorithm 1).
+    """Runs Acc-T: the temperature at which mean confidence equals accuracy (Section 4, Algorithm
+    1).
 
     Args:
       sources, epsilon, key, adjacency, workdir: As in `recalibrate`.
-      iterations: K, reductions of the bracket: K + 1 releases with golden-section search, K with bisection.
-      bracket: Public range of temperatures. Very over-confident models need more than the published (0.5, 3).
+      iterations: K, reductions of the bracket: K + 1 releases with golden-section search, K with
+          bisection.
+      bracket: Public range of temperatures. Very over-confident models need more than the published
+          (0.5, 3).
       spacing: "log" searches over log T, "linear" over T as published.
-      search: "golden" is Algorithm 1. "bisection" needs less noise for a finer answer (`AccBisection`).
-      split: Whether to ask for accuracy once and for confidence in the other rounds. The default is True under
-        "replace_one", where that needs much less noise (`AccT`).
+      search: "golden" is Algorithm 1. "bisection" needs less noise for a finer answer
+          (`AccBisection`).
+      split: Whether to ask for accuracy once and for confidence in the other rounds. The default is
+        True under "replace_one", where that needs much less noise (`AccT`).
     """
     if search not in ("golden", "bisection"):
         raise ValueError(f"search must be 'golden' or 'bisection', got {search!r}.")
     kind = AccT if search == "golden" else AccBisection
     split = adjacency == "replace_one" if split is None else split
     method = kind(bracket=Bracket.of(bracket, spacing), iterations=iterations, split=split)
-    return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
+    return recalibrate(
+        method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
+    )
 
 
 def nll_t(
@@ -281,12 +339,15 @@ def nll_t(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """Runs NLL-T: the temperature of least negative log likelihood, clipped per record to `bound` (Section 3.3, C.2.1).
+    """Runs NLL-T: the temperature of least negative log likelihood, clipped per record to `bound`
+    (Section 3.3, C.2.1).
 
     Other arguments are as in `acc_t`. `bound`, in nats, must not depend on the sources.
     """
     method = NllT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bound=bound)
-    return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
+    return recalibrate(
+        method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
+    )
 
 
 def ece_t(
@@ -301,9 +362,13 @@ def ece_t(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """Runs ECE-T: the temperature of least error in bins of equal width (Section 3.3, C.2.2). See `acc_t`."""
+    """Runs ECE-T: the temperature of least error in bins of equal width (Section 3.3, C.2.2). See
+    `acc_t`.
+    """
     method = EceT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bins=bins)
-    return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
+    return recalibrate(
+        method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
+    )
 
 
 def histogram_binning(
@@ -318,7 +383,9 @@ def histogram_binning(
 ) -> Recalibration:
     """Runs `HistogramBinning`: each bin's confidence becomes its accuracy (Section 3.3, C.2.3)."""
     method = HistogramBinning(bins=bins, form=form)
-    return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
+    return recalibrate(
+        method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
+    )
 
 
 def logistic_binning(
@@ -332,7 +399,9 @@ def logistic_binning(
 ) -> Recalibration:
     """Fits two numbers to all noisy bins at once, beyond the paper. See `LogisticBinning`."""
     method = LogisticBinning(edges=tuple(edges))
-    return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
+    return recalibrate(
+        method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
+    )
 
 
 def none() -> Recalibration:
@@ -348,8 +417,12 @@ def one_source(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """Runs the baseline of one source that recalibrates for itself, by default with temperature scaling, `NllT()`.
+    """Runs the baseline of one source that recalibrates for itself, by default with temperature
+    scaling, `NllT()`.
 
-    NOT private: without noise, its event makes the epsilon of the source's account infinite (Guo et al. 2017).
+    NOT private: without noise, its event makes the epsilon of the source's account infinite (Guo et
+    al. 2017).
     """
-    return recalibrate(method or NllT(), [source], epsilon=math.inf, adjacency=adjacency, workdir=workdir)
+    return recalibrate(
+        method or NllT(), [source], epsilon=math.inf, adjacency=adjacency, workdir=workdir
+    )

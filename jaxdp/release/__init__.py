@@ -1,4 +1,6 @@
-"""The till: one protocol for every private release, with its notes, secrets, locks and checkpoints."""
+"""The till: one protocol for every private release, with its notes, secrets, locks and
+checkpoints.
+"""
 
 from jaxdp.release.checkpoints import Checkpoints
 from jaxdp.release.claims import claim

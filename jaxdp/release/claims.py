@@ -6,10 +6,13 @@ from jaxdp.privacy import Account, DpEvent, Ledger
 from jaxdp.privacy.accounting import Adjacency
 
 
-def claim(charge: DpEvent | Callable[[Account], None], *, adjacency: Adjacency, delta: float) -> float:
+def claim(
+    charge: DpEvent | Callable[[Account], None], *, adjacency: Adjacency, delta: float
+) -> float:
     """Returns epsilon at `delta`, in [0, 1), of a data set that was charged for one release only.
 
-    `charge` is the event, or a function `charge(account)` that charges an account as the stage does.
+    `charge` is the event, or a function `charge(account)` that charges an account as the stage
+    does.
     """
     with Ledger.in_memory() as ledger:
         ledger.register("audited", adjacency=adjacency, unit="record")

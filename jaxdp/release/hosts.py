@@ -1,8 +1,10 @@
-"""The processes of `jax.distributed` that run one program together. One process is the case of n = 1.
+"""The processes of `jax.distributed` that run one program together. One process is the case of n =
+1.
 
-Every process runs the same Python program, and their devices compute together. Process 0 leads: it alone has the
-ledger, draws secrets, and writes notes and metrics. What it finds reaches the others by `Hosts.each`. So does an error
-of any process. The others would otherwise wait for a process that has given up.
+Every process runs the same Python program, and their devices compute together. Process 0 leads: it
+alone has the ledger, draws secrets, and writes notes and metrics. What it finds reaches the others
+by `Hosts.each`. So does an error of any process. The others would otherwise wait for a process that
+has given up.
 """
 
 import contextlib
@@ -25,11 +27,14 @@ _ERRORS = {kind.__name__: kind for kind in (BudgetExceeded, LedgerDamaged, TypeE
 
 
 class HostFailed(RuntimeError):
-    """An error of another process. Its text has the number of the process, and the kind and text of the error."""
+    """An error of another process. Its text has the number of the process, and the kind and text of
+    the error.
+    """
 
 
 class Hosts:
-    """The processes that have devices of a mesh, or this process alone. Their calls must come in the same order.
+    """The processes that have devices of a mesh, or this process alone. Their calls must come in
+    the same order.
 
     Attributes:
       count: The number of processes.
@@ -45,11 +50,13 @@ class Hosts:
         return self.count == 1 or jax.process_index() == 0
 
     def each(self, function: Callable[[], Any]) -> list[Any]:
-        """Calls a function on every process. Returns the results, which JSON must hold, in the order of the processes.
+        """Calls a function on every process. Returns the results, which JSON must hold, in the
+        order of the processes.
 
         Raises:
-          Exception: The function failed on a process. All raise its error if it is one of a user's mistakes: a
-            BudgetExceeded, LedgerDamaged, TypeError or ValueError. Of another error, other processes raise HostFailed.
+          Exception: The function failed on a process. All raise its error if it is one of a user's
+            mistakes: a BudgetExceeded, LedgerDamaged, TypeError or ValueError. Of another error,
+            other processes raise HostFailed.
         """
         if self.count == 1:
             return [function()]
@@ -69,17 +76,22 @@ class Hosts:
         return [row["value"] for row in rows]
 
     def first(self, function: Callable[[], Any]) -> Any:
-        """Calls a function on process 0. Returns its result, which JSON must hold, or raises its error on all."""
+        """Calls a function on process 0. Returns its result, which JSON must hold, or raises its
+        error on all.
+        """
         return self.each(function if self.leads else lambda: None)[0]
 
     def together(self, function: Callable[[], T]) -> T:
-        """Calls a function on every process. Returns the own result, or raises an error as `each` does."""
+        """Calls a function on every process. Returns the own result, or raises an error as `each`
+        does.
+        """
         found: list[T] = []
         self.each(lambda: found.append(function()))
         return found[0]
 
     def later(self, function: Callable[[], None]) -> None:
-        """Calls a function on this process, and waits for nobody. The next `each` raises its error on all.
+        """Calls a function on this process, and waits for nobody. The next `each` raises its error
+        on all.
 
         After an error it calls nothing more.
         """
@@ -93,15 +105,18 @@ class Hosts:
             self._late = error
 
     def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
-        """Raises ValueError on all processes if they have different texts under a name, or different versions."""
+        """Raises ValueError on all processes if they have different texts under a name, or
+        different versions.
+        """
         if self.count == 1:
             return
         rows = self.each(lambda: {"versions": repr(identity.versions()), **facts()})
         for process, row in enumerate(rows):
             if differ := [name for name, text in rows[0].items() if row[name] != text]:
                 raise ValueError(
-                    f"processes disagree: process {process} has another {' and '.join(differ)} than process 0. Start "
-                    "all processes with the same program, config, data and versions. Nothing was spent."
+                    f"processes disagree: process {process} has another {' and '.join(differ)} "
+                    "than process 0. Start all processes with the same program, config, data and "
+                    "versions. Nothing was spent."
                 )
 
     @contextlib.contextmanager
@@ -112,8 +127,9 @@ class Hosts:
         except jax.errors.JaxRuntimeError as error:
             if self.count > 1:
                 error.add_note(
-                    "If another process has died: everything that was computed is charged. Start all processes again "
-                    "with the same workdir and ledger, and the run goes on after its newest checkpoint."
+                    "If another process has died: everything that was computed is charged. Start "
+                    "all processes again with the same workdir and ledger, and the run goes on "
+                    "after its newest checkpoint."
                 )
             raise
 
@@ -127,7 +143,9 @@ class Hosts:
         lengths = [int.from_bytes(row[:8].tobytes(), "little") + 8 for row in rows]
         if max(lengths) > _SHORT:
             rows = np.concatenate([rows, exchanged(_SHORT, max(lengths))], axis=1)
-        return [json.loads(row[8:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+        return [
+            json.loads(row[8:length].tobytes()) for row, length in zip(rows, lengths, strict=True)
+        ]
 
 
 def _error(process: int, kind: str, text: str, fields: dict[str, Any]) -> Exception:

@@ -1,8 +1,10 @@
-"""The facts that determine the bits of a computation: programs, arrays, versions, flags, devices and the host.
+"""The facts that determine the bits of a computation: programs, arrays, versions, flags, devices
+and the host.
 
-A release that is repeated under the same secret must repeat the same bits. Otherwise the difference of the two values
-would have no noise. So the token of a release is a hash of all these facts. A false difference costs a charge, but a
-false agreement would break the guarantee. Facts that seldom matter are therefore included.
+A release that is repeated under the same secret must repeat the same bits. Otherwise the difference
+of the two values would have no noise. So the token of a release is a hash of all these facts. A
+false difference costs a charge, but a false agreement would break the guarantee. Facts that seldom
+matter are therefore included.
 """
 
 import functools
@@ -29,13 +31,22 @@ PREFIXES = (
     *("NVIDIA_", "CUDA_", "CUBLAS_", "CUDNN_", "ROCM_", "OMP_", "MKL_", "OPENBLAS_"),
 )
 # These set where compiled programs are kept and how memory is reserved. They change no bit.
-_HARMLESS = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_", "XLA_PYTHON_CLIENT_", "JAX_TRACEBACK_", "JAX_LOG_")
+_HARMLESS = (
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_PERSISTENT_CACHE_",
+    "XLA_PYTHON_CLIENT_",
+    "JAX_TRACEBACK_",
+    "JAX_LOG_",
+)
 # A transfer to the host, which is how a TPU calls back to Python.
 _HOST_TRANSFER = re.compile(r"is_host_transfer\s*=\s*true")
 # The targets of custom calls, in the text of a program and as an attribute.
-_CUSTOM_CALL = re.compile(r"custom_call\s*@(?:\"([^\"]+)\"|([\w.$]+))|call_target_name\s*=\s*\"([^\"]*)\"")
-# Custom calls of JAX and XLA that are functions of their operands: linear algebra, sorting, random bits, products,
-# Pallas kernels, and notes for the compiler. Any other target is code that no hash of the program covers.
+_CUSTOM_CALL = re.compile(
+    r"custom_call\s*@(?:\"([^\"]+)\"|([\w.$]+))|call_target_name\s*=\s*\"([^\"]*)\""
+)
+# Custom calls of JAX and XLA that are functions of their operands: linear algebra, sorting, random
+# bits, products, Pallas kernels, and notes for the compiler. Any other target is code that no hash
+# of the program covers.
 _PURE_CALL = re.compile(
     r"lapack_\w+|(?:cu|hip)(?:solver|blas|dnn|sparse|fft)\w+|(?:cu|hip)_lu_pivots_to_permutation"
     r"|(?:cu|hip)_threefry2x32\w*|__cu(?:dnn|blas)\$\w+|__onednn\$\w+|__gpu\$xla\.gpu\.triton|triton_kernel_call"
@@ -47,7 +58,8 @@ _PURE_CALL = re.compile(
 
 
 def digest(tree: Any) -> str:
-    """Returns the SHA-256 of a pytree of arrays, numbers, strings and bytes, with its paths, shapes and dtypes.
+    """Returns the SHA-256 of a pytree of arrays, numbers, strings and bytes, with its paths, shapes
+    and dtypes.
 
     Of an array that several processes share, each hashes the parts that it has.
 
@@ -58,19 +70,24 @@ def digest(tree: Any) -> str:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path)
         is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
-        if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        if isinstance(leaf, jax.Array) and not (
+            leaf.is_fully_addressable or leaf.is_fully_replicated
+        ):
             found.update(f"{name} {leaf.dtype} {leaf.shape}\n{digest(_own_parts(leaf))}".encode())
         elif is_array and not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             array = np.asarray(jax.device_get(leaf))
             if array.dtype.hasobject:
-                raise TypeError(f"a fact at {name!r} is an array of Python objects. Give arrays of numbers.")
+                raise TypeError(
+                    f"a fact at {name!r} is an array of Python objects. Give arrays of numbers."
+                )
             found.update(f"{name} {array.dtype} {array.shape}\n".encode() + array.tobytes())
         elif isinstance(leaf, bool | int | float | complex | str | bytes):
             text = leaf if isinstance(leaf, bytes) else repr(leaf).encode()
             found.update(f"{name} {type(leaf).__name__} {len(text)}\n".encode() + text)
         else:
             raise TypeError(
-                f"a fact at {name!r} is a {type(leaf).__name__}, which has no bytes to hash. Give arrays or text."
+                f"a fact at {name!r} is a {type(leaf).__name__}, which has no bytes to hash. Give "
+                "arrays or text."
             )
     return found.hexdigest()
 
@@ -80,15 +97,19 @@ def _own_parts(array: jax.Array) -> dict[str, Any]:
 
 
 def program(function: jax.stages.Wrapped, *args: Any, **kwargs: Any) -> str:
-    """Returns the text of a `jax.jit` function for arrays or `jax.ShapeDtypeStruct`s. Equal texts compute the same."""
+    """Returns the text of a `jax.jit` function for arrays or `jax.ShapeDtypeStruct`s. Equal texts
+    compute the same.
+    """
     return function.lower(*args, **kwargs).as_text()
 
 
 @functools.lru_cache(maxsize=64)
 def calls_host(text: str) -> bool:
-    """Returns whether a program calls code with a state of its own, such as Python, that no hash of the program covers.
+    """Returns whether a program calls code with a state of its own, such as Python, that no hash of
+    the program covers.
 
-    A custom call counts as such unless its target is known to be pure. So `jax.ffi.ffi_call` always does.
+    A custom call counts as such unless its target is known to be pure. So `jax.ffi.ffi_call` always
+    does.
     """
     targets = {next(filter(None, groups), "") for groups in _CUSTOM_CALL.findall(text)}
     unknown = any(_PURE_CALL.fullmatch(target) is None for target in targets)
@@ -96,13 +117,17 @@ def calls_host(text: str) -> bool:
 
 
 def deterministic() -> bool:
-    """Returns whether another process computes the same bits. XLA chooses GPU algorithms by their speed."""
+    """Returns whether another process computes the same bits. XLA chooses GPU algorithms by their
+    speed.
+    """
     on_request = "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "")
     return on_request or not any(device.platform == "gpu" for device in devices())
 
 
 def devices() -> list[jax.Device]:
-    """Returns the devices of all platforms of this process. It may compute on others than the default ones."""
+    """Returns the devices of all platforms of this process. It may compute on others than the
+    default ones.
+    """
     return [device for backend in backends().values() for device in backend.devices()]
 
 
@@ -110,9 +135,17 @@ def environment() -> dict[str, Any]:
     """Returns the facts, other than program and data, that determine the last bits of a result."""
     return {
         **versions(),
-        "devices": [f"{device.device_kind}, {device.client.platform_version}" for device in devices()],
-        "flags": {n: repr(v) for n, v in jax.config.values.items() if not n.upper().startswith(_HARMLESS)},
-        "variables": {n: v for n, v in os.environ.items() if n.startswith(PREFIXES) and not n.startswith(_HARMLESS)},
+        "devices": [
+            f"{device.device_kind}, {device.client.platform_version}" for device in devices()
+        ],
+        "flags": {
+            n: repr(v) for n, v in jax.config.values.items() if not n.upper().startswith(_HARMLESS)
+        },
+        "variables": {
+            n: v
+            for n, v in os.environ.items()
+            if n.startswith(PREFIXES) and not n.startswith(_HARMLESS)
+        },
         "host": [platform.node(), *processor()],
     }
 
@@ -131,7 +164,10 @@ def processor() -> list[Any]:
     if not (linux := pathlib.Path("/proc/cpuinfo")).exists():
         return [cores, platform.machine(), platform.processor()]
     fields = ("model name", "flags", "Features", "CPU part")
-    return [cores, *sorted({line for line in linux.read_text().splitlines() if line.startswith(fields)})]
+    return [
+        cores,
+        *sorted({line for line in linux.read_text().splitlines() if line.startswith(fields)}),
+    ]
 
 
 @functools.cache

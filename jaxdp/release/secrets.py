@@ -1,4 +1,6 @@
-"""Secrets of a run. They are drawn, kept while a paid release is unfinished, and deleted. Keys derive from them."""
+"""Secrets of a run. They are drawn, kept while a paid release is unfinished, and deleted. Keys
+derive from them.
+"""
 
 import contextlib
 import hmac
@@ -21,13 +23,18 @@ def derive(seed: bytes, purpose: str) -> bytes:
 def check_seed(seed: bytes | None) -> None:
     """Raises TypeError or ValueError unless `seed` is a secret seed or None."""
     if seed is not None and not isinstance(seed, bytes):
-        raise TypeError(f"seed must be {_BYTES} bytes, got {type(seed).__name__}. Leave it out to draw them.")
+        raise TypeError(
+            f"seed must be {_BYTES} bytes, got {type(seed).__name__}. Leave it out to draw them."
+        )
     if seed is not None and len(seed) != _BYTES:
-        raise ValueError(f"seed must be {_BYTES} bytes, got {len(seed)}. Leave it out to draw them.")
+        raise ValueError(
+            f"seed must be {_BYTES} bytes, got {len(seed)}. Leave it out to draw them."
+        )
 
 
 def stored(path: pathlib.Path, seed: bytes | None = None) -> bytes:
-    """Returns the seed in a file that only its owner may read. A new file gets `seed`, or a new one.
+    """Returns the seed in a file that only its owner may read. A new file gets `seed`, or a new
+    one.
 
     Raises:
       ValueError: The file holds no seed, or one that differs from `seed`.
@@ -40,12 +47,13 @@ def stored(path: pathlib.Path, seed: bytes | None = None) -> bytes:
         found = b""
     if len(found) != _BYTES:
         raise ValueError(
-            f"{shown(path)} does not hold a seed of {_BYTES} bytes. It was damaged. Delete it. The interrupted release "
-            "is then computed and charged once more with fresh noise."
+            f"{shown(path)} does not hold a seed of {_BYTES} bytes. It was damaged. Delete it. The "
+            "interrupted release is then computed and charged once more with fresh noise."
         )
     if seed is not None and found != seed:
         raise ValueError(
-            f"seed differs from the one of the unfinished release in {shown(path.parent)}. Resume without seed=."
+            f"seed differs from the one of the unfinished release in {shown(path.parent)}. Resume "
+            "without seed=."
         )
     return found
 

@@ -3,19 +3,21 @@
     with Till(workdir) as till:
         answers = till.release(Release(label="answers", charges=[(account, event)], facts=..., compute=...))
 
-A `Release` states its charges, the facts that determine its bits, and how to compute its value from 16 secret bytes.
-These are the till's steps:
+A `Release` states its charges, the facts that determine its bits, and how to compute its value from
+16 secret bytes. These are the till's steps:
 
-1. Make one token, a hash of the facts, the programs and the environment, keyed by the secret seed of the run.
+1. Make one token, a hash of the facts, the programs and the environment, keyed by the secret seed
+   of the run.
 2. Reserve all accounts or none, under the token.
 3. Note the charge in the workdir, with the head of the ledger.
 4. Derive all randomness of the release from the seed and the token.
 5. Pass the value to `keep`, which makes it durable.
 6. Delete the seed.
 
-A release that was interrupted after step 2 has the same token when the same program runs again. It is not charged a
-second time, and its value is the same bit for bit. If anything differs, so does the token. The noise is then fresh, and
-the ledger charges again. So no two values share noise, and the ledger never shows less than was released.
+A release that was interrupted after step 2 has the same token when the same program runs again. It
+is not charged a second time, and its value is the same bit for bit. If anything differs, so does
+the token. The noise is then fresh, and the ledger charges again. So no two values share noise, and
+the ledger never shows less than was released.
 """
 
 import contextlib
@@ -55,7 +57,9 @@ class Payment(Protocol):
     """Charges that are known only at the reservation, such as for a stream of visits."""
 
     def reserve(self, *, label: str, token: str) -> contextlib.AbstractContextManager[Requests]:
-        """Reserves everything or nothing. Yields the charges, and commits them when the body ends."""
+        """Reserves everything or nothing. Yields the charges, and commits them when the body
+        ends.
+        """
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -64,21 +68,24 @@ class Release(Generic[T]):
 
     Attributes:
       label: A label for people who read the ledger. Never put data in it.
-      charges: (account, event) pairs of one ledger, with each account once, or a `Payment`. Empty for public data.
-      compute: A function `compute(secret) -> value` of 16 secret bytes. Nothing else may touch private data. The value
-          depends on the secret, `facts` and `programs` only.
-      facts: A function `facts() -> pytree` of arrays, numbers and text that determine the value. It is called only if
-          the release might be repeated: with a workdir, or with a given seed. It is called again for every token, so an
-          array of NumPy that was changed in place gives another one. It must be of what `compute` reads: copy an array
-          of the user that a later call reads.
-      programs: A function `programs() -> texts` of the compiled programs (`identity.program`). A program that calls
-          back to Python cannot be repeated. Its release is charged again after a crash, with fresh noise.
+      charges: (account, event) pairs of one ledger, with each account once, or a `Payment`. Empty
+          for public data.
+      compute: A function `compute(secret) -> value` of 16 secret bytes. Nothing else may touch
+          private data. The value depends on the secret, `facts` and `programs` only.
+      facts: A function `facts() -> pytree` of arrays, numbers and text that determine the value. It
+          is called only if the release might be repeated: with a workdir, or with a given seed. It
+          is called again for every token, so an array of NumPy that was changed in place gives
+          another one. It must be of what `compute` reads: copy an array of the user that a later
+          call reads.
+      programs: A function `programs() -> texts` of the compiled programs (`identity.program`). A
+          program that calls back to Python cannot be repeated. Its release is charged again after a
+          crash, with fresh noise.
       keep: A function `keep(value)` that makes the value durable, before the seed is deleted.
       note: Further fields for the row in the workdir's notes, which `Till.notes` reads.
-      deterministic: Whether all programs give the same bits on every run. The default is `identity.deterministic`. If
-          False, the release cannot be repeated.
-      once_in: The name of the count in which a payment counts, if a charge depends on earlier counts. The same release
-          is then free a second time in that count only.
+      deterministic: Whether all programs give the same bits on every run. The default is
+          `identity.deterministic`. If False, the release cannot be repeated.
+      once_in: The name of the count in which a payment counts, if a charge depends on earlier
+          counts. The same release is then free a second time in that count only.
     """
 
     label: str
@@ -107,13 +114,16 @@ class Till:
     """The secret, the notes and the lock of one run.
 
     Args:
-      workdir: The run's folder for the notes, and for the secret seed while a paid release is unfinished. It is made if
-          needed. None keeps the seed in memory, so that an interrupted release is paid again.
-      seed: 16 secret bytes, to reproduce a run in a test. The same release is then paid once. The default is random.
-      forget: When the seed is deleted: after each "release", or at the end of the "run" if several releases share a
-          secret (`stream`). An unfinished release keeps it.
-      hosts: The processes that release together, by default this one alone. All call the same methods with the same
-          releases. Process 0 pays and has the files. The accounts of the others may be None.
+      workdir: The run's folder for the notes, and for the secret seed while a paid release is
+          unfinished. It is made if needed. None keeps the seed in memory, so that an interrupted
+          release is paid again.
+      seed: 16 secret bytes, to reproduce a run in a test. The same release is then paid once. The
+          default is random.
+      forget: When the seed is deleted: after each "release", or at the end of the "run" if several
+          releases share a secret (`stream`). An unfinished release keeps it.
+      hosts: The processes that release together, by default this one alone. All call the same
+          methods with the same releases. Process 0 pays and has the files. The accounts of the
+          others may be None.
 
     Raises:
       TypeError, ValueError: The seed is not 16 bytes, or another process runs in the workdir.
@@ -150,9 +160,11 @@ class Till:
         self.close(failed=kind is not None)
 
     def close(self, *, failed: bool = False) -> None:
-        """Deletes the seed unless a paid release needs it or the "run" failed. Releases the workdir.
+        """Deletes the seed unless a paid release needs it or the "run" failed. Releases the
+        workdir.
 
-        In a forked process it closes this process's files and leaves the run to the process that opened the till.
+        In a forked process it closes this process's files and leaves the run to the process that
+        opened the till.
         """
         if self.forked:
             self._files.close()
@@ -164,7 +176,11 @@ class Till:
     @property
     def name(self) -> str | None:
         """A name of the run that a resumed run shares, or None without a workdir."""
-        return None if self.workdir is None else hashlib.sha256(os.fspath(self.workdir.resolve()).encode()).hexdigest()
+        return (
+            None
+            if self.workdir is None
+            else hashlib.sha256(os.fspath(self.workdir.resolve()).encode()).hexdigest()
+        )
 
     @property
     def forked(self) -> bool:
@@ -173,16 +189,19 @@ class Till:
 
     def check_process(self) -> None:
         """Raises RuntimeError in a process that was forked from the one that opened the till."""
-        self._process.check("the run" if self.workdir is None else f"the run in {shown(self.workdir)}")
+        self._process.check(
+            "the run" if self.workdir is None else f"the run in {shown(self.workdir)}"
+        )
 
-    # --- The protocol -------------------------------------------------------------------------------------------------
+    # --- The protocol ----------------------------------------------------------------------------
 
     def release(self, what: Release[T]) -> T:
         """Pays for a release, computes it and keeps it, as the module's text says.
 
         Raises:
           BudgetExceeded: A budget does not allow a charge. Nothing is computed or charged.
-          ValueError: The accounts are of several ledgers, or one is named twice. Nothing is charged.
+          ValueError: The accounts are of several ledgers, or one is named twice. Nothing is
+              charged.
         """
         with self.paying(what) as secret:
             value = what.compute(secret)
@@ -191,7 +210,9 @@ class Till:
 
     @contextlib.contextmanager
     def paying(self, what: Release[Any]) -> Iterator[bytes]:
-        """Pays for a value that comes bit by bit, yields the secret, and ends the release with the body."""
+        """Pays for a value that comes bit by bit, yields the secret, and ends the release with the
+        body.
+        """
         self.check_process()
         token = self.token(what)
         with contextlib.ExitStack() as paid:
@@ -201,7 +222,8 @@ class Till:
             self._delete_seed()
 
     def token(self, what: Release[Any]) -> str:
-        """Returns a hash of all that determines a release, keyed by the seed. It reveals nothing about private data.
+        """Returns a hash of all that determines a release, keyed by the seed. It reveals nothing
+        about private data.
 
         Only process 0 has it. It covers the facts of every process.
         """
@@ -212,25 +234,35 @@ class Till:
         parts = self._hosts.each(lambda: self._part(what))
         if not self._hosts.leads:
             return ""
-        charges = [to_json(event) for _, event in what.charges] if isinstance(what.charges, Sequence) else []
+        charges = (
+            [to_json(event) for _, event in what.charges]
+            if isinstance(what.charges, Sequence)
+            else []
+        )
         message = json.dumps([charges, parts], sort_keys=True)
         return hmac.digest(self._seed(), b"token" + message.encode(), "sha256").hex()
 
     def stream(self, purpose: str, *, impl: str = "chacha12") -> jax.Array:
-        """Returns a key that several releases of the run share. Raises ValueError if each release deletes the seed."""
+        """Returns a key that several releases of the run share. Raises ValueError if each release
+        deletes the seed.
+        """
         self.check_process()
         if self._forget != "run":
-            raise ValueError(f"a shared secret needs Till(..., forget='run'), got forget={self._forget!r}.")
+            raise ValueError(
+                f"a shared secret needs Till(..., forget='run'), got forget={self._forget!r}."
+            )
         return secrets.stream(self._seed(), purpose, impl=impl)
 
-    # --- A single release, kept by the till ---------------------------------------------------------------------------
+    # --- A single release, kept by the till ------------------------------------------------------
 
     def once(self, what: Release[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the NumPy arrays of a release, a flat dict. Kept arrays are not computed or paid again.
+        """Returns the NumPy arrays of a release, a flat dict. Kept arrays are not computed or paid
+        again.
 
         Raises:
           ValueError: The workdir keeps another release: of other data, settings or programs.
-          BudgetExceeded: The accounts are of another ledger, which has no room for the kept release.
+          BudgetExceeded: The accounts are of another ledger, which has no room for the kept
+              release.
         """
         kept = self.kept(what)
         if kept is None:
@@ -243,7 +275,9 @@ class Till:
         return kept
 
     def kept(self, what: Release[Any]) -> dict[str, np.ndarray] | None:
-        """Returns the arrays of a release that the workdir keeps, or None. Raises the errors of `once`."""
+        """Returns the arrays of a release that the workdir keeps, or None. Raises the errors of
+        `once`.
+        """
         from safetensors import safe_open
 
         self.check_process()
@@ -254,15 +288,17 @@ class Till:
             salt = bytes.fromhex(found["salt"])
         if _check(salt, what) != found["check"]:
             raise ValueError(
-                f"{self.workdir} keeps another release: of other data, settings or programs. Its values are in "
-                f"{_KEPT}. Use a new workdir for a new release."
+                f"{self.workdir} keeps another release: of other data, settings or programs. Its "
+                f"values are in {_KEPT}. Use a new workdir for a new release."
             )
         if isinstance(what.charges, Sequence):
             self.settle([account for account, _ in what.charges])
         return load_arrays(self._kept)
 
     def keeper(self, what: Release[Any]) -> Callable[[dict[str, Any]], None]:
-        """Returns a function that makes arrays of a release durable. Each call replaces the earlier arrays."""
+        """Returns a function that makes arrays of a release durable. Each call replaces the earlier
+        arrays.
+        """
         self.check_process()
         if self.workdir is None:
             return lambda arrays: None
@@ -270,7 +306,7 @@ class Till:
         metadata = {"salt": salt.hex(), "check": _check(salt, what)}
         return lambda arrays: _save_arrays(self._kept, arrays, metadata)
 
-    # --- Notes --------------------------------------------------------------------------------------------------------
+    # --- Notes -----------------------------------------------------------------------------------
 
     def notes(self) -> list[dict[str, Any]]:
         """Returns the workdir's rows, one per paid release, the oldest first."""
@@ -280,8 +316,8 @@ class Till:
     def settle(self, accounts: Sequence[Account]) -> None:
         """Charges the accounts for noted charges that their ledger lacks.
 
-        Another ledger, or one restored from an older copy, is charged in full. The same holds for a single account
-        under a name that the workdir does not know.
+        Another ledger, or one restored from an older copy, is charged in full. The same holds for a
+        single account under a name that the workdir does not know.
 
         Raises:
           BudgetExceeded: A ledger has no room for the noted charges.
@@ -291,19 +327,22 @@ class Till:
         if fresh:
             rows, only = self.notes(), accounts[0] if len(accounts) == 1 else None
             noted = {name for row in rows for name, _ in row["charges"]}
-            # Charges under other names belong to a renamed data set, or to another account of the same run.
+            # Charges under other names belong to a renamed data set, or to another account of the
+            # same run.
             renamed = only if not self._settled and noted.isdisjoint(fresh) else None
             settle(rows, lambda name: fresh.get(name, renamed if name else only))
             self._settled |= set(fresh)
 
-    # --- Inside -------------------------------------------------------------------------------------------------------
+    # --- Inside ----------------------------------------------------------------------------------
 
     def _open(self) -> None:
         assert self.workdir is not None
         with contextlib.ExitStack() as opened:  # closes open files if a later step fails
             opened.enter_context(alone(self.workdir))
             if self._secret.exists() or self._given is not None:
-                secrets.stored(self._secret, self._given)  # raises if the file is damaged or holds another seed
+                secrets.stored(
+                    self._secret, self._given
+                )  # raises if the file is damaged or holds another seed
             self._writer = opened.enter_context(MetricsWriter(self.workdir / _NOTES, fsync=True))
             self._files = opened.pop_all()
 
@@ -311,7 +350,11 @@ class Till:
         """Reserves and notes a release, which `until` commits when it ends. Returns its secret."""
         if isinstance(what.charges, Sequence):
             self.settle([account for account, _ in what.charges])
-        paid = hmac.digest(what.once_in.encode(), token.encode(), "sha256").hex() if what.once_in else token
+        paid = (
+            hmac.digest(what.once_in.encode(), token.encode(), "sha256").hex()
+            if what.once_in
+            else token
+        )
         charged = until.enter_context(_reserved(what, paid))
         self._unfinished = True
         if self.workdir is not None:
@@ -340,29 +383,40 @@ class Till:
 
 
 def notes(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the notes of a workdir: rows with "token" and "charges", which are (account, event) pairs."""
+    """Returns the notes of a workdir: rows with "token" and "charges", which are (account, event)
+    pairs.
+    """
     rows = read_metrics(workdir / _NOTES) if (workdir / _NOTES).exists() else []
     # The first release of jaxdp noted one event a row, and no name for a single account.
-    return [row if "charges" in row else {**row, "charges": [[row.get("dataset", ""), row["event"]]]} for row in rows]
+    return [
+        row if "charges" in row else {**row, "charges": [[row.get("dataset", ""), row["event"]]]}
+        for row in rows
+    ]
 
 
 def settle(rows: Sequence[Mapping[str, Any]], account_of: Callable[[str], Account | None]) -> None:
-    """Charges accounts for rows of `notes` that they lack. A last row that was only reserved is committed.
+    """Charges accounts for rows of `notes` that they lack. A last row that was only reserved is
+    committed.
 
-    `account_of` returns the account for a noted name, with "" for a charge of the first release. None omits the charge.
+    `account_of` returns the account for a noted name, with "" for a charge of the first release.
+    None omits the charge.
 
     Raises:
       BudgetExceeded: An account has no room.
       LedgerDamaged: A ledger that the notes know has lost history.
     """
     accounts = [account_of(name) for row in rows for name, _ in row["charges"]]
-    for ledger in {id(account.ledger): account.ledger for account in accounts if account is not None}.values():
+    for ledger in {
+        id(account.ledger): account.ledger for account in accounts if account is not None
+    }.values():
         check_history(rows, ledger)
     for row in rows:
         for name, event in row["charges"]:
             account = account_of(name)
             if account is not None and (row is rows[-1] or not account.paid(row["token"])):
-                with account.spend(from_json(event), label="charged again on resuming", token=row["token"]):
+                with account.spend(
+                    from_json(event), label="charged again on resuming", token=row["token"]
+                ):
                     pass
 
 
@@ -371,7 +425,9 @@ def check_history(rows: Sequence[Mapping[str, Any]], ledger: Ledger) -> None:
     for row in reversed(rows):
         known = ledger.contains(Head(*row["head"])) if "head" in row else None
         if known is False:
-            raise ledger.damaged(f"has lost history: a run was charged as spend {row['head'][1]}, which it lacks.")
+            raise ledger.damaged(
+                f"has lost history: a run was charged as spend {row['head'][1]}, which it lacks."
+            )
         if known:
             return
 
@@ -384,7 +440,9 @@ def _reserved(what: Release[Any], token: str) -> Iterator[Requests]:
         return
     ledgers = {account.ledger for account, _ in what.charges}
     if len(ledgers) > 1:
-        raise ValueError("the accounts of one release must be of one ledger. Two files cannot pay all or none.")
+        raise ValueError(
+            "the accounts of one release must be of one ledger. Two files cannot pay all or none."
+        )
     with contextlib.ExitStack() as paid:
         for ledger in ledgers:
             paid.enter_context(ledger.spend_all(what.charges, label=what.label, token=token))
@@ -399,7 +457,9 @@ def _check(salt: bytes, what: Release[Any]) -> str:
 def _save_arrays(path: pathlib.Path, arrays: Mapping[str, Any], metadata: dict[str, str]) -> None:
     from safetensors.numpy import save
 
-    write_durably(path, save({name: np.asarray(array, order="C") for name, array in arrays.items()}, metadata))
+    write_durably(
+        path, save({name: np.asarray(array, order="C") for name, array in arrays.items()}, metadata)
+    )
 
 
 def load_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:

@@ -48,8 +48,9 @@ def alone(workdir: pathlib.Path) -> Iterator[None]:
 class OwnProcess:
     """The process that made an object. A copy of the object in a forked process is not to be used.
 
-    It would release with the secret of the first process, or count without it. JAX has no threads in a forked process,
-    and nobody there releases the locks that other threads held, so it might also wait forever.
+    It would release with the secret of the first process, or count without it. JAX has no threads
+    in a forked process, and nobody there releases the locks that other threads held, so it might
+    also wait forever.
     """
 
     def __init__(self) -> None:
@@ -64,6 +65,7 @@ class OwnProcess:
         """Raises RuntimeError in another process. `what` names the object."""
         if self.forked:
             raise RuntimeError(
-                f"{what} belongs to the process from which this one was forked. Go on with it there. For work of its "
-                "own, start the new process by 'spawn' and make everything there."
+                f"{what} belongs to the process from which this one was forked. Go on with it "
+                "there. For work of its own, start the new process by 'spawn' and make everything "
+                "there."
             )

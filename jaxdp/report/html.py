@@ -1,7 +1,8 @@
 """Pages for people: one HTML file without scripts, links or requests, and line charts in it.
 
-A page is filled from a Jinja template that extends `page.html.jinja`. Beside it lie `parts.html.jinja`, the macros of
-tables, bars and figures, and the style for wide and narrow screens, dark mode and paper. Jinja loads on use.
+A page is filled from a Jinja template that extends `page.html.jinja`. Beside it lie
+`parts.html.jinja`, the macros of tables, bars and figures, and the style for wide and narrow
+screens, dark mode and paper. Jinja loads on use.
 """
 
 import base64
@@ -21,12 +22,14 @@ _FOLDER = pathlib.Path(__file__).parent / "pages"
 def render_page(template: str | os.PathLike[str], /, **facts: Any) -> bytes:
     """Returns a page that is filled from a template.
 
-    Every fact is escaped as text, unless a macro made it. A fact that is missing is an error. The page's content
-    security policy allows its own style, by a digest, and embedded images. It refuses everything else.
+    Every fact is escaped as text, unless a macro made it. A fact that is missing is an error. The
+    page's content security policy allows its own style, by a digest, and embedded images. It
+    refuses everything else.
 
     Args:
-        template: A Jinja file. It extends `page.html.jinja`, fills its block `body`, and may import macros from
-            `parts.html.jinja` and from files in its own folder. It may use the filters `up`, `down` and `percent`.
+        template: A Jinja file. It extends `page.html.jinja`, fills its block `body`, and may import
+            macros from `parts.html.jinja` and from files in its own folder. It may use the filters
+            `up`, `down` and `percent`.
         **facts: The variables of the template. `title` is the page's title.
 
     Raises:
@@ -59,7 +62,8 @@ def _templates(folder: pathlib.Path) -> Any:
 
 
 def round_up(value: float, digits: int = 3) -> str:
-    """Returns a number with at most `digits` significant digits, never less than the number: for epsilons and deltas.
+    """Returns a number with at most `digits` significant digits, never less than the number: for
+    epsilons and deltas.
 
     Infinity is "infinite".
     """
@@ -67,7 +71,8 @@ def round_up(value: float, digits: int = 3) -> str:
 
 
 def round_down(value: float, digits: int = 3) -> str:
-    """Returns a number with at most `digits` significant digits, never more than the number: for proven lower bounds.
+    """Returns a number with at most `digits` significant digits, never more than the number: for
+    proven lower bounds.
 
     Infinity is "infinite".
     """
@@ -77,10 +82,16 @@ def round_down(value: float, digits: int = 3) -> str:
 def _rounded(value: float, digits: int, direction: str) -> str:
     if math.isinf(value):
         return "infinite"
-    exact = decimal.Decimal(f"{value:.12g}")  # as exact as budgets are, so that 1e-5 and 3 * 0.1 stay themselves
+    exact = decimal.Decimal(
+        f"{value:.12g}"
+    )  # as exact as budgets are, so that 1e-5 and 3 * 0.1 stay themselves
     # Whole numbers keep all their digits.
     place = min(exact.adjusted() + 1 - digits, 0)
-    found = float(exact.quantize(decimal.Decimal(1).scaleb(place), rounding=direction)) if exact else 0.0
+    found = (
+        float(exact.quantize(decimal.Decimal(1).scaleb(place), rounding=direction))
+        if exact
+        else 0.0
+    )
     return f"{found:.0f}" if abs(found) >= 1000 else f"{found:.{digits}g}"
 
 
@@ -93,7 +104,8 @@ class Chart:
     """A line chart for the macro `figure`. Its y axis begins at 0.
 
     Attributes:
-        curves: Name to (x, y) pairs in the order of x. At most five can be told apart. Non-finite y leave a gap.
+        curves: Name to (x, y) pairs in the order of x. At most five can be told apart. Non-finite y
+            leave a gap.
         xlabel, ylabel: The names of the axes.
         top: The end of the y axis. None takes the largest value.
         limits: Name to y of horizontal lines, such as a budget. Infinite ones are left out.
@@ -133,13 +145,19 @@ class Chart:
 
     @functools.cached_property
     def _high(self) -> float:
-        shown = [y for points in self.curves.values() for _, y in points] + list(self.limits.values())
+        shown = [y for points in self.curves.values() for _, y in points] + list(
+            self.limits.values()
+        )
         return self.top or max(filter(math.isfinite, shown), default=0.0) or 1.0
 
     @functools.cached_property
     def _ends(self) -> tuple[float, float]:
         found = [x for points in self.curves.values() for x, _ in points]
-        return (min(found), max(found)) if min(found) < max(found) else (found[0] - 0.5, found[0] + 0.5)
+        return (
+            (min(found), max(found))
+            if min(found) < max(found)
+            else (found[0] - 0.5, found[0] + 0.5)
+        )
 
     def _x(self, x: float) -> float:
         low, high = self._ends
@@ -160,21 +178,29 @@ class Chart:
 
     @property
     def xmarks(self) -> list[tuple[float, str]]:
-        """The places and texts of the marks of the x axis, in round steps, whole ones if every x is whole.
+        """The places and texts of the marks of the x axis, in round steps, whole ones if every x is
+        whole.
 
         With `mark` they are quarters of the axis.
         """
         low, high = self._ends
         if self.mark is not None:
-            marks = {self.mark(x): self._x(x) for x in (low + k * (high - low) / 4 for k in range(5))}
-            return [(min(x, self.width - 4.0 * len(text)), text) for text, x in marks.items()]  # ends inside
+            marks = {
+                self.mark(x): self._x(x) for x in (low + k * (high - low) / 4 for k in range(5))
+            }
+            return [
+                (min(x, self.width - 4.0 * len(text)), text) for text, x in marks.items()
+            ]  # ends inside
         whole = all(float(x).is_integer() for points in self.curves.values() for x, _ in points)
         return [(self._x(x), self.text(x)) for x in _marks(low, high, least=1.0 if whole else 0.0)]
 
     @property
     def ymarks(self) -> list[tuple[float, str]]:
         """The heights and texts of the marks of the y axis, from 0 in round steps."""
-        return [(self._y(y), f"{100 * y:g} %" if self.percent else f"{y:.6g}") for y in _marks(0.0, self._high)]
+        return [
+            (self._y(y), f"{100 * y:g} %" if self.percent else f"{y:.6g}")
+            for y in _marks(0.0, self._high)
+        ]
 
     @property
     def paths(self) -> list[str]:
@@ -187,7 +213,11 @@ class Chart:
                     pen = "M"
                     continue
                 place = (self._x(x), self._y(min(y, self._high)))
-                drawn += "{}{} {}".format(pen, *place) if pen == "M" or not self.steps else "H{}V{}".format(*place)
+                drawn += (
+                    "{}{} {}".format(pen, *place)
+                    if pen == "M" or not self.steps
+                    else "H{}V{}".format(*place)
+                )
                 pen = "L"
             found.append(drawn)
         return found
@@ -202,7 +232,10 @@ class Chart:
         """The rows of the table of the chart's numbers, one for each x."""
         values = [dict(points) for points in self.curves.values()]
         places = sorted({x for points in values for x in points})
-        return [[self.text(x), *(self._value(points[x]) if x in points else "" for points in values)] for x in places]
+        return [
+            [self.text(x), *(self._value(points[x]) if x in points else "" for points in values)]
+            for x in places
+        ]
 
 
 def _marks(low: float, high: float, least: float = 0.0) -> list[float]:

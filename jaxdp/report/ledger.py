@@ -1,4 +1,6 @@
-"""The page of a ledger: every account, what was spent by whom and when, what is left, and whether the file is whole."""
+"""The page of a ledger: every account, what was spent by whom and when, what is left, and whether
+the file is whole.
+"""
 
 import datetime
 import math
@@ -29,10 +31,11 @@ def write_ledger_page(
     delta: float = 1e-5,
     timezone: datetime.tzinfo = datetime.UTC,
 ) -> None:
-    """Writes the page of a ledger: one HTML file without scripts or requests, for a browser and for paper.
+    """Writes the page of a ledger: one HTML file without scripts or requests, for a browser and for
+    paper.
 
-    Epsilons are rounded up, and what is left is rounded down. The element `data` around such a number has the exact one
-    of `Ledger.report` as its `value`.
+    Epsilons are rounded up, and what is left is rounded down. The element `data` around such a
+    number has the exact one of `Ledger.report` as its `value`.
 
     Args:
         path: The ledger. It is opened for reading only.
@@ -41,8 +44,8 @@ def write_ledger_page(
         timezone: The time zone of all times on the page.
 
     Raises:
-        LedgerDamaged: The file lost history or is inconsistent. The page is written. It says so and has no numbers,
-            because they would be too small.
+        LedgerDamaged: The file lost history or is inconsistent. The page is written. It says so and
+            has no numbers, because they would be too small.
         ValueError: The file does not exist or is not a ledger. No page is written.
         OSError: The page cannot be written.
     """
@@ -50,7 +53,9 @@ def write_ledger_page(
     try:
         write_durably(pathlib.Path(page), content)
     except OSError as error:
-        raise OSError(f"page {os.fspath(page)!r} cannot be written: {error.strerror}. Choose another place.") from error
+        raise OSError(
+            f"page {os.fspath(page)!r} cannot be written: {error.strerror}. Choose another place."
+        ) from error
     if damage is not None:
         raise damage
 
@@ -64,11 +69,18 @@ def ledger_page(
         return f"{local(text, timezone):%Y-%m-%d %H:%M:%S}"
 
     made = datetime.datetime.now(datetime.UTC).isoformat()
-    about = {"title": "Privacy ledger", "version": __version__, "made": time(made), "timezone": timezone}
+    about = {
+        "title": "Privacy ledger",
+        "version": __version__,
+        "made": time(made),
+        "timezone": timezone,
+    }
     try:
         found = ledger_facts(path, delta=delta)
     except LedgerDamaged as error:
-        return render_page(_PAGES / "damaged.html.jinja", path=os.fspath(path), error=str(error), **about), error
+        return render_page(
+            _PAGES / "damaged.html.jinja", path=os.fspath(path), error=str(error), **about
+        ), error
     shown = {
         "charts": [_chart(found, group, timezone) for group in found["groups"]],
         "verdicts": [verdict(group["account"]) for group in found["groups"]],
@@ -81,10 +93,11 @@ def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[s
     """Returns what the page of a ledger shows, all of one instant, also while others spend.
 
     Returns:
-        `report` as `Ledger.report` returns it, and `has_head`. `groups` are the data sets with equal accounts, those
-        with the least left first. Each has the `names`, the `account` of the first one, the `share` of its budget that
-        is spent (None without a budget), and `growth` as `Ledger.growth` returns it, which is empty if there is no
-        figure. `newest` are the last spends, the newest first.
+        `report` as `Ledger.report` returns it, and `has_head`. `groups` are the data sets with
+        equal accounts, those with the least left first. Each has the `names`, the `account` of the
+        first one, the `share` of its budget that is spent (None without a budget), and `growth` as
+        `Ledger.growth` returns it, which is empty if there is no figure. `newest` are the last
+        spends, the newest first.
 
     Raises:
         LedgerDamaged: The file lost history or is inconsistent.
@@ -95,11 +108,19 @@ def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[s
         with Ledger(f"{folder}/copy", read_only=True) as copy:
             report = copy.report(delta=delta) | {"path": os.fspath(path)}
             groups: list[dict[str, Any]] = [
-                {"names": [entry["name"] for entry in same], "account": same[0], "share": _share(same[0])}
+                {
+                    "names": [entry["name"] for entry in same],
+                    "account": same[0],
+                    "share": _share(same[0]),
+                }
                 for same in grouped(report)
             ]
-            groups.sort(key=lambda group: -1.0 if group["share"] is None else group["share"], reverse=True)
-            drawn = [group["account"]["name"] for group in groups if group["account"]["rows"]][:CHARTS]
+            groups.sort(
+                key=lambda group: -1.0 if group["share"] is None else group["share"], reverse=True
+            )
+            drawn = [group["account"]["name"] for group in groups if group["account"]["rows"]][
+                :CHARTS
+            ]
             for group in groups:
                 name, at = group["account"]["name"], group["account"]["delta"]
                 points = min(40, POINTS // len(drawn)) if name in drawn else 0
@@ -109,20 +130,29 @@ def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[s
 
 
 def _share(account: Mapping[str, Any]) -> float | None:
-    """Returns the share of the budget that is spent, infinite if a release has no proof, or None without a budget."""
+    """Returns the share of the budget that is spent, infinite if a release has no proof, or None
+    without a budget.
+    """
     if account["headline"].startswith("inf"):
         return math.inf
     return None if account["budget"] is None else 1 - account["remaining"] / account["budget"]
 
 
-def _chart(found: Mapping[str, Any], group: Mapping[str, Any], timezone: datetime.tzinfo) -> Chart | None:
-    """Returns epsilon over the time from the ledger's first to its last spend, or None if that is one moment."""
+def _chart(
+    found: Mapping[str, Any], group: Mapping[str, Any], timezone: datetime.tzinfo
+) -> Chart | None:
+    """Returns epsilon over the time from the ledger's first to its last spend, or None if that is
+    one moment.
+    """
     if not group["growth"]:
         return None
-    starts = [entry["spends"][0]["first_at"] for entry in found["report"]["datasets"] if entry["spends"]]
+    starts = [
+        entry["spends"][0]["first_at"] for entry in found["report"]["datasets"] if entry["spends"]
+    ]
     points = [(_seconds(min(starts)), 0.0)]
     for row in group["growth"]:
-        # A row counts from its first spend on, so that the curve is never too low. Clocks may go back.
+        # A row counts from its first spend on, so that the curve is never too low. Clocks may go
+        # back.
         points.append((max(_seconds(row["first_at"]), points[-1][0]), row["epsilon"]))
     points.append((max(_seconds(found["newest"][0]["reserved_at"]), points[-1][0]), points[-1][1]))
     seconds = points[-1][0] - points[0][0]

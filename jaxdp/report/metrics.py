@@ -1,9 +1,9 @@
 """Metrics of a run as JSON lines: one object per line, appended, safe to kill at any instant.
 
-A line is an object with "step" (integer), "time" (the end of the step in seconds since the epoch), "seconds" (the same
-since the start of the run, without the time in which no process worked on it) and the metrics. Lines are strict JSON
-(RFC 8259). The strings "NaN", "Infinity" and "-Infinity" stand for the floats that JSON lacks. `read_metrics` converts
-them.
+A line is an object with "step" (integer), "time" (the end of the step in seconds since the epoch),
+"seconds" (the same since the start of the run, without the time in which no process worked on it)
+and the metrics. Lines are strict JSON (RFC 8259). The strings "NaN", "Infinity" and "-Infinity"
+stand for the floats that JSON lacks. `read_metrics` converts them.
 """
 
 import json
@@ -29,8 +29,8 @@ class MetricsWriter:
             metrics.truncate_after(restored_step)  # on resume: drops rows after the checkpoint
             metrics.write(step, accuracy=0.93, epsilon=1.2)
 
-    Opening removes a last line that a crash left incomplete. "seconds" continues from the last line. A file has one
-    writer at a time.
+    Opening removes a last line that a crash left incomplete. "seconds" continues from the last
+    line. A file has one writer at a time.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, fsync: bool = False):
@@ -41,7 +41,8 @@ class MetricsWriter:
             fsync: Whether to force each line to the disk, so that it also survives a power failure.
 
         Raises:
-            ValueError: A line other than the last is not a JSON object with a step. Such a file is not repaired.
+            ValueError: A line other than the last is not a JSON object with a step. Such a file is
+                not repaired.
         """
         self.path = Path(path)
         self._fsync = fsync
@@ -66,11 +67,14 @@ class MetricsWriter:
             ValueError: A metric is called "step", "time" or "seconds", or an array is not a scalar.
         """
         if reserved := {"step", "time", "seconds"} & set(metrics):
-            raise ValueError(f"metrics must not be named {sorted(reserved)}, which every line has. Rename them.")
+            raise ValueError(
+                f"metrics must not be named {sorted(reserved)}, which every line has. Rename them."
+            )
         ended = time.time() if ended is None else ended
         times = {"time": ended, "seconds": self._before + ended - self._opened}
         record = {"step": int(step), **times, **tree.map_structure_with_path(_to_json, metrics)}
-        # One write per line: a crash leaves at most the last line incomplete, and the next opening removes it.
+        # One write per line: a crash leaves at most the last line incomplete, and the next opening
+        # removes it.
         self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._file.flush()
         if self._fsync:
@@ -111,7 +115,8 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads the lines of a metrics file in order, without an incomplete last line (of a run killed or still writing).
+    """Reads the lines of a metrics file in order, without an incomplete last line (of a run killed
+    or still writing).
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -137,8 +142,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                     raise TypeError("step is not an integer.")
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"line {number} of {shown(path)} is not a metrics line ({shown(error)}). Move the file away or "
-                    "repair the line."
+                    f"line {number} of {shown(path)} is not a metrics line ({shown(error)}). Move "
+                    "the file away or repair the line."
                 ) from error
             yield line, record
 
@@ -149,7 +154,9 @@ def _to_json(path: tuple[Any, ...], value: Any) -> Any:
     if not isinstance(value, float):
         array, name = np.asarray(value), ".".join(map(str, path))
         if array.ndim != 0:
-            raise ValueError(f"metric {name!r} is an array of shape {array.shape}. Reduce it or pass a list.")
+            raise ValueError(
+                f"metric {name!r} is an array of shape {array.shape}. Reduce it or pass a list."
+            )
         value = array.item()
         if not isinstance(value, (bool, int, float)):
             raise TypeError(f"metric {name!r} is a {type(value).__name__}, which has no JSON form.")

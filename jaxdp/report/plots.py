@@ -1,8 +1,9 @@
 """Figures, drawn without a display and without matplotlib's global state.
 
-Every function writes one figure to `path`, makes its folder if needed, and returns the path. The suffix of `path`
-chooses the format (.png, .pdf, .svg). `title` and `subtitle` are two lines above the panels. matplotlib loads on use.
-Colours are from Okabe and Ito's palette, which colour-blind readers can tell apart. Every line is named beside it.
+Every function writes one figure to `path`, makes its folder if needed, and returns the path. The
+suffix of `path` chooses the format (.png, .pdf, .svg). `title` and `subtitle` are two lines above
+the panels. matplotlib loads on use. Colours are from Okabe and Ito's palette, which colour-blind
+readers can tell apart. Every line is named beside it.
 """
 
 import itertools
@@ -59,7 +60,10 @@ def plot_training(
         ValueError: One of the two curves is empty.
     """
     if not accuracy or not epsilon:
-        raise ValueError("accuracy and epsilon need at least one (step, value) pair each. Log both during the run.")
+        raise ValueError(
+            "accuracy and epsilon need at least one (step, value) pair each. Log both during the "
+            "run."
+        )
     references = dict(references or {})
     final_accuracy, final_epsilon = accuracy[-1][1], epsilon[-1][1]
     title = f"{dataset}: {_percent(final_accuracy)} accuracy at ε = {_number(final_epsilon)}"
@@ -69,7 +73,9 @@ def plot_training(
     figure, ((upper,), (lower,)) = _page(title, subtitle, (7.6, 6.6), 2, 1, grid)
 
     labels = [(final_accuracy, f"private  {_percent(final_accuracy)}", _BLUE)]
-    for (name, value), colour in zip(references.items(), itertools.cycle(_REFERENCE_COLOURS), strict=False):
+    for (name, value), colour in zip(
+        references.items(), itertools.cycle(_REFERENCE_COLOURS), strict=False
+    ):
         labels.append((value, f"{name}  {_percent(value)}", colour))
     values = _progress(upper, accuracy, labels)
     shown = [value for value in (*values, *references.values()) if math.isfinite(value)]
@@ -79,7 +85,10 @@ def plot_training(
     _round_marks(upper.yaxis, 6, _PERCENT if high - low > 0.05 else _PERMILLE)
     _finish(upper, "Test accuracy", labels)
 
-    labels = [(final_epsilon, f"spent  {_number(final_epsilon)}", _BLUE), (budget, f"budget  {_number(budget)}", _INK)]
+    labels = [
+        (final_epsilon, f"spent  {_number(final_epsilon)}", _BLUE),
+        (budget, f"budget  {_number(budget)}", _INK),
+    ]
     values = _progress(lower, epsilon, labels)
     lower.fill_between([step for step, _ in epsilon], values, color=_BLUE, alpha=0.12, linewidth=0)
     if not any(map(math.isfinite, values)):
@@ -113,8 +122,9 @@ def plot_curves(
 
     Args:
         path, title, subtitle: As above.
-        curves: Name to (x, y) pairs in the order of x. Non-finite y leave a gap, and so do y <= 0 on a log scale. The
-          first curve is the thickest. With more than seven the colours repeat, with dashes.
+        curves: Name to (x, y) pairs in the order of x. Non-finite y leave a gap, and so do y <= 0
+          on a log scale. The first curve is the thickest. With more than seven the colours repeat,
+          with dashes.
         xlabel, ylabel: The names of the axes. The name of y is above the panel.
         xscale, yscale: "linear" or "log".
         percent: Whether a linear y axis has percentages.
@@ -157,14 +167,16 @@ def plot_panels(
     yscale: Literal["linear", "log"] = "linear",
     percent: bool = False,
 ) -> Path:
-    """Draws panels of named curves side by side over one y axis, with the names at the right of the last panel.
+    """Draws panels of named curves side by side over one y axis, with the names at the right of the
+    last panel.
 
     A name has the same colour in every panel.
 
     Args:
         path, title, subtitle: As above.
-        panels: Title of a panel to the name of its x axis and its curves, as in `plot_curves`. The first curve of the
-          first panel is the thickest in all of them. With more than seven names the colours repeat, with dashes.
+        panels: Title of a panel to the name of its x axis and its curves, as in `plot_curves`. The
+          first curve of the first panel is the thickest in all of them. With more than seven names
+          the colours repeat, with dashes.
         ylabel: The name of the y axis, beside the first panel.
         yscale: "linear" or "log".
         percent: Whether a linear y axis has percentages.
@@ -173,7 +185,9 @@ def plot_panels(
         ValueError: There is no panel, or one without curves or with an empty one.
     """
     if not panels or not all(curves and all(curves.values()) for _, curves in panels.values()):
-        raise ValueError("panels needs at least one panel, one curve in each and one (x, y) pair in each curve.")
+        raise ValueError(
+            "panels needs at least one panel, one curve in each and one (x, y) pair in each curve."
+        )
     names = list(dict.fromkeys(name for _, curves in panels.values() for name in curves))
     grid = {"top": 0.755, "bottom": 0.135, "wspace": 0.09}
     figure, (row,) = _page(title, subtitle, (1.6 + 3.6 * len(panels), 4.6), 1, len(panels), grid)
@@ -203,8 +217,8 @@ def plot_points(
 
     Args:
         path, title, subtitle, xlabel, ylabel: As in `plot_curves`.
-        points: Name to (x, y, error of x, error of y). A NaN error draws no bar. A group has one colour, and its name
-          is to the right, at the height of its last point.
+        points: Name to (x, y, error of x, error of y). A NaN error draws no bar. A group has one
+          colour, and its name is to the right, at the height of its last point.
 
     Raises:
         ValueError: There is no group or an empty one.
@@ -216,7 +230,9 @@ def plot_points(
     for (name, group), colour in zip(points.items(), itertools.cycle(_CURVE_COLOURS), strict=False):
         x, y, dx, dy = zip(*group, strict=True)
         bars = {"xerr": np.nan_to_num(dx), "yerr": np.nan_to_num(dy)}
-        axes.errorbar(x, y, **bars, fmt="o", color=colour, markersize=7, elinewidth=1.3, capsize=2.5, zorder=3)
+        axes.errorbar(
+            x, y, **bars, fmt="o", color=colour, markersize=7, elinewidth=1.3, capsize=2.5, zorder=3
+        )
         labels.append((y[-1], name, colour))
     axes.xaxis.set_major_formatter(_PERCENT)
     axes.set_xlabel(xlabel, **_TEXT)
@@ -225,24 +241,36 @@ def plot_points(
     return _save(figure, path)
 
 
-def plot_reliability(path: str | os.PathLike[str], diagrams: Mapping[str, Any], *, title: str, subtitle: str) -> Path:
-    """Draws reliability diagrams side by side: accuracy against confidence above, shares of the examples below.
+def plot_reliability(
+    path: str | os.PathLike[str], diagrams: Mapping[str, Any], *, title: str, subtitle: str
+) -> Path:
+    """Draws reliability diagrams side by side: accuracy against confidence above, shares of the
+    examples below.
 
-    A bar ends in a blue line at the accuracy of its bin. The gap between it and the mean confidence of the bin, next to
-    the diagonal, is what the expected calibration error (ECE) averages. The ECE stands on top.
+    A bar ends in a blue line at the accuracy of its bin. The gap between it and the mean confidence
+    of the bin, next to the diagonal, is what the expected calibration error (ECE) averages. The ECE
+    stands on top.
 
     Args:
         path, title, subtitle: As above.
-        diagrams: One to four entries, name to an object with arrays `counts`, `confidence` and `accuracy`, [bins] each,
-          over bins of equal width in [0, 1], such as `jaxdp.recalibration.metrics.reliability` returns. Bins without
-          examples are not drawn.
+        diagrams: One to four entries, name to an object with arrays `counts`, `confidence` and
+          `accuracy`, [bins] each, over bins of equal width in [0, 1], such as
+          `jaxdp.recalibration.metrics.reliability` returns. Bins without examples are not drawn.
 
     Raises:
         ValueError: There are no diagrams, more than four, or one without examples.
     """
     if not 1 <= len(diagrams) <= 4:
-        raise ValueError(f"diagrams needs one to four entries, got {len(diagrams)}. Draw several figures.")
-    grid = {"top": 0.745, "bottom": 0.105, "height_ratios": [3.0, 1.0], "hspace": 0.12, "wspace": 0.1}
+        raise ValueError(
+            f"diagrams needs one to four entries, got {len(diagrams)}. Draw several figures."
+        )
+    grid = {
+        "top": 0.745,
+        "bottom": 0.105,
+        "height_ratios": [3.0, 1.0],
+        "hspace": 0.12,
+        "wspace": 0.1,
+    }
     size = (1.0 + 3.1 * len(diagrams), 5.6)
     figure, (upper, lower) = _page(title, subtitle, size, 2, len(diagrams), grid)
     for above, below, (name, diagram) in zip(upper, lower, diagrams.items(), strict=True):
@@ -250,7 +278,8 @@ def plot_reliability(path: str | os.PathLike[str], diagrams: Mapping[str, Any], 
         if not used.any():
             raise ValueError(f"diagrams[{name!r}] counts no examples. Leave it out.")
         counts, confidence, accuracy = (
-            np.asarray(values, np.float64)[used] for values in (diagram.counts, diagram.confidence, diagram.accuracy)
+            np.asarray(values, np.float64)[used]
+            for values in (diagram.counts, diagram.confidence, diagram.accuracy)
         )
         share, gap = counts / counts.sum(), confidence - accuracy
         middle, width = (np.flatnonzero(used) + 0.5) / len(used), 0.92 / len(used)
@@ -287,21 +316,26 @@ def plot_images(
 
     Args:
         path, title, subtitle: As above.
-        rows: Name, at the left of the row, to images, floating point [n, H, W, C] in [0, 1], all of one shape. C is 1
-          (grey) or 3 (RGB).
+        rows: Name, at the left of the row, to images, floating point [n, H, W, C] in [0, 1], all of
+          one shape. C is 1 (grey) or 3 (RGB).
         notes: Name of a row to the text at its right.
 
     Raises:
-        ValueError: There is no row or no image, shapes are not [n, H, W, 1 or 3] or differ, values are not in [0, 1],
-          or a note has no row.
+        ValueError: There is no row or no image, shapes are not [n, H, W, 1 or 3] or differ, values
+          are not in [0, 1], or a note has no row.
     """
     images = {name: np.asarray(value) for name, value in rows.items()}
     shapes = {value.shape for value in images.values()}
     shape = next(iter(shapes), ())
     if len(shapes) != 1 or len(shape) != 4 or shape[3] not in (1, 3) or 0 in shape:
-        raise ValueError(f"rows needs images [n, H, W, C] of one shape, n > 0 and C 1 or 3, got {sorted(shapes)}.")
+        raise ValueError(
+            "rows needs images [n, H, W, C] of one shape, n > 0 and C 1 or 3, got "
+            f"{sorted(shapes)}."
+        )
     for name, value in images.items():
-        if not np.issubdtype(value.dtype, np.floating) or not (value.min() >= 0 and value.max() <= 1):
+        if not np.issubdtype(value.dtype, np.floating) or not (
+            value.min() >= 0 and value.max() <= 1
+        ):
             raise ValueError(f"rows[{name!r}] must be floating point in [0, 1]. Clip other values.")
     if unknown := sorted(set(notes or {}) - set(rows)):
         raise ValueError(f"notes has {', '.join(map(repr, unknown))}, but rows does not.")
@@ -312,16 +346,29 @@ def plot_images(
     inches = min(0.95, 9.0 / across)  # the height of an image
     bottom, top = 0.1, 0.95 if subtitle else 0.64
     size = (inches * across, bottom + top + inches * (1.08 * len(rows) - 0.08))
-    grid = {"left": 0, "right": 1, "bottom": bottom / size[1], "top": 1 - top / size[1], "hspace": 0.08}
+    grid = {
+        "left": 0,
+        "right": 1,
+        "bottom": bottom / size[1],
+        "top": 1 - top / size[1],
+        "hspace": 0.08,
+    }
     figure, panels = _page(title, subtitle, size, len(rows), 1, grid)
-    label = {"fontsize": _FONT, "va": "center", "annotation_clip": False, "textcoords": "offset points"}
+    label = {
+        "fontsize": _FONT,
+        "va": "center",
+        "annotation_clip": False,
+        "textcoords": "offset points",
+    }
     for (axes,), (name, value) in zip(panels, images.items(), strict=True):
         for k, image in enumerate(value):
             extent = (k * step, k * step + width / height, 0, 1)
             axes.imshow(image, cmap="gray", vmin=0, vmax=1, interpolation="nearest", extent=extent)
         axes.set(xlim=(0, across), ylim=(0, 1), aspect="auto")
         axes.set_axis_off()
-        axes.annotate(name, (0, 0.5), xytext=(-10, 0), ha="right", color=_INK, fontweight="bold", **label)
+        axes.annotate(
+            name, (0, 0.5), xytext=(-10, 0), ha="right", color=_INK, fontweight="bold", **label
+        )
         note = (notes or {}).get(name, "")
         axes.annotate(note, (across, 0.5), xytext=(10, 0), ha="left", color=_GREY, **label)
     return _save(figure, path)
@@ -340,15 +387,29 @@ def _page(
     columns: int = 1,
     grid: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> tuple["Figure", Any]:
-    """Returns a figure with two lines at a fixed distance from its top, and its panels [rows][columns]."""
+    """Returns a figure with two lines at a fixed distance from its top, and its panels
+    [rows][columns].
+    """
     check_figures()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=160, facecolor="white")
     grid = {"left": 0.085, "right": 0.97, "top": 0.79, "bottom": 0.12, **grid}
-    panels = figure.subplots(rows, columns, sharex=rows > 1, sharey="row", squeeze=False, gridspec_kw=grid)
-    figure.text(grid["left"], 1 - 0.286 / size[1], title, fontsize=17, fontweight="bold", color=_INK, va="center")
-    figure.text(grid["left"], 1 - 0.598 / size[1], subtitle, fontsize=_FONT, color=_GREY, va="center")
+    panels = figure.subplots(
+        rows, columns, sharex=rows > 1, sharey="row", squeeze=False, gridspec_kw=grid
+    )
+    figure.text(
+        grid["left"],
+        1 - 0.286 / size[1],
+        title,
+        fontsize=17,
+        fontweight="bold",
+        color=_INK,
+        va="center",
+    )
+    figure.text(
+        grid["left"], 1 - 0.598 / size[1], subtitle, fontsize=_FONT, color=_GREY, va="center"
+    )
     for axes in panels.flat:
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
@@ -359,24 +420,39 @@ def _page(
     return figure, panels
 
 
-def _progress(axes: "Axes", points: Sequence[tuple[int, float]], labels: Sequence[Label]) -> list[float]:
-    """Draws the curve of a run, labelled first, and lines at the other labels. Returns its values, or NaN."""
+def _progress(
+    axes: "Axes", points: Sequence[tuple[int, float]], labels: Sequence[Label]
+) -> list[float]:
+    """Draws the curve of a run, labelled first, and lines at the other labels. Returns its values,
+    or NaN.
+    """
     for value, _, colour in labels[1:]:
         if math.isfinite(value):
             axes.axhline(value, color=colour, **_DASHED)
     values = [value if math.isfinite(value) else math.nan for _, value in points]
     marker = "o" if len(points) <= 40 else None
-    look: dict[str, Any] = {"color": _BLUE, "linewidth": 2.4, "marker": marker, "markersize": 4.5, "zorder": 3}
+    look: dict[str, Any] = {
+        "color": _BLUE,
+        "linewidth": 2.4,
+        "marker": marker,
+        "markersize": 4.5,
+        "zorder": 3,
+    }
     axes.plot([step for step, _ in points], values, clip_on=False, **look)
     return values
 
 
 def _curves(axes: "Axes", curves: Curves, names: Sequence[str], yscale: str) -> dict[str, Label]:
-    """Draws each curve in the style of its place among all names. Returns labels at the last finite values."""
+    """Draws each curve in the style of its place among all names. Returns labels at the last finite
+    values.
+    """
     axes.set_yscale(yscale)
     labels = {}
     for name, points in curves.items():
-        drawable = [(x, y if math.isfinite(y) and (y > 0 or yscale == "linear") else math.nan) for x, y in points]
+        drawable = [
+            (x, y if math.isfinite(y) and (y > 0 or yscale == "linear") else math.nan)
+            for x, y in points
+        ]
         i = names.index(name)
         colour, dashed = _CURVE_COLOURS[i % len(_CURVE_COLOURS)], i >= len(_CURVE_COLOURS)
         look: dict[str, Any] = {
@@ -418,7 +494,9 @@ def _y_marks(axes: "Axes", *, percent: bool) -> None:
     _round_marks(axes.yaxis, 6, "" if not percent else _PERCENT if high - low > 0.05 else _PERMILLE)
     if percent:
         bottom, top = axes.get_ylim()
-        axes.set_ylim(max(bottom, -0.015) if low >= 0 else bottom, min(top, 1.015) if high <= 1 else top)
+        axes.set_ylim(
+            max(bottom, -0.015) if low >= 0 else bottom, min(top, 1.015) if high <= 1 else top
+        )
 
 
 def _save(figure: "Figure", path: str | os.PathLike[str]) -> Path:
@@ -436,10 +514,16 @@ def _finish(axes: "Axes", title: str, labels: Sequence[Label] = ()) -> None:
 
 
 def _label_right(axes: "Axes", labels: Sequence[Label]) -> None:
-    """Names each line at its right end and moves overlapping names apart, inside the panel's height if they fit."""
-    labels = sorted((label for label in labels if math.isfinite(label[0])), key=lambda label: label[0])
+    """Names each line at its right end and moves overlapping names apart, inside the panel's height
+    if they fit.
+    """
+    labels = sorted(
+        (label for label in labels if math.isfinite(label[0])), key=lambda label: label[0]
+    )
     scale = axes.yaxis.get_transform().transform
-    bottom, top, *places = (float(scale(value)) for value in (*axes.get_ylim(), *(value for value, _, _ in labels)))
+    bottom, top, *places = (
+        float(scale(value)) for value in (*axes.get_ylim(), *(value for value, _, _ in labels))
+    )
     heights = [(place - bottom) / (top - bottom) for place in places]
     box = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())
     gap, left = 1.5 * _FONT / (72 * box.height), 1 + 0.17 / box.width
@@ -461,7 +545,9 @@ def _percent(value: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Returns epsilon with three significant digits, rounded up, so that a report does not understate the cost."""
+    """Returns epsilon with three significant digits, rounded up, so that a report does not
+    understate the cost.
+    """
     if not math.isfinite(value):
         return "∞" if value == math.inf else "unknown"
     if value <= 0:

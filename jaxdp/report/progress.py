@@ -1,8 +1,8 @@
 """Progress bars of long loops: how much is done, the rate, and the time that is left.
 
-Every loop of jaxdp that can take long shows a bar on stderr once it has run for a second. Nothing is shown if stderr is
-neither a terminal nor a notebook, as in a batch job. The environment variable JAXDP_PROGRESS decides otherwise: 1
-always shows bars, 0 never.
+Every loop of jaxdp that can take long shows a bar on stderr once it has run for a second. Nothing
+is shown if stderr is neither a terminal nor a notebook, as in a batch job. The environment variable
+JAXDP_PROGRESS decides otherwise: 1 always shows bars, 0 never.
 """
 
 import contextlib
@@ -28,10 +28,12 @@ def progress_bar(
         for batch in progress_bar(batches, label="logits", unit="batch"): ...
 
     Args:
-      items: What to loop over. None for a bar that is a context manager and is moved by `update(count)`.
+      items: What to loop over. None for a bar that is a context manager and is moved by
+          `update(count)`.
       label: The text before the bar.
       unit: The name of one item, for the rate.
-      total: The number of units. The default is `len(items)`. Without either, no time that is left is shown.
+      total: The number of units. The default is `len(items)`. Without either, no time that is left
+          is shown.
       initial: The units that an earlier process has done.
       show: False shows nothing.
 
@@ -55,8 +57,12 @@ def progress_bar(
 
 
 @contextlib.contextmanager
-def counting(function: Callable[[float], Any], *, label: str, unit: str) -> Iterator[Callable[[float], Any]]:
-    """Yields `function` with a bar that counts its calls, for a search whose length nobody knows."""
+def counting(
+    function: Callable[[float], Any], *, label: str, unit: str
+) -> Iterator[Callable[[float], Any]]:
+    """Yields `function` with a bar that counts its calls, for a search whose length nobody
+    knows.
+    """
     with progress_bar(label=label, unit=unit) as bar:
 
         def counted(value: float) -> Any:

@@ -18,9 +18,12 @@ def format_table(
 
     Args:
         rows: One mapping per row, from column key to value. A missing key or None is an empty cell.
-        columns: The keys in order. A mapping also gives their headings. None takes all in order of first appearance.
-        style: "plain" for terminals, "markdown" for a pipe table that also reads well as plain text.
-        digits: The significant digits of floats. Integers are written in full, and booleans as yes or no.
+        columns: The keys in order. A mapping also gives their headings. None takes all in order of
+            first appearance.
+        style: "plain" for terminals, "markdown" for a pipe table that also reads well as plain
+            text.
+        digits: The significant digits of floats. Integers are written in full, and booleans as yes
+            or no.
 
     Returns:
         Lines without a final newline.
@@ -35,7 +38,10 @@ def format_table(
     headings = dict(columns) if isinstance(columns, Mapping) else {key: key for key in columns}
     if not headings:
         raise ValueError("the table has no columns. Name them in columns.")
-    texts = [list(map(shown, headings.values())), *([_cell(row.get(key), digits) for key in headings] for row in rows)]
+    texts = [
+        list(map(shown, headings.values())),
+        *([_cell(row.get(key), digits) for key in headings] for row in rows),
+    ]
     if style == "markdown":
         texts = [[cell.replace("|", r"\|") for cell in line] for line in texts]
     widths = [max(3, *(len(line[i]) for line in texts)) for i in range(len(headings))]
@@ -43,7 +49,9 @@ def format_table(
 
     def layout(cells: Sequence[str]) -> str:
         sides = zip(cells, widths, numeric, strict=True)
-        aligned = [cell.rjust(width) if right else cell.ljust(width) for cell, width, right in sides]
+        aligned = [
+            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in sides
+        ]
         return f"| {' | '.join(aligned)} |" if style == "markdown" else "  ".join(aligned).rstrip()
 
     ends = [":" if right and style == "markdown" else "-" for right in numeric]

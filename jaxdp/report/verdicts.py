@@ -9,7 +9,8 @@ from jaxdp.report.html import round_down, round_up
 
 # A word holds while a coin toss becomes a guess that is right in at most this share of cases.
 GRADES = {"strong": 0.75, "moderate": 0.9, "weak": 0.99, "practically none": 1.0}
-# From this expected number of wholly exposed records on (delta times records), no better word is used.
+# From this expected number of wholly exposed records on (delta times records), no better word is
+# used.
 EXPOSED = {0.1: "weak", 1.0: "practically none"}
 
 # The difference between neighbouring data sets, and the question of an attacker.
@@ -21,7 +22,8 @@ _NEIGHBOURS = {
 
 
 def guess_rate(epsilon: float, delta: float = 0.0) -> float:
-    """Returns the largest share of right guesses of an attacker who could only toss a coin before the release.
+    """Returns the largest share of right guesses of an attacker who could only toss a coin before
+    the release.
 
     The guarantee is tight: some mechanism with this (epsilon, delta) permits it.
 
@@ -34,11 +36,12 @@ def guess_rate(epsilon: float, delta: float = 0.0) -> float:
 
 
 def grade(epsilon: float, delta: float = 0.0, records: int | None = None) -> str:
-    """Returns how much protection a proven guarantee is: "strong", "moderate", "weak" or "practically none".
+    """Returns how much protection a proven guarantee is: "strong", "moderate", "weak" or
+    "practically none".
 
-    The guess of an attacker is right in at most 75, 90, 99 or 100 % of cases. With delta times `records` of 0.1 or more
-    no word is better than "weak", and with 1 or more none is better than "practically none": a program that publishes a
-    few whole records may have such a guarantee.
+    The guess of an attacker is right in at most 75, 90, 99 or 100 % of cases. With delta times
+    `records` of 0.1 or more no word is better than "weak", and with 1 or more none is better than
+    "practically none": a program that publishes a few whole records may have such a guarantee.
 
     Args:
         epsilon: At least 0.
@@ -48,7 +51,11 @@ def grade(epsilon: float, delta: float = 0.0, records: int | None = None) -> str
     words = list(GRADES)
     rate = guess_rate(epsilon, delta)
     found = next((word for word, most in GRADES.items() if rate <= most), words[-1])
-    limits = [word for exposed, word in EXPOSED.items() if records is not None and delta * records >= exposed]
+    limits = [
+        word
+        for exposed, word in EXPOSED.items()
+        if records is not None and delta * records >= exposed
+    ]
     return max([found, *limits], key=words.index)
 
 
@@ -56,10 +63,12 @@ def grade(epsilon: float, delta: float = 0.0, records: int | None = None) -> str
 class Verdict:
     """What an account of a ledger says about its data set, in words and in rounded numbers.
 
-    Epsilon, delta and rates are rounded up and what is left is rounded down, so that no risk is understated.
+    Epsilon, delta and rates are rounded up and what is left is rounded down, so that no risk is
+    understated.
 
     Attributes:
-        word: A word of `grade`, or "untouched" if nothing was released, or "no proof" if a release has none.
+        word: A word of `grade`, or "untouched" if nothing was released, or "no proof" if a release
+            has none.
         protection: How much protection there is, in up to three words.
         meaning: What that means for an attacker's guess.
         epsilon, delta: The headline and its delta. The epsilon of a release without a proof is
@@ -104,8 +113,14 @@ def verdict(account: Mapping[str, Any]) -> Verdict:
         word, protection, meaning = "untouched", "Untouched", "nothing was released about it."
     else:
         word = grade(epsilon, delta, records)
-        protection = "Practically no protection" if word == "practically none" else f"{word.capitalize()} protection"
-        meaning = f"a coin toss over {question} becomes a guess that is right in up to {rate} % of cases."
+        protection = (
+            "Practically no protection"
+            if word == "practically none"
+            else f"{word.capitalize()} protection"
+        )
+        meaning = (
+            f"a coin toss over {question} becomes a guess that is right in up to {rate} % of cases."
+        )
     return Verdict(
         word=word,
         protection=protection,
@@ -116,7 +131,11 @@ def verdict(account: Mapping[str, Any]) -> Verdict:
         exposed="unknown" if records is None else round_up(delta * records, 2),
         change=change,
         budget="none" if budget is None else f"{budget:g}",
-        left="none" if budget is None or left is None else round_down(left) if left >= 0.001 else "0",
+        left="none"
+        if budget is None or left is None
+        else round_down(left)
+        if left >= 0.001
+        else "0",
         used=0.0 if not budget or not account["rows"] else min(epsilon / budget, 1.0),
     )
 

@@ -45,10 +45,15 @@ class TensorBoardWriter(_Writer):
         self._writer: Any = None
 
     def __call__(self, step: int, metrics: Mapping[str, float], params: Any = None) -> None:
-        """Writes the metrics of a step, which are in the file a second later. `params` are not written."""
+        """Writes the metrics of a step, which are in the file a second later. `params` are not
+        written.
+        """
         if self._writer is None:
             self._writer = self._library.SummaryWriter(
-                os.fspath(self._folder), purge_step=step, filename_suffix=f".{time.time_ns()}", flush_secs=1
+                os.fspath(self._folder),
+                purge_step=step,
+                filename_suffix=f".{time.time_ns()}",
+                flush_secs=1,
             )
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
@@ -62,8 +67,9 @@ class TensorBoardWriter(_Writer):
 class WandbWriter(_Writer):
     """Logs the metrics of each step to a run of Weights & Biases.
 
-    Weights & Biases also collects the host name, the hardware, the command and the state of the Git repository, and
-    sends all to its server, except with mode="offline". Steps that the run has already are ignored.
+    Weights & Biases also collects the host name, the hardware, the command and the state of the Git
+    repository, and sends all to its server, except with mode="offline". Steps that the run has
+    already are ignored.
     """
 
     def __init__(self, **options: Any):

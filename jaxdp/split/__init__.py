@@ -1,4 +1,6 @@
-"""Split Adaptation: a client adapts a server's transformer and keeps its images (Wang et al., arXiv:2503.00441)."""
+"""Split Adaptation: a client adapts a server's transformer and keeps its images (Wang et al.,
+arXiv:2503.00441).
+"""
 
 from jaxdp.split.augment import augmented_batch, hilbert_augment, patch_augment, retrieve_neighbors
 from jaxdp.split.backbone import Backbone, two_thirds
@@ -27,7 +29,14 @@ from jaxdp.split.quantization import (
     quantized_front,
     search_scales,
 )
-from jaxdp.split.server import Adapted, adapt, calibrate_frontends, merge_hilbert, mixup_representations, tune_backend
+from jaxdp.split.server import (
+    Adapted,
+    adapt,
+    calibrate_frontends,
+    merge_hilbert,
+    mixup_representations,
+    tune_backend,
+)
 
 __all__ = [
     "METHODS",

@@ -1,10 +1,10 @@
 """The two augmentations of Split Adaptation.
 
-`hilbert_augment` transforms the server's images (section 3.3.1). `retrieve_neighbors` and `augmented_batch` exchange
-patches among the client's representations (section 3.5).
+`hilbert_augment` transforms the server's images (section 3.3.1). `retrieve_neighbors` and
+`augmented_batch` exchange patches among the client's representations (section 3.5).
 
-Neither is private. A retrieved patch is a token of another image, so a representation that is augmented BEFORE noise
-depends on several images. Augmentation AFTER noise is post-processing.
+Neither is private. A retrieved patch is a token of another image, so a representation that is
+augmented BEFORE noise depends on several images. Augmentation AFTER noise is post-processing.
 """
 
 import functools
@@ -28,18 +28,22 @@ def hilbert_augment(
     output: Literal["abs", "real"] = "abs",
     clip: tuple[float, float] | None = (0.0, 1.0),
 ) -> jax.Array:
-    """Makes images outside the distribution that keep their edges, by exchange of phases with a Hilbert transform.
+    """Makes images outside the distribution that keep their edges, by exchange of phases with a
+    Hilbert transform.
 
-    It takes a one-dimensional Hilbert transform of every channel along an axis. The result has the two-dimensional
-    phases of the transform and the two-dimensional amplitudes of the original. With sgn(0) = sgn(Nyquist) = 0,
+    It takes a one-dimensional Hilbert transform of every channel along an axis. The result has the
+    two-dimensional phases of the transform and the two-dimensional amplitudes of the original. With
+    sgn(0) = sgn(Nyquist) = 0,
 
-    - "eq5" follows Eq. 5 literally. The transform has the amplitudes of the original wherever sgn is not 0. So the
-      exchange only adds back the frequencies that the transform removed, with phase 0.
-    - "figure" takes the magnitude of the positive frequencies, the envelope of the image. The paper does not say so,
-      but this reproduces the pictures in its Fig. 3 (along the height).
+    - "eq5" follows Eq. 5 literally. The transform has the amplitudes of the original wherever sgn
+      is not 0. So the exchange only adds back the frequencies that the transform removed, with
+      phase 0.
+    - "figure" takes the magnitude of the positive frequencies, the envelope of the image. The paper
+      does not say so, but this reproduces the pictures in its Fig. 3 (along the height).
 
-    A frequency gets phase 0 if its amplitude in the transform may be a rounding error. That is an amplitude below 1e-5
-    of the channel's largest one there (1e-8 in float64), or below 8 units of rounding of the original's largest one.
+    A frequency gets phase 0 if its amplitude in the transform may be a rounding error. That is an
+    amplitude below 1e-5 of the channel's largest one there (1e-8 in float64), or below 8 units of
+    rounding of the original's largest one.
 
     Args:
       images: Floating point [n, H, W, C] in [0, 1], before any normalisation.
@@ -53,18 +57,26 @@ def hilbert_augment(
 
     Raises:
       TypeError: Images are not floating point.
-      ValueError: Images are not [n, H, W, C], the axis is another one, or mode or output is unknown.
+      ValueError: Images are not [n, H, W, C], the axis is another one, or mode or output is
+          unknown.
     """
     if images.ndim != 4:
-        raise ValueError(f"images must be [n, H, W, C], got shape {images.shape}. Give one image as images[None].")
+        raise ValueError(
+            f"images must be [n, H, W, C], got shape {images.shape}. Give one image as "
+            "images[None]."
+        )
     if not jnp.issubdtype(images.dtype, jnp.floating):
-        raise TypeError(f"images must be floating point in [0, 1], got {images.dtype}. Divide uint8 by 255.")
+        raise TypeError(
+            f"images must be floating point in [0, 1], got {images.dtype}. Divide uint8 by 255."
+        )
     if axis not in (-3, -2, 1, 2):
         raise ValueError(f"axis must be -3 (height) or -2 (width), got {axis!r}.")
     one_of(("figure", "eq5"), mode=mode)
     one_of(("abs", "real"), output=output)
     pixels = images.astype(jnp.promote_types(images.dtype, jnp.float32))
-    positive = np.fft.fftfreq(pixels.shape[axis]) > 0  # Nyquist is not in it: NumPy counts it as negative
+    positive = (
+        np.fft.fftfreq(pixels.shape[axis]) > 0
+    )  # Nyquist is not in it: NumPy counts it as negative
     kept = np.expand_dims(positive, [k for k in range(4) if k != axis % 4])
     half = jnp.fft.ifft(jnp.where(kept, jnp.fft.fft(pixels, axis=axis), 0), axis=axis)
     # Eq. 5: F^-1{-i sgn(xi) F(I)} = -i (half - its conjugate), since I is real.
@@ -73,8 +85,12 @@ def hilbert_augment(
     spectrum = jnp.fft.rfft2(transformed, axes=(1, 2))
     magnitude = jnp.abs(spectrum)
     largest = functools.partial(jnp.max, axis=(1, 2), keepdims=True)
-    rounding = 8 * jnp.finfo(pixels.dtype).eps * largest(amplitude)  # level of the transform of an image without edges
-    present = magnitude > jnp.maximum((1e-8 if pixels.dtype == jnp.float64 else 1e-5) * largest(magnitude), rounding)
+    rounding = (
+        8 * jnp.finfo(pixels.dtype).eps * largest(amplitude)
+    )  # level of the transform of an image without edges
+    present = magnitude > jnp.maximum(
+        (1e-8 if pixels.dtype == jnp.float64 else 1e-5) * largest(magnitude), rounding
+    )
     phase = jnp.where(present, spectrum / jnp.where(present, magnitude, 1), 1)
     result = jnp.fft.irfft2(amplitude * phase, s=pixels.shape[1:3], axes=(1, 2))
     result = jnp.abs(result) if output == "abs" else result
@@ -83,14 +99,16 @@ def hilbert_augment(
 
 @jax.jit
 def retrieve_neighbors(representations: jax.Array) -> jax.Array:
-    """Finds for every token the other image whose token at the same position is most similar (Eq. 13).
+    """Finds for every token the other image whose token at the same position is most similar (Eq.
+    13).
 
-    The representations are real [n, tokens, d]. The cosine measures similarity, so a common factor does not matter. The
-    first of equally similar images wins. A token of zeros has similarity 0 with every other token. The function
-    needs memory for n x n numbers.
+    The representations are real [n, tokens, d]. The cosine measures similarity, so a common factor
+    does not matter. The first of equally similar images wins. A token of zeros has similarity 0
+    with every other token. The function needs memory for n x n numbers.
 
     Returns:
-      int32 [tokens, n], indices of images. No image is its own neighbour, unless it is the only one.
+      int32 [tokens, n], indices of images. No image is its own neighbour, unless it is the only
+      one.
 
     Raises:
       ValueError: Representations are not [n, tokens, d], or there is no image.
@@ -125,24 +143,28 @@ def augmented_batch(
 ) -> jax.Array:
     """Makes some of the augmented copies of section 3.5. A copy is the same in every batch.
 
-    Copy 0 of an image is its representation. In every other copy, tokens of neighbours replace `n_patches` patches. The
-    positions are drawn uniformly without replacement. They depend only on the key, the image and the copy, so a sum
-    over all copies (Eq. 14) needs only one batch of copies in memory.
+    Copy 0 of an image is its representation. In every other copy, tokens of neighbours replace
+    `n_patches` patches. The positions are drawn uniformly without replacement. They depend only on
+    the key, the image and the copy, so a sum over all copies (Eq. 14) needs only one batch of
+    copies in memory.
 
     Args:
       key: Typed PRNG key. All batches take the same one.
       representations: [n, tokens, d] of any dtype.
       neighbors: int32 [tokens, n] from `retrieve_neighbors`.
-      rows, copies: Integers [B]: images in [0, n), and numbers of copies, at least 0. The values are not checked.
+      rows, copies: Integers [B]: images in [0, n), and numbers of copies, at least 0. The values
+          are not checked.
       n_patches: N_P. The paper replaces 50 of 196 patches. 0 replaces none.
-      prefix_tokens: The number of leading tokens that are no patches (a class token). They are never replaced.
+      prefix_tokens: The number of leading tokens that are no patches (a class token). They are
+          never replaced.
 
     Returns:
       [B, tokens, d] of the same dtype.
 
     Raises:
       TypeError: The key is of the old style, or neighbours, rows or copies are not integers.
-      ValueError: A shape differs, n_patches or prefix_tokens is out of range, or a single image has no neighbour.
+      ValueError: A shape differs, n_patches or prefix_tokens is out of range, or a single image has
+          no neighbour.
     """
     check_key(key)
     n, tokens, _ = _shape(representations)
@@ -151,53 +173,80 @@ def augmented_batch(
             raise TypeError(f"{name} must be integers, got {value.dtype}.")
     if neighbors.shape != (tokens, n):
         raise ValueError(
-            f"neighbors has shape {neighbors.shape}, but representations of shape {representations.shape} need"
+            f"neighbors has shape {neighbors.shape}, but representations of shape "
+            f"{representations.shape} need"
             f" [tokens, n] = {(tokens, n)}. Use retrieve_neighbors(representations)."
         )
     if rows.ndim != 1 or copies.shape != rows.shape:
-        raise ValueError(f"rows and copies must both be [B], got shapes {rows.shape} and {copies.shape}.")
+        raise ValueError(
+            f"rows and copies must both be [B], got shapes {rows.shape} and {copies.shape}."
+        )
     if not 0 <= prefix_tokens <= tokens:
-        raise ValueError(f"prefix_tokens must be in [0, {tokens}] for {tokens} tokens, got {prefix_tokens!r}.")
+        raise ValueError(
+            f"prefix_tokens must be in [0, {tokens}] for {tokens} tokens, got {prefix_tokens!r}."
+        )
     patches = tokens - prefix_tokens
     if not isinstance(n_patches, int | np.integer) or n_patches < 0:
-        raise ValueError(f"n_patches must be an integer of at least 0, got {n_patches!r}. 0 replaces no patch.")
+        raise ValueError(
+            f"n_patches must be an integer of at least 0, got {n_patches!r}. 0 replaces no patch."
+        )
     if n_patches > patches:
         raise ValueError(
-            f"n_patches={n_patches} is more than the {patches} patch positions of {tokens} tokens with"
-            f" prefix_tokens={prefix_tokens}. Use at most {patches}. The paper replaces about a quarter of the patches."
+            f"n_patches={n_patches} is more than the {patches} patch positions of {tokens} tokens "
+            "with"
+            f" prefix_tokens={prefix_tokens}. Use at most {patches}. The paper replaces about a "
+            "quarter of the patches."
         )
     if n == 1 and n_patches > 0:
         raise ValueError(
-            f"n_patches={n_patches} needs a neighbour, but there is only one image. Use n_patches=0, or more images."
+            f"n_patches={n_patches} needs a neighbour, but there is only one image. Use "
+            "n_patches=0, or more images."
         )
     key = batchable(key)
 
     def replaced(row: jax.Array, copy: jax.Array) -> jax.Array:
-        order = jax.random.permutation(jax.random.fold_in(jax.random.fold_in(key, row), copy), patches)
+        order = jax.random.permutation(
+            jax.random.fold_in(jax.random.fold_in(key, row), copy), patches
+        )
         return jnp.pad((order < n_patches) & (copy > 0), (prefix_tokens, 0))
 
-    source = jnp.where(jax.vmap(replaced)(rows, copies), neighbors[:, rows].T, rows[:, None])  # [B, tokens]
+    source = jnp.where(
+        jax.vmap(replaced)(rows, copies), neighbors[:, rows].T, rows[:, None]
+    )  # [B, tokens]
     return representations[source, jnp.arange(tokens)[None]]
 
 
 def patch_augment(
-    key: jax.Array, representations: jax.Array, neighbors: jax.Array, n_patches: int, *, prefix_tokens: int = 1
+    key: jax.Array,
+    representations: jax.Array,
+    neighbors: jax.Array,
+    n_patches: int,
+    *,
+    prefix_tokens: int = 1,
 ) -> jax.Array:
-    """Makes one augmented copy of every image: copy 1 of `augmented_batch`. Another key makes another copy."""
+    """Makes one augmented copy of every image: copy 1 of `augmented_batch`. Another key makes
+    another copy.
+    """
     rows = jnp.arange(_shape(representations)[0])
     options = {"n_patches": n_patches, "prefix_tokens": prefix_tokens}
     return augmented_batch(key, representations, neighbors, rows, jnp.ones_like(rows), **options)
 
 
 def batchable(key: jax.Array) -> jax.Array:
-    """Returns a Threefry key drawn from `key`. Unlike RBG, its bits under `jax.vmap` do not depend on the batch."""
+    """Returns a Threefry key drawn from `key`. Unlike RBG, its bits under `jax.vmap` do not depend
+    on the batch.
+    """
     return jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
 
 
 def _shape(representations: jax.Array) -> tuple[int, int, int]:
     if representations.ndim != 3:
-        raise ValueError(f"representations must be [n, tokens, d], got shape {representations.shape}.")
+        raise ValueError(
+            f"representations must be [n, tokens, d], got shape {representations.shape}."
+        )
     if len(representations) == 0:
-        raise ValueError(f"representations of shape {representations.shape} have no image. Give at least one.")
+        raise ValueError(
+            f"representations of shape {representations.shape} have no image. Give at least one."
+        )
     n, tokens, width = representations.shape
     return n, tokens, width

@@ -1,4 +1,6 @@
-"""A pre-trained transformer cut in two: a frontend for the client and a backend for the server (section 3.3)."""
+"""A pre-trained transformer cut in two: a frontend for the client and a backend for the server
+(section 3.3).
+"""
 
 import dataclasses
 import functools
@@ -21,10 +23,12 @@ class Backbone:
     """A model and the position of its cut. Parameters are arguments of the methods.
 
     Attributes:
-      model: A `ViT` (a DeiT is one) or a `Swin`, with `num_blocks`, `prefix_tokens` and `__call__(x, start, stop)`.
+      model: A `ViT` (a DeiT is one) or a `Swin`, with `num_blocks`, `prefix_tokens` and
+          `__call__(x, start, stop)`.
       preprocessing: The preprocessing of the model's images.
       cut: K, the number of blocks of the frontend, in [1, num_blocks - 1].
-      head_hidden: Width of the hidden layer in the heads of `with_head`. 0 makes the head one linear map.
+      head_hidden: Width of the hidden layer in the heads of `with_head`. 0 makes the head one
+          linear map.
     """
 
     model: Any
@@ -38,8 +42,9 @@ class Backbone:
         blocks = self.model.num_blocks
         if type(self.cut) is not int or not 1 <= self.cut < blocks:
             raise ValueError(
-                f"cut must be in [1, {blocks - 1}] for a model of {blocks} blocks, got {self.cut!r}. "
-                f"The paper cuts after two thirds of the blocks, here {two_thirds(self.model)}."
+                f"cut must be in [1, {blocks - 1}] for a model of {blocks} blocks, got "
+                f"{self.cut!r}. The paper cuts after two thirds of the blocks, here "
+                f"{two_thirds(self.model)}."
             )
 
     @property
@@ -64,55 +69,78 @@ class Backbone:
         return self._front_shapes[0].shape[1:]
 
     def front(self, params: Params, images: jax.Array) -> jax.Array:
-        """Maps images [B, S, S, C] in [0, 1] to representations [B, T, D]. It needs the parameters of the frontend."""
+        """Maps images [B, S, S, C] in [0, 1] to representations [B, T, D]. It needs the parameters
+        of the frontend.
+        """
         normalised = self.preprocessing.normalise(images)
         representations: Any = self.model.apply({"params": params}, normalised, 0, self.cut)
         return representations
 
     def back(self, params: Params, representations: jax.Array) -> jax.Array:
-        """Maps representations [B, T, D] to float32 logits [B, num_classes]. It needs the parameters of the backend."""
+        """Maps representations [B, T, D] to float32 logits [B, num_classes]. It needs the
+        parameters of the backend.
+        """
         logits: Any = self.model.apply({"params": params}, representations, self.cut)
         return logits
 
     def divide(self, params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Divides the parameters of the model. The first result is for the frontend, the second for backend and head.
+        """Divides the parameters of the model. The first result is for the frontend, the second for
+        backend and head.
 
         Raises:
           ValueError: Parameters of the frontend are missing.
         """
         names = self._front_shapes[1]["params"].keys()
         if missing := sorted(set(names) - set(params)):
-            raise ValueError(f"params have no {', '.join(map(repr, missing))}. Give the parameters of this model.")
-        return {name: params[name] for name in names}, {k: v for k, v in params.items() if k not in names}
+            raise ValueError(
+                f"params have no {', '.join(map(repr, missing))}. Give the parameters of this "
+                "model."
+            )
+        return {name: params[name] for name in names}, {
+            k: v for k, v in params.items() if k not in names
+        }
 
-    def with_head(self, key: jax.Array, back: Params, num_classes: int) -> tuple["Backbone", dict[str, Any]]:
-        """Returns the backbone for another task, and the backend's parameters `back` with a new random head.
+    def with_head(
+        self, key: jax.Array, back: Params, num_classes: int
+    ) -> tuple["Backbone", dict[str, Any]]:
+        """Returns the backbone for another task, and the backend's parameters `back` with a new
+        random head.
 
         Raises:
           ValueError: `num_classes` is less than 2.
         """
         at_least(2, num_classes=num_classes)
-        cut = dataclasses.replace(self, model=self.model.clone(num_classes=num_classes, head_hidden=self.head_hidden))
+        cut = dataclasses.replace(
+            self, model=self.model.clone(num_classes=num_classes, head_hidden=self.head_hidden)
+        )
         kept = {name: value for name, value in back.items() if not name.startswith("head")}
         return cut, {**kept, **_draw_head(cut, key)}
 
     def check_images(self, images: Any) -> None:
-        """Raises ValueError unless images are floating point [n, S, S, C] in [0, 1] with n >= 1. It shows no pixel."""
+        """Raises ValueError unless images are floating point [n, S, S, C] in [0, 1] with n >= 1. It
+        shows no pixel.
+        """
         images, expected = np.asarray(images), self.images.shape[1:]
         if images.ndim != 4 or images.shape[1:] != expected or not len(images):
             raise ValueError(
-                f"images must be [n, {', '.join(map(str, expected))}] with n >= 1, got {list(images.shape)}."
+                f"images must be [n, {', '.join(map(str, expected))}] with n >= 1, got "
+                f"{list(images.shape)}."
             )
         if not np.issubdtype(images.dtype, np.floating):
             raise ValueError(
-                f"images must be floating point in [0, 1], got {images.dtype}. Divide by the largest possible value."
+                f"images must be floating point in [0, 1], got {images.dtype}. Divide by the "
+                "largest possible value."
             )
         if not (images.min() >= 0 and images.max() <= 1):
-            raise ValueError("images must be in [0, 1]. Some are outside. Divide by the largest possible value.")
+            raise ValueError(
+                "images must be in [0, 1]. Some are outside. Divide by the largest possible value."
+            )
 
     @functools.cached_property
     def _front_shapes(self) -> tuple[Any, Params]:
-        """The shapes of an image's representation and of the frontend's variables, kept because tracing takes long."""
+        """The shapes of an image's representation and of the frontend's variables, kept because
+        tracing takes long.
+        """
         begin = functools.partial(nn.Module.init_with_output, self.model, start=0, stop=self.cut)
         return jax.eval_shape(begin, jax.random.key(0), self.images)
 
@@ -124,14 +152,17 @@ def _draw_head(backbone: Backbone, key: jax.Array) -> dict[str, Any]:
 
 
 def two_thirds(model: Any) -> int:
-    """Returns how many blocks precede the paper's cut: 16 of 24 in ViT-L, 8 of 12 in DeiT-B, stages 1-3 of Swin-L."""
+    """Returns how many blocks precede the paper's cut: 16 of 24 in ViT-L, 8 of 12 in DeiT-B, stages
+    1-3 of Swin-L.
+    """
     if hasattr(model, "depths"):
         return sum(model.depths[:-1]) or round(2 * model.depths[0] / 3)
     return round(2 * model.num_blocks / 3)
 
 
 def in_batches(run: Callable[[Any], jax.Array], x: Any, batch_size: int) -> jax.Array:
-    """Applies `run` to float32 rows [n, ...] batch by batch. Zeros pad the last batch, so that `run` compiles once.
+    """Applies `run` to float32 rows [n, ...] batch by batch. Zeros pad the last batch, so that
+    `run` compiles once.
 
     Raises:
       ValueError: `batch_size` is less than 1.
@@ -140,6 +171,8 @@ def in_batches(run: Callable[[Any], jax.Array], x: Any, batch_size: int) -> jax.
     size, parts = min(batch_size, len(x)), []
     for start in range(0, len(x), size):
         batch = np.asarray(x[start : start + size], np.float32)
-        padded = np.concatenate([batch, np.zeros((size - len(batch), *batch.shape[1:]), np.float32)])
+        padded = np.concatenate(
+            [batch, np.zeros((size - len(batch), *batch.shape[1:]), np.float32)]
+        )
         parts.append(run(padded)[: len(batch)])
     return jnp.concatenate(parts)

@@ -1,13 +1,15 @@
-"""The methods that Split Adaptation is compared with (sections 4.1 and A.2), and attacks by a client on its frontend.
+"""The methods that Split Adaptation is compared with (sections 4.1 and A.2), and attacks by a
+client on its frontend.
 
     adapted = adapt(BASELINES["lp"], backbone, params, images, labels, num_classes=5, learning_rate=1e-3, key=key)
     accuracy(adapted, test_images, test_labels)
 
-The attacks measure the use of the frontend alone (section 4.3, Table 3). A `Baseline` makes a `Recipe`: the blocks that
-run, and the parameters that are trained. All baselines draw a new linear head and use Adam at a constant learning rate.
-Tune that rate per baseline on another task. None protects images or model. Linear probing, full fine-tuning and LN-TUNE
-need both in one place. Split learning uploads exact representations in every step. Offsite tuning hands out more than
-half of the model.
+The attacks measure the use of the frontend alone (section 4.3, Table 3). A `Baseline` makes a
+`Recipe`: the blocks that run, and the parameters that are trained. All baselines draw a new linear
+head and use Adam at a constant learning rate. Tune that rate per baseline on another task. None
+protects images or model. Linear probing, full fine-tuning and LN-TUNE need both in one place. Split
+learning uploads exact representations in every step. Offsite tuning hands out more than half of the
+model.
 """
 
 import dataclasses
@@ -28,14 +30,16 @@ from jaxdp.split.checks import check_labels, one_of
 from jaxdp.split.quantization import QuantizedFrontend, quantized_front
 from jaxdp.transforms import losses
 
-# --- Pieces of a network: hashable functions of all parameters and the result of the previous piece -------------------
+# --- Pieces of a network: hashable functions of all parameters and the result of the previous piec
 
 Piece = Callable[[Any, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks start, ..., stop - 1 of a model. Block 0 takes images [B, S, S, C] in [0, 1]. stop=None ends at logits."""
+    """Blocks start, ..., stop - 1 of a model. Block 0 takes images [B, S, S, C] in [0, 1].
+    stop=None ends at logits.
+    """
 
     backbone: Backbone
     start: int
@@ -50,7 +54,9 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """The quantised frontend in params["frontend"], with quantised activations: from images to [B, T, D]."""
+    """The quantised frontend in params["frontend"], with quantised activations: from images to [B,
+    T, D].
+    """
 
     backbone: Backbone
 
@@ -61,7 +67,9 @@ class Quantized:
 
 @dataclasses.dataclass(frozen=True)
 class FirstTokens:
-    """The tokens that the head of a model reads: the tokens before the patches, or all if there are none."""
+    """The tokens that the head of a model reads: the tokens before the patches, or all if there are
+    none.
+    """
 
     prefix_tokens: int
 
@@ -72,7 +80,9 @@ class FirstTokens:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """The first token, or the mean of all, after a LayerNorm without parameters, which suffices for a linear head."""
+    """The first token, or the mean of all, after a LayerNorm without parameters, which suffices for
+    a linear head.
+    """
 
     prefix_tokens: int
 
@@ -95,11 +105,12 @@ class Linear:
         return logits
 
 
-# --- The baselines ----------------------------------------------------------------------------------------------------
+# --- The baselines ------------------------------------------------------------------------------
 
 
 class Recipe(NamedTuple):
-    """The pieces that a baseline runs and trains. Hashable, so that equal recipes share compiled programs.
+    """The pieces that a baseline runs and trains. Hashable, so that equal recipes share compiled
+    programs.
 
     Attributes:
       features: Pieces before everything that is trained. They run once per image.
@@ -121,7 +132,9 @@ Begun = tuple[Recipe, dict[str, Any]]
 Baseline = Callable[..., Begun]
 
 
-def linear_probing(backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array) -> Begun:
+def linear_probing(
+    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
+) -> Begun:
     """Trains only the head. The frozen transformer sees every image once."""
     backbone, params = backbone.with_head(key, params, num_classes)
     last = backbone.model.num_blocks
@@ -129,25 +142,40 @@ def linear_probing(backbone: Backbone, params: Params, *, num_classes: int, key:
     return _begin(params, (Blocks(backbone, last, None),), _is_head, features=features)
 
 
-def full_fine_tuning(backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array) -> Begun:
+def full_fine_tuning(
+    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
+) -> Begun:
     """Trains all parameters."""
     backbone, params = backbone.with_head(key, params, num_classes)
     return _begin(params, (Blocks(backbone, 0, None),), lambda path: True)
 
 
-def layer_norm_tuning(backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array) -> Begun:
-    """Trains scales and biases of all LayerNorms, and the head: LN-TUNE (Basu et al. 2024, arXiv:2304.01917)."""
+def layer_norm_tuning(
+    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
+) -> Begun:
+    """Trains scales and biases of all LayerNorms, and the head: LN-TUNE (Basu et al. 2024,
+    arXiv:2304.01917).
+    """
     backbone, params = backbone.with_head(key, params, num_classes)
     # Only LayerNorms have a scale in a transformer.
-    norms = {path.removesuffix("/scale") for path in flatten_dict(params, sep="/") if path.endswith("/scale")}
-    return _begin(params, (Blocks(backbone, 0, None),), lambda p: _is_head(p) or p.rpartition("/")[0] in norms)
+    norms = {
+        path.removesuffix("/scale")
+        for path in flatten_dict(params, sep="/")
+        if path.endswith("/scale")
+    }
+    return _begin(
+        params, (Blocks(backbone, 0, None),), lambda p: _is_head(p) or p.rpartition("/")[0] in norms
+    )
 
 
-def split_learning(backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array) -> Begun:
-    """Trains frontend and head at the client, through the server's frozen backend, as in section A.2.
+def split_learning(
+    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
+) -> Begun:
+    """Trains frontend and head at the client, through the server's frozen backend, as in section
+    A.2.
 
-    Vanilla split learning (Vepakomma et al. 2018, arXiv:1812.00564) trains both sides. The exchange of the two parties
-    is part of one backward pass, so this may run in one process.
+    Vanilla split learning (Vepakomma et al. 2018, arXiv:1812.00564) trains both sides. The exchange
+    of the two parties is part of one backward pass, so this may run in one process.
     """
     backbone, params = backbone.with_head(key, params, num_classes)
     front, _ = backbone.divide(params)
@@ -167,17 +195,19 @@ def offsite_tuning(
     drop: Literal["uniform", "random"] = "uniform",
     seed: int = 0,
 ) -> Begun:
-    """Trains adapters around an emulator of the middle: offsite tuning (Xiao et al. 2023, arXiv:2302.04870).
+    """Trains adapters around an emulator of the middle: offsite tuning (Xiao et al. 2023,
+    arXiv:2302.04870).
 
-    The adapters are the first two and the last two blocks, or one and one of fewer than 6 blocks. The emulator is the
-    middle without half of its blocks, rounded up. Blocks of a Swin that merge patches always stay and do not count.
-    Adapters and head are trained with embedding, emulator and last LayerNorm frozen. Then they go back into the full
-    model. The authors first distil the emulator on public images. The paper mentions no distillation, and this function
-    does none.
+    The adapters are the first two and the last two blocks, or one and one of fewer than 6 blocks.
+    The emulator is the middle without half of its blocks, rounded up. Blocks of a Swin that merge
+    patches always stay and do not count. Adapters and head are trained with embedding, emulator and
+    last LayerNorm frozen. Then they go back into the full model. The authors first distil the
+    emulator on public images. The paper mentions no distillation, and this function does none.
 
     Args:
       backbone, params, num_classes, key: As in any `Baseline`. The cut has no effect.
-      drop: "uniform" keeps evenly spaced blocks, as the authors do. "random" keeps random ones, as the paper does.
+      drop: "uniform" keeps evenly spaced blocks, as the authors do. "random" keeps random ones, as
+          the paper does.
       seed: Seed of the random choice. The server chooses it and makes one emulator for all clients.
 
     Raises:
@@ -191,8 +221,8 @@ def offsite_tuning(
     candidates = [k for k in middle if blocks[k][1]]
     if not candidates:
         raise ValueError(
-            f"offsite tuning needs a block to drop between {ends} first and {ends} last ones. The model has only "
-            f"{len(blocks)} blocks."
+            f"offsite tuning needs a block to drop between {ends} first and {ends} last ones. The "
+            f"model has only {len(blocks)} blocks."
         )
     dropped = set(candidates) - set(_half(candidates, drop, seed))
     kept = tuple(Blocks(backbone, k, k + 1) for k in middle if k not in dropped)
@@ -218,25 +248,36 @@ BASELINES: Mapping[str, Baseline] = {
 }
 
 
-# --- Attacks by a client that has the frontend only -------------------------------------------------------------------
+# --- Attacks by a client that has the frontend only ---------------------------------------------
 
 
-def probe_quantized_frontend(backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array) -> Begun:
-    """Trains a head on the representations of the quantised frontend: "Quant. Frontend" of Table 3."""
+def probe_quantized_frontend(
+    backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array
+) -> Begun:
+    """Trains a head on the representations of the quantised frontend: "Quant. Frontend" of Table
+    3.
+    """
     params = {"frontend": _checked(frontend), "head": _linear_head(backbone, num_classes, key)}
     features = (Quantized(backbone), Pool(backbone.prefix_tokens))
     return _begin(params, (Linear(num_classes),), _is_head, features=features)
 
 
-def probe_original_frontend(backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array) -> Begun:
-    """Trains a head on the frontend of `params`, which no client has: "Original Frontend" of Table 3."""
+def probe_original_frontend(
+    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
+) -> Begun:
+    """Trains a head on the frontend of `params`, which no client has: "Original Frontend" of Table
+    3.
+    """
     params = {**backbone.divide(params)[0], "head": _linear_head(backbone, num_classes, key)}
     features = (Blocks(backbone, 0, backbone.cut), Pool(backbone.prefix_tokens))
     return _begin(params, (Linear(num_classes),), _is_head, features=features)
 
 
-def tune_quantized_frontend(backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array) -> Begun:
-    """Trains a head and all weights of the dequantised frontend. This is stronger than the paper's test.
+def tune_quantized_frontend(
+    backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array
+) -> Begun:
+    """Trains a head and all weights of the dequantised frontend. This is stronger than the paper's
+    test.
 
     Activations are not rounded here, since a client need not round them.
     """
@@ -246,30 +287,36 @@ def tune_quantized_frontend(backbone: Backbone, frontend: Any, *, num_classes: i
 
 
 def probe_auxiliary_backend(auxiliary: Backbone, auxiliary_params: Params) -> Baseline:
-    """Trains the head of another public model behind the quantised frontend: "Auxiliary Backend" of Table 3.
+    """Trains the head of another public model behind the quantised frontend: "Auxiliary Backend" of
+    Table 3.
 
-    The last blocks of the other model follow the frontend. Its cut is where its backend begins. The paper takes the
-    last third of DINOv2-L. `auxiliary_params` belong to the whole model. The baseline raises ValueError if the
-    tokens of the two models do not fit together.
+    The last blocks of the other model follow the frontend. Its cut is where its backend begins. The
+    paper takes the last third of DINOv2-L. `auxiliary_params` belong to the whole model. The
+    baseline raises ValueError if the tokens of the two models do not fit together.
     """
 
     def baseline(backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array) -> Begun:
         ours, theirs = ((b.tokens[1], b.prefix_tokens) for b in (backbone, auxiliary))
         if ours != theirs:
             raise ValueError(
-                f"auxiliary must take tokens of width {ours[0]} with {ours[1]} in front of the patches, as the "
-                f"frontend returns, got width {theirs[0]} with {theirs[1]}. Choose another model or another cut."
+                f"auxiliary must take tokens of width {ours[0]} with {ours[1]} in front of the "
+                f"patches, as the frontend returns, got width {theirs[0]} with {theirs[1]}. Choose "
+                "another model or another cut."
             )
         other, back = auxiliary.with_head(key, auxiliary.divide(auxiliary_params)[1], num_classes)
         last = other.model.num_blocks
         params = {"frontend": _checked(frontend), **back}
-        features = (Quantized(backbone), Blocks(other, other.cut, last), FirstTokens(other.prefix_tokens))
+        features = (
+            Quantized(backbone),
+            Blocks(other, other.cut, last),
+            FirstTokens(other.prefix_tokens),
+        )
         return _begin(params, (Blocks(other, last, None),), _is_head, features=features)
 
     return baseline
 
 
-# --- Adaptation -------------------------------------------------------------------------------------------------------
+# --- Adaptation ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -313,8 +360,8 @@ def adapt(
       key: Typed PRNG key of the head and the order of the images.
 
     Raises:
-      ValueError: Images are empty, of another shape or outside [0, 1], labels do not match them or [0, num_classes), a
-        number is not positive, or as the baseline.
+      ValueError: Images are empty, of another shape or outside [0, 1], labels do not match them or
+        [0, num_classes), a number is not positive, or as the baseline.
     """
     backbone.check_images(images)
     check_labels(labels, len(images), num_classes)
@@ -337,14 +384,17 @@ def adapt(
     return Adapted(recipe, unflatten_dict({**frozen, **trained}, sep="/"))
 
 
-def accuracy(adapted: Adapted, images: jax.Array, labels: jax.Array, *, batch_size: int = 128) -> float:
+def accuracy(
+    adapted: Adapted, images: jax.Array, labels: jax.Array, *, batch_size: int = 128
+) -> float:
     """Returns the share of images [n, S, S, C] whose largest logit belongs to the label, int [n].
 
-    The images and labels are the client's own, and nothing is charged. `jaxdp.data.labels` has the rules. An image with
-    a logit that is not finite is wrong. A warning tells how many there are.
+    The images and labels are the client's own, and nothing is charged. `jaxdp.data.labels` has the
+    rules. An image with a logit that is not finite is wrong. A warning tells how many there are.
 
     Raises:
-      TypeError, ValueError: There are no images, images have another shape, or labels are not one class per image.
+      TypeError, ValueError: There are no images, images have another shape, or labels are not one
+          class per image.
     """
     truth = np.asarray(labels)
     if not len(images):
@@ -366,7 +416,9 @@ def divide_trained(recipe: Recipe, params: Params) -> tuple[dict[str, Any], dict
 
 @functools.lru_cache
 def training_loss(pieces: tuple[Piece, ...]) -> Loss:
-    """Returns the cross-entropy of (inputs, labels) behind `pieces` for `fit_in_memory`, cached for equal pieces."""
+    """Returns the cross-entropy of (inputs, labels) behind `pieces` for `fit_in_memory`, cached for
+    equal pieces.
+    """
 
     def loss(trained: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
         inputs, labels = batch
@@ -386,7 +438,7 @@ def run(pieces: Iterable[Piece], params: Params, x: jax.Array) -> jax.Array:
 _run = jax.jit(run, static_argnums=0)
 
 
-# --- Parameters -------------------------------------------------------------------------------------------------------
+# --- Parameters ---------------------------------------------------------------------------------
 
 
 def _begin(
@@ -399,7 +451,9 @@ def _begin(
     client: Callable[[str], bool] = lambda path: True,
 ) -> Begun:
     """Returns a recipe and parameters. `evaluation` is `training` by default."""
-    chosen = (frozenset(filter(choose, flatten_dict(params, sep="/"))) for choose in (trained, client))
+    chosen = (
+        frozenset(filter(choose, flatten_dict(params, sep="/"))) for choose in (trained, client)
+    )
     return Recipe(features, training, evaluation or training, *chosen), dict(params)
 
 
@@ -417,13 +471,17 @@ def _linear_head(backbone: Backbone, num_classes: int, key: jax.Array) -> Any:
 
 def _checked(frontend: Any) -> QuantizedFrontend:
     if not isinstance(frontend, QuantizedFrontend):
-        raise ValueError(f"params must be the client's QuantizedFrontend, got {type(frontend).__name__}.")
+        raise ValueError(
+            f"params must be the client's QuantizedFrontend, got {type(frontend).__name__}."
+        )
     return frontend
 
 
 @functools.lru_cache
 def _describe_blocks(backbone: Backbone) -> tuple[tuple[frozenset[str], bool], ...]:
-    """Returns for each block the names of its parameters, and whether its output has the shape of its input."""
+    """Returns for each block the names of its parameters, and whether its output has the shape of
+    its input.
+    """
     found = []
 
     def describe() -> None:
@@ -431,7 +489,9 @@ def _describe_blocks(backbone: Backbone) -> tuple[tuple[frozenset[str], bool], .
         x, embedding = backbone.model.init_with_output(key, images, 0, 0)
         for k in range(backbone.model.num_blocks):
             y, block = backbone.model.init_with_output(key, x if k else images, k, k + 1)
-            found.append((frozenset(block["params"]) - frozenset(embedding["params"]), y.shape == x.shape))
+            found.append(
+                (frozenset(block["params"]) - frozenset(embedding["params"]), y.shape == x.shape)
+            )
             x = y
 
     jax.eval_shape(describe)

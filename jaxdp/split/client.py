@@ -1,4 +1,5 @@
-"""The client's side of Split Adaptation (Wang et al., CVPR 2025, arXiv:2503.00441), in the paper's order.
+"""The client's side of Split Adaptation (Wang et al., CVPR 2025, arXiv:2503.00441), in the paper's
+order.
 
     model_key, key = jax.random.split(key)
     params = perturb_params(model_key, frontend.params)                # section 3.4: Eq. 12
@@ -24,21 +25,25 @@ from jaxdp.transforms import noise
 NoiseMode = Literal["rel", "abs", "var", "rms"]
 
 
-def perturb_params(key: jax.Array, params: Params, *, alpha: float = 0.01, mode: NoiseMode = "rel") -> Any:
-    """Returns theta' = n_x theta + n_+ with n_x ~ N(1, s) and n_+ ~ N(0, s), drawn once for every parameter (Eq. 12).
+def perturb_params(
+    key: jax.Array, params: Params, *, alpha: float = 0.01, mode: NoiseMode = "rel"
+) -> Any:
+    """Returns theta' = n_x theta + n_+ with n_x ~ N(1, s) and n_+ ~ N(0, s), drawn once for every
+    parameter (Eq. 12).
 
-    The paper writes s = alpha theta, which can be neither a variance nor a standard deviation. `mode` selects a
-    reading.
+    The paper writes s = alpha theta, which can be neither a variance nor a standard deviation.
+    `mode` selects a reading.
 
     Args:
       key: Typed PRNG key of shape (), from the client's secret seed. `jax.vmap` must not batch it.
       params: Dequantised parameters of the frontend, a pytree of floating-point arrays.
       alpha: Degree of the noise, finite and >= 0.
-      mode: The standard deviation: "rel" is alpha |theta|, "abs" is alpha, "var" is sqrt(alpha |theta|). "rms" is alpha
-        times the root mean square of the tensor.
+      mode: The standard deviation: "rel" is alpha |theta|, "abs" is alpha, "var" is sqrt(alpha
+        |theta|). "rms" is alpha times the root mean square of the tensor.
 
     Returns:
-      float32 pytree like `params`. It has no guarantee: all uploads share one draw, and its distribution is known.
+      float32 pytree like `params`. It has no guarantee: all uploads share one draw, and its
+      distribution is known.
 
     Raises:
       ValueError: alpha is negative or not finite, or the mode is unknown.
@@ -64,24 +69,33 @@ def _perturbed(mode: NoiseMode, key: jax.Array, params: Params, alpha: float) ->
 
 
 def represent(
-    backbone: Backbone, frontend: QuantizedFrontend, params: Params, images: jax.Array, *, batch_size: int = 128
+    backbone: Backbone,
+    frontend: QuantizedFrontend,
+    params: Params,
+    images: jax.Array,
+    *,
+    batch_size: int = 128,
 ) -> jax.Array:
     """Computes the representations of images under a frontend, float32 [n, T, D], batch by batch.
 
     Args:
       backbone: The model and the position of its cut.
       frontend: The frontend as shipped. It gives the scales of the activations.
-      params: Parameters of the frontend: `perturb_params(key, frontend.params)`, or `frontend.params` without noise.
+      params: Parameters of the frontend: `perturb_params(key, frontend.params)`, or
+          `frontend.params` without noise.
       images: float32 [n, S, S, C] in [0, 1].
       batch_size: Images per call of the compiled program.
 
     Raises:
-      ValueError: Images are empty, of another shape or outside [0, 1], or batch_size is less than 1.
+      ValueError: Images are empty, of another shape or outside [0, 1], or batch_size is less than
+          1.
     """
     backbone.check_images(images)
     return in_batches(functools.partial(_represent, backbone, frontend, params), images, batch_size)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _represent(backbone: Backbone, frontend: QuantizedFrontend, params: Params, images: jax.Array) -> jax.Array:
+def _represent(
+    backbone: Backbone, frontend: QuantizedFrontend, params: Params, images: jax.Array
+) -> jax.Array:
     return quantized_front(backbone, frontend, images, params=params)

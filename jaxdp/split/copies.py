@@ -1,4 +1,6 @@
-"""The client's uploads: every representation, and copies with patches of other images (sections 3.4 and 3.5)."""
+"""The client's uploads: every representation, and copies with patches of other images (sections 3.4
+and 3.5).
+"""
 
 import dataclasses
 
@@ -16,9 +18,11 @@ from jaxdp.transforms import noise
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Augmented copies of n representations. A batch of copies is made on demand, so memory never holds all of them.
+    """Augmented copies of n representations. A batch of copies is made on demand, so memory never
+    holds all of them.
 
-    An object is the client's secret: `representations` are exact before `augment_then_noise`. The client sends `batch`.
+    An object is the client's secret: `representations` are exact before `augment_then_noise`. The
+    client sends `batch`.
 
     Attributes:
       representations: float32 [n, T, D].
@@ -26,7 +30,8 @@ class Copies:
       key: The key of the choice of patches and of the Laplace noise.
       laplace_scale: b of the noise on every entry of every copy, float32 []. 0 adds no noise.
       copies: N_Aug, the number of copies besides the original.
-      n_patches: The number of patches replaced in each copy. With 0 the copies differ only by their noise.
+      n_patches: The number of patches replaced in each copy. With 0 the copies differ only by their
+          noise.
       prefix_tokens: The number of leading tokens that are never replaced.
     """
 
@@ -43,11 +48,15 @@ class Copies:
         return index_of_copies(len(self.representations), 1 + self.copies)
 
     def batch(self, images: jax.Array, numbers: jax.Array) -> jax.Array:
-        """Returns copies [B, T, D]: copy `numbers[b]` of image `images[b]`. Every call gives the same values."""
+        """Returns copies [B, T, D]: copy `numbers[b]` of image `images[b]`. Every call gives the
+        same values.
+        """
         patch_key, noise_key = jax.random.split(self.key)
         noise_key = batchable(noise_key)
         options = {"n_patches": self.n_patches, "prefix_tokens": self.prefix_tokens}
-        x = augmented_batch(patch_key, self.representations, self.neighbors, images, numbers, **options)
+        x = augmented_batch(
+            patch_key, self.representations, self.neighbors, images, numbers, **options
+        )
 
         def one(image: jax.Array, number: jax.Array) -> jax.Array:
             key = jax.random.fold_in(jax.random.fold_in(noise_key, image), number)
@@ -60,10 +69,14 @@ class Copies:
         )
 
     def materialized(self) -> np.ndarray:
-        """Returns all copies [1 + copies, n, T, D] in host memory. It makes one number of all images at a time."""
+        """Returns all copies [1 + copies, n, T, D] in host memory. It makes one number of all
+        images at a time.
+        """
         images = jnp.arange(len(self.representations), dtype=jnp.int32)
         numbers = range(1 + self.copies)
-        return np.stack([np.asarray(_batch(self, images, jnp.full_like(images, number))) for number in numbers])
+        return np.stack(
+            [np.asarray(_batch(self, images, jnp.full_like(images, number))) for number in numbers]
+        )
 
 
 jax.tree_util.register_dataclass(
@@ -75,7 +88,9 @@ _batch = jax.jit(Copies.batch)
 
 
 def index_of_copies(images: int, each: int) -> tuple[jax.Array, jax.Array]:
-    """Returns image and number of every copy for `each` copies of every image, int32 [images * each] both."""
+    """Returns image and number of every copy for `each` copies of every image, int32 [images *
+    each] both.
+    """
     found, numbers = jnp.divmod(jnp.arange(images * each, dtype=jnp.int32), each)
     return found, numbers
 
@@ -89,23 +104,34 @@ def augment_then_noise(
     n_patches: int,
     prefix_tokens: int,
 ) -> Copies:
-    """Makes copies in the published order: retrieval on exact representations, then Laplace(0, b) on every copy.
+    """Makes copies in the published order: retrieval on exact representations, then Laplace(0, b)
+    on every copy.
 
-    The original counts as a copy. Each image is sent 1 + copies times with fresh noise, so the median of its copies
-    removes most of the noise.
+    The original counts as a copy. Each image is sent 1 + copies times with fresh noise, so the
+    median of its copies removes most of the noise.
 
     Args:
       key: Typed PRNG key of shape (), from the client's secret seed.
       representations: float32 [n, T, D] of `represent`.
-      laplace_scale, copies, n_patches, prefix_tokens: As in `Copies`. b is in units of the representation.
+      laplace_scale, copies, n_patches, prefix_tokens: As in `Copies`. b is in units of the
+      representation.
 
     Raises:
-      ValueError: A scale or number is negative, n_patches exceeds the patches, or a single image has no neighbour.
+      ValueError: A scale or number is negative, n_patches exceeds the patches, or a single image
+          has no neighbour.
     """
     not_negative(laplace_scale=laplace_scale)
     at_least(0, copies=copies)
     neighbors = retrieve_neighbors(representations)  # Eq. 13
-    made = Copies(representations, neighbors, key, jnp.float32(laplace_scale), copies, n_patches, prefix_tokens)
+    made = Copies(
+        representations,
+        neighbors,
+        key,
+        jnp.float32(laplace_scale),
+        copies,
+        n_patches,
+        prefix_tokens,
+    )
     first = jax.ShapeDtypeStruct((1,), jnp.int32)
     jax.eval_shape(made.batch, first, first)  # raises errors of arguments now
     return made
@@ -120,20 +146,26 @@ def noise_then_augment(
     n_patches: int,
     prefix_tokens: int,
 ) -> Copies:
-    """Makes one noisy representation of every image, then retrieves and augments as the server could do.
+    """Makes one noisy representation of every image, then retrieves and augments as the server
+    could do.
 
-    The upload is 65 times smaller, and averaging cannot remove the noise. The effect of an image on copies of other
-    images is post-processing. Arguments and errors are as in `augment_then_noise`.
+    The upload is 65 times smaller, and averaging cannot remove the noise. The effect of an image on
+    copies of other images is post-processing. Arguments and errors are as in `augment_then_noise`.
     """
     not_negative(laplace_scale=laplace_scale)
     noise_key, patch_key = jax.random.split(key)
     noisy = representations + noise.laplace(noise_key, representations, laplace_scale)
     return augment_then_noise(
-        patch_key, noisy, laplace_scale=0.0, copies=copies, n_patches=n_patches, prefix_tokens=prefix_tokens
+        patch_key,
+        noisy,
+        laplace_scale=0.0,
+        copies=copies,
+        n_patches=n_patches,
+        prefix_tokens=prefix_tokens,
     )
 
 
-# --- For a till -------------------------------------------------------------------------------------------------------
+# --- For a till ---------------------------------------------------------------------------------
 
 
 def plan_copies(
@@ -146,17 +178,24 @@ def plan_copies(
     prefix_tokens: int,
     label: str,
 ) -> Release[np.ndarray]:
-    """Returns all copies of `augment_then_noise`, float32 [1 + copies, n, T, D], as a release for a till.
+    """Returns all copies of `augment_then_noise`, float32 [1 + copies, n, T, D], as a release for a
+    till.
 
-    It spends nothing, and copies the representations. The account pays `published_event`: nothing about this upload is
-    proven. The ledger shows `label` to people, so it must not hold data. Other arguments and errors are as in
-    `augment_then_noise`.
+    It spends nothing, and copies the representations. The account pays `published_event`: nothing
+    about this upload is proven. The ledger shows `label` to people, so it must not hold data. Other
+    arguments and errors are as in `augment_then_noise`.
     """
     not_negative(laplace_scale=laplace_scale)
     at_least(0, copies=copies)
-    x, images = jnp.array(representations), jax.ShapeDtypeStruct(np.shape(representations)[:1], jnp.int32)
+    x, images = (
+        jnp.array(representations),
+        jax.ShapeDtypeStruct(np.shape(representations)[:1], jnp.int32),
+    )
     # Tracing comes before the payment, so that a program that cannot run costs nothing.
-    neighbors, key = jax.eval_shape(retrieve_neighbors, x), stream(bytes(16), "copies", impl="threefry2x32")
+    neighbors, key = (
+        jax.eval_shape(retrieve_neighbors, x),
+        stream(bytes(16), "copies", impl="threefry2x32"),
+    )
     traced = Copies(x, neighbors, key, jnp.float32(laplace_scale), copies, n_patches, prefix_tokens)
     texts = [program(retrieve_neighbors, x), program(_batch, traced, images, images)]
 
@@ -173,8 +212,11 @@ def plan_copies(
     )
 
 
-def plan_noisy(account: Account, *, representations: jax.Array, laplace_scale: float, label: str) -> Release[jax.Array]:
-    """Returns one noisy copy of every representation, float32 [n, T, D], as a release for a till. It spends nothing.
+def plan_noisy(
+    account: Account, *, representations: jax.Array, laplace_scale: float, label: str
+) -> Release[jax.Array]:
+    """Returns one noisy copy of every representation, float32 [n, T, D], as a release for a till.
+    It spends nothing.
 
     Arguments and errors are as in `plan_copies`.
     """

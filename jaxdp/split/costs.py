@@ -1,8 +1,10 @@
-"""The cost of an adaptation for one client: Table 2, and uploads and downloads, which the paper omits.
+"""The cost of an adaptation for one client: Table 2, and uploads and downloads, which the paper
+omits.
 
     cost("sa", backbone, images=500, num_classes=100).upload
 
-All numbers are counted from shapes, so a ViT-L takes seconds and no memory. The server's work is not counted.
+All numbers are counted from shapes, so a ViT-L takes seconds and no memory. The server's work is
+not counted.
 """
 
 import math
@@ -18,7 +20,16 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxdp.models.training import adam_step
 from jaxdp.split.augment import retrieve_neighbors
 from jaxdp.split.backbone import Backbone
-from jaxdp.split.baselines import BASELINES, Blocks, FirstTokens, Piece, Recipe, divide_trained, run, training_loss
+from jaxdp.split.baselines import (
+    BASELINES,
+    Blocks,
+    FirstTokens,
+    Piece,
+    Recipe,
+    divide_trained,
+    run,
+    training_loss,
+)
 from jaxdp.split.checks import at_least
 from jaxdp.split.copies import augment_then_noise, noise_then_augment
 from jaxdp.split.noisy_upload import Projection, project, release_privately
@@ -36,7 +47,9 @@ _FLOAT = 4  # bytes, as of the int32 labels
 
 
 class Program(NamedTuple):
-    """A program of the client, shapes of its arguments, images per call, and how often each image passes through it."""
+    """A program of the client, shapes of its arguments, images per call, and how often each image
+    passes through it.
+    """
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
@@ -45,17 +58,20 @@ class Program(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """The cost of an adaptation for one client. FLOPs count matrix products and convolutions, two per multiplication.
+    """The cost of an adaptation for one client. FLOPs count matrix products and convolutions, two
+    per multiplication.
 
     Attributes:
       parameters: The number of parameters that the client holds.
       parameter_bytes: Their bytes: float32, or int8 codes without scales in Split Adaptation.
-      forward_flops: FLOPs per image of one forward pass through the parameters that the client holds.
-      training_flops: FLOPs per image of one training step, forward and backward. 0 if the client trains nothing.
+      forward_flops: FLOPs per image of one forward pass through the parameters that the client
+          holds.
+      training_flops: FLOPs per image of one training step, forward and backward. 0 if the client
+          trains nothing.
       total_flops: FLOPs of the whole adaptation.
       upload, download: Bytes of the whole adaptation.
-      programs: The client's programs by name, to measure on a device. The frontend of Split Adaptation has no noise
-        there and does not round activations.
+      programs: The client's programs by name, to measure on a device. The frontend of Split
+        Adaptation has no noise there and does not round activations.
     """
 
     parameters: int
@@ -81,22 +97,26 @@ def cost(
 ) -> Cost:
     """Counts the cost of a method for a client.
 
-    - "lp", "ft", "ln": The client downloads the model and uploads nothing. With "lp" it computes its features once.
+    - "lp", "ft", "ln": The client downloads the model and uploads nothing. With "lp" it computes
+      its features once.
     - "sl" (split learning): Representations and, for the head, their gradients cross in every step.
     - "ot" (offsite tuning): The client downloads the emulator, and uploads adapters and head.
-    - "sa...": The client downloads the frontend and uploads representations. "sa" (published) uploads and retrieves all
-      copies of every image, "sa_noise_once" one copy. In both the client keeps the labels. So in every epoch it
-      downloads logits of all copies and uploads their gradients. "sa_private" uploads a few coordinates and a label.
+    - "sa...": The client downloads the frontend and uploads representations. "sa" (published)
+      uploads and retrieves all copies of every image, "sa_noise_once" one copy. In both the client
+      keeps the labels. So in every epoch it downloads logits of all copies and uploads their
+      gradients. "sa_private" uploads a few coordinates and a label.
 
     Args:
       method: One of `METHODS`.
       backbone: The model and its cut, without parameters.
       images, num_classes: n and K of the client.
       epochs, batch_size: Passes over the images by the training party, and images per step or call.
-      copies, directions: N_Aug of Split Adaptation, besides the original, and k numbers per image in "sa_private".
+      copies, directions: N_Aug of Split Adaptation, besides the original, and k numbers per image
+          in "sa_private".
 
     Raises:
-      ValueError: The method is unknown, a number is not positive (copies: negative), or as the baseline.
+      ValueError: The method is unknown, a number is not positive (copies: negative), or as the
+          baseline.
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
@@ -121,7 +141,8 @@ def cost(
 
 
 def count_macs(fn: Callable[..., Any], *args: Any) -> int:
-    """Counts multiplications with an addition in all products and convolutions of a function of arrays or shapes.
+    """Counts multiplications with an addition in all products and convolutions of a function of
+    arrays or shapes.
 
     Of branches the costliest counts. A `while_loop` with a product raises ValueError.
     """
@@ -134,22 +155,35 @@ def _macs(jaxpr: Any) -> int:
         shapes: list[Any] = [variable.aval for variable in (*eqn.invars, *eqn.outvars)]
         name, params, first, out = eqn.primitive.name, eqn.params, shapes[0], shapes[-1]
         inner = [
-            _macs(getattr(x, "jaxpr", x)) for x in jax.tree.leaves(list(params.values())) if isinstance(x, _BODIES)
+            _macs(getattr(x, "jaxpr", x))
+            for x in jax.tree.leaves(list(params.values()))
+            if isinstance(x, _BODIES)
         ]
         if name == "dot_general":
             (contracted, _), _ = params["dimension_numbers"]
             total += math.prod(out.shape) * math.prod(first.shape[axis] for axis in contracted)
         elif name == "conv_general_dilated":
             kernel = shapes[1].shape
-            total += math.prod(out.shape) * math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
+            total += (
+                math.prod(out.shape)
+                * math.prod(kernel)
+                // kernel[params["dimension_numbers"].rhs_spec[0]]
+            )
         elif name == "while" and any(inner):
-            raise ValueError("a while_loop has an unknown number of steps, so its products are not counted. Use scan.")
+            raise ValueError(
+                "a while_loop has an unknown number of steps, so its products are not counted. "
+                "Use scan."
+            )
         else:
-            total += max(inner) if name == "cond" else sum(inner) * (params["length"] if name == "scan" else 1)
+            total += (
+                max(inner)
+                if name == "cond"
+                else sum(inner) * (params["length"] if name == "scan" else 1)
+            )
     return total
 
 
-# --- The clients of the methods ---------------------------------------------------------------------------------------
+# --- The clients of the methods -----------------------------------------------------------------
 
 
 class _Job(NamedTuple):
@@ -173,7 +207,9 @@ def _whole_model(method: str, backbone: Backbone, job: _Job) -> _Client:
     loss = training_loss(recipe.training)
 
     def step(trained: Any, state: Any, frozen: Any, batch: Any) -> Any:
-        gradients = jax.grad(lambda trained: loss(trained, frozen, batch, jax.random.key(0)).mean())(trained)
+        gradients = jax.grad(
+            lambda trained: loss(trained, frozen, batch, jax.random.key(0)).mean()
+        )(trained)
         return adam_step(trained, state, gradients, jnp.float32(1e-3))
 
     args = (
@@ -204,22 +240,37 @@ def _split_learning(method: str, backbone: Backbone, job: _Job) -> _Client:
     norm = {path: leaf for path, leaf in params.items() if path.startswith("norm/")}
     loss = training_loss((Blocks(model, last, None),))
 
-    def step(held: Any, state: Any, norm: Any, images: Any, received: Any, tokens: Any, labels: Any) -> Any:
+    def step(
+        held: Any, state: Any, norm: Any, images: Any, received: Any, tokens: Any, labels: Any
+    ) -> Any:
         def surrogate(held: Any, tokens: Any) -> tuple[jax.Array, jax.Array]:
-            """Has the same gradients as the loss. The server sends the gradients with respect to representations."""
+            """Has the same gradients as the loss. The server sends the gradients with respect to
+            representations.
+            """
             sent = forward(held, images)
-            return (sent * received).sum() + loss(held, norm, (tokens, labels), jax.random.key(0)).mean(), sent
+            return (sent * received).sum() + loss(
+                held, norm, (tokens, labels), jax.random.key(0)
+            ).mean(), sent
 
         (of_held, of_tokens), sent = jax.grad(surrogate, argnums=(0, 1), has_aux=True)(held, tokens)
         return adam_step(held, state, of_held, jnp.float32(1e-3)), sent, of_tokens
 
-    args = (held, jax.eval_shape(optax.scale_by_adam().init, held), norm, images, cut, tokens, labels)
+    args = (
+        held,
+        jax.eval_shape(optax.scale_by_adam().init, held),
+        norm,
+        images,
+        cut,
+        tokens,
+        labels,
+    )
     front = _without_head(held)
     programs = {
         "forward": Program(forward, (front, images), job.batch, 0),
         "training": Program(step, args, job.batch, job.epochs),
     }
-    # The head's inputs and the representations cross once in each direction, as values or as gradients.
+    # The head's inputs and the representations cross once in each direction, as values or as
+    # gradients.
     numbers = math.prod(cut.shape[1:]) + (backbone.prefix_tokens or 1) * tokens.shape[2]
     exchanged = _FLOAT * job.epochs * job.images * numbers
     return held, programs, exchanged, _FLOAT * _size(front) + exchanged
@@ -233,22 +284,37 @@ def _split_adaptation(method: str, backbone: Backbone, job: _Job) -> _Client:
     package = _size(held)  # int8 codes
     if method == "sa_private":
         projection = Projection(_floats(tokens, width), _floats(tokens * width, job.directions))
-        programs["projection"] = Program(project, (projection, _floats(job.batch, tokens, width)), job.batch, 1)
+        programs["projection"] = Program(
+            project, (projection, _floats(job.batch, tokens, width)), job.batch, 1
+        )
         # The upload is k numbers and an int32 label.
-        return held, programs, _FLOAT * job.images * (job.directions + 1), package + _FLOAT * _size(projection)
+        return (
+            held,
+            programs,
+            _FLOAT * job.images * (job.directions + 1),
+            package + _FLOAT * _size(projection),
+        )
     upload = _FLOAT * job.images * tokens * width
     if method == "sa":
-        programs["retrieval"] = Program(retrieve_neighbors, (_floats(job.images, tokens, width),), job.images, 1)
+        programs["retrieval"] = Program(
+            retrieve_neighbors, (_floats(job.images, tokens, width),), job.images, 1
+        )
         upload *= 1 + job.copies
     # The client downloads logits and uploads gradients of the loss (section 3.5, Eq. 14).
     exchanged = _FLOAT * job.epochs * job.images * (1 + job.copies) * job.num_classes
     return held, programs, upload + exchanged, package + exchanged
 
 
-def _begin(method: str, backbone: Backbone, job: _Job) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
-    """Returns the recipe of a baseline, and by path the shapes of all parameters and of the client's parameters."""
+def _begin(
+    method: str, backbone: Backbone, job: _Job
+) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
+    """Returns the recipe of a baseline, and by path the shapes of all parameters and of the
+    client's parameters.
+    """
     shapes = jax.eval_shape(backbone.model.init, jax.random.key(0), backbone.images)["params"]
-    recipe, params = BASELINES[method](backbone, shapes, num_classes=job.num_classes, key=jax.random.key(0))
+    recipe, params = BASELINES[method](
+        backbone, shapes, num_classes=job.num_classes, key=jax.random.key(0)
+    )
     flat = {path: _floats(*leaf.shape) for path, leaf in flatten_dict(params, sep="/").items()}
     return recipe, flat, {path: leaf for path, leaf in flat.items() if path in recipe.client}
 
@@ -258,7 +324,9 @@ def _forward(*pieces: Piece) -> Callable[..., Any]:
 
 
 def _batch(backbone: Backbone, job: _Job) -> tuple[Any, Any]:
-    return _floats(job.batch, *backbone.images.shape[1:]), jax.ShapeDtypeStruct((job.batch,), jnp.int32)
+    return _floats(job.batch, *backbone.images.shape[1:]), jax.ShapeDtypeStruct(
+        (job.batch,), jnp.int32
+    )
 
 
 def _floats(*shape: int) -> Any:

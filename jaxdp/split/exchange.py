@@ -11,11 +11,12 @@ The server asks, and the client answers:
     answers    logits of the queries
       end        nothing
 
-The same functions check every package before it is sent and after it came. A reader runs no code of the other party: it
-looks up models and activations in a table.
+The same functions check every package before it is sent and after it came. A reader runs no code of
+the other party: it looks up models and activations in a table.
 
-Every `pack_...` raises ValueError for content that a receiver would refuse. Every `unpack_...` raises ValueError if the
-package is damaged, does not fit, or exceeds `limits`, by default `Limits()`.
+Every `pack_...` raises ValueError for content that a receiver would refuse. Every `unpack_...`
+raises ValueError if the package is damaged, does not fit, or exceeds `limits`, by default
+`Limits()`.
 """
 
 import dataclasses
@@ -43,13 +44,21 @@ from jaxdp.split.quantization import QuantizedFrontend, Scales, describe_fronten
 from jaxdp.split.server import Gradients
 
 _MODELS: Mapping[str, type[nn.Module]] = {"ViT": ViT, "Swin": Swin}
-_ACTIVATIONS: Mapping[str, Any] = {"gelu": gelu, "gelu_tanh": nn.gelu, "relu": nn.relu, "silu": nn.silu}
-# Attributes that are not sent: they describe the head, which stays with the server, or never differ.
+_ACTIVATIONS: Mapping[str, Any] = {
+    "gelu": gelu,
+    "gelu_tanh": nn.gelu,
+    "relu": nn.relu,
+    "silu": nn.silu,
+}
+# Attributes that are not sent: they describe the head, which stays with the server, or never
+# differ.
 _UNTOLD = {"num_classes", "head_hidden", "distilled_head", "dtype", "parent", "name"}
 _Expected = Mapping[str, tuple[tuple[int, ...], Any]]  # shape and dtype of every array
 
 
-def _pack(kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Any], understand: Callable[..., Any]) -> bytes:
+def _pack(
+    kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Any], understand: Callable[..., Any]
+) -> bytes:
     """Returns a package if `understand` accepts it."""
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
     understand(Package(kind, dict(fields), arrays))
@@ -57,7 +66,11 @@ def _pack(kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Any], under
 
 
 def _unpack(
-    data: bytes, kind: str, fields: Collection[str], understand: Callable[[Package], Any], limits: Limits | None
+    data: bytes,
+    kind: str,
+    fields: Collection[str],
+    understand: Callable[[Package], Any],
+    limits: Limits | None,
 ) -> Any:
     """Reads a package that must have these fields and returns the result of `understand`."""
     package = unpack(data, kind, fields=fields, limits=limits, name=f"the package {kind!r}")
@@ -65,20 +78,23 @@ def _unpack(
         return understand(package)
     except Exception as error:  # a model with wrong attributes may raise anything when it is traced
         raise ValueError(
-            f"the package {kind!r} is whole but of no use. Its sender must make another one: {shown(error)}"
+            f"the package {kind!r} is whole but of no use. Its sender must make another one: "
+            f"{shown(error)}"
         ) from error
 
 
-# --- The frontend -----------------------------------------------------------------------------------------------------
+# --- The frontend -------------------------------------------------------------------------------
 
 
 class Shipment(NamedTuple):
     """The server's package for the client.
 
     Attributes:
-      backbone: The architecture and its cut. Its head has 2 classes, since the server's number is not sent.
+      backbone: The architecture and its cut. Its head has 2 classes, since the server's number is
+          not sent.
       frontend: Integers and scales.
-      copies, n_patches: N_Aug augmented copies of every representation, and N_P, the patches replaced in each.
+      copies, n_patches: N_Aug augmented copies of every representation, and N_P, the patches
+          replaced in each.
       projection: Public directions for private uploads, or None.
       clip_norm: The clip norm of coordinates in these directions, a function of public data.
     """
@@ -92,7 +108,9 @@ class Shipment(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of its numbers. It shows the server which packages were made with its own frontend."""
+        """SHA-256 of its numbers. It shows the server which packages were made with its own
+        frontend.
+        """
         digest = hashlib.sha256(repr((self.copies, self.n_patches, self.clip_norm)).encode())
         for leaf in jax.tree.leaves((self.frontend, self.projection)):
             digest.update(np.asarray(leaf).tobytes())
@@ -104,18 +122,19 @@ class Shipment(NamedTuple):
             raise ValueError("the client has no image. It needs at least one.")
         if count == 1 and self.copies and self.n_patches:
             raise ValueError(
-                f"one image has no neighbours, which must give {self.n_patches} patches of its copies. Take more "
-                "images, or ask the server for a frontend with n_patches=0."
+                f"one image has no neighbours, which must give {self.n_patches} patches of its "
+                "copies. Take more images, or ask the server for a frontend with n_patches=0."
             )
 
 
 def pack_frontend(shipment: Shipment) -> bytes:
     """Returns the package "frontend".
 
-    It holds no floating-point weight, only int8 codes, their scales, the scales of activations, and the projection.
-    There is one scale per tensor, and per channel in the patch embedding. That hides little of these blocks, since 8
-    bits are nearly as good as the original (Table 3). The backend is protected: the package holds nothing of it. The
-    model must be a ViT or Swin without a dtype, and its activation must be in the table.
+    It holds no floating-point weight, only int8 codes, their scales, the scales of activations, and
+    the projection. There is one scale per tensor, and per channel in the patch embedding. That
+    hides little of these blocks, since 8 bits are nearly as good as the original (Table 3). The
+    backend is protected: the package holds nothing of it. The model must be a ViT or Swin without a
+    dtype, and its activation must be in the table.
     """
     backbone, frontend = shipment.backbone, shipment.frontend
     first, second, output = frontend.scales
@@ -125,10 +144,16 @@ def pack_frontend(shipment: Shipment) -> bytes:
     arrays |= {f"units/{path}": unit for path, unit in frontend.units.items()}
     arrays |= {f"first/{site}": scale for site, scale in first.items()}
     # The second scale of a linear map is the unit of its kernel.
-    arrays |= {f"second/{site}": scale for site, scale in second.items() if f"{site}/kernel" not in frontend.codes}
+    arrays |= {
+        f"second/{site}": scale
+        for site, scale in second.items()
+        if f"{site}/kernel" not in frontend.codes
+    }
     arrays["output"] = output
     if shipment.projection is not None:
-        arrays |= {f"projection/{name}": array for name, array in shipment.projection._asdict().items()}
+        arrays |= {
+            f"projection/{name}": array for name, array in shipment.projection._asdict().items()
+        }
     fields = {
         "model": _told_model(backbone.model),
         "preprocessing": dataclasses.asdict(backbone.preprocessing),
@@ -144,7 +169,9 @@ def pack_frontend(shipment: Shipment) -> bytes:
 def unpack_frontend(data: bytes, *, limits: Limits | None = None) -> Shipment:
     """Reads a package of `pack_frontend`. It checks all numbers before it traces the model."""
     fields = ("model", "preprocessing", "cut", "bits", "copies", "n_patches", "clip_norm")
-    return _unpack(data, "frontend", fields, lambda package: _shipment(package, limits or Limits()), limits)
+    return _unpack(
+        data, "frontend", fields, lambda package: _shipment(package, limits or Limits()), limits
+    )
 
 
 def _shipment(package: Package, limits: Limits) -> Shipment:
@@ -152,7 +179,9 @@ def _shipment(package: Package, limits: Limits) -> Shipment:
     model = _read_model(fields["model"], limits)
     backbone = Backbone(model, _read_preprocessing(fields["preprocessing"]), fields["cut"])
     _check_declared(backbone, arrays, limits)
-    bits, copies, n_patches, clip_norm = (fields[name] for name in ("bits", "copies", "n_patches", "clip_norm"))
+    bits, copies, n_patches, clip_norm = (
+        fields[name] for name in ("bits", "copies", "n_patches", "clip_norm")
+    )
     if type(bits) is not int or not 2 <= bits <= 8:
         raise ValueError(f"bits must be an integer in [2, 8], got {bits!r}.")
     limits.check("copies", copies if type(copies) is int else 0, "the frontend")
@@ -180,10 +209,16 @@ def _shipment(package: Package, limits: Limits) -> Shipment:
             raise ValueError(f"scale {name!r} must be positive.")
 
     def under(prefix: str) -> dict[str, jax.Array]:
-        return {name.removeprefix(prefix): jnp.asarray(x) for name, x in arrays.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): jnp.asarray(x)
+            for name, x in arrays.items()
+            if name.startswith(prefix)
+        }
 
     units = under("units/")
-    kernels = {path: units[f"{path}/kernel"] for path, site in sites.items() if site.kind != "product"}
+    kernels = {
+        path: units[f"{path}/kernel"] for path, site in sites.items() if site.kind != "product"
+    }
     found = Scales(under("first/"), {**kernels, **under("second/")}, jnp.asarray(arrays["output"]))
     projection = None if clip_norm is None else Projection(**under("projection/"))
     frontend = QuantizedFrontend(under("codes/"), units, found, bits)
@@ -191,17 +226,24 @@ def _shipment(package: Package, limits: Limits) -> Shipment:
 
 
 def _check_declared(backbone: Backbone, arrays: Mapping[str, np.ndarray], limits: Limits) -> None:
-    """Refuses numbers that the arrays contradict, before a trace of the model, which takes time for every block."""
+    """Refuses numbers that the arrays contradict, before a trace of the model, which takes time for
+    every block.
+    """
     limits.check("blocks", backbone.model.num_blocks, "the frontend")
     codes = sum(name.startswith("codes/") for name in arrays)
     if backbone.cut > codes:
         raise ValueError(f"cut={backbone.cut} blocks cannot have only {codes} arrays of codes.")
-    size, resize = backbone.preprocessing.size, backbone.preprocessing.resize or backbone.preprocessing.size
+    size, resize = (
+        backbone.preprocessing.size,
+        backbone.preprocessing.resize or backbone.preprocessing.size,
+    )
     pixels = math.prod(resize) if isinstance(resize, tuple) else resize**2
     limits.check("pixels", pixels, "the preprocessing of the frontend")
     if isinstance(backbone.model, Swin):  # a mask has an entry per token and token of its window
         side = size // backbone.model.patch_size
-        limits.check("pixels", (side * min(backbone.model.window, side)) ** 2, "the windows of the frontend")
+        limits.check(
+            "pixels", (side * min(backbone.model.window, side)) ** 2, "the windows of the frontend"
+        )
 
 
 def check_augmentation(backbone: Backbone, *, copies: Any, n_patches: Any) -> None:
@@ -212,26 +254,33 @@ def check_augmentation(backbone: Backbone, *, copies: Any, n_patches: Any) -> No
             raise ValueError(f"{name} must be an integer of at least 0, got {value!r}.")
     if n_patches > patches:
         raise ValueError(
-            f"n_patches={n_patches} is more than the {patches} patches of a representation. Use at most {patches}. "
-            "The paper replaces about a quarter of the patches."
+            f"n_patches={n_patches} is more than the {patches} patches of a representation. Use at "
+            f"most {patches}. The paper replaces about a quarter of the patches."
         )
 
 
-# --- The model as JSON ------------------------------------------------------------------------------------------------
+# --- The model as JSON --------------------------------------------------------------------------
 
 
 def _defaults(family: Any) -> dict[str, Any]:
     """Returns the attributes that are sent, with their defaults."""
-    return {field.name: field.default for field in dataclasses.fields(family) if field.name not in _UNTOLD}
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(family)
+        if field.name not in _UNTOLD
+    }
 
 
 def _told_model(model: Any) -> dict[str, Any]:
     name = next((name for name, family in _MODELS.items() if type(model) is family), None)
     if name is None:
-        raise ValueError(f"model must be one of {', '.join(_MODELS)} to be sent, got {type(model).__name__}.")
+        raise ValueError(
+            f"model must be one of {', '.join(_MODELS)} to be sent, got {type(model).__name__}."
+        )
     if model.dtype is not None:
         raise ValueError(
-            f"model.dtype must be None (float32) to be sent, got {model.dtype!r}. Clone it with dtype=None."
+            f"model.dtype must be None (float32) to be sent, got {model.dtype!r}. Clone it with "
+            "dtype=None."
         )
     attributes = {name: getattr(model, name) for name in _defaults(type(model))}
     activation = next((name for name, f in _ACTIVATIONS.items() if f is model.activation), None)
@@ -249,8 +298,12 @@ def _read_model(described: Any, limits: Limits) -> Any:
     defaults = _defaults(_MODELS[name])
     if not isinstance(given, dict) or set(given) != set(defaults):
         wrong = sorted(set(given) ^ set(defaults)) if isinstance(given, dict) else [given]
-        raise ValueError(f"attributes of {name} must be {', '.join(defaults)}. Missing or unknown: {wrong}.")
-    values = {key: _read_attribute(key, value, defaults[key], limits) for key, value in given.items()}
+        raise ValueError(
+            f"attributes of {name} must be {', '.join(defaults)}. Missing or unknown: {wrong}."
+        )
+    values = {
+        key: _read_attribute(key, value, defaults[key], limits) for key, value in given.items()
+    }
     return _MODELS[name](num_classes=2, **values)
 
 
@@ -270,7 +323,11 @@ def _read_attribute(name: str, value: Any, default: Any, limits: Limits) -> Any:
     if several != listed or not numbers or not all(map(fits, numbers)):
         raise ValueError(f"{name} must be like {default!r}, got {value!r}.")
     for number in numbers:  # far above every width or side, and products of two stay exact
-        limits.check("pixels", number if type(number) is int else 0, f"the attribute {name!r} of the frontend")
+        limits.check(
+            "pixels",
+            number if type(number) is int else 0,
+            f"the attribute {name!r} of the frontend",
+        )
     return tuple(numbers) if several else value
 
 
@@ -281,20 +338,29 @@ def _read_preprocessing(given: Any) -> Preprocessing:
     resize, sizes, colours = given["resize"], [given["size"]], [given["mean"], given["std"]]
     if resize is not None:
         sizes += resize if isinstance(resize, list | tuple) and len(resize) == 2 else [resize]
-    numbers = all(isinstance(x, list | tuple) and all(type(n) in (int, float) for n in x) for x in colours)
+    numbers = all(
+        isinstance(x, list | tuple) and all(type(n) in (int, float) for n in x) for x in colours
+    )
     if not numbers or not all(type(n) is int and n > 0 for n in sizes):
-        raise ValueError(f"preprocessing must have positive integer sizes and lists of numbers, got {given}.")
+        raise ValueError(
+            f"preprocessing must have positive integer sizes and lists of numbers, got {given}."
+        )
     if not given["mean"] or not isinstance(given["interpolation"], str):
-        raise ValueError(f"preprocessing must have channels and the name of an interpolation, got {given}.")
-    return Preprocessing(**{**given, "resize": tuple(resize) if isinstance(resize, list) else resize})
+        raise ValueError(
+            f"preprocessing must have channels and the name of an interpolation, got {given}."
+        )
+    return Preprocessing(
+        **{**given, "resize": tuple(resize) if isinstance(resize, list) else resize}
+    )
 
 
-# --- The upload -------------------------------------------------------------------------------------------------------
+# --- The upload ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Uploaded:
-    """The published upload: every copy with fresh noise, float32 [1 + N_Aug, n, T, D]. Labels stay with the client.
+    """The published upload: every copy with fresh noise, float32 [1 + N_Aug, n, T, D]. Labels stay
+    with the client.
 
     The number of classes is a public declaration, in all three uploads.
     """
@@ -321,14 +387,18 @@ jax.tree_util.register_dataclass(Uploaded, data_fields=["copies"], meta_fields=[
 
 
 class NoisyOnce(NamedTuple):
-    """One noisy representation of every image, float32 [n, T, D], without labels. The server makes the copies."""
+    """One noisy representation of every image, float32 [n, T, D], without labels. The server makes
+    the copies.
+    """
 
     representations: Any
     num_classes: int
 
 
 class Private(NamedTuple):
-    """The result of `release_privately`, with labels, and its settings. The client's work ends with it."""
+    """The result of `release_privately`, with labels, and its settings. The client's work ends with
+    it.
+    """
 
     released: Released
     release: PrivateRelease
@@ -365,7 +435,13 @@ def pack_upload(upload: Upload, shipment: Shipment) -> bytes:
 def unpack_upload(data: bytes, shipment: Shipment, *, limits: Limits | None = None) -> Upload:
     """Reads a package of `pack_upload` for the same shipment. A private upload must have noise."""
     fields = ("frontend", "mode", "num_classes")
-    return _unpack(data, "upload", fields, lambda package: _upload(package, shipment, limits or Limits()), limits)
+    return _unpack(
+        data,
+        "upload",
+        fields,
+        lambda package: _upload(package, shipment, limits or Limits()),
+        limits,
+    )
 
 
 def _upload(package: Package, shipment: Shipment, limits: Limits) -> Upload:
@@ -378,8 +454,14 @@ def _upload(package: Package, shipment: Shipment, limits: Limits) -> Upload:
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}.")
     if mode == "private" and projection is None:
-        raise ValueError("mode='private' needs a frontend with a projection. Ask the server for one.")
-    main, axis = {"published": ("copies", 1), "noise_once": ("representations", 0), "private": ("features", 0)}[mode]
+        raise ValueError(
+            "mode='private' needs a frontend with a projection. Ask the server for one."
+        )
+    main, axis = {
+        "published": ("copies", 1),
+        "noise_once": ("representations", 0),
+        "private": ("features", 0),
+    }[mode]
     count, tokens = _length(arrays, main, axis), describe_frontend(shipment.backbone).tokens
     if projection is not None and mode == "private":
         k = projection.directions.shape[1]
@@ -391,29 +473,32 @@ def _upload(package: Package, shipment: Shipment, limits: Limits) -> Upload:
     if mode != "private":
         return MODES[mode](arrays[main], num_classes)
     check_labels(arrays["labels"], count, num_classes)
-    numbers: Any = {field.name: fields.get(field.name) for field in dataclasses.fields(PrivateRelease)}
+    numbers: Any = {
+        field.name: fields.get(field.name) for field in dataclasses.fields(PrivateRelease)
+    }
     for name in ("clip_norm", "noise_multiplier", "label_epsilon"):
         _check_positive(f"{name} of a private upload", numbers[name])
     return Private(Released(**arrays), PrivateRelease(**numbers))  # type: ignore[arg-type]
 
 
-# --- The client's loss ------------------------------------------------------------------------------------------------
+# --- The client's loss --------------------------------------------------------------------------
 
 
 def loss_gradients(labels: Any, num_classes: int) -> Gradients:
-    """Returns the client's side of the loss of Eq. 14: gradients of the cross-entropy of every row by its logits.
+    """Returns the client's side of the loss of Eq. 14: gradients of the cross-entropy of every row
+    by its logits.
 
-    It protects NO label. The gradient is softmax - onehot, whose only negative entry is the label. So the server knows
-    every label after one epoch, as it would from the loss of a single example (Li et al. 2022, arXiv:2102.08504). A
-    `Private` upload protects labels.
+    It protects NO label. The gradient is softmax - onehot, whose only negative entry is the label.
+    So the server knows every label after one epoch, as it would from the loss of a single example
+    (Li et al. 2022, arXiv:2102.08504). A `Private` upload protects labels.
 
     Args:
       labels: int [n] in [0, num_classes).
       num_classes: K.
 
     Returns:
-      `gradients(logits, images)`. It raises ValueError if logits are not finite [B, K], or images not integers [B] in
-      [0, n).
+      `gradients(logits, images)`. It raises ValueError if logits are not finite [B, K], or images
+      not integers [B] in [0, n).
     """
     labels = np.asarray(labels)
     check_labels(labels, len(labels), num_classes)
@@ -421,9 +506,17 @@ def loss_gradients(labels: Any, num_classes: int) -> Gradients:
     def gradients(logits: Any, images: Any) -> np.ndarray:
         logits, images = np.asarray(logits), np.asarray(images)
         if logits.shape != (len(images), num_classes) or not np.isfinite(logits).all():
-            raise ValueError(f"logits must be finite and [B, {num_classes}], one row per image, got {logits.shape}.")
-        if not np.issubdtype(images.dtype, np.integer) or ((images < 0) | (images >= len(labels))).any():
-            raise ValueError(f"images must be integers in [0, {len(labels)}), the images of the upload.")
+            raise ValueError(
+                f"logits must be finite and [B, {num_classes}], one row per image, got "
+                f"{logits.shape}."
+            )
+        if (
+            not np.issubdtype(images.dtype, np.integer)
+            or ((images < 0) | (images >= len(labels))).any()
+        ):
+            raise ValueError(
+                f"images must be integers in [0, {len(labels)}), the images of the upload."
+            )
         result = scipy.special.softmax(logits.astype(np.float64), axis=1)
         result[np.arange(len(images)), labels[images]] -= 1
         return result.astype(np.float32)
@@ -431,30 +524,40 @@ def loss_gradients(labels: Any, num_classes: int) -> Gradients:
     return gradients
 
 
-# --- Queries ----------------------------------------------------------------------------------------------------------
+# --- Queries ------------------------------------------------------------------------------------
 
 
 def pack_queries(representations: Any, shipment: Shipment) -> bytes:
-    """Returns the package "queries": representations float32 [m, T, D] to classify. No guarantee covers them."""
+    """Returns the package "queries": representations float32 [m, T, D] to classify. No guarantee
+    covers them.
+    """
     fields, arrays = {"frontend": shipment.fingerprint}, {"representations": representations}
     return _pack("queries", fields, arrays, lambda package: _queries(package, shipment))
 
 
 def unpack_queries(data: bytes, shipment: Shipment, *, limits: Limits | None = None) -> np.ndarray:
     """Reads a package of `pack_queries` for the same shipment."""
-    return _unpack(data, "queries", ["frontend"], lambda package: _queries(package, shipment), limits)
+    return _unpack(
+        data, "queries", ["frontend"], lambda package: _queries(package, shipment), limits
+    )
 
 
 def _queries(package: Package, shipment: Shipment) -> np.ndarray:
     _check_made_with(package.fields["frontend"], shipment)
-    count, tokens = _length(package.arrays, "representations"), describe_frontend(shipment.backbone).tokens
+    count, tokens = (
+        _length(package.arrays, "representations"),
+        describe_frontend(shipment.backbone).tokens,
+    )
     check_arrays(package.arrays, {"representations": ((count, *tokens), np.float32)})
     return package.arrays["representations"]
 
 
 def _check_made_with(fingerprint: Any, shipment: Shipment) -> None:
     if fingerprint != shipment.fingerprint:
-        raise ValueError("the package was made with another frontend. Give both parties the same package 'frontend'.")
+        raise ValueError(
+            "the package was made with another frontend. Give both parties the same package "
+            "'frontend'."
+        )
 
 
 def _length(arrays: Mapping[str, np.ndarray], name: str, axis: int = 0) -> int:
@@ -463,7 +566,9 @@ def _length(arrays: Mapping[str, np.ndarray], name: str, axis: int = 0) -> int:
 
 
 def check_arrays(arrays: Mapping[str, np.ndarray], expected: _Expected) -> None:
-    """Raises ValueError unless these are the names, shapes and dtypes of the arrays of a package."""
+    """Raises ValueError unless these are the names, shapes and dtypes of the arrays of a
+    package.
+    """
     if wrong := sorted(set(arrays) ^ set(expected)):
         what = "is missing" if wrong[0] in expected else "does not belong there"
         raise ValueError(f"array {wrong[0]!r} {what}.")
@@ -471,7 +576,8 @@ def check_arrays(arrays: Mapping[str, np.ndarray], expected: _Expected) -> None:
         array = arrays[name]
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(
-                f"array {name!r} must be {np.dtype(dtype)} of shape {shape}, got {array.dtype} {array.shape}."
+                f"array {name!r} must be {np.dtype(dtype)} of shape {shape}, got {array.dtype} "
+                f"{array.shape}."
             )
 
 

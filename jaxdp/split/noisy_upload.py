@@ -1,17 +1,19 @@
-"""Split Adaptation with a guarantee: one noisy release per image, in a few public directions, and noisy labels.
+"""Split Adaptation with a guarantee: one noisy release per image, in a few public directions, and
+noisy labels.
 
-The published method has no guarantee. Nothing bounds the representations, so Laplace noise on them is not differential
-privacy. Labels leave the client unchanged, and 65 noisy copies of an image average out (`published_event`). Here the
-client
+The published method has no guarantee. Nothing bounds the representations, so Laplace noise on them
+is not differential privacy. Labels leave the client unchanged, and 65 noisy copies of an image
+average out (`published_event`). Here the client
 
     projects    z_i = P^T (x_i - m)            onto k directions from public data (`public_projection`)
     clips       ||z_i|| <= C                   in L2 norm for Gaussian, in L1 norm for Laplace noise
     adds noise  z_i + noise of scale sigma C   once
     randomises  y_i                            by K-ary randomised response, once
 
-and sends only the results. All further work of the server is post-processing: `lift`, patch retrieval, augmentation,
-and training, which corrects for noisy labels by `label_noise_matrix`. The adversary is the server. The unit of privacy
-is one image with its label. Neighbours differ by replacing one image. The number of images is public.
+and sends only the results. All further work of the server is post-processing: `lift`, patch
+retrieval, augmentation, and training, which corrects for noisy labels by `label_noise_matrix`. The
+adversary is the server. The unit of privacy is one image with its label. Neighbours differ by
+replacing one image. The number of images is public.
 
     release = PrivateRelease.calibrated(epsilon=8.0, delta=1e-5, clip_norm=4.0, num_classes=10)
     account = ledger.account("scans")
@@ -43,16 +45,19 @@ Mechanism = Literal["gaussian", "laplace"]
 _PRECISION = jax.lax.Precision.HIGHEST
 # Singular values below this share of the largest are rounding of float32 data, not directions.
 _SMALLEST_DIRECTION = 1e-5
-# Between these norms clipping neither overflows nor underflows. Wider rows would leave no room for rounding.
+# Between these norms clipping neither overflows nor underflows. Wider rows would leave no room for
+# rounding.
 _SMALLEST_NORM, _LARGEST_NORM, _WIDEST = 1e-30, 1e30, 2**20
 _BITS, _MOST_CLASSES = 64, 2**16
 
 
-# --- Public directions ------------------------------------------------------------------------------------------------
+# --- Public directions --------------------------------------------------------------------------
 
 
 class Projection(NamedTuple):
-    """Directions in which public representations vary most: float32 mean [T, D], orthonormal directions [T D, k]."""
+    """Directions in which public representations vary most: float32 mean [T, D], orthonormal
+    directions [T D, k].
+    """
 
     mean: jax.Array
     directions: jax.Array
@@ -61,29 +66,36 @@ class Projection(NamedTuple):
 def public_projection(representations: Any, k: int) -> Projection:
     """Computes the k principal components of representations of PUBLIC images, by falling variance.
 
-    It decomposes the smaller of the two Gram matrices, [N, N] or [T D, T D], in float64 on the host. Give it about a
-    thousand representations, real [N, T, D], not a hundred thousand. The noise of a release grows with sqrt(k).
+    It decomposes the smaller of the two Gram matrices, [N, N] or [T D, T D], in float64 on the
+    host. Give it about a thousand representations, real [N, T, D], not a hundred thousand. The
+    noise of a release grows with sqrt(k).
 
     Raises:
-      ValueError: The shape differs, a value is NaN or infinite, or k is out of range or above the rank.
+      ValueError: The shape differs, a value is NaN or infinite, or k is out of range or above the
+          rank.
     """
     x = np.asarray(representations, np.float64)
     if x.ndim != 3:
         raise ValueError(f"representations must be [N, T, D], got shape {x.shape}.")
     if not np.isfinite(x).all():
-        raise ValueError("representations must be finite. Leave out the images with NaN or infinite values.")
+        raise ValueError(
+            "representations must be finite. Leave out the images with NaN or infinite values."
+        )
     count, size = len(x), x[:1].size
     if not 1 <= k <= min(count - 1, size):
         raise ValueError(
-            f"k={k} must be in [1, {min(count - 1, size)}]: {count} centred representations of {size} numbers have no "
-            "more directions. Take a smaller k or more public images."
+            f"k={k} must be in [1, {min(count - 1, size)}]: {count} centred representations of "
+            f"{size} numbers have no more directions. Take a smaller k or more public images."
         )
     mean = x.mean(0)
     x = (x - mean).reshape(count, size)
     gram = x @ x.T if count < size else x.T @ x
     values, vectors = scipy.linalg.eigh(gram, subset_by_index=[len(gram) - k, len(gram) - 1])
     if not values[0] > _SMALLEST_DIRECTION**2 * values[-1]:
-        raise ValueError(f"k={k}: public representations vary in fewer directions. Take a smaller k or more images.")
+        raise ValueError(
+            f"k={k}: public representations vary in fewer directions. Take a smaller k or more "
+            "images."
+        )
     values, vectors = values[::-1], vectors[:, ::-1]
     directions = x.T @ vectors / np.sqrt(values) if count < size else vectors
     return Projection(jnp.asarray(mean, jnp.float32), jnp.asarray(directions, jnp.float32))
@@ -91,7 +103,9 @@ def public_projection(representations: Any, k: int) -> Projection:
 
 @jax.jit
 def project(projection: Projection, x: Any) -> jax.Array:
-    """Computes coordinates float32 [n, k] of representations [n, T, D], row by row: P^T (x - mean)."""
+    """Computes coordinates float32 [n, k] of representations [n, T, D], row by row: P^T (x -
+    mean).
+    """
     centred = jnp.asarray(x, jnp.float32) - projection.mean[None]
     return jnp.dot(centred.reshape(len(centred), -1), projection.directions, precision=_PRECISION)
 
@@ -103,7 +117,7 @@ def lift(projection: Projection, z: Any) -> jax.Array:
     return projection.mean[None] + offsets.reshape(-1, *projection.mean.shape)
 
 
-# --- Bounded rows and noisy labels ------------------------------------------------------------------------------------
+# --- Bounded rows and noisy labels --------------------------------------------------------------
 
 
 def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -> jax.Array:
@@ -112,14 +126,16 @@ def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -
     x is real [n, k], with k at most 2**20.
 
     Returns:
-      float32 [n, k]. The function also scales down rows whose norm is within a relative (k + 8) 2**-23 of C.
+      float32 [n, k]. The function also scales down rows whose norm is within a relative (k + 8)
+      2**-23 of C.
 
     Formal guarantees:
-      The norm of every row of float32 values is at most C in real arithmetic, whatever their size. A row with a NaN or
-      an infinity becomes zero. Squares neither overflow nor vanish, because a row is first divided by a power of two
-      (`jaxdp.transforms.lengths`). In any order of summation a sum of k numbers has a relative error of at most
-      k 2**-24. The other operations add a few 2**-24. The margin is twice the error of the sum. The rest of it exceeds
-      the rounding of the scale of later noise.
+      The norm of every row of float32 values is at most C in real arithmetic, whatever their size.
+      A row with a NaN or an infinity becomes zero. Squares neither overflow nor vanish, because a
+      row is first divided by a power of two (`jaxdp.transforms.lengths`). In any order of summation
+      a sum of k numbers has a relative error of at most k 2**-24. The other operations add a few
+      2**-24. The margin is twice the error of the sum. The rest of it exceeds the rounding of the
+      scale of later noise.
 
     Raises:
       ValueError: An argument is out of range or has another shape.
@@ -135,7 +151,9 @@ def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -
 
 
 def _below(clip_norm: float, k: int) -> float:
-    """Returns the norm to which rows of k numbers are scaled, so that rounding leaves them below clip_norm."""
+    """Returns the norm to which rows of k numbers are scaled, so that rounding leaves them below
+    clip_norm.
+    """
     return clip_norm * (1 - (k + 8) * 2.0**-23)
 
 
@@ -143,7 +161,8 @@ def _below(clip_norm: float, k: int) -> float:
 def _clip(x: jax.Array, bound: Any, order: int) -> jax.Array:
     x = jnp.where(lengths.finite(x).all(1, keepdims=True), x, 0)
     units, powers = lengths.in_units(x, 1)
-    # In units of the largest entry, squares cannot overflow. That entry is now in [1, 2), so dividing by it is safe.
+    # In units of the largest entry, squares cannot overflow. That entry is now in [1, 2), so
+    # dividing by it is safe.
     largest = jnp.maximum(jnp.abs(units).max(1, keepdims=True), 1)
     unit = units / largest
     total = (jnp.square(unit) if order == 2 else jnp.abs(unit)).sum(1, keepdims=True)
@@ -153,7 +172,9 @@ def _clip(x: jax.Array, bound: Any, order: int) -> jax.Array:
     return jnp.where(length > bound, unit * (bound / jnp.maximum(norm, 0.5)), x)
 
 
-def randomized_response(key: jax.Array, labels: Any, *, num_classes: int, epsilon: float) -> np.ndarray:
+def randomized_response(
+    key: jax.Array, labels: Any, *, num_classes: int, epsilon: float
+) -> np.ndarray:
     """Applies K-ary randomised response: each label stays or becomes one of the others, uniformly.
 
         P(observed = true) = e^eps / (e^eps + K - 1)
@@ -165,18 +186,22 @@ def randomized_response(key: jax.Array, labels: Any, *, num_classes: int, epsilo
       epsilon: > 0. inf keeps every label and gives no privacy.
 
     Formal guarantees:
-      The release of each label, as int32, is (epsilon, 0)-DP for its replacement by any other label. That holds for the
-      sampled distribution: the code compares 64 random bits with an integer threshold, and the threshold satisfies the
-      inequality exactly (`response_threshold`). Only the generator of the bits must be trusted.
+      The release of each label, as int32, is (epsilon, 0)-DP for its replacement by any other
+      label. That holds for the sampled distribution: the code compares 64 random bits with an
+      integer threshold, and the threshold satisfies the inequality exactly (`response_threshold`).
+      Only the generator of the bits must be trusted.
 
     Raises:
       TypeError: The key is of the old style, or labels are not integers.
-      ValueError: Labels are outside [0, num_classes), or another argument is out of range. Nothing is drawn.
+      ValueError: Labels are outside [0, num_classes), or another argument is out of range. Nothing
+          is drawn.
     """
     noise.check_key(key)
     threshold = response_threshold(num_classes, epsilon)
     labels = _check_labels(labels, num_classes)
-    return _respond(jax.random.bits(key, (2, len(labels)), jnp.uint32), labels, num_classes, threshold)
+    return _respond(
+        jax.random.bits(key, (2, len(labels)), jnp.uint32), labels, num_classes, threshold
+    )
 
 
 def _respond(words: Any, labels: np.ndarray, num_classes: int, threshold: int) -> np.ndarray:
@@ -184,7 +209,8 @@ def _respond(words: Any, labels: np.ndarray, num_classes: int, threshold: int) -
     if threshold == 0:
         return labels
     words = np.asarray(words).astype(np.uint64)
-    # The first K - 1 runs of `threshold` numbers stand for the other labels, the rest of 2**64 for the true one.
+    # The first K - 1 runs of `threshold` numbers stand for the other labels, the rest of 2**64 for
+    # the true one.
     run = (words[0] << np.uint64(32) | words[1]) // np.uint64(threshold)
     shift = np.where(run < num_classes - 1, run + np.uint64(1), np.uint64(0)).astype(np.int64)
     return ((labels + shift) % num_classes).astype(np.int32)
@@ -193,8 +219,9 @@ def _respond(words: Any, labels: np.ndarray, num_classes: int, threshold: int) -
 def label_noise_matrix(num_classes: int, epsilon: float) -> np.ndarray:
     """Computes P(observed | true) of `randomized_response`, float32 [K, K]. Rows are true labels.
 
-    Forward correction (Patrini et al. 2017, arXiv:1609.03683, Theorem 2) is the cross-entropy of p(x) @ matrix with the
-    observed label. p(x) are the predicted probabilities of the true label. Errors are as in `randomized_response`.
+    Forward correction (Patrini et al. 2017, arXiv:1609.03683, Theorem 2) is the cross-entropy of
+    p(x) @ matrix with the observed label. p(x) are the predicted probabilities of the true label.
+    Errors are as in `randomized_response`.
     """
     other = response_threshold(num_classes, epsilon) * 2.0**-_BITS
     matrix = np.full((num_classes, num_classes), other)
@@ -203,14 +230,25 @@ def label_noise_matrix(num_classes: int, epsilon: float) -> np.ndarray:
 
 
 def response_threshold(num_classes: int, epsilon: float) -> int:
-    """Returns how many of 2**64 numbers stand for each other label: the least r that is exactly epsilon-DP, 0 for inf.
+    """Returns how many of 2**64 numbers stand for each other label: the least r that is exactly
+    epsilon-DP, 0 for inf.
 
-    With own = 2**64 - (K - 1) r for the true label and a rational E below e^epsilon: own <= E r and r <= E own.
+    With own = 2**64 - (K - 1) r for the true label and a rational E below e^epsilon: own <= E r and
+    r <= E own.
     """
-    if isinstance(num_classes, bool) or not isinstance(num_classes, int) or not 2 <= num_classes <= _MOST_CLASSES:
-        raise ValueError(f"num_classes must be an integer in [2, {_MOST_CLASSES}], got {num_classes!r}.")
+    if (
+        isinstance(num_classes, bool)
+        or not isinstance(num_classes, int)
+        or not 2 <= num_classes <= _MOST_CLASSES
+    ):
+        raise ValueError(
+            f"num_classes must be an integer in [2, {_MOST_CLASSES}], got {num_classes!r}."
+        )
     if not epsilon > 0:
-        raise ValueError(f"the epsilon of labels must be > 0 (math.inf for labels without noise), got {epsilon!r}.")
+        raise ValueError(
+            "the epsilon of labels must be > 0 (math.inf for labels without noise), got "
+            f"{epsilon!r}."
+        )
     if math.isinf(epsilon):
         return 0
     # math.exp is right to 2**-52. Above e^55 one number in 2**64 for each other label is enough.
@@ -219,16 +257,19 @@ def response_threshold(num_classes: int, epsilon: float) -> int:
     threshold = math.ceil(2**_BITS / (ratio + others))
     if ratio <= 1 or threshold > ratio * (2**_BITS - others * threshold):
         raise ValueError(
-            f"epsilon={epsilon!r} is too small for {num_classes} classes and {_BITS} random bits. Use a larger one."
+            f"epsilon={epsilon!r} is too small for {num_classes} classes and {_BITS} random bits. "
+            "Use a larger one."
         )
     return threshold
 
 
-# --- The release ------------------------------------------------------------------------------------------------------
+# --- The release --------------------------------------------------------------------------------
 
 
 class Released(NamedTuple):
-    """The server's input: clipped noisy coordinates float32 [n, k], for `lift`, and noisy labels int32 [n]."""
+    """The server's input: clipped noisy coordinates float32 [n, k], for `lift`, and noisy labels
+    int32 [n].
+    """
 
     features: jax.Array
     labels: np.ndarray
@@ -239,8 +280,10 @@ class PrivateRelease:
     """The settings of a release of images and labels. All of them are public.
 
     Attributes:
-      clip_norm: C in [1e-30, 1e30], for example the median norm of the coordinates of public images.
-      noise_multiplier: sigma, the standard deviation (gaussian) or scale (laplace) of noise over C. 0 gives no privacy.
+      clip_norm: C in [1e-30, 1e30], for example the median norm of the coordinates of public
+          images.
+      noise_multiplier: sigma, the standard deviation (gaussian) or scale (laplace) of noise over C.
+          0 gives no privacy.
       label_epsilon: epsilon of the labels. inf leaves them unchanged and gives no privacy.
       num_classes: K, a public declaration.
       mechanism: "gaussian" clips L2 norms, "laplace" L1 norms.
@@ -258,9 +301,10 @@ class PrivateRelease:
         low, high = noise.range_of(np.float32)
         if self.noise_multiplier != 0 and not low <= self.noise_scale <= high:
             raise ValueError(
-                f"noise_multiplier={self.noise_multiplier!r} times clip_norm={self.clip_norm!r} must be 0 or in the "
-                f"normal range of float32 noise, from {low:.2g} to {high:.2g}. Otherwise the noise vanishes or "
-                "overflows. Change the multiplier, or scale representations and clip_norm."
+                f"noise_multiplier={self.noise_multiplier!r} times clip_norm={self.clip_norm!r} "
+                f"must be 0 or in the normal range of float32 noise, from {low:.2g} to {high:.2g}. "
+                "Otherwise the noise vanishes or overflows. Change the multiplier, or scale "
+                "representations and clip_norm."
             )
         response_threshold(self.num_classes, self.label_epsilon)
 
@@ -275,11 +319,12 @@ class PrivateRelease:
         label_share: float = 0.5,
         mechanism: Mechanism = "gaussian",
     ) -> "PrivateRelease":
-        """Returns the release with the least noise whose features and labels together are (epsilon, delta)-DP.
+        """Returns the release with the least noise whose features and labels together are (epsilon,
+        delta)-DP.
 
-        An infinite epsilon adds no noise. delta may be 0 for "laplace". Labels get `label_share * epsilon`, with the
-        share in (0, 1). Features get what the composition then leaves of (epsilon, delta). That is more than epsilon
-        less the share of the labels.
+        An infinite epsilon adds no noise. delta may be 0 for "laplace". Labels get `label_share *
+        epsilon`, with the share in (0, 1). Features get what the composition then leaves of
+        (epsilon, delta). That is more than epsilon less the share of the labels.
 
         Raises:
           ValueError: An argument is out of range.
@@ -290,10 +335,14 @@ class PrivateRelease:
         label_epsilon, multiplier = label_share * epsilon, 0.0
         if epsilon != math.inf:
             if mechanism == "gaussian" and delta == 0:
-                raise ValueError("delta=0 needs mechanism='laplace'. Gaussian noise needs a positive delta.")
+                raise ValueError(
+                    "delta=0 needs mechanism='laplace'. Gaussian noise needs a positive delta."
+                )
             make_event = functools.partial(event, label_epsilon=label_epsilon, mechanism=mechanism)
             with counting(make_event, label="noise", unit="trial") as tried:
-                multiplier = privacy.calibrate_noise(tried, epsilon=epsilon, delta=delta, adjacency="replace_one")
+                multiplier = privacy.calibrate_noise(
+                    tried, epsilon=epsilon, delta=delta, adjacency="replace_one"
+                )
         return cls(
             clip_norm=clip_norm,
             noise_multiplier=multiplier,
@@ -304,7 +353,9 @@ class PrivateRelease:
 
     @property
     def noise_scale(self) -> float:
-        """Standard deviation (gaussian) or scale (laplace) of the noise in each coordinate, sigma C."""
+        """Standard deviation (gaussian) or scale (laplace) of the noise in each coordinate, sigma
+        C.
+        """
         return self.noise_multiplier * self.clip_norm
 
     @property
@@ -316,77 +367,117 @@ class PrivateRelease:
         """Raises the errors of `release` for these arguments, before anything is spent."""
         shape, dtype = np.shape(representations), jnp.result_type(representations)
         if len(shape) != 3 or shape[0] == 0:
-            raise ValueError(f"representations must be [n, T, D] with n >= 1 images, got shape {shape}.")
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"representations must be floating point, got {dtype}. Dequantise them first.")
-        mean, directions = np.asarray(projection.mean), np.asarray(projection.directions)
-        if mean.shape != shape[1:] or directions.ndim != 2 or len(directions) != mean.size or directions.shape[1] == 0:
             raise ValueError(
-                f"projection with mean {mean.shape} and directions {directions.shape} does not fit representations "
-                f"{shape}. Fit it on representations of the same frontend."
+                f"representations must be [n, T, D] with n >= 1 images, got shape {shape}."
+            )
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"representations must be floating point, got {dtype}. Dequantise them first."
+            )
+        mean, directions = np.asarray(projection.mean), np.asarray(projection.directions)
+        if (
+            mean.shape != shape[1:]
+            or directions.ndim != 2
+            or len(directions) != mean.size
+            or directions.shape[1] == 0
+        ):
+            raise ValueError(
+                f"projection with mean {mean.shape} and directions {directions.shape} does not fit "
+                f"representations {shape}. Fit it on representations of the same frontend."
             )
         if directions.shape[1] > _WIDEST:
-            raise ValueError(f"projection must have at most {_WIDEST} directions, got {directions.shape[1]}.")
+            raise ValueError(
+                f"projection must have at most {_WIDEST} directions, got {directions.shape[1]}."
+            )
         if np.iscomplexobj(mean) or np.iscomplexobj(directions):
-            raise TypeError(f"projection must be real, got a complex array of dtype {directions.dtype}. Fit it again.")
+            raise TypeError(
+                f"projection must be real, got a complex array of dtype {directions.dtype}. Fit "
+                "it again."
+            )
         if not (np.isfinite(mean).all() and np.isfinite(directions).all()):
             raise ValueError("projection has NaN or infinite entries. Fit it again.")
         if np.shape(labels) != shape[:1]:
-            raise ValueError(f"labels must be [n] for the {shape[0]} images, got shape {np.shape(labels)}.")
+            raise ValueError(
+                f"labels must be [n] for the {shape[0]} images, got shape {np.shape(labels)}."
+            )
         _check_labels(labels, self.num_classes)
 
-    def release(self, key: jax.Array, representations: Any, *, labels: Any, projection: Projection) -> Released:
-        """Projects and clips rows, then adds noise, once. It charges nothing: `release_privately` charges.
+    def release(
+        self, key: jax.Array, representations: Any, *, labels: Any, projection: Projection
+    ) -> Released:
+        """Projects and clips rows, then adds noise, once. It charges nothing: `release_privately`
+        charges.
 
         Args:
           key: Typed noise key, used for this call only.
-          representations: Floating point [n, T, D]. Row i must depend on image i only. So the frontend must not use
-            batch statistics, and no patch retrieval may precede. The order of the images must not depend on them
-            either: an order by class tells every label. `release_privately` shuffles.
+          representations: Floating point [n, T, D]. Row i must depend on image i only. So the
+            frontend must not use batch statistics, and no patch retrieval may precede. The order of
+            the images must not depend on them either: an order by class tells every label.
+            `release_privately` shuffles.
           labels: Integers [n] in [0, num_classes).
           projection: A projection that was chosen without these images.
 
         Formal guarantees:
-          The result satisfies `event` for the replacement of one image and its label. Row i is a function of image i
-          alone. So a replacement changes one clipped row, by at most 2 C in the norm of the mechanism (triangle
-          inequality), and one label. Rows get independent noise, so all others cancel from the ratio of densities.
-          Gaussian: the noise is N(0, sigma^2 C^2 I) and the L2 sensitivity 2 C. Under "replace_one",
-          `GaussianDpEvent(sigma)` means exactly that (Dwork and Roth 2014, appendix A). Laplace: exp(||z - z'||_1 /
-          (sigma C)) <= exp(2 / sigma) (Dwork et al. 2006). Randomised response with its own random bits releases the
-          label, and the two mechanisms compose. The guarantee rests on clipping, not on the projection, which the
-          server may choose freely. A row with NaN counts as zero. Noise is floating point: `jaxdp.transforms.noise`
-          states the limits of that.
+          The result satisfies `event` for the replacement of one image and its label. Row i is a
+          function of image i alone. So a replacement changes one clipped row, by at most 2 C in the
+          norm of the mechanism (triangle inequality), and one label. Rows get independent noise, so
+          all others cancel from the ratio of densities. Gaussian: the noise is N(0, sigma^2 C^2 I)
+          and the L2 sensitivity 2 C. Under "replace_one", `GaussianDpEvent(sigma)` means exactly
+          that (Dwork and Roth 2014, appendix A). Laplace: exp(||z - z'||_1 / (sigma C)) <= exp(2 /
+          sigma) (Dwork et al. 2006). Randomised response with its own random bits releases the
+          label, and the two mechanisms compose. The guarantee rests on clipping, not on the
+          projection, which the server may choose freely. A row with NaN counts as zero. Noise is
+          floating point: `jaxdp.transforms.noise` states the limits of that.
 
         Raises:
-          TypeError: The key is of the old style, representations are not floating point, or labels are not integers.
-          ValueError: A shape differs, there are no images, labels are out of range, or the projection does not fit or
-            is not finite.
+          TypeError: The key is of the old style, representations are not floating point, or labels
+              are not integers.
+          ValueError: A shape differs, there are no images, labels are out of range, or the
+            projection does not fit or is not finite.
         """
         noise.check_key(key)
         self.check(representations, labels=labels, projection=projection)
         return self._draw(key, representations, labels, projection, shuffle=False)
 
-    def _draw(self, key: jax.Array, x: Any, labels: Any, projection: Projection, *, shuffle: bool) -> Released:
-        features, order, words = _release(key, *self._arguments(x, projection), self.mechanism, shuffle)
+    def _draw(
+        self, key: jax.Array, x: Any, labels: Any, projection: Projection, *, shuffle: bool
+    ) -> Released:
+        features, order, words = _release(
+            key, *self._arguments(x, projection), self.mechanism, shuffle
+        )
         shuffled = _check_labels(labels, self.num_classes)[np.asarray(order)]
         threshold = response_threshold(self.num_classes, self.label_epsilon)
         return Released(features, _respond(words, shuffled, self.num_classes, threshold))
 
     def _arguments(self, x: Any, projection: Projection) -> tuple[Any, ...]:
         """Returns the arguments of `_release` after the key."""
-        return _float32(x), projection, _below(self.clip_norm, np.shape(projection.directions)[1]), self.noise_scale
+        return (
+            _float32(x),
+            projection,
+            _below(self.clip_norm, np.shape(projection.directions)[1]),
+            self.noise_scale,
+        )
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
 def _release(
-    key: jax.Array, x: jax.Array, projection: Projection, bound: Any, scale: Any, mechanism: Mechanism, shuffle: bool
+    key: jax.Array,
+    x: jax.Array,
+    projection: Projection,
+    bound: Any,
+    scale: Any,
+    mechanism: Mechanism,
+    shuffle: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes all floating-point results of a release: coordinates [n, k], order [n], words [2, n] for labels."""
+    """Computes all floating-point results of a release: coordinates [n, k], order [n], words [2, n]
+    for labels.
+    """
     order_key, feature_key, label_key = jax.random.split(key, 3)
     count = len(x)
     order = jax.random.permutation(order_key, count) if shuffle else jnp.arange(count)
     x = x[order] if shuffle else x
-    # The barrier keeps the scaled coordinates identical to those whose norm was taken. XLA must not recompute them.
+    # The barrier keeps the scaled coordinates identical to those whose norm was taken. XLA must not
+    # recompute them.
     coordinates = jax.lax.optimization_barrier(project(projection, x))
     clipped = _clip(coordinates, bound, 2 if mechanism == "gaussian" else 1)
     draw = noise.gaussian if mechanism == "gaussian" else noise.laplace
@@ -407,28 +498,37 @@ def release_privately(
     """Pays for a release of images and labels, and makes it.
 
     Args:
-      account: `ledger.account(name)` of the client's data set, registered with the adjacency "replace_one".
-      release, representations, labels, projection: As in `PrivateRelease.release`.
-      workdir: A folder for this release only. It keeps the released values, which are then not made or paid for again.
-      seed: 16 secret bytes, to reproduce a release in a test. By default the operating system draws them. The same
-        release of the same data by the same programs under the same seed is paid once. Any other release gets other
-        noise.
+      account: `ledger.account(name)` of the client's data set, registered with the adjacency
+          "replace_one".
+      release, representations, labels, projection: As in `PrivateRelease.release`. workdir: A
+      folder for this release only. It keeps the released values, which are then not made or paid
+      for again. seed: 16 secret bytes, to reproduce a release in a test. By default the operating
+      system draws them. The same release of the same data by the same programs under the same seed
+      is paid once. Any other release gets other noise.
 
     Returns:
-      The release. Its rows are in a random secret order, since the order of a client's files may tell labels.
+      The release. Its rows are in a random secret order, since the order of a client's files may
+      tell labels.
 
     Formal guarantees:
-      As `PrivateRelease.release`, for any order of the images. `release.event` is spent before anything is released. A
-      refused call releases nothing. A call that fails later has paid. A call with a workdir that is interrupted and
-      made again gives the same values and pays once, if data, settings, programs and machine are the same. Otherwise it
-      draws fresh noise and pays again (`jaxdp.release`).
+      As `PrivateRelease.release`, for any order of the images. `release.event` is spent before
+      anything is released. A refused call releases nothing. A call that fails later has paid. A
+      call with a workdir that is interrupted and made again gives the same values and pays once, if
+      data, settings, programs and machine are the same. Otherwise it draws fresh noise and pays
+      again (`jaxdp.release`).
 
     Raises:
       BudgetExceeded: Nothing is spent, nothing is released.
-      TypeError, ValueError: As `PrivateRelease.release`. Also for another adjacency, a seed that is not 16 bytes, or a
-        workdir that keeps another release. Nothing is spent.
+      TypeError, ValueError: As `PrivateRelease.release`. Also for another adjacency, a seed that is
+        not 16 bytes, or a workdir that keeps another release. Nothing is spent.
     """
-    what = plan_release(account, release=release, representations=representations, labels=labels, projection=projection)
+    what = plan_release(
+        account,
+        release=release,
+        representations=representations,
+        labels=labels,
+        projection=projection,
+    )
     with Till(workdir, seed=seed) as till:
         kept = till.once(what)
     return Released(jnp.asarray(kept["features"]), kept["labels"])
@@ -443,15 +543,18 @@ def plan_release(
     projection: Projection,
     label: str = "split adaptation",
 ) -> Release[dict[str, Any]]:
-    """Returns the release of `release_privately`, with the fields of `Released`, for a till. It spends nothing.
+    """Returns the release of `release_privately`, with the fields of `Released`, for a till. It
+    spends nothing.
 
-    It copies its arrays, so a later change of the given ones does not reach the release. Arguments and errors are as in
-    `release_privately`. The ledger shows `label` to people: never put data in it.
+    It copies its arrays, so a later change of the given ones does not reach the release. Arguments
+    and errors are as in `release_privately`. The ledger shows `label` to people: never put data in
+    it.
     """
     if account.adjacency != "replace_one":
         raise ValueError(
-            f"dataset {account.name!r} is registered with {account.adjacency!r}. The release shows the number of "
-            "images and hides each image. Register the dataset with adjacency='replace_one'."
+            f"dataset {account.name!r} is registered with {account.adjacency!r}. The release shows "
+            "the number of images and hides each image. Register the dataset with "
+            "adjacency='replace_one'."
         )
     release.check(representations, labels=labels, projection=projection)
     # The till reads them when it releases, which may be long after this call.
@@ -468,25 +571,43 @@ def plan_release(
     return Release(
         label=label,
         charges=[(account, release.event)],
-        facts=lambda: [dataclasses.asdict(release), representations, np.asarray(labels), *projection],
+        facts=lambda: [
+            dataclasses.asdict(release),
+            representations,
+            np.asarray(labels),
+            *projection,
+        ],
         programs=lambda: [text],
         compute=compute,
     )
 
 
-def event(noise_multiplier: float, label_epsilon: float, *, mechanism: Mechanism = "gaussian") -> privacy.DpEvent:
-    """Returns the privacy event of one release under "replace_one". Arguments are as in `PrivateRelease`."""
-    labels = privacy.NonPrivateDpEvent() if math.isinf(label_epsilon) else privacy.PureDpEvent(label_epsilon)
+def event(
+    noise_multiplier: float, label_epsilon: float, *, mechanism: Mechanism = "gaussian"
+) -> privacy.DpEvent:
+    """Returns the privacy event of one release under "replace_one". Arguments are as in
+    `PrivateRelease`.
+    """
+    labels = (
+        privacy.NonPrivateDpEvent()
+        if math.isinf(label_epsilon)
+        else privacy.PureDpEvent(label_epsilon)
+    )
     if noise_multiplier == 0:
         return privacy.ComposedDpEvent([privacy.NonPrivateDpEvent(), labels])
-    # The privacy loss of a vector differs from the loss of one Laplace number. Its pure epsilon for 2 C is a bound.
-    gaussian, laplace = privacy.GaussianDpEvent(noise_multiplier), privacy.PureDpEvent(2 / noise_multiplier)
+    # The privacy loss of a vector differs from the loss of one Laplace number. Its pure epsilon for
+    # 2 C is a bound.
+    gaussian, laplace = (
+        privacy.GaussianDpEvent(noise_multiplier),
+        privacy.PureDpEvent(2 / noise_multiplier),
+    )
     features = gaussian if mechanism == "gaussian" else laplace
     return privacy.ComposedDpEvent([features, labels])
 
 
 def published_event(laplace_scale: float) -> privacy.UnprovenDpEvent:
-    """Returns the event of the published mode with Laplace(0, b) noise: epsilon is infinite ("empirical only").
+    """Returns the event of the published mode with Laplace(0, b) noise: epsilon is infinite
+    ("empirical only").
 
     Raises:
       ValueError: b is negative or not finite.
@@ -496,20 +617,27 @@ def published_event(laplace_scale: float) -> privacy.UnprovenDpEvent:
         plain = "representations have no noise"
     else:
         plain = (
-            f"one plain copy with Laplace({laplace_scale:g}) noise is metric-DP at {1 / laplace_scale:.4g} per unit of "
-            "L1 distance between representations, which nothing bounds"
+            f"one plain copy with Laplace({laplace_scale:g}) noise is metric-DP at "
+            f"{1 / laplace_scale:.4g} per unit of L1 distance between representations, which "
+            "nothing bounds"
         )
-    return privacy.unproven(f"Split Adaptation as published: {plain}; augmented copies and labels have no guarantee")
+    return privacy.unproven(
+        f"Split Adaptation as published: {plain}; augmented copies and labels have no guarantee"
+    )
 
 
 def _float32(x: Any) -> jax.Array:
-    with np.errstate(over="ignore"):  # A value beyond float32 becomes infinite, and clipping makes its row zero.
+    with np.errstate(
+        over="ignore"
+    ):  # A value beyond float32 becomes infinite, and clipping makes its row zero.
         return jnp.asarray(x, jnp.float32)
 
 
 def _check_norm(clip_norm: float) -> None:
     if not _SMALLEST_NORM <= clip_norm <= _LARGEST_NORM:
-        raise ValueError(f"clip_norm must be in [{_SMALLEST_NORM:g}, {_LARGEST_NORM:g}], got {clip_norm!r}.")
+        raise ValueError(
+            f"clip_norm must be in [{_SMALLEST_NORM:g}, {_LARGEST_NORM:g}], got {clip_norm!r}."
+        )
 
 
 def _check_labels(labels: Any, num_classes: int) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""The server's side of Split Adaptation (Wang et al., CVPR 2025, arXiv:2503.00441), in the paper's order.
+"""The server's side of Split Adaptation (Wang et al., CVPR 2025, arXiv:2503.00441), in the paper's
+order.
 
     images, labels = merge_hilbert(images, labels)                          # section 3.3.1: D_u = D_S + HT(D_S)
     frontends = calibrate_frontends(key, backbone, params, images, labels)  # 3.3.1 and 3.3.2: F_0 is shipped
@@ -22,14 +23,21 @@ from jaxdp.report import progress_bar
 from jaxdp.split.augment import hilbert_augment
 from jaxdp.split.backbone import Backbone, Params
 from jaxdp.split.checks import at_least, check_labels, one_of
-from jaxdp.split.quantization import QuantizedFrontend, quantize_frontend, quantized_front, search_scales
+from jaxdp.split.quantization import (
+    QuantizedFrontend,
+    quantize_frontend,
+    quantized_front,
+    search_scales,
+)
 from jaxdp.transforms import losses
 
 Partition = Literal["random", "domain", "class"]
 
 
 def merge_hilbert(images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Appends Hilbert transforms to the server's images, float32 [n, S, S, C] in [0, 1], and repeats labels [n]."""
+    """Appends Hilbert transforms to the server's images, float32 [n, S, S, C] in [0, 1], and
+    repeats labels [n].
+    """
     transformed = [hilbert_augment(images[i : i + 256]) for i in range(0, len(images), 256)]
     return jnp.concatenate([images, *transformed]), jnp.concatenate([labels, labels])
 
@@ -55,21 +63,25 @@ def calibrate_frontends(
       images, labels: float32 [n, S, S, C] in [0, 1] and int [n], of `merge_hilbert`.
       frontends: M. 0 quantises for all data only.
       samples: Images per scale search, drawn without replacement. A smaller part is used whole.
-      partition: How images are divided into parts of equal size. The paper does not say. "random" draws the parts, but
-        independent draws of 32 images give frontends that hardly differ. "domain" follows the order of `images`:
-        originals, then transformed ones. With an odd number of parts the middle one has both. "class" sorts by label.
+      partition: How images are divided into parts of equal size. The paper does not say. "random"
+        draws the parts, but independent draws of 32 images give frontends that hardly differ.
+        "domain" follows the order of `images`:
+        originals, then transformed ones. With an odd number of parts the middle one has both.
+        "class" sorts by label.
       bits, metric: As in `search_scales`.
 
     Returns:
       F_0, which the client gets, and F_1, ..., F_M.
 
     Raises:
-      ValueError: The partition is unknown, there are fewer images than parts, samples is less than 1, or as
-        `search_scales`.
+      ValueError: The partition is unknown, there are fewer images than parts, samples is less than
+        1, or as `search_scales`.
     """
     one_of(get_args(Partition), partition=partition)
     if not 0 <= frontends <= len(images):
-        raise ValueError(f"frontends must be in [0, {len(images)}], the number of images, got {frontends}.")
+        raise ValueError(
+            f"frontends must be in [0, {len(images)}], the number of images, got {frontends}."
+        )
     at_least(1, samples=samples)
     check_labels(labels, len(images), backbone.num_classes)
     order_key, *keys = jax.random.split(key, 2 + frontends)
@@ -85,16 +97,20 @@ def calibrate_frontends(
         list(zip(parts, keys, strict=True)), label="scales of the frontend", unit="search"
     ):
         rows = part[np.asarray(jax.random.permutation(part_key, len(part)))[:samples]]
-        scales = search_scales(backbone, params, images[rows], labels[rows], bits=bits, metric=metric)
+        scales = search_scales(
+            backbone, params, images[rows], labels[rows], bits=bits, metric=metric
+        )
         found.append(quantize_frontend(front, scales, bits=bits))
     return tuple(found)
 
 
-def mixup_representations(key: jax.Array, quantized: jax.Array, exact: jax.Array, *, beta: float = 0.75) -> jax.Array:
+def mixup_representations(
+    key: jax.Array, quantized: jax.Array, exact: jax.Array, *, beta: float = 0.75
+) -> jax.Array:
     """Computes lambda Xhat + (1 - lambda) X with one lambda ~ Beta(beta, beta) per image (Eq. 10).
 
-    Xhat comes from the quantised frontend (dequantised), X from the original one. Both are float32 [B, T, D]. beta is
-    positive.
+    Xhat comes from the quantised frontend (dequantised), X from the original one. Both are float32
+    [B, T, D]. beta is positive.
     """
     check_positive(beta=beta)
     share = jax.random.beta(key, beta, beta, (len(exact), 1, 1))
@@ -114,10 +130,11 @@ def tune_backend(
     batch_size: int = 32,
     beta: float = 0.75,
 ) -> dict[str, Any]:
-    """Tunes backend and head on mixed representations of the original and the quantised frontends (Eq. 11).
+    """Tunes backend and head on mixed representations of the original and the quantised frontends
+    (Eq. 11).
 
-    The frontends do not change. The loss is the mean over them, where the paper has a sum. The function returns the
-    parameters of the backend, with the head.
+    The frontends do not change. The loss is the mean over them, where the paper has a sum. The
+    function returns the parameters of the backend, with the head.
 
     Args:
       key: Typed PRNG key of the order and the mixing.
@@ -126,8 +143,8 @@ def tune_backend(
       beta: As in `mixup_representations`.
 
     Raises:
-      ValueError: Labels do not match images or [0, num_classes), images or frontends are empty, or a learning
-        rate, number of epochs, batch size or beta is not positive.
+      ValueError: Labels do not match images or [0, num_classes), images or frontends are empty, or
+        a learning rate, number of epochs, batch size or beta is not positive.
     """
     if not frontends:
         raise ValueError("frontends must not be empty. Make them with calibrate_frontends.")
@@ -154,11 +171,15 @@ def mixup_loss(backbone: Backbone, beta: float) -> Loss:
         exact = backbone.front(front, images)
         keys = jax.random.split(key, len(frontends))
         mixed = [
-            mixup_representations(k, quantized_front(backbone, frontend, images), exact, beta=beta)  # Eq. 10
+            mixup_representations(
+                k, quantized_front(backbone, frontend, images), exact, beta=beta
+            )  # Eq. 10
             for k, frontend in zip(keys, frontends, strict=True)
         ]
         cross_entropy = jax.vmap(losses.softmax_cross_entropy)
-        return jnp.mean(jnp.stack([cross_entropy(backbone.back(back, x), labels) for x in mixed]), axis=0)  # Eq. 11
+        return jnp.mean(
+            jnp.stack([cross_entropy(backbone.back(back, x), labels) for x in mixed]), axis=0
+        )  # Eq. 11
 
     return loss
 
@@ -178,7 +199,9 @@ class Uploads(Protocol):
 
 
 class Adapted(NamedTuple):
-    """A backend for the client's task: the model with its number of classes, and parameters of backend and head."""
+    """A backend for the client's task: the model with its number of classes, and parameters of
+    backend and head.
+    """
 
     backbone: Backbone
     back: dict[str, Any]
@@ -206,7 +229,8 @@ def adapt(
     epochs: int = 100,
     batch_size: int = 32,
 ) -> Adapted:
-    """Tunes the backend and a new head on the client's representations, all copies of every image (Eq. 14).
+    """Tunes the backend and a new head on the client's representations, all copies of every image
+    (Eq. 14).
 
     The server has the labels here. In `adapt_by_client` they stay with the client.
 
@@ -216,19 +240,20 @@ def adapt(
       copies: The client's upload of n images.
       labels: int [n] in [0, num_classes), exact or from `randomized_response`.
       num_classes: K of the client's task.
-      label_noise: [K, K] of `label_noise_matrix`: probabilities of an observed label (column) given the true one (row).
-        The loss is then the loss of the observed labels (Patrini et al. 2017, arXiv:1609.03683).
+      label_noise: [K, K] of `label_noise_matrix`: probabilities of an observed label (column) given
+        the true one (row). The loss is then the loss of the observed labels (Patrini et al. 2017,
+        arXiv:1609.03683).
       learning_rate, epochs, batch_size: As in `fit_in_memory`, over all copies.
 
     Raises:
-      ValueError: Labels are outside [0, num_classes) or do not match the images, there are fewer than 2 classes, or
-        label_noise has another shape.
+      ValueError: Labels are outside [0, num_classes) or do not match the images, there are fewer
+        than 2 classes, or label_noise has another shape.
     """
     check_labels(labels, len(copies.representations), num_classes)
     if label_noise is not None and jnp.shape(label_noise) != (num_classes, num_classes):
         raise ValueError(
-            f"label_noise must be {[num_classes, num_classes]}, got {list(jnp.shape(label_noise))}. "
-            "Make it with label_noise_matrix for these classes."
+            f"label_noise must be {[num_classes, num_classes]}, got "
+            f"{list(jnp.shape(label_noise))}. Make it with label_noise_matrix for these classes."
         )
     head_key, key = jax.random.split(key)
     backbone, back = backbone.with_head(head_key, back, num_classes)
@@ -276,19 +301,22 @@ def adapt_by_client(
     epochs: int = 100,
     batch_size: int = 32,
 ) -> Adapted:
-    """Adapts as `adapt` does while labels stay with the client, who returns gradients in every step (Eq. 14).
+    """Adapts as `adapt` does while labels stay with the client, who returns gradients in every step
+    (Eq. 14).
 
-    With the same key, head, batches and steps are the same as in `adapt`. It protects no label: a gradient shows it.
+    With the same key, head, batches and steps are the same as in `adapt`. It protects no label: a
+    gradient shows it.
 
     Args:
       key, backbone, back, copies, num_classes, learning_rate, epochs, batch_size: As in `adapt`.
-      gradients: `gradients(logits, images)` asks the client. It takes logits float32 [B, K], and int32 [B], the image
-        of each row. It returns the gradients of all rows' losses with respect to their logits, float32 [B, K]. Use
-        `jaxdp.split.exchange.loss_gradients`, or a function that asks the client for the same.
+      gradients: `gradients(logits, images)` asks the client. It takes logits float32 [B, K], and
+      int32 [B], the image of each row. It returns the gradients of all rows' losses with respect to
+      their logits, float32 [B, K]. Use `jaxdp.split.exchange.loss_gradients`, or a function that
+      asks the client for the same.
 
     Raises:
-      ValueError: There are fewer than 2 classes, or a learning rate, number of epochs or batch size is not positive. Or
-        an answer has another shape, or NaN or infinite entries.
+      ValueError: There are fewer than 2 classes, or a learning rate, number of epochs or batch size
+        is not positive. Or an answer has another shape, or NaN or infinite entries.
     """
     check_positive(learning_rate=learning_rate, epochs=epochs, batch_size=batch_size)
     head_key, key = jax.random.split(key)
@@ -303,22 +331,34 @@ def adapt_by_client(
             answer = np.asarray(gradients(logits, shown))
             if answer.shape != logits.shape or not np.isfinite(answer).all():
                 raise ValueError(
-                    f"gradients must be finite and {list(logits.shape)}, one row per row of logits. The client's "
-                    f"answer has shape {list(answer.shape)}, or NaN or infinite entries."
+                    f"gradients must be finite and {list(logits.shape)}, one row per row of "
+                    f"logits. The client's answer has shape {list(answer.shape)}, or NaN or "
+                    "infinite entries."
                 )
             of_mean = answer.astype(np.float32) * (weights / weights.sum())[:, None]
-            tuned, state = _pull_back(backbone, tuned, state, copies, shown, numbered, of_mean, learning_rate)
+            tuned, state = _pull_back(
+                backbone, tuned, state, copies, shown, numbered, of_mean, learning_rate
+            )
     return Adapted(backbone, tuned)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _copies_logits(backbone: Backbone, back: Params, copies: Uploads, images: Any, numbers: Any) -> jax.Array:
+def _copies_logits(
+    backbone: Backbone, back: Params, copies: Uploads, images: Any, numbers: Any
+) -> jax.Array:
     return backbone.back(back, copies.batch(images, numbers))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pull_back(
-    backbone: Backbone, back: Any, state: Any, copies: Uploads, images: Any, numbers: Any, cotangent: Any, rate: Any
+    backbone: Backbone,
+    back: Any,
+    state: Any,
+    copies: Uploads,
+    images: Any,
+    numbers: Any,
+    cotangent: Any,
+    rate: Any,
 ) -> tuple[Any, Any]:
     """Takes one step of Adam along the gradient that the cotangent of the logits gives."""
     _, vjp = jax.vjp(lambda back: _copies_logits(backbone, back, copies, images, numbers), back)

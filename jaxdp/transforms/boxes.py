@@ -15,11 +15,12 @@ from jax import lax
 class Interval:
     """The set of all x with lower <= x <= upper, entry by entry.
 
-    It is a pytree of two endpoints. `lower` and `upper` are arrays of one shape and dtype, or pytrees of such arrays.
+    It is a pytree of two endpoints. `lower` and `upper` are arrays of one shape and dtype, or
+    pytrees of such arrays.
 
     Raises:
-      ValueError: Structures, shapes or dtypes differ, an endpoint is NaN, or lower > upper somewhere. Traced values are
-        not checked.
+      ValueError: Structures, shapes or dtypes differ, an endpoint is NaN, or lower > upper
+        somewhere. Traced values are not checked.
     """
 
     __slots__ = ("lower", "upper")
@@ -30,7 +31,10 @@ class Interval:
     def __init__(self, lower: Any, upper: Any):
         structures = [str(jax.tree.structure(end)) for end in (lower, upper)]
         if structures[0] != structures[1]:
-            raise ValueError(f"lower and upper must have the same tree structure, got {' and '.join(structures)}.")
+            raise ValueError(
+                "lower and upper must have the same tree structure, got "
+                f"{' and '.join(structures)}."
+            )
         self.lower = jax.tree.map(lambda x: _outward(x, -1), lower)
         self.upper = jax.tree.map(lambda x: _outward(x, +1), upper)
         jax.tree.map(_check_endpoints, self.lower, self.upper)
@@ -62,12 +66,18 @@ class Interval:
         return jax.tree.map(lambda low, high: high - low, self.lower, self.upper)
 
     def contains(self, value: Any) -> Any:
-        """Returns a boolean []: whether every entry of `value` (shaped like `lower`) lies inside."""
-        inside = jax.tree.map(lambda x, a, b: jnp.all((x >= a) & (x <= b)), value, self.lower, self.upper)
+        """Returns a boolean []: whether every entry of `value` (shaped like `lower`) lies
+        inside.
+        """
+        inside = jax.tree.map(
+            lambda x, a, b: jnp.all((x >= a) & (x <= b)), value, self.lower, self.upper
+        )
         return jnp.all(jnp.stack(jax.tree.leaves(inside)))
 
     def __getitem__(self, index: Any) -> "Interval":
-        return unchecked(*(jax.tree.map(lambda x: x[index], end) for end in (self.lower, self.upper)))
+        return unchecked(
+            *(jax.tree.map(lambda x: x[index], end) for end in (self.lower, self.upper))
+        )
 
     def __repr__(self) -> str:
         return f"Interval(lower={self.lower}, upper={self.upper})"
@@ -79,7 +89,9 @@ class Interval:
 
     @classmethod
     def tree_unflatten(cls, aux: None, children: Any) -> "Interval":
-        """Rebuilds the interval for `jax.tree`, without checks: transformations put arbitrary objects into leaves."""
+        """Rebuilds the interval for `jax.tree`, without checks: transformations put arbitrary
+        objects into leaves.
+        """
         return unchecked(*children)
 
 
@@ -91,9 +103,13 @@ def unchecked(lower: Any, upper: Any) -> Interval:
 
 
 def _outward(value: Any, direction: int) -> jax.Array:
-    """Converts `value` to an array and rounds it outward if JAX's dtype is narrower than NumPy's."""
+    """Converts `value` to an array and rounds it outward if JAX's dtype is narrower than
+    NumPy's.
+    """
     array = jnp.asarray(value)
-    if isinstance(value, np.ndarray | np.floating | float) and jnp.issubdtype(array.dtype, jnp.floating):
+    if isinstance(value, np.ndarray | np.floating | float) and jnp.issubdtype(
+        array.dtype, jnp.floating
+    ):
         rounded, exact = np.asarray(array, np.float64), np.asarray(value, np.float64)
         inward = rounded > exact if direction < 0 else rounded < exact
         further = np.nextafter(np.asarray(array), np.asarray(direction * np.inf, array.dtype))
@@ -112,21 +128,28 @@ def _check_endpoints(lower: jax.Array, upper: jax.Array) -> None:
     bad = ~(np.asarray(lower) <= np.asarray(upper))
     if bad.any():
         raise ValueError(
-            f"lower must be at most upper and neither may be NaN, which fails in {bad.sum()} of {bad.size} entries. For"
+            f"lower must be at most upper and neither may be NaN, which fails in {bad.sum()} of "
+            f"{bad.size} entries. For"
             " a single point set lower == upper."
         )
 
 
 class Box(Interval):
-    """An `Interval` inside the interpreter, with facts that the interpreter knows while it traces."""
+    """An `Interval` inside the interpreter, with facts that the interpreter knows while it
+    traces.
+    """
 
     __slots__ = ("differences", "nonnegative", "zero_sum")
 
     nonnegative: bool  # every point is >= 0
     zero_sum: bool  # the entries of every point sum to zero along the last axis
-    differences: Callable[[], jax.Array] | None  # upper bounds [..., K, K] of z_j - z_c over all points z [..., K]
+    differences: (
+        Callable[[], jax.Array] | None
+    )  # upper bounds [..., K, K] of z_j - z_c over all points z [..., K]
 
-    def __init__(self, lower: Any, upper: Any, *, nonnegative: bool = False, zero_sum: bool = False) -> None:
+    def __init__(
+        self, lower: Any, upper: Any, *, nonnegative: bool = False, zero_sum: bool = False
+    ) -> None:
         self.lower = jnp.maximum(lower, 0) if nonnegative else lower
         self.upper = upper
         self.nonnegative, self.zero_sum, self.differences = nonnegative, zero_sum, None
@@ -151,13 +174,21 @@ def both(f: Callable[[jax.Array], jax.Array], x: Operand) -> tuple[jax.Array, ja
 
 
 def moved(f: Callable[[jax.Array], jax.Array], x: Operand) -> Operand:
-    """Applies an `f` that only moves, repeats or exactly converts entries, and keeps a known sign."""
-    return Box(f(x.lower), f(x.upper), nonnegative=is_nonnegative(x)) if isinstance(x, Interval) else f(x)
+    """Applies an `f` that only moves, repeats or exactly converts entries, and keeps a known
+    sign.
+    """
+    return (
+        Box(f(x.lower), f(x.upper), nonnegative=is_nonnegative(x))
+        if isinstance(x, Interval)
+        else f(x)
+    )
 
 
 def magnitude(x: Operand) -> jax.Array:
     """Returns the largest |x| in the interval."""
-    return jnp.maximum(jnp.abs(x.lower), jnp.abs(x.upper)) if isinstance(x, Interval) else jnp.abs(x)
+    return (
+        jnp.maximum(jnp.abs(x.lower), jnp.abs(x.upper)) if isinstance(x, Interval) else jnp.abs(x)
+    )
 
 
 def is_nonnegative(x: Operand) -> bool:
@@ -166,7 +197,9 @@ def is_nonnegative(x: Operand) -> bool:
         return x.nonnegative
     if isinstance(x, np.ndarray | np.generic | float | int):
         return bool(np.all(np.asarray(x) >= 0))
-    return not isinstance(x, Interval) and bool(jnp.issubdtype(x.dtype, jnp.unsignedinteger) or x.dtype == jnp.bool_)
+    return not isinstance(x, Interval) and bool(
+        jnp.issubdtype(x.dtype, jnp.unsignedinteger) or x.dtype == jnp.bool_
+    )
 
 
 def is_float(x: Any) -> bool:
@@ -177,9 +210,10 @@ def is_float(x: Any) -> bool:
 def slack(dtype: Any, roundings: float) -> float:
     """Returns an upper bound on the relative error of `roundings` operations rounded to nearest.
 
-    Each operation is off by at most u = eps/2. So n roundings change a result by a factor 1 +- g, g = n u / (1 - n u)
-    (Higham 2002, Lemma 3.1). The slack s >= g / (1 - g) satisfies (1 + s)(1 - g) >= 1. Thus it also covers the error of
-    terms that it has enlarged. Two more eps cover the rounding when the slack itself is applied.
+    Each operation is off by at most u = eps/2. So n roundings change a result by a factor 1 +- g, g
+    = n u / (1 - n u) (Higham 2002, Lemma 3.1). The slack s >= g / (1 - g) satisfies (1 + s)(1 - g)
+    >= 1. Thus it also covers the error of terms that it has enlarged. Two more eps cover the
+    rounding when the slack itself is applied.
     """
     unit = float(jnp.finfo(dtype).eps) / 2
     if roundings * unit >= 0.25:
@@ -188,12 +222,16 @@ def slack(dtype: Any, roundings: float) -> float:
 
 
 def tiny(dtype: Any) -> float:
-    """Returns the smallest normal number, which bounds the error of underflow, even if subnormals are flushed."""
+    """Returns the smallest normal number, which bounds the error of underflow, even if subnormals
+    are flushed.
+    """
     return float(jnp.finfo(dtype).tiny)
 
 
 def widen(low: jax.Array, high: jax.Array, roundings: float = 1) -> tuple[jax.Array, jax.Array]:
-    """Moves endpoints outward by the error of `roundings` operations and by `tiny`. The computed result is monotone."""
+    """Moves endpoints outward by the error of `roundings` operations and by `tiny`. The computed
+    result is monotone.
+    """
     return outward(low, -1, roundings), outward(high, 1, roundings)
 
 
@@ -217,8 +255,9 @@ def _end_without_overflow(end: jax.Array, sign: int) -> jax.Array:
 def inflate(x: Operand, roundings: float, *, keep_sign: bool = False) -> Interval:
     """Widens an operand so that a product with it covers the rounding of `roundings` operations.
 
-    Let |b| be the magnitude, s the slack and b' = [b - s|b|, b + s|b|]. An endpoint of sum_n a_n b'_n lies outside that
-    endpoint of sum_n a_n b_n by s sum_n |a_n||b_n|, which bounds the rounding of the sum. Zeros stay zero.
+    Let |b| be the magnitude, s the slack and b' = [b - s|b|, b + s|b|]. An endpoint of sum_n a_n
+    b'_n lies outside that endpoint of sum_n a_n b_n by s sum_n |a_n||b_n|, which bounds the
+    rounding of the sum. Zeros stay zero.
     """
     size = magnitude(x)
     # The second term covers an underflow of the first.
@@ -235,7 +274,9 @@ class Equation:
     outputs: tuple[jax.ShapeDtypeStruct, ...]  # of each result
     product: str  # "tight" or "rump", the setting of `jaxdp.interval`
     bind: Callable[..., list[jax.Array]]  # evaluates the primitive on arrays
-    evaluate: Callable[[Any, Sequence[Operand]], list[Operand]]  # bounds an inner jaxpr: (closed jaxpr, operands)
+    evaluate: Callable[
+        [Any, Sequence[Operand]], list[Operand]
+    ]  # bounds an inner jaxpr: (closed jaxpr, operands)
 
     def ends(self, *operands: Operand) -> tuple[jax.Array, jax.Array]:
         """Evaluates a primitive of one result at all lower endpoints and at all upper endpoints."""
@@ -258,10 +299,11 @@ def register_rule(*primitive_names: str) -> Callable[[Rule], Rule]:
       primitive_names: The names of primitives, as `jax.make_jaxpr` prints them.
 
     Returns:
-      A decorator for `rule(eqn, *operands)`. `eqn` is an `Equation`. An operand is an array if its value is known
-      exactly, and otherwise an `Interval`, even if only the rounding is uncertain. `lower` and `upper` accept both. The
-      rule returns one result or a sequence of results. Results must contain the exact value at every point of the
-      operands. Results must be inclusion-isotonic: smaller operands must not give a larger result.
+      A decorator for `rule(eqn, *operands)`. `eqn` is an `Equation`. An operand is an array if its
+      value is known exactly, and otherwise an `Interval`, even if only the rounding is uncertain.
+      `lower` and `upper` accept both. The rule returns one result or a sequence of results. Results
+      must contain the exact value at every point of the operands. Results must be
+      inclusion-isotonic: smaller operands must not give a larger result.
     """
 
     def register(rule: Rule) -> Rule:

@@ -15,13 +15,19 @@ _SMALLEST_NORM = 1e-12
 
 @runtime_checkable
 class ClipRule(Protocol):
-    """A hashable object, such as a frozen dataclass, that `jaxdp.clipped_grad` takes as `clip_rule` on every engine."""
+    """A hashable object, such as a frozen dataclass, that `jaxdp.clipped_grad` takes as `clip_rule`
+    on every engine.
+    """
 
     def factor(self, norms: jax.Array, clip_norm: jax.Array) -> jax.Array:
-        """Computes factors [B] >= 0 of norms [B] >= 0 and clip_norm [] >= 0, with factor * norm <= bound(clip_norm)."""
+        """Computes factors [B] >= 0 of norms [B] >= 0 and clip_norm [] >= 0, with factor * norm <=
+        bound(clip_norm).
+        """
 
     def bound(self, clip_norm: Any) -> Any:
-        """Returns the L2 norm that no clipped gradient exceeds. `ClippedGrad.sensitivity` reports it."""
+        """Returns the L2 norm that no clipped gradient exceeds. `ClippedGrad.sensitivity` reports
+        it.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +45,9 @@ class Global:
 
 @dataclasses.dataclass(frozen=True)
 class Automatic:
-    """The rule under which examples count alike, whatever their gradient norm (Bu et al. 2023, arXiv:2206.07136)."""
+    """The rule under which examples count alike, whatever their gradient norm (Bu et al. 2023,
+    arXiv:2206.07136).
+    """
 
     gamma: float = 0.01
 
@@ -66,8 +74,8 @@ def find_rule(rule: str | ClipRule) -> ClipRule:
     if isinstance(rule, str) and rule in CLIP_RULES:
         return CLIP_RULES[rule]
     expected = (
-        f"clip_rule must be one of {sorted(CLIP_RULES)}, or a hashable object with factor(norms, clip_norm) and "
-        f"bound(clip_norm), such as an instance of a frozen dataclass, got {rule!r}"
+        f"clip_rule must be one of {sorted(CLIP_RULES)}, or a hashable object with factor(norms, "
+        f"clip_norm) and bound(clip_norm), such as an instance of a frozen dataclass, got {rule!r}"
     )
     if isinstance(rule, str):
         raise ValueError(f"{expected}.")
@@ -84,24 +92,30 @@ def clip_factors(rule: ClipRule, norms: jax.Array, clip_norm: Any, bound: Any) -
     # A negative, NaN or unresolvably small clip norm must release nothing, not an unbounded sum.
     clip_norm, bound = (jnp.asarray(x, norms.dtype) for x in (clip_norm, bound))
     clip_norm, bound = (jnp.where(x > _SMALLEST_NORM, x, 0) for x in (clip_norm, bound))
-    factors = jnp.minimum(_factors(rule, norms, clip_norm), bound / jnp.maximum(norms, _SMALLEST_NORM))
+    factors = jnp.minimum(
+        _factors(rule, norms, clip_norm), bound / jnp.maximum(norms, _SMALLEST_NORM)
+    )
     return jnp.where(factors > 0, factors, 0)
 
 
 def _factors(rule: ClipRule, norms: jax.Array, clip_norm: jax.Array) -> jax.Array:
     factors = rule.factor(norms, clip_norm)
-    chex.assert_equal_shape([factors, norms], custom_message=f"{rule!r}.factor must return one factor per norm.")
+    chex.assert_equal_shape(
+        [factors, norms], custom_message=f"{rule!r}.factor must return one factor per norm."
+    )
     return factors.astype(norms.dtype)
 
 
 def check_clip_rule(rule: str | ClipRule) -> None:
     """Checks that a rule respects its own bound, at norms and clip norms from 0 to 1e30.
 
-    `clipped_grad` caps the factors of a rule at its bound. So a rule that fails this check loses accuracy, not privacy.
+    `clipped_grad` caps the factors of a rule at its bound. So a rule that fails this check loses
+    accuracy, not privacy.
 
     Raises:
       TypeError: `rule` is not a rule.
-      ValueError: A factor is negative, NaN or above bound / norm by more than a relative 1e-5, or the name is unknown.
+      ValueError: A factor is negative, NaN or above bound / norm by more than a relative 1e-5, or
+          the name is unknown.
       AssertionError: The factors do not have the shape of the norms.
     """
     rule = find_rule(rule)
@@ -114,6 +128,7 @@ def check_clip_rule(rule: str | ClipRule) -> None:
         if wrong.any():
             i = int(wrong.argmax())
             raise ValueError(
-                f"{rule!r} scales a gradient of norm {norms[i]:g} by {factors[i]:g}, but its bound at clip_norm="
+                f"{rule!r} scales a gradient of norm {norms[i]:g} by {factors[i]:g}, but its "
+                "bound at clip_norm="
                 f"{clip_norm:g} is {bound:g}. A factor must lie between 0 and bound / norm."
             )

@@ -1,17 +1,19 @@
 """Per-example gradient clipping as a transformation of a loss function.
 
-`clipped_grad(loss_fn, clip_norm=C)` turns a per-example loss into a function of a batch. The function returns the sum
-of the per-example gradients, each scaled to an L2 norm of at most C:
+`clipped_grad(loss_fn, clip_norm=C)` turns a per-example loss into a function of a batch. The
+function returns the sum of the per-example gradients, each scaled to an L2 norm of at most C:
 
     sum_i g_i * min(1, C / ||g_i||_2),   g_i = grad loss_fn(params, example_i)        (Abadi et al. 2016, Alg. 1)
 
 Three engines compute the same sum:
 
-* "vmap" forms per-example gradients by `jax.vmap(jax.grad)`. It supports every loss and needs B x P memory.
-* "bookkeeping" adds zero taps where weights meet data (`jaxdp.transforms.walker`) and runs one backward pass to them.
-  It computes norms layer by layer, then one weighted weight gradient per layer. It needs no B x P memory.
-* "auto" is bookkeeping that may keep the per-example gradients of a layer. It does so where operation and byte counts
-  say that reuse is cheaper than a second contraction.
+* "vmap" forms per-example gradients by `jax.vmap(jax.grad)`. It supports every loss and needs B x P
+  memory.
+* "bookkeeping" adds zero taps where weights meet data (`jaxdp.transforms.walker`) and runs one
+  backward pass to them. It computes norms layer by layer, then one weighted weight gradient per
+  layer. It needs no B x P memory.
+* "auto" is bookkeeping that may keep the per-example gradients of a layer. It does so where
+  operation and byte counts say that reuse is cheaper than a second contraction.
 
 `jaxdp.transforms.clip_rules` holds the clipping rules and the protocol for a new one.
 """
@@ -33,30 +35,48 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxdp.transforms import dense, draws, forms, rounding, shards, sites, walker
-from jaxdp.transforms.clip_rules import CLIP_RULES, ClipRule, check_clip_rule, clip_factors, find_rule
+from jaxdp.transforms.clip_rules import (
+    CLIP_RULES,
+    ClipRule,
+    check_clip_rule,
+    clip_factors,
+    find_rule,
+)
 from jaxdp.transforms.compiler import check_options
 
-__all__ = ["CLIP_RULES", "ClipRule", "ClippedGrad", "ClippedSum", "Engine", "LeafPlan", "PerExampleGrads"]
+__all__ = [
+    "CLIP_RULES",
+    "ClipRule",
+    "ClippedGrad",
+    "ClippedSum",
+    "Engine",
+    "LeafPlan",
+    "PerExampleGrads",
+]
 __all__ += ["check_clip_rule", "clipped_grad", "paths_of"]
 
 Engine = Literal["auto", "bookkeeping", "vmap"]
 Adjacency = Literal["add_remove", "zero_out", "replace_one"]
-# The loss of one example: (trainable leaves, example, mask of the group's members, key) -> (value, aux).
+# The loss of one example: (trainable leaves, example, mask of the group's members, key) -> (value,
+# aux).
 Loss = Callable[..., tuple[jax.Array, Any]]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ClippedSum:
-    """The result of a clipped gradient function. Only `grads` has bounded sensitivity. Other fields are unprotected.
+    """The result of a clipped gradient function. Only `grads` has bounded sensitivity. Other fields
+    are unprotected.
 
     Attributes:
-      grads: Pytree like params, float32 or wider. The SUM of clipped per-example gradients, None at frozen leaves.
+      grads: Pytree like params, float32 or wider. The SUM of clipped per-example gradients, None at
+          frozen leaves.
       norms: [B]. The L2 norm of each per-example gradient before clipping, 0 where masked.
       losses: [B]. The loss of each example, 0 where masked.
-      aux: The auxiliary output of `loss_fn`, stacked along a leading axis [B, ...], or None without `has_aux`.
-      nonfinite: int32. The number of unmasked examples that are left out of `grads`, because their loss or gradient is
-        NaN or infinite.
+      aux: The auxiliary output of `loss_fn`, stacked along a leading axis [B, ...], or None without
+          `has_aux`.
+      nonfinite: int32. The number of unmasked examples that are left out of `grads`, because their
+        loss or gradient is NaN or infinite.
     """
 
     grads: Any
@@ -70,8 +90,8 @@ class PerExampleGrads(NamedTuple):
     """The result of `ClippedGrad.per_example`: private gradients without any bound.
 
     Attributes:
-      grads: Pytree like params with a leading axis B, float32 or wider. None at frozen leaves. Zero where an example is
-        masked or its loss or gradient is not finite.
+      grads: Pytree like params with a leading axis B, float32 or wider. None at frozen leaves. Zero
+        where an example is masked or its loss or gradient is not finite.
       nonfinite: int32. The number of unmasked examples with a NaN or infinite loss or gradient.
     """
 
@@ -86,11 +106,13 @@ class LeafPlan(NamedTuple):
       path: The path of the leaf, such as "Dense_0/kernel".
       shape: Its shape.
       dtype: The name of its dtype.
-      rules: How the leaf meets data: "dot_general", "convolution", "embedding" (lookups and slices at places that
-        depend on data), or "direct" (scales, biases, and operations without a rule).
-      method: "factors" (norms by Gram matrices, or by looked-up rows), "keep" (per-example gradients, kept for the
-        sum), "drop" (per-example gradients, formed a second time for the sum), "vmap", "frozen" or "no gradient".
-      work: The cost of norm and clipped sum over that of an ordinary gradient, by counted operations and bytes.
+      rules: How the leaf meets data: "dot_general", "convolution", "embedding" (lookups and slices
+        at places that depend on data), or "direct" (scales, biases, and operations without a rule).
+      method: "factors" (norms by Gram matrices, or by looked-up rows), "keep" (per-example
+        gradients, kept for the sum), "drop" (per-example gradients, formed a second time for the
+        sum), "vmap", "frozen" or "no gradient".
+      work: The cost of norm and clipped sum over that of an ordinary gradient, by counted
+          operations and bytes.
       bytes: The bytes per example that clipping needs beyond an ordinary gradient.
     """
 
@@ -135,9 +157,9 @@ class ClippedGrad:
     def sensitivity(self, adjacency: Adjacency = "add_remove") -> Any:
         """Returns the L2 sensitivity of `grads` to one example (one group with `group=True`).
 
-        It is `clip_rule.bound(clip_norm)` if an example is added or removed ("add_remove") or is replaced by one that
-        contributes zero ("zero_out"). It is twice that if any example may replace it ("replace_one"). The bound of the
-        rules "global" and "automatic" is clip_norm.
+        It is `clip_rule.bound(clip_norm)` if an example is added or removed ("add_remove") or is
+        replaced by one that contributes zero ("zero_out"). It is twice that if any example may
+        replace it ("replace_one"). The bound of the rules "global" and "automatic" is clip_norm.
         """
         factors = {"add_remove": 1, "zero_out": 1, "replace_one": 2}
         if adjacency not in factors:
@@ -145,15 +167,25 @@ class ClippedGrad:
         return factors[adjacency] * self.clip_rule.bound(self.clip_norm)
 
     def trainable_params(self, params: Any) -> Any:
-        """Returns `params` with None in place of frozen leaves. Initialise the optimizer of `grads` with it."""
+        """Returns `params` with None in place of frozen leaves. Initialise the optimizer of `grads`
+        with it.
+        """
         leaves, structure = jax.tree.flatten(params)
-        kept = (leaf if t else None for leaf, t in zip(leaves, self._trainable(params), strict=True))
+        kept = (
+            leaf if t else None for leaf, t in zip(leaves, self._trainable(params), strict=True)
+        )
         return jax.tree.unflatten(structure, kept)
 
     def per_example(
-        self, params: Any, batch: Any, mask: jax.Array | None = None, *, key: jax.Array | None = None
+        self,
+        params: Any,
+        batch: Any,
+        mask: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
     ) -> PerExampleGrads:
-        """Computes per-example gradients without clipping, in B x P memory, for rules that `clipped_grad` lacks.
+        """Computes per-example gradients without clipping, in B x P memory, for rules that
+        `clipped_grad` lacks.
 
         Arguments and errors are as in `__call__`. `clip_rule` and `microbatch_size` have no effect.
         """
@@ -161,7 +193,8 @@ class ClippedGrad:
         return result
 
     def plan(self, params: Any, batch: Any, *, key: jax.Array | None = None) -> list[LeafPlan]:
-        """Returns how each leaf of params is treated, by counts that do not depend on values. Nothing is computed.
+        """Returns how each leaf of params is treated, by counts that do not depend on values.
+        Nothing is computed.
 
         Arguments and errors are as in `__call__`.
         """
@@ -169,21 +202,32 @@ class ClippedGrad:
         loss, moving, batch, _ = _prepared(static, *arguments)
         treated = iter(_leaf_treatments(self, loss, moving, batch))
         return [
-            LeafPlan(path, jnp.shape(leaf), _kind_of(leaf), *(next(treated) if trained else ((), "frozen", 0.0, 0)))
+            LeafPlan(
+                path,
+                jnp.shape(leaf),
+                _kind_of(leaf),
+                *(next(treated) if trained else ((), "frozen", 0.0, 0)),
+            )
             for (path, leaf), trained in zip(paths_of(params), static.trainable, strict=True)
         ]
 
     def __call__(
-        self, params: Any, batch: Any, mask: jax.Array | None = None, *, key: jax.Array | None = None
+        self,
+        params: Any,
+        batch: Any,
+        mask: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
     ) -> ClippedSum:
         """Sums clipped per-example gradients.
 
         Args:
           params: Pytree of arrays.
           batch: Pytree whose leaves have a leading axis B (B x G with `group=True`). B may be 0.
-          mask: [B] bool. False marks padding, which contributes zero whatever its values are. With `group=True` also
-            [B, G]. The loss of a group is then the mean over its True members.
-          key: Typed key for a stochastic loss. Example i is evaluated with `key=jax.random.fold_in(key, i)`.
+          mask: [B] bool. False marks padding, which contributes zero whatever its values are. With
+            `group=True` also [B, G]. The loss of a group is then the mean over its True members.
+          key: Typed key for a stochastic loss. Example i is evaluated with
+              `key=jax.random.fold_in(key, i)`.
 
         Raises:
           ValueError: B differs between leaves of batch and mask, or no leaf of params is trainable.
@@ -191,11 +235,15 @@ class ClippedGrad:
           RuntimeError: `XLA_FLAGS` has options that `jaxdp.transforms.compiler` refuses.
         """
         arguments = self._arguments(params, batch, mask, key)
-        result: ClippedSum = _clipped_sum(*arguments, self.clip_norm, self.clip_rule.bound(self.clip_norm))
+        result: ClippedSum = _clipped_sum(
+            *arguments, self.clip_norm, self.clip_rule.bound(self.clip_norm)
+        )
         return result
 
     def _arguments(self, params: Any, batch: Any, mask: Any, key: Any) -> tuple[Any, ...]:
-        """Checks the arguments of a call and converts them for the compiled functions, the static one first."""
+        """Checks the arguments of a call and converts them for the compiled functions, the static
+        one first.
+        """
         check_options()
         self._check(batch, mask, key)
         check_params(params)
@@ -204,8 +252,9 @@ class ClippedGrad:
             first = paths_of(params)[:3]
             kinds = {path: _kind_of(x) for path, x in first}
             raise ValueError(
-                f"params has no trainable leaf of floating dtype. Its first leaves are {kinds}. To train a Python "
-                "scalar, convert it with jnp.asarray, and check that `trainable` accepts such paths."
+                f"params has no trainable leaf of floating dtype. Its first leaves are {kinds}. To "
+                "train a Python scalar, convert it with jnp.asarray, and check that `trainable` "
+                "accepts such paths."
             )
         mask = jnp.ones(len(jax.tree.leaves(batch)[0]), bool) if mask is None else mask
         leaves, structure = jax.tree.flatten(params)
@@ -221,9 +270,10 @@ class ClippedGrad:
             chosen.append(jnp.issubdtype(kind, jnp.inexact) and bool(predicate(path, leaf)))
             if chosen[-1] and jnp.issubdtype(kind, jnp.complexfloating):
                 raise TypeError(
-                    f"params has the complex leaf {path!r} of dtype {kind}, which cannot be trained. Store its real "
-                    "and imaginary part as two leaves and join them in loss_fn with jax.lax.complex, or freeze it with "
-                    f"trainable=lambda path, leaf: path != {path!r}."
+                    f"params has the complex leaf {path!r} of dtype {kind}, which cannot be "
+                    "trained. Store its real and imaginary part as two leaves and join them in "
+                    "loss_fn with jax.lax.complex, or freeze it with trainable=lambda path, leaf: "
+                    f"path != {path!r}."
                 )
         return chosen
 
@@ -232,17 +282,24 @@ class ClippedGrad:
         shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
         if not shapes or any(len(s) < lead for s in shapes) or len({s[:lead] for s in shapes}) != 1:
             axes = "two leading axes [B, G]" if self.group else "a leading axis [B]"
-            raise ValueError(f"Every leaf of batch must have {axes} of the same size, got shapes {shapes}.")
+            raise ValueError(
+                f"Every leaf of batch must have {axes} of the same size, got shapes {shapes}."
+            )
         front = shapes[0][:lead]
         if mask is not None and jnp.result_type(mask) != jnp.bool_:
             raise TypeError(
-                f"mask must be boolean, got {jnp.result_type(mask)}. Convert it with mask.astype(bool). If an example "
-                "has several parts, pass them as one pytree, batch=(x, y)."
+                f"mask must be boolean, got {jnp.result_type(mask)}. Convert it with "
+                "mask.astype(bool). If an example has several parts, pass them as one pytree, "
+                "batch=(x, y)."
             )
         if mask is not None and jnp.shape(mask) not in {front, front[:1]}:
             raise ValueError(f"mask must have shape {front}, got {jnp.shape(mask)}.")
-        if key is not None and not jnp.issubdtype(getattr(key, "dtype", np.float32), jax.dtypes.prng_key):
-            raise TypeError(f"key must be a typed key such as jax.random.key(seed), got {type(key).__name__}.")
+        if key is not None and not jnp.issubdtype(
+            getattr(key, "dtype", np.float32), jax.dtypes.prng_key
+        ):
+            raise TypeError(
+                f"key must be a typed key such as jax.random.key(seed), got {type(key).__name__}."
+            )
 
 
 def clipped_grad(
@@ -259,66 +316,82 @@ def clipped_grad(
     """Transforms a per-example loss into a function that sums clipped per-example gradients.
 
     Args:
-      loss_fn: `loss_fn(params, example) -> scalar`. With `has_aux` it returns `(scalar, aux)`. If a call passes
-        `key=`, `loss_fn` receives `key=`. Any JAX function is valid: plain, Linen's `apply`, NNX `merge`, Equinox.
-      clip_norm: C >= 0, in the units of the gradient. inf does not clip. 0 removes every gradient, and so does a value
-        below 1e-12, where squares underflow. It may be traced: a negative or NaN traced value counts as 0.
-      engine: "auto", "bookkeeping" or "vmap". Their results are equal. Their time and memory differ.
-      clip_rule: A name in `CLIP_RULES` or a `ClipRule`. "global" scales by min(1, C/||g||). "automatic" scales by
-        C/(||g|| + 0.01), so that examples count alike (Bu et al. 2023, arXiv:2206.07136).
-      trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel". Other leaves are frozen: no
-        gradient, no noise, no memory. Default: all leaves of floating or complex dtype. A complex leaf is an error.
+      loss_fn: `loss_fn(params, example) -> scalar`. With `has_aux` it returns `(scalar, aux)`. If a
+        call passes `key=`, `loss_fn` receives `key=`. Any JAX function is valid: plain, Linen's
+        `apply`, NNX `merge`, Equinox.
+      clip_norm: C >= 0, in the units of the gradient. inf does not clip. 0 removes every gradient,
+        and so does a value below 1e-12, where squares underflow. It may be traced: a negative or
+        NaN traced value counts as 0.
+      engine: "auto", "bookkeeping" or "vmap". Their results are equal. Their time and memory
+          differ.
+      clip_rule: A name in `CLIP_RULES` or a `ClipRule`. "global" scales by min(1, C/||g||).
+        "automatic" scales by C/(||g|| + 0.01), so that examples count alike (Bu et al. 2023,
+        arXiv:2206.07136).
+      trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel". Other leaves
+        are frozen: no gradient, no noise, no memory. Default: all leaves of floating or complex
+        dtype. A complex leaf is an error.
       has_aux: Whether `loss_fn` also returns auxiliary output.
-      group: Whether to clip groups (users, or views of one example). Leaves of the batch are then [B, G, ...], and the
-        loss of a group is the mean of `loss_fn` over its members.
-      microbatch_size: The number of examples (groups) in memory at a time. Results are equal up to the order of float32
-        summation. XLA on CPU runs convolutions in loops about three times slower, so prefer smaller batches there
-        (`jaxdp.finetune.dp_sgd` accumulates over physical batches). Chunk k of n has the examples k, k + n, k + 2 n,
-        ..., so that every device that holds a block of the batch works on every chunk.
+      group: Whether to clip groups (users, or views of one example). Leaves of the batch are then
+        [B, G, ...], and the loss of a group is the mean of `loss_fn` over its members.
+      microbatch_size: The number of examples (groups) in memory at a time. Results are equal up to
+        the order of float32 summation. XLA on CPU runs convolutions in loops about three times
+        slower, so prefer smaller batches there (`jaxdp.finetune.dp_sgd` accumulates over physical
+        batches). Chunk k of n has the examples k, k + n, k + 2 n, ..., so that every device that
+        holds a block of the batch works on every chunk.
 
     Returns:
-      A compiled function `f(params, batch, mask=None, *, key=None) -> ClippedSum` with `f.sensitivity(adjacency)`.
+      A compiled function `f(params, batch, mask=None, *, key=None) -> ClippedSum` with
+      `f.sensitivity(adjacency)`.
 
     Raises:
-      ValueError: An argument is out of range. When called: the loss uses BatchNorm in batch mode, it draws random
-        numbers that all examples and calls would share, such as one dropout mask, or it combines values along a named
-        axis of an enclosing map, or calls Python or a foreign function with the whole batch.
-      TypeError: clip_norm is not a number or clip_rule is not a rule. When called: loss_fn takes other arguments,
-        params is a model and not its parameters, or a trainable leaf is complex.
-      NotImplementedError: When called: the loss uses a mutable array (`jax.new_ref`). Engine "vmap" supports it.
+      ValueError: An argument is out of range. When called: the loss uses BatchNorm in batch mode,
+        it draws random numbers that all examples and calls would share, such as one dropout mask,
+        or it combines values along a named axis of an enclosing map, or calls Python or a foreign
+        function with the whole batch.
+      TypeError: clip_norm is not a number or clip_rule is not a rule. When called: loss_fn takes
+        other arguments, params is a model and not its parameters, or a trainable leaf is complex.
+      NotImplementedError: When called: the loss uses a mutable array (`jax.new_ref`). Engine "vmap"
+          supports it.
 
     Formal guarantees:
-      `grads` is a sum with one term per unmasked example. The L2 norm of a term, as float32 computes it in a batch of
-      one, is at most (1 + 2**-8) bound for every input, with bound = `clip_rule.bound(clip_norm)`, which is clip_norm
-      for "global" and "automatic". It exceeds bound by more than a relative 1e-5 or so only if the terms of one
-      gradient almost cancel. `jaxdp.transforms.rounding` has the proof, which assumes that an addition is rounded to
-      2**-23 or better and that XLA's reductions are trees. The sum of the terms of a batch is rounded like any sum.
+      `grads` is a sum with one term per unmasked example. The L2 norm of a term, as float32
+      computes it in a batch of one, is at most (1 + 2**-8) bound for every input, with bound =
+      `clip_rule.bound(clip_norm)`, which is clip_norm for "global" and "automatic". It exceeds
+      bound by more than a relative 1e-5 or so only if the terms of one gradient almost cancel.
+      `jaxdp.transforms.rounding` has the proof, which assumes that an addition is rounded to 2**-23
+      or better and that XLA's reductions are trees. The sum of the terms of a batch is rounded like
+      any sum.
 
-      A term is a function of params and of its own example only. An example whose loss or gradient is NaN or infinite
-      contributes exactly zero. A factor that would exceed the bound is reduced to bound/||g||. So adding, removing or
-      zeroing out one example moves `grads` by at most bound, and replacing it by at most 2 * bound. The sum is not
-      divided. The divisor must be public and is the caller's.
+      A term is a function of params and of its own example only. An example whose loss or gradient
+      is NaN or infinite contributes exactly zero. A factor that would exceed the bound is reduced
+      to bound/||g||. So adding, removing or zeroing out one example moves `grads` by at most bound,
+      and replacing it by at most 2 * bound. The sum is not divided. The divisor must be public and
+      is the caller's.
 
-      A loss that could see other examples is refused: a collective on a named axis of an enclosing `jax.vmap`,
-      `jax.pmap` or `jax.shard_map`, also in a custom derivative, and a call to Python or to a foreign function that
-      takes a whole batch. A `jax.custom_batching.custom_vmap` is replaced by its function of one example. Values on
-      which `loss_fn` closes are public, and a Python function that it calls must not keep examples.
+      A loss that could see other examples is refused: a collective on a named axis of an enclosing
+      `jax.vmap`, `jax.pmap` or `jax.shard_map`, also in a custom derivative, and a call to Python
+      or to a foreign function that takes a whole batch. A `jax.custom_batching.custom_vmap` is
+      replaced by its function of one example. Values on which `loss_fn` closes are public, and a
+      Python function that it calls must not keep examples.
 
       The derivatives of a call are those of the sum over the examples that contribute.
 
-      The bound holds for parameters and compute in bfloat16 and float16, tied or not, because the norms are computed
+      The bound holds for parameters and compute in bfloat16 and float16, tied or not, because the
+      norms are computed
       from the values that are summed. Complex values that a loss computes from parameters carry gradients as in
-      `jax.grad`. A `jax.custom_vjp` is applied to each example separately, so its backward pass need not be linear.
+      `jax.grad`. A `jax.custom_vjp` is applied to each example separately, so its backward pass
+      need not be linear.
 
-      Inside `jax.shard_map`, `grads` is the sum over the examples of one shard. The caller sums it over the shards with
-      `jax.lax.psum`. One example then moves the total by at most bound. Under `check_vma=True`, shared parameters are
-      made to vary over the mesh axes of the data, so that JAX does not sum gradients before the clipping. Under
-      `check_vma=False` JAX adds no such sum. A loss that calls a collective on an axis of the `shard_map` is refused in
-      both modes, because its value for one example depends on other examples.
+      Inside `jax.shard_map`, `grads` is the sum over the examples of one shard. The caller sums it
+      over the shards with `jax.lax.psum`. One example then moves the total by at most bound. Under
+      `check_vma=True`, shared parameters are made to vary over the mesh axes of the data, so that
+      JAX does not sum gradients before the clipping. Under `check_vma=False` JAX adds no such sum.
+      A loss that calls a collective on an axis of the `shard_map` is refused in both modes, because
+      its value for one example depends on other examples.
 
-      Under `jax.jit` with sharded arrays, the result is that of one device up to rounding. On a mesh with axes of type
-      Explicit, `grads` has the shardings of params and values of examples have that of the batch. The axes are Auto
-      inside of `loss_fn`.
+      Under `jax.jit` with sharded arrays, the result is that of one device up to rounding. On a
+      mesh with axes of type Explicit, `grads` has the shardings of params and values of examples
+      have that of the batch. The axes are Auto inside of `loss_fn`.
 
     | edge case | result |
     |---|---|
@@ -337,22 +410,31 @@ def clipped_grad(
     """
     if not isinstance(clip_norm, (int, float, np.ndarray, np.generic, jax.Array)):
         raise TypeError(
-            f"clip_norm must be one number for the whole gradient, got {type(clip_norm).__name__} {clip_norm!r}. To "
-            "clip parts of params to different norms, call clipped_grad once per part with `trainable`."
+            f"clip_norm must be one number for the whole gradient, got {type(clip_norm).__name__} "
+            f"{clip_norm!r}. To clip parts of params to different norms, call clipped_grad once "
+            "per part with `trainable`."
         )
     if jnp.shape(clip_norm) != ():
-        raise ValueError(f"clip_norm must be one number for all examples, got shape {jnp.shape(clip_norm)}.")
+        raise ValueError(
+            f"clip_norm must be one number for all examples, got shape {jnp.shape(clip_norm)}."
+        )
     if not isinstance(clip_norm, jax.core.Tracer) and not np.all(np.asarray(clip_norm) >= 0):
-        raise ValueError(f"clip_norm must be at least 0, got {clip_norm}. Use float('inf') for no clipping.")
+        raise ValueError(
+            f"clip_norm must be at least 0, got {clip_norm}. Use float('inf') for no clipping."
+        )
     if engine not in ("auto", "bookkeeping", "vmap"):
         raise ValueError(f"engine must be 'auto', 'bookkeeping' or 'vmap', got {engine!r}.")
     if microbatch_size is not None and microbatch_size < 1:
         raise ValueError(f"microbatch_size must be at least 1 or None, got {microbatch_size}.")
-    return ClippedGrad(loss_fn, clip_norm, engine, find_rule(clip_rule), trainable, has_aux, group, microbatch_size)
+    return ClippedGrad(
+        loss_fn, clip_norm, engine, find_rule(clip_rule), trainable, has_aux, group, microbatch_size
+    )
 
 
 def paths_of(params: Any) -> list[tuple[str, Any]]:
-    """Returns (path, leaf) of every leaf, with paths such as "Dense_0/kernel", as `trainable` receives them."""
+    """Returns (path, leaf) of every leaf, with paths such as "Dense_0/kernel", as `trainable`
+    receives them.
+    """
     pairs, _ = jax.tree_util.tree_flatten_with_path(params)
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in pairs]
 
@@ -361,21 +443,23 @@ def paths_of(params: Any) -> list[tuple[str, Any]]:
 _MODELS = {
     ("flax.nnx", "Module"): (
         "an NNX module",
-        "Split it by graph, params, rest = nnx.split(model, nnx.Param, ...), and merge it in loss_fn by "
-        "nnx.merge(graph, params, rest, copy=True).",
+        "Split it by graph, params, rest = nnx.split(model, nnx.Param, ...), and merge it in "
+        "loss_fn by nnx.merge(graph, params, rest, copy=True).",
     ),
     ("flax.linen", "Module"): (
         "a Linen module",
-        "Pass model.init(key, inputs)['params'], and call model.apply({'params': params}, inputs) in loss_fn.",
+        "Pass model.init(key, inputs)['params'], and call model.apply({'params': params}, inputs) "
+        "in loss_fn.",
     ),
     ("haiku", "Transformed"): (
         "a pair of Haiku functions",
-        "Pass transformed.init(key, inputs), and call transformed.apply(params, key, inputs) in loss_fn.",
+        "Pass transformed.init(key, inputs), and call transformed.apply(params, key, inputs) in "
+        "loss_fn.",
     ),
     ("haiku", "TransformedWithState"): (
         "a pair of Haiku functions",
-        "Pass the first result of transformed.init(key, inputs), and call transformed.apply(params, state, key, "
-        "inputs) in loss_fn.",
+        "Pass the first result of transformed.init(key, inputs), and call "
+        "transformed.apply(params, state, key, inputs) in loss_fn.",
     ),
 }
 
@@ -390,11 +474,15 @@ def _model_kind(cls: type[Any]) -> tuple[str, str] | None:
 
 
 def check_params(params: Any) -> None:
-    """Raises TypeError if params is or contains a model of Flax or Haiku in place of its parameters."""
+    """Raises TypeError if params is or contains a model of Flax or Haiku in place of its
+    parameters.
+    """
     for node in jax.tree.leaves(params, is_leaf=lambda x: _model_kind(x.__class__) is not None):
         if kind := _model_kind(node.__class__):
             what, remedy = kind
-            raise TypeError(f"params must be a pytree of arrays, got {what}, {type(node).__name__}. {remedy}")
+            raise TypeError(
+                f"params must be a pytree of arrays, got {what}, {type(node).__name__}. {remedy}"
+            )
 
 
 def _kind_of(leaf: Any) -> str:
@@ -402,7 +490,8 @@ def _kind_of(leaf: Any) -> str:
 
 
 def _is_array(x: Any) -> bool:
-    # Python scalars are settings, not parameters: Equinox stores dropout rates and flags as leaves of a module.
+    # Python scalars are settings, not parameters: Equinox stores dropout rates and flags as leaves
+    # of a module.
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
@@ -413,14 +502,18 @@ class _Static(NamedTuple):
     trainable: tuple[bool, ...]
 
     def tree(self, values: Sequence[Any], others: Sequence[Any] | None = None) -> Any:
-        """Builds a tree like params from one value per trainable leaf. Other leaves come from `others`, or are None."""
+        """Builds a tree like params from one value per trainable leaf. Other leaves come from
+        `others`, or are None.
+        """
         rest = iter(values)
         others = others or (None,) * len(self.trainable)
         leaves = [next(rest) if t else x for t, x in zip(self.trainable, others, strict=True)]
         return jax.tree.unflatten(self.structure, leaves)
 
     def specs(self, arrays: list[Any], batch: Any) -> tuple[Any, PartitionSpec]:
-        """Returns how gradients are divided over Explicit mesh axes, like the leaves, and values of examples."""
+        """Returns how gradients are divided over Explicit mesh axes, like the leaves, and values of
+        examples.
+        """
         moving = [x for x, t in zip(arrays, self.trainable, strict=True) if t]
         rows = shards.spec_of(jax.tree.leaves(batch)[0])[:1]
         return self.tree([shards.spec_of(x) for x in moving]), PartitionSpec(*rows)
@@ -436,11 +529,19 @@ def _clipped_sum(static: _Static, arrays: list[Any], batch: Any, *others: Any) -
 
 
 def _summed(
-    static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key: Any, clip_norm: Any, bound: Any
+    static: _Static,
+    arrays: list[Any],
+    batch: Any,
+    mask: jax.Array,
+    key: Any,
+    clip_norm: Any,
+    bound: Any,
 ) -> ClippedSum:
     loss, moving, batch, unmasked = _prepared(static, arrays, batch, mask, key)
     program, consts = _traced(loss, moving, batch)
-    sums, per_example, nonfinite = _sums(static.f, program, consts, moving, batch, unmasked, clip_norm, bound)
+    sums, per_example, nonfinite = _sums(
+        static.f, program, consts, moving, batch, unmasked, clip_norm, bound
+    )
     return ClippedSum(static.tree(sums), *per_example[:3], nonfinite)
 
 
@@ -448,7 +549,8 @@ class _Program(NamedTuple):
     """The traced loss of one example.
 
     Attributes:
-      jaxpr: The program from weights and the leaves of an example to the loss and the leaves of aux.
+      jaxpr: The program from weights and the leaves of an example to the loss and the leaves of
+          aux.
       value: The shape and dtype of the loss.
       aux: Those of the auxiliary output, a pytree.
     """
@@ -458,7 +560,9 @@ class _Program(NamedTuple):
     aux: Any
 
     def evaluate(self, consts: list[Any]) -> Callable[..., list[Any]]:
-        """Returns the program as a function. Its constants, on which `loss_fn` closes, are separate arguments."""
+        """Returns the program as a function. Its constants, on which `loss_fn` closes, are separate
+        arguments.
+        """
         function: Callable[..., list[Any]] = jax.extend.core.jaxpr_as_fun(self.closed(consts))
         return function
 
@@ -469,12 +573,15 @@ class _Program(NamedTuple):
         return jax.tree.unflatten(jax.tree.structure(self.aux), leaves)
 
 
-# (sums per leaf, (norms, losses, aux, whether it contributes) per example, number of non-finite examples)
+# (sums per leaf, (norms, losses, aux, whether it contributes) per example, number of non-finite
+# examples)
 Sums = tuple[list[jax.Array], tuple[jax.Array, jax.Array, Any, jax.Array], jax.Array]
 
 
 def _sums_of(f: ClippedGrad, program: _Program, *arguments: Any) -> Sums:
-    """Returns `_sums_on_platform`, in the forms of the platform that the program is compiled for."""
+    """Returns `_sums_on_platform`, in the forms of the platform that the program is compiled
+    for.
+    """
     sums: Sums = forms.for_platform(functools.partial(_sums_on_platform, f, program), *arguments)
     return sums
 
@@ -502,7 +609,9 @@ _sums = jax.custom_jvp(_sums_of, nondiff_argnums=(0, 1))
 
 @_sums.defjvp
 def _sums_jvp(f: ClippedGrad, program: _Program, primals: Any, tangents: Any) -> tuple[Sums, Sums]:
-    """Differentiates the sum over the examples that contribute. 0 * NaN is NaN, so others must not be computed."""
+    """Differentiates the sum over the examples that contribute. 0 * NaN is NaN, so others must not
+    be computed.
+    """
     result = _sums(f, program, *primals)
     contributes = result[1][3]
     if len(contributes) == 0:
@@ -515,12 +624,16 @@ def _sums_jvp(f: ClippedGrad, program: _Program, primals: Any, tangents: Any) ->
             return jnp.where(contributes.reshape(-1, *(1,) * (x.ndim - 1)), x, x[first])
 
         _, *others = rest
-        sums: Sums = _sums_of(f, program, consts, moving, jax.tree.map(shown, batch), contributes, *others)
+        sums: Sums = _sums_of(
+            f, program, consts, moving, jax.tree.map(shown, batch), contributes, *others
+        )
         return sums
 
     def nothing(*arguments: Any) -> Sums:
         shapes: Sums = jax.eval_shape(of_contributing, *arguments)
-        zeros: Sums = jax.tree.map(lambda x: shards.vary(jnp.zeros(x.shape, x.dtype), shards.varying_axes(x)), shapes)
+        zeros: Sums = jax.tree.map(
+            lambda x: shards.vary(jnp.zeros(x.shape, x.dtype), shards.varying_axes(x)), shapes
+        )
         return zeros
 
     def differentiated(*arguments: Any) -> Sums:
@@ -537,22 +650,35 @@ def _zero_tangent(x: jax.Array) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _per_example_grads(static: _Static, arrays: list[Any], batch: Any, *others: Any) -> PerExampleGrads:
+def _per_example_grads(
+    static: _Static, arrays: list[Any], batch: Any, *others: Any
+) -> PerExampleGrads:
     specs: Any = (static.specs(arrays, batch)[1], PartitionSpec())
     formed = shards.automatic(functools.partial(_formed, static), PerExampleGrads(*specs))
     result: PerExampleGrads = formed(arrays, batch, *others)
     return result
 
 
-def _formed(static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key: Any) -> PerExampleGrads:
+def _formed(
+    static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key: Any
+) -> PerExampleGrads:
     loss, moving, batch, unmasked = _prepared(static, arrays, batch, mask, key)
-    grads, finite = [jnp.zeros((0, *x.shape), sites.wide_dtype(x)) for x in moving], jnp.ones(0, bool)
+    grads, finite = (
+        [jnp.zeros((0, *x.shape), sites.wide_dtype(x)) for x in moving],
+        jnp.ones(0, bool),
+    )
     if len(unmasked):
         # Layer by layer is faster than `vmap` for convolutions.
-        engine = _vmap if static.f.engine == "vmap" else functools.partial(_bookkeeping, choose=lambda *_: "keep")
+        engine = (
+            _vmap
+            if static.f.engine == "vmap"
+            else functools.partial(_bookkeeping, choose=lambda *_: "keep")
+        )
         program, consts = _traced(loss, moving, batch)
 
-        def formed(consts: list[Any], moving: list[Any], batch: Any) -> tuple[list[jax.Array], jax.Array]:
+        def formed(
+            consts: list[Any], moving: list[Any], batch: Any
+        ) -> tuple[list[jax.Array], jax.Array]:
             result = engine(program, consts, moving, batch)
             assert result.grads is not None
             return result.grads, result.finite
@@ -565,11 +691,15 @@ def _formed(static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key
 def _prepared(
     static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key: jax.Array | None
 ) -> tuple[Loss, list[Any], Any, jax.Array]:
-    """Returns (loss of one example as a function of the trainable leaves, these leaves, batch with keys, [B] mask)."""
+    """Returns (loss of one example as a function of the trainable leaves, these leaves, batch with
+    keys, [B] mask).
+    """
     leaves = [s if a is None else a for s, a in zip(static.settings, arrays, strict=True)]
     moving = [x for x, t in zip(leaves, static.trainable, strict=True) if t]
 
-    def loss(moving: Sequence[Any], example: Any, present: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
+    def loss(
+        moving: Sequence[Any], example: Any, present: Any, key: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
         params = static.tree(moving, leaves)
         if static.f.group:
             return _group_loss(static.f, params, example, present, key)
@@ -579,7 +709,9 @@ def _prepared(
     unmasked = mask.any(1) if mask.ndim == 2 else mask
     batch = (batch, mask if mask.ndim == 2 else None, keys)
     if shards.manual_axes():
-        moving = _on_this_shard(loss, moving, batch, shards.varying_axes(*jax.tree.leaves((arrays, batch, mask))))
+        moving = _on_this_shard(
+            loss, moving, batch, shards.varying_axes(*jax.tree.leaves((arrays, batch, mask)))
+        )
     return loss, moving, batch, unmasked
 
 
@@ -588,30 +720,39 @@ def _folded(key: jax.Array, count: int) -> jax.Array:
 
 
 def _on_this_shard(loss: Loss, moving: list[Any], batch: Any, axes: frozenset[str]) -> list[Any]:
-    """Types shared weights as values of this shard. Otherwise JAX sums their gradients over shards before clipping."""
+    """Types shared weights as values of this shard. Otherwise JAX sums their gradients over shards
+    before clipping.
+    """
     program, _ = _traced(loss, [shards.vary(x, axes) for x in moving], batch)
     axes |= shards.varying_axes(program.value)  # loss_fn may close over values of this shard
     return [shards.vary(x, axes) for x in moving]
 
 
-_OWN_KEY = "Let loss_fn take key=, pass key= in every call (stochastic=True in jaxdp.finetune), and "
+_OWN_KEY = (
+    "Let loss_fn take key=, pass key= in every call (stochastic=True in jaxdp.finetune), and "
+)
 # Errors of model libraries inside a loss, by the names of their classes.
 _REMEDIES = {
     "TraceContextError": (  # Flax NNX
-        "changes the state of an NNX module, such as the count of Dropout or the average of BatchNorm. Merge a copy: "
-        f"nnx.merge(graph, params, rest, copy=True). For Dropout: {_OWN_KEY[0].lower()}{_OWN_KEY[1:]}call "
-        "nnx.reseed(model, default=key)."
+        "changes the state of an NNX module, such as the count of Dropout or the average of "
+        "BatchNorm. Merge a copy: nnx.merge(graph, params, rest, copy=True). For Dropout: "
+        f"{_OWN_KEY[0].lower()}{_OWN_KEY[1:]}call nnx.reseed(model, default=key)."
     ),
     "ModifyScopeVariableError": (  # Flax Linen
-        "updates a collection of a Linen module, such as the averages of BatchNorm. Use GroupNorm or LayerNorm, or "
-        "freeze the statistics (use_running_average=True)."
+        "updates a collection of a Linen module, such as the averages of BatchNorm. Use GroupNorm "
+        "or LayerNorm, or freeze the statistics (use_running_average=True)."
     ),
-    "InvalidRngError": f"needs random numbers. {_OWN_KEY}call model.apply(..., rngs={{'dropout': key}}).",  # Flax Linen
-    "MissingRNGError": f"needs random numbers. {_OWN_KEY}call transformed.apply(params, key, ...).",  # Haiku
+    # Flax Linen
+    "InvalidRngError": f"needs random numbers. {_OWN_KEY}call model.apply(..., "
+    f"rngs={{'dropout': key}}).",
+    # Haiku
+    "MissingRNGError": f"needs random numbers. {_OWN_KEY}call transformed.apply(params, key, ...).",
 }
 
 
-def _loss(f: ClippedGrad, params: Any, example: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
+def _loss(
+    f: ClippedGrad, params: Any, example: Any, key: jax.Array | None
+) -> tuple[jax.Array, Any]:
     keys = {} if key is None else {"key": key}
     _check_signature(f.loss_fn, params, example, **keys)
     try:
@@ -625,9 +766,10 @@ def _loss(f: ClippedGrad, params: Any, example: Any, key: jax.Array | None) -> t
     shapes = jax.tree.map(jnp.shape, value)
     if f.has_aux > pair or shapes != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise ValueError(
-            f"loss_fn must return a floating scalar{' and aux' if f.has_aux else ''} for ONE example, got shapes "
-            f"{shapes}. It receives one element of the batch without its leading axis. Add the axis that a model "
-            "expects with x[None], or pass has_aux=True if it returns more than the loss."
+            f"loss_fn must return a floating scalar{' and aux' if f.has_aux else ''} for ONE "
+            f"example, got shapes {shapes}. It receives one element of the batch without its "
+            "leading axis. Add the axis that a model expects with x[None], or pass has_aux=True "
+            "if it returns more than the loss."
         )
     return value, aux
 
@@ -641,9 +783,9 @@ def _check_signature(loss_fn: Callable[..., Any], *args: Any, **keys: Any) -> No
         signature.bind(*args, **keys)
     except TypeError as error:
         raise TypeError(
-            f"loss_fn must take (params, example{', *, key' if keys else ''}), got the signature {signature}: {error}. "
-            "Pass an example of several parts as one pytree: loss_fn(params, (x, y)). Pass key= in every call if the "
-            "loss takes a key."
+            f"loss_fn must take (params, example{', *, key' if keys else ''}), got the signature "
+            f"{signature}: {error}. Pass an example of several parts as one pytree: "
+            "loss_fn(params, (x, y)). Pass key= in every call if the loss takes a key."
         ) from None
 
 
@@ -658,7 +800,9 @@ def _group_loss(
     losses, aux = jax.vmap(functools.partial(_loss, f, params))(group, keys)
     if present is None:
         return losses.mean(), aux
-    return jnp.where(present, losses, 0).sum() / jnp.maximum(present.sum(), 1).astype(losses.dtype), aux
+    return jnp.where(present, losses, 0).sum() / jnp.maximum(present.sum(), 1).astype(
+        losses.dtype
+    ), aux
 
 
 def _chunk_sum(
@@ -692,7 +836,8 @@ def _chunk_sum(
     factors = jnp.where(keep, clip_factors(f.clip_rule, norms, clip_norm, bound), 0)
     rows = result.rows
     if forms.platform() != "tpu":  # where sums leave out rows of the factor 0
-        # XLA would compute the factors again for each of their readers, if they did not pass the loop too.
+        # XLA would compute the factors again for each of their readers, if they did not pass the
+        # loop too.
         rows, factors = _without_rows((rows, factors), keep, ~finite.all())
     sums = result.weighted_sum(rows, factors)
     losses = jnp.where(unmasked, result.losses, 0)
@@ -700,10 +845,14 @@ def _chunk_sum(
     return sums, hidden, (unmasked & ~finite).sum(dtype=jnp.int32)
 
 
-def _in_chunks(step: Callable[..., Sums], batch: Any, unmasked: jax.Array, chunk: int, axes: frozenset[str]) -> Sums:
-    """Applies `step` to one chunk of the batch after the other. Masked copies of example 0 pad the batch.
+def _in_chunks(
+    step: Callable[..., Sums], batch: Any, unmasked: jax.Array, chunk: int, axes: frozenset[str]
+) -> Sums:
+    """Applies `step` to one chunk of the batch after the other. Masked copies of example 0 pad the
+    batch.
 
-    Chunk k has the rows k, k + n, k + 2 n, ... of n chunks. So where devices have blocks of rows, all work on each.
+    Chunk k has the rows k, k + n, k + 2 n, ... of n chunks. So where devices have blocks of rows,
+    all work on each.
     """
     size = len(unmasked)
     n_chunks = math.ceil(size / chunk)
@@ -727,14 +876,20 @@ def _in_chunks(step: Callable[..., Sums], batch: Any, unmasked: jax.Array, chunk
         return jax.tree.map(jnp.add, total, (sums, nonfinite)), per_example
 
     shapes = jax.eval_shape(step, *picked(0))
-    zero = jax.tree.map(lambda s: shards.vary(jnp.zeros(s.shape, s.dtype), axes), (shapes[0], shapes[2]))
+    zero = jax.tree.map(
+        lambda s: shards.vary(jnp.zeros(s.shape, s.dtype), axes), (shapes[0], shapes[2])
+    )
     (sums, nonfinite), per_example = lax.scan(body, zero, jnp.arange(n_chunks))
-    per_example = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:size], per_example)
+    per_example = jax.tree.map(
+        lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:size], per_example
+    )
     return sums, per_example, nonfinite
 
 
 def _without_rows(rows: Any, keep: jax.Array, needed: jax.Array) -> Any:
-    """Applies `sites.rows_kept` to a pytree, where that is `needed`: it costs a pass over all activations."""
+    """Applies `sites.rows_kept` to a pytree, where that is `needed`: it costs a pass over all
+    activations.
+    """
     leaves, treedef = jax.tree.flatten(rows)
     # XLA copies an array that a loop carries twice, such as the input of several layers.
     each = {id(x): x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
@@ -744,7 +899,9 @@ def _without_rows(rows: Any, keep: jax.Array, needed: jax.Array) -> Any:
 
 @jax.custom_jvp
 def _kept_in_place(xs: list[jax.Array], keep: jax.Array, needed: jax.Array) -> list[jax.Array]:
-    """Applies `sites.rows_kept` in a loop of at most one turn. A conditional would have copies of all."""
+    """Applies `sites.rows_kept` in a loop of at most one turn. A conditional would have copies of
+    all.
+    """
 
     def turn(state: Any) -> Any:
         needed, xs = state
@@ -756,7 +913,8 @@ def _kept_in_place(xs: list[jax.Array], keep: jax.Array, needed: jax.Array) -> l
 
 @_kept_in_place.defjvp
 def _kept_in_place_jvp(primals: Any, tangents: Any) -> Any:
-    # JAX cannot reverse such a loop. A row that is not kept has a factor of zero, so its tangent is zero.
+    # JAX cannot reverse such a loop. A row that is not kept has a factor of zero, so its tangent is
+    # zero.
     return _kept_in_place(*primals), [sites.rows_kept(x, primals[1]) for x in tangents[0]]
 
 
@@ -766,7 +924,9 @@ def _contract_rows(xs: list[jax.Array], factors: jax.Array) -> list[jax.Array]:
     # On CPU one contraction is many times faster than a product and a sum over the batch axis.
     def contract(x: jax.Array) -> jax.Array:
         x = sites.rows_kept(x, factors != 0) if forms.platform() == "tpu" else x
-        return lax.dot_general(factors.astype(x.dtype), x, (((0,), (0,)), ((), ())), precision=sites.PRECISION)
+        return lax.dot_general(
+            factors.astype(x.dtype), x, (((0,), (0,)), ((), ())), precision=sites.PRECISION
+        )
 
     return [contract(x) for x in xs]
 
@@ -777,7 +937,9 @@ def _total(terms: Sequence[jax.Array], kind: Any) -> jax.Array:
 
 def _sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
     """Computes the squared norms [B] of gradients [B, ...] in the widest of their dtypes."""
-    return _total([jnp.square(g).sum(tuple(range(1, g.ndim))) for g in grads], sites.wide_dtype(*grads))
+    return _total(
+        [jnp.square(g).sum(tuple(range(1, g.ndim))) for g in grads], sites.wide_dtype(*grads)
+    )
 
 
 def _one_example(batch: Any) -> Any:
@@ -793,46 +955,55 @@ def _traced(loss: Loss, moving: list[Any], batch: Any) -> tuple[_Program, list[A
     """Traces the loss of one example. Returns its program and the constants of it."""
     program, shapes = jax.make_jaxpr(loss, return_shape=True)(moving, *_one_example(batch))
     _refuse_batch_norm(program.jaxpr)
-    if draws.has_fixed_draw(program.jaxpr, [i >= len(moving) for i in range(len(program.jaxpr.invars))]):
+    if draws.has_fixed_draw(
+        program.jaxpr, [i >= len(moving) for i in range(len(program.jaxpr.invars))]
+    ):
         raise ValueError(
-            "loss_fn draws random numbers with a key that depends neither on the example nor on key=. All examples and "
-            f"calls would share them, such as one dropout mask. {_OWN_KEY}derive all randomness from it (NNX: "
-            "nnx.reseed(model, default=key), with the names of its streams). Draw numbers that are meant to be fixed "
-            "outside of loss_fn."
+            "loss_fn draws random numbers with a key that depends neither on the example nor on "
+            "key=. All examples and calls would share them, such as one dropout mask. "
+            f"{_OWN_KEY}derive all randomness from it (NNX: nnx.reseed(model, default=key), with "
+            "the names of its streams). Draw numbers that are meant to be fixed outside of "
+            "loss_fn."
         )
     program = _batchable(program)
     return _Program(program.jaxpr, *shapes), list(program.consts)
 
 
 def _batchable(program: jax.extend.core.ClosedJaxpr) -> jax.extend.core.ClosedJaxpr:
-    """Returns a program of one example that can be applied to a batch without a view of other examples.
+    """Returns a program of one example that can be applied to a batch without a view of other
+    examples.
 
     Raises:
-      ValueError: It combines values along a named axis, or hands a batch to a function that JAX does not batch.
+      ValueError: It combines values along a named axis, or hands a batch to a function that JAX
+          does not batch.
     """
     if found := shards.collectives(program.jaxpr):
         names, axes = (sorted(set(parts)) for parts in zip(*found, strict=True))
         raise ValueError(
-            f"loss_fn calls {names} on the axis {', '.join(map(repr, axes))} of an enclosing jax.vmap, jax.pmap or "
-            "jax.shard_map, so its value for one example depends on other examples, or on its place among them, and "
-            "clipping bounds nothing. Return the loss of ONE example, and call jax.lax.psum on the clipped sum. Use "
-            "jax.jit with shardings for parameters that are split over devices."
+            f"loss_fn calls {names} on the axis {', '.join(map(repr, axes))} of an enclosing "
+            "jax.vmap, jax.pmap or jax.shard_map, so its value for one example depends on other "
+            "examples, or on its place among them, and clipping bounds nothing. Return the loss "
+            "of ONE example, and call jax.lax.psum on the clipped sum. Use jax.jit with shardings "
+            "for parameters that are split over devices."
         )
     for eqn in walker.every_equation(program.jaxpr):
         method = eqn.params.get("vmap_method")
         if isinstance(method, str) and not method.startswith("sequential"):
             raise ValueError(
-                f"loss_fn calls {eqn.primitive.name} with vmap_method={method!r}, which hands the examples of a batch "
-                "to one call outside of JAX. The value of one example may then depend on others, and clipping bounds "
-                "nothing. Use vmap_method='sequential', one call for each example."
+                f"loss_fn calls {eqn.primitive.name} with vmap_method={method!r}, which hands the "
+                "examples of a batch to one call outside of JAX. The value of one example may "
+                "then depend on others, and clipping bounds nothing. Use "
+                "vmap_method='sequential', one call for each example."
             )
     return jax.extend.core.ClosedJaxpr(walker.batchable(program.jaxpr), program.consts)
 
 
 def _batched_gradient(function: Callable[..., Any], weights: Any, examples: list[Any]) -> Any:
-    """Computes `jax.value_and_grad` of a function of (weights, example), with an auxiliary output, for each example.
+    """Computes `jax.value_and_grad` of a function of (weights, example), with an auxiliary output,
+    for each example.
 
-    The program of one gradient is traced before it is batched. So the backward passes of custom rules are checked too.
+    The program of one gradient is traced before it is batched. So the backward passes of custom
+    rules are checked too.
     """
     gradient = jax.value_and_grad(function, has_aux=True)
     program, shapes = jax.make_jaxpr(gradient, return_shape=True)(weights, _one_example(examples))
@@ -859,16 +1030,21 @@ def _vmap(program: _Program, consts: list[Any], moving: list[Any], batch: Any) -
 
 def _planned(program: _Program, consts: list[Any], moving: list[Any]) -> walker.Plan:
     """Returns where the weights of the loss of one example meet data."""
-    weights = [walker.Value(False, frozenset({i}), tuple(range(jnp.ndim(x)))) for i, x in enumerate(moving)]
+    weights = [
+        walker.Value(False, frozenset({i}), tuple(range(jnp.ndim(x)))) for i, x in enumerate(moving)
+    ]
     inputs = weights + [walker.Value(data=True)] * (len(program.jaxpr.invars) - len(moving))
     return walker.make_plan(program.jaxpr, consts, inputs, close=(0,))
 
 
-# (sites of a component, entries of its leaves, whether a kernel forms it) -> "factors", "keep" or "drop".
+# (sites of a component, entries of its leaves, whether a kernel forms it) -> "factors", "keep" or
+# "drop".
 Choice = Callable[[list[sites.Site], int, bool], str]
 
 
-def _bookkeeping(program: _Program, consts: list[Any], moving: list[Any], batch: Any, choose: Choice) -> _PerExample:
+def _bookkeeping(
+    program: _Program, consts: list[Any], moving: list[Any], batch: Any, choose: Choice
+) -> _PerExample:
     """Computes losses, norms and weighted sums from one backward pass to the taps."""
     plan = _planned(program, consts, moving)
     examples = jax.tree.leaves(batch)
@@ -880,7 +1056,9 @@ def _bookkeeping(program: _Program, consts: list[Any], moving: list[Any], batch:
     axes = shards.varying_axes(*moving)
     taps = [shards.vary(site.zero_tap(), axes) for site in plan.sites]
     (losses, (aux, records)), by_tap = _batched_gradient(tapped, taps, examples)
-    cotangents = [g.reshape(len(g), *site.tap.shape) for site, g in zip(plan.sites, by_tap, strict=True)]
+    cotangents = [
+        g.reshape(len(g), *site.tap.shape) for site, g in zip(plan.sites, by_tap, strict=True)
+    ]
     wide = [x.astype(sites.wide_dtype(x)) for x in moving]
     weights = plan.weights_program(wide)
     met = list(zip(plan.sites, records, cotangents, strict=True))
@@ -888,17 +1066,23 @@ def _bookkeeping(program: _Program, consts: list[Any], moving: list[Any], batch:
         _Component([met[j] for j in indices], walker.restricted(weights, indices), wide, choose)
         for indices in _connected(plan.sites)
     ]
-    # Many small contractions take long to compile, and one of all their columns takes as long as the largest.
+    # Many small contractions take long to compile, and one of all their columns takes as long as
+    # the largest.
     small = [c.kept for c in components if c.kept is not None and c.size <= _SMALL]
     large = [c for c in components if c.kept is None or c.size > _SMALL]
     kind = sites.wide_dtype(*moving)
-    columns = {i: g.reshape(len(losses), -1).astype(kind) for kept in small for i, g in kept.items()}
+    columns = {
+        i: g.reshape(len(losses), -1).astype(kind) for kept in small for i, g in kept.items()
+    }
     packed = jnp.concatenate([jnp.zeros((len(losses), 0), kind), *columns.values()], 1)
     squared = _total([_sum_of_squares([packed]), *(c.squared_norms for c in large)], kind)
 
     def by_leaf(values: dict[int, jax.Array], lead: tuple[int, ...] = ()) -> list[jax.Array]:
         # The gradient of a leaf that meets no data is zero.
-        return [values[i] if i in values else jnp.zeros((*lead, *x.shape), x.dtype) for i, x in enumerate(wide)]
+        return [
+            values[i] if i in values else jnp.zeros((*lead, *x.shape), x.dtype)
+            for i, x in enumerate(wide)
+        ]
 
     def weighted_sum(rows: Any, factors: jax.Array) -> list[jax.Array]:
         packed, others = rows
@@ -913,11 +1097,20 @@ def _bookkeeping(program: _Program, consts: list[Any], moving: list[Any], batch:
     kept = [c.kept for c in components if c.kept is not None]
     every = {i: g for grads in kept for i, g in grads.items()}
     grads = by_leaf(every, (len(losses),)) if len(kept) == len(components) else None
-    return _PerExample(losses, program.with_aux(aux), squared, (packed, [c.rows for c in large]), weighted_sum, grads)
+    return _PerExample(
+        losses,
+        program.with_aux(aux),
+        squared,
+        (packed, [c.rows for c in large]),
+        weighted_sum,
+        grads,
+    )
 
 
 def _connected(all_sites: Sequence[sites.Site]) -> list[list[int]]:
-    """Groups the indices of sites so that no leaf belongs to two groups. Sites without entries are left out."""
+    """Groups the indices of sites so that no leaf belongs to two groups. Sites without entries are
+    left out.
+    """
     met = [(index, site) for index, site in enumerate(all_sites) if not site.empty]
     group: dict[int, int] = {}
     for _, site in met:
@@ -943,7 +1136,13 @@ class _Component:
       kept: The gradients [B, ...] by leaf, or None if they are not kept.
     """
 
-    def __init__(self, columns: list[tuple[sites.Site, Any, Any]], program: Any, leaves: list[Any], choose: Choice):
+    def __init__(
+        self,
+        columns: list[tuple[sites.Site, Any, Any]],
+        program: Any,
+        leaves: list[Any],
+        choose: Choice,
+    ):
         own = [site for site, _, _ in columns]
         self._members = sorted(frozenset[int]().union(*(site.leaves for site in own)))
         self.kept: dict[int, jax.Array] | None = None
@@ -976,8 +1175,14 @@ class _Component:
             dvs = [site.per_example(r, g) for site, r, g in self._columns]
             squares = _sum_of_squares(jax.vmap(pull)(dvs))
             spread = jnp.zeros_like(squares)
-            apart = _total([site.without_cancellation(r, g) for site, r, g in self._columns], squares.dtype)
-        terms = max(site.terms for site, _, _ in self._columns) + len(self._columns) + sites.lost_in_parts()
+            apart = _total(
+                [site.without_cancellation(r, g) for site, r, g in self._columns], squares.dtype
+            )
+        terms = (
+            max(site.terms for site, _, _ in self._columns)
+            + len(self._columns)
+            + sites.lost_in_parts()
+        )
         return rounding.covered(squares, spread, 2 * rounding.of_sum(terms, squares.dtype) * apart)
 
     def _oriented_factors(self) -> list[Any]:
@@ -986,12 +1191,19 @@ class _Component:
         if len(pairs) == 1:
             return pairs
         axes = [_axes(site) for site, _, _ in self._columns]
-        return [(parts, w) if own == axes[0] else ((w,), parts[0]) for own, (parts, w) in zip(axes, pairs, strict=True)]
+        return [
+            (parts, w) if own == axes[0] else ((w,), parts[0])
+            for own, (parts, w) in zip(axes, pairs, strict=True)
+        ]
 
     @property
     def rows(self) -> Any:
-        """The arrays [B, ...] that the weighted sum reads: gradients that are kept, or records and cotangents."""
-        return [(r, g) for _, r, g in self._columns] if self.kept is None else list(self.kept.values())
+        """The arrays [B, ...] that the weighted sum reads: gradients that are kept, or records and
+        cotangents.
+        """
+        return (
+            [(r, g) for _, r, g in self._columns] if self.kept is None else list(self.kept.values())
+        )
 
     def weighted_sum(self, rows: Any, factors: jax.Array) -> dict[int, jax.Array]:
         if self.kept is not None:
@@ -1004,32 +1216,42 @@ class _Component:
         return dict(zip(self._members, sums, strict=True))
 
 
-def _pull_back(program: Any, leaves: list[Any], members: list[int]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """Returns J^T, the map from the gradients of the V_j of `program` to the gradients of the leaves `members`."""
+def _pull_back(
+    program: Any, leaves: list[Any], members: list[int]
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """Returns J^T, the map from the gradients of the V_j of `program` to the gradients of the
+    leaves `members`.
+    """
 
     def weights(values: list[Any]) -> list[jax.Array]:
         given = dict(zip(members, values, strict=True))
-        found: list[jax.Array] = jax.extend.core.jaxpr_as_fun(program)(*(given.get(i, x) for i, x in enumerate(leaves)))
+        found: list[jax.Array] = jax.extend.core.jaxpr_as_fun(program)(
+            *(given.get(i, x) for i, x in enumerate(leaves))
+        )
         return found
 
     values, pull = jax.vjp(weights, [leaves[i] for i in members])
 
     def pulled(dvs: list[jax.Array]) -> list[jax.Array]:
-        grads: list[jax.Array] = pull([dv.astype(v.dtype) for dv, v in zip(dvs, values, strict=True)])[0]
+        grads: list[jax.Array] = pull(
+            [dv.astype(v.dtype) for dv, v in zip(dvs, values, strict=True)]
+        )[0]
         return grads
 
     return pulled
 
 
-# Primitives whose transpose moves entries and lengthens no gradient, if they keep all entries or a part of them.
+# Primitives whose transpose moves entries and lengthens no gradient, if they keep all entries or a
+# part of them.
 _SHORT = frozenset({"slice", "split", "dynamic_slice", "convert_element_type", *walker.MOVES})
 
 
 def _only_moves(program: Any) -> bool:
-    """Returns whether J^T only moves entries, in float32 or wider. Then it lengthens no rounding error.
+    """Returns whether J^T only moves entries, in float32 or wider. Then it lengthens no rounding
+    error.
 
-    Otherwise a gradient is not formed twice. J^T might multiply the difference of the two by any number, and no single
-    example bounds the rounding of a sum to bfloat16.
+    Otherwise a gradient is not formed twice. J^T might multiply the difference of the two by any
+    number, and no single example bounds the rounding of a sum to bfloat16.
     """
     eqns = list(walker.every_equation(program.jaxpr))
     if any(eqn.primitive.name not in _SHORT for eqn in eqns):
@@ -1042,42 +1264,61 @@ def _only_moves(program: Any) -> bool:
 
 
 def _applied(method: str, program: Any) -> str:
-    """Returns the method for a component of the weight-only program. What cannot be formed twice is kept."""
+    """Returns the method for a component of the weight-only program. What cannot be formed twice is
+    kept.
+    """
     return "keep" if method == "drop" and not _only_moves(program) else method
 
 
 def _ordered(site: sites.Site, record: Any, g: jax.Array) -> tuple[sites.Site, Any, jax.Array]:
-    """Adds up the equal rows of a lookup, so that the sum has one term of an example in each row of the table."""
-    return sites.summed_rows(site, record, g) if isinstance(site.rule, sites.Lookup) else (site, record, g)
+    """Adds up the equal rows of a lookup, so that the sum has one term of an example in each row of
+    the table.
+    """
+    return (
+        sites.summed_rows(site, record, g)
+        if isinstance(site.rule, sites.Lookup)
+        else (site, record, g)
+    )
 
 
 def _axes(site: sites.Site) -> tuple[Any, Any]:
     """Returns the axes of the leaf that u and w of a site cover."""
     source = site.source or ()
-    return tuple(source[d] for d in site.rule.row_dims), tuple(source[d] for d in site.rule.col_dims)
+    return tuple(source[d] for d in site.rule.row_dims), tuple(
+        source[d] for d in site.rule.col_dims
+    )
 
 
 def can_factor(component: list[sites.Site]) -> bool:
     """Returns whether dV has the norm of the leaf's gradient and its factors are available."""
-    if any(s.source is None or isinstance(s.rule, sites.OnWeight) or len(s.leaves) != 1 for s in component):
+    if any(
+        s.source is None or isinstance(s.rule, sites.OnWeight) or len(s.leaves) != 1
+        for s in component
+    ):
         return False
     if len(component) == 1:
         return True
-    if not all(s.source and s.rule.row_dims and s.rule.groups == 1 and not s.lengths for s in component):
+    if not all(
+        s.source and s.rule.row_dims and s.rule.groups == 1 and not s.lengths for s in component
+    ):
         return False
     first = _axes(component[0])
     return all(_axes(s) in (first, first[::-1]) for s in component)
 
 
-# Where factors are possible, gradients of more bytes per example are kept only if the factors take about as many. One
-# of an embedding of 50,000 tokens takes 150 MB.
+# Where factors are possible, gradients of more bytes per example are kept only if the factors take
+# about as many. One of an embedding of 50,000 tokens takes 150 MB.
 _ROOM = 2.0**24
-# The number of floating-point operations that take as long as moving one byte. Only orders of magnitude matter.
+# The number of floating-point operations that take as long as moving one byte. Only orders of
+# magnitude matter.
 _BALANCE = {"cpu": 4.0, "cuda": 20.0, "rocm": 20.0, "tpu": 50.0}
 
 
-def method_costs(component: list[sites.Site], leaf_size: int, keep: bool) -> tuple[dict[str, float], float]:
-    """Returns (cost of each possible method, cost of the ordinary gradient), in bytes that take the same time.
+def method_costs(
+    component: list[sites.Site], leaf_size: int, keep: bool
+) -> tuple[dict[str, float], float]:
+    """Returns (cost of each possible method, cost of the ordinary gradient), in bytes that take the
+    same time.
 
     The methods are "factors", "keep" (per-example gradients) and "drop" (form them twice).
     """
@@ -1111,10 +1352,18 @@ def method_costs(component: list[sites.Site], leaf_size: int, keep: bool) -> tup
             gram += 4.0 * s * (rule.rows + rule.cols)
         else:
             share = (1 + sites.gram_rows(t) / t) / 2  # of the blocks that are computed
-            gram += share * s * t * t * (2.0 * (rule.cols + (0 if lookup else rule.rows)) / balance + 8.0)
+            gram += (
+                share
+                * s
+                * t
+                * t
+                * (2.0 * (rule.cols + (0 if lookup else rule.rows)) / balance + 8.0)
+            )
     reuse = 4.0 * leaf_size * (1 + 2 / balance)
     if not lookups_only:
-        gram *= max(1, len(component) - lookups)  # a product with rows of an identity matrix costs next to nothing
+        gram *= max(
+            1, len(component) - lookups
+        )  # a product with rows of an identity matrix costs next to nothing
     options = {"drop": min(form, formed) + contract}
     factorable, room = can_factor(component), activations
     if keep:
@@ -1132,7 +1381,12 @@ def choose_method(component: list[sites.Site], leaf_size: int, keep: bool) -> st
     return min(options, key=lambda name: options[name])
 
 
-_RULE_NAMES = {sites.Dot: "dot_general", sites.Conv: "convolution", sites.Lookup: "embedding", sites.OnWeight: "direct"}
+_RULE_NAMES = {
+    sites.Dot: "dot_general",
+    sites.Conv: "convolution",
+    sites.Lookup: "embedding",
+    sites.OnWeight: "direct",
+}
 
 
 def _leaf_treatments(
@@ -1142,30 +1396,45 @@ def _leaf_treatments(
     sizes = [math.prod(jnp.shape(x)) for x in moving]
     if f.engine == "vmap":
         program = _traced(loss, moving, batch)[0].jaxpr
-        read = {id(v) for eqn in program.eqns for v in eqn.invars} | {id(v) for v in program.outvars}
+        read = {id(v) for eqn in program.eqns for v in eqn.invars} | {
+            id(v) for v in program.outvars
+        }
         used = (id(v) in read for v in program.invars)
         return [
             ((), "vmap", math.nan, 4 * n) if u else ((), "no gradient", 0.0, 0)
             for n, u in zip(sizes, used, strict=False)
         ]
     plan = _planned(*_traced(loss, moving, batch), moving)
-    weights = plan.weights_program([jax.ShapeDtypeStruct(jnp.shape(x), sites.wide_dtype(x)) for x in moving])
-    treated: list[tuple[tuple[str, ...], str, float, int]] = [((), "no gradient", 0.0, 0)] * len(moving)
+    weights = plan.weights_program(
+        [jax.ShapeDtypeStruct(jnp.shape(x), sites.wide_dtype(x)) for x in moving]
+    )
+    treated: list[tuple[tuple[str, ...], str, float, int]] = [((), "no gradient", 0.0, 0)] * len(
+        moving
+    )
     for indices in _connected(plan.sites):
         component = [plan.sites[j] for j in indices]
         members = sorted(frozenset[int]().union(*(site.leaves for site in component)))
         leaf_size, keep = sum(sizes[i] for i in members), f.engine == "auto"
-        method = _applied(choose_method(component, leaf_size, keep), walker.restricted(weights, indices))
+        method = _applied(
+            choose_method(component, leaf_size, keep), walker.restricted(weights, indices)
+        )
         options, ordinary = method_costs(component, leaf_size, keep)
         rules = tuple(sorted({_RULE_NAMES[type(site.rule)] for site in component}))
         positions = [site.rule.positions * site.repeats for site in component]
         groups = [site.rule.groups * site.slices for site in component]
-        gram = sum(8 * s * sites.gram_rows(t) ** 2 for s, t in zip(groups, positions, strict=True) if t > 1)
+        gram = sum(
+            8 * s * sites.gram_rows(t) ** 2 for s, t in zip(groups, positions, strict=True) if t > 1
+        )
         if all(isinstance(site.rule, sites.Lookup) for site in component):
             gram = sum(4 * math.prod(site.tap.shape) for site in component)
         for i in members:
             extra = gram // len(members) if method == "factors" else 4 * sizes[i]
-            treated[i] = (rules, method, max(1.0, options.get(method, options["drop"]) / max(ordinary, 1.0)), extra)
+            treated[i] = (
+                rules,
+                method,
+                max(1.0, options.get(method, options["drop"]) / max(ordinary, 1.0)),
+                extra,
+            )
     return treated
 
 
@@ -1174,9 +1443,13 @@ def _refuse_batch_norm(jaxpr: Any) -> None:
     for eqn in walker.every_equation(jaxpr):
         traceback = eqn.source_info.traceback
         names = [frame.function_name for frame in traceback.frames] if traceback else []
-        if any(a in ("_compute_stats", "mean") and b == "BatchNorm.__call__" for a, b in itertools.pairwise(names)):
+        if any(
+            a in ("_compute_stats", "mean") and b == "BatchNorm.__call__"
+            for a, b in itertools.pairwise(names)
+        ):
             raise ValueError(
-                "loss_fn uses BatchNorm in batch mode. Its output for one example depends on the whole batch, so a "
-                "per-example gradient does not exist and clipping bounds nothing. Use GroupNorm or LayerNorm, or "
-                "freeze the statistics (Flax: use_running_average=True, Haiku: is_training=False)."
+                "loss_fn uses BatchNorm in batch mode. Its output for one example depends on the "
+                "whole batch, so a per-example gradient does not exist and clipping bounds "
+                "nothing. Use GroupNorm or LayerNorm, or freeze the statistics (Flax: "
+                "use_running_average=True, Haiku: is_training=False)."
             )

@@ -1,7 +1,7 @@
 """Options of XLA under which no guarantee of jaxdp holds.
 
-Clipping leaves out a gradient that is NaN or infinite. XLA's CPU backend can be told that neither exists. It then
-removes the test, and one NaN in one record enters the sum.
+Clipping leaves out a gradient that is NaN or infinite. XLA's CPU backend can be told that neither
+exists. It then removes the test, and one NaN in one record enters the sum.
 
 | `XLA_FLAGS` | guarantee |
 |---|---|
@@ -9,8 +9,8 @@ removes the test, and one NaN in one record enters the sum.
 | `--xla_cpu_enable_fast_math=true`, `--xla_cpu_fast_math_honor_division=false`, `..._honor_functions=false` | holds |
 | `--xla_cpu_enable_fast_math=true` with `..._honor_nans=false` or `..._honor_infs=false` | refused |
 
-XLA reads the variable once, when JAX first compiles. Options that a caller gives to `jax.jit(compiler_options=...)` are
-not seen here. The caller must not give these.
+XLA reads the variable once, when JAX first compiles. Options that a caller gives to
+`jax.jit(compiler_options=...)` are not seen here. The caller must not give these.
 """
 
 import os
@@ -21,18 +21,23 @@ _HONORED = ("xla_cpu_fast_math_honor_nans", "xla_cpu_fast_math_honor_infs")
 
 
 def check_options() -> None:
-    """Raises RuntimeError if `XLA_FLAGS` lets the compiler assume that there is no NaN or no infinity."""
+    """Raises RuntimeError if `XLA_FLAGS` lets the compiler assume that there is no NaN or no
+    infinity.
+    """
     options = _options(os.environ.get("XLA_FLAGS", ""))
     broken = [name for name in _HONORED if not options.get(name, True)]
     if options.get(_FAST, False) and broken:
         raise RuntimeError(
-            f"XLA_FLAGS has --{_FAST}=true and --{broken[0]}=false. XLA then assumes that no value is NaN or infinite, "
-            f"and a record that is adds an unbounded gradient. Remove --{broken[0]}=false and start Python again."
+            f"XLA_FLAGS has --{_FAST}=true and --{broken[0]}=false. XLA then assumes that no value "
+            "is NaN or infinite, and a record that is adds an unbounded gradient. Remove "
+            f"--{broken[0]}=false and start Python again."
         )
 
 
 def _options(text: str) -> dict[str, bool]:
-    """Parses boolean options as XLA does: the last one counts, and a text without a dash is the name of a file."""
+    """Parses boolean options as XLA does: the last one counts, and a text without a dash is the
+    name of a file.
+    """
     if text.strip() and not text.lstrip().startswith("-"):
         file = pathlib.Path(text.strip())
         text = file.read_text() if file.is_file() else ""

@@ -1,8 +1,8 @@
 """Which kernels serve a dense layer on a TPU, and what they cost.
 
-The kernels compute norms and weighted sums of per-example gradients u_i^T w_i without an array of T x T, or of a
-gradient, for each example. `jaxdp.transforms.sites` has the same results by products of XLA, for all other platforms,
-shapes, and programs that XLA divides among devices.
+The kernels compute norms and weighted sums of per-example gradients u_i^T w_i without an array of T
+x T, or of a gradient, for each example. `jaxdp.transforms.sites` has the same results by products
+of XLA, for all other platforms, shapes, and programs that XLA divides among devices.
 """
 
 import functools
@@ -21,7 +21,9 @@ Lanes = tuple[bool, bool]
 
 
 def has_gram_norm(parts: Sequence[Any], w: Any) -> bool:
-    """Returns whether `gram_norm` serves the factors of a site: one array u [B, S, T, p], and w [B, S, T, q]."""
+    """Returns whether `gram_norm` serves the factors of a site: one array u [B, S, T, p], and w [B,
+    S, T, q].
+    """
     kinds = {getattr(x, "dtype", None) for x in (*parts, w)}
     if forms.platform() != "tpu" or len(parts) != 1 or kinds != {jnp.dtype(jnp.bfloat16)}:
         return False
@@ -29,7 +31,9 @@ def has_gram_norm(parts: Sequence[Any], w: Any) -> bool:
 
 
 def _merged(x: jax.Array) -> jax.Array:
-    """Reshapes [B, S, ...] to [S * B, ...]. Loops stack their iterations in front, so this moves nothing."""
+    """Reshapes [B, S, ...] to [S * B, ...]. Loops stack their iterations in front, so this moves
+    nothing.
+    """
     return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
 
@@ -39,9 +43,11 @@ def _apart(x: jax.Array, slices: int) -> jax.Array:
 
 
 def gram_norm(u: jax.Array, w: jax.Array, lanes: Lanes) -> Norm:
-    """Returns ||sum_t u_t w_t^T||^2 and a bound on its rounding, E in `rounding`, [B] each, and the lengths of rows.
+    """Returns ||sum_t u_t w_t^T||^2 and a bound on its rounding, E in `rounding`, [B] each, and the
+    lengths of rows.
 
-    By Cauchy and Schwarz sum_ts a_t a_s |W_ts| is at most (sum_t a_t^2) ||W||, with the Frobenius norm.
+    By Cauchy and Schwarz sum_ts a_t a_s |W_ts| is at most (sum_t a_t^2) ||W||, with the Frobenius
+    norm.
 
     Args:
       u, w: bfloat16 [B, S, T, p] and [B, S, T, q].
@@ -63,7 +69,8 @@ def gram_norm(u: jax.Array, w: jax.Array, lanes: Lanes) -> Norm:
 
 
 def _frobenius(squares: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns a bound on the norms [B] of Gram matrices, from the sums of their squares, which may under- or overflow.
+    """Returns a bound on the norms [B] of Gram matrices, from the sums of their squares, which may
+    under- or overflow.
 
     The trace of a Gram matrix is a bound too.
     """
@@ -73,12 +80,15 @@ def _frobenius(squares: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def formed_squares(u: jax.Array, w: jax.Array) -> jax.Array:
-    """Returns the squared norms [B] of gradients that are formed block by block. Arguments as in `gram_norm`."""
+    """Returns the squared norms [B] of gradients that are formed block by block. Arguments as in
+    `gram_norm`.
+    """
     return _apart(formed.formed_norms(_merged(u), _merged(w)), u.shape[1]).sum(1)
 
 
 def weighted_sum(u: jax.Array, w: jax.Array, factors: jax.Array, lanes: Lanes) -> jax.Array:
-    """Returns sum_b factors_b u_bs^T w_bs, float32 [S, p, q]. Examples with the factor 0 are not read.
+    """Returns sum_b factors_b u_bs^T w_bs, float32 [S, p, q]. Examples with the factor 0 are not
+    read.
 
     Args:
       u, w, lanes: As in `gram_norm`.
@@ -91,7 +101,9 @@ def weighted_sum(u: jax.Array, w: jax.Array, factors: jax.Array, lanes: Lanes) -
 
 
 def costs(positions: int, rows: int, cols: int) -> dict[str, float]:
-    """Returns what the kernels that serve a shape cost for one example and slice, in bytes that take the same time."""
+    """Returns what the kernels that serve a shape cost for one example and slice, in bytes that
+    take the same time.
+    """
     sizes = (positions, rows, cols)
     kernels = {"gram": gram, "formed": formed, "weighted": weighted}
     served = {name: kernel for name, kernel in kernels.items() if kernel.suits(*sizes)}

@@ -36,14 +36,20 @@ def _follow(jaxpr: jex.Jaxpr, varies: Sequence[bool]) -> tuple[bool, list[bool]]
         for body in jex.jaxprs_in_params(eqn.params):
             aligned = (len(body.invars), len(body.outvars)) == (len(inputs), len(outputs))
             aligned &= eqn.primitive.name != "while"  # its bodies change the carry
-            # Inputs of a body that cannot be told apart all vary if one of them does. So a draw is not refused wrongly.
+            # Inputs of a body that cannot be told apart all vary if one of them does. So a draw is
+            # not refused wrongly.
             entered = inputs if aligned else [any(inputs)] * len(body.invars)
             found, after = _follow(body, entered)
             if eqn.primitive.name == "scan":
                 avals = ([v.aval for v in variables] for variables in (eqn.invars, eqn.outvars))
                 first, last = walker.scan_starts(eqn.params["jaxpr"], *avals)
-                while any(new and not old for new, old in zip(after, entered[first:last], strict=False)):
-                    entered = [old or (first <= i < last and after[i - first]) for i, old in enumerate(entered)]
+                while any(
+                    new and not old for new, old in zip(after, entered[first:last], strict=False)
+                ):
+                    entered = [
+                        old or (first <= i < last and after[i - first])
+                        for i, old in enumerate(entered)
+                    ]
                     found, after = _follow(body, entered)
             fixed |= found
             if aligned:

@@ -1,9 +1,10 @@
 """Forms of one expression, chosen by the platform that a program is compiled for.
 
-A process may compile for another platform than its own: it exports a model for a TPU, or computes on the CPU of
-a host with a GPU. So a form is chosen when a program is lowered, and not when it is traced.
-`jax.lax.platform_dependent` does so too, but it traces all forms, and lowers a Pallas kernel for platforms
-that have none. It also leaves a kernel in programs that XLA divides among devices, which the compiler refuses.
+A process may compile for another platform than its own: it exports a model for a TPU, or computes
+on the CPU of a host with a GPU. So a form is chosen when a program is lowered, and not when it is
+traced. `jax.lax.platform_dependent` does so too, but it traces all forms, and lowers a Pallas
+kernel for platforms that have none. It also leaves a kernel in programs that XLA divides among
+devices, which the compiler refuses.
 """
 
 import contextlib
@@ -33,7 +34,9 @@ def platform() -> str:
 
 
 def own_platform() -> str:
-    """Returns the platform on which this process computes what is not on a device yet, of `PLATFORMS`."""
+    """Returns the platform on which this process computes what is not on a device yet, of
+    `PLATFORMS`.
+    """
     device = jax.config.values["jax_default_device"] or jax.local_devices()[0]
     return device if isinstance(device, str) else platform_of(device)
 
@@ -46,14 +49,18 @@ def platform_of(device: jax.Device) -> str:
 
 
 def capability() -> int:
-    """Returns the major number of the compute capability of CUDA devices, by default a modern one."""
+    """Returns the major number of the compute capability of CUDA devices, by default a modern
+    one.
+    """
     known = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")[0]
     return int(known) if known.isdigit() else _MODERN
 
 
 @contextlib.contextmanager
 def traced_for(name: str) -> Iterator[None]:
-    """Lets `platform` return `name`. What was traced before, such as a compiled function, keeps its forms."""
+    """Lets `platform` return `name`. What was traced before, such as a compiled function, keeps its
+    forms.
+    """
     token = _traced.set(name)
     try:
         yield
@@ -92,17 +99,19 @@ def by_platform(
     kernels: Mapping[str, Callable[..., Any]] | None = None,
     **forms: Callable[..., Any],
 ) -> Any:
-    """Returns `default(*args)`, computed by the form of the platform that the program is compiled for.
+    """Returns `default(*args)`, computed by the form of the platform that the program is compiled
+    for.
 
     Args:
       args: Pytrees of arrays.
-      default: The form of all platforms that have none of their own. Derivatives are those of this form.
-      kernels: By platform, functions of args that call a Pallas kernel. XLA cannot divide a kernel, so a program
-        of several devices has none, except inside of `jax.shard_map`.
+      default: The form of all platforms that have none of their own. Derivatives are those of this
+          form.
+      kernels: By platform, functions of args that call a Pallas kernel. XLA cannot divide a kernel,
+        so a program of several devices has none, except inside of `jax.shard_map`.
       forms: By platform, other functions of args.
 
-    Forms and kernels return what `default` returns, up to rounding. They must not close over traced values. Each is
-    traced only in programs for its platform.
+    Forms and kernels return what `default` returns, up to rounding. They must not close over traced
+    values. Each is traced only in programs for its platform.
     """
     leaves, structure = jax.tree.flatten(args)
 
@@ -113,10 +122,14 @@ def by_platform(
     # With one call in it, the program is not traced equation by equation where it is lowered.
     program, shapes = jax.make_jaxpr(jax.jit(flat), return_shape=True)(*leaves)
     if any(isinstance(x, jax.core.Tracer) for x in program.consts):
-        raise TypeError("default closes over a traced value. Pass the value as an argument of by_platform.")
+        raise TypeError(
+            "default closes over a traced value. Pass the value as an argument of by_platform."
+        )
 
     def own(functions: Mapping[str, Callable[..., Any]]) -> Forms:
-        return tuple((name, functools.partial(_flat, f, structure, mesh)) for name, f in functions.items())
+        return tuple(
+            (name, functools.partial(_flat, f, structure, mesh)) for name, f in functions.items()
+        )
 
     results = _form.bind(*leaves, default=program, forms=own(forms), kernels=own(kernels or {}))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -138,14 +151,18 @@ def _computed(*args: Any, **parameters: Any) -> Any:
     return jax.jit(functools.partial(_form.bind, **parameters))(*args)
 
 
-def _lowered(platform: str, context: Any, *args: Any, default: Any, forms: Forms, kernels: Forms) -> Any:
+def _lowered(
+    platform: str, context: Any, *args: Any, default: Any, forms: Forms, kernels: Forms
+) -> Any:
     possible = {**dict(forms), **(dict(kernels) if _undivided(context) else {})}
     form = possible.get(platform, jaxpr_as_fun(default))
     return mlir.lower_fun(form, multiple_results=True)(context, *args)
 
 
 def _undivided(context: Any) -> bool:
-    """Returns whether each device computes all of the program, or a part that `jax.shard_map` tells it."""
+    """Returns whether each device computes all of the program, or a part that `jax.shard_map` tells
+    it.
+    """
     devices = context.module_context.axis_context
     if isinstance(devices, mlir.ShardingContext):
         return bool(devices.num_devices == 1)
@@ -173,7 +190,8 @@ batching.primitive_batchers[_form] = _batched
 
 
 def _tangents(args: Any, tangents: Any, *, default: Any, forms: Forms, kernels: Forms) -> Any:
-    # The results are computed by the form of the platform, and their derivatives by the default form.
+    # The results are computed by the form of the platform, and their derivatives by the default
+    # form.
     results = _form.bind(*args, default=default, forms=forms, kernels=kernels)
     tangents = [ad.instantiate_zeros(t) for t in tangents]
     return results, jax.jvp(jaxpr_as_fun(default), tuple(args), tuple(tangents))[1]

@@ -1,7 +1,8 @@
 """The rules of `jaxdp.interval`, one per primitive, simple ones first.
 
-Every rule is inclusion-isotonic, because endpoints come from monotone formulas. The choice of a formula depends on
-shapes and on the structure of the function, never on endpoints. docs/design/prediction.md has the derivations T1 to T3.
+Every rule is inclusion-isotonic, because endpoints come from monotone formulas. The choice of a
+formula depends on shapes and on the structure of the function, never on endpoints.
+docs/design/prediction.md has the derivations T1 to T3.
 """
 
 import functools
@@ -40,11 +41,13 @@ from jaxdp.transforms.walker import called_program, scan_starts
 
 # Sums of at most this many products are unrolled and bounded corner by corner.
 _UNROLLED = 16
-# Sums of at most K = 4 terms are bounded once more with each row subtracted, which takes K times as many products.
+# Sums of at most K = 4 terms are bounded once more with each row subtracted, which takes K times as
+# many products.
 _CENTRED = 4
 # All pairwise differences of at most this many logits are bounded.
 _PAIRWISE = 32
-# Longer sums of products are summed in blocks, so that the rounding grows with the square root of the length.
+# Longer sums of products are summed in blocks, so that the rounding grows with the square root of
+# the length.
 _LONG = 256
 
 Ends = tuple[jax.Array, jax.Array]  # (lower, upper)
@@ -54,28 +57,104 @@ class NoRuleError(Exception):
     """The error of a rule that does not cover its operands."""
 
 
-# --- data movement and other operations without rounding -------------------------------------------------------------
+# --- data movement and other operations without rounding ----------------------------------------
 
-_SAME_SHAPE = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "sharding_constraint", "name")
+_SAME_SHAPE = (
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "optimization_barrier",
+    "sharding_constraint",
+    "name",
+)
 _MOVES = (
     *_SAME_SHAPE,
-    *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "tile", "concatenate"),
-    *("stack", "unstack", "pad", "split", "gather", "dynamic_slice", "dynamic_update_slice", "scatter", "select_n"),
+    *(
+        "reshape",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "broadcast_in_dim",
+        "slice",
+        "rev",
+        "tile",
+        "concatenate",
+    ),
+    *(
+        "stack",
+        "unstack",
+        "pad",
+        "split",
+        "gather",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "scatter",
+        "select_n",
+    ),
     "device_put",
 )
 _MONOTONE_EXACT = (
-    *("max", "min", "clamp", "floor", "ceil", "round", "sign", "reduce_max", "reduce_min", "cummax", "cummin"),
+    *(
+        "max",
+        "min",
+        "clamp",
+        "floor",
+        "ceil",
+        "round",
+        "sign",
+        "reduce_max",
+        "reduce_min",
+        "cummax",
+        "cummin",
+    ),
     *("reduce_window_max", "reduce_window_min", "and", "or", "reduce_and", "reduce_or"),
 )
 # Exact operands of these give exact results. Every other primitive with float results needs a rule.
 EXACT = {
     *_MOVES,
     *_MONOTONE_EXACT,
-    *("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "not", "xor", "is_finite", "argmax", "argmin", "iota", "top_k"),
+    *(
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "neg",
+        "abs",
+        "not",
+        "xor",
+        "is_finite",
+        "argmax",
+        "argmin",
+        "iota",
+        "top_k",
+    ),
     *("sort", "rem"),
-    *("empty", "empty2", "bitcast_convert_type", "select_and_gather_add", "shift_left", "shift_right_logical"),
-    *("shift_right_arithmetic", "population_count", "nextafter", "random_bits", "random_wrap", "random_unwrap"),
-    *("random_seed", "random_fold_in", "random_split", "random_clone", "threefry2x32", "rng_bit_generator"),
+    *(
+        "empty",
+        "empty2",
+        "bitcast_convert_type",
+        "select_and_gather_add",
+        "shift_left",
+        "shift_right_logical",
+    ),
+    *(
+        "shift_right_arithmetic",
+        "population_count",
+        "nextafter",
+        "random_bits",
+        "random_wrap",
+        "random_unwrap",
+    ),
+    *(
+        "random_seed",
+        "random_fold_in",
+        "random_split",
+        "random_clone",
+        "threefry2x32",
+        "rng_bit_generator",
+    ),
 }
 
 
@@ -91,13 +170,17 @@ def _check_boolean(x: Operand) -> None:
 
 @register_rule(*_MOVES, *_MONOTONE_EXACT)
 def _monotone_exact(eqn: Equation, *operands: Operand) -> list[Operand]:
-    first = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2, "scatter": 1}.get(eqn.name, len(operands))
+    first = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2, "scatter": 1}.get(
+        eqn.name, len(operands)
+    )
     _check_positions(operands[first : 2 if eqn.name == "scatter" else None])
     if eqn.name in ("and", "or", "reduce_and", "reduce_or"):
         _check_boolean(operands[0])
     elif eqn.name == "select_n" and isinstance(operands[0], Interval):
         return [_select_unknown(*operands)]
-    values = {"select_n": operands[1:], "gather": operands[:1], "dynamic_slice": operands[:1]}.get(eqn.name, operands)
+    values = {"select_n": operands[1:], "gather": operands[:1], "dynamic_slice": operands[:1]}.get(
+        eqn.name, operands
+    )
     sign = (any if eqn.name == "max" else all)([is_nonnegative(x) for x in values])
     ends = zip(eqn.bind(*map(lower, operands)), eqn.bind(*map(upper, operands)), strict=True)
     results = [Box(low, high, nonnegative=sign and is_float(low)) for low, high in ends]
@@ -134,7 +217,10 @@ def _extremes(dtype: Any) -> tuple[Any, Any]:
 def _select_unknown(predicate: Operand, *cases: Operand) -> Box:
     """Returns the hull of the cases that the predicate (boolean, or an index) allows."""
     least, most = (jnp.asarray(end(predicate), jnp.int32) for end in (lower, upper))
-    low, high = (jnp.full(np.shape(lower(cases[0])), end, cases[0].dtype) for end in _extremes(cases[0].dtype))
+    low, high = (
+        jnp.full(np.shape(lower(cases[0])), end, cases[0].dtype)
+        for end in _extremes(cases[0].dtype)
+    )
     for i, case in enumerate(cases):
         possible = (least <= i) & (most >= i)
         low = jnp.where(possible, jnp.minimum(low, lower(case)), low)
@@ -184,7 +270,9 @@ def _equality(eqn: Equation, x: Operand, y: Operand) -> Operand:
 @register_rule("eq_itself", "ne_itself")
 def _equality_to_itself(eqn: Equation, x: Operand) -> Operand:
     """Bounds x == x, which is False for NaN only. No NaN lies between finite ends."""
-    certain = jnp.isfinite(lower(x)) & jnp.isfinite(upper(x)) if is_float(x) else jnp.ones(x.shape, bool)
+    certain = (
+        jnp.isfinite(lower(x)) & jnp.isfinite(upper(x)) if is_float(x) else jnp.ones(x.shape, bool)
+    )
     always = jnp.ones_like(certain)
     return Box(certain, always) if eqn.name == "eq_itself" else Box(~always, ~certain)
 
@@ -206,14 +294,19 @@ def _argmax(eqn: Equation, x: Operand) -> Operand:
 
 
 def _may_stand(x: Operand, places: Any) -> jax.Array:
-    """Returns whether entry n of the last axis may be at place p in ascending order: bool [..., P, N]."""
+    """Returns whether entry n of the last axis may be at place p in ascending order: bool [..., P,
+    N].
+    """
 
     def counted(side: str, among: jax.Array, entries: jax.Array) -> jax.Array:
         rows, size = jnp.sort(among), among.shape[-1]
         find = jax.vmap(functools.partial(jnp.searchsorted, side=side))
-        return find(rows.reshape(-1, size), entries.reshape(-1, size)).reshape(*entries.shape[:-1], 1, size)
+        return find(rows.reshape(-1, size), entries.reshape(-1, size)).reshape(
+            *entries.shape[:-1], 1, size
+        )
 
-    # An entry stands behind those that are certainly smaller, and before those that are certainly larger.
+    # An entry stands behind those that are certainly smaller, and before those that are certainly
+    # larger.
     first, behind = counted("left", upper(x), lower(x)), counted("right", lower(x), upper(x))
     place = np.asarray(places).reshape(*(1,) * (x.ndim - 1), -1, 1)
     return (first <= place) & (place < behind)
@@ -236,10 +329,15 @@ def _top_k(eqn: Equation, x: Operand) -> list[Operand]:
 
 @register_rule("sort")
 def _sort(eqn: Equation, *operands: Operand) -> list[Operand]:
-    """Bounds sorted entries. Entries that are sorted by an interval may stand wherever their key can."""
+    """Bounds sorted entries. Entries that are sorted by an interval may stand wherever their key
+    can.
+    """
     keys, axis = operands[: eqn.params["num_keys"]], eqn.params["dimension"]
     if not any(isinstance(key, Interval) for key in keys):  # both ends have one order
-        return [Box(*ends) for ends in zip(*(eqn.bind(*map(end, operands)) for end in (lower, upper)), strict=True)]
+        return [
+            Box(*ends)
+            for ends in zip(*(eqn.bind(*map(end, operands)) for end in (lower, upper)), strict=True)
+        ]
     if len(keys) > 1:
         raise NoRuleError("It does not sort by several keys of which one is an interval.")
     key, *others = _along_last(axis, without_nan(operands[0]), *operands[1:])
@@ -255,12 +353,16 @@ def _sort(eqn: Equation, *operands: Operand) -> list[Operand]:
 
 @register_rule("rem")
 def _rem(eqn: Equation, x: Operand, y: Operand) -> Operand:
-    """Bounds the rest of a division, which has the sign of x. It rises with x between multiples of y."""
+    """Bounds the rest of a division, which has the sign of x. It rises with x between multiples of
+    y.
+    """
     if not is_float(x):
         raise NoRuleError("It does not support integer division by an interval or of an interval.")
     low, high, far = lower(x), upper(x), magnitude(y)
     near = lower(_absolute(y)) if isinstance(y, Interval) else far
-    known = (near > 0) & jnp.isfinite(low) & jnp.isfinite(high)  # the rest by zero, or of infinity, is NaN
+    known = (
+        (near > 0) & jnp.isfinite(low) & jnp.isfinite(high)
+    )  # the rest by zero, or of infinity, is NaN
     ends = jnp.maximum(-far, jnp.minimum(low, 0)), jnp.minimum(far, jnp.maximum(high, 0))
     same = magnitude(x) < near
     rests = low, high
@@ -276,12 +378,18 @@ def _rem(eqn: Equation, x: Operand, y: Operand) -> Operand:
 def _convert(eqn: Equation, x: Operand) -> Operand:
     low, high = eqn.ends(x)
     source, target = jnp.dtype(x.dtype), jnp.dtype(eqn.outputs[0].dtype)
-    known = is_nonnegative(x) or source == jnp.bool_ or bool(jnp.issubdtype(source, jnp.unsignedinteger))
+    known = (
+        is_nonnegative(x)
+        or source == jnp.bool_
+        or bool(jnp.issubdtype(source, jnp.unsignedinteger))
+    )
     if not jnp.issubdtype(target, jnp.floating):
         return _to_integer(x, low, high) if isinstance(x, Interval) else low
     if jnp.issubdtype(source, jnp.floating):
         a, b = jnp.finfo(source), jnp.finfo(target)
-        exact = a.nmant <= b.nmant and a.minexp - a.nmant >= b.minexp - b.nmant and a.maxexp <= b.maxexp
+        exact = (
+            a.nmant <= b.nmant and a.minexp - a.nmant >= b.minexp - b.nmant and a.maxexp <= b.maxexp
+        )
     else:
         exact = source == jnp.bool_ or source.itemsize * 8 <= jnp.finfo(target).nmant
         if isinstance(x, np.ndarray | np.generic):  # a constant of the program
@@ -289,9 +397,15 @@ def _convert(eqn: Equation, x: Operand) -> Operand:
     if not exact:
         below, above = widen(low, high)
         if jnp.issubdtype(source, jnp.integer):
-            most = min(2.0 ** (jnp.finfo(target).nmant + 1), float(jnp.finfo(target).max))  # exact below
-            below = jnp.where(low >= most, jnp.maximum(below, most), jnp.where(low > -most, low, below))
-            above = jnp.where(high <= -most, jnp.minimum(above, -most), jnp.where(high < most, high, above))
+            most = min(
+                2.0 ** (jnp.finfo(target).nmant + 1), float(jnp.finfo(target).max)
+            )  # exact below
+            below = jnp.where(
+                low >= most, jnp.maximum(below, most), jnp.where(low > -most, low, below)
+            )
+            above = jnp.where(
+                high <= -most, jnp.minimum(above, -most), jnp.where(high < most, high, above)
+            )
         low, high = below, above
     elif not isinstance(x, Interval):
         return low
@@ -302,7 +416,9 @@ def _convert(eqn: Equation, x: Operand) -> Operand:
 
 
 def _to_integer(x: Interval, low: jax.Array, high: jax.Array) -> Box:
-    """Converts endpoints to integers or booleans. Where a value does not fit, the result is the whole range."""
+    """Converts endpoints to integers or booleans. Where a value does not fit, the result is the
+    whole range.
+    """
     if low.dtype == jnp.bool_:
         return Box((x.lower > 0) | (x.upper < 0), ~((x.lower == 0) & (x.upper == 0)))
     if x.dtype == jnp.bool_:
@@ -322,10 +438,12 @@ def _to_integer(x: Interval, low: jax.Array, high: jax.Array) -> Box:
 def _reduce_precision(eqn: Equation, x: Operand) -> Operand:
     """Bounds both the rounded and the given value, because the rounding is intended."""
     low, high = eqn.ends(x)
-    return Box(jnp.minimum(low, lower(x)), jnp.maximum(high, upper(x)), nonnegative=is_nonnegative(x))
+    return Box(
+        jnp.minimum(low, lower(x)), jnp.maximum(high, upper(x)), nonnegative=is_nonnegative(x)
+    )
 
 
-# --- elementwise functions -------------------------------------------------------------------------------------------
+# --- elementwise functions ----------------------------------------------------------------------
 
 
 def _narrow(eqn: Equation, low: jax.Array, high: jax.Array, **facts: Any) -> Box:
@@ -349,10 +467,11 @@ def _monotone(
     inputs: float = 0,
     falls: bool = False,
 ) -> Callable[..., Operand]:
-    """Builds the rule for an increasing (or falling) function on [start, inf) with range [below, above].
+    """Builds the rule for an increasing (or falling) function on [start, inf) with range [below,
+    above].
 
-    Its error is `ulps` units in the last place of the result, and `inputs` roundings of the argument where
-    implementations round before they call exp.
+    Its error is `ulps` units in the last place of the result, and `inputs` roundings of the
+    argument where implementations round before they call exp.
     """
 
     def rule(eqn: Equation, x: Operand) -> Operand:
@@ -419,7 +538,9 @@ def _exp_neg_sq(eqn: Equation, x: Operand) -> Operand:
 
 @register_rule("logaddexp", "logaddexp2")
 def _logaddexp(eqn: Equation, x: Operand, y: Operand) -> Operand:
-    """Bounds log(exp(x) + exp(y)), which rises with both. Its larger operand and the logarithm may cancel."""
+    """Bounds log(exp(x) + exp(y)), which rises with both. Its larger operand and the logarithm may
+    cancel.
+    """
     return _around(eqn.ends(x, y), _ends_of_max(x, y), 24)
 
 
@@ -440,7 +561,9 @@ def _ends_of_max(x: Operand, y: Operand) -> Ends:
 def _around(ends: Ends, scales: Ends, roundings: float) -> Box:
     """Moves ends outward by roundings of 1 + |scale|. An infinite end stays."""
     low, high = (
-        jnp.where(jnp.isfinite(end), end + sign * slack(end.dtype, roundings) * (1 + jnp.abs(scale)), end)
+        jnp.where(
+            jnp.isfinite(end), end + sign * slack(end.dtype, roundings) * (1 + jnp.abs(scale)), end
+        )
         for sign, end, scale in zip((-1, 1), ends, scales, strict=True)
     )
     return Box(*without_overflow(low, high))
@@ -450,14 +573,18 @@ def _around(ends: Ends, scales: Ends, roundings: float) -> Box:
 def _log_sum_exp_of(eqn: Equation, x: Operand) -> Operand:
     """Bounds log(sum(exp(x))) over the last axis, which rises with every entry."""
     wide, shape = at_least_float32(x), eqn.outputs[0].shape
-    ends, scales = (both(f, wide) for f in (lambda v: _log_sum_exp(v, -1), lambda v: jnp.max(v, -1)))
+    ends, scales = (
+        both(f, wide) for f in (lambda v: _log_sum_exp(v, -1), lambda v: jnp.max(v, -1))
+    )
     result = _around(ends, scales, wide.shape[-1] + 24)
     return _narrow(eqn, result.lower.reshape(shape), result.upper.reshape(shape))
 
 
 @register_rule("log_softmax")
 def _log_softmax(eqn: Equation, x: Operand) -> Operand:
-    """Bounds x_k - log(sum(exp(x))) = -log(sum_j exp(x_j - x_k)) over the last axis, by differences up to a length."""
+    """Bounds x_k - log(sum(exp(x))) = -log(sum_j exp(x_j - x_k)) over the last axis, by differences
+    up to a length.
+    """
     x = at_least_float32(x)
     if x.shape[-1] <= _PAIRWISE:
         gaps = pairwise_gaps(x, eqn.product)
@@ -494,7 +621,8 @@ def _sine(eqn: Equation, x: Operand) -> Operand:
     turn, shift = 2 * math.pi, math.pi / 2 if eqn.name == "sin" else 0.0
 
     def reaches(phase: float) -> jax.Array:
-        # Whether some phase + 2 pi n lies between the ends. The margin covers the rounding of this test.
+        # Whether some phase + 2 pi n lies between the ends. The margin covers the rounding of this
+        # test.
         margin = 8 * slack(low.dtype, 4) * jnp.maximum(1, magnitude(x))
         return jnp.ceil((low - phase - margin) / turn) * turn + phase <= high + margin
 
@@ -535,7 +663,9 @@ def _shifted(differences: Callable[[], jax.Array], b: Operand) -> jax.Array:
 def _off_diagonal(x: jax.Array) -> jax.Array:
     """Sets the diagonal of the last two axes to zero, since z_c - z_c = 0."""
     size = x.shape[-1]
-    return jnp.where(np.eye(size, dtype=bool).reshape(*(1,) * (x.ndim - 2), size, size), jnp.zeros_like(x), x)
+    return jnp.where(
+        np.eye(size, dtype=bool).reshape(*(1,) * (x.ndim - 2), size, size), jnp.zeros_like(x), x
+    )
 
 
 @register_rule("sub")
@@ -545,7 +675,9 @@ def _sub(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 @register_rule("mul")
 def _mul(eqn: Equation, x: Operand, y: Operand) -> Operand:
-    result = Box(*_rounded(*_corner_products(x, y)), nonnegative=is_nonnegative(x) and is_nonnegative(y))
+    result = Box(
+        *_rounded(*_corner_products(x, y)), nonnegative=is_nonnegative(x) and is_nonnegative(y)
+    )
     for a, b in ((x, y), (y, x)):
         # If all entries have the same factor, their sum stays zero.
         if isinstance(a, Box) and a.zero_sum and np.shape(lower(b))[-1:] in ((), (1,)):
@@ -570,14 +702,18 @@ def _x_plus_xy(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 
 def _corner_products(x: Operand, y: Operand) -> Ends:
-    """Returns the smallest and largest products of endpoints, and skips products that cannot be extreme."""
+    """Returns the smallest and largest products of endpoints, and skips products that cannot be
+    extreme.
+    """
     if is_nonnegative(x) and is_nonnegative(y):
         return lower(x) * lower(y), upper(x) * upper(y)
     if not isinstance(x, Interval) or is_nonnegative(y):
         x, y = y, x
     if not isinstance(y, Interval):
         low, high = lower(x) * y, upper(x) * y
-        return (low, high) if is_nonnegative(y) else (jnp.minimum(low, high), jnp.maximum(low, high))
+        return (
+            (low, high) if is_nonnegative(y) else (jnp.minimum(low, high), jnp.maximum(low, high))
+        )
     if is_nonnegative(x):
         ends = lower(x), upper(x)
         return _least([lower(y) * end for end in ends]), _most([upper(y) * end for end in ends])
@@ -618,7 +754,9 @@ def without_nan(x: Operand) -> Operand:
 
 @register_rule("softmax")
 def _softmax(eqn: Equation, x: Operand) -> Operand:
-    """Bounds exp(x) / sum(exp(x)) over the last axis, with each entry as e / (e + sum of the others)."""
+    """Bounds exp(x) / sum(exp(x)) over the last axis, with each entry as e / (e + sum of the
+    others).
+    """
     x = at_least_float32(x)
     shift = jnp.max(upper(x), axis=-1, keepdims=True)
     low, high = widen(lower(x) - shift, upper(x) - shift)
@@ -643,7 +781,7 @@ def _others(e: jax.Array) -> jax.Array:
     return before + jnp.concatenate([after[..., 1:], zero], axis=-1)
 
 
-# --- sums ------------------------------------------------------------------------------------------------------------
+# --- sums ---------------------------------------------------------------------------------------
 
 
 @register_rule("reduce_sum", "cumsum", "reduce_window_sum")
@@ -655,7 +793,9 @@ def _sum(eqn: Equation, x: Operand) -> Operand:
     if eqn.name == "reduce_window_sum":
         terms = math.prod(p["window_dimensions"])
     else:
-        terms = math.prod(x.shape[a] for a in (p["axes"] if eqn.name == "reduce_sum" else [p["axis"]]))
+        terms = math.prod(
+            x.shape[a] for a in (p["axes"] if eqn.name == "reduce_sum" else [p["axis"]])
+        )
     low, high = eqn.ends(inflate(at_least_float32(x), terms + 2))
     least = (terms + 1) * tiny(low.dtype)
     return _narrow(eqn, low - least, high + least, nonnegative=is_nonnegative(x))
@@ -663,7 +803,9 @@ def _sum(eqn: Equation, x: Operand) -> Operand:
 
 @register_rule("reduce_prod")
 def _reduce_prod(eqn: Equation, x: Operand) -> Operand:
-    """Multiplies halves with each other. Each multiplication bounds its own rounding and underflow."""
+    """Multiplies halves with each other. Each multiplication bounds its own rounding and
+    underflow.
+    """
     if not is_float(x):
         raise NoRuleError("It does not support products over an interval of integers.")
     known = is_nonnegative(x)
@@ -671,14 +813,21 @@ def _reduce_prod(eqn: Equation, x: Operand) -> Operand:
     low, high = lower(x), upper(x)
     while (half := low.shape[-1] // 2) > 0:
         parts = slice(half), slice(half, 2 * half)
-        ends = widen(*_corner_products(*(Box(low[..., p], high[..., p], nonnegative=known) for p in parts)))
-        low, high = (jnp.concatenate([a, b[..., 2 * half :]], -1) for a, b in zip(ends, (low, high), strict=True))
+        ends = widen(
+            *_corner_products(*(Box(low[..., p], high[..., p], nonnegative=known) for p in parts))
+        )
+        low, high = (
+            jnp.concatenate([a, b[..., 2 * half :]], -1)
+            for a, b in zip(ends, (low, high), strict=True)
+        )
     return _narrow(eqn, low[..., 0], high[..., 0], nonnegative=known)
 
 
 @register_rule("cumprod")
 def _cumprod(eqn: Equation, x: Operand) -> Operand:
-    """Multiplies neighbours, then pairs of them, and so on. Each multiplication bounds its own rounding."""
+    """Multiplies neighbours, then pairs of them, and so on. Each multiplication bounds its own
+    rounding.
+    """
     if not is_float(x):
         raise NoRuleError("It does not support products over an interval of integers.")
     x, known = at_least_float32(x), is_nonnegative(x)
@@ -686,7 +835,9 @@ def _cumprod(eqn: Equation, x: Operand) -> Operand:
     def multiply(a: Ends, b: Ends) -> Ends:
         return widen(*_corner_products(Box(*a, nonnegative=known), Box(*b, nonnegative=known)))
 
-    ends = lax.associative_scan(multiply, (lower(x), upper(x)), reverse=eqn.params["reverse"], axis=eqn.params["axis"])
+    ends = lax.associative_scan(
+        multiply, (lower(x), upper(x)), reverse=eqn.params["reverse"], axis=eqn.params["axis"]
+    )
     return _narrow(eqn, *ends, nonnegative=known)
 
 
@@ -717,10 +868,14 @@ def _scatter_add(eqn: Equation, x: Operand, indices: Operand, updates: Operand) 
 
 @register_rule("select_and_scatter_add")
 def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Operand:
-    """Bounds the derivative of max pooling: the cotangent may go to any entry that can be the window's largest."""
+    """Bounds the derivative of max pooling: the cotangent may go to any entry that can be the
+    window's largest.
+    """
     if eqn.params["select_prim"].name == "le":  # min pooling
         x = Box(-upper(x), -lower(x)) if isinstance(x, Interval) else -x
-    window, strides, padding = (eqn.params[k] for k in ("window_dimensions", "window_strides", "padding"))
+    window, strides, padding = (
+        eqn.params[k] for k in ("window_dimensions", "window_strides", "padding")
+    )
     offsets = list(np.ndindex(*window))
     padded = [
         lax.pad(end(x), jnp.asarray(-jnp.inf, x.dtype), [(int(a), int(b), 0) for a, b in padding])
@@ -728,7 +883,9 @@ def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Opera
     ]
 
     def patch(array: jax.Array, offset: tuple[int, ...]) -> jax.Array:
-        limits = [o + (n - 1) * s + 1 for o, n, s in zip(offset, source.shape, strides, strict=True)]
+        limits = [
+            o + (n - 1) * s + 1 for o, n, s in zip(offset, source.shape, strides, strict=True)
+        ]
         return lax.slice(array, offset, limits, strides)
 
     lows, highs = ([patch(end, o) for o in offsets] for end in padded)
@@ -743,8 +900,12 @@ def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Opera
             possible = ~(highs[i] < jnp.maximum(earlier, later))
         else:  # ties select the first entry of the window
             certain = possible = (lows[i] > earlier) & (lows[i] >= later)
-        part_low = jnp.where(certain, wide.lower, jnp.where(possible, jnp.minimum(wide.lower, 0), 0))
-        part_high = jnp.where(certain, wide.upper, jnp.where(possible, jnp.maximum(wide.upper, 0), 0))
+        part_low = jnp.where(
+            certain, wide.lower, jnp.where(possible, jnp.minimum(wide.lower, 0), 0)
+        )
+        part_high = jnp.where(
+            certain, wide.upper, jnp.where(possible, jnp.maximum(wide.upper, 0), 0)
+        )
         config = [
             (o, size - o - (n - 1) * s - 1, s - 1)
             for o, n, s, size in zip(offset, source.shape, strides, low.shape, strict=True)
@@ -755,7 +916,7 @@ def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Opera
     return Box(*widen(*both(lambda v: lax.pad(v, jnp.zeros((), v.dtype), crop), Box(low, high))))
 
 
-# --- products --------------------------------------------------------------------------------------------------------
+# --- products -----------------------------------------------------------------------------------
 
 
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
@@ -764,15 +925,18 @@ Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 def _bilinear(eqn: Equation, multiply: Multiply, a: Operand, b: Operand, terms: int) -> Ends:
     """Bounds sums of `terms` products by a few evaluations at endpoints (T1).
 
-    The bounds are exact if a factor has a known sign or is a point. Otherwise a = a+ - a-, and both parts are bounded
-    separately. That is exact for entries of either factor that do not cross zero, and else at most twice too wide.
+    The bounds are exact if a factor has a known sign or is a point. Otherwise a = a+ - a-, and both
+    parts are bounded separately. That is exact for entries of either factor that do not cross zero,
+    and else at most twice too wide.
     """
     if not isinstance(b, Interval) or (is_nonnegative(b) and isinstance(a, Interval)):
         straight = multiply
         multiply, a, b = (lambda x, y: straight(y, x)), b, a
     if eqn.product == "rump":
         return _midpoint_radius(multiply, a, b, terms)
-    if not isinstance(b, Interval) and not isinstance(a, Interval):  # two points: only rounding is uncertain
+    if not isinstance(b, Interval) and not isinstance(
+        a, Interval
+    ):  # two points: only rounding is uncertain
         value, error = multiply(a, b), slack(b.dtype, terms + 2) * multiply(jnp.abs(a), jnp.abs(b))
         return value - error, value + error
     b = inflate(b, terms + 6)
@@ -780,7 +944,11 @@ def _bilinear(eqn: Equation, multiply: Multiply, a: Operand, b: Operand, terms: 
     if not isinstance(a, Interval):
         plus, minus = jnp.maximum(a, 0), jnp.maximum(-a, 0)
         low, high = multiply(plus, b.lower), multiply(plus, b.upper)
-        return (low, high) if known else (low - multiply(minus, b.upper), high - multiply(minus, b.lower))
+        return (
+            (low, high)
+            if known
+            else (low - multiply(minus, b.upper), high - multiply(minus, b.lower))
+        )
     low_plus, high_plus = jnp.maximum(b.lower, 0), jnp.maximum(b.upper, 0)
     low_minus, high_minus = jnp.minimum(b.lower, 0), jnp.minimum(b.upper, 0)
     p_low, p_high = jnp.maximum(a.lower, 0), jnp.maximum(a.upper, 0)
@@ -799,7 +967,9 @@ def _midpoint_radius(multiply: Multiply, a: Operand, b: Operand, terms: int) -> 
     """Bounds |a b - a_m b_m| <= |a_m| b_r + a_r (|b_m| + b_r) (Rump 1999)."""
     b_mid = (lower(b) + upper(b)) / 2
     # The second term covers the rounding of the midpoints, the products and their sums.
-    b_rad = jnp.maximum(upper(b) - b_mid, b_mid - lower(b)) + slack(b.dtype, terms + 8) * magnitude(b)
+    b_rad = jnp.maximum(upper(b) - b_mid, b_mid - lower(b)) + slack(b.dtype, terms + 8) * magnitude(
+        b
+    )
     if not isinstance(a, Interval):
         mid, rad = multiply(a, b_mid), multiply(jnp.abs(a), b_rad)
     else:
@@ -812,7 +982,14 @@ def _midpoint_radius(multiply: Multiply, a: Operand, b: Operand, terms: int) -> 
 
 @register_rule("conv_general_dilated")
 def _conv(eqn: Equation, a: Operand, b: Operand) -> Operand:
-    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count")
+    names = (
+        "window_strides",
+        "padding",
+        "lhs_dilation",
+        "rhs_dilation",
+        "dimension_numbers",
+        "feature_group_count",
+    )
     params = {name: eqn.params[name] for name in (*names, "batch_group_count")}
     terms = math.prod(b.shape[d] for d in eqn.params["dimension_numbers"].rhs_spec[1:])
 
@@ -835,7 +1012,11 @@ def _dot_general(eqn: Equation, a: Operand, b: Operand) -> Operand:
     (a_contract, _), (a_batch, _) = dims
     terms = math.prod(a.shape[d] for d in a_contract)
     tight = eqn.product == "tight" and not a_batch
-    unsigned = not (is_nonnegative(a) or is_nonnegative(b)) and isinstance(a, Interval) and isinstance(b, Interval)
+    unsigned = (
+        not (is_nonnegative(a) or is_nonnegative(b))
+        and isinstance(a, Interval)
+        and isinstance(b, Interval)
+    )
     if tight and terms == 1:
         arrays, outer = outer_parts(eqn, a, b)
         result = outer(*arrays)
@@ -845,7 +1026,9 @@ def _dot_general(eqn: Equation, a: Operand, b: Operand) -> Operand:
         else:
             length, multiply = dot_product(dims, terms)
             ends = _bilinear(eqn, multiply, a, b, length)
-        result = _product_result(eqn, ends, terms, nonnegative=is_nonnegative(a) and is_nonnegative(b))
+        result = _product_result(
+            eqn, ends, terms, nonnegative=is_nonnegative(a) and is_nonnegative(b)
+        )
     if tight:
         use_zero_sum(eqn, result, a, b, dims)
         _note_differences(result, a, b, dims)
@@ -883,7 +1066,8 @@ def dot_product(dims: Dims, terms: int) -> tuple[int, Callable[[jax.Array, jax.A
         x, y = parts
         last, blocks_of = ((x.ndim - 1,), (y.ndim - 1,)), ((x.ndim - 2,), (y.ndim - 2,))
         products = lax.dot_general(x, y, (last, blocks_of), precision=lax.Precision.HIGHEST)
-        # XLA may merge a reduction over a batch axis into the dot product, so the blocks are added one by one.
+        # XLA may merge a reduction over a batch axis into the dot product, so the blocks are added
+        # one by one.
         for level in reversed(range(levels)):
             products = products[: 2**level] + products[2**level :]
         return products[0]
@@ -894,7 +1078,9 @@ def dot_product(dims: Dims, terms: int) -> tuple[int, Callable[[jax.Array, jax.A
 def _last(x: Operand, axes: Sequence[int]) -> Operand:
     """Moves contracted axes to the end and merges them."""
     kept = [d for d in range(len(x.shape)) if d not in axes]
-    return moved(lambda v: jnp.transpose(v, (*kept, *axes)).reshape(*(v.shape[d] for d in kept), -1), x)
+    return moved(
+        lambda v: jnp.transpose(v, (*kept, *axes)).reshape(*(v.shape[d] for d in kept), -1), x
+    )
 
 
 def _index(x: Operand, i: int) -> Operand:
@@ -902,18 +1088,25 @@ def _index(x: Operand, i: int) -> Operand:
 
 
 def _all_products(x: Operand, y: Operand, shared: int = 0) -> Ends:
-    """Pairs every entry of x with every entry of y for `_corner_products`, except along the last `shared` axes."""
+    """Pairs every entry of x with every entry of y for `_corner_products`, except along the last
+    `shared` axes.
+    """
 
     def spread(v: Operand, new: int, kept: int) -> Operand:
         place = len(v.shape) - kept
-        return moved(lambda end: end.reshape(*end.shape[:place], *(1,) * new, *end.shape[place:]), v)
+        return moved(
+            lambda end: end.reshape(*end.shape[:place], *(1,) * new, *end.shape[place:]), v
+        )
 
     left, right = len(x.shape) - shared, len(y.shape)
     return _corner_products(spread(x, right - shared, shared), spread(y, left, right))
 
 
-def outer_parts(eqn: Equation, a: Operand, b: Operand) -> tuple[list[jax.Array], Callable[..., Box]]:
-    """Splits the rule of an outer product into arrays of the operands' sizes and a function of these arrays.
+def outer_parts(
+    eqn: Equation, a: Operand, b: Operand
+) -> tuple[list[jax.Array], Callable[..., Box]]:
+    """Splits the rule of an outer product into arrays of the operands' sizes and a function of
+    these arrays.
 
     A caller that keeps the arrays in memory prevents XLA from computing them again for every entry.
     """
@@ -926,7 +1119,10 @@ def outer_parts(eqn: Equation, a: Operand, b: Operand) -> tuple[list[jax.Array],
         a = inflate(a, 2, keep_sign=True)
     else:
         b = inflate(b, 2, keep_sign=True)
-    points, signs = [not isinstance(x, Interval) for x in (a, b)], [is_nonnegative(x) for x in (a, b)]
+    points, signs = (
+        [not isinstance(x, Interval) for x in (a, b)],
+        [is_nonnegative(x) for x in (a, b)],
+    )
 
     def multiply(*arrays: jax.Array) -> Box:
         x = [v.reshape(*v.shape, *(1,) * arrays[2].ndim) for v in arrays[:2]]
@@ -940,7 +1136,11 @@ def outer_parts(eqn: Equation, a: Operand, b: Operand) -> tuple[list[jax.Array],
         return _product_result(eqn, ends, 1, nonnegative=all(signs))
 
     def parts(x: Operand) -> list[jax.Array]:
-        return [x.lower, x.upper] if isinstance(x, Interval) else [jnp.maximum(x, 0), jnp.minimum(x, 0)]
+        return (
+            [x.lower, x.upper]
+            if isinstance(x, Interval)
+            else [jnp.maximum(x, 0), jnp.minimum(x, 0)]
+        )
 
     return [*parts(a), *parts(b)], multiply
 
@@ -951,29 +1151,44 @@ def _corner_sum(a: Operand, b: Operand, dims: Dims) -> Ends:
     a, b = _last(a, a_contract), _last(b, b_contract)
     terms = a.shape[-1]
     b = inflate(b, terms + 2)
-    if math.prod(a.shape) > terms and math.prod(b.shape) > terms:  # matrices: slower to compute, faster to compile
+    if (
+        math.prod(a.shape) > terms and math.prod(b.shape) > terms
+    ):  # matrices: slower to compute, faster to compile
         low, high = _all_products(a, b, shared=1)
         return jnp.sum(low, axis=-1), jnp.sum(high, axis=-1)
-    lows, highs = zip(*(_all_products(_index(a, i), _index(b, i)) for i in range(terms)), strict=True)
+    lows, highs = zip(
+        *(_all_products(_index(a, i), _index(b, i)) for i in range(terms)), strict=True
+    )
     return functools.reduce(jnp.add, lows), functools.reduce(jnp.add, highs)
 
 
 def use_zero_sum(eqn: Equation, result: Box, a: Operand, b: Operand, dims: Dims) -> None:
-    """Tightens sum_j d_j w_j by sum_j d_j (w_j - w_c), which is equal for every c if the d_j sum to zero (T3)."""
+    """Tightens sum_j d_j w_j by sum_j d_j (w_j - w_c), which is equal for every c if the d_j sum to
+    zero (T3).
+    """
     (a_contract, b_contract), _ = dims
     if len(a_contract) != 1:
         return
-    for d, w, d_axis, w_axis in ((a, b, a_contract[0], b_contract[0]), (b, a, b_contract[0], a_contract[0])):
-        if not (isinstance(d, Box) and d.zero_sum and d_axis == d.ndim - 1 and d.shape[-1] <= _CENTRED):
+    for d, w, d_axis, w_axis in (
+        (a, b, a_contract[0], b_contract[0]),
+        (b, a, b_contract[0], a_contract[0]),
+    ):
+        if not (
+            isinstance(d, Box) and d.zero_sum and d_axis == d.ndim - 1 and d.shape[-1] <= _CENTRED
+        ):
             continue
         rows = _last(w, [w_axis])
         size = rows.shape[-1]
         for c in range(size):
-            ends = widen(lower(rows) - upper(rows)[..., c : c + 1], upper(rows) - lower(rows)[..., c : c + 1])
+            ends = widen(
+                lower(rows) - upper(rows)[..., c : c + 1], upper(rows) - lower(rows)[..., c : c + 1]
+            )
             itself = (np.arange(size) == c).reshape(*(1,) * (len(rows.shape) - 1), size)
             centred = Box(*(jnp.where(itself, 0, end) for end in ends))
             last = (centred.ndim - 1,)
-            pair, places = ((d, centred), ((d_axis,), last)) if d is a else ((centred, d), (last, (d_axis,)))
+            pair, places = (
+                ((d, centred), ((d_axis,), last)) if d is a else ((centred, d), (last, (d_axis,)))
+            )
             below, above = _corner_sum(*pair, (places, ((), ())))
             least = 8 * size * tiny(below.dtype)
             bounds = _narrow(eqn, below - least, above + least)
@@ -983,7 +1198,9 @@ def use_zero_sum(eqn: Equation, result: Box, a: Operand, b: Operand, dims: Dims)
 
 
 def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
-    """Stores how to bound z_j - z_c = sum_n h_n (w_nj - w_nc) for a result z [..., K] = h w (T2)."""
+    """Stores how to bound z_j - z_c = sum_n h_n (w_nj - w_nc) for a result z [..., K] = h w
+    (T2).
+    """
     (a_contract, b_contract), _ = dims
     if len(a_contract) != 1 or len(a.shape) + len(b.shape) - 2 != result.ndim:
         return
@@ -1005,7 +1222,7 @@ def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
     result.differences = differences
 
 
-# --- losses ----------------------------------------------------------------------------------------------------------
+# --- losses -------------------------------------------------------------------------------------
 
 
 def pairwise_gaps(logits: Operand, product: str = "tight") -> jax.Array:
@@ -1023,7 +1240,9 @@ def pairwise_gaps(logits: Operand, product: str = "tight") -> jax.Array:
 
 
 def certain_argmax(logits: Operand, product: str = "tight") -> jax.Array:
-    """Returns the index [] of the entry of z [K] that is the largest at every point, or -1. Needs K >= 2."""
+    """Returns the index [] of the entry of z [K] that is the largest at every point, or -1. Needs K
+    >= 2.
+    """
     if logits.shape[-1] > _PAIRWISE:
         best = jnp.argmax(lower(logits))
         rest = jnp.where(jnp.arange(logits.shape[-1]) == best, -jnp.inf, upper(logits))
@@ -1034,7 +1253,9 @@ def certain_argmax(logits: Operand, product: str = "tight") -> jax.Array:
 
 
 def probabilities(gaps: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Bounds softmax(z) by p_c = 1 / sum_j exp(z_j - z_c), from upper bounds [..., j, c] of z_j - z_c."""
+    """Bounds softmax(z) by p_c = 1 / sum_j exp(z_j - z_c), from upper bounds [..., j, c] of z_j -
+    z_c.
+    """
     # z_j - z_c >= -(upper bound of z_c - z_j)
     low, high = 1 / jnp.sum(jnp.exp(gaps), axis=-2), 1 / jnp.sum(jnp.exp(-gaps), axis=-1)
     low, high = widen(low, high, gaps.shape[-1] + 20)
@@ -1043,14 +1264,18 @@ def probabilities(gaps: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @register_rule("softmax_cross_entropy_gradient")
 def _softmax_gradient(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
-    """Bounds (sum_k y_k) softmax(z) - y by differences of logits and by the simplex constraint (T3)."""
+    """Bounds (sum_k y_k) softmax(z) - y by differences of logits and by the simplex constraint
+    (T3).
+    """
     low, high = probabilities(pairwise_gaps(logits, eqn.product))
     if eqn.product == "tight":
         below, above = widen(1 - _others(high), 1 - _others(low), 2)
         error = slack(low.dtype, low.shape[-1] + 4)  # the others sum to at most 1 at any point
         above, below = above + error, below - error * jnp.maximum(1, _others(high))
         low, high = jnp.maximum(low, below), jnp.minimum(high, above)
-    total = Box(*both(lambda v: jnp.sum(v, axis=-1, keepdims=True), inflate(weights, low.shape[-1])))
+    total = Box(
+        *both(lambda v: jnp.sum(v, axis=-1, keepdims=True), inflate(weights, low.shape[-1]))
+    )
     low, high = widen(*_corner_products(Box(low, high, nonnegative=True), total))
     return Box(*widen(low - upper(weights), high - lower(weights)), zero_sum=True)
 
@@ -1067,7 +1292,9 @@ def _softmax_value(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
     absent = (lower(weights) == 0) & (upper(weights) == 0)
     low, high = (jnp.where(absent, 0, end) for end in ends)
     scale = slack(low.dtype, low.shape[-1] + 2)
-    low, high = (jnp.sum(end, axis=-1) for end in (low - scale * jnp.abs(low), high + scale * jnp.abs(high)))
+    low, high = (
+        jnp.sum(end, axis=-1) for end in (low - scale * jnp.abs(low), high + scale * jnp.abs(high))
+    )
     return Box(*widen(low, high))
 
 
@@ -1097,7 +1324,8 @@ def _sigmoid_value(eqn: Equation, logits: Operand, label: Operand) -> Operand:
         ends = [value(low, y), value(high, y)]
         turn = jnp.clip(jnp.log(jnp.clip(y, 0, 1)) - jnp.log1p(-jnp.clip(y, 0, 1)), low, high)
         tops += ends
-        # An error in the turning point changes the value by the square of the error, far below the slack.
+        # An error in the turning point changes the value by the square of the error, far below the
+        # slack.
         bottoms.append(_least([*ends, value(turn, y)]))
     error = slack(low.dtype, 32) * (1 + magnitude(logits) * jnp.maximum(1, magnitude(label)))
     return Box(_least(bottoms) - error, _most(tops) + error)
@@ -1128,12 +1356,17 @@ def _multiclass_hinge(eqn: Equation, logits: Operand, weights: Operand) -> Opera
     below = -jnp.take_along_axis(gaps, true[..., None, None], axis=-2)[..., 0, :]
     above, below = (jnp.where(is_true, -jnp.inf, v) for v in (above, below))
     nan = jnp.isnan(weights).any(axis=-1)
-    low, high = (jnp.where(nan, jnp.nan, v) for v in widen(1 + jnp.max(below, axis=-1), 1 + jnp.max(above, axis=-1)))
+    low, high = (
+        jnp.where(nan, jnp.nan, v)
+        for v in widen(1 + jnp.max(below, axis=-1), 1 + jnp.max(above, axis=-1))
+    )
     if eqn.name == "multiclass_hinge":
         return Box(jnp.maximum(low, 0), jnp.maximum(high, 0), nonnegative=True)
     certain, possible = (low > 0)[..., None], ~(high <= 0)[..., None]
     # Class k can be the rival unless the logit of another class is certainly larger.
-    beaten = (jnp.where(is_true[..., :, None], jnp.inf, gaps) < 0) & ~is_true[..., None, :]  # [k, j]: z_k < z_j
+    beaten = (jnp.where(is_true[..., :, None], jnp.inf, gaps) < 0) & ~is_true[
+        ..., None, :
+    ]  # [k, j]: z_k < z_j
     may_rival = ~jnp.any(beaten, axis=-1) & ~is_true
     surely = may_rival & (jnp.sum(may_rival, axis=-1, keepdims=True) == 1)
     dtype = low.dtype
@@ -1142,28 +1375,36 @@ def _multiclass_hinge(eqn: Equation, logits: Operand, weights: Operand) -> Opera
     return Box(low, high, zero_sum=True)
 
 
-# --- control flow ----------------------------------------------------------------------------------------------------
+# --- control flow -------------------------------------------------------------------------------
 
 
-@register_rule("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call")
+@register_rule(
+    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call"
+)
 @register_rule("custom_vjp_call", "custom_vmap_call")
 def _call(eqn: Equation, *operands: Operand) -> list[Operand]:
     return eqn.evaluate(called_program(eqn.params), operands)
 
 
 def _plain(xs: Sequence[Operand], wanted: Sequence[bool] | None = None) -> list[Any]:
-    """Converts intervals to pytrees without facts, which loops can carry, and points to intervals where wanted."""
+    """Converts intervals to pytrees without facts, which loops can carry, and points to intervals
+    where wanted.
+    """
     wanted = [isinstance(x, Interval) for x in xs] if wanted is None else wanted
     return [unchecked(lower(x), upper(x)) if w else x for x, w in zip(xs, wanted, strict=True)]
 
 
-def _carried(body: Callable[[list[Operand]], list[Operand]], init: Sequence[Operand]) -> tuple[list[bool], list[Any]]:
+def _carried(
+    body: Callable[[list[Operand]], list[Operand]], init: Sequence[Operand]
+) -> tuple[list[bool], list[Any]]:
     """Returns (which entries of a loop's state become intervals, the initial state)."""
     kinds = [isinstance(x, Interval) for x in init]
     while True:
         state = _plain(init, kinds)
         outs = jax.eval_shape(lambda state: _plain(body(state)), state)
-        grown = [k or isinstance(x, Interval) for k, x in zip(kinds, outs[: len(init)], strict=True)]
+        grown = [
+            k or isinstance(x, Interval) for k, x in zip(kinds, outs[: len(init)], strict=True)
+        ]
         if grown == kinds:
             return kinds, jax.tree.map(jnp.asarray, state)
         kinds = grown
@@ -1173,7 +1414,11 @@ def _carried(body: Callable[[list[Operand]], list[Operand]], init: Sequence[Oper
 def _scan(eqn: Equation, *operands: Operand) -> list[Operand]:
     p, closed = eqn.params, eqn.params["jaxpr"]
     first_carry, first_x = scan_starts(closed, operands, eqn.outputs)
-    consts, init, xs = operands[:first_carry], operands[first_carry:first_x], _plain(operands[first_x:])
+    consts, init, xs = (
+        operands[:first_carry],
+        operands[first_carry:first_x],
+        _plain(operands[first_x:]),
+    )
     first = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), xs)
     kinds, start = _carried(lambda state: eqn.evaluate(closed, [*consts, *state, *first]), init)
 
@@ -1181,7 +1426,9 @@ def _scan(eqn: Equation, *operands: Operand) -> list[Operand]:
         outs = eqn.evaluate(closed, [*consts, *state, *x])
         return _plain(outs[: len(init)], kinds), _plain(outs[len(init) :])
 
-    final, stacked = lax.scan(body, start, xs, length=p["length"], reverse=p["reverse"], unroll=p.get("unroll", 1))
+    final, stacked = lax.scan(
+        body, start, xs, length=p["length"], reverse=p["reverse"], unroll=p.get("unroll", 1)
+    )
     return [*final, *stacked]
 
 

@@ -1,8 +1,10 @@
-"""`interval` turns a JAX function into a function of intervals whose result contains its value at every point.
+"""`interval` turns a JAX function into a function of intervals whose result contains its value at
+every point.
 
-It is an interpreter of jaxprs in three layers. `boxes` holds the values, outward rounding and the registry of rules.
-`interval_rules` holds one rule per primitive. This module traces the function, rewrites the few patterns in which one
-quantity occurs twice (maximum, softmax, square), and applies the rules.
+It is an interpreter of jaxprs in three layers. `boxes` holds the values, outward rounding and the
+registry of rules. `interval_rules` holds one rule per primitive. This module traces the function,
+rewrites the few patterns in which one quantity occurs twice (maximum, softmax, square), and applies
+the rules.
 """
 
 import functools
@@ -32,7 +34,16 @@ from jaxdp.transforms.boxes import (
 )
 from jaxdp.transforms.walker import bind_equation
 
-__all__ = ["Interval", "UnsupportedPrimitive", "bound", "interval", "lower", "register_rule", "upper", "widen"]
+__all__ = [
+    "Interval",
+    "UnsupportedPrimitive",
+    "bound",
+    "interval",
+    "lower",
+    "register_rule",
+    "upper",
+    "widen",
+]
 
 # Functions of JAX with a rule of their own.
 _WHOLE = ("exp_neg_sq", "logaddexp", "logaddexp2")
@@ -50,31 +61,36 @@ def interval(fun: Callable[..., Any], *, product: str = "tight") -> Callable[...
         bounds = jaxdp.interval(fun)(box, x)  # bounds.lower <= fun(p, x) <= bounds.upper for every p in the box
         gradients = jaxdp.interval(jax.grad(loss_fn))(box, example)  # of every parameter vector in the box
 
-    It composes with `jax.jit`, `jax.vmap` and `jax.lax.scan` around it and inside `fun`, and with `jax.grad` inside. No
-    control flow may depend on an interval except `lax.cond` and `lax.switch`. They return the hull of their branches.
+    It composes with `jax.jit`, `jax.vmap` and `jax.lax.scan` around it and inside `fun`, and with
+    `jax.grad` inside. No control flow may depend on an interval except `lax.cond` and `lax.switch`.
+    They return the hull of their branches.
 
     Args:
       fun: Any JAX function of arrays. Its primitives are checked when the result is called.
-      product: How dot products and convolutions of two intervals are bounded. "tight" is exact if the sign of one
-        operand is known or few terms are summed, and otherwise within a factor of two in width. "rump" uses midpoint
-        and radius (Rump 1999), with at most one and a half times the exact width. It bounds losses logit by logit, as
-        published implementations of interval training do.
+      product: How dot products and convolutions of two intervals are bounded. "tight" is exact if
+        the sign of one operand is known or few terms are summed, and otherwise within a factor of
+        two in width. "rump" uses midpoint and radius (Rump 1999), with at most one and a half times
+        the exact width. It bounds losses logit by logit, as published implementations of interval
+        training do.
 
     Returns:
-      A function with the arguments of `fun`. Any leaf of an argument may be an `Interval`, and an `Interval` may
-      replace a whole pytree. Other leaves are exactly known. It returns the result of `fun` with `Interval`s as leaves.
+      A function with the arguments of `fun`. Any leaf of an argument may be an `Interval`, and an
+      `Interval` may replace a whole pytree. Other leaves are exactly known. It returns the result
+      of `fun` with `Interval`s as leaves.
 
     Formal guarantees:
-      *Soundness.* For every point of the arguments, the value of `fun` in real arithmetic lies inside. Endpoints are
-      moved outward by a bound on the rounding of each operation (`boxes.slack`). The floating-point value of `fun` at a
-      point of the box also lies inside, unless terms of its sums cancel almost completely. The proof assumes IEEE
-      rounding of + - * / sqrt and sums in any order (on a GPU: no Winograd or FFT convolutions). It assumes elementary
+      *Soundness.* For every point of the arguments, the value of `fun` in real arithmetic lies
+      inside. Endpoints are moved outward by a bound on the rounding of each operation
+      (`boxes.slack`). The floating-point value of `fun` at a point of the box also lies inside,
+      unless terms of its sums cancel almost completely. The proof assumes IEEE rounding of + - * /
+      sqrt and sums in any order (on a GPU: no Winograd or FFT convolutions). It assumes elementary
       functions within 8 units in the last place (16 for erf).
 
-      *Isotonicity.* Smaller arguments give a result inside the result of larger arguments, because no rule chooses a
-      formula by endpoints. This also holds in floating point, except for `product="rump"`, softmax inside a network,
-      values (not gradients) of the cross-entropies, and elementary functions that are not monotone. On XLA's CPU these
-      fail by 10 units in the last place for erf, 6 for tanh, at most 3 for others, 0 for exp, log and logistic.
+      *Isotonicity.* Smaller arguments give a result inside the result of larger arguments, because
+      no rule chooses a formula by endpoints. This also holds in floating point, except for
+      `product="rump"`, softmax inside a network, values (not gradients) of the cross-entropies, and
+      elementary functions that are not monotone. On XLA's CPU these fail by 10 units in the last
+      place for erf, 6 for tanh, at most 3 for others, 0 for exp, log and logistic.
 
       =============================  ========================================================================
       case                           behaviour
@@ -89,7 +105,8 @@ def interval(fun: Callable[..., Any], *, product: str = "tight") -> Callable[...
       =============================  ========================================================================
 
     Raises:
-      UnsupportedPrimitive: When called: a primitive has no rule. The message names it, its line and the remedy.
+      UnsupportedPrimitive: When called: a primitive has no rule. The message names it, its line and
+          the remedy.
       ValueError: `product` is unknown.
     """
     if product not in ("tight", "rump"):
@@ -104,9 +121,15 @@ def interval(fun: Callable[..., Any], *, product: str = "tight") -> Callable[...
 
 
 def bound(
-    fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, product: str = "tight"
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    product: str = "tight",
 ) -> tuple[list[Operand], Any]:
-    """Bounds `fun` and keeps known facts: returns flat results, which are `Box`es or exact arrays, and their tree."""
+    """Bounds `fun` and keeps known facts: returns flat results, which are `Box`es or exact arrays,
+    and their tree.
+    """
 
     def expand(x: Any) -> Any:
         return jax.tree.map(Box, x.lower, x.upper) if _is_interval(x) else x
@@ -129,7 +152,9 @@ def _is_interval(x: Any) -> bool:
 
 
 def _plain(x: Operand) -> Interval:
-    """Converts a result for the user: without facts, and with infinite endpoints in place of NaN."""
+    """Converts a result for the user: without facts, and with infinite endpoints in place of
+    NaN.
+    """
     x = interval_rules.without_nan(x)
     return unchecked(jnp.asarray(lower(x)), jnp.asarray(upper(x)))
 
@@ -141,13 +166,15 @@ def stage(
 
     Args:
       fun: A function of two pytrees that returns a pytree of arrays.
-      moving, fixed: Pytrees of arrays or shapes. The parts receive intervals for `moving` and known points for `fixed`.
+      moving, fixed: Pytrees of arrays or shapes. The parts receive intervals for `moving` and known
+          points for `fixed`.
 
     Returns:
-      `first(fixed) -> kept` computes the values that do not depend on `moving`. `second(moving, kept) -> factors`
-      computes everything except final outer products, such as per-example gradients of dense layers. `third(factors)`
-      computes these and returns a list of (lower, upper), one for each array of the result. `kept` and `factors` are
-      pytrees of arrays for `jax.vmap` and `jax.lax.map`. The parts must be traced in this order.
+      `first(fixed) -> kept` computes the values that do not depend on `moving`. `second(moving,
+      kept) -> factors` computes everything except final outer products, such as per-example
+      gradients of dense layers. `third(factors)` computes these and returns a list of (lower,
+      upper), one for each array of the result. `kept` and `factors` are pytrees of arrays for
+      `jax.vmap` and `jax.lax.map`. The parts must be traced in this order.
     """
     moving_leaves, fixed_leaves = jax.tree.leaves(moving), jax.tree.leaves(fixed)
     trees = jax.tree.structure(moving), jax.tree.structure(fixed)
@@ -155,7 +182,9 @@ def stage(
     def flat(moving: Sequence[Any], fixed: Sequence[Any]) -> Any:
         return jax.tree.leaves(fun(*map(jax.tree.unflatten, trees, (moving, fixed))))
 
-    shapes = [[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs] for xs in (moving_leaves, fixed_leaves)]
+    shapes = [
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs] for xs in (moving_leaves, fixed_leaves)
+    ]
     closed = jax.make_jaxpr(flat)(*shapes)
     jaxpr = closed.jaxpr
     inputs, points = jaxpr.invars[: len(moving_leaves)], jaxpr.invars[len(moving_leaves) :]
@@ -187,7 +216,10 @@ def stage(
 
     def hand_over(values: dict[Any, Any], names: Sequence[Any]) -> list[Any]:
         signs.update({v: is_nonnegative(values[v]) for v in names})
-        return [unchecked(x.lower, x.upper) if _is_interval(x) else x for x in (values[v] for v in names)]
+        return [
+            unchecked(x.lower, x.upper) if _is_interval(x) else x
+            for x in (values[v] for v in names)
+        ]
 
     def take_over(names: Sequence[Any], handed: Sequence[Any]) -> dict[Any, Any]:
         found = {
@@ -206,7 +238,9 @@ def stage(
         values.update(zip(inputs, jax.tree.leaves(moving, is_leaf=_is_interval), strict=True))
         _run(jaxpr, body, values, producers, product)
         split = [
-            interval_rules.outer_parts(_equation(jaxpr, eqn, product), *(_read(values, a) for a in eqn.invars))
+            interval_rules.outer_parts(
+                _equation(jaxpr, eqn, product), *(_read(values, a) for a in eqn.invars)
+            )
             for eqn in outer
         ]
         multiply[:] = [product for _, product in split]
@@ -229,7 +263,9 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _final_outer_products(jaxpr: Any, eqns: Sequence[Any]) -> list[Any]:
-    """Finds outer products, with the equations that move their entries, which only one result uses."""
+    """Finds outer products, with the equations that move their entries, which only one result
+    uses.
+    """
     made = {v: eqn for eqn in eqns for v in eqn.outvars}
     uses = [v for eqn in eqns for v in _variables(eqn.invars)] + _variables(jaxpr.outvars)
     found = []
@@ -238,11 +274,20 @@ def _final_outer_products(jaxpr: Any, eqns: Sequence[Any]) -> list[Any]:
         while v in made and uses.count(v) == 1:
             eqn = made[v]
             chain.append(eqn)
-            if eqn.primitive.name not in ("transpose", "reshape", "squeeze", "convert_element_type"):
+            if eqn.primitive.name not in (
+                "transpose",
+                "reshape",
+                "squeeze",
+                "convert_element_type",
+            ):
                 break
             (v,) = eqn.invars
         last = chain[-1] if chain else None
-        if last is not None and last.primitive.name == "dot_general" and interval_rules.is_outer(last):
+        if (
+            last is not None
+            and last.primitive.name == "dot_general"
+            and interval_rules.is_outer(last)
+        ):
             found += chain
     return [eqn for eqn in eqns if eqn in found]
 
@@ -257,12 +302,20 @@ def _evaluate(closed: Any, operands: Sequence[Operand], product: str) -> list[Op
     return [_read(values, a) for a in jaxpr.outvars]
 
 
-def _run(jaxpr: Any, eqns: Sequence[Any], values: dict[Any, Any], producers: dict[Any, Any], product: str) -> None:
-    """Interprets equations and adds their results to `values`. `producers` maps variables to their equations."""
+def _run(
+    jaxpr: Any, eqns: Sequence[Any], values: dict[Any, Any], producers: dict[Any, Any], product: str
+) -> None:
+    """Interprets equations and adds their results to `values`. `producers` maps variables to their
+    equations.
+    """
     for eqn in eqns:
         inputs = [_read(values, a) for a in eqn.invars]
-        if any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in (*eqn.invars, *eqn.outvars)):
-            raise UnsupportedPrimitive(_message(eqn, "`interval` does not support complex numbers."))
+        if any(
+            jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in (*eqn.invars, *eqn.outvars)
+        ):
+            raise UnsupportedPrimitive(
+                _message(eqn, "`interval` does not support complex numbers.")
+            )
         if any(map(_is_interval, inputs)) or not _is_exact(eqn):
             name, atoms = _rewrite(eqn, producers)
             outs = _apply(jaxpr, eqn, name, [_read(values, a) for a in atoms], product)
@@ -286,7 +339,9 @@ def _live(jaxpr: Any) -> list[Any]:
 
 def _is_exact(eqn: Any) -> bool:
     """Returns whether exact operands give exact results."""
-    plain = not [*jex.jaxprs_in_params(eqn.params)] and not any(is_float(v.aval) for v in eqn.outvars)
+    plain = not [*jex.jaxprs_in_params(eqn.params)] and not any(
+        is_float(v.aval) for v in eqn.outvars
+    )
     return plain or eqn.primitive.name in interval_rules.EXACT
 
 
@@ -304,11 +359,15 @@ def _equation(jaxpr: Any, eqn: Any, product: str, name: str | None = None) -> Eq
 def _apply(jaxpr: Any, eqn: Any, name: str, operands: list[Any], product: str) -> list[Operand]:
     equation = _equation(jaxpr, eqn, product, name)
     if name not in RULES:
-        raise UnsupportedPrimitive(_message(eqn, f"There is no interval rule for the primitive {name!r}."))
+        raise UnsupportedPrimitive(
+            _message(eqn, f"There is no interval rule for the primitive {name!r}.")
+        )
     try:
         result = RULES[name](equation, *operands)
     except interval_rules.NoRuleError as error:
-        raise UnsupportedPrimitive(_message(eqn, f"The interval rule of {name!r} does not apply. {error}")) from None
+        raise UnsupportedPrimitive(
+            _message(eqn, f"The interval rule of {name!r} does not apply. {error}")
+        ) from None
     return [result] if isinstance(result, Interval | jax.Array | np.ndarray) else list(result)
 
 
@@ -330,9 +389,12 @@ def _user_line(eqn: Any) -> str:
 
 
 def _rewrite(eqn: Any, producers: dict[Any, Any]) -> tuple[str, Sequence[Any]]:
-    """Returns the name of the rule and its operands. Patterns that use one quantity twice have separate rules."""
+    """Returns the name of the rule and its operands. Patterns that use one quantity twice have
+    separate rules.
+    """
     name, atoms = eqn.primitive.name, eqn.invars
-    # The derivative of max(x, y) compares x with max(x, y). Interval arithmetic would treat the sides as independent.
+    # The derivative of max(x, y) compares x with max(x, y). Interval arithmetic would treat the
+    # sides as independent.
     if name == "eq" and (found := _meets_itself(atoms, producers, "max", "min")):
         return ("ge" if found[0] == "max" else "le"), found[1:]
     if name == "mul" and _same(atoms[0], atoms[1]):
@@ -344,9 +406,12 @@ def _rewrite(eqn: Any, producers: dict[Any, Any]) -> tuple[str, Sequence[Any]]:
             return "x_plus_xy", found[1:]
     if name in ("eq", "ne") and _same(atoms[0], atoms[1]):
         return f"{name}_itself", atoms[:1]
-    # Bodies that use an operand twice. JAX 0.12 computes exp(-x^2), in the derivative of erf, from the bits of x.
+    # Bodies that use an operand twice. JAX 0.12 computes exp(-x^2), in the derivative of erf, from
+    # the bits of x.
     if name == "custom_jvp_call":
-        return next((known for known in _WHOLE if _is_of_jax(eqn.params["call_jaxpr"].jaxpr, known)), name), atoms
+        return next(
+            (known for known in _WHOLE if _is_of_jax(eqn.params["call_jaxpr"].jaxpr, known)), name
+        ), atoms
     if name in ("exp", "exp2") and (operands := _share(atoms[0], producers, name)):
         return f"{name}_share", operands
     if name == "div" and (operands := _softmax(atoms[0], atoms[1], producers)):
@@ -364,7 +429,9 @@ def _is_of_jax(body: Any, function: str) -> bool:
     return name == function and place.startswith(_JAX)
 
 
-def _meets_itself(atoms: Sequence[Any], producers: dict[Any, Any], *names: str) -> tuple[str, Any, Any] | None:
+def _meets_itself(
+    atoms: Sequence[Any], producers: dict[Any, Any], *names: str
+) -> tuple[str, Any, Any] | None:
     """Returns (name, x, z) if the atoms are x and y = name(x, z), in any order."""
     for x, y in (atoms, atoms[::-1]):
         made = _producer(y, producers)
@@ -381,7 +448,11 @@ def _producer(atom: Any, producers: dict[Any, Any]) -> Any:
 
 def _same(x: Any, y: Any) -> bool:
     if isinstance(x, jex.Literal) or isinstance(y, jex.Literal):
-        return isinstance(x, jex.Literal) and isinstance(y, jex.Literal) and bool(np.all(x.val == y.val))
+        return (
+            isinstance(x, jex.Literal)
+            and isinstance(y, jex.Literal)
+            and bool(np.all(x.val == y.val))
+        )
     return x is y
 
 
@@ -392,13 +463,21 @@ def _share(exponent: Any, producers: dict[Any, Any], exp: str) -> tuple[Any, Any
         return None
     x, total = (_finite(a, producers) for a in sub.invars)
     made, known = _producer(total, producers), {"exp": "logaddexp", "exp2": "logaddexp2"}[exp]
-    if not made or made.primitive.name != "custom_jvp_call" or _rewrite(made, producers)[0] != known:
+    if (
+        not made
+        or made.primitive.name != "custom_jvp_call"
+        or _rewrite(made, producers)[0] != known
+    ):
         return None
-    return next(((one, other) for one, other in (made.invars, made.invars[::-1]) if _same(x, one)), None)
+    return next(
+        ((one, other) for one, other in (made.invars, made.invars[::-1]) if _same(x, one)), None
+    )
 
 
 def _finite(x: Any, producers: dict[Any, Any]) -> Any:
-    """Returns z if x is where(z == inf, ..., z), which JAX subtracts in place of z. Else returns x."""
+    """Returns z if x is where(z == inf, ..., z), which JAX subtracts in place of z. Else returns
+    x.
+    """
     made = _producer(x, producers)
     if not made or made.primitive.name != "select_n":
         return x
@@ -410,15 +489,23 @@ def _finite(x: Any, producers: dict[Any, Any]) -> Any:
 
 
 def _log_softmax(shifted: Any, total: Any, producers: dict[Any, Any]) -> tuple[Any, ...] | None:
-    """Matches s - log(sum(exp(s))) over the last axis. Returns (a,) if s = a - m with a constant m, else (s,)."""
+    """Matches s - log(sum(exp(s))) over the last axis. Returns (a,) if s = a - m with a constant m,
+    else (s,).
+    """
     log = _producer(_root(total, producers, _repeats_last), producers)
-    if not log or log.primitive.name != "log" or _sum_of_exp(log.invars[0], producers) is not shifted:
+    if (
+        not log
+        or log.primitive.name != "log"
+        or _sum_of_exp(log.invars[0], producers) is not shifted
+    ):
         return None
     return _shifted(shifted, producers)[:1] or (shifted,)
 
 
 def _log_sum_exp(atoms: Sequence[Any], producers: dict[Any, Any]) -> tuple[Any, ...] | None:
-    """Matches log(sum(exp(a - m))) + m over the last axis, with m constant along it. Returns (a,)."""
+    """Matches log(sum(exp(a - m))) + m over the last axis, with m constant along it. Returns
+    (a,).
+    """
     for log, m in (atoms, atoms[::-1]):
         made = _producer(log, producers)
         if made and made.primitive.name == "log":
@@ -432,15 +519,24 @@ def _log_sum_exp(atoms: Sequence[Any], producers: dict[Any, Any]) -> tuple[Any, 
 
 def _sum_of_exp(total: Any, producers: dict[Any, Any]) -> Any:
     """Returns x if a value is sum(exp(x)) over the last axis."""
-    made = _producer(_root(total, producers, lambda eqn: eqn.primitive.name == "abs" or _repeats_last(eqn)), producers)
-    if not made or made.primitive.name != "reduce_sum" or made.params["axes"] != (made.invars[0].aval.ndim - 1,):
+    made = _producer(
+        _root(total, producers, lambda eqn: eqn.primitive.name == "abs" or _repeats_last(eqn)),
+        producers,
+    )
+    if (
+        not made
+        or made.primitive.name != "reduce_sum"
+        or made.params["axes"] != (made.invars[0].aval.ndim - 1,)
+    ):
         return None
     exp = _producer(made.invars[0], producers)
     return exp.invars[0] if exp and exp.primitive.name == "exp" else None
 
 
 def _shifted(x: Any, producers: dict[Any, Any]) -> tuple[Any, ...]:
-    """Returns (a, m) if x = a - m, a has the shape of x, and m is constant along the last axis. Else nothing."""
+    """Returns (a, m) if x = a - m, a has the shape of x, and m is constant along the last axis.
+    Else nothing.
+    """
     sub = _producer(x, producers)
     if not sub or sub.primitive.name != "sub" or isinstance(sub.invars[0], jex.Literal):
         return ()
@@ -464,7 +560,9 @@ def _keeps(eqn: Any) -> bool:
 
 
 def _softmax(top: Any, bottom: Any, producers: dict[Any, Any]) -> tuple[Any, ...] | None:
-    """Matches exp(a - m) / sum(exp(a - m)) over the last axis, with m constant along it. Returns (a,)."""
+    """Matches exp(a - m) / sum(exp(a - m)) over the last axis, with m constant along it. Returns
+    (a,).
+    """
     exp, summed = _producer(top, producers), _sum_of_exp(bottom, producers)
     if not exp or exp.primitive.name != "exp" or summed is None or summed is not exp.invars[0]:
         return None
@@ -472,10 +570,18 @@ def _softmax(top: Any, bottom: Any, producers: dict[Any, Any]) -> tuple[Any, ...
 
 
 def _repeats_last(eqn: Any) -> bool:
-    """Returns whether an equation adds or repeats trailing axes and keeps the other axes in place."""
+    """Returns whether an equation adds or repeats trailing axes and keeps the other axes in
+    place.
+    """
     if eqn.primitive.name not in ("broadcast_in_dim", "reshape"):
         return False
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if eqn.primitive.name == "broadcast_in_dim" and eqn.params["broadcast_dimensions"] != tuple(range(len(before))):
+    if eqn.primitive.name == "broadcast_in_dim" and eqn.params["broadcast_dimensions"] != tuple(
+        range(len(before))
+    ):
         return False
-    return before[: len(after) - 1] == after[:-1] and before[len(after) - 1 :] in ((), (1,), after[-1:])
+    return before[: len(after) - 1] == after[:-1] and before[len(after) - 1 :] in (
+        (),
+        (1,),
+        after[-1:],
+    )

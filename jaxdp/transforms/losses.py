@@ -1,12 +1,14 @@
 """Losses of ONE example, with closed-form gradients.
 
-Every function takes the logits and the label of one example and returns a float32 scalar, or float64 for float64
-logits. bfloat16 logits are computed in float32, and their gradient is bfloat16. `jax.vmap` gives a batch.
+Every function takes the logits and the label of one example and returns a float32 scalar, or
+float64 for float64 logits. bfloat16 logits are computed in float32, and their gradient is bfloat16.
+`jax.vmap` gives a batch.
 
-Each loss is a `jax.custom_vjp` whose backward pass is the equation in its docstring, stable for any finite logits.
-Values and gradients are primitives named after the loss ("softmax_cross_entropy_gradient"), which `jaxdp.interval`
-bounds in closed form. Only one reverse-mode derivative is supported (`jax.grad`, `jax.vjp`, `jax.jacrev`), and neither
-`jax.jvp` nor `jax.hessian`.
+Each loss is a `jax.custom_vjp` whose backward pass is the equation in its docstring, stable for any
+finite logits. Values and gradients are primitives named after the loss
+("softmax_cross_entropy_gradient"), which `jaxdp.interval` bounds in closed form. Only one
+reverse-mode derivative is supported (`jax.grad`, `jax.vjp`, `jax.jacrev`), and neither `jax.jvp`
+nor `jax.hessian`.
 
 NaN logits or labels give a NaN loss and a NaN gradient.
 """
@@ -28,12 +30,13 @@ def softmax_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
         loss = sum_k y_k (log sum_j exp(z_j) - z_k),     dloss/dz = (sum_k y_k) softmax(z) - y,
         dloss/dy_k = log sum_j exp(z_j) - z_k
 
-    A class with logit -inf has probability zero. It adds nothing to the loss unless the label puts mass on it.
+    A class with logit -inf has probability zero. It adds nothing to the loss unless the label puts
+    mass on it.
 
     Args:
         logits: [K] with K >= 1.
-        label: An integer class [] in 0..K-1, or probabilities [K] (one-hot, smoothed, mixed). An integer class outside
-            0..K-1 gives NaN.
+        label: An integer class [] in 0..K-1, or probabilities [K] (one-hot, smoothed, mixed). An
+            integer class outside 0..K-1 gives NaN.
 
     Raises:
         ValueError: `logits` is not a vector or `label` has neither form.
@@ -47,31 +50,36 @@ def next_token(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
         loss = sum_t (log sum_j exp(z_tj) - z_t,y_t) / n,  over the n positions t with y_t >= 0
 
-    It is a plain function: every derivative of JAX works, and memory beyond the logits is that of one more such array.
+    It is a plain function: every derivative of JAX works, and memory beyond the logits is that of
+    one more such array.
 
     Args:
         logits: [T, V], from the tokens up to each position: `model(tokens[:-1])`.
-        targets: [T] integers, the tokens that follow: `tokens[1:]`. A negative one is padding. One of V or more gives
-            a NaN loss and a NaN gradient. Without a known token the loss is 0.
+        targets: [T] integers, the tokens that follow: `tokens[1:]`. A negative one is padding. One
+            of V or more gives a NaN loss and a NaN gradient. Without a known token the loss is 0.
 
     Raises:
         ValueError: The shapes do not match.
     """
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
-        raise ValueError(f"logits must be [T, V] and targets [T], got {logits.shape} and {targets.shape}.")
+        raise ValueError(
+            f"logits must be [T, V] and targets [T], got {logits.shape} and {targets.shape}."
+        )
     if targets.dtype.itemsize < 4:  # it may not hold the size of the vocabulary
         targets = targets.astype(jnp.int32)
     logits, known = _at_least_float32(logits), targets >= 0
     place = jnp.maximum(targets, 0)[:, None]
     chosen = jnp.take_along_axis(logits, place, axis=1, mode="fill", fill_value=jnp.nan)[:, 0]
-    # A lookup outside of the vocabulary has a gradient of zero, so the loss is multiplied by NaN too.
+    # A lookup outside of the vocabulary has a gradient of zero, so the loss is multiplied by NaN
+    # too.
     exists = jnp.where(targets < logits.shape[1], 1, jnp.nan).astype(logits.dtype)
     losses = jnp.where(known, exists * (jax.nn.logsumexp(logits, axis=1) - chosen), 0)
     return losses.sum() / jnp.maximum(known.sum(), 1).astype(losses.dtype)
 
 
 def sigmoid_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """Computes the binary cross-entropy between a label and sigmoid(logits), summed over the logits.
+    """Computes the binary cross-entropy between a label and sigmoid(logits), summed over the
+    logits.
 
         loss = sum_k max(z_k, 0) - y_k z_k + log(1 + exp(-|z_k|)),
         dloss/dz = sigmoid(z) - y,     dloss/dy = -z
@@ -88,7 +96,8 @@ def sigmoid_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
 
 
 def squared_error(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """Computes the squared Euclidean distance between a prediction and its target, as a sum without a factor 1/2.
+    """Computes the squared Euclidean distance between a prediction and its target, as a sum without
+    a factor 1/2.
 
         loss = sum_k (z_k - y_k)**2,     dloss/dz = 2 (z - y) = -dloss/dy
 
@@ -104,18 +113,21 @@ def squared_error(logits: jax.Array, label: jax.Array) -> jax.Array:
 
 
 def hinge(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """Computes the hinge loss with margin 1: binary for one logit, Crammer and Singer (2001) for several.
+    """Computes the hinge loss with margin 1: binary for one logit, Crammer and Singer (2001) for
+    several.
 
         one logit:      loss = max(0, 1 - s z),                       dloss/dz = -s [loss > 0]
         K >= 2 logits:  loss = max(0, 1 + max_{k != y} z_k - z_y),    dloss/dz = (e_j - e_y) [loss > 0]
 
-    Here s is 1 if label > 0 and -1 otherwise, and e_k is a unit vector. j is the class with the largest logit except y,
-    the first one in a tie. On the kinks this is one of the subgradients. The label has no gradient.
+    Here s is 1 if label > 0 and -1 otherwise, and e_k is a unit vector. j is the class with the
+    largest logit except y, the first one in a tie. On the kinks this is one of the subgradients.
+    The label has no gradient.
 
     Args:
         logits: [] or [1] (binary), or [K] (multi-class).
-        label: Binary: 0 or 1, or -1 or +1, shaped like `logits` or []. Multi-class: an integer class [], or a one-hot
-            vector [K], whose largest entry is the class. An integer class outside 0..K-1 gives NaN.
+        label: Binary: 0 or 1, or -1 or +1, shaped like `logits` or []. Multi-class: an integer
+            class [], or a one-hot vector [K], whose largest entry is the class. An integer class
+            outside 0..K-1 gives NaN.
 
     Raises:
         ValueError: The shapes do not match.
@@ -178,7 +190,9 @@ def _multiclass_hinge_parts(logits: jax.Array, weights: jax.Array) -> tuple[jax.
     margin = jnp.max(others, axis=-1) - _weighted_sum(true, logits)
     # argmax and one_hot would turn a NaN into an ordinary class.
     nan = jnp.isnan(weights).any(axis=-1) | jnp.isnan(logits).any(axis=-1)
-    return jnp.maximum(0, 1 + margin) + jnp.where(nan, jnp.nan, 0.0).astype(logits.dtype), rival - true
+    return jnp.maximum(0, 1 + margin) + jnp.where(nan, jnp.nan, 0.0).astype(
+        logits.dtype
+    ), rival - true
 
 
 def _active(loss: jax.Array) -> jax.Array:
@@ -186,11 +200,15 @@ def _active(loss: jax.Array) -> jax.Array:
 
 
 def _primitive(name: str, function: Callable[..., jax.Array]) -> jex.Primitive:
-    """Makes a primitive of a function of (logits [..., K], label [..., K]). Transformations find it by its name."""
+    """Makes a primitive of a function of (logits [..., K], label [..., K]). Transformations find it
+    by its name.
+    """
     primitive = jex.Primitive(name)
 
     def batch(operands: Any, axes: Any) -> tuple[jax.Array, int]:
-        size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+        size = next(
+            x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None
+        )
         moved = (
             jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
             for x, axis in zip(operands, axes, strict=True)
@@ -238,9 +256,15 @@ def _loss(
     return loss
 
 
-_softmax_cross_entropy = _loss("softmax_cross_entropy", _softmax_value, _softmax_gradient, _softmax_label_gradient)
+_softmax_cross_entropy = _loss(
+    "softmax_cross_entropy", _softmax_value, _softmax_gradient, _softmax_label_gradient
+)
 _sigmoid_cross_entropy = _loss(
-    "sigmoid_cross_entropy", _sigmoid_value, _sigmoid_gradient, _sigmoid_label_gradient, elementwise=True
+    "sigmoid_cross_entropy",
+    _sigmoid_value,
+    _sigmoid_gradient,
+    _sigmoid_label_gradient,
+    elementwise=True,
 )
 _binary_hinge = _loss("binary_hinge", _binary_hinge_value, _binary_hinge_gradient, elementwise=True)
 _multiclass_hinge = _loss("multiclass_hinge", _multiclass_hinge_value, _multiclass_hinge_gradient)
@@ -277,13 +301,17 @@ def _class_weights(logits: jax.Array, label: jax.Array) -> jax.Array:
     """Converts the label to weights [K], which are NaN for an integer class that does not exist."""
     label = jnp.asarray(label)
     if logits.ndim != 1:
-        raise ValueError(f"logits must be the vector [K] of one example, got {logits.shape}. Use jax.vmap for a batch.")
+        raise ValueError(
+            f"logits must be the vector [K] of one example, got {logits.shape}. Use jax.vmap for "
+            "a batch."
+        )
     if label.shape == () and jnp.issubdtype(label.dtype, jnp.integer):
         exists = (label >= 0) & (label < logits.size)
         return jnp.where(exists, jax.nn.one_hot(label, logits.size, dtype=logits.dtype), jnp.nan)
     if label.shape != logits.shape:
         raise ValueError(
-            f"label must be an integer class of shape () or class probabilities of shape {logits.shape},"
+            "label must be an integer class of shape () or class probabilities of shape "
+            f"{logits.shape},"
             f" got {label.dtype} of shape {label.shape}."
         )
     return label.astype(logits.dtype)
@@ -292,5 +320,7 @@ def _class_weights(logits: jax.Array, label: jax.Array) -> jax.Array:
 def _like(label: jax.Array, logits: jax.Array) -> jax.Array:
     label = jnp.asarray(label).astype(logits.dtype)
     if label.shape != logits.shape and not (label.shape == () and logits.size == 1):
-        raise ValueError(f"label must have the shape {logits.shape} of the logits, got {label.shape}.")
+        raise ValueError(
+            f"label must have the shape {logits.shape} of the logits, got {label.shape}."
+        )
     return label.reshape(logits.shape)

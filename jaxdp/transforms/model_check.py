@@ -1,6 +1,7 @@
 """Checks of a loss and its parameters before private training, without private data.
 
-`check` runs what `clipped_grad` runs, on made-up examples, and reports every problem that it finds with its remedy.
+`check` runs what `clipped_grad` runs, on made-up examples, and reports every problem that it finds
+with its remedy.
 """
 
 import dataclasses
@@ -13,7 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.transforms.clipping import ClippedGrad, Engine, LeafPlan, check_params, clipped_grad, paths_of
+from jaxdp.transforms.clipping import (
+    ClippedGrad,
+    Engine,
+    LeafPlan,
+    check_params,
+    clipped_grad,
+    paths_of,
+)
 from jaxdp.transforms.parameters import not_finite
 
 __all__ = ["Finding", "ModelCheck", "check"]
@@ -28,7 +36,8 @@ class Finding(NamedTuple):
     """One result of a check.
 
     Attributes:
-      severity: "error" (training fails or is meaningless), "warning" (it runs, but loses accuracy) or "note".
+      severity: "error" (training fails or is meaningless), "warning" (it runs, but loses accuracy)
+          or "note".
       message: The problem and its remedy.
     """
 
@@ -42,7 +51,8 @@ class ModelCheck:
 
     Attributes:
       findings: The findings, errors first.
-      leaves: How every leaf of params is clipped. Empty if the loss of one example cannot be traced.
+      leaves: How every leaf of params is clipped. Empty if the loss of one example cannot be
+          traced.
     """
 
     findings: tuple[Finding, ...]
@@ -62,9 +72,22 @@ class ModelCheck:
             work = f"{leaf.work:.1f}x" if trained and not math.isnan(leaf.work) else "-"
             memory = _in_words(leaf.bytes) if trained else "-"
             shape = "x".join(map(str, leaf.shape)) or "scalar"
-            rows.append((leaf.path, shape, leaf.dtype, ", ".join(leaf.rules) or "-", leaf.method, work, memory))
+            rows.append(
+                (
+                    leaf.path,
+                    shape,
+                    leaf.dtype,
+                    ", ".join(leaf.rules) or "-",
+                    leaf.method,
+                    work,
+                    memory,
+                )
+            )
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
         return "\n".join([*lines, _LEGEND])
 
     def __str__(self) -> str:
@@ -75,11 +98,14 @@ class ModelCheck:
             trained = [leaf for leaf in self.leaves if leaf.method not in ("frozen", "no gradient")]
             numbers = sum(math.prod(leaf.shape) for leaf in trained)
             lines.append(
-                f"  {len(trained)} of {len(self.leaves)} leaves are trained, {numbers:,} numbers. Clipping needs "
-                f"{_in_words(sum(leaf.bytes for leaf in trained))} per example beyond an ordinary gradient (engine "
-                f"'vmap': {_in_words(4 * numbers)}). explain() has a row per leaf."
+                f"  {len(trained)} of {len(self.leaves)} leaves are trained, {numbers:,} numbers. "
+                f"Clipping needs {_in_words(sum(leaf.bytes for leaf in trained))} per example "
+                f"beyond an ordinary gradient (engine 'vmap': {_in_words(4 * numbers)}). explain() "
+                "has a row per leaf."
             )
-        lines.append("  Only shapes and dtypes of the example were read. The loss ran on made-up examples.")
+        lines.append(
+            "  Only shapes and dtypes of the example were read. The loss ran on made-up examples."
+        )
         return "\n".join(lines)
 
 
@@ -105,25 +131,28 @@ def check(
 
         print(jaxdp.check(loss_fn, params, source[0]))
 
-    It finds BatchNorm in batch mode, losses that are written for batches, losses that mix the examples of a batch, a
-    loss that is no scalar, models in place of params, numbers that are no arrays, complex, integer and low-precision
-    leaves, leaves without a gradient, arrays that the loss closes over, random numbers without a key, and NaN.
+    It finds BatchNorm in batch mode, losses that are written for batches, losses that mix the
+    examples of a batch, a loss that is no scalar, models in place of params, numbers that are no
+    arrays, complex, integer and low-precision leaves, leaves without a gradient, arrays that the
+    loss closes over, random numbers without a key, and NaN.
 
     Args:
       loss_fn, engine, trainable, has_aux: As in `clipped_grad`.
       params: Pytree of arrays.
-      example: ONE example, without a batch axis: a pytree of arrays or of `jax.ShapeDtypeStruct`. Only its shapes and
-        dtypes are read. With `group` the records of ONE group, [k, ...], such as `patients[0].records` of
-        `jaxdp.data.by_group`.
+      example: ONE example, without a batch axis: a pytree of arrays or of `jax.ShapeDtypeStruct`.
+        Only its shapes and dtypes are read. With `group` the records of ONE group, [k, ...], such
+        as `patients[0].records` of `jaxdp.data.by_group`.
       stochastic: Whether `loss_fn` takes `key=`.
-      group: As in `clipped_grad`: groups of k records are clipped, and `loss_fn` is the loss of one record.
+      group: As in `clipped_grad`: groups of k records are clipped, and `loss_fn` is the loss of one
+          record.
 
     Returns:
-      The findings and the plan of every leaf. A problem of the loss is a finding and raises nothing.
+      The findings and the plan of every leaf. A problem of the loss is a finding and raises
+      nothing.
 
     Formal guarantees:
-      The result does not depend on the values of the example, so a private example may be passed. The loss is compiled
-      and runs on made-up examples: zeros, ones, and numbers between 0 and 1.
+      The result does not depend on the values of the example, so a private example may be passed.
+      The loss is compiled and runs on made-up examples: zeros, ones, and numbers between 0 and 1.
     """
     found: list[Finding] = []
     try:
@@ -136,9 +165,15 @@ def check(
         stochastic = True
     key = jax.random.key(0) if stochastic else None
     found += _check_leaves(params)
-    if not any(jnp.issubdtype(getattr(leaf, "dtype", object), jnp.floating) for _, leaf in paths_of(params)):
+    if not any(
+        jnp.issubdtype(getattr(leaf, "dtype", object), jnp.floating) for _, leaf in paths_of(params)
+    ):
         return ModelCheck(
-            (*found, Finding("error", "params has no array of floating dtype, so nothing is trained.")), ()
+            (
+                *found,
+                Finding("error", "params has no array of floating dtype, so nothing is trained."),
+            ),
+            (),
         )
     kept = trainable or (lambda path, leaf: True)
     f = clipped_grad(
@@ -166,7 +201,9 @@ def check(
     return ModelCheck(tuple(found), tuple(leaves))
 
 
-_PASS_KEY = "Pass stochastic=True to jaxdp.check and jaxdp.finetune, or key= in every call of clipped_grad."
+_PASS_KEY = (
+    "Pass stochastic=True to jaxdp.check and jaxdp.finetune, or key= in every call of clipped_grad."
+)
 
 
 def _in_words(size: float) -> str:
@@ -183,8 +220,8 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, kind)
     if kind.kind in "OSUM":
         raise TypeError(
-            f"example must be a pytree of numeric arrays, got a leaf of type {type(x).__name__} and dtype {kind}. "
-            "Encode it as numbers, or leave it out."
+            f"example must be a pytree of numeric arrays, got a leaf of type {type(x).__name__} "
+            f"and dtype {kind}. Encode it as numbers, or leave it out."
         )
     return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(kind))
 
@@ -196,15 +233,18 @@ def _one_record(shapes: Any, group: bool) -> tuple[Any, int]:
     counts = {x.shape[:1] for x in jax.tree.leaves(shapes)}
     if len(counts) != 1 or () in counts or (0,) in counts:
         raise ValueError(
-            "example must have leaves [k, ...] of the k records of ONE group with group=True, got the lengths "
-            f"{sorted(counts)}. Pass the records of one owner, such as patients[0].records."
+            "example must have leaves [k, ...] of the k records of ONE group with group=True, got "
+            f"the lengths {sorted(counts)}. Pass the records of one owner, such as "
+            "patients[0].records."
         )
     ((members,),) = counts
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes), members
 
 
 def _made_up(shapes: Any) -> Any:
-    """Returns a batch of three examples: zeros, ones, and uniform numbers in [0, 1) (bits for integers)."""
+    """Returns a batch of three examples: zeros, ones, and uniform numbers in [0, 1) (bits for
+    integers).
+    """
     random = np.random.default_rng(0)
 
     def leaf(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -229,10 +269,13 @@ def _explained(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "unbound axis name" in text:
         return (
-            "loss_fn calls a collective such as the mean over the batch in Equinox's BatchNorm, so the loss of one "
-            "example depends on others. Use GroupNorm or LayerNorm, or freeze the statistics."
+            "loss_fn calls a collective such as the mean over the batch in Equinox's BatchNorm, "
+            "so the loss of one example depends on others. Use GroupNorm or LayerNorm, or freeze "
+            "the statistics."
         )
-    if isinstance(error, ValueError | TypeError | NotImplementedError) and text.startswith(("loss_fn", "params")):
+    if isinstance(error, ValueError | TypeError | NotImplementedError) and text.startswith(
+        ("loss_fn", "params")
+    ):
         return text  # a sentence of `clipped_grad`, with its remedy
     return f"loss_fn fails on one example with {type(error).__name__}: {text[:300]}"
 
@@ -244,17 +287,24 @@ def _check_leaves(params: Any) -> list[Finding]:
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
             number = isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
             remedy = f"To train it, convert it with jnp.asarray. {_CLOSE}" if number else _CLOSE
-            found.append(Finding("error", f"params has {path!r} of type {type(leaf).__name__}, no array. {remedy}"))
+            found.append(
+                Finding(
+                    "error",
+                    f"params has {path!r} of type {type(leaf).__name__}, no array. {remedy}",
+                )
+            )
         elif jnp.iscomplexobj(leaf):
             message = (
-                f"params has the complex leaf {path!r}, which cannot be trained. Store its real and imaginary part as "
-                "two leaves and join them in loss_fn with jax.lax.complex, or freeze it with `trainable`."
+                f"params has the complex leaf {path!r}, which cannot be trained. Store its real "
+                "and imaginary part as two leaves and join them in loss_fn with jax.lax.complex, "
+                "or freeze it with `trainable`."
             )
             found.append(Finding("error", message))
         elif jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             message = (
-                f"params has the random key {path!r}, which would be the same in every step. Split it off (NNX: "
-                "nnx.split(model, nnx.Param, ...)), and derive randomness from key= of loss_fn."
+                f"params has the random key {path!r}, which would be the same in every step. Split "
+                "it off (NNX: nnx.split(model, nnx.Param, ...)), and derive randomness from key= "
+                "of loss_fn."
             )
             found.append(Finding("error", message))
         elif not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -262,12 +312,14 @@ def _check_leaves(params: Any) -> list[Finding]:
             found.append(Finding("note", message))
         elif leaf.dtype.itemsize < 4:
             message = (
-                f"params has {path!r} of dtype {leaf.dtype}. Updates far smaller than its values are rounded away. "
-                "Keep params in float32 and cast them in loss_fn."
+                f"params has {path!r} of dtype {leaf.dtype}. Updates far smaller than its values "
+                "are rounded away. Keep params in float32 and cast them in loss_fn."
             )
             found.append(Finding("warning", message))
     for path in not_finite(params):
-        found.append(Finding("error", f"params has NaN or infinite values in {path!r}. Initialise it again."))
+        found.append(
+            Finding("error", f"params has NaN or infinite values in {path!r}. Initialise it again.")
+        )
     return found
 
 
@@ -293,7 +345,9 @@ def _written_for_batches(f: ClippedGrad, params: Any, shapes: Any, key: Any) -> 
         arrays, rebuild = _split(params)
         try:
             out = jax.eval_shape(lambda a, e: loss_fn(rebuild(a), e, **keys), arrays, shapes)
-        except Exception:  # Any error of the caller's loss means that it does not take these shapes.
+        except (
+            Exception
+        ):  # Any error of the caller's loss means that it does not take these shapes.
             return False
         value = out[0] if f.has_aux and isinstance(out, tuple) else out
         return isinstance(value, jax.ShapeDtypeStruct) and value.shape == ()
@@ -305,9 +359,9 @@ def _written_for_batches(f: ClippedGrad, params: Any, shapes: Any, key: Any) -> 
         mixes = lambda rows: key is None and _mixes(f, one, params, _made_up(rows))  # noqa: E731
         return _looks_like_a_batch(shapes, lambda shapes: scalar(f.loss_fn, shapes), mixes)
     message = (
-        "loss_fn is written for a batch, not for ONE example without a batch axis. Pass a function that adds the axis: "
-        "lambda params, example: loss_fn(params, jax.tree.map(lambda x: x[None], example)), followed by [0] if it "
-        "returns one loss per example."
+        "loss_fn is written for a batch, not for ONE example without a batch axis. Pass a "
+        "function that adds the axis: lambda params, example: loss_fn(params, jax.tree.map(lambda "
+        "x: x[None], example)), followed by [0] if it returns one loss per example."
     )
     found = [Finding("error", message)]
     if key is None and _mixes(f, one, params, _made_up(shapes)):
@@ -316,13 +370,15 @@ def _written_for_batches(f: ClippedGrad, params: Any, shapes: Any, key: Any) -> 
 
 
 _MIXED = (
-    "loss_fn mixes the examples of a batch: the loss of a batch is not a mean or sum of losses of single examples. "
-    "Then no per-example gradient exists, and clipping bounds nothing. Remove BatchNorm, contrastive terms, and "
-    "weights or statistics that are computed from the batch."
+    "loss_fn mixes the examples of a batch: the loss of a batch is not a mean or sum of losses of "
+    "single examples. Then no per-example gradient exists, and clipping bounds nothing. Remove "
+    "BatchNorm, contrastive terms, and weights or statistics that are computed from the batch."
 )
 
 
-def _looks_like_a_batch(shapes: Any, accepts: Callable[[Any], bool], mixes: Callable[[Any], bool]) -> list[Finding]:
+def _looks_like_a_batch(
+    shapes: Any, accepts: Callable[[Any], bool], mixes: Callable[[Any], bool]
+) -> list[Finding]:
     leaves = jax.tree.leaves(shapes)
     sizes = {x.shape[:1] for x in leaves}
     if len(leaves) < 2 or len(sizes) > 1 or sizes == {()}:
@@ -335,8 +391,8 @@ def _looks_like_a_batch(shapes: Any, accepts: Callable[[Any], bool], mixes: Call
     if not accepts(of(length + 1)):
         return []
     message = (
-        f"All leaves of example have a leading axis of {length}, and loss_fn accepts any length of it. If it is the "
-        "axis of a batch, pass ONE example, and a loss_fn for one example."
+        f"All leaves of example have a leading axis of {length}, and loss_fn accepts any length of "
+        "it. If it is the axis of a batch, pass ONE example, and a loss_fn for one example."
     )
     if accepts(of(1)) and accepts(of(3)) and mixes(of()):
         message += f" In that case, {_MIXED}"
@@ -347,10 +403,16 @@ def _mixes(f: ClippedGrad, one: Callable[..., Any], params: Any, batch: Any) -> 
     # Equal or zero weights can hide a dependence.
     def moved(x: Any, seed: int) -> Any:
         floating = isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
-        return x + 0.1 * np.random.default_rng(seed).normal(size=x.shape).astype(x.dtype) if floating else x
+        return (
+            x + 0.1 * np.random.default_rng(seed).normal(size=x.shape).astype(x.dtype)
+            if floating
+            else x
+        )
 
     leaves, structure = jax.tree.flatten(params)
-    arrays, rebuild = _split(jax.tree.unflatten(structure, [moved(x, i) for i, x in enumerate(leaves)]))
+    arrays, rebuild = _split(
+        jax.tree.unflatten(structure, [moved(x, i) for i, x in enumerate(leaves)])
+    )
 
     def value(loss_fn: Callable[..., Any], arrays: list[Any], examples: Any) -> jax.Array:
         out = loss_fn(rebuild(arrays), examples)
@@ -359,7 +421,9 @@ def _mixes(f: ClippedGrad, one: Callable[..., Any], params: Any, batch: Any) -> 
     @jax.jit
     def both(arrays: list[Any], batch: Any) -> tuple[jax.Array, list[jax.Array]]:
         examples = [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(3)]
-        return value(f.loss_fn, arrays, batch), [value(one, arrays, example) for example in examples]
+        return value(f.loss_fn, arrays, batch), [
+            value(one, arrays, example) for example in examples
+        ]
 
     together, alone = jax.tree.map(np.asarray, both(arrays, batch))
     expected = [np.stack(alone)] if together.ndim else [np.mean(alone), np.sum(alone)]
@@ -378,13 +442,17 @@ def _split(params: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return [leaves[i] for i in arrays], rebuild
 
 
-def _check_plan(f: ClippedGrad, params: Any, batch: Any, key: Any, leaves: list[LeafPlan]) -> list[Finding]:
+def _check_plan(
+    f: ClippedGrad, params: Any, batch: Any, key: Any, leaves: list[LeafPlan]
+) -> list[Finding]:
     """Returns the findings that follow from the program of the loss of one example."""
     arrays, rebuild = _split(params)
     keys = {} if key is None else {"key": key}
     one = jax.tree.map(lambda x: x[0], batch)
     program = jax.make_jaxpr(lambda a, e: f.loss_fn(rebuild(a), e, **keys))(arrays, one)
-    closed = [x for x in program.consts if jnp.size(x) > 1 and jnp.issubdtype(x.dtype, jnp.floating)]
+    closed = [
+        x for x in program.consts if jnp.size(x) > 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    ]
     found = []
     for leaf in leaves:
         if leaf.method == "no gradient":
@@ -392,22 +460,23 @@ def _check_plan(f: ClippedGrad, params: Any, batch: Any, key: Any, leaves: list[
             if any(jnp.shape(x) == leaf.shape for x in closed):
                 why = "closes over an array of its shape, perhaps in place of the argument params"
             message = (
-                f"params has {leaf.path!r}, which gets no gradient but would get noise, because loss_fn {why}. Use it, "
-                "or freeze it with `trainable`."
+                f"params has {leaf.path!r}, which gets no gradient but would get noise, because "
+                f"loss_fn {why}. Use it, or freeze it with `trainable`."
             )
             found.append(Finding("warning", message))
         elif leaf.rules == ("direct",) and leaf.bytes >= _LARGE:
             message = (
-                f"params has {leaf.path!r}, whose per-example gradients of {_in_words(leaf.bytes)} are formed, because "
-                "the loss uses it by an operation without a rule. Use a matrix product, a convolution or a lookup, or "
-                "a smaller physical batch."
+                f"params has {leaf.path!r}, whose per-example gradients of {_in_words(leaf.bytes)} "
+                "are formed, because the loss uses it by an operation without a rule. Use a "
+                "matrix product, a convolution or a lookup, or a smaller physical batch."
             )
             found.append(Finding("note", message))
     if closed:
         shapes = sorted({str(jnp.shape(x)) for x in closed})
         message = (
-            f"loss_fn closes over {len(closed)} floating arrays of the shapes {', '.join(shapes[:5])}. They are not "
-            "trained. Move those that are weights into params."
+            f"loss_fn closes over {len(closed)} floating arrays of the shapes "
+            f"{', '.join(shapes[:5])}. They are not trained. Move those that are weights into "
+            "params."
         )
         found.append(Finding("note", message))
     return found
@@ -424,7 +493,8 @@ def _check_values(f: ClippedGrad, params: Any, batch: Any, key: Any) -> list[Fin
         return []
     what = "loss" if nan else "gradient"
     message = (
-        f"The {what} is NaN or infinite on made-up examples of {', '.join(nan or bad)}. Such an example contributes "
-        "nothing. Guard logarithms, roots and divisions against 0, also in branches that are not taken."
+        f"The {what} is NaN or infinite on made-up examples of {', '.join(nan or bad)}. Such an "
+        "example contributes nothing. Guard logarithms, roots and divisions against 0, also in "
+        "branches that are not taken."
     )
     return [Finding("warning", message)]

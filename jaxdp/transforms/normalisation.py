@@ -1,20 +1,25 @@
-"""Which parameters scale and shift a normalised value. The program of the model shows them, names do not count.
+"""Which parameters scale and shift a normalised value. The program of the model shows them, names
+do not count.
 
 A value is normalised if it is n = (x - a) r in one of two ways:
 
-* by its own statistics: r is the inverse root of a sum of squares of x, and a is a linear statistic of x or absent.
-  LayerNorm, GroupNorm, InstanceNorm and RMSNorm do this.
-* by stored statistics: a is a vector without data, and r is the inverse root of one, as in a frozen BatchNorm.
+* by its own statistics: r is the inverse root of a sum of squares of x, and a is a linear statistic
+  of x or absent. LayerNorm, GroupNorm, InstanceNorm and RMSNorm do this.
+* by stored statistics: a is a vector without data, and r is the inverse root of one, as in a frozen
+  BatchNorm.
 
-The scale is the first vector of parameters that multiplies n, and the offset is the first that is added then. The order
-of the factors does not matter: r may meet the scale before x does, and the sum may be x r + (offset - a r).
+The scale is the first vector of parameters that multiplies n, and the offset is the first that is
+added then. The order of the factors does not matter: r may meet the scale before x does, and the
+sum may be x r + (offset - a r).
 
 What is not found, and why:
 
 * A factor of one element is a temperature.
-* Standardised or spectrally normalised weights have a root of statistics of a parameter, not of data.
-* A norm after which a product of matrices or a nonlinear function comes first. So the temperature of an attention with
-  normalised queries and keys is not found, but the scales of a LayerNorm of queries and keys are.
+* Standardised or spectrally normalised weights have a root of statistics of a parameter, not of
+  data.
+* A norm after which a product of matrices or a nonlinear function comes first. So the temperature
+  of an attention with normalised queries and keys is not found, but the scales of a LayerNorm of
+  queries and keys are.
 
 The walk follows how each value depends on earlier ones. It reads no number except literals.
 """
@@ -33,14 +38,46 @@ Statistics = Literal["own", "stored"]
 
 # Primitives that keep every number, at its place or at another.
 _MOVES = {
-    *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "copy", "copy_p"),
-    *("rev", "neg", "real", "stop_gradient", "reduce_precision", "optimization_barrier", "sharding_constraint"),
+    *(
+        "reshape",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+    ),
+    *(
+        "rev",
+        "neg",
+        "real",
+        "stop_gradient",
+        "reduce_precision",
+        "optimization_barrier",
+        "sharding_constraint",
+    ),
     *("device_put", "pvary", "layout_constraint"),
 }
 _PARTS = {"slice", "dynamic_slice", "gather", "pad", "concatenate", "dynamic_update_slice"}
 _SUMS = {"reduce_sum", "reduce_window_sum", "psum"}
 _ELEMENTWISE = {
-    *("add", "add_any", "sub", "mul", "div", "max", "min", "clamp", "select_n", "abs", "exp", "exp2", "expm1", "log"),
+    *(
+        "add",
+        "add_any",
+        "sub",
+        "mul",
+        "div",
+        "max",
+        "min",
+        "clamp",
+        "select_n",
+        "abs",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+    ),
     *("log1p", "tanh", "logistic", "sqrt", "rsqrt", "square", "integer_pow", "pow"),
 }
 _POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5}
@@ -60,7 +97,8 @@ class Affine(NamedTuple):
 
     Attributes:
       uses: {leaf: how it meets a normalised value}.
-      last: The leaves after which no other operation than sums and moves comes before the first output.
+      last: The leaves after which no other operation than sums and moves comes before the first
+          output.
       opaque: The leaves that enter an operation whose inside is not visible, such as a kernel.
     """
 
@@ -101,7 +139,9 @@ class _Constant:
 
 
 class _Fact(NamedTuple):
-    """What a value is to an earlier one, its origin x: a product of powers of x and of statistics of x."""
+    """What a value is to an earlier one, its origin x: a product of powers of x and of statistics
+    of x.
+    """
 
     degree: float  # it grows with this power of x
     pointwise: bool  # whether x is a factor itself, and not only statistics of x
@@ -122,7 +162,13 @@ _Facts = Mapping[object, _Fact]
 class _Data:
     """A value that depends on data. It is the origin of what is computed from it."""
 
-    def __init__(self, facts: _Facts | None = None, *, last: frozenset[int] = frozenset(), centred: bool = False):
+    def __init__(
+        self,
+        facts: _Facts | None = None,
+        *,
+        last: frozenset[int] = frozenset(),
+        centred: bool = False,
+    ):
         self.facts = {**(facts or {}), self: _Fact(1, pointwise=True)}
         self.last = last  # the leaves of the last layer
         self.centred = centred  # whether a vector without data was subtracted
@@ -195,7 +241,9 @@ class _Walk:
         if name == "while":
             first = eqn.params["cond_nconsts"]
             start = first + eqn.params["body_nconsts"]
-            return self._loop(eqn.params["body_jaxpr"], (operands[first:start], operands[start:], []), shapes)
+            return self._loop(
+                eqn.params["body_jaxpr"], (operands[first:start], operands[start:], []), shapes
+            )
         if name == "cond":
             every = [self.evaluate(branch, operands[1:]) for branch in eqn.params["branches"]]
             return [_Data(last=_last(*results)) for results in zip(*every, strict=True)]
@@ -204,7 +252,9 @@ class _Walk:
         results = [_data(eqn, operands)] if len(shapes) == 1 else [_Data() for _ in shapes]
         return list(results)
 
-    def _loop(self, body: jex.ClosedJaxpr, parts: Sequence[list[_Value]], shapes: Any) -> list[_Value]:
+    def _loop(
+        self, body: jex.ClosedJaxpr, parts: Sequence[list[_Value]], shapes: Any
+    ) -> list[_Value]:
         """Follows one iteration of a loop with (constants, carry, scanned arrays)."""
         constants, carry, scanned = parts
         if all(isinstance(x, _Constant) for part in parts for x in part):
@@ -217,7 +267,9 @@ class _Walk:
 
 def _literal(variable: Any) -> _Constant:
     shape = tuple(variable.aval.shape)
-    return _Constant(shape, number=float(variable.val) if not shape and _is_real(variable) else None)
+    return _Constant(
+        shape, number=float(variable.val) if not shape and _is_real(variable) else None
+    )
 
 
 def _is_real(variable: Any) -> bool:
@@ -323,7 +375,9 @@ def _data(eqn: jex.JaxprEqn, operands: list[_Value]) -> _Value:
     if name in ("add", "sub", "add_any"):
         return _sum(*data) if len(data) == 2 else _shifted(data[0], constants[0])
     if name in ("max", "min", "clamp", "select_n"):
-        return _chosen(data if name != "select_n" else [x for x in data if x is not first], constants)
+        return _chosen(
+            data if name != "select_n" else [x for x in data if x is not first], constants
+        )
     return _Data()
 
 
@@ -334,7 +388,9 @@ def _powers(facts: _Facts, exponent: float) -> dict[object, _Fact]:
         root = abs(exponent) == 0.5 and fact.degree == 2 and not fact.pointwise
         return fact._replace(degree=fact.degree * exponent, rooted=fact.rooted or root)
 
-    bare = {origin: fact for origin, fact in facts.items() if fact.scale is None and fact.offset is None}
+    bare = {
+        origin: fact for origin, fact in facts.items() if fact.scale is None and fact.offset is None
+    }
     return {origin: power(fact) for origin, fact in bare.items()}
 
 
@@ -362,7 +418,12 @@ def _product(a: _Data, b: _Data, sign: int) -> _Data:
     for origin in a.facts.keys() & b.facts.keys():
         one, other = a.facts[origin], b.facts[origin]
         scales = [f.scale for f in (one, other) if f.scale is not None]
-        if one.offset is not None or other.offset is not None or len(scales) > 1 or (other.scale and sign < 0):
+        if (
+            one.offset is not None
+            or other.offset is not None
+            or len(scales) > 1
+            or (other.scale and sign < 0)
+        ):
             continue
         facts[origin] = one._replace(
             degree=one.degree + sign * other.degree,
@@ -379,7 +440,11 @@ def _sum(a: _Data, b: _Data) -> _Data:
     for origin in a.facts.keys() & b.facts.keys():
         one, other = a.facts[origin], b.facts[origin]
         offsets = [f.offset for f in (one, other) if f.offset is not None]
-        if one.degree != other.degree or _leaf_of(one.scale) != _leaf_of(other.scale) or len(offsets) > 1:
+        if (
+            one.degree != other.degree
+            or _leaf_of(one.scale) != _leaf_of(other.scale)
+            or len(offsets) > 1
+        ):
             continue
         facts[origin] = one._replace(
             pointwise=one.pointwise or other.pointwise,
@@ -425,7 +490,9 @@ def _shifted(x: _Data, term: _Constant) -> _Data:
 
 
 def _fits(fact: _Fact, offset: _Parameter | None) -> bool:
-    """Returns whether a parameter can be the offset: it has the size of the scale, or is a vector."""
+    """Returns whether a parameter can be the offset: it has the size of the scale, or is a
+    vector.
+    """
     if offset is None or fact.offset is not None:
         return False
     if fact.scale is None:
@@ -434,7 +501,9 @@ def _fits(fact: _Fact, offset: _Parameter | None) -> bool:
 
 
 def _chosen(data: Sequence[_Data], constants: Sequence[_Constant]) -> _Data:
-    """Returns one of several values at each place, such as a variance or the smallest that is allowed."""
+    """Returns one of several values at each place, such as a variance or the smallest that is
+    allowed.
+    """
     if not data or any(x.leaves for x in constants):
         return _Data(last=_last(*data))
     shared = set(data[0].facts).intersection(*(x.facts for x in data[1:]))

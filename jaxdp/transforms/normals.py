@@ -1,8 +1,8 @@
 """Normals from words of the cipher, by Box and Muller's method (1958).
 
-`pair` is all arithmetic between random words and noise. Every platform calls it, so all draw the same
-normals up to the rounding of their logarithms and roots. `jaxdp.transforms.noise` says how many words
-a normal takes, and why.
+`pair` is all arithmetic between random words and noise. Every platform calls it, so all draw the
+same normals up to the rounding of their logarithms and roots. `jaxdp.transforms.noise` says how
+many words a normal takes, and why.
 """
 
 import functools
@@ -67,7 +67,9 @@ def _cosine(x: jax.Array) -> jax.Array:
 
 
 def _series(y: jax.Array, last: int) -> jax.Array:
-    """Sums the Taylor series of sin(x) / x for odd `last` and of cos(x) for even, where y is x**2."""
+    """Sums the Taylor series of sin(x) / x for odd `last` and of cos(x) for even, where y is
+    x**2.
+    """
     total = jnp.ones_like(y)
     for k in range(last, 1, -2):
         total = 1 - total * y * (1 / (k * (k - 1)))

@@ -12,19 +12,23 @@ from jaxdp.transforms.clipping import paths_of
 def not_finite(params: Any) -> list[str]:
     """Returns the paths of the leaves that hold NaN or an infinity, such as "Dense_0/kernel".
 
-    Leaves that are no floating-point or complex arrays are skipped. Where several processes share an array, each reads
-    its own part.
+    Leaves that are no floating-point or complex arrays are skipped. Where several processes share
+    an array, each reads its own part.
     """
     return [path for path, leaf in paths_of(params) if not all(map(_finite, _parts(leaf)))]
 
 
 def check_finite(params: Any, *, argument: str = "params") -> None:
-    """Raises ValueError that names the leaves with NaN or infinities. The parameters must be public or released."""
+    """Raises ValueError that names the leaves with NaN or infinities. The parameters must be public
+    or released.
+    """
     if paths := not_finite(params):
-        shown = ", ".join(map(repr, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+        shown = ", ".join(map(repr, paths[:3])) + (
+            f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        )
         raise ValueError(
-            f"{argument} has NaN or infinite values in {shown}. Nothing can be learned from them, and nothing is "
-            "spent. Initialise or load them again."
+            f"{argument} has NaN or infinite values in {shown}. Nothing can be learned from them, "
+            "and nothing is spent. Initialise or load them again."
         )
 
 
@@ -32,7 +36,9 @@ def _parts(leaf: Any) -> list[Any]:
     if not jnp.issubdtype(getattr(leaf, "dtype", object), jnp.inexact):
         return []
     if isinstance(leaf, jax.Array):
-        return [jax.device_get(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
+        return [
+            jax.device_get(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0
+        ]
     return [leaf]
 
 

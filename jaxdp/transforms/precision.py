@@ -1,7 +1,8 @@
 """Products of full precision, whatever the platform multiplies in by default.
 
-A TPU multiplies float32 in bfloat16 by default, and a GPU in TF32. A bound of a computation in floating point does not
-hold for such a computation. So what is bounded asks for full precision, also where a function asks for less.
+A TPU multiplies float32 in bfloat16 by default, and a GPU in TF32. A bound of a computation in
+floating point does not hold for such a computation. So what is bounded asks for full precision,
+also where a function asks for less.
 """
 
 import functools

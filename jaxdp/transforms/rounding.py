@@ -1,25 +1,28 @@
 """Bounds on the rounding of sums, by which a clipped contribution keeps its bound for every input.
 
-In floating point a sum of n products differs from the exact one by at most n u sum |x y|, in any order of the
-additions, with u = 2^-24 for float32 (Higham 2002, section 3.1; Jeannerod and Rump 2013 without terms of
-higher order). Here each addition counts as eps = 2 u. This also covers the adders of tensor cores, which
-truncate, and the rounding of the bounds.
+In floating point a sum of n products differs from the exact one by at most n u sum |x y|, in any
+order of the additions, with u = 2^-24 for float32 (Higham 2002, section 3.1; Jeannerod and Rump
+2013 without terms of higher order). Here each addition counts as eps = 2 u. This also covers the
+adders of tensor cores, which truncate, and the rounding of the bounds.
 
-Let dV = sum_t u_t w_t^T be the gradient of one example at one site, with lengths |u_t| = a_t and |w_t| = b_t.
-Let M = sum_t a_t b_t. It would be the norm of dV if all terms had one direction.
+Let dV = sum_t u_t w_t^T be the gradient of one example at one site, with lengths |u_t| = a_t and
+|w_t| = b_t. Let M = sum_t a_t b_t. It would be the norm of dV if all terms had one direction.
 
-* The contribution is c dV, computed as a sum over t. Its norm is at most c (||dV|| + D), D = (T + 8) eps M.
+* The contribution is c dV, computed as a sum over t. Its norm is at most c (||dV|| + D), D = (T +
+  8) eps M.
 * A gradient that is formed twice, for its norm and for the sum, differs by at most 2 D.
-* The Gram form computes U_ts = <u_t, u_s> and W_ts = <w_t, w_s>, as sums that a term enters by r_u and r_w
-  additions, and sums their products by r_T. Its result differs from ||dV||^2 by at most
+* The Gram form computes U_ts = <u_t, u_s> and W_ts = <w_t, w_s>, as sums that a term enters by r_u
+  and r_w additions, and sums their products by r_T. Its result differs from ||dV||^2 by at most
 
       E = eps sum_{t,s} (r_u a_t a_s |W_ts| + r_w |U_ts| b_t b_s + r_T |U_ts W_ts|).
 
-For several sites of one weight, M is the sum of theirs, and T the largest of theirs plus their number.
+For several sites of one weight, M is the sum of theirs, and T the largest of theirs plus their
+number.
 
-So ||contribution|| <= c (sqrt(total + E) + D). `covered` reports the norm n = sqrt(total) if this sum is at
-most (1 + SLACK) n, and otherwise the sum divided by 1 + SLACK. A factor c <= bound / n then bounds every
-contribution by (1 + SLACK) bound. D and E are small beside the norm unless the terms of a gradient cancel.
+So ||contribution|| <= c (sqrt(total + E) + D). `covered` reports the norm n = sqrt(total) if this
+sum is at most (1 + SLACK) n, and otherwise the sum divided by 1 + SLACK. A factor c <= bound / n
+then bounds every contribution by (1 + SLACK) bound. D and E are small beside the norm unless the
+terms of a gradient cancel.
 """
 
 import math
@@ -34,20 +37,23 @@ SLACK = 2.0**-8
 # Products below the smallest normal float32 are flushed to zero. Each counts as this much instead.
 FLUSHED = 2.0**-126
 
-# Roundings of an entry of a contribution other than the additions over positions: the product with the clip factor, in
-# up to two parts, and the sums of the parts, of devices and of positions that are added apart. Parts of 8 bits lose
-# more, which the caller counts as terms.
+# Roundings of an entry of a contribution other than the additions over positions: the product with
+# the clip factor, in up to two parts, and the sums of the parts, of devices and of positions that
+# are added apart. Parts of 8 bits lose more, which the caller counts as terms.
 _OTHERS = 8
 
 
 def root(squares: jax.Array) -> jax.Array:
     """Returns the square root, with the derivative 0 where it is 0, and 0 of negative numbers."""
     positive = squares > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1)), jnp.minimum(squares, 0) * 0)
+    return jnp.where(
+        positive, jnp.sqrt(jnp.where(positive, squares, 1)), jnp.minimum(squares, 0) * 0
+    )
 
 
 def covered(squares: jax.Array, spread: jax.Array, error: jax.Array) -> jax.Array:
-    """Returns the squared norm to report for a gradient whose squared norm was computed as `squares`.
+    """Returns the squared norm to report for a gradient whose squared norm was computed as
+    `squares`.
 
     Args:
       squares: The squared norm as computed. The exact one is at most `squares + spread`.
@@ -63,7 +69,9 @@ def eps(dtype: Any) -> float:
 
 
 def of_sum(terms: int, dtype: Any) -> float:
-    """Returns (T + 8) eps: the rounding of an entry of a contribution, relative to the sum of absolute terms."""
+    """Returns (T + 8) eps: the rounding of an entry of a contribution, relative to the sum of
+    absolute terms.
+    """
     return (terms + _OTHERS) * eps(dtype)
 
 

@@ -1,7 +1,8 @@
-"""Values on several devices: those that differ inside a `jax.shard_map`, and those on meshes of type Explicit.
+"""Values on several devices: those that differ inside a `jax.shard_map`, and those on meshes of
+type Explicit.
 
-Under `check_vma=True`, the default, JAX tracks over which mesh axes a value varies. Under `check_vma=False` it does
-not, and these functions report every value as equal on all devices.
+Under `check_vma=True`, the default, JAX tracks over which mesh axes a value varies. Under
+`check_vma=False` it does not, and these functions report every value as equal on all devices.
 """
 
 import contextlib
@@ -25,7 +26,9 @@ def manual_axes() -> frozenset[str]:
 
 
 def auto_devices() -> int:
-    """Returns how many devices of the mesh in context divide the work by themselves, 1 without a mesh."""
+    """Returns how many devices of the mesh in context divide the work by themselves, 1 without a
+    mesh.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in mesh.auto_axes)
 
@@ -41,7 +44,9 @@ def varying_axes(*values: Any) -> frozenset[str]:
 
 
 def shape_like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Returns the type of an array [*shape] that varies over the mesh axes of `x`, for a kernel's result."""
+    """Returns the type of an array [*shape] that varies over the mesh axes of `x`, for a kernel's
+    result.
+    """
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
     # `vma` before JAX 0.10.2
     varies = {"vma": varying_axes(x)} if manual is None else {"manual_axis_type": manual}
@@ -59,14 +64,18 @@ def untracked_axes() -> frozenset[str]:
 
     They are those of a `jax.pmap`, and of a `jax.shard_map` with `check_vma=False`.
     """
-    return frozenset(axis for axis in manual_axes() if axis not in varying_axes(lax.axis_index(axis)))
+    return frozenset(
+        axis for axis in manual_axes() if axis not in varying_axes(lax.axis_index(axis))
+    )
 
 
 def collectives(jaxpr: Any, bound: frozenset[Any] = frozenset()) -> set[tuple[str, str]]:
-    """Returns (primitive, axis) of the equations that combine values along a named axis from outside of a program.
+    """Returns (primitive, axis) of the equations that combine values along a named axis from
+    outside of a program.
 
-    Such an axis belongs to an enclosing `jax.vmap(axis_name=)`, `jax.pmap` or `jax.shard_map`. Along an axis of a vmap,
-    the place is counted too. A `jax.shard_map` inside of the program has its axes for itself.
+    Such an axis belongs to an enclosing `jax.vmap(axis_name=)`, `jax.pmap` or `jax.shard_map`.
+    Along an axis of a vmap, the place is counted too. A `jax.shard_map` inside of the program has
+    its axes for itself.
 
     Args:
       jaxpr: The program.
@@ -86,12 +95,20 @@ def collectives(jaxpr: Any, bound: frozenset[Any] = frozenset()) -> set[tuple[st
 def _named_axes(eqn: Any) -> frozenset[Any]:
     """Returns the named axes among the parameters of an equation. Axes of an array are integers."""
     values = [eqn.params.get(name, ()) for name in ("axes", "axis_name")]
-    flat = {axis for names in values for axis in (names if isinstance(names, (tuple, list)) else (names,))}
-    return frozenset(axis for axis in flat if axis is not None and not isinstance(axis, int | np.integer))
+    flat = {
+        axis
+        for names in values
+        for axis in (names if isinstance(names, (tuple, list)) else (names,))
+    }
+    return frozenset(
+        axis for axis in flat if axis is not None and not isinstance(axis, int | np.integer)
+    )
 
 
 def _bound_axes(eqn: Any) -> frozenset[Any]:
-    """Returns the named axes that the inner program of an equation has, and its surroundings do not."""
+    """Returns the named axes that the inner program of an equation has, and its surroundings do
+    not.
+    """
     if eqn.primitive.name == "xla_pmap":
         return frozenset({eqn.params["axis_name"]})
     if eqn.primitive.name != "shard_map":
@@ -107,11 +124,13 @@ def spec_of(x: Any) -> PartitionSpec:
 
 
 def automatic(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-    """Returns `function` with all Explicit mesh axes of its arguments as Auto axes inside, where XLA divides the work.
+    """Returns `function` with all Explicit mesh axes of its arguments as Auto axes inside, where
+    XLA divides the work.
 
     Args:
       function: A function of pytrees of arrays.
-      out_specs: The specs of its result where an axis is Explicit, a prefix of the pytree of the result.
+      out_specs: The specs of its result where an axis is Explicit, a prefix of the pytree of the
+          result.
     """
 
     def call(*args: Any) -> Any:

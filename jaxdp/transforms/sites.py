@@ -1,13 +1,16 @@
-"""The sites where a weight meets data: one rule per primitive, with the gradient with respect to the weight.
+"""The sites where a weight meets data: one rule per primitive, with the gradient with respect to
+the weight.
 
-At a site, `out = primitive(record, V) + tap`. Let g be the cotangent of the tap. The gradient of the loss with respect
-to V is dV = sum_t u_t w_t^T, a sum of outer products with u from the record and w from g. The sum is over the positions
-t at which the weight is applied (tokens, pixels, loop iterations). So for one example
+At a site, `out = primitive(record, V) + tap`. Let g be the cotangent of the tap. The gradient of
+the loss with respect to V is dV = sum_t u_t w_t^T, a sum of outer products with u from the record
+and w from g. The sum is over the positions t at which the weight is applied (tokens, pixels, loop
+iterations). So for one example
 
     ||dV||^2 = sum_{t,t'} <u_t, u_t'> <w_t, w_t'>                                          (Gram form)
 
-without forming dV. Goodfellow (2015, arXiv:1510.01799) has it for one position and Li et al. (2022, arXiv:2110.05679)
-for sequences. Bu et al. (2023, arXiv:2210.00038) keep u and w instead of a second backward pass.
+without forming dV. Goodfellow (2015, arXiv:1510.01799) has it for one position and Li et al. (2022,
+arXiv:2110.05679) for sequences. Bu et al. (2023, arXiv:2210.00038) keep u and w instead of a second
+backward pass.
 """
 
 import dataclasses
@@ -27,8 +30,8 @@ from jaxdp.transforms.kernels import cells, convolution
 # Longer inner products are summed in blocks of this many terms, which rounds less.
 _BLOCK = 2048
 
-# Gram matrices of more positions are computed by blocks of at most this many rows. A TPU would copy the rows of each
-# block.
+# Gram matrices of more positions are computed by blocks of at most this many rows. A TPU would copy
+# the rows of each block.
 _GRAM_ROWS, _GRAM_ROWS_TPU = 256, 1024
 
 # Gram matrices of at most this many blocks are computed without a loop on a GPU.
@@ -37,10 +40,12 @@ _UNROLLED = 10
 # Patches of a convolution of few channels are formed up to this many entries.
 _PATCH_ROWS = 64
 
-# On a CPU, patches of whole examples are formed by parts of about this many bytes, which stay in the cache.
+# On a CPU, patches of whole examples are formed by parts of about this many bytes, which stay in
+# the cache.
 _PART = 2**22
 
-# Accelerators multiply float32 in TF32 or bfloat16 by default, which changes norms and sums by 1e-3 and more.
+# Accelerators multiply float32 in TF32 or bfloat16 by default, which changes norms and sums by 1e-3
+# and more.
 PRECISION = lax.Precision.HIGHEST
 
 # Stored bits of the significands of what the units of accelerators multiply exactly.
@@ -76,7 +81,9 @@ class Rule:
     rows: int = 1  # entries of u_t
     cols: int  # entries of w_t
     groups: int = 1  # S independent blocks of the weight, each with separate u and w
-    row_dims: tuple[int, ...] = ()  # dimensions of the weight that u flattens, () if u is not a plain flattening
+    row_dims: tuple[
+        int, ...
+    ] = ()  # dimensions of the weight that u flattens, () if u is not a plain flattening
     col_dims: tuple[int, ...] = ()  # dimensions of the weight that w flattens
 
     @property
@@ -86,7 +93,9 @@ class Rule:
 
     @property
     def lanes(self) -> dense.Lanes:
-        """Whether XLA lays u, and w, with the positions on the lanes of a TPU. It does next to heads of attention."""
+        """Whether XLA lays u, and w, with the positions on the lanes of a TPU. It does next to
+        heads of attention.
+        """
         return len(self.row_dims) > 1, len(self.col_dims) > 1
 
     def as_weight(self, grad: jax.Array) -> jax.Array:
@@ -98,15 +107,21 @@ class Rule:
         raise NotImplementedError
 
     def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
-        """Returns (parts of u, w). Parts are [S, T, rows_k] and their inner products add up. w is [S, T, cols]."""
+        """Returns (parts of u, w). Parts are [S, T, rows_k] and their inner products add up. w is
+        [S, T, cols].
+        """
         raise NotImplementedError
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
-        """Computes dV in float32 or wider, summed over the leading axis [N, ...] of record and g."""
+        """Computes dV in float32 or wider, summed over the leading axis [N, ...] of record and
+        g.
+        """
         raise NotImplementedError
 
     def weight_grads(self, record: Any, g: jax.Array) -> jax.Array:
-        """Computes dV of M examples, [M, *weight_shape], each summed over N, from record and g [M, N, ...]."""
+        """Computes dV of M examples, [M, *weight_shape], each summed over N, from record and g [M,
+        N, ...].
+        """
         return jax.vmap(self.weight_grad)(record, g)
 
 
@@ -122,7 +137,8 @@ def _wide(x: jax.Array) -> jax.Array:
 def settled(x: jax.Array) -> jax.Array:
     """Rounds `x` to its own dtype if that is bfloat16 or float16.
 
-    XLA may keep more digits of it in one use than in another. Then a norm would not belong to the gradient in the sum.
+    XLA may keep more digits of it in one use than in another. Then a norm would not belong to the
+    gradient in the sum.
     """
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return x
@@ -134,7 +150,8 @@ def settled(x: jax.Array) -> jax.Array:
 
 
 def multiplied_bits() -> int | None:
-    """Returns how many stored bits of a significand a plain step multiplies where operands are float32.
+    """Returns how many stored bits of a significand a plain step multiplies where operands are
+    float32.
 
     They are those of TF32 on a GPU that has it, those of bfloat16 on a TPU, and None where they are
     all bits: on other platforms, and where JAX is told so.
@@ -155,16 +172,19 @@ def _multiplies_bfloat16() -> bool:
 
 
 def settled_precision() -> lax.Precision:
-    """Returns the precision of a product of what `settled_at` returns. It multiplies that without rounding."""
+    """Returns the precision of a product of what `settled_at` returns. It multiplies that without
+    rounding.
+    """
     return PRECISION if multiplied_bits() is None else lax.Precision.DEFAULT
 
 
 def settled_at(rule: "Rule", record: Any, g: Any, *, by_kernels: bool = False) -> Any:
     """Rounds the record and the cotangent of a site to what is multiplied there, and returns both.
 
-    A plain step rounds factors of float32 where the platform multiplies fewer bits. Here they are rounded before,
-    so the norm and the sum have the same factors. All products of such factors are exact. Where kernels compute the
-    norm and the sum (`by_kernels`), both read bfloat16 in memory, which is settled.
+    A plain step rounds factors of float32 where the platform multiplies fewer bits. Here they are
+    rounded before, so the norm and the sum have the same factors. All products of such factors are
+    exact. Where kernels compute the norm and the sum (`by_kernels`), both read bfloat16 in memory,
+    which is settled.
     """
     bits = multiplied_bits() if isinstance(rule, (Dot, Conv)) else None
 
@@ -180,10 +200,11 @@ def settled_at(rule: "Rule", record: Any, g: Any, *, by_kernels: bool = False) -
 
 
 def _exact_parts(x: jax.Array, rule: "Rule", record: Any) -> list[jax.Array]:
-    """Returns a sum of arrays for `x`, each of which the device multiplies with `record` without rounding.
+    """Returns a sum of arrays for `x`, each of which the device multiplies with `record` without
+    rounding.
 
-    `x` is a cotangent times a factor in float32. Two parts have 16 of its 24 bits in bfloat16, and 22 in
-    TF32. `rounding.of_sum` counts what they lack.
+    `x` is a cotangent times a factor in float32. Two parts have 16 of its 24 bits in bfloat16, and
+    22 in TF32. `rounding.of_sum` counts what they lack.
     """
     if not isinstance(rule, (Dot, Conv)) or x.dtype != jnp.float32:
         return [x]
@@ -212,14 +233,16 @@ def _contracted(
 ) -> jax.Array:
     """Contracts equal dimensions of two arrays of any dtype. It accumulates in float32 or wider.
 
-    `jnp.einsum` gives the same product, but takes twenty times as long to trace. The arrays are settled, unless a
-    precision is given.
+    `jnp.einsum` gives the same product, but takes twenty times as long to trace. The arrays are
+    settled, unless a precision is given.
     """
     kind = wide_dtype(x, y)
     if x.dtype != y.dtype:
         x, y = x.astype(kind), y.astype(kind)
     numbers = ((over, over), (batch, batch))
-    return lax.dot_general(x, y, numbers, preferred_element_type=kind, precision=precision or settled_precision())
+    return lax.dot_general(
+        x, y, numbers, preferred_element_type=kind, precision=precision or settled_precision()
+    )
 
 
 def _outer_sum(u: jax.Array, w: jax.Array) -> jax.Array:
@@ -234,7 +257,9 @@ def _prod(shape: Sequence[int], dims: Sequence[int]) -> int:
 
 
 def _parts(count: int, size: int) -> tuple[int, int]:
-    """Returns (number of parts, length of a part) of `count` things of `size` bytes. Parts of one end may overlap."""
+    """Returns (number of parts, length of a part) of `count` things of `size` bytes. Parts of one
+    end may overlap.
+    """
     least = math.ceil(count / max(1, _PART // size))
     number = min(range(least, min(2 * least, count) + 1), key=lambda n: n * math.ceil(count / n))
     return number, math.ceil(count / number)
@@ -256,7 +281,9 @@ def _transposed_back(x: jax.Array, order: Sequence[int]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dot(Rule):
-    """The rule for `dot_general` of data with a weight on either side. Batch dimensions of the weight are groups."""
+    """The rule for `dot_general` of data with a weight on either side. Batch dimensions of the
+    weight are groups.
+    """
 
     weight_operand: int
     data_order: tuple[int, ...]  # batch, free and contracted dimensions
@@ -268,8 +295,15 @@ class Dot(Rule):
         w, x = weight_operand, 1 - weight_operand
         contracted, batch = eqn.params["dimension_numbers"]
         shapes = [tuple(v.aval.shape) for v in eqn.invars]
-        free = [tuple(d for d in range(len(shapes[i])) if d not in (*contracted[i], *batch[i])) for i in (0, 1)]
-        n_batch, n_left, n_out = len(batch[w]), len(batch[w]) + len(free[0]), eqn.outvars[0].aval.ndim
+        free = [
+            tuple(d for d in range(len(shapes[i])) if d not in (*contracted[i], *batch[i]))
+            for i in (0, 1)
+        ]
+        n_batch, n_left, n_out = (
+            len(batch[w]),
+            len(batch[w]) + len(free[0]),
+            eqn.outvars[0].aval.ndim,
+        )
         left, right = range(n_batch, n_left), range(n_left, n_out)
         return cls(
             weight_shape=shapes[w],
@@ -307,7 +341,9 @@ class Dot(Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conv(Rule):
-    """The rule for `conv_general_dilated` of data (lhs) with a kernel (rhs), of any geometry except batch groups."""
+    """The rule for `conv_general_dilated` of data (lhs) with a kernel (rhs), of any geometry except
+    batch groups.
+    """
 
     numbers: Any  # ConvDimensionNumbers: lhs, rhs and output layouts
     strides: tuple[int, ...]
@@ -340,7 +376,9 @@ class Conv(Rule):
 
     @property
     def _looped(self) -> int:
-        """The number of leading window dimensions whose positions form separate parts of u. Others are in its rows."""
+        """The number of leading window dimensions whose positions form separate parts of u. Others
+        are in its rows.
+        """
         if self.groups == 1 and self.window == self.strides:  # patches do not overlap
             return 0
         if self.groups > 1 or self.rows // math.prod(self.window) >= 8:
@@ -362,7 +400,9 @@ class Conv(Rule):
         return cells.Geometry(self.window, self.strides, self.padding, self.kernel_dilation)
 
     def of_pictures(self, record: Any) -> bool:
-        """Returns whether each example is one picture, which `pictures` returns, and all channels are one group."""
+        """Returns whether each example is one picture, which `pictures` returns, and all channels
+        are one group.
+        """
         plain = self.groups == 1 and set(self.data_dilation) == {1} and len(self.window) == 2
         plain = plain and min(itertools.chain(*self.padding)) >= 0
         return plain and record.shape[1 + self.numbers.lhs_spec[0]] == 1
@@ -379,12 +419,16 @@ class Conv(Rule):
 
     @property
     def _wide_part(self) -> bool:
-        """Whether a part of u has more rows than w has. XLA on CPU multiplies faster if the longer one comes last."""
+        """Whether a part of u has more rows than w has. XLA on CPU multiplies faster if the longer
+        one comes last.
+        """
         return self.rows // math.prod(self.window[: self._looped]) > self.cols
 
     @property
     def _cotangent_last(self) -> bool:
-        """Whether a product of all patches ends with w. XLA on CPU fills vectors with what comes last."""
+        """Whether a product of all patches ends with w. XLA on CPU fills vectors with what comes
+        last.
+        """
         return self.cols >= 32
 
     @property
@@ -395,29 +439,46 @@ class Conv(Rule):
         return operands[0]
 
     def _channels_last(self, record: jax.Array, joined: int) -> jax.Array:
-        """Returns padded and dilated data [M, *spatial, channels], with patches along dimensions from `joined` on."""
+        """Returns padded and dilated data [M, *spatial, channels], with patches along dimensions
+        from `joined` on.
+        """
         batch, feature, *spatial = self.numbers.lhs_spec
         x = record.transpose((batch, *spatial, feature))
-        interior = [(lo, hi, d - 1) for (lo, hi), d in zip(self.padding, self.data_dilation, strict=True)]
+        interior = [
+            (lo, hi, d - 1) for (lo, hi), d in zip(self.padding, self.data_dilation, strict=True)
+        ]
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *interior, (0, 0, 0)])
         for d in reversed(range(joined, len(self.window))):
             x = self._patches_along(x, d)
         return x
 
     def _patches_along(self, x: jax.Array, d: int) -> jax.Array:
-        """Moves the kernel positions of dimension d into the channels, in front of those that are there."""
-        stride, window, dilation, span = self.strides[d], self.window[d], self.kernel_dilation[d], self._span(d)
+        """Moves the kernel positions of dimension d into the channels, in front of those that are
+        there.
+        """
+        stride, window, dilation, span = (
+            self.strides[d],
+            self.window[d],
+            self.kernel_dilation[d],
+            self._span(d),
+        )
         if self._folds(d):  # fewer and longer runs are copied in two thirds of the time
             x, stride, window, span = self._folded(x, d), 1, window // stride, self.out_window[d]
         starts = (i * dilation for i in range(window))
-        return jnp.concatenate([lax.slice_in_dim(x, i, i + span, stride, 1 + d) for i in starts], axis=-1)
+        return jnp.concatenate(
+            [lax.slice_in_dim(x, i, i + span, stride, 1 + d) for i in starts], axis=-1
+        )
 
     def _folds(self, d: int) -> bool:
-        """Returns whether the window covers a whole number of strides of dimension d, and has no dilation there."""
+        """Returns whether the window covers a whole number of strides of dimension d, and has no
+        dilation there.
+        """
         return self.kernel_dilation[d] == 1 and self.window[d] % self.strides[d] == 0
 
     def _folded(self, x: jax.Array, d: int) -> jax.Array:
-        """Moves the entries of each stride of dimension d into the channels, in front of those that are there."""
+        """Moves the entries of each stride of dimension d into the channels, in front of those that
+        are there.
+        """
         axis, stride, used = 1 + d, self.strides[d], self._span(d) + self.window[d] - 1
         x = lax.slice_in_dim(x, 0, used, axis=axis)
         x = x.reshape(*x.shape[:axis], used // stride, stride, *x.shape[axis + 1 :])
@@ -429,11 +490,15 @@ class Conv(Rule):
         return (self.out_window[d] - 1) * self.strides[d] + 1
 
     def _patch(self, x: jax.Array, offset: Any) -> jax.Array:
-        """Slices the data at the kernel position `offset` of the looped dimensions: [groups, T, rows of a part]."""
+        """Slices the data at the kernel position `offset` of the looped dimensions: [groups, T,
+        rows of a part].
+        """
         # Convolutions that extract patches are many times slower.
         looped, rest = range(len(offset)), x.shape[1 + len(offset) :]
         start = [offset[d] * self.kernel_dilation[d] for d in looped]
-        seen = lax.dynamic_slice(x, (0, *start, *(0 for _ in rest)), (len(x), *(self._span(d) for d in looped), *rest))
+        seen = lax.dynamic_slice(
+            x, (0, *start, *(0 for _ in rest)), (len(x), *(self._span(d) for d in looped), *rest)
+        )
         steps = [1, *(self.strides[d] for d in looped), *(1 for _ in rest)]
         return self._split(lax.slice(seen, [0] * x.ndim, seen.shape, steps))
 
@@ -451,7 +516,8 @@ class Conv(Rule):
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
         x = jax.vmap(lambda record: self._channels_last(record, self._looped))(record)
         w = jax.vmap(self._cotangent)(g)
-        # Each device adds up its own block of examples. Otherwise they exchange a sum for each kernel position.
+        # Each device adds up its own block of examples. Otherwise they exchange a sum for each
+        # kernel position.
         parts = math.gcd(len(w), shards.auto_devices()) if self._looped else 1
         x, w = (y.reshape(parts, -1, *y.shape[1:]) for y in (x, w))
 
@@ -459,14 +525,17 @@ class Conv(Rule):
             u = jax.vmap(jax.vmap(lambda x: self._patch(x, offset)))(x)
             return jax.vmap(_outer_sum)(w, u) if self._wide_part else jax.vmap(_outer_sum)(u, w)
 
-        # The loop over kernel positions takes less memory and time than joining the patches of the whole batch.
+        # The loop over kernel positions takes less memory and time than joining the patches of the
+        # whole batch.
         grad = (lax.map(at, jnp.asarray(self._offsets)) if self._looped else at(())[None]).sum(1)
         looped, rest = self.window[: self._looped], self.window[self._looped :]
         if self._wide_part:
             grad = grad.reshape(*looped, self.groups, self.cols, *rest, -1)
             grad = jnp.moveaxis(grad, (len(looped), len(looped) + 1), (-2, -1))
         else:
-            grad = jnp.moveaxis(grad.reshape(*looped, self.groups, *rest, -1, self.cols), len(looped), -2)
+            grad = jnp.moveaxis(
+                grad.reshape(*looped, self.groups, *rest, -1, self.cols), len(looped), -2
+            )
         return self._as_weight(grad.reshape(*self.window, -1, self.groups * self.cols))
 
     def _as_weight(self, grad: jax.Array) -> jax.Array:
@@ -475,20 +544,27 @@ class Conv(Rule):
         return _transposed_back(grad, (*spatial, in_feature, out_feature))
 
     def weight_grads(self, record: Any, g: jax.Array) -> jax.Array:
-        """Computes dV of M examples. On a CPU it forms all patches of a few examples at a time, in the cache.
+        """Computes dV of M examples. On a CPU it forms all patches of a few examples at a time, in
+        the cache.
 
-        XLA copies whole rows of an array many times faster than it joins slices. So patches are rows of the data, of
-        the channels and of the kernel positions along later dimensions where channels are few.
+        XLA copies whole rows of an array many times faster than it joins slices. So patches are
+        rows of the data, of the channels and of the kernel positions along later dimensions where
+        channels are few.
         """
         joined = max(1, self._looped)  # the first dimension along which patches are part of a row
         fold = self.strides[0] if joined == 1 and self._folds(0) else 1
         entries = fold * self.rows // math.prod(self.window[:joined])  # of a row
         overlap, alone = self.window != self.strides, shards.auto_devices() == 1
-        if not (overlap and alone and g.size and self.groups == 1 and entries >= 8) or forms.platform() != "cpu":
+        if (
+            not (overlap and alone and g.size and self.groups == 1 and entries >= 8)
+            or forms.platform() != "cpu"
+        ):
             return super().weight_grads(record, g)
 
         zero = opaque.zero(g)  # else XLA pads and takes memory long before there is a cotangent
-        x = jax.vmap(jax.vmap(lambda x: self._channels_last(x, joined)))(record + zero.astype(record.dtype))
+        x = jax.vmap(jax.vmap(lambda x: self._channels_last(x, joined)))(
+            record + zero.astype(record.dtype)
+        )
         if joined < len(self.window):
             x = opaque.formed(x, zero)
         if fold > 1:
@@ -502,7 +578,9 @@ class Conv(Rule):
         inside = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 
         def turn(i: jax.Array, grads: jax.Array) -> jax.Array:
-            start = jnp.minimum(i * size, examples - size)  # the last turns may have examples in common
+            start = jnp.minimum(
+                i * size, examples - size
+            )  # the last turns may have examples in common
             patches = lax.gather(x, start * between + rows, whole_row, (1, entries), mode=inside)
             u = opaque.formed(patches, zero).reshape(size, positions, self.rows)
             part = lax.dynamic_slice_in_dim(w, start, size)
@@ -520,16 +598,24 @@ class Conv(Rule):
         return jax.vmap(self._as_weight)(grads)
 
     def _patch_rows(self, size: int, lengths: Sequence[int], joined: int, fold: int) -> jax.Array:
-        """Returns the rows of the patches of `size` examples, which are numbered in [size, *lengths]: [rows, 1] int32.
+        """Returns the rows of the patches of `size` examples, which are numbered in [size,
+        *lengths]: [rows, 1] int32.
 
-        They are in the order of positions and, within each, of kernel positions along the dimensions before `joined`.
-        `lengths` are (repeats, batch, *spatial), where each row of the first spatial dimension has `fold` entries.
+        They are in the order of positions and, within each, of kernel positions along the
+        dimensions before `joined`. `lengths` are (repeats, batch, *spatial), where each row of the
+        first spatial dimension has `fold` entries.
         """
         ahead = range(joined)
         window = [self.window[d] // fold for d in ahead]
         counts = [size, *lengths[:2], *self.out_window[:joined], *lengths[2 + joined :], *window]
-        pitches = [math.prod(lengths[d:]) for d in range(len(lengths) + 1)]  # of size, repeats, batch and *spatial
-        steps = [*pitches[:3], *(pitches[3 + d] * self.strides[d] // fold for d in ahead), *pitches[3 + joined :]]
+        pitches = [
+            math.prod(lengths[d:]) for d in range(len(lengths) + 1)
+        ]  # of size, repeats, batch and *spatial
+        steps = [
+            *pitches[:3],
+            *(pitches[3 + d] * self.strides[d] // fold for d in ahead),
+            *pitches[3 + joined :],
+        ]
         steps += [pitches[3 + d] * self.kernel_dilation[d] for d in ahead]
         rows = jnp.zeros(counts, jnp.int32)
         for d, step in enumerate(steps):
@@ -537,7 +623,9 @@ class Conv(Rule):
         return rows.reshape(-1, 1)
 
     def weight_grad_by_primitive(self, record: Any, g: jax.Array) -> jax.Array:
-        """Computes `weight_grad` by the transpose of the primitive, as one convolution for the whole batch."""
+        """Computes `weight_grad` by the transpose of the primitive, as one convolution for the
+        whole batch.
+        """
         record, g = _wide(record), _wide(g)
 
         def apply(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -554,7 +642,9 @@ class Conv(Rule):
             )
 
         kernel = jax.ShapeDtypeStruct(self.weight_shape, g.dtype)
-        grad: jax.Array = jax.linear_transpose(lambda k: jax.vmap(apply, (0, None))(record, k), kernel)(g)[0]
+        grad: jax.Array = jax.linear_transpose(
+            lambda k: jax.vmap(apply, (0, None))(record, k), kernel
+        )(g)[0]
         return grad
 
 
@@ -562,20 +652,27 @@ class Conv(Rule):
 class Lookup(Rule):
     """The rule for a `gather` or `dynamic_slice` of a weight: a lookup of the rows of a table.
 
-    Rows are numbered by the dimensions that a window does not cover. A position is one row of one window.
+    Rows are numbered by the dimensions that a window does not cover. A position is one row of one
+    window.
     """
 
     sizes: tuple[int, ...]  # of a window, for each dimension of the weight
-    out_order: tuple[int, ...]  # dimensions of the output: of windows, of rows in a window, and others
+    out_order: tuple[
+        int, ...
+    ]  # dimensions of the output: of windows, of rows in a window, and others
     clip: bool  # whether out-of-range indices are clipped, otherwise they contribute zero
     numbers: Any  # GatherDimensionNumbers, None for a slice
 
     @classmethod
     def of(cls, eqn: Any) -> "Lookup | None":
-        """Returns the rule, or None if the equation reads a whole weight or more than 2**31 rows."""
+        """Returns the rule, or None if the equation reads a whole weight or more than 2**31
+        rows.
+        """
         weight, sizes = tuple(eqn.invars[0].aval.shape), tuple(eqn.params["slice_sizes"])
         numbers, out_dims = eqn.params.get("dimension_numbers"), range(eqn.outvars[0].aval.ndim)
-        batched, collapsed = (numbers.operand_batching_dims, numbers.collapsed_slice_dims) if numbers else ((), ())
+        batched, collapsed = (
+            (numbers.operand_batching_dims, numbers.collapsed_slice_dims) if numbers else ((), ())
+        )
         rows = tuple(d for d, n in enumerate(sizes) if n < weight[d] or d in (*batched, *collapsed))
         columns = tuple(d for d in range(len(weight)) if d not in rows)
         if not rows or _prod(weight, rows) > jnp.iinfo(jnp.int32).max:
@@ -603,7 +700,10 @@ class Lookup(Rule):
         return {d: operands[1][..., k] for k, d in enumerate(self.numbers.start_index_map)}
 
     def record(self, operands: Sequence[Any]) -> Any:
-        starts, shape = self._starts(operands), () if self.numbers is None else operands[1].shape[:-1]
+        starts, shape = (
+            self._starts(operands),
+            () if self.numbers is None else operands[1].shape[:-1],
+        )
         inside, places = jnp.ones(shape, bool), dict[int, Any]()
         for d, start in starts.items():
             # The last start, and the -1 below, may not fit the dtype of the index.
@@ -612,7 +712,9 @@ class Lookup(Rule):
             inside, places[d] = inside & (start == place), place.astype(jnp.int32)
         if self.numbers is not None:
             for d, axis in zip(
-                self.numbers.operand_batching_dims, self.numbers.start_indices_batching_dims, strict=True
+                self.numbers.operand_batching_dims,
+                self.numbers.start_indices_batching_dims,
+                strict=True,
             ):
                 places[d] = lax.broadcasted_iota(jnp.int32, shape, axis)
         # Axes of the shape of a window follow those of its start.
@@ -624,7 +726,9 @@ class Lookup(Rule):
         return (row if self.clip else jnp.where(inside, row, -1)).reshape(-1)
 
     def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
-        return (OneHot(record.reshape(1, -1)),), g.transpose(self.out_order).reshape(1, -1, self.cols)
+        return (OneHot(record.reshape(1, -1)),), g.transpose(self.out_order).reshape(
+            1, -1, self.cols
+        )
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
         return _table(self, record, g)
@@ -632,7 +736,9 @@ class Lookup(Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows(Rule):
-    """The rule for rows of a table that `summed_rows` has added up. The record is an index [T], and g is [T, cols]."""
+    """The rule for rows of a table that `summed_rows` has added up. The record is an index [T], and
+    g is [T, cols].
+    """
 
     def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
         return (OneHot(record[None], distinct=True),), g[None]
@@ -653,7 +759,9 @@ def _table(rule: Rule, record: Any, g: jax.Array) -> jax.Array:
 
 
 class OnWeight(Rule):
-    """The rule for a tap on the weight itself, whose cotangent is dV: scales, biases, and any unknown primitive."""
+    """The rule for a tap on the weight itself, whose cotangent is dV: scales, biases, and any
+    unknown primitive.
+    """
 
     def record(self, operands: Sequence[Any]) -> Any:
         return ()
@@ -678,14 +786,17 @@ class Site:
 
     @property
     def empty(self) -> bool:
-        """Whether there is no entry of the result or of the weight, so that the gradient is zero."""
+        """Whether there is no entry of the result or of the weight, so that the gradient is
+        zero.
+        """
         return 0 in self.tap.shape or 0 in self.rule.weight_shape
 
     def zero_tap(self) -> jax.Array:
         """Returns a tap of zeros [*loops, 1, ...].
 
-        With another shape than the records, XLA does not share the zeros in which loops collect the ones and the other.
-        On a TPU it leaves those of a forward loop out, if nothing else reads them.
+        With another shape than the records, XLA does not share the zeros in which loops collect the
+        ones and the other. On a TPU it leaves those of a forward loop out, if nothing else reads
+        them.
         """
         loops = len(self.lengths)
         return jnp.zeros((*self.tap.shape[:loops], 1, *self.tap.shape[loops:]), self.tap.dtype)
@@ -701,7 +812,9 @@ class Site:
         return math.prod(n for n, s in zip(self.lengths, self.sliced, strict=True) if s)
 
     def without_cancellation(self, record: Any, g: jax.Array) -> jax.Array:
-        """Returns the norms [B] that dV would have if its terms had one direction, M in `rounding`."""
+        """Returns the norms [B] that dV would have if its terms had one direction, M in
+        `rounding`.
+        """
         parts, w = self.factors(record, g)
         length_u, length_w = _lengths((parts, w), wide_dtype(w))
         return rounding.root(jnp.square((length_u * length_w).sum(2)).sum(1))
@@ -729,22 +842,30 @@ class Site:
         return grad.reshape(*grad.shape[: grad.ndim - len(shape) - 1], *loops, *shape)
 
     def kernels(self, method: str, record: Any, g: jax.Array) -> tuple[str, str]:
-        """Returns which kernels compute the norm and the sum of its own weight on a TPU, by a method of `clipping`.
+        """Returns which kernels compute the norm and the sum of its own weight on a TPU, by a
+        method of `clipping`.
 
-        They are "dense", "convolution", or "" for products of XLA. Kernels of convolutions round by themselves.
+        They are "dense", "convolution", or "" for products of XLA. Kernels of convolutions round by
+        themselves.
         """
         rule = self.rule
         multiplied = {jnp.dtype(jnp.bfloat16)}
         if multiplied_bits() == _BFLOAT16:
             multiplied.add(jnp.dtype(jnp.float32))
-        if forms.platform() != "tpu" or not isinstance(rule, (Dot, Conv)) or not {record.dtype, g.dtype} <= multiplied:
+        if (
+            forms.platform() != "tpu"
+            or not isinstance(rule, (Dot, Conv))
+            or not {record.dtype, g.dtype} <= multiplied
+        ):
             return "", ""
         norm = total = ""
         if isinstance(rule, Conv) and not self.lengths and rule.of_pictures(record):
             x, cotangents = jax.eval_shape(rule.pictures, record, g)
             norm = "convolution" if convolution.suits(x, cotangents, rule.geometry) else ""
             total = "convolution" if convolution.sums_suit(x, cotangents, rule.geometry) else ""
-        if rule.is_dense and not total:  # where the batch is on the lanes, a dense layer would be copied
+        if (
+            rule.is_dense and not total
+        ):  # where the batch is on the lanes, a dense layer would be copied
             served = dense.costs(rule.positions * self.repeats, rule.rows, rule.cols)
             norm = "dense" if {"factors": "gram", "drop": "formed"}.get(method) in served else norm
             total = "dense" if "weighted" in served else ""
@@ -763,7 +884,8 @@ class Site:
         return settled_at(self.rule, record, g, by_kernels=bool(norm and total))
 
     def contract(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
-        """Computes sum_b factors_b dV_b, [*sliced loops, *weight], from record and g [B, *loops, ...] and factors [B].
+        """Computes sum_b factors_b dV_b, [*sliced loops, *weight], from record and g [B, *loops,
+        ...] and factors [B].
 
         On a TPU an example with a factor of 0 contributes 0, whatever it holds.
         """
@@ -781,14 +903,18 @@ class Site:
         def by_convolution(record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
             assert isinstance(rule, Conv)
             pictures, cotangents = rule.pictures(record, g)
-            return rule.as_weight(convolution.weighted_sum(pictures, cotangents, factors, rule.geometry))
+            return rule.as_weight(
+                convolution.weighted_sum(pictures, cotangents, factors, rule.geometry)
+            )
 
         def by_xla(record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
             record, g = settled_at(rule, record, g)
             return self._contract(record, g, factors)
 
         kernel = by_dense if total == "dense" else by_convolution
-        grad: jax.Array = forms.by_platform(record, g, factors, default=by_xla, kernels={"tpu": kernel})
+        grad: jax.Array = forms.by_platform(
+            record, g, factors, default=by_xla, kernels={"tpu": kernel}
+        )
         return grad
 
     def _contract(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
@@ -798,16 +924,21 @@ class Site:
         g = g.astype(kind) * factors.astype(kind).reshape(-1, *(1,) * (g.ndim - 1))
         record, g = self._by_slice((record, g))
 
-        def together(x: jax.Array) -> jax.Array:  # [B, slices, repeats, ...] -> [slices, B * repeats, ...]
+        def together(
+            x: jax.Array,
+        ) -> jax.Array:  # [B, slices, repeats, ...] -> [slices, B * repeats, ...]
             return x.swapaxes(0, 1).reshape(self.slices, -1, *x.shape[3:])
 
         grad = self.rule.weight_grad
-        # In a conditional or a loop, XLA on CPU runs a convolution many times slower than the same dot products.
+        # In a conditional or a loop, XLA on CPU runs a convolution many times slower than the same
+        # dot products.
         if isinstance(self.rule, Conv) and forms.platform() != "cpu":
             grad = self.rule.weight_grad_by_primitive
         form = _vmap_or_squeeze(grad)
         record, parts = jax.tree.map(together, (record, _exact_parts(g, self.rule, record)))
-        return self._loops_in_front(functools.reduce(jnp.add, [form(record, part) for part in parts]))
+        return self._loops_in_front(
+            functools.reduce(jnp.add, [form(record, part) for part in parts])
+        )
 
     def per_example(self, record: Any, g: jax.Array) -> jax.Array:
         """Computes dV of every example, [B, *sliced loops, *weight]."""
@@ -820,7 +951,9 @@ class Site:
         return self._loops_in_front(grads.reshape(len(g), self.slices, *grads.shape[1:]))
 
     def norm_of_formed(self, record: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns ||dV||^2 of every example, which is formed for it, and E and M of `rounding`, [B] each."""
+        """Returns ||dV||^2 of every example, which is formed for it, and E and M of `rounding`, [B]
+        each.
+        """
 
         def by_xla(record: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             record, g = settled_at(self.rule, record, g)
@@ -848,7 +981,9 @@ class Site:
         return norm
 
     def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
-        """Returns factors of every example: parts [B, S, T, rows_k] and w [B, S, T, cols], with loops in S and T."""
+        """Returns factors of every example: parts [B, S, T, rows_k] and w [B, S, T, cols], with
+        loops in S and T.
+        """
         record, g = self._by_slice((record, g))
         parts, w = jax.vmap(jax.vmap(jax.vmap(self.rule.factors)))(record, g)
 
@@ -861,8 +996,12 @@ class Site:
         return merged
 
 
-def _vmap_or_squeeze(fn: Callable[[Any, jax.Array], jax.Array]) -> Callable[[Any, jax.Array], jax.Array]:
-    """Returns `jax.vmap(fn)`, but without a batched contraction where the mapped axis has length one."""
+def _vmap_or_squeeze(
+    fn: Callable[[Any, jax.Array], jax.Array],
+) -> Callable[[Any, jax.Array], jax.Array]:
+    """Returns `jax.vmap(fn)`, but without a batched contraction where the mapped axis has length
+    one.
+    """
 
     def mapped(record: Any, g: jax.Array) -> jax.Array:
         if len(g) == 1:
@@ -873,7 +1012,9 @@ def _vmap_or_squeeze(fn: Callable[[Any, jax.Array], jax.Array]) -> Callable[[Any
 
 
 def inner_products(x: Factor, y: Factor, precision: lax.Precision | None = None) -> jax.Array:
-    """Computes the inner products [B, S, T, T'] of all rows. They are settled, unless a precision is given."""
+    """Computes the inner products [B, S, T, T'] of all rows. They are settled, unless a precision
+    is given.
+    """
     if isinstance(x, OneHot) and isinstance(y, OneHot):
         same = (x.index[..., :, None] == y.index[..., None, :]) & (x.index >= 0)[..., :, None]
         return same.astype(jnp.float32)
@@ -894,15 +1035,17 @@ def inner_products(x: Factor, y: Factor, precision: lax.Precision | None = None)
     def add(total: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
         return total + product(start, _BLOCK), None
 
-    first = product(n - n % _BLOCK, n % _BLOCK) if n % _BLOCK else jnp.zeros_like(product(0, _BLOCK))
+    first = (
+        product(n - n % _BLOCK, n % _BLOCK) if n % _BLOCK else jnp.zeros_like(product(0, _BLOCK))
+    )
     return lax.scan(add, first, jnp.arange(whole) * _BLOCK)[0]
 
 
 def summed_rows(site: Site, record: Any, g: jax.Array) -> tuple[Site, Any, jax.Array]:
     """Adds up equal rows of a lookup, in each example apart.
 
-    Returns a site of the rule `Rows`, its record and its cotangent. They have at most one term for each entry
-    of the table, so no sum over the batch rounds the terms of one example one by one.
+    Returns a site of the rule `Rows`, its record and its cotangent. They have at most one term for
+    each entry of the table, so no sum over the batch rounds the terms of one example one by one.
     """
     rule, loops = site.rule, tuple(n for n, s in zip(site.lengths, site.sliced, strict=True) if s)
     (u,), w = site.factors(record, g)
@@ -916,13 +1059,17 @@ def summed_rows(site: Site, record: Any, g: jax.Array) -> tuple[Site, Any, jax.A
         col_dims=rule.col_dims,
     )
     tap = jax.ShapeDtypeStruct((*loops, *w.shape[2:]), total.dtype)
-    summed = dataclasses.replace(site, rule=rows, lengths=loops, sliced=(True,) * len(loops), tap=tap)
+    summed = dataclasses.replace(
+        site, rule=rows, lengths=loops, sliced=(True,) * len(loops), tap=tap
+    )
     lead = (len(g), *loops)
     return summed, index.reshape(*lead, *index.shape[2:]), total.reshape(*lead, *total.shape[2:])
 
 
 def _summed(index: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Adds up the rows w [B, S, T, cols] of equal index [B, S, T]. Returns distinct indices, and -1, and their sums."""
+    """Adds up the rows w [B, S, T, cols] of equal index [B, S, T]. Returns distinct indices, and
+    -1, and their sums.
+    """
     w = jnp.where((index >= 0)[..., None], w, 0)
     if w.shape[2] <= 1:
         return index, w
@@ -941,11 +1088,15 @@ def _summed(index: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _all_lookups(pairs: Sequence[Pair]) -> bool:
     """Returns whether all sites look up rows."""
-    return all(len(u) == 1 and isinstance(u[0], OneHot) and not isinstance(w, OneHot) for u, w in pairs)
+    return all(
+        len(u) == 1 and isinstance(u[0], OneHot) and not isinstance(w, OneHot) for u, w in pairs
+    )
 
 
 def _merged(pairs: Sequence[Pair]) -> tuple[jax.Array, jax.Array]:
-    """Returns all rows (index [B, S, T], w [B, S, T, cols]) of sites that look up rows. Rows of no index are zero."""
+    """Returns all rows (index [B, S, T], w [B, S, T, cols]) of sites that look up rows. Rows of no
+    index are zero.
+    """
     kind = wide_dtype(*(w for _, w in pairs))
     index = jnp.concatenate([parts[0].index for parts, _ in pairs], 2)
     w = jnp.concatenate([w.astype(kind) for _, w in pairs], 2)
@@ -955,7 +1106,8 @@ def _merged(pairs: Sequence[Pair]) -> tuple[jax.Array, jax.Array]:
 def _squared_norms_of_rows(pairs: Sequence[Pair]) -> jax.Array:
     """Computes the squared norms [B] of tables to which the rows of all pairs are added.
 
-    Equal rows are added in a table of T rows. Its cost is that of the rows, where Gram matrices cost T times as much.
+    Equal rows are added in a table of T rows. Its cost is that of the rows, where Gram matrices
+    cost T times as much.
     """
     index, w = _merged(pairs)
     flushed = rounding.FLUSHED * w.shape[-1] * (index >= 0).sum((1, 2)).astype(w.dtype)
@@ -977,16 +1129,22 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 def _grams(x: Pair, y: Pair, kind: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the inner products <u_t, u'_t'> and <w_t, w'_t'> [B, S, T, T'] of two pairs of factors."""
+    """Returns the inner products <u_t, u'_t'> and <w_t, w'_t'> [B, S, T, T'] of two pairs of
+    factors.
+    """
     # The sums of rows of a lookup are not settled.
     lookup = any(isinstance(factor, OneHot) for parts, w in (x, y) for factor in (*parts, w))
     precision = PRECISION if lookup else None
-    products = [inner_products(p, q, precision).astype(kind) for p, q in zip(x[0], y[0], strict=True)]
+    products = [
+        inner_products(p, q, precision).astype(kind) for p, q in zip(x[0], y[0], strict=True)
+    ]
     return functools.reduce(jnp.add, products), inner_products(x[1], y[1], precision).astype(kind)
 
 
 def gram_rows(positions: int) -> int:
-    """Returns the number of rows of the blocks of Gram matrices, which divides the number of positions."""
+    """Returns the number of rows of the blocks of Gram matrices, which divides the number of
+    positions.
+    """
     most = _GRAM_ROWS_TPU if forms.platform() == "tpu" else _GRAM_ROWS
     return next((size for size in range(most, most // 2, -1) if positions % size == 0), positions)
 
@@ -995,7 +1153,11 @@ def _lengths(pair: Pair, kind: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the lengths of u and w, [B, S, T] each."""
 
     def squares(x: Factor) -> jax.Array:
-        return (x.index >= 0).astype(kind) if isinstance(x, OneHot) else _square(x).sum(-1).astype(kind)
+        return (
+            (x.index >= 0).astype(kind)
+            if isinstance(x, OneHot)
+            else _square(x).sum(-1).astype(kind)
+        )
 
     parts, w = pair
     return rounding.root(functools.reduce(jnp.add, map(squares, parts))), rounding.root(squares(w))
@@ -1014,7 +1176,9 @@ def _terms(pairs: Sequence[Pair]) -> int:
 
 
 def _additions(xs: Sequence[Factor], ys: Sequence[Factor]) -> int:
-    """Returns how many additions a term of the inner products of two factors passes. A row of a table is picked."""
+    """Returns how many additions a term of the inner products of two factors passes. A row of a
+    table is picked.
+    """
     picked = [isinstance(x, OneHot) or isinstance(y, OneHot) for x, y in zip(xs, ys, strict=True)]
     widths = [0 if one else x.shape[-1] for one, x in zip(picked, xs, strict=True)]
     most = max(n if n < 2 * _BLOCK else _BLOCK + n // _BLOCK + 1 for n in widths)
@@ -1022,7 +1186,10 @@ def _additions(xs: Sequence[Factor], ys: Sequence[Factor]) -> int:
 
 
 def _gram_sums(
-    grams: Sequence[jax.Array], x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array], counts: Sequence[int]
+    grams: Sequence[jax.Array],
+    x: tuple[jax.Array, jax.Array],
+    y: tuple[jax.Array, jax.Array],
+    counts: Sequence[int],
 ) -> tuple[jax.Array, jax.Array]:
     """Returns sum_ts U_ts W_ts and a bound on its rounding, E in `rounding`, [B] each.
 
@@ -1040,9 +1207,11 @@ def _gram_sums(
 
 
 def _gram_norm(pair: Pair, kind: Any, lanes: dense.Lanes) -> dense.Norm:
-    """Returns ||sum_t u_t w_t^T||^2 and E of it, [B] each, and the lengths of u and w, [B, S, T] each.
+    """Returns ||sum_t u_t w_t^T||^2 and E of it, [B] each, and the lengths of u and w, [B, S, T]
+    each.
 
-    Gram matrices are symmetric. Of long ones it computes the blocks of one half, one after the other.
+    Gram matrices are symmetric. Of long ones it computes the blocks of one half, one after the
+    other.
     """
     if not dense.has_gram_norm(*pair):
         return _gram_norm_by_xla(pair, kind)
@@ -1084,7 +1253,9 @@ def _gram_norm_by_xla(pair: Pair, kind: Any) -> dense.Norm:
 
     places = list(itertools.combinations_with_replacement(range(positions // size), 2))
     twice = jnp.array([1 if i == j else 2 for i, j in places], kind)[:, None]
-    if forms.platform() != "cpu" and len(places) <= _UNROLLED:  # a loop copies what it reads and writes
+    if (
+        forms.platform() != "cpu" and len(places) <= _UNROLLED
+    ):  # a loop copies what it reads and writes
         sums = [jnp.stack(xs) for xs in zip(*map(block, places), strict=True)]
     else:
         sums = list(lax.map(block, jnp.array(places)))
@@ -1099,16 +1270,18 @@ def _counts(x: Pair, y: Pair) -> tuple[int, int, int]:
 
 
 def squared_norms(pairs: Sequence[Pair], lanes: dense.Lanes = (False, False)) -> jax.Array:
-    """Computes ||sum_j sum_t u_jt w_jt^T||^2 [B] of every example, from the factors of the sites of one weight.
+    """Computes ||sum_j sum_t u_jt w_jt^T||^2 [B] of every example, from the factors of the sites of
+    one weight.
 
     Args:
       pairs: The factors of each site, as of `Site.factors`.
       lanes: How XLA lays those of a single site, as in `dense`.
 
     Formal guarantees:
-      The root of the result times 1 + `rounding.SLACK` is at least the norm of the exact gradient, and that of the sum
-      of its terms in float32, whatever their order and however they cancel. Squares that underflow count at their upper
-      bound, so a tiny u and a huge w cannot hide a gradient. A norm of 0 is reported as up to about 1e-16.
+      The root of the result times 1 + `rounding.SLACK` is at least the norm of the exact gradient,
+      and that of the sum of its terms in float32, whatever their order and however they cancel.
+      Squares that underflow count at their upper bound, so a tiny u and a huge w cannot hide a
+      gradient. A norm of 0 is reported as up to about 1e-16.
     """
     if _all_lookups(pairs):
         return _squared_norms_of_rows(pairs)
@@ -1126,7 +1299,9 @@ def squared_norms(pairs: Sequence[Pair], lanes: dense.Lanes = (False, False)) ->
         square, its_spread, own = _gram_norm(pair, kind, lanes)
         total, spread = total + square, spread + its_spread
         for other, its in zip(pairs, lengths, strict=False):
-            product, its_spread = _gram_sums(_grams(pair, other, kind), own, its, _counts(pair, other))
+            product, its_spread = _gram_sums(
+                _grams(pair, other, kind), own, its, _counts(pair, other)
+            )
             total, spread = total + 2 * product, spread + 2 * its_spread
         lengths.append(own)
         apart = apart + (own[0] * own[1]).sum(2)

@@ -2,16 +2,18 @@
 
 It splits the jaxpr of the loss of ONE example into two programs:
 
-* `Plan.weights(leaves)` computes the values that depend on trainable parameters and not on data (casts, transposes,
-  weight standardisation, slices of stacked layers, ...). Its results V_1..V_J are the values that meet data.
-* `Plan.forward(...)` is the original program with a zero "tap" added where V_j meets data, which only derivatives see.
-  It also returns the other operand, the "record".
+* `Plan.weights(leaves)` computes the values that depend on trainable parameters and not on data
+  (casts, transposes, weight standardisation, slices of stacked layers, ...). Its results V_1..V_J
+  are the values that meet data.
+* `Plan.forward(...)` is the original program with a zero "tap" added where V_j meets data, which
+  only derivatives see. It also returns the other operand, the "record".
 
-The cotangent of tap j and record j determine dV_j, the gradient of the loss with respect to V_j. The gradient with
-respect to the parameters is J^T (dV_1..dV_J), where J is the Jacobian of `weights` (the chain rule). Every weight is
-covered: where no rule fits, the tap is on the weight itself, whose cotangent is dV_j. The tap is also there if the
-weight becomes complex, so that every V_j is real, or if it enters a `jax.custom_vjp`. The backward pass of the latter
-need not be linear, so J^T of a sum may differ from the sum of every example's J^T.
+The cotangent of tap j and record j determine dV_j, the gradient of the loss with respect to V_j.
+The gradient with respect to the parameters is J^T (dV_1..dV_J), where J is the Jacobian of
+`weights` (the chain rule). Every weight is covered: where no rule fits, the tap is on the weight
+itself, whose cotangent is dV_j. The tap is also there if the weight becomes complex, so that every
+V_j is real, or if it enters a `jax.custom_vjp`. The backward pass of the latter need not be linear,
+so J^T of a sum may differ from the sum of every example's J^T.
 
 `jaxdp.transforms.sites` holds the rules for how a weight meets data.
 """
@@ -35,10 +37,16 @@ from jaxdp.transforms.precision import with_equations
 # Primitives whose body replaces the call.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 # Primitives that only move entries. Their J is a permutation and keeps norms.
-MOVES = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "copy", "rev", "broadcast_in_dim"})
+MOVES = frozenset(
+    {"transpose", "reshape", "squeeze", "expand_dims", "copy", "rev", "broadcast_in_dim"}
+)
 _REMATS = frozenset({"remat", "remat2", "checkpoint"})
 # Primitives that evaluate a body once, on all of their operands.
-_ONCE = _CALLS.keys() | _REMATS | {"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "shard_map"}
+_ONCE = (
+    _CALLS.keys()
+    | _REMATS
+    | {"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "shard_map"}
+)
 # Primitives by which scales and biases meet data. They broadcast scalars and axes of length one.
 _BROADCASTING = {"add": lax.add, "mul": lax.mul}
 
@@ -48,11 +56,15 @@ class Value:
     """The facts that the walker knows about a variable."""
 
     data: bool  # whether it depends on the example
-    leaves: frozenset[int] = frozenset()  # trainable leaves that it depends on, tracked only while `data` is False
-    # For one leaf with moved entries: the leaf's axis of each dimension, or () after a reshape has mixed the axes. None
-    # if any other operation was applied to the leaf.
+    leaves: frozenset[int] = (
+        frozenset()
+    )  # trainable leaves that it depends on, tracked only while `data` is False
+    # For one leaf with moved entries: the leaf's axis of each dimension, or () after a reshape has
+    # mixed the axes. None if any other operation was applied to the leaf.
     source: tuple[int, ...] | None = None
-    sliced: tuple[bool, ...] = ()  # for each enclosing scan, outermost first, whether it changes between iterations
+    sliced: tuple[
+        bool, ...
+    ] = ()  # for each enclosing scan, outermost first, whether it changes between iterations
 
     @property
     def is_weight(self) -> bool:
@@ -91,7 +103,9 @@ def every_equation(jaxpr: Any) -> Iterator[Any]:
 
 
 def forward_bytes(jaxpr: Any) -> int:
-    """Returns the bytes of all values that a jaxpr computes, those of a `scan` once for each iteration."""
+    """Returns the bytes of all values that a jaxpr computes, those of a `scan` once for each
+    iteration.
+    """
     total = 0
     for eqn in jaxpr.eqns:
         if inner := list(jex.jaxprs_in_params(eqn.params)):
@@ -102,10 +116,11 @@ def forward_bytes(jaxpr: Any) -> int:
 
 
 def scan_starts(body: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[int, int]:
-    """Returns the positions of the first carry and of the first scanned array among the operands of a `scan`.
+    """Returns the positions of the first carry and of the first scanned array among the operands of
+    a `scan`.
 
-    The parameters that say so differ between releases of JAX. In every release, constants come first, and only scanned
-    and stacked arrays have one axis more outside of the body than inside.
+    The parameters that say so differ between releases of JAX. In every release, constants come
+    first, and only scanned and stacked arrays have one axis more outside of the body than inside.
 
     Args:
       body: The closed jaxpr of one iteration.
@@ -124,10 +139,16 @@ def _starts(scan: jex.JaxprEqn) -> tuple[int, int]:
     return scan_starts(scan.params["jaxpr"], operands, results)
 
 
-def scan_parts(scan: jex.JaxprEqn, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def scan_parts(
+    scan: jex.JaxprEqn, operands: Sequence[Any]
+) -> tuple[list[Any], list[Any], list[Any]]:
     """Returns the operands of a `scan` as constants, initial carry, and scanned arrays."""
     first_carry, first_x = _starts(scan)
-    return list(operands[:first_carry]), list(operands[first_carry:first_x]), list(operands[first_x:])
+    return (
+        list(operands[:first_carry]),
+        list(operands[first_carry:first_x]),
+        list(operands[first_x:]),
+    )
 
 
 def _ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -145,8 +166,9 @@ _REPLACED = frozenset({"ragged_dot_general", "custom_vmap_call"})
 def batchable(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
     """Returns the program that JAX itself batches, so that no example can see another one.
 
-    Each `lax.ragged_dot` becomes a product that JAX can batch. Each `jax.custom_batching.custom_vmap` becomes its
-    function of one example, because its own rule is a function of the whole batch.
+    Each `lax.ragged_dot` becomes a product that JAX can batch. Each
+    `jax.custom_batching.custom_vmap` becomes its function of one example, because its own rule is a
+    function of the whole batch.
     """
 
     def called(function: Any, eqn: Any) -> Any:
@@ -160,7 +182,11 @@ def batchable(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
             return eqn
         numbers, offset = eqn.params["ragged_dot_dimension_numbers"], eqn.params["group_offset"]
         plain = (numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions), offset)
-        if plain != ((((1,), (1,)), ((), ())), (0,), None):  # another product of `lax.ragged_dot_general`
+        if plain != (
+            (((1,), (1,)), ((), ())),
+            (0,),
+            None,
+        ):  # another product of `lax.ragged_dot_general`
             return eqn
         return called(_ragged_dot, eqn)
 
@@ -181,7 +207,9 @@ def _needs_a_tap(eqn: Any) -> bool:
 
 
 def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
-    """Returns the `source` of the output of a weight-only equation with one weight operand, or None."""
+    """Returns the `source` of the output of a weight-only equation with one weight operand, or
+    None.
+    """
     name, aval, out = eqn.primitive.name, eqn.invars[0].aval, eqn.outvars[0].aval
     if value.source is None or len(eqn.invars) != 1:
         return None
@@ -198,20 +226,24 @@ def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
 class _Step:
     """One equation of a plan.
 
-    kind: "bind" evaluates it. "meet" applies a rule, since its one weight meets data. "tap" evaluates it with a tap on
-    each weight operand. "call", "remat" and "scan" walk its body.
+    kind: "bind" evaluates it. "meet" applies a rule, since its one weight meets data. "tap"
+    evaluates it with a tap on each weight operand. "call", "remat" and "scan" walk its body.
     """
 
     kind: str
     eqn: jex.JaxprEqn
     without_data: bool = False
-    weights: tuple[int, ...] = ()  # operands that are weights, for "scan" only weights that start a carry
+    weights: tuple[
+        int, ...
+    ] = ()  # operands that are weights, for "scan" only weights that start a carry
     inner: "Plan | None" = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The plan to evaluate a jaxpr with taps. `sites` lists every meeting point in order, with inner programs."""
+    """The plan to evaluate a jaxpr with taps. `sites` lists every meeting point in order, with
+    inner programs.
+    """
 
     jaxpr: jex.Jaxpr
     consts: tuple[Any, ...]
@@ -222,17 +254,23 @@ class Plan:
     loops: tuple[int, ...]  # lengths of the enclosing scans
 
     def forward(self, args: Sequence[Any], taps: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Evaluates the program with `taps` added. Returns (outputs, records) with one record per site."""
+        """Evaluates the program with `taps` added. Returns (outputs, records) with one record per
+        site.
+        """
         env, pending, records = self._bindings(args), iter(taps), list[Any]()
         for step in self.steps:
             operands = _read(env, step.eqn.invars)
             if step.kind == "meet":
                 records.append(self.sites[len(records)].rule.record(operands))
-                env[step.eqn.outvars[0]] = _tapped(bind_equation(self.jaxpr, step.eqn, operands)[0], next(pending))
+                env[step.eqn.outvars[0]] = _tapped(
+                    bind_equation(self.jaxpr, step.eqn, operands)[0], next(pending)
+                )
                 continue
             for i in step.weights:
                 value, variable = _tapped(operands[i], next(pending)), step.eqn.invars[i]
-                for j, v in enumerate(step.eqn.invars):  # one tap serves both places of an operand that occurs twice
+                for j, v in enumerate(
+                    step.eqn.invars
+                ):  # one tap serves both places of an operand that occurs twice
                     if j == i or (step.kind == "tap" and v is variable):
                         operands[j] = value
                 records.append(())
@@ -254,21 +292,27 @@ class Plan:
         return outputs, records
 
     def weights_program(self, leaves: Sequence[Any]) -> jex.ClosedJaxpr:
-        """Returns the program from the trainable leaves, the first arguments, to the values V_j of all sites."""
+        """Returns the program from the trainable leaves, the first arguments, to the values V_j of
+        all sites.
+        """
         rest = [None] * (len(self.jaxpr.invars) - len(leaves))
         return jax.make_jaxpr(lambda leaves: self.weights([*leaves, *rest])[0])(leaves)
 
     def weights(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Computes (values V_j of all sites, outputs) in float32 or wider. Entries of `args` that are data are ignored.
+        """Computes (values V_j of all sites, outputs) in float32 or wider. Entries of `args` that
+        are data are ignored.
 
-        Casts of weights to low precision are skipped, so that J^T sums in float32 under bf16 compute.
+        Casts of weights to low precision are skipped, so that J^T sums in float32 under bf16
+        compute.
         """
         env, found = self._bindings(args), list[Any]()
         for step in self.steps:
             operands = _read(env, step.eqn.invars)
             found += [operands[i] for i in step.weights]
             if step.without_data:
-                env.update(zip(step.eqn.outvars, _bind_wide(self.jaxpr, step.eqn, operands), strict=True))
+                env.update(
+                    zip(step.eqn.outvars, _bind_wide(self.jaxpr, step.eqn, operands), strict=True)
+                )
             elif step.inner is not None and step.kind == "scan":
                 found += _weights_of_scan(step.eqn, step.inner, operands)
             elif step.inner is not None:
@@ -279,7 +323,9 @@ class Plan:
         return found + [outputs[i] for i in self.closing], outputs
 
     def _bindings(self, args: Sequence[Any]) -> dict[Any, Any]:
-        return dict(zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*self.consts, *args], strict=True))
+        return dict(
+            zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*self.consts, *args], strict=True)
+        )
 
 
 _tap = jex.Primitive("jaxdp_tap")
@@ -308,7 +354,9 @@ batching.primitive_batchers[_tap] = lambda args, axes: (args[0], axes[0])
 
 
 def _read(env: dict[Any, Any], variables: Sequence[Any]) -> list[Any]:
-    """Reads variables. An unbound variable reads as None, which means data while weights are evaluated."""
+    """Reads variables. An unbound variable reads as None, which means data while weights are
+    evaluated.
+    """
     return [v.val if isinstance(v, jex.Literal) else env.get(v) for v in variables]
 
 
@@ -324,18 +372,25 @@ def restricted(program: jex.ClosedJaxpr, results: Sequence[int]) -> jex.ClosedJa
 
 
 def bind_equation(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation as a separate program, because JAX has no public interface to bind its primitive."""
-    given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, jex.Literal)}
-    program = jaxpr.replace(constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
+    """Evaluates one equation as a separate program, because JAX has no public interface to bind its
+    primitive.
+    """
+    given = {
+        v: x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, jex.Literal)
+    }
+    program = jaxpr.replace(
+        constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects
+    )
     results: list[Any] = jex.jaxpr_as_fun(jex.ClosedJaxpr(program, ()))(*given.values())
     return results
 
 
 def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts a scalar, or an array to a shape of the same rank. The transpose sums over no axis of length one.
+    """Broadcasts a scalar, or an array to a shape of the same rank. The transpose sums over no axis
+    of length one.
 
-    The loss of one example has such an axis in place of a model's batch. Under vmap, XLA on CPU is up to ten times
-    slower if a sum includes this axis.
+    The loss of one example has such an axis in place of a model's batch. Under vmap, XLA on CPU is
+    up to ten times slower if a sum includes this axis.
     """
     if x.shape == shape:
         return x
@@ -351,35 +406,52 @@ def _widen(x: Any) -> Any:
 def _bind_wide(jaxpr: jex.Jaxpr, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Evaluates an equation without data, with floats in float32 or wider."""
     operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands]
-    if eqn.primitive.name == "convert_element_type" and _is_float(operands[0]) and _is_float(eqn.outvars[0].aval):
+    if (
+        eqn.primitive.name == "convert_element_type"
+        and _is_float(operands[0])
+        and _is_float(eqn.outvars[0].aval)
+    ):
         return [operands[0].astype(sites.wide_dtype(eqn.outvars[0].aval))]
     if eqn.primitive.name in MOVES:
         return [_widen(x) for x in bind_equation(jaxpr, eqn, operands)]
-    declared = [x.astype(v.aval.dtype) if _is_float(x) else x for x, v in zip(operands, eqn.invars, strict=True)]
+    declared = [
+        x.astype(v.aval.dtype) if _is_float(x) else x
+        for x, v in zip(operands, eqn.invars, strict=True)
+    ]
     return [_widen(x) for x in bind_equation(jaxpr, eqn, declared)]
 
 
-def _forward_inner(step: _Step, inner: Plan, operands: list[Any], taps: list[Any]) -> tuple[list[Any], list[Any]]:
+def _forward_inner(
+    step: _Step, inner: Plan, operands: list[Any], taps: list[Any]
+) -> tuple[list[Any], list[Any]]:
     params = step.eqn.params
     if step.kind == "call":
         return inner.forward(operands, taps)
     if step.kind == "remat":
-        body = jax.checkpoint(inner.forward, prevent_cse=params["prevent_cse"], policy=params["policy"])
+        body = jax.checkpoint(
+            inner.forward, prevent_cse=params["prevent_cse"], policy=params["policy"]
+        )
         result: tuple[list[Any], list[Any]] = body(operands, taps)
         return result
     first_carry, first_x = _starts(step.eqn)
 
-    def iterate(carry: list[Any], xs: tuple[list[Any], list[Any]]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
+    def iterate(
+        carry: list[Any], xs: tuple[list[Any], list[Any]]
+    ) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
         outs, records = inner.forward([*operands[:first_carry], *carry, *xs[0]], xs[1])
         return outs[: len(carry)], (outs[len(carry) :], records)
 
     loop = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, (ys, records) = lax.scan(iterate, operands[first_carry:first_x], (operands[first_x:], taps), **loop)
+    carry, (ys, records) = lax.scan(
+        iterate, operands[first_carry:first_x], (operands[first_x:], taps), **loop
+    )
     return [*carry, *ys], records
 
 
 def _weights_of_scan(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any]) -> list[Any]:
-    """Returns the V_j inside a scan body: loop-invariant ones once, sliced ones stacked along a leading axis."""
+    """Returns the V_j inside a scan body: loop-invariant ones once, sliced ones stacked along a
+    leading axis.
+    """
     first_carry, first_x = _starts(eqn)
     # A carry changes after its initial value, so every carry is data inside the body.
     operands = [None if first_carry <= i < first_x else x for i, x in enumerate(operands)]
@@ -388,11 +460,18 @@ def _weights_of_scan(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any]) -> lis
         return inner.weights(operands)[0]
     depth = len(inner.loops) - 1
     out_axes = [0 if site.sliced[depth] else None for site in inner.sites]
-    return jax.vmap(lambda xs: inner.weights(xs)[0], in_axes=(in_axes,), out_axes=out_axes)(operands)
+    return jax.vmap(lambda xs: inner.weights(xs)[0], in_axes=(in_axes,), out_axes=out_axes)(
+        operands
+    )
 
 
 def make_plan(
-    jaxpr: jex.Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], *, close: Sequence[int] = (), loops: Any = ()
+    jaxpr: jex.Jaxpr,
+    consts: Sequence[Any],
+    inputs: Sequence[Value],
+    *,
+    close: Sequence[int] = (),
+    loops: Any = (),
 ) -> Plan:
     """Finds where weights meet data.
 
@@ -410,7 +489,9 @@ def make_plan(
         return constant if isinstance(variable, jex.Literal) else known[variable]
 
     def site(variable: Any, rule: Any = None, out: Any = None) -> sites.Site:
-        """Returns the site of the weight `variable`, with its tap at `out` if there is a rule, else at the weight."""
+        """Returns the site of the weight `variable`, with its tap at `out` if there is a rule, else
+        at the weight.
+        """
         value, place, shape = look(variable), (out or variable).aval, tuple(variable.aval.shape)
         rule = rule or sites.OnWeight(weight_shape=shape, cols=math.prod(shape))
         tap = jax.ShapeDtypeStruct((*loops, *place.shape), place.dtype)
@@ -419,8 +500,8 @@ def make_plan(
     for eqn in jaxpr.eqns:
         if any(isinstance(v.aval, jax.ref.AbstractRef) for v in eqn.outvars):
             raise NotImplementedError(
-                "loss_fn uses a mutable array (jax.new_ref), and the book-keeping engine cannot follow weights through "
-                "it. Write the loss without it, or use engine='vmap'."
+                "loss_fn uses a mutable array (jax.new_ref), and the book-keeping engine cannot "
+                "follow weights through it. Write the loss without it, or use engine='vmap'."
             )
         values = [look(v) for v in eqn.invars]
         weights = tuple(i for i, v in enumerate(values) if v.is_weight)
@@ -430,7 +511,10 @@ def make_plan(
             inner = make_plan(body.jaxpr, body.consts, values, loops=loops)
             step, outs = _Step("call", eqn, inner=inner), inner.outputs
         elif not any(v.data for v in values) and not (weights and _needs_a_tap(eqn)):
-            step, outs = _Step("bind", eqn, without_data=True), _outputs_without_data(eqn, values, loops)
+            step, outs = (
+                _Step("bind", eqn, without_data=True),
+                _outputs_without_data(eqn, values, loops),
+            )
         elif not weights:
             step = _Step("bind", eqn)
         elif eqn.primitive.name in _REMATS:
@@ -465,18 +549,23 @@ def _plan_scan(eqn: jex.JaxprEqn, values: Sequence[Value], loops: tuple[int, ...
     ]
     body = eqn.params["jaxpr"]
     every = range(len(body.jaxpr.outvars))
-    inner = make_plan(body.jaxpr, body.consts, inner_values, close=every, loops=(*loops, eqn.params["length"]))
+    inner = make_plan(
+        body.jaxpr, body.consts, inner_values, close=every, loops=(*loops, eqn.params["length"])
+    )
     tapped = tuple(i for i in range(first_carry, first_x) if values[i].is_weight)
     return _Step("scan", eqn, weights=tapped, inner=inner)
 
 
 def _enter_loop(value: Value, *, is_slice: bool) -> Value:
-    # A slice of a stacked leaf lacks the leaf's leading axis, so () records only that entries were moved.
+    # A slice of a stacked leaf lacks the leaf's leading axis, so () records only that entries were
+    # moved.
     source = value.source if not is_slice or value.source is None else ()
     return dataclasses.replace(value, source=source, sliced=(*value.sliced, is_slice))
 
 
-def _outputs_without_data(eqn: jex.JaxprEqn, values: Sequence[Value], loops: tuple[int, ...]) -> tuple[Value, ...]:
+def _outputs_without_data(
+    eqn: jex.JaxprEqn, values: Sequence[Value], loops: tuple[int, ...]
+) -> tuple[Value, ...]:
     sliced = tuple(any(v.sliced[d] for v in values) for d in range(len(loops)))
     leaves = frozenset[int]().union(*(v.leaves for v in values))
     constant = Value(data=False, sliced=sliced)
@@ -487,12 +576,18 @@ def _outputs_without_data(eqn: jex.JaxprEqn, values: Sequence[Value], loops: tup
 
 
 def _rule(eqn: jex.JaxprEqn, weights: tuple[int, ...]) -> Any:
-    """Returns the rule by which the weight operand of `eqn` meets data, or None. Rules exist for real numbers only."""
+    """Returns the rule by which the weight operand of `eqn` meets data, or None. Rules exist for
+    real numbers only.
+    """
     if any(map(is_complex, eqn.invars)):
         return None
     if eqn.primitive.name == "dot_general" and len(weights) == 1:
         return sites.Dot.of(eqn, weights[0])
-    if eqn.primitive.name == "conv_general_dilated" and weights == (1,) and eqn.params["batch_group_count"] == 1:
+    if (
+        eqn.primitive.name == "conv_general_dilated"
+        and weights == (1,)
+        and eqn.params["batch_group_count"] == 1
+    ):
         return sites.Conv.of(eqn)
     if eqn.primitive.name in ("gather", "dynamic_slice") and weights == (0,):
         return sites.Lookup.of(eqn)

@@ -1,4 +1,6 @@
-"""Test-time adaptation of a model to a private stream: Tent, EATA, SAR, DeYO, COME, and the private form of each."""
+"""Test-time adaptation of a model to a private stream: Tent, EATA, SAR, DeYO, COME, and the private
+form of each.
+"""
 
 from collections.abc import Callable
 

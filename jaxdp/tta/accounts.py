@@ -1,12 +1,14 @@
-"""The cost of a stream of private updates: disjoint batches compose in parallel, visits of one unit sequentially.
+"""The cost of a stream of private updates: disjoint batches compose in parallel, visits of one unit
+sequentially.
 
     ledger.register("ward 3", adjacency="replace_one", unit="patient", epsilon=8.0, delta=1e-6)
     account = StreamAccount(ledger.account("ward 3"), event=method.event)
     with account.spend(batch.units, release=step // adapter.accumulate):
         ...  # touch the batch here
 
-The epsilon of a method counts one visit. One photograph under 15 corruptions makes 15 visits. A noise multiplier of
-0.619 gives epsilon 20 at delta 1e-6 for a sample, and 137 for a photograph. `epsilons` returns both.
+The epsilon of a method counts one visit. One photograph under 15 corruptions makes 15 visits. A
+noise multiplier of 0.619 gives epsilon 20 at delta 1e-6 for a sample, and 137 for a photograph.
+`epsilons` returns both.
 """
 
 import contextlib
@@ -20,7 +22,13 @@ from typing import NamedTuple
 from jaxdp.data import identifiers
 from jaxdp.privacy import Account, Ledger
 from jaxdp.privacy.accounting import Adjacency, epsilon
-from jaxdp.privacy.events import DpEvent, GaussianDpEvent, NonPrivateDpEvent, NoOpDpEvent, composition
+from jaxdp.privacy.events import (
+    DpEvent,
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    NoOpDpEvent,
+    composition,
+)
 from jaxdp.release import OwnProcess
 from jaxdp.tta.method import check_name
 from jaxdp.tta.streams import Batch, Stream, Unit
@@ -33,7 +41,9 @@ class Sum:
     """A noisy sum that batches of a stream enter."""
 
     release: Hashable  # its name among the releases that a unit visits
-    batches: tuple[Units, ...] = dataclasses.field(default=(), repr=False)  # units of the records of each batch in it
+    batches: tuple[Units, ...] = dataclasses.field(
+        default=(), repr=False
+    )  # units of the records of each batch in it
 
 
 @dataclasses.dataclass
@@ -41,14 +51,18 @@ class Visits:
     """The visits that a `StreamAccount` has counted. They reveal which unit is in which batch.
 
     Attributes:
-        counts: {unit: {release: number of the unit's records in it}}. Units are identifiers (`jaxdp.data.ids`).
+        counts: {unit: {release: number of the unit's records in it}}. Units are identifiers
+            (`jaxdp.data.ids`).
         lengths: {release: number of batches in it}, for the releases of `serve`.
         tokens: {token of a batch that the till released: the release that it entered}.
         unfinished: {name of a state in the middle of an update: the sum that it holds}.
-        run: The workdir whose notes hold all of these visits. None means that they live in memory only.
+        run: The workdir whose notes hold all of these visits. None means that they live in memory
+            only.
     """
 
-    counts: dict[Hashable, dict[Hashable, int]] = dataclasses.field(default_factory=dict, repr=False)
+    counts: dict[Hashable, dict[Hashable, int]] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
     lengths: dict[Hashable, int] = dataclasses.field(default_factory=dict, repr=False)
     tokens: dict[str, Hashable] = dataclasses.field(default_factory=dict, repr=False)
     unfinished: dict[str, Sum] = dataclasses.field(default_factory=dict, repr=False)
@@ -57,65 +71,85 @@ class Visits:
     def copy(self) -> "Visits":
         """Returns a copy that does not change with this one."""
         counts = {unit: dict(releases) for unit, releases in self.counts.items()}
-        return Visits(counts, dict(self.lengths), dict(self.tokens), dict(self.unfinished), self.run)
+        return Visits(
+            counts, dict(self.lengths), dict(self.tokens), dict(self.unfinished), self.run
+        )
 
     def under_way(self, state: str) -> Sum | None:
-        """Returns the sum that an unfinished state holds, unless it was not charged here or has grown since."""
+        """Returns the sum that an unfinished state holds, unless it was not charged here or has
+        grown since.
+        """
         held = self.unfinished.get(state)
-        return held if held is not None and self.lengths[held.release] == len(held.batches) else None
+        return (
+            held if held is not None and self.lengths[held.release] == len(held.batches) else None
+        )
 
 
 class StreamAccount:
     """An account that charges a ledger exactly for the updates of a stream.
 
-    Unit ids stay in this object. They reach neither the ledger nor messages. Threads may share an account. A forked
-    process may not use it, because two copies would not know of the visits of each other.
+    Unit ids stay in this object. They reach neither the ledger nor messages. Threads may share an
+    account. A forked process may not use it, because two copies would not know of the visits of
+    each other.
 
-    Ids are identifiers as `jaxdp.data.ids` defines them: text that is compared as bytes after Unicode NFC, without
-    outer blanks. So 1 and "1" are one unit, "007" and "7" are two, and floating point is refused.
+    Ids are identifiers as `jaxdp.data.ids` defines them: text that is compared as bytes after
+    Unicode NFC, without outer blanks. So 1 and "1" are one unit, "007" and "7" are two, and
+    floating point is refused.
 
     Args:
-        account: `ledger.account(name)` of a data set that is registered with "replace_one" or "zero_out". `spend` gets
-            ids of its unit.
-        event: One release: `GaussianDpEvent(noise_multiplier)`, or `NonPrivateDpEvent()` for no noise. The latter is
-            charged once and makes epsilon infinite.
-        visits: The newest `visits` of an earlier account of the same data set and event, to continue it. Only one
-            account may continue them. Older visits lack later releases, and the ledger holds only those that raised the
-            maximum. After a crash leave visits out: `serve` reads the visits of its workdir, others are paid again.
-        unit: The unit that `serve` charges: "photograph" (`Batch.units`) or "sample" (a photograph, one corruption).
+        account: `ledger.account(name)` of a data set that is registered with "replace_one" or
+            "zero_out". `spend` gets ids of its unit.
+        event: One release: `GaussianDpEvent(noise_multiplier)`, or `NonPrivateDpEvent()` for no
+            noise. The latter is charged once and makes epsilon infinite.
+        visits: The newest `visits` of an earlier account of the same data set and event, to
+            continue it. Only one account may continue them. Older visits lack later releases, and
+            the ledger holds only those that raised the maximum. After a crash leave visits out:
+            `serve` reads the visits of its workdir, others are paid again.
+        unit: The unit that `serve` charges: "photograph" (`Batch.units`) or "sample" (a photograph,
+            one corruption).
 
     Attributes:
         event, unit, ledger: The event and the unit as given, and the charged ledger.
         worst: max_u s_u, the number of single visits that the data set owes.
 
     Raises:
-        ValueError: The data set is registered with "add_remove", the event or the unit is another one, or this ledger
-            holds no charge for `visits`.
+        ValueError: The data set is registered with "add_remove", the event or the unit is another
+            one, or this ledger holds no charge for `visits`.
 
     Formal guarantees:
-        Every release t is a sum over a batch plus Gaussian noise of standard deviation sigma * clip_norm. Each record's
-        contribution to the sum has norm at most clip_norm. The release depends on other batches only through earlier
-        releases. Unit u owns m_t of the records of release t, and m_t is public. Replacing the contents of u's records
-        ("replace_one") moves release t by at most 2 m_t clip_norm. Zeroing them ("zero_out") moves it by at most half
-        as much. Releases with m_t = 0 are the same function of earlier releases, so they add nothing (McSherry 2009:
-        parallel composition). Adaptive composition of the others (Dong, Roth, Su 2022, arXiv:1905.02383) makes the
-        transcript mu-GDP with
+        Every release t is a sum over a batch plus Gaussian noise of standard deviation sigma *
+        clip_norm. Each record's contribution to the sum has norm at most clip_norm. The release
+        depends on other batches only through earlier releases. Unit u owns m_t of the records of
+        release t, and m_t is public. Replacing the contents of u's records ("replace_one") moves
+        release t by at most 2 m_t clip_norm. Zeroing them ("zero_out") moves it by at most half as
+        much. Releases with m_t = 0 are the same function of earlier releases, so they add nothing
+        (McSherry 2009: parallel composition). Adaptive composition of the others (Dong, Roth, Su
+        2022, arXiv:1905.02383) makes the transcript mu-GDP with
 
             mu = (2 / sigma) sqrt(s_u),  s_u = sum_t m_t^2     (replace_one, half of it under zero_out).
 
-        The data set owes the largest s_u. Two records in one release cost four visits, not two, because their
-        contributions may point the same way. Gaussians compose exactly. So each growth g of max_u s_u is charged as one
-        Gaussian of noise multiplier sigma / sqrt(g). The ledger then holds Gaussians of total precision
-        (max_u s_u) / sigma^2, which compose to the mu above and no more. Opposite contributions of norm clip_norm
-        attain it. A batch that does not raise the maximum is charged nothing.
+        The data set owes the largest s_u. Two records in one release cost four visits, not two,
+        because their contributions may point the same way. Gaussians compose exactly. So each
+        growth g of max_u s_u is charged as one Gaussian of noise multiplier sigma / sqrt(g). The
+        ledger then holds Gaussians of total precision (max_u s_u) / sigma^2, which compose to the
+        mu above and no more. Opposite contributions of norm clip_norm attain it. A batch that does
+        not raise the maximum is charged nothing.
 
-        `spend` charges before its body runs. The charge stays if the body fails, and adds to the earlier charges of the
-        data set. A new account gains nothing from an older one. Assumptions: neighbours differ in the contents of a
-        unit's records, not in when they come. The noise multiplier is fixed in advance, unless the data set is
-        registered with accounting="renyi_filter".
+        `spend` charges before its body runs. The charge stays if the body fails, and adds to the
+        earlier charges of the data set. A new account gains nothing from an older one. Assumptions:
+        neighbours differ in the contents of a unit's records, not in when they come. The noise
+        multiplier is fixed in advance, unless the data set is registered with
+        accounting="renyi_filter".
     """
 
-    def __init__(self, account: Account, *, event: DpEvent, visits: Visits | None = None, unit: Unit = "photograph"):
+    def __init__(
+        self,
+        account: Account,
+        *,
+        event: DpEvent,
+        visits: Visits | None = None,
+        unit: Unit = "photograph",
+    ):
         check_adjacency(account.adjacency, f"adjacency of dataset {account.name!r}")
         check_name("unit", unit, Unit)
         self.event, self.unit, self.ledger = _one_release(event), unit, account.ledger
@@ -125,8 +159,9 @@ class StreamAccount:
         self.worst = max(map(_cost, self._visits.counts.values()), default=0)
         if not self._is_charged():
             raise ValueError(
-                f"visits holds {self.worst} visits of one unit, but the ledger has no such charge on dataset "
-                f"{account.name!r}. Continue with the ledger that the visits were charged to, or leave visits out."
+                f"visits holds {self.worst} visits of one unit, but the ledger has no such charge "
+                f"on dataset {account.name!r}. Continue with the ledger that the visits were "
+                "charged to, or leave visits out."
             )
 
     @property
@@ -142,12 +177,13 @@ class StreamAccount:
 
         Args:
             units: The unit of each record of the batch: texts, whole numbers, or tuples of them.
-            release: The name of the noisy sum that the batch enters. Batches of one sum (accumulation) share the name.
-                A new noise draw needs a new name. Two sums under one name are charged too much, one sum under two names
-                is charged too little.
+            release: The name of the noisy sum that the batch enters. Batches of one sum
+                (accumulation) share the name. A new noise draw needs a new name. Two sums under one
+                name are charged too much, one sum under two names is charged too little.
 
         Raises:
-            BudgetExceeded: The budget does not allow the batch. The body has not run, nothing is charged or counted.
+            BudgetExceeded: The budget does not allow the batch. The body has not run, nothing is
+                charged or counted.
             ValueError: The account belongs to a workdir of `serve`, or a unit is missing.
             TypeError: A unit is no identifier. Nothing is charged.
             RuntimeError: The process was forked from the one that made the account.
@@ -159,24 +195,32 @@ class StreamAccount:
             yield
 
     def _check_process(self) -> None:
-        """Refuses a forked copy. Two accounts that continue the same visits would both call a visit the first one."""
+        """Refuses a forked copy. Two accounts that continue the same visits would both call a visit
+        the first one.
+        """
         self._process.check(f"the StreamAccount of {self._account.name!r}")
 
     def check_run(self, run: str | None) -> None:
-        """Raises ValueError if any counted visit belongs to another workdir. None stands for no workdir."""
+        """Raises ValueError if any counted visit belongs to another workdir. None stands for no
+        workdir.
+        """
         if self._visits.counts and self._visits.run != run:
             raise ValueError(
-                "account has charged batches outside of this workdir. A process that resumes in the workdir would not "
-                "know them, although they made its batches cheaper. Make one StreamAccount for each workdir, or serve "
-                "one longer stream in one workdir."
+                "account has charged batches outside of this workdir. A process that resumes in "
+                "the workdir would not know them, although they made its batches cheaper. Make "
+                "one StreamAccount for each workdir, or serve one longer stream in one workdir."
             )
 
     def leave_unfinished(self, state: str, held: Sum) -> None:
-        """Notes the sum that a state holds when `serve` ends in the middle of an update. Drops sums that have grown."""
+        """Notes the sum that a state holds when `serve` ends in the middle of an update. Drops sums
+        that have grown.
+        """
         self._check_process()
         with self._lock:
             here = self._visits
-            here.unfinished = {name: sum_ for name in here.unfinished if (sum_ := here.under_way(name))} | {state: held}
+            here.unfinished = {
+                name: sum_ for name in here.unfinished if (sum_ := here.under_way(name))
+            } | {state: held}
 
     def epsilons(self, *, delta: float) -> "Epsilons":
         """Returns `epsilons` of this account's visits so far."""
@@ -185,7 +229,9 @@ class StreamAccount:
     def _enter(
         self, payment: "BatchPayment", reservation: contextlib.ExitStack, label: str, token: str
     ) -> tuple[Sum, Sequence[tuple[Account, DpEvent]]]:
-        """Charges for a batch that enters a sum, unless its token was counted. Returns the new sum and the charges."""
+        """Charges for a batch that enters a sum, unless its token was counted. Returns the new sum
+        and the charges.
+        """
         entering, charged = payment.entering, []
         batches = (*entering.batches, payment.units)
         self._check_process()
@@ -195,9 +241,15 @@ class StreamAccount:
             if release is None:
                 release, units = entering.release, payment.units
                 if lengths.get(release, len(entering.batches)) != len(entering.batches):
-                    # Another batch has entered the sum since. With this batch it is another sum of all its records.
-                    release, units = f"{release}+{token[:16]}", tuple(unit for batch in batches for unit in batch)
-                charged = self._count(units, release, reservation, label=label, token=token, run=payment.run)
+                    # Another batch has entered the sum since. With this batch it is another sum of
+                    # all its records.
+                    release, units = (
+                        f"{release}+{token[:16]}",
+                        tuple(unit for batch in batches for unit in batch),
+                    )
+                charged = self._count(
+                    units, release, reservation, label=label, token=token, run=payment.run
+                )
                 tokens[token], lengths[release] = release, len(batches)
         return Sum(release, batches), charged
 
@@ -222,7 +274,8 @@ class StreamAccount:
         # Without noise one charge is all.
         if worst > self.worst and (isinstance(self.event, GaussianDpEvent) or self.worst == 0):
             charge = _composed(self.event, worst - self.worst)
-            # A token is free the second time. That is right only for visits of one workdir: others count afresh.
+            # A token is free the second time. That is right only for visits of one workdir: others
+            # count afresh.
             token = token if run is not None else None
             reservation.enter_context(self._account.spend(charge, label=label, token=token))
             charged.append((self._account, charge))
@@ -236,7 +289,9 @@ class StreamAccount:
             return True
         if not isinstance(self.event, GaussianDpEvent):
             return False
-        precision = math.fsum(n / e.noise_multiplier**2 for e, n in spent.items() if isinstance(e, GaussianDpEvent))
+        precision = math.fsum(
+            n / e.noise_multiplier**2 for e, n in spent.items() if isinstance(e, GaussianDpEvent)
+        )
         return precision * self.event.noise_multiplier**2 >= self.worst * (1 - 1e-9)
 
 
@@ -248,17 +303,23 @@ class BatchPayment:
     units: Units  # of each record of the batch
     entering: Sum  # the noisy sum before the batch enters it
     run: str | None = None  # the workdir in whose notes the visits are
-    entered: Sum = dataclasses.field(init=False)  # the noisy sum with the batch in it, set by `reserve`
+    entered: Sum = dataclasses.field(
+        init=False
+    )  # the noisy sum with the batch in it, set by `reserve`
 
     @contextlib.contextmanager
     def reserve(self, *, label: str, token: str) -> Iterator[Sequence[tuple[Account, DpEvent]]]:
-        """Charges the batch, unless the token was counted, and yields the charges. Raises the errors of `spend`."""
+        """Charges the batch, unless the token was counted, and yields the charges. Raises the
+        errors of `spend`.
+        """
         with contextlib.ExitStack() as reservation:
             self.entered, charged = self.account._enter(self, reservation, label, token)
             yield charged
 
 
-def event(release: DpEvent, stream: Iterable[Batch], *, unit: Unit = "photograph", accumulate: int = 1) -> DpEvent:
+def event(
+    release: DpEvent, stream: Iterable[Batch], *, unit: Unit = "photograph", accumulate: int = 1
+) -> DpEvent:
     """Returns the total charge of `serve` for a stream from a new state, for a budget or a hold.
 
         with account.hold(tta.event(method.event, stream)) as hold:
@@ -269,7 +330,11 @@ def event(release: DpEvent, stream: Iterable[Batch], *, unit: Unit = "photograph
         stream: A `Stream`, of which no image is read, or any iterable of `Batch`.
         accumulate: The `accumulate` of the `Adapter`.
     """
-    visitors = stream.visitors(unit) if isinstance(stream, Stream) else (batch.visitors(unit) for batch in stream)
+    visitors = (
+        stream.visitors(unit)
+        if isinstance(stream, Stream)
+        else (batch.visitors(unit) for batch in stream)
+    )
     with Ledger.in_memory() as ledger:
         ledger.register("stream", adjacency="replace_one", unit=unit)
         account = StreamAccount(ledger.account("stream"), event=release)
@@ -287,7 +352,8 @@ class Epsilons(NamedTuple):
 
 
 def epsilons(event: DpEvent, *, visits: int, delta: float, adjacency: Adjacency) -> Epsilons:
-    """Returns the epsilon of one visit and of `visits` visits. Raises ValueError for arguments out of range.
+    """Returns the epsilon of one visit and of `visits` visits. Raises ValueError for arguments out
+    of range.
 
     Args:
         event: One release, `GaussianDpEvent(noise_multiplier)` or `NonPrivateDpEvent()`.
@@ -299,7 +365,9 @@ def epsilons(event: DpEvent, *, visits: int, delta: float, adjacency: Adjacency)
     if visits < 0:
         raise ValueError(f"visits must be at least 0, got {visits}.")
     once = _one_release(event)
-    of = [epsilon(_composed(once, times), delta=delta, adjacency=adjacency) for times in (1, visits)]
+    of = [
+        epsilon(_composed(once, times), delta=delta, adjacency=adjacency) for times in (1, visits)
+    ]
     return Epsilons(*of)
 
 
@@ -307,8 +375,9 @@ def check_adjacency(adjacency: Adjacency, field: str = "adjacency") -> None:
     """Raises ValueError for an adjacency that a stream of batches cannot satisfy."""
     if adjacency not in ("replace_one", "zero_out"):
         raise ValueError(
-            f"{field} must be 'replace_one' or 'zero_out', got {adjacency!r}, which a stream of batches cannot "
-            "satisfy. A removed record shifts all later records, so every later batch changes."
+            f"{field} must be 'replace_one' or 'zero_out', got {adjacency!r}, which a stream of "
+            "batches cannot satisfy. A removed record shifts all later records, so every later "
+            "batch changes."
         )
 
 
@@ -324,7 +393,9 @@ def _identified(visits: Visits) -> Visits:
     """Returns a copy whose units are identifiers. Visits of units that become one add up."""
     copy = visits.copy()
     counts: dict[Hashable, dict[Hashable, int]] = {}
-    for unit, releases in zip(identifiers(copy.counts, "visits"), copy.counts.values(), strict=True):
+    for unit, releases in zip(
+        identifiers(copy.counts, "visits"), copy.counts.values(), strict=True
+    ):
         mine = counts.setdefault(unit, {})
         for release, count in releases.items():
             mine[release] = mine.get(release, 0) + count

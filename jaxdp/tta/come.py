@@ -1,13 +1,16 @@
-"""COME (Zhang et al. 2025, arXiv:2410.10894): conservative minimisation of entropy, over any other method.
+"""COME (Zhang et al. 2025, arXiv:2410.10894): conservative minimisation of entropy, over any other
+method.
 
-A prediction with logits f is an opinion of belief b and uncertainty mass u, with Dirichlet evidence exp(logit):
+A prediction with logits f is an opinion of belief b and uncertainty mass u, with Dirichlet evidence
+exp(logit):
 
     l_k = f_k sg(||f||) / ||f||            same value, but no gradient along f: the loss cannot reward larger logits
     b_k = exp(l_k) / S,  u = K / S,  S = sum_k exp(l_k) + K
     loss = -sum_k b_k log b_k - u log u    with 1e-7 added to every b_k and u
 
-This loss replaces the entropy in losses, weights and filters. K is the number of classes. The public code uses 1000 for
-every data set. The exponentials here are shifted. In the public code logits above 88 give NaN.
+This loss replaces the entropy in losses, weights and filters. K is the number of classes. The
+public code uses 1000 for every data set. The exponentials here are shifted. In the public code
+logits above 88 give NaN.
 """
 
 import dataclasses
@@ -28,24 +31,29 @@ def COME(base_method: Method, num_classes: int) -> Method:
 
     Raises:
       TypeError: base_method is not a `Method`.
-      ValueError: num_classes is below 2 or differs from base_method's. When stepping: apply_fn has fewer classes.
+      ValueError: num_classes is below 2 or differs from base_method's. When stepping: apply_fn has
+          fewer classes.
     """
     check_constants(num_classes)
     if not isinstance(base_method, Method):
         raise TypeError(
-            f"base_method must be a method such as Tent(), got {type(base_method).__name__}. For the private form call "
-            "private(COME(Tent(), num_classes), ...)."
+            f"base_method must be a method such as Tent(), got {type(base_method).__name__}. For "
+            "the private form call private(COME(Tent(), num_classes), ...)."
         )
     declared = getattr(base_method, "num_classes", num_classes)
     if declared != num_classes:
         raise ValueError(f"num_classes={num_classes}, but base_method has num_classes={declared}.")
-    return dataclasses.replace(base_method, uncertainty=functools.partial(opinion_entropy, num_classes=num_classes))
+    return dataclasses.replace(
+        base_method, uncertainty=functools.partial(opinion_entropy, num_classes=num_classes)
+    )
 
 
 def opinion_entropy(logits: jax.Array, *, num_classes: int) -> jax.Array:
     """Computes COME's entropy of the opinion (b, u)."""
     if logits.shape[-1] < num_classes:  # apply_fn may have more, with some of them masked by -inf
-        raise ValueError(f"num_classes={num_classes}, but apply_fn returns {logits.shape[-1]} logits.")
+        raise ValueError(
+            f"num_classes={num_classes}, but apply_fn returns {logits.shape[-1]} logits."
+        )
     masked = jnp.isneginf(logits)  # masked classes have no evidence
     f = jnp.where(masked, 0, logits.astype(jnp.float32))
     squared = jnp.vdot(f, f)

@@ -1,4 +1,5 @@
-"""DeYO (Lee et al. 2024, arXiv:2403.07366): a filter that keeps images whose confidence depends on the object's shape.
+"""DeYO (Lee et al. 2024, arXiv:2403.07366): a filter that keeps images whose confidence depends on
+the object's shape.
 
 S1 = {i: H_i < tau_ent},  PLPD_i = p_i[y] - p'_i[y],  y = argmax p_i, p' of the transformed image  (their Eq. 5)
 S2 = {i in S1: PLPD_i > tau}
@@ -26,16 +27,18 @@ class DeYO(Method):
     Attributes:
       num_classes: C.
       entropy_margin: tau_ent as a fraction of ln C.
-      plpd_margin: tau. The paper uses 0.2 for ViT and in all wild settings, 0.3 for ResNet-50 in the mild setting.
+      plpd_margin: tau. The paper uses 0.2 for ViT and in all wild settings, 0.3 for ResNet-50 in
+          the mild setting.
       margin: E0 as a fraction of ln C.
-      augmentation: "patch" permutes a grid of patches, independently for each image. "pixel" permutes all pixels, alike
-        for the whole batch. "occlusion" fills the middle quarter of the image with its mean colour. A function
-        `augmentation(key, image) -> image` is allowed too.
+      augmentation: "patch" permutes a grid of patches, independently for each image. "pixel"
+        permutes all pixels, alike for the whole batch. "occlusion" fills the middle quarter of the
+        image with its mean colour. A function `augmentation(key, image) -> image` is allowed too.
       patches: The side of the grid of "patch".
       channel_axis: -1 for images [H, W, C], 0 for images [C, H, W]. Named augmentations need it.
 
     Raises:
-      ValueError: A field is out of range. When stepping: images are not of this form, or look like the other one.
+      ValueError: A field is out of range. When stepping: images are not of this form, or look like
+          the other one.
     """
 
     num_classes: int
@@ -53,15 +56,20 @@ class DeYO(Method):
         if not callable(self.augmentation):
             check_name("augmentation", self.augmentation, Destruction, " or a function")
         if self.patches < 2:
-            raise ValueError(f"patches must be at least 2, got {self.patches}. One patch cannot be permuted.")
+            raise ValueError(
+                f"patches must be at least 2, got {self.patches}. One patch cannot be permuted."
+            )
         if self.channel_axis not in (0, -1):
             raise ValueError(
-                f"channel_axis must be -1 for images [H, W, C] or 0 for [C, H, W], got {self.channel_axis}."
+                "channel_axis must be -1 for images [H, W, C] or 0 for [C, H, W], got "
+                f"{self.channel_axis}."
             )
 
     def weight(self, sample: Sample) -> jax.Array:
         """Weighs images by exp(E0 - H) + exp(PLPD)."""
-        return jnp.exp(self.margin * math.log(self.num_classes) - sample.uncertainty) + jnp.exp(sample.drop)
+        return jnp.exp(self.margin * math.log(self.num_classes) - sample.uncertainty) + jnp.exp(
+            sample.drop
+        )
 
     def reliable(self, sample: Sample) -> jax.Array:
         """Keeps images with entropy H < tau_ent and PLPD > tau."""
@@ -73,10 +81,12 @@ class DeYO(Method):
         if callable(self.augmentation):
             return self.augmentation(key, image)
         axis, other = self.channel_axis, -1 - self.channel_axis
-        if image.ndim != 3 or (image.shape[axis] not in _CHANNELS and image.shape[other] in _CHANNELS):
+        if image.ndim != 3 or (
+            image.shape[axis] not in _CHANNELS and image.shape[other] in _CHANNELS
+        ):
             raise ValueError(
-                f"channel_axis={axis} does not suit images of shape {image.shape}. Give images [H, W, C], images "
-                "[C, H, W] with channel_axis=0, or an augmentation of your own."
+                f"channel_axis={axis} does not suit images of shape {image.shape}. Give images [H, "
+                "W, C], images [C, H, W] with channel_axis=0, or an augmentation of your own."
             )
         image = jnp.moveaxis(image, axis, -1)
         if self.augmentation == "pixel":
@@ -93,10 +103,16 @@ def _permute_patches(key: jax.Array, image: jax.Array, grid: int) -> jax.Array:
     height, width, channels = image.shape
     h, w = height // grid, width // grid
     if not h or not w:
-        raise ValueError(f"patches={grid} does not fit an image of {height}x{width}. Use fewer patches.")
+        raise ValueError(
+            f"patches={grid} does not fit an image of {height}x{width}. Use fewer patches."
+        )
     exact = (h * grid, w * grid, channels)
     x = image if exact == image.shape else jax.image.resize(image, exact, "bilinear")
-    x = x.reshape(grid, h, grid, w, channels).transpose(0, 2, 1, 3, 4).reshape(grid * grid, h, w, channels)
+    x = (
+        x.reshape(grid, h, grid, w, channels)
+        .transpose(0, 2, 1, 3, 4)
+        .reshape(grid * grid, h, w, channels)
+    )
     x = x[jax.random.permutation(key, grid * grid)]
     x = x.reshape(grid, grid, h, w, channels).transpose(0, 2, 1, 3, 4).reshape(exact)
     return x if exact == image.shape else jax.image.resize(x, image.shape, "bilinear")

@@ -1,4 +1,5 @@
-"""EATA (Niu et al. 2022, arXiv:2204.02610): adaptation on reliable and non-redundant samples with a Fisher anchor.
+"""EATA (Niu et al. 2022, arXiv:2204.02610): adaptation on reliable and non-redundant samples with a
+Fisher anchor.
 
 S1 = {i: H_i < E0},  S2 = {i in S1: |cos(m, p_i)| < d}                                     filters (their Eq. 3-5)
 loss = 1/|S2| sum_{S2} exp(E0 - H_i) H_i  +  alpha sum_k F_k (theta_k - theta_0,k)^2       (their Eq. 2, 8)
@@ -40,7 +41,8 @@ class EATA(Method):
       num_classes: C.
       margin: E0 as a fraction of ln C.
       diversity: d. The papers use 0.05 for 1000 classes and 0.4 for 10.
-      fisher: The importance F of each adapted parameter, from `fisher`. None leaves the anchor out (ETA).
+      fisher: The importance F of each adapted parameter, from `fisher`. None leaves the anchor out
+          (ETA).
       fisher_strength: alpha. The right value depends on the estimate of F, see `fisher`.
     """
 
@@ -53,7 +55,10 @@ class EATA(Method):
     def __post_init__(self) -> None:
         check_constants(self.num_classes, margin=self.margin)
         if not self.diversity > 0:
-            raise ValueError(f"diversity must be positive, got {self.diversity}. Values above 1 switch the filter off.")
+            raise ValueError(
+                f"diversity must be positive, got {self.diversity}. Values above 1 switch the "
+                "filter off."
+            )
         if not self.fisher_strength >= 0:
             raise ValueError(f"fisher_strength must not be negative, got {self.fisher_strength}.")
 
@@ -73,12 +78,21 @@ class EATA(Method):
         """Adds the Fisher anchor 2 alpha F (theta - theta_0)."""
         if self.fisher is None:
             return None
-        if [path for path, _ in paths_of(self.fisher)] != [path for path, _ in paths_of(displacement)]:
-            raise ValueError("fisher holds other parameters than the adapter adapts. Give both the same `adapted`.")
-        return jax.tree.map(lambda f, d: 2 * self.fisher_strength * f * d, self.fisher, displacement)
+        if [path for path, _ in paths_of(self.fisher)] != [
+            path for path, _ in paths_of(displacement)
+        ]:
+            raise ValueError(
+                "fisher holds other parameters than the adapter adapts. Give both the same "
+                "`adapted`."
+            )
+        return jax.tree.map(
+            lambda f, d: 2 * self.fisher_strength * f * d, self.fisher, displacement
+        )
 
     def overrides(self, hook: str) -> bool:
-        """Returns whether this method has its own `hook`. Without Fisher information it has no pull."""
+        """Returns whether this method has its own `hook`. Without Fisher information it has no
+        pull.
+        """
         return super().overrides(hook) and not (hook == "pull" and self.fisher is None)
 
     def start(self) -> Average:
@@ -105,26 +119,29 @@ def fisher(
     *,
     gradients: Gradients = "batch",
 ) -> Any:
-    """Computes the importance of each adapted parameter for the source model's predictions (Niu et al. 2022, Eq. 9).
+    """Computes the importance of each adapted parameter for the source model's predictions (Niu et
+    al. 2022, Eq. 9).
 
     Args:
       apply_fn: `apply_fn(params, images [B, ...]) -> logits [B, C]`.
       params: The source parameters.
-      batches: Image batches [B, ...] of PUBLIC source data, disjoint from any protected stream. Every later model
-        depends on them, and no ledger pays for that.
+      batches: Image batches [B, ...] of PUBLIC source data, disjoint from any protected stream.
+        Every later model depends on them, and no ledger pays for that.
       adapted: The rule of the parameters that adapt, as in `Adapter`.
-      gradients: "batch" squares the gradient of a batch's mean cross entropy to its predicted labels, like the public
-        code. This is roughly 1/B of the Fisher information, and their alpha = 2000 (at B = 64) belongs to it.
-        "example" averages the squared gradients of single examples, the diagonal of the Fisher information.
+      gradients: "batch" squares the gradient of a batch's mean cross entropy to its predicted
+        labels, like the public code. This is roughly 1/B of the Fisher information, and their alpha
+        = 2000 (at B = 64) belongs to it. "example" averages the squared gradients of single
+        examples, the diagonal of the Fisher information.
 
     Returns:
-      A pytree like params: float32 importances at adapted leaves, None elsewhere. Images whose prediction or gradient
-      is not finite are left out, and a warning says how many. With "batch", a gradient that is not finite although all
-      predictions are leaves its batch out.
+      A pytree like params: float32 importances at adapted leaves, None elsewhere. Images whose
+          prediction or gradient
+      is not finite are left out, and a warning says how many. With "batch", a gradient that is not
+      finite although all predictions are leaves its batch out.
 
     Raises:
-      ValueError: batches is empty or has no image with a finite prediction, `gradients` is unknown, apply_fn returns
-        one logit, or no parameter adapts.
+      ValueError: batches is empty or has no image with a finite prediction, `gradients` is unknown,
+        apply_fn returns one logit, or no parameter adapts.
     """
     check_name("gradients", gradients, Gradients)
     arrays = map(jnp.asarray, batches)
@@ -133,11 +150,15 @@ def fisher(
         raise ValueError("batches is empty. Give at least one batch of public source images.")
     paths = adapting(apply_fn, params, adapted, first[0])
 
-    def mean(moving: Any, params: Any, images: jax.Array, present: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def mean(
+        moving: Any, params: Any, images: jax.Array, present: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         logits = apply_fn(merge(moving, params), images).astype(jnp.float32)
         check_logits(logits)
         losses = -jax.nn.log_softmax(logits).max(-1)  # the predicted label is the most probable one
-        return jnp.where(present, losses, 0).sum() / jnp.maximum(present.sum(), 1), jnp.isfinite(losses)
+        return jnp.where(present, losses, 0).sum() / jnp.maximum(present.sum(), 1), jnp.isfinite(
+            losses
+        )
 
     gradient = jax.grad(mean, has_aux=True)
 
@@ -146,24 +167,33 @@ def fisher(
         moving, everything = trainable_part(params, paths), jnp.ones(len(images), bool)
         if gradients == "batch":
             _, mean_gradient, present = without_bad_rows(
-                lambda images, present: gradient(moving, params, images, present), images, everything
+                lambda images, present: gradient(moving, params, images, present),
+                images,
+                everything,
             )
             present &= all_finite(mean_gradient)
-            return jax.tree.map(lambda g: jnp.where(present.any(), jnp.square(g), 0), mean_gradient), present
+            return jax.tree.map(
+                lambda g: jnp.where(present.any(), jnp.square(g), 0), mean_gradient
+            ), present
         rows = (images[:, None], everything[:, None])
         each, finite = jax.vmap(gradient, in_axes=(None, None, 0, 0))(moving, params, *rows)
         present = finite[:, 0] & jax.vmap(all_finite)(each)
         return jax.tree.map(lambda g: _mean_square(g, present), each), present
 
-    squares, presence = zip(*[squared(params, images) for images in itertools.chain(first, arrays)], strict=True)
+    squares, presence = zip(
+        *[squared(params, images) for images in itertools.chain(first, arrays)], strict=True
+    )
     counts = np.array([[np.sum(present), len(present)] for present in jax.device_get(presence)])
     (used, total), filled = counts.sum(axis=0), int(np.sum(counts[:, 0] > 0))
     if not used:
-        raise ValueError("batches has no image with a finite prediction and gradient. Check the images and the model.")
+        raise ValueError(
+            "batches has no image with a finite prediction and gradient. Check the images and the "
+            "model."
+        )
     if used < total:
         warnings.warn(
-            f"{total - used} of {total} images have no finite prediction or gradient, so fisher leaves them out. Check "
-            "batches for NaN.",
+            f"{total - used} of {total} images have no finite prediction or gradient, so fisher "
+            "leaves them out. Check batches for NaN.",
             stacklevel=2,
         )
     return jax.tree.map(lambda *each: sum(each) / filled, *squares)

@@ -1,4 +1,6 @@
-"""Gradients of batches in which some records have no finite loss. Such records contribute nothing."""
+"""Gradients of batches in which some records have no finite loss. Such records contribute
+nothing.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +20,10 @@ def all_finite(tree: Any) -> jax.Array:
 def without_bad_rows(compute: Compute, rows: Any, present: jax.Array) -> tuple[Any, Any, jax.Array]:
     """Returns (result of all rows, result of the rows that are finite, which rows are finite).
 
-    The gradient of a batch through a row that is NaN is NaN, also where the cotangent of that row is 0. So a batch with
-    such rows is computed again, with a finite row in their places that is not present. The second program is compiled
-    and costs nothing while it does not run. It is no loop, in which XLA computes convolutions slowly on CPU.
+    The gradient of a batch through a row that is NaN is NaN, also where the cotangent of that row
+    is 0. So a batch with such rows is computed again, with a finite row in their places that is not
+    present. The second program is compiled and costs nothing while it does not run. It is no loop,
+    in which XLA computes convolutions slowly on CPU.
     """
     first, finite = compute(rows, present)
 

@@ -1,6 +1,7 @@
 """The parts of a test-time adaptation method: one hook per operator.
 
-`Adapter` runs the hooks. `private` keeps, moves or removes each of them. `describe()` quotes the docstring of a hook.
+`Adapter` runs the hooks. `private` keeps, moves or removes each of them. `describe()` quotes the
+docstring of a hook.
 """
 
 import dataclasses
@@ -15,11 +16,16 @@ Uncertainty = Callable[[jax.Array], jax.Array]
 
 
 class Sample(NamedTuple):
-    """The values of one image that weights and filters read, at the same parameters and without gradient."""
+    """The values of one image that weights and filters read, at the same parameters and without
+    gradient.
+    """
 
     logits: jax.Array  # [C]
-    uncertainty: jax.Array  # scalar, the method's loss before weighting, such as the entropy in nats
-    drop: jax.Array  # scalar, by how much the second view lowers the probability of the predicted class (PLPD), or 0
+    uncertainty: (
+        jax.Array
+    )  # scalar, the method's loss before weighting, such as the entropy in nats
+    # scalar, by how much the second view lowers the probability of the predicted class (PLPD), or 0
+    drop: jax.Array
 
 
 def entropy(logits: jax.Array) -> jax.Array:
@@ -31,23 +37,29 @@ def entropy(logits: jax.Array) -> jax.Array:
     check_logits(logits)
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
     p = jnp.exp(log_p)
-    return -jnp.vdot(p, jnp.where(p > 0, log_p, 0))  # classes masked by -inf add nothing, in the gradient too
+    return -jnp.vdot(
+        p, jnp.where(p > 0, log_p, 0)
+    )  # classes masked by -inf add nothing, in the gradient too
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Method:
-    """A method: its public constants, and the hooks that it overrides. The hooks of this class do nothing.
+    """A method: its public constants, and the hooks that it overrides. The hooks of this class do
+    nothing.
 
-    Hooks on one image are `uncertainty`, `weight`, `reliable`, `augment`. Hooks across images or steps are `start`,
-    `novel`, `remember`, `lost`. Hooks on parameters only are `radius`, `pull`.
+    Hooks on one image are `uncertainty`, `weight`, `reliable`, `augment`. Hooks across images or
+    steps are `start`, `novel`, `remember`, `lost`. Hooks on parameters only are `radius`, `pull`.
 
     Attributes:
-      uncertainty: `uncertainty(logits [C]) -> scalar`, the loss of one image that adaptation minimises.
+      uncertainty: `uncertainty(logits [C]) -> scalar`, the loss of one image that adaptation
+          minimises.
     """
 
     uncertainty: Uncertainty = dataclasses.field(default=entropy, kw_only=True)
 
-    lower_blocks_only = False  # adapt the normalisation layers of the lower three quarters of the blocks only
+    lower_blocks_only = (
+        False  # adapt the normalisation layers of the lower three quarters of the blocks only
+    )
     skips_empty = True  # a batch from which nothing is selected makes no step
 
     def weight(self, sample: Sample) -> jax.Array:
@@ -89,9 +101,15 @@ class Method:
         return getattr(type(self), hook) is not getattr(Method, hook)
 
     def explain(self, hook: str) -> str:
-        """Returns the first line of the docstring of `hook` without its full stop, or the hook's name."""
+        """Returns the first line of the docstring of `hook` without its full stop, or the hook's
+        name.
+        """
         operator = self.uncertainty if hook == "uncertainty" else getattr(type(self), hook)
-        documented = None if isinstance(operator, float) else inspect.getdoc(getattr(operator, "func", operator))
+        documented = (
+            None
+            if isinstance(operator, float)
+            else inspect.getdoc(getattr(operator, "func", operator))
+        )
         return (documented or hook).splitlines()[0].removesuffix(".")
 
     def __call__(self, logits: jax.Array, view_logits: jax.Array | None = None) -> Sample:
@@ -101,22 +119,30 @@ class Method:
         """
         declared = getattr(self, "num_classes", logits.shape[-1])
         if logits.shape[-1] != declared:
-            raise ValueError(f"num_classes={declared}, but apply_fn returns {logits.shape[-1]} logits.")
+            raise ValueError(
+                f"num_classes={declared}, but apply_fn returns {logits.shape[-1]} logits."
+            )
         drop = jnp.zeros((), jnp.float32)
         if view_logits is not None:
             before, after = (jax.nn.softmax(x.astype(jnp.float32)) for x in (logits, view_logits))
             drop = before.max() - after[jnp.argmax(before)]
-        return Sample(jax.lax.stop_gradient(logits), self.uncertainty(logits), jax.lax.stop_gradient(drop))
+        return Sample(
+            jax.lax.stop_gradient(logits), self.uncertainty(logits), jax.lax.stop_gradient(drop)
+        )
 
 
 Average = tuple[jax.Array, jax.Array]  # the average, and whether anything is in it
 
 
 def moving_average(memory: Average, values: jax.Array, kept: jax.Array) -> Average:
-    """Returns 0.9 average + 0.1 mean of the kept values [B, ...]. The first average is the first mean."""
+    """Returns 0.9 average + 0.1 mean of the kept values [B, ...]. The first average is the first
+    mean.
+    """
     average, started = memory
     count = kept.sum()
-    mean = jnp.where(kept.reshape(-1, *[1] * (values.ndim - 1)), values, 0).sum(0) / jnp.maximum(count, 1)
+    mean = jnp.where(kept.reshape(-1, *[1] * (values.ndim - 1)), values, 0).sum(0) / jnp.maximum(
+        count, 1
+    )
     updated = jnp.where(started, 0.9 * average + 0.1 * mean, mean)
     return jnp.where(count > 0, updated, average), started | (count > 0)
 
@@ -125,21 +151,23 @@ def check_logits(logits: jax.Array) -> None:
     """Raises ValueError for a single logit, on which a softmax learns nothing."""
     if logits.shape[-1] < 2:
         raise ValueError(
-            f"apply_fn must return at least two logits, got {logits.shape[-1]}. The softmax of a single logit z is 1, "
-            "so its entropy is 0 and nothing adapts. Return jnp.concatenate([jnp.zeros_like(z), z], axis=-1), whose "
-            "softmax is sigmoid(z)."
+            f"apply_fn must return at least two logits, got {logits.shape[-1]}. The softmax of a "
+            "single logit z is 1, so its entropy is 0 and nothing adapts. Return "
+            "jnp.concatenate([jnp.zeros_like(z), z], axis=-1), whose softmax is sigmoid(z)."
         )
 
 
 def check_constants(num_classes: int, **fractions: float) -> None:
-    """Checks a method's number of classes, and its thresholds as fractions of ln(num_classes), the largest entropy."""
+    """Checks a method's number of classes, and its thresholds as fractions of ln(num_classes), the
+    largest entropy.
+    """
     if num_classes < 2:
         raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
     for name, value in fractions.items():
         if not 0 < value <= 1:
             raise ValueError(
-                f"{name} is a fraction of ln(num_classes) and must be in (0, 1], got {value}. Choose "
-                "t / ln(num_classes) for a threshold of t nats."
+                f"{name} is a fraction of ln(num_classes) and must be in (0, 1], got {value}. "
+                "Choose t / ln(num_classes) for a threshold of t nats."
             )
 
 

@@ -18,12 +18,14 @@ ApplyFn = Callable[[Any, jax.Array], jax.Array]
 class CollapseReport:
     """The measurements of a `CollapseMonitor`.
 
-    The entropy of the mean predicted distribution is a fraction of ln(num_classes). It is near 0 if all images get one
-    class. The drift is the L2 distance of the parameters from the source's, divided by the source's norm. Distance and
-    norm cover the leaves that changed.
+    The entropy of the mean predicted distribution is a fraction of ln(num_classes). It is near 0 if
+    all images get one class. The drift is the L2 distance of the parameters from the source's,
+    divided by the source's norm. Distance and norm cover the leaves that changed.
     """
 
-    agreement: float  # fraction of probe images that get the source model's class, with finite logits
+    agreement: (
+        float  # fraction of probe images that get the source model's class, with finite logits
+    )
     entropy: float
     drift: float
     collapsed: bool  # whether agreement or entropy is below its threshold or not a number
@@ -36,8 +38,10 @@ class CollapseMonitor:
     Args:
         apply_fn: `apply_fn(params, images) -> logits [N, C]`, floating point, C >= 2.
         params: The parameters of the source model.
-        probe_images: Public images [N, ...], few enough for one forward pass. They should contain every class.
-        min_agreement, min_entropy: Thresholds in [0, 1]. `monitor.source.entropy` is the source model's entropy.
+        probe_images: Public images [N, ...], few enough for one forward pass. They should contain
+            every class.
+        min_agreement, min_entropy: Thresholds in [0, 1]. `monitor.source.entropy` is the source
+            model's entropy.
         every: The number of batches between two reports of `serve`.
         reset: Whether `serve` resets to the source model after a report of a collapse.
 
@@ -46,13 +50,14 @@ class CollapseMonitor:
 
     Raises:
         TypeError: The logits are not floating point.
-        ValueError: An argument is out of range, the logits have another shape or are not finite for the source model,
-            or the source model counts as collapsed on this probe.
+        ValueError: An argument is out of range, the logits have another shape or are not finite for
+            the source model, or the source model counts as collapsed on this probe.
 
     Formal guarantees:
-        A report is a function of the probe images, the source model and the parameters. With a public probe (or one
-        whose release is paid for elsewhere) and released parameters, reports and resets are post-processing. A report
-        on images of the private stream, or on altered copies of them, is a release outside of any ledger.
+        A report is a function of the probe images, the source model and the parameters. With a
+        public probe (or one whose release is paid for elsewhere) and released parameters, reports
+        and resets are post-processing. A report on images of the private stream, or on altered
+        copies of them, is a release outside of any ledger.
     """
 
     def __init__(
@@ -77,13 +82,15 @@ class CollapseMonitor:
         self._thresholds = (min_agreement, min_entropy)
         self._apply_fn, self._params, self._images = apply_fn, params, jnp.asarray(probe_images)
         logits = jax.jit(apply_fn)(params, self._images)
-        check_logits(logits, name="apply_fn(params, probe_images)", count=len(self._images), least=2)
+        check_logits(
+            logits, name="apply_fn(params, probe_images)", count=len(self._images), least=2
+        )
         self._expected = predicted(logits)
         self.source = self(params)
         if self.source.not_finite:
             raise ValueError(
-                f"the source model has NaN or infinite logits for {self.source.not_finite} of {len(self._images)} "
-                "probe_images. Check its parameters and the images."
+                f"the source model has NaN or infinite logits for {self.source.not_finite} of "
+                f"{len(self._images)} probe_images. Check its parameters and the images."
             )
         if self.source.collapsed:
             raise ValueError(

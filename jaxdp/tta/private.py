@@ -1,7 +1,9 @@
-"""The private form of a method ("Private and Stable Test-Time Adaptation with Differential Privacy", arXiv:2606.01908).
+"""The private form of a method ("Private and Stable Test-Time Adaptation with Differential
+Privacy", arXiv:2606.01908).
 
-The paper derives it from the method's operators. Operators that break privacy are removed. Operators that are
-post-processing move outside. The others are absorbed into the clipped per-sample loss.
+The paper derives it from the method's operators. Operators that break privacy are removed.
+Operators that are post-processing move outside. The others are absorbed into the clipped per-sample
+loss.
 
     G_t = (1/B) ( sum_i clip_C( grad [w_i u_i](theta_t + e_t) ) + sigma C Z_t ),   Z_t ~ N(0, I)
     e_t = rho G_{t-1} / (||G_{t-1}|| + 1e-12),  e_0 = 0                                            if the method has rho
@@ -51,25 +53,38 @@ class Private:
 
     @property
     def event(self) -> DpEvent:
-        """The event of one batch for the records in it. `jaxdp.tta.StreamAccount` composes it over a stream."""
-        return GaussianDpEvent(self.noise_multiplier) if self.noise_multiplier else NonPrivateDpEvent()
+        """The event of one batch for the records in it. `jaxdp.tta.StreamAccount` composes it over
+        a stream.
+        """
+        return (
+            GaussianDpEvent(self.noise_multiplier) if self.noise_multiplier else NonPrivateDpEvent()
+        )
 
     def sensitivity(self, adjacency: Adjacency = "replace_one") -> float:
-        """Returns the L2 sensitivity of the clipped sum of a batch, as `clipped_grad`: 2 C, or C under "zero_out"."""
+        """Returns the L2 sensitivity of the clipped sum of a batch, as `clipped_grad`: 2 C, or C
+        under "zero_out".
+        """
         check_adjacency(adjacency)
-        gradient = clipped_grad(self.method.uncertainty, clip_norm=self.clip_norm, clip_rule=self.clip_rule)
+        gradient = clipped_grad(
+            self.method.uncertainty, clip_norm=self.clip_norm, clip_rule=self.clip_rule
+        )
         return gradient.sensitivity(adjacency)
 
     @property
     def noise_std(self) -> float:
-        """The standard deviation of the noise: sigma times the largest norm that a record contributes."""
+        """The standard deviation of the noise: sigma times the largest norm that a record
+        contributes.
+        """
         return self.noise_multiplier * self.sensitivity("zero_out")
 
-    def epsilon(self, *, delta: float, adjacency: Adjacency = "replace_one", visits: int = 1) -> float:
-        """Returns the epsilon of the whole transcript for a unit that is in `visits` batches, once in each.
+    def epsilon(
+        self, *, delta: float, adjacency: Adjacency = "replace_one", visits: int = 1
+    ) -> float:
+        """Returns the epsilon of the whole transcript for a unit that is in `visits` batches, once
+        in each.
 
-        The transcript is mu-GDP with mu = 2 sqrt(visits) / sigma under "replace_one", half of it under "zero_out".
-        Without noise epsilon is inf.
+        The transcript is mu-GDP with mu = 2 sqrt(visits) / sigma under "replace_one", half of it
+        under "zero_out". Without noise epsilon is inf.
         """
         if visits < 1:
             raise ValueError(f"visits must be at least 1, got {visits}.")
@@ -86,9 +101,15 @@ class Private:
                 fate = _KEPT_FILTER if hook == "reliable" and self.filters == "keep" else fate
                 lines.append(f"  {method.explain(hook)}: {fate}")
         divisor = "B" if self.kept_fraction == 1 else f"{self.kept_fraction:g} B"
-        lines.append(f"  mean over the images that take part: replaced, the divisor is {divisor} whatever they hold")
+        lines.append(
+            f"  mean over the images that take part: replaced, the divisor is {divisor} whatever "
+            "they hold"
+        )
         if method.skips_empty:
-            lines.append("  no step when no image takes part: removed, every step is made and gets its full noise")
+            lines.append(
+                "  no step when no image takes part: removed, every step is made and gets its "
+                "full noise"
+            )
         return "\n".join(lines)
 
 
@@ -101,19 +122,22 @@ def private(
     kept_fraction: float = 1.0,
     clip_rule: Any = "global",
 ) -> Private:
-    """Returns the private form of a test-time adaptation method. `Adapter` accepts it in place of a method.
+    """Returns the private form of a test-time adaptation method. `Adapter` accepts it in place of a
+    method.
 
     Args:
       method: One of `jaxdp.tta.METHODS`, or your `Method`.
-      clip_norm: C > 0, the L2 norm to which each image's gradient over all adapted parameters is clipped.
-      noise_multiplier: sigma >= 0, the standard deviation of the noise divided by C. 0 clips only: epsilon is inf. The
-        noise sigma C is from 2**-100 to 2**100, which float32 carries.
-      filters: "remove" removes filters on single images, as in the paper. "keep" makes them factors 0 or 1 inside the
-        clip. That costs nothing, because a filter is a function of one image and of released parameters. It keeps
-        `reliable` only: `novel` (EATA's diversity), which reads a memory of raw images, and `lost` (SAR's recovery) are
-        removed in any case. `clipped` keeps all of them, without a guarantee.
-      kept_fraction: With "keep", the fraction kappa in (0, 1] of images expected to pass, a public guess. The divisor
-        is then kappa B, which keeps the length of steps.
+      clip_norm: C > 0, the L2 norm to which each image's gradient over all adapted parameters is
+          clipped.
+      noise_multiplier: sigma >= 0, the standard deviation of the noise divided by C. 0 clips only:
+        epsilon is inf. The noise sigma C is from 2**-100 to 2**100, which float32 carries.
+      filters: "remove" removes filters on single images, as in the paper. "keep" makes them factors
+        0 or 1 inside the clip. That costs nothing, because a filter is a function of one image and
+        of released parameters. It keeps `reliable` only: `novel` (EATA's diversity), which reads a
+        memory of raw images, and `lost` (SAR's recovery) are removed in any case. `clipped` keeps
+        all of them, without a guarantee.
+      kept_fraction: With "keep", the fraction kappa in (0, 1] of images expected to pass, a public
+        guess. The divisor is then kappa B, which keeps the length of steps.
       clip_rule: The rule that scales a gradient, as in `jaxdp.clipped_grad`.
 
     Raises:
@@ -121,29 +145,38 @@ def private(
       ValueError: An argument is out of range.
 
     Formal guarantees:
-      Condition: a rule that does not read contents cuts the stream into batches, and a record is in one batch. Then the
-      sequence of all parameters, momenta and released gradients is 2/sigma-GDP for replacing the record by another
-      ("replace_one"). It is 1/sigma-GDP for replacing it by one that contributes nothing ("zero_out"). Proof: the
-      clipped sum of its batch moves by at most 2 C ("zero_out": C), and the noise has standard deviation sigma C.
-      Earlier steps do not depend on the record, and later steps depend on it through G only. No step depends on a
-      record in any other way. Weights and filters act inside the clip. The divisor is public. Every batch gets noise,
-      whatever its contents. A record whose gradient is NaN or infinite counts as zero.
-      The constants of the program are assumed public: the source model, the optimizer, the fields of the method and
-      everything that its hooks close over (EATA's Fisher information). The logits of a record are NOT protected: give
-      them to its owner only.
+      Condition: a rule that does not read contents cuts the stream into batches, and a record is in
+      one batch. Then the sequence of all parameters, momenta and released gradients is 2/sigma-GDP
+      for replacing the record by another ("replace_one"). It is 1/sigma-GDP for replacing it by one
+      that contributes nothing ("zero_out"). Proof: the clipped sum of its batch moves by at most 2
+      C ("zero_out": C), and the noise has standard deviation sigma C. Earlier steps do not depend
+      on the record, and later steps depend on it through G only. No step depends on a record in any
+      other way. Weights and filters act inside the clip. The divisor is public. Every batch gets
+      noise, whatever its contents. A record whose gradient is NaN or infinite counts as zero. The
+      constants of the program are assumed public: the source model, the optimizer, the fields of
+      the method and everything that its hooks close over (EATA's Fisher information). The logits of
+      a record are NOT protected: give them to its owner only.
     """
     if isinstance(method, Private):
         raise TypeError("method is private already. Give the method inside it, method.method.")
     if not isinstance(method, Method):
-        raise TypeError(f"method must be a jaxdp.tta.Method such as Tent(), got {type(method).__name__}.")
+        raise TypeError(
+            f"method must be a jaxdp.tta.Method such as Tent(), got {type(method).__name__}."
+        )
     if not 0 < clip_norm < _LARGEST:
         raise ValueError(f"clip_norm must be positive and finite, got {clip_norm}.")
     if not 0 <= noise_multiplier < math.inf:
-        raise ValueError(f"noise_multiplier must be finite and not negative, got {noise_multiplier}.")
+        raise ValueError(
+            f"noise_multiplier must be finite and not negative, got {noise_multiplier}."
+        )
     check_product("noise_multiplier", noise_multiplier, clip_norm)
     check_name("filters", filters, Filters)
     if not 0 < kept_fraction <= 1 or (filters == "remove" and kept_fraction != 1):
-        raise ValueError(f"kept_fraction must be in (0, 1], and 1 unless filters='keep', got {kept_fraction}.")
-    form = Private(method, float(clip_norm), float(noise_multiplier), filters, float(kept_fraction), clip_rule)
+        raise ValueError(
+            f"kept_fraction must be in (0, 1], and 1 unless filters='keep', got {kept_fraction}."
+        )
+    form = Private(
+        method, float(clip_norm), float(noise_multiplier), filters, float(kept_fraction), clip_rule
+    )
     form.sensitivity()  # refuses an unknown clip_rule
     return form

@@ -1,7 +1,8 @@
-"""The choice of the parameters that adapt. The default is scale and offset of the normalisation layers.
+"""The choice of the parameters that adapt. The default is scale and offset of the normalisation
+layers.
 
-They are found in the program of the model (`jaxdp.transforms.normalisation`). Names decide only where the program hides
-what a layer does, and a warning lists what they chose.
+They are found in the program of the model (`jaxdp.transforms.normalisation`). Names decide only
+where the program hides what a layer does, and a warning lists what they chose.
 """
 
 import dataclasses
@@ -20,8 +21,12 @@ from jaxdp.transforms.normalisation import normalisation_leaves
 Adapted = Callable[[str, Any], bool]
 
 _AFFINE = ("scale", "offset", "bias", "weight", "gamma", "beta")
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of names such as "BatchNorm2d", "layernorm_before" and "ln_1"
-_NORMALISATION = re.compile(r"(?!(?:de|un|weight|spectral)?norm$)[a-z]*norms?|norm|normali[sz]ation|ln|bn|gn|rms")
+_WORD = re.compile(
+    r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+"
+)  # of names such as "BatchNorm2d", "layernorm_before" and "ln_1"
+_NORMALISATION = re.compile(
+    r"(?!(?:de|un|weight|spectral)?norm$)[a-z]*norms?|norm|normali[sz]ation|ln|bn|gn|rms"
+)
 _OF_WEIGHTS = {"weight", "spectral"}
 _BLOCK = re.compile(r"(?:^|[/.])(?:block|layer|encoderblock)s?[/._](\d+)(?=[/.]|$)", re.IGNORECASE)
 
@@ -39,7 +44,8 @@ class Chosen(NamedTuple):
 
 
 def normalisation(path: str, leaf: Any) -> bool:
-    """Returns whether a path such as "block_0/norm_1/scale" is named like the scale or offset of a normalisation layer.
+    """Returns whether a path such as "block_0/norm_1/scale" is named like the scale or offset of a
+    normalisation layer.
 
     As `adapted` of an `Adapter` or of `fisher` it is the default, which does not go by names.
     """
@@ -68,11 +74,13 @@ class LowerBlocks:
 
 
 def lower_blocks(params: Any) -> LowerBlocks:
-    """Returns the rule of SAR and DeYO: normalisation layers in the lower three quarters of the blocks.
+    """Returns the rule of SAR and DeYO: normalisation layers in the lower three quarters of the
+    blocks.
 
-    The public code skips blocks 9 to 11 and the final LayerNorm of a 12-block ViT by name. A network without one flat
-    list of blocks ("block_0", "blocks/0", "layer.0", ...), such as a ConvNeXt with stages, keeps all its layers. As
-    `adapted` of an `Adapter` or of `fisher` the rule takes blocks by names, and their layers from the program.
+    The public code skips blocks 9 to 11 and the final LayerNorm of a 12-block ViT by name. A
+    network without one flat list of blocks ("block_0", "blocks/0", "layer.0", ...), such as a
+    ConvNeXt with stages, keeps all its layers. As `adapted` of an `Adapter` or of `fisher` the rule
+    takes blocks by names, and their layers from the program.
     """
     blocks = [found for path, _ in paths_of(params) if (found := _BLOCK.search(path))]
     if len({found.string[: found.start()] for found in blocks}) != 1:
@@ -84,12 +92,16 @@ def lower_blocks(params: Any) -> LowerBlocks:
 def suggested(params: Any, adapted: Adapted | None, reason: str = _UNTIL) -> tuple[Chosen, ...]:
     """Returns the parameters that a rule takes by their paths."""
     rule = adapted or normalisation
-    taken = [(path, leaf) for path, leaf in paths_of(params) if _is_floating(leaf) and rule(path, leaf)]
+    taken = [
+        (path, leaf) for path, leaf in paths_of(params) if _is_floating(leaf) and rule(path, leaf)
+    ]
     return tuple(Chosen(path, jnp.shape(leaf), reason) for path, leaf in taken)
 
 
 def selected(params: Any, adapted: Adapted | None) -> frozenset[str]:
-    """Returns the paths of the parameters that a rule takes by their paths. Raises ValueError if there are none."""
+    """Returns the paths of the parameters that a rule takes by their paths. Raises ValueError if
+    there are none.
+    """
     if paths := frozenset(leaf.path for leaf in suggested(params, adapted)):
         return paths
     raise ValueError(_nothing(params))
@@ -101,26 +113,34 @@ def goes_by_structure(adapted: Adapted | None) -> bool:
 
 
 def traced(apply_fn: Callable[..., Any], params: Any, images: Any) -> tuple[jex.ClosedJaxpr, Any]:
-    """Returns the program of a model for two images of the shape and dtype of `images`, and the form of its result."""
+    """Returns the program of a model for two images of the shape and dtype of `images`, and the
+    form of its result.
+    """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
     two = jax.ShapeDtypeStruct((2, *images.shape[1:]), images.dtype)
     result: tuple[jex.ClosedJaxpr, Any] = jax.make_jaxpr(apply_fn, return_shape=True)(shapes, two)
     return result
 
 
-def adapting(apply_fn: Callable[..., Any], params: Any, adapted: Adapted | None, images: Any) -> frozenset[str]:
+def adapting(
+    apply_fn: Callable[..., Any], params: Any, adapted: Adapted | None, images: Any
+) -> frozenset[str]:
     """Returns the paths of the parameters of a model that adapt. Raises what `chosen` raises."""
     program = traced(apply_fn, params, images)[0] if goes_by_structure(adapted) else None
     return frozenset(leaf.path for leaf in chosen(params, adapted, program))
 
 
-def chosen(params: Any, adapted: Adapted | None, program: jex.ClosedJaxpr | None) -> tuple[Chosen, ...]:
+def chosen(
+    params: Any, adapted: Adapted | None, program: jex.ClosedJaxpr | None
+) -> tuple[Chosen, ...]:
     """Returns the parameters that adapt.
 
     Args:
       params: All parameters.
-      adapted: The rule of the caller. None, `normalisation` and `lower_blocks` take normalisation layers.
-      program: `jax.make_jaxpr(apply_fn)(params, images)`. None for a rule that does not go by structure.
+      adapted: The rule of the caller. None, `normalisation` and `lower_blocks` take normalisation
+          layers.
+      program: `jax.make_jaxpr(apply_fn)(params, images)`. None for a rule that does not go by
+          structure.
 
     Raises:
       ValueError: There are none, or the layer that returns the logits is among them.
@@ -150,13 +170,14 @@ def chosen(params: Any, adapted: Adapted | None, program: jex.ClosedJaxpr | None
         raise ValueError(_nothing(params))
     if heads:
         raise ValueError(
-            f"adapted selects {heads}, whose results are the logits, so adaptation could answer every image by one "
-            "class. Pass adapted=lambda path, leaf: ... without them, or with them if that is meant."
+            f"adapted selects {heads}, whose results are the logits, so adaptation could answer "
+            "every image by one class. Pass adapted=lambda path, leaf: ... without them, or with "
+            "them if that is meant."
         )
     if by_name:
         warnings.warn(
-            f"{by_name} adapt because of their names only: apply_fn does not show that they follow a normalisation. "
-            "Pass adapted=lambda path, leaf: ... to choose the layers.",
+            f"{by_name} adapt because of their names only: apply_fn does not show that they "
+            "follow a normalisation. Pass adapted=lambda path, leaf: ... to choose the layers.",
             stacklevel=2,
         )
     return tuple(result)
@@ -165,8 +186,9 @@ def chosen(params: Any, adapted: Adapted | None, program: jex.ClosedJaxpr | None
 def _nothing(params: Any) -> str:
     paths = [path for path, _ in paths_of(params)]
     return (
-        "adapted selects no parameter. The default selects scale and offset of normalisation layers, this model has "
-        f"paths such as {paths[:3]}. Pass adapted=lambda path, leaf: ... for other layers."
+        "adapted selects no parameter. The default selects scale and offset of normalisation "
+        f"layers, this model has paths such as {paths[:3]}. Pass adapted=lambda path, leaf: ... "
+        "for other layers."
     )
 
 
@@ -177,10 +199,15 @@ def _is_floating(leaf: Any) -> bool:
 def trainable_part(params: Any, paths: frozenset[str]) -> Any:
     """Returns `params` with None in place of parameters that do not adapt."""
     leaves, structure = jax.tree.flatten(params)
-    kept = [leaf if path in paths else None for (path, _), leaf in zip(paths_of(params), leaves, strict=True)]
+    kept = [
+        leaf if path in paths else None
+        for (path, _), leaf in zip(paths_of(params), leaves, strict=True)
+    ]
     return jax.tree.unflatten(structure, kept)
 
 
 def merge(moving: Any, params: Any) -> Any:
     """Returns `params` with the leaves of `moving` wherever `moving` is not None."""
-    return jax.tree.map(lambda new, old: old if new is None else new, moving, params, is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda new, old: old if new is None else new, moving, params, is_leaf=lambda x: x is None
+    )

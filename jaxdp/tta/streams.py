@@ -4,9 +4,10 @@
     for batch in stream:
         ...  # batch.images, batch.labels, batch.mask, batch.reset, batch.units
 
-A domain is a source under one condition (a corruption, a site). `Stream` has the protocols of the test-time adaptation
-papers as orders and reset rules. Continual protocols never reset. Episodic protocols reset before each corruption
-("domain") or each batch ("batch"). The other protocols mix all domains, or shift the labels.
+A domain is a source under one condition (a corruption, a site). `Stream` has the protocols of the
+test-time adaptation papers as orders and reset rules. Continual protocols never reset. Episodic
+protocols reset before each corruption ("domain") or each batch ("batch"). The other protocols mix
+all domains, or shift the labels.
 """
 
 import dataclasses
@@ -40,7 +41,8 @@ class Batch:
       reset: Whether the model is reset to its source parameters before this batch.
 
     Raises:
-      ValueError: units, domains or positions do not name every record, so some record would not be charged.
+      ValueError: units, domains or positions do not name every record, so some record would not be
+          charged.
     """
 
     images: np.ndarray = dataclasses.field(repr=False)
@@ -55,12 +57,20 @@ class Batch:
         records = int(np.sum(self.mask))
         for name in ("units", "domains", "positions"):
             if (count := len(getattr(self, name))) != records:
-                raise ValueError(f"{name} must name each of the {records} records under mask, got {count}.")
+                raise ValueError(
+                    f"{name} must name each of the {records} records under mask, got {count}."
+                )
 
     def visitors(self, unit: Unit) -> tuple[Hashable, ...]:
-        """Returns the [m] ids that an account charges: `units`, or for "sample" pairs (domain, position)."""
+        """Returns the [m] ids that an account charges: `units`, or for "sample" pairs (domain,
+        position).
+        """
         check_name("unit", unit, Unit)
-        return self.units if unit == "photograph" else tuple(zip(self.domains, self.positions.tolist(), strict=True))
+        return (
+            self.units
+            if unit == "photograph"
+            else tuple(zip(self.domains, self.positions.tolist(), strict=True))
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,43 +79,50 @@ class Stream:
 
     Orders:
       "continual": Domain after domain, each shuffled by the same seed. No batch spans two domains.
-      "mixed": The records of all domains shuffled together.
-      "label_shifted": As "continual", but each domain has one phase for each class in turn. A record is in the phase of
-        its class with odds `imbalance` : 1 against each other phase, independently of other records. The order in a
-        phase is random. Infinite odds give strictly one class after another, odds of 1 give "continual".
+      "mixed": The records of all domains shuffled together. "label_shifted": As "continual", but
+      each domain has one phase for each class in turn. A record is in the phase of its class with
+      odds `imbalance` : 1 against each other phase, independently of other records. The order in a
+      phase is random. Infinite odds give strictly one class after another, odds of 1 give
+      "continual".
 
     Attributes:
-      domains: {name: source} in stream order, with one image shape and one number of classes. Without a column "label"
-        the labels of batches are -1.
+      domains: {name: source} in stream order, with one image shape and one number of classes.
+        Without a column "label" the labels of batches are -1.
       batch_size: B >= 1, the size of every batch and the public divisor of its update.
       order: See above.
-      reset: "never", "domain" or "batch". "domain" resets before the first batch of every domain ("episodic" in the
-        papers on ImageNet-C). "batch" resets before every batch (Tent's flag EPISODIC), so it has an effect only if
-        predictions follow the update.
+      reset: "never", "domain" or "batch". "domain" resets before the first batch of every domain
+        ("episodic" in the papers on ImageNet-C). "batch" resets before every batch (Tent's flag
+        EPISODIC), so it has an effect only if predictions follow the update.
       seed: A public non-negative int below 2**128.
-      remainder: The treatment of the last n mod B records of a domain (of the stream, if mixed). "drop" drops them, as
-        in the papers. "pad" fills the batch with masked rows.
+      remainder: The treatment of the last n mod B records of a domain (of the stream, if mixed).
+        "drop" drops them, as in the papers. "pad" fills the batch with masked rows.
       imbalance: The odds >= 1 of a "label_shifted" stream.
-      units: The public units, for example the patients of scans: [n], of position i in every domain, or {domain: [n]}
-        if domains hold different photographs. They are identifiers (`jaxdp.data.ids`): texts, compared as bytes after
-        NFC and without outer blanks, or whole numbers, or tuples of them. The default is the position. If domains hold
-        different photographs, each of another unit, protect the unit "sample" instead.
+      units: The public units, for example the patients of scans: [n], of position i in every
+        domain, or {domain: [n]} if domains hold different photographs. They are identifiers
+        (`jaxdp.data.ids`): texts, compared as bytes after NFC and without outer blanks, or whole
+        numbers, or tuples of them. The default is the position. If domains hold different
+        photographs, each of another unit, protect the unit "sample" instead.
 
     Raises:
-      ValueError: On construction, if a value is out of range, a unit is missing or a domain yields no batch.
+      ValueError: On construction, if a value is out of range, a unit is missing or a domain yields
+          no batch.
       TypeError: On construction, if a unit is no identifier, such as floating point.
 
     Formal guarantees:
-      - The batch of each position, the number of batches and the resets depend only on the numbers of records, the
-        public seed and the fields of this class. Batches are disjoint and of fixed size, as parallel composition over a
-        stream needs. Replacing the contents of a record moves no record.
-      - "label_shifted" is the exception, because it reads labels. It models a stream that arrives in this order. It is
-        sound if the order is taken as given, like arrival times. To sort, route, reject or de-duplicate private records
-        by their contents is a separate release that no account here sees.
-      - Adding or removing a record shifts all later records across batch boundaries. Neighbours are therefore streams
-        that differ in the contents of one unit ("replace_one", "zero_out"), never in length.
-      - Each record comes once, but a unit may come back. By default position i is the same photograph i in every
-        domain, as in ImageNet-C and CIFAR-10-C. Its 15 corruptions are 15 visits.
+      - The batch of each position, the number of batches and the resets depend only on the numbers
+        of records, the public seed and the fields of this class. Batches are disjoint and of fixed
+        size, as parallel composition over a stream needs. Replacing the contents of a record moves
+        no record.
+      - "label_shifted" is the exception, because it reads labels. It models a stream that arrives
+        in this order. It is sound if the order is taken as given, like arrival times. To sort,
+        route, reject or de-duplicate private records by their contents is a separate release that
+        no account here sees.
+      - Adding or removing a record shifts all later records across batch boundaries. Neighbours are
+        therefore streams that differ in the contents of one unit ("replace_one", "zero_out"), never
+        in length.
+      - Each record comes once, but a unit may come back. By default position i is the same
+        photograph i in every domain, as in ImageNet-C and CIFAR-10-C. Its 15 corruptions are 15
+        visits.
     """
 
     domains: Mapping[str, Source]
@@ -116,7 +133,9 @@ class Stream:
     seed: int
     remainder: Remainder = "drop"
     imbalance: float = math.inf
-    units: Sequence[Hashable] | Mapping[str, Sequence[Hashable]] | None = dataclasses.field(default=None, repr=False)
+    units: Sequence[Hashable] | Mapping[str, Sequence[Hashable]] | None = dataclasses.field(
+        default=None, repr=False
+    )
 
     def __post_init__(self) -> None:
         for name, choices in (("order", Order), ("reset", Reset), ("remainder", Remainder)):
@@ -128,32 +147,44 @@ class Stream:
         if not self.imbalance >= 1:
             raise ValueError(f"imbalance must be at least 1, got {self.imbalance}.")
         if self.imbalance < math.inf and self.order != "label_shifted":
-            raise ValueError(f"imbalance={self.imbalance} needs order='label_shifted', got order={self.order!r}.")
+            raise ValueError(
+                f"imbalance={self.imbalance} needs order='label_shifted', got order={self.order!r}."
+            )
         if self.order == "mixed" and self.reset == "domain":
-            raise ValueError("reset='domain' has no meaning with order='mixed'. Use reset='never' or 'batch'.")
+            raise ValueError(
+                "reset='domain' has no meaning with order='mixed'. Use reset='never' or 'batch'."
+            )
         if not self.domains:
             raise ValueError("domains must hold at least one source.")
         classes = [getattr(source, "num_classes", 0) for source in self.domains.values()]
         if len({*zip(self._shapes, classes, strict=True)}) > 1:
             raise ValueError(
-                f"domains must have one image shape and number of classes, got {self._shapes} and {classes}."
+                f"domains must have one image shape and number of classes, got {self._shapes} and "
+                f"{classes}."
             )
         if self.order == "label_shifted" and not classes[0]:
-            raise ValueError("order='label_shifted' needs domains with a column 'label' and num_classes.")
+            raise ValueError(
+                "order='label_shifted' needs domains with a column 'label' and num_classes."
+            )
         sizes = {name: len(source) for name, source in self.domains.items()}
         if isinstance(self.units, Mapping):
             if sizes != (given := {name: len(units) for name, units in self.units.items()}):
-                raise ValueError(f"units must name each position of each domain, {sizes}, got {given}.")
+                raise ValueError(
+                    f"units must name each position of each domain, {sizes}, got {given}."
+                )
         elif self.units is not None and len(self.units) != max(sizes.values()):
-            raise ValueError(f"units must name each of the {max(sizes.values())} positions, got {len(self.units)}.")
+            raise ValueError(
+                f"units must name each of the {max(sizes.values())} positions, got "
+                f"{len(self.units)}."
+            )
         for units in self.units.values() if isinstance(self.units, Mapping) else [self.units or ()]:
             identifiers(units, "units")
         sections = ["the stream"] if self.order == "mixed" else self.domains
         for name, batches in zip(sections, self._sections, strict=True):
             if not batches:
                 raise ValueError(
-                    f"{name!r} has too few records for batch_size={self.batch_size}. Use a smaller batch_size, "
-                    "or remainder='pad'."
+                    f"{name!r} has too few records for batch_size={self.batch_size}. Use a smaller "
+                    "batch_size, or remainder='pad'."
                 )
 
     def __len__(self) -> int:
@@ -182,25 +213,40 @@ class Stream:
         """Yields `Batch.visitors` of every batch. Reads no image."""
         nothing = np.zeros(0, np.float32)
         for rows, reset in self._schedule:
-            yield Batch(nothing, nothing, np.ones(len(rows), bool), *self._named(rows), reset).visitors(unit)
+            yield Batch(
+                nothing, nothing, np.ones(len(rows), bool), *self._named(rows), reset
+            ).visitors(unit)
 
     def _named(self, rows: np.ndarray) -> tuple[tuple[str, ...], np.ndarray, tuple[Hashable, ...]]:
         owner, positions = rows.T
         names, numbers = list(self.domains), positions.tolist()
         domains = tuple(names[i] for i in owner)
         if isinstance(self.units, Mapping):
-            return domains, positions, tuple(self.units[name][i] for name, i in zip(domains, numbers, strict=True))
-        return domains, positions, tuple(numbers if self.units is None else [self.units[i] for i in numbers])
+            return (
+                domains,
+                positions,
+                tuple(self.units[name][i] for name, i in zip(domains, numbers, strict=True)),
+            )
+        return (
+            domains,
+            positions,
+            tuple(numbers if self.units is None else [self.units[i] for i in numbers]),
+        )
 
     @functools.cached_property
     def _shapes(self) -> list[tuple[int, ...]]:
         """The shape of an image of each domain."""
         named = self.domains.items()
-        return [check_source(source, "image", argument=f"domains[{k!r}]")["image"].shape for k, source in named]
+        return [
+            check_source(source, "image", argument=f"domains[{k!r}]")["image"].shape
+            for k, source in named
+        ]
 
     @functools.cached_property
     def _schedule(self) -> list[tuple[np.ndarray, bool]]:
-        """For each batch, the (domain number, position) of its records, int64 [m, 2], and whether it starts anew."""
+        """For each batch, the (domain number, position) of its records, int64 [m, 2], and whether
+        it starts anew.
+        """
         return [
             (rows, self.reset == "batch" or (self.reset == "domain" and number == 0))
             for batches in self._sections
@@ -209,14 +255,19 @@ class Stream:
 
     @functools.cached_property
     def _sections(self) -> list[list[np.ndarray]]:
-        """The batches of each section: a domain, or the whole stream if mixed. No batch spans two sections."""
+        """The batches of each section: a domain, or the whole stream if mixed. No batch spans two
+        sections.
+        """
         orders = {
             "continual": lambda source: _shuffled(self.seed, len(source)),
             "mixed": lambda source: np.arange(len(source)),
             "label_shifted": self._label_shifted,
         }
         order = map(orders[self.order], self.domains.values())
-        sections = [np.stack([np.full_like(rows, number), rows], axis=1) for number, rows in enumerate(order)]
+        sections = [
+            np.stack([np.full_like(rows, number), rows], axis=1)
+            for number, rows in enumerate(order)
+        ]
         if self.order == "mixed":
             everything = np.concatenate(sections)
             sections = [everything[_shuffled(self.seed, len(everything))]]
@@ -224,13 +275,17 @@ class Stream:
 
     def _cut(self, rows: np.ndarray) -> list[np.ndarray]:
         stop = len(rows) if self.remainder == "pad" else len(rows) - len(rows) % self.batch_size
-        return [rows[start : min(stop, start + self.batch_size)] for start in range(0, stop, self.batch_size)]
+        return [
+            rows[start : min(stop, start + self.batch_size)]
+            for start in range(0, stop, self.batch_size)
+        ]
 
     def _label_shifted(self, source: Source) -> np.ndarray:
         labels, classes = read_column(source, "label"), getattr(source, "num_classes", 0)
         own, count = 1 / (1 + (classes - 1) / self.imbalance), len(labels)
         order = _shuffled(self.seed, count)
-        # The shuffle uses the first `count` words. Later words make phases independent of the order in a phase.
+        # The shuffle uses the first `count` words. Later words make phases independent of the order
+        # in a phase.
         words = _words(self.seed, 3 * count)[count:]
         strays = (words[:count] >> np.uint64(11)) * 2.0**-53 >= own
         other = 1 + (words[count:] % np.uint64(classes - 1)).astype(np.int64)
@@ -239,7 +294,9 @@ class Stream:
 
 
 def _words(seed: int, count: int) -> np.ndarray:
-    """Returns public random uint64 [count]. NumPy guarantees that the raw stream of a bit generator never changes."""
+    """Returns public random uint64 [count]. NumPy guarantees that the raw stream of a bit generator
+    never changes.
+    """
     return np.random.Philox(key=seed).random_raw(count)
 
 

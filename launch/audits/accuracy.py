@@ -1,8 +1,9 @@
-"""The audit of a charged accuracy. It attacks the form of the data in which an example moves the estimate most.
+"""The audit of a charged accuracy. It attacks the form of the data in which an example moves the
+estimate most.
 
-Forms of labels and logits come from `inputs`, the table of the property tests. A form that the count refuses releases
-nothing. In one kind of data a quarter of the answers is right, so that clipping hides no noise. In the other kind
-nobody but the canary is right.
+Forms of labels and logits come from `inputs`, the table of the property tests. A form that the
+count refuses releases nothing. In one kind of data a quarter of the answers is right, so that
+clipping hides no noise. In the other kind nobody but the canary is right.
 """
 
 import contextlib
@@ -25,7 +26,9 @@ from .case import Case, Run, under
 
 SIGMA, DELTA, COUNT = 1.0, 1e-5, 40
 CLAIMED = claim(GaussianDpEvent(SIGMA), adjacency="add_remove", delta=DELTA)
-FEATURES = np.tile(np.array([[1.0, 0.0, -1.0]], np.float32), (COUNT, 1))  # class 0 is the answer to all
+FEATURES = np.tile(
+    np.array([[1.0, 0.0, -1.0]], np.float32), (COUNT, 1)
+)  # class 0 is the answer to all
 QUARTER = np.minimum(np.arange(COUNT) % 4, 1).astype(np.int32)
 ALONE = (np.arange(COUNT) > 0).astype(np.int32)
 ROWS = [0, 1]  # a right answer, and a wrong one
@@ -49,7 +52,9 @@ PLAIN = MODELS["float32 [B, K]"]
 
 
 def attacks() -> Iterator[Attack]:
-    """Yields the data in every form of labels, and in every form of logits, that a source can hold."""
+    """Yields the data in every form of labels, and in every form of logits, that a source can
+    hold.
+    """
     for labels in (QUARTER, ALONE):
         for form in inputs.LABELS.values():
             column = np.asarray(form.make(labels))
@@ -61,12 +66,17 @@ def attacks() -> Iterator[Attack]:
 
 
 def moves(attack: Attack) -> float:
-    """Returns how far an example moves the estimate, in examples. It is 0 if the count refuses the form."""
+    """Returns how far an example moves the estimate, in examples. It is 0 if the count refuses the
+    form.
+    """
     everyone = np.arange(COUNT)
     try:
         whole, *others = (
             auditing.count_correct(attack.predict, None, part)
-            for part in (attack.source, *(take(attack.source, np.delete(everyone, row)) for row in ROWS))
+            for part in (
+                attack.source,
+                *(take(attack.source, np.delete(everyone, row)) for row in ROWS),
+            )
         )
     except (TypeError, ValueError):
         return 0.0
@@ -77,7 +87,12 @@ def estimates(sigma: float = SIGMA, patch: Callable[[], Any] = contextlib.nullco
     """Returns the audit of an accuracy under the honest claim, with something patched."""
 
     def run(trials: int, seed: bytes) -> Audit:
-        terms: dict[str, Any] = {"delta": DELTA, "rows": ROWS, "confidence": case.CONFIDENCE, "seed": seed}
+        terms: dict[str, Any] = {
+            "delta": DELTA,
+            "rows": ROWS,
+            "confidence": case.CONFIDENCE,
+            "seed": seed,
+        }
         with patch():
             worst = max(attacks(), key=moves)
             found = auditing.audit_accuracy(
@@ -96,10 +111,14 @@ def count_twice(*args: Any, whole: Callable[..., int] = auditing.count_correct) 
 def broadcast(predict: Callable[..., Any], params: Any, source: Examples) -> int:
     """Counts as version 0.1 did, where labels [n, 1] are compared with all answers."""
     batch = source.gather(np.arange(len(source)))
-    return inputs.broadcasting_count(predict(params, jnp.asarray(batch["features"])), batch["label"])
+    return inputs.broadcasting_count(
+        predict(params, jnp.asarray(batch["features"])), batch["label"]
+    )
 
 
-def with_one_key(key: jax.Array, *args: Any, whole: Callable[..., Any] = auditing.noisy_fraction) -> jax.Array:
+def with_one_key(
+    key: jax.Array, *args: Any, whole: Callable[..., Any] = auditing.noisy_fraction
+) -> jax.Array:
     """Draws the noise of all estimates from one key."""
     return whole(jax.random.key(0, impl="threefry2x32"), *args)
 
@@ -107,9 +126,14 @@ def with_one_key(key: jax.Array, *args: Any, whole: Callable[..., Any] = auditin
 TWINS: Mapping[str, Run | str] = {
     case.HALF_THE_NOISE: estimates(SIGMA / 2),
     case.NO_CLIPPING: "an example adds 0 or 1 to the count: there is no clip",
-    case.SENSITIVITY_OFF_BY_TWO: estimates(patch=lambda: mock.patch.object(auditing, "count_correct", count_twice)),
-    case.REUSED_KEY: estimates(patch=lambda: mock.patch.object(auditing, "noisy_fraction", with_one_key)),
-    case.ADD_REMOVE_FOR_REPLACE_ONE: "a replaced example moves the count by at most 1, as an added one does",
+    case.SENSITIVITY_OFF_BY_TWO: estimates(
+        patch=lambda: mock.patch.object(auditing, "count_correct", count_twice)
+    ),
+    case.REUSED_KEY: estimates(
+        patch=lambda: mock.patch.object(auditing, "noisy_fraction", with_one_key)
+    ),
+    case.ADD_REMOVE_FOR_REPLACE_ONE: "a replaced example moves the count by at most 1, as an "
+    "added one does",
     "labels of another shape that broadcast": estimates(
         patch=lambda: mock.patch.object(auditing, "count_correct", broadcast)
     ),
@@ -119,7 +143,8 @@ CASES = (
     Case(
         "charged accuracy",
         f"an estimate: a Gaussian of multiplier {SIGMA:g}, add/remove",
-        "one example moves the count by at most 1; Balle and Wang 2018; `jaxdp.finetune.charged_accuracy`",
+        "one example moves the count by at most 1; Balle and Wang 2018; "
+        "`jaxdp.finetune.charged_accuracy`",
         estimates(),
         TWINS,
     ),

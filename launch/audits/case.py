@@ -1,4 +1,6 @@
-"""A case of the study of audits: one claim of one mechanism, its honest audit and its broken twins."""
+"""A case of the study of audits: one claim of one mechanism, its honest audit and its broken
+twins.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,9 +13,16 @@ NO_CLIPPING = "no clipping"
 SENSITIVITY_OFF_BY_TWO = "sensitivity off by two"
 REUSED_KEY = "a reused key"
 ADD_REMOVE_FOR_REPLACE_ONE = "add/remove charged for replace-one"
-TWINS = (HALF_THE_NOISE, NO_CLIPPING, SENSITIVITY_OFF_BY_TWO, REUSED_KEY, ADD_REMOVE_FOR_REPLACE_ONE)
+TWINS = (
+    HALF_THE_NOISE,
+    NO_CLIPPING,
+    SENSITIVITY_OFF_BY_TWO,
+    REUSED_KEY,
+    ADD_REMOVE_FOR_REPLACE_ONE,
+)
 
-# The confidence of every bound. A page of forty honest audits has a false VIOLATED with probability below 4 %.
+# The confidence of every bound. A page of forty honest audits has a false VIOLATED with probability
+# below 4 %.
 CONFIDENCE = 0.999
 
 Run = Callable[[int, bytes], Audit]
@@ -23,18 +32,19 @@ Run = Callable[[int, bytes], Audit]
 class Case:
     """One claim of one mechanism, and the broken twins that violate it.
 
-    A twin breaks the mechanism, or the claim that is made for it, by public arguments or by a wrapper. It is audited
-    under the claim of the honest mechanism.
+    A twin breaks the mechanism, or the claim that is made for it, by public arguments or by a
+    wrapper. It is audited under the claim of the honest mechanism.
 
     Attributes:
         mechanism: The name in the documentation, for example "DP-SGD".
         claim: The ledger's claim, in words with numbers.
         proof: The citation or equation, and the module whose docstring has it, on one line.
-        run: `run(trials, seed) -> Audit` of the honest mechanism. `trials` counts the runs of either kind, `seed` is 16
-            secret bytes.
-        twins: For every name in `TWINS` the audit of the broken twin, or a string that says why the twin has no meaning
-            here. A mechanism may have further twins.
-        trials: The runs of either kind with which the honest audit has power and every twin is caught.
+        run: `run(trials, seed) -> Audit` of the honest mechanism. `trials` counts the runs of
+            either kind, `seed` is 16 secret bytes.
+        twins: For every name in `TWINS` the audit of the broken twin, or a string that says why the
+            twin has no meaning here. A mechanism may have further twins.
+        trials: The runs of either kind with which the honest audit has power and every twin is
+            caught.
 
     Raises:
         ValueError: A standard twin is missing.
@@ -50,7 +60,8 @@ class Case:
     def __post_init__(self) -> None:
         if missing := [name for name in TWINS if name not in self.twins]:
             raise ValueError(
-                f"twins of {self.mechanism!r} lack {missing}. If a twin has no meaning, give the reason as a string."
+                f"twins of {self.mechanism!r} lack {missing}. If a twin has no meaning, give the "
+                "reason as a string."
             )
 
     def honest(self, seed: bytes, trials: int | None = None) -> Audit:
@@ -58,7 +69,9 @@ class Case:
         return self.run(trials or self.trials, self._seed(seed, "honest"))
 
     def broken(self, twin: str, seed: bytes, trials: int | None = None) -> Audit | str:
-        """Returns the audit of a broken twin, or why there is none. Its randomness is derived from `seed`."""
+        """Returns the audit of a broken twin, or why there is none. Its randomness is derived from
+        `seed`.
+        """
         run = self.twins[twin]
         return run if isinstance(run, str) else run(trials or self.trials, self._seed(seed, twin))
 

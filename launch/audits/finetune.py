@@ -1,7 +1,8 @@
-"""Audits of private training: the Gaussian of a step of every algorithm, and the sampling of batches.
+"""Audits of private training: the Gaussian of a step of every algorithm, and the sampling of
+batches.
 
-The loss is linear, so the gradient of an example is the example. An example has two tensors of random entries. Its norm
-is a hundred times the clip norm.
+The loss is linear, so the gradient of an example is the example. An example has two tensors of
+random entries. Its norm is a hundred times the clip norm.
 """
 
 import dataclasses
@@ -31,13 +32,19 @@ SAMPLER = PoissonSampler(100, 0.2)
 FAR = 1e4  # times the clip norm: what a forgotten clip lets through
 
 _random = np.random.default_rng(0)
-EXAMPLES = from_arrays(features=100 * CLIP * _random.normal(size=(12, 12)), label=np.zeros(12, int), num_classes=2)
-# Each of the twelve is a patient with four records, three of them in its own direction. The identifiers are those that
-# numbers would merge, such as "007" and "7", in all their spellings.
+EXAMPLES = from_arrays(
+    features=100 * CLIP * _random.normal(size=(12, 12)), label=np.zeros(12, int), num_classes=2
+)
+# Each of the twelve is a patient with four records, three of them in its own direction. The
+# identifiers are those that numbers would merge, such as "007" and "7", in all their spellings.
 RECORDS = 4
 _rows = np.repeat(np.arange(12), RECORDS)
-_owners = [inputs.PEOPLE[row][n % len(inputs.PEOPLE[row])] for row in range(12) for n in range(RECORDS)]
-PATIENTS = by_group(take(EXAMPLES, np.where(np.arange(48) % RECORDS, _rows, 0)), _owners, max_records=RECORDS)
+_owners = [
+    inputs.PEOPLE[row][n % len(inputs.PEOPLE[row])] for row in range(12) for n in range(RECORDS)
+]
+PATIENTS = by_group(
+    take(EXAMPLES, np.where(np.arange(48) % RECORDS, _rows, 0)), _owners, max_records=RECORDS
+)
 PARAMS = {"first": jnp.zeros(4), "second": jnp.zeros(8)}
 COMMON: dict[str, Any] = {"sampler": SAMPLER, "clip_norm": CLIP, "physical_batch_size": 4}
 
@@ -49,7 +56,7 @@ def loss(params: Mapping[str, jax.Array], example: Mapping[str, jax.Array]) -> j
     return jnp.vdot(jnp.concatenate([params["first"], params["second"]]), example["features"])
 
 
-# --- The trainers, by their noise multiplier --------------------------------------------------------------------------
+# --- The trainers, by their noise multiplier ----------------------------------------------------
 
 
 def dp_sgd(sigma: float, **options: Any) -> PrivateTrainer:
@@ -66,33 +73,50 @@ def dp_sat(sigma: float) -> PrivateTrainer:
 
 def adp_alloc(sigma: float) -> PrivateTrainer:
     schedule = finetune.exponential_noise(0.1)
-    return finetune.adp_alloc(loss, optax.sgd(0.1), noise_multiplier=sigma, schedule=schedule, **COMMON)
+    return finetune.adp_alloc(
+        loss, optax.sgd(0.1), noise_multiplier=sigma, schedule=schedule, **COMMON
+    )
 
 
 def adp_clip(sigma: float) -> PrivateTrainer:
-    return finetune.adp_clip(loss, optax.sgd(0.1), noise_multiplier=sigma, count_noise=2.0, **COMMON)
+    return finetune.adp_clip(
+        loss, optax.sgd(0.1), noise_multiplier=sigma, count_noise=2.0, **COMMON
+    )
 
 
 def gep(sigma: float) -> PrivateTrainer:
     anchors = EXAMPLES.gather(np.arange(6, 12))
-    options: dict[str, Any] = {"anchors": anchors, "basis_size": 4, "groups": 1, "residual_clip_norm": CLIP}
+    options: dict[str, Any] = {
+        "anchors": anchors,
+        "basis_size": 4,
+        "groups": 1,
+        "residual_clip_norm": CLIP,
+    }
     return finetune.gep(loss, optax.sgd(0.1), noise_multiplier=sigma, **options, **COMMON)
 
 
-# --- Their broken twins -----------------------------------------------------------------------------------------------
+# --- Their broken twins -------------------------------------------------------------------------
 
 
 class UnclippedSum(GradientSum):
     """DP-SGD that sums raw gradients."""
 
-    def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> Any:
-        return jax.tree.map(lambda g: g.sum(0), self.gradient.per_example(params, batch, mask).grads)
+    def sums(
+        self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
+    ) -> Any:
+        return jax.tree.map(
+            lambda g: g.sum(0), self.gradient.per_example(params, batch, mask).grads
+        )
 
 
 class UnclippedQuantile(QuantileClipping):
-    """AdpClip with a clip norm that no gradient reaches. It still divides by the honest clip norm."""
+    """AdpClip with a clip norm that no gradient reaches. It still divides by the honest clip
+    norm.
+    """
 
-    def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> Any:
+    def sums(
+        self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
+    ) -> Any:
         found = super().sums(params, FAR * carried, batch, mask, key)
         return found._replace(grads=jax.tree.map(lambda g: FAR * g, found.grads))
 
@@ -100,9 +124,14 @@ class UnclippedQuantile(QuantileClipping):
 class UnclippedEmbedding(GradientEmbedding):
     """GEP with clip norms that no gradient reaches. It still divides by the honest clip norms."""
 
-    def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> Any:
+    def sums(
+        self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
+    ) -> Any:
         gradient = dataclasses.replace(self.gradient, clip_norm=FAR * self.gradient.clip_norm)
-        fields = _fields(self) | {"gradient": gradient, "residual_clip_norm": FAR * self.residual_clip_norm}
+        fields = _fields(self) | {
+            "gradient": gradient,
+            "residual_clip_norm": FAR * self.residual_clip_norm,
+        }
         found = GradientEmbedding(**fields).sums(params, carried, batch, mask, key)
         return jax.tree.map(lambda x: FAR * x, found)
 
@@ -117,7 +146,9 @@ UNCLIPPED: Mapping[type, type] = {
 class ClippedPerRecord(GradientSum):
     """DP-SGD that clips each record of a patient and sums them, sold as protection of patients."""
 
-    def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> Any:
+    def sums(
+        self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
+    ) -> Any:
         records = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         by_record = dataclasses.replace(self.gradient, group=False)
         return by_record(params, records, mask.reshape(-1), key=key).grads
@@ -130,7 +161,9 @@ def unclipped(trainer: PrivateTrainer) -> PrivateTrainer:
 
 
 def doubled(trainer: PrivateTrainer) -> PrivateTrainer:
-    """Returns a trainer each of whose examples contributes twice the sensitivity that the noise is made for."""
+    """Returns a trainer each of whose examples contributes twice the sensitivity that the noise is
+    made for.
+    """
 
     class Doubled(type(trainer.query)):  # type: ignore[misc]
         def sums(self, *args: Any) -> Any:
@@ -150,11 +183,15 @@ def with_noise_used_twice(trainer: PrivateTrainer) -> PrivateTrainer:
     return _with_noise(trainer, lambda state: state._replace(step=state.step - state.step % 2))
 
 
-def _with_noise(trainer: PrivateTrainer, broken_state: Callable[[PrivatizeState], PrivatizeState]) -> PrivateTrainer:
+def _with_noise(
+    trainer: PrivateTrainer, broken_state: Callable[[PrivatizeState], PrivatizeState]
+) -> PrivateTrainer:
     """Returns a trainer that draws its noise from another state than its own."""
     honest = trainer.privatizer
 
-    def update(sums: Any, state: PrivatizeState, params: Any = None, **extra: Any) -> tuple[Any, PrivatizeState]:
+    def update(
+        sums: Any, state: PrivatizeState, params: Any = None, **extra: Any
+    ) -> tuple[Any, PrivatizeState]:
         noisy, new = honest.update(sums, broken_state(state))
         return noisy, new._replace(step=state.step + 1)
 
@@ -167,7 +204,9 @@ class TwiceAsOften(PoissonSampler):
     """A sampler that draws every example with twice the declared probability."""
 
     def batch(self, step: int) -> np.ndarray:
-        return PoissonSampler(self.num_examples, 2 * self.sampling_probability, seed=self.seed).batch(step)
+        return PoissonSampler(
+            self.num_examples, 2 * self.sampling_probability, seed=self.seed
+        ).batch(step)
 
 
 class OneBatch(PoissonSampler):
@@ -181,15 +220,24 @@ def _fields(query: Any) -> dict[str, Any]:
     return {field.name: getattr(query, field.name) for field in dataclasses.fields(query)}
 
 
-# --- The cases --------------------------------------------------------------------------------------------------------
+# --- The cases ----------------------------------------------------------------------------------
 
 
-def steps(make: Make, *, step: int = 1, source: Source = EXAMPLES) -> tuple[Run, dict[str, Run | str]]:
+def steps(
+    make: Make, *, step: int = 1, source: Source = EXAMPLES
+) -> tuple[Run, dict[str, Run | str]]:
     """Returns the audit of a step of a trainer, and of its twins."""
 
     def audit(trainer: PrivateTrainer, **options: Any) -> Run:
-        terms: dict[str, Any] = {"delta": DELTA, "step": step, "rows": range(6), "confidence": case.CONFIDENCE}
-        return lambda trials, seed: audit_step(trainer, PARAMS, source, trials=trials, seed=seed, **terms, **options)
+        terms: dict[str, Any] = {
+            "delta": DELTA,
+            "step": step,
+            "rows": range(6),
+            "confidence": case.CONFIDENCE,
+        }
+        return lambda trials, seed: audit_step(
+            trainer, PARAMS, source, trials=trials, seed=seed, **terms, **options
+        )
 
     honest = make(SIGMA)
     claimed = claim(honest.privatizer.event_at(step), adjacency="add_remove", delta=DELTA)
@@ -217,7 +265,9 @@ def sampling() -> tuple[Run, dict[str, Run | str]]:
 
     def audit(sampler: PoissonSampler) -> Run:
         trainer = dataclasses.replace(dp_sgd(SIGMA), sampler=sampler)
-        return lambda trials, seed: audit_sampling(trainer, trials=trials, confidence=case.CONFIDENCE, seed=seed)
+        return lambda trials, seed: audit_sampling(
+            trainer, trials=trials, confidence=case.CONFIDENCE, seed=seed
+        )
 
     public = SAMPLER.num_examples, SAMPLER.sampling_probability
     twins: dict[str, Run | str] = {
@@ -225,7 +275,8 @@ def sampling() -> tuple[Run, dict[str, Run | str]]:
         case.NO_CLIPPING: "who is in a batch has no norm",
         case.SENSITIVITY_OFF_BY_TWO: audit(TwiceAsOften(*public)),
         case.REUSED_KEY: audit(OneBatch(*public)),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: "an example and its replacement are sampled alike: the distance is q as well",
+        case.ADD_REMOVE_FOR_REPLACE_ONE: "an example and its replacement are sampled alike: the "
+        "distance is q as well",
     }
     return audit(SAMPLER), twins
 
@@ -233,7 +284,11 @@ def sampling() -> tuple[Run, dict[str, Run | str]]:
 def _cases() -> Iterator[Case]:
     gaussian = "a Gaussian of multiplier {}, add/remove, given that the example is in the batch"
     proofs = {
-        "DP-SGD": (dp_sgd, 1, "Abadi et al. 2016, Algorithm 1; Balle and Wang 2018; `jaxdp.finetune.dp_sgd`"),
+        "DP-SGD": (
+            dp_sgd,
+            1,
+            "Abadi et al. 2016, Algorithm 1; Balle and Wang 2018; `jaxdp.finetune.dp_sgd`",
+        ),
         "DP-SAT": (
             dp_sat,
             1,
@@ -243,28 +298,34 @@ def _cases() -> Iterator[Case]:
         "AdpAlloc": (
             adp_alloc,
             7,
-            "the schedule of the noise is public (Yu et al. 2019, section V); `jaxdp.finetune.adp_alloc`",
+            "the schedule of the noise is public (Yu et al. 2019, section V); "
+            "`jaxdp.finetune.adp_alloc`",
         ),
         "AdpClip": (
             adp_clip,
             1,
-            "gradient and count are one Gaussian (Andrew et al. 2021, Theorem 1); `jaxdp.finetune.adp_clip`",
+            "gradient and count are one Gaussian (Andrew et al. 2021, Theorem 1); "
+            "`jaxdp.finetune.adp_clip`",
         ),
         "GEP": (
             gep,
             1,
-            "embedding and residual are one Gaussian on one sample (Yu et al. 2021, Algorithm 1); `jaxdp.finetune.gep`",
+            "embedding and residual are one Gaussian on one sample (Yu et al. 2021, Algorithm 1); "
+            "`jaxdp.finetune.gep`",
         ),
     }
     for mechanism, (make, step, proof) in proofs.items():
         multiplier = make(SIGMA).privatizer.event_at(step).noise_multiplier
         run, twins = steps(make, step=step)
-        yield Case(mechanism, f"step {step}: {gaussian.format(f'{multiplier:.4g}')}", proof, run, twins)
+        yield Case(
+            mechanism, f"step {step}: {gaussian.format(f'{multiplier:.4g}')}", proof, run, twins
+        )
     run, twins = steps(dp_sgd_of_patients, source=PATIENTS)
     yield Case(
         "DP-SGD of patients",
         "step 1: a Gaussian of multiplier 1, add/remove of a patient with 4 records in the batch",
-        "the gradient of a patient's mean loss is clipped once; `jaxdp.data.groups`, `jaxdp.finetune.dp_sgd`",
+        "the gradient of a patient's mean loss is clipped once; `jaxdp.data.groups`, "
+        "`jaxdp.finetune.dp_sgd`",
         run,
         twins,
     )

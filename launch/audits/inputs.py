@@ -1,8 +1,8 @@
 """Forms of labelled logits, right and wrong, and identifiers, that audits and property tests share.
 
-A form is a function of plain arrays: labels int32 [n], or float32 logits [B, K]. Every consumer of (logits, labels)
-must accept the forms that fit and refuse the others before it counts or spends anything. `VALUES` are records of the
-right form with unusual numbers.
+A form is a function of plain arrays: labels int32 [n], or float32 logits [B, K]. Every consumer of
+(logits, labels) must accept the forms that fit and refuse the others before it counts or spends
+anything. `VALUES` are records of the right form with unusual numbers.
 """
 
 import datetime
@@ -20,7 +20,8 @@ class Form(NamedTuple):
 
     Attributes:
         make: The function of the plain array.
-        fits: Whether consumers must accept it. They must give the same answers as for the plain array.
+        fits: Whether consumers must accept it. They must give the same answers as for the plain
+            array.
     """
 
     make: Callable[[Any], Any]
@@ -123,14 +124,15 @@ VALUES: Mapping[str, Values] = {
 
 
 def broadcasting_count(logits: Any, labels: Any) -> int:
-    """Returns the count of right answers as version 0.1 made it: shapes broadcast, and the largest of NaN is class 0.
+    """Returns the count of right answers as version 0.1 made it: shapes broadcast, and the largest
+    of NaN is class 0.
 
     It is the broken twin of `jaxdp.data.labels.judge`.
     """
     return int((np.asarray(logits).argmax(-1) == np.asarray(labels)).sum())
 
 
-# --- Identifiers ------------------------------------------------------------------------------------------------------
+# --- Identifiers --------------------------------------------------------------------------------
 
 # Each row is one person, in all spellings that are this person.
 PEOPLE = [

@@ -1,10 +1,12 @@
 """Audits of private answers: one answer of every mechanism, by a linear model with one weight.
 
-A record (x, y, part) moves the weight up for y = 1 and down for y = 0. Its gradient is clipped, so it moves the weight
-by one unit for all x > 0. The weight is the surplus of records with y = 1, in these units. The answer is whether the
-weight is positive, or its value. An ensemble trains a member for every part.
+A record (x, y, part) moves the weight up for y = 1 and down for y = 0. Its gradient is clipped, so
+it moves the weight by one unit for all x > 0. The weight is the surplus of records with y = 1, in
+these units. The answer is whether the weight is positive, or its value. An ensemble trains a member
+for every part.
 
-Twins have the noise of the honest mechanism unless they say otherwise. Each twin has data that expose its mistake.
+Twins have the noise of the honest mechanism unless they say otherwise. Each twin has data that
+expose its mistake.
 """
 
 import contextlib
@@ -47,7 +49,10 @@ Train = Callable[[Data], Any]
 ROWS, CLIP = 16, 0.1
 UNIT = CLIP / ROWS
 DELTA, TRIALS = 1e-5, 20_000
-RARE = {"randomised response of a certified vote", "Cauchy noise on values"}  # A twin of each shows in rare answers.
+RARE = {
+    "randomised response of a certified vote",
+    "Cauchy noise on values",
+}  # A twin of each shows in rare answers.
 QUERY = np.float32(1.0)
 # Keys of this kind give the same noise on all devices.
 KEY = jax.random.key(38, impl="threefry2x32")
@@ -83,7 +88,7 @@ def value(params: Any, query: jax.Array) -> jax.Array:
     return params["w"] * query / UNIT
 
 
-# --- Training -------------------------------------------------------------------------------------------------------
+# --- Training -----------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -101,7 +106,9 @@ def one_model(data: Data, *, clip: float = CLIP) -> Bounds:
 def forgetful(data: Data) -> Bounds:
     """Returns bounds for clipped gradients, moved to a model that was trained without the clip."""
     said, done = one_model(data), one_model(data, clip=20.0)
-    lower, upper = ({"w": end["w"] - said.params["w"] + done.params["w"]} for end in (said.lower, said.upper))
+    lower, upper = (
+        {"w": end["w"] - said.params["w"] + done.params["w"]} for end in (said.lower, said.upper)
+    )
     return dataclasses.replace(said, params=done.params, lower=lower, upper=upper)
 
 
@@ -119,7 +126,10 @@ def overlapping(parts: int, one: Train = one_model) -> Train:
     def train(data: Data) -> Any:
         ones = (data["part"] == parts - 1) & (data["y"] == 1)
         canary = ones & (np.cumsum(ones) > ROWS // 2)
-        return [one(_part(data, (data["part"] == t) | (canary & (t == parts - 2)))) for t in range(parts)]
+        return [
+            one(_part(data, (data["part"] == t) | (canary & (t == parts - 2))))
+            for t in range(parts)
+        ]
 
     return train
 
@@ -133,7 +143,7 @@ def voter(data: Data) -> Any:
     return {"w": np.float32(UNIT * (2 * data["y"] - 1).sum())}
 
 
-# --- Broken mechanisms ------------------------------------------------------------------------------------------------
+# --- Broken mechanisms --------------------------------------------------------------------------
 
 
 def half_the_noise(name: str) -> Any:
@@ -142,7 +152,9 @@ def half_the_noise(name: str) -> Any:
     return mock.patch.object(noise, name, lambda key, tree, scale: whole(key, tree, scale / 2))
 
 
-def answered_by(name: str, broken: Callable[[Callable[..., Any]], Callable[..., Any]], field: str = "answer") -> Any:
+def answered_by(
+    name: str, broken: Callable[[Callable[..., Any]], Callable[..., Any]], field: str = "answer"
+) -> Any:
     """Returns a patch of how a mechanism answers."""
     row = METHODS[name]
     changed: Any = {field: broken(getattr(row, field))}
@@ -150,9 +162,11 @@ def answered_by(name: str, broken: Callable[[Callable[..., Any]], Callable[..., 
 
 
 def with_one_key(whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a mechanism that answers all queries of all calls with the noise of one answer, from one key.
+    """Returns a mechanism that answers all queries of all calls with the noise of one answer, from
+    one key.
 
-    With much noise an answer would say nothing about the votes behind it. The noise of this key is small.
+    With much noise an answer would say nothing about the votes behind it. The noise of this key is
+    small.
     """
 
     def broken(key: jax.Array, *arrays: Any, **options: Any) -> np.ndarray:
@@ -163,7 +177,9 @@ def with_one_key(whole: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def doubled_distances() -> Any:
-    """Returns a patch that doubles the distances to the next flip, so that a record changes them by two."""
+    """Returns a patch that doubles the distances to the next flip, so that a record changes them by
+    two.
+    """
 
     def broken(*args: Any) -> Any:
         found = certify(*args)
@@ -173,7 +189,9 @@ def doubled_distances() -> Any:
 
 
 def replacement_as_one_step() -> Any:
-    """Returns a patch that counts a replaced record as one change. It is two: one removed and one added."""
+    """Returns a patch that counts a replaced record as one change. It is two: one removed and one
+    added.
+    """
     return mock.patch.dict(answering._STEPS, {("add_remove", "replace_one"): 1})
 
 
@@ -192,7 +210,7 @@ def flips_of_half_the_noise(epsilon: float) -> Callable[..., Any]:
     return broken
 
 
-# --- The cases --------------------------------------------------------------------------------------------------------
+# --- The cases ----------------------------------------------------------------------------------
 
 
 def answers(
@@ -218,10 +236,16 @@ def answers(
         return private_values(train(data), apply_fn, queries, output_range=output_range, **terms)
 
     def run(trials: int, seed: bytes) -> Audit:
-        terms: dict[str, Any] = {"adjacency": adjacency, "confidence": case.CONFIDENCE, "seed": seed}
+        terms: dict[str, Any] = {
+            "adjacency": adjacency,
+            "confidence": case.CONFIDENCE,
+            "seed": seed,
+        }
         cost = event(1, epsilon=each, mechanism=mechanism)
         with patch():
-            found = audit_answers(ask, cost, QUERY, records(surpluses), candidates, trials=trials, **terms)
+            found = audit_answers(
+                ask, cost, QUERY, records(surpluses), candidates, trials=trials, **terms
+            )
         return under(found, claimed)
 
     return run
@@ -235,47 +259,70 @@ OUTLIER = _records([1], [0], x=50.0)
 def certified(mechanism: str, epsilon: float, *, half: Run | str, loose: str | None = None) -> Any:
     """Returns audits of answers at certified distances.
 
-    At distance 0 the label flips. Further away only changes in the distance show. `loose` says why two changes for one
-    are within the claim.
+    At distance 0 the label flips. Further away only changes in the distance show. `loose` says why
+    two changes for one are within the claim.
     """
     audit = functools.partial(answers, mechanism, claimed=epsilon)
     twins: Mapping[str, Run | str] = {
         case.HALF_THE_NOISE: half,
         case.NO_CLIPPING: audit(surpluses=[-8], candidates=OUTLIER, train=forgetful),
-        case.SENSITIVITY_OFF_BY_TWO: loose or audit(surpluses=[2], candidates=ONE_TO, patch=doubled_distances),
-        case.REUSED_KEY: audit(surpluses=[0], candidates=ONE_TO, patch=lambda: answered_by(mechanism, with_one_key)),
+        case.SENSITIVITY_OFF_BY_TWO: loose
+        or audit(surpluses=[2], candidates=ONE_TO, patch=doubled_distances),
+        case.REUSED_KEY: audit(
+            surpluses=[0], candidates=ONE_TO, patch=lambda: answered_by(mechanism, with_one_key)
+        ),
         case.ADD_REMOVE_FOR_REPLACE_ONE: loose
-        or audit(surpluses=[4], candidates=ONE_FROM, adjacency="replace_one", patch=replacement_as_one_step),
+        or audit(
+            surpluses=[4],
+            candidates=ONE_FROM,
+            adjacency="replace_one",
+            patch=replacement_as_one_step,
+        ),
     }
     return audit(surpluses=[0], candidates=ONE_TO), twins
 
 
 def certified_vote(epsilon: float) -> Any:
-    """Returns audits of the answers of an ensemble of three at the certified distance of its vote."""
+    """Returns audits of the answers of an ensemble of three at the certified distance of its
+    vote.
+    """
     train = ensemble(3)
     audit = functools.partial(answers, "randomised_response", claimed=epsilon, train=train)
     flip: dict[str, Any] = {"surpluses": [2, -2, 0], "candidates": _records([1], [2])}
     twins: Mapping[str, Run | str] = {
         case.HALF_THE_NOISE: audit(**flip, epsilon=2 * epsilon),
-        case.NO_CLIPPING: audit(surpluses=[-8, 8, -8], candidates=OUTLIER, train=ensemble(3, forgetful)),
-        case.SENSITIVITY_OFF_BY_TWO: audit(surpluses=[2, 8, -4], candidates=ONE_TO, patch=doubled_distances),
-        case.REUSED_KEY: audit(**flip, patch=lambda: answered_by("randomised_response", with_one_key)),
+        case.NO_CLIPPING: audit(
+            surpluses=[-8, 8, -8], candidates=OUTLIER, train=ensemble(3, forgetful)
+        ),
+        case.SENSITIVITY_OFF_BY_TWO: audit(
+            surpluses=[2, 8, -4], candidates=ONE_TO, patch=doubled_distances
+        ),
+        case.REUSED_KEY: audit(
+            **flip, patch=lambda: answered_by("randomised_response", with_one_key)
+        ),
         case.ADD_REMOVE_FOR_REPLACE_ONE: audit(
-            surpluses=[4, 10, -4], candidates=ONE_FROM, adjacency="replace_one", patch=replacement_as_one_step
+            surpluses=[4, 10, -4],
+            candidates=ONE_FROM,
+            adjacency="replace_one",
+            patch=replacement_as_one_step,
         ),
     }
     return audit(**flip), twins
 
 
 def laplace_vote(epsilon: float) -> Any:
-    """Returns audits of the noisy votes of an ensemble of five. A clear vote shows the most of epsilon."""
+    """Returns audits of the noisy votes of an ensemble of five. A clear vote shows the most of
+    epsilon.
+    """
     audit = functools.partial(answers, "global_laplace", claimed=epsilon, train=ensemble(5))
     last = _records([1], [4])
     clear: dict[str, Any] = {"surpluses": [2, 2, 2, 2, 0], "candidates": last}
     twins: Mapping[str, Run | str] = {
         case.HALF_THE_NOISE: audit(**clear, patch=lambda: half_the_noise("laplace")),
         case.NO_CLIPPING: "a member has one vote: there is no clip",
-        case.SENSITIVITY_OFF_BY_TWO: audit(surpluses=[2, 2, 2, 0, 0], candidates=last, train=overlapping(5)),
+        case.SENSITIVITY_OFF_BY_TWO: audit(
+            surpluses=[2, 2, 2, 0, 0], candidates=last, train=overlapping(5)
+        ),
         case.REUSED_KEY: audit(
             surpluses=[2, 2, -2, -2, 0],
             candidates=last,
@@ -310,7 +357,9 @@ def cauchy_values(epsilon: float) -> Any:
     audit = functools.partial(answers, "cauchy_values", claimed=epsilon, **range_)
     moved: dict[str, Any] = {"surpluses": [0], "candidates": ONE_TO}
 
-    def halved(*args: Any, whole: Any = mechanisms.smooth_sensitivity, **options: Any) -> np.ndarray:
+    def halved(
+        *args: Any, whole: Any = mechanisms.smooth_sensitivity, **options: Any
+    ) -> np.ndarray:
         return whole(*args, **options) / 2
 
     twins: Mapping[str, Run | str] = {
@@ -321,7 +370,10 @@ def cauchy_values(epsilon: float) -> Any:
         ),
         case.REUSED_KEY: audit(**moved, patch=lambda: answered_by("cauchy_values", with_one_key)),
         case.ADD_REMOVE_FOR_REPLACE_ONE: audit(
-            surpluses=[0], candidates=ONE_FROM, adjacency="replace_one", patch=replacement_as_one_step
+            surpluses=[0],
+            candidates=ONE_FROM,
+            adjacency="replace_one",
+            patch=replacement_as_one_step,
         ),
     }
     return audit(**moved), twins
@@ -336,30 +388,42 @@ def laplace_values(epsilon: float) -> Any:
 
     whole = mechanisms.laplace_values
 
-    def unclipped(key: jax.Array, values: Any, *, epsilon: float, output_range: tuple[float, float]) -> np.ndarray:
+    def unclipped(
+        key: jax.Array, values: Any, *, epsilon: float, output_range: tuple[float, float]
+    ) -> np.ndarray:
         ends = 1000 * output_range[0], 1000 * output_range[1]
         return whole(key, values, epsilon=1000 * epsilon, output_range=ends)
 
-    def halved(key: jax.Array, values: Any, *, epsilon: float, output_range: tuple[float, float]) -> np.ndarray:
+    def halved(
+        key: jax.Array, values: Any, *, epsilon: float, output_range: tuple[float, float]
+    ) -> np.ndarray:
         return whole(key, values, epsilon=2 * epsilon, output_range=output_range)
 
     def by(broken: Callable[..., Any]) -> Run:
         return audit(patch=lambda: answered_by("laplace_values", lambda whole: broken))
 
-    range_: dict[str, Any] = {"apply_fn": far, "output_range": (-1.0, 1.0), "surpluses": [0], "candidates": ONE_TO}
+    range_: dict[str, Any] = {
+        "apply_fn": far,
+        "output_range": (-1.0, 1.0),
+        "surpluses": [0],
+        "candidates": ONE_TO,
+    }
     audit = functools.partial(answers, "laplace_values", claimed=epsilon, **range_)
     twins: Mapping[str, Run | str] = {
         case.HALF_THE_NOISE: audit(patch=lambda: half_the_noise("laplace")),
         case.NO_CLIPPING: by(unclipped),
         case.SENSITIVITY_OFF_BY_TWO: by(halved),
         case.REUSED_KEY: by(with_one_key(whole)),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: "the noise hides the whole range, whatever changes in the data",
+        case.ADD_REMOVE_FOR_REPLACE_ONE: "the noise hides the whole range, whatever changes in "
+        "the data",
     }
     return audit(), twins
 
 
 def pate(gnmax: ensembles.ConfidentGNMax) -> Any:
-    """Returns audits of Confident-GNMax on a vote that is nearly even. The vote always passes the threshold."""
+    """Returns audits of Confident-GNMax on a vote that is nearly even. The vote always passes the
+    threshold.
+    """
     claimed = claim(gnmax.event(1, max_answers=1), adjacency="add_remove", delta=DELTA)
     last, voters = _records([1], [4]), ensemble(5, voter)
 
@@ -377,11 +441,23 @@ def pate(gnmax: ensembles.ConfidentGNMax) -> Any:
             return pate_predict(train(data), label, queries, **terms)
 
         def run(trials: int, seed: bytes) -> Audit:
-            terms: dict[str, Any] = {"claim": "gaussian", "adjacency": adjacency, "delta": DELTA, "seed": seed}
+            terms: dict[str, Any] = {
+                "claim": "gaussian",
+                "adjacency": adjacency,
+                "delta": DELTA,
+                "seed": seed,
+            }
             cost = mechanism.event(1, max_answers=1)
             with patch():
                 found = audit_answers(
-                    ask, cost, QUERY, records(surpluses), candidates, trials=trials, confidence=case.CONFIDENCE, **terms
+                    ask,
+                    cost,
+                    QUERY,
+                    records(surpluses),
+                    candidates,
+                    trials=trials,
+                    confidence=case.CONFIDENCE,
+                    **terms,
                 )
             return under(found, claimed)
 
@@ -389,17 +465,29 @@ def pate(gnmax: ensembles.ConfidentGNMax) -> Any:
 
     whole = ensembles.ConfidentGNMax.answer
 
-    def one_key(self: Any, key: jax.Array, votes: np.ndarray, *, num_classes: int, max_answers: int) -> np.ndarray:
-        return with_one_key(functools.partial(whole, self))(key, votes, num_classes=num_classes, max_answers=1)
+    def one_key(
+        self: Any, key: jax.Array, votes: np.ndarray, *, num_classes: int, max_answers: int
+    ) -> np.ndarray:
+        return with_one_key(functools.partial(whole, self))(
+            key, votes, num_classes=num_classes, max_answers=1
+        )
 
-    half = dataclasses.replace(gnmax, sigma_threshold=gnmax.sigma_threshold / 2, sigma_votes=gnmax.sigma_votes / 2)
+    half = dataclasses.replace(
+        gnmax, sigma_threshold=gnmax.sigma_threshold / 2, sigma_votes=gnmax.sigma_votes / 2
+    )
     twins: Mapping[str, Run | str] = {
         case.HALF_THE_NOISE: audit(mechanism=half),
         case.NO_CLIPPING: "a member has one vote: there is no clip",
-        case.SENSITIVITY_OFF_BY_TWO: audit(surpluses=[2, -2, -2, 0, 0], train=overlapping(5, voter)),
-        case.REUSED_KEY: audit(patch=lambda: mock.patch.object(ensembles.ConfidentGNMax, "answer", one_key)),
+        case.SENSITIVITY_OFF_BY_TWO: audit(
+            surpluses=[2, -2, -2, 0, 0], train=overlapping(5, voter)
+        ),
+        case.REUSED_KEY: audit(
+            patch=lambda: mock.patch.object(ensembles.ConfidentGNMax, "answer", one_key)
+        ),
         case.ADD_REMOVE_FOR_REPLACE_ONE: audit(
-            surpluses=[2, -2, -2, 1, 0], candidates=_records([0, 1], [3, 4]), adjacency="replace_one"
+            surpluses=[2, -2, -2, 1, 0],
+            candidates=_records([0, 1], [3, 4]),
+            adjacency="replace_one",
         ),
     }
     return audit(), twins
@@ -407,11 +495,15 @@ def pate(gnmax: ensembles.ConfidentGNMax) -> Any:
 
 def _cases() -> Iterator[Case]:
     family = "`jaxdp.prediction.mechanisms`, proof for {}"
-    nissim = "its constants leave room: half the noise, or two changes for one, cost less than epsilon"
+    nissim = (
+        "its constants leave room: half the noise, or two changes for one, cost less than epsilon"
+    )
 
     half = functools.partial(answered_by, "smooth_cauchy", flips_of_half_the_noise(0.8))
     cauchy = answers("smooth_cauchy", surpluses=[0], candidates=ONE_TO, claimed=0.8, patch=half)
-    doubled = answers("randomised_response", surpluses=[0], candidates=ONE_TO, claimed=1.0, epsilon=2.0)
+    doubled = answers(
+        "randomised_response", surpluses=[0], candidates=ONE_TO, claimed=1.0, epsilon=2.0
+    )
     pure: dict[str, tuple[float, Any, str]] = {
         "randomised response": (
             1.0,
@@ -433,8 +525,16 @@ def _cases() -> Iterator[Case]:
             certified_vote(1.0),
             "arXiv:2406.13433, Theorem 5.3; `jaxdp.prediction.ensembles.vote`",
         ),
-        "rounded Laplace noise": (1.0, global_labels("global_laplace", 1.0), family.format("the family")),
-        "k-ary randomised response": (1.0, global_labels("global_response", 1.0), family.format("the family")),
+        "rounded Laplace noise": (
+            1.0,
+            global_labels("global_laplace", 1.0),
+            family.format("the family"),
+        ),
+        "k-ary randomised response": (
+            1.0,
+            global_labels("global_response", 1.0),
+            family.format("the family"),
+        ),
         "Laplace noise on votes": (
             1.0,
             laplace_vote(1.0),
@@ -453,8 +553,17 @@ def _cases() -> Iterator[Case]:
     }
     for name, (epsilon, (run, twins), proof) in pure.items():
         trials = 4 * TRIALS if name in RARE else TRIALS
-        yield Case(name, f"an answer: pure epsilon {epsilon:g}, add/remove", proof, run, twins, trials=trials)
-    gnmax = ensembles.ConfidentGNMax(threshold=-50.0, sigma_threshold=3 * math.sqrt(2), sigma_votes=math.sqrt(2))
+        yield Case(
+            name,
+            f"an answer: pure epsilon {epsilon:g}, add/remove",
+            proof,
+            run,
+            twins,
+            trials=trials,
+        )
+    gnmax = ensembles.ConfidentGNMax(
+        threshold=-50.0, sigma_threshold=3 * math.sqrt(2), sigma_votes=math.sqrt(2)
+    )
     run, twins = pate(gnmax)
     yield Case(
         "PATE's Confident-GNMax",

@@ -1,7 +1,7 @@
 """Audits of private recalibration: all answers of one source in a conversation of every method.
 
-The source has one record besides the canary. The canary's neighbour is an invalid record, which adds nothing. Twins
-have the noise of the honest method unless they say otherwise.
+The source has one record besides the canary. The canary's neighbour is an invalid record, which
+adds nothing. Twins have the noise of the honest method unless they say otherwise.
 """
 
 import contextlib
@@ -24,7 +24,10 @@ from .case import Case, Run, under
 EPSILON, CLASSES, BOUND = 2.0, 10, 10.0
 TRIALS = 10_000
 # Surely right, surely wrong and undecided. The loss of the second is a hundred times the bound.
-CANDIDATES = (1000 * np.eye(CLASSES, dtype=np.float32)[[0, 0, 1]] * [[1], [1], [0]]), np.array([0, 1, 0])
+CANDIDATES = (
+    (1000 * np.eye(CLASSES, dtype=np.float32)[[0, 0, 1]] * [[1], [1], [0]]),
+    np.array([0, 1, 0]),
+)
 OTHERS = np.zeros((1, CLASSES), np.float32), np.zeros(1, np.int32)
 
 
@@ -35,16 +38,24 @@ class UnboundedNllT(NllT):
         return NllT(iterations=self.iterations, bound=1e4).summand(k, records, temperature)
 
 
-def conversations(method: Method, *, unclipped: Method | str, replaced: str | None = None) -> tuple[Run, Any]:
+def conversations(
+    method: Method, *, unclipped: Method | str, replaced: str | None = None
+) -> tuple[Run, Any]:
     """Returns the audit of a method's conversations with a source, and of its twins.
 
-    `unclipped` is the method without its clip, or why there is none. `replaced` says why the sensitivity is the same if
-    a record is replaced.
+    `unclipped` is the method without its clip, or why there is none. `replaced` says why the
+    sensitivity is the same if a record is replaced.
     """
     kind = type(method)
     whole = kind.sensitivity
 
-    def audit(method: Method, *, epsilon: float = EPSILON, adjacency: Adjacency = "zero_out", **broken: Any) -> Run:
+    def audit(
+        method: Method,
+        *,
+        epsilon: float = EPSILON,
+        adjacency: Adjacency = "zero_out",
+        **broken: Any,
+    ) -> Run:
         def run(trials: int, seed: bytes) -> Audit:
             with contextlib.ExitStack() as stack:
                 for target, name in ((kind, "sensitivity"), (auditing, "converse")):
@@ -95,20 +106,27 @@ def _cases() -> Iterator[Case]:
     count = "a record adds a count of 1: there is no clip"
     gap = "a record adds the gap of two numbers in [0, 1]: there is no clip"
     proof = (
-        "Laplace noise on sums of bounded numbers, composed over rounds; Luo et al., {}; `jaxdp.recalibration.protocol`"
+        "Laplace noise on sums of bounded numbers, composed over rounds; Luo et al., {}; "
+        "`jaxdp.recalibration.protocol`"
     )
     methods: dict[str, tuple[Method, Any, str | None, str]] = {
         "NLL-T": (
             NllT(iterations=1, bound=BOUND),
             UnboundedNllT(iterations=1, bound=BOUND),
-            "a clipped loss is in [0, bound]: whether a record is added or replaced, a sum moves by at most the bound",
+            "a clipped loss is in [0, bound]: whether a record is added or replaced, a sum moves "
+            "by at most the bound",
             "Section C.2.1",
         ),
         "ECE-T": (EceT(iterations=1), gap, None, "Section C.2.2"),
         "Acc-T": (AccT(iterations=1), gap, None, "Section 4, Algorithm 1"),
         "Acc-T by bisection": (AccBisection(iterations=2), gap, None, "Algorithm 1"),
         "histogram binning": (HistogramBinning(), count, None, "Section C.2.3"),
-        "histogram binning as published": (HistogramBinning(form="published"), count, None, "Section C.2.3"),
+        "histogram binning as published": (
+            HistogramBinning(form="published"),
+            count,
+            None,
+            "Section C.2.3",
+        ),
         "logistic binning": (LogisticBinning(), count, None, "Section C.2.3"),
     }
     for name, (method, unclipped, replaced, where) in methods.items():

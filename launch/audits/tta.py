@@ -1,7 +1,7 @@
 """Audits of private test-time adaptation: the Gaussian of one update of every method.
 
-The model is small and random. Its gradients are about ten times as long as the clip norm, so every image is clipped.
-Twins have the noise of the honest method unless they say otherwise.
+The model is small and random. Its gradients are about ten times as long as the clip norm, so every
+image is clipped. Twins have the noise of the honest method unless they say otherwise.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,12 +32,17 @@ IMAGES = _random.normal(size=(36, SIDE, SIDE, 3)).astype(np.float32)
 PARAMS: Mapping[str, Any] = {
     "embed": jnp.asarray(_random.normal(size=(SIDE * SIDE * 3, WIDTH)) / 7, jnp.float32),
     "head": jnp.asarray(_random.normal(size=(WIDTH, CLASSES)), jnp.float32),
-    **{f"block_{i}": {"norm": {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)}} for i in range(2)},
+    **{
+        f"block_{i}": {"norm": {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)}}
+        for i in range(2)
+    },
 }
 
 
 def apply_fn(params: Mapping[str, Any], images: jax.Array) -> jax.Array:
-    """Returns logits [B, CLASSES] of two blocks. Each has a LayerNorm, and the first a tanh after it."""
+    """Returns logits [B, CLASSES] of two blocks. Each has a LayerNorm, and the first a tanh after
+    it.
+    """
     h = images.reshape(len(images), -1) @ params["embed"]
     h = jnp.tanh(_norm(h, **params["block_0"]["norm"]))
     return _norm(h, **params["block_1"]["norm"]) @ params["head"]
@@ -57,7 +62,9 @@ class OneKey(tta.Adapter):
         return super().init(jax.random.wrap_key_data(same, impl=jax.random.key_impl(key)))
 
 
-def updates(method: tta.Method, *, accumulate: int = 1, **options: Any) -> tuple[Run, dict[str, Run | str]]:
+def updates(
+    method: tta.Method, *, accumulate: int = 1, **options: Any
+) -> tuple[Run, dict[str, Run | str]]:
     """Returns the audit of an update by the private form of a method, and of its twins."""
     claimed = claim(GaussianDpEvent(SIGMA), adjacency="zero_out", delta=DELTA)
 
@@ -113,9 +120,10 @@ def _cases() -> Iterator[Case]:
         run, twins = updates(method, **options)
         yield Case(
             f"private {name}",
-            f"an update: a Gaussian of multiplier {SIGMA:g} for an image that is replaced by padding",
-            "1/sigma-GDP: the clipped sum moves by at most C, the noise is sigma C (arXiv:2606.01908); "
-            "`jaxdp.tta.private`",
+            f"an update: a Gaussian of multiplier {SIGMA:g} for an image that is replaced by "
+            "padding",
+            "1/sigma-GDP: the clipped sum moves by at most C, the noise is sigma C "
+            "(arXiv:2606.01908); `jaxdp.tta.private`",
             run,
             twins,
         )

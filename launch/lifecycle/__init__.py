@@ -2,8 +2,8 @@
 
     python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir workdir/lifecycle
 
-`stages` computes and charges, `life` orders the stages, `cache` keeps results, `parts` divides the data, and `document`
-writes the report.
+`stages` computes and charges, `life` orders the stages, `cache` keeps results, `parts` divides the
+data, and `document` writes the report.
 """
 
 from .life import Interrupted, run, show_plan

@@ -1,4 +1,5 @@
-"""A model's whole life: python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir workdir/lifecycle.
+"""A model's whole life: python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir
+workdir/lifecycle.
 
 It exits with 1 if a stage failed, and with 130 after Ctrl-C.
 """

@@ -1,12 +1,14 @@
-"""The results of stages: finished ones are found by content, interrupted ones continue, and nothing is paid for twice.
+"""The results of stages: finished ones are found by content, interrupted ones continue, and nothing
+is paid for twice.
 
-The folder of a stage is `<workdir>/<stage>/<key>`. The key is a hash of the stage's part of the config, the
-fingerprints of its data, the results of the stages before it, and the version of the library. The result depends on
-nothing else. So a config that was used before finds its results, and the budget is not charged again.
+The folder of a stage is `<workdir>/<stage>/<key>`. The key is a hash of the stage's part of the
+config, the fingerprints of its data, the results of the stages before it, and the version of the
+library. The result depends on nothing else. So a config that was used before finds its results, and
+the budget is not charged again.
 
-A stage touches private data through the functions that a user would call (`finetune.fit`, `tta.serve`, ...), with an
-account and with its folder as their workdir. The till in the folder makes an interrupted release once, and pays for it
-once.
+A stage touches private data through the functions that a user would call (`finetune.fit`,
+`tta.serve`, ...), with an account and with its folder as their workdir. The till in the folder
+makes an interrupted release once, and pays for it once.
 """
 
 import dataclasses
@@ -55,7 +57,8 @@ class Job:
       data: The data of the whole lifecycle.
       before: The stages that it builds on, by name.
       folder: The folder of the stage.
-      account: `account(name)` of a private data set, labelled with the stage's name. Its spends were held before.
+      account: `account(name)` of a private data set, labelled with the stage's name. Its spends
+          were held before.
       watching: `launch.frame.watching` for the folder of the stage.
     """
 
@@ -73,11 +76,13 @@ class Stage:
 
     Attributes:
       name: The name, also of its folder.
-      run: `run(job) -> result`, a JSON-able dict. Arrays for other stages go into .safetensors files in its folder.
+      run: `run(job) -> result`, a JSON-able dict. Arrays for other stages go into .safetensors
+          files in its folder.
       after: The names of the stages that it builds on.
       data: The parts of the data that it reads.
       config: The parts of the config that it reads.
-      charges: `charges(config, data) -> {account: event}`, all that the stage will spend. None if it spends nothing.
+      charges: `charges(config, data) -> {account: event}`, all that the stage will spend. None if
+          it spends nothing.
     """
 
     name: str
@@ -101,16 +106,19 @@ class Stage:
 
 
 def check_release(path: pathlib.Path) -> None:
-    """Raises ValueError if lifecycle.json at `path` was written by a release with another layout."""
+    """Raises ValueError if lifecycle.json at `path` was written by a release with another
+    layout.
+    """
     if path.exists() and read_json(path).get("format") != FORMAT:
         raise ValueError(
-            f"{path.parent} was made by another release of jaxdp with another layout. Use a new workdir. "
-            "You can keep a ledger that config.ledger names."
+            f"{path.parent} was made by another release of jaxdp with another layout. Use a new "
+            "workdir. You can keep a ledger that config.ledger names."
         )
 
 
 def find(folder: pathlib.Path) -> Done | None:
-    """Returns the finished stage in a folder. None if it is missing or incomplete, or its parameters have changed.
+    """Returns the finished stage in a folder. None if it is missing or incomplete, or its
+    parameters have changed.
 
     Raises:
       ValueError: Its stage.json is damaged.
@@ -129,18 +137,22 @@ def keep(folder: pathlib.Path, result: dict[str, Any]) -> Done:
     """Marks a stage as finished."""
     result = json.loads(json.dumps(result))
     done = Done(folder, result, _content(folder, result))
-    files = sorted(path.name for path in folder.iterdir() if path.suffix in (".jsonl", ".safetensors"))
+    files = sorted(
+        path.name for path in folder.iterdir() if path.suffix in (".jsonl", ".safetensors")
+    )
     write_json(folder / "stage.json", {"result": result, "content": done.content, "files": files})
     return done
 
 
 def settle(root: pathlib.Path, ledger: Ledger, private: str) -> None:
-    """Charges a ledger for all noted charges of a workdir that it does not know yet. Usually it knows all of them.
+    """Charges a ledger for all noted charges of a workdir that it does not know yet. Usually it
+    knows all of them.
 
     Args:
       root: The workdir.
       ledger: The ledger.
-      private: The account of charges without an account name. Fine-tuning of the first release noted such charges.
+      private: The account of charges without an account name. Fine-tuning of the first release
+          noted such charges.
 
     Raises:
       BudgetExceeded: The charges were made to another ledger, and this one has no room for them.

@@ -26,18 +26,35 @@ _SHAPES: Mapping[str, Any] = {
         "accounts": [str],
         "stages": {str: {"status": str, "message": str, "folder": str}},
     },
-    "pretrain": {"images": int, "accuracy": float, "tested": int, "judged_on_test": bool, "noise": _CURVE},
+    "pretrain": {
+        "images": int,
+        "accuracy": float,
+        "tested": int,
+        "judged_on_test": bool,
+        "noise": _CURVE,
+    },
     "finetune": {
         **dict.fromkeys(("noise_multiplier", "epsilon", "delta"), float),
         **_CHANGE,
-        **{"tested": int, "steps": int, "method": str, "curves": {"accuracy": _CURVE, "epsilon": _CURVE}},
+        **{
+            "tested": int,
+            "steps": int,
+            "method": str,
+            "curves": {"accuracy": _CURVE, "epsilon": _CURVE},
+        },
     },
     "recalibrate": {
         **{"shift": str, "sources": int, "epsilon": float, "accuracy": float, "tested": int},
         **{"ece": _PAIR, "brier": _PAIR, "reliability": {"before": _CURVE, "after": _CURVE}},
     },
     "adapt": {
-        **{"images": int, "epsilon": float, "delta": float, "tested": {str: int}, "accuracy": {str: _CHANGE}},
+        **{
+            "images": int,
+            "epsilon": float,
+            "delta": float,
+            "tested": {str: int},
+            "accuracy": {str: _CHANGE},
+        },
         "stream": {"adapted": _CURVE, "not adapted": _CURVE},
     },
     "split": {
@@ -48,7 +65,10 @@ _SHAPES: Mapping[str, Any] = {
         "tested": {str: int},
         "models": {str: {str: dict.fromkeys(("accuracy", "ece", "low", "high"), float)}},
     },
-    "predict": {"queries": int, **dict.fromkeys(("epsilon", "delta", "epsilon_per_query", "accuracy"), float)},
+    "predict": {
+        "queries": int,
+        **dict.fromkeys(("epsilon", "delta", "epsilon_per_query", "accuracy"), float),
+    },
     "certificates": {"without_noise": float, "shares": _CURVE},
     "audit": {
         "audits": [
@@ -72,7 +92,8 @@ _RELEASED = {
 
 
 def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
-    """Writes report.html. Writes certificates.html if the config asks for it, and removes it otherwise.
+    """Writes report.html. Writes certificates.html if the config asks for it, and removes it
+    otherwise.
 
     certificates.html is NOT private.
 
@@ -154,7 +175,12 @@ class Life:
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist. Give the workdir of launch.lifecycle.")
         found = _read(path, "lifecycle")
-        self.root, self.config, self.stages, self.versions = root, found["config"], found["stages"], found["versions"]
+        self.root, self.config, self.stages, self.versions = (
+            root,
+            found["config"],
+            found["stages"],
+            found["versions"],
+        )
         ledger = pathlib.Path(self.config["ledger"] or root / "ledger.sqlite")
         self.books = document.Books(root, {"": ledger}, remedy=_REMEDY, names=found["accounts"])
 
@@ -174,7 +200,10 @@ class Life:
         """
         folder = self.root / self.stages[stage]["folder"]
         if not folder.resolve().is_relative_to(self.root.resolve()):
-            raise ValueError(f"{self.root / 'lifecycle.json'} names a folder outside of it for {stage!r}. {_REMEDY}")
+            raise ValueError(
+                f"{self.root / 'lifecycle.json'} names a folder outside of it for {stage!r}. "
+                f"{_REMEDY}"
+            )
         return folder
 
     @property
@@ -185,7 +214,9 @@ class Life:
 
 
 def _read(path: pathlib.Path, what: str) -> Any:
-    """Returns the checked content of a file of the workdir. For a stage this is its result, or {} without one."""
+    """Returns the checked content of a file of the workdir. For a stage this is its result, or {}
+    without one.
+    """
     shape = _SHAPES["audit" if what.startswith("audit_") else what]
     if path.name != "stage.json":
         return document.checked(path, shape, what, remedy=_REMEDY)

@@ -1,6 +1,7 @@
 """The order of the stages, and the ledger's permission before they run.
 
-The config is an `ml_collections.ConfigDict` as in `configs/lifecycle_digits.py`, whose comments explain each field.
+The config is an `ml_collections.ConfigDict` as in `configs/lifecycle_digits.py`, whose comments
+explain each field.
 """
 
 import contextlib
@@ -36,11 +37,12 @@ class Interrupted(KeyboardInterrupt):
 def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """Runs the stages that are not done yet, and writes the report.
 
-    The config determines the charges of all stages that are not done. The ledger holds room for all of them together
-    while the lifecycle runs. No stage touches private data unless everything fits. If a stage fails, the finished ones
-    stay usable. The stages that build on it are skipped, and so are all later stages that would spend. The next call
-    tries again. A stage with the same config, data and predecessors is not run again, and nothing is paid for twice
-    (`cache`). The report and lifecycle.json are written after every stage.
+    The config determines the charges of all stages that are not done. The ledger holds room for all
+    of them together while the lifecycle runs. No stage touches private data unless everything fits.
+    If a stage fails, the finished ones stay usable. The stages that build on it are skipped, and so
+    are all later stages that would spend. The next call tries again. A stage with the same config,
+    data and predecessors is not run again, and nothing is paid for twice (`cache`). The report and
+    lifecycle.json are written after every stage.
 
     Args:
       config: The config of the lifecycle.
@@ -53,16 +55,19 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
           <stage>/<key>/   its result (stage.json), metrics (metrics.jsonl), checkpoints and parameters
 
     Returns:
-      {stage: {"status": "done", "failed" or "skipped", "message": why, "folder": relative to the workdir}}.
+      {stage: {"status": "done", "failed" or "skipped", "message": why, "folder": relative to the
+      workdir}}.
 
     Raises:
-      ValueError: Nothing is spent. The config of a stage that would spend is inconsistent, the ledger has a data set
-        with other terms, or another process runs in the workdir.
+      ValueError: Nothing is spent. The config of a stage that would spend is inconsistent, the
+        ledger has a data set with other terms, or another process runs in the workdir.
       FileNotFoundError: The data is missing. The message says how to get it.
-      BudgetExceeded: The stages that are not done do not all fit into the budgets, and no stage was run. Or
-        `config.ledger` is not the ledger that paid for the workdir's releases, and it has no room for them.
+      BudgetExceeded: The stages that are not done do not all fit into the budgets, and no stage was
+        run. Or `config.ledger` is not the ledger that paid for the workdir's releases, and it has
+        no room for them.
       OSError: The workdir or the ledger cannot be written, for example because the disk is full.
-      Interrupted: The user pressed Ctrl-C. The ledger counts all reservations. Another call continues.
+      Interrupted: The user pressed Ctrl-C. The ledger counts all reservations. Another call
+          continues.
     """
     root = pathlib.Path(workdir)
     check_numbers(config)
@@ -74,7 +79,10 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
             ledger.register(name, records=data.records(name), **terms)
         cache.settle(root, ledger, data.private.name)
         plan = _Plan(config, data, root)
-        states = {stage.name: {"status": "waiting", "message": "not run yet", "folder": ""} for stage in STAGES}
+        states = {
+            stage.name: {"status": "waiting", "message": "not run yet", "folder": ""}
+            for stage in STAGES
+        }
         done: dict[str, cache.Done] = {}
         with contextlib.ExitStack() as held:
             hold, first = held.enter_context(plan.hold(ledger, done)), True
@@ -88,19 +96,27 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
                     states[stage.name] |= {"status": "interrupted", "message": message}
                     _write(config, states, root)
                     raise Interrupted(
-                        f"Interrupted in stage {stage.name!r}. The stages before it are kept, and the ledger counts "
-                        "all reservations. The same command continues from here and pays nothing twice."
+                        f"Interrupted in stage {stage.name!r}. The stages before it are kept, and "
+                        "the ledger counts all reservations. The same command continues from here "
+                        "and pays nothing twice."
                     ) from error
                 _write(config, states, root)
     bad = [name for name, state in states.items() if state["status"] != "done"]
-    print(f"\n{document.summary(root)}\n\nIn {root}: report.html, lifecycle.json and a folder for each stage.")
+    print(
+        f"\n{document.summary(root)}\n\nIn {root}: report.html, lifecycle.json and a folder for "
+        "each stage."
+    )
     if bad:
-        print(f"Not done: {', '.join(bad)}. The same command tries again, with or without another config.")
+        print(
+            f"Not done: {', '.join(bad)}. The same command tries again, with or without another "
+            "config."
+        )
     return states
 
 
 def show_plan(config: Any, workdir: str | os.PathLike[str] | None, target: str = "") -> None:
-    """Prints what the stages that are not done would charge, and what the training takes. Writes nothing.
+    """Prints what the stages that are not done would charge, and what the training takes. Writes
+    nothing.
 
     `target` is as in `launch.frame.run`.
 
@@ -139,15 +155,18 @@ class _Plan:
         self._charges = functools.cache(lambda stage: stage.charges(config, data))
 
     def folder(self, stage: cache.Stage, done: dict[str, cache.Done]) -> pathlib.Path:
-        """Returns the folder of a stage's result. The stages that it builds on must be in `done`."""
+        """Returns the folder of a stage's result. The stages that it builds on must be in
+        `done`.
+        """
         before = {name: done[name] for name in stage.after}
         return self.root / stage.name / stage.key(self.config, self.data, before)
 
     def requests(self, done: dict[str, cache.Done]) -> list[tuple[str, DpEvent]]:
-        """Returns the (account, event) pairs of all stages that are not done and cannot turn out to be done.
+        """Returns the (account, event) pairs of all stages that are not done and cannot turn out to
+        be done.
 
-        A stage may have a finished folder while a public stage before it has not run yet. If that public stage repeats
-        its earlier result, the folder is found.
+        A stage may have a finished folder while a public stage before it has not run yet. If that
+        public stage repeats its earlier result, the folder is found.
         """
         done, private, asked = dict(done), set[str](), list[tuple[str, DpEvent]]()
         for stage in STAGES:
@@ -168,7 +187,9 @@ class _Plan:
         return asked
 
     def hold(self, ledger: Ledger, done: dict[str, cache.Done]) -> Hold:
-        """Holds the room of all requests. It replaces the room that this workdir's lifecycle held before."""
+        """Holds the room of all requests. It replaces the room that this workdir's lifecycle held
+        before.
+        """
         key = hashlib.sha256(os.fspath(self.root.resolve()).encode()).hexdigest()
         return ledger.hold(self.requests(done), key=f"lifecycle {key}", label="lifecycle")
 
@@ -182,16 +203,26 @@ def _advance(
 ) -> dict[str, str]:
     """Runs one stage if it is possible and not done. Puts it into `done` and returns its state."""
     if missing := [name for name in stage.after if name not in done]:
-        return _say(stage, "skipped", f"it builds on {' and '.join(missing)}, which failed or was skipped")
+        return _say(
+            stage, "skipped", f"it builds on {' and '.join(missing)}, which failed or was skipped"
+        )
     folder = plan.folder(stage, done)
     if (found := cache.find(folder)) is not None:
         done[stage.name] = found
         return _say(stage, "done", "done before with this config and data", folder, plan.root)
-    failed = [other.name for other in STAGES if other.charges is not None and states[other.name]["status"] == "failed"]
+    failed = [
+        other.name
+        for other in STAGES
+        if other.charges is not None and states[other.name]["status"] == "failed"
+    ]
     if stage.charges is not None and failed:
-        return _say(stage, "skipped", f"nothing more is spent until {' and '.join(failed)} can be done")
+        return _say(
+            stage, "skipped", f"nothing more is spent until {' and '.join(failed)} can be done"
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    config = ConfigDict({part: plan.config[part].copy_and_resolve_references() for part in stage.config})
+    config = ConfigDict(
+        {part: plan.config[part].copy_and_resolve_references() for part in stage.config}
+    )
 
     print(f"{stage.name}: running", flush=True)
     try:
@@ -207,13 +238,20 @@ def _advance(
         if _PRIVATE.isdisjoint(stage.data) or isinstance(error, BudgetExceeded):
             return state
         # Others read the report, and an error may depend on private images.
-        return state | {"message": f"{type(error).__name__}: error.txt in its folder has the message for the owners"}
+        return state | {
+            "message": f"{type(error).__name__}: error.txt in its folder has the message for the "
+            "owners"
+        }
     (folder / "error.txt").unlink(missing_ok=True)
     return _say(stage, "done", "", folder, plan.root)
 
 
 def _say(
-    stage: cache.Stage, status: str, message: str, folder: pathlib.Path | None = None, root: pathlib.Path | None = None
+    stage: cache.Stage,
+    status: str,
+    message: str,
+    folder: pathlib.Path | None = None,
+    root: pathlib.Path | None = None,
 ) -> dict[str, str]:
     print(f"{stage.name}: {status}" + (f", {message}" if message else ""), flush=True)
     where = "" if folder is None or root is None else str(folder.relative_to(root))

@@ -10,10 +10,10 @@
     certificates the private training set       how many changed records leave answers as they are, NOT private
     audit_*      canaries                       what attackers can prove about each of these releases
 
-A private stage touches private data through the function that a user would call, with an account and a workdir. A
-second function says what the stage will spend, so a lifecycle can reserve everything before it spends anything. Quality
-is measured on the public held-out test images with released parameters, which costs nothing. The one exception is
-`certificates`, which is optional.
+A private stage touches private data through the function that a user would call, with an account
+and a workdir. A second function says what the stage will spend, so a lifecycle can reserve
+everything before it spends anything. Quality is measured on the public held-out test images with
+released parameters, which costs nothing. The one exception is `certificates`, which is optional.
 """
 
 import dataclasses
@@ -54,14 +54,19 @@ def accounts(config: Any) -> dict[str, dict[str, Any]]:
     """Returns the terms of the private data sets by their name in the ledger."""
     budgets, unit = config.budgets, unit_of(config.data)
     data.only_adjacency(config.data, "add_remove")
-    terms = {f"{config.data.name}/private": {"adjacency": "add_remove", "unit": unit, **budgets.private}}
+    terms = {
+        f"{config.data.name}/private": {"adjacency": "add_remove", "unit": unit, **budgets.private}
+    }
     for k in range(hospitals(config.data)):
         terms[f"hospital {k}"] = {"adjacency": "add_remove", "unit": unit, **budgets.sources}
     replaced = {"stream": budgets.stream, "clinic": budgets.client}
-    return terms | {name: {"adjacency": "replace_one", "unit": unit, **budget} for name, budget in replaced.items()}
+    return terms | {
+        name: {"adjacency": "replace_one", "unit": unit, **budget}
+        for name, budget in replaced.items()
+    }
 
 
-# --- The model ------------------------------------------------------------------------------------------------------
+# --- The model ----------------------------------------------------------------------------------
 
 
 def _network(config: Any, num_classes: int) -> Pretrained:
@@ -78,11 +83,13 @@ def _model(job: Job) -> tuple[Pretrained, Params]:
     return _network(job.config, job.data.private.num_classes), load_params(path)
 
 
-# --- Pre-training -----------------------------------------------------------------------------------------------------
+# --- Pre-training -------------------------------------------------------------------------------
 
 
 def pretrain_public(job: Job) -> dict[str, Any]:
-    """Trains a backbone on public images so that noise on its parameters hurts less. It spends nothing."""
+    """Trains a backbone on public images so that noise on its parameters hurts less. It spends
+    nothing.
+    """
     how, public = job.config.pretrain, job.data.public
     network = _network(job.config, public.num_classes)
     loss = models.loss(network)
@@ -110,7 +117,9 @@ def pretrain_public(job: Job) -> dict[str, Any]:
     # If the test images have other classes, the accuracy is measured on the public images.
     judge = job.data.test if job.data.test.num_classes == public.num_classes else public
     stds = [0.0, 0.1, 0.2, 0.3, 0.5]
-    robust = pretrain.robust_accuracy(network.apply_fn, params, judge, std=stds, draws=5, relative=True).mean(1)
+    robust = pretrain.robust_accuracy(
+        network.apply_fn, params, judge, std=stds, draws=5, relative=True
+    ).mean(1)
     return {
         "images": len(public),
         "accuracy": float(robust[0]),
@@ -120,7 +129,7 @@ def pretrain_public(job: Job) -> dict[str, Any]:
     }
 
 
-# --- Fine-tuning ------------------------------------------------------------------------------------------------------
+# --- Fine-tuning --------------------------------------------------------------------------------
 
 
 def finetune_private(job: Job) -> dict[str, Any]:
@@ -176,7 +185,9 @@ def computations(config: Any, parts: Parts) -> Iterator[plans.Item]:
     network = _network(config, parts.private.num_classes)
     public = _network(config, parts.public.num_classes)
     start = models.fresh(public, config.pretrain.seed)
-    yield plans.public_training("pretrain", models.loss(public), start, parts.public, config.pretrain)
+    yield plans.public_training(
+        "pretrain", models.loss(public), start, parts.public, config.pretrain
+    )
     how = config.finetune
     training = plans.training(
         "finetune",
@@ -190,11 +201,13 @@ def computations(config: Any, parts: Parts) -> Iterator[plans.Item]:
     yield training._replace(event=None)  # is charged with the other stages
 
 
-# --- Recalibration ----------------------------------------------------------------------------------------------------
+# --- Recalibration ------------------------------------------------------------------------------
 
 
 def recalibrate(job: Job) -> dict[str, Any]:
-    """Fits the model's confidence to the images of several sources. Each source answers with noise and pays."""
+    """Fits the model's confidence to the images of several sources. Each source answers with noise
+    and pays.
+    """
     epsilon = job.config.recalibrate.epsilon
     network, params = _model(job)
     sources = []
@@ -202,7 +215,9 @@ def recalibrate(job: Job) -> dict[str, Any]:
         images, owners = data.held(source)
         group = owners if isinstance(source, Groups) else None
         logits, labels = models.logits(network, params, images), data.labels(images)
-        sources.append(recalibration.Party(logits, labels, account=job.account(source.name), group=group))
+        sources.append(
+            recalibration.Party(logits, labels, account=job.account(source.name), group=group)
+        )
     found = recalibration.logistic_binning(sources, epsilon=epsilon, workdir=job.folder)
     save_params(job.folder / "confidence.safetensors", found.parameters._asdict())
 
@@ -216,18 +231,24 @@ def recalibrate(job: Job) -> dict[str, Any]:
         "epsilon": epsilon,
         "accuracy": float(right.mean()),
         "tested": len(right),
-        "reliability": {name: _reliability(confidence, right) for name, confidence in confidences.items()},
+        "reliability": {
+            name: _reliability(confidence, right) for name, confidence in confidences.items()
+        },
         "ece": {name: _ece(confidence, right) for name, confidence in confidences.items()},
         "brier": {name: float(np.mean((c - right) ** 2)) for name, c in confidences.items()},
     }
 
 
 def _recalibrate_charges(config: Any, parts: Parts) -> Charges:
-    return dict.fromkeys((source.name for source in parts.sources), recalibration.event(config.recalibrate.epsilon))
+    return dict.fromkeys(
+        (source.name for source in parts.sources), recalibration.event(config.recalibrate.epsilon)
+    )
 
 
 def _recalibration(parameters: Mapping[str, jax.Array]) -> recalibration.Recalibration:
-    return recalibration.Recalibration(recalibration.LogisticBinning(), Logistic(**parameters), NoOpDpEvent())
+    return recalibration.Recalibration(
+        recalibration.LogisticBinning(), Logistic(**parameters), NoOpDpEvent()
+    )
 
 
 def _reliability(confidence: np.ndarray, right: np.ndarray) -> list[tuple[float, float]]:
@@ -241,7 +262,7 @@ def _ece(confidence: np.ndarray, right: np.ndarray) -> float:
     return float(recalibration.ece(jnp.asarray(confidence), jnp.asarray(right), bins=10))
 
 
-# --- Adaptation -------------------------------------------------------------------------------------------------------
+# --- Adaptation ---------------------------------------------------------------------------------
 
 
 def adapt(job: Job) -> dict[str, Any]:
@@ -254,19 +275,31 @@ def adapt(job: Job) -> dict[str, Any]:
     batches = _batches(job.config, job.data)
     visits = _visits(batches)
     method = _private(how, visits)
-    adapter = tta.Adapter(network.apply_fn, params, method, optax.sgd(how.learning_rate, momentum=0.9))
+    adapter = tta.Adapter(
+        network.apply_fn, params, method, optax.sgd(how.learning_rate, momentum=0.9)
+    )
     judge = functools.partial(finetune.accuracy, network.apply_fn)
     served = tta.serve(
         adapter,
         batches,
         account=tta.StreamAccount(job.account("stream"), event=method.event),
         workdir=job.folder,
-        evaluate=lambda batch, params: {"accuracy": judge(params, job.data.stream_test[batch.domains[0]])},
+        evaluate=lambda batch, params: {
+            "accuracy": judge(params, job.data.stream_test[batch.domains[0]])
+        },
     )
     save_params(job.folder / "adapted.safetensors", served.state.params)
-    right = {shift: models.right(network, params, test) for shift, test in job.data.stream_test.items()}
-    adapted = [(batch.domains[0], row["accuracy"]) for batch, row in zip(batches, served.evaluated, strict=True)]
-    last = {shift: models.right(network, served.state.params, test) for shift, test in job.data.stream_test.items()}
+    right = {
+        shift: models.right(network, params, test) for shift, test in job.data.stream_test.items()
+    }
+    adapted = [
+        (batch.domains[0], row["accuracy"])
+        for batch, row in zip(batches, served.evaluated, strict=True)
+    ]
+    last = {
+        shift: models.right(network, served.state.params, test)
+        for shift, test in job.data.stream_test.items()
+    }
     return {
         "images": len(batches) * how.batch_size,
         "epsilon": method.epsilon(visits=visits, delta=how.delta),
@@ -279,7 +312,8 @@ def adapt(job: Job) -> dict[str, Any]:
         "stream": {
             "adapted": [(k * how.batch_size, value) for k, (_, value) in enumerate(adapted, 1)],
             "not adapted": [
-                (k * how.batch_size, float(right[shift].mean())) for k, (shift, _) in enumerate(adapted, 1)
+                (k * how.batch_size, float(right[shift].mean()))
+                for k, (shift, _) in enumerate(adapted, 1)
             ],
         },
     }
@@ -295,7 +329,9 @@ def _batches(config: Any, parts: Parts) -> tta.Stream:
     for domain, source in parts.stream.items():  # no owner has images in two domains
         domains[domain], owners = data.held(source)
         units[domain] = [(domain, owner) for owner in owners.tolist()]
-    return tta.Stream(domains, batch_size=config.adapt.batch_size, seed=config.adapt.seed, units=units)
+    return tta.Stream(
+        domains, batch_size=config.adapt.batch_size, seed=config.adapt.seed, units=units
+    )
 
 
 def _visits(batches: tta.Stream) -> int:
@@ -310,14 +346,15 @@ def _private(how: Any, visits: int) -> tta.Private:
     return tta.private(tta.Tent(), clip_norm=how.clip_norm, noise_multiplier=sigma)
 
 
-# --- A client's upload ------------------------------------------------------------------------------------------------
+# --- A client's upload --------------------------------------------------------------------------
 
 
 def upload(job: Job) -> dict[str, Any]:
-    """Uploads bounded, noisy outputs of the public backbone on a client's images and noisy labels, once.
+    """Uploads bounded, noisy outputs of the public backbone on a client's images and noisy labels,
+    once.
 
-    Post-processing by the server, for example `split.adapt`, costs nothing more. Every row is about one image, so only
-    the first image of each owner is uploaded.
+    Post-processing by the server, for example `split.adapt`, costs nothing more. Every row is about
+    one image, so only the first image of each owner is uploaded.
     """
     if isinstance(job.data.units, Groups):
         print(f"split: only the first image of each {job.data.unit} is uploaded", flush=True)
@@ -342,7 +379,11 @@ def upload(job: Job) -> dict[str, Any]:
 
 
 def _split_charges(config: Any, parts: Parts) -> Charges:
-    return {parts.client.name: _private_upload(config.split, parts.client.num_classes, clip_norm=1.0).event}
+    return {
+        parts.client.name: _private_upload(
+            config.split, parts.client.num_classes, clip_norm=1.0
+        ).event
+    }
 
 
 def _private_upload(how: Any, num_classes: int, *, clip_norm: float) -> split.PrivateRelease:
@@ -350,8 +391,12 @@ def _private_upload(how: Any, num_classes: int, *, clip_norm: float) -> split.Pr
     return split.PrivateRelease.calibrated(clip_norm=clip_norm, num_classes=num_classes, **terms)
 
 
-def _client_release(job: Job) -> tuple[Callable[[Examples], np.ndarray], split.Projection, split.PrivateRelease]:
-    """Returns `represent(source) -> [n, 1, D]`, the public projection, and the release with its clip norm."""
+def _client_release(
+    job: Job,
+) -> tuple[Callable[[Examples], np.ndarray], split.Projection, split.PrivateRelease]:
+    """Returns `represent(source) -> [n, 1, D]`, the public projection, and the release with its
+    clip norm.
+    """
     public = job.data.public
     network, backbone = _backbone(job)
 
@@ -361,10 +406,14 @@ def _client_release(job: Job) -> tuple[Callable[[Examples], np.ndarray], split.P
     projection = split.public_projection(represent(public), job.config.split.directions)
     norms = np.linalg.norm(np.asarray(split.project(projection, represent(public))), axis=1)
     clip_norm = float(np.median(norms))
-    return represent, projection, _private_upload(job.config.split, job.data.client.num_classes, clip_norm=clip_norm)
+    return (
+        represent,
+        projection,
+        _private_upload(job.config.split, job.data.client.num_classes, clip_norm=clip_norm),
+    )
 
 
-# --- The model in use -------------------------------------------------------------------------------------------------
+# --- The model in use ---------------------------------------------------------------------------
 
 
 def deploy(job: Job) -> dict[str, Any]:
@@ -399,12 +448,17 @@ def deploy(job: Job) -> dict[str, Any]:
     }
 
 
-def _ece_change(first: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> dict[str, float]:
-    """Returns a paired bootstrap 95 % interval of how much the ECE of `other` is above that of `first`.
+def _ece_change(
+    first: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]
+) -> dict[str, float]:
+    """Returns a paired bootstrap 95 % interval of how much the ECE of `other` is above that of
+    `first`.
 
     Each is the confidences of a model, and whether it is right, on the same images.
     """
-    sides = [(np.asarray(equal_width_bin(jnp.asarray(c), 10)), right - c) for c, right in (first, other)]
+    sides = [
+        (np.asarray(equal_width_bin(jnp.asarray(c), 10)), right - c) for c, right in (first, other)
+    ]
     draw, size, found = np.random.default_rng(0), len(other[1]), []
     for _ in range(1000):
         rows = draw.integers(size, size=size)
@@ -414,21 +468,27 @@ def _ece_change(first: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, n
     return dict(zip(("low", "high"), np.quantile(found, [0.025, 0.975]).tolist(), strict=True))
 
 
-# --- Certified answers ------------------------------------------------------------------------------------------------
+# --- Certified answers --------------------------------------------------------------------------
 
 
 def predict(job: Job) -> dict[str, Any]:
-    """Answers queries about test images by a linear model on the public backbone's outputs, with certificates.
+    """Answers queries about test images by a linear model on the public backbone's outputs, with
+    certificates.
 
-    The answers come from a separate linear model. Its training bounds are tight, and the network's would be loose.
+    The answers come from a separate linear model. Its training bounds are tight, and the network's
+    would be loose.
     """
     how, private, test = job.config.predict, job.data.private, job.data.test
     records = _featurise(job)
     asked = records(test.take(np.arange(how.queries)))  # the test images are in random order
     each = prediction.query_epsilon(how.epsilon, how.delta, how.queries)
-    bounds = _certified(how, len(job.data.units), private.num_classes, _owned(job, records(private)))
+    bounds = _certified(
+        how, len(job.data.units), private.num_classes, _owned(job, records(private))
+    )
     account = job.account(private.name)
-    answers = prediction.private_predict(bounds, _linear, asked["x"], account=account, epsilon=each, workdir=job.folder)
+    answers = prediction.private_predict(
+        bounds, _linear, asked["x"], account=account, epsilon=each, workdir=job.folder
+    )
     event = prediction.event(how.queries, epsilon=each)
     return {
         "queries": how.queries,
@@ -450,37 +510,53 @@ def _predict_charges(config: Any, parts: Parts) -> Charges:
 
 
 def certificates(job: Job) -> dict[str, Any]:
-    """Counts the test images whose answers k changed training images cannot alter, without noise: NOT private."""
+    """Counts the test images whose answers k changed training images cannot alter, without noise:
+    NOT private.
+    """
     if not job.config.certificates.show:
         return {}
     how, private, test = job.config.predict, job.data.private, job.data.test
     records = _featurise(job)
-    bounds = _certified(how, len(job.data.units), private.num_classes, _owned(job, records(private)))
+    bounds = _certified(
+        how, len(job.data.units), private.num_classes, _owned(job, records(private))
+    )
     certificates = prediction.certify(bounds, _linear, records(test)["x"])
     distance = np.asarray(certificates.distance)
     shares = [(k, float(np.mean(distance >= k))) for k in range(how.max_distance + 1)]
-    return {"without_noise": float(np.mean(np.asarray(certificates.label) == data.labels(test))), "shares": shares}
+    return {
+        "without_noise": float(np.mean(np.asarray(certificates.label) == data.labels(test))),
+        "shares": shares,
+    }
 
 
 def _featurise(job: Job) -> Callable[[Examples], dict[str, np.ndarray]]:
-    """Returns `records(source) -> {"x" [n, d], "y" [n]}`: scaled outputs of the public backbone, and labels."""
+    """Returns `records(source) -> {"x" [n, d], "y" [n]}`: scaled outputs of the public backbone,
+    and labels.
+    """
     how, public = job.config.predict, job.data.public
     network, backbone = _backbone(job)
     features = FeatureMap.from_public(
         models.logits(network, backbone, public), dimensions=how.dimensions, whiten=how.whiten
     )
-    return lambda source: {"x": features(models.logits(network, backbone, source)), "y": data.labels(source)}
+    return lambda source: {
+        "x": features(models.logits(network, backbone, source)),
+        "y": data.labels(source),
+    }
 
 
 def _owned(job: Job, records: dict[str, Any]) -> Any:
     """Returns the records of the training set by unit of privacy."""
     if not isinstance(job.data.units, Groups):
         return records
-    return dataclasses.replace(job.data.units, source=from_arrays(**records)).gather(np.arange(len(job.data.units)))
+    return dataclasses.replace(job.data.units, source=from_arrays(**records)).gather(
+        np.arange(len(job.data.units))
+    )
 
 
 def _certified(how: Any, units: int, num_classes: int, records: Any) -> prediction.Bounds:
-    """Trains with bounds in one step of a full batch. `units` is the public number of images, or of their owners."""
+    """Trains with bounds in one step of a full batch. `units` is the public number of images, or of
+    their owners.
+    """
     group = isinstance(records, Records)
     x = records.records["x"] if group else records["x"]
     return prediction.train_with_bounds(
@@ -504,25 +580,34 @@ def _linear_loss(params: Params, record: Mapping[str, jax.Array]) -> jax.Array:
     return losses.softmax_cross_entropy(_linear(params, record["x"]), record["y"])
 
 
-# --- Audits -----------------------------------------------------------------------------------------------------------
+# --- Audits -------------------------------------------------------------------------------------
 
 _CONFIDENCE = 0.99  # of each audit. Seven audits have a false alarm with probability below 7 %.
 
 
 def audit_finetune(job: Job) -> dict[str, Any]:
-    """Attacks a step of the fine-tuning by public images with wrong labels, and the sampling of its batches."""
+    """Attacks a step of the fine-tuning by public images with wrong labels, and the sampling of its
+    batches.
+    """
     how, private = job.config.audit_finetune, job.data.private
     network, params = _model(job)
     made = _trainer(job.config, network, job.data)
     images = job.data.public.gather(np.arange(min(how.candidates, len(job.data.public))))
     wrong = (images["label"] + 1) % private.num_classes
-    examples: Source = from_arrays(image=images["image"], label=wrong, num_classes=private.num_classes)
+    examples: Source = from_arrays(
+        image=images["image"], label=wrong, num_classes=private.num_classes
+    )
     if isinstance(job.data.units, Groups):  # an owner has as many images as count, all alike
         most = job.data.units.rows.shape[1]
         owners = np.repeat(np.arange(len(wrong)), most)
         examples = by_group(take(examples, owners), owners, max_records=most)
     step = finetune_canaries.audit_step(
-        made, params, examples, trials=how.trials, delta=job.config.finetune.delta, confidence=_CONFIDENCE
+        made,
+        params,
+        examples,
+        trials=how.trials,
+        delta=job.config.finetune.delta,
+        confidence=_CONFIDENCE,
     )
     found = [(step, f"one step of fine-tuning, if the {job.data.unit} is in its batch")]
     if made.sampler.sampling_probability < 1:
@@ -532,7 +617,9 @@ def audit_finetune(job: Job) -> dict[str, Any]:
 
 
 def audit_recalibrate(job: Job) -> dict[str, Any]:
-    """Attacks the answers of one source by a record that changes them most. The other records are test images."""
+    """Attacks the answers of one source by a record that changes them most. The other records are
+    test images.
+    """
     network, params = _model(job)
     (test,) = job.data.source_test.values()
     others = test.take(np.arange(min(20, len(test))))
@@ -568,7 +655,9 @@ def audit_split(job: Job) -> dict[str, Any]:
     public = job.data.public.take(np.arange(min(how.candidates, len(job.data.public))))
     labels = data.labels(public) % release.num_classes
     terms = {"projection": projection, "trials": how.trials, "confidence": _CONFIDENCE}
-    attack = functools.partial(split_canaries.audit_upload, release, represent(public), labels, **terms)
+    attack = functools.partial(
+        split_canaries.audit_upload, release, represent(public), labels, **terms
+    )
     found = [
         (attack(part="features", delta=job.config.split.delta), "features of the client's upload"),
         (attack(part="labels", delta=0.0), "labels of the client's upload"),
@@ -604,13 +693,18 @@ def _audited(found: Sequence[tuple[audit.Audit, str]], accounts: Sequence[str]) 
     """Returns the audits for the report, each with the name of its release."""
     return {
         "audits": [
-            {**dataclasses.asdict(one), "verdict": one.verdict, "accounts": list(accounts), "release": release}
+            {
+                **dataclasses.asdict(one),
+                "verdict": one.verdict,
+                "accounts": list(accounts),
+                "release": release,
+            }
             for one, release in found
         ]
     }
 
 
-# --- The order --------------------------------------------------------------------------------------------------------
+# --- The order ----------------------------------------------------------------------------------
 
 _NETWORK = ("model", "augmentation")
 

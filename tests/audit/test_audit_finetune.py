@@ -1,8 +1,9 @@
-"""Audits of private training: what keeps its promise passes, halved noise and a forgotten clip do not.
+"""Audits of private training: what keeps its promise passes, halved noise and a forgotten clip do
+not.
 
-Runs have fixed seeds. Over the choice of a seed, a healthy trainer fails with probability below 0.001, the confidence
-of its bounds; that broken ones are caught and that much is found fails with probability of about 0.01.
-"""
+Runs have fixed seeds. Over the choice of a seed, a healthy trainer fails with probability below
+0.001, the confidence of its bounds; that broken ones are caught and that much is found fails with
+probability of about 0.01."""
 
 import dataclasses
 
@@ -44,7 +45,9 @@ class Unclipped(GradientSum):
     """Sums raw gradients, but says that they are clipped."""
 
     def sums(self, params, carried, batch, mask, key):
-        return jax.tree.map(lambda g: g.sum(0), self.gradient.per_example(params, batch, mask).grads)
+        return jax.tree.map(
+            lambda g: g.sum(0), self.gradient.per_example(params, batch, mask).grads
+        )
 
 
 def without_clip(trainer):
@@ -83,7 +86,9 @@ def test_one_run_catches_half_the_noise(half_the_noise):
 @pytest.mark.parametrize("broken", [False, True])
 def test_one_run_of_sampled_steps_and_its_forgotten_clip(broken):
     trainer = trainer_of(MANY, probability=0.2)
-    audit = one_run(without_clip(trainer) if broken else trainer, steps=4, delta=1e-6, confidence=0.95)
+    audit = one_run(
+        without_clip(trainer) if broken else trainer, steps=4, delta=1e-6, confidence=0.95
+    )
     event = SelfComposedDpEvent(PoissonSampledDpEvent(0.2, GaussianDpEvent(1.0)), 4)
     assert audit.upper == pytest.approx(epsilon(event, delta=1e-6))
     assert audit.lower > 0 and audit.violated == broken
@@ -123,11 +128,13 @@ def test_bad_arguments_are_refused_before_anything_runs():
         one_run(trainer, delta=1.0)
     with pytest.raises(ValueError, match=r"confidence must be in \(0.5, 1\), got 0.4"):
         one_run(trainer, confidence=0.4)
-    with pytest.raises(ValueError, match="claim='gaussian' needs noise and a sampling probability of 1"):
+    with pytest.raises(
+        ValueError, match="claim='gaussian' needs noise and a sampling probability of 1"
+    ):
         one_run(trainer_of(2, probability=0.5), claim="gaussian")
 
 
-# --- One step ---------------------------------------------------------------------------------------------------------
+# --- One step -----------------------------------------------------------------------------------
 
 
 def two_tensors(params, example):
@@ -181,7 +188,8 @@ def test_a_step_under_replace_one_is_charged_for_both_records():
 
 @pytest.mark.slow
 def test_a_tensor_without_noise_is_found_by_the_canary_that_hits_it():
-    """The two candidates change the sum by the same norm; one of them in the tensor that has no noise as well."""
+    """The two candidates change the sum by the same norm; one of them in the tensor that has no
+    noise as well."""
     audit = audit_step(silent_in(STEP, "one"), LARGE, OTHER)
     assert audit.verdict == "VIOLATED" and audit.lower > 0.9 * audit.ceiling
 
@@ -201,9 +209,13 @@ def test_runs_of_a_step_have_noise_of_their_own_and_repeat_from_a_seed():
 
 @pytest.mark.slow
 def test_bad_arguments_of_a_step_are_refused():
-    with pytest.raises(ValueError, match="rows must name at least 2 examples under 'replace_one', got 1"):
+    with pytest.raises(
+        ValueError, match="rows must name at least 2 examples under 'replace_one', got 1"
+    ):
         audit_step(STEP, LARGE, adjacency="replace_one")
-    with pytest.raises(ValueError, match="adjacency must be 'add_remove' or 'replace_one', got 'zero_out'"):
+    with pytest.raises(
+        ValueError, match="adjacency must be 'add_remove' or 'replace_one', got 'zero_out'"
+    ):
         audit_step(STEP, LARGE, adjacency="zero_out")
     with pytest.raises(ValueError, match="step must be at least 1, got 0"):
         audit_step(STEP, LARGE, step=0)
@@ -213,13 +225,19 @@ def test_bad_arguments_of_a_step_are_refused():
         audit_step(STEP, (0.0, 0.0, 0.0, 0.0))
 
 
-# --- The batches ------------------------------------------------------------------------------------------------------
+# --- The batches --------------------------------------------------------------------------------
 
 
 def test_sampling_is_worth_what_it_says():
     trainer = trainer_of(200, probability=0.1)
     audit = canaries.audit_sampling(trainer, trials=2000, confidence=0.999, seed=SEED)
-    assert (audit.verdict, audit.lower, audit.upper, audit.delta, audit.trials) == ("consistent", 0, 0, 0.1, 4000)
+    assert (audit.verdict, audit.lower, audit.upper, audit.delta, audit.trials) == (
+        "consistent",
+        0,
+        0,
+        0.1,
+        4000,
+    )
 
 
 def test_sampling_that_is_larger_than_it_says_is_caught():

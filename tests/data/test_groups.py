@@ -1,4 +1,5 @@
-"""Users as examples: who has which records, which of them count, and what a batch of users holds."""
+"""Users as examples: who has which records, which of them count, and what a batch of users
+holds."""
 
 import datetime
 
@@ -13,7 +14,9 @@ ROWS = [[0, 2, 4], [1, 5, -1], [3, -1, -1]]  # of b, a and c, at most three each
 
 def records(n=7, **columns):
     values = np.arange(2 * n, dtype=np.float32).reshape(n, 2)
-    return data.from_arrays(features=values, label=np.arange(n) % 2, num_classes=2, name="scans", **columns)
+    return data.from_arrays(
+        features=values, label=np.arange(n) % 2, num_classes=2, name="scans", **columns
+    )
 
 
 def test_a_batch_has_the_first_records_of_each_user_and_says_which_are_padding():
@@ -21,8 +24,12 @@ def test_a_batch_has_the_first_records_of_each_user_and_says_which_are_padding()
     assert (len(users), users.name, users.num_classes) == (3, "scans", 2)
     np.testing.assert_array_equal(users.rows, ROWS)
     batch = users.gather(np.array([2, 0, 2]))
-    np.testing.assert_array_equal(batch.present, [[True, False, False], [True] * 3, [True, False, False]])
-    np.testing.assert_array_equal(batch.records["features"][..., 0], [[6, 6, 6], [0, 4, 8], [6, 6, 6]])
+    np.testing.assert_array_equal(
+        batch.present, [[True, False, False], [True] * 3, [True, False, False]]
+    )
+    np.testing.assert_array_equal(
+        batch.records["features"][..., 0], [[6, 6, 6], [0, 4, 8], [6, 6, 6]]
+    )
     np.testing.assert_array_equal(batch.records["label"], [[1, 1, 1], [0, 0, 0], [1, 1, 1]])
     assert users.gather(np.zeros(0, np.int64)).records["features"].shape == (0, 3, 2)
 
@@ -45,7 +52,9 @@ def test_owners_may_be_texts_whole_numbers_dates_and_tuples(owner):
 
 @pytest.mark.parametrize("dtype", ["U1", "S1", object])
 def test_owners_may_be_an_array(dtype):
-    np.testing.assert_array_equal(data.by_group(records(), np.array(OWNERS, dtype), max_records=3).rows, ROWS)
+    np.testing.assert_array_equal(
+        data.by_group(records(), np.array(OWNERS, dtype), max_records=3).rows, ROWS
+    )
 
 
 def test_a_column_names_the_owners_and_does_not_reach_the_examples():
@@ -53,18 +62,23 @@ def test_a_column_names_the_owners_and_does_not_reach_the_examples():
     users = data.by_group(records(patient=owners), "patient", max_records=3)
     np.testing.assert_array_equal(users.rows, ROWS)
     assert sorted(users.gather(np.array([0])).records) == ["features", "label"]
-    part = data.by_group(records(patient=owners).take(np.array([6, 3, 1, 0])), "patient", max_records=2)
+    part = data.by_group(
+        records(patient=owners).take(np.array([6, 3, 1, 0])), "patient", max_records=2
+    )
     np.testing.assert_array_equal(part.rows, [[0, 3], [1, -1], [2, -1]])
     with pytest.raises(ValueError, match="no column 'person'"):
         data.by_group(records(), "person", max_records=3)
 
 
 def test_the_other_users_do_not_change_the_records_of_a_user():
-    """The number of users is public, not their records: without a user, the others have the same examples."""
+    """The number of users is public, not their records: without a user, the others have the same
+    examples."""
     whole = data.by_group(records(), OWNERS, max_records=2)
     for user, owner in enumerate("bac"):
         kept = [row for row in range(7) if OWNERS[row] != owner]
-        rest = data.by_group(records().take(np.array(kept)), [OWNERS[row] for row in kept], max_records=2)
+        rest = data.by_group(
+            records().take(np.array(kept)), [OWNERS[row] for row in kept], max_records=2
+        )
         expected = data.take(whole, np.delete(np.arange(3), user)).gather(np.arange(2))
         found = rest.gather(np.arange(2))
         np.testing.assert_array_equal(found.records["features"], expected.records["features"])
@@ -93,11 +107,22 @@ def test_the_fingerprint_covers_the_records_and_their_owners():
         (OWNERS[:-1], 3, ValueError, "one value for each of the 7 records, got 6"),
         ([*OWNERS[:-1], None], 3, ValueError, "group lacks a value"),
         ([*OWNERS[:-1], ""], 3, ValueError, "group lacks a value"),
-        (np.array([1.0] * 6 + [np.nan]), 3, TypeError, "identifiers, which are texts or whole numbers, got float64"),
-        (np.zeros((7, 2), int), 3, TypeError, "identifiers, which are texts or whole numbers, got list"),
+        (
+            np.array([1.0] * 6 + [np.nan]),
+            3,
+            TypeError,
+            "identifiers, which are texts or whole numbers, got float64",
+        ),
+        (
+            np.zeros((7, 2), int),
+            3,
+            TypeError,
+            "identifiers, which are texts or whole numbers, got list",
+        ),
     ],
 )
 def test_bad_groups_are_refused(owners, k, error, message):
-    """A blank owner would join the records of several people, whose own groups then do not hold all they have."""
+    """A blank owner would join the records of several people, whose own groups then do not hold all
+    they have."""
     with pytest.raises(error, match=message):
         data.by_group(records(), owners, max_records=k)

@@ -18,7 +18,8 @@ NUMBERS = np.arange(2 * COUNT, dtype=np.float32)[:, None]
 
 
 def merged(identify):
-    """Returns the pairs of people whom a function takes for one, and the people whom it takes for several."""
+    """Returns the pairs of people whom a function takes for one, and the people whom it takes for
+    several."""
     names = {person: {identify(value) for value in values} for person, values in enumerate(PEOPLE)}
     pairs = [(a, b) for a in names for b in range(a) if names[a] & names[b]]
     return pairs, [person for person, found in names.items() if len(found) > 1]
@@ -29,7 +30,8 @@ def test_people_are_told_apart():
 
 
 def test_the_check_finds_identifiers_that_are_read_as_numbers():
-    """Broken twins: int() drops zeros and underscores, float() drops digits, str() has several texts of one person."""
+    """Broken twins: int() drops zeros and underscores, float() drops digits, str() has several
+    texts of one person."""
 
     def number(read):
         def identify(value):
@@ -40,7 +42,10 @@ def test_the_check_finds_identifiers_that_are_read_as_numbers():
 
         return identify
 
-    for read, (one, other) in ((int, ("1_23", "12_3")), (float, ("12345678901234567890", "12345678901234567891"))):
+    for read, (one, other) in (
+        (int, ("1_23", "12_3")),
+        (float, ("12345678901234567890", "12345678901234567891")),
+    ):
         pairs, _ = merged(number(read))
         assert (TEXTS.index(other), TEXTS.index(one)) in pairs
     assert merged(number(lambda value: str(value)))[1]
@@ -67,7 +72,9 @@ texts = st.text(st.sampled_from("ae\u0301\u00e9 \t0170_.\ufb01"), max_size=4).fi
 def test_groups_are_those_of_the_bytes(owners):
     """The right value is by the definition: equal bytes after NFC and without outer blanks."""
     keys = [unicodedata.normalize("NFC", owner).strip().encode() for owner in owners]
-    expected = [[row for row, key in enumerate(keys) if key == wanted] for wanted in dict.fromkeys(keys)]
+    expected = [
+        [row for row, key in enumerate(keys) if key == wanted] for wanted in dict.fromkeys(keys)
+    ]
     records = data.from_arrays(features=np.zeros((len(owners), 1), np.float32))
     found = data.by_group(records, owners, max_records=6).rows
     assert [[row for row in rows if row >= 0] for rows in found.tolist()] == expected
@@ -100,7 +107,9 @@ def grain(tmp_path):
 
 def torch(tmp_path):
     records = [(np.float32(k), text) for k, text in enumerate(2 * TEXTS)]
-    return data.from_torch(records, prepare=lambda pair: {"x": pair[0], "patient": pair[1]}, texts=("patient",))
+    return data.from_torch(
+        records, prepare=lambda pair: {"x": pair[0], "patient": pair[1]}, texts=("patient",)
+    )
 
 
 @pytest.mark.parametrize("make", [folder, arrays, as_bytes, npz, grain, torch])
@@ -110,11 +119,16 @@ def test_every_adapter_keeps_people_apart(tmp_path, make, loaded):
     source = make(tmp_path)
     source = source.load() if loaded else source
     people = data.by_group(source, "patient", max_records=2)
-    np.testing.assert_array_equal(people.rows, np.stack([np.arange(COUNT), np.arange(COUNT) + COUNT], 1))
+    np.testing.assert_array_equal(
+        people.rows, np.stack([np.arange(COUNT), np.arange(COUNT) + COUNT], 1)
+    )
     assert "patient" not in people.gather(np.array([0])).records
     part = data.by_group(source.take(np.arange(COUNT)[::-1]), "patient", max_records=1)
     assert len(part) == COUNT
-    assert [str(text) for text in data.read_column(source.take([3]), "patient")] in ([TEXTS[3]], [str(b"007")])
+    assert [str(text) for text in data.read_column(source.take([3]), "patient")] in (
+        [TEXTS[3]],
+        [str(b"007")],
+    )
     with pytest.raises(ValueError, match="no column 'person'"):
         data.by_group(source, "person", max_records=1)
 
@@ -133,18 +147,23 @@ def test_wide_integers_are_identifiers_where_they_are_named(tmp_path):
     np.savez(tmp_path / "scans.npz", features=np.zeros((3, 1), np.float32), patient=wide)
     source = data.from_npz(tmp_path / "scans.npz", texts=("patient",))
     assert data.by_group(source, "patient", max_records=2).rows.tolist() == [[0, 2], [1, -1]]
-    with pytest.raises(ValueError, match=r"patient of source 'scans' has whole numbers outside of .* give it as text"):
+    with pytest.raises(
+        ValueError,
+        match=r"patient of source 'scans' has whole numbers outside of .* give it as text",
+    ):
         data.from_npz(tmp_path / "scans.npz")
 
 
 def test_texts_are_in_the_fingerprint():
-    one, other = (data.from_arrays(features=NUMBERS[:2], patient=ids) for ids in (["7", "8"], ["007", "8"]))
+    one, other = (
+        data.from_arrays(features=NUMBERS[:2], patient=ids) for ids in (["7", "8"], ["007", "8"])
+    )
     plain = data.from_arrays(features=NUMBERS[:2])
     assert len({one.fingerprint, other.fingerprint, plain.fingerprint}) == 3
     assert one.take([0, 1]).fingerprint == one.fingerprint != one.take([1, 0]).fingerprint
 
 
-# --- Accounts and parties ---------------------------------------------------------------------------------------------
+# --- Accounts and parties -----------------------------------------------------------------------
 
 
 def account(**options):
@@ -154,7 +173,8 @@ def account(**options):
 
 
 def test_a_stream_charges_one_person_for_all_spellings():
-    """Broken twin: 1 and "1" were two people, whose second visit was free. By hand: k visits cost k^2 in one sum."""
+    """Broken twin: 1 and "1" were two people, whose second visit was free. By hand: k visits cost
+    k^2 in one sum."""
     for values in PEOPLE:
         mine = account()
         with mine.spend(values, release=0):
@@ -178,7 +198,10 @@ def test_earlier_visits_of_one_person_add_up():
 
 def test_a_stream_refuses_what_is_no_identifier_before_it_charges():
     mine = account()
-    with pytest.raises(TypeError, match="units must have identifiers"), mine.spend([200001.01], release=0):
+    with (
+        pytest.raises(TypeError, match="units must have identifiers"),
+        mine.spend([200001.01], release=0),
+    ):
         pass
     assert mine.ledger.events("ward") == {} and mine.worst == 0
     images = data.from_arrays(image=np.zeros((2, 2, 2, 1), np.uint8))
@@ -189,5 +212,7 @@ def test_a_stream_refuses_what_is_no_identifier_before_it_charges():
 
 
 def test_a_party_of_recalibration_keeps_people_apart():
-    party = recalibration.Party(np.zeros((2 * COUNT, 2), np.float32), np.zeros(2 * COUNT, int), group=2 * TEXTS)
+    party = recalibration.Party(
+        np.zeros((2 * COUNT, 2), np.float32), np.zeros(2 * COUNT, int), group=2 * TEXTS
+    )
     assert party.units == COUNT

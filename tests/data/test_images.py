@@ -22,13 +22,21 @@ def test_grey_images_grow_and_become_rgb(dtype):
     assert fitted.arrays["image"].shape == (5, 32, 32, 3) and fitted.arrays["image"].dtype == dtype
     assert (fitted.name, fitted.num_classes, len(fitted)) == ("made", 2, 5)
     image = fitted[2]["image"]
-    assert np.array_equal(image[..., 0], image[..., 1]) and np.array_equal(image[..., 0], image[..., 2])
+    assert np.array_equal(image[..., 0], image[..., 1]) and np.array_equal(
+        image[..., 0], image[..., 2]
+    )
     np.testing.assert_array_equal(fitted.gather(np.arange(5))["label"], np.arange(5) % 2)
     # Twice the size: new pixels lie a quarter of an old one from its centre.
     old = np.pad(given[2]["image"][..., 0].astype(np.float64), 1, mode="edge")
-    rows = 0.75 * np.repeat(old[1:-1], 2, axis=0) + 0.25 * np.stack([old[:-2], old[2:]], 1).reshape(32, 18)
-    both = 0.75 * np.repeat(rows[:, 1:-1], 2, axis=1) + 0.25 * np.stack([rows[:, :-2], rows[:, 2:]], 2).reshape(32, 32)
-    np.testing.assert_allclose(image[..., 0], both, atol=(0.5001 if dtype == np.uint8 else 1e-4) / 255)
+    rows = 0.75 * np.repeat(old[1:-1], 2, axis=0) + 0.25 * np.stack([old[:-2], old[2:]], 1).reshape(
+        32, 18
+    )
+    both = 0.75 * np.repeat(rows[:, 1:-1], 2, axis=1) + 0.25 * np.stack(
+        [rows[:, :-2], rows[:, 2:]], 2
+    ).reshape(32, 32)
+    np.testing.assert_allclose(
+        image[..., 0], both, atol=(0.5001 if dtype == np.uint8 else 1e-4) / 255
+    )
 
 
 def test_shrinking_averages_over_the_area():
@@ -43,7 +51,9 @@ def test_a_part_of_a_source_is_fitted_and_no_more():
     part = given.take(np.array([7, 1500, 3]))
     fitted = resize_images(part, 6)
     assert len(fitted) == len(fitted.arrays["image"]) == 3
-    np.testing.assert_array_equal(fitted.gather(np.arange(3))["label"], part.gather(np.arange(3))["label"])
+    np.testing.assert_array_equal(
+        fitted.gather(np.arange(3))["label"], part.gather(np.arange(3))["label"]
+    )
     np.testing.assert_allclose(fitted[1]["image"].mean(), given[1500]["image"].mean(), atol=0.05)
     assert len(resize_images(given, 3).gather(np.arange(2000))["image"]) == 2000
 
@@ -59,5 +69,7 @@ def test_what_cannot_be_is_refused():
         resize_images(source((6, 6, 3)), 0, 1)
     with pytest.raises(ValueError, match="size and channels must be at least 0, got -1 and 0"):
         resize_images(source((6, 6, 3)), -1)
-    with pytest.raises(ValueError, match=r"source 'blobs' has no column 'image'\. It has features, label"):
+    with pytest.raises(
+        ValueError, match=r"source 'blobs' has no column 'image'\. It has features, label"
+    ):
         resize_images(data.bundled("blobs"), 8)

@@ -1,8 +1,7 @@
 """Every consumer of (logits, labels) through one table of shapes, dtypes and unusual numbers.
 
-The table is `launch.audits.inputs`, from which the audit of a charged accuracy draws too. Its broken twin
-`broadcasting_count` is caught here and there.
-"""
+The table is `launch.audits.inputs`, from which the audit of a charged accuracy draws too. Its
+broken twin `broadcasting_count` is caught here and there."""
 
 import functools
 from typing import NamedTuple
@@ -35,7 +34,8 @@ REFUSED = (TypeError, ValueError)
 
 @functools.cache
 def model(name):
-    """Returns a model of batches whose logits are the features, in a form. Consumers compile it once."""
+    """Returns a model of batches whose logits are the features, in a form. Consumers compile it
+    once."""
     return lambda params, features: LOGITS[name].make(features)
 
 
@@ -43,7 +43,8 @@ IDENTITY = model("float32 [B, K]")
 
 
 class Owned:
-    """A source of a user's own class. It keeps labels that `from_arrays` refuses, such as those of 33 bits."""
+    """A source of a user's own class. It keeps labels that `from_arrays` refuses, such as those of
+    33 bits."""
 
     fingerprint = "of a test"
 
@@ -59,11 +60,14 @@ class Owned:
 
 def source(logits, labels):
     columns = {"features": np.asarray(logits), "label": labels}
-    wide = getattr(labels, "dtype", None) in (np.int64, np.uint64) and np.ptp(labels.astype(float)) > 2**31
+    wide = (
+        getattr(labels, "dtype", None) in (np.int64, np.uint64)
+        and np.ptp(labels.astype(float)) > 2**31
+    )
     return Owned(**columns) if wide else from_arrays(**columns)
 
 
-# --- Consumers: `count(predict, logits, labels)` returns the number of right answers, or raises -----------------------
+# --- Consumers: `count(predict, logits, labels)` returns the number of right answers, or raises -
 
 
 def of_judge(predict, logits, labels):
@@ -71,7 +75,11 @@ def of_judge(predict, logits, labels):
 
 
 def of_compiled_judge(predict, logits, labels):
-    return int(jax.jit(judge)(predict(None, jnp.asarray(logits)), jnp.asarray(narrow_if_wide(labels))).correct.sum())
+    return int(
+        jax.jit(judge)(
+            predict(None, jnp.asarray(logits)), jnp.asarray(narrow_if_wide(labels))
+        ).correct.sum()
+    )
 
 
 def narrow_if_wide(labels):
@@ -141,7 +149,8 @@ def of_study(predict, logits, labels):
     return int(models.judged(np.asarray(predict(None, logits)), labels).sum())
 
 
-# Public data with a label out of range is a mistake of its owner. A mechanism, and what serves a stream, may not tell.
+# Public data with a label out of range is a mistake of its owner. A mechanism, and what serves a
+# stream, may not tell.
 OF_OWNERS = {
     "accuracy": of_accuracy,
     "robust accuracy": of_robust_accuracy,
@@ -177,7 +186,10 @@ def test_a_consumer_accepts_the_forms_that_fit_and_refuses_the_others(name):
                 consume(IDENTITY, inputs.PLAIN_LOGITS, labels)
     for form_name, form in LOGITS.items():
         if form.fits:
-            assert consume(model(form_name), inputs.PLAIN_LOGITS, inputs.PLAIN_LABELS) == inputs.RIGHT.sum()
+            assert (
+                consume(model(form_name), inputs.PLAIN_LOGITS, inputs.PLAIN_LABELS)
+                == inputs.RIGHT.sum()
+            )
         else:
             with pytest.raises(REFUSED):
                 consume(model(form_name), inputs.PLAIN_LOGITS, inputs.PLAIN_LABELS)
@@ -228,7 +240,11 @@ def test_one_logit_answers_by_its_sign_and_metrics_refuse_it():
 def test_a_model_that_returns_no_array_is_refused():
     for returned in ((PLAIN.logits,), [[1.0, 2.0]], {"logits": PLAIN.logits}):
         with pytest.raises(TypeError, match=r"predict\(params, inputs\) must be an array, got"):
-            finetune.accuracy(lambda params, x, returned=returned: returned, None, source(PLAIN.logits, PLAIN.labels))
+            finetune.accuracy(
+                lambda params, x, returned=returned: returned,
+                None,
+                source(PLAIN.logits, PLAIN.labels),
+            )
 
 
 def test_labels_that_int32_cannot_hold_become_no_class():
@@ -251,7 +267,7 @@ def test_errors_show_no_number_of_records_and_no_label():
     assert not any("77" in text or "78" in text for text in errors)
 
 
-# --- The charged count ------------------------------------------------------------------------------------------------
+# --- The charged count --------------------------------------------------------------------------
 
 
 def neighbours():
@@ -279,7 +295,8 @@ def test_one_example_moves_the_count_by_at_most_1_in_every_form():
 
 @pytest.mark.slow
 def test_an_example_does_not_move_the_count_through_a_model_that_mixes_its_batch():
-    """Half the mean of the batch is taken off. With the last example it turns five wrong answers into right ones."""
+    """Half the mean of the batch is taken off. With the last example it turns five wrong answers
+    into right ones."""
 
     def mixing(params, features):
         return features - features.mean(axis=0, keepdims=True) / 2
@@ -311,7 +328,11 @@ def test_what_cannot_be_counted_is_refused_before_anything_is_spent(predict, lab
     ledger = paying()
     with pytest.raises(REFUSED):
         finetune.charged_accuracy(
-            predict, params, source(PLAIN.logits, labels), account=ledger.account("data"), noise_multiplier=1.0
+            predict,
+            params,
+            source(PLAIN.logits, labels),
+            account=ledger.account("data"),
+            noise_multiplier=1.0,
         )
     assert ledger.events("data") == {}
 
@@ -322,41 +343,54 @@ def test_values_of_records_raise_nothing_in_a_charged_accuracy():
     for values in VALUES.values():
         private = source(values.logits, values.labels)
         found = finetune.charged_accuracy(
-            IDENTITY, None, private, account=ledger.account("data"), noise_multiplier=1e-3, seed=bytes(16)
+            IDENTITY,
+            None,
+            private,
+            account=ledger.account("data"),
+            noise_multiplier=1e-3,
+            seed=bytes(16),
         )
         assert found == pytest.approx(values.correct.mean(), abs=2e-3)
 
 
-# --- Counted apart ----------------------------------------------------------------------------------------------------
+# --- Counted apart ------------------------------------------------------------------------------
 
 
 def test_a_dead_model_is_wrong_everywhere_and_says_so():
     dead = lambda params, features: features * jnp.nan  # noqa: E731
     data = source(PLAIN.logits, np.zeros(N, int))
     assert finetune.tally(dead, None, data) == (0, N, N)
-    with pytest.warns(UserWarning, match=f"{N} of {N} answers have a logit that is NaN or infinite"):
+    with pytest.warns(
+        UserWarning, match=f"{N} of {N} answers have a logit that is NaN or infinite"
+    ):
         assert finetune.accuracy(dead, None, data) == 0.0
 
 
 def test_a_stream_counts_logits_that_are_not_finite_apart():
     values = VALUES["all NaN, label 0"]
     names = {"domains": ("d",) * N, "positions": np.arange(N), "units": tuple(range(N))}
-    batch = Batch(images=values.logits, labels=values.labels, mask=np.ones(N, bool), reset=False, **names)
+    batch = Batch(
+        images=values.logits, labels=values.labels, mask=np.ones(N, bool), reset=False, **names
+    )
     served = serve(Server(IDENTITY), [batch, batch], account=None)
     assert served.not_finite.tolist() == [1, 1] and served.correct.tolist() == [3, 3]
 
 
 def test_a_monitor_counts_images_with_logits_that_are_not_finite():
-    monitor = tta.CollapseMonitor(lambda params, x: x * params["w"], {"w": jnp.ones(())}, PLAIN.logits)
+    monitor = tta.CollapseMonitor(
+        lambda params, x: x * params["w"], {"w": jnp.ones(())}, PLAIN.logits
+    )
     report = monitor({"w": jnp.float32(jnp.nan)})
     assert (report.agreement, report.not_finite, report.collapsed) == (0.0, N, True)
-    with pytest.raises(ValueError, match="source model has NaN or infinite logits for 6 of 6 probe_images"):
+    with pytest.raises(
+        ValueError, match="source model has NaN or infinite logits for 6 of 6 probe_images"
+    ):
         tta.CollapseMonitor(lambda params, x: x * jnp.nan, {"w": jnp.ones(())}, PLAIN.logits)
     with pytest.raises(ValueError, match="K >= 2"):
         tta.CollapseMonitor(lambda params, x: x[:, :1], {"w": jnp.ones(())}, PLAIN.logits)
 
 
-# --- Parameters that are not finite -----------------------------------------------------------------------------------
+# --- Parameters that are not finite -------------------------------------------------------------
 
 
 def broken_params(value):

@@ -1,4 +1,5 @@
-"""Sources of users: what the check finds, and that trainers and evaluations take any source that passes it."""
+"""Sources of users: what the check finds, and that trainers and evaluations take any source that
+passes it."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +8,16 @@ import optax
 import pytest
 
 from jaxdp import finetune
-from jaxdp.data import Examples, PoissonSampler, Source, bundled, check_source, from_arrays, read_column, take
+from jaxdp.data import (
+    Examples,
+    PoissonSampler,
+    Source,
+    bundled,
+    check_source,
+    from_arrays,
+    read_column,
+    take,
+)
 from jaxdp.privacy import Ledger
 
 LABEL = np.arange(6, dtype=np.int32) % 2
@@ -32,7 +42,9 @@ class Own:
 
 
 def without(*names):
-    return type("Own", (), {name: value for name, value in vars(Own).items() if name not in names})()
+    return type(
+        "Own", (), {name: value for name, value in vars(Own).items() if name not in names}
+    )()
 
 
 def returning(gather, **members):
@@ -49,16 +61,40 @@ def test_any_class_with_the_three_members_is_a_source():
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        ({"image": np.zeros(3)}, TypeError, "source must be a jaxdp.data.Source, but dict has no gather, fingerprint"),
+        (
+            {"image": np.zeros(3)},
+            TypeError,
+            "source must be a jaxdp.data.Source, but dict has no gather, fingerprint",
+        ),
         (without("__len__"), TypeError, "Own has no __len__"),
         (returning(lambda i: {}, fingerprint=lambda self: "v"), TypeError, "Own has a method"),
         (returning(lambda i: {}), TypeError, "returned no array"),
-        (returning(lambda i: {"x": [1.0, 2.0]}), TypeError, "returned at 'x/0' a float. Return arrays"),
-        (returning(lambda i: {"x": np.zeros(6)}), ValueError, r"at 'x' the shape \(6,\). The first axis must be 2"),
+        (
+            returning(lambda i: {"x": [1.0, 2.0]}),
+            TypeError,
+            "returned at 'x/0' a float. Return arrays",
+        ),
+        (
+            returning(lambda i: {"x": np.zeros(6)}),
+            ValueError,
+            r"at 'x' the shape \(6,\). The first axis must be 2",
+        ),
         (returning(lambda i: {"x": np.float32(1)}), TypeError, "at 'x' a float32"),
-        (returning(lambda i: np.array([[1], [1, 2]], object)), TypeError, "at 'its root' the dtype object. Encode"),
-        (returning(lambda i: {"a": {"b": np.array(["x", "y"])}}), TypeError, "at 'a/b' the dtype <U1. Encode text"),
-        (returning(lambda i: (np.zeros(2),)), ValueError, "source has no column 'label'. It has tuple"),
+        (
+            returning(lambda i: np.array([[1], [1, 2]], object)),
+            TypeError,
+            "at 'its root' the dtype object. Encode",
+        ),
+        (
+            returning(lambda i: {"a": {"b": np.array(["x", "y"])}}),
+            TypeError,
+            "at 'a/b' the dtype <U1. Encode text",
+        ),
+        (
+            returning(lambda i: (np.zeros(2),)),
+            ValueError,
+            "source has no column 'label'. It has tuple",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_source_is_said(source, error, message):
@@ -67,15 +103,21 @@ def test_what_is_wrong_with_a_source_is_said(source, error, message):
 
 
 def test_a_wrong_source_costs_nothing():
-    """Broken twin: without the check in `fit`, the batch of the first chunk fails after its charge."""
+    """Broken twin: without the check in `fit`, the batch of the first chunk fails after its
+    charge."""
     ledger = Ledger.in_memory()
     ledger.register("own", adjacency="add_remove", unit="example", delta=1e-5)
     sampler = PoissonSampler(6, 0.5)
-    optimizer, options = optax.sgd(0.1), {"clip_norm": 1.0, "noise_multiplier": 1.0, "physical_batch_size": 4}
+    optimizer, options = (
+        optax.sgd(0.1),
+        {"clip_norm": 1.0, "noise_multiplier": 1.0, "physical_batch_size": 4},
+    )
     trainer = finetune.dp_sgd(lambda p, x: p @ x["x"], optimizer, sampler=sampler, **options)
     bad = returning(lambda i: {"x": np.zeros((3, 2))})
     with pytest.raises(ValueError, match="The first axis must be 2"):
-        finetune.fit(trainer, jnp.zeros(2), bad, steps=1, account=ledger.account("own"), progress=False)
+        finetune.fit(
+            trainer, jnp.zeros(2), bad, steps=1, account=ledger.account("own"), progress=False
+        )
     with pytest.raises(ValueError, match="source has no column 'label'"):
         finetune.charged_accuracy(
             lambda p, x: x,
@@ -97,21 +139,42 @@ def test_a_source_of_a_user_is_trained_on_and_judged():
         return (params[batch["tokens"]] * batch["mask"][..., None]).sum(-2)
 
     def loss(params, example):
-        return optax.softmax_cross_entropy_with_integer_labels(logits(params, example), example["label"])
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits(params, example), example["label"]
+        )
 
-    options = {"clip_norm": 1.0, "noise_multiplier": 1.0, "physical_batch_size": 4, "sampler": PoissonSampler(6, 0.5)}
+    options = {
+        "clip_norm": 1.0,
+        "noise_multiplier": 1.0,
+        "physical_batch_size": 4,
+        "sampler": PoissonSampler(6, 0.5),
+    }
     trainer = finetune.dp_sgd(loss, optax.sgd(0.1), **options)
-    state = finetune.fit(trainer, jnp.zeros((18, 2)), Own(), steps=2, account=ledger.account("own"), progress=False)
+    state = finetune.fit(
+        trainer, jnp.zeros((18, 2)), Own(), steps=2, account=ledger.account("own"), progress=False
+    )
     assert np.abs(state.params).max() > 0
-    perfect = jnp.zeros((18, 2)).at[:, 0].set(1.0).at[jnp.arange(18) // 3 % 2 == 1].set(jnp.array([0.0, 1.0]))
+    perfect = (
+        jnp.zeros((18, 2))
+        .at[:, 0]
+        .set(1.0)
+        .at[jnp.arange(18) // 3 % 2 == 1]
+        .set(jnp.array([0.0, 1.0]))
+    )
     right = (np.asarray(logits(perfect, Own().gather(np.arange(6)))).argmax(-1) == LABEL).mean()
-    assert finetune.accuracy(logits, perfect, Own(), batch_size=4) == pytest.approx(right) and right > 0.5
+    assert (
+        finetune.accuracy(logits, perfect, Own(), batch_size=4) == pytest.approx(right)
+        and right > 0.5
+    )
 
 
 def test_parts_and_columns_of_any_source():
     part = take(Own(), np.array([4, 1]))
     np.testing.assert_array_equal(part.gather(np.array([1]))["tokens"], [[3, 4, 5]])
-    assert len(part) == 2 and len({part.fingerprint, take(Own(), np.array([1, 4])).fingerprint, "version 1"}) == 3
+    assert (
+        len(part) == 2
+        and len({part.fingerprint, take(Own(), np.array([1, 4])).fingerprint, "version 1"}) == 3
+    )
     check_source(part)
     np.testing.assert_array_equal(read_column(Own(), "label"), LABEL)
     np.testing.assert_array_equal(read_column(bundled("blobs").take([5, 2]), "label"), [1, 2])
@@ -120,7 +183,8 @@ def test_parts_and_columns_of_any_source():
 
 
 def test_columns_keep_their_dtype():
-    """Broken twin: the first releases stored token ids as float32, and gathered every uint8 as pixels."""
+    """Broken twin: the first releases stored token ids as float32, and gathered every uint8 as
+    pixels."""
     columns = {
         "tokens": np.arange(6, dtype=np.uint16)[:, None],
         "mask": np.ones((6, 3), np.uint8),
@@ -131,7 +195,9 @@ def test_columns_keep_their_dtype():
         "features": np.arange(6)[:, None],
     }
     found = from_arrays(**columns).gather(np.arange(6))
-    for (path, stored), read in zip(jax.tree_util.tree_leaves_with_path(columns), jax.tree.leaves(found), strict=True):
+    for (path, stored), read in zip(
+        jax.tree_util.tree_leaves_with_path(columns), jax.tree.leaves(found), strict=True
+    ):
         assert stored.dtype == read.dtype, path
         np.testing.assert_array_equal(stored, read)
     pixels = from_arrays(image=np.full((6, 2, 2), 255, np.uint8)).gather(np.arange(6))["image"]
@@ -142,7 +208,11 @@ def test_columns_keep_their_dtype():
     ("columns", "error", "message"),
     [
         ({}, ValueError, "needs at least one column"),
-        ({"text": np.array(["a", "b"])}, TypeError, "text of source 'arrays' must not be all: a source needs an array"),
+        (
+            {"text": np.array(["a", "b"])},
+            TypeError,
+            "text of source 'arrays' must not be all: a source needs an array",
+        ),
         (
             {"x": np.zeros(3), "y": np.zeros(2)},
             ValueError,

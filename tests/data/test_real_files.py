@@ -1,4 +1,5 @@
-"""Files as they are: number types, tables and images are read as what they hold, or refused by name."""
+"""Files as they are: number types, tables and images are read as what they hold, or refused by
+name."""
 
 import io
 import warnings
@@ -19,9 +20,19 @@ from jaxdp.data import (
     from_torch,
     resize_images,
 )
-from tests.data.real_files import FLOATS, GREY_16, HEADER, IMAGES, KEPT, REFUSED, TABLES, TIMES, WARNED
+from tests.data.real_files import (
+    FLOATS,
+    GREY_16,
+    HEADER,
+    IMAGES,
+    KEPT,
+    REFUSED,
+    TABLES,
+    TIMES,
+    WARNED,
+)
 
-# --- Numbers ----------------------------------------------------------------------------------------------------------
+# --- Numbers -------------------------------------------------------------------------------------
 
 
 def arrays(tmp_path, column):
@@ -73,7 +84,9 @@ MAKERS = [arrays, examples, npz, mapped, records, torch, own]
 
 
 @pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize(("column", "error", "message"), REFUSED, ids=lambda x: str(getattr(x, "dtype", "")))
+@pytest.mark.parametrize(
+    ("column", "error", "message"), REFUSED, ids=lambda x: str(getattr(x, "dtype", ""))
+)
 def test_numbers_that_a_device_would_change_are_refused(tmp_path, make, column, error, message):
     """Broken twin: JAX reads the time 1700000000123 as -807049093."""
     if make is npz and column.dtype.hasobject:
@@ -84,13 +97,18 @@ def test_numbers_that_a_device_would_change_are_refused(tmp_path, make, column, 
         check_source(make(tmp_path, column))
     text = str(caught.value)
     assert "time" in text or make is npz
-    assert (message in text or "dtype" in text) and not any(str(abs(value)) in text for value in TIMES)
+    assert (message in text or "dtype" in text) and not any(
+        str(abs(value)) in text for value in TIMES
+    )
 
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("column", WARNED, ids=range(len(WARNED)))
 def test_digits_that_float32_loses_are_said_by_name(tmp_path, make, column):
-    with pytest.warns(UserWarning, match=r"time.* is float64, and float32 loses its last digits\. Subtract a public"):
+    with pytest.warns(
+        UserWarning,
+        match=r"time.* is float64, and float32 loses its last digits\. Subtract a public",
+    ):
         check_source(make(tmp_path, column))
 
 
@@ -109,7 +127,9 @@ def test_numbers_that_a_device_has_reach_it(tmp_path, make, column):
 def test_wide_numbers_are_kept_where_the_device_has_them():
     with jax.enable_x64(True):
         source = from_arrays(time=TIMES, exact=TIMES.astype(float))
-        assert jax.device_put(check_batch(source.gather([0])))["time"].tolist() == [1_700_000_000_123]
+        assert jax.device_put(check_batch(source.gather([0])))["time"].tolist() == [
+            1_700_000_000_123
+        ]
 
 
 def test_a_row_that_wraps_is_refused_when_it_is_read(tmp_path):
@@ -117,11 +137,13 @@ def test_a_row_that_wraps_is_refused_when_it_is_read(tmp_path):
     np.save(tmp_path / "x.npy", np.array([1, 2**40, 3]))
     source = from_arrays(time=np.load(tmp_path / "x.npy", mmap_mode="r"), name="scans")
     check_source(source)
-    with pytest.raises(ValueError, match=r"time of source 'scans' has whole numbers outside of \[-2147483648"):
+    with pytest.raises(
+        ValueError, match=r"time of source 'scans' has whole numbers outside of \[-2147483648"
+    ):
         source.gather([1])
 
 
-# --- Tables -----------------------------------------------------------------------------------------------------------
+# --- Tables -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -143,7 +165,8 @@ def test_tables_that_would_be_read_wrongly_are_refused(folder, content, message)
 
 
 def test_a_table_as_programs_write_it(folder):
-    """A byte-order mark, carriage returns, quotation marks, empty lines, and blanks around names and numbers."""
+    """A byte-order mark, carriage returns, quotation marks, empty lines, and blanks around names
+    and numbers."""
     rows = 'path, age ,weight,note,label\r\n\r\n0.png, 41 ,"1.5","a, b",0\r\n1.png,+7,-.25e1,,1\r\n\r\n'
     (folder / "labels.csv").write_bytes(b"\xef\xbb\xbf" + rows.encode())
     source = from_folder(folder, num_classes=2)
@@ -151,10 +174,14 @@ def test_a_table_as_programs_write_it(folder):
     assert sorted(batch) == ["age", "image", "label", "weight"]
     assert batch["age"].tolist() == [41, 7] and batch["weight"].tolist() == [1.5, -2.5]
     assert source.text("note") == ["a, b", ""] and source.text("age") == [" 41 ", "+7"]
-    with pytest.raises(ValueError, match=r"no column 'note'. It has .*age, image, label, weight.* note is text"):
+    with pytest.raises(
+        ValueError, match=r"no column 'note'. It has .*age, image, label, weight.* note is text"
+    ):
         check_source(source, "note")
     (folder / "labels.csv").write_text("path,age\n0.png,200001.01\n1.png,200001.02\n")
-    with pytest.warns(UserWarning, match=r"column 'age' of .*labels\.csv is float64, and float32 loses"):
+    with pytest.warns(
+        UserWarning, match=r"column 'age' of .*labels\.csv is float64, and float32 loses"
+    ):
         from_folder(folder)
 
 
@@ -178,7 +205,7 @@ def test_names_that_steer_a_terminal_are_escaped(folder):
         assert "\x1b" not in str(caught.value) and "\\x1b[2J.csv" in str(caught.value)
 
 
-# --- Images -----------------------------------------------------------------------------------------------------------
+# --- Images -------------------------------------------------------------------------------------
 
 
 def saved(path, kind, mode, pixels, **options):
@@ -211,7 +238,8 @@ def one(tmp_path, name="0.img", **options):
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "JPEG"])
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 def test_images_are_turned_as_exif_says(tmp_path, kind, dtype):
-    """Orientation 6: a camera held upright. Row 0 of the file is the right column of the picture."""
+    """Orientation 6: a camera held upright. Row 0 of the file is the right column of the
+    picture."""
     if (kind, dtype) == ("JPEG", np.uint16):
         pytest.skip("JPEG has 8 bits")
     pixels = (np.arange(16 * 24).reshape(16, 24) // 2).astype(dtype)
@@ -226,7 +254,9 @@ def test_images_are_turned_as_exif_says(tmp_path, kind, dtype):
 def test_pixels_without_a_range_are_refused(tmp_path):
     for pixels in (FLOATS, GREY_16.astype(np.int32)):
         saved(tmp_path / "0.img", "TIFF", "F", pixels)
-        with pytest.raises(ValueError, match=r"0\.img has grey pixels of 32 bits .*: pixel_range=\(low, high\)"):
+        with pytest.raises(
+            ValueError, match=r"0\.img has grey pixels of 32 bits .*: pixel_range=\(low, high\)"
+        ):
             one(tmp_path).gather([0])
     with pytest.raises(ValueError, match=r"pixel_range must be \(low, high\) with low below high"):
         one(tmp_path, pixel_range=(1, 1))
@@ -268,7 +298,9 @@ def test_sixteen_bits_survive_preparation_and_resizing(tmp_path):
     pixels = np.array([[1000, 1001], [1002, 1003]], np.uint16)
     saved(tmp_path / "0.img", "PNG", "I;16", pixels)
     prepared = one(tmp_path, prepare=lambda images: np.stack([image[:1] for image in images]))
-    np.testing.assert_allclose(prepared.gather([0])["image"].ravel() * 65535, [1000, 1001], atol=0.01)
+    np.testing.assert_allclose(
+        prepared.gather([0])["image"].ravel() * 65535, [1000, 1001], atol=0.01
+    )
     larger = resize_images(one(tmp_path), 4).gather([0])["image"]
     assert np.unique(np.rint(65535 * larger)).tolist() == [1000, 1001, 1002, 1003]
     kept = from_arrays(image=pixels[None]).gather([0])["image"]
@@ -276,7 +308,8 @@ def test_sixteen_bits_survive_preparation_and_resizing(tmp_path):
 
 
 def test_the_advice_is_true_for_the_file_at_hand(folder):
-    """Broken twin: "Restore it from a copy" for a CSV file that was given as an archive of NumPy."""
+    """Broken twin: "Restore it from a copy" for a CSV file that was given as an archive of
+    NumPy."""
     (folder / "labels.csv").write_bytes(HEADER)
     np.save(folder / "x.npy", np.zeros(2))
     file = io.BytesIO()
@@ -285,7 +318,10 @@ def test_the_advice_is_true_for_the_file_at_hand(folder):
     for name, message in (
         ("labels.csv", r"labels\.csv is not an \.npz file, .* Give a file that numpy\.savez wrote"),
         ("x.npy", r"x\.npy is an \.npy file with one array, .* jaxdp\.data\.from_arrays"),
-        ("cut.npz", r"cut\.npz is damaged: .* Give a file that numpy\.savez wrote, and get it again"),
+        (
+            "cut.npz",
+            r"cut\.npz is damaged: .* Give a file that numpy\.savez wrote, and get it again",
+        ),
     ):
         with pytest.raises(ValueError, match=message) as caught:
             from_npz(folder / name)
@@ -295,4 +331,8 @@ def test_the_advice_is_true_for_the_file_at_hand(folder):
 def test_no_adapter_warns_about_ordinary_features():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        from_arrays(features=np.random.default_rng(0).normal(size=(50, 3)), label=np.arange(50) % 2, num_classes=2)
+        from_arrays(
+            features=np.random.default_rng(0).normal(size=(50, 3)),
+            label=np.arange(50) % 2,
+            num_classes=2,
+        )

@@ -20,7 +20,9 @@ def two_sided(lower: float, upper: float) -> float:
     return min(1.0, 2 * min(lower, upper))
 
 
-def poisson_p_values(batch: Callable[[int], np.ndarray], n: int, q: float, steps: int) -> dict[str, float]:
+def poisson_p_values(
+    batch: Callable[[int], np.ndarray], n: int, q: float, steps: int
+) -> dict[str, float]:
     """P-values, one per property, of "example i is in batch t" being independent Bernoulli(q)."""
     included = np.zeros((steps, n), bool)
     for step in range(steps):
@@ -55,7 +57,8 @@ def poisson_p_values(batch: Callable[[int], np.ndarray], n: int, q: float, steps
 
 
 def is_poisson(batch: Callable[[int], np.ndarray]) -> bool:
-    """The one test that accepts the sampler and must reject the wrong ones; a right one fails once in 1000."""
+    """The one test that accepts the sampler and must reject the wrong ones; a right one fails once
+    in 1000."""
     return min(poisson_p_values(batch, NUM_EXAMPLES, Q, STEPS).values()) > 1e-4
 
 
@@ -98,8 +101,12 @@ WRONG_SAMPLERS = {
     "q times 0.7": scaled(0.7),
     "q times 1.3": scaled(1.3),
     "q times 1.05": scaled(1.05),
-    "shuffled fixed-size batches": FixedBatchSampler(NUM_EXAMPLES, round(Q * NUM_EXAMPLES), seed=SEED).batch,
-    "fixed size, fresh each step": lambda step: np.random.default_rng(step).choice(64, 19, replace=False),
+    "shuffled fixed-size batches": FixedBatchSampler(
+        NUM_EXAMPLES, round(Q * NUM_EXAMPLES), seed=SEED
+    ).batch,
+    "fixed size, fresh each step": lambda step: np.random.default_rng(step).choice(
+        64, 19, replace=False
+    ),
     "truncated": PoissonSampler(NUM_EXAMPLES, Q, seed=SEED, truncated_batch_size=22).batch,
     "pairs of examples together": tied_pairs,
     "two examples together": two_examples_tied,
@@ -124,11 +131,15 @@ def test_truncation_keeps_a_uniform_subset_of_poisson_batches():
     assert stats.binomtest(int((sizes == limit).sum()), steps, probability).pvalue > 1e-3
     full = [batch for batch in batches if len(batch) == limit]
     counts = np.bincount(np.concatenate(full), minlength=NUM_EXAMPLES)
-    # Without replacement the counts have the variance of a chi-square shrunk by (n - limit) / (n - 1).
+    # Without replacement the counts have the variance of a chi-square shrunk by (n - limit) / (n -
+    # 1).
     shrink = (NUM_EXAMPLES - limit) / (NUM_EXAMPLES - 1)
     expected = len(full) * limit / NUM_EXAMPLES
     statistic = np.sum((counts - expected) ** 2) / expected / shrink
-    lower, upper = stats.chi2.cdf(statistic, NUM_EXAMPLES - 1), stats.chi2.sf(statistic, NUM_EXAMPLES - 1)
+    lower, upper = (
+        stats.chi2.cdf(statistic, NUM_EXAMPLES - 1),
+        stats.chi2.sf(statistic, NUM_EXAMPLES - 1),
+    )
     assert two_sided(lower, upper) > 1e-3
 
 
@@ -175,7 +186,9 @@ def test_the_event_comes_from_the_sampler():
     laplace = dp_accounting.LaplaceDpEvent(2.0)
     assert sampler.event(laplace) == dp_event.PoissonSampledDpEvent(0.05, laplace)
     truncated = dataclasses.replace(sampler, truncated_batch_size=60)
-    assert truncated.event(gaussian) == dp_event.TruncatedSubsampledGaussianDpEvent(1000, 0.05, 60, 1.5)
+    assert truncated.event(gaussian) == dp_event.TruncatedSubsampledGaussianDpEvent(
+        1000, 0.05, 60, 1.5
+    )
     assert truncated.expected_batch_size == sampler.expected_batch_size
 
 
@@ -230,7 +243,9 @@ def test_impossible_counts_and_steps_are_refused():
 def test_fixed_batches_are_shuffled_epochs():
     sampler = FixedBatchSampler(23, 5, seed=SEED)
     assert sampler.steps_per_epoch == 4
-    epochs = [np.concatenate([sampler.batch(4 * epoch + k) for k in range(4)]) for epoch in range(3)]
+    epochs = [
+        np.concatenate([sampler.batch(4 * epoch + k) for k in range(4)]) for epoch in range(3)
+    ]
     for epoch in epochs:
         assert len(np.unique(epoch)) == 20
         assert epoch.min() >= 0 and epoch.max() < 23

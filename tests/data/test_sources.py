@@ -78,7 +78,8 @@ def test_splits_are_disjoint_and_depend_on_positions_alone():
 
 
 def test_splits_never_change():
-    """Known answer: a split that moved with a library version would leak test examples into training."""
+    """Known answer: a split that moved with a library version would leak test examples into
+    training."""
     assert pixels(10).split([1.0], seed=0)[0].rows.tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
 
 
@@ -87,7 +88,9 @@ def test_a_split_is_uniform():
     counts = np.zeros((6, 6))
     for seed in range(600):
         counts[np.arange(6), source.split([1.0], seed=seed)[0].rows] += 1
-    assert np.sum((counts - 100) ** 2 / 100) * 5 / 6 < 52.6  # chi-square, 25 degrees of freedom, 0.1 %
+    assert (
+        np.sum((counts - 100) ** 2 / 100) * 5 / 6 < 52.6
+    )  # chi-square, 25 degrees of freedom, 0.1 %
 
 
 @pytest.mark.parametrize("fractions", [[], [0.5, 0.0], [-0.1], [0.8, 0.3]])
@@ -112,7 +115,10 @@ def test_the_fingerprint_is_of_the_content():
         source.take(np.arange(12)[::-1]).fingerprint,
     }
     assert len(prints) == 7
-    assert from_arrays(image=image, label=label, num_classes=3, name="other").fingerprint == source.fingerprint
+    assert (
+        from_arrays(image=image, label=label, num_classes=3, name="other").fingerprint
+        == source.fingerprint
+    )
     assert source.take(np.arange(12)).fingerprint == source.fingerprint
 
 
@@ -125,7 +131,10 @@ def test_the_fingerprint_follows_its_description():
 
 def test_fingerprints_never_change():
     """Known answers: runs that were started by an older version must be able to resume."""
-    assert bundled("digits").fingerprint == "dcbc855b7df83ee0106bd9549a50b65504a552ba7e5ed4a57159b37ffe1b25cb"
+    assert (
+        bundled("digits").fingerprint
+        == "dcbc855b7df83ee0106bd9549a50b65504a552ba7e5ed4a57159b37ffe1b25cb"
+    )
     assert (
         bundled("blobs").take(np.arange(7, 90, 3)).fingerprint
         == "4c97d85fcc01dce0f35048c1490dc92a9aebc90a642e604550f87275af16ebf9"
@@ -133,7 +142,9 @@ def test_fingerprints_never_change():
 
 
 def test_a_fingerprint_spans_chunks():
-    many = from_arrays(features=np.arange(9000.0)[:, None], label=np.zeros(9000, int), num_classes=2)
+    many = from_arrays(
+        features=np.arange(9000.0)[:, None], label=np.zeros(9000, int), num_classes=2
+    )
     swapped = np.arange(9000)
     swapped[[4095, 4096]] = swapped[[4096, 4095]]
     assert many.take(swapped).fingerprint != many.fingerprint
@@ -162,15 +173,21 @@ class Pair(NamedTuple):
 def pairs(count: int = 40, seed: int = 0) -> Examples:
     """Records of two levels: a dict of a named tuple that holds another dict, and of a tuple."""
     rng = np.random.default_rng(seed)
-    query, answer, weight = (rng.normal(size=(count, *shape)).astype(np.float32) for shape in ((3,), (2,), ()))
-    return Examples({"pair": Pair(query, {"y": answer}), "extra": (weight, np.arange(count))}, 2, "pairs")
+    query, answer, weight = (
+        rng.normal(size=(count, *shape)).astype(np.float32) for shape in ((3,), (2,), ())
+    )
+    return Examples(
+        {"pair": Pair(query, {"y": answer}), "extra": (weight, np.arange(count))}, 2, "pairs"
+    )
 
 
 def test_records_of_any_nesting_are_gathered_taken_and_split():
     source = pairs()
     batch, one = source.gather([5, 0, 5]), source[5]
     assert isinstance(batch["pair"], Pair) and batch["pair"].answer["y"].shape == (3, 2)
-    assert one["extra"][1] == 5 and isinstance(one["pair"], Pair) and one["pair"].query.shape == (3,)
+    assert (
+        one["extra"][1] == 5 and isinstance(one["pair"], Pair) and one["pair"].query.shape == (3,)
+    )
     np.testing.assert_array_equal(batch["pair"].query[2], source.arrays["pair"].query[5])
     assert len(source) == 40 and source.gather([])["extra"][0].shape == (0,)
     parts = source.split([0.5, 0.5], seed=1)
@@ -186,7 +203,10 @@ def test_the_fingerprint_of_nested_records_is_of_all_of_them():
     others = [
         {**source.arrays, "extra": (weight, np.arange(40))},
         {**source.arrays, "extra": (np.arange(40), source.arrays["extra"][0])},
-        {**source.arrays, "pair": Pair(source.arrays["pair"].query, {"z": source.arrays["pair"].answer["y"]})},
+        {
+            **source.arrays,
+            "pair": Pair(source.arrays["pair"].query, {"z": source.arrays["pair"].answer["y"]}),
+        },
     ]
     prints = {source.fingerprint, *(Examples(other, 2, "pairs").fingerprint for other in others)}
     assert len(prints) == 4 and pairs().fingerprint == source.fingerprint
@@ -198,7 +218,10 @@ def test_the_fingerprint_of_nested_records_is_of_all_of_them():
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"a": (np.zeros(3), np.zeros(2))}, "a/0 and a/1 of source 'mine' must have one length, got 3 and 2"),
+        (
+            {"a": (np.zeros(3), np.zeros(2))},
+            "a/0 and a/1 of source 'mine' must have one length, got 3 and 2",
+        ),
         ({}, "arrays of source 'mine' must have one length, got no array"),
     ],
 )
@@ -208,7 +231,9 @@ def test_records_of_different_lengths_are_refused(arrays, message):
 
 
 def test_records_without_the_column_that_is_needed_are_refused():
-    with pytest.raises(ValueError, match=r"source 'pairs' has no column 'label'\. It has extra, pair"):
+    with pytest.raises(
+        ValueError, match=r"source 'pairs' has no column 'label'\. It has extra, pair"
+    ):
         pairs().of_classes([0, 1])
     with pytest.raises(ValueError, match=r"source 'tuple' has no column 'label'\. It has tuple"):
         Examples((np.zeros(2), np.zeros(2)), 2, "tuple").of_classes([0, 1])
@@ -216,7 +241,8 @@ def test_records_without_the_column_that_is_needed_are_refused():
 
 @pytest.mark.slow
 def test_nested_records_are_sampled_and_clipped():
-    """Poisson batches of nested records, padded and masked, give the sum that one record after the other gives."""
+    """Poisson batches of nested records, padded and masked, give the sum that one record after the
+    other gives."""
     source, sampler = pairs(), PoissonSampler(40, 0.2, seed=bytes(16))
 
     def loss(params, record):
@@ -240,25 +266,66 @@ LABEL = np.array([0, 1])
 
 def test_labels_that_are_whole_numbers_are_cast_with_a_warning():
     for labels in (np.array([0.0, 1.0]), np.array([False, True])):
-        with pytest.warns(UserWarning, match=f"label has dtype {labels.dtype} and is cast to int32"):
+        with pytest.warns(
+            UserWarning, match=f"label has dtype {labels.dtype} and is cast to int32"
+        ):
             source = from_arrays(features=np.zeros((2, 1)), label=labels, num_classes=2)
-        assert source.column("label").dtype == np.int32 and source.column("label").tolist() == [0, 1]
+        assert source.column("label").dtype == np.int32 and source.column("label").tolist() == [
+            0,
+            1,
+        ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"label": LABEL, "features": np.zeros(2)}, ValueError, r"features must have shape \[n, d\]"),
-        ({"label": LABEL, "features": np.array([["a"], ["b"]])}, TypeError, "features must be real numbers"),
+        (
+            {"label": LABEL, "features": np.zeros(2)},
+            ValueError,
+            r"features must have shape \[n, d\]",
+        ),
+        (
+            {"label": LABEL, "features": np.array([["a"], ["b"]])},
+            TypeError,
+            "features must be real numbers",
+        ),
         ({"label": LABEL, "image": np.zeros((2, 3))}, ValueError, "image must have shape"),
         ({"label": LABEL, "image": np.zeros((2, 3, 3), int)}, TypeError, "image must be uint8"),
-        ({"label": LABEL, "image": np.full((2, 3, 3), 255.0)}, ValueError, "Divide by the largest possible"),
-        ({"label": np.array([0, 7]), "features": np.zeros((2, 1))}, ValueError, r"label must be in \[0, 2\)"),
-        ({"label": np.array([-1, 0]), "features": np.zeros((2, 1))}, ValueError, r"label must be in \[0, 2\)"),
-        ({"label": np.array([0.5, 1.0]), "features": np.zeros((2, 1))}, TypeError, "label must be integers"),
-        ({"label": np.array([np.inf, np.nan]), "features": np.zeros((2, 1))}, TypeError, "label must be integers"),
-        ({"label": np.zeros((2, 1), int), "features": np.zeros((2, 1))}, ValueError, "label must have shape"),
-        ({"label": LABEL, "features": np.zeros((3, 1))}, ValueError, "must have one length, got 3 and 2"),
+        (
+            {"label": LABEL, "image": np.full((2, 3, 3), 255.0)},
+            ValueError,
+            "Divide by the largest possible",
+        ),
+        (
+            {"label": np.array([0, 7]), "features": np.zeros((2, 1))},
+            ValueError,
+            r"label must be in \[0, 2\)",
+        ),
+        (
+            {"label": np.array([-1, 0]), "features": np.zeros((2, 1))},
+            ValueError,
+            r"label must be in \[0, 2\)",
+        ),
+        (
+            {"label": np.array([0.5, 1.0]), "features": np.zeros((2, 1))},
+            TypeError,
+            "label must be integers",
+        ),
+        (
+            {"label": np.array([np.inf, np.nan]), "features": np.zeros((2, 1))},
+            TypeError,
+            "label must be integers",
+        ),
+        (
+            {"label": np.zeros((2, 1), int), "features": np.zeros((2, 1))},
+            ValueError,
+            "label must have shape",
+        ),
+        (
+            {"label": LABEL, "features": np.zeros((3, 1))},
+            ValueError,
+            "must have one length, got 3 and 2",
+        ),
     ],
 )
 def test_unusable_arrays_are_refused(arguments, error, message):
@@ -305,7 +372,8 @@ def test_digits_are_the_real_ones_in_the_unit_interval():
 
 
 def test_breast_cancer_is_scaled_by_public_constants():
-    """Each feature is an affine map of the raw one with round constants: no statistic of the rows, no clipping."""
+    """Each feature is an affine map of the raw one with round constants: no statistic of the rows,
+    no clipping."""
     from sklearn.datasets import load_breast_cancer
 
     raw = load_breast_cancer().data
@@ -340,7 +408,8 @@ def test_an_unknown_bundled_name_is_refused():
 def test_importing_the_package_is_light(run_in_subprocess):
     code = (
         "import sys, jaxdp.data\n"
-        "heavy = {'tensorflow', 'tensorflow_datasets', 'sklearn', 'jax_privacy', 'dp_accounting', 'flax'}\n"
+        "heavy = {'tensorflow', 'tensorflow_datasets', 'sklearn', 'jax_privacy', 'dp_accounting', "
+        "'flax'}\n"
         "heavy |= {'cv2', 'numba', 'imagecorruptions'}  # of corruptions, optional\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
@@ -367,7 +436,9 @@ def test_classes_that_are_not_there_are_refused(classes):
 @pytest.mark.parametrize(("key", "shape"), [("image", (3, 2, 2, 1)), ("features", (3, 2))])
 def test_records_without_a_finite_number_are_refused_and_single_ones_are_not(key, shape):
     values = np.full(shape, np.nan, np.float32)
-    with pytest.raises(ValueError, match=f"{key} of source 'mine' has no finite number. The file is damaged"):
+    with pytest.raises(
+        ValueError, match=f"{key} of source 'mine' has no finite number. The file is damaged"
+    ):
         from_arrays(**{key: values}, label=np.zeros(3, int), num_classes=2, name="mine")
     values[0] = 0.5  # private training zeroes the gradients of the others
     assert len(from_arrays(**{key: values}, label=np.zeros(3, int), num_classes=2)) == 3

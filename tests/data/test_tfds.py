@@ -1,4 +1,5 @@
-"""TFDS sources: a tiny data set prepared on the spot, and the real ones where a directory is given."""
+"""TFDS sources: a tiny data set prepared on the spot, and the real ones where a directory is
+given."""
 
 import io
 import logging
@@ -27,7 +28,8 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory) -> str:
-    """A TFDS directory with the data sets tiny_image, tiny_slices, tiny_text, ..., prepared without TensorFlow."""
+    """A TFDS directory with the data sets tiny_image, tiny_slices, tiny_text, ..., prepared without
+    TensorFlow."""
     import PIL.Image
     import tensorflow_datasets as tfds
 
@@ -42,16 +44,22 @@ def data_dir(tmp_path_factory) -> str:
             VERSION = tfds.core.Version("1.0.0")
 
             def _info(self):
-                return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+                return tfds.core.DatasetInfo(
+                    builder=self, features=tfds.features.FeaturesDict(features)
+                )
 
             def _split_generators(self, dl_manager):
-                return {"train": enumerate(examples), **{split: enumerate(rows) for split, rows in others.items()}}
+                return {
+                    "train": enumerate(examples),
+                    **{split: enumerate(rows) for split, rows in others.items()},
+                }
 
             def _generate_examples(self):
                 raise AssertionError("never called")
 
         Builder.name = name
-        # Within a package TFDS 4.9.10 imports importlib_resources to write, which it does not depend on.
+        # Within a package TFDS 4.9.10 imports importlib_resources to write, which it does not
+        # depend on.
         Builder.__module__ = "__main__"
         Builder(data_dir=directory, file_format="array_record").download_and_prepare()
 
@@ -67,8 +75,16 @@ def data_dir(tmp_path_factory) -> str:
         [{"image": picture(4, 5, k), "label": 0} for k in range(40)],
         test=[{"image": picture(4, 5, 100 + k), "label": 1} for k in range(10)],
     )
-    prepare("tiny_unlabelled", {"image": image, "label": label}, [{"image": picture(4, 5, 0), "label": -1}])
-    prepare("tiny_text", {"sentence": tfds.features.Text(), "label": label}, [{"sentence": "a", "label": 0}])
+    prepare(
+        "tiny_unlabelled",
+        {"image": image, "label": label},
+        [{"image": picture(4, 5, 0), "label": -1}],
+    )
+    prepare(
+        "tiny_text",
+        {"sentence": tfds.features.Text(), "label": label},
+        [{"sentence": "a", "label": 0}],
+    )
     ragged = tfds.features.Image(shape=(None, None, 3))
     prepare(
         "tiny_ragged",
@@ -87,7 +103,11 @@ def data_dir(tmp_path_factory) -> str:
         [{"image": picture(4, 5, 0), "label": 0}, {"image": bomb(), "label": 0}],
     )
     prepare("tiny_large", {"image": ragged, "label": label}, [{"image": bomb(), "label": 0}])
-    prepare("tiny_damaged", {"image": image, "label": label}, [{"image": io.BytesIO(b"no picture"), "label": 0}])
+    prepare(
+        "tiny_damaged",
+        {"image": image, "label": label},
+        [{"image": io.BytesIO(b"no picture"), "label": 0}],
+    )
     return directory
 
 
@@ -128,7 +148,11 @@ def test_a_data_set_that_is_not_there_is_a_clear_error(name, tmp_path, monkeypat
     message = str(caught.value)
     assert f"'{name}' is not prepared" in message and str(tmp_path) in message
     assert f"tfds build {name} --file_format=array_record --data_dir={tmp_path}" in message
-    own = "does not list" in message and "jaxdp.data.from_npz" in message and "source='npz'" in message
+    own = (
+        "does not list" in message
+        and "jaxdp.data.from_npz" in message
+        and "source='npz'" in message
+    )
     assert own == (name != "cifar10")  # TFDS cannot build what its catalogue lacks
     assert "data_dir=" in message and "TFDS_DATA_DIR" in message
     assert not list(tmp_path.iterdir())
@@ -163,18 +187,30 @@ OVERLAPS = {  # of 40 records to train on and 10 to test on: what two slices sha
 
 @pytest.mark.parametrize("splits", OVERLAPS)
 def test_parts_that_share_records_are_refused(data_dir, splits):
-    parts = dict(zip(("private", "stream"), (("tiny_slices", split, data_dir) for split in splits), strict=True))
+    parts = dict(
+        zip(
+            ("private", "stream"),
+            (("tiny_slices", split, data_dir) for split in splits),
+            strict=True,
+        )
+    )
     with pytest.raises(ValueError) as caught:
         check_disjoint(parts)
-    first, second = (f"{part}=tiny_slices/{split}" for part, split in zip(parts, splits, strict=True))
+    first, second = (
+        f"{part}=tiny_slices/{split}" for part, split in zip(parts, splits, strict=True)
+    )
     assert f"{first} and {second} share {OVERLAPS[splits]}" in str(caught.value)
-    pixels = [{*from_tfds("tiny_slices", split, data_dir=data_dir).arrays["image"][:, 0, 0, 0]} for split in splits]
+    pixels = [
+        {*from_tfds("tiny_slices", split, data_dir=data_dir).arrays["image"][:, 0, 0, 0]}
+        for split in splits
+    ]
     assert len(pixels[0] & pixels[1]) == int(OVERLAPS[splits].split()[0])
 
 
 def test_a_part_that_repeats_records_is_refused(data_dir):
     with pytest.raises(
-        ValueError, match=r"a=tiny_slices/train\[:5\]\+train\[3:\] repeats 2 records, \[3:5\] of 'train'"
+        ValueError,
+        match=r"a=tiny_slices/train\[:5\]\+train\[3:\] repeats 2 records, \[3:5\] of 'train'",
     ):
         check_disjoint({"a": ("tiny_slices", "train[:5]+train[3:]", data_dir)})
 
@@ -183,13 +219,16 @@ def test_parts_that_share_no_record_pass(data_dir, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", data_dir)
     splits = ("train[:20]", "train[50%:60%]", "train[24:-5]", "train[-5:]", "test[:5]", "test[5:]")
     check_disjoint({split: ("tiny_slices", split, None) for split in splits})
-    check_disjoint({"a": ("tiny_slices", "train", data_dir), "b": ("tiny_image", "train", data_dir)})
+    check_disjoint(
+        {"a": ("tiny_slices", "train", data_dir), "b": ("tiny_image", "train", data_dir)}
+    )
 
 
 def test_parts_that_cannot_be_read_are_refused(data_dir):
     for split in ("valid", "train[:41]", "all[:3]"):
         with pytest.raises(
-            ValueError, match=r"of data set 'tiny_slices' cannot be read. There are \['test', 'train'\]"
+            ValueError,
+            match=r"of data set 'tiny_slices' cannot be read. There are \['test', 'train'\]",
         ):
             check_disjoint({"a": ("tiny_slices", split, data_dir)})
     with pytest.raises(FileNotFoundError, match="'no_such_data_set' is not prepared"):
@@ -198,8 +237,15 @@ def test_parts_that_cannot_be_read_are_refused(data_dir):
 
 def test_parts_that_share_a_record_are_refused(data_dir):
     config = {"source": "tfds", "name": "tiny_slices", "data_dir": data_dir}
-    roles = {"public": "test", "private": "train[:20]", "sources": "tiny_slices/train[19:30]", "test": "train[30:]"}
-    with pytest.raises(ValueError, match=r"parts.private=.* and config.data.parts.sources=.* share 1 record"):
+    roles = {
+        "public": "test",
+        "private": "train[:20]",
+        "sources": "tiny_slices/train[19:30]",
+        "test": "train[30:]",
+    }
+    with pytest.raises(
+        ValueError, match=r"parts.private=.* and config.data.parts.sources=.* share 1 record"
+    ):
         parts(ConfigDict({**config, "parts": roles}), "public", "private")
     roles["sources"] = ""
     found = parts(ConfigDict({**config, "parts": roles}), *ROLES)
@@ -214,9 +260,17 @@ def test_the_client_of_split_adaptation_shares_no_image(data_dir, name):
         known = {"source": "tfds", "name": "tiny_slices", "data_dir": data_dir}
         return {**known, "split": split, "classes": classes}
 
-    others = {"server": images("test"), "tuning": images("test"), "client_test": images("train[20:]")}
-    config = ConfigDict({**others, "client": images("train[:20]", 0, 1), name: images("train[19:25]", 1, 2)})
-    with pytest.raises(ValueError, match=rf"config.data.client=.* and config.data.{name}=.* share 1 record,"):
+    others = {
+        "server": images("test"),
+        "tuning": images("test"),
+        "client_test": images("train[20:]"),
+    }
+    config = ConfigDict(
+        {**others, "client": images("train[:20]", 0, 1), name: images("train[19:25]", 1, 2)}
+    )
+    with pytest.raises(
+        ValueError, match=rf"config.data.client=.* and config.data.{name}=.* share 1 record,"
+    ):
         check_apart(config, "client", *others)
     others[name] = images("train", 2)  # other classes, other images
     check_apart(ConfigDict({**config, **others}), "client", *others)
@@ -225,7 +279,10 @@ def test_the_client_of_split_adaptation_shares_no_image(data_dir, name):
 
 
 def test_data_sets_that_are_not_handled_are_refused(data_dir):
-    with pytest.raises(ValueError, match=r"features \['label', 'sentence'\].*Encode other records and use from_arrays"):
+    with pytest.raises(
+        ValueError,
+        match=r"features \['label', 'sentence'\].*Encode other records and use from_arrays",
+    ):
         from_tfds("tiny_text", "train", data_dir=data_dir)
     with pytest.raises(ValueError, match=r"of one shape are handled. Pass prepare="):
         from_tfds("tiny_ragged", "train", data_dir=data_dir)
@@ -238,7 +295,11 @@ def test_images_of_differing_sizes_are_prepared(data_dir):
         return np.stack([image[:2, :2] for image in images]) / 255
 
     source = from_tfds("tiny_ragged", "train", data_dir=data_dir, prepare=corners)
-    assert source.arrays["image"].dtype == np.uint8 and source.arrays["image"].shape[1:] == (2, 2, 3)
+    assert source.arrays["image"].dtype == np.uint8 and source.arrays["image"].shape[1:] == (
+        2,
+        2,
+        3,
+    )
     whole = from_tfds("tiny_image", "train", data_dir=data_dir)
     cut = from_tfds("tiny_image", "train", data_dir=data_dir, prepare=corners)
     np.testing.assert_array_equal(cut.arrays["image"], whole.arrays["image"][:, :2, :2])
@@ -248,13 +309,22 @@ def test_images_of_differing_sizes_are_prepared(data_dir):
 def test_the_size_of_an_image_is_read_before_it_is_decoded(data_dir):
     tracemalloc.start()
     with pytest.raises(
-        ValueError, match=r"image 1 of tiny_bomb/train in .*1\.0\.0 is 9000x9000, but declared 4x5. Prepare"
+        ValueError,
+        match=r"image 1 of tiny_bomb/train in .*1\.0\.0 is 9000x9000, but declared 4x5. Prepare",
     ):
         from_tfds("tiny_bomb", "train", data_dir=data_dir)
-    limited = {"prepare": lambda images: np.zeros((len(images), 2, 2, 3)), "limits": Limits(pixels=10**6)}
-    with pytest.raises(ValueError, match=r"image 0 of tiny_large/train in .* declares 81000000 pixels, more than the"):
+    limited = {
+        "prepare": lambda images: np.zeros((len(images), 2, 2, 3)),
+        "limits": Limits(pixels=10**6),
+    }
+    with pytest.raises(
+        ValueError,
+        match=r"image 0 of tiny_large/train in .* declares 81000000 pixels, more than the",
+    ):
         from_tfds("tiny_large", "train", data_dir=data_dir, **limited)
-    with pytest.raises(ValueError, match=r"image 0 of tiny_damaged/train in .* is damaged: UnidentifiedImageError"):
+    with pytest.raises(
+        ValueError, match=r"image 0 of tiny_damaged/train in .* is damaged: UnidentifiedImageError"
+    ):
         from_tfds("tiny_damaged", "train", data_dir=data_dir)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -287,7 +357,10 @@ def test_real_image_data_sets(name, split):
     source = from_tfds(name, split, data_dir=directory)
     assert (len(source), source.num_classes) == (size, classes)
     example = source[size - 1]
-    assert example["image"].shape == shape and 0 <= example["image"].min() <= example["image"].max() <= 1
+    assert (
+        example["image"].shape == shape
+        and 0 <= example["image"].min() <= example["image"].max() <= 1
+    )
 
 
 @pytest.mark.slow
@@ -298,7 +371,9 @@ def test_adult_is_encoded_with_public_constants():
     directory = os.environ["JAXDP_DATA_DIR"]
     if not (Path(directory) / "adult").is_dir():
         pytest.skip("adult is not in JAXDP_DATA_DIR")
-    train, test = (from_tfds("adult", split, data_dir=directory) for split in ("train[:8000]", "test[:4000]"))
+    train, test = (
+        from_tfds("adult", split, data_dir=directory) for split in ("train[:8000]", "test[:4000]")
+    )
     fit, held_out = train.gather(np.arange(8000)), test.gather(np.arange(4000))
     features = fit["features"]
     assert features.shape == (8000, 107)

@@ -1,8 +1,8 @@
-"""Runs the whole suite of faults and writes its page: `python -m tests.faults --output docs/design/faults.md`.
+"""Runs the whole suite of faults and writes its page: `python -m tests.faults --output
+docs/design/faults.md`.
 
-It takes hours, since every kill is a program that starts, dies and runs again. `--kills-from` takes the kills of an
-earlier `python -m tests.faults.kills`.
-"""
+It takes hours, since every kill is a program that starts, dies and runs again. `--kills-from` takes
+the kills of an earlier `python -m tests.faults.kills`."""
 
 import argparse
 import json
@@ -28,25 +28,40 @@ NAMES = {
     "test_no_damage_under_counts[database]": "ledger: database",
     "test_no_damage_under_counts[head]": "ledger: head",
     "test_no_damage_under_counts[log]": "ledger: log that a killed process left",
-    "test_every_damaged_file_is_read_or_named": "packages, images, arrays, weights and JSON of others",
+    "test_every_damaged_file_is_read_or_named": "packages, images, arrays, weights and JSON of "
+    "others",
     "test_a_damaged_checkpoint_is_noticed_or_harmless": "checkpoints of training",
 }
 
 
 def main() -> None:
     """Runs everything and writes the page. The exit status says whether anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--damages", type=int, default=1000, help="of each kind of file")
-    parser.add_argument("--kills-from", type=pathlib.Path, help="JSON of an earlier campaign, in place of a new one")
-    parser.add_argument("--network-kills", type=int, default=100, help="of the processes of parties on Flower")
-    parser.add_argument("--network-from", type=pathlib.Path, help="JSON of an earlier campaign on Flower")
+    parser.add_argument(
+        "--kills-from", type=pathlib.Path, help="JSON of an earlier campaign, in place of a new one"
+    )
+    parser.add_argument(
+        "--network-kills", type=int, default=100, help="of the processes of parties on Flower"
+    )
+    parser.add_argument(
+        "--network-from", type=pathlib.Path, help="JSON of an earlier campaign on Flower"
+    )
     parser.add_argument("--output", type=pathlib.Path, help="the page; by default it is printed")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = given.kills_from or pathlib.Path(folder) / "kills.json"
         if given.kills_from is None:
-            command = [sys.executable, "-m", "tests.faults.kills", f"--kills={given.kills}", f"--output={found}"]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.faults.kills",
+                f"--kills={given.kills}",
+                f"--output={found}",
+            ]
             subprocess.run(command, cwd=ROOT, check=True)
         kills = json.loads(found.read_text())["launchers"]
         known = given.network_from or pathlib.Path(folder) / "network.json"
@@ -66,14 +81,30 @@ def main() -> None:
         print(text)
     else:
         given.output.write_text(text)
-    wrong = any(row["paid otherwise"] or row["other results"] or row["completed"] < row["kills"] for row in parties)
-    sys.exit(not passed or wrong or any(row["under-counted"] or row["stuck"] or row["damaged"] for row in kills))
+    wrong = any(
+        row["paid otherwise"] or row["other results"] or row["completed"] < row["kills"]
+        for row in parties
+    )
+    sys.exit(
+        not passed
+        or wrong
+        or any(row["under-counted"] or row["stuck"] or row["damaged"] for row in kills)
+    )
 
 
 def damaged(count: int, report: pathlib.Path) -> tuple[list[dict[str, Any]], bool]:
-    """Runs the tests of damaged files with `count` of each kind. Returns their counts, and whether they passed."""
+    """Runs the tests of damaged files with `count` of each kind. Returns their counts, and whether
+    they passed."""
     environment = {**os.environ, "JAXDP_FAULTS": str(count)}
-    command = [sys.executable, "-m", "pytest", *DAMAGED, f"--junitxml={report}", "-o", "junit_family=legacy"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *DAMAGED,
+        f"--junitxml={report}",
+        "-o",
+        "junit_family=legacy",
+    ]
     done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
     rows = []
     for case in ElementTree.parse(report).iter("testcase"):
@@ -93,7 +124,15 @@ def damaged(count: int, report: pathlib.Path) -> tuple[list[dict[str, Any]], boo
 
 def deaths(parties: Sequence[Mapping[str, Any]]) -> str:
     """Returns the section about parties on Flower."""
-    columns = ["process", "kills", "kinds of messages", "completed", "other results", "paid otherwise", "secrets left"]
+    columns = [
+        "process",
+        "kills",
+        "kinds of messages",
+        "completed",
+        "other results",
+        "paid otherwise",
+        "secrets left",
+    ]
     total: dict[str, Any] = {name: sum(row[name] for row in parties) for name in columns[1:]}
     table = format_table([*parties, {"process": "all", **total}], columns, style="markdown")
     return f"""## Parties over a network
@@ -108,13 +147,26 @@ one of its HTTP messages, and started again. The end is compared with a run with
 
 
 def page(
-    kills: Sequence[Mapping[str, Any]], parties: Sequence[Mapping[str, Any]], damages: Sequence[Mapping[str, Any]]
+    kills: Sequence[Mapping[str, Any]],
+    parties: Sequence[Mapping[str, Any]],
+    damages: Sequence[Mapping[str, Any]],
 ) -> str:
     """Returns the page."""
-    columns = ["launcher", "kills", "sites", "sites hit", "completed", "under-counted", "over-charged", "leftovers"]
+    columns = [
+        "launcher",
+        "kills",
+        "sites",
+        "sites hit",
+        "completed",
+        "under-counted",
+        "over-charged",
+        "leftovers",
+    ]
     total: dict[str, Any] = {name: sum(row[name] for row in kills) for name in columns[1:]}
     table = format_table([*kills, {"launcher": "all", **total}], columns, style="markdown")
-    broken = format_table(damages, ["files", "damaged", "refused", "harmless", "silent"], style="markdown")
+    broken = format_table(
+        damages, ["files", "damaged", "refused", "harmless", "silent"], style="markdown"
+    )
     return f"""# Faults
 
 `python -m tests.faults --output docs/design/faults.md` writes this page. `make test` runs a small sample of the same.

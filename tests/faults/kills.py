@@ -1,10 +1,12 @@
-"""Jobs that are killed with SIGKILL inside paid work, at every ledger and file operation, and run again.
+"""Jobs that are killed with SIGKILL inside paid work, at every ledger and file operation, and run
+again.
 
     python -m tests.faults.kills --kills=500 --output=kills.json
 
-This process imports everything once and forks one child per run, before JAX has started. Hooks in the child count the
-operations and kill it before or after one of them. Each job runs once as a user runs it, which gives the reference. The
-state of its workdir at its first reservation is kept, and every killed run starts from there.
+This process imports everything once and forks one child per run, before JAX has started. Hooks in
+the child count the operations and kill it before or after one of them. Each job runs once as a user
+runs it, which gives the reference. The state of its workdir at its first reservation is kept, and
+every killed run starts from there.
 
 Partial results are written after each kill. The same command continues from them.
 """
@@ -38,7 +40,11 @@ from typing import Any
 
 # A fork copies no threads, so nothing may start one. All children share what they compile.
 os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true", "MPLBACKEND": "agg"}
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+    "MPLBACKEND": "agg",
+}
 os.environ |= {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -77,7 +83,7 @@ _LIMIT = 120.0  # seconds of one run
 _SECOND = 0.2  # share of kills after which the second run is killed, too
 _Charged = dict[str, dict[str, dict[str, int]]]
 
-# --- Jobs -------------------------------------------------------------------------------------------------------------
+# --- Jobs ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +160,9 @@ def _predict_claims(root: pathlib.Path) -> list[tuple[float, float]]:
 
 
 def _recalibrate(root: pathlib.Path) -> None:
-    config = _config("configs.recalibration.digits", {"data.corruptions": ("contrast",), "train.steps": 5})
+    config = _config(
+        "configs.recalibration.digits", {"data.corruptions": ("contrast",), "train.steps": 5}
+    )
     config.model.options.hidden = (8,)
     config.methods = ("Acc-T", "HB split")
     config.method_options["Acc-T"].iterations = 2
@@ -169,7 +177,9 @@ def _recalibrate(root: pathlib.Path) -> None:
 
 
 def _recalibrate_claims(root: pathlib.Path) -> list[tuple[float, float]]:
-    return [(2.0, _spent(root / "ledger.sqlite", f"source {i}")) for i in range(3)]  # two methods at epsilon 1
+    return [
+        (2.0, _spent(root / "ledger.sqlite", f"source {i}")) for i in range(3)
+    ]  # two methods at epsilon 1
 
 
 def _adapt(root: pathlib.Path) -> None:
@@ -194,7 +204,11 @@ def _adapt_claims(root: pathlib.Path) -> list[tuple[float, float]]:
     return [
         (
             cell["epsilon_unit"],
-            _spent(root / "ledger.sqlite", f"{cell['method']}, {cell['setting']}, stream 0", found["delta"]),
+            _spent(
+                root / "ledger.sqlite",
+                f"{cell['method']}, {cell['setting']}, stream 0",
+                found["delta"],
+            ),
         )
         for cell in found["cells"]
         if "epsilon_unit" in cell
@@ -231,7 +245,13 @@ def _split(root: pathlib.Path) -> None:
     }
     config = _config("configs.split.digits", changes)
     for part in (config, config.auxiliary):
-        part.model.options = {"patch_size": 4, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 16}
+        part.model.options = {
+            "patch_size": 4,
+            "width": 8,
+            "depth": 2,
+            "num_heads": 2,
+            "mlp_width": 16,
+        }
         part.train.update({"steps": 5, "learning_rate": 1e-2})
     frame.run(launch.split.STUDY, config, root)
 
@@ -243,11 +263,20 @@ def _split_claims(root: pathlib.Path) -> list[tuple[float, float]]:
 
 
 def _split_client(root: pathlib.Path) -> None:
-    """Runs the client until it times out, and starts it again. This function plays the slow server."""
+    """Runs the client until it times out, and starts it again. This function plays the slow
+    server."""
     both = importlib.import_module("configs.split.two_parties").get_config()
     server = ConfigDict(both.server.to_dict())
-    server.model.options = {"patch_size": 2, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 16}
-    server.update({"train": {"steps": 2}, "calibration": {"frontends": 1, "samples": 4}, "directions": 4})
+    server.model.options = {
+        "patch_size": 2,
+        "width": 8,
+        "depth": 2,
+        "num_heads": 2,
+        "mlp_width": 16,
+    }
+    server.update(
+        {"train": {"steps": 2}, "calibration": {"frontends": 1, "samples": 4}, "directions": 4}
+    )
     server.update({"copies": 2, "tuning": {"epochs": 1}, "adaptation": {"epochs": 1}})
     if not (root / "server" / "frontend").exists():
         with contextlib.suppress(TimeoutError):
@@ -257,15 +286,25 @@ def _split_client(root: pathlib.Path) -> None:
     def serve(answer: Callable[[bytes], bytes], until: Callable[[], bool], stages: int) -> None:
         about = {"upload": hashlib.sha256(answer(frontend)).hexdigest()}
         if stages > 1:
-            asked = unpack(answer(pack("adapted", fields=about, arrays={})), "queries").arrays["representations"]
+            asked = unpack(answer(pack("adapted", fields=about, arrays={})), "queries").arrays[
+                "representations"
+            ]
         if stages > 2:
-            answer(pack("answers", fields=about, arrays={"logits": np.zeros((len(asked), 5), np.float32)}))
+            answer(
+                pack(
+                    "answers",
+                    fields=about,
+                    arrays={"logits": np.zeros((len(asked), 5), np.float32)},
+                )
+            )
         if not until():
             raise TimeoutError
 
     for stages in (1, 2, 3):
         with contextlib.suppress(TimeoutError):
-            parties.run_client(both.client, root / "client", functools.partial(serve, stages=stages), queries=True)
+            parties.run_client(
+                both.client, root / "client", functools.partial(serve, stages=stages), queries=True
+            )
 
 
 class _Nobody:
@@ -280,22 +319,41 @@ class _Nobody:
 def _split_client_claims(root: pathlib.Path) -> list[tuple[float, float]]:
     found = _result(root / "client")
     path = root / "client" / "ledger.sqlite"
-    return [(found["epsilon"], _spent(path, parties.DATASET)), (math.inf, _spent(path, parties.QUERIES))]
+    return [
+        (found["epsilon"], _spent(path, parties.DATASET)),
+        (math.inf, _spent(path, parties.QUERIES)),
+    ]
 
 
 def _lifecycle(root: pathlib.Path) -> None:
     changes: dict[str, Any] = {
         **{f"data.parts.{name}": 60 for name in ("public", "private")},
-        **{"data.parts.sources": 20, "data.parts.stream": 16, "data.parts.client": 12, "data.parts.test": 40},
+        **{
+            "data.parts.sources": 20,
+            "data.parts.stream": 16,
+            "data.parts.client": 12,
+            "data.parts.test": 40,
+        },
         **{"data.sources": 2, "model.options.widths": (8,)},
-        **{"pretrain.steps": 2, "pretrain.checkpoint_every": 2, "pretrain.perturbation_batch_size": 32},
+        **{
+            "pretrain.steps": 2,
+            "pretrain.checkpoint_every": 2,
+            "pretrain.perturbation_batch_size": 32,
+        },
         **{"finetune.steps": 4, "finetune.checkpoint_every": 2, "finetune.augmult": 0},
         **{"finetune.batch_size": 16, "finetune.physical_batch_size": 24},
-        **{"adapt.batch_size": 8, "adapt.epsilon": 4.0, "predict.queries": 4, "predict.max_distance": 4},
+        **{
+            "adapt.batch_size": 8,
+            "adapt.epsilon": 4.0,
+            "predict.queries": 4,
+            "predict.max_distance": 4,
+        },
         **{"split.directions": 2},
     }
     # Audits read no private data, and pay nothing.
-    lifecycle.life.STAGES = tuple(stage for stage in lifecycle.life.STAGES if not stage.name.startswith("audit"))
+    lifecycle.life.STAGES = tuple(
+        stage for stage in lifecycle.life.STAGES if not stage.name.startswith("audit")
+    )
     lifecycle.run(_config("configs.lifecycle_digits", changes), root)
 
 
@@ -304,8 +362,12 @@ def _lifecycle_claims(root: pathlib.Path) -> list[tuple[float, float]]:
     page = (root / "report.html").read_text()
     with Ledger(root / "ledger.sqlite", read_only=True) as ledger:
         entries = ledger.report()["datasets"]
-    rows = [re.sub(r"<[^>]*>", "|", row) for row in re.findall(r"<tr .*?</tr>", page, flags=re.DOTALL)]
-    stated = [any(e["name"] in row and f"|{verdict(e).epsilon}|" in row for row in rows) for e in entries]
+    rows = [
+        re.sub(r"<[^>]*>", "|", row) for row in re.findall(r"<tr .*?</tr>", page, flags=re.DOTALL)
+    ]
+    stated = [
+        any(e["name"] in row and f"|{verdict(e).epsilon}|" in row for row in rows) for e in entries
+    ]
     return [(float(said), 1.0) for said in stated]
 
 
@@ -318,20 +380,33 @@ def _fit(root: pathlib.Path) -> None:
 
     sampler = data.PoissonSampler(len(source), 0.1)
     trainer = finetune.dp_sgd(
-        loss, optax.sgd(0.2), sampler=sampler, clip_norm=0.5, noise_multiplier=1.0, physical_batch_size=32
+        loss,
+        optax.sgd(0.2),
+        sampler=sampler,
+        clip_norm=0.5,
+        noise_multiplier=1.0,
+        physical_batch_size=32,
     )
     with Ledger(root / "ledger.sqlite") as ledger:
         ledger.register("digits", adjacency="add_remove", unit="example", epsilon=30.0, delta=1e-5)
         start = jnp.zeros((64, 10))
         account = ledger.account("digits")
-        options: dict[str, Any] = {"steps": 8, "checkpoint_every": 2, "workdir": root / "run", "progress": False}
+        options: dict[str, Any] = {
+            "steps": 8,
+            "checkpoint_every": 2,
+            "workdir": root / "run",
+            "progress": False,
+        }
         finetune.fit(trainer, start, source, account=account, **options)
         write_json(root / "result.json", {"epsilon": account.epsilon()})
 
 
 def _fit_claims(root: pathlib.Path) -> list[tuple[float, float]]:
     spent = _spent(root / "ledger.sqlite", "digits")
-    return [(_result(root)["epsilon"], spent), (read_metrics(root / "run" / "metrics.jsonl")[-1]["epsilon"], spent)]
+    return [
+        (_result(root)["epsilon"], spent),
+        (read_metrics(root / "run" / "metrics.jsonl")[-1]["epsilon"], spent),
+    ]
 
 
 def _accuracy(root: pathlib.Path) -> None:
@@ -369,7 +444,7 @@ JOBS = {
     "lifecycle": Job(_lifecycle, "report.html", _lifecycle_claims),
 }
 
-# --- Hooks ------------------------------------------------------------------------------------------------------------
+# --- Hooks ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -388,8 +463,24 @@ class Kill:
 
 
 # Files that call the system for others, so that the line that called them says more.
-_LOW = ("privacy/store.py", "files/durable.py", "report/metrics.py", "release/secrets.py", "release/workdir.py")
-_WRITES = ("INSERT", "UPDATE", "DELETE", "BEGIN", "COMMIT", "ROLLBACK", "PRAGMA wal", "CREATE", "ALTER")
+_LOW = (
+    "privacy/store.py",
+    "files/durable.py",
+    "report/metrics.py",
+    "release/secrets.py",
+    "release/workdir.py",
+)
+_WRITES = (
+    "INSERT",
+    "UPDATE",
+    "DELETE",
+    "BEGIN",
+    "COMMIT",
+    "ROLLBACK",
+    "PRAGMA wal",
+    "CREATE",
+    "ALTER",
+)
 
 
 class Hooks:
@@ -401,7 +492,9 @@ class Hooks:
         at: This is called at `kill` instead of dying.
     """
 
-    def __init__(self, root: pathlib.Path, kill: Kill | None = None, at: Callable[[], None] | None = None):
+    def __init__(
+        self, root: pathlib.Path, kill: Kill | None = None, at: Callable[[], None] | None = None
+    ):
         self.seen: list[tuple[str, str]] = []
         self._root, self._kill, self._at = os.fspath(root), kill, at or _die
         self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -416,7 +509,11 @@ class Hooks:
             self.seen.append((operation, site))
             kill = self._kill
             here = kill is not None and kill.operation == operation and kill.site in (site, "")
-            here = here and kill is not None and (self._counts[operation, site] == kill.time or not kill.site)
+            here = (
+                here
+                and kill is not None
+                and (self._counts[operation, site] == kill.time or not kill.site)
+            )
         if here and kill is not None and kill.when == "before":
             self._reached()
         value = work(*args, **kwargs)
@@ -516,7 +613,8 @@ def _statement(text: str) -> str:
 
 
 def _site() -> str:
-    """Returns the innermost running line of jaxdp, and the innermost one outside of shared helpers."""
+    """Returns the innermost running line of jaxdp, and the innermost one outside of shared
+    helpers."""
     frame, lines = sys._getframe(2), list[str]()
     while frame is not None:
         _, found, path = frame.f_code.co_filename.rpartition("/jaxdp/")
@@ -534,7 +632,7 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# --- Broken programs, which the checks must catch ---------------------------------------------------------------------
+# --- Broken programs, which the checks must catch -----------------------------------------------
 
 
 def _unnoted() -> None:
@@ -549,12 +647,16 @@ def _unnoted() -> None:
 
 
 def _rolled_back() -> None:
-    """Breaks the ledger: it deletes its last reservation after the body, and updates totals and head."""
+    """Breaks the ledger: it deletes its last reservation after the body, and updates totals and
+    head."""
 
     def finish(self: Any, spends: Any, status: str) -> None:
         with self._transaction() as db:
             for spend in reversed(spends):
-                db.execute("DELETE FROM spends WHERE id = ? AND id = (SELECT max(id) FROM spends)", (spend.id,))
+                db.execute(
+                    "DELETE FROM spends WHERE id = ? AND id = (SELECT max(id) FROM spends)",
+                    (spend.id,),
+                )
             db.execute("DELETE FROM totals")
             db.execute(f"INSERT INTO totals {_COUNTED}")
             self._spends = Spends()
@@ -578,14 +680,15 @@ def _late() -> None:
 
 TWINS = {"unnoted": _unnoted, "rolled_back": _rolled_back, "late": _late}
 
-# --- Processes --------------------------------------------------------------------------------------------------------
+# --- Processes -----------------------------------------------------------------------------------
 
 
 def forked(work: Callable[[], Any], output: pathlib.Path) -> tuple[int | None, str]:
     """Runs `work()` in a child whose output goes to a file.
 
     Returns:
-        The exit status (negative for a signal, None for a child that took too long), and the last line of output.
+        The exit status (negative for a signal, None for a child that took too long), and the last
+        line of output.
     """
     pid = os.fork()
     if not pid:
@@ -616,7 +719,7 @@ def forked(work: Callable[[], Any], output: pathlib.Path) -> tuple[int | None, s
     return os.waitstatus_to_exitcode(status), lines[-1] if lines else ""
 
 
-# --- Checks -----------------------------------------------------------------------------------------------------------
+# --- Checks -------------------------------------------------------------------------------------
 
 
 def ledgers(root: pathlib.Path) -> list[pathlib.Path]:
@@ -647,7 +750,9 @@ def charged(root: pathlib.Path) -> _Charged:
         with Ledger(path) as ledger:
             names = dict.fromkeys(row["dataset"] for row in ledger.history())
             found[os.fspath(path.relative_to(root))] = {
-                f"{name}, {part}" if part else name: {to_json(leaf): n for leaf, n in composition(event).items()}
+                f"{name}, {part}" if part else name: {
+                    to_json(leaf): n for leaf, n in composition(event).items()
+                }
                 for name in names
                 for part, event in ledger.events(name).items()
             }
@@ -664,19 +769,24 @@ def compared(found: _Charged, reference: _Charged) -> dict[str, list[str]]:
             for event in sorted({*counts, *expected}):
                 n, m = counts.get(event, 0), expected.get(event, 0)
                 if n != m:
-                    wrong["under" if n < m else "over"].append(f"{path}, {name}: {n} times {event}, expected {m}")
+                    wrong["under" if n < m else "over"].append(
+                        f"{path}, {name}: {n} times {event}, expected {m}"
+                    )
     return wrong
 
 
 def unpaid(root: pathlib.Path) -> list[str]:
-    """Returns the noted charges that no ledger of the folder knows. Raises LedgerDamaged for a damaged ledger."""
+    """Returns the noted charges that no ledger of the folder knows. Raises LedgerDamaged for a
+    damaged ledger."""
     paid = set()
     for path in ledgers(root):
         with copied(path, "-wal") as copy, Ledger(copy) as ledger:
             paid |= {(row["dataset"], row["token"]) for row in ledger.history()}
             for row in noted(root):
                 if "head" in row and ledger.contains(Head(*row["head"])) is False:
-                    return [f"{path.name} does not go through the noted head of spend {row['head'][1]}"]
+                    return [
+                        f"{path.name} does not go through the noted head of spend {row['head'][1]}"
+                    ]
     return [
         f"{name}, token {row['token'][:8]}"
         for row in noted(root)
@@ -689,9 +799,9 @@ def without_wal(root: pathlib.Path) -> dict[str, int]:
     """Opens copies of the ledgers without the -wal file.
 
     Returns:
-        The numbers of copies. "same": equal to the ledger with the file. "unacknowledged": only a last spend is missing
-            whose body had not begun, as the head shows. "refused". "lost": spends are missing that the head has
-            counted.
+        The numbers of copies. "same": equal to the ledger with the file. "unacknowledged": only a
+            last spend is missing whose body had not begun, as the head shows. "refused". "lost":
+            spends are missing that the head has counted.
     """
     found: collections.Counter[str] = collections.Counter()
     for path in ledgers(root):
@@ -720,7 +830,9 @@ def secrets(root: pathlib.Path) -> list[str]:
 def leftovers(root: pathlib.Path) -> list[str]:
     """Returns the temporary files, which a finished job should not leave."""
     names = (os.fspath(path.relative_to(root)) for path in root.rglob("*"))
-    return sorted(name for name in names if re.search(r"\.tmp$|orbax-checkpoint-tmp|(^|/)\.[^/]*$", name))
+    return sorted(
+        name for name in names if re.search(r"\.tmp$|orbax-checkpoint-tmp|(^|/)\.[^/]*$", name)
+    )
 
 
 def held(root: pathlib.Path) -> int:
@@ -728,11 +840,13 @@ def held(root: pathlib.Path) -> int:
     count = 0
     for path in ledgers(root):
         with contextlib.closing(sqlite3.connect(path)) as db:
-            count += db.execute("SELECT count(*) FROM holds WHERE lapses > ?", (time.time(),)).fetchone()[0]
+            count += db.execute(
+                "SELECT count(*) FROM holds WHERE lapses > ?", (time.time(),)
+            ).fetchone()[0]
     return count
 
 
-# --- The campaign -----------------------------------------------------------------------------------------------------
+# --- The campaign -------------------------------------------------------------------------------
 
 
 class Target:
@@ -740,7 +854,8 @@ class Target:
 
     Attributes:
         root: The folder of all runs. It stays the same, since a hold identifies it by its path.
-        operations: The operations from the first reservation to the last one on a ledger or a secret.
+        operations: The operations from the first reservation to the last one on a ledger or a
+            secret.
         reference: The charges of a run without a fault.
     """
 
@@ -755,7 +870,9 @@ class Target:
             if not self._start.exists():
                 shutil.copytree(self.root, self._start)
 
-        self._needed(lambda: (Hooks(self.root, first, snapshot), self.job.run(self.root)), "the reference")
+        self._needed(
+            lambda: (Hooks(self.root, first, snapshot), self.job.run(self.root)), "the reference"
+        )
         self.reference, self.tokens = charged(self.root), _tokens(self.root)
         listing = self._folder / "operations.json"
 
@@ -767,7 +884,9 @@ class Target:
         self.restart()
         self._needed(listed, "the list of operations")
         seen = [(operation, site) for operation, site in json.loads(listing.read_text())]
-        begin = next(k for k, (operation, _) in enumerate(seen) if operation == "INSERT INTO spends")
+        begin = next(
+            k for k, (operation, _) in enumerate(seen) if operation == "INSERT INTO spends"
+        )
         concerns = ("UPDATE spends", "pwrite ledger.sqlite.head", "unlink secret_seed")
         end = max(k for k, (operation, _) in enumerate(seen) if operation in concerns)
         counts: collections.Counter[tuple[str, str]] = collections.Counter(seen[:begin])
@@ -789,7 +908,10 @@ class Target:
     def _needed(self, work: Callable[[], Any], what: str) -> None:
         status, said = self._forked(work)
         if status != 0:
-            raise RuntimeError(f"{self.name}: {what} failed with {status}: {said}. See {self._folder / 'output.txt'}.")
+            raise RuntimeError(
+                f"{self.name}: {what} failed with {status}: {said}. See "
+                f"{self._folder / 'output.txt'}."
+            )
 
     def _forked(self, work: Callable[[], Any]) -> tuple[int | None, str]:
         return forked(work, self._folder / "output.txt")
@@ -798,7 +920,8 @@ class Target:
         return self._forked(lambda: (Hooks(self.root, kill), self._run()))
 
     def draw(self, rng: random.Random, *hits: collections.Counter[tuple[str, str]]) -> Kill:
-        """Returns an instant at one of the sites that were hit least, first by the one count, then by the other."""
+        """Returns an instant at one of the sites that were hit least, first by the one count, then
+        by the other."""
         counts = {key: [count[key] for count in hits] for key in self.operations}
         key = rng.choice(sorted(key for key in counts if counts[key] == min(counts.values())))
         return Kill(*key, rng.choice(self.operations[key]), rng.choice(("before", "after")))
@@ -810,7 +933,10 @@ class Target:
     def attempt(self, kill: Kill, second: Kill | None) -> dict[str, Any]:
         """Kills the job, perhaps also its second run, runs it to its end, and checks."""
         self.restart()
-        began, row = time.monotonic(), {"kill": dataclasses.asdict(kill), "killed": 0, "problems": {}}
+        began, row = (
+            time.monotonic(),
+            {"kill": dataclasses.asdict(kill), "killed": 0, "problems": {}},
+        )
         problems: dict[str, Any] = row["problems"]
         for one in (kill, second):
             if one is None:
@@ -828,7 +954,10 @@ class Target:
             except LedgerDamaged as error:
                 problems["damaged"] = str(error)
         else:
-            sentence = re.match(r"[\w.]*(Error|Exceeded|Damaged): .*\S", said) and os.fspath(self.root) in said
+            sentence = (
+                re.match(r"[\w.]*(Error|Exceeded|Damaged): .*\S", said)
+                and os.fspath(self.root) in said
+            )
             problems["refused" if sentence and status else "stuck"] = said
         row["seconds"] = round(time.monotonic() - began, 2)
         return row
@@ -888,7 +1017,10 @@ def summary(name: str, sites: int, rows: list[dict[str, Any]]) -> dict[str, Any]
         "under-counted": having("under"),
         "over-charged": having("over"),
         "damaged": having("damaged"),
-        **{f"copies without -wal: {kind}": without[kind] for kind in ("same", "unacknowledged", "refused", "lost")},
+        **{
+            f"copies without -wal: {kind}": without[kind]
+            for kind in ("same", "unacknowledged", "refused", "lost")
+        },
         "epsilon differs": having("epsilon"),
         "leftovers": having("secrets", "temporary"),
         "secrets left": having("secrets"),
@@ -909,12 +1041,14 @@ def campaign(
     twin: str | None = None,
     until: str | None = None,
 ) -> dict[str, Any]:
-    """Kills jobs in turn until the number of kills or the time is reached. Continues from the content of `output`.
+    """Kills jobs in turn until the number of kills or the time is reached. Continues from the
+    content of `output`.
 
     With `until` it also ends at the first job with this problem.
 
     Returns:
-        The content of `output`: {"launchers": figures, "sites": by launcher, "rows": one per killed job}.
+        The content of `output`: {"launchers": figures, "sites": by launcher, "rows": one per killed
+        job}.
     """
     deadline = time.monotonic() + 60 * minutes
     known = json.loads(output.read_text()) if output.exists() else {"rows": [], "sites": {}}
@@ -929,24 +1063,39 @@ def campaign(
                 break
             hits = {name: _hits(row for row in rows if row["launcher"] == name) for name in names}
             everywhere = _hits(rows)
-            took = {name: sum(row["seconds"] for row in rows if row["launcher"] == name) for name in names}
-            # Those with sites that were never hit come first, and of these the one that had the least time.
-            name = min(names, key=lambda one: (one in targets and targets[one].all_hit(hits[one]), took[one]))
+            took = {
+                name: sum(row["seconds"] for row in rows if row["launcher"] == name)
+                for name in names
+            }
+            # Those with sites that were never hit come first, and of these the one that had the
+            # least time.
+            name = min(
+                names,
+                key=lambda one: (one in targets and targets[one].all_hit(hits[one]), took[one]),
+            )
             if name not in targets:
                 began = time.monotonic()
                 targets[name] = Target(name, pathlib.Path(folder), twin)
                 sites[name] = sorted(map(list, targets[name].operations))
                 seconds = time.monotonic() - began
-                print(f"{name}: {len(sites[name])} sites in its paid work, {seconds:.0f} seconds", flush=True)
+                print(
+                    f"{name}: {len(sites[name])} sites in its paid work, {seconds:.0f} seconds",
+                    flush=True,
+                )
             target = targets[name]
             rng = random.Random(f"{seed} {name} {hits[name].total()}")
             kill = target.draw(rng, hits[name], everywhere)
-            second = target.draw(rng, hits[name] + collections.Counter([(kill.operation, kill.site)]), everywhere)
+            second = target.draw(
+                rng, hits[name] + collections.Counter([(kill.operation, kill.site)]), everywhere
+            )
             row = target.attempt(kill, second if rng.random() < _SECOND else None)
             rows.append({"launcher": name, **row})
             write_json(output, _summed(sites, rows))
             said = "; ".join(f"{key}: {value}" for key, value in row["problems"].items()) or "right"
-            print(f"{len(rows)}: {name}, {kill.when} {kill.operation} at {kill.site}: {said[:300]}", flush=True)
+            print(
+                f"{len(rows)}: {name}, {kill.when} {kill.operation} at {kill.site}: {said[:300]}",
+                flush=True,
+            )
     return _summed(sites, rows)
 
 
@@ -955,7 +1104,10 @@ def _hits(rows: Iterable[dict[str, Any]]) -> collections.Counter[tuple[str, str]
 
 
 def _summed(sites: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    figures = [summary(name, len(sites[name]), [row for row in rows if row["launcher"] == name]) for name in sites]
+    figures = [
+        summary(name, len(sites[name]), [row for row in rows if row["launcher"] == name])
+        for name in sites
+    ]
     return {"launchers": figures, "sites": sites, "rows": rows}
 
 
@@ -966,11 +1118,18 @@ def main() -> None:
     parser.add_argument("--launchers", default=",".join(JOBS))
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--twin", choices=sorted(TWINS), default=None, help="a broken library, which must be noticed")
+    parser.add_argument(
+        "--twin",
+        choices=sorted(TWINS),
+        default=None,
+        help="a broken library, which must be noticed",
+    )
     given = parser.parse_args()
     warm()
     names = given.launchers.split(",")
-    found = campaign(names, given.kills, given.output, seed=given.seed, minutes=given.minutes, twin=given.twin)
+    found = campaign(
+        names, given.kills, given.output, seed=given.seed, minutes=given.minutes, twin=given.twin
+    )
     for figures in found["launchers"]:
         print(", ".join(f"{key} {value}" for key, value in figures.items()))
 
@@ -984,7 +1143,9 @@ def warm() -> None:
     plt.close(figure)
     data.bundled("digits")
     if len(os.listdir("/proc/self/task")) > 1:
-        raise RuntimeError("The forking process must run one thread, since the children would lack the others.")
+        raise RuntimeError(
+            "The forking process must run one thread, since the children would lack the others."
+        )
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
     python -m tests.faults.network --kills=40 --output=network.json
 
-The processes are those of the how-to: a SuperLink, a SuperNode and the programs of two parties, with TLS and keys. One
-run without a fault lists the messages of each process. In every other run each process is killed once, before or after
-one of its messages (`tests.faults.wire`). What has ended is started again, as an operator does. If the party's program
-has sent nothing for two minutes, the SuperNode is ended and started again ("freed" counts it): flwr 1.41 waits for ever
-for an answer of which only a part came. The end is compared with that of the first run.
+The processes are those of the how-to: a SuperLink, a SuperNode and the programs of two parties,
+with TLS and keys. One run without a fault lists the messages of each process. In every other run
+each process is killed once, before or after one of its messages (`tests.faults.wire`). What has
+ended is started again, as an operator does. If the party's program has sent nothing for two
+minutes, the SuperNode is ended and started again ("freed" counts it): flwr 1.41 waits for ever for
+an answer of which only a part came. The end is compared with that of the first run.
 
 Results are written after each run. The same command continues from them.
 """
@@ -30,8 +31,11 @@ from tests.launch.federation import Federation
 
 CLINIC = "clinic-1"
 JOBS = {"recalibrate": "calibrator", "split": "server"}  # the folder of the server
-_LOOKS = 4000  # at the processes of one run, ten a second: a campaign that was stopped for a while goes on
-_IDLE = 20.0  # seconds after which a party that has ended is started again, because the other one waits
+# at the processes of one run, ten a second: a campaign that was stopped for a while goes on
+_LOOKS = 4000
+_IDLE = (
+    20.0  # seconds after which a party that has ended is started again, because the other one waits
+)
 _QUIET = 120.0  # seconds without a message of the party after which its SuperNode is ended
 _Row = dict[str, Any]
 _Kill = tuple[str, int, str]  # a message, which of them, "before" or "after"
@@ -70,7 +74,11 @@ class Job:
                 federation.wires[key]["kill"] = kill
             self._until_the_end(row, problems)
         if not problems and kills:
-            problems |= {name: value for name, value in self._found().items() if value != self.reference[name]}
+            problems |= {
+                name: value
+                for name, value in self._found().items()
+                if value != self.reference[name]
+            }
         if any(self._root.glob("run/**/secret_seed")):
             problems["secrets"] = True
         return {**row, "problems": problems, "seconds": round(time.monotonic() - began, 1)}
@@ -85,13 +93,23 @@ class Job:
             self._federation.start_program(which, name, "run")
 
     def _until_the_end(self, row: _Row, problems: dict[str, Any]) -> None:
-        federation, ended, due = self._federation, dict[str, float](), dict.fromkeys(self.names, 0.0)
-        node, told, last = f"node {CLINIC}", self._root / f"{self._programs[1]}.events", (0, time.monotonic())
+        federation, ended, due = (
+            self._federation,
+            dict[str, float](),
+            dict.fromkeys(self.names, 0.0),
+        )
+        node, told, last = (
+            f"node {CLINIC}",
+            self._root / f"{self._programs[1]}.events",
+            (0, time.monotonic()),
+        )
         for _ in range(_LOOKS):
             if ended.keys() >= set(self._programs):
                 return
             now = time.monotonic()
-            for key in [key for key, process in federation.running.items() if process.poll() is not None]:
+            for key in [
+                key for key, process in federation.running.items() if process.poll() is not None
+            ]:
                 code = federation.running.pop(key).returncode
                 row["starts"] += 1
                 if code == -signal.SIGKILL:
@@ -108,10 +126,14 @@ class Job:
                     continue  # the SuperLink refuses it until the server's program has come
                 due.pop(key)
                 self._start(key)
-            for key in [key for key, then in ended.items() if now > then + _IDLE]:  # the other party waits for it
+            for key in [
+                key for key, then in ended.items() if now > then + _IDLE
+            ]:  # the other party waits for it
                 ended.pop(key)
                 due[key] = now
-            if (count := told.stat().st_size if told.exists() else 0) != last[0] or node not in federation.running:
+            if (count := told.stat().st_size if told.exists() else 0) != last[
+                0
+            ] or node not in federation.running:
                 last = count, now
             elif now > last[1] + _QUIET:
                 federation.kill(node)
@@ -128,12 +150,16 @@ class Job:
         else:
             predictions = np.load(run / CLINIC / "predictions.npy").tolist()
             result = [(run / CLINIC / "upload").read_bytes().hex(), predictions]
-        server = {key: value for key, value in self._federation.result("run", JOBS[self._name]).items()}
+        server = {
+            key: value for key, value in self._federation.result("run", JOBS[self._name]).items()
+        }
         paid = {" ".join(key): value for key, value in self._federation.spends("run").items()}
         return {"result": result, "server": server, "paid": paid}
 
 
-def draw(job: Job, hits: collections.Counter[tuple[str, str]], rng: random.Random) -> dict[str, _Kill]:
+def draw(
+    job: Job, hits: collections.Counter[tuple[str, str]], rng: random.Random
+) -> dict[str, _Kill]:
     """Returns a message of each process that was hit least."""
     found = {}
     for key, events in job.messages.items():
@@ -143,8 +169,11 @@ def draw(job: Job, hits: collections.Counter[tuple[str, str]], rng: random.Rando
     return found
 
 
-def campaign(kills: int, output: pathlib.Path, *, minutes: float = math.inf, seed: int = 0) -> list[_Row]:
-    """Kills until the number of kills or the time is reached. Returns a row per run, also of earlier campaigns."""
+def campaign(
+    kills: int, output: pathlib.Path, *, minutes: float = math.inf, seed: int = 0
+) -> list[_Row]:
+    """Kills until the number of kills or the time is reached. Returns a row per run, also of
+    earlier campaigns."""
     end = time.monotonic() + 60 * minutes
     rows: list[_Row] = json.loads(output.read_text()) if output.exists() else []
     with tempfile.TemporaryDirectory(prefix="jaxdp-network-") as folder:
@@ -152,21 +181,33 @@ def campaign(kills: int, output: pathlib.Path, *, minutes: float = math.inf, see
         while sum(len(row["killed"]) for row in rows) < kills and time.monotonic() < end:
             name = list(JOBS)[len(rows) % len(JOBS)]
             mine = [row for row in rows if row["job"] == name]
-            hits = collections.Counter((key, row["kills"][key][0]) for row in mine for key in row["killed"])
+            hits = collections.Counter(
+                (key, row["kills"][key][0]) for row in mine for key in row["killed"]
+            )
             drawn = draw(jobs[name], hits, random.Random(f"{seed} {len(rows)}"))
             row = {"job": name, **jobs[name].attempt(drawn)}
             rows.append(row)
             write_json(output, rows)
-            print(f"{len(rows)}: {name}, {row['kills']}, killed {row['killed']}, {row['starts']} starts, ", end="")
+            print(
+                f"{len(rows)}: {name}, {row['kills']}, killed {row['killed']}, {row['starts']} "
+                "starts, ",
+                end="",
+            )
             print(f"{row['seconds']} s: {row['problems'] or 'right'}", flush=True)
     return rows
 
 
-KINDS = {"superlink": "SuperLink", "node": "SuperNode", "server": "server program", "client": "party's program"}
+KINDS = {
+    "superlink": "SuperLink",
+    "node": "SuperNode",
+    "server": "server program",
+    "client": "party's program",
+}
 
 
 def summary(rows: list[_Row]) -> list[dict[str, Any]]:
-    """Returns the figures of every kind of process. A run with a problem counts for all that were killed in it."""
+    """Returns the figures of every kind of process. A run with a problem counts for all that were
+    killed in it."""
     found = []
     for kind, title in KINDS.items():
         killed = [(row, key) for row in rows for key in row["killed"] if kind in key.split()[0]]
@@ -175,9 +216,13 @@ def summary(rows: list[_Row]) -> list[dict[str, Any]]:
             {
                 "process": title,
                 "kills": len(killed),
-                "kinds of messages": len({(row["job"], row["kills"][key][0]) for row, key in killed}),
+                "kinds of messages": len(
+                    {(row["job"], row["kills"][key][0]) for row, key in killed}
+                ),
                 "completed": len(killed) - problems["stuck"],
-                "other results": sum("result" in row["problems"] or "server" in row["problems"] for row, _ in killed),
+                "other results": sum(
+                    "result" in row["problems"] or "server" in row["problems"] for row, _ in killed
+                ),
                 "paid otherwise": problems["paid"],
                 "secrets left": problems["secrets"],
             }

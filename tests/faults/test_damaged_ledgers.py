@@ -1,8 +1,7 @@
 """Ledgers damaged at random: an answer is the true one, or an error that names the path.
 
-The environment variable JAXDP_FAULTS is the number of damages. Each test writes its counts to the properties of its
-report (`--junitxml`), which `python -m tests.faults` reads.
-"""
+The environment variable JAXDP_FAULTS is the number of damages. Each test writes its counts to the
+properties of its report (`--junitxml`), which `python -m tests.faults` reads."""
 
 import importlib.util
 import os
@@ -17,7 +16,9 @@ import pytest
 from jaxdp.privacy import Ledger, PureDpEvent
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_spec = importlib.util.spec_from_file_location("ledgers", pathlib.Path(__file__).with_name("ledgers.py"))
+_spec = importlib.util.spec_from_file_location(
+    "ledgers", pathlib.Path(__file__).with_name("ledgers.py")
+)
 ledgers = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(ledgers)
 
@@ -83,7 +84,11 @@ def damage(path, rng):
 def test_no_damage_under_counts(whole, tmp_path, record_property, victim):
     folder, said = whole["log" if victim == "-wal" else "database"]
     rng = random.Random(f"ledger {victim}")
-    count = {"": DAMAGES // 2, ".head": DAMAGES // 5, "-wal": DAMAGES - DAMAGES // 2 - DAMAGES // 5}[victim]
+    count = {
+        "": DAMAGES // 2,
+        ".head": DAMAGES // 5,
+        "-wal": DAMAGES - DAMAGES // 2 - DAMAGES // 5,
+    }[victim]
     refused = 0
     for number in range(count):
         copy = tmp_path / f"{number}" / "ledger.sqlite"

@@ -1,4 +1,5 @@
-"""Files of other writers, damaged at random: nothing runs, nothing stalls, and the error names the file.
+"""Files of other writers, damaged at random: nothing runs, nothing stalls, and the error names the
+file.
 
 The environment variable JAXDP_FAULTS is the number of damaged files of all kinds together.
 """
@@ -18,7 +19,16 @@ import pytest
 from PIL import Image
 
 from jaxdp import models
-from jaxdp.files import Limits, check_image, pack, read_json, read_npz, read_package, unpack, write_json
+from jaxdp.files import (
+    Limits,
+    check_image,
+    pack,
+    read_json,
+    read_npz,
+    read_package,
+    unpack,
+    write_json,
+)
 from jaxdp.models import Preprocessing, create, load_checkpoint
 from jaxdp.models.vit import ViT
 from jaxdp.report import MetricsWriter, read_metrics
@@ -30,7 +40,14 @@ FILES = int(os.environ.get("JAXDP_FAULTS", "96"))
 LIMITS = Limits(bytes=2**24, pixels=2**20)
 SECONDS, BYTES = 5.0, 2**27
 # What only a reader that runs code would do.
-EXECUTED = {"os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "pickle.find_class", "os.fork"}
+EXECUTED = {
+    "os.system",
+    "subprocess.Popen",
+    "os.exec",
+    "os.posix_spawn",
+    "pickle.find_class",
+    "os.fork",
+}
 
 
 def good_npz(path):
@@ -52,7 +69,9 @@ def good_metrics(path):
 
 
 def good_image(path):
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (28, 28, 3)).astype(np.uint8)).save(path, "PNG")
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (28, 28, 3)).astype(np.uint8)).save(
+        path, "PNG"
+    )
 
 
 def good_package(path):
@@ -67,7 +86,9 @@ def good_frontend(path):
     def search():
         images = np.zeros((1, 8, 8, 3), np.float32)
         params = model.init(jax.random.key(0), images)["params"]
-        scales = search_scales(backbone, params, images, np.zeros(1, int), metric="mse", fractions=(1.0, 2.0, 1))
+        scales = search_scales(
+            backbone, params, images, np.zeros(1, int), metric="mse", fractions=(1.0, 2.0, 1)
+        )
         return quantize_frontend(backbone.divide(params)[0], scales)
 
     frontend = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), jax.eval_shape(search))
@@ -119,7 +140,11 @@ def damaged(content, rng):
         case 0:
             return content[:place]
         case 1:
-            return content[:place] + bytes([content[place] ^ 1 << int(rng.integers(8))]) + content[place + 1 :]
+            return (
+                content[:place]
+                + bytes([content[place] ^ 1 << int(rng.integers(8))])
+                + content[place + 1 :]
+            )
         case 2:  # a run of the largest numbers, where a length may be
             return content[:place] + b"\xff" * 8 + content[place + 8 :]
         case 3:
@@ -224,7 +249,7 @@ def test_whole_files_are_read(tmp_path):
         assert not refused(read, tmp_path / name)
 
 
-# --- Files that are whole, and lie about their size ---------------------------------------------------------------
+# --- Files that are whole, and lie about their size ---------------------------------------------
 
 
 def zipped(path, name, header, size):
@@ -247,7 +272,8 @@ def test_a_small_npz_of_large_arrays_is_not_decompressed(tmp_path, names):
     zipped(path, "bomb.npy", {"descr": "|u1", "fortran_order": False, "shape": (size,)}, size)
     assert path.stat().st_size < size / 500
     with pytest.raises(
-        ValueError, match="declares 268435456 bytes, more than" if names == ["bomb"] else "has no array"
+        ValueError,
+        match="declares 268435456 bytes, more than" if names == ["bomb"] else "has no array",
     ):
         read_npz(path, names, limits=LIMITS)
     assert refused(lambda path: read_npz(path, names, limits=LIMITS), path)
@@ -263,11 +289,17 @@ def test_an_npz_with_objects_or_another_size_is_refused(tmp_path, descr):
 def test_weights_that_are_not_finite_are_refused(tmp_path):
     for number, value in enumerate((np.nan, np.inf)):
         path = tmp_path / f"{number}.safetensors"
-        models.save_params(path, {"a": {"kernel": jnp.full((2, 2), value, jnp.bfloat16)}, "n": jnp.arange(3)})
-        with pytest.raises(ValueError, match=r"safetensors has NaN or infinite values in 'a/kernel'\. Restore"):
+        models.save_params(
+            path, {"a": {"kernel": jnp.full((2, 2), value, jnp.bfloat16)}, "n": jnp.arange(3)}
+        )
+        with pytest.raises(
+            ValueError, match=r"safetensors has NaN or infinite values in 'a/kernel'\. Restore"
+        ):
             models.load_params(path)
         np.savez(tmp_path / f"{number}.npz", kernel=np.full(2, value))
-        with pytest.raises(ValueError, match=r"npz has NaN or infinite values in 'kernel'\. Get it"):
+        with pytest.raises(
+            ValueError, match=r"npz has NaN or infinite values in 'kernel'\. Get it"
+        ):
             checkpoint(tmp_path / f"{number}.npz")
 
 

@@ -1,4 +1,5 @@
-"""A sample of `tests/faults/kills.py`: jobs that are killed inside paid work pay once, and the checks can fail."""
+"""A sample of `tests/faults/kills.py`: jobs that are killed inside paid work pay once, and the
+checks can fail."""
 
 import json
 import pathlib
@@ -52,8 +53,19 @@ def test_the_operations_inside_paid_work_are_seen(sample):
     for name in ("fit", "accuracy"):
         operations = {operation for operation, _ in sample["right"]["sites"][name]}
         assert {
-            *("BEGIN IMMEDIATE", "INSERT INTO spends", "COMMIT", "pwrite ledger.sqlite.head", "PRAGMA wal_checkpoint"),
-            *("flock ledger.sqlite.head", "write charges.jsonl", "fsync charges.jsonl", "replace secret_seed"),
+            *(
+                "BEGIN IMMEDIATE",
+                "INSERT INTO spends",
+                "COMMIT",
+                "pwrite ledger.sqlite.head",
+                "PRAGMA wal_checkpoint",
+            ),
+            *(
+                "flock ledger.sqlite.head",
+                "write charges.jsonl",
+                "fsync charges.jsonl",
+                "replace secret_seed",
+            ),
             *("unlink secret_seed", "UPDATE spends"),
         } <= operations
 

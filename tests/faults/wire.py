@@ -1,4 +1,5 @@
-"""A process of Flower, or a party's program, whose HTTP messages are written down and may be the instant of its death.
+"""A process of Flower, or a party's program, whose HTTP messages are written down and may be the
+instant of its death.
 
     python -m tests.faults.wire flower-supernode --superlink ...
     python -m tests.faults.wire launch.recalibrate_client --config ...
@@ -21,14 +22,34 @@ import sys
 import threading
 from typing import Any
 
-HEARTBEAT_SECONDS = 5  # With "quick". A SuperNode, or a party's program, that is silent for twice as long has gone.
+HEARTBEAT_SECONDS = (
+    5  # With "quick". A SuperNode, or a party's program, that is silent for twice as long has gone.
+)
 # All other requests look for something to do, or tell that the process lives.
-_MESSAGES = ("push-", "pull-object", "pull-task-input", "confirm-message", "activate-node", "start-run")
+_MESSAGES = (
+    "push-",
+    "pull-object",
+    "pull-task-input",
+    "confirm-message",
+    "activate-node",
+    "start-run",
+)
 
 
 class _Wire:
-    def __init__(self, tap: str = "", events: str = "", kill: tuple[str, int, str] | None = None, quick: bool = False):
-        self._tap, self._events, self._kill, self._seen = tap, events, kill, collections.Counter[str]()
+    def __init__(
+        self,
+        tap: str = "",
+        events: str = "",
+        kill: tuple[str, int, str] | None = None,
+        quick: bool = False,
+    ):
+        self._tap, self._events, self._kill, self._seen = (
+            tap,
+            events,
+            kill,
+            collections.Counter[str](),
+        )
         self._lock = threading.Lock()
         if quick:
             _hasten()
@@ -104,7 +125,9 @@ def _hasten() -> None:
         module.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT_SECONDS  # type: ignore[attr-defined]
     heartbeat.HEARTBEAT_CALL_TIMEOUT = fleet_http_client.HEARTBEAT_CALL_TIMEOUT = 2
     real = time.sleep
-    time.sleep = lambda seconds: real(0.5 if seconds == 3 else seconds)  # how a SuperNode waits for messages
+    time.sleep = lambda seconds: real(
+        0.5 if seconds == 3 else seconds
+    )  # how a SuperNode waits for messages
 
 
 def hook() -> None:

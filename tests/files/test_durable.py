@@ -16,7 +16,11 @@ def test_file_and_folder_are_on_the_disk_around_the_rename(tmp_path, monkeypatch
         original = getattr(os, name)
 
         def wrapped(first, *rest):
-            where = os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else os.fspath(first)
+            where = (
+                os.readlink(f"/proc/self/fd/{first}")
+                if isinstance(first, int)
+                else os.fspath(first)
+            )
             done.append((name, "folder" if where == str(tmp_path) else "file"))
             return original(first, *rest)
 
@@ -28,7 +32,11 @@ def test_file_and_folder_are_on_the_disk_around_the_rename(tmp_path, monkeypatch
     assert done == [("fsync", "file"), ("replace", "file"), ("fsync", "folder")]
     write_durably(tmp_path / "b", lambda file: np.save(file, np.arange(3)))
     assert done[3:] == done[:3]
-    assert (tmp_path / "a").read_bytes() == b"content" and np.load(tmp_path / "b").tolist() == [0, 1, 2]
+    assert (tmp_path / "a").read_bytes() == b"content" and np.load(tmp_path / "b").tolist() == [
+        0,
+        1,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("place", ["fsync", "replace"])
@@ -59,14 +67,21 @@ def test_files_with_one_stem_do_not_meet(tmp_path):
         file.write(b"{}")
 
     write_durably(tmp_path / "stage.json", both)
-    assert (tmp_path / "stage.json").read_bytes() == b"{}" and (tmp_path / "stage.png").read_bytes() == b"picture"
+    assert (tmp_path / "stage.json").read_bytes() == b"{}" and (
+        tmp_path / "stage.png"
+    ).read_bytes() == b"picture"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"a": 1', b"\xff\xfe", b"[" * 10**5, b"[1]", b'{"b": 1}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"a": 1', b"\xff\xfe", b"[" * 10**5, b"[1]", b'{"b": 1}']
+)
 def test_damaged_json_is_named_with_the_remedy(tmp_path, content):
     path = tmp_path / "result.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} is damaged: .*The same command then makes it again"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{re.escape(str(path))} is damaged: .*The same command then makes it again",
+    ):
         read_json(path, keys=["a"])
     with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "other.json"))):
         read_json(tmp_path / "other.json")

@@ -1,4 +1,5 @@
-"""Packages: what is packed comes back, accidents are noticed, and a hostile writer gets neither code nor memory."""
+"""Packages: what is packed comes back, accidents are noticed, and a hostile writer gets neither
+code nor memory."""
 
 import functools
 import hashlib
@@ -45,7 +46,7 @@ def refused(data, match, kinds="frontend", **options):
         unpack(data, kinds, **options)
 
 
-# --- What is packed is what is read -----------------------------------------------------------------------------------
+# --- What is packed is what is read -------------------------------------------------------------
 
 
 def test_fields_and_arrays_come_back():
@@ -63,8 +64,16 @@ def test_safetensors_alone_reads_the_arrays():
     np.testing.assert_array_equal(found["../../labels"], ARRAYS["../../labels"])
 
 
-numbers = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-trees = st.recursive(numbers, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=5)
+numbers = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+)
+trees = st.recursive(
+    numbers, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=5
+)
 plain = st.sampled_from(["bool", "i1", "u1", "<i8", ">i2", "<u4", "<f2", ">f4", "<f8"])
 
 
@@ -78,11 +87,17 @@ plain = st.sampled_from(["bool", "i1", "u1", "<i8", ">i2", "<u4", "<f2", ">f4", 
 )
 def test_anything_plain_comes_back(fields, dtypes, shape, order):
     rng = np.random.default_rng(0)
-    arrays = {name: np.asarray(rng.integers(0, 2, shape), dtype, order=order) for name, dtype in dtypes.items()}
+    arrays = {
+        name: np.asarray(rng.integers(0, 2, shape), dtype, order=order)
+        for name, dtype in dtypes.items()
+    }
     got = unpack(pack("any", fields=fields, arrays=arrays), "any")
     assert got.fields == fields and got.arrays.keys() == arrays.keys()
     for name, array in arrays.items():
-        assert got.arrays[name].dtype == array.dtype.newbyteorder("<") and got.arrays[name].tolist() == array.tolist()
+        assert (
+            got.arrays[name].dtype == array.dtype.newbyteorder("<")
+            and got.arrays[name].tolist() == array.tolist()
+        )
 
 
 def test_jax_arrays_are_packed_and_tuples_become_lists():
@@ -96,12 +111,36 @@ def test_jax_arrays_are_packed_and_tuples_become_lists():
         ({"kind": ""}, ValueError, "kind must be a non-empty string, got ''"),
         ({"fields": {3: 1}}, ValueError, "every name in fields must be a non-empty string, got 3"),
         ({"fields": {"x": {1, 2}}}, ValueError, "fields must be JSON-able .* set"),
-        ({"fields": {"x": float("nan")}}, ValueError, "fields must be JSON-able .* not JSON compliant"),
-        ({"fields": {"x": functools.reduce(lambda x, _: [x], range(99), 0)}}, ValueError, "more than 100 deep"),
-        ({"arrays": {"": np.zeros(2)}}, ValueError, "every name in arrays must be a non-empty string"),
-        ({"arrays": {"x": np.full(2, np.nan)}}, ValueError, "NaN or infinite values in 'x'. Nothing is sent"),
-        ({"arrays": {"x": np.array([{}])}}, TypeError, r"array 'x' has dtype object. .*astype\(np.float32\)"),
-        ({"arrays": {"x": np.zeros(2, ml_dtypes.bfloat16)}}, TypeError, "array 'x' has dtype bfloat16"),
+        (
+            {"fields": {"x": float("nan")}},
+            ValueError,
+            "fields must be JSON-able .* not JSON compliant",
+        ),
+        (
+            {"fields": {"x": functools.reduce(lambda x, _: [x], range(99), 0)}},
+            ValueError,
+            "more than 100 deep",
+        ),
+        (
+            {"arrays": {"": np.zeros(2)}},
+            ValueError,
+            "every name in arrays must be a non-empty string",
+        ),
+        (
+            {"arrays": {"x": np.full(2, np.nan)}},
+            ValueError,
+            "NaN or infinite values in 'x'. Nothing is sent",
+        ),
+        (
+            {"arrays": {"x": np.array([{}])}},
+            TypeError,
+            r"array 'x' has dtype object. .*astype\(np.float32\)",
+        ),
+        (
+            {"arrays": {"x": np.zeros(2, ml_dtypes.bfloat16)}},
+            TypeError,
+            "array 'x' has dtype bfloat16",
+        ),
         ({"arrays": {"x": np.zeros(2, complex)}}, TypeError, "complex128"),
         ({"arrays": {"x": np.zeros(2, np.longdouble)}}, TypeError, "array 'x' has dtype"),
         ({"arrays": {"x": np.zeros(2, "i4,f4")}}, TypeError, "array 'x' has dtype"),
@@ -112,42 +151,89 @@ def test_what_cannot_be_packed_is_refused(change, error, match):
         pack(**{"kind": "any", "fields": {}, "arrays": {}, **change})
 
 
-# --- Accidents and hostile writers ------------------------------------------------------------------------------------
+# --- Accidents and hostile writers --------------------------------------------------------------
 
 
 def test_every_damaged_byte_is_noticed():
     for index in range(0, len(DATA), 7):
-        refused(DATA[:index] + bytes([DATA[index] ^ 1 << index % 8]) + DATA[index + 1 :], r"SHA-256.* Send it again")
+        refused(
+            DATA[:index] + bytes([DATA[index] ^ 1 << index % 8]) + DATA[index + 1 :],
+            r"SHA-256.* Send it again",
+        )
     for wrong in (DATA[:-1], DATA + b"\0", b"", DATA[:32], DATA[:39]):
-        refused(wrong, r"the package does not have the SHA-256 that it states\. The package is damaged\. Send it again")
+        refused(
+            wrong,
+            r"the package does not have the SHA-256 that it states\. The package is damaged\. Send it again",
+        )
 
 
 def test_another_package_than_the_one_asked_for_is_refused():
-    refused(DATA, "the package is of kind 'frontend', not 'a' or 'b'. Give another package", kinds={"a", "b"})
-    refused(DATA, "whole, but .* needs the field 'bits', 'mean'.*make it again", fields=["mean", "cut", "bits"])
+    refused(
+        DATA,
+        "the package is of kind 'frontend', not 'a' or 'b'. Give another package",
+        kinds={"a", "b"},
+    )
+    refused(
+        DATA,
+        "whole, but .* needs the field 'bits', 'mean'.*make it again",
+        fields=["mean", "cut", "bits"],
+    )
 
 
 @pytest.mark.parametrize("version", [3, 1, 0, -1, 2.0, True, "2", None, 10**30, [2]])
 def test_another_format_is_refused(version):
     def other(header):
-        header["__metadata__"]["package"] = json.dumps({"format": version, "kind": "frontend", "fields": {}})
+        header["__metadata__"]["package"] = json.dumps(
+            {"format": version, "kind": "frontend", "fields": {}}
+        )
 
-    refused(forged(other), f"has format {re.escape(repr(version))}, but this jaxdp reads format 2. Upgrade jaxdp, or")
+    refused(
+        forged(other),
+        f"has format {re.escape(repr(version))}, but this jaxdp reads format 2. Upgrade jaxdp, or",
+    )
 
 
 @pytest.mark.parametrize(
     ("told", "match"),
     [
         ('{"format": 2, "kind": "frontend", "fields": {"x": NaN}}', "NaN is not a number of JSON"),
-        ('{"format": 2, "kind": "frontend", "fields": {"x": [-Infinity]}}', "-Infinity is not a number of JSON"),
-        ('{"format": 2, "kind": "frontend", "fields": {"x": 1e999}}', "the number 1e999 is beyond float64"),
-        ('{"format": 2, "kind": "a", "kind": "frontend", "fields": {}}', "has the key 'kind' twice"),
-        ('{"format": 2, "kind": "frontend", "fields": ' + "[" * 99 + "]" * 99 + "}", "is of kind 'frontend', not"),
-        ('{"format": 2, "kind": "frontend", "fields": ' + "[" * 100 + "]" * 100 + "}", "more than 100 deep"),
-        ('{"format": 2, "kind": "frontend", "fields": ' + '{"x":' * 10**5 + "0" + "}" * 10**5 + "}", "100 deep"),
-        ('{"format": 2, "kind": "frontend", "fields": {"x": ' + "9" * 10**4 + "}}", "is damaged: ValueError, Exceeds"),
+        (
+            '{"format": 2, "kind": "frontend", "fields": {"x": [-Infinity]}}',
+            "-Infinity is not a number of JSON",
+        ),
+        (
+            '{"format": 2, "kind": "frontend", "fields": {"x": 1e999}}',
+            "the number 1e999 is beyond float64",
+        ),
+        (
+            '{"format": 2, "kind": "a", "kind": "frontend", "fields": {}}',
+            "has the key 'kind' twice",
+        ),
+        (
+            '{"format": 2, "kind": "frontend", "fields": ' + "[" * 99 + "]" * 99 + "}",
+            "is of kind 'frontend', not",
+        ),
+        (
+            '{"format": 2, "kind": "frontend", "fields": ' + "[" * 100 + "]" * 100 + "}",
+            "more than 100 deep",
+        ),
+        (
+            '{"format": 2, "kind": "frontend", "fields": '
+            + '{"x":' * 10**5
+            + "0"
+            + "}" * 10**5
+            + "}",
+            "100 deep",
+        ),
+        (
+            '{"format": 2, "kind": "frontend", "fields": {"x": ' + "9" * 10**4 + "}}",
+            "is damaged: ValueError, Exceeds",
+        ),
         ('{"format": 2, "kind": "\x1b[31mred", "fields": {}}', r"is damaged: JSONDecodeError"),
-        ('{"format": 2, "kind": "\\u001b[31mred", "fields": {}}', r"is of kind '\\x1b\[31mred', not 'frontend'"),
+        (
+            '{"format": 2, "kind": "\\u001b[31mred", "fields": {}}',
+            r"is of kind '\\x1b\[31mred', not 'frontend'",
+        ),
     ],
 )
 def test_fields_that_are_not_strict_json_are_refused(told, match):
@@ -160,12 +246,17 @@ def test_the_header_itself_is_strict_json():
         (b'{"x": 1, "x": 2}', "has the key 'x' twice"),
         (b"\xff{}", "UnicodeDecodeError"),
     ):
-        refused(sealed(len(text).to_bytes(8, "little") + text), f"is damaged: .*{match}.* Send it again")
+        refused(
+            sealed(len(text).to_bytes(8, "little") + text), f"is damaged: .*{match}.* Send it again"
+        )
 
 
 def test_a_message_shows_no_control_character():
     name = "\x1b[31m\x07\u202ename"
-    header = {"layer\x1b[2J": {"dtype": "\x1b[31mF32", "shape": [1], "data_offsets": [0, 4]}, "__metadata__": {}}
+    header = {
+        "layer\x1b[2J": {"dtype": "\x1b[31mF32", "shape": [1], "data_offsets": [0, 4]},
+        "__metadata__": {},
+    }
     header["__metadata__"]["package"] = json.dumps({"format": 2, "kind": "frontend", "fields": {}})
     text = json.dumps(header, ensure_ascii=False).replace("\x1b", "\\u001b").encode()
     for data in (DATA[:-1], sealed(len(text).to_bytes(8, "little") + text + bytes(4))):
@@ -202,32 +293,43 @@ def test_headers_that_lie_are_refused(change):
     refused(forged(change), "the package is damaged: .* Send it again")
 
 
-@pytest.mark.parametrize("rest", [b"\xff" * 8, b"\xff" * 64, bytes(8), (2).to_bytes(8, "little") + b"[]", b"\x01" * 9])
+@pytest.mark.parametrize(
+    "rest", [b"\xff" * 8, b"\xff" * 64, bytes(8), (2).to_bytes(8, "little") + b"[]", b"\x01" * 9]
+)
 def test_what_is_no_package_is_refused(rest):
     refused(sealed(rest), "the package is damaged: .* Send it again")
 
 
 def test_an_infinity_that_came_is_refused():
     rest = safetensors.numpy.save(
-        {"x": np.float32([np.inf])}, {"package": json.dumps({"format": 2, "kind": "k", "fields": {}})}
+        {"x": np.float32([np.inf])},
+        {"package": json.dumps({"format": 2, "kind": "k", "fields": {}})},
     )
     refused(sealed(rest), "NaN or infinite values in 'x'. Its writer must make it again", kinds="k")
 
 
-# --- Files ------------------------------------------------------------------------------------------------------------
+# --- Files --------------------------------------------------------------------------------------
 
 
 def test_a_package_in_a_file(tmp_path):
     path = tmp_path / "new" / "frontend"
     write_package(path, DATA)
-    assert read_package(path) == DATA and [file.name for file in path.parent.iterdir()] == ["frontend"]
-    with pytest.raises(ValueError, match=r"frontend declares \d+ bytes, more than the limit of 100"):
+    assert read_package(path) == DATA and [file.name for file in path.parent.iterdir()] == [
+        "frontend"
+    ]
+    with pytest.raises(
+        ValueError, match=r"frontend declares \d+ bytes, more than the limit of 100"
+    ):
         read_package(path, limits=Limits(bytes=100))
     (tmp_path / "link").symlink_to(path)
     for other in (tmp_path / "link", tmp_path):
-        with pytest.raises(ValueError, match=r"is not a plain file\. The package is damaged\. Send it again"):
+        with pytest.raises(
+            ValueError, match=r"is not a plain file\. The package is damaged\. Send it again"
+        ):
             read_package(other)
-    with pytest.raises(FileNotFoundError, match=r"nothing does not exist\. Give the file of a package"):
+    with pytest.raises(
+        FileNotFoundError, match=r"nothing does not exist\. Give the file of a package"
+    ):
         read_package(tmp_path / "nothing")
 
 

@@ -38,7 +38,10 @@ def test_arrays_without_bytes_are_refused(tmp_path, descr, shape, message):
 
 def test_arrays_without_rows_are_read(tmp_path):
     np.savez(tmp_path / "x.npz", x=np.zeros((0, 3)), y=np.zeros((3, 0)))
-    assert read_npz(tmp_path / "x.npz")["y"].shape == (3, 0) and npz_names(tmp_path / "x.npz") == ["x", "y"]
+    assert read_npz(tmp_path / "x.npz")["y"].shape == (3, 0) and npz_names(tmp_path / "x.npz") == [
+        "x",
+        "y",
+    ]
 
 
 def test_names_that_steer_a_terminal_are_escaped(tmp_path):

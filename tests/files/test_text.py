@@ -12,7 +12,21 @@ HOSTILE = "a\x1b[31mb\x07\x9b2J\u202e\n\x7fc"
 
 
 @pytest.mark.parametrize(
-    "value", [None, True, 0, -7, 1.5, 1e308, 5e-324, 10**300, "ü\u0000", [], {}, {"a": [{"b": {"a": 1}}, 2]}]
+    "value",
+    [
+        None,
+        True,
+        0,
+        -7,
+        1.5,
+        1e308,
+        5e-324,
+        10**300,
+        "ü\u0000",
+        [],
+        {},
+        {"a": [{"b": {"a": 1}}, 2]},
+    ],
 )
 def test_what_json_writes_is_read(value):
     text = json.dumps(value, allow_nan=False)
@@ -91,7 +105,9 @@ MESSAGES = {
     "a file that is not JSON": _json,
     "another library's message": _library,
     "a limit": lambda path: lambda: Limits(bytes=1).check("bytes", 2, str(path)),
-    "not finite": lambda path: lambda: check_finite({HOSTILE: np.full(1, np.nan)}, path, "Get it again."),
+    "not finite": lambda path: (
+        lambda: check_finite({HOSTILE: np.full(1, np.nan)}, path, "Get it again.")
+    ),
 }
 
 

@@ -1,10 +1,9 @@
 """Runs jobs in several processes of `jax.distributed`, on four virtual devices in all.
 
-`main(folder, jobs)` takes {group: [[job, number of processes, kill], ...]}. A kill is [i, "compile" | "batches" |
-"step" | "save"]: process i kills itself where `fit` gets there, at "step" and "save" the second time. This module has
-imported everything, and forks the processes before JAX has started. It writes what they raised, and what the ledger
-has charged after each job.
-"""
+`main(folder, jobs)` takes {group: [[job, number of processes, kill], ...]}. A kill is [i, "compile"
+| "batches" | "step" | "save"]: process i kills itself where `fit` gets there, at "step" and "save"
+the second time. This module has imported everything, and forks the processes before JAX has
+started. It writes what they raised, and what the ledger has charged after each job."""
 
 import contextlib
 import functools
@@ -62,16 +61,29 @@ def trainer_of(make=finetune.dp_sgd, **options):
     def rule(path, leaf):
         return PartitionSpec("data") if path == "w" else PartitionSpec()
 
-    options = {"noise_multiplier": 1.0, "clip_norm": 1.0, "physical_batch_size": 8, "engine": "vmap"} | options
-    options = {"mesh": jax.make_mesh((DEVICES,), ("data",)), "param_sharding": rule, "ema_decay": 0.9} | options
+    options = {
+        "noise_multiplier": 1.0,
+        "clip_norm": 1.0,
+        "physical_batch_size": 8,
+        "engine": "vmap",
+    } | options
+    options = {
+        "mesh": jax.make_mesh((DEVICES,), ("data",)),
+        "param_sharding": rule,
+        "ema_decay": 0.9,
+    } | options
     return make(loss, optax.adam(0.1), sampler=data.PoissonSampler(SIZE, 0.4), **options)
 
 
 def whole(tree):
-    return jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree)
+    return jax.tree.map(
+        lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree
+    )
 
 
-def fit(folder, steps, source=None, trainer=None, params=PARAMS, budget=None, payers=(0,), **options):
+def fit(
+    folder, steps, source=None, trainer=None, params=PARAMS, budget=None, payers=(0,), **options
+):
     """Runs `fit` with a ledger that only process 0 opens."""
     folder.mkdir(exist_ok=True)
     with contextlib.ExitStack() as opened:
@@ -80,17 +92,27 @@ def fit(folder, steps, source=None, trainer=None, params=PARAMS, budget=None, pa
             ledger = opened.enter_context(Ledger(folder / "ledger.sqlite"))
             ledger.register("d", adjacency="add_remove", unit="example", delta=1e-5, epsilon=budget)
             account = ledger.account("d")
-        options = {"account": account, "workdir": folder / "run", "checkpoint_every": CHUNK} | options
+        options = {
+            "account": account,
+            "workdir": folder / "run",
+            "checkpoint_every": CHUNK,
+        } | options
         return finetune.fit(
-            trainer or trainer_of(), params, source or Counted(), steps=steps, progress=False, **options
+            trainer or trainer_of(),
+            params,
+            source or Counted(),
+            steps=steps,
+            progress=False,
+            **options,
         )
 
 
-# --- Jobs -------------------------------------------------------------------------------------------------------------
+# --- Jobs ---------------------------------------------------------------------------------------
 
 
 def same_steps(folder):
-    """Takes two steps of each query under known keys, and one without data, whose result is the noise."""
+    """Takes two steps of each query under known keys, and one without data, whose result is the
+    noise."""
     found = {}
     anchors = {"x": X[:16], "y": Y[:16]}
     methods = {
@@ -107,9 +129,13 @@ def same_steps(folder):
         trainer, source = trainer_of(finetune.METHODS[name], **options), Counted()
         state = trainer.init(PARAMS)
         noise = state.noise._replace(key=release.stream(bytes(16), "test"))
-        state = trainer.placed(state._replace(noise=noise, key=release.stream(bytes(16), "test", impl="threefry2x32")))
+        state = trainer.placed(
+            state._replace(noise=noise, key=release.stream(bytes(16), "test", impl="threefry2x32"))
+        )
         if name == "dp_sgd":
-            found["noise"] = whole(trainer.update(state, trainer.zeros(state.params, state.layout))[0].opt_state)
+            found["noise"] = whole(
+                trainer.update(state, trainer.zeros(state.params, state.layout))[0].opt_state
+            )
             source.read = 0
         for _ in range(2):
             state, _ = trainer.step(state, source)
@@ -119,7 +145,8 @@ def same_steps(folder):
     if jax.process_index() == 0:
         leaves = jax.tree_util.tree_flatten_with_path(found)[0]
         np.savez(
-            folder / "result.npz", **{jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+            folder / "result.npz",
+            **{jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves},
         )
 
 
@@ -151,7 +178,9 @@ def refused(folder):
     attempt("workdir", workdir=folder / f"run {me}")
     attempt("size", source=Counted(X[: SIZE - me]))
     attempt("account", account=None)
-    attempt("budget", function=lambda folder, **options: fit(folder / "small", budget=1e-3, **options))
+    attempt(
+        "budget", function=lambda folder, **options: fit(folder / "small", budget=1e-3, **options)
+    )
 
     class Unreadable(Counted):
         """A source that process 1 cannot read ahead, which begins when a chunk is paid."""
@@ -178,13 +207,18 @@ def refused(folder):
     release.Hosts.first = lambda self, function: first(self, function) and function()
     attempt("own seeds", workdir=None)
     release.Hosts.first, release.Hosts.leads = first, True
-    attempt("each pays", lambda folder, **options: fit(folder / "twice", payers=(0, 1), **options), workdir=None)
+    attempt(
+        "each pays",
+        lambda folder, **options: fit(folder / "twice", payers=(0, 1), **options),
+        workdir=None,
+    )
     release.Hosts.leads = leads
     (folder / f"said{me}.json").write_text(json.dumps(said))
 
 
 def launcher(folder, devices):
-    """Runs the launcher with noise that does not depend on the mesh. Notes the files that it opens to write."""
+    """Runs the launcher with noise that does not depend on the mesh. Notes the files that it opens
+    to write."""
     root, wrote = folder / "run", set()
 
     def hook(event, arguments):
@@ -198,11 +232,21 @@ def launcher(folder, devices):
 
     sys.addaudithook(hook)
     release.Till.token = lambda self, what: what.label
-    fields = {"references": False, "model.options.widths": (4,), "pretrain.steps": 1, "data.crop_padding": 0}
+    fields = {
+        "references": False,
+        "model.options.widths": (4,),
+        "pretrain.steps": 1,
+        "data.crop_padding": 0,
+    }
     fields |= {f"private.{name}": 3 for name in ("steps", "checkpoint_every", "evaluate_every")}
     fields |= {"private.augmult": 0, "private.batch_size": 64, "private.physical_batch_size": 80}
     fields |= {"private.accountant": "rdp"}  # calibrates sooner
-    sys.argv = ["finetune", "--config=configs/digits_dpsgd.py", f"--workdir={root}", f"--devices={devices}"]
+    sys.argv = [
+        "finetune",
+        "--config=configs/digits_dpsgd.py",
+        f"--workdir={root}",
+        f"--devices={devices}",
+    ]
     sys.argv += [f"--config.{name}={value}" for name, value in fields.items()]
     warnings.filterwarnings("ignore", "the load_module", DeprecationWarning)
     warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
@@ -215,7 +259,7 @@ def launcher(folder, devices):
 JOBS = {job.__name__: job for job in (same_steps, four_steps, six_steps, refused)}
 
 
-# --- Processes --------------------------------------------------------------------------------------------------------
+# --- Processes ----------------------------------------------------------------------------------
 
 
 def arm(at):
@@ -250,7 +294,8 @@ def work(folder, job, process, processes, port, kill):
             slurm = {"JOB_ID": 1, "STEP_NODELIST": "localhost", "NTASKS": processes}
             slurm |= {"PROCID": process, "LOCALID": process}
             os.environ.update(
-                {f"SLURM_{name}": str(value) for name, value in slurm.items()}, JAX_COORDINATOR_PORT=str(port)
+                {f"SLURM_{name}": str(value) for name, value in slurm.items()},
+                JAX_COORDINATOR_PORT=str(port),
             )
             devices = "cluster"
         return launcher(folder, devices)
@@ -293,7 +338,9 @@ def run(folder, job, processes, kill=None):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    pids = [forked(folder / f"log{i}", folder, job, i, processes, port, kill) for i in range(processes)]
+    pids = [
+        forked(folder / f"log{i}", folder, job, i, processes, port, kill) for i in range(processes)
+    ]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     said = [(folder / f"log{i}").read_text() for i in range(processes)]
     return {"statuses": statuses, "charged": charged(folder), "said": said}
@@ -310,7 +357,8 @@ def charged(folder):
 
 
 def main(root, groups):
-    """Runs the launchers' jobs beside the others, because one of them waits for a process that has died."""
+    """Runs the launchers' jobs beside the others, because one of them waits for a process that has
+    died."""
     beside = os.fork()
     for name, jobs in groups.items():
         if name.startswith("launched") == (beside == 0):

@@ -1,12 +1,13 @@
-"""Runs `fit` in processes that are killed with SIGKILL at chosen instants, and resumed until they finish.
+"""Runs `fit` in processes that are killed with SIGKILL at chosen instants, and resumed until they
+finish.
 
-`main(folder, scenarios)` takes a list of {"name": ..., "kills": [kill, ...]}: attempt i of the run in folder/name dies
-by kills[i], which is {"at": "reserved" | "step" | "kept" | "checkpoint" | "saved", "time": k}, the k-th time it gets
-there.
+`main(folder, scenarios)` takes a list of {"name": ..., "kills": [kill, ...]}: attempt i of the run
+in folder/name dies by kills[i], which is {"at": "reserved" | "step" | "kept" | "checkpoint" |
+"saved", "time": k}, the k-th time it gets there.
 
-This module has imported everything, and forks the runs before JAX has started. Every released step is appended to
-folder/name/released.jsonl, with digests of what determines its noise, of the clipped sum, and of the result.
-"""
+This module has imported everything, and forks the runs before JAX has started. Every released step
+is appended to folder/name/released.jsonl, with digests of what determines its noise, of the clipped
+sum, and of the result."""
 
 import contextlib
 import functools
@@ -34,7 +35,9 @@ STEPS, CHUNK, SEED = 12, 3, bytes(range(16))
 
 
 def digest(tree):
-    leaves = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in tree]
+    leaves = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in tree
+    ]
     return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in leaves)).hexdigest()[:16]
 
 
@@ -140,7 +143,8 @@ def arm(kill):
     elif kill["at"] == "saved":
         before(Ledger, "_finish")
     else:
-        # Orbax writes into a temporary folder and renames it at the end: die with everything written but the rename.
+        # Orbax writes into a temporary folder and renames it at the end: die with everything
+        # written but the rename.
         before(os, "rename")
         before(os, "replace")
         before(pathlib.Path, "rename")

@@ -1,4 +1,5 @@
-"""AdpAlloc: schedules against their formulas, what is added and charged in each epoch, and the calibrated run."""
+"""AdpAlloc: schedules against their formulas, what is added and charged in each epoch, and the
+calibrated run."""
 
 import functools
 import math
@@ -48,7 +49,12 @@ def trainer_of(sampler, schedule, noise_multiplier, **kwargs):
     arguments = {"clip_norm": CLIP, "physical_batch_size": 8, "loss_fn": nothing, **kwargs}
     loss_fn = arguments.pop("loss_fn")
     return finetune.adp_alloc(
-        loss_fn, optax.sgd(1.0), sampler=sampler, schedule=schedule, noise_multiplier=noise_multiplier, **arguments
+        loss_fn,
+        optax.sgd(1.0),
+        sampler=sampler,
+        schedule=schedule,
+        noise_multiplier=noise_multiplier,
+        **arguments,
     )
 
 
@@ -67,13 +73,16 @@ def multipliers(event):
 def test_schedules_are_the_formulas(name):
     schedule, formula = SCHEDULES[name]
     epochs = np.arange(200)
-    np.testing.assert_allclose([schedule(10.34, int(t)) for t in epochs], formula(10.34, epochs + 0.0), rtol=1e-12)
+    np.testing.assert_allclose(
+        [schedule(10.34, int(t)) for t in epochs], formula(10.34, epochs + 0.0), rtol=1e-12
+    )
     # DPMLBench's time-based schedule rises.
     assert (np.diff([schedule(10.34, int(t)) for t in epochs]) <= 0).all()
 
 
 def noise_at(steps, noise_multiplier):
-    """Return one noise value per step, as a compiled step adds it; the same normals for every noise multiplier."""
+    """Return one noise value per step, as a compiled step adds it; the same normals for every noise
+    multiplier."""
     privatizer = privatize(1.0, noise_multiplier=noise_multiplier, divisor=1.0)
     key = jax.random.key(0)
     added = jax.jit(jax.vmap(lambda t: privatizer.update(jnp.zeros(()), PrivatizeState(key, t))[0]))
@@ -86,7 +95,8 @@ def normals(steps):
 
 
 def claimed(privatizer, step):
-    """Return the noise multiplier that a step claims; 0 where float32 has no such noise, and there is no event."""
+    """Return the noise multiplier that a step claims; 0 where float32 has no such noise, and there
+    is no event."""
     try:
         return privatizer.event_at(step).noise_multiplier
     except ValueError as error:
@@ -102,7 +112,10 @@ def test_the_noise_added_is_never_less_than_what_is_charged(name):
     trainer = trainer_of(data.PoissonSampler(N, 1 / length), schedule, 10.34)
     steps = epochs * length + length - 1
     charged = np.array([claimed(trainer.privatizer, int(t)) for t in steps])
-    added, normal = noise_at(steps, trainer.privatizer.noise_multiplier), normals(tuple(steps.tolist()))
+    added, normal = (
+        noise_at(steps, trainer.privatizer.noise_multiplier),
+        normals(tuple(steps.tolist())),
+    )
     meaningful = charged > 1e-20
     ratio = added[meaningful] / normal[meaningful] / charged[meaningful]
     assert ratio.min() >= 1
@@ -111,7 +124,8 @@ def test_the_noise_added_is_never_less_than_what_is_charged(name):
 
 
 def noise_of_epochs(epochs=3, length=3, size=20_000):
-    """Return the noise [epochs * length, size] of a run of zero gradients, over what the schedule asks for."""
+    """Return the noise [epochs * length, size] of a run of zero gradients, over what the schedule
+    asks for."""
     sampler = data.PoissonSampler(N, 0.35)  # ceil(1 / 0.35) = 3 steps
     trainer = trainer_of(sampler, finetune.exponential_noise(0.5), 3.0)
     state, source = trainer.init({"w": jnp.zeros(size)}), digits_like()
@@ -120,23 +134,30 @@ def noise_of_epochs(epochs=3, length=3, size=20_000):
         before = np.asarray(state.params["w"], np.float64)
         state, _ = trainer.step(state, source)
         sigma = 3.0 * math.exp(-0.5 * (step // length))
-        noises.append((before - np.asarray(state.params["w"], np.float64)) * 0.35 * N / (sigma * CLIP))
+        noises.append(
+            (before - np.asarray(state.params["w"], np.float64)) * 0.35 * N / (sigma * CLIP)
+        )
     return np.stack(noises)
 
 
 def digits_like():
-    return data.from_arrays(features=np.zeros((N, 1), np.float32), label=np.arange(N) % 2, num_classes=2)
+    return data.from_arrays(
+        features=np.zeros((N, 1), np.float32), label=np.arange(N) % 2, num_classes=2
+    )
 
 
 @pytest.mark.slow
 def test_the_noise_of_every_epoch_has_its_own_scale_and_wrong_scales_are_rejected():
-    # Parameters of size 1 hold the last epoch's noise to 1e-7; failing a right variance has probability below 1e-6.
+    # Parameters of size 1 hold the last epoch's noise to 1e-7; failing a right variance has
+    # probability below 1e-6.
     def right(sample):
         return abs((sample**2).mean() - 1) < 4.9 * math.sqrt(2 / sample.size)
 
     noises = noise_of_epochs()
     assert all(map(right, noises))
-    assert np.abs(np.corrcoef(noises) - np.eye(len(noises))).max() < 5.2 / math.sqrt(noises.shape[1])
+    assert np.abs(np.corrcoef(noises) - np.eye(len(noises))).max() < 5.2 / math.sqrt(
+        noises.shape[1]
+    )
     for scale in (0.7, 1.3):
         assert not any(map(right, scale * noises))
 
@@ -150,14 +171,23 @@ def test_each_step_is_charged_the_noise_of_its_epoch(name):
     for step in range(steps):
         sigma = float(formula(2.5, float(step // 4)))
         expected[sigma] = expected.get(sigma, 0) + 1
-    for event in (trainer.event(0, steps), schedule_event(schedule, 2.5, data.PoissonSampler(N, q), steps)):
+    for event in (
+        trainer.event(0, steps),
+        schedule_event(schedule, 2.5, data.PoissonSampler(N, q), steps),
+    ):
         found = multipliers(event)
         assert sum(found.values()) == steps
         for sigma, count in expected.items():
             near = sum(c for s, c in found.items() if s == pytest.approx(sigma, rel=1e-12))
-            assert near == sum(c for s, c in expected.items() if s == pytest.approx(sigma, rel=1e-12)) >= count
+            assert (
+                near
+                == sum(c for s, c in expected.items() if s == pytest.approx(sigma, rel=1e-12))
+                >= count
+            )
     # Chunks of any length compose to the run.
-    parts = dp_event.ComposedDpEvent([trainer.event(0, 5), trainer.event(5, 6), trainer.event(6, steps)])
+    parts = dp_event.ComposedDpEvent(
+        [trainer.event(0, 5), trainer.event(5, 6), trainer.event(6, steps)]
+    )
     assert composition(parts) == composition(trainer.event(0, steps))
     assert composition(trainer.event(3, 5)) == gaussians([schedule(2.5, 0), schedule(2.5, 1)], q)
 
@@ -172,7 +202,10 @@ def test_an_epoch_is_the_steps_in_which_every_example_is_expected_once(size):
 
 def test_an_epoch_of_a_broken_number_of_steps_is_rounded_up():
     sampler = data.PoissonSampler(50_000, 256 / 50_000)
-    assert multipliers(schedule_event(finetune.step_noise(0.5, 1), 1.0, sampler, 197)) == {1.0: 196, 0.5: 1}
+    assert multipliers(schedule_event(finetune.step_noise(0.5, 1), 1.0, sampler, 197)) == {
+        1.0: 196,
+        0.5: 1,
+    }
 
 
 @pytest.mark.slow
@@ -184,7 +217,9 @@ def test_an_epoch_of_a_broken_number_of_steps_is_rounded_up():
 )
 def test_known_runs(size, batch, steps, sigma_0, last, target, loss):
     """100 epochs with k = 0.01 at delta 1e-5: sigma_0 by RDP, and the tighter epsilon by PLD."""
-    event = schedule_event(finetune.exponential_noise(0.01), sigma_0, data.PoissonSampler(size, batch / size), steps)
+    event = schedule_event(
+        finetune.exponential_noise(0.01), sigma_0, data.PoissonSampler(size, batch / size), steps
+    )
     assert len(multipliers(event)) == 100
     assert min(multipliers(event)) == pytest.approx(last, abs=0.006)
     assert epsilon(event, delta=1e-5, method="rdp") == pytest.approx(target, abs=2e-3)
@@ -195,13 +230,17 @@ def test_known_runs(size, batch, steps, sigma_0, last, target, loss):
 def test_a_calibrated_run_meets_its_target_and_less_noise_does_not():
     schedule, q, steps, target = finetune.polynomial_noise(9.0, 2.0, 2), 0.25, 4 * 3, 1.2
     sampler = data.PoissonSampler(N, q)
-    sigma_0 = finetune.calibrate_schedule(schedule, sampler, steps=steps, epsilon=target, delta=1e-5)
+    sigma_0 = finetune.calibrate_schedule(
+        schedule, sampler, steps=steps, epsilon=target, delta=1e-5
+    )
 
     def cost(sigma_0):
         accountant = PLDAccountant()
         for epoch in range(steps // 4):
             sigma = (sigma_0 - 9) * (1 - epoch / 2) ** 2 + 9
-            accountant.compose(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(sigma)), 4)
+            accountant.compose(
+                dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(sigma)), 4
+            )
         return accountant.get_epsilon(1e-5)
 
     run = trainer_of(sampler, schedule, sigma_0).event(0, steps)
@@ -220,7 +259,7 @@ def test_calibration_by_renyi_divergences_asks_for_more_noise():
     assert other == pytest.approx(2 * pld, rel=1e-3)
 
 
-# --- What cannot be ---------------------------------------------------------------------------------------------------
+# --- What cannot be -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -253,7 +292,9 @@ def test_a_schedule_that_turns_negative_is_no_privacy(truncated):
         trainer.event(0, 5)
     for steps in (5, 7):
         assert epsilon(schedule_event(falling, 1.5, sampler, steps), delta=1e-5) == math.inf
-    assert epsilon(schedule_event(falling, 1.0, sampler, 3), delta=1e-5) == math.inf  # no noise at all
+    assert (
+        epsilon(schedule_event(falling, 1.0, sampler, 3), delta=1e-5) == math.inf
+    )  # no noise at all
 
 
 @pytest.mark.slow
@@ -267,10 +308,14 @@ def test_calibration_keeps_noise_in_every_epoch():
     assert sigma_0 > 3.3  # 2.77 would do for the first two of the three epochs
 
 
-@pytest.mark.parametrize("schedule", [lambda s, t: -s, lambda s, t: math.nan * s, lambda s, t: 0.0 * s])
+@pytest.mark.parametrize(
+    "schedule", [lambda s, t: -s, lambda s, t: math.nan * s, lambda s, t: 0.0 * s]
+)
 def test_a_schedule_without_noise_cannot_be_calibrated(schedule):
     with pytest.raises(ValueError, match="is out of reach"):
-        finetune.calibrate_schedule(schedule, data.PoissonSampler(N, 0.5), steps=6, epsilon=3.0, delta=1e-5)
+        finetune.calibrate_schedule(
+            schedule, data.PoissonSampler(N, 0.5), steps=6, epsilon=3.0, delta=1e-5
+        )
 
 
 @pytest.mark.slow
@@ -285,12 +330,24 @@ def test_a_schedule_without_noise_cannot_be_calibrated(schedule):
         (lambda: finetune.step_noise(0.0, 10), r"factor must be in \(0, 1\]"),
         (lambda: finetune.step_noise(0.5, 0), "period must be at least 1 epoch, got 0"),
         (lambda: finetune.polynomial_noise(0.0, 1.0, 10), "end must be finite and positive"),
-        (lambda: finetune.polynomial_noise(-1.0, 1.0, 10), "end must be finite and positive.*got -1"),
+        (
+            lambda: finetune.polynomial_noise(-1.0, 1.0, 10),
+            "end must be finite and positive.*got -1",
+        ),
         (lambda: finetune.polynomial_noise(1.0, 0.0, 10), "power must be in"),
         (lambda: finetune.polynomial_noise(1.0, 1.0, 0), "period must be at least 1 epoch"),
-        (lambda: trainer_of(data.PoissonSampler(N, 0.5), finetune.constant_noise(), 0.0), "noise_multiplier must be"),
-        (lambda: trainer_of(data.PoissonSampler(N, 0.5), finetune.constant_noise(), -1.0), "noise_multiplier must be"),
-        (lambda: trainer_of(data.PoissonSampler(N, 0.5), finetune.constant_noise(), math.nan), "noise_multiplier"),
+        (
+            lambda: trainer_of(data.PoissonSampler(N, 0.5), finetune.constant_noise(), 0.0),
+            "noise_multiplier must be",
+        ),
+        (
+            lambda: trainer_of(data.PoissonSampler(N, 0.5), finetune.constant_noise(), -1.0),
+            "noise_multiplier must be",
+        ),
+        (
+            lambda: trainer_of(data.PoissonSampler(N, 0.5), finetune.constant_noise(), math.nan),
+            "noise_multiplier",
+        ),
     ],
 )
 def test_impossible_arguments(make, message):
@@ -299,7 +356,8 @@ def test_impossible_arguments(make, message):
 
 
 def run_of(noise_multiplier, steps, **options):
-    """Runs `fit` on all examples in every step. Returns the trainer, its account and a function that starts it."""
+    """Runs `fit` on all examples in every step. Returns the trainer, its account and a function
+    that starts it."""
     trainer = finetune.dp_sgd(
         nothing,
         optax.sgd(1.0),
@@ -359,7 +417,9 @@ def test_a_step_far_into_a_schedule_adds_what_is_charged():
     trainer, _, _ = run_of(lambda step: 1 + step**2 / 1e10, 1)  # int32 overflows from step 46,341
     state, size = trainer.init({"w": jnp.zeros(20_000)}), 20_000
     at = jnp.int32(60_000)
-    after, _ = trainer.step(state._replace(step=at, noise=state.noise._replace(step=at)), digits_like())
+    after, _ = trainer.step(
+        state._replace(step=at, noise=state.noise._replace(step=at)), digits_like()
+    )
     claimed = trainer.privatizer.event_at(60_000).noise_multiplier
     found = np.std(np.asarray(after.params["w"], np.float64)) * N / CLIP
     assert claimed == pytest.approx(1.36) and abs(found / claimed - 1) < 5 / math.sqrt(2 * size)

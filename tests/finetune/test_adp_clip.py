@@ -1,4 +1,5 @@
-"""AdpClip: one example's contribution, steps in float64, noise on both parts, the quantile, and the charge."""
+"""AdpClip: one example's contribution, steps in float64, noise on both parts, the quantile, and the
+charge."""
 
 import math
 
@@ -40,8 +41,15 @@ def params_of():
 
 
 def trainer_of(sampler, loss_fn=linear, optimizer=None, **kwargs):
-    defaults = {"clip_norm": 1.5, "noise_multiplier": 0.7, "physical_batch_size": PHYSICAL, "engine": "vmap"}
-    return finetune.adp_clip(loss_fn, optimizer or optax.sgd(0.5), sampler=sampler, **{**defaults, **kwargs})
+    defaults = {
+        "clip_norm": 1.5,
+        "noise_multiplier": 0.7,
+        "physical_batch_size": PHYSICAL,
+        "engine": "vmap",
+    }
+    return finetune.adp_clip(
+        loss_fn, optimizer or optax.sgd(0.5), sampler=sampler, **{**defaults, **kwargs}
+    )
 
 
 def flat(tree):
@@ -49,17 +57,22 @@ def flat(tree):
 
 
 def keyed(state, number=0):
-    return state._replace(noise=state.noise._replace(key=noise.stream(bytes([number] * 16), "test")))
+    return state._replace(
+        noise=state.noise._replace(key=noise.stream(bytes([number] * 16), "test"))
+    )
 
 
-# --- Sensitivity ------------------------------------------------------------------------------------------------------
+# --- Sensitivity --------------------------------------------------------------------------------
 
 AWKWARD = [
     np.zeros(FEATURES),
     np.full(FEATURES, np.nan),
     np.array([np.inf, 0, 0, 0, 0]),
     np.array([1, 1, 1, 1, -np.inf]),
-    *(10.0**k * np.array([1.0, -2, 3, 0, 1e-3]) for k in (-42, -30, -20, -12, -8, -3, 0, 3, 8, 17, 18, 19, 20, 30, 38)),
+    *(
+        10.0**k * np.array([1.0, -2, 3, 0, 1e-3])
+        for k in (-42, -30, -20, -12, -8, -3, 0, 3, 8, 17, 18, 19, 20, 30, 38)
+    ),
 ]
 
 
@@ -74,7 +87,9 @@ def test_one_example_contributes_at_most_a_vector_of_norm_one(count_noise):
     for clip_norm in (1e-8, 1e-3, 1.5, 1e4, 1e8):
         for number, example in enumerate(examples):
             # Its companions are masked, and as bad as examples get.
-            batch = np.stack([AWKWARD[rng.integers(len(AWKWARD))] for _ in range(PHYSICAL)]).astype(np.float32)
+            batch = np.stack([AWKWARD[rng.integers(len(AWKWARD))] for _ in range(PHYSICAL)]).astype(
+                np.float32
+            )
             batch[number % PHYSICAL] = example
             mask = np.arange(PHYSICAL) == number % PHYSICAL
             out = sums(params_of(), jnp.float32(clip_norm), {"features": batch}, mask, None)
@@ -82,7 +97,9 @@ def test_one_example_contributes_at_most_a_vector_of_norm_one(count_noise):
             assert norm <= 1 + 1e-5, (clip_norm, example)
             norms.append(norm)
             below = np.linalg.norm(example) <= clip_norm
-            assert float(out.below) == pytest.approx((1 if below else -1) * query.count_weight, rel=1e-6)
+            assert float(out.below) == pytest.approx(
+                (1 if below else -1) * query.count_weight, rel=1e-6
+            )
     assert max(norms) > 1 - 1e-5  # and nothing is wasted
 
 
@@ -90,12 +107,15 @@ def test_adding_or_removing_an_example_moves_the_release_by_at_most_one():
     query = trainer_of(data.PoissonSampler(N, 0.2), count_noise=0.5).query
     sums, rng, moved = jax.jit(query.sums), np.random.default_rng(0), []
     for number, example in enumerate(AWKWARD):
-        batch = np.concatenate([rng.normal(size=(PHYSICAL - 1, FEATURES)), [example]]).astype(np.float32)
+        batch = np.concatenate([rng.normal(size=(PHYSICAL - 1, FEATURES)), [example]]).astype(
+            np.float32
+        )
         for clip_norm in (0.1, 3.0):
             mask = np.append(rng.random(PHYSICAL - 1) < 0.6, True)
             neighbour = np.append(mask[:-1], False)
             one, other = (
-                flat(sums(params_of(), jnp.float32(clip_norm), {"features": batch}, m, None)) for m in (mask, neighbour)
+                flat(sums(params_of(), jnp.float32(clip_norm), {"features": batch}, m, None))
+                for m in (mask, neighbour)
             )
             moved.append(np.linalg.norm(one - other))
             assert moved[-1] <= 1 + 1e-5, number
@@ -111,7 +131,7 @@ def test_masked_rows_and_empty_batches_do_not_move_the_count():
     assert jax.tree.map(jnp.shape, out) == jax.tree.map(jnp.shape, trainer.zeros(params_of()))
 
 
-# --- Steps ------------------------------------------------------------------------------------------------------------
+# --- Steps --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -132,7 +152,11 @@ def test_steps_equal_float64(probability, unit_norm):
     )
 
     def suits(batches):
-        return max(map(len, batches)) > 2 * PHYSICAL if probability > 0.1 else min(map(len, batches)) == 0
+        return (
+            max(map(len, batches)) > 2 * PHYSICAL
+            if probability > 0.1
+            else min(map(len, batches)) == 0
+        )
 
     state = with_batches(trainer, trainer.init(params_of()), 8, suits)
     source, expected_batch = source_of(features), probability * N
@@ -142,7 +166,8 @@ def test_steps_equal_float64(probability, unit_norm):
         key, indices = state.noise.key, trainer.drawn(state)
         state, metrics = trainer.step(state, source)
         taken.append(indices)
-        # The noise that the trainer draws, which has standard deviation z on contributions of norm 1.
+        # The noise that the trainer draws, which has standard deviation z on contributions of norm
+        # 1.
         shapes = (params_of(), jnp.float32(0))
         drawn, count_drawn = noise.gaussian(key, shapes, 1.0, number=step)
         total, below = z_delta * clip_norm * flat(drawn), sigma_b * float(count_drawn)
@@ -169,7 +194,9 @@ def test_with_unit_norm_the_scale_of_the_loss_is_no_learning_rate():
         def loss(params, example):
             return scale * linear(params, example)
 
-        trainer = trainer_of(data.PoissonSampler(N, 0.3), loss, clip_norm=1.5 * scale, unit_norm=unit_norm)
+        trainer = trainer_of(
+            data.PoissonSampler(N, 0.3), loss, clip_norm=1.5 * scale, unit_norm=unit_norm
+        )
         state, updates = keyed(trainer.init(params_of())), []
         for _ in range(4):
             before = flat(state.params)
@@ -181,7 +208,9 @@ def test_with_unit_norm_the_scale_of_the_loss_is_no_learning_rate():
     np.testing.assert_allclose(scaled, plain, rtol=1e-3, atol=1e-5)
     assert scaled_norm == pytest.approx(factor * clip_norm, rel=1e-4)
     published, _ = steps(factor, False)
-    np.testing.assert_allclose(published, factor * steps(1.0, False)[0], rtol=1e-3, atol=1e-5 * factor)
+    np.testing.assert_allclose(
+        published, factor * steps(1.0, False)[0], rtol=1e-3, atol=1e-5 * factor
+    )
 
 
 @pytest.mark.slow
@@ -213,7 +242,12 @@ def test_the_clip_norm_finds_the_quantile_through_the_noise(quantile, start):
 def test_the_clip_norm_stays_where_float32_can_divide_by_it():
     source, lost = source_of(1e6 * features_of()), source_of(0 * features_of())
     for start, examples, quantile, end in ((1e7, source, 1.0, 1e8), (1e-7, lost, 0.0, 1e-8)):
-        kwargs = {"clip_norm": start, "clip_learning_rate": 100.0, "quantile": quantile, "count_noise": 1.0}
+        kwargs = {
+            "clip_norm": start,
+            "clip_learning_rate": 100.0,
+            "quantile": quantile,
+            "count_noise": 1.0,
+        }
         trainer = trainer_of(data.PoissonSampler(N, 0.2), **kwargs)
         state = keyed(trainer.init(params_of()))
         for _ in range(6):
@@ -223,16 +257,21 @@ def test_the_clip_norm_stays_where_float32_can_divide_by_it():
         assert float(state.carried) == pytest.approx(end, rel=1e-6)
 
 
-# --- Noise and charge -------------------------------------------------------------------------------------------------
+# --- Noise and charge ---------------------------------------------------------------------------
 
 
 def noises(z, draws=20_000, **kwargs):
-    """Return ([draws, 5] gradient noise, [draws] noise of the fraction) of steps whose batch is empty."""
-    trainer = trainer_of(data.PoissonSampler(N, 0.5), optimizer=optax.sgd(1.0), noise_multiplier=z, **kwargs)
+    """Return ([draws, 5] gradient noise, [draws] noise of the fraction) of steps whose batch is
+    empty."""
+    trainer = trainer_of(
+        data.PoissonSampler(N, 0.5), optimizer=optax.sgd(1.0), noise_multiplier=z, **kwargs
+    )
     state = keyed(trainer.init(params_of()))
 
     def step(key):
-        after, metrics = trainer.update(state._replace(noise=state.noise._replace(key=key)), trainer.zeros(params_of()))
+        after, metrics = trainer.update(
+            state._replace(noise=state.noise._replace(key=key)), trainer.zeros(params_of())
+        )
         change = jax.tree.map(lambda old, new: old - new, state.params, after.params)
         return jnp.concatenate(jax.tree.leaves(change)), metrics["fraction_below"] - 0.5
 
@@ -241,7 +280,8 @@ def noises(z, draws=20_000, **kwargs):
 
 
 def has_std(sample, std):
-    """Whether a sample may have this standard deviation; a right one fails with probability below 1e-6."""
+    """Whether a sample may have this standard deviation; a right one fails with probability below
+    1e-6."""
     return abs((sample**2).mean() / std**2 - 1) < 4.9 * math.sqrt(2 / sample.size)
 
 
@@ -266,23 +306,37 @@ def test_both_parts_have_the_noise_of_the_formula_and_wrong_scales_are_rejected(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "z", "inflation", "uncentred"),
-    [(256, 1.02, 0.0008, None), (256, 2.77, 0.0059, None), (64, 2.45, 0.082, 2.04), (32, 2.45, 0.55, 1.48)],
+    [
+        (256, 1.02, 0.0008, None),
+        (256, 2.77, 0.0059, None),
+        (64, 2.45, 0.082, 2.04),
+        (32, 2.45, 0.55, 1.48),
+    ],
 )
-def test_gradient_and_count_together_are_charged_the_multiplier_that_was_asked_for(batch, z, inflation, uncentred):
+def test_gradient_and_count_together_are_charged_the_multiplier_that_was_asked_for(
+    batch, z, inflation, uncentred
+):
     """The default count noise B / 20; two public implementations charge or add something else."""
     n = 10 * batch
-    trainer = trainer_of(data.PoissonSampler(n, 0.1), noise_multiplier=z, physical_batch_size=1, unit_norm=False)
+    trainer = trainer_of(
+        data.PoissonSampler(n, 0.1), noise_multiplier=z, physical_batch_size=1, unit_norm=False
+    )
     query, clip_norm, sigma_b = trainer.query, 1.5, batch / 20
     z_delta = z / query.gradient_weight
     assert z_delta == pytest.approx((1 + inflation) * z, rel=0.004)
     assert composition(trainer.event(0, 7)) == {
-        dp_event.PoissonSampledDpEvent(0.1, dp_event.GaussianDpEvent(z)): 7  # not the z_delta of Opacus before 1.6
+        dp_event.PoissonSampledDpEvent(
+            0.1, dp_event.GaussianDpEvent(z)
+        ): 7  # not the z_delta of Opacus before 1.6
     }
     # What one example moves, in the units in which it is released, over the noise there.
     batch = {"features": np.full((1, FEATURES), 9, np.float32)}
     out = query.sums(params_of(), jnp.float32(clip_norm), batch, jnp.array([True]), None)
     gradient, count = np.linalg.norm(flat(out.grads)), abs(float(out.below))
-    released, fraction = clip_norm * gradient / query.gradient_weight, count / (2 * query.count_weight)
+    released, fraction = (
+        clip_norm * gradient / query.gradient_weight,
+        count / (2 * query.count_weight),
+    )
     assert released == pytest.approx(clip_norm, rel=1e-5)
     assert fraction == pytest.approx(0.5, rel=1e-5)
     privacy = (released / (z_delta * clip_norm)) ** 2 + (fraction / sigma_b) ** 2
@@ -293,18 +347,25 @@ def test_gradient_and_count_together_are_charged_the_multiplier_that_was_asked_f
 
 def test_charging_the_noise_of_the_gradient_would_promise_too_much():
     trainer = trainer_of(data.PoissonSampler(320, 0.1), noise_multiplier=2.45)
-    larger = dp_event.PoissonSampledDpEvent(0.1, dp_event.GaussianDpEvent(2.45 / trainer.query.gradient_weight))
+    larger = dp_event.PoissonSampledDpEvent(
+        0.1, dp_event.GaussianDpEvent(2.45 / trainer.query.gradient_weight)
+    )
     right = epsilon(trainer.event(0, 100), delta=1e-5, method="rdp")
-    assert right > 1.5 * epsilon(dp_event.SelfComposedDpEvent(larger, 100), delta=1e-5, method="rdp")
+    assert right > 1.5 * epsilon(
+        dp_event.SelfComposedDpEvent(larger, 100), delta=1e-5, method="rdp"
+    )
 
 
-# --- What cannot be ---------------------------------------------------------------------------------------------------
+# --- What cannot be -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"noise_multiplier": 0.8}, r"above noise_multiplier / 2 = 0.4, got 0.4: .*above 8 \(now 8\)"),
+        (
+            {"noise_multiplier": 0.8},
+            r"above noise_multiplier / 2 = 0.4, got 0.4: .*above 8 \(now 8\)",
+        ),
         ({"noise_multiplier": 5.0, "count_noise": 2.5}, "uses up the budget of a step"),
         ({"noise_multiplier": 5.0, "count_noise": 2.0}, "Raise count_noise"),
         ({"count_noise": math.inf}, r"count_noise must be finite .* got inf"),

@@ -1,4 +1,5 @@
-"""Runs that are resumed from damaged checkpoints end as if nothing had happened, or say what is damaged."""
+"""Runs that are resumed from damaged checkpoints end as if nothing had happened, or say what is
+damaged."""
 
 import hashlib
 import json
@@ -57,11 +58,17 @@ def damage(path, rng):
     kind = ["flip", "truncate", "delete", "empty"][rng.integers(4)] if content else "delete"
     if kind == "flip":
         place = int(rng.integers(len(content)))
-        content = content[:place] + bytes([content[place] ^ 1 << int(rng.integers(8))]) + content[place + 1 :]
+        content = (
+            content[:place]
+            + bytes([content[place] ^ 1 << int(rng.integers(8))])
+            + content[place + 1 :]
+        )
     if kind == "delete":
         path.unlink()
     else:
-        keep = {"flip": len(content), "truncate": int(rng.integers(len(content) or 1)), "empty": 0}[kind]
+        keep = {"flip": len(content), "truncate": int(rng.integers(len(content) or 1)), "empty": 0}[
+            kind
+        ]
         path.write_bytes(content[:keep])
     return kind
 
@@ -110,18 +117,24 @@ def test_without_digests_a_wrong_state_goes_unnoticed(tmp_path):
     other = saved(tmp_path / "other", {"w": np.arange(4.0) + 1})
     shutil.rmtree(folder / "checkpoints")
     shutil.copytree(other / "checkpoints", folder / "checkpoints")
-    with pytest.raises(ValueError, match=r"run/checkpoints/1 is damaged: its files differ from the written ones"):
+    with pytest.raises(
+        ValueError, match=r"run/checkpoints/1 is damaged: its files differ from the written ones"
+    ):
         Checkpoints(folder, keep=2)
     # With the digest of these files and that of the state before, it is the state that differs.
     files = json.loads((other / path.name).read_text())["digests"]["1"][0]
     write_json(path, {"digests": {"1": [files, listed["digests"]["1"][1]]}, "sum": listed["sum"]})
-    with pytest.raises(ValueError, match=r"run/checkpoints.json is damaged: its content differs from its sum"):
+    with pytest.raises(
+        ValueError, match=r"run/checkpoints.json is damaged: its content differs from its sum"
+    ):
         Checkpoints(folder, keep=2)
     digests = {"1": [files, listed["digests"]["1"][1]]}
     total = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
     write_json(path, {"digests": digests, "sum": total})
     kept = Checkpoints(folder, keep=2)
-    with pytest.raises(ValueError, match=r"run/checkpoints/1 is damaged: its state differs from the saved one"):
+    with pytest.raises(
+        ValueError, match=r"run/checkpoints/1 is damaged: its state differs from the saved one"
+    ):
         kept.restore(state)
     kept.close()
     (folder / "checkpoints.json").unlink()
@@ -147,5 +160,7 @@ def test_a_checkpoint_that_a_crash_left_unnamed_is_made_again(tmp_path):
     assert kept.restore({"w": np.zeros(2)})[1] == 2
     kept.close()
     shutil.rmtree(tmp_path / "checkpoints" / "2")
-    with pytest.raises(ValueError, match=r"checkpoints/2 is missing, but checkpoints.json names it as the newest"):
+    with pytest.raises(
+        ValueError, match=r"checkpoints/2 is missing, but checkpoints.json names it as the newest"
+    ):
         Checkpoints(tmp_path, keep=2)

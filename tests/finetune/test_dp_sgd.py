@@ -1,4 +1,5 @@
-"""DP-SGD steps against an independent float64 computation, their noise, their events, and what is compiled."""
+"""DP-SGD steps against an independent float64 computation, their noise, their events, and what is
+compiled."""
 
 import collections
 import concurrent.futures
@@ -31,11 +32,14 @@ CLIP, SIGMA, RATE, MOMENTUM = 1.5, 0.7, 0.5, 0.9
 
 
 def source_of(n=N, seed=0, scale=1.0):
-    """Return n random examples whose features [0] is the example's number, which no model here reads."""
+    """Return n random examples whose features [0] is the example's number, which no model here
+    reads."""
     rng = np.random.default_rng(seed)
     features = scale * rng.normal(size=(n, FEATURES + 1)).astype(np.float32)
     features[:, 0] = np.arange(n)
-    return data.from_arrays(features=features, label=rng.integers(CLASSES, size=n), num_classes=CLASSES)
+    return data.from_arrays(
+        features=features, label=rng.integers(CLASSES, size=n), num_classes=CLASSES
+    )
 
 
 def params_of(seed=1):
@@ -73,11 +77,14 @@ def float64(tree):
 def trainer_of(sampler, **kwargs):
     defaults = {"clip_norm": CLIP, "noise_multiplier": SIGMA, "physical_batch_size": 4}
     optimizer = kwargs.pop("optimizer", optax.sgd(RATE, momentum=MOMENTUM))
-    return finetune.dp_sgd(kwargs.pop("loss_fn", loss), optimizer, sampler=sampler, **{**defaults, **kwargs})
+    return finetune.dp_sgd(
+        kwargs.pop("loss_fn", loss), optimizer, sampler=sampler, **{**defaults, **kwargs}
+    )
 
 
 def state_without_example_0(trainer, steps, suits=lambda sizes: True):
-    """An initial state with known keys whose first batches leave out example 0, which padding repeats."""
+    """An initial state with known keys whose first batches leave out example 0, which padding
+    repeats."""
 
     def leaves_out(batches):
         return not any(0 in batch for batch in batches) and suits([len(batch) for batch in batches])
@@ -106,7 +113,10 @@ def test_steps_equal_float64(probability, augmult):
         return {**example, "features": view}
 
     views = {} if augmult is None else {"augment": augment, "augmult": augmult}
-    trainer, source = trainer_of(data.PoissonSampler(N, probability), ema_decay=0.25, **views), source_of()
+    trainer, source = (
+        trainer_of(data.PoissonSampler(N, probability), ema_decay=0.25, **views),
+        source_of(),
+    )
 
     def suits(sizes):
         return max(sizes) > 8 if probability > 0.1 else min(sizes) == 0
@@ -127,11 +137,20 @@ def test_steps_equal_float64(probability, augmult):
             inputs = [example["features"]] if augmult is None else seen[int(i)]
             assert len({x.tobytes() for x in inputs}) == len(inputs) == (augmult or 1)
             each = [gradient64(params, x, example["label"]) for x in inputs]
-            for name, g in clipped64({name: np.mean([g[name] for g in each], 0) for name in params}).items():
+            for name, g in clipped64(
+                {name: np.mean([g[name] for g in each], 0) for name in params}
+            ).items():
                 total[name] += g
         drawn = noise.gaussian(key, state.params, SIGMA * CLIP, number=step)
-        mean = {name: (total[name] + np.asarray(drawn[name], np.float64)) / (probability * N) for name in params}
-        trace = mean if trace is None else {name: mean[name] + MOMENTUM * trace[name] for name in params}
+        mean = {
+            name: (total[name] + np.asarray(drawn[name], np.float64)) / (probability * N)
+            for name in params
+        }
+        trace = (
+            mean
+            if trace is None
+            else {name: mean[name] + MOMENTUM * trace[name] for name in params}
+        )
         params = {name: params[name] - RATE * trace[name] for name in params}
         decay = min(0.25, (1 + step) / (10 + step))
         ema = {name: decay * ema[name] + (1 - decay) * params[name] for name in params}
@@ -146,7 +165,12 @@ def test_steps_equal_float64(probability, augmult):
 def test_clipping_is_active_and_inactive_in_the_comparison_above():
     params, source = float64(params_of()), source_of()
     norms = [
-        math.sqrt(sum((g**2).sum() for g in gradient64(params, source[i]["features"], source[i]["label"]).values()))
+        math.sqrt(
+            sum(
+                (g**2).sum()
+                for g in gradient64(params, source[i]["features"], source[i]["label"]).values()
+            )
+        )
         for i in range(N)
     ]
     assert min(norms) < CLIP < max(norms)
@@ -182,8 +206,12 @@ def test_stochastic_loss_has_one_key_per_example_and_step():
         jax.debug.callback(record, example["features"][0], kept)
         return loss(params, {**example, "features": example["features"].at[1:].multiply(kept)})
 
-    # The vmap engine calls the loss once per example, so that every recorded mask is one that was used.
-    trainer, source = trainer_of(sampler, loss_fn=dropout, stochastic=True, engine="vmap"), source_of()
+    # The vmap engine calls the loss once per example, so that every recorded mask is one that was
+    # used.
+    trainer, source = (
+        trainer_of(sampler, loss_fn=dropout, stochastic=True, engine="vmap"),
+        source_of(),
+    )
     state = state_without_example_0(trainer, steps=2)
     params, masks = float64(state.params), []
     for step in range(2):
@@ -200,10 +228,13 @@ def test_stochastic_loss_has_one_key_per_example_and_step():
             for name, g in clipped64(gradient64(before, features, example["label"])).items():
                 total[name] += g
         drawn = noise.gaussian(key, state.params, SIGMA * CLIP, number=step)
-        mean = {name: (total[name] + np.asarray(drawn[name], np.float64)) / (0.4 * N) for name in params}
+        mean = {
+            name: (total[name] + np.asarray(drawn[name], np.float64)) / (0.4 * N) for name in params
+        }
         norm = math.sqrt(sum((m**2).sum() for m in mean.values()))
         assert float(metrics["released_gradient_norm"]) == pytest.approx(norm, rel=1e-4)
-    # 2^6 masks and about 32 draws: equal keys for all examples of a part, or for both steps, would leave few.
+    # 2^6 masks and about 32 draws: equal keys for all examples of a part, or for both steps, would
+    # leave few.
     assert len({mask for _, _, mask in masks}) > 15
     first, second = ({i: mask for step, i, mask in masks if step == s} for s in (0, 1))
     both = first.keys() & second.keys()
@@ -214,7 +245,9 @@ def test_stochastic_loss_has_one_key_per_example_and_step():
 def test_frozen_leaves_stay_bit_identical_and_have_no_optimizer_state():
     def two_layers(params, example):
         hidden = jnp.tanh(example["features"][1:] @ params["backbone"])
-        return losses.softmax_cross_entropy(hidden @ params["head"] + params["scale"], example["label"])
+        return losses.softmax_cross_entropy(
+            hidden @ params["head"] + params["scale"], example["label"]
+        )
 
     rng = np.random.default_rng(0)
     params = {
@@ -231,7 +264,11 @@ def test_frozen_leaves_stay_bit_identical_and_have_no_optimizer_state():
         trainable=lambda path, leaf: path == "head",
     )
     state = trainer.init(params)
-    assert sorted(np.shape(x) for x in jax.tree.leaves(state.opt_state)) == [(), (5, CLASSES), (5, CLASSES)]
+    assert sorted(np.shape(x) for x in jax.tree.leaves(state.opt_state)) == [
+        (),
+        (5, CLASSES),
+        (5, CLASSES),
+    ]
     source = source_of()
     with jax.numpy_dtype_promotion("standard"):
         for _ in range(5):
@@ -246,7 +283,10 @@ def test_frozen_leaves_stay_bit_identical_and_have_no_optimizer_state():
 @pytest.mark.parametrize("probability", [0.35, 0.03])
 def test_with_ascent_gradients_are_taken_uphill_of_the_last_release(probability):
     radius = 0.8
-    trainer, source = trainer_of(data.PoissonSampler(N, probability), ascent_radius=radius), source_of()
+    trainer, source = (
+        trainer_of(data.PoissonSampler(N, probability), ascent_radius=radius),
+        source_of(),
+    )
     state = state_without_example_0(trainer, steps=5)
     params, trace = float64(state.params), {name: 0.0 for name in state.params}
     released = {name: np.zeros(p.shape) for name, p in params.items()}
@@ -262,9 +302,14 @@ def test_with_ascent_gradients_are_taken_uphill_of_the_last_release(probability)
             for name, g in clipped64(gradient64(at, example["features"], example["label"])).items():
                 total[name] += g
         drawn = noise.gaussian(key, state.params, SIGMA * CLIP, number=step)
-        released = {name: (total[name] + np.asarray(drawn[name], np.float64)) / (probability * N) for name in params}
+        released = {
+            name: (total[name] + np.asarray(drawn[name], np.float64)) / (probability * N)
+            for name in params
+        }
         trace = {name: released[name] + MOMENTUM * trace[name] for name in params}
-        params = {name: params[name] - RATE * trace[name] for name in params}  # the step starts where it was
+        params = {
+            name: params[name] - RATE * trace[name] for name in params
+        }  # the step starts where it was
         assert_close(state.released, released)
         assert_close(state.params, params)
 
@@ -272,12 +317,17 @@ def test_with_ascent_gradients_are_taken_uphill_of_the_last_release(probability)
 @pytest.mark.slow
 def test_ascent_of_no_radius_is_dp_sgd_to_the_bit_and_another_is_not():
     sampler, source, ends = data.PoissonSampler(N, 0.3), source_of(), []
-    trainers = [trainer_of(sampler), *(trainer_of(sampler, ascent_radius=radius) for radius in (0.0, 0.5))]
+    trainers = [
+        trainer_of(sampler),
+        *(trainer_of(sampler, ascent_radius=radius) for radius in (0.0, 0.5)),
+    ]
     first = trainers[0].init(params_of())
     for trainer in trainers:
         state = trainer.init(params_of())._replace(noise=first.noise, key=first.key)
         states = [state := trainer.step(state, source)[0] for _ in range(3)]
-        ends.append([np.concatenate([np.asarray(x).ravel() for x in s.params.values()]) for s in states])
+        ends.append(
+            [np.concatenate([np.asarray(x).ravel() for x in s.params.values()]) for s in states]
+        )
         assert (state.released is None) == (trainer.ascent_radius == 0)
         assert trainer.event(0, 3) == trainers[0].event(0, 3)
     np.testing.assert_array_equal(ends[0], ends[1])
@@ -290,18 +340,27 @@ def test_ascent_leaves_frozen_parameters_where_they_are():
     seen = []
 
     def watching(params, example):
-        jax.debug.callback(lambda *x: seen.append([np.array(v) for v in x]), params["bias"], params["count"])
+        jax.debug.callback(
+            lambda *x: seen.append([np.array(v) for v in x]), params["bias"], params["count"]
+        )
         return loss(params, example)
 
     params = {**params_of(), "count": jnp.int32(3)}
     trainer = trainer_of(
-        data.PoissonSampler(N, 0.9), loss_fn=watching, ascent_radius=0.5, trainable=lambda path, leaf: path == "kernel"
+        data.PoissonSampler(N, 0.9),
+        loss_fn=watching,
+        ascent_radius=0.5,
+        trainable=lambda path, leaf: path == "kernel",
     )
     state, source = trainer.init(params), source_of()
     for _ in range(2):
         state, _ = trainer.step(state, source)
     jax.effects_barrier()
-    assert jax.tree.map(jnp.shape, state.released) == {"kernel": (FEATURES, CLASSES), "bias": None, "count": None}
+    assert jax.tree.map(jnp.shape, state.released) == {
+        "kernel": (FEATURES, CLASSES),
+        "bias": None,
+        "count": None,
+    }
     for bias, count in seen:
         np.testing.assert_array_equal(bias, params["bias"])
         assert count == 3
@@ -312,16 +371,29 @@ def test_noise_schedule_and_its_events():
     def schedule(step):
         return 1.0 + 0.5 * step
 
-    trainer = trainer_of(data.PoissonSampler(N, 0.25), loss_fn=lambda p, e: 0.0 * loss(p, e), noise_multiplier=schedule)
-    wide = {"kernel": jnp.zeros((FEATURES, CLASSES)), "bias": jnp.zeros(CLASSES), "unused": jnp.zeros(200_000)}
+    trainer = trainer_of(
+        data.PoissonSampler(N, 0.25),
+        loss_fn=lambda p, e: 0.0 * loss(p, e),
+        noise_multiplier=schedule,
+    )
+    wide = {
+        "kernel": jnp.zeros((FEATURES, CLASSES)),
+        "bias": jnp.zeros(CLASSES),
+        "unused": jnp.zeros(200_000),
+    }
     state, source = trainer.init(wide), source_of()
     for step in range(3):
         before = state.opt_state[0].trace
         state, _ = trainer.step(state, source)
-        mean = np.asarray(state.opt_state[0].trace["unused"]) - MOMENTUM * np.asarray(before["unused"])
+        mean = np.asarray(state.opt_state[0].trace["unused"]) - MOMENTUM * np.asarray(
+            before["unused"]
+        )
         # The standard error of a standard deviation from 2e5 values is 0.16 %.
         assert mean.std() * 0.25 * N / CLIP == pytest.approx(schedule(step), rel=0.01)
-    singles = [dp_event.PoissonSampledDpEvent(0.25, dp_event.GaussianDpEvent(schedule(t))) for t in range(4)]
+    singles = [
+        dp_event.PoissonSampledDpEvent(0.25, dp_event.GaussianDpEvent(schedule(t)))
+        for t in range(4)
+    ]
     assert composition(trainer.event(1, 4)) == composition(dp_event.ComposedDpEvent(singles[1:]))
     assert composition(trainer.event(2, 2)) == {}
 
@@ -334,7 +406,9 @@ def test_events_cost_what_dp_accounting_says_and_chunks_compose_to_the_run():
     trainer = trainer_of(data.PoissonSampler(N, 0.25), noise_multiplier=sigma)
     independent = PLDAccountant()
     for step in range(3):
-        independent.compose(dp_event.PoissonSampledDpEvent(0.25, dp_event.GaussianDpEvent(sigma(step))))
+        independent.compose(
+            dp_event.PoissonSampledDpEvent(0.25, dp_event.GaussianDpEvent(sigma(step)))
+        )
     expected = independent.get_epsilon(1e-5)
     assert epsilon(trainer.event(0, 3), delta=1e-5) == pytest.approx(expected, rel=1e-3)
     ledger = Ledger.in_memory()
@@ -377,7 +451,9 @@ def test_an_example_with_nan_or_inf_changes_nothing_but_its_own_contribution():
 @pytest.mark.parametrize("size", [N - 1, N + 1])
 def test_a_step_on_another_number_of_examples_is_refused(size):
     trainer = trainer_of(data.PoissonSampler(N, 0.5))
-    with pytest.raises(ValueError, match=f"source has {size} examples, but the sampler draws from {N}. Its event"):
+    with pytest.raises(
+        ValueError, match=f"source has {size} examples, but the sampler draws from {N}. Its event"
+    ):
         trainer.step(trainer.init(params_of()), source_of(size))
 
 
@@ -390,11 +466,12 @@ def test_physical_batch_larger_than_the_data():
     assert_close(one.params, float64(other.params))
 
 
-# --- Noise, through the whole trainer --------------------------------------------------------------------------------
+# --- Noise, through the whole trainer -----------------------------------------------------------
 
 
 def noise_of_run(steps=4, size=50_000):
-    """Return the noise [steps, size] that a run of `fit` with zero gradients added, over what it should be."""
+    """Return the noise [steps, size] that a run of `fit` with zero gradients added, over what it
+    should be."""
     seen = []
 
     def nothing(params, example):
@@ -425,7 +502,8 @@ def noise_of_run(steps=4, size=50_000):
 
 
 def is_standard_normal(sample):
-    """Two-sided tests of variance, mean and shape, each failing a right sample with probability below 1e-6."""
+    """Two-sided tests of variance, mean and shape, each failing a right sample with probability
+    below 1e-6."""
     n, z = sample.size, 4.9
     shape = (sample**4).mean() / (sample**2).mean() ** 2
     return (
@@ -443,7 +521,7 @@ def test_noise_of_a_run_has_the_right_scale_and_wrong_scales_are_rejected():
     assert not any(is_standard_normal(scale * chunk) for scale in (0.7, 1.3) for chunk in right)
 
 
-# --- Compilation and transfers ---------------------------------------------------------------------------------------
+# --- Compilation and transfers ------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -464,11 +542,16 @@ def test_no_recompilation_and_no_implicit_transfers_whatever_the_batch_sizes():
         augment=augment,
         ema_decay=0.9,
     )
-    # Weakly typed and NumPy parameters must not make the second step another program than the first.
+    # Weakly typed and NumPy parameters must not make the second step another program than the
+    # first.
     params = {"kernel": np.zeros((FEATURES, CLASSES)), "bias": jnp.full((CLASSES,), 1.0)}
     state, source = trainer.init(params), source_of()
-    for k in range(100):  # known keys with which empty batches and batches of two parts come after the first of two
-        state = state._replace(noise=state.noise._replace(key=noise.stream(bytes([k] * 16), "test")))
+    for k in range(
+        100
+    ):  # known keys with which empty batches and batches of two parts come after the first of two
+        state = state._replace(
+            noise=state.noise._replace(key=noise.stream(bytes([k] * 16), "test"))
+        )
         sizes = [-(-len(trainer.drawn(state._replace(step=jnp.int32(t)))) // 4) for t in range(30)]
         if 2 in sizes and {0, 1, 2} <= set(sizes[sizes.index(2) + 1 :]):
             break
@@ -516,8 +599,12 @@ def test_a_run_starts_before_all_its_programs_are_compiled(caplog):
     steps = FIRST_STEPS + 4
 
     def run(ahead):
-        """Returns the number of programs that each step itself compiled, and the names of those of the first steps."""
-        trainer, source = trainer_of(data.PoissonSampler(N, 0.5), physical_batch_size=None), source_of()
+        """Returns the number of programs that each step itself compiled, and the names of those of
+        the first steps."""
+        trainer, source = (
+            trainer_of(data.PoissonSampler(N, 0.5), physical_batch_size=None),
+            source_of(),
+        )
         state, counts = trainer.init(params_of()), []
         with trainer.compile(source) as programs:
             for step in range(steps):
@@ -528,9 +615,18 @@ def test_a_run_starts_before_all_its_programs_are_compiled(caplog):
                 with jax.log_compiles():  # of this thread alone
                     state, _ = trainer.step(state, source, meanwhile=bool)  # as `fit` takes it
                 counts.append(
-                    len(re.findall(r"Finished XLA compilation of jit\((?:_part_sum|_update_in_p)", caplog.text))
+                    len(
+                        re.findall(
+                            r"Finished XLA compilation of jit\((?:_part_sum|_update_in_p)",
+                            caplog.text,
+                        )
+                    )
                 )
-        return counts, [*trainer.programs(state, source, FIRST_STEPS)], [*trainer.programs(state, source)]
+        return (
+            counts,
+            [*trainer.programs(state, source, FIRST_STEPS)],
+            [*trainer.programs(state, source)],
+        )
 
     counts, first, every = run(ahead=True)
     assert counts == [0] * steps
@@ -570,7 +666,9 @@ def test_other_sizes_are_traced_while_the_first_is_compiled_or_after_its_step(mo
         assert names == every[:3]
         programs.wait(0)
         assert names == every[:3] if cached else names[3] == every[3]
-        state, _ = trainer.step(state, source, meanwhile=bool)  # deletes the arrays of the first state
+        state, _ = trainer.step(
+            state, source, meanwhile=bool
+        )  # deletes the arrays of the first state
         programs.wait(1)
         assert names == every and programs.text == text == text_of(trainer, state, source)
 
@@ -607,7 +705,9 @@ def test_sizes_for_an_accelerator_that_is_not_there():
     trainer = trainer_of(sampler, loss_fn=wide, physical_batch_size=None)
     state = trainer.init({"w": jnp.ones(1000)})
     here = trainer.physical(state, source_of()).sizes
-    large, small = (trainer.physical(state, source_of(), memory=size).sizes for size in (2**40, 2**30))
+    large, small = (
+        trainer.physical(state, source_of(), memory=size).sizes for size in (2**40, 2**30)
+    )
     assert max(large) >= 640 > max(small)
     assert trainer.physical(state, source_of()).sizes == here != large
     names = trainer.programs(state, source_of(), memory=2**30)
@@ -631,7 +731,10 @@ def test_a_source_that_fails_while_it_is_read_ahead_stops_the_run():
 
     trainer, source = trainer_of(data.PoissonSampler(N, 0.35)), source_of()
     state, failing = trainer.init(params_of()), Failing(source.arrays)
-    with pytest.raises(OSError, match="the disk is gone"), trainer.batches(state, failing, 2) as batches:
+    with (
+        pytest.raises(OSError, match="the disk is gone"),
+        trainer.batches(state, failing, 2) as batches,
+    ):
         next(batches)
 
 
@@ -657,11 +760,16 @@ def test_only_small_batches_are_read_several_at_once(monkeypatch, most):
 
 
 def test_an_update_in_place_copies_no_array():
-    """Each new array takes the buffer of its old one. In the order of names, parameters take those of the optimizer."""
+    """Each new array takes the buffer of its old one. In the order of names, parameters take those
+    of the optimizer."""
     trainer = trainer_of(data.PoissonSampler(N, 0.35))
     state = trainer.init(params_of())
     large, rest = dp_trainer.apart(state)
-    shapes = {re.escape(f"f32[{','.join(map(str, x.shape))}]") for x in state.params.values() if x.ndim == 2}
+    shapes = {
+        re.escape(f"f32[{','.join(map(str, x.shape))}]")
+        for x in state.params.values()
+        if x.ndim == 2
+    }
 
     def copies(update, large):
         text = update.lower(large, rest, trainer.zeros(state.params)).compile().as_text()
@@ -678,7 +786,7 @@ def test_an_update_in_place_copies_no_array():
     assert copies(by_name, large._asdict())
 
 
-# --- Errors ----------------------------------------------------------------------------------------------------------
+# --- Errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -686,7 +794,10 @@ def test_an_update_in_place_copies_no_array():
     [
         ({"physical_batch_size": 0}, "physical_batch_size must be at least 1, got 0"),
         ({"augmult": 2}, "augmult must be at least 1, and 1 without augment, got 2"),
-        ({"augmult": 0, "augment": lambda key, example: example}, "augmult must be at least 1.*got 0"),
+        (
+            {"augmult": 0, "augment": lambda key, example: example},
+            "augmult must be at least 1.*got 0",
+        ),
         ({"ema_decay": 1.0}, r"ema_decay must be in \[0, 1\)"),
         ({"ema_decay": math.nan}, r"ema_decay must be in \[0, 1\)"),
         ({"clip_norm": math.inf}, "clip_norm must be between"),
@@ -726,8 +837,14 @@ def test_leaves_that_are_no_arrays_are_refused():
 def test_models_in_place_of_params_are_refused_with_the_line_that_makes_params():
     trainer = trainer_of(data.PoissonSampler(N, 0.5))
     for model, message in [
-        (nnx.Linear(4, 3, rngs=nnx.Rngs(0)), r"got an NNX module, Linear.*nnx\.split\(model, nnx\.Param, \.\.\.\)"),
-        (eqx.nn.MLP(4, 3, 2, 1, key=jax.random.key(0)), r"custom_jvp at 'activation'.*eqx\.partition\(model, eqx\."),
+        (
+            nnx.Linear(4, 3, rngs=nnx.Rngs(0)),
+            r"got an NNX module, Linear.*nnx\.split\(model, nnx\.Param, \.\.\.\)",
+        ),
+        (
+            eqx.nn.MLP(4, 3, 2, 1, key=jax.random.key(0)),
+            r"custom_jvp at 'activation'.*eqx\.partition\(model, eqx\.",
+        ),
         ({"w": 1.0}, r"got float at 'w'. Convert a number that is trained with jnp\.asarray"),
     ]:
         with pytest.raises(TypeError, match=message):

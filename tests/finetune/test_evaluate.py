@@ -13,7 +13,9 @@ from jaxdp.privacy.events import composition
 
 N = 137
 RNG = np.random.default_rng(0)
-ANGLES = np.pi / 4 + np.pi / 2 * np.array([1, 0, 2, 3])  # right for the classes 2 and 3, wrong for the others
+ANGLES = np.pi / 4 + np.pi / 2 * np.array(
+    [1, 0, 2, 3]
+)  # right for the classes 2 and 3, wrong for the others
 PARAMS = jnp.asarray([np.cos(ANGLES), np.sin(ANGLES)], jnp.float32)
 SOURCE = data.bundled("blobs").take(np.arange(N))
 
@@ -61,7 +63,9 @@ def test_accuracy_of_images():
     source = data.bundled("digits").take(np.arange(50))
     params = jnp.asarray(RNG.normal(size=(64, 10)), jnp.float32)
     rows = source.gather(np.arange(50))
-    expected = ((rows["image"].reshape(50, 64) @ np.asarray(params)).argmax(-1) == rows["label"]).mean()
+    expected = (
+        (rows["image"].reshape(50, 64) @ np.asarray(params)).argmax(-1) == rows["label"]
+    ).mean()
     found = finetune.accuracy(lambda p, x: x.reshape(len(x), 64) @ p, params, source, batch_size=8)
     assert found == pytest.approx(expected)
 
@@ -76,7 +80,12 @@ def test_charged_before_the_data_is_read():
     ledger = ledger_of(delta=1e-5)
     source = Watched(ledger)
     finetune.charged_accuracy(
-        predict, PARAMS, source, account=ledger.account("blobs"), noise_multiplier=3.0, batch_size=50
+        predict,
+        PARAMS,
+        source,
+        account=ledger.account("blobs"),
+        noise_multiplier=3.0,
+        batch_size=50,
     )
     assert len(source.charged) == 3
     assert all(composition(event) == {dp_event.GaussianDpEvent(3.0): 1} for event in source.charged)
@@ -87,7 +96,9 @@ def test_an_overspent_budget_reads_nothing():
     ledger = ledger_of(epsilon=0.5, delta=1e-5)
     source = Watched(ledger)
     with pytest.raises(BudgetExceeded):
-        finetune.charged_accuracy(predict, PARAMS, source, account=ledger.account("blobs"), noise_multiplier=1.0)
+        finetune.charged_accuracy(
+            predict, PARAMS, source, account=ledger.account("blobs"), noise_multiplier=1.0
+        )
     assert source.charged == []
     assert ledger.events("blobs") == {}
 
@@ -97,7 +108,11 @@ def test_noise_must_be_positive_and_finite(noise_multiplier):
     ledger = ledger_of(delta=1e-5)
     with pytest.raises(ValueError, match="noise_multiplier"):
         finetune.charged_accuracy(
-            predict, PARAMS, Watched(ledger), account=ledger.account("blobs"), noise_multiplier=noise_multiplier
+            predict,
+            PARAMS,
+            Watched(ledger),
+            account=ledger.account("blobs"),
+            noise_multiplier=noise_multiplier,
         )
     assert ledger.events("blobs") == {}
 
@@ -108,7 +123,12 @@ def estimates(noise_multiplier, count=400):
     return np.array(
         [
             finetune.charged_accuracy(
-                predict, PARAMS, SOURCE, account=account, noise_multiplier=noise_multiplier, seed=seeds.bytes(16)
+                predict,
+                PARAMS,
+                SOURCE,
+                account=account,
+                noise_multiplier=noise_multiplier,
+                seed=seeds.bytes(16),
             )
             for _ in range(count)
         ]
@@ -118,9 +138,9 @@ def estimates(noise_multiplier, count=400):
 @pytest.mark.slow
 def test_noise_has_the_right_scale_and_wrong_scales_are_rejected():
     def accepted(sample):
-        return abs((sample**2).mean() - 1) < 4.9 * math.sqrt(2 / len(sample)) and abs(sample.mean()) < 4.9 / math.sqrt(
-            len(sample)
-        )
+        return abs((sample**2).mean() - 1) < 4.9 * math.sqrt(2 / len(sample)) and abs(
+            sample.mean()
+        ) < 4.9 / math.sqrt(len(sample))
 
     right = (estimates(4.0) * N - correct()) / 4.0
     assert accepted(right)

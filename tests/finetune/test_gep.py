@@ -1,4 +1,5 @@
-"""GEP: the basis, one example's contribution, steps in float64, noise in and outside the subspace, the charge."""
+"""GEP: the basis, one example's contribution, steps in float64, noise in and outside the subspace,
+the charge."""
 
 import dataclasses
 import functools
@@ -29,8 +30,11 @@ def params_of():
 
 
 def linear(params, example):
-    """Return a loss whose gradient is the example's features, cut into the leaves in their order."""
-    return example["features"] @ jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(params)])
+    """Return a loss whose gradient is the example's features, cut into the leaves in their
+    order."""
+    return example["features"] @ jnp.concatenate(
+        [leaf.reshape(-1) for leaf in jax.tree.leaves(params)]
+    )
 
 
 def features_of(n=N, seed=0):
@@ -61,7 +65,9 @@ def trainer_of(sampler=None, loss_fn=linear, optimizer=None, **kwargs):
         "physical_batch_size": PHYSICAL,
     }
     sampler = sampler or data.PoissonSampler(N, 0.4)
-    return finetune.gep(loss_fn, optimizer or optax.sgd(1.0), sampler=sampler, **{**defaults, **kwargs})
+    return finetune.gep(
+        loss_fn, optimizer or optax.sgd(1.0), sampler=sampler, **{**defaults, **kwargs}
+    )
 
 
 @functools.cache
@@ -72,7 +78,9 @@ def plain():
 
 def keyed(state, number=0):
     key = noise.stream(bytes([number] * 16), "test")
-    return state._replace(noise=state.noise._replace(key=key), key=jax.random.key(number, impl="threefry2x32"))
+    return state._replace(
+        noise=state.noise._replace(key=key), key=jax.random.key(number, impl="threefry2x32")
+    )
 
 
 def flat(tree):
@@ -80,11 +88,14 @@ def flat(tree):
 
 
 def refreshed(trainer, params=None, step=0, carried=None):
-    return trainer.query.refresh(params or params_of(), carried, jnp.int32(step), trainer.query.public)
+    return trainer.query.refresh(
+        params or params_of(), carried, jnp.int32(step), trainer.query.public
+    )
 
 
 def blocks(basis):
-    """Return the basis as one float64 matrix [26, k], with the groups `two_groups` as diagonal blocks."""
+    """Return the basis as one float64 matrix [26, k], with the groups `two_groups` as diagonal
+    blocks."""
     a, b, c = (np.asarray(x, np.float64) for x in basis)
     first = np.concatenate([a, b])
     assert first.shape[0] == 18
@@ -96,7 +107,7 @@ def projector(columns):
     return q @ q.T
 
 
-# --- The basis --------------------------------------------------------------------------------------------------------
+# --- The basis ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -122,7 +133,9 @@ def test_the_basis_is_orthonormal_and_the_power_iteration_of_the_anchors_gradien
 def test_a_basis_as_large_as_the_rank_spans_the_anchors_gradients():
     rng = np.random.default_rng(0)
     low = (rng.normal(size=(ANCHORS, 5)) @ rng.normal(size=(5, SIZE))).astype(np.float32)
-    trainer = trainer_of(anchors={"features": low, "label": np.zeros(ANCHORS, np.int32)}, basis_size=5, groups=1)
+    trainer = trainer_of(
+        anchors={"features": low, "label": np.zeros(ANCHORS, np.int32)}, basis_size=5, groups=1
+    )
     trainer.init(params_of())
     basis = np.concatenate([np.asarray(x, np.float64) for x in refreshed(trainer)])
     np.testing.assert_allclose(basis @ (basis.T @ low.T), low.T, atol=1e-3)
@@ -134,7 +147,10 @@ def test_the_basis_follows_the_parameters_and_does_not_depend_on_chunks():
         return 0.5 * linear(params, example) ** 2
 
     rng = np.random.default_rng(0)
-    one, other = (jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params_of()) for _ in "ab")
+    one, other = (
+        jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params_of())
+        for _ in "ab"
+    )
     small, large = (trainer_of(loss_fn=quadratic, physical_batch_size=size) for size in (4, 100))
     basis = blocks(refreshed(small, one))
     np.testing.assert_allclose(basis, blocks(refreshed(large, one)), atol=1e-4)
@@ -167,17 +183,22 @@ def test_a_basis_lasts_for_basis_every_steps():
         bases.append(flat(state.carried))
     same = [bool((one == other).all()) for one, other in itertools.pairwise(bases)]
     assert same == [True, True, False, True, True, False]
-    assert trainer_of(basis_every=1).init(params_of()).carried is None  # nothing to keep in checkpoints
+    assert (
+        trainer_of(basis_every=1).init(params_of()).carried is None
+    )  # nothing to keep in checkpoints
 
 
-# --- Sensitivity ------------------------------------------------------------------------------------------------------
+# --- Sensitivity --------------------------------------------------------------------------------
 
 AWKWARD = [
     np.zeros(SIZE),
     np.full(SIZE, np.nan),
     np.r_[np.inf, np.zeros(SIZE - 1)],
     np.r_[np.ones(SIZE - 1), -np.inf],
-    *(10.0**k * np.random.default_rng(k + 50).normal(size=SIZE) for k in (-42, -30, -20, -8, -2, 0, 2, 8, 17, 18, 30)),
+    *(
+        10.0**k * np.random.default_rng(k + 50).normal(size=SIZE)
+        for k in (-42, -30, -20, -8, -2, 0, 2, 8, 17, 18, 30)
+    ),
     np.full(SIZE, 3.6e18),  # its square is just below what float32 holds
 ]
 
@@ -186,7 +207,9 @@ AWKWARD = [
 def bad_bases():
     rng = np.random.default_rng(3)
     good = refreshed(plain())
-    overflowing = trainer_of(anchors={"features": 1e15 * features_of(ANCHORS, 5), "label": np.zeros(ANCHORS)})
+    overflowing = trainer_of(
+        anchors={"features": 1e15 * features_of(ANCHORS, 5), "label": np.zeros(ANCHORS)}
+    )
     return {
         "orthonormal": good,
         "scaled": [3 * x for x in good],
@@ -206,7 +229,9 @@ def test_one_example_contributes_at_most_a_vector_of_norm_one_whatever_the_basis
         assert np.isfinite(flat(basis)).all(), name
         inside = blocks(basis)[:, 0]
         for number, example in enumerate([*AWKWARD, *features_of(10, 2), 100 * inside]):
-            batch = np.stack([AWKWARD[rng.integers(len(AWKWARD))] for _ in range(PHYSICAL)]).astype(np.float32)
+            batch = np.stack([AWKWARD[rng.integers(len(AWKWARD))] for _ in range(PHYSICAL)]).astype(
+                np.float32
+            )
             batch[number % PHYSICAL] = example
             mask = np.arange(PHYSICAL) == number % PHYSICAL
             out = sums(params_of(), basis, {"features": batch}, mask, None)
@@ -224,7 +249,9 @@ def test_adding_or_removing_an_example_moves_the_release_by_at_most_one():
     for example in AWKWARD:
         batch = np.concatenate([features_of(PHYSICAL - 1, 7), [example]]).astype(np.float32)
         with_it, without = np.ones(PHYSICAL, bool), np.arange(PHYSICAL) < PHYSICAL - 1
-        one, other = (flat(sums(params_of(), basis, {"features": batch}, m, None)) for m in (with_it, without))
+        one, other = (
+            flat(sums(params_of(), basis, {"features": batch}, m, None)) for m in (with_it, without)
+        )
         moved.append(np.linalg.norm(one - other))
     assert max(moved) <= 1 + 1e-5
     assert max(moved) > 0.999
@@ -233,7 +260,7 @@ def test_adding_or_removing_an_example_moves_the_release_by_at_most_one():
     assert jax.tree.map(jnp.shape, nobody) == jax.tree.map(jnp.shape, query.zeros(params_of()))
 
 
-# --- Steps ------------------------------------------------------------------------------------------------------------
+# --- Steps --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -242,16 +269,29 @@ def test_steps_equal_float64(probability, share):
     z, c0, c1 = 0.6, 0.5, 0.3
     features = features_of()
     features[2], features[9] = np.nan, np.inf
-    trainer = trainer_of(data.PoissonSampler(N, probability), clip_norm=c0, residual_clip_norm=c1, residual_share=share)
+    trainer = trainer_of(
+        data.PoissonSampler(N, probability),
+        clip_norm=c0,
+        residual_clip_norm=c1,
+        residual_share=share,
+    )
 
     def suits(batches):
-        return max(map(len, batches)) > 2 * PHYSICAL if probability > 0.1 else min(map(len, batches)) == 0
+        return (
+            max(map(len, batches)) > 2 * PHYSICAL
+            if probability > 0.1
+            else min(map(len, batches)) == 0
+        )
 
     state, source = with_batches(trainer, trainer.init(params_of()), 5, suits), source_of(features)
     taken, clipped = [], set()
     params = flat(state.params)
     for step in range(5):
-        basis, key, indices = refreshed(trainer, state.params, step), state.noise.key, trainer.drawn(state)
+        basis, key, indices = (
+            refreshed(trainer, state.params, step),
+            state.noise.key,
+            trainer.drawn(state),
+        )
         state, metrics = trainer.step(state, source)
         taken.append(indices)
         drawn = noise.gaussian(key, trainer.zeros(params_of()), 1.0, number=step)
@@ -270,7 +310,9 @@ def test_steps_equal_float64(probability, share):
         gradient = (matrix @ w_sum + r_sum) / (probability * N)
         params = params - gradient
         np.testing.assert_allclose(flat(state.params), params, rtol=1e-4, atol=2e-5)
-        assert float(metrics["released_gradient_norm"]) == pytest.approx(np.linalg.norm(gradient), rel=1e-4)
+        assert float(metrics["released_gradient_norm"]) == pytest.approx(
+            np.linalg.norm(gradient), rel=1e-4
+        )
     assert suits(taken)
     if probability > 0.1:
         assert clipped >= {(True, True), (False, False), (False, True)}
@@ -278,13 +320,16 @@ def test_steps_equal_float64(probability, share):
 
 @pytest.mark.slow
 def test_without_clipping_and_noise_it_is_dp_sgd():
-    """With augmentation, a stochastic loss and frozen leaves, whose keys and shapes are those of DP-SGD."""
+    """With augmentation, a stochastic loss and frozen leaves, whose keys and shapes are those of
+    DP-SGD."""
 
     def loss(params, example, *, key):
         kept = jax.random.bernoulli(key, 0.7, (SIZE,))
         frozen = params["frozen"].sum() + params["count"]
         moving = {name: params[name] for name in SHAPES}
-        return jnp.tanh(linear(moving, {**example, "features": example["features"] * kept}) * frozen)
+        return jnp.tanh(
+            linear(moving, {**example, "features": example["features"] * kept}) * frozen
+        )
 
     def augment(key, example):
         return {**example, "features": example["features"] + 0.1 * jax.random.normal(key, (SIZE,))}
@@ -302,12 +347,23 @@ def test_without_clipping_and_noise_it_is_dp_sgd():
     }
     plain = finetune.dp_sgd(loss, optax.sgd(1.0), engine="vmap", **options)
     embedded = finetune.gep(
-        loss, optax.sgd(1.0), residual_clip_norm=1e4, anchors=anchors_of(), basis_size=7, groups=two_groups, **options
+        loss,
+        optax.sgd(1.0),
+        residual_clip_norm=1e4,
+        anchors=anchors_of(),
+        basis_size=7,
+        groups=two_groups,
+        **options,
     )
-    states, source = [keyed(trainer.init(params)) for trainer in (plain, embedded)], source_of(features_of())
+    states, source = (
+        [keyed(trainer.init(params)) for trainer in (plain, embedded)],
+        source_of(features_of()),
+    )
     for _ in range(2):
         before = flat(states[0].params)
-        states = [trainer.step(s, source)[0] for trainer, s in zip((plain, embedded), states, strict=True)]
+        states = [
+            trainer.step(s, source)[0] for trainer, s in zip((plain, embedded), states, strict=True)
+        ]
         for name, start in params.items():
             one, other = (np.asarray(state.params[name]) for state in states)
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
@@ -328,37 +384,51 @@ def test_without_a_residual_the_gradient_stays_in_the_subspace():
     np.testing.assert_allclose(basis @ (basis.T @ update), update, atol=1e-5)
 
 
-# --- Noise and charge -------------------------------------------------------------------------------------------------
+# --- Noise and charge ---------------------------------------------------------------------------
 
 
 def noise_of_empty_batches(z, share, draws=10_000):
-    """Return the noise of steps without examples: [draws, 6] along the basis and [draws, 20] across it."""
-    trainer = trainer_of(noise_multiplier=z, residual_share=share, clip_norm=2.0, residual_clip_norm=0.5)
+    """Return the noise of steps without examples: [draws, 6] along the basis and [draws, 20] across
+    it."""
+    trainer = trainer_of(
+        noise_multiplier=z, residual_share=share, clip_norm=2.0, residual_clip_norm=0.5
+    )
     state = keyed(trainer.init(params_of()))
     basis = refreshed(trainer)
     state = state._replace(carried=basis)
 
     def step(key):
-        after, _ = trainer.update(state._replace(noise=state.noise._replace(key=key)), trainer.zeros(params_of()))
+        after, _ = trainer.update(
+            state._replace(noise=state.noise._replace(key=key)), trainer.zeros(params_of())
+        )
         return -jnp.concatenate([x.reshape(-1) for x in jax.tree.leaves(after.params)])
 
-    gradients = np.asarray(jax.jit(jax.vmap(step))(jax.random.split(state.noise.key, draws)), np.float64)
+    gradients = np.asarray(
+        jax.jit(jax.vmap(step))(jax.random.split(state.noise.key, draws)), np.float64
+    )
     columns, _ = np.linalg.qr(np.concatenate([blocks(basis), np.eye(SIZE)], axis=1))
     return gradients @ columns[:, :6], gradients @ columns[:, 6:]
 
 
 def has_std(sample, std):
-    """Whether a sample may have this standard deviation; a right one fails with probability below 1e-6."""
+    """Whether a sample may have this standard deviation; a right one fails with probability below
+    1e-6."""
     return abs((sample**2).mean() / std**2 - 1) < 4.9 * math.sqrt(2 / sample.size)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("share", "factors"), [(0.5, (math.sqrt(2), math.sqrt(2))), (0.2, (0.8**-0.5, 0.2**-0.5))])
+@pytest.mark.parametrize(
+    ("share", "factors"), [(0.5, (math.sqrt(2), math.sqrt(2))), (0.2, (0.8**-0.5, 0.2**-0.5))]
+)
 def test_noise_along_and_across_the_basis(share, factors):
     z, batch = 0.9, 0.4 * N
-    embedding, residual = (z * factor * clip / batch for factor, clip in zip(factors, (2.0, 0.5), strict=True))
+    embedding, residual = (
+        z * factor * clip / batch for factor, clip in zip(factors, (2.0, 0.5), strict=True)
+    )
     along, across = noise_of_empty_batches(z, share)
-    assert has_std(along, math.hypot(embedding, residual))  # the residual's noise has all directions
+    assert has_std(
+        along, math.hypot(embedding, residual)
+    )  # the residual's noise has all directions
     assert has_std(across, residual)
     for scale in (0.7, 1.3):
         assert not has_std(scale * along, math.hypot(embedding, residual))
@@ -387,13 +457,22 @@ def test_a_step_is_one_gaussian_on_one_sample(share):
         (50_000, 1000, 5000, 2.547, 4.0, None),
         (50_000, 1000, 5000, 2.705, 3.69, 3.40),
         (50_000, 1000, 5000, 8.191, 1.0, None),
-        (50_000, 256, 19_531, 1.488, 4.12, 3.79),  # where the doubled divergences of the public code promise 4
+        (
+            50_000,
+            256,
+            19_531,
+            1.488,
+            4.12,
+            3.79,
+        ),  # where the doubled divergences of the public code promise 4
         (5_000, 256, 1953, 4.237, 3.60, 3.32),
     ],
 )
 def test_known_costs(size, batch, steps, sigma, rdp, pld):
     """Yu et al.'s sigma is that of both parts, each the multiplier's square root of two."""
-    trainer = trainer_of(data.PoissonSampler(size, batch / size), noise_multiplier=sigma / math.sqrt(2))
+    trainer = trainer_of(
+        data.PoissonSampler(size, batch / size), noise_multiplier=sigma / math.sqrt(2)
+    )
     event = trainer.event(0, steps)
     assert epsilon(event, delta=1e-5, method="rdp") == pytest.approx(rdp, abs=0.006)
     if pld is not None:
@@ -414,16 +493,22 @@ def test_what_is_changed_after_a_crash_pays_again(tmp_path, monkeypatch):
     def crash(*args):
         raise RuntimeError("crash")
 
-    monkeypatch.setattr(finetune.PrivateTrainer, "step", crash)  # by then the chunk has been charged
+    monkeypatch.setattr(
+        finetune.PrivateTrainer, "step", crash
+    )  # by then the chunk has been charged
     # Noise that compiles in no time: each trainer has its own programs.
-    monkeypatch.setattr(noise, "gaussian", lambda key, tree, std, **_: jax.tree.map(lambda x: std + 0 * x, tree))
+    monkeypatch.setattr(
+        noise, "gaussian", lambda key, tree, std, **_: jax.tree.map(lambda x: std + 0 * x, tree)
+    )
     ledger = Ledger.in_memory()
     ledger.register("data", adjacency="add_remove", unit="example", delta=1e-5)
     charged = []
     for options in ({}, {}, *CHANGES):
         with pytest.raises(RuntimeError, match="crash"):
             finetune.fit(
-                trainer_of(**{"basis_every": 2, "physical_batch_size": ANCHORS, **options}),  # one chunk of anchors
+                trainer_of(
+                    **{"basis_every": 2, "physical_batch_size": ANCHORS, **options}
+                ),  # one chunk of anchors
                 params_of(),
                 source_of(features_of()),
                 steps=3,
@@ -436,7 +521,7 @@ def test_what_is_changed_after_a_crash_pays_again(tmp_path, monkeypatch):
     assert charged == [3, 3, 6, 9, 12, 15, 18]
 
 
-# --- What cannot be ---------------------------------------------------------------------------------------------------
+# --- What cannot be -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -444,7 +529,9 @@ def test_a_basis_larger_than_the_rank_says_what_would_work():
     rng = np.random.default_rng(0)
     low = (rng.normal(size=(ANCHORS, 3)) @ rng.normal(size=(3, SIZE))).astype(np.float32)
     anchors = {"features": low, "label": np.zeros(ANCHORS, np.int32)}
-    with pytest.raises(ValueError, match=r"the leaves 'a' to 'b'.*span only 3.*smaller basis_size, more or other") as e:
+    with pytest.raises(
+        ValueError, match=r"the leaves 'a' to 'b'.*span only 3.*smaller basis_size, more or other"
+    ) as e:
         trainer_of(anchors=anchors).init(params_of())
     assert "basis_size=7 gives 4 directions" in str(e.value)
     trainer_of(anchors=anchors, basis_size=6).init(params_of())
@@ -459,7 +546,9 @@ def test_anchors_without_finite_gradients_span_nothing():
 
 
 def test_a_basis_larger_than_the_gradient_or_the_anchors_is_refused_before_any_gradient():
-    with pytest.raises(ValueError, match=r"gives 7 directions to 'a', which needs 1 to 6. .*6 entries.*15 anchors"):
+    with pytest.raises(
+        ValueError, match=r"gives 7 directions to 'a', which needs 1 to 6. .*6 entries.*15 anchors"
+    ):
         trainer_of(basis_size=26, groups=lambda path: path).init(params_of())
     with pytest.raises(ValueError, match=r"needs 1 to 3.*there are 3 anchors"):
         trainer_of(anchors=anchors_of(count=3), basis_size=7, groups=1).init(params_of())
@@ -471,10 +560,16 @@ def test_a_basis_larger_than_the_gradient_or_the_anchors_is_refused_before_any_g
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"anchors": {"features": np.zeros((0, SIZE))}}, "anchors must be public examples.*Without public data use dp"),
+        (
+            {"anchors": {"features": np.zeros((0, SIZE))}},
+            "anchors must be public examples.*Without public data use dp",
+        ),
         ({"anchors": {}}, "anchors must be public examples"),
         ({"anchors": None}, "anchors must be public examples"),
-        ({"anchors": {"features": np.zeros((3, SIZE)), "label": np.zeros(2)}}, r"got shapes \[\(3, 26\), \(2,\)\]"),
+        (
+            {"anchors": {"features": np.zeros((3, SIZE)), "label": np.zeros(2)}},
+            r"got shapes \[\(3, 26\), \(2,\)\]",
+        ),
         ({"anchors": {"features": 1.0}}, "anchors must be public examples"),
         ({"basis_size": 0}, "basis_size must be at least 1, got 0"),
         ({"groups": 0}, "groups must be at least 1, got 0"),

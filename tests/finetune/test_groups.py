@@ -1,4 +1,5 @@
-"""Training that protects users: the sums against float64, their sensitivity, the events and the account's unit."""
+"""Training that protects users: the sums against float64, their sensitivity, the events and the
+account's unit."""
 
 import dataclasses
 import functools
@@ -32,20 +33,34 @@ def loss(params, example):
     return 0.5 * jnp.square(example["features"] @ params["w"] - example["target"])
 
 
-ANCHORS = {"features": _random.normal(size=(6, FEATURES)).astype(np.float32), "target": np.ones(6, np.float32)}
+ANCHORS = {
+    "features": _random.normal(size=(6, FEATURES)).astype(np.float32),
+    "target": np.ones(6, np.float32),
+}
 METHODS = {
     "dp_sgd": (finetune.dp_sgd, {}),
     "adp_alloc": (finetune.adp_alloc, {"schedule": finetune.exponential_noise(0.1)}),
     "adp_clip": (finetune.adp_clip, {"count_noise": 1.5}),
-    "gep": (finetune.gep, {"anchors": ANCHORS, "basis_size": 2, "groups": 1, "residual_clip_norm": 0.5}),
+    "gep": (
+        finetune.gep,
+        {"anchors": ANCHORS, "basis_size": 2, "groups": 1, "residual_clip_norm": 0.5},
+    ),
 }
 every_method = pytest.mark.parametrize("name", METHODS)
 
 
 def trainer_of(name="dp_sgd", n=USERS, **options):
     method, own = METHODS[name]
-    given = {"clip_norm": CLIP, "noise_multiplier": 1.0, "physical_batch_size": 4, "group": True, "unit": "patient"}
-    return method(loss, optax.sgd(0.1), sampler=data.PoissonSampler(n, Q), **{**given, **own, **options})
+    given = {
+        "clip_norm": CLIP,
+        "noise_multiplier": 1.0,
+        "physical_batch_size": 4,
+        "group": True,
+        "unit": "patient",
+    }
+    return method(
+        loss, optax.sgd(0.1), sampler=data.PoissonSampler(n, Q), **{**given, **own, **options}
+    )
 
 
 compiled = functools.cache(trainer_of)
@@ -56,7 +71,8 @@ def started(trainer):
 
 
 def gradients64(x=X, y=Y, owners=OWNERS, k=K):
-    """The gradient of each user's mean loss over its first k records, by hand, [users, FEATURES]."""
+    """The gradient of each user's mean loss over its first k records, by hand, [users,
+    FEATURES]."""
     each = (x @ W - y)[:, None] * x
     return np.stack([each[owners == user][:k].mean(0) for user in dict.fromkeys(owners.tolist())])
 
@@ -82,7 +98,8 @@ def expected64(trainer, state):
 
 @every_method
 def test_sums_equal_float64(name):
-    """A user counts once: the gradient of its mean loss over its first records is clipped as a whole."""
+    """A user counts once: the gradient of its mean loss over its first records is clipped as a
+    whole."""
     trainer = compiled(name)
     state = started(trainer)
     found = jax.tree.leaves(trainer.sums(state, users(), np.arange(USERS)))
@@ -101,14 +118,19 @@ def test_views_of_all_records_are_averaged_before_the_clip(broken):
     """The broken twin pairs views with the mask of another user."""
 
     def augment(key, example):
-        return {**example, "features": example["features"] + 0.5 * jax.random.normal(key, (FEATURES,))}
+        return {
+            **example,
+            "features": example["features"] + 0.5 * jax.random.normal(key, (FEATURES,)),
+        }
 
     trainer = trainer_of(augment=augment, augmult=2, physical_batch_size=USERS)
     state, given = started(trainer), users()
     seen = given.gather(np.arange(USERS))
     key = jax.random.fold_in(jax.random.fold_in(state.key, 0), 0)
     keys = jax.random.split(jax.random.split(key)[0], USERS)
-    views = jax.vmap(lambda key: jax.vmap(lambda one: jax.random.split(one, 2))(jax.random.split(key, K)))(keys)
+    views = jax.vmap(
+        lambda key: jax.vmap(lambda one: jax.random.split(one, 2))(jax.random.split(key, K))
+    )(keys)
     x = jax.vmap(jax.vmap(jax.vmap(augment, (0, None))))(views, seen.records)["features"]
     x, y = np.asarray(x, np.float64), np.asarray(seen.records["target"], np.float64)[..., None]
     each = ((x @ W - y)[..., None] * x).mean(2)
@@ -123,12 +145,15 @@ class PerRecord(GradientSum):
 
     def sums(self, params, carried, batch, mask, key):
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-        return dataclasses.replace(self.gradient, group=False)(params, flat, mask.reshape(-1), key=key).grads
+        return dataclasses.replace(self.gradient, group=False)(
+            params, flat, mask.reshape(-1), key=key
+        ).grads
 
 
 @pytest.mark.parametrize("name", [*METHODS, "clipped per record"])
 def test_a_user_with_many_records_moves_the_sum_by_at_most_the_sensitivity(name):
-    """Random users with up to k records join the others. The twin with a clip per record moves the sum by more."""
+    """Random users with up to k records join the others. The twin with a clip per record moves the
+    sum by more."""
     trainer = compiled(name if name in METHODS else "dp_sgd")
     if name not in METHODS:
         trainer = dataclasses.replace(trainer, query=PerRecord(gradient=trainer.query.gradient))
@@ -137,10 +162,17 @@ def test_a_user_with_many_records_moves_the_sum_by_at_most_the_sensitivity(name)
         count = rng.integers(1, 2 * K)
         direction, size = rng.normal(size=FEATURES), 10.0 ** rng.integers(-2, 3)
         x = np.concatenate([X, size * (direction + 0.1 * rng.normal(size=(count, FEATURES)))])
-        y, owners = np.append(Y, np.full(count, 10 * size)), np.append(OWNERS, np.full(count, USERS))
+        y, owners = (
+            np.append(Y, np.full(count, 10 * size)),
+            np.append(OWNERS, np.full(count, USERS)),
+        )
         given = users(x, y, owners)
-        sums = [jax.tree.leaves(trainer.sums(state, given, np.arange(n))) for n in (USERS, USERS + 1)]
-        moved.append(np.sqrt(sum(np.square(np.float64(a) - b).sum() for a, b in zip(*sums, strict=True))))
+        sums = [
+            jax.tree.leaves(trainer.sums(state, given, np.arange(n))) for n in (USERS, USERS + 1)
+        ]
+        moved.append(
+            np.sqrt(sum(np.square(np.float64(a) - b).sum() for a, b in zip(*sums, strict=True)))
+        )
     bound = trainer.query.sensitivity("add_remove")
     assert max(moved) > 0.9 * bound
     assert (max(moved) <= bound * (1 + 1e-4)) == (name in METHODS)
@@ -149,9 +181,13 @@ def test_a_user_with_many_records_moves_the_sum_by_at_most_the_sensitivity(name)
 def test_a_record_that_is_not_finite_removes_its_user():
     x, owner = X.copy(), OWNERS[0]
     x[0] = np.nan
-    (found,) = jax.tree.leaves(compiled("dp_sgd").sums(started(compiled("dp_sgd")), users(x), np.arange(USERS)))
+    (found,) = jax.tree.leaves(
+        compiled("dp_sgd").sums(started(compiled("dp_sgd")), users(x), np.arange(USERS))
+    )
     rest = owner != OWNERS
-    np.testing.assert_allclose(found, clipped64(gradients64(X[rest], Y[rest], OWNERS[rest]), CLIP).sum(0), rtol=1e-5)
+    np.testing.assert_allclose(
+        found, clipped64(gradients64(X[rest], Y[rest], OWNERS[rest]), CLIP).sum(0), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["dp_sgd", "adp_clip", "gep"])
@@ -172,9 +208,13 @@ def fit(trainer, source, unit):
         account = ledger.account("scans")
         try:
             params = {"w": jnp.asarray(W, jnp.float32)}
-            state = finetune.fit(trainer, params, source, steps=2, account=account, seed=bytes(16), progress=False)
+            state = finetune.fit(
+                trainer, params, source, steps=2, account=account, seed=bytes(16), progress=False
+            )
         except Exception:
-            assert ledger.events("scans") == {} or not sum(map(len, ledger.events("scans").values()))
+            assert ledger.events("scans") == {} or not sum(
+                map(len, ledger.events("scans").values())
+            )
             raise
         return state, ledger.epsilon("scans")
 
@@ -182,33 +222,59 @@ def fit(trainer, source, unit):
 def test_a_run_charges_an_account_of_the_same_unit_and_no_other():
     state, spent = fit(compiled("dp_sgd"), users(), "patient")
     assert int(state.step) == 2 and spent > 0
-    single = data.from_arrays(features=X.astype(np.float32)[:USERS], target=Y.astype(np.float32)[:USERS])
+    single = data.from_arrays(
+        features=X.astype(np.float32)[:USERS], target=Y.astype(np.float32)[:USERS]
+    )
     by_record = trainer_of(group=False, unit="example")
-    for trainer, source, unit in [(compiled("dp_sgd"), users(), "example"), (by_record, single, "patient")]:
-        with pytest.raises(ValueError, match=f"trainer protects one '{trainer.unit}'.* registered with unit='{unit}'"):
+    for trainer, source, unit in [
+        (compiled("dp_sgd"), users(), "example"),
+        (by_record, single, "patient"),
+    ]:
+        with pytest.raises(
+            ValueError,
+            match=f"trainer protects one '{trainer.unit}'.* registered with unit='{unit}'",
+        ):
             fit(trainer, source, unit)
-    assert fit(trainer_of(group=False), single, "patient")[1] > 0  # declared: every patient has one record
+    assert (
+        fit(trainer_of(group=False), single, "patient")[1] > 0
+    )  # declared: every patient has one record
 
 
 def test_groups_that_are_not_there_are_refused_before_anything_is_spent():
     with pytest.raises(ValueError, match="unit must name what group=True protects"):
         trainer_of(unit="example")
-    single = data.from_arrays(features=X.astype(np.float32)[:USERS], target=Y.astype(np.float32)[:USERS])
-    with pytest.raises(ValueError, match=r"source must be of jaxdp.data.by_group, because the trainer has group=True"):
+    single = data.from_arrays(
+        features=X.astype(np.float32)[:USERS], target=Y.astype(np.float32)[:USERS]
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"source must be of jaxdp.data.by_group, because the trainer has group=True",
+    ):
         fit(compiled("dp_sgd"), single, "patient")
-    with pytest.raises(ValueError, match=r"source is of jaxdp.data.by_group, but the trainer protects one 'example'"):
+    with pytest.raises(
+        ValueError,
+        match=r"source is of jaxdp.data.by_group, but the trainer protects one 'example'",
+    ):
         fit(trainer_of(group=False, unit="example"), users(), "example")
 
 
 def test_a_loss_over_all_records_of_a_user_needs_no_group():
-    """With group=False an example is the user's `Records`, for a loss that is no mean over records."""
+    """With group=False an example is the user's `Records`, for a loss that is no mean over
+    records."""
 
     def whole(params, example):
         each = jax.vmap(loss, (None, 0))(params, example.records)
         return jnp.where(example.present, each, 0).sum() / example.present.sum()
 
-    options = {"noise_multiplier": 1.0, "clip_norm": CLIP, "physical_batch_size": 4, "unit": "patient"}
-    trainer = finetune.dp_sgd(whole, optax.sgd(0.1), sampler=data.PoissonSampler(USERS, Q), **options)
+    options = {
+        "noise_multiplier": 1.0,
+        "clip_norm": CLIP,
+        "physical_batch_size": 4,
+        "unit": "patient",
+    }
+    trainer = finetune.dp_sgd(
+        whole, optax.sgd(0.1), sampler=data.PoissonSampler(USERS, Q), **options
+    )
     (found,) = jax.tree.leaves(trainer.sums(started(trainer), users(), np.arange(USERS)))
     np.testing.assert_allclose(found, expected64(compiled("dp_sgd"), None)[0], rtol=2e-5, atol=2e-6)
 
@@ -219,10 +285,26 @@ def test_one_run_audits_users():
     count = 2000
     params, records = canaries.worst_case(count, norm=10 * CLIP)
     given = data.by_group(
-        data.take(records, np.repeat(np.arange(count), 2)), np.repeat(np.arange(count), 2), max_records=2
+        data.take(records, np.repeat(np.arange(count), 2)),
+        np.repeat(np.arange(count), 2),
+        max_records=2,
     )
-    options = {"noise_multiplier": 1.0, "clip_norm": CLIP, "physical_batch_size": 500, "group": True, "unit": "user"}
-    trainer = finetune.dp_sgd(canaries.loss, optax.sgd(1.0), sampler=data.PoissonSampler(count, 1.0), **options)
-    terms = {"steps": 1, "delta": 1e-5, "confidence": 0.999, "seed": bytes(range(16)), "claim": "gaussian"}
+    options = {
+        "noise_multiplier": 1.0,
+        "clip_norm": CLIP,
+        "physical_batch_size": 500,
+        "group": True,
+        "unit": "user",
+    }
+    trainer = finetune.dp_sgd(
+        canaries.loss, optax.sgd(1.0), sampler=data.PoissonSampler(count, 1.0), **options
+    )
+    terms = {
+        "steps": 1,
+        "delta": 1e-5,
+        "confidence": 0.999,
+        "seed": bytes(range(16)),
+        "claim": "gaussian",
+    }
     audit = canaries.audit_run(trainer, params, given, **terms)
     assert 0.3 * audit.upper < audit.lower <= audit.upper

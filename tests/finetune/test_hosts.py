@@ -1,4 +1,5 @@
-"""Private training in several processes of `jax.distributed`: equal results, one ledger, and what is left of a kill."""
+"""Private training in several processes of `jax.distributed`: equal results, one ledger, and what
+is left of a kill."""
 
 import json
 import re
@@ -24,8 +25,14 @@ CHAIN = [
     (["four_steps", 2, [1, "compile"]], 0),  # before a payment
     (["four_steps", 2, [0, "batches"]], 2),  # paid, before the first step
     (["four_steps", 2, [1, "step"]], 2),  # The chunk is repeated and not paid again.
-    (["four_steps", 2, [0, "save"]], 4),  # after the last step of the second chunk, before its commit
-    (["four_steps", 4, None], 6),  # restores the first chunk. The program of the second is another: it is paid again.
+    (
+        ["four_steps", 2, [0, "save"]],
+        4,
+    ),  # after the last step of the second chunk, before its commit
+    (
+        ["four_steps", 4, None],
+        6,
+    ),  # restores the first chunk. The program of the second is another: it is paid again.
     (["six_steps", 1, None], 8),  # One process restores what four have saved.
 ]
 JOBS = {
@@ -46,7 +53,10 @@ def ran(tmp_path_factory):
     files = [folder / "stdout", folder / "stderr"]
     process = forked.start(PROGRAM, folder, json.dumps(JOBS), modules=program.MODULES, files=files)
     assert process.wait(900) == 0, files[1].read_text()
-    return {name: (folder / name, json.loads((folder / name / "results.json").read_text())) for name in JOBS}
+    return {
+        name: (folder / name, json.loads((folder / name / "results.json").read_text()))
+        for name in JOBS
+    }
 
 
 def test_processes_compute_what_one_computes_with_the_same_noise_and_read_only_their_rows(ran):
@@ -64,7 +74,9 @@ def test_a_process_that_dies_leaves_what_is_charged_and_the_run_goes_on(ran):
     for (job, charged), result in zip(CHAIN, ran["chain"][1], strict=True):
         assert result["charged"] == charged, result["said"]
         dead = job[2] and job[2][0]
-        for process, (status, said) in enumerate(zip(result["statuses"], result["said"], strict=True)):
+        for process, (status, said) in enumerate(
+            zip(result["statuses"], result["said"], strict=True)
+        ):
             if dead is None:
                 assert status == 0, said
             elif process == dead:
@@ -78,7 +90,9 @@ def test_a_process_that_dies_leaves_what_is_charged_and_the_run_goes_on(ran):
 def test_errors_reach_all_processes_and_what_disagrees_spends_nothing(ran):
     folder, (result,) = ran["refused"]
     assert result["statuses"] == [0, 0], result["said"]
-    first, second = (json.loads((folder / f"said{process}.json").read_text()) for process in range(2))
+    first, second = (
+        json.loads((folder / f"said{process}.json").read_text()) for process in range(2)
+    )
     # Only these have paid, for one chunk, which a later run repeats for free.
     assert result["charged"] == 2
     inside = {
@@ -118,18 +132,28 @@ def test_processes_that_do_not_follow_the_first_are_caught(ran):
 def test_the_launcher_of_several_processes_ends_as_one_process_does(ran):
     (one, [alone]), (two, [killed, resumed]) = ran["launched1"], ran["launched2"]
     assert killed["statuses"][1] == -signal.SIGKILL and killed["statuses"][0] != 0
-    assert alone["statuses"] == [0] and resumed["statuses"] == [0, 0], (alone["said"], resumed["said"])
+    assert alone["statuses"] == [0] and resumed["statuses"] == [0, 0], (
+        alone["said"],
+        resumed["said"],
+    )
     assert killed["charged"] == resumed["charged"] == alone["charged"] == 3
     results = [json.loads((folder / "run" / "result.json").read_text()) for folder in (one, two)]
     assert results[0].keys() == results[1].keys()
     assert results[0]["epsilon"] == results[1]["epsilon"]
-    assert results[0]["private"] == pytest.approx(results[1]["private"], abs=2 / results[0]["tested"])
+    assert results[0]["private"] == pytest.approx(
+        results[1]["private"], abs=2 / results[0]["tested"]
+    )
     params = [load_file(folder / "run" / "params.safetensors") for folder in (one, two)]
     assert params[0].keys() == params[1].keys()
     for name, value in params[0].items():
         np.testing.assert_allclose(params[1][name], value, atol=1e-5)
-    # Process 0 alone has the files and the terminal. Orbax writes the arrays of a checkpoint together.
-    first, second = (set(json.loads((two / f"wrote{process}.json").read_text())) for process in range(2))
-    assert {"config.json", "ledger.sqlite"} <= {re.sub(r"[.?](tmp|mode).*", "", name) for name in first}, first
+    # Process 0 alone has the files and the terminal. Orbax writes the arrays of a checkpoint
+    # together.
+    first, second = (
+        set(json.loads((two / f"wrote{process}.json").read_text())) for process in range(2)
+    )
+    assert {"config.json", "ledger.sqlite"} <= {
+        re.sub(r"[.?](tmp|mode).*", "", name) for name in first
+    }, first
     assert {name for name in second if "/checkpoints/" not in name} == set()
     assert "The ledger recomputes" in resumed["said"][0] and "private" not in resumed["said"][1]

@@ -61,15 +61,21 @@ def assert_noise_is_never_reused(records):
     assert all(len(different) == 1 for different in sums.values())
 
 
-# --- Killed ----------------------------------------------------------------------------------------------------------
+# --- Killed -------------------------------------------------------------------------------------
 
 CHOSEN = [
-    # how it dies, then what the ledger has charged and how many different steps were released by then
+    # how it dies, then what the ledger has charged and how many different steps were released by
+    # then
     ({"at": "checkpoint", "time": 1}, 0, 0),  # before the secret seed is in its place
     ({"at": "reserved", "time": 1}, 3, 0),
     ({"at": "step", "time": 3}, 3, 2),
-    ({"at": "kept", "time": 2}, 6, 6),  # the first chunk is kept, of the second only the metrics are
-    # The metrics of repeated steps have been dropped. The second chunk's checkpoint is written but not in its place.
+    (
+        {"at": "kept", "time": 2},
+        6,
+        6,
+    ),  # the first chunk is kept, of the second only the metrics are
+    # The metrics of repeated steps have been dropped. The second chunk's checkpoint is written but
+    # not in its place.
     ({"at": "checkpoint", "time": 2}, 6, 6),
     # It is in its place, but not committed in the ledger; the newest charge is confirmed first.
     ({"at": "saved", "time": 2}, 6, 6),
@@ -79,12 +85,15 @@ CHOSEN = [
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """Folders of one run twice: whole, and killed at chosen instants. `tests/faults` kills at every operation."""
+    """Folders of one run twice: whole, and killed at chosen instants. `tests/faults` kills at every
+    operation."""
     folder = tmp_path_factory.mktemp("killed")
     scenarios = {"whole": [], "chosen": [kill for kill, _, _ in CHOSEN]}
     given = json.dumps([{"name": name, "kills": kills} for name, kills in scenarios.items()])
     files = [folder / "stdout", folder / "stderr"]
-    process = forked.start(PROGRAM, folder, given, modules=("jaxdp.finetune", "orbax.checkpoint"), files=files)
+    process = forked.start(
+        PROGRAM, folder, given, modules=("jaxdp.finetune", "orbax.checkpoint"), files=files
+    )
     assert process.wait(300) == 0, files[1].read_text()
     return {name: folder / name for name in scenarios}
 
@@ -124,13 +133,14 @@ def test_repeated_steps_release_the_same_again(killed):
     records = [record for folder in killed.values() for record in released(folder)]
     assert len(records) > 2 * STEPS
     assert len({record["step"] for record in records}) == STEPS
-    # One sum, one noise and one result per step, over all runs and repetitions: they share their seed.
+    # One sum, one noise and one result per step, over all runs and repetitions: they share their
+    # seed.
     assert len({tuple(record.values()) for record in records}) == STEPS
     assert len({record["noise"] for record in records}) == STEPS // CHUNK
     assert_noise_is_never_reused(records)
 
 
-# --- Changed between crash and resume --------------------------------------------------------------------------------
+# --- Changed between crash and resume -----------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +170,9 @@ def crashing(monkeypatch, at):
 def other_data(source):
     image = source.arrays["image"].copy()
     image[17, 0, 0, 0] = 0.5
-    return data.from_arrays(image=image, label=source.arrays["label"], num_classes=10).take(np.arange(150))
+    return data.from_arrays(image=image, label=source.arrays["label"], num_classes=10).take(
+        np.arange(150)
+    )
 
 
 def forget_seed(folder):
@@ -171,7 +183,11 @@ def forget_seed(folder):
 CHANGES = {
     "nothing": (5, {}, None),
     "one pixel of one example": (5, {"source": other_data}, None),
-    "the order of the examples": (5, {"source": lambda source: source.take(np.arange(150)[::-1])}, None),
+    "the order of the examples": (
+        5,
+        {"source": lambda source: source.take(np.arange(150)[::-1])},
+        None,
+    ),
     "clip norm": (5, {"clip_norm": 0.500001}, None),
     "seed": (5, {"seed": bytes(16)}, forget_seed),
     "first parameters": (2, {"start": 1}, None),
@@ -180,7 +196,9 @@ CHANGES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(tmp_path, monkeypatch, source, change):
+def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(
+    tmp_path, monkeypatch, source, change
+):
     crash, arguments, touch = CHANGES[change]
     kept = crash // CHUNK * CHUNK
     with monkeypatch.context() as patch:
@@ -211,7 +229,8 @@ def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(tmp_path
 
 @pytest.mark.slow
 def test_a_constant_in_the_loss_is_part_of_the_program():
-    """JAX may hand a function's constants to its program as arguments; they must count nevertheless."""
+    """JAX may hand a function's constants to its program as arguments; they must count
+    nevertheless."""
     source = data.bundled("blobs")
 
     def text(constant, size):
@@ -220,7 +239,12 @@ def test_a_constant_in_the_loss_is_part_of_the_program():
 
         sampler = data.PoissonSampler(len(source), 0.1)
         trainer = finetune.dp_sgd(
-            loss, optax.sgd(0.1), sampler=sampler, clip_norm=1.0, noise_multiplier=0.0, physical_batch_size=4
+            loss,
+            optax.sgd(0.1),
+            sampler=sampler,
+            clip_norm=1.0,
+            noise_multiplier=0.0,
+            physical_batch_size=4,
         )
         return text_of(trainer, trainer.init({"w": jnp.zeros(size)}), source)
 
@@ -244,7 +268,9 @@ def test_what_changes_the_arithmetic_after_a_crash_draws_fresh_noise(tmp_path, m
     with pytest.raises(Crash):
         fit(trainer, ledger, workdir=tmp_path, steps=2, evaluate=crash)
     if change == "environment":
-        monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_enable_fast_math=true")
+        monkeypatch.setenv(
+            "XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_enable_fast_math=true"
+        )
     elif change == "cores":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores + 1), raising=False)
@@ -252,10 +278,12 @@ def test_what_changes_the_arithmetic_after_a_crash_draws_fresh_noise(tmp_path, m
         version = importlib.metadata.version
         monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{version(name)}.1")
     fit(trainer, ledger, workdir=tmp_path, steps=2)
-    assert composition(ledger.events("blobs")[None]).popitem()[1] == (2 if change == "nothing" else 4)
+    assert composition(ledger.events("blobs")[None]).popitem()[1] == (
+        2 if change == "nothing" else 4
+    )
 
 
-# --- Small runs ------------------------------------------------------------------------------------------------------
+# --- Small runs ---------------------------------------------------------------------------------
 
 BLOBS = data.bundled("blobs").take(np.arange(60))
 
@@ -353,15 +381,23 @@ def test_an_interrupted_chunk_needs_no_room(tmp_path):
 
 @pytest.mark.slow
 def test_a_loss_that_calls_back_to_python_is_charged_again_after_a_crash(tmp_path):
-    """What the callback returns is in no hash, so the chunk could come out differently under the same noise."""
+    """What the callback returns is in no hash, so the chunk could come out differently under the
+    same noise."""
     scale = np.float32(1.0)
 
     def loss(params, example):
-        factor = jax.pure_callback(lambda: scale, jax.ShapeDtypeStruct((), jnp.float32), vmap_method="sequential")
+        factor = jax.pure_callback(
+            lambda: scale, jax.ShapeDtypeStruct((), jnp.float32), vmap_method="sequential"
+        )
         return factor * ((example["features"] @ params["w"] - example["label"]) ** 2).sum()
 
     sampler = data.PoissonSampler(60, 0.2)
-    settings = {"sampler": sampler, "clip_norm": 1.0, "noise_multiplier": 1.0, "physical_batch_size": 8}
+    settings = {
+        "sampler": sampler,
+        "clip_norm": 1.0,
+        "noise_multiplier": 1.0,
+        "physical_batch_size": 8,
+    }
     trainer = finetune.dp_sgd(loss, optax.sgd(0.01), engine="vmap", **settings)
     ledger = blobs_ledger(delta=1e-5)
 
@@ -430,7 +466,8 @@ def test_steps_and_chunk_sizes_may_change_on_resume(tmp_path):
 
 
 def test_chunks_of_any_size_are_one_run_of_independent_noise():
-    """Chunks draw from streams of their own: equal steps of equal chunks must not share noise or batches."""
+    """Chunks draw from streams of their own: equal steps of equal chunks must not share noise or
+    batches."""
     trainer, ledger, seen = blobs_trainer(), blobs_ledger(delta=1e-5), []
 
     class Keys:
@@ -438,7 +475,12 @@ def test_chunks_of_any_size_are_one_run_of_independent_noise():
             self._update, self.lower = update, update.lower
 
         def __call__(self, large, rest, sums):
-            seen.append((jax.random.key_data(rest.noise.key).tobytes(), jax.random.key_data(rest.key).tobytes()))
+            seen.append(
+                (
+                    jax.random.key_data(rest.noise.key).tobytes(),
+                    jax.random.key_data(rest.key).tobytes(),
+                )
+            )
             return self._update(large, rest, sums)
 
     object.__setattr__(trainer, "update_in_place", Keys(trainer.update_in_place))
@@ -461,7 +503,8 @@ def test_chunks_of_any_size_are_one_run_of_independent_noise():
 
 
 def test_the_secret_seed_is_secret_and_is_deleted(tmp_path):
-    """Whoever has the seed and the notes can derive the noise: it may live only while a chunk is unfinished."""
+    """Whoever has the seed and the notes can derive the noise: it may live only while a chunk is
+    unfinished."""
     trainer, ledger, seeds = shared_trainer(), blobs_ledger(delta=1e-5), []
     path = tmp_path / "secret_seed"
 
@@ -483,7 +526,9 @@ def test_the_secret_seed_is_secret_and_is_deleted(tmp_path):
     kept = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert kept and path not in kept
     for seed in seeds:
-        assert not any(seed.encode() in p.read_bytes() or bytes.fromhex(seed) in p.read_bytes() for p in kept)
+        assert not any(
+            seed.encode() in p.read_bytes() or bytes.fromhex(seed) in p.read_bytes() for p in kept
+        )
 
 
 def test_no_seed_outlives_a_run_that_was_given_one(tmp_path):
@@ -517,7 +562,8 @@ def test_one_workdir_has_one_process(tmp_path):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 @pytest.mark.parametrize("place", ["evaluate", "save"])
 def test_interrupts_and_full_disks_cost_nothing_twice(tmp_path, monkeypatch, error, place):
-    """Control-C, or no space for a checkpoint: the chunk counts as spent, and repeating it is free."""
+    """Control-C, or no space for a checkpoint: the chunk counts as spent, and repeating it is
+    free."""
     trainer, ledger = shared_trainer(), blobs_ledger(delta=1e-5)
     expected = fit(trainer, blobs_ledger(delta=1e-5), workdir=tmp_path / "whole", seed=bytes(16))
     arguments = {"workdir": tmp_path / "run", "seed": bytes(16)}
@@ -551,7 +597,9 @@ def test_resume_with_frozen_parameters_moving_average_and_bfloat16(tmp_path):
 
     trainer = finetune.dp_sgd(
         loss,
-        optax.inject_hyperparams(optax.sgd)(learning_rate=lambda step: 0.01 / (1 + step), momentum=0.9),
+        optax.inject_hyperparams(optax.sgd)(
+            learning_rate=lambda step: 0.01 / (1 + step), momentum=0.9
+        ),
         sampler=data.PoissonSampler(len(BLOBS), 0.2),
         clip_norm=1.0,
         noise_multiplier=1.0,
@@ -565,7 +613,9 @@ def test_resume_with_frozen_parameters_moving_average_and_bfloat16(tmp_path):
     for name, stops in (("whole", [6]), ("resumed", [2, 4, 6])):
         ledger = blobs_ledger(delta=1e-5)
         for stop in stops:
-            state = fit(trainer, ledger, params=params, workdir=tmp_path / name, steps=stop, seed=bytes(16))
+            state = fit(
+                trainer, ledger, params=params, workdir=tmp_path / name, steps=stop, seed=bytes(16)
+            )
         states.append(state._replace(noise=None, key=None))
         assert sum(composition(ledger.events("blobs")[None]).values()) == 6
     whole, resumed = map(jax.tree.leaves, states)
@@ -578,7 +628,9 @@ def test_resume_with_frozen_parameters_moving_average_and_bfloat16(tmp_path):
 def test_nan_in_the_data_does_not_stop_training():
     features = BLOBS.gather(np.arange(60))["features"].copy()
     features[::7] = np.nan
-    source = data.from_arrays(features=features, label=BLOBS.gather(np.arange(60))["label"], num_classes=4)
+    source = data.from_arrays(
+        features=features, label=BLOBS.gather(np.arange(60))["label"], num_classes=4
+    )
     state = fit(blobs_trainer(source), blobs_ledger(delta=1e-5), source=source)
     assert np.isfinite(np.asarray(state.params["w"])).all()
 
@@ -613,11 +665,22 @@ def test_resuming_with_another_ledger_charges_it_in_full(tmp_path):
     params = {"hidden": np.ones((64, 8), np.float32) / 8, "head": np.ones((8, 10), np.float32)}
     object.__setattr__(trainer, "update_in_place", trainer.update_in_place._update)
     totals = []
-    for path, steps in (("first", CHUNK), ("first", 2 * CHUNK), ("second", 2 * CHUNK), ("second", 3 * CHUNK)):
+    for path, steps in (
+        ("first", CHUNK),
+        ("first", 2 * CHUNK),
+        ("second", 2 * CHUNK),
+        ("second", 3 * CHUNK),
+    ):
         with Ledger(tmp_path / path) as ledger:
             ledger.register("digits", adjacency="add_remove", unit="example", delta=1e-5)
-            arguments = {"steps": steps, "account": ledger.account("digits"), "workdir": tmp_path / "run"}
-            finetune.fit(trainer, params, source, checkpoint_every=CHUNK, progress=False, **arguments)
+            arguments = {
+                "steps": steps,
+                "account": ledger.account("digits"),
+                "workdir": tmp_path / "run",
+            }
+            finetune.fit(
+                trainer, params, source, checkpoint_every=CHUNK, progress=False, **arguments
+            )
             totals.append(composition(ledger.events("digits")[None]))
         with (tmp_path / "run" / "charges.jsonl").open("a") as file:
             file.write('{"step": 3, "tok')  # torn by a crash: nothing was computed after it
@@ -632,7 +695,13 @@ def test_evaluations_are_apart_from_checkpoints(tmp_path):
     settings = {"steps": 7, "checkpoint_every": 4, "evaluate": evaluate}
     for every, steps in ((None, [4, 7]), (3, [3, 6, 7]), (5, [5, 7])):
         folder = tmp_path / str(every)
-        fit(shared_trainer(), blobs_ledger(delta=1e-5), workdir=folder, evaluate_every=every, **settings)
+        fit(
+            shared_trainer(),
+            blobs_ledger(delta=1e-5),
+            workdir=folder,
+            evaluate_every=every,
+            **settings,
+        )
         assert [row["step"] for row in metrics(folder) if "accuracy" in row] == steps
         assert [row["step"] for row in metrics(folder) if "epsilon" in row] == [4, 7]
     with pytest.raises(ValueError, match="evaluate_every must be at least 1, got 0"):
@@ -647,10 +716,20 @@ def test_an_evaluation_on_private_data_pays_between_two_checkpoints(tmp_path):
     def evaluate(params):
         how = {"account": ledger.account("blobs"), "noise_multiplier": 20.0}
         return {
-            "accuracy": finetune.charged_accuracy(lambda p, x: x @ jnp.stack([p["w"]] * 4, 1), params, BLOBS, **how)
+            "accuracy": finetune.charged_accuracy(
+                lambda p, x: x @ jnp.stack([p["w"]] * 4, 1), params, BLOBS, **how
+            )
         }
 
-    fit(trainer, ledger, workdir=tmp_path, steps=4, checkpoint_every=4, evaluate=evaluate, evaluate_every=2)
+    fit(
+        trainer,
+        ledger,
+        workdir=tmp_path,
+        steps=4,
+        checkpoint_every=4,
+        evaluate=evaluate,
+        evaluate_every=2,
+    )
     charged = composition(ledger.events("blobs")[None])
     assert charged[noise] == 2 and sum(charged.values()) == 6
     assert [row["step"] for row in metrics(tmp_path) if "accuracy" in row] == [2, 4]
@@ -661,14 +740,19 @@ def test_callbacks_see_every_step_once_its_row_is_written(tmp_path):
     trainer, ledger, seen = blobs_trainer(ema_decay=0.5), blobs_ledger(delta=1e-5), []
 
     def callback(step, row, params):
-        assert metrics(tmp_path)[-1] == {"step": step, **row}  # the row is on disk when its step ends
+        assert metrics(tmp_path)[-1] == {
+            "step": step,
+            **row,
+        }  # the row is on disk when its step ends
         seen.append((step, np.asarray(params["w"])))
 
     state = fit(trainer, ledger, workdir=tmp_path, steps=3, callbacks=[callback])
     assert [step for step, _ in seen] == [1, 2, 3]
     assert np.array_equal(seen[-1][1], np.asarray(state.ema["w"]))
     times = read_metrics(tmp_path / "metrics.jsonl")
-    assert all(a["time"] < b["time"] and a["seconds"] < b["seconds"] for a, b in itertools.pairwise(times))
+    assert all(
+        a["time"] < b["time"] and a["seconds"] < b["seconds"] for a, b in itertools.pairwise(times)
+    )
 
 
 @pytest.mark.slow
@@ -693,7 +777,9 @@ def test_a_callback_that_raises_loses_nothing_that_was_paid(tmp_path, at):
 def test_a_step_of_fit_moves_no_array_by_accident(tmp_path):
     class Careless(finetune.PrivateTrainer):
         def total(self, state, parts):
-            return super().total(state, [(batch, np.ones(8, bool), part) for batch, _, part in parts])
+            return super().total(
+                state, [(batch, np.ones(8, bool), part) for batch, _, part in parts]
+            )
 
     trainer = shared_trainer()
     fields = {f.name: getattr(trainer, f.name) for f in dataclasses.fields(trainer) if f.init}
@@ -703,12 +789,18 @@ def test_a_step_of_fit_moves_no_array_by_accident(tmp_path):
 
 
 def test_fit_leaves_the_parameters_that_it_was_given():
-    # An integer leaf and a frozen leaf are equal before and after, and in params and ema. No buffer is donated twice.
+    # An integer leaf and a frozen leaf are equal before and after, and in params and ema. No buffer
+    # is donated twice.
     def loss(params, example):
-        return ((example["features"] * params["scale"]) @ params["w"] * params["frozen"] - example["label"]) ** 2
+        return (
+            (example["features"] * params["scale"]) @ params["w"] * params["frozen"]
+            - example["label"]
+        ) ** 2
 
     params = {"w": jnp.ones(2), "frozen": jnp.ones(()), "scale": jnp.arange(2), "same": jnp.ones(2)}
-    trainer = blobs_trainer(loss_fn=loss, ema_decay=0.9, trainable=lambda path, leaf: path in ("w", "same"))
+    trainer = blobs_trainer(
+        loss_fn=loss, ema_decay=0.9, trainable=lambda path, leaf: path in ("w", "same")
+    )
     state = fit(trainer, blobs_ledger(delta=1e-5), params=params, steps=4)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
     np.testing.assert_array_equal(state.ema["scale"], params["scale"])

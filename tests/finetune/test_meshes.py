@@ -15,7 +15,9 @@ from tests.compilations import compilations, text_of
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="fewer than eight devices")
 
 RNG = np.random.default_rng(0)
-SOURCE = from_arrays(x=RNG.normal(size=(96, 16)).astype(np.float32), y=RNG.normal(size=96).astype(np.float32))
+SOURCE = from_arrays(
+    x=RNG.normal(size=(96, 16)).astype(np.float32), y=RNG.normal(size=96).astype(np.float32)
+)
 PARAMS = {"w": jnp.asarray(RNG.normal(size=(16, 64)), jnp.float32), "v": jnp.ones(64)}
 SAMPLER = PoissonSampler(96, 0.4)
 
@@ -54,12 +56,24 @@ def trained(trainer, params, steps=2):
     return state
 
 
-ANCHORS = {"x": RNG.normal(size=(12, 16)).astype(np.float32), "y": RNG.normal(size=12).astype(np.float32)}
+ANCHORS = {
+    "x": RNG.normal(size=(12, 16)).astype(np.float32),
+    "y": RNG.normal(size=12).astype(np.float32),
+}
 METHODS = {
     "dp_sgd": (dp_sgd, {"ascent_radius": 0.1, "ema_decay": 0.9}),
     "adp_alloc": (adp_alloc, {"schedule": exponential_noise(0.1)}),
     "adp_clip": (adp_clip, {}),
-    "gep": (gep, {"residual_clip_norm": 1.0, "anchors": ANCHORS, "basis_size": 4, "groups": 1, "basis_every": 2}),
+    "gep": (
+        gep,
+        {
+            "residual_clip_norm": 1.0,
+            "anchors": ANCHORS,
+            "basis_size": 4,
+            "groups": 1,
+            "basis_every": 2,
+        },
+    ),
 }
 
 
@@ -90,7 +104,9 @@ def test_each_device_computes_its_part_of_a_batch():
 
 @pytest.mark.slow
 def test_fit_restores_a_run_onto_its_mesh(tmp_path):
-    placed = jax.device_put(PARAMS, {"w": NamedSharding(mesh_of(), PartitionSpec("data")), "v": jax.devices()[0]})
+    placed = jax.device_put(
+        PARAMS, {"w": NamedSharding(mesh_of(), PartitionSpec("data")), "v": jax.devices()[0]}
+    )
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         ledger.register("d", adjacency="add_remove", unit="example", delta=1e-5)
         for steps in (1, 2):
@@ -126,17 +142,30 @@ def on_another_mesh(params):
         ({"mesh": 8}, "mesh must be a jax.sharding.Mesh"),
         ({"mesh": mesh_of(), "data_axes": ("rows",)}, "data_axes must be"),
         ({"param_sharding": rule}, "param_sharding needs mesh="),
-        ({"mesh": mesh_of(), "param_sharding": lambda path, leaf: PartitionSpec("model")}, "param_sharding gives 'v'"),
+        (
+            {"mesh": mesh_of(), "param_sharding": lambda path, leaf: PartitionSpec("model")},
+            "param_sharding gives 'v'",
+        ),
         ({"mesh": mesh_of(3), "param_sharding": rule}, "param_sharding gives 'w'"),
         ({"mesh": mesh_of(4)}, "params has 'v' on devices"),
         ({"mesh": mesh_of()}, "params gives 'w' .* the spec .*'model',., which does not fit mesh="),
     ],
 )
 def test_arguments_that_do_not_fit_the_mesh_cost_nothing(tmp_path, options, match):
-    moves = {"on devices": lambda tree: jax.device_put(tree, jax.devices()[7]), "'model',": on_another_mesh}
+    moves = {
+        "on devices": lambda tree: jax.device_put(tree, jax.devices()[7]),
+        "'model',": on_another_mesh,
+    }
     params = next((move(PARAMS) for text, move in moves.items() if text in match), PARAMS)
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         ledger.register("d", adjacency="add_remove", unit="example", delta=1e-5)
         with pytest.raises((TypeError, ValueError), match=match):
-            fit(trainer_of(**options), params, SOURCE, steps=1, account=ledger.account("d"), progress=False)
+            fit(
+                trainer_of(**options),
+                params,
+                SOURCE,
+                steps=1,
+                account=ledger.account("d"),
+                progress=False,
+            )
         assert ledger.epsilon("d") == 0

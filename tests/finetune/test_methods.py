@@ -23,7 +23,10 @@ N, FEATURES, CLASSES, PHYSICAL, Q, Z = 30, 5, 3, 4, 0.25, 0.9
 
 def examples(n, seed):
     rng = np.random.default_rng(seed)
-    return {"features": rng.normal(size=(n, FEATURES)).astype(np.float32), "label": rng.integers(CLASSES, size=n)}
+    return {
+        "features": rng.normal(size=(n, FEATURES)).astype(np.float32),
+        "label": rng.integers(CLASSES, size=n),
+    }
 
 
 def source_of(**changes):
@@ -39,13 +42,18 @@ def params_of():
 
 
 def loss(params, example):
-    return losses.softmax_cross_entropy(example["features"] @ params["kernel"] + params["bias"], example["label"])
+    return losses.softmax_cross_entropy(
+        example["features"] @ params["kernel"] + params["bias"], example["label"]
+    )
 
 
 EXPONENTIAL = {"schedule": finetune.exponential_noise(0.2)}
 SUBSPACE = {
     "residual_clip_norm": 0.5,
-    "anchors": {"features": examples(9, 7)["features"], "label": np.arange(9, dtype=np.int32) % CLASSES},
+    "anchors": {
+        "features": examples(9, 7)["features"],
+        "label": np.arange(9, dtype=np.int32) % CLASSES,
+    },
     "basis_size": 4,
     "groups": 1,
 }
@@ -54,9 +62,15 @@ METHODS = {
     "dp_sgd with ascent": (finetune.dp_sgd, {"ascent_radius": 0.1}),
     "adp_alloc": (finetune.adp_alloc, EXPONENTIAL),
     "adp_clip": (finetune.adp_clip, {"count_noise": 1.5}),
-    "adp_clip, published": (finetune.adp_clip, {"count_noise": 1.5, "unit_norm": False, "ascent_radius": 0.1}),
+    "adp_clip, published": (
+        finetune.adp_clip,
+        {"count_noise": 1.5, "unit_norm": False, "ascent_radius": 0.1},
+    ),
     "gep, basis kept": (finetune.gep, {**SUBSPACE, "basis_every": 3}),
-    "gep without residual": (finetune.gep, {**SUBSPACE, "residual_share": 0.0, "ascent_radius": 0.1}),
+    "gep without residual": (
+        finetune.gep,
+        {**SUBSPACE, "residual_share": 0.0, "ascent_radius": 0.1},
+    ),
 }
 every_method = pytest.mark.parametrize("name", METHODS)
 
@@ -85,7 +99,9 @@ def keyed(trainer, number=0):
     """Return a first state with known keys."""
     state = trainer.init(params_of())
     key = noise.stream(bytes([number] * 16), "test")
-    return state._replace(noise=state.noise._replace(key=key), key=jax.random.key(number, impl="threefry2x32"))
+    return state._replace(
+        noise=state.noise._replace(key=key), key=jax.random.key(number, impl="threefry2x32")
+    )
 
 
 def arrays(state):
@@ -129,7 +145,11 @@ def test_truncated_batches_have_their_event(name):
     assert sum(events.values()) == 3
     for event in events:
         assert isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent)
-        assert (event.dataset_size, event.sampling_probability, event.truncated_batch_size) == (N, Q, most)
+        assert (event.dataset_size, event.sampling_probability, event.truncated_batch_size) == (
+            N,
+            Q,
+            most,
+        )
 
 
 @pytest.mark.slow
@@ -140,16 +160,22 @@ def test_what_fit_gives_to_a_step_is_used_in_place(name):
     state = trainer.init(params)
     kept, _ = trainer.step(state, source)
     calls = []
-    after, _ = trainer.step(state, source, meanwhile=lambda: calls.append(state.params["kernel"].is_deleted()))
+    after, _ = trainer.step(
+        state, source, meanwhile=lambda: calls.append(state.params["kernel"].is_deleted())
+    )
     assert calls == [False]  # Evaluation and callbacks read the state before it is written over.
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state, state.ema)))
+    assert all(
+        leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state, state.ema))
+    )
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
     assert_same(kept, after)
     with pytest.raises((RuntimeError, ValueError), match="deleted"):
         trainer.step(state, source)
     function, arguments = trainer.programs(after, source)["update"]
     in_place = function.lower(*arguments).compile().memory_analysis().alias_size_in_bytes
-    assert in_place >= sum(x.nbytes for x in jax.tree.leaves((after.params, after.opt_state, after.ema)))
+    assert in_place >= sum(
+        x.nbytes for x in jax.tree.leaves((after.params, after.opt_state, after.ema))
+    )
 
 
 @pytest.mark.slow
@@ -183,7 +209,9 @@ def test_steps_compile_once_transfer_nothing_by_accident_and_keep_shapes_and_dty
 @pytest.mark.slow
 @every_method
 def test_an_empty_batch_is_a_step_with_noise(name, monkeypatch):
-    monkeypatch.setattr(finetune.PrivateTrainer, "drawn", lambda trainer, state: np.zeros(0, np.int64))
+    monkeypatch.setattr(
+        finetune.PrivateTrainer, "drawn", lambda trainer, state: np.zeros(0, np.int64)
+    )
     trainer, changes = compiled(name), []
     for number in (0, 1):
         state, _ = trainer.step(keyed(trainer, number), source_of())
@@ -195,7 +223,8 @@ def test_an_empty_batch_is_a_step_with_noise(name, monkeypatch):
 @pytest.mark.slow
 @every_method
 def test_the_state_is_a_function_of_what_was_released(name):
-    """Examples of two data sets differ, their sums do not: masked examples, and ones that are not finite."""
+    """Examples of two data sets differ, their sums do not: masked examples, and ones that are not
+    finite."""
     trainer = compiled(name)
     features, label = (source_of().arrays[key].copy() for key in ("features", "label"))
     features[4] = np.nan
@@ -215,22 +244,30 @@ def test_the_state_is_a_function_of_what_was_released(name):
 
 @pytest.mark.slow
 @every_method
-def test_an_example_that_is_not_finite_and_garbage_in_masked_rows_leave_everything_finite(name, monkeypatch):
-    monkeypatch.setattr(finetune.PrivateTrainer, "drawn", lambda trainer, state: np.array([1, 0, 2, 3, 11, 12]))
+def test_an_example_that_is_not_finite_and_garbage_in_masked_rows_leave_everything_finite(
+    name, monkeypatch
+):
+    monkeypatch.setattr(
+        finetune.PrivateTrainer, "drawn", lambda trainer, state: np.array([1, 0, 2, 3, 11, 12])
+    )
     trainer = compiled(name)
     features = source_of().arrays["features"].copy()
     features[:4] = [[np.nan], [np.inf], [1e38], [-np.inf]]  # example 0 is what padding repeats
     state = keyed(trainer)
     for _ in range(3):
         state, metrics = trainer.step(state, source_of(features=features))
-        assert all(np.isfinite(x).all() for x in [*arrays(state), *jax.device_get(metrics).values()])
+        assert all(
+            np.isfinite(x).all() for x in [*arrays(state), *jax.device_get(metrics).values()]
+        )
 
 
 @every_method
 def test_events_compose_and_are_sampled_gaussians(name):
     trainer = compiled(name)
     whole = composition(trainer.event(0, 9))
-    parts = dp_event.ComposedDpEvent([trainer.event(0, 4), trainer.event(4, 5), trainer.event(5, 9)])
+    parts = dp_event.ComposedDpEvent(
+        [trainer.event(0, 4), trainer.event(4, 5), trainer.event(5, 9)]
+    )
     assert composition(parts) == whole
     assert sum(whole.values()) == 9
     for step, event in enumerate(trainer.event(t, t + 1) for t in range(9)):
@@ -251,11 +288,15 @@ class Crash(Exception):
 
 @pytest.mark.slow
 @every_method
-def test_a_run_that_is_interrupted_ends_like_one_that_was_not_and_both_pay_once(name, tmp_path, monkeypatch):
+def test_a_run_that_is_interrupted_ends_like_one_that_was_not_and_both_pay_once(
+    name, tmp_path, monkeypatch
+):
     trainer, ledger = compiled(name), ledger_of()
     whole = fit(trainer, ledger)
     assert composition(ledger.events("data")[None]) == composition(trainer.event(0, 7))
-    assert ledger.epsilon("data") == pytest.approx(epsilon(trainer.event(0, 7), delta=1e-5), rel=1e-6)
+    assert ledger.epsilon("data") == pytest.approx(
+        epsilon(trainer.event(0, 7), delta=1e-5), rel=1e-6
+    )
 
     step, ledger = finetune.PrivateTrainer.step, ledger_of()
     for crash in (1, 4, 3):  # in the first chunk, at the second's end, and in the third
@@ -297,4 +338,11 @@ def test_unknown_and_missing_arguments_are_refused(name):
         trainer_of(name, learning_rat=0.1)
     method, options = METHODS[name]
     with pytest.raises(TypeError, match="sampler"):
-        method(loss, optax.sgd(0.1), physical_batch_size=4, clip_norm=1.0, noise_multiplier=Z, **options)
+        method(
+            loss,
+            optax.sgd(0.1),
+            physical_batch_size=4,
+            clip_norm=1.0,
+            noise_multiplier=Z,
+            **options,
+        )

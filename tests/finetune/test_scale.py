@@ -1,4 +1,5 @@
-"""What devices exchange in a private step, from compiled programs: little more than in a plain step."""
+"""What devices exchange in a private step, from compiled programs: little more than in a plain
+step."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ from jaxdp.transforms import meshes, shards
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="fewer than eight devices")
 
 RNG = np.random.default_rng(0)
-SOURCE = from_arrays(x=RNG.normal(size=(32, 8, 8, 8)).astype(np.float32), y=RNG.normal(size=32).astype(np.float32))
+SOURCE = from_arrays(
+    x=RNG.normal(size=(32, 8, 8, 8)).astype(np.float32), y=RNG.normal(size=32).astype(np.float32)
+)
 PARAMS = {
     "kernel": jnp.asarray(RNG.normal(size=(3, 3, 8, 16)), jnp.float32),
     "bias": jnp.zeros(16),
@@ -28,7 +31,10 @@ def losses(params, batch):
     h = jax.lax.conv_general_dilated(
         batch["x"], params["kernel"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
-    h = jnp.tanh(jnp.tanh(h + params["bias"][None, None, None]) @ params["dense"]) * params["scale"][None, None, None]
+    h = (
+        jnp.tanh(jnp.tanh(h + params["bias"][None, None, None]) @ params["dense"])
+        * params["scale"][None, None, None]
+    )
     return jnp.square(h.mean((1, 2)) @ params["head"] - batch["y"])
 
 
@@ -44,7 +50,8 @@ def counts_of(layout, **options):
 
 
 def excess(counts):
-    """Returns by how many collectives, and by how many bytes, the private step exceeds the plain step."""
+    """Returns by how many collectives, and by how many bytes, the private step exceeds the plain
+    step."""
     plain, private = counts["plain"], counts["private"]
     return private.messages - plain.messages, private.moved - plain.moved
 
@@ -55,7 +62,10 @@ def excess(counts):
         ("data", None),
         ("fsdp", None),
         ("data", (shards, "auto_devices", lambda: 1)),  # a sum for each position of a kernel
-        ("fsdp", (meshes.Layout, "whole", lambda layout: layout)),  # XLA alone places what is divided
+        (
+            "fsdp",
+            (meshes.Layout, "whole", lambda layout: layout),
+        ),  # XLA alone places what is divided
     ],
 )
 @pytest.mark.slow
@@ -63,7 +73,8 @@ def test_a_private_step_exchanges_what_a_plain_step_does_and_the_norms(layout, t
     if twin:
         monkeypatch.setattr(*twin)
     more, moved = excess(counts_of(layout))
-    # The norms, 4 bytes for each of 32 examples. The norm of the released gradient is a sum over divided parameters.
+    # The norms, 4 bytes for each of 32 examples. The norm of the released gradient is a sum over
+    # divided parameters.
     assert (more <= 1 + (layout == "fsdp") and moved <= 4 * 32 + 8) == (twin is None)
 
 

@@ -1,4 +1,5 @@
-"""A trainer finds the noise for a target by itself, and terms that promise little give a warning."""
+"""A trainer finds the noise for a target by itself, and terms that promise little give a
+warning."""
 
 import optax
 import pytest
@@ -23,7 +24,9 @@ def make(name="dp_sgd", **options):
 def test_the_noise_of_a_target_costs_at_most_the_target_and_hardly_less(name):
     event = make(name, **TARGET).event(0, 3)
     assert 1.99 < epsilon(event, delta=1e-5) <= 2.0
-    assert epsilon(make(name, **{**TARGET, "steps": 4}).event(0, 3), delta=1e-5) < 1.99  # steps count
+    assert (
+        epsilon(make(name, **{**TARGET, "steps": 4}).event(0, 3), delta=1e-5) < 1.99
+    )  # steps count
 
 
 @pytest.mark.slow
@@ -41,8 +44,14 @@ def test_the_relation_and_the_accountant_of_the_target_are_used():
             r"noise_multiplier must be given, or epsilon, delta and steps .* Missing: \['epsilon', 'delta', 'steps'\]",
         ),
         ({"epsilon": 2.0, "delta": 1e-5}, r"Missing: \['steps'\]"),
-        ({**TARGET, "noise_multiplier": 1.0}, "must be left out where epsilon and delta and steps are given, got 1.0"),
-        ({"noise_multiplier": 1.0, "adjacency": "replace_one"}, "must be left out where adjacency are given"),
+        (
+            {**TARGET, "noise_multiplier": 1.0},
+            "must be left out where epsilon and delta and steps are given, got 1.0",
+        ),
+        (
+            {"noise_multiplier": 1.0, "adjacency": "replace_one"},
+            "must be left out where adjacency are given",
+        ),
         ({**TARGET, "epsilon": -1.0}, "epsilon must be finite and > 0, got -1.0"),
     ],
 )
@@ -59,8 +68,14 @@ def test_terms_that_promise_little_give_a_warning():
     with pytest.warns(PrivacyWarning) as caught:
         make(**{**TARGET, "epsilon": 12.0, "delta": 0.01})
     first, second = texts(caught)
-    assert "epsilon 12 is above 10" in first and "delta 0.01 is at least 1 / records = 0.0025" in second
-    with Ledger.in_memory() as ledger, pytest.warns(PrivacyWarning, match="epsilon 10.5 is above 10"):
+    assert (
+        "epsilon 12 is above 10" in first
+        and "delta 0.01 is at least 1 / records = 0.0025" in second
+    )
+    with (
+        Ledger.in_memory() as ledger,
+        pytest.warns(PrivacyWarning, match="epsilon 10.5 is above 10"),
+    ):
         ledger.register("data", adjacency="add_remove", unit="example", epsilon=10.5, delta=1e-5)
 
 
@@ -71,8 +86,19 @@ def test_training_warns_of_a_batch_of_everything_and_of_a_large_delta():
         for q in (0.5, 1.0):
             trainer = make(noise_multiplier=1.0, sampler=data.PoissonSampler(len(source), q))
             account, delta = ledger.account("data"), 1e-5 if q < 1 else 0.1
-            finetune.fit(trainer, methods.params_of(), source, steps=0, account=account, delta=delta, progress=False)
-    assert [text.split(" is ")[0] for text in texts(caught)] == ["delta 0.1", "sampling_probability"]
+            finetune.fit(
+                trainer,
+                methods.params_of(),
+                source,
+                steps=0,
+                account=account,
+                delta=delta,
+                progress=False,
+            )
+    assert [text.split(" is ")[0] for text in texts(caught)] == [
+        "delta 0.1",
+        "sampling_probability",
+    ]
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 """Tiny random checkpoints in public namings, with the logits of the libraries that publish in them.
 
-`python tests/golden/make_checkpoints.py` (needs `pip install --group parity`) rewrites tests/golden/checkpoints.
-tests/models/test_checkpoints.py reads them without those libraries, and calls `write` in `make parity`. Language models
-are in tests/golden/language, for tests/models/test_language.py.
-"""
+`python tests/golden/make_checkpoints.py` (needs `pip install --group parity`) rewrites
+tests/golden/checkpoints. tests/models/test_checkpoints.py reads them without those libraries, and
+calls `write` in `make parity`. Language models are in tests/golden/language, for
+tests/models/test_language.py."""
 
 import sys
 from collections.abc import Callable
@@ -16,12 +16,19 @@ FOLDER = Path(__file__).parent / "checkpoints"
 LANGUAGE = Path(__file__).parent / "language"
 SIZES = {"vit": 8, "convnext": 64, "swin": 32}
 WIDTHS, DEPTHS = (4, 6, 8, 10), (1, 1, 2, 1)
-SWIN_DEPTHS, SWIN_HEADS = (1, 2, 1), (1, 2, 4)  # grids of 16x16, 8x8 (where windows shift) and 4x4 (one window)
+SWIN_DEPTHS, SWIN_HEADS = (
+    (1, 2, 1),
+    (1, 2, 4),
+)  # grids of 16x16, 8x8 (where windows shift) and 4x4 (one window)
 
 
 def images(kind: str) -> np.ndarray:
     """Returns two RGB images, normalised as a model's input."""
-    return np.random.default_rng(7).standard_normal((2, SIZES[kind], SIZES[kind], 3)).astype(np.float32)
+    return (
+        np.random.default_rng(7)
+        .standard_normal((2, SIZES[kind], SIZES[kind], 3))
+        .astype(np.float32)
+    )
 
 
 def perturb(model: Any, seed: int) -> Any:
@@ -42,7 +49,12 @@ def perturb(model: Any, seed: int) -> Any:
 def hugging_face_vit(kind: str) -> Any:
     import transformers
 
-    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 12,
+    }
     config = transformers.DeiTConfig if kind.startswith("DeiT") else transformers.ViTConfig
     return getattr(transformers, kind)(config(**sizes, image_size=8, patch_size=4, num_labels=3))
 
@@ -50,15 +62,24 @@ def hugging_face_vit(kind: str) -> Any:
 def hugging_face_convnext() -> Any:
     import transformers
 
-    config = transformers.ConvNextConfig(hidden_sizes=list(WIDTHS), depths=list(DEPTHS), image_size=64, num_labels=3)
+    config = transformers.ConvNextConfig(
+        hidden_sizes=list(WIDTHS), depths=list(DEPTHS), image_size=64, num_labels=3
+    )
     return transformers.ConvNextForImageClassification(config)
 
 
 def hugging_face_swin() -> Any:
     import transformers
 
-    sizes = {"embed_dim": 4, "depths": list(SWIN_DEPTHS), "num_heads": list(SWIN_HEADS), "mlp_ratio": 2.0}
-    config = transformers.SwinConfig(**sizes, image_size=32, patch_size=2, window_size=4, num_labels=3)
+    sizes = {
+        "embed_dim": 4,
+        "depths": list(SWIN_DEPTHS),
+        "num_heads": list(SWIN_HEADS),
+        "mlp_ratio": 2.0,
+    }
+    config = transformers.SwinConfig(
+        **sizes, image_size=32, patch_size=2, window_size=4, num_labels=3
+    )
     return transformers.SwinForImageClassification(config)
 
 
@@ -66,7 +87,9 @@ def timm_vit(distilled: bool) -> Any:
     from timm.models import deit, vision_transformer
 
     family = deit.VisionTransformerDistilled if distilled else vision_transformer.VisionTransformer
-    return family(img_size=8, patch_size=4, embed_dim=8, depth=2, num_heads=2, mlp_ratio=1.5, num_classes=3)
+    return family(
+        img_size=8, patch_size=4, embed_dim=8, depth=2, num_heads=2, mlp_ratio=1.5, num_classes=3
+    )
 
 
 def timm_convnext() -> Any:
@@ -79,7 +102,9 @@ def timm_swin() -> Any:
     from timm.models import swin_transformer
 
     sizes = {"embed_dim": 4, "depths": SWIN_DEPTHS, "num_heads": SWIN_HEADS, "mlp_ratio": 2.0}
-    return swin_transformer.SwinTransformer(**sizes, img_size=32, patch_size=2, window_size=4, num_classes=3)
+    return swin_transformer.SwinTransformer(
+        **sizes, img_size=32, patch_size=2, window_size=4, num_classes=3
+    )
 
 
 def torch_encoder() -> Any:
@@ -106,7 +131,8 @@ def torch_encoder() -> Any:
 
 
 def write_augreg(path: Path, seed: int) -> Any:
-    """Writes a random .npz as google-research/vision_transformer names it. timm's own reader reads it."""
+    """Writes a random .npz as google-research/vision_transformer names it. timm's own reader reads
+    it."""
     generator = np.random.default_rng(seed)
     shapes: dict[str, tuple[int, ...]] = {
         "cls": (1, 1, 8),
@@ -185,16 +211,24 @@ def tokens() -> np.ndarray:
 
 
 def write_language(case: str, folder: Path, seed: int) -> tuple[Path, np.ndarray]:
-    """Writes "hf_gpt2" or "hf_llama" with its config.json. Returns its file and the publisher's logits on `tokens`."""
+    """Writes "hf_gpt2" or "hf_llama" with its config.json. Returns its file and the publisher's
+    logits on `tokens`."""
     import torch
     import transformers
 
     config: Any
     if case == "hf_gpt2":
-        config = transformers.GPT2Config(vocab_size=31, n_positions=16, n_embd=8, n_layer=2, n_head=2, n_inner=12)
+        config = transformers.GPT2Config(
+            vocab_size=31, n_positions=16, n_embd=8, n_layer=2, n_head=2, n_inner=12
+        )
         model = transformers.GPT2LMHeadModel(config)
     else:
-        sizes = {"vocab_size": 31, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+        sizes = {
+            "vocab_size": 31,
+            "hidden_size": 8,
+            "intermediate_size": 12,
+            "num_hidden_layers": 2,
+        }
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
         config = transformers.LlamaConfig(**sizes, **heads, rms_norm_eps=1e-5, rope_theta=500.0)
         model = transformers.LlamaForCausalLM(config)

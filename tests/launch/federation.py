@@ -25,14 +25,21 @@ from tests.launch.test_hospitals import Direct, alone, seed
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HOWTO = ROOT / "docs" / "howto" / "parties_over_a_network.md"
 CLINICS = ("clinic-1", "clinic-2")
-# The tests' own setting of JAX. Under another one, in the configuration or in a variable, a release is another one.
+# The tests' own setting of JAX. Under another one, in the configuration or in a variable, a release
+# is another one.
 SETTING = ("JAX_NUMPY_RANK_PROMOTION", "raise")
 OFFLINE_SECONDS = 2 * HEARTBEAT_SECONDS + 1  # after which the SuperLink knows that a node has gone
 ITERATIONS = "--config.method.iterations=2"
 _WIRE = "from tests.faults import wire; wire.main()"
-# What the processes import, without the launchers themselves, because these define flags of the same names.
+# What the processes import, without the launchers themselves, because these define flags of the
+# same names.
 _MODULES = ("tests.faults.wire", "launch.flower", "launch.hospitals", "launch.parties", "uvicorn")
-_MODULES += ("flwr.supernode.cli", "flwr.superlink.cli", "flwr.superlink.grid", "flwr.supernode.runtime.run_clientapp")
+_MODULES += (
+    "flwr.supernode.cli",
+    "flwr.superlink.cli",
+    "flwr.superlink.grid",
+    "flwr.supernode.runtime.run_clientapp",
+)
 # A small model, which takes seconds.
 _MODEL = {"patch_size": 2, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 16}
 SPLIT_SERVER = {
@@ -63,12 +70,21 @@ class Federation:
 
     def __init__(self, folder, clinics=CLINICS):
         self.folder, self.clinics, self.running, self.wires = folder, clinics, {}, {}
-        shared = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_HOME": str(folder / "flwr"), **dict([SETTING])}
+        shared = {
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_HOME": str(folder / "flwr"),
+            **dict([SETTING]),
+        }
         self._interpreter = forked.Interpreter([sys.executable], shared)
         names = ("superlink", *clinics)
         self.ports = dict(zip(names, free_ports(len(names)), strict=True))
         blocks = re.findall(r"```bash\n(.*?)```", HOWTO.read_text(), flags=re.DOTALL)
-        lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if "export" not in line]
+        lines = [
+            line
+            for block in blocks
+            for line in block.replace("\\\n", " ").splitlines()
+            if "export" not in line
+        ]
         commands = [line.removeprefix("until ").split(";")[0].removesuffix("&") for line in lines]
         self._commands = list(map(shlex.split, commands))
         certificates.make(folder / "keys", clinics, hosts=["localhost"])
@@ -82,7 +98,10 @@ class Federation:
             labels = (logits + random.gumbel(size=logits.shape)).argmax(1)
             np.savez(folder / f"{name}.npz", logits=4 * logits, labels=labels)
         digits = bundled("digits").of_classes([5, 6, 7, 8, 9]).gather(np.arange(45))
-        few, test = ({key: array[rows] for key, array in digits.items()} for rows in (slice(25), slice(25, None)))
+        few, test = (
+            {key: array[rows] for key, array in digits.items()}
+            for rows in (slice(25), slice(25, None))
+        )
         np.savez(self.images, **few, **{f"test_{key}": array for key, array in test.items()})
 
     @property
@@ -93,7 +112,8 @@ class Federation:
     # --- Processes ---
 
     def command(self, which, name="clinic-1", run=""):
-        """Returns a command of the how-to for one clinic, with the ports and the workdirs of this test."""
+        """Returns a command of the how-to for one clinic, with the ports and the workdirs of this
+        test."""
         (words,) = (words for words in self._commands if which in words[:3])
         changed = [
             word.replace("clinic-1", name)
@@ -129,7 +149,11 @@ class Federation:
         end, expected = time.monotonic() + timeout, (None, 0, -signal.SIGKILL)
         while not seen():
             late = time.monotonic() > end
-            ended = [key for key, process in self.running.items() if late or process.poll() not in expected]
+            ended = [
+                key
+                for key, process in self.running.items()
+                if late or process.poll() not in expected
+            ]
             assert not ended, {key: self.output(key)[-1500:] for key in ended}
             time.sleep(0.1)
 
@@ -156,7 +180,8 @@ class Federation:
         self.start(f"{which} {name}", [*command, *fields])
 
     def registered(self):
-        """Tells whether a server's program has registered the clinics, so that their nodes may come."""
+        """Tells whether a server's program has registered the clinics, so that their nodes may
+        come."""
         return self.output("superlink").count("Created node_id") >= len(self.clinics)
 
     def _listens(self, port):
@@ -166,14 +191,16 @@ class Federation:
     # --- Secrets and results ---
 
     def plant(self, run, folder="conversation"):
-        """Gives every clinic a secret before it begins, so that its answers can be repeated elsewhere."""
+        """Gives every clinic a secret before it begins, so that its answers can be repeated
+        elsewhere."""
         for i, name in enumerate(self.clinics):
             where = self.folder / run / name / folder
             where.mkdir(parents=True)
             (where / "secret_seed").write_text(seed(i).hex())
 
     def expected(self, run):
-        """Returns the temperature that the same hospitals with the same secrets give in one process."""
+        """Returns the temperature that the same hospitals with the same secrets give in one
+        process."""
         direct = Direct.__new__(Direct)
         direct.names, direct.root, direct.changes = self.clinics, self.folder / run, {}
         records = {name: self.folder / f"{name}.npz" for name in self.clinics}
@@ -184,7 +211,8 @@ class Federation:
         return json.loads((self.folder / run / party / "result.json").read_text())
 
     def spends(self, run):
-        """Returns the number of spends, of open spends, and epsilon, for every clinic and data set."""
+        """Returns the number of spends, of open spends, and epsilon, for every clinic and data
+        set."""
         found = {}
         for name in self.clinics:
             with Ledger(self.folder / run / name / "ledger.sqlite") as ledger:

@@ -12,8 +12,13 @@ _RESULTS = pathlib.Path(__file__).resolve().parents[1] / "golden" / "results.jso
 
 
 def differences(study: str, found: Any, *, tolerance: float = 0.02) -> list[str]:
-    """Returns where a result differs from the golden one, by more than `tolerance` absolutely and relatively."""
-    return list(_compared(json.loads(_RESULTS.read_text())[study], json.loads(json.dumps(found)), study, tolerance))
+    """Returns where a result differs from the golden one, by more than `tolerance` absolutely and
+    relatively."""
+    return list(
+        _compared(
+            json.loads(_RESULTS.read_text())[study], json.loads(json.dumps(found)), study, tolerance
+        )
+    )
 
 
 def _compared(golden: Any, found: Any, place: str, tolerance: float) -> Any:

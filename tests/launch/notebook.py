@@ -1,4 +1,5 @@
-"""Runs launch/colab.ipynb as Colab does: `python -m tests.launch.notebook` stores the outputs of its cells in it.
+"""Runs launch/colab.ipynb as Colab does: `python -m tests.launch.notebook` stores the outputs of
+its cells in it.
 
 The kernel has an environment of its own, with what the install cell asks for and nothing else.
 """
@@ -27,7 +28,8 @@ NOTEBOOK = ROOT / "launch" / "colab.ipynb"
 
 
 def needed(*wanted):
-    """Returns the distributions that requirements bring, by the metadata of those that are installed."""
+    """Returns the distributions that requirements bring, by the metadata of those that are
+    installed."""
     found, left = {}, [Requirement(text) for text in wanted]
     while left:
         asked = left.pop()
@@ -35,15 +37,20 @@ def needed(*wanted):
         if new := {"", *asked.extras} - found.get(name, set()):
             found.setdefault(name, set()).update(new)
             listed = map(Requirement, importlib.metadata.distribution(name).requires or ())
-            left += [one for one in listed if not one.marker or any(one.marker.evaluate({"extra": e}) for e in new)]
+            left += [
+                one
+                for one in listed
+                if not one.marker or any(one.marker.evaluate({"extra": e}) for e in new)
+            ]
     return [importlib.metadata.distribution(name) for name in found]
 
 
 def runtime(folder):
-    """Makes an environment with a notebook's kernel and with what the install cell asks for, and nothing else.
+    """Makes an environment with a notebook's kernel and with what the install cell asks for, and
+    nothing else.
 
-    The packages are links to those of this environment, so nothing is downloaded. Returns its Python.
-    """
+    The packages are links to those of this environment, so nothing is downloaded. Returns its
+    Python."""
     *_, asked = colab.command(folder)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = Requirement(f"jaxdp{asked.removeprefix(str(ROOT))}").extras
@@ -54,14 +61,18 @@ def runtime(folder):
         for file in distribution.files:
             place, parts = pathlib.Path(distribution.locate_file("")), file.parts
             # Several distributions share a folder that is no module, such as google.
-            alone = (place / parts[0] / "__init__.py").exists() or parts[0].endswith((".dist-info", ".libs"))
+            alone = (place / parts[0] / "__init__.py").exists() or parts[0].endswith(
+                (".dist-info", ".libs")
+            )
             parts = parts[: 1 if alone else 2]
             link = site.joinpath(*parts)
             if parts[0] not in ("..", "__pycache__") and not link.exists():
                 link.parent.mkdir(exist_ok=True)
                 link.symlink_to(place.joinpath(*parts))
     (site / "jaxdp.dist-info").mkdir()
-    (site / "jaxdp.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: jaxdp\nVersion: {__version__}\n")
+    (site / "jaxdp.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: jaxdp\nVersion: {__version__}\n"
+    )
     return folder / "bin" / "python"
 
 
@@ -70,8 +81,16 @@ def executed(folder):
     (folder / "jaxdp").symlink_to(ROOT)  # cloned already
     kernel = folder / "share" / "kernels" / "colab"
     kernel.mkdir(parents=True)
-    command = [str(runtime(folder / "runtime")), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    (kernel / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "", "language": "python"}))
+    command = [
+        str(runtime(folder / "runtime")),
+        "-m",
+        "ipykernel_launcher",
+        "-f",
+        "{connection_file}",
+    ]
+    (kernel / "kernel.json").write_text(
+        json.dumps({"argv": command, "display_name": "", "language": "python"})
+    )
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     options = {"kernel_name": "colab", "resources": {"metadata": {"path": str(folder)}}}
     client = nbclient.NotebookClient(notebook, timeout=900, **options)
@@ -85,7 +104,8 @@ def executed(folder):
 
 
 def stored(notebook, folder):
-    """Returns the text of the notebook as it is kept: without progress bars, and without names of this machine."""
+    """Returns the text of the notebook as it is kept: without progress bars, and without names of
+    this machine."""
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":

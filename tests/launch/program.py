@@ -1,4 +1,5 @@
-"""The launchers as users run them: in a process of their own, or in this one, where JAX is started already."""
+"""The launchers as users run them: in a process of their own, or in this one, where JAX is started
+already."""
 
 import contextlib
 import io
@@ -21,7 +22,13 @@ from tests import forked
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # What the launchers import, some of it when they run.
-MODULES = ("launch.lifecycle", "launch.parties", "matplotlib.figure", "orbax.checkpoint", "sklearn.datasets")
+MODULES = (
+    "launch.lifecycle",
+    "launch.parties",
+    "matplotlib.figure",
+    "orbax.checkpoint",
+    "sklearn.datasets",
+)
 # ml_collections loads config files by a deprecated function. All other warnings are errors.
 PYTHON = [*forked.PYTHON, "-W", "ignore:the load_module:DeprecationWarning"]
 
@@ -29,10 +36,20 @@ PYTHON = [*forked.PYTHON, "-W", "ignore:the load_module:DeprecationWarning"]
 def command(module, config, workdir, overrides):
     """Returns the command of a launcher. `overrides` maps fields of the config to values."""
     fields = [f"--config.{name}={value}" for name, value in overrides.items()]
-    return [*PYTHON, "-m", f"launch.{module}", "--config", config, "--workdir", str(workdir), *fields]
+    return [
+        *PYTHON,
+        "-m",
+        f"launch.{module}",
+        "--config",
+        config,
+        "--workdir",
+        str(workdir),
+        *fields,
+    ]
 
 
-# These warnings are no errors: that of `PYTHON`, and one of runpy about modules that the interpreter has imported.
+# These warnings are no errors: that of `PYTHON`, and one of runpy about modules that the
+# interpreter has imported.
 FORKED = """
 import runpy, sys, warnings
 warnings.filterwarnings("ignore", "the load_module", DeprecationWarning)
@@ -47,8 +64,8 @@ def run(arguments, first=""):
     return forked.run(first + FORKED, *arguments[len(PYTHON) + 1 :], modules=MODULES)
 
 
-# Under other settings of JAX than those of this process, a release would be another one. A process in the background of
-# a shell would ignore Ctrl-C.
+# Under other settings of JAX than those of this process, a release would be another one. A process
+# in the background of a shell would ignore Ctrl-C.
 ALIKE = f"""
 import signal
 import jax
@@ -70,9 +87,15 @@ def call(arguments):
     """Runs a command in this process, as `python -m` does."""
     module, *flags_of_it = arguments[len(PYTHON) + 1 :]
     out, err, code = io.StringIO(), io.StringIO(), 0
-    logger, verbosity, parsed = logging.getLogger(), absl.logging.get_verbosity(), flags.FLAGS.is_parsed()
+    logger, verbosity, parsed = (
+        logging.getLogger(),
+        absl.logging.get_verbosity(),
+        flags.FLAGS.is_parsed(),
+    )
     handlers, level = logger.handlers[:], logger.level
-    platforms = jax.config.values["jax_platforms"]  # which a plan for another machine sets, and a token names
+    platforms = jax.config.values[
+        "jax_platforms"
+    ]  # which a plan for another machine sets, and a token names
     with contextlib.ExitStack() as stack:
         stack.enter_context(flagsaver.flagsaver())
         stack.enter_context(mock.patch.object(sys, "argv", [module, *flags_of_it]))

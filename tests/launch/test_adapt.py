@@ -30,10 +30,20 @@ def finished(tmp_path_factory):
 
 def test_what_no_noise_is_in_is_what_it_was(finished):
     _, result, _ = finished
-    assert golden.differences("adapt", {"cells": [c for c in result["cells"] if "noise_multiplier" not in c]}) == []
+    assert (
+        golden.differences(
+            "adapt", {"cells": [c for c in result["cells"] if "noise_multiplier" not in c]}
+        )
+        == []
+    )
     result = json.loads(json.dumps(result))
     result["cells"][0]["mean"] += 0.1
-    assert golden.differences("adapt", {"cells": [c for c in result["cells"] if "noise_multiplier" not in c]}) != []
+    assert (
+        golden.differences(
+            "adapt", {"cells": [c for c in result["cells"] if "noise_multiplier" not in c]}
+        )
+        != []
+    )
 
 
 def test_both_epsilons_and_the_costs_are_printed(finished):
@@ -67,17 +77,27 @@ def test_tables_are_means_over_the_runs_that_were_kept(finished):
     runs = [row(root, "runs", "Tent-COME", "epsilon_5", seed) for seed in ("0", "1")]
     means = [np.mean(list(run["accuracy"].values())) for run in runs]
     found = cell(result, "Tent-COME", "epsilon 5")
-    np.testing.assert_allclose([found["mean"], found["std"]], [np.mean(means), np.std(means, ddof=1)])
+    np.testing.assert_allclose(
+        [found["mean"], found["std"]], [np.mean(means), np.std(means, ddof=1)]
+    )
     source = cell(result, "no adaptation", "original")
     np.testing.assert_allclose(found["over_source"][0], found["mean"] - source["mean"], atol=1e-12)
     np.testing.assert_allclose(
         cell(result, "Tent-COME", "clipped")["over_original"][0],
-        cell(result, "Tent-COME", "clipped")["mean"] - cell(result, "Tent-COME", "original")["mean"],
+        cell(result, "Tent-COME", "clipped")["mean"]
+        - cell(result, "Tent-COME", "original")["mean"],
         atol=1e-12,
     )
     text = (root / "tables.md").read_text()
-    assert text.count("## ") == 7 and f"{100 * found['mean']:.1f} ± {100 * found['std']:.1f}" in text
-    for name in ("by_epsilon.png", "stream_original.png", "gain_clipped.png", "stream_epsilon_5.png"):
+    assert (
+        text.count("## ") == 7 and f"{100 * found['mean']:.1f} ± {100 * found['std']:.1f}" in text
+    )
+    for name in (
+        "by_epsilon.png",
+        "stream_original.png",
+        "gain_clipped.png",
+        "stream_epsilon_5.png",
+    ):
         assert (root / name).stat().st_size > 10_000
 
 
@@ -100,10 +120,14 @@ def test_both_epsilons_are_exact_and_in_the_ledger(finished):
     sigma = found["noise_multiplier"]
     assert found["visits"] == 2  # every photograph comes under two corruptions
     assert gdp_delta(found["epsilon_sample"], 2 / sigma) == pytest.approx(1e-6, rel=0.02)
-    assert gdp_delta(found["epsilon_unit"], 2 * math.sqrt(2) / sigma) == pytest.approx(1e-6, rel=0.02)
+    assert gdp_delta(found["epsilon_unit"], 2 * math.sqrt(2) / sigma) == pytest.approx(
+        1e-6, rel=0.02
+    )
     assert found["epsilon_sample"] <= 5 < found["epsilon_unit"]
     with Ledger(root / "ledger.sqlite") as ledger:
-        assert ledger.epsilon("Tent-COME, epsilon 5, stream 0") == pytest.approx(found["epsilon_unit"], rel=1e-3)
+        assert ledger.epsilon("Tent-COME, epsilon 5, stream 0") == pytest.approx(
+            found["epsilon_unit"], rel=1e-3
+        )
         for setting in ("original", "clipped"):
             assert ledger.epsilon(f"Tent-COME, {setting}, stream 1") == math.inf
 
@@ -118,7 +142,12 @@ def test_hyper_parameters_come_from_the_held_out_corruptions_only(finished):
     assert tuple(task.tuning) == ("speckle_noise", "gaussian_blur")
     clean = data.bundled("digits").split([0.6, 0.4], seed=0)[1].gather(np.arange(128))["label"]
     seen = [*(task.stream(seed).domains["contrast"] for seed in (0, 1)), *task.tuning.values()]
-    parts = [clean[:32], clean[32:64], clean[64:128], clean[64:128]]  # other photographs for each stream and tuning
+    parts = [
+        clean[:32],
+        clean[32:64],
+        clean[64:128],
+        clean[64:128],
+    ]  # other photographs for each stream and tuning
     for found, expected in zip(seen, parts, strict=True):
         np.testing.assert_array_equal(found.gather(np.arange(len(found)))["label"], expected)
 
@@ -137,7 +166,11 @@ def test_a_crash_in_the_middle_of_a_run_is_charged_once(finished, tmp_path, monk
 
     monkeypatch.setattr(Adapter, "step", dies)
     batches = 64 // tiny.adapt().protocol.batch_size
-    crashes = {0, 2 * batches + 2, 2 * batches + 4}  # in a run without noise, and twice in one with noise
+    crashes = {
+        0,
+        2 * batches + 2,
+        2 * batches + 4,
+    }  # in a run without noise, and twice in one with noise
     for _ in crashes:
         with pytest.raises(KeyboardInterrupt):
             frame.run(adapt.STUDY, tiny.adapt(), tmp_path)
@@ -148,7 +181,9 @@ def test_a_crash_in_the_middle_of_a_run_is_charged_once(finished, tmp_path, monk
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         for seed in (0, 1):
             found = ledger.epsilon(f"Tent-COME, epsilon 5, stream {seed}")
-            assert found == pytest.approx(cell(again, "Tent-COME", "epsilon 5")["epsilon_unit"], rel=1e-3)
+            assert found == pytest.approx(
+                cell(again, "Tent-COME", "epsilon 5")["epsilon_unit"], rel=1e-3
+            )
 
 
 def test_the_private_form_of_each_method_is_described(finished):
@@ -159,7 +194,9 @@ def test_the_private_form_of_each_method_is_described(finished):
 def test_given_hyper_parameters_are_not_tuned():
     config = tiny.adapt()
     config.hyper_parameters = {"Tent": {"clipped": {"learning_rate": 0.5, "clip_norm": 2.0}}}
-    found = adapt.STUDY.run(adapt.Cell("tuning", "Tent", "clipped", 0), SimpleNamespace(config=config, shared=None))
+    found = adapt.STUDY.run(
+        adapt.Cell("tuning", "Tent", "clipped", 0), SimpleNamespace(config=config, shared=None)
+    )
     assert found == {"chosen": {"learning_rate": 0.5, "clip_norm": 2.0}, "tried": []}
 
 
@@ -175,12 +212,23 @@ def test_given_hyper_parameters_are_not_tuned():
         usps_shift.get_config(),
         usps_shift.get_config("episodic"),
     ],
-    ids=["cifar10", "batch_one", "imagenet_c", "episodic", "convnext", "imagenet_r", "usps", "usps_episodic"],
+    ids=[
+        "cifar10",
+        "batch_one",
+        "imagenet_c",
+        "episodic",
+        "convnext",
+        "imagenet_r",
+        "usps",
+        "usps_episodic",
+    ],
 )
 def test_configs_name_known_corruptions_methods_and_settings(config):
     others, strengths = config.data.get("others", {}), config.data.get("strengths", {})
     assert set(config.data.corruptions) <= {*data.CORRUPTIONS, "clean", *others, *strengths}
-    assert set(strengths) <= set(shifts.SHIFTS) and not {*config.tuning.corruptions} & {*config.data.corruptions}
+    assert set(strengths) <= set(shifts.SHIFTS) and not {*config.tuning.corruptions} & {
+        *config.data.corruptions
+    }
     assert strengths or set(config.tuning.corruptions) == set(data.HELD_OUT_CORRUPTIONS)
     for given in config.hyper_parameters.values():
         assert set(given) == set(adapt.settings(config))
@@ -196,7 +244,9 @@ def test_runs_cross_streams_with_source_models(monkeypatch):
 
     def digits(count):
         image = rng.integers(0, 256, (count, 16, 16, 1)).astype(np.uint8)
-        return data.from_arrays(image=image, label=np.arange(count) % 10, num_classes=10, name="usps")
+        return data.from_arrays(
+            image=image, label=np.arange(count) % 10, num_classes=10, name="usps"
+        )
 
     found = {"public": digits(64), "test": digits(70), "tuning": digits(66)}
     monkeypatch.setattr(adapt.data, "parts", lambda *_, **__: found)
@@ -204,21 +254,32 @@ def test_runs_cross_streams_with_source_models(monkeypatch):
     task = adapt.STUDY.open(config, None)
     streams = [task.stream(seed) for seed in range(6)]
     names = [tuple(stream.domains) for stream in streams]
-    assert names[0] == names[2] != names[3] == names[5], "seeds 0 to 2 share a stream, with three source models"
+    assert names[0] == names[2] != names[3] == names[5], (
+        "seeds 0 to 2 share a stream, with three source models"
+    )
     assert {*names[0]} == {*names[3]} == {*config.data.corruptions}
     batches = list(streams[0])
     visits = [unit for batch in batches for unit in batch.units if str(unit).startswith("digits")]
-    assert len(visits) == len(set(visits)) == 64, "scikit-learn's digits are photographs of their own"
+    assert len(visits) == len(set(visits)) == 64, (
+        "scikit-learn's digits are photographs of their own"
+    )
     labels = found["tuning"].gather(np.arange(66))["label"]
-    assert all((domain.gather(np.arange(66))["label"] == labels).all() for domain in task.tuning.values())
+    assert all(
+        (domain.gather(np.arange(66))["label"] == labels).all() for domain in task.tuning.values()
+    )
 
 
 def test_the_error_counts_streams_and_source_models():
     values = {0: 1.0, 1: 3.0, 2: 2.0, 3: 4.0}  # sources 0 and 1 of streams 0 and 1
     mean, error = adapt.crossed(values, 2)
     assert mean == 2.5 and error == pytest.approx(math.sqrt(1.0**2 + 0.5**2))
-    assert adapt.crossed({0: 1.0, 1: 3.0}, 1) == (2.0, 1.0), "one source model: the standard error over streams"
-    assert math.isnan(adapt.crossed({0: 1.0}, 1)[1]) and adapt.crossed({0: 1.0, 1: 1.0}, 1) == (1.0, 0.0)
+    assert adapt.crossed({0: 1.0, 1: 3.0}, 1) == (2.0, 1.0), (
+        "one source model: the standard error over streams"
+    )
+    assert math.isnan(adapt.crossed({0: 1.0}, 1)[1]) and adapt.crossed({0: 1.0, 1: 1.0}, 1) == (
+        1.0,
+        0.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -242,7 +303,10 @@ def test_shifts_keep_labels_and_change_images_alike_each_time(name):
     np.testing.assert_array_equal(first["image"], again["image"])
     clean = source.gather(np.arange(8))
     np.testing.assert_array_equal(first["label"], clean["label"])
-    assert first["image"].shape == clean["image"].shape and np.abs(first["image"] - clean["image"]).max() > 0.05
+    assert (
+        first["image"].shape == clean["image"].shape
+        and np.abs(first["image"] - clean["image"]).max() > 0.05
+    )
 
 
 def test_an_unknown_shift_is_refused():

@@ -1,7 +1,8 @@
-"""Every case of the study of audits: the honest mechanism is consistent with its claim, every broken twin is VIOLATED.
+"""Every case of the study of audits: the honest mechanism is consistent with its claim, every
+broken twin is VIOLATED.
 
-Seeds are fixed. Over the choice of a seed, an honest mechanism is VIOLATED with probability below 0.001.
-"""
+Seeds are fixed. Over the choice of a seed, an honest mechanism is VIOLATED with probability below
+0.001."""
 
 import numpy as np
 import pytest
@@ -16,13 +17,21 @@ CASES = audits.cases()
 NAMES = [f"{case.mechanism}, {case.claim}" for case in CASES]
 
 
-# The noise and the accounting of these are those of DP-SGD and of private Tent, by the same lines. Their sums are not.
-SAME_NOISE = {f"private {name}" for name in ("EATA", "SAR", "DeYO", "COME over Tent", "COME over DeYO")}
+# The noise and the accounting of these are those of DP-SGD and of private Tent, by the same lines.
+# Their sums are not.
+SAME_NOISE = {
+    f"private {name}" for name in ("EATA", "SAR", "DeYO", "COME over Tent", "COME over DeYO")
+}
 SAME_NOISE |= {"DP-SAT", "DP-SGD of patients"}
-OF_THE_NOISE = {"half the noise", "a reused key", "add/remove charged for replace-one", "the noise of the step before"}
+OF_THE_NOISE = {
+    "half the noise",
+    "a reused key",
+    "add/remove charged for replace-one",
+    "the noise of the step before",
+}
 
-# These mechanisms have many trials, because a twin of each shows in rare answers. Their other twins do not, and would
-# pass in this many trials with probability below 1e-20.
+# These mechanisms have many trials, because a twin of each shows in rare answers. Their other twins
+# do not, and would pass in this many trials with probability below 1e-20.
 FEW = 20_000
 CLEAR = {"half the noise", "no clipping", "a reused key"}
 FOUND_IN_FEW = {
@@ -33,38 +42,73 @@ FOUND_IN_FEW = {
 
 @pytest.fixture(autouse=True)
 def fewer_images(monkeypatch):
-    """Leaves 8 of the 32 candidates of private adaptation. The farthest two still tell every twin by 6 deviations.
+    """Leaves 8 of the 32 candidates of private adaptation. The farthest two still tell every twin
+    by 6 deviations.
 
-    Every image is clipped, so beside padding any is as far away as all 32. Of replacements the 8 have 91 %.
-    """
+    Every image is clipped, so beside padding any is as far away as all 32. Of replacements the 8
+    have 91 %."""
     monkeypatch.setattr(tta, "IMAGES", tta.IMAGES[:12])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_the_honest_mechanism_is_consistent_and_every_twin_is_caught(case):
-    """Twins of a noise that two cases share are caught in one of them. `python -m launch.audit` runs all."""
+    """Twins of a noise that two cases share are caught in one of them. `python -m launch.audit`
+    runs all."""
     honest = case.honest(SEED)
     assert honest.verdict == "consistent", honest.describe()
     assert honest.ceiling > honest.upper
     left_out = OF_THE_NOISE if case.mechanism in SAME_NOISE else set()
     for name in case.twins.keys() - left_out:
-        found = case.broken(name, SEED, FEW if name in FOUND_IN_FEW.get(case.mechanism, ()) else None)
+        found = case.broken(
+            name, SEED, FEW if name in FOUND_IN_FEW.get(case.mechanism, ()) else None
+        )
         if not isinstance(found, str):
-            assert found.upper == pytest.approx(honest.upper), f"{name} is audited under another claim"
+            assert found.upper == pytest.approx(honest.upper), (
+                f"{name} is audited under another claim"
+            )
             assert found.violated, f"{name}: {found.describe()}"
 
 
 def test_every_mechanism_has_a_case():
-    training = {"DP-SGD", "DP-SGD of patients", "AdpAlloc", "AdpClip", "GEP", "DP-SAT", "Poisson sampling"}
-    adaptation = {f"private {name}" for name in ("Tent", "EATA", "SAR", "DeYO", "COME over Tent", "COME over DeYO")}
+    training = {
+        "DP-SGD",
+        "DP-SGD of patients",
+        "AdpAlloc",
+        "AdpClip",
+        "GEP",
+        "DP-SAT",
+        "Poisson sampling",
+    }
+    adaptation = {
+        f"private {name}"
+        for name in ("Tent", "EATA", "SAR", "DeYO", "COME over Tent", "COME over DeYO")
+    }
     answers = {
-        *("randomised response", "randomised response of a certified vote", "k-ary randomised response"),
-        *("rounded Cauchy noise", "rounded Laplace noise", "Laplace noise on votes", "Laplace noise on values"),
+        *(
+            "randomised response",
+            "randomised response of a certified vote",
+            "k-ary randomised response",
+        ),
+        *(
+            "rounded Cauchy noise",
+            "rounded Laplace noise",
+            "Laplace noise on votes",
+            "Laplace noise on values",
+        ),
         *("Cauchy noise on values", "PATE's Confident-GNMax"),
     }
-    recalibration = {"Acc-T", "Acc-T by bisection", "NLL-T", "ECE-T", "histogram binning", "logistic binning"}
-    others = {f"Split upload, {part}" for part in ("gaussian features", "laplace features", "labels")}
+    recalibration = {
+        "Acc-T",
+        "Acc-T by bisection",
+        "NLL-T",
+        "ECE-T",
+        "histogram binning",
+        "logistic binning",
+    }
+    others = {
+        f"Split upload, {part}" for part in ("gaussian features", "laplace features", "labels")
+    }
     expected = training | adaptation | answers | recalibration | others | {"charged accuracy"}
     assert expected <= {case.mechanism for case in CASES}
 
@@ -82,7 +126,9 @@ def test_a_case_says_why_a_twin_is_missing():
     case = CASES[0]
     with pytest.raises(ValueError, match=r"twins of 'x' lack \['half the noise'"):
         Case("x", case.claim, case.proof, case.run, {})
-    reasons = [reason for case in CASES for reason in case.twins.values() if isinstance(reason, str)]
+    reasons = [
+        reason for case in CASES for reason in case.twins.values() if isinstance(reason, str)
+    ]
     assert all(len(reason) > 10 for reason in reasons)
     assert all(any(not isinstance(twin, str) for twin in case.twins.values()) for case in CASES)
 
@@ -90,7 +136,13 @@ def test_a_case_says_why_a_twin_is_missing():
 @pytest.mark.slow
 def test_the_command_prints_the_table_and_writes_the_page(tmp_path):
     page = tmp_path / "docs" / "audits.md"
-    command = [*program.PYTHON, "-m", "launch.audit", "--mechanism=Poisson sampling", f"--output={page}"]
+    command = [
+        *program.PYTHON,
+        "-m",
+        "launch.audit",
+        "--mechanism=Poisson sampling",
+        f"--output={page}",
+    ]
     found = program.call(command)
     assert found.returncode == 0, found.stderr
     text = page.read_text()

@@ -1,4 +1,5 @@
-"""The notebook: it runs from top to bottom in a fresh kernel, holds no logic, and leaves the runtime's jax alone."""
+"""The notebook: it runs from top to bottom in a fresh kernel, holds no logic, and leaves the
+runtime's jax alone."""
 
 import ast
 import json
@@ -22,20 +23,26 @@ from tests.launch.notebook import NOTEBOOK, ROOT
 pytestmark = pytest.mark.slow
 
 
-# --- The notebook -----------------------------------------------------------------------------------------------------
+# --- The notebook -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
-    """Returns the folder in which the notebook was executed, and its cells with their outputs, by id."""
+    """Returns the folder in which the notebook was executed, and its cells with their outputs, by
+    id."""
     folder = tmp_path_factory.mktemp("colab")
     made = notebook.executed(folder)
     return folder, {cell.id: cell.get("outputs", []) for cell in made.cells}
 
 
 def printed(outputs):
-    """Returns the text on stdout. The kernel puts progress bars on stderr between its lines, in any order."""
-    return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    """Returns the text on stdout. The kernel puts progress bars on stderr between its lines, in any
+    order."""
+    return "".join(
+        output.text
+        for output in outputs
+        if output.output_type == "stream" and output.name == "stdout"
+    )
 
 
 def shown(outputs, kind):
@@ -83,20 +90,29 @@ def test_a_piece_of_the_report_that_is_not_there_is_refused(executed):
 
 
 def code_cells():
-    return [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    return [
+        cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"
+    ]
 
 
 def test_the_outputs_of_a_run_on_cpu_are_stored_without_names_of_a_machine():
-    """They were stored after all cells had run in order. `python -m tests.launch.notebook` stores them again."""
+    """They were stored after all cells had run in order. `python -m tests.launch.notebook` stores
+    them again."""
     kept = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(kept)
     assert [cell.execution_count for cell in code_cells()] == list(range(1, len(code_cells()) + 1))
     outputs = {cell.id: cell.outputs for cell in code_cells()}
-    assert "CpuDevice" in str(outputs["devices"]) and printed(outputs["life"]).count(": done\n") == 13
-    assert not [output for found in outputs.values() for output in found if output.get("name") == "stderr"]
+    assert (
+        "CpuDevice" in str(outputs["devices"]) and printed(outputs["life"]).count(": done\n") == 13
+    )
+    assert not [
+        output for found in outputs.values() for output in found if output.get("name") == "stderr"
+    ]
     assert not re.search("/tmp/|/home/|/root/", NOTEBOOK.read_text())
     identities = [cell.id for cell in kept.cells]
-    assert len(set(identities)) == len(identities) and all(re.fullmatch("[a-z]+(-[a-z]+)*", i) for i in identities)
+    assert len(set(identities)) == len(identities) and all(
+        re.fullmatch("[a-z]+(-[a-z]+)*", i) for i in identities
+    )
     assert "://" not in NOTEBOOK.read_text()
 
 
@@ -125,12 +141,17 @@ def test_estimates_are_times_at_the_clock_of_the_target(tmp_path, monkeypatch):
     assert colab.estimates("v5e") == []  # a wheel has no report
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
-    cases = {"a": {"plain": {"total": 3e6}, "clipped": {"total": 6e6}}, "b": {"plain": {"total": 1.0}}}
+    cases = {
+        "a": {"plain": {"total": 3e6}, "clipped": {"total": 6e6}},
+        "b": {"plain": {"total": 1.0}},
+    }
     cases["c"] = {"plain": {"error": "it was not compiled"}, "clipped": {"total": 1.0}}
     (folder / "compiled_v5e.json").write_text(json.dumps({"cases": cases}))
     [row] = colab.estimates("v5e")
     assert row["case"] == "a" and row["ratio"] == 2.0
-    assert row["plain, ms"] == pytest.approx(2.0) and row["clipped, ms"] == pytest.approx(4.0)  # 1.5 GHz
+    assert row["plain, ms"] == pytest.approx(2.0) and row["clipped, ms"] == pytest.approx(
+        4.0
+    )  # 1.5 GHz
 
 
 LOGIC = (
@@ -154,7 +175,7 @@ def test_the_smoke_config_differs_in_values_only():
         lifecycle_digits.get_config("smok")
 
 
-# --- Installation -----------------------------------------------------------------------------------------------------
+# --- Installation -------------------------------------------------------------------------------
 
 TPU = {
     "jax": "0.10.2",
@@ -165,7 +186,12 @@ TPU = {
     "unheard-of": "0.12.0",  # not loaded by any test, unlike what jaxdp imports
 }
 GPU = {
-    **{"jax": "0.10.2", "jax-cuda12-plugin": "0.10.2", "jax-cuda12-pjrt": "0.10.2", "nvidia-cudnn-cu12": "9.8.0.87"},
+    **{
+        "jax": "0.10.2",
+        "jax-cuda12-plugin": "0.10.2",
+        "jax-cuda12-pjrt": "0.10.2",
+        "nvidia-cudnn-cu12": "9.8.0.87",
+    },
     **{"jax-privacy": "2.0.0", "jaxtyping": "0.3.11", "orbax-checkpoint": "0.12"},
 }
 
@@ -177,7 +203,12 @@ def test_constraints_pin_jax_and_what_belongs_to_it_only():
         *("jax==0.10.2", "jaxlib==0.10.2", "libtpu==0.0.30", "ml-dtypes==0.5.3", "numpy==2.2.6")
     ]
     assert colab.constraints(GPU).splitlines() == [
-        *("jax==0.10.2", "jax-cuda12-pjrt==0.10.2", "jax-cuda12-plugin==0.10.2", "nvidia-cudnn-cu12==9.8.0.87")
+        *(
+            "jax==0.10.2",
+            "jax-cuda12-pjrt==0.10.2",
+            "jax-cuda12-plugin==0.10.2",
+            "nvidia-cudnn-cu12==9.8.0.87",
+        )
     ]
 
 
@@ -186,8 +217,12 @@ def wheel(folder, name, version, requires=""):
     path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
     with zipfile.ZipFile(path, "w") as file:
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        file.writestr(f"{info}/METADATA", metadata + (f"Requires-Dist: {requires}\n" if requires else ""))
-        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(
+            f"{info}/METADATA", metadata + (f"Requires-Dist: {requires}\n" if requires else "")
+        )
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         file.writestr(f"{info}/RECORD", "")
     return path
 
@@ -209,9 +244,13 @@ def test_pip_refuses_to_replace_jax_under_the_constraints(tmp_path):
     assert subprocess.run(command, capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize("plugin, extra", [("libtpu", "[tpu]"), ("jax-cuda12-plugin", "[cuda12]"), ("flax", "")])
+@pytest.mark.parametrize(
+    "plugin, extra", [("libtpu", "[tpu]"), ("jax-cuda12-plugin", "[cuda12]"), ("flax", "")]
+)
 def test_a_jax_that_is_too_old_is_named_with_the_remedy(plugin, extra):
-    with pytest.raises(RuntimeError, match=r"has jax 0\.7\.2, and jaxdp needs jax>=0\.10\.") as error:
+    with pytest.raises(
+        RuntimeError, match=r"has jax 0\.7\.2, and jaxdp needs jax>=0\.10\."
+    ) as error:
         colab.check_jax({"jax": "0.7.2", plugin: "1.0"})
     assert f'%pip install --upgrade "jax{extra}>=0.10"' in str(error.value)
     for fits in ({"jax": "0.10.0"}, {"jax": "0.11.0.dev20260101+abc"}, {}):
@@ -220,7 +259,8 @@ def test_a_jax_that_is_too_old_is_named_with_the_remedy(plugin, extra):
 
 @pytest.fixture
 def pip(monkeypatch):
-    """Runs `install` on a runtime with some versions. pip exits with a status and leaves other versions."""
+    """Runs `install` on a runtime with some versions. pip exits with a status and leaves other
+    versions."""
 
     def install(before, after, status=0):
         found = [before, after]
@@ -246,9 +286,13 @@ def test_install_says_what_it_did(pip, capsys):
 
 
 def test_install_stops_where_going_on_would_be_wrong(pip):
-    with pytest.raises(RuntimeError, match="could not install jaxdp beside the jax of this runtime:\nERROR: Resol"):
+    with pytest.raises(
+        RuntimeError, match="could not install jaxdp beside the jax of this runtime:\nERROR: Resol"
+    ):
         pip(TPU, TPU, status=1)
-    with pytest.raises(RuntimeError, match=r"replaced pytest, which this kernel had loaded.*Restart session"):
+    with pytest.raises(
+        RuntimeError, match=r"replaced pytest, which this kernel had loaded.*Restart session"
+    ):
         pip({**TPU, "pytest": "1.0"}, {**TPU, "pytest": "2.0", "jaxdp": "0.1.0"})
     with pytest.raises(RuntimeError, match="Nothing was changed"):
         pip({**TPU, "jax": "0.9.0"}, {})

@@ -17,17 +17,34 @@ CHANGE = BOTH | {"gained": 1, "lost": 3}
 CURVE = [[0, 0.5], [4, 0.75]]
 AUDIT = {"lower": 0.1, "upper": 1.0, "ceiling": 2.0, "delta": 0.0, "confidence": 0.95, "trials": 10}
 RESULTS = {
-    "pretrain": {"images": 60, "accuracy": 0.875, "tested": 40, "judged_on_test": True, "noise": CURVE},
+    "pretrain": {
+        "images": 60,
+        "accuracy": 0.875,
+        "tested": 40,
+        "judged_on_test": True,
+        "noise": CURVE,
+    },
     "finetune": {
         **{**CHANGE, "noise_multiplier": 1.5, "epsilon": 1.0, "delta": 1e-5},
-        **{"tested": 40, "steps": 4, "method": "dp_sgd", "curves": {"accuracy": CURVE, "epsilon": CURVE}},
+        **{
+            "tested": 40,
+            "steps": 4,
+            "method": "dp_sgd",
+            "curves": {"accuracy": CURVE, "epsilon": CURVE},
+        },
     },
     "recalibrate": {
         **{"shift": "fog", "sources": 2, "epsilon": 1.0, "accuracy": 0.5, "tested": 40},
         **{"ece": BOTH, "brier": BOTH, "reliability": {"before": CURVE, "after": CURVE}},
     },
     "adapt": {
-        **{"images": 16, "epsilon": 4.0, "delta": 1e-5, "tested": {"fog": 40}, "accuracy": {"fog": CHANGE}},
+        **{
+            "images": 16,
+            "epsilon": 4.0,
+            "delta": 1e-5,
+            "tested": {"fog": 40},
+            "accuracy": {"fog": CHANGE},
+        },
         "stream": {"adapted": CURVE, "not adapted": CURVE},
     },
     "split": {"images": 8, "directions": 2, "bytes": 96, "epsilon": 8.0, "delta": 1e-5},
@@ -35,11 +52,23 @@ RESULTS = {
         "tested": {"fog": 40},
         "models": {"fog": {"deployed": {"accuracy": 0.5, "ece": 0.25, "low": -0.1, "high": 0.1}}},
     },
-    "predict": {"queries": 4, "epsilon": 6.0, "delta": 1e-5, "epsilon_per_query": 1.0, "accuracy": 0.5},
+    "predict": {
+        "queries": 4,
+        "epsilon": 6.0,
+        "delta": 1e-5,
+        "epsilon_per_query": 1.0,
+        "accuracy": 0.5,
+    },
     "certificates": {"without_noise": 0.5, "shares": [[0, 1.0], [1, 0.4]]},
     "audit_adapt": {
         "audits": [
-            {**AUDIT, "method": "counts", "verdict": "consistent", "accounts": ["data"], "release": "adaptation"}
+            {
+                **AUDIT,
+                "method": "counts",
+                "verdict": "consistent",
+                "accounts": ["data"],
+                "release": "adaptation",
+            }
         ]
     },
 }
@@ -58,7 +87,11 @@ def root(tmp_path):
         ledger.register("data", adjacency="add_remove", unit="image", epsilon=4.0, delta=1e-5)
         with ledger.spend("data", GaussianDpEvent(2.0), label="fine-tuning"):
             pass
-    found = {"version": "1", "versions": {"jax": "1"}, "config": {"ledger": "", "data": {"name": "digits"}}}
+    found = {
+        "version": "1",
+        "versions": {"jax": "1"},
+        "config": {"ledger": "", "data": {"name": "digits"}},
+    }
     write_json(tmp_path / "lifecycle.json", found | {"accounts": ["data"], "stages": states})
     return tmp_path
 
@@ -79,7 +112,8 @@ def put(value, path, new):
 
 @pytest.mark.slow
 def test_nothing_that_is_forged_becomes_markup(root):
-    """Forges every value of every file. A string is shown as text, and refused if a number is declared."""
+    """Forges every value of every file. A string is shown as text, and refused if a number is
+    declared."""
     shown = refused = 0
     document.write(root)  # writes ledger.json
     (root / "ledger.sqlite").unlink()
@@ -94,7 +128,9 @@ def test_nothing_that_is_forged_becomes_markup(root):
                 document.write(root)
             except (ValueError, FileNotFoundError) as error:
                 refused += 1
-                assert str(root) in str(error) and ("Restore it from a copy" in str(error) or where[-1] == "folder")
+                assert str(root) in str(error) and (
+                    "Restore it from a copy" in str(error) or where[-1] == "folder"
+                )
             else:
                 shown += not isinstance(value, int | float)
             for page in root.glob("*.html"):
@@ -114,10 +150,16 @@ def test_names_are_text_too(root):
 def test_the_policy_allows_the_style_and_nothing_else(root):
     for page in (document.write(root), root / "certificates.html"):
         text = page.read_text()
-        (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="([^"]*)">', text)
+        (policy,) = re.findall(
+            '<meta http-equiv="Content-Security-Policy" content="([^"]*)">', text
+        )
         (style,) = re.findall("<style>(.*?)</style>", text, flags=re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-        assert policy.split("; ")[:3] == ["default-src 'none'", "img-src data:", f"style-src 'sha256-{digest}'"]
+        assert policy.split("; ")[:3] == [
+            "default-src 'none'",
+            "img-src data:",
+            f"style-src 'sha256-{digest}'",
+        ]
         assert text.index("Content-Security-Policy") < text.index("<style>")
         assert " style=" not in text  # the policy refuses it
 
@@ -129,7 +171,9 @@ def test_a_folder_outside_of_the_workdir_is_not_read(root):
         found = json.loads((root / "lifecycle.json").read_text())
         put(found, ("stages", "pretrain", "folder"), folder)
         write_json(root / "lifecycle.json", found)
-        with pytest.raises(ValueError, match=r"lifecycle\.json names a folder outside of it for 'pretrain'"):
+        with pytest.raises(
+            ValueError, match=r"lifecycle\.json names a folder outside of it for 'pretrain'"
+        ):
             document.write(root)
 
 
@@ -140,8 +184,12 @@ def test_a_truncated_file_is_named(root, name):
     text = path.read_bytes()
     for size in (0, 1, len(text) // 2, len(text) - 3):
         path.write_bytes(text[:size])
-        with pytest.raises(ValueError, match=rf"{re.escape(str(path))} is damaged: .*Restore it from a copy"):
+        with pytest.raises(
+            ValueError, match=rf"{re.escape(str(path))} is damaged: .*Restore it from a copy"
+        ):
             document.write(root)
         if path.name == "stage.json":
-            with pytest.raises(ValueError, match=rf"{re.escape(str(path))} is damaged: .* makes it again"):
+            with pytest.raises(
+                ValueError, match=rf"{re.escape(str(path))} is damaged: .* makes it again"
+            ):
                 cache.find(path.parent)

@@ -35,28 +35,48 @@ def test_every_cell_is_computed_once_and_pays_what_it_says(finished):
     _, root, result = finished
     rows = rows_of(root)
     places = {(r["upstream"], r["method"], r["seed"]) for r in rows}
-    assert places == {(u, m, s) for u in ("none", "standard") for m in ("DP-SGD", "GEP") for s in (0, 1)}
-    assert [(row["upstream"], row["seed"]) for row in result["upstreams"]] == [("standard", 0), ("standard", 1)]
+    assert places == {
+        (u, m, s) for u in ("none", "standard") for m in ("DP-SGD", "GEP") for s in (0, 1)
+    }
+    assert [(row["upstream"], row["seed"]) for row in result["upstreams"]] == [
+        ("standard", 0),
+        ("standard", 1),
+    ]
     for row in rows:
-        folder = root / "cells" / "digits" / row["method"] / "2" / row["upstream"] / str(row["seed"])
+        folder = (
+            root / "cells" / "digits" / row["method"] / "2" / row["upstream"] / str(row["seed"])
+        )
         with Ledger(folder / "ledger.sqlite") as ledger:
             assert ledger.epsilon("digits", delta=1e-5) == row["epsilon_spent"]
         # Calibrated by RDP, as the paper does: the ledger's tighter account stays below the target.
         assert 0.7 * 2.0 < row["epsilon_spent"] < 2.0
         assert 0 <= row["accuracy"] <= 1 and row["steps"] == math.ceil(359 / 120)
     watched = len(rows) + len(result["upstreams"])  # every training has a run of its own
-    assert len(list(root.rglob("tensorboard"))) == (watched if importlib.util.find_spec("tensorboardX") else 0)
+    assert len(list(root.rglob("tensorboard"))) == (
+        watched if importlib.util.find_spec("tensorboardX") else 0
+    )
     assert not list(root.rglob("secret_seed")) and not list(root.rglob("scratch"))
-    for name in ("tables.md", "tables.tex", "small_robustness.png", "small_transfer.png", "small_gamma.png"):
+    for name in (
+        "tables.md",
+        "tables.tex",
+        "small_robustness.png",
+        "small_transfer.png",
+        "small_gamma.png",
+    ):
         assert (root / name).stat().st_size > 0
 
 
 def test_a_finished_table_takes_more_seeds_and_computes_nothing_again(finished, tmp_path):
     config, root, result = finished
     again = shutil.copytree(root, tmp_path / "again")
-    before = {p: p.stat().st_mtime_ns for p in [*again.rglob("row.json"), *again.glob("upstream/**/result.json")]}
+    before = {
+        p: p.stat().st_mtime_ns
+        for p in [*again.rglob("row.json"), *again.glob("upstream/**/result.json")]
+    }
     compared = (("upstream", "none", "standard"), ("method", "DP-SGD", "GEP"))
-    more = tiny.dpadapter(methods=("DP-SGD",), upstreams=("none",), figures=False, comparisons=compared)
+    more = tiny.dpadapter(
+        methods=("DP-SGD",), upstreams=("none",), figures=False, comparisons=compared
+    )
     more.seeds = (0, 1, 2)
     found = frame.run(dpadapter.STUDY, more, again)
     assert {row["seed"] for row in rows_of(again)} == {0, 1, 2} and found["seeds"] == 3
@@ -67,16 +87,21 @@ def test_a_finished_table_takes_more_seeds_and_computes_nothing_again(finished, 
 
 def test_a_comparison_of_an_unknown_name_is_refused_first(tmp_path):
     config = tiny.dpadapter(comparisons=(("method", "DP-SGD", "DP-SDG"),))
-    with pytest.raises(ValueError, match=r"config.grids.small.comparisons has 'DP-SDG', which is not one of Adp"):
+    with pytest.raises(
+        ValueError, match=r"config.grids.small.comparisons has 'DP-SDG', which is not one of Adp"
+    ):
         frame.run(dpadapter.STUDY, config, tmp_path)
     assert not list(tmp_path.rglob("ledger.sqlite*"))
 
 
 def test_a_learning_rate_is_chosen_on_a_public_set(tmp_path):
-    config = tiny.dpadapter(methods=("DP-SGD",), upstreams=("none",), sets=("digits",), seeds=(0,), figures=False)
+    config = tiny.dpadapter(
+        methods=("DP-SGD",), upstreams=("none",), sets=("digits",), seeds=(0,), figures=False
+    )
     rates = {"DP-SGD at 0.5": 0.5, "DP-SGD at 1e-9": 1e-9}
     config.methods = ConfigDict(
-        {"DP-SGD": {}, **{k: {"learning_rate": r} for k, r in rates.items()}}, allow_dotted_keys=True
+        {"DP-SGD": {}, **{k: {"learning_rate": r} for k, r in rates.items()}},
+        allow_dotted_keys=True,
     )
     config.sets.public = {"name": "digits", "split_seed": 1}
     config.tuning = {"set": "public", "methods": tuple(rates)}
@@ -91,7 +116,9 @@ def test_a_learning_rate_is_chosen_on_a_public_set(tmp_path):
         != config.private.learning_rate
     )
     config.tuning.set = "held out"
-    with pytest.raises(ValueError, match=r"config.tuning.set has 'held out', which is not one of digits"):
+    with pytest.raises(
+        ValueError, match=r"config.tuning.set has 'held out', which is not one of digits"
+    ):
         frame.run(dpadapter.STUDY, config, tmp_path / "other")
 
 
@@ -124,20 +151,27 @@ ROWS = [
 
 
 def test_paired_differences_average_within_a_seed_first():
-    # Seed 0: (0.1 + 0.3) / 2 = 0.2. Seed 1: (-0.1 + 0.2) / 2 = 0.05. The standard error is half of their distance.
+    # Seed 0: (0.1 + 0.3) / 2 = 0.2. Seed 1: (-0.1 + 0.2) / 2 = 0.05. The standard error is half of
+    # their distance.
     places = {"coordinates": dpadapter.Cell._fields}
     mean, error, higher, pairs = results.paired_difference(ROWS, "upstream", "a", "b", **places)
     assert (mean, error) == (pytest.approx(0.125), pytest.approx(0.075))
     assert (higher, pairs) == (3, 4)
-    assert math.isnan(results.paired_difference(ROWS[::2], "upstream", "a", "b", **places)[1])  # one seed has no error
+    assert math.isnan(
+        results.paired_difference(ROWS[::2], "upstream", "a", "b", **places)[1]
+    )  # one seed has no error
     with pytest.raises(ValueError, match="no cell has a partner in which method is 'GEP'"):
         results.paired_difference(ROWS, "method", "DP-SGD", "GEP", **places)
 
 
 def test_the_layout_is_that_of_table_1():
-    grid = ConfigDict({"upstreams": ("a", "b"), "methods": ("DP-SGD",), "epsilons": (1,), "sets": ("x", "y")})
+    grid = ConfigDict(
+        {"upstreams": ("a", "b"), "methods": ("DP-SGD",), "epsilons": (1,), "sets": ("x", "y")}
+    )
     lines = dpadapter.layout(ROWS, grid)
-    assert [list(line) for line in lines] == [["method", "upstream", "x ε=1", "y ε=1", "average ε=1"]] * 2
+    assert [list(line) for line in lines] == [
+        ["method", "upstream", "x ε=1", "y ε=1", "average ε=1"]
+    ] * 2
     deviation = np.std([0.5, 0.7], ddof=1)
     assert lines[0]["x ε=1"] == f"0.600 ± {deviation:.3f}"
     assert lines[0]["average ε=1"] == f"0.450 ± {np.std([0.35, 0.55], ddof=1):.3f}"

@@ -25,11 +25,13 @@ def load(config, network="nowhere.safetensors"):
     return features.read(config).compute(pathlib.Path(network))
 
 
-# --- Blobs -----------------------------------------------------------------------------------------------------------
+# --- Blobs --------------------------------------------------------------------------------------
 
 
 def test_blobs_are_the_two_gaussians_with_their_powers():
-    config = ConfigDict({"kind": "blobs", "separation": 1.25, "std": 0.35, "train": 20_000, "test": 1000, "seed": 0})
+    config = ConfigDict(
+        {"kind": "blobs", "separation": 1.25, "std": 0.35, "train": 20_000, "test": 1000, "seed": 0}
+    )
     task = load(config)
     features, label = rows(task.train)["features"].astype(np.float64), rows(task.train)["label"]
     assert features.shape == (20_000, 6) and task.train.num_classes == 2 and len(task.test) == 1000
@@ -43,7 +45,7 @@ def test_blobs_are_the_two_gaussians_with_their_powers():
     assert not np.isin(rows(task.test)["features"][:, 0], features[:, 0].astype(np.float32)).any()
 
 
-# --- Images ----------------------------------------------------------------------------------------------------------
+# --- Images -------------------------------------------------------------------------------------
 
 
 def digits_config(**changes):
@@ -106,7 +108,10 @@ def test_which_images_of_a_class_are_kept_depends_on_each_image_alone(tmp_path):
     config = medmnist_config(tmp_path / "file.npz", classes=(2, 1), keep=(0.25, 1.0))
     config.parts = {"public": "val", "private": "test", "test": "train"}  # the largest
     kept = rows(load(config).test)
-    counts, renamed = Counter(arrays["train_labels"][:, 0].tolist()), Counter(kept["label"].tolist())
+    counts, renamed = (
+        Counter(arrays["train_labels"][:, 0].tolist()),
+        Counter(kept["label"].tolist()),
+    )
     assert renamed[1] == counts[1]
     # About 150 coins of probability 1/4: six standard deviations are 32.
     assert abs(renamed[0] - 0.25 * counts[2]) < 32
@@ -122,7 +127,9 @@ def test_which_images_of_a_class_are_kept_depends_on_each_image_alone(tmp_path):
 
 def test_as_many_shares_as_classes(tmp_path):
     medmnist(tmp_path / "file.npz")
-    with pytest.raises(ValueError, match=r"config\.data\.keep must have a share for each of 2 classes"):
+    with pytest.raises(
+        ValueError, match=r"config\.data\.keep must have a share for each of 2 classes"
+    ):
         load(medmnist_config(tmp_path / "file.npz", classes=(2, 1), keep=(0.25,)))
 
 
@@ -144,7 +151,8 @@ def test_a_part_of_a_file_has_one_role(tmp_path):
         (
             {"source": "web"},
             ValueError,
-            "config.data.source must be 'bundled', 'tfds', .* or 'package.module:function', got 'web'",
+            "config.data.source must be 'bundled', 'tfds', .* or 'package.module:function', got "
+            "'web'",
         ),
     ],
 )
@@ -154,26 +162,35 @@ def test_unknown_kinds_and_sources_are_refused(changes, error, message):
 
 
 def test_a_file_that_is_not_there_or_lacks_arrays_is_named_with_the_remedy(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"File .* does not exist.*val_images, .*--config.data.path="):
+    with pytest.raises(
+        FileNotFoundError, match=r"File .* does not exist.*val_images, .*--config.data.path="
+    ):
         load(medmnist_config(tmp_path / "octmnist.npz"))
     medmnist(tmp_path / "octmnist.npz", leave_out=("val_labels",))
-    with pytest.raises(ValueError, match=r"has no array val_labels. It has .*\. Make it again with val_images, "):
+    with pytest.raises(
+        ValueError, match=r"has no array val_labels. It has .*\. Make it again with val_images, "
+    ):
         load(medmnist_config(tmp_path / "octmnist.npz"))
 
 
 @pytest.mark.slow
-def test_the_frozen_network_falls_back_on_the_digits_and_looks_at_one_image_at_a_time(tmp_path, capsys):
+def test_the_frozen_network_falls_back_on_the_digits_and_looks_at_one_image_at_a_time(
+    tmp_path, capsys
+):
     medmnist(tmp_path / "file.npz")
     network = {"steps": 3, "batch_size": 8, "learning_rate": 1e-3, "seed": 0}
     parts = {"upstream": "fashion_mnist/train", "public": "val", "private": "train", "test": "test"}
-    config = medmnist_config(tmp_path / "file.npz", network=network, parts=parts, data_dir=str(tmp_path / "nowhere"))
+    config = medmnist_config(
+        tmp_path / "file.npz", network=network, parts=parts, data_dir=str(tmp_path / "nowhere")
+    )
     task = load(config)
     assert "fashion_mnist/train is missing" in capsys.readouterr().out
     assert "trained on digits" in task.provenance and sorted(task.network) == ["conv_0", "conv_1"]
     save_params(tmp_path / "network.safetensors", task.network)
     config.network.steps = 10**6  # it is there, and not trained
     np.testing.assert_array_equal(
-        rows(load(config, tmp_path / "network.safetensors").train)["features"], rows(task.train)["features"]
+        rows(load(config, tmp_path / "network.safetensors").train)["features"],
+        rows(task.train)["features"],
     )
 
     images = np.random.default_rng(0).random((11, 28, 28, 1), np.float32)
@@ -187,17 +204,22 @@ def test_the_frozen_network_falls_back_on_the_digits_and_looks_at_one_image_at_a
     # Brightness and contrast of an image do not matter, what it shows does.
     np.testing.assert_allclose(extract(0.5 * images[:2] + 0.2), found[:2], atol=0.05 * found.max())
     assert np.abs(found[0] - found[1]).max() > 0.1 * found.max()
-    np.testing.assert_allclose(extract(np.repeat(images[:2], 3, axis=3)), found[:2], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        extract(np.repeat(images[:2], 3, axis=3)), found[:2], rtol=1e-4, atol=1e-5
+    )
 
 
-# --- Text ------------------------------------------------------------------------------------------------------------
+# --- Text ---------------------------------------------------------------------------------------
 
 
 TREEBANK = "i do n't think it 's well-made ... great ! ! ca n't , `` no ''"
 
 
 def test_tokens_are_split_as_the_treebank_does():
-    assert " ".join(features.tokenize("I don't think it's WELL-made... <br />Great!! can't, ``no''")) == TREEBANK
+    assert (
+        " ".join(features.tokenize("I don't think it's WELL-made... <br />Great!! can't, ``no''"))
+        == TREEBANK
+    )
     assert " ".join(features.tokenize(TREEBANK)) == TREEBANK
 
 
@@ -234,7 +256,10 @@ def text_config(tmp_path, monkeypatch):
         monkeypatch.setattr(
             studies,
             "texts",
-            lambda name, split, field, data_dir: (read[split], np.arange(len(read[split]), dtype=np.int32) % 2),
+            lambda name, split, field, data_dir: (
+                read[split],
+                np.arange(len(read[split]), dtype=np.int32) % 2,
+            ),
         )
         apart = []
         monkeypatch.setattr(data, "check_disjoint", lambda parts: apart.append(list(parts)))
@@ -250,11 +275,15 @@ def test_a_sentence_is_the_whitened_weighted_mean_of_its_words(text_config):
     found = load(["the good film unknown", "nothing known", "not bad"])
     table = vectors * (0.01 / (0.01 + frequency))[:, None]
     mean = frequency @ table
-    covariance = sum(p * np.outer(v - mean, v - mean) for p, v in zip(frequency, table, strict=True))
+    covariance = sum(
+        p * np.outer(v - mean, v - mean) for p, v in zip(frequency, table, strict=True)
+    )
     variances, axes = np.linalg.eigh(covariance)
     for row, vector in ((0, table[[3, 0, 2]].mean(axis=0)), (2, (table[4] - table[1]) / 2)):
         mapped = ((vector - mean) @ axes / np.sqrt(variances))[::-1]
-        np.testing.assert_allclose(np.abs(found[row]), np.abs(mapped) / np.linalg.norm(mapped), rtol=1e-4)
+        np.testing.assert_allclose(
+            np.abs(found[row]), np.abs(mapped) / np.linalg.norm(mapped), rtol=1e-4
+        )
     assert (found[1] == 0).all()
 
 
@@ -275,35 +304,51 @@ def test_text_is_read_from_tfds_without_tensorflow(tmp_path):
         def _info(self):
             label = tfds.features.ClassLabel(num_classes=2)
             return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict({"sentence": tfds.features.Text(), "label": label})
+                builder=self,
+                features=tfds.features.FeaturesDict(
+                    {"sentence": tfds.features.Text(), "label": label}
+                ),
             )
 
         def _split_generators(self, dl_manager):
-            return {"train": enumerate(examples), "unlabelled": enumerate([{"sentence": "film", "label": -1}])}
+            return {
+                "train": enumerate(examples),
+                "unlabelled": enumerate([{"sentence": "film", "label": -1}]),
+            }
 
         def _generate_examples(self):
             raise AssertionError("never called")
 
     Builder.name = "tiny_reviews"
-    # Within a package TFDS 4.9.10 imports importlib_resources to write, which it does not depend on.
+    # Within a package TFDS 4.9.10 imports importlib_resources to write, which it does not depend
+    # on.
     Builder.__module__ = "__main__"
     Builder(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
     where = {"field": "sentence", "data_dir": str(tmp_path)}
     sentences, label = studies.texts("tiny_reviews", "train", **where)
     assert sorted(zip(sentences, label.tolist(), strict=True)) == [("bad", 0), ("good — film", 1)]
-    with pytest.raises(ValueError, match="split 'unlabelled' of data set 'tiny_reviews' has no labels"):
+    with pytest.raises(
+        ValueError, match="split 'unlabelled' of data set 'tiny_reviews' has no labels"
+    ):
         studies.texts("tiny_reviews", "unlabelled", **where)
 
 
-# --- Embeddings ------------------------------------------------------------------------------------------------------
+# --- Embeddings ---------------------------------------------------------------------------------
 
 
 def test_embeddings_come_from_a_file_with_a_public_part(tmp_path):
     generator = np.random.default_rng(0)
-    arrays = {f"{part}_features": generator.normal(size=(40, 5)) for part in ("train", "test", "public")}
+    arrays = {
+        f"{part}_features": generator.normal(size=(40, 5)) for part in ("train", "test", "public")
+    }
     labels = {f"{part}_labels": generator.integers(0, 3, 40) for part in ("train", "test")}
     np.savez(tmp_path / "file.npz", **arrays, **labels)
-    config = {"kind": "embeddings", "name": "texts", "path": str(tmp_path / "file.npz"), "num_classes": 3}
+    config = {
+        "kind": "embeddings",
+        "name": "texts",
+        "path": str(tmp_path / "file.npz"),
+        "num_classes": 3,
+    }
     task = load(ConfigDict({**config, "features": FEATURES}))
     expected = FeatureMap.from_public(arrays["public_features"])(arrays["test_features"])
     np.testing.assert_array_equal(rows(task.test)["features"], expected)

@@ -69,12 +69,28 @@ def finished(tmp_path_factory):
 def test_a_run_leaves_what_it_promises(finished):
     workdir, process = finished
     names = set(contents(workdir))
-    assert {"result.json", "training.png", "params.safetensors", "ledger.sqlite", f"{CELL}/metrics.jsonl"} <= names
+    assert {
+        "result.json",
+        "training.png",
+        "params.safetensors",
+        "ledger.sqlite",
+        f"{CELL}/metrics.jsonl",
+    } <= names
     assert any(name.startswith(f"{CELL}/checkpoints/6/") for name in names)
     assert (workdir / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert "90 public (digits/public), 1168 private (digits/private), 539 test (digits/test)" in process.stdout
+    assert (
+        "90 public (digits/public), 1168 private (digits/private), 539 test (digits/test)"
+        in process.stdout
+    )
     assert "The ledger recomputes epsilon = " in process.stdout
-    assert [row["step"] for row in read_metrics(workdir / CELL / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in read_metrics(workdir / CELL / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
 def test_no_secret_is_left(finished):
@@ -85,7 +101,9 @@ def test_no_secret_is_left(finished):
 def test_epsilon_is_what_dp_accounting_says_and_at_most_the_target(finished):
     workdir, _ = finished
     result = result_of(workdir)
-    step = dp_event.PoissonSampledDpEvent(64 / 1168, dp_event.GaussianDpEvent(result["noise_multiplier"]))
+    step = dp_event.PoissonSampledDpEvent(
+        64 / 1168, dp_event.GaussianDpEvent(result["noise_multiplier"])
+    )
     assert steps_charged(workdir) == {step: 6}
     independent = PLDAccountant()
     independent.compose(step, 6)
@@ -99,7 +117,17 @@ def test_epsilon_is_what_dp_accounting_says_and_at_most_the_target(finished):
 def test_without_references_only_the_private_model_is_trained(finished):
     workdir, process = finished
     assert set(result_of(workdir)) == {
-        *("private", "epsilon", "delta", "method", "noise_multiplier", "steps", "dataset", "unit", "adjacency"),
+        *(
+            "private",
+            "epsilon",
+            "delta",
+            "method",
+            "noise_multiplier",
+            "steps",
+            "dataset",
+            "unit",
+            "adjacency",
+        ),
         *("before", "after", "gained", "lost", "tested", "curves"),
     }
     assert not (workdir / "references").exists()
@@ -112,8 +140,12 @@ def test_the_saved_model_has_the_accuracy_that_is_reported(finished):
     model = models.create("cnn", num_classes=10, widths=(4,), dense=0)
     test = data.bundled("digits").split([0.05, 0.65, 0.3], seed=0)[2]
     rows = test.gather(np.arange(len(test)))
-    found = np.asarray(jax.jit(model.apply)({"params": params}, (rows["image"] - 0.3) / 0.4)).argmax(-1)
-    assert result_of(workdir)["private"] == pytest.approx((found == rows["label"]).mean(), abs=1.5 / len(test))
+    found = np.asarray(
+        jax.jit(model.apply)({"params": params}, (rows["image"] - 0.3) / 0.4)
+    ).argmax(-1)
+    assert result_of(workdir)["private"] == pytest.approx(
+        (found == rows["label"]).mean(), abs=1.5 / len(test)
+    )
 
 
 def test_references_have_a_ledger_of_their_own(tmp_path):
@@ -146,7 +178,9 @@ def test_an_experiment_that_is_killed_resumes_to_the_same_result(finished, tmp_p
     assert again.returncode == 0, again.stderr
     whole, _ = finished
     assert result_of(workdir) == result_of(whole)
-    assert (workdir / "params.safetensors").read_bytes() == (whole / "params.safetensors").read_bytes()
+    assert (workdir / "params.safetensors").read_bytes() == (
+        whole / "params.safetensors"
+    ).read_bytes()
     assert steps_charged(workdir) == steps_charged(whole)
     assert not list(workdir.rglob("*secret*"))
 
@@ -158,7 +192,7 @@ def load(path):
     return module
 
 
-# --- Configs of data sets that are not bundled -----------------------------------------------------------------------
+# --- Configs of data sets that are not bundled --------------------------------------------------
 
 TFDS = {
     "cifar10": ("configs/cifar10_dpsgd.py:cpu", "cifar10/train", 50_000),
@@ -217,6 +251,11 @@ def test_two_steps_on_real_data(tmp_path, name):
     assert process.returncode == 0, process.stderr
     result = result_of(tmp_path / "run")
     assert result["dataset"] == dataset
-    step = dp_event.PoissonSampledDpEvent(12 / n, dp_event.GaussianDpEvent(result["noise_multiplier"]))
+    step = dp_event.PoissonSampledDpEvent(
+        12 / n, dp_event.GaussianDpEvent(result["noise_multiplier"])
+    )
     assert steps_charged(tmp_path / "run", dataset) == {step: 2}
-    assert [row["step"] for row in read_metrics(tmp_path / "run" / CELL / "metrics.jsonl")] == [1, 2]
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / CELL / "metrics.jsonl")] == [
+        1,
+        2,
+    ]

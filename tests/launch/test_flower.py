@@ -1,7 +1,8 @@
-"""The parties of recalibration and of Split Adaptation on Flower: kills, bytes on the wire, and refused strangers.
+"""The parties of recalibration and of Split Adaptation on Flower: kills, bytes on the wire, and
+refused strangers.
 
-One SuperLink with TLS and authentication serves all tests of this file. The commands are those of the how-to.
-"""
+One SuperLink with TLS and authentication serves all tests of this file. The commands are those of
+the how-to."""
 
 import concurrent.futures
 import contextlib
@@ -33,7 +34,10 @@ from tests.launch.federation import (
 from tests.launch.test_hospitals import seed
 
 pytest.importorskip("flwr", reason="the dependency group test is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="flwr ends processes by signals")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="flwr ends processes by signals"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,11 @@ def federation(tmp_path_factory):
 
 def settled(federation, run, name, **spends):
     """Checks that each data set of a clinic paid once, and that no secret is left."""
-    paid = {dataset: value for (party, dataset), value in federation.spends(run).items() if party == name}
+    paid = {
+        dataset: value
+        for (party, dataset), value in federation.spends(run).items()
+        if party == name
+    }
     assert paid == {dataset.replace("_", "/"): (count, 0) for dataset, count in spends.items()}
     assert not list((federation.folder / run / name).rglob("secret_seed"))
 
@@ -59,19 +67,30 @@ def test_the_commands_of_the_howto_recalibrate(federation):
     for name in CLINICS:
         federation.start_node(name)
         federation.start_program("recalibrate_client", name, "howto")
-    federation.wait("recalibrate_server clinic-1", *(f"recalibrate_client {name}" for name in CLINICS))
+    federation.wait(
+        "recalibrate_server clinic-1", *(f"recalibrate_client {name}" for name in CLINICS)
+    )
     result = federation.result("howto")
-    assert result["parameters"]["0"] == federation.expected("howto") and result["ended"] == list(CLINICS)
-    assert "calibrator: 2 hospitals answered 3 rounds" in federation.output("recalibrate_server clinic-1")
+    assert result["parameters"]["0"] == federation.expected("howto") and result["ended"] == list(
+        CLINICS
+    )
+    assert "calibrator: 2 hospitals answered 3 rounds" in federation.output(
+        "recalibrate_server clinic-1"
+    )
     for name in CLINICS:
         settled(federation, "howto", name, records=1)
 
 
 def split_alone(federation):
-    """Runs both parties of Split Adaptation in this process, with the same backbone and the same secret."""
+    """Runs both parties of Split Adaptation in this process, with the same backbone and the same
+    secret."""
     config, folder = two_parties.get_config(), federation.folder / "split-alone"
-    config.update_from_flattened_dict({f"server.{name}": value for name, value in SPLIT_SERVER.items()})
-    config.update_from_flattened_dict({f"client.{name}": value for name, value in SPLIT_CLIENT.items()})
+    config.update_from_flattened_dict(
+        {f"server.{name}": value for name, value in SPLIT_SERVER.items()}
+    )
+    config.update_from_flattened_dict(
+        {f"client.{name}": value for name, value in SPLIT_CLIENT.items()}
+    )
     config.client.images = str(federation.images)
     for made in ("frontend", "backend.safetensors"):
         (folder / "server").mkdir(parents=True, exist_ok=True)
@@ -79,21 +98,28 @@ def split_alone(federation):
     serve = functools.partial(links.serve_folder, folder / "exchange", timeout=240.0)
     client = links.Folders([folder / "exchange"])
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        server = pool.submit(parties.run_server, config.server, folder / "server", client, timeout=240.0)
+        server = pool.submit(
+            parties.run_server, config.server, folder / "server", client, timeout=240.0
+        )
         parties.run_client(config.client, folder / "clinic-1", serve, queries=True)
         server.result()
     return folder / "clinic-1"
 
 
 def test_split_adaptation_survives_the_death_of_every_process(federation, monkeypatch):
-    """Every process dies once: Flower's while they carry nothing, the programs at their first question and answer."""
+    """Every process dies once: Flower's while they carry nothing, the programs at their first
+    question and answer."""
     server, client, node = "split_server clinic-1", "split_client clinic-1", "node clinic-1"
     for folder in ("split", "split-alone"):
         federation.plant(folder, "")
     federation.kill(node)
     lapses = time.monotonic() + OFFLINE_SECONDS
-    federation.wires[server] = {"kill": ["out /v1/runtime/push-object", 5, "after"]}  # a message is 5 objects
-    federation.wires[client] = {"kill": ["out /v1/runtime/push-messages", 1, "before"]}  # it has paid
+    federation.wires[server] = {
+        "kill": ["out /v1/runtime/push-object", 5, "after"]
+    }  # a message is 5 objects
+    federation.wires[client] = {
+        "kill": ["out /v1/runtime/push-messages", 1, "before"]
+    }  # it has paid
     for key in (server, client):
         federation.start_program(key.split()[0], "clinic-1", "split")
     time.sleep(max(0.0, lapses - time.monotonic()))
@@ -113,10 +139,12 @@ def test_split_adaptation_survives_the_death_of_every_process(federation, monkey
         found, expected = federation.folder / "split" / "clinic-1", alone.result()
     settled(federation, "split", "clinic-1", client_images=1, client_queries=1)
     assert (found / "upload").read_bytes() == (expected / "upload").read_bytes()
-    np.testing.assert_array_equal(np.load(found / "predictions.npy"), np.load(expected / "predictions.npy"))
+    np.testing.assert_array_equal(
+        np.load(found / "predictions.npy"), np.load(expected / "predictions.npy")
+    )
 
 
-# --- Bytes on the wire ------------------------------------------------------------------------------------------------
+# --- Bytes on the wire --------------------------------------------------------------------------
 
 
 def secrets(federation, name):
@@ -126,28 +154,36 @@ def secrets(federation, name):
         found |= {"records": list(file["logits"][6:10]), "labels of records": [file["labels"]]}
     with np.load(federation.images) as file:
         images = [*file["image"][:3], *file["test_image"][:3]]
-        found |= {"images": [*images, *((image - 0.3) / 0.4 for image in images)], "labels": [file["label"]]}
+        found |= {
+            "images": [*images, *((image - 0.3) / 0.4 for image in images)],
+            "labels": [file["label"]],
+        }
     return found
 
 
 def tapped(federation, name):
-    """Returns all that the SuperNode of a clinic has sent to the SuperLink, as it was before TLS."""
+    """Returns all that the SuperNode of a clinic has sent to the SuperLink, as it was before
+    TLS."""
     return [(federation.folder / f"{name}.tap").read_bytes()]
 
 
 def test_no_secret_is_in_the_bytes_of_flower(federation):
-    """Runs after the runs of above. What a clinic does send is there: so the bytes are those of its messages."""
+    """Runs after the runs of above. What a clinic does send is there: so the bytes are those of its
+    messages."""
     stored = [path.read_bytes() for path in federation.folder.glob("superlink.sqlite*")]
     assert sum(map(len, stored)) > 100_000
     for name in CLINICS:
         assert not leaks([*tapped(federation, name), *stored], secrets(federation, name))
-    upload = unpack(read_package(federation.folder / "split" / "clinic-1" / "upload"), "upload").arrays["features"]
+    upload = unpack(
+        read_package(federation.folder / "split" / "clinic-1" / "upload"), "upload"
+    ).arrays["features"]
     assert leaks(tapped(federation, "clinic-1"), {"upload": list(upload)}) == {"upload"}
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # flwr uses it
 def test_a_hospital_that_leaks_is_noticed(federation):
-    """The broken twin answers with a record and its secret. It is a message of Flower as any other."""
+    """The broken twin answers with a record and its secret. It is a message of Flower as any
+    other."""
     records = np.load(federation.folder / "clinic-2.npz")["logits"]
     leaked, done = [], threading.Event()
 
@@ -157,23 +193,29 @@ def test_a_hospital_that_leaks_is_noticed(federation):
 
     def serve():
         at = f"localhost:{federation.ports['clinic-2']}"
-        flower.serve(answer, at, federation.folder / "keys" / "clinic-2", until=done.is_set, timeout=60)
+        flower.serve(
+            answer, at, federation.folder / "keys" / "clinic-2", until=done.is_set, timeout=60
+        )
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         served = pool.submit(serve)
         try:
             with flower.running(
-                f"localhost:{federation.ports['superlink']}", federation.folder / "keys" / "superlink"
+                f"localhost:{federation.ports['superlink']}",
+                federation.folder / "keys" / "superlink",
             ) as nodes:
                 question = pack("question", fields={}, arrays={})
                 assert nodes.ask({"clinic-2": question}, timeout=60) == {"clinic-2": leaked[0]}
         finally:
             done.set()
             served.result()
-    assert leaks(tapped(federation, "clinic-2"), secrets(federation, "clinic-2")) == {"seed", "records"}
+    assert leaks(tapped(federation, "clinic-2"), secrets(federation, "clinic-2")) == {
+        "seed",
+        "records",
+    }
 
 
-# --- Strangers --------------------------------------------------------------------------------------------------------
+# --- Strangers ----------------------------------------------------------------------------------
 
 
 def test_a_plaintext_connection_and_another_authority_are_refused(federation, tmp_path):
@@ -183,9 +225,14 @@ def test_a_plaintext_connection_and_another_authority_are_refused(federation, tm
         with pytest.raises((http.client.HTTPException, OSError)):
             plain.getresponse()
     certificates.make(tmp_path, [], hosts=["localhost"])
-    for authority, right in ((federation.folder / "keys" / "clinic-1", True), (tmp_path / "superlink", False)):
+    for authority, right in (
+        (federation.folder / "keys" / "clinic-1", True),
+        (tmp_path / "superlink", False),
+    ):
         context = ssl.create_default_context(cafile=str(authority / "ca.crt"))
-        with contextlib.closing(http.client.HTTPSConnection("localhost", port, timeout=5, context=context)) as secure:
+        with contextlib.closing(
+            http.client.HTTPSConnection("localhost", port, timeout=5, context=context)
+        ) as secure:
             if right:
                 secure.connect()
             else:
@@ -207,5 +254,9 @@ def test_a_program_without_the_secret_gets_no_task(federation, tmp_path):
     certificates.make(tmp_path, ["clinic-1"], hosts=["localhost"])
     with pytest.raises(Exception, match=r"401|403"):
         flower.serve(
-            bytes, f"localhost:{federation.ports['clinic-1']}", tmp_path / "clinic-1", until=lambda: False, timeout=5
+            bytes,
+            f"localhost:{federation.ports['clinic-1']}",
+            tmp_path / "clinic-1",
+            until=lambda: False,
+            timeout=5,
         )

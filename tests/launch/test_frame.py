@@ -1,4 +1,5 @@
-"""The contract of the frame: a toy study is kept, resumed and shared, and every study refuses mistakes."""
+"""The contract of the frame: a toy study is kept, resumed and shared, and every study refuses
+mistakes."""
 
 import dataclasses
 import json
@@ -30,7 +31,15 @@ class Sum(NamedTuple):
 
 
 def config(**changes):
-    return ConfigDict({"kinds": ("a b", "c"), "numbers": (1.0, 2.5), "public_benchmark": True, "steps": 3, **changes})
+    return ConfigDict(
+        {
+            "kinds": ("a b", "c"),
+            "numbers": (1.0, 2.5),
+            "public_benchmark": True,
+            "steps": 3,
+            **changes,
+        }
+    )
 
 
 def opened(config, root):
@@ -48,7 +57,9 @@ def run_one(cell, work):
         with account as pays, pays.spend(GaussianDpEvent(1.0)):
             pass
     (work.folder(cell) / "scratch").mkdir()
-    shared = work.arrays(f"arrays/{frame.file_name(cell.kind)}.npz", lambda: {"factor": np.array(2.0)})
+    shared = work.arrays(
+        f"arrays/{frame.file_name(cell.kind)}.npz", lambda: {"factor": np.array(2.0)}
+    )
     return {"value": float(shared["factor"]) * cell.number}
 
 
@@ -59,14 +70,21 @@ STUDY = frame.Study(
     run=run_one,
     result=lambda rows, work: {"total": sum(row["value"] for row in rows)},
     summary=lambda result: f"total {result['total']}",
-    tables=lambda result, work: {"Total": [{"name": "50 % & more", "total": result["total"]}], "note": "A note."},
+    tables=lambda result, work: {
+        "Total": [{"name": "50 % & more", "total": result["total"]}],
+        "note": "A note.",
+    },
     figures=lambda result, work: (work.root / "figure.png").touch(),
     benchmark="Use another function for private data.",
 )
 
 
 def contents(folder):
-    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+    return {
+        path: (path.stat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_a_run_leaves_rows_tables_and_its_result(tmp_path, capsys):
@@ -76,8 +94,16 @@ def test_a_run_leaves_rows_tables_and_its_result(tmp_path, capsys):
         **{"kind": "a b", "number": 2.5, "value": 5.0}
     }
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [(row["kind"], row["value"]) for row in rows] == [("a b", 2), ("a b", 5), ("c", 2), ("c", 5)]
-    assert "## Total" in (tmp_path / "tables.md").read_text() and "A note." in (tmp_path / "tables.md").read_text()
+    assert [(row["kind"], row["value"]) for row in rows] == [
+        ("a b", 2),
+        ("a b", 5),
+        ("c", 2),
+        ("c", 5),
+    ]
+    assert (
+        "## Total" in (tmp_path / "tables.md").read_text()
+        and "A note." in (tmp_path / "tables.md").read_text()
+    )
     latex = (tmp_path / "tables.tex").read_text()
     assert r"50 \% \& more & 14" in latex and "A note" not in latex
     assert (tmp_path / "figure.png").exists() and not list(tmp_path.rglob("scratch"))
@@ -109,7 +135,10 @@ def test_an_interrupted_run_goes_on_with_the_next_cell(tmp_path):
     assert tmp_path / "arrays" / "a_b.npz" in kept
     assert frame.run(study, config(), tmp_path) == {"total": 14.0}
     assert kept.items() <= contents(tmp_path).items()
-    assert runs == [*frame.distinct(STUDY.cells(config()))[:3], *frame.distinct(STUDY.cells(config()))[2:]]
+    assert runs == [
+        *frame.distinct(STUDY.cells(config()))[:3],
+        *frame.distinct(STUDY.cells(config()))[2:],
+    ]
 
 
 def test_every_cell_makes_room_for_its_programs_first(tmp_path, monkeypatch):
@@ -141,7 +170,10 @@ def test_a_study_that_grows_takes_more_cells(tmp_path):
         ({"steps": 0}, "config.steps must be an integer of at least 1, got 0"),
         ({"kinds": ("d",)}, "config.kinds has 'd', which is not one of a b, c"),
         ({"kinds": ("a b", "a_b")}, "two cells with the same folder name"),
-        ({"public_benchmark": False}, "config.public_benchmark must be True .* Use another function"),
+        (
+            {"public_benchmark": False},
+            "config.public_benchmark must be True .* Use another function",
+        ),
     ],
 )
 def test_a_refused_config_leaves_no_trace(tmp_path, changes, message):
@@ -158,7 +190,9 @@ def test_a_workdir_belongs_to_one_study_config_and_release(tmp_path):
     with pytest.raises(ValueError, match="belongs to the study 'toy', not to 'finetune'"):
         frame.check_same_config("finetune", config(), tmp_path)
     assert contents(tmp_path) == before
-    (tmp_path / "config.json").write_text(json.dumps(config().to_dict()))  # as the first releases wrote it
+    (tmp_path / "config.json").write_text(
+        json.dumps(config().to_dict())
+    )  # as the first releases wrote it
     with pytest.raises(ValueError, match="was made by another release of jaxdp"):
         frame.run(STUDY, config(), tmp_path)
     (tmp_path / "config.json").write_text("{")
@@ -204,7 +238,9 @@ def _other(root):
 
 
 @pytest.mark.slow
-def test_a_cell_that_another_process_holds_is_left_to_it_and_a_killed_one_is_run_again(tmp_path, monkeypatch):
+def test_a_cell_that_another_process_holds_is_left_to_it_and_a_killed_one_is_run_again(
+    tmp_path, monkeypatch
+):
     other = multiprocessing.get_context("spawn").Process(target=_other, args=(tmp_path,))
     other.start()
     deadline = time.monotonic() + 60
@@ -226,7 +262,7 @@ def test_a_cell_that_another_process_holds_is_left_to_it_and_a_killed_one_is_run
     assert result == {"total": 4.0} and order[:2] == ["c", "slow"]
 
 
-# --- All studies ------------------------------------------------------------------------------------------------------
+# --- All studies --------------------------------------------------------------------------------
 
 STUDIES = {
     "finetune": (finetune.STUDY, tiny.finetune),
@@ -269,13 +305,16 @@ def test_every_study_refuses_another_config_in_its_workdir(name, tmp_path):
     assert contents(tmp_path) == before
 
 
-TFDS_OR_NPZ = "config.data.source must be 'bundled', 'tfds', .* or 'package.module:function', got 'web'"
+TFDS_OR_NPZ = (
+    "config.data.source must be 'bundled', 'tfds', .* or 'package.module:function', got 'web'"
+)
 GRID = r"config\.grids\.small\.{} has '{}', which is not one of"
 MISTAKES = {
     "finetune": [
         (
             {"private.schedule": "staircase"},
-            "config.private.schedule has 'staircase', which is not one of constant, cosine, linear, warmup",
+            "config.private.schedule has 'staircase', which is not one of constant, cosine, "
+            "linear, warmup",
         ),
         (
             {"private.batch_size": 2000},
@@ -292,7 +331,10 @@ MISTAKES = {
             {"data.name": "breast_cancer"},
             "'breast_cancer/p.*' has no column 'image'. It has features",
         ),
-        ({"data.crop_padding": 0}, "config.private.augmult must be at least 1, and 1 without augment"),
+        (
+            {"data.crop_padding": 0},
+            "config.private.augmult must be at least 1, and 1 without augment",
+        ),
     ],
     "table": [
         ({"grids.small.upstreams": ("nothing",)}, GRID.format("upstreams", "nothing")),
@@ -300,8 +342,14 @@ MISTAKES = {
         ({"grids.small.sets": ("digits", "letters")}, GRID.format("sets", "letters")),
     ],
     "pretrain": [
-        ({"method.name": "dp"}, "config.method.name has 'dp', which is not one of standard, sam, amp, dpadapter"),
-        ({"train.schedule": "linear"}, "config.train.schedule has 'linear', which is not one of cosine, steps"),
+        (
+            {"method.name": "dp"},
+            "config.method.name has 'dp', which is not one of standard, sam, amp, dpadapter",
+        ),
+        (
+            {"train.schedule": "linear"},
+            "config.train.schedule has 'linear', which is not one of cosine, steps",
+        ),
         ({"ascent.batch_size": 91}, r"config\.ascent\.batch_size must be in 1..90, .*, got 91"),
         (
             {"ascent.microbatch_size": 7},
@@ -313,61 +361,122 @@ MISTAKES = {
         ({"data.parts.public": 2000.0}, "parts must add up to at most 1797 records"),
     ],
     "adapt": [
-        ({"methods": ("Tent", "Tempt")}, "config.methods has 'Tempt', which is not one of Tent, EATA"),
+        (
+            {"methods": ("Tent", "Tempt")},
+            "config.methods has 'Tempt', which is not one of Tent, EATA",
+        ),
         ({"methods": ()}, "config.methods must have at least one entry"),
         ({"data.corruptions": ()}, "config.data.corruptions must have at least one entry"),
         ({"tuning.corruptions": ()}, "config.tuning.corruptions must have at least one entry"),
         ({"data.images": 600}, "together need 1200 photographs, but digits/test"),
-        ({"data.parts": {"public": 0.6, "test": None}}, "config.data.parts.test must name the images"),
+        (
+            {"data.parts": {"public": 0.6, "test": None}},
+            "config.data.parts.test must name the images",
+        ),
         ({"model.preprocessing": None}, "config.model.preprocessing must be given"),
-        ({"privacy.adjacency": "add_remove"}, "config.privacy.adjacency must be 'replace_one' or 'zero_out'"),
+        (
+            {"privacy.adjacency": "add_remove"},
+            "config.privacy.adjacency must be 'replace_one' or 'zero_out'",
+        ),
     ],
     "predict": [
         ({"prediction.queries": 539}, r"config.prediction.queries=539 must lie in \[1, 539\)"),
         ({"dp_sgd.batch_size": 2000}, r"config.dp_sgd.batch_size=2000 must lie in \[1, 1078\]"),
-        ({"mechanisms": ("global", "smooth")}, "config.mechanisms has 'smooth', which answers 2 classes, not 10"),
-        ({"mechanisms": ("theirs",)}, "config.mechanisms has 'theirs', which is not one of global, smooth, ours"),
+        (
+            {"mechanisms": ("global", "smooth")},
+            "config.mechanisms has 'smooth', which answers 2 classes, not 10",
+        ),
+        (
+            {"mechanisms": ("theirs",)},
+            "config.mechanisms has 'theirs', which is not one of global, smooth, ours",
+        ),
         ({"mechanisms": ()}, "config.mechanisms must have some of global, smooth, ours"),
         ({"data.features.dimensions": 65}, "dimensions=65 exceeds"),
     ],
     "recalibrate": [
-        ({"methods": ("Acc-T", "Acc-U")}, "config.method_options.Acc-U.kind has None, which is not one of none, acc_t"),
+        (
+            {"methods": ("Acc-T", "Acc-U")},
+            "config.method_options.Acc-U.kind has None, which is not one of none, acc_t",
+        ),
         ({"method_options.Acc-T.kind": "acc"}, "kind has 'acc', which is not one of none, acc_t"),
-        ({"method_options.Acc-T.bins": 3}, "config.method_options.Acc-T has 'bins', which is not one of bracket"),
-        ({"method_options.Acc-T.bracket": (3.0, 0.5)}, r"bracket must be \(low, high\) with 0 < low < high"),
+        (
+            {"method_options.Acc-T.bins": 3},
+            "config.method_options.Acc-T has 'bins', which is not one of bracket",
+        ),
+        (
+            {"method_options.Acc-T.bracket": (3.0, 0.5)},
+            r"bracket must be \(low, high\) with 0 < low < high",
+        ),
         ({"method_options.none.bins": 3}, "config.method_options.none has 'bins'"),
-        ({"data.corruptions": ("clean", "rain")}, "config.data.corruptions has 'rain', which is not one of clean"),
-        ({"figures.methods": ("Acc-T", "ECE-T")}, "config.figures.methods has 'ECE-T', which is not one of Acc-T"),
+        (
+            {"data.corruptions": ("clean", "rain")},
+            "config.data.corruptions has 'rain', which is not one of clean",
+        ),
+        (
+            {"figures.methods": ("Acc-T", "ECE-T")},
+            "config.figures.methods has 'ECE-T', which is not one of Acc-T",
+        ),
         ({"figures.reliability_shift": "snow"}, "config.figures.reliability_shift has 'snow'"),
-        ({"figures.reliability_methods": ("none",)}, "config.figures.reliability_methods has 'none', which"),
-        ({"figures.reliability_methods": ()}, "config.figures.reliability_methods must be one to three, got 0"),
+        (
+            {"figures.reliability_methods": ("none",)},
+            "config.figures.reliability_methods has 'none', which",
+        ),
+        (
+            {"figures.reliability_methods": ()},
+            "config.figures.reliability_methods must be one to three, got 0",
+        ),
         ({"sweep.adjacency": "remove"}, "adjacency must be one of .*, got 'remove'"),
         ({"sweep.samples.values": ()}, "config.sweep.samples must have values"),
-        ({"sweep.samples.samples": 3}, "samples must have values, the samples to try, and fix the other two"),
+        (
+            {"sweep.samples.samples": 3},
+            "samples must have values, the samples to try, and fix the other two",
+        ),
         ({"sweep.epsilon.values": (math.inf,)}, "config.sweep.epsilon.values must be positive"),
         ({"sweep.epsilon.values": (1e-12,)}, "epsilon=1e-12 needs more noise than exact sums hold"),
-        ({"sweep.centre.samples": 500}, "sources x samples must be below 1078, the number of records, got 2000"),
-        ({"sweep.centre.factor": 3}, "config.sweep.centre must fix sources, samples, epsilon, but it names"),
-        ({"data.parts": {"test": 0.6}}, "config.data.parts.public must name images to train the classifier on"),
+        (
+            {"sweep.centre.samples": 500},
+            "sources x samples must be below 1078, the number of records, got 2000",
+        ),
+        (
+            {"sweep.centre.factor": 3},
+            "config.sweep.centre must fix sources, samples, epsilon, but it names",
+        ),
+        (
+            {"data.parts": {"test": 0.6}},
+            "config.data.parts.public must name images to train the classifier on",
+        ),
     ],
     "split": [
         ({"ablation.shots": 7}, r"config.ablation.shots has 7, which is not one of 3"),
-        ({"ablation.rows": ("without Hilbert",)}, "config.ablation.rows has 'without Hilbert', which is not one of"),
+        (
+            {"ablation.rows": ("without Hilbert",)},
+            "config.ablation.rows has 'without Hilbert', which is not one of",
+        ),
         ({"ablation.rows": ("no noise",)}, r"config.ablation.rows must have Split Adaptation, got"),
-        ({"attack.attackers": ("oracle",)}, "config.attack.attackers must have aggregating and noise-aware, got"),
+        (
+            {"attack.attackers": ("oracle",)},
+            "config.attack.attackers must have aggregating and noise-aware, got",
+        ),
         ({"seeds": ()}, "config.seeds must have at least one"),
         ({"model.num_classes": 4}, "num_classes must be 5"),
         ({"data.pretrain_fraction": 1.0}, "pretrain_fraction must be in"),
     ],
 }
-BENCHMARKS = {"adapt": r"jaxdp\.tta\.serve", "recalibrate": r"recalibration\.recalibrate", "split": r"split_client\.py"}
+BENCHMARKS = {
+    "adapt": r"jaxdp\.tta\.serve",
+    "recalibrate": r"recalibration\.recalibrate",
+    "split": r"split_client\.py",
+}
 for benchmark, remedy in BENCHMARKS.items():
-    MISTAKES[benchmark].append(({"public_benchmark": False}, f"config.public_benchmark must be True .* Use .*{remedy}"))
+    MISTAKES[benchmark].append(
+        ({"public_benchmark": False}, f"config.public_benchmark must be True .* Use .*{remedy}")
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "changes", "message"), [(name, *mistake) for name, mistakes in MISTAKES.items() for mistake in mistakes]
+    ("name", "changes", "message"),
+    [(name, *mistake) for name, mistakes in MISTAKES.items() for mistake in mistakes],
 )
 def test_every_study_refuses_a_mistake_before_it_writes_anything(tmp_path, name, changes, message):
     study, make = STUDIES[name]
@@ -376,7 +485,7 @@ def test_every_study_refuses_a_mistake_before_it_writes_anything(tmp_path, name,
     assert not (tmp_path / "run").exists()
 
 
-# --- The programs -----------------------------------------------------------------------------------------------------
+# --- The programs -------------------------------------------------------------------------------
 
 
 def said(*arguments, run=program.call):
@@ -389,7 +498,10 @@ def test_a_program_prints_mistakes_as_sentences(tmp_path):
     run = ("--config", "configs/digits_dpsgd.py", "--workdir", str(tmp_path / "run"))
     # In processes of their own, since absl writes tracebacks to the first stderr of a process.
     code, text = said(*run, "--config.private.steps=0", run=program.run)
-    assert (code, text.count("\n")) == (2, 1) and "config.private.steps must be an integer of at least 1, got 0" in text
+    assert (code, text.count("\n")) == (
+        2,
+        1,
+    ) and "config.private.steps must be an integer of at least 1, got 0" in text
     code, text = said(*run, "--config.private.steps=0", "--verbosity=1", run=program.run)
     assert code == 2 and "Traceback" in text and "check_numbers" in text
     code, text = said(*run, "--config.private.stepps=5")
@@ -402,7 +514,9 @@ def test_a_program_prints_mistakes_as_sentences(tmp_path):
     assert code == 2 and "--devices=cluster finds no SLURM" in text
     code, text = said("--config", "configs/dpadapter_table1.py:digits", *run[2:], "--devices=local")
     assert code == 2 and "--devices must be one for a table or a curve" in text
-    process = program.call([*program.command("adapt", "configs/tta/digits.py", run[3], {}), "--devices=local"])
+    process = program.call(
+        [*program.command("adapt", "configs/tta/digits.py", run[3], {}), "--devices=local"]
+    )
     assert process.returncode == 2 and "Only launch.finetune divides its work" in process.stderr
     assert not (tmp_path / "run").exists()
 
@@ -415,18 +529,29 @@ def test_a_target_is_for_plans_of_a_training(tmp_path, monkeypatch):
     monkeypatch.setattr(targets, "COMPILERS", {"tpu": "no_compiler_of_this_name"})
     code, text = said(*config, "--dry_run", "--target=v5e")
     assert (
-        code == 2 and "no_compiler_of_this_name is not installed" in text and 'pip install "jaxdp[compilers]"' in text
+        code == 2
+        and "no_compiler_of_this_name is not installed" in text
+        and 'pip install "jaxdp[compilers]"' in text
     )
     monkeypatch.setattr(targets, "COMPILERS", {"tpu": "jax"})
     code, text = said(*config, "--workdir", str(tmp_path / "run"), "--target=v5e")
     assert code == 2 and "--target=v5e only plans. Give --dry_run too" in text
-    dry = program.command("recalibrate_client", "configs/recalibration/hospitals.py", tmp_path / "run", {})
+    dry = program.command(
+        "recalibrate_client", "configs/recalibration/hospitals.py", tmp_path / "run", {}
+    )
     process = program.call([*dry, "--dry_run", "--target=v5e"])
     assert process.returncode == 2 and "this launcher has none" in process.stderr
     process = program.call(
-        [*program.command("adapt", "configs/tta/digits.py", tmp_path, {}), "--dry_run", "--target=v5e"]
+        [
+            *program.command("adapt", "configs/tta/digits.py", tmp_path, {}),
+            "--dry_run",
+            "--target=v5e",
+        ]
     )
-    assert process.returncode == 2 and "--target compiles the private steps of a training" in process.stderr
+    assert (
+        process.returncode == 2
+        and "--target compiles the private steps of a training" in process.stderr
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -480,7 +605,9 @@ def test_a_home_that_cannot_be_used_costs_no_run(tmp_path, monkeypatch, no_cache
     frame.keep_compiled()
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(
-        pathlib.Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory."))
+        pathlib.Path,
+        "home",
+        mock.Mock(side_effect=RuntimeError("Could not determine home directory.")),
     )
     frame.keep_compiled()
     assert jax.config.values["jax_compilation_cache_dir"] is None
@@ -488,7 +615,10 @@ def test_a_home_that_cannot_be_used_costs_no_run(tmp_path, monkeypatch, no_cache
 
 @pytest.mark.slow
 def test_a_program_asks_for_what_is_missing():
-    for arguments, missing in (([], "--config"), (["--config", "configs/digits_dpsgd.py"], "--workdir")):
+    for arguments, missing in (
+        ([], "--config"),
+        (["--config", "configs/digits_dpsgd.py"], "--workdir"),
+    ):
         code, text = said(*arguments)
         assert code == 2 and f"{missing} must be given" in text
 

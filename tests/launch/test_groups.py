@@ -1,4 +1,5 @@
-"""Studies that protect patients with several images: the config's group, the ledger, and the words of the report."""
+"""Studies that protect patients with several images: the config's group, the ledger, and the words
+of the report."""
 
 import csv
 import importlib.util
@@ -16,9 +17,16 @@ from launch import data, finetune, frame
 from launch.lifecycle import life, parts
 from tests.launch import tiny
 
-# Images and images per patient of each part. Patients have one to `most` images, and the last one what is left.
+# Images and images per patient of each part. Patients have one to `most` images, and the last one
+# what is left.
 SIZES = {
-    **{"public": (60, 1), "private": (90, 3), "client": (24, 2), "test": (40, 1), "stream_0": (16, 2)},
+    **{
+        "public": (60, 1),
+        "private": (90, 3),
+        "client": (24, 2),
+        "test": (40, 1),
+        "stream_0": (16, 2),
+    },
     **{"stream_1": (16, 2), **{f"site_{k}": (10, 2) for k in range(5)}},
 }
 
@@ -64,7 +72,11 @@ def test_the_patients_of_a_folder(folder, in_memory):
     np.testing.assert_array_equal(data.labels(first), data.labels(found["private"])[starts])
     assert sorted(units.gather(np.array([1])).records) == ["image", "label"]
     given.group = ""
-    assert data.units(given, found["private"]) is data.one_each(given, found["private"]) is found["private"]
+    assert (
+        data.units(given, found["private"])
+        is data.one_each(given, found["private"])
+        is found["private"]
+    )
 
 
 def read_again(folder, source, path, end):
@@ -73,15 +85,25 @@ def read_again(folder, source, path, end):
     parts = {role: role + end for role in found}
     given = config(folder, source=source, path=str(path), parts=ConfigDict(parts))
     again = data.parts(given, "private", "test", grouped=True)["private"]
-    np.testing.assert_array_equal(data.units(given, again).rows, data.units(config(folder), found["private"]).rows)
+    np.testing.assert_array_equal(
+        data.units(given, again).rows, data.units(config(folder), found["private"]).rows
+    )
 
 
 def test_the_patients_of_numpy(folder, tmp_path):
-    codes = {owner: k for k, owner in enumerate([*patients(folder, "test"), *patients(folder, "private")])}
+    codes = {
+        owner: k
+        for k, owner in enumerate([*patients(folder, "test"), *patients(folder, "private")])
+    }
     for name, source in data.parts(config(folder), "private", "test", grouped=True).items():
         columns, owners = source.load().arrays, patients(folder, name)
         numbers = [codes[owner] for owner in owners]
-        np.savez(tmp_path / f"{name}.npz", image=columns["image"], label=columns["label"], patient=numbers)
+        np.savez(
+            tmp_path / f"{name}.npz",
+            image=columns["image"],
+            label=columns["label"],
+            patient=numbers,
+        )
     read_again(folder, "npz", tmp_path, ".npz")
 
 
@@ -104,25 +126,37 @@ def test_bad_groups_of_a_config_are_refused(folder, tmp_path):
         ({"unit": "image"}, r"config\.data\.unit must name an owner of records, such as 'patient'"),
         ({"max_records": 0}, r"config\.data\.max_records must be at least 1"),
         ({"group": "person"}, "source 'digits/private.csv' has no column 'person'"),
-        ({"source": "bundled", "parts": {"private": 50}}, r"group='patient' needs other data: no bundled set says"),
+        (
+            {"source": "bundled", "parts": {"private": 50}},
+            r"group='patient' needs other data: no bundled set says",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             data.parts(config(folder, **fields), "private", grouped=True)
     with pytest.raises(
-        ValueError, match=r"config\.data\.group must be '' for this study, which protects single records"
+        ValueError,
+        match=r"config\.data\.group must be '' for this study, which protects single records",
     ):
         data.parts(config(folder), "private")
     (tmp_path / "a.csv").write_text("path,label,patient\n0.png,0,x\n")
     (tmp_path / "b.csv").write_text("path,label,patient\n1.png,1,x\n")
     for k in (0, 1):
         (tmp_path / f"{k}.png").write_bytes((folder / f"{k}.png").read_bytes())
-    with pytest.raises(ValueError, match=r"parts\.private and config\.data\.parts\.test share a patient"):
-        data.parts(config(tmp_path, parts={"private": "a.csv", "test": "b.csv"}), "private", "test", grouped=True)
+    with pytest.raises(
+        ValueError, match=r"parts\.private and config\.data\.parts\.test share a patient"
+    ):
+        data.parts(
+            config(tmp_path, parts={"private": "a.csv", "test": "b.csv"}),
+            "private",
+            "test",
+            grouped=True,
+        )
 
 
 @pytest.mark.slow
 def test_fine_tuning_protects_patients(folder, tmp_path):
-    """Broken twin: with batches of images, the ledger has 90 records and a batch of images for its noise."""
+    """Broken twin: with batches of images, the ledger has 90 records and a batch of images for its
+    noise."""
     study = tiny.finetune(private__batch_size=16)
     study.data = config(folder, crop_padding=1, flip=False)
     study.data.parts.public = "public.csv"
@@ -142,7 +176,8 @@ def lifecycle(folder, **fields):
 
 
 def test_parts_hold_patients_and_the_upload_has_one_image_of_each(folder):
-    """Broken twin: an upload with all images, of which a patient has two, under an account of patients."""
+    """Broken twin: an upload with all images, of which a patient has two, under an account of
+    patients."""
     loaded = parts.load(lifecycle(folder).data)
     held = {"private": loaded.units, "site_0": loaded.sources[0]}
     held |= {name.replace(" ", "_"): source for name, source in loaded.stream.items()}
@@ -152,24 +187,37 @@ def test_parts_hold_patients_and_the_upload_has_one_image_of_each(folder):
         count = [k for k, owner in enumerate(owners) if owners[:k].count(owner) < 2]
         known = list(dict.fromkeys(owners))
         assert numbers.tolist() == [known.index(owners[k]) for k in count]
-        whole = data.parts(config(folder, parts={"private": f"{name}.csv"}), "private", grouped=True)["private"]
+        whole = data.parts(
+            config(folder, parts={"private": f"{name}.csv"}), "private", grouped=True
+        )["private"]
         np.testing.assert_array_equal(data.labels(images), data.labels(whole)[count])
-    assert len(loaded.client) == loaded.records("clinic") == len(set(patients(folder, "client"))) < 24
+    assert (
+        len(loaded.client) == loaded.records("clinic") == len(set(patients(folder, "client"))) < 24
+    )
     assert loaded.fingerprints("private") == [f"xrays/private {loaded.units.fingerprint}"]
 
 
 def test_parties_of_one_part_share_no_patient(folder):
-    whole = data.parts(config(folder, parts={"sources": "private.csv"}), "sources", grouped=True)["sources"]
-    pieces = [set(read_column(piece, "patient").tolist()) for piece in data.cut(config(folder), whole, 4)]
+    whole = data.parts(config(folder, parts={"sources": "private.csv"}), "sources", grouped=True)[
+        "sources"
+    ]
+    pieces = [
+        set(read_column(piece, "patient").tolist()) for piece in data.cut(config(folder), whole, 4)
+    ]
     assert [len(piece) for piece in pieces] == [12, 11, 11, 11] and len(set.union(*pieces)) == 45
 
 
 def test_the_noise_of_a_stream_is_for_all_images_of_a_patient(folder):
-    """Broken twin: the noise of one visit, for which a patient with two images would owe more than epsilon."""
+    """Broken twin: the noise of one visit, for which a patient with two images would owe more than
+    epsilon."""
     study = lifecycle(folder)
     (adapt,) = (stage for stage in life.STAGES if stage.name == "adapt")
     charge, how = adapt.charges(study, parts.load(study.data))["stream"], study.adapt
-    assert 0.99 * how.epsilon < epsilon(charge, delta=how.delta, adjacency="replace_one") <= how.epsilon
+    assert (
+        0.99 * how.epsilon
+        < epsilon(charge, delta=how.delta, adjacency="replace_one")
+        <= how.epsilon
+    )
 
 
 @pytest.mark.slow
@@ -180,13 +228,24 @@ def test_a_whole_life_on_images_of_five_sites_protects_patients(folder, tmp_path
     said = capsys.readouterr().out
     assert {state["status"] for state in states.values()} == {"done"}, said
     assert "split: only the first image of each patient is uploaded" in said
-    watched = {path.parent.parent.parent.name for path in (tmp_path / "life").glob("*/*/tensorboard/events*")}
+    watched = {
+        path.parent.parent.parent.name
+        for path in (tmp_path / "life").glob("*/*/tensorboard/events*")
+    }
     assert watched == ({"pretrain", "finetune"} if study.watch else set())
     (adapted,) = (tmp_path / "life" / "adapt").glob("*/stage.json")
-    assert json.loads(adapted.read_text())["result"]["visits"] in (2, 4)  # two images, in two batches or in one
+    assert json.loads(adapted.read_text())["result"]["visits"] in (
+        2,
+        4,
+    )  # two images, in two batches or in one
     with Ledger(tmp_path / "life" / "ledger.sqlite") as ledger:
         entries = {entry["name"]: entry for entry in ledger.report()["datasets"]}
-    assert set(entries) == {"xrays/private", "stream", "clinic", *(f"hospital {k}" for k in range(5))}
+    assert set(entries) == {
+        "xrays/private",
+        "stream",
+        "clinic",
+        *(f"hospital {k}" for k in range(5)),
+    }
     assert {entry["unit"] for entry in entries.values()} == {"patient"}
     assert all(entry["spends"] for entry in entries.values())
     count = {part: len(set(patients(folder, part))) for part in SIZES}

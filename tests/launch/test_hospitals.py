@@ -1,7 +1,8 @@
-"""Recalibration between parties in one process: equal results, repeated and late questions, hospitals that leave.
+"""Recalibration between parties in one process: equal results, repeated and late questions,
+hospitals that leave.
 
-`Direct` stands for the network. Every message goes through it as bytes, and it can lose, repeat and reorder them.
-"""
+`Direct` stands for the network. Every message goes through it as bytes, and it can lose, repeat and
+reorder them."""
 
 import contextlib
 import functools
@@ -56,7 +57,9 @@ class Direct:
         self.open, self.hospitals = contextlib.ExitStack(), {}
         for name, path in self.records.items():
             config = self.config(**{"client.records": str(path)})
-            self.hospitals[name] = self.open.enter_context(hospitals.Hospital(config, self.root / name))
+            self.hospitals[name] = self.open.enter_context(
+                hospitals.Hospital(config, self.root / name)
+            )
 
     def config(self, **changes):
         config = configs.get_config()
@@ -64,12 +67,18 @@ class Direct:
         return config
 
     def ask(self, questions, *, timeout):
-        told = {name: self.hospitals[name].answer(data) for name, data in questions.items() if name not in self.lost}
+        told = {
+            name: self.hospitals[name].answer(data)
+            for name, data in questions.items()
+            if name not in self.lost
+        }
         self.messages += [*questions.values(), *told.values()]
         return told
 
     def calibrate(self, **changes):
-        return hospitals.run_server(self.config(**changes), self.root / "calibrator", self, timeout=0.1)
+        return hospitals.run_server(
+            self.config(**changes), self.root / "calibrator", self, timeout=0.1
+        )
 
     def spends(self):
         found = {}
@@ -77,7 +86,10 @@ class Direct:
             with Ledger(self.root / name / "ledger.sqlite") as ledger:
                 (entry,) = ledger.report()["datasets"]
                 assert not entry["open"]
-                found[name] = sum(row["spends"] for row in entry["spends"]), ledger.epsilon("records")
+                found[name] = (
+                    sum(row["spends"] for row in entry["spends"]),
+                    ledger.epsilon("records"),
+                )
         return found
 
 
@@ -94,7 +106,8 @@ def seed(i):
 
 
 def seeds(network):
-    """Gives every hospital a secret before it begins, so that its answers can be repeated elsewhere."""
+    """Gives every hospital a secret before it begins, so that its answers can be repeated
+    elsewhere."""
     for i, name in enumerate(network.names):
         folder = network.root / name / "conversation"
         folder.mkdir(parents=True)
@@ -102,15 +115,20 @@ def seeds(network):
 
 
 def alone(network, folder, records):
-    """Returns what the same hospitals with the same secrets give in one process, without packages."""
+    """Returns what the same hospitals with the same secrets give in one process, without
+    packages."""
     config, talks = network.config(), []
     method = recalibration.AccT(bracket=recalibration.Bracket.of((0.5, 20.0)), iterations=2)
     for i, path in enumerate(records.values()):
         (folder / str(i)).mkdir(parents=True)
         (folder / str(i) / "secret_seed").write_text(seed(i).hex())
         with np.load(path) as file, Ledger(folder / f"{i}.sqlite") as ledger:
-            ledger.register("records", adjacency="add_remove", unit="record", epsilon=1.0, delta=0.0)
-            party = recalibration.Party(file["logits"], file["labels"], account=ledger.account("records"))
+            ledger.register(
+                "records", adjacency="add_remove", unit="record", epsilon=1.0, delta=0.0
+            )
+            party = recalibration.Party(
+                file["logits"], file["labels"], account=ledger.account("records")
+            )
             talks.append(party.begin(method, workdir=folder / str(i), **HOW))
     scale = recalibration.noise_scale(method, num_classes=config.num_classes, **HOW)
     total = lambda k, t: jnp.asarray(sum(talk.answer(t, round=k) for talk in talks))  # noqa: E731
@@ -121,7 +139,9 @@ def test_the_result_is_that_of_one_process(network, tmp_path, records):
     seeds(network)
     found = network.calibrate()
     assert found.temperature == alone(network, tmp_path / "alone", records).temperature
-    assert hospitals.load(network.config(), tmp_path / "calibrator").temperature == found.temperature
+    assert (
+        hospitals.load(network.config(), tmp_path / "calibrator").temperature == found.temperature
+    )
     assert network.spends() == dict.fromkeys(NAMES, (1, 1.0))
     assert all(one.done for one in network.hospitals.values())
     assert not list(tmp_path.glob("clinic-*/**/secret_seed"))
@@ -129,13 +149,19 @@ def test_the_result_is_that_of_one_process(network, tmp_path, records):
 
 def test_a_question_that_is_repeated_or_late_is_answered_once(network):
     network.calibrate()
-    asked = [m for m in network.messages if unpack(m, ("question", "answer", "end")).kind == "question"]
+    asked = [
+        m for m in network.messages if unpack(m, ("question", "answer", "end")).kind == "question"
+    ]
     hospital = network.hospitals["clinic-1"]
     answers = [hospital.answer(question) for question in (asked[0], asked[6], asked[3], asked[0])]
     assert answers[0] == answers[3] and all(answer in network.messages for answer in answers)
     network.start()  # also after a crash
     assert [network.hospitals["clinic-1"].answer(asked[k]) for k in (0, 6, 3, 0)] == answers
-    other = pack("question", fields=unpack(asked[0], "question").fields, arrays={"temperature": np.float32(1.25)})
+    other = pack(
+        "question",
+        fields=unpack(asked[0], "question").fields,
+        arrays={"temperature": np.float32(1.25)},
+    )
     with pytest.raises(ValueError, match="round=0 is answered at temperature"):
         network.hospitals["clinic-1"].answer(other)
     assert network.spends()["clinic-1"] == (1, 1.0)
@@ -150,12 +176,16 @@ def test_a_hospital_that_leaves_stops_the_run_or_not_and_pays_once(network, tmp_
         return told
 
     network.ask = leaves
-    with pytest.raises(TimeoutError, match=r"clinic-2 gave no answer to round 1 within 0\.1 seconds, or refused"):
+    with pytest.raises(
+        TimeoutError, match=r"clinic-2 gave no answer to round 1 within 0\.1 seconds, or refused"
+    ):
         network.calibrate()
     network.ask, network.lost = ask, set()
     found = network.calibrate()  # it is back, and the answered round is repeated
     assert network.spends() == dict.fromkeys(NAMES, (1, 1.0))
-    assert hospitals.load(network.config(), tmp_path / "calibrator").temperature == found.temperature
+    assert (
+        hospitals.load(network.config(), tmp_path / "calibrator").temperature == found.temperature
+    )
 
 
 def test_a_run_goes_on_with_the_hospitals_that_are_left(network, tmp_path):
@@ -168,7 +198,9 @@ def test_a_run_goes_on_with_the_hospitals_that_are_left(network, tmp_path):
         return told
 
     def play(method, total, variance):
-        return real(method, lambda k, t: sums.append((k, t, total(k, t), variance)) or sums[-1][2], variance)
+        return real(
+            method, lambda k, t: sums.append((k, t, total(k, t), variance)) or sums[-1][2], variance
+        )
 
     network.ask, real = leaves, recalibration.play
     with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +210,9 @@ def test_a_run_goes_on_with_the_hospitals_that_are_left(network, tmp_path):
     answer = functools.partial(network.hospitals["clinic-1"]._talk.answer)
     other = network.hospitals["clinic-2"]._talk.answer(first, round=0)
     np.testing.assert_array_equal(whole, answer(first, round=0) + other)
-    np.testing.assert_array_equal(doubled, 2 * answer(second, round=k))  # one of two stands for both
+    np.testing.assert_array_equal(
+        doubled, 2 * answer(second, round=k)
+    )  # one of two stands for both
     scale = recalibration.noise_scale(network.hospitals["clinic-1"]._method, num_classes=5, **HOW)
     assert variance == scale.variance * 2
     assert network.spends() == {"clinic-1": (1, 1.0), "clinic-2": (1, 1.0), "clinic-3": (0, 0.0)}
@@ -187,11 +221,13 @@ def test_a_run_goes_on_with_the_hospitals_that_are_left(network, tmp_path):
 @pytest.mark.parametrize("name", sorted(recalibration.METHODS))
 def test_the_first_question_depends_on_no_noise(name):
     method = recalibration.METHODS[name]()
-    first, other = (np.asarray(method.question(0, method.init(variance))) for variance in (0.0, 12.5))
+    first, other = (
+        np.asarray(method.question(0, method.init(variance))) for variance in (0.0, 12.5)
+    )
     assert first.tobytes() == other.tobytes()
 
 
-# --- What is refused, before anything is spent ------------------------------------------------------------------------
+# --- What is refused, before anything is spent --------------------------------------------------
 
 
 def question(hospital, **changes):
@@ -203,19 +239,30 @@ def question(hospital, **changes):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"terms": "AccT(), epsilon=9"}, r"terms are 'AccT\(\), epsilon=9', not the agreed ones: AccT\("),
+        (
+            {"terms": "AccT(), epsilon=9"},
+            r"terms are 'AccT\(\), epsilon=9', not the agreed ones: AccT\(",
+        ),
         ({"kind": "upload"}, "is of kind 'upload', not 'end' or 'question'"),
         ({"round": 1}, r"round=1 cannot be answered before round 0\. Ask in order"),
         ({"round": "0"}, r"must have a round and a temperature, float32 \[\]"),
-        ({"temperature": np.zeros(2, np.float32)}, r"must have a round and a temperature, float32 \[\]"),
-        ({"temperature": np.zeros(2**20, np.int8)}, "declares .* bytes, more than the limit of 1048576"),
+        (
+            {"temperature": np.zeros(2, np.float32)},
+            r"must have a round and a temperature, float32 \[\]",
+        ),
+        (
+            {"temperature": np.zeros(2**20, np.int8)},
+            "declares .* bytes, more than the limit of 1048576",
+        ),
     ],
 )
 def test_wrong_questions_are_refused(network, change, match):
     hospital = network.hospitals["clinic-1"]
     with pytest.raises(ValueError, match=match):
         hospital.answer(question(hospital, **change))
-    if "cannot be answered" not in match:  # a right question at the wrong time has begun the conversation
+    if (
+        "cannot be answered" not in match
+    ):  # a right question at the wrong time has begun the conversation
         assert network.spends()["clinic-1"] == (0, 0.0)
 
 
@@ -236,7 +283,9 @@ def test_an_answer_of_no_use_is_refused(network, answer):
     network.ask = lambda questions, timeout: dict.fromkeys(
         questions, pack("answer", fields={"round": 0}, arrays={"answer": answer})
     )
-    with pytest.raises(ValueError, match="the answer of clinic-1 must be a float32 vector for round 0"):
+    with pytest.raises(
+        ValueError, match="the answer of clinic-1 must be a float32 vector for round 0"
+    ):
         network.calibrate()
 
 
@@ -249,7 +298,7 @@ def test_records_of_another_model_are_refused(tmp_path):
     assert not (tmp_path / "hospital").exists()
 
 
-# --- Canaries ---------------------------------------------------------------------------------------------------------
+# --- Canaries -----------------------------------------------------------------------------------
 
 
 def secrets(network, records):
@@ -271,14 +320,16 @@ def test_a_hospital_that_leaks_is_noticed(network, records, monkeypatch):
     seeds(network)
     with np.load(records["clinic-2"]) as file:
         monkeypatch.setattr(
-            recalibration.Conversation, "answer", lambda self, t, *, round=None: file["logits"][7].astype(np.float32)
+            recalibration.Conversation,
+            "answer",
+            lambda self, t, *, round=None: file["logits"][7].astype(np.float32),
         )
         with contextlib.suppress(TypeError, ValueError):
             network.calibrate()
     assert leaks(network.messages, secrets(network, records)) == {"records"}
 
 
-# --- Folders ----------------------------------------------------------------------------------------------------------
+# --- Folders ------------------------------------------------------------------------------------
 
 
 def test_folders_carry_questions_and_answers(tmp_path):
@@ -303,14 +354,21 @@ def test_folders_carry_questions_and_answers(tmp_path):
     try:
         for text in (b"1", b"2", b"1"):
             asked = dict.fromkeys(parties.names, text)
-            assert parties.ask(asked, timeout=20.0) == dict.fromkeys(parties.names, b"answer to " + text)
-        with pytest.raises(ValueError, match=r"\.answer declares 1010 bytes, more than the limit of 1000"):
+            assert parties.ask(asked, timeout=20.0) == dict.fromkeys(
+                parties.names, b"answer to " + text
+            )
+        with pytest.raises(
+            ValueError, match=r"\.answer declares 1010 bytes, more than the limit of 1000"
+        ):
             parties.ask({"a": bytes(1000)}, timeout=20.0)
     finally:
         parties.ask(dict.fromkeys(parties.names, b"end"), timeout=20.0)
         for thread in threads:
             thread.join()
-    assert [path.suffix for path in sorted(pathlib.Path(tmp_path / "a").iterdir())] == [".answer", ".question"]
+    assert [path.suffix for path in sorted(pathlib.Path(tmp_path / "a").iterdir())] == [
+        ".answer",
+        ".question",
+    ]
     assert list((tmp_path / "b").iterdir()) == []
 
 
@@ -324,14 +382,21 @@ def test_a_repeated_question_finds_the_answer_that_came_late(tmp_path):
     parties, name = links.Folders([tmp_path / "a"]), {"a": b"1"}
     assert parties.ask(name, timeout=0.0) == {}
     links.serve_folder(
-        tmp_path / "a", lambda data: b"2", until=lambda: bool(list(tmp_path.glob("a/*.answer"))), timeout=1
+        tmp_path / "a",
+        lambda data: b"2",
+        until=lambda: bool(list(tmp_path.glob("a/*.answer"))),
+        timeout=1,
     )
     assert parties.ask(name, timeout=5.0) == {"a": b"2"} and list((tmp_path / "a").iterdir()) == []
 
 
-@pytest.mark.parametrize("flags", [{}, {"EXCHANGE": ["x"], "ADDRESS": "y", "KEYS": "z"}, {"ADDRESS": "y"}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"EXCHANGE": ["x"], "ADDRESS": "y", "KEYS": "z"}, {"ADDRESS": "y"}]
+)
 def test_a_link_is_one_of_two(monkeypatch, flags):
     for name in ("EXCHANGE", "ADDRESS", "KEYS"):
         monkeypatch.setattr(links, name, ConfigDict({"value": flags.get(name, "")}))
-    with pytest.raises(ValueError, match="give either --address and --keys, for a network, or --exchange"):
+    with pytest.raises(
+        ValueError, match="give either --address and --keys, for a network, or --exchange"
+    ):
         links.serve()

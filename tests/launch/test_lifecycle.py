@@ -1,4 +1,5 @@
-"""The life of a tiny model: which stages run, what is kept and paid, and what happens after a failure."""
+"""The life of a tiny model: which stages run, what is kept and paid, and what happens after a
+failure."""
 
 import contextlib
 import dataclasses
@@ -47,7 +48,10 @@ def finished(tmp_path_factory):
 def test_what_no_noise_is_in_is_what_it_was(finished):
     root, states = finished
     folders = {name: root / states[name]["folder"] for name in ("pretrain", "finetune")}
-    found = {name: json.loads((folder / "stage.json").read_text())["result"] for name, folder in folders.items()}
+    found = {
+        name: json.loads((folder / "stage.json").read_text())["result"]
+        for name, folder in folders.items()
+    }
     assert golden.differences("lifecycle", found) == []
 
 
@@ -63,14 +67,19 @@ def ran(monkeypatch):
     names = []
 
     def watched(stage):
-        return dataclasses.replace(stage, run=lambda job: (names.append(stage.name), stage.run(job))[1])
+        return dataclasses.replace(
+            stage, run=lambda job: (names.append(stage.name), stage.run(job))[1]
+        )
 
     monkeypatch.setattr(life, "STAGES", tuple(map(watched, stages.STAGES)))
     return names
 
 
 def replaced(monkeypatch, name, run):
-    wanted = [dataclasses.replace(stage, run=run) if stage.name == name else stage for stage in stages.STAGES]
+    wanted = [
+        dataclasses.replace(stage, run=run) if stage.name == name else stage
+        for stage in stages.STAGES
+    ]
     monkeypatch.setattr(life, "STAGES", tuple(wanted))
 
 
@@ -91,9 +100,12 @@ def unfinished(root):
 
 
 def test_every_stage_is_done_and_pays_what_the_config_says(finished):
-    """Compares every event and epsilon with golden_charges.json. The events were written before the till existed."""
+    """Compares every event and epsilon with golden_charges.json. The events were written before the
+    till existed."""
     root, states = finished
-    golden = json.loads((ROOT / "tests" / "release" / "golden_charges.json").read_text())["lifecycle"]
+    golden = json.loads((ROOT / "tests" / "release" / "golden_charges.json").read_text())[
+        "lifecycle"
+    ]
     with Ledger(root / "ledger.sqlite") as ledger:
         assert {name: ledger.epsilon(name) for name in golden} == pytest.approx(
             {name: entry["epsilon"] for name, entry in golden.items()}, rel=1e-6
@@ -132,16 +144,32 @@ def test_no_record_is_in_two_parts():
 
 
 def test_a_second_run_does_nothing(copied, ran, capsys):
-    before = spent(copied), (copied / "report.html").read_bytes(), (copied / "lifecycle.json").read_bytes()
+    before = (
+        spent(copied),
+        (copied / "report.html").read_bytes(),
+        (copied / "lifecycle.json").read_bytes(),
+    )
     life.run(tiny.lifecycle(), copied)
     assert ran == []
-    assert before == (spent(copied), (copied / "report.html").read_bytes(), (copied / "lifecycle.json").read_bytes())
+    assert before == (
+        spent(copied),
+        (copied / "report.html").read_bytes(),
+        (copied / "lifecycle.json").read_bytes(),
+    )
     assert capsys.readouterr().out.count("done before with this config and data") == len(NAMES)
 
 
 def test_what_is_not_private_is_shown_on_request_in_a_file_of_its_own(copied, ran):
-    plain, before, apart = (copied / "report.html").read_text(), spent(copied), copied / "certificates.html"
-    assert plain.count('class="chart"') == 5 and "certificates.html" not in plain and not apart.exists()
+    plain, before, apart = (
+        (copied / "report.html").read_text(),
+        spent(copied),
+        copied / "certificates.html",
+    )
+    assert (
+        plain.count('class="chart"') == 5
+        and "certificates.html" not in plain
+        and not apart.exists()
+    )
 
     config = tiny.lifecycle(certificates__show=True)
     states = life.run(config, copied)
@@ -149,7 +177,8 @@ def test_what_is_not_private_is_shown_on_request_in_a_file_of_its_own(copied, ra
     text = apart.read_text()
     body = re.sub(r"<[^>]*>", "", text.partition("<body>")[2]).strip()
     assert re.match(
-        r"This page is NOT private\. .* no ledger paid for it\. Do not give it to people who may not see", body
+        r"This page is NOT private\. .* no ledger paid for it\. Do not give it to people who may not see",
+        body,
     )
     found = cache.find(copied / states["certificates"]["folder"]).result
     assert f"right on {100 * found['without_noise']:.1f} % of the test images" in text
@@ -166,7 +195,11 @@ def test_what_is_not_private_is_shown_on_request_in_a_file_of_its_own(copied, ra
     assert document.write(copied).name == "report.html" and apart.read_text() == text
 
     life.run(tiny.lifecycle(), copied)
-    assert not apart.exists() and (copied / "report.html").read_text() == plain and spent(copied) == before
+    assert (
+        not apart.exists()
+        and (copied / "report.html").read_text() == plain
+        and spent(copied) == before
+    )
 
 
 def test_changed_data_is_noticed(finished):
@@ -181,11 +214,17 @@ def test_changed_data_is_noticed(finished):
     for config in configs:
         loaded = parts.load(config.data)
         keys.append({stage.name: stage.key(config, loaded, done) for stage in stages.STAGES})
-    assert {name for name in NAMES if keys[0][name] != keys[1][name]} == {"adapt", "deploy", "audit_adapt"}
+    assert {name for name in NAMES if keys[0][name] != keys[1][name]} == {
+        "adapt",
+        "deploy",
+        "audit_adapt",
+    }
     assert all(keys[0][name] != keys[2][name] for name in NAMES)
 
 
-def test_a_changed_stage_fails_and_is_tried_again_with_what_depends_on_it_only(copied, ran, monkeypatch, capsys):
+def test_a_changed_stage_fails_and_is_tried_again_with_what_depends_on_it_only(
+    copied, ran, monkeypatch, capsys
+):
     def fail(job):
         raise RuntimeError("the line to <hospital> 3 is dead")
 
@@ -197,14 +236,21 @@ def test_a_changed_stage_fails_and_is_tried_again_with_what_depends_on_it_only(c
     skipped = ["deploy", "audit_recalibrate"]
     assert states["recalibrate"]["status"] == "failed"
     assert [name for name in NAMES if states[name]["status"] == "skipped"] == skipped
-    assert all(states[name]["status"] == "done" for name in NAMES if name not in ("recalibrate", *skipped))
+    assert all(
+        states[name]["status"] == "done" for name in NAMES if name not in ("recalibrate", *skipped)
+    )
     printed = capsys.readouterr().out
     assert "recalibrate: failed, RuntimeError: the line to <hospital> 3 is dead" in printed
-    assert "deploy: skipped, it builds on recalibrate" in printed and "audit_finetune: running" in printed
+    assert (
+        "deploy: skipped, it builds on recalibrate" in printed
+        and "audit_finetune: running" in printed
+    )
     assert "Not done: recalibrate, deploy, audit_recalibrate." in printed
     report = (copied / "report.html").read_text()
     assert "RuntimeError: error.txt in its folder has the message for the owners" in report
-    assert "hospital&gt; 3" not in report and "<hospital>" not in report  # it may depend on what hospitals have
+    assert (
+        "hospital&gt; 3" not in report and "<hospital>" not in report
+    )  # it may depend on what hospitals have
     (written,) = copied.glob("recalibrate/*/error.txt")
     assert "the line to <hospital> 3 is dead" in written.read_text()
     assert spent(copied) == before
@@ -214,7 +260,9 @@ def test_a_changed_stage_fails_and_is_tried_again_with_what_depends_on_it_only(c
     assert ran == ["recalibrate", *skipped]
     after = spent(copied)
     assert after["hospital 0"] == 1.5 and after["stream"] == before["stream"]
-    life.run(tiny.lifecycle(), copied)  # what was made with the first config is still there, and paid for
+    life.run(
+        tiny.lifecycle(), copied
+    )  # what was made with the first config is still there, and paid for
     assert len(ran) == 3 and spent(copied) == after
 
 
@@ -226,11 +274,15 @@ def test_two_lifecycles_share_a_ledger(copied, tmp_path):
     with pytest.raises(BudgetExceeded, match="digits/private"):
         life.run(tiny.lifecycle(ledger=shared), second)
     assert spent(copied) == before and not (second / "ledger.sqlite").exists()
-    second = pathlib.Path(shutil.copytree(copied, tmp_path / "third", ignore=shutil.ignore_patterns("ledger.sqlite*")))
+    second = pathlib.Path(
+        shutil.copytree(copied, tmp_path / "third", ignore=shutil.ignore_patterns("ledger.sqlite*"))
+    )
     life.run(tiny.lifecycle(ledger=shared), second)  # of which the shared ledger knows every charge
     assert spent(copied) == before and not (second / "ledger.sqlite").exists()
     assert round_up(before["digits/private"]) in (second / "report.html").read_text()
-    with pytest.raises(ValueError, match=r"'stream' is already registered with epsilon 8\.0, not 9\.0"):
+    with pytest.raises(
+        ValueError, match=r"'stream' is already registered with epsilon 8\.0, not 9\.0"
+    ):
         life.run(tiny.lifecycle(ledger=shared, budgets__stream__epsilon=9.0), second)
     for name in ("ledger.sqlite", "ledger.sqlite.head"):
         (copied / name).rename(tmp_path / name)  # the report can still be read, and made
@@ -241,7 +293,7 @@ def test_two_lifecycles_share_a_ledger(copied, tmp_path):
         document.write(second)
 
 
-# --- Everything is asked for together ---------------------------------------------------------------------------------
+# --- Everything is asked for together -----------------------------------------------------------
 
 
 def refused(config, root, words):
@@ -256,14 +308,25 @@ def refused(config, root, words):
 
 def test_a_plan_that_does_not_fit_spends_nothing(tmp_path, finished, ran, monkeypatch):
     root = tmp_path / "run"
-    error = refused(tiny.lifecycle(budgets__private__epsilon=5.0), root, "dataset 'digits/private', budget epsilon 5")
+    error = refused(
+        tiny.lifecycle(budgets__private__epsilon=5.0),
+        root,
+        "dataset 'digits/private', budget epsilon 5",
+    )
     assert 6 < error.value.would_spend < 10  # of fine-tuning and the answers together
-    refused(tiny.lifecycle(budgets__private__epsilon=5.0, finetune__epsilon=1.0), root, "digits/private")
+    refused(
+        tiny.lifecycle(budgets__private__epsilon=5.0, finetune__epsilon=1.0), root, "digits/private"
+    )
     assert ran == []
     leave_out_audits(monkeypatch)
     shutil.copytree(finished[0] / "pretrain", root / "pretrain")
-    states = life.run(tiny.lifecycle(budgets__private__epsilon=5.0, finetune__epsilon=0.5, predict__epsilon=0.5), root)
-    assert {state["status"] for state in states.values()} == {"done"} and spent(root)["digits/private"] < 5
+    states = life.run(
+        tiny.lifecycle(budgets__private__epsilon=5.0, finetune__epsilon=0.5, predict__epsilon=0.5),
+        root,
+    )
+    assert {state["status"] for state in states.values()} == {"done"} and spent(root)[
+        "digits/private"
+    ] < 5
 
 
 @pytest.mark.parametrize(
@@ -303,11 +366,14 @@ def test_after_a_private_stage_has_failed_nothing_more_is_spent(tmp_path, finish
     }
     assert set(spent(root).values()) == {0.0}
     with Ledger(root / "ledger.sqlite") as ledger:
-        assert all(not entry["holds"] for entry in ledger.report()["datasets"])  # the room is given back
+        assert all(
+            not entry["holds"] for entry in ledger.report()["datasets"]
+        )  # the room is given back
 
 
 def test_a_lifecycle_goes_on_with_a_budget_that_is_all_reserved(tmp_path, finished, monkeypatch):
-    """Tests that an interrupted stage needs no room for its paid events. The budget is exactly the plan's."""
+    """Tests that an interrupted stage needs no room for its paid events. The budget is exactly the
+    plan's."""
     exact = {name: epsilon * (1 + 1e-9) for name, epsilon in spent(finished[0]).items()}
     changes = {
         "budgets__private__epsilon": exact["digits/private"],
@@ -333,7 +399,9 @@ def test_a_lifecycle_goes_on_with_a_budget_that_is_all_reserved(tmp_path, finish
 def test_a_lost_ledger_is_told_everything_again(copied, ran):
     before = spent(copied)
     (copied / "ledger.sqlite").unlink()
-    with pytest.raises(LedgerDamaged, match="is missing: only its head exists"):  # nobody starts from 0 by accident
+    with pytest.raises(
+        LedgerDamaged, match="is missing: only its head exists"
+    ):  # nobody starts from 0 by accident
         life.run(tiny.lifecycle(), copied)
     (copied / "ledger.sqlite.head").unlink()
     life.run(tiny.lifecycle(), copied)
@@ -368,7 +436,9 @@ def test_what_cannot_be_run_says_so_before_anything_is_spent(tmp_path, capsys):
 
     config = tiny.lifecycle()
     config.data.parts = {name: "cifar10/test" for name in parts.ROLES}
-    config.data.update({"source": "tfds", "data_dir": str(tmp_path)})  # neither the data nor a network: none is asked
+    config.data.update(
+        {"source": "tfds", "data_dir": str(tmp_path)}
+    )  # neither the data nor a network: none is asked
     refused(config, r"data set 'cifar10' is not prepared(.|\n)*tfds build cifar10")
     refused(tiny.lifecycle(data__source="tfds"), r"config\.data\.parts\.public must be a split")
     refused(tiny.lifecycle(data__parts__public=1797), r"add up to at most 1797")
@@ -391,18 +461,25 @@ def test_a_workdir_of_an_earlier_release_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["lifecycle.json"]
 
 
-# --- Ctrl-C, kill -9, full disks, and two at once ---------------------------------------------------------------------
+# --- Ctrl-C, kill -9, full disks, and two at once -----------------------------------------------
 
 
 def command(workdir, **changes):
     """Returns the command of the launcher."""
-    fields = {**tiny.LIFECYCLE, **{name.replace("__", "."): value for name, value in changes.items()}}
+    fields = {
+        **tiny.LIFECYCLE,
+        **{name.replace("__", "."): value for name, value in changes.items()},
+    }
     return program.command("lifecycle", "configs/lifecycle_digits.py", workdir, fields)
 
 
 def wait_for(path, process):
     deadline = time.monotonic() + 300
-    while not (path() and path()[0].stat().st_size) and process.poll() is None and time.monotonic() < deadline:
+    while (
+        not (path() and path()[0].stat().st_size)
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
 
 
@@ -412,13 +489,19 @@ def first_stages(monkeypatch, number):
 
 def leave_out_audits(monkeypatch):
     """Leaves out the audits, which read no private data and pay nothing."""
-    monkeypatch.setattr(life, "STAGES", tuple(stage for stage in stages.STAGES if not stage.name.startswith("audit")))
+    monkeypatch.setattr(
+        life,
+        "STAGES",
+        tuple(stage for stage in stages.STAGES if not stage.name.startswith("audit")),
+    )
 
 
 def pays(job):
     """Replaces `deploy` by a release about a hospital."""
     charges = [(job.account("hospital 0"), PureDpEvent(1.0))]
-    what = Release(label="test", charges=charges, facts=lambda: [], compute=lambda secret: {"x": np.zeros(1)})
+    what = Release(
+        label="test", charges=charges, facts=lambda: [], compute=lambda secret: {"x": np.zeros(1)}
+    )
     with Till(job.folder) as till:
         till.once(what)
     return {"tested": {}, "models": {}}
@@ -459,10 +542,15 @@ def test_ctrl_c_in_any_stage(copied, monkeypatch):
         with monkeypatch.context() as patch:
             finished.rename(copied / "away")
             replaced(patch, name, interrupted)
-            with pytest.raises(Interrupted, match=rf"Interrupted in stage '{name}'.*pays nothing twice"):
+            with pytest.raises(
+                Interrupted, match=rf"Interrupted in stage '{name}'.*pays nothing twice"
+            ):
                 life.run(tiny.lifecycle(), copied)
             report = (copied / "report.html").read_text()
-            assert "interrupted" in report and "stopped by the user, and the next run continues" in report
+            assert (
+                "interrupted" in report
+                and "stopped by the user, and the next run continues" in report
+            )
             (copied / "away").rename(finished)
     assert {state["status"] for state in life.run(tiny.lifecycle(), copied).values()} == {"done"}
     assert spent(copied) == before and unfinished(copied) == 0
@@ -470,7 +558,13 @@ def test_ctrl_c_in_any_stage(copied, monkeypatch):
 
 @pytest.mark.parametrize(
     "place",
-    [(Ledger, "register"), (cache, "settle"), (life, "write_json"), (parts_of_reports, "render_page"), (os, "replace")],
+    [
+        (Ledger, "register"),
+        (cache, "settle"),
+        (life, "write_json"),
+        (parts_of_reports, "render_page"),
+        (os, "replace"),
+    ],
 )
 def test_ctrl_c_between_stages(copied, monkeypatch, place):
     before = spent(copied), (copied / "report.html").read_bytes()
@@ -493,9 +587,13 @@ def test_ctrl_c_at_the_launcher_and_the_same_command_again(tmp_path, finished, m
     running, printed, errors = program.start(command(root, **changes), tmp_path)
     wait_for(lambda: list(root.glob("finetune/*/charges.jsonl")), running)
     dropped = lambda: errors.read_text().count("Exception ignored in")  # noqa: E731
-    while running.poll() is None:  # Python drops the exception where a destructor or JAX's callback of gc runs
+    while (
+        running.poll() is None
+    ):  # Python drops the exception where a destructor or JAX's callback of gc runs
         before, end = dropped(), time.monotonic() + 5
-        if "stopped by the user" not in (root / "report.html").read_text():  # a signal at its end would kill it
+        if (
+            "stopped by the user" not in (root / "report.html").read_text()
+        ):  # a signal at its end would kill it
             running.send_signal(signal.SIGINT)
         while running.poll() is None and dropped() == before and time.monotonic() < end:
             time.sleep(0.02)
@@ -503,14 +601,21 @@ def test_ctrl_c_at_the_launcher_and_the_same_command_again(tmp_path, finished, m
     assert running.returncode == 130, errors
     raised = re.sub(r"Exception ignored in.*?\nKeyboardInterrupt\b", "", errors, flags=re.DOTALL)
     assert "pretrain: done" in printed and "Traceback" not in raised
-    assert "Interrupted in stage 'finetune'" in errors and "The same command continues from here" in errors
+    assert (
+        "Interrupted in stage 'finetune'" in errors
+        and "The same command continues from here" in errors
+    )
     assert "stopped by the user" in (root / "report.html").read_text()
     assert spent(root)["digits/private"] > 0
     first_stages(monkeypatch, 2)
     again = program.call(command(root, **changes))
     assert again.returncode == 0 and not list(root.rglob("secret_seed")), again.stderr
     with Ledger(root / "ledger.sqlite") as ledger:
-        steps = [n for leaf, n in composition(ledger.events("digits/private")[None]).items() if "Sampled" in repr(leaf)]
+        steps = [
+            n
+            for leaf, n in composition(ledger.events("digits/private")[None]).items()
+            if "Sampled" in repr(leaf)
+        ]
     assert steps == [16] and unfinished(root) == 0
 
 
@@ -540,9 +645,13 @@ life.run(config, workdir)
 def test_kill_9_in_the_middle_of_a_release(copied, tmp_path, monkeypatch):
     shutil.rmtree(copied / "recalibrate")
     lose(copied)
-    killed = forked.run(KILLED, copied, tmp_path / "seen", repr(tiny.LIFECYCLE), modules=program.MODULES)
+    killed = forked.run(
+        KILLED, copied, tmp_path / "seen", repr(tiny.LIFECYCLE), modules=program.MODULES
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert spent(copied)["hospital 0"] == spent(copied)["hospital 1"] == 1 and unfinished(copied) == 2  # it counts
+    assert (
+        spent(copied)["hospital 0"] == spent(copied)["hospital 1"] == 1 and unfinished(copied) == 2
+    )  # it counts
     (seed,) = copied.rglob("secret_seed")
     first_stages(monkeypatch, 3)
     states = life.run(tiny.lifecycle(), copied)
@@ -560,13 +669,17 @@ def test_a_disk_that_is_full_when_the_ledger_is_written(copied, monkeypatch, cap
     paying(monkeypatch)
     shutil.rmtree(copied / "deploy")
     with contextlib.ExitStack() as full, monkeypatch.context() as patch:
-        patch.setattr(secrets, "stored", lambda *args: (derive(*args), full.enter_context(full_disk()))[0])
+        patch.setattr(
+            secrets, "stored", lambda *args: (derive(*args), full.enter_context(full_disk()))[0]
+        )
         with pytest.raises(SystemExit, match="2"):
             frame.tell(experiment, tiny.lifecycle(), str(copied))
     said = capsys.readouterr()
     assert "Traceback" not in said.err
     assert re.search(r"deploy: failed, OSError: ledger '.*' cannot be read or written", said.out)
-    assert spent(copied)["hospital 0"] == 1 and unfinished(copied) == 0  # not charged, as nothing was computed
+    assert (
+        spent(copied)["hospital 0"] == 1 and unfinished(copied) == 0
+    )  # not charged, as nothing was computed
     assert "What was protected" in document.write(copied).read_text()
     life.run(tiny.lifecycle(), copied)
     assert spent(copied)["hospital 0"] == 2 and unfinished(copied) == 0
@@ -592,7 +705,8 @@ def test_a_disk_that_is_full_when_a_release_ends(copied, monkeypatch, capsys):
 
 
 def test_a_lifecycle_holds_its_room_against_another_one(tmp_path, finished, monkeypatch):
-    """Tests two processes that share a ledger with room for one of them. The second spends nothing."""
+    """Tests two processes that share a ledger with room for one of them. The second spends
+    nothing."""
     first, second, shared = tmp_path / "first", tmp_path / "second", tmp_path / "ledger.sqlite"
     changes = {"ledger": str(shared), "finetune__checkpoint_every": 1}
     for root in (first, second):
@@ -616,24 +730,40 @@ def test_a_lifecycle_holds_its_room_against_another_one(tmp_path, finished, monk
         assert {name: ledger.epsilon(name) for name in PAID} == pytest.approx(spent(finished[0]))
 
 
-# --- The report -----------------------------------------------------------------------------------------------------
+# --- The report ---------------------------------------------------------------------------------
 
 
 def test_the_report_has_every_section_and_every_audit(finished):
     root, _ = finished
     text = (root / "report.html").read_text()
     for title in (
-        *("The verdict", "Not protected", "Sign-off", "What was bought", "How to read the verdict", "What spent it"),
+        *(
+            "The verdict",
+            "Not protected",
+            "Sign-off",
+            "What was bought",
+            "How to read the verdict",
+            "What spent it",
+        ),
         *("What attacks found", "What is not protected", "Stages", "Settings"),
     ):
         assert f"<h2>{title}</h2>" in text
-    rows = [html.unescape(re.sub("<[^>]*>", "|", row)) for row in re.findall("<tr .*?</tr>", text, flags=re.DOTALL)]
+    rows = [
+        html.unescape(re.sub("<[^>]*>", "|", row))
+        for row in re.findall("<tr .*?</tr>", text, flags=re.DOTALL)
+    ]
     life = document.Life(root)
-    assert {account for audit in life.audits for account in audit["accounts"]} >= {"digits/private", "stream", "clinic"}
+    assert {account for audit in life.audits for account in audit["accounts"]} >= {
+        "digits/private",
+        "stream",
+        "clinic",
+    }
     for audit in life.audits:
         assert audit["verdict"] != "VIOLATED"
         numbers = [f"|{round_down(audit[bound])}|" for bound in ("lower", "ceiling")]
-        assert any(audit["release"] in row and all(number in row for number in numbers) for row in rows)
+        assert any(
+            audit["release"] in row and all(number in row for number in numbers) for row in rows
+        )
     assert parts_of_reports.audited(life.audits, "nobody") == "none"
     assert text.count('class="chart"') == 5 and "not private" not in text.lower()
 
@@ -643,7 +773,9 @@ def test_the_deployed_model_is_beside_each_step(finished):
     found = cache.find(root / states["deploy"]["folder"]).result
     (models,) = found["models"].values()
     assert list(models) == ["fine-tuned", "only recalibrated", "only adapted", "deployed"]
-    assert models["fine-tuned"]["accuracy"] == models["only recalibrated"]["accuracy"]  # confidences change no answer
+    assert (
+        models["fine-tuned"]["accuracy"] == models["only recalibrated"]["accuracy"]
+    )  # confidences change no answer
     assert models["only adapted"]["accuracy"] == models["deployed"]["accuracy"]
     assert models["fine-tuned"]["low"] == models["fine-tuned"]["high"] == 0.0
     assert cache.find(root / states["recalibrate"]["folder"]).result["ece"] == {
@@ -656,7 +788,9 @@ def test_the_deployed_model_is_beside_each_step(finished):
 
 def test_the_report_needs_nothing_but_itself(finished):
     text = (finished[0] / "report.html").read_text()
-    assert "<script" not in text and "://" not in text and "url(" not in text and "@import" not in text
+    assert (
+        "<script" not in text and "://" not in text and "url(" not in text and "@import" not in text
+    )
     references = re.findall(r"(?:src|href|srcset|poster|action)\s*=\s*[\"']([^\"']{0,22})", text)
     assert references == ["#unprotected"]
 
@@ -670,9 +804,14 @@ def test_the_report_is_made_again_byte_for_byte_anywhere(copied, tmp_path):
     (moved / "report.html").unlink()
     # ml_collections is not asked here, so nothing may warn.
     process = forked.run(REPORTS, moved, modules=program.MODULES)
-    assert process.returncode == 0 and process.stdout.strip() == str(moved / "report.html"), process.stderr
+    assert process.returncode == 0 and process.stdout.strip() == str(moved / "report.html"), (
+        process.stderr
+    )
     assert (moved / "report.html").read_bytes() == text
-    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist\. Give the workdir of a lifecycle, or"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"config\.json does not exist\. Give the workdir of a lifecycle, or",
+    ):
         launch.report.main(["launch.report", str(tmp_path)])
 
 
@@ -681,4 +820,7 @@ def test_a_refuted_claim_is_said_first(copied):
     path.write_text(re.sub('"verdict": "[^"]*"', '"verdict": "VIOLATED"', path.read_text()))
     plain, _, rest = document.write(copied).read_text().partition("<h2>What was bought</h2>")
     assert "An attack on adaptation told more than it should" in plain and "VIOLATED" in rest
-    assert '<strong>stream.</strong> <strong class="word no-proof">No guarantee</strong>: an attack refuted' in plain
+    assert (
+        '<strong>stream.</strong> <strong class="word no-proof">No guarantee</strong>: an attack refuted'
+        in plain
+    )

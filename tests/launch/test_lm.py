@@ -1,4 +1,5 @@
-"""The launcher of language models: bytes, LoRA from a checkpoint, a crash, and mistakes before anything is spent."""
+"""The launcher of language models: bytes, LoRA from a checkpoint, a crash, and mistakes before
+anything is spent."""
 
 import shutil
 from pathlib import Path
@@ -19,12 +20,15 @@ CHECKPOINTS = Path(__file__).resolve().parents[1] / "golden" / "language"
 
 @pytest.fixture(scope="module")
 def public(tmp_path_factory):
-    """A folder as a publisher distributes it: a Llama with 31 tokens and its tokenizer.json. Two files of texts."""
+    """A folder as a publisher distributes it: a Llama with 31 tokens and its tokenizer.json. Two
+    files of texts."""
     tokenizers = pytest.importorskip("tokenizers", reason="pip install jaxdp[text]")
     folder = tmp_path_factory.mktemp("public") / "llama"
     shutil.copytree(CHECKPOINTS / "hf_llama", folder)
     known = ("<unk>", "good", "bad", "film", "plot", "was", "the", "a", "very", "not")
-    words = {word: k for k, word in enumerate([*known, *(f"word{k}" for k in range(len(known), 31))])}
+    words = {
+        word: k for k, word in enumerate([*known, *(f"word{k}" for k in range(len(known), 31))])
+    }
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -47,8 +51,13 @@ def steps_charged(root, dataset):
 @pytest.mark.slow
 def test_lora_of_a_checkpoint_continues_after_a_crash_and_belongs_to_its_config(public, tmp_path):
     root, judged = tmp_path / "run", lm.bits
-    with mock.patch.object(lm, "bits", side_effect=[3.0, KeyboardInterrupt]), pytest.raises(KeyboardInterrupt):
-        frame.run(lm.STUDY, tiny.lora(public, references=True), root)  # after the first checkpoint of two
+    with (
+        mock.patch.object(lm, "bits", side_effect=[3.0, KeyboardInterrupt]),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        frame.run(
+            lm.STUDY, tiny.lora(public, references=True), root
+        )  # after the first checkpoint of two
     assert steps_charged(root, "texts/private") == 4  # the next two were reserved
     with mock.patch.object(lm, "bits", side_effect=judged):
         result = frame.run(lm.STUDY, tiny.lora(public, references=True), root)
@@ -57,9 +66,15 @@ def test_lora_of_a_checkpoint_continues_after_a_crash_and_belongs_to_its_config(
     assert result["no_privacy"] != result["untrained"]
     assert all(text.startswith("the film") for text in result["samples"])
     config = tiny.lora(public)
-    network = models.load_checkpoint(public / "model.safetensors", model=lm.models.network(config.model).model)
-    served = models.load_params(root / "params.safetensors", like=network.params)  # W + A B has the form of W
-    changed = jax.tree.map(lambda a, b: (np.asarray(a) != np.asarray(b)).any(), served, network.params)
+    network = models.load_checkpoint(
+        public / "model.safetensors", model=lm.models.network(config.model).model
+    )
+    served = models.load_params(
+        root / "params.safetensors", like=network.params
+    )  # W + A B has the form of W
+    changed = jax.tree.map(
+        lambda a, b: (np.asarray(a) != np.asarray(b)).any(), served, network.params
+    )
     assert changed["blocks"]["attention"]["query"]["kernel"] and not changed["embed"]["embedding"]
     with pytest.raises(ValueError, match=r"another model.lora.rank. Use a new workdir"):
         frame.run(lm.STUDY, tiny.lora(public, references=True, model__lora__rank=3), root)
@@ -80,23 +95,50 @@ def test_texts_without_a_tokenizer_are_bytes(tmp_path):
             {"data__tokenizer": "bytes"},
             r"tokenizer='bytes' has 256 tokens, .*num_classes=31 .* Give the tokenizer",
         ),
-        ({"data__tokenizer": "none.json"}, r"tokenizer must be 'bytes' or the tokenizer.json .*'none.json'"),
-        ({"data__tokenizer": "private.txt"}, r"private.txt is damaged.* Give the tokenizer.json that lies beside"),
-        ({"model__num_classes": 2000}, r"has 31 tokens, and config.model.num_classes=2000 is the vocabulary"),
+        (
+            {"data__tokenizer": "none.json"},
+            r"tokenizer must be 'bytes' or the tokenizer.json .*'none.json'",
+        ),
+        (
+            {"data__tokenizer": "private.txt"},
+            r"private.txt is damaged.* Give the tokenizer.json that lies beside",
+        ),
+        (
+            {"model__num_classes": 2000},
+            r"has 31 tokens, and config.model.num_classes=2000 is the vocabulary",
+        ),
         ({"model__num_classes": 32}, r"(?s)needs a model with num_classes=31, not 32"),
-        ({"data__length": 18}, r"config.data.length must be at most 17, the model's positions .*got 18. Cut the texts"),
+        (
+            {"data__length": 18},
+            r"config.data.length must be at most 17, the model's positions .*got 18. Cut the texts",
+        ),
         ({"generation__length": 17}, r"config.generation.length must be at most 16.*got 17"),
-        ({"generation__prompts": ("",)}, r"config.generation.prompts must have 1 to 15 tokens each.*got 0 in ''"),
+        (
+            {"generation__prompts": ("",)},
+            r"config.generation.prompts must have 1 to 15 tokens each.*got 0 in ''",
+        ),
         (
             {"model__lora__layers": ".*atention"},
             r"config.model.lora.layers must match .*'.\*atention'. There are b",
         ),
-        ({"model__trainable": "head"}, r"config.model.trainable='head' matches no parameter.*lora/blocks"),
+        (
+            {"model__trainable": "head"},
+            r"config.model.trainable='head' matches no parameter.*lora/blocks",
+        ),
         ({"model__lora__rank": -1}, r"config.model.lora.rank must be at least 1, got -1"),
-        ({"model__checkpoint": ""}, r"config.model.lora.rank must be 0 without config.model.checkpoint"),
+        (
+            {"model__checkpoint": ""},
+            r"config.model.lora.rank must be 0 without config.model.checkpoint",
+        ),
         ({"model__checkpoint": "no.safetensors"}, r"there is no checkpoint at .*no.safetensors"),
-        ({"data__parts__test": "none.txt"}, r"config.data.parts.test must be a file of texts, got '.*none.txt'"),
-        ({"data__source": "npz"}, r"config.data.source must be 'tfds', 'lines' or 'bundled', got 'npz'"),
+        (
+            {"data__parts__test": "none.txt"},
+            r"config.data.parts.test must be a file of texts, got '.*none.txt'",
+        ),
+        (
+            {"data__source": "npz"},
+            r"config.data.source must be 'tfds', 'lines' or 'bundled', got 'npz'",
+        ),
         ({"model__name": "mlp"}, r"config.model.name has 'mlp', which is not one of lm_tiny, gpt2"),
     ],
 )
@@ -110,14 +152,20 @@ def test_mistakes_are_named_before_anything_is_spent(public, changes, message, t
 
 
 def test_a_text_that_leaves_the_vocabulary_is_refused_without_naming_it():
-    with pytest.raises(ValueError, match=r"encode returns tokens outside of 0..3. Set num_classes") as error:
+    with pytest.raises(
+        ValueError, match=r"encode returns tokens outside of 0..3. Set num_classes"
+    ) as error:
         lm.from_texts(["secret"], length=4, encode=lambda text: [1, 7], num_classes=4)
     assert "secret" not in str(error.value) and "7" not in str(error.value)
 
 
 def test_bits_count_known_tokens_only():
     """A twin that counts padding has 1.4 bits here."""
-    source = lm.from_texts(["a", "abcd"], length=5, encode=lambda text: [ord(c) - 97 for c in text], num_classes=4)
+    source = lm.from_texts(
+        ["a", "abcd"], length=5, encode=lambda text: [ord(c) - 97 for c in text], num_classes=4
+    )
     network = models.Pretrained(None, {}, None)
-    with mock.patch.object(models.Pretrained, "apply_fn", lambda self, params, x: np.zeros((*x.shape, 4), np.float32)):
+    with mock.patch.object(
+        models.Pretrained, "apply_fn", lambda self, params, x: np.zeros((*x.shape, 4), np.float32)
+    ):
         assert lm.bits(network, {}, source, batch_size=2) == pytest.approx(2.0)

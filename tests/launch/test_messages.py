@@ -1,7 +1,7 @@
 """Messages on Flower that are lost, late, repeated, too large, or held by a SuperNode that dies.
 
-The SuperNodes are the runtime of flwr in this process. Without a SuperLink, tests bring the questions.
-"""
+The SuperNodes are the runtime of flwr in this process. Without a SuperLink, tests bring the
+questions."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,10 @@ from tests.launch.federation import free_ports
 from tests.launch.test_hospitals import Direct, question, records
 
 pytest.importorskip("flwr", reason="the dependency group test is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="flwr ends processes by signals")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="flwr ends processes by signals"),
+]
 __all__ = ["records"]  # a fixture
 
 SECRET = b"secret of the SuperNode and its program"
@@ -32,7 +35,7 @@ def identity():
     TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
 
 
-# --- A SuperNode that dies --------------------------------------------------------------------------------------------
+# --- A SuperNode that dies ----------------------------------------------------------------------
 
 
 class SuperNode(contextlib.AbstractContextManager):
@@ -47,7 +50,10 @@ class SuperNode(contextlib.AbstractContextManager):
         from flwr.app import Message
         from flwr.cli.build import build_fab_from_files
         from flwr.supercore.fab import Fab
-        from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+        from flwr.supercore.inflatable.inflatable_object import (
+            get_all_nested_objects,
+            get_object_tree,
+        )
         from flwr.supercore.object_store import ObjectStoreFactory
         from flwr.supercore.run import Run
         from flwr.supernode import start_client_internal as node
@@ -75,7 +81,9 @@ class SuperNode(contextlib.AbstractContextManager):
             trusted_entities=None,
         )
         app = create_app(states, SECRET)
-        self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off", ws="none"))
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, port=port, log_level="error", lifespan="off", ws="none")
+        )
         self._thread = threading.Thread(target=self._server.run)
 
     def start(self):
@@ -95,7 +103,8 @@ class SuperNode(contextlib.AbstractContextManager):
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # flwr uses it
 def test_a_question_of_a_dead_supernode_is_answered_to_the_next_one(tmp_path, records):
-    """Where the error of the dead task is not caught, or flwr repeats requests, the program ends."""
+    """Where the error of the dead task is not caught, or flwr repeats requests, the program
+    ends."""
     direct = Direct(tmp_path, {"clinic-1": records["clinic-1"]})
     (tmp_path / "secret").write_bytes(SECRET)
     (port,), answers = free_ports(1), []
@@ -119,7 +128,7 @@ def test_a_question_of_a_dead_supernode_is_answered_to_the_next_one(tmp_path, re
     assert direct.spends() == {"clinic-1": (1, 1.0)}
 
 
-# --- Lost, late and repeated answers ----------------------------------------------------------------------------------
+# --- Lost, late and repeated answers ------------------------------------------------------------
 
 
 class Grid:
@@ -134,7 +143,9 @@ class Grid:
         self._plan, self._arrived, self._late = plan, [], []
 
     def ask(self, **options):
-        nodes = flower.Nodes(self, lambda _: {name: i for i, name in enumerate(self.names, 1)}, self.names)
+        nodes = flower.Nodes(
+            self, lambda _: {name: i for i, name in enumerate(self.names, 1)}, self.names
+        )
         return nodes.ask(dict.fromkeys(self.names, b"1"), **options)
 
     def push_messages(self, messages):
@@ -144,7 +155,9 @@ class Grid:
             message.metadata.__dict__["_message_id"] = number
             self.asked.append(name)
             what = self._plan[name].pop(0)
-            {"late": self._late, "lost": []}.get(what, self._arrived).append(self._reply(what, message))
+            {"late": self._late, "lost": []}.get(what, self._arrived).append(
+                self._reply(what, message)
+            )
             yield number
 
     def pull_messages(self, numbers):
@@ -164,7 +177,9 @@ class Grid:
 
 
 def test_questions_are_repeated_until_each_has_one_answer():
-    grid = Grid(a=["no node", "answered"], b=["refused"], c=["lost", "answered"], d=["late", "answered"])
+    grid = Grid(
+        a=["no node", "answered"], b=["refused"], c=["lost", "answered"], d=["late", "answered"]
+    )
     assert grid.ask(timeout=20, again=0.1) == dict.fromkeys("acd", b"answer to 1")
     assert sorted(grid.asked) == list("aabccdd")
     assert Grid(a=["lost"]).ask(timeout=0.1) == {}
@@ -173,18 +188,26 @@ def test_questions_are_repeated_until_each_has_one_answer():
 @pytest.mark.parametrize(
     ("data", "match"),
     [
-        (pack("answer", fields={"round": 1}, arrays={"answer": np.zeros(1, np.float32)}), "must be .* for round 0"),
-        (bytes(2**20 + 1), "the answer of clinic-1 declares 1048577 bytes, more than the limit of 1048576"),
+        (
+            pack("answer", fields={"round": 1}, arrays={"answer": np.zeros(1, np.float32)}),
+            "must be .* for round 0",
+        ),
+        (
+            bytes(2**20 + 1),
+            "the answer of clinic-1 declares 1048577 bytes, more than the limit of 1048576",
+        ),
     ],
 )
-def test_a_calibrator_takes_no_answer_of_another_round_and_no_large_one(tmp_path, records, data, match):
+def test_a_calibrator_takes_no_answer_of_another_round_and_no_large_one(
+    tmp_path, records, data, match
+):
     direct = Direct(tmp_path, {"clinic-1": records["clinic-1"]})
     direct.ask = lambda questions, timeout: dict.fromkeys(questions, data)
     with contextlib.closing(direct.open), pytest.raises(ValueError, match=match):
         direct.calibrate()
 
 
-# --- Messages of no use -----------------------------------------------------------------------------------------------
+# --- Messages of no use -------------------------------------------------------------------------
 
 
 def test_a_message_with_more_than_a_package_is_refused():
@@ -200,5 +223,7 @@ def test_a_message_with_more_than_a_package_is_refused():
 def test_a_large_question_in_a_folder_is_refused(tmp_path):
     write_package(tmp_path / "1.question", bytes(101))
     how = {"until": lambda: False, "timeout": 5.0, "limits": Limits(bytes=100)}
-    with pytest.raises(ValueError, match=r"1\.question declares 101 bytes, more than the limit of 100"):
+    with pytest.raises(
+        ValueError, match=r"1\.question declares 101 bytes, more than the limit of 100"
+    ):
         links.serve_folder(tmp_path, lambda _: pytest.fail("it was read"), **how)

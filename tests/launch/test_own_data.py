@@ -22,7 +22,8 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Writes digits as a user has them: images and a CSV file per site, part of the stream, and role."""
+    """Writes digits as a user has them: images and a CSV file per site, part of the stream, and
+    role."""
     root, source, start = tmp_path_factory.mktemp("digits"), bundled("digits"), 0
     for name, size in SIZES.items():
         with (root / f"{name}.csv").open("w", newline="") as file:
@@ -38,7 +39,12 @@ def folder(tmp_path_factory):
 
 def config(**fields):
     return ConfigDict(
-        {"name": "digits", "num_classes": 10, "parts": {"private": "site_0.csv", "test": "test.csv"}, **fields}
+        {
+            "name": "digits",
+            "num_classes": 10,
+            "parts": {"private": "site_0.csv", "test": "test.csv"},
+            **fields,
+        }
     )
 
 
@@ -50,12 +56,16 @@ def check(found, folder):
         rows = np.arange(start, start + len(found[role]))
         expected = bundled("digits").gather(rows)
         np.testing.assert_array_equal(found[role].gather(rows - start)["label"], expected["label"])
-        np.testing.assert_allclose(found[role].gather(rows - start)["image"], expected["image"], atol=0.5 / 255 + 1e-6)
+        np.testing.assert_allclose(
+            found[role].gather(rows - start)["image"], expected["image"], atol=0.5 / 255 + 1e-6
+        )
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_folder(folder, in_memory):
-    found = data.parts(config(source="folder", path=str(folder), in_memory=in_memory), "private", "test")
+    found = data.parts(
+        config(source="folder", path=str(folder), in_memory=in_memory), "private", "test"
+    )
     check(found, folder)
     assert found["private"].name == "digits/site_0.csv"
     assert isinstance(found["test"].arrays["image"], np.ndarray) == in_memory
@@ -65,16 +75,30 @@ def test_parts_that_share_an_image_are_refused(folder, tmp_path):
     (tmp_path / "b.csv").write_text("path,label\n1.png,1\n./0.png,0\n")
     (tmp_path / "a.csv").write_text("path,label\n0.png,0\n")
     given = config(source="folder", path=str(tmp_path), parts={"private": "a.csv", "test": "b.csv"})
-    with pytest.raises(ValueError, match=r"parts\.private and config\.data\.parts\.test share an image"):
+    with pytest.raises(
+        ValueError, match=r"parts\.private and config\.data\.parts\.test share an image"
+    ):
         data.parts(given, "test")
 
 
 def test_files_of_numpy(folder, tmp_path):
-    for name, source in data.parts(config(source="folder", path=str(folder)), "private", "test").items():
+    for name, source in data.parts(
+        config(source="folder", path=str(folder)), "private", "test"
+    ).items():
         columns = source.load().arrays
         np.savez(tmp_path / f"{name}.npz", x=columns["image"], label=columns["label"])
-    parts, columns = {"private": "private.npz", "test": "test.npz"}, {"image": "x", "label": "label"}
-    check(data.parts(config(source="npz", path=str(tmp_path), parts=parts, columns=columns), "private", "test"), folder)
+    parts, columns = (
+        {"private": "private.npz", "test": "test.npz"},
+        {"image": "x", "label": "label"},
+    )
+    check(
+        data.parts(
+            config(source="npz", path=str(tmp_path), parts=parts, columns=columns),
+            "private",
+            "test",
+        ),
+        folder,
+    )
 
 
 @pytest.mark.parity
@@ -86,14 +110,18 @@ def test_hugging_face(folder, tmp_path):
     splits = {
         name: datasets.Dataset.from_dict(
             {
-                "img": [PIL.Image.fromarray(image[..., 0]) for image in source.load().arrays["image"]],
+                "img": [
+                    PIL.Image.fromarray(image[..., 0]) for image in source.load().arrays["image"]
+                ],
                 "label": source.arrays["label"].tolist(),
             }
         ).cast_column("img", datasets.Image())
         for name, source in found.items()
     }
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
-    given = config(source="hf", path=str(tmp_path / "saved"), parts={"private": "private", "test": "test"})
+    given = config(
+        source="hf", path=str(tmp_path / "saved"), parts={"private": "private", "test": "test"}
+    )
     given.columns = {"image": "img", "label": "label"}
     check(data.parts(given, "private", "test"), folder)
     given.parts.test = "test[:5]"
@@ -107,10 +135,14 @@ def test_a_function(folder, monkeypatch):
         data.parts(config(source="folder", path=str(folder)), part)[part] if scale else 3
     )
     monkeypatch.setitem(sys.modules, "hospital", module)
-    given = config(source="hospital:images", parts={"private": "private", "test": "test"}, options={"scale": 1})
+    given = config(
+        source="hospital:images", parts={"private": "private", "test": "test"}, options={"scale": 1}
+    )
     check(data.parts(given, "private", "test"), folder)
     given.options.scale = 0
-    with pytest.raises(TypeError, match=r"'hospital:images' must return jaxdp\.data\.Examples, .* got int"):
+    with pytest.raises(
+        TypeError, match=r"'hospital:images' must return jaxdp\.data\.Examples, .* got int"
+    ):
         data.parts(given, "private")
     given.source = "hospital:nothing"
     with pytest.raises(ValueError, match=r"'hospital:nothing' cannot be imported"):
@@ -119,7 +151,8 @@ def test_a_function(folder, monkeypatch):
 
 @pytest.mark.slow
 def test_unit_and_adjacency_of_the_config_reach_the_ledger(tmp_path):
-    """Broken twin: with the unit fixed to "example", or with the noise of "add_remove", the run exceeds its budget."""
+    """Broken twin: with the unit fixed to "example", or with the noise of "add_remove", the run
+    exceeds its budget."""
     study = tiny.finetune()
     study.data.unit, study.data.adjacency = "scan", "replace_one"
     result = frame.run(finetune.STUDY, study, tmp_path)

@@ -25,7 +25,9 @@ def parts(text):
     found = {}
     for block in text.split("\n\n"):
         title, *rows = block.strip().splitlines()
-        found[title] = dict(re.findall(r"^  (\S+(?: \S+)*?)  +(.*)$", "\n".join(rows), flags=re.MULTILINE))
+        found[title] = dict(
+            re.findall(r"^  (\S+(?: \S+)*?)  +(.*)$", "\n".join(rows), flags=re.MULTILINE)
+        )
     return found
 
 
@@ -35,7 +37,9 @@ def told(capsys, study, config, workdir=None):
 
 
 def test_every_study_has_a_plan():
-    assert [name for name, (study, _) in STUDIES.items() if study.plan is frame.Study.plan] == ["split"]
+    assert [name for name, (study, _) in STUDIES.items() if study.plan is frame.Study.plan] == [
+        "split"
+    ]
 
 
 @pytest.mark.slow
@@ -62,7 +66,11 @@ def test_the_field_of_truncated_batches_reaches_the_event(tmp_path):
     trainer = finetune.STUDY.open(config, tmp_path).trainer
     [event] = composition(trainer.event(0, 3))
     assert isinstance(event, TruncatedSubsampledGaussianDpEvent)
-    assert (event.dataset_size, event.sampling_probability, event.truncated_batch_size) == (1168, 64 / 1168, 80)
+    assert (event.dataset_size, event.sampling_probability, event.truncated_batch_size) == (
+        1168,
+        64 / 1168,
+        80,
+    )
     # Without its own event the noise would be that of Poisson batches, about two thirds of it.
     assert event.noise_multiplier == trainer.privatizer.event_at(0).noise_multiplier > 0.9
 
@@ -91,7 +99,11 @@ def test_charges_without_training(capsys):
     assert 0.99 * config.prediction.epsilon < total <= config.prediction.epsilon
     references = [rows for title, rows in found.items() if title.startswith("reference")]
     assert len(references) >= 4 and all("without a budget" in rows["ledger"] for rows in references)
-    [(title, rows)] = [(t, r) for t, r in told(capsys, recalibrate.STUDY, tiny.recalibrate()).items() if "event" in r]
+    [(title, rows)] = [
+        (t, r)
+        for t, r in told(capsys, recalibrate.STUDY, tiny.recalibrate()).items()
+        if "event" in r
+    ]
     assert rows["event"] == "Pure(2) x 2" and title.endswith(", 4 times")
 
 
@@ -115,14 +127,21 @@ def test_the_plan_of_a_lifecycle_tells_what_it_will_hold(tmp_path, capsys):
 
 def test_the_charges_of_a_client(capsys):
     terms = {"epsilon": 8.0, "delta": 1e-5, "num_classes": 10, "label_share": 0.5}
-    config = ConfigDict({**terms, "laplace_scale": 0.5, "query_laplace_scale": 0.5, "mode": "private"})
+    config = ConfigDict(
+        {**terms, "laplace_scale": 0.5, "query_laplace_scale": 0.5, "mode": "private"}
+    )
     plans.show(parties.client_charges(config, ledger_path=None, queries=None), None)
     private = parts(capsys.readouterr().out)
-    assert "8 afterwards" in private["the upload, private"]["ledger"] and "the queries" not in private
+    assert (
+        "8 afterwards" in private["the upload, private"]["ledger"] and "the queries" not in private
+    )
     config.mode = "published"
     plans.show(parties.client_charges(config, ledger_path=None, queries=None), None)
     published = parts(capsys.readouterr().out)
-    assert published["the upload, published"]["epsilon"].startswith("inf") and "the queries" in published
+    assert (
+        published["the upload, published"]["epsilon"].startswith("inf")
+        and "the queries" in published
+    )
 
 
 def test_estimates_follow_the_number_of_calls_and_the_sizes(capsys):
@@ -130,12 +149,20 @@ def test_estimates_follow_the_number_of_calls_and_the_sizes(capsys):
     for calls, size in ((1.0, 20), (1e8, 1000)):
         shapes = np.zeros((size, size), np.float32), jax.ShapeDtypeStruct((size, size), np.float32)
         program = function, shapes, calls
-        plans.show([plans.Item("products", programs=lambda memory, program=program: [program], runs=3)], None)
+        plans.show(
+            [plans.Item("products", programs=lambda memory, program=program: [program], runs=3)],
+            None,
+        )
     once, often = map(parts, capsys.readouterr().out.split("Dry run:")[1:])
     assert "No ledger is charged." in once
     once, often = once["products, 3 times"], often["products, 3 times"]
-    assert once["memory (estimate)"].startswith("0 MB") and once["run time (estimate)"].startswith("1 s")
-    assert often["memory (estimate)"].startswith("12 MB") and " h, from one step" in often["run time (estimate)"]
+    assert once["memory (estimate)"].startswith("0 MB") and once["run time (estimate)"].startswith(
+        "1 s"
+    )
+    assert (
+        often["memory (estimate)"].startswith("12 MB")
+        and " h, from one step" in often["run time (estimate)"]
+    )
 
 
 def test_charges_that_were_made_already_are_left_out(tmp_path):
@@ -152,7 +179,13 @@ def test_charges_that_were_made_already_are_left_out(tmp_path):
 
 
 def estimated(name, *, total, memory=2**20, turns=3, kernels=0.0, bytes_=0.0, launched=0.0):
-    details = {"total": total, "bytes": bytes_, "launched": launched, "loops": [{"turns": turns}], "compile_s": 4.0}
+    details = {
+        "total": total,
+        "bytes": bytes_,
+        "launched": launched,
+        "loops": [{"turns": turns}],
+        "compile_s": 4.0,
+    }
     details["kernel_cycles"] = kernels
     seconds = total / (compilers.TARGETS[name].clock or 1.0)
     return compilers.Estimate(name, memory, seconds, details)
@@ -160,7 +193,8 @@ def estimated(name, *, total, memory=2**20, turns=3, kernels=0.0, bytes_=0.0, la
 
 @pytest.fixture
 def answers(monkeypatch):
-    """Puts estimates in place of compilers. Returns the function that takes them by the argument of a program."""
+    """Puts estimates in place of compilers. Returns the function that takes them by the argument of
+    a program."""
 
     def answer(estimates):
         monkeypatch.setattr(targets, "COMPILERS", dict.fromkeys(("tpu", "cuda"), "jax"))
@@ -181,7 +215,12 @@ def item(calls, *, steps, runs=1, asked=None):
 
 
 def test_a_plan_for_a_tpu_sums_the_cycles_of_all_calls(answers, capsys):
-    answers([estimated("v5e", total=3e6, memory=5 * 10**9), estimated("v5e", total=1e6, turns=None, kernels=5e5)])
+    answers(
+        [
+            estimated("v5e", total=3e6, memory=5 * 10**9),
+            estimated("v5e", total=1e6, turns=None, kernels=5e5),
+        ]
+    )
     asked = []
     public = plans.Item("public", programs=lambda memory: [(None, (0,), 1)])
     plans.show([public, item((2e6, 1e6), steps=10**6, runs=3, asked=asked)], None, "v5e")
@@ -189,20 +228,34 @@ def test_a_plan_for_a_tpu_sums_the_cycles_of_all_calls(answers, capsys):
     rows = parts(text)["private, 3 times"]
     assert rows["memory of v5e"] == "fits: 5,000 MB of 16,911 MB of a chip"
     # Seven million cycles a step at 1.5 GHz.
-    assert rows["a step"] == "7 million cycles, 4.67 ms at 1.5 GHz: the compiler's estimate, not a time"
+    assert (
+        rows["a step"]
+        == "7 million cycles, 4.67 ms at 1.5 GHz: the compiler's estimate, not a time"
+    )
     assert rows["of these"] == "0.5 million cycles of Pallas kernels, by an estimate of their own"
     assert rows["compilation"] == "8 s on this machine"
     assert rows["all steps"] == "1.3 hours (78 min) for 1,000,000 of them"
     assert rows["counted once"] == "loops whose turns depend on data: 1"
-    assert "All private steps on one v5e: 3.9 h. This is the compiler's estimate, not a time." in text
-    assert asked == [compilers.TARGETS["v5e"].memory] and "compiled" not in parts(text).get("public", {})
+    assert (
+        "All private steps on one v5e: 3.9 h. This is the compiler's estimate, not a time." in text
+    )
+    assert asked == [compilers.TARGETS["v5e"].memory] and "compiled" not in parts(text).get(
+        "public", {}
+    )
 
 
 def test_a_plan_for_a_gpu_has_bytes_kernels_and_the_roofline(answers, capsys):
-    answers([estimated("h100", total=2e-3, bytes_=4e9, launched=50.0), estimated("h100", total=1e-3, bytes_=1e9)])
+    answers(
+        [
+            estimated("h100", total=2e-3, bytes_=4e9, launched=50.0),
+            estimated("h100", total=1e-3, bytes_=1e9),
+        ]
+    )
     plans.show([item((20.0, 10.0), steps=10)], None, "h100")
     rows = parts(capsys.readouterr().out)["private"]
-    expected = "9 GB in 100 kernels, 5 ms if each is at its roofline: the compiler's estimate, not a time"
+    expected = (
+        "9 GB in 100 kernels, 5 ms if each is at its roofline: the compiler's estimate, not a time"
+    )
     assert rows["a step"] == expected and "counted once" not in rows
 
 
@@ -218,7 +271,10 @@ def test_a_program_that_does_not_fit_has_no_time(answers, capsys):
 
 def test_a_target_needs_private_steps_and_a_known_name(answers):
     answers([])
-    with pytest.raises(ValueError, match="--target compiles the private steps of a training, and this config has none"):
+    with pytest.raises(
+        ValueError,
+        match="--target compiles the private steps of a training, and this config has none",
+    ):
         plans.show([plans.Item("public")], None, "v5e")
     with pytest.raises(ValueError, match="target must be one of v5e, v6e, v5p, h100, got 'v2'"):
         plans.show([item((1.0,), steps=1)], None, "v2")
@@ -232,7 +288,13 @@ def test_the_programs_of_a_training_are_those_that_go_to_a_compiler(capsys, monk
     def answer(target, program, donated, seconds):
         sent.append((jax.export.deserialize(bytearray(program)), donated))
         sizes = {"argument": 1000, "output": 100, "temp": 10, "alias": 0}
-        return {"total": 1.5e6, "kernel_cycles": 0.0, "memory": sizes, "loops": [], "compile_s": 1.0}
+        return {
+            "total": 1.5e6,
+            "kernel_cycles": 0.0,
+            "memory": sizes,
+            "loops": [],
+            "compile_s": 1.0,
+        }
 
     monkeypatch.setattr(targets, "COMPILERS", {"tpu": "jax"})
     monkeypatch.setattr(process, "_answer", answer)
@@ -242,5 +304,7 @@ def test_the_programs_of_a_training_are_those_that_go_to_a_compiler(capsys, monk
     assert rows["memory of v5e"].startswith("fits: 0 MB") and rows["epsilon"].endswith("add_remove")
     assert f"for {config.private.steps:,} of them" in rows["all steps"]
     assert all(program.platforms == ("tpu",) for program, _ in sent)
-    assert any("tpu_custom_call" in program.mlir_module() for program, _ in sent)  # at least the noise
+    assert any(
+        "tpu_custom_call" in program.mlir_module() for program, _ in sent
+    )  # at least the noise
     assert sum(donated != () for _, donated in sent) == 2  # the addition and the update

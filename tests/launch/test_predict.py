@@ -1,4 +1,5 @@
-"""Private prediction: what it charges, keeps, refuses and computes, on a small version of the digits config."""
+"""Private prediction: what it charges, keeps, refuses and computes, on a small version of the
+digits config."""
 
 import dataclasses
 import importlib
@@ -36,7 +37,15 @@ CONFIGS = [
     ("imdb", ("embeddings",)),
 ]
 FIGURES = {"certified.png", "accuracy_by_epsilon.png", "accuracy_by_queries.png", "flips.png"}
-RELEASE = {"config.json", "answers.npz", "student.safetensors", "ledger.sqlite", "result.json", "rows.jsonl", "cells"}
+RELEASE = {
+    "config.json",
+    "answers.npz",
+    "student.safetensors",
+    "ledger.sqlite",
+    "result.json",
+    "rows.jsonl",
+    "cells",
+}
 RELEASE |= {"report.html", "ledger.json"}
 ANSWERS = pathlib.Path("cells") / "single_model" / "released"
 
@@ -50,7 +59,11 @@ def run(config, root):
 
 
 def files(root):
-    return {path.name for path in root.iterdir() if not path.name.endswith(("-wal", "-shm", ".head", ".lock"))}
+    return {
+        path.name
+        for path in root.iterdir()
+        if not path.name.endswith(("-wal", "-shm", ".head", ".lock"))
+    }
 
 
 def bench_of(config):
@@ -64,7 +77,7 @@ def finished(tmp_path_factory):
     return root, *program.study("predict", "configs/predict/digits.py", root, tiny.PREDICT)
 
 
-# --- A whole run ------------------------------------------------------------------------------------------------------
+# --- A whole run --------------------------------------------------------------------------------
 
 
 def test_the_launcher_prints_what_it_asks(finished):
@@ -75,7 +88,12 @@ def test_the_launcher_prints_what_it_asks(finished):
 
 def test_the_workdir_holds_the_release_the_figures_and_the_references(finished):
     root, result, _ = finished
-    assert files(root) == RELEASE | FIGURES | {"references", "tables.json", "tables.md", "tables.tex"}
+    assert files(root) == RELEASE | FIGURES | {
+        "references",
+        "tables.json",
+        "tables.md",
+        "tables.tex",
+    }
     assert json.loads((root / "result.json").read_text()) == result
     assert all((root / name).read_bytes().startswith(b"\x89PNG") for name in FIGURES)
     saved = np.load(root / "answers.npz")
@@ -91,30 +109,53 @@ def test_the_answers_cost_what_the_plan_says_and_nothing_else_is_charged(finishe
     assert counts == {PureDpEvent(result["epsilon_per_query"]): 30}
     assert 9.9 < result["epsilon"] <= 10.0
     # The plan spends all of the budget: one more answer of the same kind would not fit.
-    assert epsilon(SelfComposedDpEvent(PureDpEvent(result["epsilon_per_query"]), 31), delta=1e-5) > 10
+    assert (
+        epsilon(SelfComposedDpEvent(PureDpEvent(result["epsilon_per_query"]), 31), delta=1e-5) > 10
+    )
 
 
 def test_references_are_charged_to_a_ledger_of_their_own(finished):
     root, result, _ = finished
     with Ledger(root / "references" / "ledger.sqlite") as ledger:
         (counts,) = map(composition, ledger.events("digits/train").values())
-        assert ledger.epsilon("digits/train", delta=1e-5) == pytest.approx(result["references_epsilon"])
+        assert ledger.epsilon("digits/train", delta=1e-5) == pytest.approx(
+            result["references_epsilon"]
+        )
     # Two pools and two mechanisms, each 30 answers in 3 repetitions.
     assert counts[PureDpEvent(result["epsilon_per_query"])] == 4 * 30 * 3
     kinds = Counter(type(event).__name__ for event in counts)
-    assert kinds == {"PureDpEvent": 1, "GaussianDpEvent": 2, "PoissonSampledDpEvent": 1}  # the latter: PATE, DP-SGD
-    assert sum(n for event, n in counts.items() if type(event).__name__ == "PoissonSampledDpEvent") == 3 * 2
+    assert kinds == {
+        "PureDpEvent": 1,
+        "GaussianDpEvent": 2,
+        "PoissonSampledDpEvent": 1,
+    }  # the latter: PATE, DP-SGD
+    assert (
+        sum(n for event, n in counts.items() if type(event).__name__ == "PoissonSampledDpEvent")
+        == 3 * 2
+    )
     assert result["references_epsilon"] == pytest.approx(67.6632105)  # as in the releases before
 
 
 def test_the_table_has_a_row_for_every_teacher_and_mechanism(finished):
     root, result, _ = finished
     rows = {(row["teacher"], row["answers"]): row for row in result["rows"]}
-    pools = [(pool, way) for pool in ("single model", "2 models") for way in (teachers.GLOBAL, teachers.OURS)]
-    extra = [("2 models", "PATE (Confident-GNMax)"), ("DP-SGD", "any number"), ("single model", "without noise")]
+    pools = [
+        (pool, way)
+        for pool in ("single model", "2 models")
+        for way in (teachers.GLOBAL, teachers.OURS)
+    ]
+    extra = [
+        ("2 models", "PATE (Confident-GNMax)"),
+        ("DP-SGD", "any number"),
+        ("single model", "without noise"),
+    ]
     assert list(rows) == [*pools, *extra]
     for pool in pools:
-        assert len(rows[pool]["per_query"]) == 3 and len(rows[pool]["student"]) == 2 and 0 < rows[pool]["expected"] < 1
+        assert (
+            len(rows[pool]["per_query"]) == 3
+            and len(rows[pool]["student"]) == 2
+            and 0 < rows[pool]["expected"] < 1
+        )
     assert len(rows["DP-SGD", "any number"]["student"]) == 2
     for text in (predict.STUDY.summary(result), (root / "tables.md").read_text()):
         assert "randomised response (ours)" in text and "±" in text
@@ -157,7 +198,8 @@ class PowerCut(BaseException):
 
 
 def test_a_run_that_dies_after_every_step_repeats_it_and_pays_once(tmp_path, monkeypatch):
-    """Loses everything noisy once: computed and paid for, but not kept. At last it dies with all kept."""
+    """Loses everything noisy once: computed and paid for, but not kept. At last it dies with all
+    kept."""
     heard = []
 
     def dying(work, noted=lambda found: found):
@@ -204,16 +246,25 @@ def test_a_run_that_dies_after_every_step_repeats_it_and_pays_once(tmp_path, mon
             assert ledger.report()["datasets"][0]["open"] == []
         charged.append(counts)
     assert charged[0] == {each: 30} and charged[1].pop(each) == 4 * 30
-    assert sorted(charged[1].values()) == [3, 30, 30]  # steps of DP-SGD, thresholds and answers of PATE
+    assert sorted(charged[1].values()) == [
+        3,
+        30,
+        30,
+    ]  # steps of DP-SGD, thresholds and answers of PATE
     assert not list(tmp_path.rglob("secret_seed"))
 
 
 def cheap_plan(monkeypatch):
-    """Replaces the plan by privacy loss distributions, which takes a third of a second per point of a figure."""
-    monkeypatch.setattr(predict.prediction, "query_epsilon", lambda epsilon, delta, queries: epsilon / queries**0.5 / 5)
+    """Replaces the plan by privacy loss distributions, which takes a third of a second per point of
+    a figure."""
+    monkeypatch.setattr(
+        predict.prediction,
+        "query_epsilon",
+        lambda epsilon, delta, queries: epsilon / queries**0.5 / 5,
+    )
 
 
-# --- Configs ----------------------------------------------------------------------------------------------------------
+# --- Configs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "variant"), CONFIGS)
@@ -221,9 +272,22 @@ def test_configs_have_the_fields_of_the_digits_config(name, variant):
     config, digits = load(name, *variant), load("digits")
     assert json.loads(config.to_json())
     assert set(config) == set(digits)
-    for part in ("model", "training", "certificate", "prediction", "ensemble", "pate", "student", "dp_sgd"):
+    for part in (
+        "model",
+        "training",
+        "certificate",
+        "prediction",
+        "ensemble",
+        "pate",
+        "student",
+        "dp_sgd",
+    ):
         assert set(config[part]) == set(digits[part])
-    assert (config.prediction.queries, config.prediction.epsilon, config.prediction.delta) == (100, 10.0, 1e-5)
+    assert (config.prediction.queries, config.prediction.epsilon, config.prediction.delta) == (
+        100,
+        10.0,
+        1e-5,
+    )
     # A part of the data holds enough records for every distance, and distances have no gap.
     assert config.certificate.max_distance >= 100
     assert next(iter(predict.STUDY.cells(config))) == predict.RELEASED
@@ -242,10 +306,16 @@ def test_an_unknown_variant_is_refused(name):
         ("sst2", (), "File '' does not exist. An .npz file with the arrays words, vectors, counts"),
         ("imdb", (), "arrays words, vectors, counts"),
         ("imdb", ("embeddings",), "arrays train_features, .*, public_features"),
-        ("octmnist", (), r"arrays val_images, val_labels .*--config.data.path=..., or run the config of the digits"),
+        (
+            "octmnist",
+            (),
+            r"arrays val_images, val_labels .*--config.data.path=..., or run the config of the digits",
+        ),
     ],
 )
-def test_without_data_the_error_says_what_to_do_and_nothing_is_spent(tmp_path, name, variant, missing):
+def test_without_data_the_error_says_what_to_do_and_nothing_is_spent(
+    tmp_path, name, variant, missing
+):
     config = load(name, *variant)
     if "data_dir" in config.data:
         config.data.data_dir = str(tmp_path / "nowhere")
@@ -267,13 +337,14 @@ def test_real_x_rays(tmp_path):
     )
     result = run(config, tmp_path)
     assert result["dataset"] == "pneumonia_mnist/train" and result["private_records"] == 4708
-    # Chance is 62.5 %. Four standard errors of 100 answers that are right four times in five are 16 %.
+    # Chance is 62.5 %. Four standard errors of 100 answers that are right four times in five are 16
+    # %.
     assert result["released"]["per_query"] > 0.625
     assert np.load(tmp_path / "answers.npz")["answers"].shape == (100,)
     assert sorted(models.load_params(tmp_path / "network.safetensors")) == ["conv_0", "conv_1"]
 
 
-# --- Parts ------------------------------------------------------------------------------------------------------------
+# --- Parts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("classes", "bias"), [(2, True), (3, True), (3, False)])
@@ -281,12 +352,15 @@ def test_logits_and_loss_are_those_of_a_dense_network(classes, bias):
     model = Dense(inputs=4, num_classes=classes, hidden=(5,), bias=bias, init_seed=0)
     start = model.init()
     example = {"features": jnp.asarray([0.5, -1.0, 2.0, 0.1]), "label": jnp.int32(1)}
-    assert float(model.loss(start, example)) == pytest.approx(math.log(classes), rel=1e-6)  # the last layer is zero
+    assert float(model.loss(start, example)) == pytest.approx(
+        math.log(classes), rel=1e-6
+    )  # the last layer is zero
 
     key = jax.random.key(1)
     params = jax.tree.map(lambda leaf: leaf + jax.random.normal(key, leaf.shape), start)
     hidden, last = (
-        {name: np.asarray(leaf, np.float64) for name, leaf in params[layer].items()} for layer in ("dense_0", "dense_1")
+        {name: np.asarray(leaf, np.float64) for name, leaf in params[layer].items()}
+        for layer in ("dense_0", "dense_1")
     )
     x = np.asarray(example["features"], np.float64)
     x = np.maximum(x @ hidden["kernel"] + hidden.get("bias", 0), 0)
@@ -314,7 +388,8 @@ def test_one_step_has_the_distances_of_the_closed_form():
     label = logits.argmax(axis=1)
     gaps = logits.max(axis=1, keepdims=True) - logits
     gaps[np.arange(len(label)), label] = np.inf
-    # k records move each entry of the sum by at most k clip, so a difference of two logits by 2 k clip |x|_1.
+    # k records move each entry of the sum by at most k clip, so a difference of two logits by 2 k
+    # clip |x|_1.
     exact = gaps.min(axis=1) / (2 * clip * np.abs(queries).sum(axis=1))
     np.testing.assert_array_equal(found, label)
     inside = np.abs(exact - np.round(exact)) > 0.01  # away from where rounding decides
@@ -337,10 +412,13 @@ def test_expected_accuracies_are_those_of_the_answers(classes, votes):
         if way == teachers.SMOOTH and classes > 2:
             continue
         accuracy = np.mean(pool.answer(way, 0.4, key, rows) == truth[rows])
-        # 80000 answers, each right or wrong: five standard errors. The vote's expectation has as many draws.
+        # 80000 answers, each right or wrong: five standard errors. The vote's expectation has as
+        # many draws.
         tolerance = 5 * math.sqrt(0.25 / 80_000 * (2 if votes and way == teachers.GLOBAL else 1))
         assert abs(accuracy - pool.expected_accuracy(way, 0.4, truth)) < tolerance
-        assert abs(accuracy - pool.expected_accuracy(way, 1.2, truth)) > tolerance  # the test can tell
+        assert (
+            abs(accuracy - pool.expected_accuracy(way, 1.2, truth)) > tolerance
+        )  # the test can tell
 
 
 def test_dp_sgd_costs_the_total_and_follows_the_clipped_gradient(monkeypatch):
@@ -349,17 +427,24 @@ def test_dp_sgd_costs_the_total_and_follows_the_clipped_gradient(monkeypatch):
     features, label = generator.normal(size=(40, 6)), generator.integers(0, 10, 40)
     source = data.from_arrays(features=features, label=label, num_classes=10)
     train = source.gather(np.arange(40))
-    config.training.records = config.dp_sgd.batch_size = 40  # a sampling probability of one: every record takes part
+    config.training.records = config.dp_sgd.batch_size = (
+        40  # a sampling probability of one: every record takes part
+    )
     model = Dense(inputs=6, num_classes=10, hidden=(), bias=False, init_seed=0)
     assert 9.9 < epsilon(predict.dp_sgd(config, model, 40).event(0, 1), delta=1e-5) <= 10.0
 
     make = finetune.dp_sgd
     exact = lambda *args, epsilon, delta, steps, **how: make(*args, noise_multiplier=0.0, **how)  # noqa: E731
     monkeypatch.setattr(finetune, "dp_sgd", exact)
-    gradients = np.einsum("nc,nd->ndc", 0.1 - np.eye(10)[train["label"]], train["features"].astype(np.float64))
+    gradients = np.einsum(
+        "nc,nd->ndc", 0.1 - np.eye(10)[train["label"]], train["features"].astype(np.float64)
+    )
     norms = np.linalg.norm(gradients, axis=(1, 2), keepdims=True)
     assert (norms > 0.3).any()
-    for records in (40, 32):  # what is declared, by which sums are divided, and more than that cannot be drawn
+    for records in (
+        40,
+        32,
+    ):  # what is declared, by which sums are divided, and more than that cannot be drawn
         config.training.records, config.dp_sgd.batch_size = records, 32
         trainer = predict.dp_sgd(config, model, 40)
         state = trainer.init(model.init())
@@ -367,7 +452,9 @@ def test_dp_sgd_costs_the_total_and_follows_the_clipped_gradient(monkeypatch):
         clipped = gradients[drawn] * np.minimum(1, 0.3 / norms[drawn])
         state, _ = trainer.step(state, source)
         expected = -2.0 * clipped.sum(axis=0) / 32
-        np.testing.assert_allclose(state.params["dense_0"]["kernel"], expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            state.params["dense_0"]["kernel"], expected, rtol=1e-4, atol=1e-6
+        )
 
 
 def test_members_are_trained_on_disjoint_parts_with_a_public_normaliser(monkeypatch):
@@ -388,11 +475,16 @@ def test_members_are_trained_on_disjoint_parts_with_a_public_normaliser(monkeypa
 
 
 def test_one_record_less_changes_no_setting(monkeypatch):
-    """Tests that the private number of records is not used. Divisors and distances follow the declared one."""
+    """Tests that the private number of records is not used. Divisors and distances follow the
+    declared one."""
     config = tiny.predict(certificate__max_distance=2000)
     bench, settings = bench_of(config), []
     found = predict.prediction.Certificates(*[np.zeros(1, np.int32)] * 3)
-    monkeypatch.setattr(predict.prediction, "train_with_bounds", lambda *args, **options: settings[-1].append(options))
+    monkeypatch.setattr(
+        predict.prediction,
+        "train_with_bounds",
+        lambda *args, **options: settings[-1].append(options),
+    )
     monkeypatch.setattr(predict.prediction, "certify", lambda *args: found)
     whole = bench.train
     for count in (1078, 1077):
@@ -406,7 +498,9 @@ def test_one_record_less_changes_no_setting(monkeypatch):
 
 def test_the_number_of_records_is_the_declared_one(tmp_path, monkeypatch, capsys):
     divisors, certified = [], teachers.Bench.certified
-    monkeypatch.setattr(teachers.Bench, "certified", lambda *args: (divisors.append(args[-1]), certified(*args))[1])
+    monkeypatch.setattr(
+        teachers.Bench, "certified", lambda *args: (divisors.append(args[-1]), certified(*args))[1]
+    )
     result = run(tiny.predict(training__records=1000, references=False), tmp_path)
     assert divisors == [result["private_records"]] == [1000]
     assert "1000 private records (digits/train)" in capsys.readouterr().out
@@ -421,9 +515,13 @@ def test_which_inputs_are_asked_about_is_a_public_choice_without_repeats():
     assert (chosen != bench.asked(1)).any()
 
 
-def test_two_classes_have_the_paper_s_mechanism_in_the_table_and_in_every_figure(tmp_path, monkeypatch):
+def test_two_classes_have_the_paper_s_mechanism_in_the_table_and_in_every_figure(
+    tmp_path, monkeypatch
+):
     drawn = {}
-    monkeypatch.setattr(predict, "plot_curves", lambda path, curves, **_: drawn.update({path.name: curves}))
+    monkeypatch.setattr(
+        predict, "plot_curves", lambda path, curves, **_: drawn.update({path.name: curves})
+    )
     cheap_plan(monkeypatch)
     config = tiny.predict(certificate__max_distance=5, repetitions=1, student__repetitions=1)
     blobs = {"kind": "blobs", "separation": 1.25, "std": 0.35, "train": 200, "test": 120, "seed": 0}
@@ -438,10 +536,14 @@ def test_two_classes_have_the_paper_s_mechanism_in_the_table_and_in_every_figure
     assert set(drawn) == FIGURES
     each = result["epsilon_per_query"]
     flips = {name: dict(curve) for name, curve in drawn["flips.png"].items()}
-    assert flips["randomised response (ours)"][3] == pytest.approx(math.exp(-3 * each) / (1 + math.exp(each)))
+    assert flips["randomised response (ours)"][3] == pytest.approx(
+        math.exp(-3 * each) / (1 + math.exp(each))
+    )
     assert flips["global sensitivity"][3] == pytest.approx(math.exp(-each / 2) / 2)
     # P(Cauchy(6 exp(-eps k / 6) / eps) > 1/2)
-    assert flips["Cauchy, paper"][3] == pytest.approx(0.5 - math.atan(each / 12 * math.exp(each / 2)) / math.pi)
+    assert flips["Cauchy, paper"][3] == pytest.approx(
+        0.5 - math.atan(each / 12 * math.exp(each / 2)) / math.pi
+    )
     assert len(flips) == 5
     for name in ("accuracy_by_epsilon.png", "accuracy_by_queries.png"):
         assert len(drawn[name]) == 6

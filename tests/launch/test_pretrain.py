@@ -1,4 +1,5 @@
-"""Pre-training: what it leaves, also after an interruption, what is refused, and the launcher as a user runs it."""
+"""Pre-training: what it leaves, also after an interruption, what is refused, and the launcher as a
+user runs it."""
 
 import importlib.util
 import json
@@ -39,21 +40,30 @@ def finished(tmp_path_factory):
         with pytest.raises(KeyboardInterrupt):
             frame.run(pretrain.STUDY, tiny.pretrain(), workdir)
     assert (workdir / "config.json").exists() and not (workdir / "params.safetensors").exists()
-    watch = "tensorboard" if importlib.util.find_spec("tensorboardX") else ""  # a resumed run may be watched otherwise
+    watch = (
+        "tensorboard" if importlib.util.find_spec("tensorboardX") else ""
+    )  # a resumed run may be watched otherwise
     fields = {**tiny.PRETRAIN, "watch": watch}
-    return workdir, *program.study("pretrain", "configs/pretrain/digits.py:dpadapter", workdir, fields)
+    return workdir, *program.study(
+        "pretrain", "configs/pretrain/digits.py:dpadapter", workdir, fields
+    )
 
 
 def test_the_steps_of_a_watched_run_are_written_for_tensorboard(finished):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     folder = (finished[0] / TRAINING).with_name("tensorboard")
-    found = {event.step: event.value for event in reader.EventAccumulator(str(folder)).Reload().Scalars("loss")}
+    found = {
+        event.step: event.value
+        for event in reader.EventAccumulator(str(folder)).Reload().Scalars("loss")
+    }
     rows = {row["step"]: row["loss"] for row in read_metrics(finished[0] / TRAINING)}
     assert found == pytest.approx({step: rows[step] for step in (4, 5, 6)}, rel=1e-6)
 
 
 def test_an_unknown_writer_is_refused_before_anything_is_done(tmp_path):
-    with pytest.raises(ValueError, match=r"config[.]watch has 'board', which is not one of tensorboard, wandb"):
+    with pytest.raises(
+        ValueError, match=r"config[.]watch has 'board', which is not one of tensorboard, wandb"
+    ):
         frame.run(pretrain.STUDY, tiny.pretrain(watch="board"), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -64,7 +74,10 @@ def test_the_result_is_what_it_was(finished):
 
 def test_the_launcher_prints_what_the_model_withstands(finished):
     _, result, printed = finished
-    assert "dpadapter: 90 public examples (digits/public), 90 test (digits/test), images 8x8x1" in printed
+    assert (
+        "dpadapter: 90 public examples (digits/public), 90 test (digits/test), images 8x8x1"
+        in printed
+    )
     (line,) = (line for line in printed.splitlines() if line.startswith("none "))
     assert float(line.split()[1]) == pytest.approx(result["accuracy"], rel=1e-3)
     assert "std 0.1 " in printed and "std 0.5 of each tensor" in printed
@@ -100,9 +113,13 @@ def test_the_saved_model_has_the_accuracies_that_are_reported(finished):
     found = np.asarray(jax.jit(predict)(params, rows["image"])).argmax(-1)
     assert result["accuracy"] == pytest.approx((found == rows["label"]).mean(), abs=1.5 / len(test))
     for kind, stds in (("absolute", [0.1, 1.0]), ("relative", [0.5])):
-        again = robust_accuracy(predict, params, test, std=stds, draws=2, relative=kind == "relative", seed=0)
+        again = robust_accuracy(
+            predict, params, test, std=stds, draws=2, relative=kind == "relative", seed=0
+        )
         assert result["robust_accuracy"][kind]["std"] == stds
-        np.testing.assert_allclose(result["robust_accuracy"][kind]["draws"], again, atol=1.5 / len(test))
+        np.testing.assert_allclose(
+            result["robust_accuracy"][kind]["draws"], again, atol=1.5 / len(test)
+        )
     assert result["rho"]["random"] > 0 and result["rho"]["local"] > 0
 
 
@@ -110,9 +127,20 @@ def test_the_result_says_where_the_model_comes_from(finished):
     _, result, _ = finished
     public, _, test = data.bundled("digits").split([0.05, 0.9, 0.05], seed=0)
     where = result["provenance"]
-    assert where["train"] == {"name": "digits/public", "fingerprint": public.fingerprint, "examples": len(public)}
-    assert where["test"] == {"name": "digits/test", "fingerprint": test.fingerprint, "examples": len(test)}
-    assert where["config"]["method"]["name"] == "dpadapter" and where["config"]["method"]["dpadapter"]["gamma"] == 0.5
+    assert where["train"] == {
+        "name": "digits/public",
+        "fingerprint": public.fingerprint,
+        "examples": len(public),
+    }
+    assert where["test"] == {
+        "name": "digits/test",
+        "fingerprint": test.fingerprint,
+        "examples": len(test),
+    }
+    assert (
+        where["config"]["method"]["name"] == "dpadapter"
+        and where["config"]["method"]["dpadapter"]["gamma"] == 0.5
+    )
     assert where["config"]["train"]["steps"] == 6 and where["config"]["seed"] == 0
     assert where["versions"]["jax"] == jax.__version__
 
@@ -121,7 +149,9 @@ def test_the_result_says_where_the_model_comes_from(finished):
 def test_the_other_methods_ascend_on_the_batch_of_the_update(tmp_path, method):
     task = pretrain.STUDY.open(tiny.pretrain(method), tmp_path)
     batches, trainer = task.batches, task.trainer
-    assert batches.shared_batch and batches.perturbation_batch_size == batches.update_batch_size == 10
+    assert (
+        batches.shared_batch and batches.perturbation_batch_size == batches.update_batch_size == 10
+    )
     expected = {
         "standard": (0.0, "project"),
         "sam": (0.05, "normalise"),

@@ -1,4 +1,5 @@
-"""The launcher on a public checkpoint: parts, kept features, LoRA, optimizers, and the curve over epsilon."""
+"""The launcher on a public checkpoint: parts, kept features, LoRA, optimizers, and the curve over
+epsilon."""
 
 import json
 
@@ -18,15 +19,27 @@ SIZES = {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 2, "mlp_width": 1
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A ViT for grey 8x8 images and 3 classes in timm's names."""
-    shapes = {"cls_token": (1, 1, 8), "pos_embed": (1, 5, 8), "patch_embed.proj.weight": (8, 1, 4, 4)}
+    shapes = {
+        "cls_token": (1, 1, 8),
+        "pos_embed": (1, 5, 8),
+        "patch_embed.proj.weight": (8, 1, 4, 4),
+    }
     shapes |= {"patch_embed.proj.bias": (8,), "head.weight": (3, 8), "head.bias": (3,)}
     for name in ("blocks.0.norm1", "blocks.0.norm2", "norm"):
         shapes |= {f"{name}.weight": (8,), f"{name}.bias": (8,)}
-    for name, rows, columns in (("attn.qkv", 24, 8), ("attn.proj", 8, 8), ("mlp.fc1", 12, 8), ("mlp.fc2", 8, 12)):
+    for name, rows, columns in (
+        ("attn.qkv", 24, 8),
+        ("attn.proj", 8, 8),
+        ("mlp.fc1", 12, 8),
+        ("mlp.fc2", 8, 12),
+    ):
         shapes |= {f"blocks.0.{name}.weight": (rows, columns), f"blocks.0.{name}.bias": (rows,)}
     random = np.random.default_rng(0)
     path = tmp_path_factory.mktemp("public") / "vit.safetensors"
-    save_file({name: random.normal(0, 0.5, shape).astype(np.float32) for name, shape in shapes.items()}, path)
+    save_file(
+        {name: random.normal(0, 0.5, shape).astype(np.float32) for name, shape in shapes.items()},
+        path,
+    )
     return str(path)
 
 
@@ -88,7 +101,8 @@ def test_only_the_head_moves_and_the_saved_model_is_the_plain_one(checkpoint, ke
 
 @pytest.mark.slow
 def test_scattering_needs_no_file_and_trains_only_its_head(tmp_path):
-    """Catches a head that starts elsewhere than at zero, or features that are not those of the saved model."""
+    """Catches a head that starts elsewhere than at zero, or features that are not those of the
+    saved model."""
     config = config_of("", **{"model.name": "scattering", "model.features.keep": "memory"})
     config.model.options = {"scales": 1, "angles": 2, "groups": 3}
     result = frame.run(finetune.STUDY, config, tmp_path / "run")
@@ -111,11 +125,17 @@ def test_lora_is_merged_when_saved(checkpoint, tmp_path):
     moved = {
         jax.tree_util.keystr(path, simple=True, separator="/")
         for (path, a), b in zip(
-            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(dict(before.params)), strict=True
+            jax.tree_util.tree_leaves_with_path(params),
+            jax.tree.leaves(dict(before.params)),
+            strict=True,
         )
         if not np.array_equal(a, b)
     }
-    assert moved == {"head/kernel", "head/bias", *(f"block_0/attention/{part}/kernel" for part in ("query", "value"))}
+    assert moved == {
+        "head/kernel",
+        "head/bias",
+        *(f"block_0/attention/{part}/kernel" for part in ("query", "value")),
+    }
 
 
 @pytest.mark.slow
@@ -140,13 +160,31 @@ def test_a_curve_has_a_ledger_and_a_model_for_every_point(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model.trainable": "heads"}, r"trainable='heads' matches no parameter.*block_0/attention/key/bias"),
-        ({"model.features.keep": "memory", "model.trainable": "all"}, r"config\.model\.features\.keep needs a checkp"),
-        ({"model.features.keep": "memory", "private.augmult": 2}, "needs images without augmentation"),
-        ({"model.features.keep": "disk"}, "config.model.features.keep has 'disk', which is not one of"),
+        (
+            {"model.trainable": "heads"},
+            r"trainable='heads' matches no parameter.*block_0/attention/key/bias",
+        ),
+        (
+            {"model.features.keep": "memory", "model.trainable": "all"},
+            r"config\.model\.features\.keep needs a checkp",
+        ),
+        (
+            {"model.features.keep": "memory", "private.augmult": 2},
+            "needs images without augmentation",
+        ),
+        (
+            {"model.features.keep": "disk"},
+            "config.model.features.keep has 'disk', which is not one of",
+        ),
         ({"model.lora.rank": 1, "model.lora.layers": "x"}, "layers must match a dense layer"),
-        ({"private.optimizer": "sdg"}, r"config\.private\.optimizer must be an optimizer of optax.*got 'sdg'"),
-        ({"private.optimizer": "tree"}, r"config\.private\.optimizer must be an optimizer of optax.*got 'tree'"),
+        (
+            {"private.optimizer": "sdg"},
+            r"config\.private\.optimizer must be an optimizer of optax.*got 'sdg'",
+        ),
+        (
+            {"private.optimizer": "tree"},
+            r"config\.private\.optimizer must be an optimizer of optax.*got 'tree'",
+        ),
         ({"private.schedule": "step"}, "config.private.schedule has 'step'"),
         ({"pretrain.weights": "x.safetensors"}, "both give a start"),
         ({"pretrain.new_head": False}, r"head\.bias: shape \(3,\) does not fit head/bias \(10,\)"),
@@ -163,7 +201,12 @@ def test_weight_decay_and_schedules_are_those_of_optax(checkpoint):
     config.weight_decay, config.schedule, config.steps = 0.1, "linear", 4
     params, gradient = np.float32(2.0), np.float32(1.0)
     for name, expected in (
-        ("sgd", optax.chain(optax.add_decayed_weights(0.1), optax.sgd(optax.linear_schedule(0.35, 0, 4), 0.9))),
+        (
+            "sgd",
+            optax.chain(
+                optax.add_decayed_weights(0.1), optax.sgd(optax.linear_schedule(0.35, 0, 4), 0.9)
+            ),
+        ),
         ("adamw", optax.adamw(optax.linear_schedule(0.35, 0, 4), weight_decay=0.1)),
     ):
         config.optimizer = name
@@ -175,7 +218,10 @@ def test_weight_decay_and_schedules_are_those_of_optax(checkpoint):
             updates.append(float(update))
         assert updates[0] == pytest.approx(updates[1], rel=1e-6)
     config.optimizer_options = {"adamw": {"beta": 1}}
-    with pytest.raises(ValueError, match=r"optimizer_options\.adamw has beta, which optax\.adamw lacks\. It has learn"):
+    with pytest.raises(
+        ValueError,
+        match=r"optimizer_options\.adamw has beta, which optax\.adamw lacks\. It has learn",
+    ):
         trainers.optimizer(config)
 
 

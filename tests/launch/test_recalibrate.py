@@ -26,13 +26,18 @@ def run(config, root):
 
 
 def settings(config):
-    return list(dict.fromkeys(setting for part in recalibrate.parts(config).values() for setting in part))
+    return list(
+        dict.fromkeys(setting for part in recalibrate.parts(config).values() for setting in part)
+    )
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     """Returns the workdir and the result of a study, and what its launcher printed."""
-    root, config = tmp_path_factory.mktemp("recalibrate"), tmp_path_factory.mktemp("config") / "tiny.py"
+    root, config = (
+        tmp_path_factory.mktemp("recalibrate"),
+        tmp_path_factory.mktemp("config") / "tiny.py",
+    )
     config.write_text("from tests.launch.tiny import recalibrate as get_config")
     return root, *program.study("recalibrate", str(config), root, {})
 
@@ -75,10 +80,13 @@ def test_the_baseline_is_judged_on_what_each_trial_leaves_over(finished):
         found = result["cells"]["fog"]["none"][factor]
         for k, setting in enumerate(parts[factor]):
             kept = [
-                np.setdiff1d(np.arange(len(labels)), row[: setting.sources * setting.samples]) for row in order.rows
+                np.setdiff1d(np.arange(len(labels)), row[: setting.sources * setting.samples])
+                for row in order.rows
             ]
             assert {len(rest) for rest in kept} == {1078 - setting.sources * setting.samples}
-            eces, briers = zip(*(float64_scores(logits[rest], labels[rest]) for rest in kept), strict=True)
+            eces, briers = zip(
+                *(float64_scores(logits[rest], labels[rest]) for rest in kept), strict=True
+            )
             assert found["ece"][k] == pytest.approx(np.mean(eces), abs=1e-5)
             assert found["ece_error"][k] == pytest.approx(np.std(eces) / math.sqrt(5), abs=1e-5)
             assert found["brier"][k] == pytest.approx(np.mean(briers), abs=1e-5)
@@ -91,32 +99,51 @@ def test_tables_hold_what_was_kept(finished):
     kept = {}
     for shift in SHIFTS:
         for name in METHODS:
-            row = json.loads((root / "cells" / shift / name.replace(" ", "_") / "row.json").read_text())
+            row = json.loads(
+                (root / "cells" / shift / name.replace(" ", "_") / "row.json").read_text()
+            )
             kept[shift, name] = {part: row[part] for part in PARTS}
     text = (root / "tables.md").read_text()
     tables = [
-        [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("|")]
+        [
+            [cell.strip() for cell in line.split("|")[1:-1]]
+            for line in part.splitlines()
+            if line.startswith("|")
+        ]
         for part in text.split("## ")[1:]
     ]
-    overall, centre, per_shift, no_privacy, costs = ({row[0]: row[1:] for row in table[2:]} for table in tables)
+    overall, centre, per_shift, no_privacy, costs = (
+        {row[0]: row[1:] for row in table[2:]} for table in tables
+    )
     for name in METHODS:
-        shifted = [kept[shift, name] for shift in ("contrast", "fog")]  # the clean images do not count
+        shifted = [
+            kept[shift, name] for shift in ("contrast", "fog")
+        ]  # the clean images do not count
         for table, factors in ((overall, ("sources", "samples", "epsilon")), (centre, ("centre",))):
             for column, (score, mean) in enumerate(
                 [("ece", np.median), ("ece", np.mean), ("brier", np.median), ("brier", np.mean)]
             ):
-                values = [value for cell in shifted for factor in factors for value in cell[factor][score]]
+                values = [
+                    value for cell in shifted for factor in factors for value in cell[factor][score]
+                ]
                 assert table[name][column] == f"{mean(values):.4f}"
     assert overall.keys() == centre.keys() and len(overall["none"]) == 4
     for table, part in ((per_shift, "centre"), (no_privacy, "no privacy")):
         assert table["contrast"][0] == f"{result['accuracy']['contrast']:.4f}"
-        assert table["contrast"][1:] == [f"{kept['contrast', name][part]['ece'][0]:.4f}" for name in METHODS]
+        assert table["contrast"][1:] == [
+            f"{kept['contrast', name][part]['ece'][0]:.4f}" for name in METHODS
+        ]
         assert list(table) == list(SHIFTS)
-    worst = max(error for cell in kept.values() for part in cell.values() for error in part["ece_error"])
+    worst = max(
+        error for cell in kept.values() for part in cell.values() for error in part["ece_error"]
+    )
     assert f"means of 5 trials. The standard error of an ECE is at most {worst:.2g}." in text
     assert "binning with a single bin would win" in text and "Brier" in text
-    # 3 releases of sensitivity 1 at epsilon 2 have Laplace noise of scale 1.5 from each of 4 sources, 1 release 0.5.
-    assert costs["Acc-T"][0] == "3" and float(costs["Acc-T"][1]) == pytest.approx(1.5 * math.sqrt(2 * 4), rel=0.01)
+    # 3 releases of sensitivity 1 at epsilon 2 have Laplace noise of scale 1.5 from each of 4
+    # sources, 1 release 0.5.
+    assert costs["Acc-T"][0] == "3" and float(costs["Acc-T"][1]) == pytest.approx(
+        1.5 * math.sqrt(2 * 4), rel=0.01
+    )
     assert costs["HB split"][0] == "1" and float(costs["HB split"][1]) == pytest.approx(
         0.5 * math.sqrt(2 * 4), rel=0.01
     )
@@ -162,13 +189,23 @@ def test_figures_are_drawn(finished):
 
 
 @pytest.mark.parametrize("place", ["computed", "kept"])
-def test_diagrams_that_were_interrupted_are_the_same_and_are_paid_once(finished, tmp_path, monkeypatch, place):
-    """Tests a first method that was paid for, and whose result was lost before or after it was kept."""
+def test_diagrams_that_were_interrupted_are_the_same_and_are_paid_once(
+    finished, tmp_path, monkeypatch, place
+):
+    """Tests a first method that was paid for, and whose result was lost before or after it was
+    kept."""
     shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
-    for name in ("result.json", "ledger.sqlite", "ledger.sqlite.head", "cells/reliability/fog/row.json"):
+    for name in (
+        "result.json",
+        "ledger.sqlite",
+        "ledger.sqlite.head",
+        "cells/reliability/fog/row.json",
+    ):
         (tmp_path / name).unlink()
     module = sys.modules["jaxdp.recalibration.recalibrate"]
-    owner, name = (module, "converse") if place == "computed" else (recalibrate.recalibration, "recalibrate")
+    owner, name = (
+        (module, "converse") if place == "computed" else (recalibrate.recalibration, "recalibrate")
+    )
     work, heard = getattr(owner, name), []
 
     def interrupted(*args, **kwargs):
@@ -183,7 +220,9 @@ def test_diagrams_that_were_interrupted_are_the_same_and_are_paid_once(finished,
     assert list(tmp_path.rglob("secret_seed")) != [] or place == "kept"
     example = run(tiny.recalibrate(), tmp_path)["example"]
     first, second = (getattr(found, "parameters", found) for found in heard[:2])
-    assert first.temperature == second.temperature == pytest.approx(example["temperatures"]["Acc-T"])
+    assert (
+        first.temperature == second.temperature == pytest.approx(example["temperatures"]["Acc-T"])
+    )
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         for i in range(4):
             (counts,) = map(composition, ledger.events(f"source {i}").values())
@@ -206,7 +245,9 @@ def test_configs_are_consistent_and_have_the_fields_of_the_first(config):
     if config.model.name in ("vit_b16", "convnext_tiny"):
         config.model.checkpoint = "model.safetensors"
     *cells, _ = recalibrate.STUDY.cells(config)
-    assert {"Acc-T", "NLL-T", "ECE-T", "HB published", "none", "one source"} <= {cell.method for cell in cells}
+    assert {"Acc-T", "NLL-T", "ECE-T", "HB published", "none", "one source"} <= {
+        cell.method for cell in cells
+    }
     assert recalibrate.parts(config)["centre"][0].epsilon == 1
     assert set(config) == set(cifar10.get_config())
     json.loads(config.to_json())

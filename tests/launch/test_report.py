@@ -1,4 +1,5 @@
-"""The report of a single run: its numbers are the ledger's, it hides nothing, and every value of a file is text."""
+"""The report of a single run: its numbers are the ledger's, it hides nothing, and every value of a
+file is text."""
 
 import hashlib
 import html
@@ -19,12 +20,33 @@ SOURCE = {"name": "digits", "fingerprint": "abc", "examples": 40}
 # The results of a run of each study.
 RESULTS = {
     "finetune": {
-        **{"before": 0.633, "after": 0.648, "gained": 15, "lost": 10, "tested": 327, "steps": 4, "method": "dp_sgd"},
-        **{"epsilon": 3.4, "delta": 1e-5, "noise_multiplier": 1.5, "dataset": "digits", "no privacy": 0.98765},
+        **{
+            "before": 0.633,
+            "after": 0.648,
+            "gained": 15,
+            "lost": 10,
+            "tested": 327,
+            "steps": 4,
+            "method": "dp_sgd",
+        },
+        **{
+            "epsilon": 3.4,
+            "delta": 1e-5,
+            "noise_multiplier": 1.5,
+            "dataset": "digits",
+            "no privacy": 0.98765,
+        },
         "curves": {"accuracy": CURVE, "epsilon": CURVE},
     },
     "predict": {
-        **{"dataset": "digits", "queries": 30, "tested": 40, "epsilon": 2.5, "delta": 1e-5, "epsilon_per_query": 0.1},
+        **{
+            "dataset": "digits",
+            "queries": 30,
+            "tested": 40,
+            "epsilon": 2.5,
+            "delta": 1e-5,
+            "epsilon_per_query": 0.1,
+        },
         **{"released": {"per_query": 0.5, "student": 0.75}, "rows": [{"expected": 0.98765}]},
     },
     "pretrain": {"accuracy": 0.5, "method": "sam", "provenance": {"train": SOURCE, "test": SOURCE}},
@@ -38,15 +60,29 @@ def workdir(root, study):
     """Makes the workdir of a finished run with two accounts."""
     config = {"public_benchmark": study == "adapt", "references": True}
     versions = {"jaxdp": "1", "jax": "2"}
-    write_json(root / "config.json", {"study": study, "format": 2, "versions": versions, "config": config})
+    write_json(
+        root / "config.json", {"study": study, "format": 2, "versions": versions, "config": config}
+    )
     write_json(root / "result.json", RESULTS[study])
     if study == "adapt":
-        write_json(root / "tables.json", {"Accuracy": [{"method": "Tent", "clean": 0.123456}], "Note": "A paragraph."})
+        write_json(
+            root / "tables.json",
+            {"Accuracy": [{"method": "Tent", "clean": 0.123456}], "Note": "A paragraph."},
+        )
     (root / "params.safetensors").write_bytes(b"a model")
     with Ledger(root / "ledger.sqlite") as ledger:
-        terms = {"adjacency": "add_remove", "unit": "scan", "epsilon": 4.0, "delta": 1e-5, "records": 1234}
+        terms = {
+            "adjacency": "add_remove",
+            "unit": "scan",
+            "epsilon": 4.0,
+            "delta": 1e-5,
+            "records": 1234,
+        }
         ledger.register("digits", **terms)
-        ledger.register("queries", **terms | {"allow_unproven": True, "records": None, "adjacency": "replace_one"})
+        ledger.register(
+            "queries",
+            **terms | {"allow_unproven": True, "records": None, "adjacency": "replace_one"},
+        )
         with ledger.spend("digits", GaussianDpEvent(1.7), label="training"):
             pass
         with ledger.spend("queries", unproven("noise"), label="asking"):
@@ -55,7 +91,8 @@ def workdir(root, study):
 
 
 class Rows(html.parser.HTMLParser):
-    """The rows of the tables of a page: a dict from heading to text each, by the caption of the table."""
+    """The rows of the tables of a page: a dict from heading to text each, by the caption of the
+    table."""
 
     def __init__(self, page):
         super().__init__()
@@ -84,10 +121,15 @@ class Rows(html.parser.HTMLParser):
 
 
 def differences(page, ledger):
-    """Returns where the first screen of a page and the JSON of a ledger disagree, or where it understates a risk."""
+    """Returns where the first screen of a page and the JSON of a ledger disagree, or where it
+    understates a risk."""
     with Ledger(ledger, read_only=True) as opened:
         entries = json.loads(json.dumps(opened.report()))["datasets"]
-    (rows,) = (rows for caption, rows in Rows(page).tables.items() if caption.startswith("What was protected"))
+    (rows,) = (
+        rows
+        for caption, rows in Rows(page).tables.items()
+        if caption.startswith("What was protected")
+    )
     shown, found = {row["data set"]: row for row in rows}, []
     text = html.unescape(re.sub("<[^>]*>", "", page.read_text()))
     for entry in entries:
@@ -109,7 +151,9 @@ def differences(page, ledger):
             found.append(f"the records of {entry['name']}")
         if records is not None and not records * entry["delta"] <= float(row["delta × scans"]):
             found.append(f"delta times the records of {entry['name']}")
-        (rate,) = re.findall(rf"{entry['name']}\..*?right in up to ([\d.]+) %", text, flags=re.DOTALL) or ["100"]
+        (rate,) = re.findall(
+            rf"{entry['name']}\..*?right in up to ([\d.]+) %", text, flags=re.DOTALL
+        ) or ["100"]
         if float(rate) < 100 * guess_rate(epsilon, entry["delta"]):
             found.append(f"the rate of right guesses about {entry['name']}")
     return found + [f"{name} is not in the ledger" for name in shown]
@@ -131,7 +175,8 @@ def test_a_twin_that_rounds_down_is_caught(tmp_path, monkeypatch):
     monkeypatch.setattr(verdicts, "round_up", round_down)
     found = differences(report.write(root), root / "ledger.sqlite")
     assert (
-        any(words.startswith("epsilon of digits") for words in found) and "delta times the records of digits" in found
+        any(words.startswith("epsilon of digits") for words in found)
+        and "delta times the records of digits" in found
     )
 
 
@@ -165,12 +210,19 @@ def test_nothing_is_shown_that_is_not_accounted(tmp_path, study):
 
 def test_a_change_inside_the_noise_is_called_so(tmp_path):
     text = report.write(workdir(tmp_path, "finetune")).read_text()
-    assert "63.3 % (57.9 to 68.3) before and 64.8 % (59.5 to 69.8) after, on 327 test records." in text
-    assert "This change is inside the noise: 15 answers became right and 10 became wrong" in html.unescape(text)
+    assert (
+        "63.3 % (57.9 to 68.3) before and 64.8 % (59.5 to 69.8) after, on 327 test records." in text
+    )
+    assert (
+        "This change is inside the noise: 15 answers became right and 10 became wrong"
+        in html.unescape(text)
+    )
     assert results.mcnemar(24, 5) < 0.001 and results.mcnemar(0, 0) == 1.0
     low, high = results.wilson(0.5, 100)
     assert (low, high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
-    assert results.wilson(0.0, 10)[0] == pytest.approx(0.0) and results.wilson(1.0, 10)[1] == pytest.approx(1.0)
+    assert results.wilson(0.0, 10)[0] == pytest.approx(0.0) and results.wilson(1.0, 10)[
+        1
+    ] == pytest.approx(1.0)
 
 
 def test_tables_and_charts_have_their_numbers(tmp_path):
@@ -179,7 +231,10 @@ def test_tables_and_charts_have_their_numbers(tmp_path):
     (tmp_path / "tuned").mkdir()
     tables = Rows(report.write(workdir(tmp_path / "tuned", "finetune"))).tables
     (rows,) = (rows for caption, rows in tables.items() if "Test accuracy" in caption)
-    assert rows[0] == {"step": "0", "accuracy": "63.3 %"} and rows[-1] == {"step": "4", "accuracy": "75 %"}
+    assert rows[0] == {"step": "0", "accuracy": "63.3 %"} and rows[-1] == {
+        "step": "4",
+        "accuracy": "75 %",
+    }
 
 
 def leaves(value, path=()):
@@ -191,10 +246,15 @@ def leaves(value, path=()):
 
 
 @pytest.mark.parametrize(
-    "study", ["finetune", *(pytest.param(name, marks=pytest.mark.slow) for name in RESULTS if name != "finetune")]
+    "study",
+    [
+        "finetune",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in RESULTS if name != "finetune"),
+    ],
 )
 def test_nothing_that_is_forged_becomes_markup(tmp_path, study):
-    """Forges all texts of every file at once, and then each value alone. A number must stay a number."""
+    """Forges all texts of every file at once, and then each value alone. A number must stay a
+    number."""
     root = workdir(tmp_path, study)
     report.write(root)  # writes ledger.json
     for name in ("ledger.sqlite", "ledger.sqlite.head"):

@@ -13,23 +13,40 @@ from jaxdp.privacy import GaussianDpEvent, Ledger
 from jaxdp.report import round_up
 from launch.lifecycle import document
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH")
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH"
+)
 
 
 @pytest.fixture
 def report(tmp_path):
-    """Writes the report of a lifecycle whose pre-training is done and whose fine-tuning failed after it had paid."""
+    """Writes the report of a lifecycle whose pre-training is done and whose fine-tuning failed
+    after it had paid."""
     folder = tmp_path / "pretrain" / "key"
-    result = {"images": 60, "accuracy": 0.875, "tested": 40, "judged_on_test": True, "noise": [[0, 0.9], [1, 0.2]]}
+    result = {
+        "images": 60,
+        "accuracy": 0.875,
+        "tested": 40,
+        "judged_on_test": True,
+        "noise": [[0, 0.9], [1, 0.2]],
+    }
     write_json(folder / "stage.json", {"result": result})
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
-        ledger.register("digits/private", adjacency="add_remove", unit="image", epsilon=4.0, delta=1e-5)
+        ledger.register(
+            "digits/private", adjacency="add_remove", unit="image", epsilon=4.0, delta=1e-5
+        )
         with ledger.spend("digits/private", GaussianDpEvent(2.0), label="fine-tuning"):
             pass
     states = {
         "pretrain": {"status": "done", "message": "", "folder": "pretrain/key"},
-        "finetune": {"status": "failed", "message": "RuntimeError: a <b>bold</b> claim", "folder": ""},
+        "finetune": {
+            "status": "failed",
+            "message": "RuntimeError: a <b>bold</b> claim",
+            "folder": "",
+        },
     }
     found = {
         "version": "1",
@@ -44,7 +61,13 @@ def report(tmp_path):
 
 def browse(report, *flags):
     profile = report.parent / "profile"
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--user-data-dir={profile}",
+    ]
     return subprocess.run(
         [BROWSER, *options, "--virtual-time-budget=5000", *flags, report.as_uri()],
         cwd=report.parent,

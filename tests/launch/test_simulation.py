@@ -56,10 +56,13 @@ def order():
 
 
 def judged(found, records, order, trial, setting):
-    """Returns ECE and Brier score on the records that the trial did not use, from the public functions."""
+    """Returns ECE and Brier score on the records that the trial did not use, from the public
+    functions."""
     used = np.asarray(order.rows[trial])[: setting.sources * setting.samples]
     confidence, right = found.apply(records.logits), records.correct
-    test = np.isin(np.arange(300), used, invert=True)  # a mask, so that all trials share compiled programs
+    test = np.isin(
+        np.arange(300), used, invert=True
+    )  # a mask, so that all trials share compiled programs
     errors = (np.float64(confidence) - np.asarray(right))[test]
     return float(ece(confidence, right, mask=test)), np.mean(errors**2)
 
@@ -70,13 +73,21 @@ def test_without_noise_a_trial_is_a_call_on_its_sources(method, records, order):
     alone = simulate(method, records, order, SETTINGS, key=None)
     for setting, outcome, single in zip(SETTINGS, outcomes, alone, strict=True):
         for trial in range(TRIALS):
-            rows = np.asarray(order.rows[trial])[: setting.sources * setting.samples].reshape(setting.sources, -1)
+            rows = np.asarray(order.rows[trial])[: setting.sources * setting.samples].reshape(
+                setting.sources, -1
+            )
             sources = [(np.asarray(records.logits)[r], np.asarray(records.labels)[r]) for r in rows]
             found = recalibrate(method, sources, epsilon=math.inf)
             expected = judged(found, records, order, trial, setting)
-            np.testing.assert_allclose((outcome.ece[trial], outcome.brier[trial]), expected, atol=2e-5)
-            expected = judged(recalibrate(method, sources[:1], epsilon=math.inf), records, order, trial, setting)
-            np.testing.assert_allclose((single.ece[trial], single.brier[trial]), expected, atol=2e-5)
+            np.testing.assert_allclose(
+                (outcome.ece[trial], outcome.brier[trial]), expected, atol=2e-5
+            )
+            expected = judged(
+                recalibrate(method, sources[:1], epsilon=math.inf), records, order, trial, setting
+            )
+            np.testing.assert_allclose(
+                (single.ece[trial], single.brier[trial]), expected, atol=2e-5
+            )
 
 
 def test_without_recalibration_confidences_are_those_of_the_model(records, order):
@@ -90,8 +101,11 @@ def test_without_recalibration_confidences_are_those_of_the_model(records, order
 
 @pytest.mark.parametrize("sources", [1, 5, 6])
 def test_noise_is_the_sum_of_the_noise_of_so_many_sources(sources):
-    # Against 40,000 sums drawn by NumPy. A false alarm has probability 1e-4. Other scales are rejected.
-    drawn = np.asarray(noise_of_sources(jax.random.key(sources), (40_000, 1, 1), sources, Scale(0.5, 6.0))).ravel()
+    # Against 40,000 sums drawn by NumPy. A false alarm has probability 1e-4. Other scales are
+    # rejected.
+    drawn = np.asarray(
+        noise_of_sources(jax.random.key(sources), (40_000, 1, 1), sources, Scale(0.5, 6.0))
+    ).ravel()
     rng = np.random.default_rng(1)
     for scale, same in ((3.0, True), (0.7 * 3.0, False), (1.3 * 3.0, False)):
         sums = rng.laplace(scale=scale, size=(40_000, sources)).sum(1)
@@ -108,7 +122,8 @@ def test_every_temperature_that_random_answers_lead_to_is_tabulated(method):
         def ask(k, temperature):
             seen.append(float(temperature))  # noqa: B023
             return jnp.asarray(
-                rng.normal(size=15 if isinstance(method, EceT) else 1) * 10.0 ** rng.normal(), jnp.float32
+                rng.normal(size=15 if isinstance(method, EceT) else 1) * 10.0 ** rng.normal(),
+                jnp.float32,
             )
 
         end = float(play(method, ask, 0.0).temperature)
@@ -132,16 +147,21 @@ def test_equal_states_are_followed_once_and_lose_no_temperature(method):
     for mine, scripted in zip([*asked, ends], every, strict=True):
         np.testing.assert_array_equal(mine, np.unique(scripted))
     ends = reach(AccT(iterations=12))[1]
-    # Equal temperatures of two scripts may differ in their last bit. How often depends on the compiler's optimisations.
+    # Equal temperatures of two scripts may differ in their last bit. How often depends on the
+    # compiler's optimisations.
     apart = 1 + np.sum(np.diff(ends) > 1e-6 * ends[:-1])
     fibonacci = [1, 1]
     while len(fibonacci) < 12 + 3:
         fibonacci.append(fibonacci[-1] + fibonacci[-2])
-    assert apart == fibonacci[-1] - 1 == 609 and len(ends) < 2 * apart  # 4^13 scripts would take hours
+    assert (
+        apart == fibonacci[-1] - 1 == 609 and len(ends) < 2 * apart
+    )  # 4^13 scripts would take hours
 
 
 def test_a_temperature_that_is_not_tabulated_gives_no_number(records, order, monkeypatch):
     asked, ends = reach(METHODS[0])
-    monkeypatch.setattr(simulation, "reach", lambda _: ([1.01 * temperatures for temperatures in asked], ends))
+    monkeypatch.setattr(
+        simulation, "reach", lambda _: ([1.01 * temperatures for temperatures in asked], ends)
+    )
     for outcome in simulate(METHODS[0], records, order, SETTINGS, key=None):
         assert np.isnan(outcome.ece).all()

@@ -49,7 +49,13 @@ def test_all_tables_and_figures_are_written(finished):
     ):
         assert f"## {title}" in text
     assert "inf (empirical only)" in text and "Chance is 20 %" in text
-    for name in ("noise.png", "attack_noise.png", "tradeoff.png", "private.png", "reconstructions.png"):
+    for name in (
+        "noise.png",
+        "attack_noise.png",
+        "tradeoff.png",
+        "private.png",
+        "reconstructions.png",
+    ):
         assert (root / name).stat().st_size > 10_000
     assert json.loads((root / "result.json").read_text()) == json.loads(json.dumps(result))
 
@@ -60,10 +66,16 @@ def test_numbers_are_those_of_the_runs(finished):
     found = result["accuracy"]["Linear probing"]["3"]["accuracy"]
     assert found["mean"] == pytest.approx(np.mean(accuracies))
     assert found["error"] == pytest.approx(abs(accuracies[0] - accuracies[1]) / 2)
-    assert f"{100 * found['mean']:.1f} ± {100 * found['error']:.1f}" in (root / "tables.md").read_text()
+    assert (
+        f"{100 * found['mean']:.1f} ± {100 * found['error']:.1f}"
+        in (root / "tables.md").read_text()
+    )
     ablation = result["ablation"]
     assert ablation["Split Adaptation"]["loss"] == {"mean": 0.0, "error": 0.0}
-    untuned = ablation["Split Adaptation"]["accuracy"]["mean"] - ablation["backend not tuned"]["accuracy"]["mean"]
+    untuned = (
+        ablation["Split Adaptation"]["accuracy"]["mean"]
+        - ablation["backend not tuned"]["accuracy"]["mean"]
+    )
     assert ablation["backend not tuned"]["loss"]["mean"] == pytest.approx(untuned)
 
 
@@ -80,7 +92,10 @@ def test_the_ledger_shows_what_was_paid(finished):
         assert ledger.epsilon(split.PUBLISHED_CLIENT) == np.inf
         for found, asked in zip(result["private"], (1.0, 8.0), strict=True):
             name = f"client 1, 3 shots, 2 dimensions, epsilon {asked:g}"
-            assert found["epsilon"] == ledger.epsilon(name) and 0.95 * asked < found["epsilon"] <= asked
+            assert (
+                found["epsilon"] == ledger.epsilon(name)
+                and 0.95 * asked < found["epsilon"] <= asked
+            )
     assert set(spends(root).values()) == {1} and len(spends(root)) == 5
 
 
@@ -119,17 +134,22 @@ def test_few_shots_are_drawn_from_the_pool(tmp_path):
     few = data.few_shots(task.pool, 3, seed=1)
     np.testing.assert_array_equal(np.bincount(few["label"]), [3] * 5)
     pool, test = (
-        {image.tobytes() for image in part.gather(np.arange(len(part)))["image"]} for part in (task.pool, task.test)
+        {image.tobytes() for image in part.gather(np.arange(len(part)))["image"]}
+        for part in (task.pool, task.test)
     )
     drawn = [image.tobytes() for image in few["image"]]
     assert set(drawn) <= pool and len(set(drawn)) == 15 and not set(drawn) & test
     assert (data.few_shots(task.pool, 3, seed=2)["image"] != few["image"]).any()
-    with pytest.raises(ValueError, match=f"shots must be at most {data.smallest_class(task.pool)}, .* got 1000"):
+    with pytest.raises(
+        ValueError, match=f"shots must be at most {data.smallest_class(task.pool)}, .* got 1000"
+    ):
         data.few_shots(task.pool, 1000, seed=1)
 
 
 def test_known_images_turned_make_another_task(tmp_path):
-    known, turned = (split_runs.Bench(tiny.split(data__tuning__rotate=k), tmp_path).tuning for k in (0, 1))
+    known, turned = (
+        split_runs.Bench(tiny.split(data__tuning__rotate=k), tmp_path).tuning for k in (0, 1)
+    )
     first, second = (data.few_shots(task.pool, 2, seed=1) for task in (known, turned))
     np.testing.assert_array_equal(first["label"], second["label"])
     np.testing.assert_array_equal(np.rot90(first["image"], axes=(1, 2)), second["image"])
@@ -139,9 +159,17 @@ def test_known_images_turned_make_another_task(tmp_path):
 def test_larger_configs_have_the_same_fields(module):
     def fields(config, prefix=""):
         for name, value in config.items():
-            yield from fields(value, f"{prefix}{name}.") if hasattr(value, "items") else [prefix + name]
+            yield from (
+                fields(value, f"{prefix}{name}.") if hasattr(value, "items") else [prefix + name]
+            )
 
-    free = ("model.options.", "model.preprocessing", "auxiliary.model.", "data.tuning.", "auxiliary.train.")
+    free = (
+        "model.options.",
+        "model.preprocessing",
+        "auxiliary.model.",
+        "data.tuning.",
+        "auxiliary.train.",
+    )
     same = [{f for f in fields(c.get_config()) if not f.startswith(free)} for c in (module, digits)]
     assert same[0] == same[1]
     assert list(split.STUDY.cells(module.get_config()))

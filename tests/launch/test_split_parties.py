@@ -1,4 +1,5 @@
-"""The two parties of Split Adaptation as their users run them: two processes that cannot read each other's files."""
+"""The two parties of Split Adaptation as their users run them: two processes that cannot read each
+other's files."""
 
 import concurrent.futures
 import json
@@ -43,12 +44,21 @@ POISON = {"server": {"client.data.name": "nowhere"}, "client": {"server.data.nam
 
 
 def arguments(party, root, *flags, **overrides):
-    """Returns the flags of a party with the workdir root / party and the exchange folder root / "exchange"."""
+    """Returns the flags of a party with the workdir root / party and the exchange folder root /
+    "exchange"."""
     config = {
-        f"{party}.{name}": value for name, value in {**(SERVER if party == "server" else {}), **overrides}.items()
+        f"{party}.{name}": value
+        for name, value in {**(SERVER if party == "server" else {}), **overrides}.items()
     }
     config |= POISON[party]
-    places = ["--workdir", str(root / party), "--exchange", str(root / "exchange"), "--timeout", "200"]
+    places = [
+        "--workdir",
+        str(root / party),
+        "--exchange",
+        str(root / "exchange"),
+        "--timeout",
+        "200",
+    ]
     fields = [f"--config.{name}={value}" for name, value in config.items()]
     return ["--config", "configs/split/two_parties.py", *places, *flags, *fields]
 
@@ -61,16 +71,21 @@ def start(party, root, *flags, forbidden):
 
 def finish(*parties):
     """Runs parties at the same time. Returns the standard output of each."""
-    forked.run("", modules=program.MODULES)  # starts the interpreters, before two threads ask for them
+    forked.run(
+        "", modules=program.MODULES
+    )  # starts the interpreters, before two threads ask for them
     with concurrent.futures.ThreadPoolExecutor() as pool:
         ended = [run.result() for run in list(map(pool.submit, parties))]
-    assert [process.returncode for process in ended] == [0] * len(parties), [process.stderr for process in ended]
+    assert [process.returncode for process in ended] == [0] * len(parties), [
+        process.stderr for process in ended
+    ]
     return [process.stdout for process in ended]
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """Writes the client's own file: five images each of 5 to 9 with their labels, and some to classify."""
+    """Writes the client's own file: five images each of 5 to 9 with their labels, and some to
+    classify."""
     source = bundled("digits").of_classes([5, 6, 7, 8, 9])
     batch = source.gather(np.arange(len(source)))
     few = np.concatenate([np.flatnonzero(batch["label"] == k)[:5] for k in range(5)])
@@ -92,7 +107,14 @@ def private(images, tmp_path_factory):
     root = tmp_path_factory.mktemp("private")
     server = start("server", root, forbidden=[root / "client", images.parent])
     client = start(
-        "client", root, "--mode", "private", "--queries", "--images", str(images), forbidden=[root / "server"]
+        "client",
+        root,
+        "--mode",
+        "private",
+        "--queries",
+        "--images",
+        str(images),
+        forbidden=[root / "server"],
     )
     return root, *finish(server, client)
 
@@ -101,9 +123,15 @@ def test_two_processes_adapt_privately(private, images):
     root, server, client = private
     result = json.loads((root / "client" / "result.json").read_text())
     assert 7.5 < result["epsilon"] <= 8.0 and result["delta"] == 1e-5
-    assert f"epsilon = {result['epsilon']:.6g} at delta = 1e-05 for replacing one image and its label" in client
+    assert (
+        f"epsilon = {result['epsilon']:.6g} at delta = 1e-05 for replacing one image and its label"
+        in client
+    )
     assert f"accuracy {result['accuracy']:.4f} on 100 test images" in client
-    assert "The 100 queries are representations of other images, with epsilon = inf on the ledger" in client
+    assert (
+        "The 100 queries are representations of other images, with epsilon = inf on the ledger"
+        in client
+    )
     assert f"uploaded {result['bytes']:,} bytes (private). 100 queries were answered" in server
     with Ledger(root / "client" / "ledger.sqlite") as ledger:
         assert ledger.epsilon("client/images") == result["epsilon"]
@@ -119,10 +147,14 @@ def test_two_processes_adapt_privately(private, images):
 
 def test_parties_that_start_again_pay_and_send_nothing_twice(private, images):
     root, _, client = private
-    kept = {path: path.read_bytes() for path in (root / "client" / "upload", root / "client" / "queries")}
+    kept = {
+        path: path.read_bytes()
+        for path in (root / "client" / "upload", root / "client" / "queries")
+    }
     flags = ("--mode", "private", "--queries", "--images", str(images))
     again = finish(
-        start("server", root, forbidden=[root / "client"]), start("client", root, *flags, forbidden=[root / "server"])
+        start("server", root, forbidden=[root / "client"]),
+        start("client", root, *flags, forbidden=[root / "server"]),
     )
     assert again[1] == client and "100 queries were answered" in again[0]
     assert not (root / "client" / "secret_seed").exists()
@@ -134,9 +166,20 @@ def test_parties_that_start_again_pay_and_send_nothing_twice(private, images):
 
 
 def test_two_processes_adapt_as_published(private, images, tmp_path):
-    shutil.copytree(private[0] / "server", tmp_path / "server")  # the same server meets another client
+    shutil.copytree(
+        private[0] / "server", tmp_path / "server"
+    )  # the same server meets another client
     ledger = tmp_path / "own.sqlite"
-    flags = ["--mode", "published", "--laplace_scale", "0.1", "--ledger", str(ledger), "--images", str(images)]
+    flags = [
+        "--mode",
+        "published",
+        "--laplace_scale",
+        "0.1",
+        "--ledger",
+        str(ledger),
+        "--images",
+        str(images),
+    ]
     server = start("server", tmp_path, forbidden=[tmp_path / "client", images.parent])
     client = start("client", tmp_path, *flags, forbidden=[tmp_path / "server"])
     server, client = finish(server, client)
@@ -161,7 +204,11 @@ def test_limits_come_from_the_command_line():
     from jaxdp.files import Limits
     from launch import frame
 
-    assert frame.limits([]) == Limits() and frame.limits(["bytes=5", "copies=7"]) == Limits(bytes=5, copies=7)
+    assert frame.limits([]) == Limits() and frame.limits(["bytes=5", "copies=7"]) == Limits(
+        bytes=5, copies=7
+    )
     for wrong in ("bytes", "bytes=x", "byts=5", "bytes=0"):
-        with pytest.raises(ValueError, match="--limits must be NAME=NUMBER pairs, for example bytes=17179869184"):
+        with pytest.raises(
+            ValueError, match="--limits must be NAME=NUMBER pairs, for example bytes=17179869184"
+        ):
             frame.limits([wrong])

@@ -1,4 +1,5 @@
-"""The audits of a lifecycle have power: run by the stage, halved noise and a forgotten clip are VIOLATED."""
+"""The audits of a lifecycle have power: run by the stage, halved noise and a forgotten clip are
+VIOLATED."""
 
 import importlib
 import pathlib
@@ -26,7 +27,8 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """Returns the input of a stage after pre-training and fine-tuning, with fresh parameters from both."""
+    """Returns the input of a stage after pre-training and fine-tuning, with fresh parameters from
+    both."""
     config = importlib.import_module("configs.lifecycle_digits").get_config()
     config.update_from_flattened_dict(SMALL)
     folder = pathlib.Path(tmp_path_factory.mktemp("before"))
@@ -57,7 +59,9 @@ def half_the_noise(monkeypatch):
 @pytest.fixture
 def no_clipping(monkeypatch):
     def sums(self, params, carried, batch, mask, key):
-        return jax.tree.map(lambda g: g.sum(0), self.gradient.per_example(params, batch, mask).grads)
+        return jax.tree.map(
+            lambda g: g.sum(0), self.gradient.per_example(params, batch, mask).grads
+        )
 
     monkeypatch.setattr(GradientSum, "sums", sums)
 

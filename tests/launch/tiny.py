@@ -13,7 +13,8 @@ def _config(module: str, tiny: dict[str, Any], changes: dict[str, Any], *variant
 
 
 def undrawn(study: Any) -> Any:
-    """Returns a study without its figures, for a run that another test has drawn. Each takes a tenth of a second."""
+    """Returns a study without its figures, for a run that another test has drawn. Each takes a
+    tenth of a second."""
     return dataclasses.replace(study, figures=lambda result, work: None)
 
 
@@ -48,12 +49,19 @@ _LM_RUN = {
 def lm(**changes: Any) -> Any:
     sizes = {"positions": 16, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 12}
     run = {"no_privacy.steps": 4, "no_privacy.batch_size": 16, **_LM_RUN}
-    return _config("lm.bytes", run | {f"model.options.{k}": v for k, v in sizes.items()}, changes, "bundled")
+    return _config(
+        "lm.bytes", run | {f"model.options.{k}": v for k, v in sizes.items()}, changes, "bundled"
+    )
 
 
 def lora(folder: Any, **changes: Any) -> Any:
-    """Returns LoRA of the tiny Llama in a folder with model.safetensors, tokenizer.json and files of texts."""
-    run = {"model.num_classes": 31, "model.checkpoint": f"{folder}/model.safetensors", "data.path": str(folder)}
+    """Returns LoRA of the tiny Llama in a folder with model.safetensors, tokenizer.json and files
+    of texts."""
+    run = {
+        "model.num_classes": 31,
+        "model.checkpoint": f"{folder}/model.safetensors",
+        "data.path": str(folder),
+    }
     run |= {"data.tokenizer": f"{folder}/tokenizer.json", "model.lora.rank": 2, **_LM_RUN}
     config = _config("lm.lora", run, changes, "tinyllama_1b")
     sizes = {"positions": 16, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 12}
@@ -102,7 +110,11 @@ def adapt(**changes: Any) -> Any:
 
 _TINY_VIT = {"patch_size": 4, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 16}
 SPLIT = {
-    **{f"{part}model.options.{name}": value for part in ("", "auxiliary.") for name, value in _TINY_VIT.items()},
+    **{
+        f"{part}model.options.{name}": value
+        for part in ("", "auxiliary.")
+        for name, value in _TINY_VIT.items()
+    },
     **{
         f"{part}train.{name}": value
         for part in ("", "auxiliary.")
@@ -122,7 +134,11 @@ SPLIT = {
     "methods": ("Linear probing", "Split Adaptation", "SA, noise once"),
     "stolen": ("Quantised frontend",),
     "ablation.shots": 3,
-    "ablation.rows": ("Split Adaptation", "backend not tuned", "one noisy copy (no patch retrieval)"),
+    "ablation.rows": (
+        "Split Adaptation",
+        "backend not tuned",
+        "one noisy copy (no patch retrieval)",
+    ),
     "attack.uploads": ("Split learning", "Split Adaptation"),
     "attack.attackers": ("noise-aware", "aggregating", "FORA"),
     "attack.images": 40,
@@ -152,7 +168,9 @@ def dpadapter(**grid: Any) -> Any:
     config.pretrain.model.name = "mlp"
     config.pretrain.model.options = {"hidden": (8,)}
     config.pretrain.train.update({"steps": 6, "checkpoint_every": 6})
-    config.private.update({"batch_size": 120, "physical_batch_size": 128, "epochs": 1, "checkpoint_every": 2})
+    config.private.update(
+        {"batch_size": 120, "physical_batch_size": 128, "epochs": 1, "checkpoint_every": 2}
+    )
     config.private.method_options.gep.update({"anchors": 40, "basis_size": 6, "groups": 1})
     config.grids = {
         "small": {
@@ -211,7 +229,12 @@ def lifecycle(**changes: Any) -> Any:
 def lifecycle_own(folder: Any) -> Any:
     own = {name: value for name, value in LIFECYCLE.items() if not name.startswith("data.")}
     classes = tuple(map(str, range(10)))
-    own |= {"data.path": str(folder), "data.class_names": classes, "data.unit": "scan", "model.preprocessing.size": 8}
+    own |= {
+        "data.path": str(folder),
+        "data.class_names": classes,
+        "data.unit": "scan",
+        "model.preprocessing.size": 8,
+    }
     own |= {"model.preprocessing.mean": (0.3,), "model.preprocessing.std": (0.4,)}
     return _config("lifecycle_own", own, {})
 
@@ -251,5 +274,7 @@ def recalibrate(**changes: Any) -> Any:
     config.figures.methods = ("Acc-T", "none")
     config.figures.reliability_shift = "fog"
     config.figures.reliability_methods = ("Acc-T", "HB split")
-    config.update_from_flattened_dict({name.replace("__", "."): value for name, value in changes.items()})
+    config.update_from_flattened_dict(
+        {name.replace("__", "."): value for name, value in changes.items()}
+    )
     return config

@@ -1,4 +1,5 @@
-"""Public checkpoints against the libraries that publish them: stored logits here, live ones in `make parity`."""
+"""Public checkpoints against the libraries that publish them: stored logits here, live ones in
+`make parity`."""
 
 import dataclasses
 import functools
@@ -24,7 +25,9 @@ from jaxdp.models.preprocessing import from_hugging_face, from_timm
 from tests.models import test_public_convnets
 
 ROOT = Path(__file__).resolve().parents[1]
-_spec = importlib.util.spec_from_file_location("make_checkpoints", ROOT / "golden" / "make_checkpoints.py")
+_spec = importlib.util.spec_from_file_location(
+    "make_checkpoints", ROOT / "golden" / "make_checkpoints.py"
+)
 make_checkpoints = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make_checkpoints)
 
@@ -37,7 +40,11 @@ SWIN = {"patch_size": 2, "window": 4, "width": 4, "mlp_ratio": 2} | {
 # Case: (naming, model of ours, its attributes). The epsilons are those of the libraries.
 CASES = {
     "hf_vit": ("hf_vit", "vit_ti16", VIT | {"norm_epsilon": 1e-12}),
-    "hf_deit": ("hf_deit", "deit_ti16_distilled", VIT | {"norm_epsilon": 1e-12, "distilled_head": False}),
+    "hf_deit": (
+        "hf_deit",
+        "deit_ti16_distilled",
+        VIT | {"norm_epsilon": 1e-12, "distilled_head": False},
+    ),
     "hf_deit_teacher": ("hf_deit_teacher", "deit_ti16_distilled", VIT | {"norm_epsilon": 1e-12}),
     "hf_convnext": ("hf_convnext", "convnext_tiny", CONVNEXT),
     "hf_swin": ("hf_swin", "swin_tiny", SWIN),
@@ -58,7 +65,8 @@ LOGITS = dict(np.load(make_checkpoints.FOLDER / "logits.npz"))
 
 @pytest.fixture(autouse=True)
 def full_precision():
-    """On accelerators a matrix product of float32 is rounded to fewer bits unless asked otherwise."""
+    """On accelerators a matrix product of float32 is rounded to fewer bits unless asked
+    otherwise."""
     with jax.default_matmul_precision("highest"):
         yield
 
@@ -101,7 +109,12 @@ def changed(case, folder, change):
 
 
 def test_the_cases_cover_every_naming():
-    others = {"cifar_resnet", "gpt2", "hf_gpt2", "hf_llama"}  # tested further below and in test_language.py
+    others = {
+        "cifar_resnet",
+        "gpt2",
+        "hf_gpt2",
+        "hf_llama",
+    }  # tested further below and in test_language.py
     others |= {naming for naming, *_ in test_public_convnets.CASES.values()}
     assert {naming for naming, _, _ in CASES.values()} == set(NAMINGS) - others
     assert set(CASES) == set(FILES) == set(LOGITS) == set(make_checkpoints.BUILDERS)
@@ -121,18 +134,25 @@ def test_logits_are_those_of_the_publishing_library(case):
     assert logits.dtype == jnp.float32
     assert expected.std() > 0.1
     assert np.abs(logits - expected).max() <= 1e-4
-    jax.tree.map(np.testing.assert_array_equal, load(case, naming=CASES[case][0]).params, pretrained.params)
+    jax.tree.map(
+        np.testing.assert_array_equal, load(case, naming=CASES[case][0]).params, pretrained.params
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_no_two_tensors_could_be_exchanged_unnoticed(case):
-    """The parity above can fail: any two parameters of one shape, exchanged, move the logits well over its bound."""
+    """The parity above can fail: any two parameters of one shape, exchanged, move the logits well
+    over its bound."""
     pretrained, apply = compiled(case)
     images, flat = images_of(case), flatten_dict(pretrained.params, sep="/")
     for a, b in itertools.combinations(flat, 2):
-        # Softmax does not see a shift that all keys share, and the mean of two heads adds their biases.
-        unseen = all(path.endswith("key/bias") or path in ("head/bias", "head_distilled/bias") for path in (a, b))
+        # Softmax does not see a shift that all keys share, and the mean of two heads adds their
+        # biases.
+        unseen = all(
+            path.endswith("key/bias") or path in ("head/bias", "head_distilled/bias")
+            for path in (a, b)
+        )
         if flat[a].shape == flat[b].shape and not unseen:
             exchanged = unflatten_dict({**flat, a: flat[b], b: flat[a]}, sep="/")
             assert np.abs(apply(exchanged, images) - LOGITS[case]).max() > 2e-4, (a, b)
@@ -141,7 +161,11 @@ def test_no_two_tensors_could_be_exchanged_unnoticed(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_missing_superfluous_or_misshapen_tensor_is_named(case, tmp_path):
-    required = sorted(dict(np.load(FILES[case])) if case in ("augreg", "torch_encoder") else load_file(FILES[case]))
+    required = sorted(
+        dict(np.load(FILES[case]))
+        if case in ("augreg", "torch_encoder")
+        else load_file(FILES[case])
+    )
     gone, grown = required[0], required[-1]
     wrong = dict.fromkeys([grown, "surprise.weight", "surprise.bias"], np.zeros((7, 5), np.float32))
 
@@ -152,7 +176,10 @@ def test_every_missing_superfluous_or_misshapen_tensor_is_named(case, tmp_path):
     with pytest.raises(ValueError) as caught:
         load(case, changed(case, tmp_path, spoil), naming=CASES[case][0])
     lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
-    assert {"surprise.bias: superfluous, shape (7, 5)", "surprise.weight: superfluous, shape (7, 5)"} <= set(lines)
+    assert {
+        "surprise.bias: superfluous, shape (7, 5)",
+        "surprise.weight: superfluous, shape (7, 5)",
+    } <= set(lines)
     assert any(line.startswith(f"{gone}: missing, for ") for line in lines)
     assert any(line.startswith(f"{grown}: shape (7, 5) does not fit ") for line in lines)
     assert {line.split(":")[0] for line in lines} == {gone, *wrong}
@@ -163,7 +190,9 @@ def test_the_message_names_both_sides_of_a_mismatch():
     with pytest.raises(ValueError) as caught:
         load("timm_vit", model=build("timm_vit", depth=3, mlp_width=13))
     text = str(caught.value)
-    assert "blocks.0.mlp.fc1.weight: shape (12, 8) does not fit block_0/mlp_0/kernel (8, 13)" in text
+    assert (
+        "blocks.0.mlp.fc1.weight: shape (12, 8) does not fit block_0/mlp_0/kernel (8, 13)" in text
+    )
     assert "blocks.2.attn.qkv.weight: missing, for block_2/attention/key/kernel (8, 8)" in text
     with pytest.raises(ValueError, match=r"blocks\.1\.norm1\.bias: superfluous, shape \(8,\)"):
         load("timm_vit", model=build("timm_vit", depth=1))
@@ -172,7 +201,8 @@ def test_the_message_names_both_sides_of_a_mismatch():
     with pytest.raises(ValueError, match="stem/kernel of the model: not in the naming 'timm_vit'"):
         load("timm_vit", model=build("timm_convnext"), preprocessing=normalised_by(0.5, "convnext"))
     with pytest.raises(
-        ValueError, match=r"are not interpolated\):\n  pos_embed: shape \(1, 5, 8\) does not fit positions"
+        ValueError,
+        match=r"are not interpolated\):\n  pos_embed: shape \(1, 5, 8\) does not fit positions",
     ):
         load("timm_vit", preprocessing=Preprocessing(size=16, mean=(0.5,) * 3, std=(0.5,) * 3))
 
@@ -181,8 +211,14 @@ def test_the_message_names_both_sides_of_a_mismatch():
 def test_a_pooler_is_ignored_and_nothing_else(tmp_path):
     extra = {"vit.pooler.dense.weight": np.zeros((8, 8), np.float32)}
     path = changed("hf_vit", tmp_path, lambda tensors: tensors.update(extra))
-    np.testing.assert_array_equal(load("hf_vit", path).params["norm"]["scale"], load("hf_vit").params["norm"]["scale"])
-    path = changed("hf_vit", tmp_path, lambda tensors: tensors.update({"vit.pooler.weight": np.zeros(8, np.float32)}))
+    np.testing.assert_array_equal(
+        load("hf_vit", path).params["norm"]["scale"], load("hf_vit").params["norm"]["scale"]
+    )
+    path = changed(
+        "hf_vit",
+        tmp_path,
+        lambda tensors: tensors.update({"vit.pooler.weight": np.zeros(8, np.float32)}),
+    )
     with pytest.raises(ValueError, match=r"vit\.pooler\.weight: superfluous"):
         load("hf_vit", path)
 
@@ -194,8 +230,12 @@ def test_half_precision_becomes_float32_and_integers_are_refused(tmp_path):
 
     params = load("timm_vit", changed("timm_vit", tmp_path, halve)).params
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    np.testing.assert_allclose(params["norm"]["scale"], load("timm_vit").params["norm"]["scale"], rtol=2**-8)
-    path = changed("timm_vit", tmp_path, lambda tensors: tensors.update(cls_token=np.zeros((1, 1, 8), np.int8)))
+    np.testing.assert_allclose(
+        params["norm"]["scale"], load("timm_vit").params["norm"]["scale"], rtol=2**-8
+    )
+    path = changed(
+        "timm_vit", tmp_path, lambda tensors: tensors.update(cls_token=np.zeros((1, 1, 8), np.int8))
+    )
     with pytest.raises(ValueError, match="cls_token: dtype int8 is not floating point"):
         load("timm_vit", path)
 
@@ -204,14 +244,20 @@ def test_files_and_namings_that_are_not_known(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
         load("timm_vit", tmp_path / "missing.npz")
     (tmp_path / "model.bin").touch()
-    with pytest.raises(ValueError, match=r"path must end in \.safetensors or \.npz, got 'model\.bin'"):
+    with pytest.raises(
+        ValueError, match=r"path must end in \.safetensors or \.npz, got 'model\.bin'"
+    ):
         load("timm_vit", tmp_path / "model.bin")
     with pytest.raises(ValueError, match=r"unknown naming 'keras'\. There are auto, hf_vit"):
         load("timm_vit", naming="keras")
     save_file({"conv1.weight": np.zeros(1, np.float32)}, tmp_path / "resnet.safetensors")
-    with pytest.raises(ValueError, match=r"has names such as conv1\.weight. Give a checkpoint in one of them"):
+    with pytest.raises(
+        ValueError, match=r"has names such as conv1\.weight. Give a checkpoint in one of them"
+    ):
         load("timm_vit", tmp_path / "resnet.safetensors")
-    with pytest.raises(ValueError, match=r"vit\.embeddings\.cls_token: missing, for class_token \(1, 1, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"vit\.embeddings\.cls_token: missing, for class_token \(1, 1, 8\)"
+    ):
         load("timm_vit", naming="hf_vit")
     with pytest.raises(ValueError, match=r"cls: missing, for class_token \(1, 1, 8\)"):
         load("timm_vit", naming="augreg")
@@ -224,7 +270,11 @@ def test_files_and_namings_that_are_not_known(tmp_path):
     [
         ("augreg", {"num_heads": 4}, "num_heads=2, not 4"),
         ("augreg", {"norm_epsilon": 1e-5}, "norm_epsilon=1e-06, not 1e-05"),
-        ("timm_vit", {"norm_order": "post", "norm_epsilon": 1e-5}, "norm_order='pre', not 'post'; norm_epsilon=1e-06"),
+        (
+            "timm_vit",
+            {"norm_order": "post", "norm_epsilon": 1e-5},
+            "norm_order='pre', not 'post'; norm_epsilon=1e-06",
+        ),
         ("hf_vit", {"norm_epsilon": 1e-6}, "norm_epsilon=1e-12, not 1e-06"),
         ("hf_vit", {"num_heads": 4}, "num_heads=2, not 4"),
     ],
@@ -232,7 +282,9 @@ def test_files_and_namings_that_are_not_known(tmp_path):
 def test_what_the_file_says_about_the_model_is_checked(case, attributes, message, tmp_path):
     path = Path(shutil.copy(FILES[case], tmp_path))
     if case == "hf_vit":
-        (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 2, "layer_norm_eps": 1e-12}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({"num_attention_heads": 2, "layer_norm_eps": 1e-12})
+        )
     load(case, path)
     with pytest.raises(ValueError, match=f"the checkpoint needs a model with {message}"):
         load(case, path, model=build(case, **attributes))
@@ -240,20 +292,33 @@ def test_what_the_file_says_about_the_model_is_checked(case, attributes, message
 
 def test_augreg_files_are_normalised_by_a_half_and_say_their_size():
     pretrained = load("augreg", preprocessing=None)
-    assert pretrained.preprocessing == Preprocessing(size=8, mean=(0.5,) * 3, std=(0.5,) * 3, resize=8)
-    with pytest.raises(ValueError, match=r"has mean=\(0\.485, .* but the checkpoint was trained with mean=\(0\.5, "):
-        load("augreg", preprocessing=Preprocessing(size=8, mean=models.IMAGENET_MEAN, std=models.IMAGENET_STD))
+    assert pretrained.preprocessing == Preprocessing(
+        size=8, mean=(0.5,) * 3, std=(0.5,) * 3, resize=8
+    )
+    with pytest.raises(
+        ValueError, match=r"has mean=\(0\.485, .* but the checkpoint was trained with mean=\(0\.5, "
+    ):
+        load(
+            "augreg",
+            preprocessing=Preprocessing(size=8, mean=models.IMAGENET_MEAN, std=models.IMAGENET_STD),
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case != "augreg"])
 def test_a_file_that_does_not_say_its_normalisation_needs_it(case):
-    with pytest.raises(ValueError, match=r"(?s)preprocessing must be given.*0\.5, 0\.5, 0\.5.*0\.485, 0\.456, 0\.406"):
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)preprocessing must be given.*0\.5, 0\.5, 0\.5.*0\.485, 0\.456, 0\.406",
+    ):
         load(case, preprocessing=None)
 
 
 IMAGENET = {"mean": models.IMAGENET_MEAN, "std": models.IMAGENET_STD}
-HUGGING_FACE_IMAGENET = {"image_mean": list(models.IMAGENET_MEAN), "image_std": list(models.IMAGENET_STD)}
+HUGGING_FACE_IMAGENET = {
+    "image_mean": list(models.IMAGENET_MEAN),
+    "image_std": list(models.IMAGENET_STD),
+}
 HALF = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 
 
@@ -262,25 +327,39 @@ HALF = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
     [
         (  # google/vit-base-patch16-224
             "preprocessor_config.json",
-            {"image_processor_type": "ViTImageProcessor", "size": {"height": 8, "width": 8}, "resample": 2}
+            {
+                "image_processor_type": "ViTImageProcessor",
+                "size": {"height": 8, "width": 8},
+                "resample": 2,
+            }
             | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3},
             Preprocessing(size=8, **HALF, resize=(8, 8), interpolation="bilinear"),
         ),
         (  # facebook/deit-*
             "preprocessor_config.json",
-            {"feature_extractor_type": "DeiTFeatureExtractor", "do_center_crop": True, "crop_size": 8, "size": 9}
+            {
+                "feature_extractor_type": "DeiTFeatureExtractor",
+                "do_center_crop": True,
+                "crop_size": 8,
+                "size": 9,
+            }
             | {"resample": 3, **HUGGING_FACE_IMAGENET},
             Preprocessing(size=8, **IMAGENET, resize=(9, 9)),
         ),
         (  # facebook/convnext-*-224
             "preprocessor_config.json",
-            {"feature_extractor_type": "ConvNextFeatureExtractor", "crop_pct": 0.875, "size": {"shortest_edge": 8}}
+            {
+                "feature_extractor_type": "ConvNextFeatureExtractor",
+                "crop_pct": 0.875,
+                "size": {"shortest_edge": 8},
+            }
             | HUGGING_FACE_IMAGENET,
             Preprocessing(size=8, **IMAGENET, resize=9),
         ),
         (  # timm/*
             "config.json",
-            {"architecture": "vit", "pretrained_cfg": {"input_size": [3, 8, 8], "crop_pct": 0.8}} | {"num_classes": 3},
+            {"architecture": "vit", "pretrained_cfg": {"input_size": [3, 8, 8], "crop_pct": 0.8}}
+            | {"num_classes": 3},
             Preprocessing(size=8, **HALF, resize=10),
         ),
         (
@@ -293,7 +372,11 @@ HALF = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 def test_preprocessing_beside_the_file_is_read(file, config, expected, tmp_path):
     path = Path(shutil.copy(FILES["timm_vit"], tmp_path))
     if "pretrained_cfg" in config:
-        config["pretrained_cfg"] |= {"mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic"}
+        config["pretrained_cfg"] |= {
+            "mean": [0.5] * 3,
+            "std": [0.5] * 3,
+            "interpolation": "bicubic",
+        }
     (tmp_path / file).write_text(json.dumps(config))
     assert load("timm_vit", path, preprocessing=None).preprocessing == expected
     with pytest.raises(ValueError, match=r"preprocessing has mean=\(0\.7, 0\.7, 0\.7\)"):
@@ -309,7 +392,11 @@ def test_preprocessing_beside_the_file_is_read(file, config, expected, tmp_path)
             "crop_mode must be 'center' or 'squash', got 'border'",
         ),
         ("config.json", {"pretrained_cfg": {"input_size": [3, 8, 8]}}, "'crop_pct'"),
-        ("preprocessor_config.json", {"size": 8, "do_normalize": False}, "do_normalize must be true, got False"),
+        (
+            "preprocessor_config.json",
+            {"size": 8, "do_normalize": False},
+            "do_normalize must be true, got False",
+        ),
     ],
 )
 def test_preprocessing_that_cannot_be_read_must_be_given(file, config, message, tmp_path):
@@ -326,15 +413,20 @@ def test_a_public_backbone_gets_a_new_head():
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8, 8, 3)))["params"]
     fresh = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes)
     merged = models.merge_pretrained(fresh, pretrained.params)
-    np.testing.assert_array_equal(merged["block_1"]["mlp_0"]["kernel"], pretrained.params["block_1"]["mlp_0"]["kernel"])
+    np.testing.assert_array_equal(
+        merged["block_1"]["mlp_0"]["kernel"], pretrained.params["block_1"]["mlp_0"]["kernel"]
+    )
     assert merged["head"]["kernel"].shape == (8, 5)
 
 
-# A CIFAR ResNet with BatchNorm: its widths are fixed, so random tensors and NumPy replace a golden file ---------------
+# A CIFAR ResNet with BatchNorm: its widths are fixed, so random tensors and NumPy replace a golden
+# file ---------------
 
 
 def resnet(**attributes):
-    return models.create("resnet20", num_classes=3, **{"depth": 14, "norm": "frozen_batch"} | attributes)
+    return models.create(
+        "resnet20", num_classes=3, **{"depth": 14, "norm": "frozen_batch"} | attributes
+    )
 
 
 def load_resnet(folder, tensors, **kwargs):
@@ -349,7 +441,9 @@ def resnet_tensors():
     tensors = {"linear.weight": rng.normal(0, 0.5, (3, 64)), "linear.bias": rng.normal(0, 0.5, 3)}
 
     def conv_and_norm(conv, norm, channels, width):
-        tensors[f"{conv}.weight"] = rng.normal(0, np.sqrt(2 / (9 * channels)), (width, channels, 3, 3))
+        tensors[f"{conv}.weight"] = rng.normal(
+            0, np.sqrt(2 / (9 * channels)), (width, channels, 3, 3)
+        )
         for leaf in ("weight", "bias", "running_mean", "running_var"):
             tensors[f"{norm}.{leaf}"] = rng.uniform(0.5, 1.5, width)
 
@@ -357,10 +451,18 @@ def resnet_tensors():
     for stage, width in enumerate((16, 32, 64), start=1):
         for block in range(2):
             channels = width // 2 if stage > 1 and block == 0 else width
-            conv_and_norm(f"layer{stage}.{block}.conv1", f"layer{stage}.{block}.bn1", channels, width)
+            conv_and_norm(
+                f"layer{stage}.{block}.conv1", f"layer{stage}.{block}.bn1", channels, width
+            )
             conv_and_norm(f"layer{stage}.{block}.conv2", f"layer{stage}.{block}.bn2", width, width)
-    counts = {f"{name.removesuffix('running_var')}num_batches_tracked" for name in tensors if "running_var" in name}
-    return {name: array.astype(np.float32) for name, array in tensors.items()} | dict.fromkeys(counts, np.int64(9))
+    counts = {
+        f"{name.removesuffix('running_var')}num_batches_tracked"
+        for name in tensors
+        if "running_var" in name
+    }
+    return {name: array.astype(np.float32) for name, array in tensors.items()} | dict.fromkeys(
+        counts, np.int64(9)
+    )
 
 
 def resnet_logits(tensors, images):
@@ -369,11 +471,17 @@ def resnet_logits(tensors, images):
 
     def conv(x, name, stride=1):
         padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
-        windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))[:, :, ::stride, ::stride]
-        return np.tensordot(windows, w[f"{name}.weight"], ((1, 4, 5), (1, 2, 3))).transpose(0, 3, 1, 2)
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))[
+            :, :, ::stride, ::stride
+        ]
+        return np.tensordot(windows, w[f"{name}.weight"], ((1, 4, 5), (1, 2, 3))).transpose(
+            0, 3, 1, 2
+        )
 
     def norm(x, name):
-        weight, bias, mean, var = (w[f"{name}.{leaf}"] for leaf in ("weight", "bias", "running_mean", "running_var"))
+        weight, bias, mean, var = (
+            w[f"{name}.{leaf}"] for leaf in ("weight", "bias", "running_mean", "running_var")
+        )
         gain = weight / np.sqrt(var + 1e-5)
         return x * gain[:, None, None] + (bias - mean * gain)[:, None, None]
 
@@ -384,15 +492,22 @@ def resnet_logits(tensors, images):
         y = np.maximum(norm(conv(x, f"{name}.conv1", stride), f"{name}.bn1"), 0)
         y = norm(conv(y, f"{name}.conv2"), f"{name}.bn2")
         extra = (y.shape[1] - x.shape[1]) // 2
-        x = np.maximum(y + np.pad(x[:, :, ::stride, ::stride], ((0, 0), (extra, extra), (0, 0), (0, 0))), 0)
+        x = np.maximum(
+            y + np.pad(x[:, :, ::stride, ::stride], ((0, 0), (extra, extra), (0, 0), (0, 0))), 0
+        )
     return x.mean(axis=(2, 3)) @ w["linear.weight"].T + w["linear.bias"]
 
 
 @pytest.mark.slow
-def test_a_batch_norm_resnet_is_its_numpy_forward_pass_and_no_two_tensors_could_be_exchanged(tmp_path):
+def test_a_batch_norm_resnet_is_its_numpy_forward_pass_and_no_two_tensors_could_be_exchanged(
+    tmp_path,
+):
     tensors = resnet_tensors()
     # One image takes a fraction of the time, once for each pair.
-    pretrained, expected = load_resnet(tmp_path, tensors), resnet_logits(tensors, make_checkpoints.images("vit")[:1])
+    pretrained, expected = (
+        load_resnet(tmp_path, tensors),
+        resnet_logits(tensors, make_checkpoints.images("vit")[:1]),
+    )
 
     @jax.jit
     def apply(variables):
@@ -433,9 +548,15 @@ def test_every_statistic_that_does_not_fit_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({"norm": "group", "shortcut": "conv"}, "norm='frozen_batch', not 'group'; shortcut='pad', not 'conv'"),
+        (
+            {"norm": "group", "shortcut": "conv"},
+            "norm='frozen_batch', not 'group'; shortcut='pad', not 'conv'",
+        ),
         ({"depth": 8}, r"layer3\.1\.conv2\.weight: superfluous"),
-        ({"depth": 20}, r"layer1\.2\.bn1\.running_mean: missing, for stage_0_block_2_norm_0/mean \(16,\)"),
+        (
+            {"depth": 20},
+            r"layer1\.2\.bn1\.running_mean: missing, for stage_0_block_2_norm_0/mean \(16,\)",
+        ),
     ],
 )
 def test_a_resnet_that_is_not_the_one_in_the_file(attributes, message, tmp_path):
@@ -443,7 +564,8 @@ def test_a_resnet_that_is_not_the_one_in_the_file(attributes, message, tmp_path)
         load_resnet(tmp_path, resnet_tensors(), model=resnet(**attributes))
 
 
-# Live comparisons: `make parity` runs them and writes docs/results/parity.md ------------------------------------------
+# Live comparisons: `make parity` runs them and writes docs/results/parity.md
+# ------------------------------------------
 
 PUBLISHERS = {"hf": "transformers", "timm": "timm", "augreg": "timm", "torch": "torch"}
 
@@ -474,7 +596,9 @@ def public_model(name):
         if name == "hf_vit":
             return transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=1000))
         if name == "hf_convnext":
-            return transformers.ConvNextForImageClassification(transformers.ConvNextConfig(num_labels=1000))
+            return transformers.ConvNextForImageClassification(
+                transformers.ConvNextConfig(num_labels=1000)
+            )
         if name == "hf_swin":
             return transformers.SwinForImageClassification(transformers.SwinConfig(num_labels=1000))
         return timm.create_model(name)
@@ -510,17 +634,23 @@ def test_full_size_models_have_the_public_shapes(theirs, ours, record_property):
     record_property("compared with", "transformers" if theirs.startswith("hf") else "timm")
 
     def shapes(parameters):
-        """Sizes with the axes sorted; ours has query, key and value apart, theirs may have them stacked."""
+        """Sizes with the axes sorted; ours has query, key and value apart, theirs may have them
+        stacked."""
         return sorted(
             tuple(sorted(part))
             for name, shape in parameters
             for part in ([(shape[0] // 3, *shape[1:])] * 3 if "qkv" in name else [shape])
         )
 
-    public = [(name, tuple(parameter.shape)) for name, parameter in public_model(theirs).named_parameters()]
+    public = [
+        (name, tuple(parameter.shape))
+        for name, parameter in public_model(theirs).named_parameters()
+    ]
     model = models.create(ours, num_classes=1000)
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 224, 224, 3)))["params"]
-    assert shapes((path, leaf.shape) for path, leaf in flatten_dict(params, sep="/").items()) == shapes(public)
+    assert shapes(
+        (path, leaf.shape) for path, leaf in flatten_dict(params, sep="/").items()
+    ) == shapes(public)
 
 
 def timm_transform(image, name):
@@ -552,10 +682,25 @@ def hugging_face_transform(image, name, **settings):
         (from_timm, timm_transform, "convnext_tiny.fb_in1k", {}),
         (from_timm, timm_transform, "swin_tiny_patch4_window7_224", {}),
         (from_hugging_face, hugging_face_transform, "ViTImageProcessor", {}),
-        (from_hugging_face, hugging_face_transform, "ViTImageProcessor", {"resample": 3, **HUGGING_FACE_IMAGENET}),
+        (
+            from_hugging_face,
+            hugging_face_transform,
+            "ViTImageProcessor",
+            {"resample": 3, **HUGGING_FACE_IMAGENET},
+        ),
         (from_hugging_face, hugging_face_transform, "DeiTImageProcessor", HUGGING_FACE_IMAGENET),
-        (from_hugging_face, hugging_face_transform, "ConvNextImageProcessor", {"size": {"shortest_edge": 224}}),
-        (from_hugging_face, hugging_face_transform, "ConvNextImageProcessor", {"size": {"shortest_edge": 384}}),
+        (
+            from_hugging_face,
+            hugging_face_transform,
+            "ConvNextImageProcessor",
+            {"size": {"shortest_edge": 224}},
+        ),
+        (
+            from_hugging_face,
+            hugging_face_transform,
+            "ConvNextImageProcessor",
+            {"size": {"shortest_edge": 384}},
+        ),
     ],
     ids=[
         "vit_base_patch16_224",
@@ -571,7 +716,9 @@ def hugging_face_transform(image, name, **settings):
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
-def test_images_are_prepared_as_the_publisher_does(read, transform, name, settings, record_property):
+def test_images_are_prepared_as_the_publisher_does(
+    read, transform, name, settings, record_property
+):
     """Pixels of a prepared image of 300x401, after normalisation."""
     from PIL import Image
 
@@ -609,10 +756,18 @@ VIT_CIFAR10 = {"width": 128, "depth": 6, "num_heads": 8, "mlp_width": 256} | {
             0.7373,
         ),
         ("resnet20_cifar10.npz", "resnet20", {"norm": "frozen_batch"}, IMAGENET, 0.9173),
-        ("resnet56_cifar10.npz", "resnet20", {"norm": "frozen_batch", "depth": 56}, IMAGENET, 0.9339),
+        (
+            "resnet56_cifar10.npz",
+            "resnet20",
+            {"norm": "frozen_batch", "depth": 56},
+            IMAGENET,
+            0.9339,
+        ),
     ],
 )
-def test_a_real_checkpoint_reaches_its_published_accuracy(file, name, attributes, normalisation, accuracy):
+def test_a_real_checkpoint_reaches_its_published_accuracy(
+    file, name, attributes, normalisation, accuracy
+):
     """On all of CIFAR-10's test images."""
     folder = os.environ.get("JAXDP_WEIGHTS_DIR")
     if folder is None:
@@ -629,5 +784,7 @@ def test_a_real_checkpoint_reaches_its_published_accuracy(file, name, attributes
     hits = 0
     for start in range(0, len(source), 500):
         batch = source.gather(np.arange(start, start + 500))
-        hits += int((np.argmax(apply(pretrained.params, batch["image"]), axis=-1) == batch["label"]).sum())
+        hits += int(
+            (np.argmax(apply(pretrained.params, batch["image"]), axis=-1) == batch["label"]).sum()
+        )
     assert hits / len(source) == pytest.approx(accuracy, abs=1e-4)

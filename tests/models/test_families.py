@@ -1,4 +1,5 @@
-"""Each family against an independent NumPy float64 forward pass, and as a function of one example at a time."""
+"""Each family against an independent NumPy float64 forward pass, and as a function of one example
+at a time."""
 
 import functools
 
@@ -19,7 +20,10 @@ TINY = {
     "resnet plain": ("resnet20", {"depth": 8, "norm": None}),
     "wide resnet": ("wrn_16_4", {"depth": 10, "width": 1}),
     "vit": ("vit_tiny", {"width": 8, "depth": 2, "num_heads": 2, "mlp_width": 12}),
-    "vit mean": ("vit_tiny", {"width": 8, "depth": 1, "num_heads": 2, "mlp_width": 12, "pool": "mean"}),
+    "vit mean": (
+        "vit_tiny",
+        {"width": 8, "depth": 1, "num_heads": 2, "mlp_width": 12, "pool": "mean"},
+    ),
     "vit distilled": (
         "deit_ti16_distilled",
         {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 2, "mlp_width": 12},
@@ -55,7 +59,8 @@ def build(kind: str, dtype=None):
 
 
 def conv(x, kernel, stride=1, padding=None):
-    """Cross-correlation, NHWC by HWIO; padding None is "SAME" (the odd pixel below and to the right)."""
+    """Cross-correlation, NHWC by HWIO; padding None is "SAME" (the odd pixel below and to the
+    right)."""
     size = kernel.shape[0]
     height, width = (-(-extent // stride) for extent in x.shape[1:3])
     pads = []
@@ -67,7 +72,11 @@ def conv(x, kernel, stride=1, padding=None):
     y = np.zeros((x.shape[0], rows, columns, kernel.shape[-1]))
     for i in range(size):
         for j in range(size):
-            window = x[:, i : i + (rows - 1) * stride + 1 : stride, j : j + (columns - 1) * stride + 1 : stride]
+            window = x[
+                :,
+                i : i + (rows - 1) * stride + 1 : stride,
+                j : j + (columns - 1) * stride + 1 : stride,
+            ]
             y += window @ kernel[i, j]
     return y
 
@@ -85,13 +94,18 @@ def group_norm(x, p, groups):
     for b in range(x.shape[0]):
         for g in range(groups):
             part = x[b, ..., g * size : (g + 1) * size]
-            out[b, ..., g * size : (g + 1) * size] = (part - part.mean()) / np.sqrt(part.var() + 1e-5)
+            out[b, ..., g * size : (g + 1) * size] = (part - part.mean()) / np.sqrt(
+                part.var() + 1e-5
+            )
     return out * p["scale"] + p["bias"]
 
 
 def layer_norm(x, p, epsilon=1e-6):
     centred = x - x.mean(axis=-1, keepdims=True)
-    return centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon) * p["scale"] + p["bias"]
+    return (
+        centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon) * p["scale"]
+        + p["bias"]
+    )
 
 
 def gelu(x):
@@ -101,7 +115,9 @@ def gelu(x):
 def reduce(x, p, size):
     """Non-overlapping size x size patches, each mapped linearly."""
     batch, height, width, channels = x.shape
-    x = x.reshape(batch, height // size, size, width // size, size, channels).transpose(0, 1, 3, 2, 4, 5)
+    x = x.reshape(batch, height // size, size, width // size, size, channels).transpose(
+        0, 1, 3, 2, 4, 5
+    )
     return x.reshape(*x.shape[:3], -1) @ p["kernel"].reshape(-1, p["kernel"].shape[-1]) + p["bias"]
 
 
@@ -186,7 +202,9 @@ def reference(kind, x, variables):
         x = ws_conv(x, p["conv"])
         for k in range(3):
             name, stride = f"stage_{k}_block_0", 1 if k == 0 else 2
-            x = branch(f"{name}_skip", x, stride) + branch(f"{name}_1", branch(f"{name}_0", x, stride))
+            x = branch(f"{name}_skip", x, stride) + branch(
+                f"{name}_1", branch(f"{name}_0", x, stride)
+            )
         return dense(group_norm(relu(x), p["norm"], 16).mean(axis=(1, 2)), p["head"])
     if kind == "convnext":
         x = layer_norm(reduce(x, p["stem"], 4), p["stem_norm"])
@@ -199,17 +217,23 @@ def reference(kind, x, variables):
                 x = x + block["layer_scale"] * dense(gelu(dense(y, block["mlp_0"])), block["mlp_1"])
         return dense(layer_norm(x.mean(axis=(1, 2)), p["norm"]), p["head"])
     x = reduce(x, p["embed"], 4).reshape(len(x), 4, 8)
-    names = {"vit mean": [], "vit distilled": ["class_token", "distillation_token"]}.get(kind, ["class_token"])
+    names = {"vit mean": [], "vit distilled": ["class_token", "distillation_token"]}.get(
+        kind, ["class_token"]
+    )
     x = np.concatenate([*(np.broadcast_to(p[name], (len(x), 1, 8)) for name in names), x], axis=1)
     x = x + p["positions"]
     for k in range(attributes["depth"]):
         block = p[f"block_{k}"]
         if kind == "vit post":
             x = layer_norm(x + attention(x, block["attention"], 2), block["norm_0"], 0.1)
-            x = layer_norm(x + dense(relu(dense(x, block["mlp_0"])), block["mlp_1"]), block["norm_1"], 0.1)
+            x = layer_norm(
+                x + dense(relu(dense(x, block["mlp_0"])), block["mlp_1"]), block["norm_1"], 0.1
+            )
         else:
             x = x + attention(layer_norm(x, block["norm_0"]), block["attention"], 2)
-            x = x + dense(gelu(dense(layer_norm(x, block["norm_1"]), block["mlp_0"])), block["mlp_1"])
+            x = x + dense(
+                gelu(dense(layer_norm(x, block["norm_1"]), block["mlp_0"])), block["mlp_1"]
+            )
     x = layer_norm(x, p["norm"], 0.1 if kind == "vit post" else 1e-6)
     if kind == "vit distilled":
         return (dense(x[:, 0], p["head"]) + dense(x[:, 1], p["head_distilled"])) / 2
@@ -245,11 +269,15 @@ def test_bfloat16_computes_close_to_float32_and_gives_float32_logits(kind):
     assert "bf16" in text
     if kind in ("mlp", "wide resnet", "vit"):
         exact = jax.jit(build(kind)[0].apply)(variables, IMAGES)
-        np.testing.assert_allclose(jax.jit(model.apply)(variables, IMAGES), exact, atol=0.15, rtol=0.1)
+        np.testing.assert_allclose(
+            jax.jit(model.apply)(variables, IMAGES), exact, atol=0.15, rtol=0.1
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["resnet", "wide resnet", "vit", "vit distilled", "vit post", "convnext", "cnn group"])
+@pytest.mark.parametrize(
+    "kind", ["resnet", "wide resnet", "vit", "vit distilled", "vit post", "convnext", "cnn group"]
+)
 def test_every_parameter_receives_a_gradient(kind):
     model, variables = build(kind)
     target = np.eye(5, dtype=np.float32)[[0]]
@@ -257,7 +285,9 @@ def test_every_parameter_receives_a_gradient(kind):
     def loss(params):
         return jnp.sum(model.apply({**variables, "params": params}, IMAGES[:1]) * target)
 
-    for path, gradient in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(variables["params"])):
+    for path, gradient in jax.tree_util.tree_leaves_with_path(
+        jax.jit(jax.grad(loss))(variables["params"])
+    ):
         name = jax.tree_util.keystr(path)
         if "'key']['bias'" in name:
             continue  # softmax does not see a shift that all keys share
@@ -267,9 +297,13 @@ def test_every_parameter_receives_a_gradient(kind):
 @pytest.mark.slow
 def test_frozen_statistics_are_constants():
     model, variables = build("resnet frozen")
-    _, state = jax.jit(lambda variables: model.apply(variables, IMAGES, mutable=["batch_stats"]))(variables)
+    _, state = jax.jit(lambda variables: model.apply(variables, IMAGES, mutable=["batch_stats"]))(
+        variables
+    )
     for before, after in zip(
-        jax.tree.leaves(variables["batch_stats"]), jax.tree.leaves(state["batch_stats"]), strict=True
+        jax.tree.leaves(variables["batch_stats"]),
+        jax.tree.leaves(state["batch_stats"]),
+        strict=True,
     ):
         np.testing.assert_array_equal(before, after)
     assert set(variables["params"]["norm"]) == {"scale", "bias"}
@@ -287,7 +321,11 @@ def test_frozen_statistics_are_constants():
         ("vit_tiny", {"num_heads": 5}, "num_heads must divide the width 64, got 5"),
         ("vit_tiny", {"pool": "max"}, "pool must be 'token' or 'mean'"),
         ("vit_tiny", {"norm_order": "both"}, "norm_order must be 'pre' or 'post', got 'both'"),
-        ("vit_tiny", {"distilled": True, "pool": "mean"}, "distilled=True needs pool='token', got pool='mean'"),
+        (
+            "vit_tiny",
+            {"distilled": True, "pool": "mean"},
+            "distilled=True needs pool='token', got pool='mean'",
+        ),
         ("convnext_tiny", {}, "the image must be at least 32x32, got 8x8"),
         ("convnext_tiny", {"widths": (4, 8)}, "one entry per stage"),
         ("cnn", {"widths": (4, 4, 4, 4)}, "too small to halve again at 1x1"),
@@ -305,11 +343,14 @@ def test_a_standardised_resnet_ignores_scale_and_shift_of_its_kernels() -> None:
     images = np.random.default_rng(0).random((2, 16, 16, 3), np.float32)
     params = jax.tree.map(np.asarray, jax.jit(model.init)(jax.random.key(1), images)["params"])
     moved = jax.tree_util.tree_map_with_path(
-        lambda path, x: 3 * x + 0.5 if "conv" in str(path) and path[-1].key == "kernel" else x, params
+        lambda path, x: 3 * x + 0.5 if "conv" in str(path) and path[-1].key == "kernel" else x,
+        params,
     )
     apply = jax.jit(model.apply)
     expected, found = (apply({"params": p}, images) for p in (params, moved))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)  # float32 loses a digit to the shift
+    np.testing.assert_allclose(
+        found, expected, rtol=1e-4, atol=1e-4
+    )  # float32 loses a digit to the shift
     assert params["stage_0_block_0_conv_0"]["gain"].shape == (16,)
 
 
@@ -318,11 +359,19 @@ def test_without_its_head_the_distillation_token_only_takes_part_in_attention() 
     attributes = TINY["vit distilled"][1]
     _, variables = build("vit distilled")
     model = models.create("deit_ti16_distilled", num_classes=5, distilled_head=False, **attributes)
-    params = {name: value for name, value in variables["params"].items() if name != "head_distilled"}
+    params = {
+        name: value for name, value in variables["params"].items() if name != "head_distilled"
+    }
     silent = jax.tree.map(lambda x: 0 * x, variables["params"]["head_distilled"])
-    doubled = {**variables["params"], "head_distilled": silent, "head": jax.tree.map(lambda x: 2 * x, params["head"])}
+    doubled = {
+        **variables["params"],
+        "head_distilled": silent,
+        "head": jax.tree.map(lambda x: 2 * x, params["head"]),
+    }
     expected = jax.jit(build("vit distilled")[0].apply)({"params": doubled}, IMAGES)
-    np.testing.assert_allclose(jax.jit(model.apply)({"params": params}, IMAGES), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        jax.jit(model.apply)({"params": params}, IMAGES), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.slow
@@ -330,5 +379,7 @@ def test_without_its_head_the_distillation_token_only_takes_part_in_attention() 
 def test_layer_norms_are_recognised_by_their_paths(kind: str) -> None:
     for path, _ in jax.tree_util.tree_leaves_with_path(build(kind)[1]["params"]):
         *modules, leaf = (entry.key for entry in path)
-        assert any("norm" in module for module in modules) == (leaf in ("scale", "bias") and "norm" in modules[-1])
+        assert any("norm" in module for module in modules) == (
+            leaf in ("scale", "bias") and "norm" in modules[-1]
+        )
         assert leaf != "scale" or "norm" in modules[-1]

@@ -1,4 +1,5 @@
-"""Language models: logits of their publisher, causality, LoRA in a scan, remat, generation, and mistakes."""
+"""Language models: logits of their publisher, causality, LoRA in a scan, remat, generation, and
+mistakes."""
 
 import importlib.util
 import shutil
@@ -14,12 +15,17 @@ import jaxdp
 from jaxdp import models
 
 ROOT = Path(__file__).resolve().parents[1]
-_spec = importlib.util.spec_from_file_location("make_checkpoints", ROOT / "golden" / "make_checkpoints.py")
+_spec = importlib.util.spec_from_file_location(
+    "make_checkpoints", ROOT / "golden" / "make_checkpoints.py"
+)
 make_checkpoints = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make_checkpoints)
 
 SIZES = {"positions": 16, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 12}
-FORMS = {"hf_gpt2": {}, "hf_llama": {"form": "llama", "kv_heads": 1, "tied": False, "rotary_base": 500.0}}
+FORMS = {
+    "hf_gpt2": {},
+    "hf_llama": {"form": "llama", "kv_heads": 1, "tied": False, "rotary_base": 500.0},
+}
 LOGITS = dict(np.load(make_checkpoints.LANGUAGE / "logits.npz"))
 TOKENS = jnp.asarray(make_checkpoints.tokens(), jnp.int32)
 
@@ -36,7 +42,8 @@ def load(case, path=None, **attributes):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["hf_gpt2", "hf_llama", "gpt2"])
 def test_logits_are_those_of_the_publishing_library(case, tmp_path):
-    """A twin that turns neighbouring entries in place of halves, or pairs heads and keys otherwise, is far off."""
+    """A twin that turns neighbouring entries in place of halves, or pairs heads and keys otherwise,
+    is far off."""
     path, form = None, "hf_gpt2" if case == "gpt2" else case
     if case == "gpt2":  # the first files of the publisher
         path = tmp_path / "model.safetensors"
@@ -52,7 +59,8 @@ def test_logits_are_those_of_the_publishing_library(case, tmp_path):
 @pytest.mark.parametrize("case", FORMS)
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
 def test_live_parity_of_language_models(case, tmp_path, record_property):
-    """Logits of a language model with random weights, loaded from the file that transformers writes."""
+    """Logits of a language model with random weights, loaded from the file that transformers
+    writes."""
     path, expected = make_checkpoints.write_language(case, tmp_path, seed=1234)
     public = load(case, path)
     difference = np.abs(public.apply_fn(public.params, TOKENS) - expected).max()
@@ -85,21 +93,31 @@ def test_lora_of_a_checkpoint_is_clipped_merged_and_generates():
     )
     assert np.abs(logits - LOGITS["hf_llama"]).max() > 0.01
     changed = apply(params, TOKENS.at[:, 4].add(1) % 31)
-    np.testing.assert_allclose(changed[:, :4], logits[:, :4], rtol=1e-5, atol=1e-5)  # a later token is not seen
+    np.testing.assert_allclose(
+        changed[:, :4], logits[:, :4], rtol=1e-5, atol=1e-5
+    )  # a later token is not seen
     how = {"clip_norm": 1.0, "trainable": models.trainable("lora", params)}
     ours, theirs = (
-        jax.jit(jaxdp.clipped_grad(loss_of(tuned), engine=engine, **how))(params, TOKENS) for engine in ("auto", "vmap")
+        jax.jit(jaxdp.clipped_grad(loss_of(tuned), engine=engine, **how))(params, TOKENS)
+        for engine in ("auto", "vmap")
     )
     np.testing.assert_allclose(ours.norms, theirs.norms, rtol=1e-3)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), ours.grads["lora"], theirs.grads["lora"])
-    assert not jax.tree.leaves(jax.tree.map(lambda x: x.any() or None, ours.grads["blocks"]))  # frozen: zeros
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
+        ours.grads["lora"],
+        theirs.grads["lora"],
+    )
+    assert not jax.tree.leaves(
+        jax.tree.map(lambda x: x.any() or None, ours.grads["blocks"])
+    )  # frozen: zeros
     written = models.generate(tuned.apply_fn, params, [1, 2], length=8, seed=0)
     assert written[:2].tolist() == [1, 2] and (written >= 0).all()
 
 
 @pytest.mark.slow
 def test_remat_and_bfloat16_change_cost_and_rounding_only():
-    """Gradients of tied embeddings in a scan are those of engine vmap in float32. In bfloat16 the sums are float32."""
+    """Gradients of tied embeddings in a scan are those of engine vmap in float32. In bfloat16 the
+    sums are float32."""
     public = load("hf_gpt2")
     network = load("hf_gpt2", remat=True, dtype=jnp.bfloat16)
     plain = jaxdp.clipped_grad(loss_of(public), clip_norm=0.5, engine="vmap")(public.params, TOKENS)
@@ -115,7 +133,10 @@ def test_generation_is_greedy_at_temperature_zero_and_repeats_by_seed():
     tokens = models.generate(public.apply_fn, public.params, [3], length=6, seed=0, temperature=0.0)
     logits = np.asarray(jax.jit(public.apply_fn)(public.params, tokens[None]))
     np.testing.assert_array_equal(tokens[1:], logits[0, :-1].argmax(-1))
-    drawn = [models.generate(public.apply_fn, public.params, [3], length=6, seed=seed) for seed in (0, 0, 1)]
+    drawn = [
+        models.generate(public.apply_fn, public.params, [3], length=6, seed=seed)
+        for seed in (0, 0, 1)
+    ]
     np.testing.assert_array_equal(drawn[0], drawn[1])
     assert (drawn[0] != drawn[2]).any()
 
@@ -124,19 +145,29 @@ def test_mistakes_are_sentences(tmp_path):
     public = load("hf_llama")
     with pytest.raises(ValueError, match=r"at most positions=16 columns, got 17. Cut the texts"):
         build("hf_gpt2").init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32))
-    with pytest.raises(ValueError, match=r"layers must match a dense layer, got 'query'.*blocks/attention/query"):
+    with pytest.raises(
+        ValueError, match=r"layers must match a dense layer, got 'query'.*blocks/attention/query"
+    ):
         models.with_lora(public, rank=2, layers="query", seed=0)
     with pytest.raises(ValueError, match=r"trainable='atention/.*' matches no parameter"):
         models.trainable("atention/.*", public.params)
-    with pytest.raises(ValueError, match=r"needs a model with .*num_heads=2, not 4; rotary_base=500.0, not 10000.0"):
+    with pytest.raises(
+        ValueError, match=r"needs a model with .*num_heads=2, not 4; rotary_base=500.0, not 10000.0"
+    ):
         load("hf_llama", num_heads=4, rotary_base=1e4)
     with pytest.raises(ValueError, match="needs a model with positions=16, not 17"):
         load("hf_llama", positions=17)
-    assert load("hf_llama", positions=9).model.positions == 9  # shorter texts need no table of positions
-    path = Path(shutil.copy(make_checkpoints.LANGUAGE / "hf_gpt2" / "model.safetensors", tmp_path))  # no config.json
+    assert (
+        load("hf_llama", positions=9).model.positions == 9
+    )  # shorter texts need no table of positions
+    path = Path(
+        shutil.copy(make_checkpoints.LANGUAGE / "hf_gpt2" / "model.safetensors", tmp_path)
+    )  # no config.json
     (tmp_path / "config.json").write_text('{"num_key_value_heads": 2}')  # as many as heads
     load("hf_gpt2", path)
-    with pytest.raises(ValueError, match=r"(?s)with its vocabulary and number of positions.*wte.weight"):
+    with pytest.raises(
+        ValueError, match=r"(?s)with its vocabulary and number of positions.*wte.weight"
+    ):
         models.load_checkpoint(path, model=models.create("lm_tiny", num_classes=32, **SIZES))
     with pytest.raises(ValueError, match=r"encode returns tokens outside of 0..9. Set num_classes"):
         jaxdp.data.from_texts(["a"], length=4, num_classes=10)
@@ -151,10 +182,15 @@ def test_mistakes_are_sentences(tmp_path):
 
 
 def test_no_gradient_of_a_large_vocabulary_is_kept_per_example():
-    """Gram norms of the tied embedding of 50,257 tokens. A twin without a limit keeps 40 MB per text."""
-    model = models.create("lm_tiny", **{**SIZES, "positions": 128, "width": 200}, num_classes=50_257)
+    """Gram norms of the tied embedding of 50,257 tokens. A twin without a limit keeps 40 MB per
+    text."""
+    model = models.create(
+        "lm_tiny", **{**SIZES, "positions": 128, "width": 200}, num_classes=50_257
+    )
     shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     rows = np.zeros((2, 129), np.int32)
-    plan = jaxdp.clipped_grad(loss_of(models.Pretrained(model, params, None)), clip_norm=1.0).plan(params, rows)
+    plan = jaxdp.clipped_grad(loss_of(models.Pretrained(model, params, None)), clip_norm=1.0).plan(
+        params, rows
+    )
     assert {leaf.path: leaf.method for leaf in plan}["embed/embedding"] == "factors"

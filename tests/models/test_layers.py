@@ -16,7 +16,9 @@ def test_a_standardised_kernel_ignores_shift_and_scale_of_its_weights():
     params = jax.jit(layer.init)(jax.random.key(0), x)["params"]
     moved = {**params, "kernel": 3 * np.asarray(params["kernel"]) + np.float32(0.7)}
     apply = jax.jit(layer.apply)
-    np.testing.assert_allclose(apply({"params": moved}, x), apply({"params": params}, x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        apply({"params": moved}, x), apply({"params": params}, x), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -41,7 +43,9 @@ def test_a_constant_kernel_is_bounded_by_the_floor_on_the_variance():
 @pytest.mark.parametrize("size", [7, 8])
 def test_ws_conv_pads_like_a_same_convolution(size):
     layer = WSConv(2, (3, 3), strides=(2, 2))
-    shape = jax.eval_shape(layer.init_with_output, jax.random.key(0), jnp.zeros((1, size, size, 1)))[0].shape
+    shape = jax.eval_shape(
+        layer.init_with_output, jax.random.key(0), jnp.zeros((1, size, size, 1))
+    )[0].shape
     assert shape == (1, 4, 4, 2)
 
 
@@ -61,7 +65,8 @@ def test_frozen_batch_norm_starts_as_the_identity_and_uses_its_statistics():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_group_norm_is_that_of_flax(dtype):
-    """A norm over the wrong channels, or one that forgets a size, has other values and gradients."""
+    """A norm over the wrong channels, or one that forgets a size, has other values and
+    gradients."""
     x = jnp.asarray(2 + 3 * np.random.default_rng(0).standard_normal((2, 3, 4, 6)), dtype)
     params = {"scale": jnp.arange(1.0, 7), "bias": jnp.arange(6.0)}
 
@@ -76,7 +81,8 @@ def test_group_norm_is_that_of_flax(dtype):
     ours, theirs = gradients(GroupNorm(2, dtype=dtype)), gradients(nn.GroupNorm(2, dtype=dtype))
     near = {"float32": 1e-4, "bfloat16": 0.05}[dtype]
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=near, atol=near), *jax.tree.map(np.float32, (ours, theirs))
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=near, atol=near),
+        *jax.tree.map(np.float32, (ours, theirs)),
     )
 
 
@@ -92,7 +98,9 @@ def test_group_norm_is_that_of_flax(dtype):
 )
 def test_layers_are_those_of_flax_and_refuse_the_same_shapes(kind, args, x):
     ours, theirs = (getattr(library, kind)(*args) for library in (layers, nn))
-    (found, params), expected = (layer.init_with_output(jax.random.key(0), x) for layer in (ours, theirs))
+    (found, params), expected = (
+        layer.init_with_output(jax.random.key(0), x) for layer in (ours, theirs)
+    )
     chex.assert_trees_all_equal((found, params), expected)
     longer = jax.tree.map(lambda leaf: jnp.ones((*leaf.shape[:-1], leaf.shape[-1] + 1)), params)
     told = []
@@ -111,4 +119,6 @@ def test_a_parameter_that_is_given_traces_no_initializer():
     assert layers.Dense(3, kernel_init=fails).apply(params, jnp.ones((2, 4))).shape == (2, 3)
     for layer, given in ((nn.Dense, params), (layers.Dense, {"params": {}})):
         with pytest.raises(RuntimeError, match="traced"):
-            layer(3, kernel_init=fails).apply(given, jnp.ones((2, 4)), mutable=["params"], rngs=jax.random.key(0))
+            layer(3, kernel_init=fails).apply(
+                given, jnp.ones((2, 4)), mutable=["params"], rngs=jax.random.key(0)
+            )

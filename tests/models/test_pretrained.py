@@ -72,8 +72,13 @@ TREES = {
     "named tuple": Pair(jnp.arange(3), (jnp.float32(2), np.float32(3))),
     "dataclass": {"layers": [Layer(jnp.ones((2, 3)), None), Layer(jnp.zeros(3), jnp.ones(3))]},
     "integer keys": {0: jnp.ones(2), 11: jnp.zeros(2)},
-    "haiku": {"mlp/~/linear_0": {"w": jnp.ones((2, 3))}, "mlp/~/linear_1": {"w": jnp.zeros((3, 2))}},
-    "nnx": nnx.split(nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.LayerNorm(3, rngs=nnx.Rngs(0))))[1],
+    "haiku": {
+        "mlp/~/linear_0": {"w": jnp.ones((2, 3))},
+        "mlp/~/linear_1": {"w": jnp.zeros((3, 2))},
+    },
+    "nnx": nnx.split(
+        nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.LayerNorm(3, rngs=nnx.Rngs(0)))
+    )[1],
     "equinox": eqx.filter(eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(0)), eqx.is_array),
 }
 
@@ -91,7 +96,10 @@ def test_any_pytree_comes_back_into_a_template(name, tmp_path):
 def test_a_template_that_does_not_fit_lists_every_leaf(tmp_path):
     models.save_params(tmp_path / "m", {"a": jnp.ones(2), "b": [jnp.ones(3)], "c": jnp.ones(4)})
     with pytest.raises(ValueError) as caught:
-        models.load_params(tmp_path / "m", like={"a": jnp.ones(3), "b": [jnp.ones(3, jnp.bfloat16)], "d": jnp.ones(1)})
+        models.load_params(
+            tmp_path / "m",
+            like={"a": jnp.ones(3), "b": [jnp.ones(3, jnp.bfloat16)], "d": jnp.ones(1)},
+        )
     assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
         "a: float32 (2,) in the file, float32 (3,) in like",
         "b/0: float32 (3,) in the file, bfloat16 (3,) in like",
@@ -112,7 +120,10 @@ def test_what_is_no_pytree_of_arrays_is_refused(tmp_path):
 
 
 def test_a_backbone_of_another_library_gets_a_new_head():
-    fresh, old = ({"body": [jnp.full(2, x)], "head": Pair(jnp.full(k, x), None)} for x, k in ((0.0, 3), (1.0, 5)))
+    fresh, old = (
+        {"body": [jnp.full(2, x)], "head": Pair(jnp.full(k, x), None)}
+        for x, k in ((0.0, 3), (1.0, 5))
+    )
     merged = models.merge_pretrained(fresh, old)
     assert_same(merged, {"body": [jnp.ones(2)], "head": fresh["head"]})
 
@@ -139,7 +150,9 @@ def test_arrays_take_the_dtype_of_the_model():
     half = jax.tree.map(lambda leaf: np.asarray(leaf, np.float16), backbone(3, seed=1))
     merged = models.merge_pretrained(fresh, half, exclude=())
     assert {leaf.dtype for leaf in jax.tree.leaves(merged)} == {jnp.dtype("float32")}
-    np.testing.assert_array_equal(merged["head"]["kernel"], half["head"]["kernel"].astype(np.float32))
+    np.testing.assert_array_equal(
+        merged["head"]["kernel"], half["head"]["kernel"].astype(np.float32)
+    )
 
 
 def test_excluded_paths_are_whole_components():
@@ -147,7 +160,9 @@ def test_excluded_paths_are_whole_components():
     merged = models.merge_pretrained(fresh, pretrained, exclude=["dense_0/kernel"])
     np.testing.assert_array_equal(merged["dense_0"]["kernel"], fresh["dense_0"]["kernel"])
     np.testing.assert_array_equal(merged["head"]["kernel"], pretrained["head"]["kernel"])
-    with pytest.raises(ValueError, match=r"exclude has 'dense', .* \['dense_0', 'dense_1', 'head'\]"):
+    with pytest.raises(
+        ValueError, match=r"exclude has 'dense', .* \['dense_0', 'dense_1', 'head'\]"
+    ):
         models.merge_pretrained(fresh, pretrained, exclude=["dense"])
 
 

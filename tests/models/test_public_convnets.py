@@ -1,8 +1,9 @@
-"""Public SqueezeNets, ResNets and EfficientNet-Lites: made-up files in the publishers' names against NumPy in float64.
+"""Public SqueezeNets, ResNets and EfficientNet-Lites: made-up files in the publishers' names
+against NumPy in float64.
 
-The tensors are written and computed here under the names in the file, so a table that maps two names wrongly, a wrong
-padding, epsilon or order of channels changes the logits. `make parity` compares with the publishers themselves.
-"""
+The tensors are written and computed here under the names in the file, so a table that maps two
+names wrongly, a wrong padding, epsilon or order of channels changes the logits. `make parity`
+compares with the publishers themselves."""
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,16 @@ def full_precision():
 
 
 class File:
-    """Tensors that are drawn when the forward pass first asks for them, and its layers on [B, C, H, W] in float64."""
+    """Tensors that are drawn when the forward pass first asks for them, and its layers on [B, C, H,
+    W] in float64."""
 
     def __init__(self, seed, epsilon=1e-5, same=False):
-        self.tensors, self.random, self.epsilon, self.same = {}, np.random.default_rng(seed), epsilon, same
+        self.tensors, self.random, self.epsilon, self.same = (
+            {},
+            np.random.default_rng(seed),
+            epsilon,
+            same,
+        )
 
     def draw(self, name, shape, low, high):
         self.tensors[name] = self.random.uniform(low, high, shape).astype(np.float32)
@@ -38,10 +45,15 @@ class File:
         kernel = self.draw(f"{name}{join}weight", shape, -scale, scale)
         pads = [(padding, padding)] * 2
         if self.same and size > 1:
-            needed = [max(0, (-(-extent // stride) - 1) * stride + size - extent) for extent in x.shape[2:]]
+            needed = [
+                max(0, (-(-extent // stride) - 1) * stride + size - extent)
+                for extent in x.shape[2:]
+            ]
             pads = [(total // 2, total - total // 2) for total in needed]
         x = np.pad(x, ((0, 0), (0, 0), *pads))
-        windows = np.lib.stride_tricks.sliding_window_view(x, (size, size), axis=(2, 3))[:, :, ::stride, ::stride]
+        windows = np.lib.stride_tricks.sliding_window_view(x, (size, size), axis=(2, 3))[
+            :, :, ::stride, ::stride
+        ]
         if groups > 1:
             y = np.einsum("bchwij,cij->bchw", windows, kernel[:, 0])
         else:
@@ -65,7 +77,10 @@ NORM = ("weight", "bias", "running_var")
 
 def pool(x, padding=0, ceil=False):
     counts = [(extent + 2 * padding - 3 + ceil) // 2 + 1 for extent in x.shape[2:]]
-    after = [max(0, 2 * count + 1 - extent - padding) for count, extent in zip(counts, x.shape[2:], strict=True)]
+    after = [
+        max(0, 2 * count + 1 - extent - padding)
+        for count, extent in zip(counts, x.shape[2:], strict=True)
+    ]
     x = np.pad(x, ((0, 0), (0, 0), *((padding, extra) for extra in after)), constant_values=-np.inf)
     windows = np.lib.stride_tricks.sliding_window_view(x, (3, 3), axis=(2, 3))[:, :, ::2, ::2]
     return windows[:, :, : counts[0], : counts[1]].max(axis=(4, 5))
@@ -76,21 +91,28 @@ def relu(x, top=np.inf):
 
 
 def squeezenet(file, x, version, caffe=False):
-    """Iandola et al. 2016, table 1, and the change to 1.1. torchvision counts layers, Caffe names them."""
+    """Iandola et al. 2016, table 1, and the change to 1.1. torchvision counts layers, Caffe names
+    them."""
     join, parts = ("/", ("squeeze1x1", "expand1x1", "expand3x3")) if caffe else (".", SQUEEZE_PARTS)
     options = {"bias": True, "join": join}
-    places, pooled = {"1.0": ((3, 4, 5, 7, 8, 9, 10, 12), (2, 5, 9)), "1.1": ((3, 4, 6, 7, 9, 10, 11, 12), (2, 4, 6))}[
-        version
-    ]
+    places, pooled = {
+        "1.0": ((3, 4, 5, 7, 8, 9, 10, 12), (2, 5, 9)),
+        "1.1": ((3, 4, 6, 7, 9, 10, 11, 12), (2, 4, 6)),
+    }[version]
     first = (96, 7) if version == "1.0" else (64, 3)
     x = x[:, ::-1] if caffe else x
     x = relu(file.conv("conv1" if caffe else "features.0", x, *first, stride=2, **options))
     widths = [(16, 64), (16, 64), (32, 128), (32, 128), (48, 192), (48, 192), (64, 256), (64, 256)]
     for k, (place, (squeezed, expanded)) in enumerate(zip(places, widths, strict=True), 2):
         x = pool(x, ceil=True) if k in pooled else x
-        squeeze, one, three = (f"fire{k}/{part}" if caffe else f"features.{place}.{part}" for part in parts)
+        squeeze, one, three = (
+            f"fire{k}/{part}" if caffe else f"features.{place}.{part}" for part in parts
+        )
         s = relu(file.conv(squeeze, x, squeezed, 1, **options))
-        both = file.conv(one, s, expanded, 1, **options), file.conv(three, s, expanded, 3, padding=1, **options)
+        both = (
+            file.conv(one, s, expanded, 1, **options),
+            file.conv(three, s, expanded, 3, padding=1, **options),
+        )
         x = relu(np.concatenate(both, axis=1))
     name = "conv10" if caffe else "classifier.1"
     return relu(file.conv(name, x, 5, 1, padding=1 if caffe else 0, **options)).mean(axis=(2, 3))
@@ -114,22 +136,33 @@ def resnet(file, x, bottleneck):
                 y = file.norm(f"{name}.bn{k}", y)
                 y = relu(y) if k < len(layers) else y
             if stride > 1 or x.shape[1] != wide:
-                x = file.norm(f"{name}.downsample.1", file.conv(f"{name}.downsample.0", x, wide, 1, stride=stride))
+                x = file.norm(
+                    f"{name}.downsample.1",
+                    file.conv(f"{name}.downsample.0", x, wide, 1, stride=stride),
+                )
             x = relu(x + y)
     return file.dense("fc", x.mean(axis=(2, 3)), 5)
 
 
 def efficientnet_lite(file, x):
-    """The stages of EfficientNet-B0 with 8 channels each, and one block except in the ends, which have one anyway."""
+    """The stages of EfficientNet-B0 with 8 channels each, and one block except in the ends, which
+    have one anyway."""
     x = relu(file.norm("bn1", file.conv("conv_stem", x, 32, 3, stride=2, padding=1)), 6)
-    for stage, (size, stride) in enumerate([(3, 1), (3, 2), (5, 2), (3, 2), (5, 1), (5, 2), (3, 1)]):
+    for stage, (size, stride) in enumerate(
+        [(3, 1), (3, 2), (5, 2), (3, 2), (5, 1), (5, 2), (3, 1)]
+    ):
         name, y = f"blocks.{stage}.0", x
         if stage == 0:
             y = file.conv(f"{name}.conv_dw", y, 32, size, padding=1, groups=32)
-            y = file.norm(f"{name}.bn2", file.conv(f"{name}.conv_pw", relu(file.norm(f"{name}.bn1", y), 6), 8, 1))
+            y = file.norm(
+                f"{name}.bn2",
+                file.conv(f"{name}.conv_pw", relu(file.norm(f"{name}.bn1", y), 6), 8, 1),
+            )
         else:
             y = relu(file.norm(f"{name}.bn1", file.conv(f"{name}.conv_pw", y, 48, 1)), 6)
-            y = file.conv(f"{name}.conv_dw", y, 48, size, stride=stride, padding=size // 2, groups=48)
+            y = file.conv(
+                f"{name}.conv_dw", y, 48, size, stride=stride, padding=size // 2, groups=48
+            )
             y = relu(file.norm(f"{name}.bn2", y), 6)
             y = file.norm(f"{name}.bn3", file.conv(f"{name}.conv_pwl", y, 8, 1))
         x = x + y if stage and stride == 1 else y
@@ -141,17 +174,39 @@ RESNET = {"depths": (1, 2, 1, 1), "width": 4}
 LITE = {"width": 0.02, "depth": 0.1}
 # Case: (naming, model, attributes, forward pass, arguments of the file)
 CASES = {
-    "torchvision squeezenet 1.0": ("squeezenet1_0", "squeezenet1_0", {}, lambda f, x: squeezenet(f, x, "1.0"), {}),
-    "torchvision squeezenet 1.1": ("squeezenet1_1", "squeezenet1_1", {}, lambda f, x: squeezenet(f, x, "1.1"), {}),
+    "torchvision squeezenet 1.0": (
+        "squeezenet1_0",
+        "squeezenet1_0",
+        {},
+        lambda f, x: squeezenet(f, x, "1.0"),
+        {},
+    ),
+    "torchvision squeezenet 1.1": (
+        "squeezenet1_1",
+        "squeezenet1_1",
+        {},
+        lambda f, x: squeezenet(f, x, "1.1"),
+        {},
+    ),
     "caffe squeezenet": (
         *("caffe_squeezenet", "squeezenet1_0", {"head_padding": 1}),
         *(lambda f, x: squeezenet(f, x, "1.0", caffe=True), {}),
     ),
     "resnet": ("resnet", "resnet18", RESNET, lambda f, x: resnet(f, x, False), {}),
     "resnet bottleneck": ("resnet", "resnet50", RESNET, lambda f, x: resnet(f, x, True), {}),
-    "lite of google": ("efficientnet_lite", "efficientnet_lite0", LITE, efficientnet_lite, {"epsilon": 1e-3}),
+    "lite of google": (
+        "efficientnet_lite",
+        "efficientnet_lite0",
+        LITE,
+        efficientnet_lite,
+        {"epsilon": 1e-3},
+    ),
     "lite of timm": (
-        *("efficientnet_lite", "efficientnet_lite0", LITE | {"same_padding": False, "norm_epsilon": 1e-5}),
+        *(
+            "efficientnet_lite",
+            "efficientnet_lite0",
+            LITE | {"same_padding": False, "norm_epsilon": 1e-5},
+        ),
         *(efficientnet_lite, {}),
     ),
 }
@@ -169,7 +224,9 @@ def written(case, folder):
 
 def load(case, path, **options):
     naming, name, attributes, _, _ = CASES[case]
-    model = models.create(name, num_classes=options.pop("classes", 5), **attributes | options.pop("attributes", {}))
+    model = models.create(
+        name, num_classes=options.pop("classes", 5), **attributes | options.pop("attributes", {})
+    )
     given = {"naming": naming, "preprocessing": Preprocessing(size=33, **HALF)}
     return load_checkpoint(path, model=model, **given | options)
 
@@ -194,7 +251,9 @@ def test_a_new_head_starts_at_zero_and_the_rest_is_the_file(tmp_path):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(fresh.params["head"]))
     for name in set(whole.params) - {"head"}:
         jax.tree.map(np.testing.assert_array_equal, whole.params[name], fresh.params[name])
-    with pytest.raises(ValueError, match=r"fc\.weight: shape \(5, 32\) does not fit head/kernel \(32, 7\)"):
+    with pytest.raises(
+        ValueError, match=r"fc\.weight: shape \(5, 32\) does not fit head/kernel \(32, 7\)"
+    ):
         load("resnet", path, classes=7)
 
 
@@ -231,7 +290,7 @@ def test_max_pool_is_that_of_xla():
     )
 
 
-# --- Live comparisons -------------------------------------------------------------------------------------------------
+# --- Live comparisons ---------------------------------------------------------------------------
 
 PUBLISHED = {
     "squeezenet1_0": ("torchvision", "squeezenet1_0", {}),
@@ -240,7 +299,11 @@ PUBLISHED = {
     "resnet50": ("timm", "resnet50", {}),
     "efficientnet_lite0": ("timm", "tf_efficientnet_lite0", {}),
     "efficientnet_lite2": ("timm", "tf_efficientnet_lite2", {}),
-    "efficientnet_lite0 of timm": ("timm", "efficientnet_lite0", {"same_padding": False, "norm_epsilon": 1e-5}),
+    "efficientnet_lite0 of timm": (
+        "timm",
+        "efficientnet_lite0",
+        {"same_padding": False, "norm_epsilon": 1e-5},
+    ),
 }
 
 
@@ -263,9 +326,9 @@ def test_full_size_models_are_those_of_the_publisher(case, tmp_path, record_prop
     with torch.no_grad():
         for key, tensor in theirs.state_dict().items():
             if tensor.ndim == 1:
-                tensor.uniform_(0.5, 1.5, generator=generator) if key.endswith(("weight", "var")) else tensor.uniform_(
-                    -0.1, 0.1, generator=generator
-                )
+                tensor.uniform_(0.5, 1.5, generator=generator) if key.endswith(
+                    ("weight", "var")
+                ) else tensor.uniform_(-0.1, 0.1, generator=generator)
     save_file(theirs.state_dict(), tmp_path / "model.safetensors")
     images = np.random.default_rng(0).random((2, 64, 64, 3), np.float32)
     with torch.no_grad():
@@ -273,7 +336,9 @@ def test_full_size_models_are_those_of_the_publisher(case, tmp_path, record_prop
         expected = theirs.eval()(inputs).numpy()
     model = models.create(case.split(" ")[0], num_classes=11, **attributes)
     preprocessing = Preprocessing(size=64, **HALF)
-    pretrained = load_checkpoint(tmp_path / "model.safetensors", model=model, preprocessing=preprocessing)
+    pretrained = load_checkpoint(
+        tmp_path / "model.safetensors", model=model, preprocessing=preprocessing
+    )
     found = jax.jit(pretrained.apply_fn)(pretrained.params, images)
     difference = np.abs(found - expected).max() / np.abs(expected).max()
     record_property("compared with", library)

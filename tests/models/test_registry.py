@@ -123,7 +123,9 @@ def test_swin_sizes_are_the_published_ones(name, published):
 def test_attributes_override_the_name():
     model = models.create("vit_ti16", num_classes=3, patch_size=4, depth=6)
     assert (model.patch_size, model.depth, model.width, model.num_classes) == (4, 6, 192, 3)
-    assert count("vit_tiny", (8, 8, 1), 10, patch_size=2, pool="mean") < count("vit_tiny", (32, 32, 3), 10)
+    assert count("vit_tiny", (8, 8, 1), 10, patch_size=2, pool="mean") < count(
+        "vit_tiny", (32, 32, 3), 10
+    )
 
 
 def test_an_unknown_name_lists_the_models():
@@ -131,13 +133,17 @@ def test_an_unknown_name_lists_the_models():
         models.create("resnet1000", num_classes=10)
     assert "resnet1000" in str(caught.value)
     assert all(name in str(caught.value) for name in models.MODELS)
-    required = "mlp cnn resnet20 wrn_16_4 wrn_28_10 wrn_40_4 vit_tiny vit_ti16 vit_s16 vit_b16 vit_l16"
+    required = (
+        "mlp cnn resnet20 wrn_16_4 wrn_28_10 wrn_40_4 vit_tiny vit_ti16 vit_s16 vit_b16 vit_l16"
+    )
     assert set(required.split()) <= set(models.MODELS)
 
 
 @pytest.mark.slow
 def test_an_unknown_attribute_lists_the_attributes():
-    with pytest.raises(TypeError, match=r"model 'mlp' has no depth\. Its attributes are activation, dtype, hidden"):
+    with pytest.raises(
+        TypeError, match=r"model 'mlp' has no depth\. Its attributes are activation, dtype, hidden"
+    ):
         models.create("mlp", num_classes=10, depth=3)
     with pytest.raises(ValueError, match="num_classes must be at least 2, got 1"):
         models.create("mlp", num_classes=1)

@@ -1,4 +1,5 @@
-"""Robust accuracy against a plain loop, the scale of its noise, and rho where it is known exactly."""
+"""Robust accuracy against a plain loop, the scale of its noise, and rho where it is known
+exactly."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,9 @@ def capture(params, inputs, **options):
     seen = []
 
     def spy(params, inputs):
-        jax.debug.callback(lambda p: seen.append(jax.tree.map(np.asarray, p)), params, ordered=False)
+        jax.debug.callback(
+            lambda p: seen.append(jax.tree.map(np.asarray, p)), params, ordered=False
+        )
         return predict(params, inputs)
 
     robust_accuracy(spy, params, inputs, draws_per_call=1, **options)
@@ -41,7 +44,9 @@ def test_it_is_the_accuracy_of_perturbed_models(relative):
     for model in capture(PARAMS, SOURCE, std=0.5, draws=3, relative=relative, batch_size=103):
         logits = rows["features"] @ model["w"] + model["b"]
         expected.append((logits.argmax(-1) == rows["label"]).mean())
-    found = robust_accuracy(predict, PARAMS, SOURCE, std=0.5, draws=3, relative=relative, batch_size=103)
+    found = robust_accuracy(
+        predict, PARAMS, SOURCE, std=0.5, draws=3, relative=relative, batch_size=103
+    )
     assert len(set(expected)) == 3
     np.testing.assert_allclose(found, expected, atol=1e-7)
 
@@ -50,12 +55,16 @@ def test_it_is_the_accuracy_of_perturbed_models(relative):
 @pytest.mark.parametrize("draws_per_call", [2, 100])
 def test_how_the_work_is_cut_changes_nothing(draws_per_call):
     options = {"std": (0.0, 0.5, 1.0), "draws": 5}
-    found = robust_accuracy(predict, PARAMS, SOURCE, batch_size=20, draws_per_call=draws_per_call, **options)
+    found = robust_accuracy(
+        predict, PARAMS, SOURCE, batch_size=20, draws_per_call=draws_per_call, **options
+    )
     whole = robust_accuracy(predict, PARAMS, SOURCE, **options)
     assert found.shape == (3, 5) and found.dtype == np.float64
     np.testing.assert_array_equal(found, whole)
     for i, std in enumerate(options["std"]):
-        np.testing.assert_array_equal(robust_accuracy(predict, PARAMS, SOURCE, std=std, draws=5), whole[i])
+        np.testing.assert_array_equal(
+            robust_accuracy(predict, PARAMS, SOURCE, std=std, draws=5), whole[i]
+        )
 
 
 def test_no_noise_is_the_accuracy_and_much_noise_is_chance():
@@ -71,11 +80,17 @@ def test_no_noise_is_the_accuracy_and_much_noise_is_chance():
 def test_seeds_differ_and_draws_do_not_depend_on_the_data():
     one, two = (robust_accuracy(predict, PARAMS, SOURCE, std=1.0, seed=seed) for seed in (0, 1))
     assert one.shape == (10,) and not np.array_equal(one, two)
-    first, second = (capture(PARAMS, source, std=1.0, draws=1) for source in (SOURCE, SOURCE.take(np.arange(7))))
+    first, second = (
+        capture(PARAMS, source, std=1.0, draws=1) for source in (SOURCE, SOURCE.take(np.arange(7)))
+    )
     np.testing.assert_array_equal(first[0]["w"], second[0]["w"])
 
 
-LARGE = {"w": jnp.full((50, 100), 3.0), "v": jnp.tile(jnp.array([[1.0, -7.0]]), (1000, 1)), "zero": jnp.zeros(1000)}
+LARGE = {
+    "w": jnp.full((50, 100), 3.0),
+    "v": jnp.tile(jnp.array([[1.0, -7.0]]), (1000, 1)),
+    "zero": jnp.zeros(1000),
+}
 
 
 def large(params, inputs):
@@ -85,19 +100,24 @@ def large(params, inputs):
 @pytest.mark.slow
 @pytest.mark.parametrize("relative", [False, True])
 def test_the_noise_has_the_standard_deviation_that_is_asked_for(relative):
-    """The sum of n squares over n deviates from its mean by 5 sqrt(2 / n) once in two million tests."""
+    """The sum of n squares over n deviates from its mean by 5 sqrt(2 / n) once in two million
+    tests."""
     seen = []
 
     def spy(params, inputs):
         jax.debug.callback(lambda p: seen.append(jax.tree.map(np.asarray, p)), params)
         return large(params, inputs)
 
-    robust_accuracy(spy, LARGE, SOURCE.take(np.arange(1)), std=0.2, draws=2, relative=relative, draws_per_call=1)
+    robust_accuracy(
+        spy, LARGE, SOURCE.take(np.arange(1)), std=0.2, draws=2, relative=relative, draws_per_call=1
+    )
     jax.effects_barrier()
     rms = {"w": 3.0, "v": 5.0, "zero": 0.0} if relative else {"w": 1.0, "v": 1.0, "zero": 1.0}
     assert len(seen) == 2
     for name, scale in rms.items():
-        noise = np.stack([np.asarray(model[name], np.float64) - np.asarray(LARGE[name]) for model in seen])
+        noise = np.stack(
+            [np.asarray(model[name], np.float64) - np.asarray(LARGE[name]) for model in seen]
+        )
         if scale == 0:
             assert not noise.any()
             continue
@@ -108,7 +128,9 @@ def test_the_noise_has_the_standard_deviation_that_is_asked_for(relative):
         assert plausible(0.2 * scale)
         assert not plausible(0.7 * 0.2 * scale) and not plausible(1.3 * 0.2 * scale)
         assert abs(noise.mean()) < 5 * 0.2 * scale / np.sqrt(noise.size)
-        assert abs(np.corrcoef(noise[0].ravel(), noise[1].ravel())[0, 1]) < 5 / np.sqrt(noise[0].size)
+        assert abs(np.corrcoef(noise[0].ravel(), noise[1].ravel())[0, 1]) < 5 / np.sqrt(
+            noise[0].size
+        )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +150,7 @@ def test_what_cannot_be_is_refused(options, message):
         robust_accuracy(predict, PARAMS, SOURCE.take(np.zeros(0, np.int64)))
 
 
-# --- rho -------------------------------------------------------------------------------------------------------------
+# --- rho ----------------------------------------------------------------------------------------
 
 INPUTS = RNG.normal(size=(11, 2)).astype(np.float32)
 
@@ -144,7 +166,9 @@ def test_rho_of_a_linear_model(batch_size):
     assert 0.4 * exact < found.random <= exact * (1 + 1e-4)
     ratios = []
     for model in capture(PARAMS, SOURCE.take(np.arange(1)), std=0.01, draws=10):
-        delta = {name: np.asarray(model[name], np.float64) - np.asarray(PARAMS[name]) for name in PARAMS}
+        delta = {
+            name: np.asarray(model[name], np.float64) - np.asarray(PARAMS[name]) for name in PARAMS
+        }
         length = np.sqrt(sum((d**2).sum() for d in delta.values()))
         ratios.append(np.linalg.norm(INPUTS @ delta["w"] + delta["b"], axis=1).max() / length)
     assert found.random == pytest.approx(max(ratios), rel=1e-3)

@@ -1,4 +1,5 @@
-"""Scattering coefficients against sums in float64, pixel by pixel, without any Fourier transform."""
+"""Scattering coefficients against sums in float64, pixel by pixel, without any Fourier
+transform."""
 
 import functools
 
@@ -38,8 +39,12 @@ def expected(image, scales, angles):
     pad = 2**scales
     x = np.pad(image, pad, "reflect")
     size = len(x)
-    psi = [[wavelet(size, j, np.pi * k / angles, angles) for k in range(angles)] for j in range(scales)]
-    distance = np.minimum(np.arange(size), size - np.arange(size))  # the Gaussian is 0 beyond half the torus
+    psi = [
+        [wavelet(size, j, np.pi * k / angles, angles) for k in range(angles)] for j in range(scales)
+    ]
+    distance = np.minimum(
+        np.arange(size), size - np.arange(size)
+    )  # the Gaussian is 0 beyond half the torus
     gauss = np.exp(-(distance**2) / (2 * (0.8 * 2 ** (scales - 1)) ** 2))
     gauss /= np.sqrt(2 * np.pi) * 0.8 * 2 ** (scales - 1)
     low = np.outer(gauss, gauss)
@@ -56,25 +61,32 @@ def expected(image, scales, angles):
     found = [average(x), *(average(u) for row in first for u in row)]
     for j in range(scales):
         for k in range(j + 1, scales):
-            found += [average(coarse(np.abs(convolved(u, p)), 2**k)) for u in first[j] for p in psi[k]]
+            found += [
+                average(coarse(np.abs(convolved(u, p)), 2**k)) for u in first[j] for p in psi[k]
+            ]
     return np.stack(found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("side", "scales", "angles"), [(8, 2, 3), (8, 1, 2)])
 def test_coefficients_are_those_of_the_definition(side, scales, angles):
-    """Catches a wrong wave number, width, angle, order of paths, padding, offset, or scale of a sampled signal."""
+    """Catches a wrong wave number, width, angle, order of paths, padding, offset, or scale of a
+    sampled signal."""
     images = np.random.default_rng(0).random((2, side, side, 2))
     scattering = jax.jit(functools.partial(models.scattering, scales=scales, angles=angles))
     found = np.asarray(scattering(jnp.asarray(images, jnp.float32)))
     for b, c in ((0, 1), (1, 0)):
         np.testing.assert_allclose(
-            np.moveaxis(found[b, ..., c, :], -1, 0), expected(images[b, ..., c], scales, angles), atol=3e-4
+            np.moveaxis(found[b, ..., c, :], -1, 0),
+            expected(images[b, ..., c], scales, angles),
+            atol=3e-4,
         )
 
 
 def test_a_wavelet_has_sum_zero_and_turns_with_its_angle():
-    upright, turned = (models.morlet(12, scale=1, angle=angle, angles=8) for angle in (0.0, np.pi / 2))
+    upright, turned = (
+        models.morlet(12, scale=1, angle=angle, angles=8) for angle in (0.0, np.pi / 2)
+    )
     np.testing.assert_allclose(upright.sum(), 0, atol=1e-12)
     np.testing.assert_allclose(turned, upright.T, atol=1e-12)
     assert np.abs(upright - upright.T).max() > 0.01
@@ -99,7 +111,9 @@ def test_the_model_normalises_groups_of_each_image_and_has_only_a_head():
 
 
 def test_images_and_groups_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="images must be square with a side that 4 divides, got 6x6"):
+    with pytest.raises(
+        ValueError, match="images must be square with a side that 4 divides, got 6x6"
+    ):
         models.scattering(jnp.zeros((1, 6, 6, 1)))
     with pytest.raises(ValueError, match="groups must divide 3, the number of channels, got 2"):
         models.create("scattering", num_classes=3, scales=1, angles=2, groups=2).init(

@@ -1,4 +1,5 @@
-"""Swin against an independent NumPy float64 forward pass without windows; where it is cut; its checkpoints' names."""
+"""Swin against an independent NumPy float64 forward pass without windows; where it is cut; its
+checkpoints' names."""
 
 import functools
 
@@ -37,7 +38,13 @@ def example(case):
 
     def leaf(path, shape):
         name = path[-1].key
-        std = 1 / np.sqrt(np.prod(shape.shape[:-1])) if name == "kernel" else 1.0 if name == "position_bias" else 0.2
+        std = (
+            1 / np.sqrt(np.prod(shape.shape[:-1]))
+            if name == "kernel"
+            else 1.0
+            if name == "position_bias"
+            else 0.2
+        )
         return np.asarray((name == "scale") + rng.normal(0, std, shape.shape), np.float32)
 
     shapes = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
@@ -57,24 +64,32 @@ def dense(x, p):
 
 def layer_norm(x, p, epsilon):
     centred = x - x.mean(axis=-1, keepdims=True)
-    return centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon) * p["scale"] + p["bias"]
+    return (
+        centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon) * p["scale"]
+        + p["bias"]
+    )
 
 
 def attention(x, p, window, shift, heads):
-    """Among all tokens of an image, with weight zero for pairs that are not in one window of the image."""
+    """Among all tokens of an image, with weight zero for pairs that are not in one window of the
+    image."""
     side, size = int(np.sqrt(x.shape[1])), x.shape[2] // heads
     rows, columns = np.divmod(np.arange(side**2), side)
     down, right = rows[:, None] - rows, columns[:, None] - columns
     together = (rows[:, None] - shift) // window == (rows - shift) // window
     together &= (columns[:, None] - shift) // window == (columns - shift) // window
     table = p["position_bias"].reshape(2 * window - 1, 2 * window - 1, heads)
-    bias = table[np.where(together, down, 0) + window - 1, np.where(together, right, 0) + window - 1]
+    bias = table[
+        np.where(together, down, 0) + window - 1, np.where(together, right, 0) + window - 1
+    ]
     q, k, v = (dense(x, p[name]) for name in ("query", "key", "value"))
     out = np.zeros_like(x)
     for b in range(len(x)):
         for h in range(heads):
             part = slice(h * size, (h + 1) * size)
-            weights = np.exp(q[b, :, part] @ k[b, :, part].T / np.sqrt(size) + bias[:, :, h]) * together
+            weights = (
+                np.exp(q[b, :, part] @ k[b, :, part].T / np.sqrt(size) + bias[:, :, h]) * together
+            )
             out[b, :, part] = weights / weights.sum(axis=1, keepdims=True) @ v[b, :, part]
     return dense(out, p["out"])
 
@@ -89,7 +104,11 @@ def merge(x, p, epsilon):
 
 def reference(case, x, p):
     attributes, epsilon = CASES[case][0], CASES[case][0].get("norm_epsilon", 1e-5)
-    activation = np.tanh if "activation" in attributes else lambda x: x * (1 + special.erf(x / np.sqrt(2))) / 2
+    activation = (
+        np.tanh
+        if "activation" in attributes
+        else lambda x: x * (1 + special.erf(x / np.sqrt(2))) / 2
+    )
     patches = [x[:, i::2, j::2] @ p["embed"]["kernel"][i, j] for i in range(2) for j in range(2)]
     side = x.shape[1] // 2
     x = (sum(patches) + p["embed"]["bias"]).reshape(len(x), side**2, -1)
@@ -123,7 +142,8 @@ def test_the_forward_pass_is_the_documented_one_and_takes_examples_one_by_one(ca
     np.testing.assert_allclose(apply(params, poisoned)[0], logits[0], rtol=1e-5, atol=1e-6)
 
 
-# Cutting --------------------------------------------------------------------------------------------------------------
+# Cutting
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -133,16 +153,24 @@ def test_two_parts_are_the_whole_at_every_cut():
     parts = {}
     for cut, tokens in cuts.items():
         between = jnp.zeros((1, *tokens))
-        front = jax.eval_shape(lambda cut=cut: model.init(jax.random.key(0), images, 0, cut)["params"])
-        back = jax.eval_shape(lambda cut=cut, x=between: model.init(jax.random.key(0), x, cut)["params"])
+        front = jax.eval_shape(
+            lambda cut=cut: model.init(jax.random.key(0), images, 0, cut)["params"]
+        )
+        back = jax.eval_shape(
+            lambda cut=cut, x=between: model.init(jax.random.key(0), x, cut)["params"]
+        )
         assert not set(front) & set(back)
         assert jax.tree.map(jnp.shape, {**front, **back}) == jax.tree.map(jnp.shape, params)
         parts[cut] = tuple({name: params[name] for name in part} for part in (front, back))
 
     @jax.jit
     def joined(parts):
-        tokens = {cut: model.apply({"params": front}, images, 0, cut) for cut, (front, _) in parts.items()}
-        logits = {cut: model.apply({"params": back}, tokens[cut], cut) for cut, (_, back) in parts.items()}
+        tokens = {
+            cut: model.apply({"params": front}, images, 0, cut) for cut, (front, _) in parts.items()
+        }
+        logits = {
+            cut: model.apply({"params": back}, tokens[cut], cut) for cut, (_, back) in parts.items()
+        }
         return tokens, logits
 
     tokens, logits = joined(parts)
@@ -155,18 +183,23 @@ def test_two_parts_are_the_whole_at_every_cut():
 def test_what_may_be_cut_where():
     model, images, params = example("two stages")
     assert (model.num_blocks, model.prefix_tokens) == (4, 0)
-    middle = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 64, 8)), 1, 3)["params"])
+    middle = jax.eval_shape(
+        lambda: model.init(jax.random.key(0), jnp.zeros((1, 64, 8)), 1, 3)["params"]
+    )
     assert set(middle) == {"stage_0_block_1", "stage_1_merge", "stage_1_block_0"}
     last = jax.eval_shape(lambda: model.apply({"params": params}, images, 0, 4))
     assert last.shape == (3, 16, 16)  # before the last LayerNorm
     large = models.create("swin_large", num_classes=1000)
     handed_over = jax.eval_shape(
-        lambda: large.init_with_output(jax.random.key(0), jnp.zeros((1, 224, 224, 3)), 0, sum(large.depths[:3]))[0]
+        lambda: large.init_with_output(
+            jax.random.key(0), jnp.zeros((1, 224, 224, 3)), 0, sum(large.depths[:3])
+        )[0]
     )
     assert handed_over.shape == (1, 7 * 7, 1536)
 
 
-# What the rest of the package relies on -------------------------------------------------------------------------------
+# What the rest of the package relies on
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -187,7 +220,11 @@ def test_interceptors_see_every_product_and_heads_come_fastest():
         return operands
 
     text = str(jax.make_jaxpr(run)(params))
-    assert len(modules) == text.count("dot_general[") + text.count("conv_general_dilated[") == 1 + 2 * 8 + 1
+    assert (
+        len(modules)
+        == text.count("dot_general[") + text.count("conv_general_dilated[")
+        == 1 + 2 * 8 + 1
+    )
     seen = jax.jit(run)(params)
     for path in (module.path for module in modules if isinstance(module, Product)):
         assert all(x.shape[0] == 3 * 4 * 2 for x in seen["/".join(path)])  # images, windows, heads
@@ -203,11 +240,18 @@ def test_every_parameter_receives_a_gradient_and_layer_norms_are_recognised_by_t
     _, images, params = example("two stages")
     model = build(TWO_STAGES, depths=(1, 1))
     params = {name: value for name, value in params.items() if "block_1" not in name}
-    gradients = jax.jit(jax.grad(lambda params: model.apply({"params": params}, images[:1])[0, 0]))(params)
+    gradients = jax.jit(jax.grad(lambda params: model.apply({"params": params}, images[:1])[0, 0]))(
+        params
+    )
     for (*modules, leaf), gradient in flatten_dict(gradients).items():
-        unseen = (modules[-1], leaf) == ("key", "bias")  # softmax does not see a shift that all keys share
+        unseen = (modules[-1], leaf) == (
+            "key",
+            "bias",
+        )  # softmax does not see a shift that all keys share
         assert unseen or np.abs(gradient).max() > 1e-6, (modules, leaf)
-        assert any("norm" in module for module in modules) == (leaf in ("scale", "bias") and "norm" in modules[-1])
+        assert any("norm" in module for module in modules) == (
+            leaf in ("scale", "bias") and "norm" in modules[-1]
+        )
         assert leaf != "scale" or "norm" in modules[-1]
 
 
@@ -226,7 +270,11 @@ def test_bfloat16_computes_close_to_float32_and_gives_float32_logits():
     [
         ({}, (16, 12, 3), "images must be square, got 16x12"),
         ({"patch_size": 3}, (16, 16, 3), "patch_size must divide the image 16x16, got 3"),
-        ({"window": 3}, (16, 16, 3), "window must divide the 8x8 grid of stage 0, got 3. Resize the images or choose"),
+        (
+            {"window": 3},
+            (16, 16, 3),
+            "window must divide the 8x8 grid of stage 0, got 3. Resize the images or choose",
+        ),
         ({"window": 7}, (14, 14, 3), "an even side before patches are merged, got 7x7"),
         ({"num_heads": (2, 3)}, (16, 16, 3), "num_heads must divide the width 16, got 3"),
         ({"num_heads": (2,)}, (16, 16, 3), r"one entry per stage, got \(2, 2\) and \(2,\)"),
@@ -244,19 +292,33 @@ def test_tokens_of_no_square_grid_are_refused():
         jax.eval_shape(lambda: model.apply({"params": params}, jnp.zeros((1, 63, 8)), 1))
 
 
-# Checkpoints; logits of the libraries that publish them are compared in test_checkpoints.py ---------------------------
+# Checkpoints; logits of the libraries that publish them are compared in test_checkpoints.py
+# ---------------------------
 
 
-FOUR_STAGES = {"patch_size": 1, "window": 2, "width": 2, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)} | {
-    "mlp_ratio": 2
-}
+FOUR_STAGES = {
+    "patch_size": 1,
+    "window": 2,
+    "width": 2,
+    "depths": (1, 1, 1, 1),
+    "num_heads": (1, 1, 2, 2),
+} | {"mlp_ratio": 2}
 NAMES = {
     "hf_swin": {
-        "attention": ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"),
+        "attention": (
+            "attention.self.query",
+            "attention.self.key",
+            "attention.self.value",
+            "attention.output.dense",
+        ),
         "table": "attention.self.relative_position_bias_table",
         "norms": ("layernorm_before", "layernorm_after"),
         "mlp": ("intermediate.dense", "output.dense"),
-        "outside": ("swin.embeddings.patch_embeddings.projection", "swin.embeddings.norm", "swin.layernorm"),
+        "outside": (
+            "swin.embeddings.patch_embeddings.projection",
+            "swin.embeddings.norm",
+            "swin.layernorm",
+        ),
         "layer": "swin.encoder.layers.{}",
         "head": "classifier",
         "merged before": 0,
@@ -277,7 +339,8 @@ NAMES = {
 
 
 def published(naming):
-    """Random tensors as they are named and laid out in a file of `FOUR_STAGES`, buffers included."""
+    """Random tensors as they are named and laid out in a file of `FOUR_STAGES`, buffers
+    included."""
     rng, names, tensors = np.random.default_rng(3), NAMES[naming], {}
 
     def put(name, *shape, bias=True):
@@ -312,7 +375,9 @@ def load(naming, tensors, folder, **attributes):
     save_file(tensors, folder / "swin.safetensors")
     preprocessing = models.Preprocessing(size=16, mean=(0.5,) * 3, std=(0.5,) * 3)
     model = build(FOUR_STAGES, **attributes)
-    return models.load_checkpoint(folder / "swin.safetensors", model=model, preprocessing=preprocessing).params
+    return models.load_checkpoint(
+        folder / "swin.safetensors", model=model, preprocessing=preprocessing
+    ).params
 
 
 @pytest.mark.slow
@@ -326,11 +391,15 @@ def test_four_stages_are_read_and_buffers_of_old_files_ignored(naming, tmp_path)
         parts = parts if naming == "hf_swin" else [*np.split(parts[0], 3), parts[1]]
         for ours, theirs in zip(("query", "key", "value", "out"), parts, strict=True):
             np.testing.assert_array_equal(block["attention"][ours]["kernel"], theirs.T)
-        np.testing.assert_array_equal(block["attention"]["position_bias"], tensors[name + names["table"]])
+        np.testing.assert_array_equal(
+            block["attention"]["position_bias"], tensors[name + names["table"]]
+        )
         if stage:
             merging = f"{names['layer'].format(stage - 1 + names['merged before'])}.downsample"
             found = params[f"stage_{stage}_merge"]
-            np.testing.assert_array_equal(found["reduction"]["kernel"], tensors[f"{merging}.reduction.weight"].T)
+            np.testing.assert_array_equal(
+                found["reduction"]["kernel"], tensors[f"{merging}.reduction.weight"].T
+            )
             np.testing.assert_array_equal(found["norm"]["scale"], tensors[f"{merging}.norm.weight"])
 
 
@@ -338,9 +407,15 @@ def test_four_stages_are_read_and_buffers_of_old_files_ignored(naming, tmp_path)
 def test_a_file_says_heads_window_and_epsilon(tmp_path):
     tensors = published("timm_swin")
     table = r"layers\.{}\.blocks\.0\.attn\.relative_position_bias_table: shape \(9, {}\) does not fit stage_"
-    with pytest.raises(ValueError, match=table.format(0, 1) + r"0_block_0/attention/position_bias \(9, 2\)"):
+    with pytest.raises(
+        ValueError, match=table.format(0, 1) + r"0_block_0/attention/position_bias \(9, 2\)"
+    ):
         load("timm_swin", tensors, tmp_path, num_heads=(2, 1, 2, 2))
-    with pytest.raises(ValueError, match=table.format(2, 2) + r"2_block_0/attention/position_bias \(49, 2\)"):
+    with pytest.raises(
+        ValueError, match=table.format(2, 2) + r"2_block_0/attention/position_bias \(49, 2\)"
+    ):
         load("timm_swin", tensors, tmp_path, window=4)
-    with pytest.raises(ValueError, match="the checkpoint needs a model with norm_epsilon=1e-05, not 1e-06"):
+    with pytest.raises(
+        ValueError, match="the checkpoint needs a model with norm_epsilon=1e-05, not 1e-06"
+    ):
         load("timm_swin", tensors, tmp_path, norm_epsilon=1e-6)

@@ -18,7 +18,11 @@ FROZEN = jnp.float32(1.7)
 
 def loss(params, frozen, batch, key):
     """A different multiple of the squared error in every step."""
-    return jax.random.uniform(key) * frozen * (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
+    return (
+        jax.random.uniform(key)
+        * frozen
+        * (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
+    )
 
 
 @pytest.mark.slow
@@ -43,7 +47,14 @@ def test_batches_are_all_examples_in_a_new_order():
 @pytest.mark.parametrize("batch_size", [2, 64])
 def test_steps_are_those_of_adam_on_the_mean_over_real_examples(batch_size):
     found = fit_in_memory(
-        loss, START, DATA, key=KEY, learning_rate=0.05, epochs=3, batch_size=batch_size, frozen=FROZEN
+        loss,
+        START,
+        DATA,
+        key=KEY,
+        learning_rate=0.05,
+        epochs=3,
+        batch_size=batch_size,
+        frozen=FROZEN,
     )
     optimizer = optax.adam(0.05)
 
@@ -55,9 +66,13 @@ def test_steps_are_those_of_adam_on_the_mean_over_real_examples(batch_size):
 
     params, state = START, optimizer.init(START)
     for epoch_key in jax.random.split(KEY, 3):
-        for rows, weights, key in zip(*epoch_batches(epoch_key, 5, min(batch_size, 5)), strict=True):
+        for rows, weights, key in zip(
+            *epoch_batches(epoch_key, 5, min(batch_size, 5)), strict=True
+        ):
             real = np.asarray(rows)[np.asarray(weights) > 0]
-            params, state = step(params, state, {name: column[real] for name, column in DATA.items()}, key)
+            params, state = step(
+                params, state, {name: column[real] for name, column in DATA.items()}, key
+            )
     assert int(state[0].count) == 3 * -(-5 // batch_size)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, params)
     assert not np.allclose(found["w"], START["w"], atol=0.02)
@@ -71,14 +86,24 @@ def test_one_program_for_all_epochs_rates_keys_and_calls():
         traces.append(None)
         return (params - batch) ** 2
 
-    first = fit_in_memory(counted, jnp.zeros(()), jnp.ones(4), key=KEY, learning_rate=0.1, epochs=2, batch_size=2)
+    first = fit_in_memory(
+        counted, jnp.zeros(()), jnp.ones(4), key=KEY, learning_rate=0.1, epochs=2, batch_size=2
+    )
     count = len(traces)
     second = fit_in_memory(
-        counted, first, jnp.ones(4), key=jax.random.key(1), learning_rate=0.2, epochs=3, batch_size=2
+        counted,
+        first,
+        jnp.ones(4),
+        key=jax.random.key(1),
+        learning_rate=0.2,
+        epochs=3,
+        batch_size=2,
     )
     assert len(traces) == count > 0
     assert first == pytest.approx(0.4, abs=1e-2) and second > first
-    fit_in_memory(counted, jnp.zeros(()), jnp.ones(4), key=KEY, learning_rate=0.1, epochs=1, batch_size=3)
+    fit_in_memory(
+        counted, jnp.zeros(()), jnp.ones(4), key=KEY, learning_rate=0.1, epochs=1, batch_size=3
+    )
     assert len(traces) > count  # The count does count.
 
 
@@ -94,5 +119,11 @@ def test_numbers_must_be_positive(name):
 def test_no_data_is_refused():
     with pytest.raises(ValueError, match="data must have at least one example, got none"):
         fit_in_memory(
-            loss, START, jax.tree.map(lambda x: x[:0], DATA), key=KEY, learning_rate=0.1, epochs=1, batch_size=2
+            loss,
+            START,
+            jax.tree.map(lambda x: x[:0], DATA),
+            key=KEY,
+            learning_rate=0.1,
+            epochs=1,
+            batch_size=2,
         )

@@ -1,9 +1,11 @@
-"""Abstract Gradient Training as published, in NumPy float64: the oracle that tests compare `jaxdp.prediction` with.
+"""Abstract Gradient Training as published, in NumPy float64: the oracle that tests compare
+`jaxdp.prediction` with.
 
-An independent reading of the algorithm (Theorem 4.6 with midpoint-radius products) for multilayer perceptrons with
-ReLU, written for clarity, one k at a time. Nominal parameters, both bounds and the certificates were compared with the
-public implementation (psosnin/AbstractGradientTraining, commit f409c6e, run in float64) on 17 random networks of 1 to 3
-layers that use every option below: no coordinate differs by more than 5e-15, whatever the fragment size there.
+An independent reading of the algorithm (Theorem 4.6 with midpoint-radius products) for multilayer
+perceptrons with ReLU, written for clarity, one k at a time. Nominal parameters, both bounds and the
+certificates were compared with the public implementation (psosnin/AbstractGradientTraining, commit
+f409c6e, run in float64) on 17 random networks of 1 to 3 layers that use every option below: no
+coordinate differs by more than 5e-15, whatever the fragment size there.
 
 A box is one array with a leading axis of 2: lower end, upper end.
 """
@@ -30,12 +32,14 @@ def train(
     lr_decay: float = 0.0,
     lr_min: float = 0.0,
 ) -> tuple[Params, Params, Params]:
-    """Returns (nominal, lower, upper) after a step for each row of `order`; up to k records of each batch may differ.
+    """Returns (nominal, lower, upper) after a step for each row of `order`; up to k records of each
+    batch may differ.
 
     Args:
         params: (weight [in, out], bias [out]) of each dense layer; ReLU between them.
         x: Features [n, in].
-        y: Labels: {0, 1} of [n] for "bce" (one logit), classes [n] for "ce", targets [n] or [n, out] for "mse".
+        y: Labels: {0, 1} of [n] for "bce" (one logit), classes [n] for "ce", targets [n] or [n,
+            out] for "mse".
         loss: "bce", "ce" or "mse" (sum of squares, without a factor of 1/2 or 1/out).
         k: Number of records of each batch that may be replaced.
         clip: Each coordinate of each record's gradient is clamped to [-clip, clip].
@@ -54,7 +58,8 @@ def train(
         for t, rows in enumerate(order):
             gradients = record_gradients(theta, x[rows], y[rows], loss)
             descent = [descent_bounds(np.clip(g, -clip, clip), k, clip) for g in gradients]
-            # The largest step starts from the lower end, so ends cross over: `[::-1]` here and in the update.
+            # The largest step starts from the lower end, so ends cross over: `[::-1]` here and in
+            # the update.
             descent = [d + weight_decay * p[::-1] for d, p in zip(descent, theta, strict=True)]
             if velocity is None:
                 velocity = descent
@@ -73,18 +78,22 @@ def train(
 
 
 def descent_bounds(gradients: np.ndarray, k: int, clip: float) -> np.ndarray:
-    """Bounds on the mean gradient [2, ...] from clipped boxes [2, b, ...] of which k may be replaced (Theorem 4.6).
+    """Bounds on the mean gradient [2, ...] from clipped boxes [2, b, ...] of which k may be
+    replaced (Theorem 4.6).
 
-    The k largest lower ends leave, and -clip enters k times; mirrored for the upper end. Divided by b.
-    """
+    The k largest lower ends leave, and -clip enters k times; mirrored for the upper end. Divided by
+    b."""
     b = gradients.shape[1]
     lower = np.sort(gradients[0], axis=0)[: b - k].sum(axis=0) - k * clip
     upper = np.sort(gradients[1], axis=0)[k:].sum(axis=0) + k * clip
     return np.stack([lower, upper]) / b
 
 
-def record_gradients(theta: list[np.ndarray], x: np.ndarray, y: np.ndarray, loss: str) -> list[np.ndarray]:
-    """Returns boxes [2, b, ...] of each record's gradient, one per array of `theta` (weight, bias, weight, ...)."""
+def record_gradients(
+    theta: list[np.ndarray], x: np.ndarray, y: np.ndarray, loss: str
+) -> list[np.ndarray]:
+    """Returns boxes [2, b, ...] of each record's gradient, one per array of `theta` (weight, bias,
+    weight, ...)."""
     inputs, outputs = _forward(theta, x)
     delta = logit_gradient(outputs[-1], y, loss)
     gradients: list[np.ndarray] = []
@@ -110,15 +119,21 @@ def logit_gradient(z: np.ndarray, y: np.ndarray, loss: str) -> np.ndarray:
 
 
 def softmax_bounds(z: np.ndarray) -> np.ndarray:
-    """Returns the box of softmax over the box z [2, b, C]: p_c is least at z_c lowest and every other logit highest."""
+    """Returns the box of softmax over the box z [2, b, C]: p_c is least at z_c lowest and every
+    other logit highest."""
     own = np.eye(z.shape[2], dtype=bool)
     others = [logsumexp(np.where(own, -np.inf, end[:, None, :]), axis=2) for end in z]
     return np.stack([expit(z[0] - others[1]), expit(z[1] - others[0])])
 
 
 def certified(lower: Params, upper: Params, queries: np.ndarray) -> np.ndarray:
-    """Returns whether all parameters in the box give a query [q, in] one label, by the published rule: bool [q]."""
-    theta = [np.stack(ends) for low, high in zip(lower, upper, strict=True) for ends in zip(low, high, strict=True)]
+    """Returns whether all parameters in the box give a query [q, in] one label, by the published
+    rule: bool [q]."""
+    theta = [
+        np.stack(ends)
+        for low, high in zip(lower, upper, strict=True)
+        for ends in zip(low, high, strict=True)
+    ]
     z = _forward(theta, queries)[1][-1]
     if z.shape[2] == 1:
         return (z[0, :, 0] > 0) == (z[1, :, 0] > 0)

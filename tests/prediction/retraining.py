@@ -19,7 +19,8 @@ def forward(leaves: Leaves, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray
 
 
 def gradients(leaves: Leaves, x: np.ndarray, y: np.ndarray, loss: str) -> Leaves:
-    """Returns each record's gradient of "bce", "ce" or "mse" (the sum of squares): arrays [b, ...] like `leaves`."""
+    """Returns each record's gradient of "bce", "ce" or "mse" (the sum of squares): arrays [b, ...]
+    like `leaves`."""
     inputs, z = forward(leaves, x)
     if loss == "bce":
         small = np.exp(-abs(z))
@@ -66,33 +67,46 @@ def train(
 ) -> Any:
     """Trains with one step for each array of rows in `batches`.
 
-    `divisor` None divides by the number of records in the batch. Returns the parameters; with `trace`, also each
-    step's clipped gradients of ALL records, [steps, n, P].
-    """
+    `divisor` None divides by the number of records in the batch. Returns the parameters; with
+    `trace`, also each step's clipped gradients of ALL records, [steps, n, P]."""
     theta, x = [leaf.astype(dtype) for leaf in leaves], x.astype(dtype)
     velocity = [np.zeros_like(leaf) for leaf in theta]
     seen = []
     for t, rows in enumerate(batches):
         if trace:
             seen.append(clipped(theta, x, y, loss, clip))
-        sums = [np.clip(g, -clip, clip).sum(axis=0) for g in gradients(theta, x[rows], y[rows], loss)]
-        push = [g / (divisor or len(rows)) + weight_decay * p for g, p in zip(sums, theta, strict=True)]
+        sums = [
+            np.clip(g, -clip, clip).sum(axis=0) for g in gradients(theta, x[rows], y[rows], loss)
+        ]
+        push = [
+            g / (divisor or len(rows)) + weight_decay * p for g, p in zip(sums, theta, strict=True)
+        ]
         velocity = [momentum * v + g for v, g in zip(velocity, push, strict=True)]
-        step = [g + momentum * v for g, v in zip(push, velocity, strict=True)] if nesterov else velocity
+        step = (
+            [g + momentum * v for g, v in zip(push, velocity, strict=True)]
+            if nesterov
+            else velocity
+        )
         rate = learning_rate / (1 + lr_decay * t)
         theta = [(p - rate * s).astype(dtype) for p, s in zip(theta, step, strict=True)]
     return (theta, np.array(seen)) if trace else theta
 
 
 def worst_change(
-    seen: np.ndarray, order: np.ndarray, n: int, k: int, direction: np.ndarray, threat: str, epochs: int
+    seen: np.ndarray,
+    order: np.ndarray,
+    n: int,
+    k: int,
+    direction: np.ndarray,
+    threat: str,
+    epochs: int,
 ) -> list[np.ndarray]:
     """Chooses, to first order, the k changes that move the result most along `direction`.
 
-    Rows 0..n-1 of the pool are the data, the rest candidates that may be added any number of times. `seen` [steps,
-    pool, P] are clipped gradients along a training. Returns the changed batches: "add_remove" and "replace_one" change
-    records of the data set (added ones sit in one batch of each epoch), "replace_per_batch" k records of every batch.
-    """
+    Rows 0..n-1 of the pool are the data, the rest candidates that may be added any number of times.
+    `seen` [steps, pool, P] are clipped gradients along a training. Returns the changed batches:
+    "add_remove" and "replace_one" change records of the data set (added ones sit in one batch of
+    each epoch), "replace_per_batch" k records of every batch."""
     push = -seen @ direction  # [steps, pool]: what a record's presence adds
     batches = [row[row >= 0] for row in order]
     per_epoch = len(batches) // epochs

@@ -1,7 +1,8 @@
-"""Abstract Gradient Training: bounds that contain what retraining on changed data gives, and certificates.
+"""Abstract Gradient Training: bounds that contain what retraining on changed data gives, and
+certificates.
 
-Comparisons of bounds have no tolerance unless two implementations of the same equations are compared.
-"""
+Comparisons of bounds have no tolerance unless two implementations of the same equations are
+compared."""
 
 import collections
 import dataclasses
@@ -16,12 +17,22 @@ import numpy as np
 import pytest
 
 import jaxdp
-from jaxdp.prediction import Training, agt, certify, partition_by_hash, plan, sums, train_with_bounds
+from jaxdp.prediction import (
+    Training,
+    agt,
+    certify,
+    partition_by_hash,
+    plan,
+    sums,
+    train_with_bounds,
+)
 from tests.compilations import compilations
 
 
 def _load(name):
-    spec = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
+    spec = importlib.util.spec_from_file_location(
+        name, pathlib.Path(__file__).with_name(f"{name}.py")
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -66,7 +77,9 @@ def records(rng, n, sizes, loss, dtype=np.float32):
     """Features [n, in], and labels that a linear model can learn in part."""
     x = rng.normal(size=(n, sizes[0]))
     if loss == "ce":
-        y = np.argmax(x[:, : sizes[-1]] + 0.5 * rng.normal(size=(n, sizes[-1])), axis=1).astype(np.int32)
+        y = np.argmax(x[:, : sizes[-1]] + 0.5 * rng.normal(size=(n, sizes[-1])), axis=1).astype(
+            np.int32
+        )
     elif loss == "bce":
         y = (x[:, 0] + 0.5 * rng.normal(size=n) > 0).astype(dtype)
     else:
@@ -75,7 +88,8 @@ def records(rng, n, sizes, loss, dtype=np.float32):
 
 
 def shuffled(rng, n, batch_size, epochs):
-    """Returns [steps, batch]: a permutation of the records for each epoch, an incomplete last batch filled with -1."""
+    """Returns [steps, batch]: a permutation of the records for each epoch, an incomplete last batch
+    filled with -1."""
     steps = -(-n // batch_size)
     rows = np.full((epochs, steps * batch_size), -1)
     for epoch in rows:
@@ -84,8 +98,13 @@ def shuffled(rng, n, batch_size, epochs):
 
 
 def by_contents(x, y, batches, epochs):
-    """Returns [steps, batch], as `shuffled`: the rows of "add_remove", where a hash of a record gives its batch."""
-    part = np.zeros(len(x), int) if batches == 1 else partition_by_hash((x, y), batches, salt=b"jaxdp batches")
+    """Returns [steps, batch], as `shuffled`: the rows of "add_remove", where a hash of a record
+    gives its batch."""
+    part = (
+        np.zeros(len(x), int)
+        if batches == 1
+        else partition_by_hash((x, y), batches, salt=b"jaxdp batches")
+    )
     rows = np.full((batches, len(x)), -1)
     for number, batch in enumerate(rows):
         members = np.flatnonzero(part == number)
@@ -99,7 +118,10 @@ def leaves64(*trees):
 
 def outside(params, lower, upper):
     """Returns the number of coordinates of `params` outside of [lower, upper]."""
-    return sum(int(((p < a) | (p > b)).sum()) for p, a, b in zip(*leaves64(params, lower, upper), strict=True))
+    return sum(
+        int(((p < a) | (p > b)).sum())
+        for p, a, b in zip(*leaves64(params, lower, upper), strict=True)
+    )
 
 
 def row(tree, i):
@@ -115,9 +137,13 @@ def assert_nested(bounds):
 
 
 def within(inner, outer):
-    """Returns whether each box of `inner` at distance k - 1 lies inside the box of `outer` at k, exactly."""
+    """Returns whether each box of `inner` at distance k - 1 lies inside the box of `outer` at k,
+    exactly."""
     ends = leaves64(inner.lower, outer.lower, outer.upper, inner.upper)
-    return all((c[1:] <= a[:-1]).all() and (b[:-1] <= d[1:]).all() for a, c, d, b in zip(*ends, strict=True))
+    return all(
+        (c[1:] <= a[:-1]).all() and (b[:-1] <= d[1:]).all()
+        for a, c, d, b in zip(*ends, strict=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,15 +202,30 @@ class Case:
 
     def retrain(self, params, x, y, batches, **options):
         divisor = None if self.threat == "replace_per_batch" else self.batch_size
-        return retraining.train(params, x, y, batches, loss=self.loss, divisor=divisor, **self.optimizer, **options)
+        return retraining.train(
+            params, x, y, batches, loss=self.loss, divisor=divisor, **self.optimizer, **options
+        )
 
 
 CASES = {
     "full": Case("ce", (3, 5, 3), "add_remove", 24, 3, 0.2, 0.5, momentum=0.5),
     "batches": Case("bce", (3, 6, 1), "add_remove", 8, 2, 0.2, 0.3, momentum=0.5, nesterov=True),
-    "replace": Case("mse", (3, 6, 1), "replace_one", 24, 3, 0.4, 0.2, momentum=0.5, weight_decay=0.2, lr_decay=0.5),
+    "replace": Case(
+        "mse",
+        (3, 6, 1),
+        "replace_one",
+        24,
+        3,
+        0.4,
+        0.2,
+        momentum=0.5,
+        weight_decay=0.2,
+        lr_decay=0.5,
+    ),
     "replace, batches": Case("bce", (3, 1), "replace_one", 8, 2, 0.2, 0.3, weight_decay=0.1),
-    "reference": Case("bce", (3, 6, 1), "replace_per_batch", 8, 2, 0.2, 0.3, weight_decay=0.05, momentum=0.5),
+    "reference": Case(
+        "bce", (3, 6, 1), "replace_per_batch", 8, 2, 0.2, 0.3, weight_decay=0.05, momentum=0.5
+    ),
 }
 
 # Variants of it with other records, rates and numbers of epochs share its programs.
@@ -207,9 +248,25 @@ PARITY = {
         Case("bce", (4, 1), "replace_per_batch", 8, 2, 0.1, 0.4, weight_decay=0.1, lr_decay=0.7),
         {"lr_min": 0.2},
     ),
-    "two layers": (Case("ce", (3, 5, 3), "replace_per_batch", 8, 2, 0.1, 0.3, momentum=0.9, nesterov=True, n=19), {}),
+    "two layers": (
+        Case(
+            "ce", (3, 5, 3), "replace_per_batch", 8, 2, 0.1, 0.3, momentum=0.9, nesterov=True, n=19
+        ),
+        {},
+    ),
     "three layers": (
-        Case("mse", (3, 4, 4, 2), "replace_per_batch", 20, 2, 0.3, 0.1, momentum=0.5, weight_decay=0.05, n=20),
+        Case(
+            "mse",
+            (3, 4, 4, 2),
+            "replace_per_batch",
+            20,
+            2,
+            0.3,
+            0.1,
+            momentum=0.5,
+            weight_decay=0.05,
+            n=20,
+        ),
         {},
     ),
 }
@@ -230,11 +287,17 @@ def assert_as_published(case, options, order, gaps=()):
         order = np.tile(np.arange(whole).reshape(-1, case.batch_size), (case.epochs, 1))
     layers = list(zip(params[::2], params[1::2], strict=True))
     for i, k in enumerate(case.ks):
-        expected = published.train(layers, x, y, loss=case.loss, k=k, order=order, **case.optimizer, **options)
-        for ours, theirs in zip((bounds.params, row(bounds.lower, i), row(bounds.upper, i)), expected, strict=True):
+        expected = published.train(
+            layers, x, y, loss=case.loss, k=k, order=order, **case.optimizer, **options
+        )
+        for ours, theirs in zip(
+            (bounds.params, row(bounds.lower, i), row(bounds.upper, i)), expected, strict=True
+        ):
             for a, b in zip(ours, itertools.chain(*theirs), strict=True):
                 np.testing.assert_allclose(a, b, rtol=0, atol=1e-9)
-    widths = [(high - low).max() for low, high in zip(*leaves64(bounds.lower, bounds.upper), strict=True)]
+    widths = [
+        (high - low).max() for low, high in zip(*leaves64(bounds.lower, bounds.upper), strict=True)
+    ]
     assert min(widths) > 1e-3  # the boxes that agree are not points
 
 
@@ -245,13 +308,19 @@ def test_published_algorithm(name, monkeypatch):
     batches = -(-case.n // case.batch_size)
     drops = name == "two layers"
     order = (
-        None if drops else np.concatenate([np.random.default_rng(t).permutation(case.n) for t in range(case.epochs)])
+        None
+        if drops
+        else np.concatenate(
+            [np.random.default_rng(t).permutation(case.n) for t in range(case.epochs)]
+        )
     )
     gaps = ()
     if name == "one layer":  # nothing depends on fragments, nor on places without a record
         cut(monkeypatch, (2, 2, 3))
         gaps = (0, 3, 3)
-    assert_as_published(case, options, order if drops else order.reshape(batches * case.epochs, -1), gaps)
+    assert_as_published(
+        case, options, order if drops else order.reshape(batches * case.epochs, -1), gaps
+    )
 
 
 def cut(monkeypatch, blocks):
@@ -272,7 +341,9 @@ def test_one_step(threat):
     y[:] = 0  # all derivatives with respect to the first weight have one sign
     x[2:, 1] = 0
     bounds = case.bounds(params, x, y, order)
-    grads = retraining.clipped([leaf.astype(np.float64) for leaf in params], x.astype(np.float64), y, "bce", case.clip)
+    grads = retraining.clipped(
+        [leaf.astype(np.float64) for leaf in params], x.astype(np.float64), y, "bce", case.clip
+    )
     theta = np.concatenate([leaf.reshape(-1) for leaf in params]).astype(np.float64)
     for k in range(case.ks + 1):
         sums_low, sums_high = grads.sum(axis=0) - k * case.clip, grads.sum(axis=0) + k * case.clip
@@ -281,10 +352,18 @@ def test_one_step(threat):
             sums_low -= ranked[case.n - k :].sum(axis=0)
             sums_high -= ranked[:k].sum(axis=0)
         low, high = (theta - case.learning_rate / case.n * end for end in (sums_high, sums_low))
-        ours = [np.concatenate([leaf.reshape(-1) for leaf in row(t, k)]) for t in (bounds.lower, bounds.upper)]
+        ours = [
+            np.concatenate([leaf.reshape(-1) for leaf in row(t, k)])
+            for t in (bounds.lower, bounds.upper)
+        ]
         assert (ours[0] <= low).all() and (ours[1] >= high).all()
         # Without a sort, the k largest are found up to 1/128 of the clip each.
-        room = case.learning_rate / case.n * case.clip * (0.002 + (k / 128 if threat == "replace_one" else 0))
+        room = (
+            case.learning_rate
+            / case.n
+            * case.clip
+            * (0.002 + (k / 128 if threat == "replace_one" else 0))
+        )
         assert (low - ours[0]).max() <= room and (ours[1] - high).max() <= room
 
 
@@ -296,7 +375,9 @@ def test_sums_do_not_depend_on_fragments(monkeypatch, threat):
     whole = case.bounds(params, x, y, order)
     cut(monkeypatch, (3, 5, 2))
     order = np.insert(order, (0, 7, 20), -1, axis=1)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(case.bounds(params, x, y, order)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(whole), jax.tree.leaves(case.bounds(params, x, y, order)), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
 
 
@@ -306,11 +387,13 @@ def test_gradients_are_quantised_outward():
         grid = sums.Grid.of(jnp.float32, clip, 1)
         bias = int(grid.bias())
         near = clip * (1 - 1e-3 * rng.random(20000))
-        x = np.concatenate([rng.uniform(-clip, clip, 20000), near, -near, rng.normal(size=1000) * 1e3]).astype(
-            np.float32
-        )
+        x = np.concatenate(
+            [rng.uniform(-clip, clip, 20000), near, -near, rng.normal(size=1000) * 1e3]
+        ).astype(np.float32)
         exact = np.clip(x.astype(np.float64), -clip, clip) / grid.unit
-        low, high = (-sign * (np.asarray(grid.bits(-sign * x), np.int64) - bias) for sign in (-1, 1))
+        low, high = (
+            -sign * (np.asarray(grid.bits(-sign * x), np.int64) - bias) for sign in (-1, 1)
+        )
         assert (low <= exact).all() and (exact <= high).all()
         assert (exact - low).max() < 2 and (high - exact).max() < 2
         # What one record moves a sum by, also from or to a place without a record (one unit).
@@ -324,31 +407,45 @@ def test_gradients_are_quantised_outward():
 
 @functools.cache
 def witnesses(name, seed):
-    """Returns [(k, parameters)]: trained in float64 and float32 on data sets at distance k, chosen to be extreme.
+    """Returns [(k, parameters)]: trained in float64 and float32 on data sets at distance k, chosen
+    to be extreme.
 
-    For many directions (single parameters, random ones, the loss of queries) the k changes that move the result
-    furthest, found to first order along the training and once more along the training that they give.
-    """
+    For many directions (single parameters, random ones, the loss of queries) the k changes that
+    move the result furthest, found to first order along the training and once more along the
+    training that they give."""
     case = CASES[name]
     (params, x, y, order), _ = solved(name, seed)
     rng = np.random.default_rng(100 + seed)
     extra, labels = records(rng, 24, case.sizes, case.loss)
-    pool = np.concatenate([x, extra, 10 * extra, 1000 * extra]), np.concatenate([y, *[rng.permutation(labels)] * 3])
+    pool = (
+        np.concatenate([x, extra, 10 * extra, 1000 * extra]),
+        np.concatenate([y, *[rng.permutation(labels)] * 3]),
+    )
     batches = [rows[rows >= 0] for rows in order]
     size = sum(leaf.size for leaf in params)
     queries = retraining.flatten(retraining.gradients(params, extra[:6], labels[:6], case.loss))
     bias = np.eye(size)[-case.sizes[-1] :]
     directions = np.concatenate(
-        [rng.choice([-1, 1], size=(6, size)), np.eye(size)[rng.permutation(size)[:6]], bias, queries]
+        [
+            rng.choice([-1, 1], size=(6, size)),
+            np.eye(size)[rng.permutation(size)[:6]],
+            bias,
+            queries,
+        ]
     )
     found = []
     _, unchanged = case.retrain(params, *pool, batches, trace=True)
     for direction, k in itertools.product([*directions, *-directions], (1, 3, 4)):
-        worst = functools.partial(retraining.worst_change, order=order, n=case.n, k=k, direction=direction)
+        worst = functools.partial(
+            retraining.worst_change, order=order, n=case.n, k=k, direction=direction
+        )
         worst = functools.partial(worst, threat=case.threat, epochs=case.epochs)
         _, seen = case.retrain(params, *pool, worst(unchanged), trace=True)
         changed = worst(seen)
-        found += [(k, case.retrain(params, *pool, changed, dtype=dtype)) for dtype in (np.float64, np.float32)]
+        found += [
+            (k, case.retrain(params, *pool, changed, dtype=dtype))
+            for dtype in (np.float64, np.float32)
+        ]
     return found
 
 
@@ -360,7 +457,9 @@ def test_retrained_parameters_are_inside(name):
         _, bounds = solved(name, seed)
         for k, theta in witnesses(name, seed):
             assert outside(theta, row(bounds.lower, k), row(bounds.upper, k)) == 0
-            beyond += k > 1 and outside(theta, row(bounds.lower, k - 1), row(bounds.upper, k - 1)) > 0
+            beyond += (
+                k > 1 and outside(theta, row(bounds.lower, k - 1), row(bounds.upper, k - 1)) > 0
+            )
     assert beyond > 0  # the bounds for one change less do not contain them all
 
 
@@ -378,8 +477,15 @@ def test_weight_decay_that_takes_almost_everything(momentum):
     decay = 1.3
     for taken in (0.9, 0.97, 0.999):
         rate = taken / decay / (1 + momentum)
-        settings = {"clip": 1e-9, "learning_rate": rate, "momentum": momentum, "nesterov": momentum > 0}
-        bounds = train_with_bounds(loss, params, data, ks=0, batch_size=4, epochs=1, weight_decay=decay, **settings)
+        settings = {
+            "clip": 1e-9,
+            "learning_rate": rate,
+            "momentum": momentum,
+            "nesterov": momentum > 0,
+        }
+        bounds = train_with_bounds(
+            loss, params, data, ks=0, batch_size=4, epochs=1, weight_decay=decay, **settings
+        )
         exact = [params[0].astype(np.float64) * (1 - rate * decay * (1 + momentum))]
         assert outside(exact, row(bounds.lower, 0), row(bounds.upper, 0)) == 0
         assert_nested(bounds)
@@ -418,7 +524,8 @@ def answers(name, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_neighbours(name):
-    """The boxes of a neighbour lie inside of those of one distance more; so k' differs by at most 1."""
+    """The boxes of a neighbour lie inside of those of one distance more; so k' differs by at most
+    1."""
     case, differ = CASES[name], 0
     for seed in SEEDS:
         _, bounds = solved(name, seed)
@@ -429,7 +536,10 @@ def test_neighbours(name):
             theirs = certify(other, logits, queries)
             assert np.abs(np.asarray(ours.distance) - np.asarray(theirs.distance)).max() <= 1
             changed = np.asarray(ours.label != theirs.label)
-            assert not np.asarray(ours.distance)[changed].any() and not np.asarray(theirs.distance)[changed].any()
+            assert (
+                not np.asarray(ours.distance)[changed].any()
+                and not np.asarray(theirs.distance)[changed].any()
+            )
             differ += int((ours.distance != theirs.distance).sum())
     assert differ > 0
 
@@ -441,7 +551,9 @@ def test_labels_of_retrained_models(name):
     for seed in SEEDS:
         queries, answer = answers(name, seed)
         label, distance = np.asarray(answer.label), np.asarray(answer.distance)
-        low, high = (np.asarray(end, np.float64) for end in (answer.logits.lower, answer.logits.upper))
+        low, high = (
+            np.asarray(end, np.float64) for end in (answer.logits.lower, answer.logits.upper)
+        )
         for k, theta in witnesses(name, seed):
             z = retraining.forward(theta, queries.astype(theta[0].dtype))[1]
             now = (z[:, 0] > 0) if z.shape[1] == 1 else np.argmax(z, axis=1)
@@ -453,7 +565,8 @@ def test_labels_of_retrained_models(name):
 
 
 def saturated(rng, n, wide=1000):
-    """Returns a linear problem, and a record whose clipped gradient is +-clip in nearly all of its coordinates."""
+    """Returns a linear problem, and a record whose clipped gradient is +-clip in nearly all of its
+    coordinates."""
     params = network(rng, (wide, 1))
     x, y = records(rng, n, (wide, 1), "bce")
     extreme = rng.choice([-1e3, 1e3], size=wide).astype(np.float32)
@@ -473,26 +586,32 @@ def test_neighbours_by_a_saturated_record(n, batch_size, options):
         params, x, y, extreme, label = saturated(np.random.default_rng(seed), n)
         without = case.bounds(params, x, y, None)
         place = seed * n // 4
-        more = case.bounds(params, np.insert(x, place, extreme, axis=0), np.insert(y, place, label), None)
+        more = case.bounds(
+            params, np.insert(x, place, extreme, axis=0), np.insert(y, place, label), None
+        )
         assert within(without, more) and within(more, without)
 
 
 @pytest.mark.slow
 def test_neighbours_where_a_gradient_overflows():
-    """0 * inf, in the places without a record of a batch, is nothing; a NaN of a record is any gradient."""
+    """0 * inf, in the places without a record of a batch, is nothing; a NaN of a record is any
+    gradient."""
     case = Case("bce", (3, 1), "add_remove", 24, 2, 0.2, 0.3)
     params, x, y, order = case.problem()
     params[0], x[0] = np.full((3, 1), 2, np.float32), (3e38, -3e38, 0)
     ours, other = case.bounds(params, x, y, order), case.bounds(params, x[:-1], y[:-1], None)
     assert within(ours, other) and within(other, ours)
-    radius = max(float(np.max(high[0] - low[0])) for low, high in zip(ours.lower, ours.upper, strict=True))
+    radius = max(
+        float(np.max(high[0] - low[0])) for low, high in zip(ours.lower, ours.upper, strict=True)
+    )
     step = case.learning_rate * 2 * case.clip / case.n  # one record that may be anything
     assert step < radius < 4 * step
 
 
 @pytest.fixture
 def arrays(no_work):
-    """Returns `arrays(data, **options)`: the features and the rows [steps, places] that the compiled program gets."""
+    """Returns `arrays(data, **options)`: the features and the rows [steps, places] that the
+    compiled program gets."""
 
     def arrays(data, **options):
         with pytest.raises(AssertionError, match="work was done"):
@@ -510,7 +629,9 @@ def members(features, order):
 
 def moved(before, after):
     """Returns how many records are in a batch before and not after, or the other way round."""
-    return sum((one - two).total() + (two - one).total() for one, two in zip(before, after, strict=True))
+    return sum(
+        (one - two).total() + (two - one).total() for one, two in zip(before, after, strict=True)
+    )
 
 
 def by_position(data, batches, **_):
@@ -527,7 +648,10 @@ def test_the_batches_of_all_others_stay_whichever_record_leaves(arrays, monkeypa
         monkeypatch.setattr(plan, "partition_by_hash", by_position)
     whole = members(*arrays((x, y), **how))
     assert len(whole) == 6 and sum(batch.total() for batch in whole) == 2 * 17
-    apart = [moved(whole, members(*arrays((np.delete(x, i, 0), np.delete(y, i)), **how))) for i in range(17)]
+    apart = [
+        moved(whole, members(*arrays((np.delete(x, i, 0), np.delete(y, i)), **how)))
+        for i in range(17)
+    ]
     assert (max(apart) > 2) if twin else (apart == [2] * 17)  # it leaves its batch of both epochs
 
 
@@ -574,14 +698,21 @@ def test_every_removed_record_stays_within_the_bounds(monkeypatch, twin):
 def test_the_number_of_batches_does_not_depend_on_the_records(arrays, batches):
     for n in (0, 1, 149, 150, 151, 450):
         _, order = arrays(
-            records(np.random.default_rng(n), n, (2, 1), "bce"), batches=batches, batch_size=100, epochs=2
+            records(np.random.default_rng(n), n, (2, 1), "bce"),
+            batches=batches,
+            batch_size=100,
+            epochs=2,
         )
         assert len(order) == 2 * (batches or 1) and (order >= 0).sum() == 2 * n
 
 
 def test_the_number_of_batches_where_that_of_records_is_public(arrays):
     for n, batches in ((149, 1), (151, 2)):
-        _, order = arrays(records(np.random.default_rng(n), n, (2, 1), "bce"), threat="replace_one", batch_size=100)
+        _, order = arrays(
+            records(np.random.default_rng(n), n, (2, 1), "bce"),
+            threat="replace_one",
+            batch_size=100,
+        )
         assert len(order) == batches
     seven = records(np.random.default_rng(0), 7, (2, 1), "bce")
     _, order = arrays(seven, threat="replace_per_batch", batch_size=2, batches=2, ks=0)
@@ -591,13 +722,17 @@ def test_the_number_of_batches_where_that_of_records_is_public(arrays):
 @pytest.mark.slow
 @pytest.mark.parametrize("batches", [None, 2])
 def test_a_neighbour_is_trained_with_as_many_batches(batches):
-    """12 records are one and a half batches of 8: rounding would make a batch less of them when one leaves."""
+    """12 records are one and a half batches of 8: rounding would make a batch less of them when one
+    leaves."""
     case = dataclasses.replace(SMALL, epochs=1, learning_rate=5.0, n=12)
     options = {"batches": batches}
     for seed in range(4):
         params, x, y, _ = case.problem(seed)
         kept = np.delete(np.arange(case.n), np.random.default_rng(seed).integers(case.n))
-        ours, other = case.bounds(params, x, y, None, **options), case.bounds(params, x[kept], y[kept], None, **options)
+        ours, other = (
+            case.bounds(params, x, y, None, **options),
+            case.bounds(params, x[kept], y[kept], None, **options),
+        )
         for one, two in ((ours, other), (other, ours)):
             assert outside(two.params, row(one.lower, 1), row(one.upper, 1)) == 0
             assert within(two, one)
@@ -627,16 +762,24 @@ def test_no_records():
 @pytest.mark.slow
 @pytest.mark.parametrize(("most", "batches"), [(None, 2), (128, 1)])
 def test_a_batch_far_larger_than_declared(monkeypatch, most, batches):
-    """Whether there is an error may not depend on the number of records: their sum is clipped instead."""
+    """Whether there is an error may not depend on the number of records: their sum is clipped
+    instead."""
     if most:
         of = sums.Grid.of
-        monkeypatch.setattr(sums.Grid, "of", lambda *args, **options: of(*args, **options)._replace(most=most))
+        monkeypatch.setattr(
+            sums.Grid, "of", lambda *args, **options: of(*args, **options)._replace(most=most)
+        )
     clip = 0.25 if most else 0.5  # another program
     case = Case("bce", (1, 1), "add_remove", 8, 1, clip, 0.5**10, n=1400, ks=2)
     rng = np.random.default_rng(0)
     params = network(rng, (1, 1))
-    x, y = np.float32(100 + rng.random((case.n, 1))), np.zeros(case.n, np.float32)  # each gradient is the clip
-    ours, other = (case.bounds(params, x[:n], y[:n], None, batches=batches) for n in (case.n, case.n - 1))
+    x, y = (
+        np.float32(100 + rng.random((case.n, 1))),
+        np.zeros(case.n, np.float32),
+    )  # each gradient is the clip
+    ours, other = (
+        case.bounds(params, x[:n], y[:n], None, batches=batches) for n in (case.n, case.n - 1)
+    )
     room = (most or 256) * case.clip / case.batch_size * case.learning_rate * batches
     np.testing.assert_allclose(params[0] - ours.params[0], room, rtol=1e-5)
     for a, b in ((ours, other), (other, ours)):
@@ -650,14 +793,18 @@ def test_a_batch_far_larger_than_declared(monkeypatch, most, batches):
 def test_budget_when_batches_are_empty(monkeypatch):
     """Added records may sit in the empty first batch of every epoch."""
     empty = np.array([[-1, -1, -1], [0, 1, 2], [3, 4, 5]] * 2)
-    monkeypatch.setattr(plan, "partition_by_hash", lambda *args, **kwargs: np.array([1, 1, 1, 2, 2, 2]))
+    monkeypatch.setattr(
+        plan, "partition_by_hash", lambda *args, **kwargs: np.array([1, 1, 1, 2, 2, 2])
+    )
     case = dataclasses.replace(SMALL, learning_rate=0.02, lr_decay=1.0, n=6)
     params, x, y, _ = case.problem()
     bounds = case.bounds(params, x, y, None, batches=3)
     for sign in (-1, 1):
         extreme = sign * 1e3 * np.sign(params[0].T)
         pool = np.vstack([x, extreme]), np.append(y, sign < 0)
-        theta = case.retrain(params, *pool, [np.array([r for r in rows if r >= 0] or [6, 6]) for rows in empty])
+        theta = case.retrain(
+            params, *pool, [np.array([r for r in rows if r >= 0] or [6, 6]) for rows in empty]
+        )
         assert outside(theta, row(bounds.lower, 2), row(bounds.upper, 2)) == 0
 
 
@@ -668,14 +815,18 @@ def hand_made(lower, upper, ks):
     """Bounds as `train_with_bounds` returns them, of given boxes."""
     params = [(low[0] + high[0]) / 2 for low, high in zip(lower, upper, strict=True)]
     trainable = (True,) * len(params)
-    return agt.Bounds(params, lower, upper, tuple(ks), threat="add_remove", trainable=trainable, product="tight")
+    return agt.Bounds(
+        params, lower, upper, tuple(ks), threat="add_remove", trainable=trainable, product="tight"
+    )
 
 
 def boxes(rng, sizes, radii):
     centre = network(rng, sizes)
     widths = [rng.uniform(0.2, 1, size=leaf.shape).astype(np.float32) for leaf in centre]
     ends = [
-        np.stack([c + sign * r * w for r in radii]) for sign in (-1, 1) for c, w in zip(centre, widths, strict=True)
+        np.stack([c + sign * r * w for r in radii])
+        for sign in (-1, 1)
+        for c, w in zip(centre, widths, strict=True)
     ]
     return [end.astype(np.float32) for end in ends[: len(centre)]], [
         end.astype(np.float32) for end in ends[len(centre) :]
@@ -697,15 +848,22 @@ def test_certify_linear_models_exactly(classes):
     def least(w_low, w_high):  # of x w, [K, Q, C]
         return plus @ w_low - minus @ w_high
 
-    z_low, z_high = least(low[0], high[0]) + low[1][:, None], -least(-high[0], -low[0]) + high[1][:, None]
+    z_low, z_high = (
+        least(low[0], high[0]) + low[1][:, None],
+        -least(-high[0], -low[0]) + high[1][:, None],
+    )
     nominal = x @ ((low[0] + high[0]) / 2)[0] + ((low[1] + high[1]) / 2)[0]
     label = (nominal[:, 0] > 0).astype(int) if classes == 1 else np.argmax(nominal, axis=1)
     if classes == 1:
         certain = np.where(label == 1, z_low[..., 0] > 0, z_high[..., 0] <= 0)
     else:
-        gaps = []  # the least of z_label - z_j over all parameters in the box, rows of differences of weights
+        # the least of z_label - z_j over all parameters in the box, rows of differences of weights
+        gaps = []
         for j in range(classes):
-            w_low, w_high = low[0][..., label] - high[0][..., [j]], high[0][..., label] - low[0][..., [j]]
+            w_low, w_high = (
+                low[0][..., label] - high[0][..., [j]],
+                high[0][..., label] - low[0][..., [j]],
+            )
             gap = np.einsum("qi,kiq->kq", plus, w_low) - np.einsum("qi,kiq->kq", minus, w_high)
             gaps.append(np.where(label == j, np.inf, gap + low[1][:, label] - high[1][:, [j]]))
         certain = np.min(gaps, axis=0) > 0
@@ -715,12 +873,15 @@ def test_certify_linear_models_exactly(classes):
     assert len(set(expected)) > 5
     np.testing.assert_allclose(answer.logits.lower, z_low, atol=1e-5)
     np.testing.assert_allclose(answer.logits.upper, z_high, atol=1e-5)
-    assert (np.asarray(answer.logits.lower) <= z_low).all() and (np.asarray(answer.logits.upper) >= z_high).all()
+    assert (np.asarray(answer.logits.lower) <= z_low).all() and (
+        np.asarray(answer.logits.upper) >= z_high
+    ).all()
 
 
 @pytest.mark.slow
 def test_certify_networks():
-    """No parameters in the box change a certified label; comparing logits one by one certifies less."""
+    """No parameters in the box change a certified label; comparing logits one by one certifies
+    less."""
     rng = np.random.default_rng(1)
     lower, upper = boxes(rng, (3, 5, 3), 0.02 * np.arange(8))
     bounds = hand_made(lower, upper, range(8))
@@ -731,7 +892,8 @@ def test_certify_networks():
     for k in range(1, 8):
         for _ in range(50):
             theta = [
-                rng.choice([0, 1], size=a[k].shape) * (b[k] - a[k]) + a[k] for a, b in zip(lower, upper, strict=True)
+                rng.choice([0, 1], size=a[k].shape) * (b[k] - a[k]) + a[k]
+                for a, b in zip(lower, upper, strict=True)
             ]
             flipped = np.argmax(retraining.forward(theta, queries)[1], axis=1) != label
             assert not (flipped & (distance >= k)).any()
@@ -757,14 +919,22 @@ def test_certify_counts_certified_distances():
         ((0, 1, 2), ([-1, -2, -3], [-1, 0, 0.1]), 1),
     ):
         lower, upper = (np.asarray(end, np.float32)[:, None] for end in ends)
-        answer = certify(hand_made([lower], [upper], ks), lambda params, x: params[0], np.zeros((1, 1), np.float32))
+        answer = certify(
+            hand_made([lower], [upper], ks),
+            lambda params, x: params[0],
+            np.zeros((1, 1), np.float32),
+        )
         assert answer.distance.dtype == jnp.int32
         assert answer.distance.tolist() == [expected], (ks, ends)
 
 
 def test_certify_ties():
     point = np.array([[1, 1, 0]] * 3, np.float32)
-    answer = certify(hand_made([point], [point], (0, 1, 2)), lambda params, x: params[0], np.zeros((2, 1), np.float32))
+    answer = certify(
+        hand_made([point], [point], (0, 1, 2)),
+        lambda params, x: params[0],
+        np.zeros((2, 1), np.float32),
+    )
     assert answer.distance.tolist() == [0, 0]
 
 
@@ -799,7 +969,11 @@ BAD = {
     "ks empty": ({"ks": ()}, ValueError, "ks"),
     "ks not increasing": ({"ks": (0, 2, 1)}, ValueError, "ks"),
     "k above batch_size": ({"ks": 9}, ValueError, "batch_size=8"),
-    "k above a batch": ({"ks": 3, "threat": "replace_one", "order": [[0, 1], [2, 3]]}, ValueError, "ks"),
+    "k above a batch": (
+        {"ks": 3, "threat": "replace_one", "order": [[0, 1], [2, 3]]},
+        ValueError,
+        "ks",
+    ),
     "clip None": ({"clip": None}, ValueError, "clip"),
     "clip zero": ({"clip": 0.0}, ValueError, "clip"),
     "clip negative": ({"clip": -1.0}, ValueError, "clip"),
@@ -812,9 +986,21 @@ BAD = {
     "batches zero": ({"batches": 0}, ValueError, "batches must be an integer >= 1, got 0"),
     "batches bool": ({"batches": True}, ValueError, "batches must be an integer >= 1, got True"),
     "batches float": ({"batches": 2.0}, ValueError, "batches must be an integer >= 1, got 2.0"),
-    "batches and order": ({"batches": 1, "order": [[0, 1, 2, 3, 4, 5, 6, 7]]}, ValueError, "batches=1 and order"),
-    "more batches than records": ({"batches": 9, "threat": "replace_one"}, ValueError, "batches=9 must be at most 8"),
-    "more changes than room": ({"ks": (0, 2**18 + 1), "batch_size": 2**20}, ValueError, "ks reaches 262145"),
+    "batches and order": (
+        {"batches": 1, "order": [[0, 1, 2, 3, 4, 5, 6, 7]]},
+        ValueError,
+        "batches=1 and order",
+    ),
+    "more batches than records": (
+        {"batches": 9, "threat": "replace_one"},
+        ValueError,
+        "batches=9 must be at most 8",
+    ),
+    "more changes than room": (
+        {"ks": (0, 2**18 + 1), "batch_size": 2**20},
+        ValueError,
+        "ks reaches 262145",
+    ),
     "threat": ({"threat": "remove"}, ValueError, "threat must be one of"),
     "product": ({"product": "exact"}, ValueError, "product"),
     "momentum": ({"momentum": 1.0}, ValueError, "momentum"),
@@ -827,20 +1013,35 @@ BAD = {
         ValueError,
         "weight_decay",
     ),
-    "weight_decay that overshoots": ({"learning_rate": 1.0, "weight_decay": 1.1}, ValueError, "weight_decay"),
+    "weight_decay that overshoots": (
+        {"learning_rate": 1.0, "weight_decay": 1.1},
+        ValueError,
+        "weight_decay",
+    ),
     "order outside": ({"threat": "replace_one", "order": [[0, 8]]}, ValueError, "order"),
     "order below": ({"threat": "replace_one", "order": [[0, -2]]}, ValueError, "order"),
-    "order twice": ({"threat": "replace_one", "order": [[0, 1, 1, 2, 3, 4, 5, 6, 7]]}, ValueError, "order"),
+    "order twice": (
+        {"threat": "replace_one", "order": [[0, 1, 1, 2, 3, 4, 5, 6, 7]]},
+        ValueError,
+        "order",
+    ),
     "order of floats": ({"threat": "replace_one", "order": [[0.0, 1.0]]}, TypeError, "order"),
     "order of one batch": ({"threat": "replace_one", "order": [0, 1]}, ValueError, "order"),
-    "order with an empty batch": ({"threat": "replace_one", "order": [[0, 1], [-1, -1]]}, ValueError, "order"),
+    "order with an empty batch": (
+        {"threat": "replace_one", "order": [[0, 1], [-1, -1]]},
+        ValueError,
+        "order",
+    ),
     "order of positions": (
         {"threat": "add_remove", "order": [[0, 2, 4, 6], [1, 3, 5, 7]]},
         ValueError,
         "order must be None under threat='add_remove'",
     ),
     "order by the number of records": (
-        {"threat": "add_remove", "order": lambda n: np.append(np.arange(n), [-1] * (n % 2)).reshape(-1, 2).T},
+        {
+            "threat": "add_remove",
+            "order": lambda n: np.append(np.arange(n), [-1] * (n % 2)).reshape(-1, 2).T,
+        },
         ValueError,
         "order must be None under threat='add_remove', got function",
     ),
@@ -924,7 +1125,11 @@ def test_bad_data_loss_and_parameters(no_work):
     with pytest.raises(ValueError, match=r"a batch of 262144 records"):
         attempt(data=many, batch_size=2**18, threat="replace_one")
     with pytest.raises(ValueError, match=r"a batch has 300 records"):
-        attempt(data=(many[0][:600], many[1][:600]), threat="replace_one", order=np.arange(600).reshape(2, 300))
+        attempt(
+            data=(many[0][:600], many[1][:600]),
+            threat="replace_one",
+            order=np.arange(600).reshape(2, 300),
+        )
     with pytest.raises(ValueError, match="lower must be at most upper"):
         jaxdp.Interval(jnp.ones(2), jnp.zeros(2))
 
@@ -955,12 +1160,17 @@ def behind_convolution(params, image):
 def test_frozen_convolution():
     """As if trained on features computed outside, up to the rounding of the features."""
     rng = np.random.default_rng(0)
-    images, y = rng.normal(size=(24, 4, 4, 1)).astype(np.float32), rng.integers(2, size=24).astype(np.float32)
+    images, y = (
+        rng.normal(size=(24, 4, 4, 1)).astype(np.float32),
+        rng.integers(2, size=24).astype(np.float32),
+    )
     w, b = network(rng, (8, 1))
     params = {"conv": rng.normal(size=(2, 2, 1, 2)).astype(np.float32), "head": {"b": b, "w": w}}
     settings = {"ks": (0, 2, 4), "batch_size": 24, "epochs": 2, "clip": 0.2, "learning_rate": 0.3}
     bounds = train_with_bounds(
-        lambda params, example: jaxdp.losses.sigmoid_cross_entropy(behind_convolution(params, example[0]), example[1]),
+        lambda params, example: jaxdp.losses.sigmoid_cross_entropy(
+            behind_convolution(params, example[0]), example[1]
+        ),
         params,
         (images, y),
         trainable=lambda path, leaf: path in ("head/w", "head/b") and leaf.ndim < 4,
@@ -970,7 +1180,11 @@ def test_frozen_convolution():
     assert_nested(bounds)
     features = np.asarray(jax.jit(jax.vmap(convolved, (None, 0)))(params["conv"], images))
     outer = train_with_bounds(bce, [w, b], (features, y), **settings)
-    for ours, theirs in ((bounds.params, outer.params), (bounds.lower, outer.lower), (bounds.upper, outer.upper)):
+    for ours, theirs in (
+        (bounds.params, outer.params),
+        (bounds.lower, outer.lower),
+        (bounds.upper, outer.upper),
+    ):
         for name, leaf in zip(("w", "b"), theirs, strict=True):
             np.testing.assert_allclose(ours["head"][name], leaf, rtol=1e-5, atol=1e-5)
         assert ours["conv"].shape[-4:] == (2, 2, 1, 2) and (ours["conv"] == params["conv"]).all()
@@ -1017,7 +1231,9 @@ def test_devices_share_the_distances_and_change_no_bound(name):
     for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     queries, _ = answers(name, 0)
-    np.testing.assert_array_equal(*(certify(bounds, logits, queries).distance for bounds in (many, alone)))
+    np.testing.assert_array_equal(
+        *(certify(bounds, logits, queries).distance for bounds in (many, alone))
+    )
 
 
 @pytest.mark.slow
@@ -1075,9 +1291,13 @@ def test_convolutional_network():
         members[np.random.default_rng(seed).permutation(24)[:3]] = 0
         theta = jax.tree.map(np.asarray, params)
         for _ in range(2):
-            clipped = jax.tree.map(lambda g: np.clip(g, -settings["clip"], settings["clip"]), gradient(theta))
+            clipped = jax.tree.map(
+                lambda g: np.clip(g, -settings["clip"], settings["clip"]), gradient(theta)
+            )
             sums = jax.tree.map(lambda g, m=members: np.einsum("b,b...->...", m, g), clipped)
-            theta = jax.tree.map(lambda p, g: p - np.float32(settings["learning_rate"] / 24) * g, theta, sums)
+            theta = jax.tree.map(
+                lambda p, g: p - np.float32(settings["learning_rate"] / 24) * g, theta, sums
+            )
         assert outside(theta, row(bounds.lower, 3), row(bounds.upper, 3)) == 0
         gone += outside(theta, row(bounds.lower, 2), row(bounds.upper, 2)) > 0
     assert gone > 0
@@ -1087,7 +1307,8 @@ def test_convolutional_network():
 
 @pytest.mark.slow
 def test_ten_classes():
-    """Digits by softmax regression: most predictions are right, and do not hinge on one record of 1500."""
+    """Digits by softmax regression: most predictions are right, and do not hinge on one record of
+    1500."""
     data = digits()
     x, y = data["image"].reshape(len(data["label"]), -1).astype(np.float32), data["label"]
     params = [np.zeros((64, 10), np.float32), np.zeros(10, np.float32)]
@@ -1103,7 +1324,8 @@ def test_ten_classes():
 
 
 def retrained(x, y, rows, present, users, *, clip, learning_rate, divisor, epochs):
-    """Trains a linear model in float64 on the owners `users`: [P] of weights [d, C]. Their mean gradient is clipped."""
+    """Trains a linear model in float64 on the owners `users`: [P] of weights [d, C]. Their mean
+    gradient is clipped."""
     w = np.zeros((x.shape[1], y.max() + 1))
     for _ in range(epochs):
         z = x @ w
@@ -1116,10 +1338,13 @@ def retrained(x, y, rows, present, users, *, clip, learning_rate, divisor, epoch
 
 @pytest.mark.slow
 def test_bounds_of_owners_contain_training_without_some_of_them():
-    """The broken twin bounds a change of k records. Without k owners, who have four each, training leaves its box."""
+    """The broken twin bounds a change of k records. Without k owners, who have four each, training
+    leaves its box."""
     rng = np.random.default_rng(5)
     owner = np.repeat(np.arange(24), rng.integers(2, 5, 24))
-    x = (rng.normal(size=(24, 5))[owner] + 0.3 * rng.normal(size=(len(owner), 5))).astype(np.float32)
+    x = (rng.normal(size=(24, 5))[owner] + 0.3 * rng.normal(size=(len(owner), 5))).astype(
+        np.float32
+    )
     y = rng.integers(0, 3, 24)[owner]
     source = jaxdp.data.from_arrays(x=x, y=y)
     patients = jaxdp.data.by_group(source, owner, max_records=4)
@@ -1132,7 +1357,9 @@ def test_bounds_of_owners_contain_training_without_some_of_them():
     bounds = train_with_bounds(loss_fn, start, owned, ks=3, batch_size=24, group=True, **how)
     everything = {"x": jnp.asarray(x), "y": jnp.asarray(y)}
     twin = train_with_bounds(loss_fn, start, everything, ks=3, batch_size=len(x), **how)
-    train = functools.partial(retrained, x.astype(np.float64), y, patients.rows, owned.present, divisor=24, **how)
+    train = functools.partial(
+        retrained, x.astype(np.float64), y, patients.rows, owned.present, divisor=24, **how
+    )
     np.testing.assert_allclose(bounds.params, train(range(24)), atol=1e-5)
     assert_nested(bounds)
     escaped = 0
@@ -1150,6 +1377,10 @@ def test_bounds_of_owners_contain_training_without_some_of_them():
     assert escaped > 0
     part = jaxdp.prediction.partition_by_hash(owned, 4, salt=b"owners")
     fewer = patients.gather(np.arange(1, 24))
-    np.testing.assert_array_equal(jaxdp.prediction.partition_by_hash(fewer, 4, salt=b"owners"), part[1:])
-    with pytest.raises(TypeError, match=r"data must be jaxdp.data.Records with group=True, got dict"):
+    np.testing.assert_array_equal(
+        jaxdp.prediction.partition_by_hash(fewer, 4, salt=b"owners"), part[1:]
+    )
+    with pytest.raises(
+        TypeError, match=r"data must be jaxdp.data.Records with group=True, got dict"
+    ):
         train_with_bounds(loss_fn, start, everything, ks=3, batch_size=24, group=True, **how)

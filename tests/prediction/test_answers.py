@@ -1,7 +1,8 @@
-"""Private answers: the ledger comes first, nothing but answers comes back, adjacencies match; planning; the student.
+"""Private answers: the ledger comes first, nothing but answers comes back, adjacencies match;
+planning; the student.
 
-Certificates are fakes with chosen labels and distances, so that what is tested is what happens to them.
-"""
+Certificates are fakes with chosen labels and distances, so that what is tested is what happens to
+them."""
 
 import dataclasses
 import logging
@@ -47,7 +48,9 @@ class Bounds:
 
     def __post_init__(self):
         if not isinstance(self.params, dict):
-            self.params = {"w": jnp.float32(np.mean(self.label) if self.params is None else self.params)}
+            self.params = {
+                "w": jnp.float32(np.mean(self.label) if self.params is None else self.params)
+            }
 
 
 class Ends(NamedTuple):
@@ -105,8 +108,15 @@ def ledger_for(adjacency="add_remove", epsilon=None, delta=1e-5):
 
 
 def predict(bounds, n=50, ledger=None, apply_fn=one_logit, **arguments):
-    arguments = {"epsilon": 0.5, "seed": SEED, **({"epsilon": None} if "total" in arguments else {}), **arguments}
-    return prediction.private_predict(bounds, apply_fn, queries(n), account=account(ledger), **arguments)
+    arguments = {
+        "epsilon": 0.5,
+        "seed": SEED,
+        **({"epsilon": None} if "total" in arguments else {}),
+        **arguments,
+    }
+    return prediction.private_predict(
+        bounds, apply_fn, queries(n), account=account(ledger), **arguments
+    )
 
 
 def account(ledger=None):
@@ -166,7 +176,9 @@ def test_planning_refuses(arguments, match):
 def test_every_query_is_charged_once(certified):
     ledger = ledger_for()
     answers = predict(Bounds(1, 100), 50, ledger, epsilon=0.2)
-    assert type(answers) is np.ndarray and answers.dtype == np.int32 and answers.tolist() == [1] * 50
+    assert (
+        type(answers) is np.ndarray and answers.dtype == np.int32 and answers.tolist() == [1] * 50
+    )
     assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.2), 50)}
     predict(Bounds(1, 100), 50, ledger, epsilon=0.2, seed=None)
     assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.2), 100)}
@@ -182,7 +194,12 @@ def test_the_event_of_answers_is_known_before_there_is_a_model(certified, mechan
     if METHODS[mechanism].kind == "labels":
         predict(Bounds(1, 3), 7, ledger, epsilon=0.2, mechanism=mechanism)
     else:
-        ask = {"account": account(ledger), "output_range": (0.0, 9.0), "epsilon": 0.2, "mechanism": mechanism}
+        ask = {
+            "account": account(ledger),
+            "output_range": (0.0, 9.0),
+            "epsilon": 0.2,
+            "mechanism": mechanism,
+        }
         prediction.private_values(value_bounds(7, (0, 1)), value_of, queries(7), **ask)
     assert ledger.events("data") == {None: event}
 
@@ -209,7 +226,9 @@ def test_a_total_is_planned_for_all_queries_of_the_call(certified):
         predict(Bounds(0, 5), 10, ledger, epsilon=0.2)
 
 
-@pytest.mark.parametrize("mechanism", [name for name, row in METHODS.items() if row.kind == "labels"])
+@pytest.mark.parametrize(
+    "mechanism", [name for name, row in METHODS.items() if row.kind == "labels"]
+)
 @pytest.mark.parametrize("members", [1, 3])
 def test_a_refused_call_computes_nothing_and_charges_nothing(certified, mechanism, members):
     ledger = ledger_for(epsilon=1.0)
@@ -252,7 +271,10 @@ def test_answers_flip_with_the_probability_of_their_distance(certified, distance
     wrong = int((predict(Bounds(1, distance), n, epsilon=epsilon) != 1).sum())
     p = float(mechanisms.flip_probability(distance, epsilon=epsilon))
     assert stats.binomtest(wrong, n, p).pvalue > ACCEPT
-    assert stats.binomtest(wrong, n, 0.7 * p).pvalue < REJECT and stats.binomtest(wrong, n, 1.3 * p).pvalue < REJECT
+    assert (
+        stats.binomtest(wrong, n, 0.7 * p).pvalue < REJECT
+        and stats.binomtest(wrong, n, 1.3 * p).pvalue < REJECT
+    )
 
 
 @pytest.mark.slow
@@ -260,7 +282,9 @@ def test_a_seed_reproduces_a_release_and_two_releases_never_share_noise(certifie
     bounds, ledger = Bounds(0, 0), ledger_for()
     first = predict(bounds, 200, ledger)
     assert (predict(bounds, 200, ledger) == first).all() and (predict(bounds, 200) == first).all()
-    assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.5), 200)}  # one release, paid once
+    assert ledger.events("data") == {
+        None: SelfComposedDpEvent(PureDpEvent(0.5), 200)
+    }  # one release, paid once
     others = [
         predict(Bounds(0, 0, lower=np.float32(1)), 200, ledger),  # in nothing that the answers show
         predict(bounds, 200, ledger, mechanism="global_response"),
@@ -290,7 +314,13 @@ def test_global_mechanisms_need_no_certificates(certified, mechanism):
     assert certified == []
     p = math.exp(-0.5) / 2 if mechanism == "global_laplace" else 1 / (1 + math.e)
     assert stats.binomtest(int((answers == 0).sum()), n, p).pvalue > ACCEPT
-    apart = predict(Bounds(1, 0, params=1.0), 500, apply_fn=three_logits, mechanism="global_response", epsilon=20.0)
+    apart = predict(
+        Bounds(1, 0, params=1.0),
+        500,
+        apply_fn=three_logits,
+        mechanism="global_response",
+        epsilon=20.0,
+    )
     assert (apart == 1).all()  # The largest of three logits.
 
 
@@ -324,7 +354,9 @@ def observed_distance(monkeypatch, bounds, registered, **arguments):
         ("replace_one", "replace_one", 7),
     ],
 )
-def test_distances_count_changes_of_the_registered_relation(certified, monkeypatch, kind, registered, distance):
+def test_distances_count_changes_of_the_registered_relation(
+    certified, monkeypatch, kind, registered, distance
+):
     assert observed_distance(monkeypatch, Bounds(0, 7, threat=kind), registered) == distance
 
 
@@ -341,7 +373,9 @@ def test_distances_count_changes_of_the_registered_relation(certified, monkeypat
 )
 def test_other_relations_are_refused_before_spending(certified, kind, registered):
     ledger = ledger_for(registered)
-    with pytest.raises(ValueError, match=f"threat='{kind}' cover .*, but dataset 'data' is registered with"):
+    with pytest.raises(
+        ValueError, match=f"threat='{kind}' cover .*, but dataset 'data' is registered with"
+    ):
         predict(Bounds(0, 7, threat=kind), 4, ledger)
     assert ledger.events("data") == {} and certified == []
 
@@ -362,7 +396,9 @@ def test_an_ensemble_votes_and_a_replacement_may_touch_two_members(certified, mo
 def test_laplace_noise_on_votes_is_doubled_for_replacement(certified):
     n, members = 20_000, [Bounds(1)] * 9 + [Bounds(0)] * 5
     for registered, scale in (("add_remove", 2.5), ("replace_one", 5.0)):
-        answers = predict(members, n, ledger_for(registered), epsilon=0.8, mechanism="global_laplace")
+        answers = predict(
+            members, n, ledger_for(registered), epsilon=0.8, mechanism="global_laplace"
+        )
         p = math.exp(-4 / scale) * (0.5 + 4 / scale / 4)
         assert stats.binomtest(int((answers == 0).sum()), n, p).pvalue > ACCEPT
     assert certified == []
@@ -389,10 +425,16 @@ def test_bad_arguments_are_refused_before_spending(certified, arguments, match):
 
 def test_unknown_data_sets_and_ragged_queries_are_refused():
     with pytest.raises(ValueError, match="'other' is not registered"):
-        prediction.private_predict(Bounds(), one_logit, queries(2), account=ledger_for().account("other"), epsilon=1.0)
+        prediction.private_predict(
+            Bounds(), one_logit, queries(2), account=ledger_for().account("other"), epsilon=1.0
+        )
     with pytest.raises(ValueError, match="queries must be a pytree"):
         prediction.private_predict(
-            Bounds(), one_logit, {"x": np.zeros(3), "y": np.zeros(2)}, account=account(), epsilon=1.0
+            Bounds(),
+            one_logit,
+            {"x": np.zeros(3), "y": np.zeros(2)},
+            account=account(),
+            epsilon=1.0,
         )
 
 
@@ -417,7 +459,9 @@ def test_queries_that_are_not_finite_are_refused_before_spending(certified):
     ledger = ledger_for()
     asked = {"x": np.full((4, 2), np.nan, np.float32)}
     with pytest.raises(ValueError, match="queries leaf x has NaN"):
-        prediction.private_predict(Bounds(0, 7), one_logit, asked, account=account(ledger), epsilon=0.1)
+        prediction.private_predict(
+            Bounds(0, 7), one_logit, asked, account=account(ledger), epsilon=0.1
+        )
     assert ledger.events("data") == {} and certified == []
 
 
@@ -440,17 +484,26 @@ def value_of(params, query):
         ((0, 3, 8), "zero_out", [3, 8]),
     ],
 )
-def test_values_use_the_certified_boxes_of_the_registered_relation(certified, monkeypatch, ks, registered, rows):
+def test_values_use_the_certified_boxes_of_the_registered_relation(
+    certified, monkeypatch, ks, registered, rows
+):
     seen = {}
 
     def record(key, values, lower, upper, *, epsilon, output_range):
-        seen.update(values=values, lower=lower, upper=upper, epsilon=epsilon, output_range=output_range)
+        seen.update(
+            values=values, lower=lower, upper=upper, epsilon=epsilon, output_range=output_range
+        )
         return np.zeros(len(values), np.float32)
 
     monkeypatch.setitem(METHODS, "cauchy_values", prediction.Mechanism("values", record))
     ledger = ledger_for(registered)
     prediction.private_values(
-        value_bounds(4, ks), value_of, queries(4), account=account(ledger), output_range=(0.0, 9.0), epsilon=0.3
+        value_bounds(4, ks),
+        value_of,
+        queries(4),
+        account=account(ledger),
+        output_range=(0.0, 9.0),
+        epsilon=0.3,
     )
     np.testing.assert_allclose(seen["upper"][:, 0], 3 + np.array(rows) / 4)
     np.testing.assert_allclose(seen["lower"][:, 0], 3 - np.array(rows) / 4)
@@ -463,31 +516,52 @@ def test_values_use_the_certified_boxes_of_the_registered_relation(certified, mo
 def test_values_come_back_noisy_and_refused_calls_compute_nothing(certified, mechanism):
     ask = {"output_range": (0.0, 9.0), "mechanism": mechanism, "seed": SEED}
     bounds = value_bounds(400, tuple(range(60)))
-    answers = prediction.private_values(bounds, value_of, queries(400), account=account(), epsilon=2.0, **ask)
+    answers = prediction.private_values(
+        bounds, value_of, queries(400), account=account(), epsilon=2.0, **ask
+    )
     assert answers.dtype == np.float32 and answers.shape == (400,)
     assert abs(np.median(answers) - 3) < 1.0 and answers.std() > 0.1
     before = len(certified)
     with pytest.raises(jaxdp.BudgetExceeded):
         prediction.private_values(
-            bounds, value_of, queries(400), account=account(ledger_for(epsilon=1.0)), epsilon=2.0, **ask
+            bounds,
+            value_of,
+            queries(400),
+            account=account(ledger_for(epsilon=1.0)),
+            epsilon=2.0,
+            **ask,
         )
     assert len(certified) == before
     with pytest.raises(ValueError, match="bounds must be of one model"):
-        prediction.private_values([bounds], value_of, queries(4), account=account(), epsilon=2.0, **ask)
+        prediction.private_values(
+            [bounds], value_of, queries(4), account=account(), epsilon=2.0, **ask
+        )
     with pytest.raises(ValueError, match="output_range must be"):
         prediction.private_values(
-            bounds, value_of, queries(4), account=account(), epsilon=2.0, **{**ask, "output_range": (1.0, 0.0)}
+            bounds,
+            value_of,
+            queries(4),
+            account=account(),
+            epsilon=2.0,
+            **{**ask, "output_range": (1.0, 0.0)},
         )
     for outputs in (three_logits, lambda params, query: three_logits(params, query)[:2]):
         with pytest.raises(ValueError, match="one value"):
-            prediction.private_values(bounds, outputs, queries(4), account=account(), epsilon=2.0, **ask)
-    with pytest.raises(ValueError, match=r"mechanism must be one of \['cauchy_values', 'laplace_values'\]"):
+            prediction.private_values(
+                bounds, outputs, queries(4), account=account(), epsilon=2.0, **ask
+            )
+    with pytest.raises(
+        ValueError, match=r"mechanism must be one of \['cauchy_values', 'laplace_values'\]"
+    ):
         ask["mechanism"] = "randomised_response"
-        prediction.private_values(bounds, value_of, queries(4), account=account(), epsilon=2.0, **ask)
+        prediction.private_values(
+            bounds, value_of, queries(4), account=account(), epsilon=2.0, **ask
+        )
 
 
 def test_a_mechanism_from_outside_is_one_row(certified, monkeypatch):
-    """It is offered by its door, charged by its own event, and uses no certificate unless it says so."""
+    """It is offered by its door, charged by its own event, and uses no certificate unless it says
+    so."""
 
     def zeros(key, labels, distances, *, epsilon, num_classes):
         assert not distances.any()
@@ -496,11 +570,18 @@ def test_a_mechanism_from_outside_is_one_row(certified, monkeypatch):
     def event(epsilon):
         return PureDpEvent(epsilon / 2)
 
-    monkeypatch.setitem(METHODS, "zeros", prediction.Mechanism("labels", zeros, certified=False, event=event))
+    monkeypatch.setitem(
+        METHODS, "zeros", prediction.Mechanism("labels", zeros, certified=False, event=event)
+    )
     ledger = ledger_for()
     assert predict(Bounds(1, 5), 7, ledger, epsilon=0.2, mechanism="zeros").tolist() == [0] * 7
-    assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.1), 7)} and certified == []
-    assert prediction.event(7, epsilon=0.2, mechanism="zeros") == SelfComposedDpEvent(PureDpEvent(0.1), 7)
+    assert (
+        ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.1), 7)}
+        and certified == []
+    )
+    assert prediction.event(7, epsilon=0.2, mechanism="zeros") == SelfComposedDpEvent(
+        PureDpEvent(0.1), 7
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- PATE
@@ -512,19 +593,29 @@ def test_pate_charges_its_plan_and_answers_where_members_agree():
     members = [{"w": jnp.float32(1.0)}] * 9 + [{"w": jnp.float32(0.0)}]
     ledger = ledger_for()
     ask = {"mechanism": mechanism, "max_answers": 30, "seed": SEED}
-    answers = prediction.pate_predict(members, one_logit, queries(40), account=account(ledger), **ask)
+    answers = prediction.pate_predict(
+        members, one_logit, queries(40), account=account(ledger), **ask
+    )
     assert answers.dtype == np.int32 and (answers == 1).sum() == 30 and (answers == -1).sum() == 10
-    assert ledger.epsilon("data") == pytest.approx(epsilon_at(mechanism.event(40, max_answers=30), delta=1e-5))
-    half = prediction.pate_predict(members[4:] + members[-1:] * 4, one_logit, queries(40), account=account(), **ask)
+    assert ledger.epsilon("data") == pytest.approx(
+        epsilon_at(mechanism.event(40, max_answers=30), delta=1e-5)
+    )
+    half = prediction.pate_predict(
+        members[4:] + members[-1:] * 4, one_logit, queries(40), account=account(), **ask
+    )
     assert (half == -1).all()
     with pytest.raises(ValueError, match="members is empty"):
         prediction.pate_predict([], one_logit, queries(40), account=account(), **ask)
     with pytest.raises(TypeError, match="mechanism must be a ConfidentGNMax, got Louder"):
         louder = type("Louder", (ensembles.ConfidentGNMax,), {})(8.0, 0.5, 0.5)
-        prediction.pate_predict(members, one_logit, queries(40), account=account(), **ask | {"mechanism": louder})
+        prediction.pate_predict(
+            members, one_logit, queries(40), account=account(), **ask | {"mechanism": louder}
+        )
     seen, apply_fn = watched(one_logit)
     with pytest.raises(jaxdp.BudgetExceeded):
-        prediction.pate_predict(members, apply_fn, queries(40), account=account(ledger_for(epsilon=1.0)), **ask)
+        prediction.pate_predict(
+            members, apply_fn, queries(40), account=account(ledger_for(epsilon=1.0)), **ask
+        )
     jax.effects_barrier()
     assert seen == []
     prediction.pate_predict(members, apply_fn, queries(40), account=account(), **ask)
@@ -561,15 +652,27 @@ def dying(monkeypatch):
 
 PATE = ensembles.ConfidentGNMax(threshold=2.0, sigma_threshold=2.0, sigma_votes=2.0)
 DOORS = {
-    "one model": lambda **given: prediction.private_predict(Bounds(1, 0), one_logit, queries(60), epsilon=0.3, **given),
+    "one model": lambda **given: prediction.private_predict(
+        Bounds(1, 0), one_logit, queries(60), epsilon=0.3, **given
+    ),
     "ensemble": lambda **given: prediction.private_predict(
         [Bounds(1, 0), Bounds(0, 0)], one_logit, queries(60), epsilon=0.3, **given
     ),
     "values": lambda **given: prediction.private_values(
-        value_bounds(60, (0, 1)), value_of, queries(60), epsilon=0.3, output_range=(0.0, 9.0), **given
+        value_bounds(60, (0, 1)),
+        value_of,
+        queries(60),
+        epsilon=0.3,
+        output_range=(0.0, 9.0),
+        **given,
     ),
     "PATE": lambda **given: prediction.pate_predict(
-        [{"w": jnp.float32(w)} for w in (0, 0, 1, 1)], one_logit, queries(60), mechanism=PATE, max_answers=40, **given
+        [{"w": jnp.float32(w)} for w in (0, 0, 1, 1)],
+        one_logit,
+        queries(60),
+        mechanism=PATE,
+        max_answers=40,
+        **given,
     ),
 }
 ONCE = {"PATE": PATE.event(60, max_answers=40)}
@@ -577,7 +680,9 @@ ONCE = {"PATE": PATE.event(60, max_answers=40)}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
-def test_what_is_asked_again_after_a_crash_is_the_same_and_is_charged_once(certified, dying, tmp_path, door):
+def test_what_is_asked_again_after_a_crash_is_the_same_and_is_charged_once(
+    certified, dying, tmp_path, door
+):
     ledger, ask = ledger_for(), DOORS[door]
     with pytest.raises(PowerCut):
         ask(account=account(ledger), workdir=tmp_path)
@@ -590,7 +695,9 @@ def test_what_is_asked_again_after_a_crash_is_the_same_and_is_charged_once(certi
     assert not list(tmp_path.rglob("secret_seed"))
     # Without the workdir, asked again is charged again.
     ask(account=account(ledger))
-    assert composition(ledger.events("data")[None]) == {event: 2 * count for event, count in once.items()}
+    assert composition(ledger.events("data")[None]) == {
+        event: 2 * count for event, count in once.items()
+    }
 
 
 def scaled(factor):
@@ -617,12 +724,19 @@ def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(
     certified, dying, tmp_path, monkeypatch, change, pays
 ):
     ledger = ledger_for()
-    given = {"bounds": Bounds(1, 0), "apply_fn": scaled(1.0), "queries": queries(60), "epsilon": 0.3}
+    given = {
+        "bounds": Bounds(1, 0),
+        "apply_fn": scaled(1.0),
+        "queries": queries(60),
+        "epsilon": 0.3,
+    }
     given |= {"account": account(ledger), "workdir": tmp_path}
     with pytest.raises(PowerCut):
         prediction.private_predict(**given)
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + change.get("flags", ""))
-    prediction.private_predict(**given | {name: value for name, value in change.items() if name != "flags"})
+    prediction.private_predict(
+        **given | {name: value for name, value in change.items() if name != "flags"}
+    )
     assert (dying[0] == dying[1]).all() == (pays == 1)
     assert sum(composition(ledger.events("data")[None]).values()) == 60 * pays
     assert not list(tmp_path.rglob("secret_seed"))
@@ -631,23 +745,39 @@ def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(
 def test_kept_answers_belong_to_one_call(certified, tmp_path):
     ledger = ledger_for()
     predict(Bounds(1, 0), 9, ledger, workdir=tmp_path)
-    for change in ({"n": 10}, {"epsilon": 0.4}, {"bounds": Bounds(1, 0, params=0.5)}, {"mechanism": "global_response"}):
+    for change in (
+        {"n": 10},
+        {"epsilon": 0.4},
+        {"bounds": Bounds(1, 0, params=0.5)},
+        {"mechanism": "global_response"},
+    ):
         with pytest.raises(ValueError, match="keeps another release"):
-            predict(**{"bounds": Bounds(1, 0), "n": 9, "ledger": ledger, "workdir": tmp_path} | change)
+            predict(
+                **{"bounds": Bounds(1, 0), "n": 9, "ledger": ledger, "workdir": tmp_path} | change
+            )
     assert sum(composition(ledger.events("data")[None]).values()) == 9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("door", ["one model", "PATE"])
-def test_a_model_that_calls_back_to_python_is_charged_again_after_a_crash(certified, dying, tmp_path, door):
+def test_a_model_that_calls_back_to_python_is_charged_again_after_a_crash(
+    certified, dying, tmp_path, door
+):
     def calling(params, query):
         logit = one_logit(params, query)
-        return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((), jnp.float32), logit, vmap_method="sequential")
+        return jax.pure_callback(
+            lambda x: x, jax.ShapeDtypeStruct((), jnp.float32), logit, vmap_method="sequential"
+        )
 
     ledger = ledger_for()
     ask = {
         "one model": lambda: prediction.private_predict(
-            Bounds(1, 0), calling, queries(60), epsilon=0.3, account=account(ledger), workdir=tmp_path
+            Bounds(1, 0),
+            calling,
+            queries(60),
+            epsilon=0.3,
+            account=account(ledger),
+            workdir=tmp_path,
         ),
         "PATE": lambda: prediction.pate_predict(
             [{"w": jnp.float32(1)}] * 4,
@@ -664,7 +794,9 @@ def test_a_model_that_calls_back_to_python_is_charged_again_after_a_crash(certif
     found = ask()
     assert (dying[0] != dying[1]).any() and (ask() == found).all() and len(dying) == 2
     once = composition(ONCE.get(door, prediction.event(60, epsilon=0.3)))
-    assert composition(ledger.events("data")[None]) == {event: 2 * count for event, count in once.items()}
+    assert composition(ledger.events("data")[None]) == {
+        event: 2 * count for event, count in once.items()
+    }
 
 
 CHILD = """
@@ -719,8 +851,14 @@ def test_a_kill_between_payment_and_answers_costs_nothing(tmp_path):
 
 
 def test_only_answered_queries_become_examples():
-    asked, answers = prediction.answered({"x": np.arange(8).reshape(4, 2)}, np.array([1, -1, 0, -1]))
-    assert asked["x"].tolist() == [[0, 1], [4, 5]] and answers.tolist() == [1, 0] and answers.dtype == np.int32
+    asked, answers = prediction.answered(
+        {"x": np.arange(8).reshape(4, 2)}, np.array([1, -1, 0, -1])
+    )
+    assert (
+        asked["x"].tolist() == [[0, 1], [4, 5]]
+        and answers.tolist() == [1, 0]
+        and answers.dtype == np.int32
+    )
 
 
 @pytest.mark.slow
@@ -729,7 +867,11 @@ def test_a_student_learns_from_noisy_answers():
     x = rng.normal(size=(400, 2)).astype(np.float32)
     truth = (x @ [1.0, -2.0] > 0).astype(np.int64)
     answers = mechanisms.randomised_response(
-        jaxdp.transforms.noise.stream(SEED, "student"), truth, np.zeros(400, int), epsilon=1.0, num_classes=2
+        jaxdp.transforms.noise.stream(SEED, "student"),
+        truth,
+        np.zeros(400, int),
+        epsilon=1.0,
+        num_classes=2,
     )
 
     def loss_fn(params, example):
@@ -738,11 +880,17 @@ def test_a_student_learns_from_noisy_answers():
 
     start = {"w": jnp.zeros(2), "b": jnp.zeros(())}
     settings = {"optimizer": optax.adam(0.05), "steps": 150, "batch_size": 64, "seed": SEED}
-    student = prediction.train_student(loss_fn, start, prediction.answered({"x": x}, answers), **settings)
+    student = prediction.train_student(
+        loss_fn, start, prediction.answered({"x": x}, answers), **settings
+    )
     test = rng.normal(size=(2000, 2)).astype(np.float32)
     right = ((test @ student["w"] + student["b"] > 0) == (test @ [1.0, -2.0] > 0)).mean()
-    assert (answers == truth).mean() < 0.8 and right > 0.9  # The student is better than its teacher's answers.
-    again = prediction.train_student(loss_fn, start, prediction.answered({"x": x}, answers), **settings)
+    assert (
+        answers == truth
+    ).mean() < 0.8 and right > 0.9  # The student is better than its teacher's answers.
+    again = prediction.train_student(
+        loss_fn, start, prediction.answered({"x": x}, answers), **settings
+    )
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), student, again))
 
 
@@ -752,7 +900,9 @@ def test_a_student_needs_examples():
     with pytest.raises(ValueError, match="examples is empty"):
         prediction.train_student(lambda params, example: 0.0, {}, nothing, **settings)
     with pytest.raises(ValueError, match="examples must be"):
-        prediction.train_student(lambda params, example: 0.0, {}, {"a": np.zeros(2), "b": np.zeros(3)}, **settings)
+        prediction.train_student(
+            lambda params, example: 0.0, {}, {"a": np.zeros(2), "b": np.zeros(3)}, **settings
+        )
 
 
 # ---------------------------------------------------------------------------------------------- real certificates
@@ -779,20 +929,25 @@ def test_a_server_that_answers_query_by_query_compiles_once(caplog, tmp_path):
         prediction.private_predict(bounds, logit, query, workdir=tmp_path / f"certified {i}", **ask)
         prediction.private_predict(bounds, logit, query, mechanism="global_response", **ask)
         prediction.private_values(bounds, logit, query, output_range=(-1, 1), **ask)
-        prediction.pate_predict([bounds.params], logit, query, mechanism=PATE, max_answers=1, **noise)
+        prediction.pate_predict(
+            [bounds.params], logit, query, mechanism=PATE, max_answers=1, **noise
+        )
 
     def compiled(i):
         caplog.clear()
         with caplog.at_level(logging.WARNING), jax.log_compiles():
             serve(i)
-        return [record.getMessage() for record in caplog.records if "Compiling" in record.getMessage()]
+        return [
+            record.getMessage() for record in caplog.records if "Compiling" in record.getMessage()
+        ]
 
     assert compiled(0) and compiled(1) == []
 
 
 @pytest.mark.slow
 def test_real_bounds_vote_and_answer():
-    """Three members on hashed parts: certified labels are those of the models, the answers are theirs with noise."""
+    """Three members on hashed parts: certified labels are those of the models, the answers are
+    theirs with noise."""
     rng = np.random.default_rng(0)
     label = rng.integers(0, 2, 150)
     x = (rng.normal(size=(150, 2)) * 0.3 + (2 * label - 1)[:, None]).astype(np.float32)
@@ -801,7 +956,9 @@ def test_real_bounds_vote_and_answer():
     settings = {"ks": 12, "clip": 0.2, "learning_rate": 2.0, "batch_size": 64, "epochs": 1}
     members = [
         agt.train_with_bounds(logistic_loss, {"w": jnp.zeros(2)}, rows, **settings)
-        for rows in (jax.tree.map(lambda leaf, part=part: leaf[parts == part], data) for part in range(3))
+        for rows in (
+            jax.tree.map(lambda leaf, part=part: leaf[parts == part], data) for part in range(3)
+        )
     ]
     asked = {"x": np.concatenate([x[:30], np.zeros((1, 2), np.float32)])}
     certificates = [agt.certify(member, logit, asked) for member in members]
@@ -809,11 +966,15 @@ def test_real_bounds_vote_and_answer():
         assert ((asked["x"] @ member.params["w"] > 0) == certificate.label).all()
     votes = np.stack([c.label for c in certificates]), np.stack([c.distance for c in certificates])
     winners, distances = ensembles.vote(*votes, num_classes=2)
-    assert distances[-1] == 1 and np.median(distances) > 12  # Unanimous: two members have to change their label.
+    assert (
+        distances[-1] == 1 and np.median(distances) > 12
+    )  # Unanimous: two members have to change their label.
     ledger = ledger_for()
     ask = {"account": account(ledger), "seed": SEED}
     answers = prediction.private_predict(members, logit, asked, epsilon=1.0, **ask)
-    assert (answers[distances > 12] == winners[distances > 12]).all()  # Each flips with probability below 1e-5.
+    assert (
+        answers[distances > 12] == winners[distances > 12]
+    ).all()  # Each flips with probability below 1e-5.
     single = prediction.private_predict(members[0], logit, asked, epsilon=4.0, **ask)
     sure = np.asarray(certificates[0].distance) > 3
     assert sure.sum() > 15 and (single[sure] == np.asarray(certificates[0].label)[sure]).all()

@@ -1,8 +1,8 @@
-"""Ensembles: the vote's distance by exhaustive enumeration, the partition, and the noise of the baselines.
+"""Ensembles: the vote's distance by exhaustive enumeration, the partition, and the noise of the
+baselines.
 
-Statistical tests use fixed keys; a correct implementation fails with probability below 1e-5 per test over the choice of
-key, and one whose noise is off by 0.7 or 1.3 is rejected.
-"""
+Statistical tests use fixed keys; a correct implementation fails with probability below 1e-5 per
+test over the choice of key, and one whose noise is off by 0.7 or 1.3 is rejected."""
 
 import collections
 import itertools
@@ -37,7 +37,8 @@ def steps_of(member, num_classes, farthest):
 
 
 def graph(members, num_classes, farthest):
-    """Returns all states of an ensemble, and for each state the indices of the states one changed record away."""
+    """Returns all states of an ensemble, and for each state the indices of the states one changed
+    record away."""
     single = list(itertools.product(range(num_classes), range(farthest + 1)))
     states = list(itertools.product(single, repeat=members))
     index = {state: i for i, state in enumerate(states)}
@@ -93,7 +94,8 @@ def test_the_vote_is_lipschitz_for_every_ensemble_and_every_step(members, num_cl
 
 @pytest.mark.parametrize(("members", "num_classes", "farthest"), SIZES)
 def test_the_votes_distance_is_the_length_of_the_shortest_way_out(members, num_classes, farthest):
-    """Breadth-first search from the states in which another class has as many votes: nothing is given away."""
+    """Breadth-first search from the states in which another class has as many votes: nothing is
+    given away."""
     labels, distances, neighbours = graph(members, num_classes, farthest)
     label, distance = ensembles.vote(labels, distances, num_classes=num_classes)
     counts = np.stack([(labels == c).sum(axis=0) for c in range(num_classes)])
@@ -112,13 +114,17 @@ def test_the_votes_distance_is_the_length_of_the_shortest_way_out(members, num_c
 
 
 def simple_vote(labels, distances, num_classes, *, winners_only):
-    """Returns the n = ceil((n_1 - n_2) / 2) smallest distances plus n - 1. Right for two classes and winners_only."""
+    """Returns the n = ceil((n_1 - n_2) / 2) smallest distances plus n - 1. Right for two classes
+    and winners_only."""
     counts = np.stack([(labels == c).sum(axis=0) for c in range(num_classes)])
     winner = counts.argmax(axis=0)
     ordered = np.sort(counts, axis=0)
     need = -((ordered[-2] - ordered[-1]) // 2)
     away = np.where((labels == winner) | (not winners_only), distances, 10**6)
-    total = [np.sort(away[:, q])[: need[q]].sum() + need[q] - 1 if need[q] else 0 for q in range(labels.shape[1])]
+    total = [
+        np.sort(away[:, q])[: need[q]].sum() + need[q] - 1 if need[q] else 0
+        for q in range(labels.shape[1])
+    ]
     return winner, np.array(total)
 
 
@@ -176,7 +182,10 @@ def test_vote_refuses(labels, distances, match):
 
 def records(n, seed=0):
     rng = np.random.default_rng(seed)
-    return {"x": rng.normal(size=(n, 3)).astype(np.float32), "label": rng.integers(0, 2, n).astype(np.int32)}
+    return {
+        "x": rng.normal(size=(n, 3)).astype(np.float32),
+        "label": rng.integers(0, 2, n).astype(np.int32),
+    }
 
 
 def rows(tree, index):
@@ -196,7 +205,10 @@ def test_a_record_keeps_its_part_whatever_the_others():
 @pytest.mark.parametrize("dtype", [np.str_, np.bytes_])
 def test_a_text_keeps_its_part_whatever_the_longest_text(dtype):
     """NumPy gives a text column the width of its longest text, which may be of another record."""
-    texts = np.array([f"visit {'x' * (i % 5)}{i}" for i in range(60)] + ["much longer than every other one"], dtype)
+    texts = np.array(
+        [f"visit {'x' * (i % 5)}{i}" for i in range(60)] + ["much longer than every other one"],
+        dtype,
+    )
     data = {"text": texts, "pair": np.stack([texts, texts[::-1]], axis=1), "x": np.arange(61.0)}
     parts = ensembles.partition_by_hash(data, 7, salt=b"v1")
     assert len(set(parts.tolist())) == 7
@@ -212,7 +224,9 @@ def test_parts_are_balanced_and_depend_on_every_byte_and_on_the_salt():
     for other in (
         ensembles.partition_by_hash(data, 7, salt=b"v2"),
         ensembles.partition_by_hash({**data, "label": 1 - data["label"]}, 7, salt=b"v1"),
-        ensembles.partition_by_hash({**data, "x": np.nextafter(data["x"], np.float32(9))}, 7, salt=b"v1"),
+        ensembles.partition_by_hash(
+            {**data, "x": np.nextafter(data["x"], np.float32(9))}, 7, salt=b"v1"
+        ),
     ):
         assert stats.binomtest(int((other == parts).sum()), 7000, 1 / 7).pvalue > ACCEPT
     assert (ensembles.partition_by_hash(data, 1, salt=b"v1") == 0).all()
@@ -221,16 +235,22 @@ def test_parts_are_balanced_and_depend_on_every_byte_and_on_the_salt():
 def test_an_identity_keeps_its_part_when_its_content_is_replaced():
     ids = [f"patient {i}" for i in range(50)] * 2
     parts = ensembles.partition_by_hash(records(100), 5, salt=b"v1", ids=ids)
-    assert (parts == ensembles.partition_by_hash(records(100, seed=1), 5, salt=b"v1", ids=ids)).all()
+    assert (
+        parts == ensembles.partition_by_hash(records(100, seed=1), 5, salt=b"v1", ids=ids)
+    ).all()
     assert (parts[:50] == parts[50:]).all() and len(set(parts.tolist())) == 5
     # The type of an identity does not depend on the other identities.
     data = records(3)
     numbers = ensembles.partition_by_hash(data, 1000, salt=b"v1", ids=[1, 2, 3])
     mixed = ensembles.partition_by_hash(data, 1000, salt=b"v1", ids=[1, 2, "x"])
     assert (numbers[:2] == mixed[:2]).all()
-    assert (numbers == ensembles.partition_by_hash(data, 1000, salt=b"v1", ids=np.arange(1, 4))).all()
+    assert (
+        numbers == ensembles.partition_by_hash(data, 1000, salt=b"v1", ids=np.arange(1, 4))
+    ).all()
     # Broken twin: a person whose id is a number in one file and text in another was in two parts.
-    assert (numbers == ensembles.partition_by_hash(data, 1000, salt=b"v1", ids=["1", " 2", b"3"])).all()
+    assert (
+        numbers == ensembles.partition_by_hash(data, 1000, salt=b"v1", ids=["1", " 2", b"3"])
+    ).all()
 
 
 @pytest.mark.parametrize(
@@ -244,8 +264,16 @@ def test_an_identity_keeps_its_part_when_its_content_is_replaced():
         ({"ids": [1.5, 2.5]}, TypeError, "ids must have identifiers"),
         ({"records": {"x": np.zeros((2, 1)), "y": np.zeros(3)}}, ValueError, "different lengths"),
         ({"records": {}}, ValueError, "records must be"),
-        ({"records": {"x": np.array(["a", "b"], object)}}, TypeError, "numbers or texts, got dtype object"),
-        ({"records": {"x": np.zeros(2, [("a", "U3"), ("b", "i4")])}}, TypeError, "pass each field as a leaf"),
+        (
+            {"records": {"x": np.array(["a", "b"], object)}},
+            TypeError,
+            "numbers or texts, got dtype object",
+        ),
+        (
+            {"records": {"x": np.zeros(2, [("a", "U3"), ("b", "i4")])}},
+            TypeError,
+            "pass each field as a leaf",
+        ),
     ],
 )
 def test_partition_refuses(change, error, match):
@@ -280,7 +308,9 @@ def test_laplace_vote_has_its_noise(changed):
     wrong = int((answers == 1).sum())
 
     def p_value(factor):
-        return stats.binomtest(wrong, QUERIES, laplace_difference(4, factor * 2 * changed / epsilon)).pvalue
+        return stats.binomtest(
+            wrong, QUERIES, laplace_difference(4, factor * 2 * changed / epsilon)
+        ).pvalue
 
     assert p_value(1.0) > ACCEPT and p_value(0.7) < REJECT and p_value(1.3) < REJECT
 
@@ -293,13 +323,18 @@ def test_confident_gnmax_has_its_noise():
     passed = answers >= 0
     assert stats.binomtest(int(passed.sum()), QUERIES, stats.norm.sf(0.5)).pvalue > ACCEPT
     for factor in (0.7, 1.3):
-        assert stats.binomtest(int(passed.sum()), QUERIES, stats.norm.sf(0.5 / factor)).pvalue < REJECT
+        assert (
+            stats.binomtest(int(passed.sum()), QUERIES, stats.norm.sf(0.5 / factor)).pvalue < REJECT
+        )
     # Of two classes that are left, by the difference of two normals; the third is far below.
     two = mechanism.answer(key("two"), split_votes(9, 5), num_classes=2, max_answers=QUERIES)
     wrong, total = int((two == 1).sum()), int((two >= 0).sum())
     assert stats.binomtest(wrong, total, stats.norm.sf(4 / (3 * math.sqrt(2)))).pvalue > ACCEPT
     for factor in (0.7, 1.3):
-        assert stats.binomtest(wrong, total, stats.norm.sf(4 / (factor * 3 * math.sqrt(2)))).pvalue < REJECT
+        assert (
+            stats.binomtest(wrong, total, stats.norm.sf(4 / (factor * 3 * math.sqrt(2)))).pvalue
+            < REJECT
+        )
 
 
 @pytest.mark.slow
@@ -307,15 +342,30 @@ def test_confident_gnmax_answers_no_more_than_planned_and_in_order():
     mechanism = ensembles.ConfidentGNMax(threshold=3.0, sigma_threshold=0.01, sigma_votes=0.01)
     sure, split = np.zeros((4, 1), int), np.array([[0], [0], [1], [1]])
     votes = np.hstack([split, sure, split, sure, sure])
-    assert mechanism.answer(key("order"), votes, num_classes=2, max_answers=2).tolist() == [-1, 0, -1, 0, -1]
-    assert mechanism.answer(key("order"), votes, num_classes=2, max_answers=5).tolist() == [-1, 0, -1, 0, 0]
+    assert mechanism.answer(key("order"), votes, num_classes=2, max_answers=2).tolist() == [
+        -1,
+        0,
+        -1,
+        0,
+        -1,
+    ]
+    assert mechanism.answer(key("order"), votes, num_classes=2, max_answers=5).tolist() == [
+        -1,
+        0,
+        -1,
+        0,
+        0,
+    ]
 
 
 def test_confident_gnmax_costs_its_two_gaussians():
     mechanism = ensembles.ConfidentGNMax(threshold=10.0, sigma_threshold=20.0, sigma_votes=8.0)
     event = mechanism.event(100, max_answers=30)
     expected = ComposedDpEvent(
-        [SelfComposedDpEvent(GaussianDpEvent(20.0), 100), SelfComposedDpEvent(GaussianDpEvent(8 / math.sqrt(2)), 30)]
+        [
+            SelfComposedDpEvent(GaussianDpEvent(20.0), 100),
+            SelfComposedDpEvent(GaussianDpEvent(8 / math.sqrt(2)), 30),
+        ]
     )
     assert event == expected
     # One changed vote moves two counts: as Gaussian DP, mu^2 = 100 / 20^2 + 30 * 2 / 8^2.
@@ -343,12 +393,19 @@ def test_confident_gnmax_calibrates():
         (lambda: ensembles.ConfidentGNMax(1.0, 1.0, 1.0).event(5, max_answers=6), "max_answers=6"),
         (lambda: ensembles.ConfidentGNMax(1.0, 1.0, 1.0).event(5, max_answers=0), "max_answers=0"),
         (
-            lambda: ensembles.ConfidentGNMax(1.0, 1.0, 1.0).answer(key("x"), [[0]], num_classes=2, max_answers=2),
+            lambda: ensembles.ConfidentGNMax(1.0, 1.0, 1.0).answer(
+                key("x"), [[0]], num_classes=2, max_answers=2
+            ),
             "max_answers=2",
         ),
-        (lambda: ensembles.laplace_vote(key("x"), [[0]], epsilon=0.0, num_classes=2), "epsilon must be"),
         (
-            lambda: ensembles.laplace_vote(key("x"), [[0]], epsilon=1.0, num_classes=2, changed_members=3),
+            lambda: ensembles.laplace_vote(key("x"), [[0]], epsilon=0.0, num_classes=2),
+            "epsilon must be",
+        ),
+        (
+            lambda: ensembles.laplace_vote(
+                key("x"), [[0]], epsilon=1.0, num_classes=2, changed_members=3
+            ),
             "changed_members must be",
         ),
         (

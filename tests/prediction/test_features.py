@@ -6,9 +6,13 @@ import pytest
 from jaxdp.prediction.features import FeatureMap
 
 
-@pytest.mark.parametrize("count", [400, 12])  # more and fewer vectors than coordinates: two ways to find the axes
+@pytest.mark.parametrize(
+    "count", [400, 12]
+)  # more and fewer vectors than coordinates: two ways to find the axes
 def test_a_whitened_public_sample_has_unit_covariance_and_zero_mean(count):
-    public = np.random.default_rng(0).normal(size=(count, 20)) @ np.diag(np.linspace(0.1, 3, 20)) + 5.0
+    public = (
+        np.random.default_rng(0).normal(size=(count, 20)) @ np.diag(np.linspace(0.1, 3, 20)) + 5.0
+    )
     found = FeatureMap.from_public(public, whiten=1.0)
     mapped = (public - found.mean) @ found.matrix
     np.testing.assert_allclose(mapped.mean(axis=0), 0, atol=1e-9)
@@ -16,7 +20,9 @@ def test_a_whitened_public_sample_has_unit_covariance_and_zero_mean(count):
 
 
 def test_the_leading_axes_are_those_of_the_covariance_scaled_by_a_power_of_their_deviation():
-    public = np.random.default_rng(1).normal(size=(300, 6)) * np.array([9.0, 5.0, 3.0, 2.0, 1.0, 0.5])
+    public = np.random.default_rng(1).normal(size=(300, 6)) * np.array(
+        [9.0, 5.0, 3.0, 2.0, 1.0, 0.5]
+    )
     found = FeatureMap.from_public(public, dimensions=2, whiten=0.5)
     variances, axes = np.linalg.eigh(np.cov(public.T, bias=True))
     expected = axes[:, ::-1][:, :2] / variances[::-1][:2] ** 0.25

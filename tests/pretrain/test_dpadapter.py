@@ -1,4 +1,5 @@
-"""Algorithm 1 against an independent computation in NumPy, SAM against optax, and what must hold of every step."""
+"""Algorithm 1 against an independent computation in NumPy, SAM against optax, and what must hold of
+every step."""
 
 import logging
 
@@ -42,7 +43,9 @@ def float32(tree):
 
 
 def norm(tree):
-    return np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree)))
+    return np.sqrt(
+        sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree))
+    )
 
 
 def run(trainer, batches=BATCHES):
@@ -53,7 +56,7 @@ def run(trainer, batches=BATCHES):
     return state, rows
 
 
-# --- Algorithm 1 by hand, in float64 ---------------------------------------------------------------------------------
+# --- Algorithm 1 by hand, in float64 ------------------------------------------------------------
 
 
 def numpy_gradient(params, batch):
@@ -96,13 +99,21 @@ def numpy_run(gamma, rate, steps, ball, rule, learning_rate=0.3, momentum=0.9, d
 @pytest.mark.parametrize("steps", [1, 2])
 def test_four_steps_are_those_of_algorithm_1(ball, rule, steps):
     trainer = dpadapter(
-        mean_loss, optimizer(), gamma=GAMMA[ball], ascent_rate=1.5, ascent_steps=steps, ball=ball, rule=rule
+        mean_loss,
+        optimizer(),
+        gamma=GAMMA[ball],
+        ascent_rate=1.5,
+        ascent_steps=steps,
+        ball=ball,
+        rule=rule,
     )
     state, rows = run(trainer)
     params, expected = numpy_run(GAMMA[ball], 1.5, steps, ball, rule)
     for name in SIZES:
         np.testing.assert_allclose(state.params[name], params[name], rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose([(row["loss"], row["perturbation_norm"]) for row in rows], expected, rtol=2e-5)
+    np.testing.assert_allclose(
+        [(row["loss"], row["perturbation_norm"]) for row in rows], expected, rtol=2e-5
+    )
     assert int(state.step) == len(BATCHES)
 
 
@@ -117,18 +128,24 @@ def test_the_cases_above_are_different_ones():
         for second in runs[:i]:
             assert norm({n: first[n] - second[n] for n in SIZES}) > 20 * 2e-5 * norm(first)
     # Projection is active in some steps and idle in others.
-    lengths = np.array([length for _, length in numpy_run(GAMMA["global"], 1.5, 1, "global", "project")[1]])
+    lengths = np.array(
+        [length for _, length in numpy_run(GAMMA["global"], 1.5, 1, "global", "project")[1]]
+    )
     assert (lengths < GAMMA["global"] - 1e-9).any() and (lengths > GAMMA["global"] - 1e-9).any()
 
 
 @pytest.mark.slow
 def test_the_perturbation_is_in_the_ball():
     for ball, bound in (("global", 0.12), ("per_tensor", 0.12 * np.sqrt(3))):
-        state, rows = run(dpadapter(mean_loss, optimizer(), gamma=0.12, ascent_rate=100.0, ball=ball))
+        state, rows = run(
+            dpadapter(mean_loss, optimizer(), gamma=0.12, ascent_rate=100.0, ball=ball)
+        )
         assert all(float(row["perturbation_norm"]) <= bound * (1 + 1e-6) for row in rows)
         assert norm(state.perturbation) == pytest.approx(bound, rel=1e-6)
         if ball == "per_tensor":
-            assert [norm(leaf) for leaf in state.perturbation.values()] == pytest.approx([0.12] * 3, rel=1e-6)
+            assert [norm(leaf) for leaf in state.perturbation.values()] == pytest.approx(
+                [0.12] * 3, rel=1e-6
+            )
 
 
 @pytest.mark.slow
@@ -136,11 +153,13 @@ def test_an_infinite_ball_is_equation_6():
     state, rows = run(dpadapter(mean_loss, optimizer(), gamma=np.inf, ascent_rate=0.7), BATCHES[:1])
     _, gradient = numpy_gradient(PARAMS, BATCHES[0][0])
     for name in SIZES:
-        np.testing.assert_allclose(state.perturbation[name], 0.7 * gradient[name], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            state.perturbation[name], 0.7 * gradient[name], rtol=1e-5, atol=1e-7
+        )
     assert float(rows[0]["ascent_gradient_norm"]) == pytest.approx(norm(gradient), rel=1e-5)
 
 
-# --- Relatives -------------------------------------------------------------------------------------------------------
+# --- Relatives ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -148,12 +167,16 @@ def test_sam_is_that_of_optax():
     rho, both = 0.1, BATCHES[0][0]
     ours, _ = run(sam(mean_loss, optax.sgd(0.3, momentum=0.9), gamma=rho), [(both, both)])
     theirs = optax.contrib.sam(
-        optax.sgd(0.3, momentum=0.9), optax.chain(optax.contrib.normalize(), optax.sgd(rho)), opaque_mode=True
+        optax.sgd(0.3, momentum=0.9),
+        optax.chain(optax.contrib.normalize(), optax.sgd(rho)),
+        opaque_mode=True,
     )
     params = float32(PARAMS)
     state = theirs.init(params)
     grad_fn = jax.jit(jax.grad(mean_loss))
-    updates, _ = theirs.update(grad_fn(params, both), state, params, grad_fn=lambda p, _: grad_fn(p, both))
+    updates, _ = theirs.update(
+        grad_fn(params, both), state, params, grad_fn=lambda p, _: grad_fn(p, both)
+    )
     expected = optax.apply_updates(params, updates)
     for name in SIZES:
         np.testing.assert_allclose(ours.params[name], expected[name], rtol=1e-5, atol=1e-6)
@@ -182,8 +205,15 @@ def test_without_a_ball_or_without_ascent_it_is_plain_training():
         (dpadapter(mean_loss, optimizer()), [(None, second) for _, second in BATCHES]),
     ):
         state, rows = run(trainer, batches)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), state.params, expected)
-        assert all(set(row) == {"loss", "perturbation_norm"} and row["perturbation_norm"] == 0 for row in rows)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
+            state.params,
+            expected,
+        )
+        assert all(
+            set(row) == {"loss", "perturbation_norm"} and row["perturbation_norm"] == 0
+            for row in rows
+        )
 
 
 @pytest.mark.slow
@@ -198,7 +228,9 @@ def test_between_ascents_the_perturbation_stays():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "ball"), [(dpadapter, "global"), (sam, "global"), (sam, "per_tensor")])
+@pytest.mark.parametrize(
+    ("make", "ball"), [(dpadapter, "global"), (sam, "global"), (sam, "per_tensor")]
+)
 def test_a_zero_gradient_is_no_perturbation(make, ball):
     def flat(params, batch):
         return 0.0 * jnp.sum(params["w1"]) + batch["x"].astype(jnp.float32).mean()
@@ -214,10 +246,12 @@ def test_one_dead_tensor_does_not_hurt_the_others():
         return mean_loss({**params, "b1": 0 * params["b1"]}, batch)
 
     state, _ = run(sam(partly, optax.sgd(0.1), gamma=0.5, ball="per_tensor"), BATCHES[:1])
-    assert [norm(state.perturbation[name]) for name in ("w1", "b1", "w2")] == pytest.approx([0.5, 0, 0.5], rel=1e-6)
+    assert [norm(state.perturbation[name]) for name in ("w1", "b1", "w2")] == pytest.approx(
+        [0.5, 0, 0.5], rel=1e-6
+    )
 
 
-# --- Microbatches, devices, compilation ------------------------------------------------------------------------------
+# --- Microbatches, devices, compilation ---------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +262,9 @@ def whole():
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatch_size", [6, 100])
 def test_microbatches_change_nothing(microbatch_size, whole):
-    parts, others = run(dpadapter(mean_loss, optimizer(), gamma=0.2, microbatch_size=microbatch_size))
+    parts, others = run(
+        dpadapter(mean_loss, optimizer(), gamma=0.2, microbatch_size=microbatch_size)
+    )
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # noqa: E731
     jax.tree.map(close, whole, (parts, others))
 
@@ -251,7 +287,14 @@ def test_a_mesh_changes_nothing_keeps_shardings_and_compiles_once(make, microbat
 
     batches = [(first, second if make is dpadapter else first) for first, second in BATCHES]
     alone, _ = run(make(mean_loss, optimizer(), gamma=0.2), batches)
-    trainer = make(traced, optimizer(), gamma=0.2, microbatch_size=microbatch_size, mesh=MESH, param_sharding=rows_of)
+    trainer = make(
+        traced,
+        optimizer(),
+        gamma=0.2,
+        microbatch_size=microbatch_size,
+        mesh=MESH,
+        param_sharding=rows_of,
+    )
     state = trainer.init(float32(PARAMS))
     state, _ = trainer.step(state, *batches[0])
     first = len(traces)
@@ -260,7 +303,11 @@ def test_a_mesh_changes_nothing_keeps_shardings_and_compiles_once(make, microbat
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # noqa: E731
     jax.tree.map(close, state, alone)
     assert len(traces) == first
-    assert state.params["w1"].sharding.spec == state.perturbation["w1"].sharding.spec == PartitionSpec("data")
+    assert (
+        state.params["w1"].sharding.spec
+        == state.perturbation["w1"].sharding.spec
+        == PartitionSpec("data")
+    )
 
 
 def test_devices_divide_the_work_of_a_batch():
@@ -270,7 +317,14 @@ def test_devices_divide_the_work_of_a_batch():
         trainer = dpadapter(mean_loss, optimizer(), mesh=mesh)
         state, batch = trainer.init(float32(PARAMS)), trainer.placed(BATCHES[0][0])
         layout = None if mesh is None else trainer.layout(state)
-        arguments = (state.params, state.perturbation, None, batch, trainer.everywhere(np.int32(0)), layout)
+        arguments = (
+            state.params,
+            state.perturbation,
+            None,
+            batch,
+            trainer.everywhere(np.int32(0)),
+            layout,
+        )
         flops.append(trainer.gradient.lower(*arguments, parts=1).compile().cost_analysis()["flops"])
     assert flops[1] < flops[0] / 3
 
@@ -316,13 +370,17 @@ def test_bfloat16_parameters_keep_their_dtype_and_a_precise_perturbation(caplog)
     assert norm(state.perturbation) == pytest.approx(0.2, rel=1e-5)
 
 
-# --- Running statistics ----------------------------------------------------------------------------------------------
+# --- Running statistics -------------------------------------------------------------------------
 
 
 def with_statistics(params, stats, batch):
-    """A loss whose statistic is a sum over the passes of the mean of the hidden layer, which depends on params."""
+    """A loss whose statistic is a sum over the passes of the mean of the hidden layer, which
+    depends on params."""
     hidden = jnp.tanh(batch["x"].astype(jnp.float32) @ params["w1"] + params["b1"][None])
-    return mean_loss(params, batch), {"mean": 0.5 * stats["mean"] + hidden.mean(0), "passes": stats["passes"] + 1}
+    return mean_loss(params, batch), {
+        "mean": 0.5 * stats["mean"] + hidden.mean(0),
+        "passes": stats["passes"] + 1,
+    }
 
 
 def statistics(trainer, batches):
@@ -357,7 +415,9 @@ def test_statistics_are_of_the_clean_pass(ascent_steps, microbatch_size):
 def test_without_ascent_statistics_are_of_the_update_if_it_is_not_perturbed():
     trainer = dpadapter(with_statistics, optimizer(), gamma=0.5, stateful=True)
     _, warm = statistics(trainer, [(None, BATCHES[0][1])])
-    np.testing.assert_allclose(warm.stats["mean"], hidden_mean(PARAMS, BATCHES[0][1]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        warm.stats["mean"], hidden_mean(PARAMS, BATCHES[0][1]), rtol=1e-4, atol=1e-5
+    )
     before, after = statistics(trainer, [BATCHES[0], (None, BATCHES[1][1])])
     jax.tree.map(np.testing.assert_array_equal, before.stats, after.stats)
 
@@ -369,7 +429,7 @@ def test_statistics_and_stateful_belong_together():
         dpadapter(mean_loss, optimizer()).init(float32(PARAMS), {"mean": jnp.zeros(5)})
 
 
-# --- What is refused -------------------------------------------------------------------------------------------------
+# --- What is refused ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -377,7 +437,10 @@ def test_statistics_and_stateful_belong_together():
     [
         ({"gamma": -0.1}, "gamma must be at least 0, got -0.1. 0 trains without"),
         ({"gamma": float("nan")}, "gamma must be at least 0, got nan"),
-        ({"gamma": float("inf"), "rule": "normalise"}, "gamma must be finite with rule='normalise', got inf"),
+        (
+            {"gamma": float("inf"), "rule": "normalise"},
+            "gamma must be finite with rule='normalise', got inf",
+        ),
         ({"ascent_rate": 0.0}, "ascent_rate must be positive and finite, got 0.0. gamma=0"),
         ({"ascent_rate": -1.0}, "ascent_rate must be positive and finite, got -1.0"),
         ({"ascent_rate": float("nan")}, "ascent_rate must be positive and finite, got nan"),
@@ -396,10 +459,14 @@ def test_arguments_out_of_range_are_refused(arguments, message):
 def test_batches_that_cannot_be_are_refused():
     trainer = dpadapter(mean_loss, optimizer(), microbatch_size=5)
     state, (first, second) = trainer.init(float32(PARAMS)), BATCHES[0]
-    with pytest.raises(ValueError, match="microbatch_size must divide the 24 examples of perturbation_batch, got 5"):
+    with pytest.raises(
+        ValueError, match="microbatch_size must divide the 24 examples of perturbation_batch, got 5"
+    ):
         trainer.step(state, first, second)
     empty = {"x": np.zeros((0, 4)), "y": np.zeros(0, np.int64)}
     with pytest.raises(ValueError, match=r"update_batch must be arrays .* got lengths \[0\]"):
         trainer.step(state, None, empty)
-    with pytest.raises(ValueError, match=r"perturbation_batch must be arrays .* got lengths \[6, 24\]"):
+    with pytest.raises(
+        ValueError, match=r"perturbation_batch must be arrays .* got lengths \[6, 24\]"
+    ):
         trainer.step(state, {"x": first["x"], "y": second["y"]}, second)

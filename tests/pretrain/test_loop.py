@@ -45,7 +45,9 @@ class Recorder:
         return getattr(self.inner, name)
 
     def step(self, state, first, second):
-        self.seen.append(tuple(None if b is None else np.asarray(b["features"]) for b in (first, second)))
+        self.seen.append(
+            tuple(None if b is None else np.asarray(b["features"]) for b in (first, second))
+        )
         return self.inner.step(state, first, second)
 
 
@@ -67,7 +69,9 @@ def test_the_loop_is_the_steps_on_two_shuffles(tmp_path):
     assert first[0] != first[3]
     expected = recorder.inner.init(PARAMS)
     for one, two in zip(first, second, strict=True):
-        expected, row = recorder.inner.step(expected, SOURCE.gather(np.array(one)), SOURCE.gather(np.array(two)))
+        expected, row = recorder.inner.step(
+            expected, SOURCE.gather(np.array(one)), SOURCE.gather(np.array(two))
+        )
     jax.tree.map(np.testing.assert_array_equal, state, expected)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 10))
@@ -130,7 +134,10 @@ def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, resumed, whole)
     assert sorted(traces) == [6, 20]
     without_time = [
-        [{k: v for k, v in row.items() if k not in ("time", "seconds", "evaluated")} for row in read_metrics(path)]
+        [
+            {k: v for k, v in row.items() if k not in ("time", "seconds", "evaluated")}
+            for row in read_metrics(path)
+        ]
         for path in (tmp_path / "run" / "metrics.jsonl", tmp_path / "whole" / "metrics.jsonl")
     ]
     assert without_time[0] == without_time[1]
@@ -146,9 +153,21 @@ def test_callbacks_and_evaluations_are_apart_from_checkpoints(tmp_path):
         assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == step
         seen.append((step, "evaluated" in row, params))
 
-    how = {"evaluate": lambda state: {"evaluated": 1.0}, "evaluate_every": 2, "callbacks": [callback]}
-    state = fit(trainer(), PARAMS, SOURCE, steps=5, checkpoint_every=3, workdir=tmp_path, **how, **SIZES)
-    assert [(step, evaluated) for step, evaluated, _ in seen] == [(1, 0), (2, 1), (3, 0), (4, 1), (5, 1)]
+    how = {
+        "evaluate": lambda state: {"evaluated": 1.0},
+        "evaluate_every": 2,
+        "callbacks": [callback],
+    }
+    state = fit(
+        trainer(), PARAMS, SOURCE, steps=5, checkpoint_every=3, workdir=tmp_path, **how, **SIZES
+    )
+    assert [(step, evaluated) for step, evaluated, _ in seen] == [
+        (1, 0),
+        (2, 1),
+        (3, 0),
+        (4, 1),
+        (5, 1),
+    ]
     jax.tree.map(np.testing.assert_array_equal, seen[-1][2], state.params)
     assert not np.array_equal(seen[0][2]["w"], seen[1][2]["w"])
 
@@ -189,7 +208,12 @@ def test_a_stateful_trainer_keeps_its_statistics(tmp_path):
         return mean_loss(params, batch), {"passes": stats["passes"] + 1}
 
     made = dpadapter(with_count, optax.sgd(0.1), stateful=True)
-    options = {"stats": {"passes": np.float32(0)}, "workdir": tmp_path, "checkpoint_every": 2, **SIZES}
+    options = {
+        "stats": {"passes": np.float32(0)},
+        "workdir": tmp_path,
+        "checkpoint_every": 2,
+        **SIZES,
+    }
     fit(made, PARAMS, SOURCE, steps=4, **options)
     assert float(fit(made, PARAMS, SOURCE, steps=6, **options).stats["passes"]) == 6
 
@@ -210,7 +234,10 @@ def test_the_large_batch_over_several_devices():
         ({"perturbation_batch_size": 0}, r"perturbation_batch_size must be in 1..60, .*, got 0"),
         ({"perturbation_batch_size": 61}, r"perturbation_batch_size must be in 1..60, .*, got 61"),
         ({"update_batch_size": 0}, r"update_batch_size must be in 1..60"),
-        ({"shared_batch": True}, r"must equal update_batch_size with shared_batch=True, got 20 and 6"),
+        (
+            {"shared_batch": True},
+            r"must equal update_batch_size with shared_batch=True, got 20 and 6",
+        ),
         ({"warmup_steps": 5}, r"warmup_steps must be in 0..4, the number of steps, got 5"),
         ({"steps": -1}, r"steps must be at least 0, got -1"),
         ({"ascent_every": 0}, r"ascent_every must be at least 1, got 0"),
@@ -221,14 +248,32 @@ def test_the_large_batch_over_several_devices():
 )
 def test_what_cannot_be_is_refused_before_anything_is_done(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
-        fit(trainer(), PARAMS, SOURCE, workdir=tmp_path / "run", **{"steps": 4, **SIZES, **arguments})
+        fit(
+            trainer(),
+            PARAMS,
+            SOURCE,
+            workdir=tmp_path / "run",
+            **{"steps": 4, **SIZES, **arguments},
+        )
     assert not (tmp_path / "run").exists()
 
 
 def test_a_microbatch_that_does_not_divide_is_refused_before_anything_is_done(tmp_path):
-    for size, batch in ((7, "20 examples of the perturbation batch"), (4, "6 examples of the update batch")):
-        with pytest.raises(ValueError, match=f"microbatch_size must divide the {batch}, got {size}"):
-            fit(trainer(microbatch_size=size), PARAMS, SOURCE, workdir=tmp_path / "run", steps=1, **SIZES)
+    for size, batch in (
+        (7, "20 examples of the perturbation batch"),
+        (4, "6 examples of the update batch"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"microbatch_size must divide the {batch}, got {size}"
+        ):
+            fit(
+                trainer(microbatch_size=size),
+                PARAMS,
+                SOURCE,
+                workdir=tmp_path / "run",
+                steps=1,
+                **SIZES,
+            )
     assert not (tmp_path / "run").exists()
 
 
@@ -242,7 +287,11 @@ def test_another_run_in_the_workdir_is_refused(tmp_path):
     fit(trainer(), PARAMS, SOURCE, steps=4, **options)
     for other, changed, message in (
         (trainer(gamma=1.0), {}, "another gamma[.]"),
-        (trainer(), {"update_batch_size": 7, "seed": bytes(16)}, "another seed, update_batch_size[.]"),
+        (
+            trainer(),
+            {"update_batch_size": 7, "seed": bytes(16)},
+            "another seed, update_batch_size[.]",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             fit(other, PARAMS, SOURCE, steps=4, **{**options, **changed})
@@ -261,6 +310,8 @@ def test_no_step_at_all_is_the_start():
 
 def test_a_batch_that_devices_cannot_share_is_refused_before_anything_is_done(tmp_path):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("data",))
-    with pytest.raises(ValueError, match=r"perturbation_batch_size must have a multiple of 3 examples, .* got 20"):
+    with pytest.raises(
+        ValueError, match=r"perturbation_batch_size must have a multiple of 3 examples, .* got 20"
+    ):
         fit(trainer(mesh=mesh), PARAMS, SOURCE, workdir=tmp_path / "run", steps=4, **SIZES)
     assert not (tmp_path / "run").exists()

@@ -3,7 +3,8 @@
 It shares no code and no method with `jaxdp.privacy`: it has no grid of losses, no convolution and
 no fast Fourier transform. For a composition with the moments M(z) = E exp(z L),
 
-    delta(epsilon) = (1 / 2 pi) * integral over t of M(z) exp(-z epsilon) / (z (z + 1)), z = c + i t,
+    delta(epsilon) = (1 / 2 pi) * integral over t of M(z) exp(-z epsilon) / (z (z + 1)), z = c + i
+    t,
 
 for every c > 0. c is the saddle point, so that nothing cancels and delta may be far below 1e-16.
 """
@@ -28,7 +29,8 @@ _REMEMBERED = {}
 
 
 def pairs(leaf, adjacency):
-    """The output pair of a leaf as weighted losses: arrays (log masses under P, losses log P / Q)."""
+    """The output pair of a leaf as weighted losses: arrays (log masses under P, losses log P /
+    Q)."""
     double = 2 if adjacency == "replace_one" else 1
     match leaf:
         case PureDpEvent(epsilon=loss):
@@ -37,9 +39,12 @@ def pairs(leaf, adjacency):
             true, other = 1 - p + p / k, p / k
             if adjacency == "zero_out":
                 return _atoms([true, (k - 1) * other], [1 / k, (k - 1) / k])
-            return _atoms([true, other, (k - 2) * other + 1e-300], [other, true, (k - 2) * other + 1e-300])
+            return _atoms(
+                [true, other, (k - 2) * other + 1e-300], [other, true, (k - 2) * other + 1e-300]
+            )
         case DiscreteLaplaceDpEvent(noise_parameter=a, sensitivity=shift):
-            # All outputs below 0 have the loss of 0, and all above the shift have that of the shift.
+            # All outputs below 0 have the loss of 0, and all above the shift have that of the
+            # shift.
             outputs = np.arange(shift * double + 1)
             p, q = np.exp(-a * outputs[::-1]), np.exp(-a * outputs)
             ends = np.ones(len(outputs))
@@ -55,7 +60,10 @@ def pairs(leaf, adjacency):
             return _gaussian(sigma, leaf.sampling_probability, adjacency)
         case TruncatedSubsampledGaussianDpEvent():
             n, most, q = leaf.dataset_size, leaf.truncated_batch_size, leaf.sampling_probability
-            whole, *others = (stats.binom.pmf(np.arange(n), n - 1, q), stats.binom.pmf(np.arange(n + 1), n, q))
+            whole, *others = (
+                stats.binom.pmf(np.arange(n), n - 1, q),
+                stats.binom.pmf(np.arange(n + 1), n, q),
+            )
             cut = whole[most:].sum()
             share = others[0][most + 1 :].sum() * most / cut / n
             kept = _gaussian(leaf.noise_multiplier, q, adjacency)
@@ -84,7 +92,8 @@ def _laplace(loss, q):
 
 
 def _gaussian(sigma, q, adjacency):
-    """Losses of a sampled Gaussian by the trapezoidal rule in the output, which errs exponentially little."""
+    """Losses of a sampled Gaussian by the trapezoidal rule in the output, which errs exponentially
+    little."""
     step = min(0.08, 0.3 * sigma)
     x = np.arange(-20 - 1 / sigma, 1 / sigma + 26, step) * sigma
 
@@ -112,7 +121,9 @@ class Curve:
             logs, losses = _REMEMBERED[key]
             kept = (logs > -700) | (logs - losses > -700)
             logs, losses = logs[kept], losses[kept]
-            self._parts.append((logs - losses, -losses, count) if reverse else (logs, losses, count))
+            self._parts.append(
+                (logs - losses, -losses, count) if reverse else (logs, losses, count)
+            )
 
     def log_moment(self, z):
         """log E exp(z L), exact up to multiples of 2 pi i."""
@@ -140,7 +151,8 @@ class Curve:
         return math.exp(found.x)
 
     def line(self, epsilon, rel=1e-5):
-        """Values on the line through the saddle point, enough for delta near `epsilon` up to `rel`."""
+        """Values on the line through the saddle point, enough for delta near `epsilon` up to
+        `rel`."""
         c = self.saddle(epsilon)
         step = 1e-3 * c
         slope = self.log_moment(np.array([c, c + 1j * step]))
@@ -158,7 +170,8 @@ class Curve:
             lines.append((z, values))
             sums += float((values * np.exp(-1j * t * epsilon)).real.sum())
             modulus = float(np.abs(values[-size // 2 :] * (z * (z + 1))[-size // 2 :]).max())
-            # Moduli stay below their latest values for losses with a density. Atoms need the decay of 1 / t^2.
+            # Moduli stay below their latest values for losses with a density. Atoms need the decay
+            # of 1 / t^2.
             last = float(t[-1])
             if modulus / max(last, c) < rel * abs(sums) * dt:
                 break
@@ -199,7 +212,8 @@ def exact_epsilon(event, delta, adjacency, near):
 
 
 def lattice_epsilon(counts, adjacency, delta, unit):
-    """The exact epsilon of finite releases whose losses are multiples of `unit`, by direct convolution.
+    """The exact epsilon of finite releases whose losses are multiples of `unit`, by direct
+    convolution.
 
     All terms are positive, so that every probability keeps its digits.
     """

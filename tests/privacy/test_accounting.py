@@ -1,4 +1,5 @@
-"""Epsilon and delta against independent float64 computations, for every event and adjacency that has a rule."""
+"""Epsilon and delta against independent float64 computations, for every event and adjacency that
+has a rule."""
 
 import itertools
 import math
@@ -56,11 +57,12 @@ def assert_tight_bound(value, exact, rel=5e-4):
     assert exact * (1 - 1e-7) - 1e-9 <= value <= exact * (1 + rel) + 1e-6, (value, exact)
 
 
-# --- Gaussians --------------------------------------------------------------------------------------------------
+# --- Gaussians ----------------------------------------------------------------------------------
 
 
 def gaussian_epsilon(shift, delta):
-    """Exact curve of N(0, 1) against N(shift, 1) (Balle and Wang 2018, arXiv 1805.06530, Theorem 8)."""
+    """Exact curve of N(0, 1) against N(shift, 1) (Balle and Wang 2018, arXiv 1805.06530, Theorem
+    8)."""
 
     def delta_of(epsilon):
         upper = stats.norm.logcdf(shift / 2 - epsilon / shift)
@@ -72,7 +74,8 @@ def gaussian_epsilon(shift, delta):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sigma", "count"), [(0.05, 1), (0.3, 1), (1.0, 1), (20.0, 100), (1000.0, 1_000_000), (300.0, 10)]
+    ("sigma", "count"),
+    [(0.05, 1), (0.3, 1), (1.0, 1), (20.0, 100), (1000.0, 1_000_000), (300.0, 10)],
 )
 @pytest.mark.parametrize("delta", [1e-3, 1e-5, 1e-9])
 def test_gaussian_is_exact_and_replacement_doubles_the_shift(sigma, count, delta):
@@ -86,12 +89,14 @@ def test_gaussian_is_exact_and_replacement_doubles_the_shift(sigma, count, delta
 
 
 def test_different_gaussians_merge_exactly():
-    event = ComposedDpEvent([SelfComposedDpEvent(GaussianDpEvent(s), n) for s, n in ((3.0, 4), (5.0, 7), (9.5, 30))])
+    event = ComposedDpEvent(
+        [SelfComposedDpEvent(GaussianDpEvent(s), n) for s, n in ((3.0, 4), (5.0, 7), (9.5, 30))]
+    )
     exact = gaussian_epsilon(math.sqrt(4 / 9 + 7 / 25 + 30 / 90.25), DELTA)
     assert_tight_bound(epsilon_at(event, delta=DELTA), exact)
 
 
-# --- Poisson-sampled Gaussians ----------------------------------------------------------------------------------
+# --- Poisson-sampled Gaussians ------------------------------------------------------------------
 
 X = np.linspace(-16.0, 16.0, 40_001)
 
@@ -101,10 +106,14 @@ def mixture(q, mean, sigma):
 
 
 def pairs(q, sigma, adjacency):
-    """The densities that a Poisson-sampled sum may have on two neighbouring datasets, both ways round."""
+    """The densities that a Poisson-sampled sum may have on two neighbouring datasets, both ways
+    round."""
     if adjacency == "replace_one":
         return [(mixture(q, 1, sigma), mixture(q, -1, sigma))]
-    return [(mixture(q, 1, sigma), mixture(0, 0, sigma)), (mixture(0, 0, sigma), mixture(q, 1, sigma))]
+    return [
+        (mixture(q, 1, sigma), mixture(0, 0, sigma)),
+        (mixture(0, 0, sigma), mixture(q, 1, sigma)),
+    ]
 
 
 def hockey_stick(p, q, epsilon):
@@ -134,25 +143,33 @@ def test_two_poisson_sampled_gaussians_match_a_double_sum(adjacency):
     for p, r in pairs(q, sigma, adjacency):
         p, r = p[4000:-4000:16], r[4000:-4000:16]
         p, r = p / p.sum(), r / r.sum()
-        exact = max(exact, float(np.maximum(np.outer(p, p) - math.exp(epsilon) * np.outer(r, r), 0).sum()))
+        exact = max(
+            exact, float(np.maximum(np.outer(p, p) - math.exp(epsilon) * np.outer(r, r), 0).sum())
+        )
     value = delta_at(dp_sgd(q, sigma, 2), epsilon=epsilon, adjacency=adjacency)
     assert value == pytest.approx(exact, rel=2e-3)
 
 
 def test_opposite_directions_are_the_worst_replacement():
-    """A record and its replacement may point anywhere in the unit ball; PLD assumes opposite unit vectors."""
+    """A record and its replacement may point anywhere in the unit ball; PLD assumes opposite unit
+    vectors."""
     q, sigma, epsilon = 0.2, 0.8, 0.8
     axis = np.linspace(-7, 7, 701)
     x, y = np.meshgrid(axis, axis)
     cell = (axis[1] - axis[0]) ** 2
 
     def density(radius, angle):
-        bump = np.exp(-((x - radius * math.cos(angle)) ** 2 + (y - radius * math.sin(angle)) ** 2) / (2 * sigma**2))
+        bump = np.exp(
+            -((x - radius * math.cos(angle)) ** 2 + (y - radius * math.sin(angle)) ** 2)
+            / (2 * sigma**2)
+        )
         centre = np.exp(-(x**2 + y**2) / (2 * sigma**2))
         return ((1 - q) * centre + q * bump) / (2 * math.pi * sigma**2)
 
     def divergence(r1, r2, angle):
-        return float(np.maximum(density(r1, 0) - math.exp(epsilon) * density(r2, angle), 0).sum() * cell)
+        return float(
+            np.maximum(density(r1, 0) - math.exp(epsilon) * density(r2, angle), 0).sum() * cell
+        )
 
     worst = divergence(1, 1, math.pi)
     others = [
@@ -162,7 +179,9 @@ def test_opposite_directions_are_the_worst_replacement():
         if (r1, r2, angle) != (1, 1, math.pi)
     ]
     assert all(other < worst for other in others)
-    assert delta_at(dp_sgd(q, sigma, 1), epsilon=epsilon, adjacency="replace_one") == pytest.approx(worst, rel=1e-3)
+    assert delta_at(dp_sgd(q, sigma, 1), epsilon=epsilon, adjacency="replace_one") == pytest.approx(
+        worst, rel=1e-3
+    )
 
 
 @pytest.mark.slow
@@ -181,11 +200,15 @@ def test_opposite_directions_are_the_worst_replacement():
 def test_published_runs(q, sigma, steps, pld, rdp):
     """Values computed with independent code: an FFT of the privacy loss, and binomial RDP."""
     assert epsilon_at(dp_sgd(q, sigma, steps), delta=DELTA) == pytest.approx(pld, rel=1e-3)
-    assert epsilon_at(dp_sgd(q, sigma, steps), delta=DELTA, method="rdp") == pytest.approx(rdp, rel=1e-3)
+    assert epsilon_at(dp_sgd(q, sigma, steps), delta=DELTA, method="rdp") == pytest.approx(
+        rdp, rel=1e-3
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("q", "sigma"), list(itertools.product((1e-6, 0.005, 0.3, 0.99, 1.0), (0.3, 1.0, 30.0))))
+@pytest.mark.parametrize(
+    ("q", "sigma"), list(itertools.product((1e-6, 0.005, 0.3, 0.99, 1.0), (0.3, 1.0, 30.0)))
+)
 def test_losses_on_a_grid_are_those_of_dp_accounting(q, sigma):
     interval = 2e-3
     leaf = PoissonSampledDpEvent(q, GaussianDpEvent(sigma))
@@ -232,15 +255,18 @@ def test_masses_keep_ten_digits_far_in_the_tail(leaf, adjacency, density, loss, 
             def down(x, middle=middle):
                 return density(x) * (1 - mpmath.expm1(middle - loss(x)) / mpmath.expm1(-grid))
 
-            exact = mpmath.quad(up, [ends(low), ends(middle)]) + mpmath.quad(down, [ends(middle), ends(high)])
+            exact = mpmath.quad(up, [ends(low), ends(middle)]) + mpmath.quad(
+                down, [ends(middle), ends(high)]
+            )
             assert masses[place - first] == pytest.approx(float(exact), rel=2e-11)
 
 
-# --- Pure events, randomised response, Laplace ------------------------------------------------------------------
+# --- Pure events, randomised response, Laplace --------------------------------------------------
 
 
 def discrete_epsilon(p, q, count, delta):
-    """Exact composition of a finite pair of distributions: all histories, by their multinomial counts."""
+    """Exact composition of a finite pair of distributions: all histories, by their multinomial
+    counts."""
     splits = [s for s in itertools.product(range(count + 1), repeat=len(p) - 1) if sum(s) <= count]
     numbers = np.array([(*split, count - sum(split)) for split in splits])
     ways = math.lgamma(count + 1) - np.vectorize(math.lgamma)(numbers + 1).sum(axis=1)
@@ -249,7 +275,9 @@ def discrete_epsilon(p, q, count, delta):
 
     def delta_of(epsilon):
         e = math.exp(epsilon)
-        return max(np.maximum(mass_p - e * mass_q, 0).sum(), np.maximum(mass_q - e * mass_p, 0).sum())
+        return max(
+            np.maximum(mass_p - e * mass_q, 0).sum(), np.maximum(mass_q - e * mass_p, 0).sum()
+        )
 
     return solve(delta_of, delta)
 
@@ -261,7 +289,8 @@ def pure_epsilon(epsilon, count, delta):
 
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_a_hundred_pure_events_are_not_one(adjacency):
-    """dp_accounting 0.6 reports 0.10 here through RandomizedResponseDpEvent: it forgets the count."""
+    """dp_accounting 0.6 reports 0.10 here through RandomizedResponseDpEvent: it forgets the
+    count."""
     event = SelfComposedDpEvent(PureDpEvent(0.1), 100)
     value = epsilon_at(event, delta=DELTA, adjacency=adjacency)
     assert_tight_bound(value, pure_epsilon(0.1, 100, DELTA))
@@ -273,13 +302,17 @@ def test_a_hundred_pure_events_are_not_one(adjacency):
     assert epsilon_at(event, delta=DELTA, adjacency=adjacency, method="rdp") > value
 
 
-@pytest.mark.parametrize(("epsilon", "count"), [(0.1234567, 1), (1e-5, 1000), (0.00123, 3000), (2.5, 7), (30.0, 3)])
+@pytest.mark.parametrize(
+    ("epsilon", "count"), [(0.1234567, 1), (1e-5, 1000), (0.00123, 3000), (2.5, 7), (30.0, 3)]
+)
 def test_pure_events_off_the_grid(epsilon, count):
     event = SelfComposedDpEvent(PureDpEvent(epsilon), count)
     assert_tight_bound(epsilon_at(event, delta=1e-6), pure_epsilon(epsilon, count, 1e-6), rel=1e-3)
 
 
-@pytest.mark.parametrize(("noise", "buckets", "count"), [(0.5, 2, 1), (0.5, 2, 30), (0.8, 10, 20), (0.3, 3, 5)])
+@pytest.mark.parametrize(
+    ("noise", "buckets", "count"), [(0.5, 2, 1), (0.5, 2, 30), (0.8, 10, 20), (0.3, 3, 5)]
+)
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
 def test_randomized_response_counts(noise, buckets, count, adjacency):
     true, other = 1 - noise + noise / buckets, noise / buckets
@@ -312,7 +345,9 @@ def test_laplace_is_exact_and_replacement_doubles_its_sensitivity():
     )
     discrete = SelfComposedDpEvent(DiscreteLaplaceDpEvent(0.05, 1), 100)
     doubled = SelfComposedDpEvent(DiscreteLaplaceDpEvent(0.05, 2), 100)
-    assert epsilon_at(discrete, delta=DELTA, adjacency="replace_one") == epsilon_at(doubled, delta=DELTA)
+    assert epsilon_at(discrete, delta=DELTA, adjacency="replace_one") == epsilon_at(
+        doubled, delta=DELTA
+    )
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8, 0.95])
@@ -320,15 +355,24 @@ def test_a_scalar_shift_is_the_worst_laplace_vector(share):
     """A vector of L1 norm 1 split over two coordinates loses no more than the same norm in one."""
     split = ComposedDpEvent([LaplaceDpEvent(0.7 / share), LaplaceDpEvent(0.7 / (1 - share))])
     for epsilon in (0.0, 0.3, 0.7, 1.0, 1.3):
-        assert delta_at(split, epsilon=epsilon) <= delta_at(LaplaceDpEvent(0.7), epsilon=epsilon) + 1e-6
+        assert (
+            delta_at(split, epsilon=epsilon)
+            <= delta_at(LaplaceDpEvent(0.7), epsilon=epsilon) + 1e-6
+        )
 
 
-# --- Fidelity to dp_accounting where it is right ------------------------------------------------------------------
+# --- Fidelity to dp_accounting where it is right ------------------------------------------------
 
 _PLD_CASES = [
     (dp_sgd(0.01, 1.0, 1000), ADJACENCIES),
-    (SelfComposedDpEvent(PoissonSampledDpEvent(0.1, LaplaceDpEvent(1.0)), 50), ("add_remove", "zero_out")),
-    (SelfComposedDpEvent(TruncatedSubsampledGaussianDpEvent(5000, 0.02, 120, 1.0), 100), ADJACENCIES),
+    (
+        SelfComposedDpEvent(PoissonSampledDpEvent(0.1, LaplaceDpEvent(1.0)), 50),
+        ("add_remove", "zero_out"),
+    ),
+    (
+        SelfComposedDpEvent(TruncatedSubsampledGaussianDpEvent(5000, 0.02, 120, 1.0), 100),
+        ADJACENCIES,
+    ),
     (SelfComposedDpEvent(LaplaceDpEvent(5.0), 20), ("add_remove", "zero_out")),
 ]
 
@@ -339,7 +383,9 @@ def test_pld_agrees_with_dp_accounting(event, adjacencies):
     for adjacency in adjacencies:
         accountant = dp_accounting.pld.PLDAccountant(accounting.RELATIONS[adjacency], 1e-3)
         reference = accountant.compose(event).get_epsilon(DELTA)
-        assert epsilon_at(event, delta=DELTA, adjacency=adjacency) == pytest.approx(reference, rel=5e-3)
+        assert epsilon_at(event, delta=DELTA, adjacency=adjacency) == pytest.approx(
+            reference, rel=5e-3
+        )
 
 
 @pytest.mark.slow
@@ -348,7 +394,11 @@ def test_pld_agrees_with_dp_accounting(event, adjacencies):
     [
         (ZCDpEvent(0.1, 0.01), ZCDpEvent(0.1, 0.01), "add_remove"),
         (ZCDpEvent(0.1), ZCDpEvent(0.1), "replace_one"),
-        (SingleEpochTreeAggregationDpEvent(8.0, (9, 20)), SingleEpochTreeAggregationDpEvent(8.0, [9, 20]), "zero_out"),
+        (
+            SingleEpochTreeAggregationDpEvent(8.0, (9, 20)),
+            SingleEpochTreeAggregationDpEvent(8.0, [9, 20]),
+            "zero_out",
+        ),
         (
             SampledWithoutReplacementDpEvent(1000, 100, GaussianDpEvent(4.0)),
             SampledWithoutReplacementDpEvent(1000, 100, GaussianDpEvent(2.0)),
@@ -360,15 +410,22 @@ def test_pld_agrees_with_dp_accounting(event, adjacencies):
             "replace_one",
         ),
         (
-            RepeatAndSelectDpEvent(ComposedDpEvent([GaussianDpEvent(6.0), PureDpEvent(0.2)]), 10, math.inf),
-            RepeatAndSelectDpEvent(ComposedDpEvent([GaussianDpEvent(6.0), ZCDpEvent(0.02)]), 10, math.inf),
+            RepeatAndSelectDpEvent(
+                ComposedDpEvent([GaussianDpEvent(6.0), PureDpEvent(0.2)]), 10, math.inf
+            ),
+            RepeatAndSelectDpEvent(
+                ComposedDpEvent([GaussianDpEvent(6.0), ZCDpEvent(0.02)]), 10, math.inf
+            ),
             "add_remove",
         ),
     ],
 )
 def test_rdp_only_events(event, equivalent, adjacency):
-    """`equivalent` is what dp_accounting's RDP, which never doubles a sensitivity, must be asked for."""
-    accountant = dp_accounting.rdp.RdpAccountant(neighboring_relation=accounting.RELATIONS[adjacency])
+    """`equivalent` is what dp_accounting's RDP, which never doubles a sensitivity, must be asked
+    for."""
+    accountant = dp_accounting.rdp.RdpAccountant(
+        neighboring_relation=accounting.RELATIONS[adjacency]
+    )
     reference = accountant.compose(equivalent, 3).get_epsilon(DELTA)
     event = SelfComposedDpEvent(event, 3)
     assert epsilon_at(event, delta=DELTA, adjacency=adjacency) == pytest.approx(reference, rel=1e-6)
@@ -376,7 +433,7 @@ def test_rdp_only_events(event, equivalent, adjacency):
         epsilon_at(event, delta=DELTA, adjacency=adjacency, method="pld")
 
 
-# --- Composition, limits, refusals --------------------------------------------------------------------------------
+# --- Composition, limits, refusals --------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -385,7 +442,9 @@ def test_heterogeneous_schedule():
     value = epsilon_at(ComposedDpEvent(parts), delta=DELTA)
     assert value == epsilon_at(ComposedDpEvent(parts[::-1]), delta=DELTA)
     accountant = dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-3)
-    assert value == pytest.approx(accountant.compose(ComposedDpEvent(parts)).get_epsilon(DELTA), rel=0.01)
+    assert value == pytest.approx(
+        accountant.compose(ComposedDpEvent(parts)).get_epsilon(DELTA), rel=0.01
+    )
     assert value < epsilon_at(ComposedDpEvent(parts), delta=DELTA, method="rdp")
     noisier = epsilon_at(dp_sgd(0.01, 2.0, 1000), delta=DELTA)
     quieter = epsilon_at(dp_sgd(0.01, 2.0 * 0.94**9, 1000), delta=DELTA)
@@ -397,14 +456,20 @@ def test_mixed_kinds_fall_back_to_rdp():
     assert epsilon_at(mixed, delta=DELTA) == epsilon_at(mixed, delta=DELTA, method="rdp")
     with pytest.raises(ValueError, match=r"PLD has none for .*ZC.*RDP has none for .*Truncated"):
         epsilon_at(
-            ComposedDpEvent([ZCDpEvent(0.05), TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 1.0)]), delta=DELTA
+            ComposedDpEvent(
+                [ZCDpEvent(0.05), TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 1.0)]
+            ),
+            delta=DELTA,
         )
 
 
 @pytest.mark.parametrize(
     ("event", "delta"),
     [
-        (ComposedDpEvent([dp_sgd(1e-5, 0.1, 30), GaussianDpEvent(20.0)]), 1e-2),  # many losses of little weight
+        (
+            ComposedDpEvent([dp_sgd(1e-5, 0.1, 30), GaussianDpEvent(20.0)]),
+            1e-2,
+        ),  # many losses of little weight
         (dp_sgd(1e-5, 0.05, 1000), 1e-6),
         (dp_sgd(1e-5, 0.3, 30), 1e-4),
         (GaussianDpEvent(0.0026), DELTA),
@@ -419,7 +484,8 @@ def test_a_coarse_grid_costs_no_more_than_rdp(event, delta):
 def test_a_million_releases():
     q, sigma, steps = 1e-4, 1.0, 1_000_000
     value = epsilon_at(dp_sgd(q, sigma, steps), delta=DELTA)
-    # The Gaussian limit understates, by a few per cent at most here (Bu et al. 2020, arXiv 1911.11607).
+    # The Gaussian limit understates, by a few per cent at most here (Bu et al. 2020, arXiv
+    # 1911.11607).
     limit = gaussian_epsilon(q * math.sqrt(steps * math.expm1(1 / sigma**2)), DELTA)
     assert limit < value < 1.05 * limit
     value = epsilon_at(SelfComposedDpEvent(PureDpEvent(1e-3), steps), delta=DELTA)
@@ -432,17 +498,23 @@ def test_a_million_releases():
 def test_tiny_noise_gives_a_bound_and_returns(sigma, q, adjacency):
     value = epsilon_at(dp_sgd(q, sigma, 1), delta=DELTA, adjacency=adjacency)
     if q == 1.0:
-        assert_tight_bound(value, gaussian_epsilon((2 if adjacency == "replace_one" else 1) / sigma, DELTA))
+        assert_tight_bound(
+            value, gaussian_epsilon((2 if adjacency == "replace_one" else 1) / sigma, DELTA)
+        )
     else:
-        # With the record the output passes `cut` with probability at least 2 delta, so exp(epsilon) is at least
-        # delta over the probability of that without the record.
+        # With the record the output passes `cut` with probability at least 2 delta, so exp(epsilon)
+        # is at least delta over the probability of that without the record.
         cut = 1 - sigma * stats.norm.ppf(2 * DELTA / q)
         assert value >= math.log(DELTA) - stats.norm.logsf(cut / sigma)
 
 
 @pytest.mark.slow
 def test_delta_and_epsilon_invert_each_other():
-    for event in (dp_sgd(0.01, 1.0, 500), SelfComposedDpEvent(PureDpEvent(0.1), 50), ZCDpEvent(0.1)):
+    for event in (
+        dp_sgd(0.01, 1.0, 500),
+        SelfComposedDpEvent(PureDpEvent(0.1), 50),
+        ZCDpEvent(0.1),
+    ):
         for delta in (1e-3, 1e-6):
             epsilon = epsilon_at(event, delta=delta)
             assert delta_at(event, epsilon=epsilon) == pytest.approx(delta, rel=2e-3)
@@ -468,9 +540,9 @@ def test_limits(adjacency, method):
     assert value(UnprovenDpEvent("why")) == math.inf
     assert value(GaussianDpEvent(1.0), delta=0.0) == math.inf
     assert value(PureDpEvent(0.3), delta=0.0) == 0.3
-    assert value(ComposedDpEvent([PureDpEvent(0.3), SelfComposedDpEvent(LaplaceDpEvent(4.0), 2)]), delta=0.0) == (
-        1.3 if adjacency == "replace_one" else 0.8
-    )
+    assert value(
+        ComposedDpEvent([PureDpEvent(0.3), SelfComposedDpEvent(LaplaceDpEvent(4.0), 2)]), delta=0.0
+    ) == (1.3 if adjacency == "replace_one" else 0.8)
     assert value(PureDpEvent(0.5), delta=0.9) == 0.0
 
 
@@ -480,13 +552,19 @@ def test_small_deltas_are_tight():
     # By inversion of characteristic functions (tests/privacy/second_accountant.py).
     assert_tight_bound(epsilon_at(event, delta=1e-15), 3.68985)
     assert epsilon_at(event, delta=1e-12, method="rdp") > 1.1 * epsilon_at(event, delta=1e-12)
-    values = [epsilon_at(event, delta=delta) for delta in (1e-4, 1e-6, 1e-8, 1e-10, 1e-12, 1e-14, 1e-40, 1e-200)]
+    values = [
+        epsilon_at(event, delta=delta)
+        for delta in (1e-4, 1e-6, 1e-8, 1e-10, 1e-12, 1e-14, 1e-40, 1e-200)
+    ]
     assert values == sorted(values) and all(math.isfinite(value) for value in values)
 
 
-@pytest.mark.parametrize(("sigma", "delta", "exact"), [(1e-3, 1e-5, 504264.39), (2e-3, 1e-15, 128970.63)])
+@pytest.mark.parametrize(
+    ("sigma", "delta", "exact"), [(1e-3, 1e-5, 504264.39), (2e-3, 1e-15, 128970.63)]
+)
 def test_gaussians_of_huge_epsilon_are_exact(sigma, delta, exact):
-    """mu^2 / 2 + mu z with Phi(-z) = delta, since the second term of the curve is negligible. RDP is 10 % above."""
+    """mu^2 / 2 + mu z with Phi(-z) = delta, since the second term of the curve is negligible. RDP
+    is 10 % above."""
     mu = 1 / sigma
     assert mu * mu / 2 + mu * stats.norm.isf(delta) == pytest.approx(exact, rel=1e-4)
     assert epsilon_at(GaussianDpEvent(sigma), delta=delta) == pytest.approx(exact, rel=1e-5)
@@ -515,10 +593,18 @@ def test_many_small_releases_take_no_minute(event, delta, exact):
         (RandomizedResponseDpEvent(0.5, 4), "add_remove"),
         (PoissonSampledDpEvent(0.1, LaplaceDpEvent(1.0)), "replace_one"),
         (PoissonSampledDpEvent(0.1, PureDpEvent(1.0)), "add_remove"),
-        (PoissonSampledDpEvent(0.1, ComposedDpEvent([GaussianDpEvent(1.0), LaplaceDpEvent(1.0)])), "add_remove"),
+        (
+            PoissonSampledDpEvent(
+                0.1, ComposedDpEvent([GaussianDpEvent(1.0), LaplaceDpEvent(1.0)])
+            ),
+            "add_remove",
+        ),
         (SampledWithoutReplacementDpEvent(10, 5, GaussianDpEvent(1.0)), "add_remove"),
         (SingleEpochTreeAggregationDpEvent(8.0, 9), "replace_one"),
-        (RepeatAndSelectDpEvent(PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0)), 10, 1), "replace_one"),
+        (
+            RepeatAndSelectDpEvent(PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0)), 10, 1),
+            "replace_one",
+        ),
     ],
 )
 def test_no_rule_fails_closed(event, adjacency):
@@ -536,7 +622,7 @@ def test_arguments_are_checked():
             epsilon_at(PureDpEvent(1.0), delta=delta)
 
 
-# --- Renyi conversion ---------------------------------------------------------------------------------------------
+# --- Renyi conversion ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(1.0, 1e-5), (8.0, 1e-6), (0.1, 1e-8)])
@@ -554,7 +640,12 @@ def test_renyi_divergence_of_gaussians_at_one_order():
     for adjacency, factor in (("add_remove", 1), ("zero_out", 1), ("replace_one", 4)):
         value = accounting.rdp_of_counts({GaussianDpEvent(3.0): 5}, order=6.5, adjacency=adjacency)
         assert value == pytest.approx(5 * factor * 6.5 / 18, rel=1e-9)
-    assert accounting.rdp_of_counts({NonPrivateDpEvent(): 1}, order=6.5, adjacency="add_remove") == math.inf
+    assert (
+        accounting.rdp_of_counts({NonPrivateDpEvent(): 1}, order=6.5, adjacency="add_remove")
+        == math.inf
+    )
     p = np.array([math.exp(0.7), 1]) / (1 + math.exp(0.7))
     exact = math.log(float(np.sum(p**6.5 * p[::-1] ** -5.5))) / 5.5
-    assert accounting.rdp_of_counts({PureDpEvent(0.7): 2}, order=6.5, adjacency="zero_out") == pytest.approx(2 * exact)
+    assert accounting.rdp_of_counts(
+        {PureDpEvent(0.7): 2}, order=6.5, adjacency="zero_out"
+    ) == pytest.approx(2 * exact)

@@ -64,12 +64,16 @@ def plds(monkeypatch):
     budget.remembered_epsilon.cache_clear()
     calls = []
     original = budget.epsilon_of_counts
-    monkeypatch.setattr(budget, "epsilon_of_counts", lambda *a, **k: calls.append(a) or original(*a, **k))
+    monkeypatch.setattr(
+        budget, "epsilon_of_counts", lambda *a, **k: calls.append(a) or original(*a, **k)
+    )
     return calls
 
 
 def register(ledger, name="data", **terms):
-    ledger.register(name, **{"adjacency": "add_remove", "unit": "example", "epsilon": 1.0, "delta": 0.0} | terms)
+    ledger.register(
+        name, **{"adjacency": "add_remove", "unit": "example", "epsilon": 1.0, "delta": 0.0} | terms
+    )
     return ledger.account(name)
 
 
@@ -85,7 +89,7 @@ def rows(path, query):
     return result
 
 
-# --- Reservations ---------------------------------------------------------------------------------------------------
+# --- Reservations -------------------------------------------------------------------------------
 
 
 def test_a_spend_charges_at_the_call(ledger):
@@ -125,14 +129,19 @@ def test_a_reservation_may_be_entered_later(path):
         assert rows(path, "SELECT status FROM spends") == [("failed",)]
 
 
-# --- Accounts -------------------------------------------------------------------------------------------------------
+# --- Accounts -----------------------------------------------------------------------------------
 
 
 def test_an_account_is_a_value(ledger):
     register(ledger, delta=DELTA)
     register(ledger, "free", adjacency="zero_out", epsilon=None, delta=None)
     account = ledger.account("data", label="run 1")
-    assert (account.ledger, account.name, account.label, account.held) == (ledger, "data", "run 1", None)
+    assert (account.ledger, account.name, account.label, account.held) == (
+        ledger,
+        "data",
+        "run 1",
+        None,
+    )
     assert account == Account(ledger, "data", "run 1") != ledger.account("data")
     assert len({account, Account(ledger, "data", "run 1")}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -149,9 +158,14 @@ def test_an_account_does_what_the_ledger_does(ledger):
     register(ledger, delta=DELTA)
     account = ledger.account("data")
     record = spend(account, GaussianDpEvent(8.0), token="t", partition="north")
-    assert not record.replay and spend(account, GaussianDpEvent(8.0), token="t", partition="north").replay
+    assert (
+        not record.replay
+        and spend(account, GaussianDpEvent(8.0), token="t", partition="north").replay
+    )
     assert account.paid("t") and not account.paid("u")
-    assert account.epsilon() == ledger.epsilon("data") == epsilon_at(GaussianDpEvent(8.0), delta=DELTA)
+    assert (
+        account.epsilon() == ledger.epsilon("data") == epsilon_at(GaussianDpEvent(8.0), delta=DELTA)
+    )
     assert account.epsilon(delta=1e-3) == ledger.epsilon("data", delta=1e-3)
     assert account.remaining() == ledger.remaining("data")
     assert set(ledger.events("data")) == {"north"}
@@ -162,9 +176,16 @@ def test_an_account_does_what_the_ledger_does(ledger):
 
 def test_labels_of_accounts(ledger):
     register(ledger, epsilon=None)
-    for label, kwargs in (("", {}), ("", {"label": "epoch"}), ("run 1", {}), ("run 1", {"label": "epoch"})):
+    for label, kwargs in (
+        ("", {}),
+        ("", {"label": "epoch"}),
+        ("run 1", {}),
+        ("run 1", {"label": "epoch"}),
+    ):
         ledger.account("data", label=label).spend(TENTH, **kwargs)
-    ledger.spend_all([(ledger.account("data", label="run 2"), TENTH), ("data", TENTH)], label="both")
+    ledger.spend_all(
+        [(ledger.account("data", label="run 2"), TENTH), ("data", TENTH)], label="both"
+    )
     labels = [row["label"] for row in ledger.report()["datasets"][0]["open"]]
     assert labels == ["", "epoch", "run 1", "run 1: epoch", "run 2: both", "both"]
 
@@ -182,7 +203,7 @@ def test_accounts_of_another_ledger_are_refused(ledger):
         assert ledger.epsilon("data") == other.epsilon("data") == 0.0
 
 
-# --- Questions before spending --------------------------------------------------------------------------------------
+# --- Questions before spending ------------------------------------------------------------------
 
 
 def test_paid(ledger):
@@ -190,7 +211,9 @@ def test_paid(ledger):
     register(ledger, "other")
     assert not ledger.paid("data", "t")
     ledger.spend("data", TENTH, token="t")
-    assert ledger.paid("data", "t") and not ledger.paid("data", "u") and not ledger.paid("other", "t")
+    assert (
+        ledger.paid("data", "t") and not ledger.paid("data", "u") and not ledger.paid("other", "t")
+    )
     with pytest.raises(ValueError, match="'missing' is not registered"):
         ledger.paid("missing", "t")
     with pytest.raises(ValueError, match="token must be a non-empty string"):
@@ -201,7 +224,9 @@ def test_paid(ledger):
 @pytest.mark.parametrize("accounting_name", ["pld", "rdp", "renyi_filter"])
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 def test_would_cost_is_epsilon_after_the_spend(ledger, accounting_name, adjacency):
-    account = register(ledger, epsilon=8.0, delta=DELTA, accounting=accounting_name, adjacency=adjacency)
+    account = register(
+        ledger, epsilon=8.0, delta=DELTA, accounting=accounting_name, adjacency=adjacency
+    )
     for event in (times(100, STEP), GaussianDpEvent(10.0)):
         if adjacency == "replace_one":
             event = GaussianDpEvent(20.0)
@@ -268,7 +293,10 @@ def test_check_asks_for_the_sum_and_changes_nothing(path):
             ledger.check([("a", unproven("why"))])
         with pytest.raises(ValueError, match="'c' is not registered"):
             ledger.check([("a", TENTH), ("c", TENTH)])
-        assert rows(path, "SELECT count(*) FROM spends UNION ALL SELECT count(*) FROM events") == [(0,), (0,)]
+        assert rows(path, "SELECT count(*) FROM spends UNION ALL SELECT count(*) FROM events") == [
+            (0,),
+            (0,),
+        ]
         assert rows(path, "SELECT * FROM sqlite_master") == before
 
 
@@ -284,7 +312,8 @@ def test_what_was_checked_is_spent_without_another_pld(ledger, plds):
 
 @pytest.mark.slow
 def test_seventy_unlike_parts_get_their_verdicts(ledger):
-    """Each needs a PLD, and more verdicts than are usually remembered; the ledger once asked for ever."""
+    """Each needs a PLD, and more verdicts than are usually remembered; the ledger once asked for
+    ever."""
     events = [GaussianDpEvent(8.0 + 0.001 * index) for index in range(70)]
     budget = 1.001 * epsilon_at(ComposedDpEvent([events[0], GaussianDpEvent(8.0)]), delta=DELTA)
     register(ledger, epsilon=budget, delta=DELTA)
@@ -294,7 +323,7 @@ def test_seventy_unlike_parts_get_their_verdicts(ledger):
     assert ledger.epsilon("data") <= budget
 
 
-# --- Holds ----------------------------------------------------------------------------------------------------------
+# --- Holds --------------------------------------------------------------------------------------
 
 
 def test_a_hold_keeps_room_and_is_no_spend(path):
@@ -302,13 +331,22 @@ def test_a_hold_keeps_room_and_is_no_spend(path):
         account = register(ledger)
         with account.hold(times(7)) as hold:
             assert isinstance(hold, Hold) and hold.names == ("data",)
-            assert (ledger.epsilon("data"), ledger.remaining("data"), ledger.events("data")) == (0.0, 1.0, {})
+            assert (ledger.epsilon("data"), ledger.remaining("data"), ledger.events("data")) == (
+                0.0,
+                1.0,
+                {},
+            )
             other.spend("data", times(3))
             stranger = other.account("data")
             for ask in (stranger.spend, stranger.hold, stranger.check):
-                with pytest.raises(BudgetExceeded, match=r"0\.3 is spent .* make it 1\.1, 0\.7 of which is room") as e:
+                with pytest.raises(
+                    BudgetExceeded, match=r"0\.3 is spent .* make it 1\.1, 0\.7 of which is room"
+                ) as e:
                     ask(TENTH)
-                assert (e.value.held, e.value.would_spend) == (pytest.approx(0.7), pytest.approx(1.1))
+                assert (e.value.held, e.value.would_spend) == (
+                    pytest.approx(0.7),
+                    pytest.approx(1.1),
+                )
                 assert "report" in str(e.value)
             for _ in range(7):
                 spend(hold.account("data"))
@@ -358,7 +396,10 @@ def test_impossible_holds_are_refused(path, wrong, words):
 @pytest.mark.parametrize("error", [None, KeyError, KeyboardInterrupt])
 def test_a_hold_goes_back_at_the_end_of_its_body(ledger, error):
     account = register(ledger)
-    with pytest.raises(error) if error else contextlib.nullcontext(), account.hold(times(9)) as hold:
+    with (
+        pytest.raises(error) if error else contextlib.nullcontext(),
+        account.hold(times(9)) as hold,
+    ):
         spend(hold.account(account))
         if error:
             raise error
@@ -370,7 +411,8 @@ def test_a_hold_goes_back_at_the_end_of_its_body(ledger, error):
 
 
 def test_a_hold_that_cannot_be_closed(monkeypatch):
-    """What the body raised matters more than room that comes back by itself; a second try may succeed."""
+    """What the body raised matters more than room that comes back by itself; a second try may
+    succeed."""
 
     class Disk(sqlite3.Connection):
         full = False
@@ -417,7 +459,8 @@ def test_a_hold_that_nobody_closes_lapses(ledger, clock):
 
 
 def test_a_spend_takes_from_its_hold_what_they_share(ledger):
-    """The multiset difference, on paper: H = 3 a + 2 b; E = 4 a + b + c; left is b, and a + c were additional."""
+    """The multiset difference, on paper: H = 3 a + 2 b; E = 4 a + b + c; left is b, and a + c were
+    additional."""
     account = register(ledger)
     a, b, c = PureDpEvent(0.1), PureDpEvent(0.05), PureDpEvent(0.25)
     hold = account.hold(ComposedDpEvent([times(3, a), times(2, b)]))  # 0.4
@@ -429,7 +472,9 @@ def test_a_spend_takes_from_its_hold_what_they_share(ledger):
         under.check(ComposedDpEvent([times(4, a), b, c, PureDpEvent(0.01)]))
     record = spend(under, ComposedDpEvent([times(4, a), b, c]), token="t")
     assert hold.left("data") == b
-    assert spend(under, ComposedDpEvent([times(4, a), b, c]), token="t").id == record.id  # takes nothing
+    assert (
+        spend(under, ComposedDpEvent([times(4, a), b, c]), token="t").id == record.id
+    )  # takes nothing
     assert hold.left("data") == b
     assert account.epsilon() == pytest.approx(0.7)
     with pytest.raises(BudgetExceeded):
@@ -446,7 +491,9 @@ def test_spend_all_takes_from_holds(ledger):
         a, b = hold.account("a"), hold.account("b")
         ledger.spend_all([(a, times(2)), (b, TENTH), (a, times(3))])
         assert (hold.left("a"), hold.left("b")) == (times(4), times(8))
-        with pytest.raises(BudgetExceeded, match="'b'"):  # on all or none: the room of a is not taken either
+        with pytest.raises(
+            BudgetExceeded, match="'b'"
+        ):  # on all or none: the room of a is not taken either
             ledger.spend_all([(a, TENTH), ("b", times(2))])
         assert hold.left("a") == times(4)
         ledger.check([(a, times(5)), (b, times(9))])
@@ -479,7 +526,9 @@ def test_spends_under_a_hold_compute_no_pld(ledger, plds):
 
 
 def test_a_hold_under_a_renyi_filter(ledger):
-    account = register(ledger, epsilon=2.0, delta=DELTA, accounting="renyi_filter", renyi_order=12.0)
+    account = register(
+        ledger, epsilon=2.0, delta=DELTA, accounting="renyi_filter", renyi_order=12.0
+    )
     bound = accounting.renyi_bound(2.0, DELTA, 12.0)
     steps = int(bound / (12 / 2 / 400))
     with account.hold(times(steps, GaussianDpEvent(20.0))) as hold:
@@ -507,13 +556,15 @@ def test_a_hold_without_a_budget_limits_nobody(ledger):
 @pytest.mark.slow
 def test_an_event_that_does_not_compose_with_what_is_held_is_refused(ledger):
     account = register(ledger, epsilon=8.0, delta=DELTA)
-    event = TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 4.0)  # has a PLD rule only, the other an RDP rule only
+    event = TruncatedSubsampledGaussianDpEvent(
+        100, 0.1, 20, 4.0
+    )  # has a PLD rule only, the other an RDP rule only
     with account.hold(ZCDpEvent(0.1)), pytest.raises(ValueError, match="no accounting rule"):
         spend(account, event)
     spend(account, event)
 
 
-# --- Keys -----------------------------------------------------------------------------------------------------------
+# --- Keys ---------------------------------------------------------------------------------------
 
 
 def test_a_hold_with_the_same_key_replaces_the_earlier_one(ledger):
@@ -534,7 +585,7 @@ def test_a_hold_with_the_same_key_replaces_the_earlier_one(ledger):
     spend(second.account(account), times(6))
 
 
-# --- Holds under holds ----------------------------------------------------------------------------------------------
+# --- Holds under holds --------------------------------------------------------------------------
 
 
 def test_a_hold_under_a_hold_counts_its_room_once(ledger):
@@ -554,7 +605,9 @@ def test_a_hold_under_a_hold_counts_its_room_once(ledger):
     with pytest.raises(BudgetExceeded):
         account.hold(times(9))
     assert outer.left("data") == times(3)
-    assert [(h["key"], h["label"]) for h in ledger.report()["datasets"][0]["holds"]] == [("outer", "the outer one")]
+    assert [(h["key"], h["label"]) for h in ledger.report()["datasets"][0]["holds"]] == [
+        ("outer", "the outer one")
+    ]
     inner.close()  # twice does nothing
     assert outer.left("data") == times(3)
 
@@ -576,11 +629,14 @@ def test_a_hold_under_a_hold_may_add_a_dataset(ledger):
             spend(inner.account("b"))
             assert (inner.left("a"), inner.left("b")) == (times(5), times(4))
         assert (outer.left("a"), outer.left("b")) == (times(5), NoOpDpEvent())
-        with ledger.hold([("b", times(2))]) as other, pytest.raises(ValueError, match="2 different holds"):
+        with (
+            ledger.hold([("b", times(2))]) as other,
+            pytest.raises(ValueError, match="2 different holds"),
+        ):
             ledger.hold([(outer.account("a"), TENTH), (other.account("b"), TENTH)])
 
 
-# --- Reports, threads, totals ---------------------------------------------------------------------------------------
+# --- Reports, threads, totals -------------------------------------------------------------------
 
 
 def test_the_report_mentions_holds_in_one_line(ledger, clock):
@@ -598,7 +654,11 @@ def test_the_report_mentions_holds_in_one_line(ledger, clock):
     assert entry["holds"][0]["lapses_at"] == "2001-09-09T01:47:10.000+00:00"
     assert (entry["headline"], entry["remaining"], entry["spends"]) == ("0", 1.0, [])
     (line,) = (line for line in ledger.report_text().splitlines() if " held " in line)
-    assert "Pure(0.1) x 2 (job, run" in line and "Pure(0.1) x 3 (training, run" in line and "01:47:10" in line
+    assert (
+        "Pure(0.1) x 2 (job, run" in line
+        and "Pure(0.1) x 3 (training, run" in line
+        and "01:47:10" in line
+    )
 
 
 def test_eight_threads_hold_and_spend_exactly_the_budget(path):
@@ -641,7 +701,11 @@ def test_total_is_the_epsilon_of_all_events_together(ledger):
             assert ledger.total(list(order), delta=delta) == pytest.approx(expected, rel=1e-9)
         parts = [ledger.epsilon(name, delta=delta) for name in "abc"]
         assert max(parts) < expected < sum(parts)
-    assert ledger.total(["a"], delta=DELTA) == ledger.epsilon("a") == ledger.total(["a", "a"], delta=DELTA)
+    assert (
+        ledger.total(["a"], delta=DELTA)
+        == ledger.epsilon("a")
+        == ledger.total(["a", "a"], delta=DELTA)
+    )
     ledger.spend("c", unproven("why"))
     assert ledger.total(list("abc"), delta=DELTA) == math.inf
     assert ledger.total(list("ab"), delta=DELTA) < math.inf
@@ -654,10 +718,14 @@ def test_total_is_the_worst_choice_of_parts(ledger):
     ledger.spend("a", many, partition="x")
     ledger.spend("a", one, partition="y")
     ledger.spend("b", TENTH)
-    ledger.spend("b", times(2), partition="x")  # parts of different datasets have nothing in common but the name
+    ledger.spend(
+        "b", times(2), partition="x"
+    )  # parts of different datasets have nothing in common but the name
     for delta in (0.0, 1e-2):
         choices = [ComposedDpEvent([part, times(3)]) for part in (many, one)]
-        assert ledger.total(["a", "b"], delta=delta) == pytest.approx(max(epsilon_at(e, delta=delta) for e in choices))
+        assert ledger.total(["a", "b"], delta=delta) == pytest.approx(
+            max(epsilon_at(e, delta=delta) for e in choices)
+        )
     assert ledger.total(["a", "b"], delta=0.0) == pytest.approx(2.3)
 
 
@@ -666,7 +734,9 @@ def test_total_of_very_many_parts_is_an_upper_bound(ledger, monkeypatch):
         register(ledger, name, epsilon=None)
         for index in range(1, 5):
             ledger.spend(
-                name, ComposedDpEvent([times(index), times(5 - index, PureDpEvent(0.2))]), partition=f"{index}"
+                name,
+                ComposedDpEvent([times(index), times(5 - index, PureDpEvent(0.2))]),
+                partition=f"{index}",
             )
     exact = ledger.total(["a", "b"], delta=0.0)
     assert exact == pytest.approx(2 * ledger.epsilon("a")) == pytest.approx(1.8)
@@ -691,11 +761,17 @@ def test_a_renyi_filter_enters_a_total_with_its_budget(ledger):
     register(ledger, "a", epsilon=None)
     rest = GaussianDpEvent(4.0)
     ledger.spend("a", rest)
-    assert ledger.total(["f", "a"], delta=DELTA) == epsilon_at(rest, delta=DELTA)  # nothing was spent on f
+    assert ledger.total(["f", "a"], delta=DELTA) == epsilon_at(
+        rest, delta=DELTA
+    )  # nothing was spent on f
     ledger.spend("f", GaussianDpEvent(20.0))
-    assert ledger.total(["f", "a"], delta=DELTA) == pytest.approx(2.0 + epsilon_at(rest, delta=9e-6), rel=1e-9)
+    assert ledger.total(["f", "a"], delta=DELTA) == pytest.approx(
+        2.0 + epsilon_at(rest, delta=9e-6), rel=1e-9
+    )
     ledger.spend("g", GaussianDpEvent(20.0))
-    assert ledger.total(["g", "f", "a"], delta=DELTA) == pytest.approx(5.0 + epsilon_at(rest, delta=8e-6), rel=1e-9)
+    assert ledger.total(["g", "f", "a"], delta=DELTA) == pytest.approx(
+        5.0 + epsilon_at(rest, delta=8e-6), rel=1e-9
+    )
     assert ledger.total(["f", "g"], delta=2e-6) == 5.0
     for names, delta in ((["f", "g"], 1.9e-6), (["f", "a"], 1e-6), (["f"], 0.0)):
         with pytest.raises(ValueError, match=r"leaves nothing beside .* Ask for a larger delta"):
@@ -703,7 +779,11 @@ def test_a_renyi_filter_enters_a_total_with_its_budget(ledger):
 
 
 def test_total_needs_one_meaning_of_a_record(ledger):
-    register(ledger, "a"), register(ledger, "b", adjacency="replace_one"), register(ledger, "c", unit="patient")
+    (
+        register(ledger, "a"),
+        register(ledger, "b", adjacency="replace_one"),
+        register(ledger, "c", unit="patient"),
+    )
     for names, words in (
         (["a", "b"], r"'a' has adjacency 'add_remove'.*'b' has 'replace_one'.*same terms"),
         (["c", "a"], r"unit 'patient'.*'example'"),
@@ -717,11 +797,12 @@ def test_total_needs_one_meaning_of_a_record(ledger):
         ledger.total(["a"], delta=1.0)
 
 
-# --- The file -------------------------------------------------------------------------------------------------------
+# --- The file -----------------------------------------------------------------------------------
 
 OLD = Path(__file__).with_name("ledger_before_holds.sql")
-# What it says: composed events, epsilon at the registered delta and at 1e-3, what remains. The jaxdp that wrote it said
-# 1.6327214 and 1.0419843 of "train", by another grid of losses. Both grids are above the exact epsilon.
+# What it says: composed events, epsilon at the registered delta and at 1e-3, what remains. The
+# jaxdp that wrote it said 1.6327214 and 1.0419843 of "train", by another grid of losses. Both grids
+# are above the exact epsilon.
 OLD_SAID = {
     "train": (
         {None: times(503, STEP), "north": LaplaceDpEvent(20.0), "south": GaussianDpEvent(4.0)},
@@ -741,13 +822,23 @@ def test_a_ledger_from_before_holds_means_the_same(path):
         for _ in range(2):
             for name, (events, numbers) in OLD_SAID.items():
                 found = ledger.events(name)
-                assert {part: to_json(e) for part, e in found.items()} == {p: to_json(e) for p, e in events.items()}
-                said = ledger.epsilon(name), ledger.epsilon(name, delta=1e-3), ledger.remaining(name)
+                assert {part: to_json(e) for part, e in found.items()} == {
+                    p: to_json(e) for p, e in events.items()
+                }
+                said = (
+                    ledger.epsilon(name),
+                    ledger.epsilon(name, delta=1e-3),
+                    ledger.remaining(name),
+                )
                 assert said == pytest.approx(numbers, rel=1e-6)
             # Once more with a hold, which changes none of these.
             hold = ledger.hold([("train", times(10, STEP)), ("survey", LaplaceDpEvent(4.0))])
         assert rows(path, "SELECT * FROM totals") == totals
-        assert ledger.paid("train", "t0") and ledger.paid("stream", "b") and not ledger.paid("train", "b")
+        assert (
+            ledger.paid("train", "t0")
+            and ledger.paid("stream", "b")
+            and not ledger.paid("train", "b")
+        )
         with hold.account("train").spend(STEP, token="t2") as record:
             assert record.replay and record.id == 3
         with hold.account("train").spend(STEP) as record:

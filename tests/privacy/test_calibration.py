@@ -21,7 +21,9 @@ from jaxdp.privacy.events import (
 
 
 def dp_sgd(q, steps):
-    return lambda noise: SelfComposedDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(noise)), steps)
+    return lambda noise: SelfComposedDpEvent(
+        PoissonSampledDpEvent(q, GaussianDpEvent(noise)), steps
+    )
 
 
 @pytest.mark.slow
@@ -37,7 +39,8 @@ def dp_sgd(q, steps):
     ],
 )
 def test_known_noise_multipliers(size, batch, steps, epsilon, noise):
-    """Noise multipliers of DP-SGD runs at delta 1e-5, computed with dp_accounting at a tolerance of 5e-4."""
+    """Noise multipliers of DP-SGD runs at delta 1e-5, computed with dp_accounting at a tolerance of
+    5e-4."""
     make_event = dp_sgd(batch / size, steps)
     value = calibrate_noise(make_event, epsilon=epsilon, delta=1e-5)
     assert value == pytest.approx(noise, abs=1e-3, rel=5e-4)
@@ -71,7 +74,11 @@ def test_known_noise_multipliers_by_renyi_divergences(size, batch, steps, epsilo
 def test_a_method_without_a_rule_for_the_event_is_refused():
     arguments = {"epsilon": 1.0, "delta": 1e-5}
     with pytest.raises(ValueError, match="accounting rule"):
-        calibrate_noise(lambda z: ComposedDpEvent([ZCDpEvent(0.001), GaussianDpEvent(z)]), method="pld", **arguments)
+        calibrate_noise(
+            lambda z: ComposedDpEvent([ZCDpEvent(0.001), GaussianDpEvent(z)]),
+            method="pld",
+            **arguments,
+        )
     assert calibrate_noise(GaussianDpEvent, method="pld", **arguments) == pytest.approx(
         dp_accounting.get_sigma_gaussian(1.0, 1e-5), rel=2e-4
     )
@@ -81,9 +88,15 @@ def test_a_method_without_a_rule_for_the_event_is_refused():
 def test_agrees_with_dp_accounting():
     make_event = dp_sgd(0.02, 500)
     reference = dp_accounting.calibrate_dp_mechanism(
-        lambda: dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-3), make_event, 3.0, 1e-5, tol=1e-4
+        lambda: dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-3),
+        make_event,
+        3.0,
+        1e-5,
+        tol=1e-4,
     )
-    assert calibrate_noise(make_event, epsilon=3.0, delta=1e-5) == pytest.approx(reference, rel=1e-3)
+    assert calibrate_noise(make_event, epsilon=3.0, delta=1e-5) == pytest.approx(
+        reference, rel=1e-3
+    )
 
 
 SCHEDULES = {
@@ -184,4 +197,7 @@ def test_result_is_never_above_the_target_even_next_to_it():
     for target in (0.1, 11.0):
         noise = calibrate_noise(dp_sgd(0.05, 40), epsilon=target, delta=1e-5)
         counts = {PoissonSampledDpEvent(0.05, GaussianDpEvent(noise)): 40}
-        assert accounting.epsilon_of_counts(counts, delta=1e-5, adjacency="add_remove", method="auto") <= target
+        assert (
+            accounting.epsilon_of_counts(counts, delta=1e-5, adjacency="add_remove", method="auto")
+            <= target
+        )

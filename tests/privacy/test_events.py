@@ -42,8 +42,16 @@ leaves = st.one_of(
     st.builds(RandomizedResponseDpEvent, probability, st.integers(1, 20)),
     st.builds(ev.DiscreteLaplaceDpEvent, positive, st.integers(1, 9)),
     st.builds(PoissonSampledDpEvent, probability, gaussians),
-    st.builds(ev.TruncatedSubsampledGaussianDpEvent, st.integers(0, 99), probability, st.integers(0, 9), positive),
-    st.builds(ev.SingleEpochTreeAggregationDpEvent, positive, st.lists(st.integers(1, 9), min_size=1)),
+    st.builds(
+        ev.TruncatedSubsampledGaussianDpEvent,
+        st.integers(0, 99),
+        probability,
+        st.integers(0, 9),
+        positive,
+    ),
+    st.builds(
+        ev.SingleEpochTreeAggregationDpEvent, positive, st.lists(st.integers(1, 9), min_size=1)
+    ),
     st.builds(unproven, st.sampled_from(["no proof", "inf", 'quote " and \\ and ü'])),
     st.just(NonPrivateDpEvent()),
     st.just(NoOpDpEvent()),
@@ -54,7 +62,9 @@ events = st.recursive(
         st.builds(ComposedDpEvent, st.lists(inner, max_size=4)),
         st.builds(SelfComposedDpEvent, inner, st.integers(0, 1000)),
         st.builds(PoissonSampledDpEvent, probability, inner),
-        st.builds(RepeatAndSelectDpEvent, inner, st.floats(1, 100), st.sampled_from([0.0, 1.0, math.inf])),
+        st.builds(
+            RepeatAndSelectDpEvent, inner, st.floats(1, 100), st.sampled_from([0.0, 1.0, math.inf])
+        ),
     ),
     max_leaves=8,
 )
@@ -76,12 +86,19 @@ def test_json_of_another_writer_is_a_value_error():
         ('{"event":' * 200 + "{}" + "}" * 200, "nested more than 100 deep"),
         ('{"type":"Pure","epsilon":NaN}', "NaN is not a number"),
         ('{"type":"Pure","epsilon":1e999}', "beyond float64"),
-        ('{"type":"Pure","epsilon":1' + "0" * 400 + "}", "PureDpEvent.epsilon: must be .* beyond float64"),
+        (
+            '{"type":"Pure","epsilon":1' + "0" * 400 + "}",
+            "PureDpEvent.epsilon: must be .* beyond float64",
+        ),
         ('{"type":"Pure","epsilon":1,"epsilon":0}', "has the key 'epsilon' twice"),
     ):
         with pytest.raises(ValueError, match=match):
             from_json(text)
-    for text in ("(" * 10**4 + "1" + ")" * 10**4, "+".join(["Gaussian(1)"] * 10**4), "-" * 10**5 + "1"):
+    for text in (
+        "(" * 10**4 + "1" + ")" * 10**4,
+        "+".join(["Gaussian(1)"] * 10**4),
+        "-" * 10**5 + "1",
+    ):
         with pytest.raises(ValueError, match=r"cannot be read|nests too deeply") as error:
             parse(text)
         assert len(str(error.value)) < 250
@@ -104,14 +121,18 @@ def test_a_description_shows_no_control_character():
 def test_order_nesting_and_containers_do_not_show(parts, random):
     shuffled = list(parts)
     random.shuffle(shuffled)
-    nested = ComposedDpEvent([ComposedDpEvent(shuffled[:2]), SelfComposedDpEvent(ComposedDpEvent(shuffled[2:]), 1)])
+    nested = ComposedDpEvent(
+        [ComposedDpEvent(shuffled[:2]), SelfComposedDpEvent(ComposedDpEvent(shuffled[2:]), 1)]
+    )
     assert to_json(nested) == to_json(ComposedDpEvent(parts))
 
 
 def test_equal_events_are_counted():
     step = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
     same = PoissonSampledDpEvent(np.float64(0.01), GaussianDpEvent(1))
-    event = ComposedDpEvent([SelfComposedDpEvent(SelfComposedDpEvent(step, 1000), 1000), same, NoOpDpEvent()])
+    event = ComposedDpEvent(
+        [SelfComposedDpEvent(SelfComposedDpEvent(step, 1000), 1000), same, NoOpDpEvent()]
+    )
     assert composition(event) == {step: 1_000_001}
     assert composition(NoOpDpEvent()) == {}
 
@@ -130,7 +151,9 @@ def test_equal_events_are_counted():
             PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0)),
         ),
         (
-            SampledWithoutReplacementDpEvent(10, 5, ComposedDpEvent([GaussianDpEvent(6), GaussianDpEvent(8)])),
+            SampledWithoutReplacementDpEvent(
+                10, 5, ComposedDpEvent([GaussianDpEvent(6), GaussianDpEvent(8)])
+            ),
             SampledWithoutReplacementDpEvent(10, 5, GaussianDpEvent((1 / 36 + 1 / 64) ** -0.5)),
         ),
         (RepeatAndSelectDpEvent(unproven("why"), 3, 1), UnprovenDpEvent("why")),
@@ -163,7 +186,11 @@ class Invented(dp_accounting.DpEvent):
     ("event", "error", "words"),
     [
         (dp_accounting.UnsupportedDpEvent(), ValueError, "vocabulary"),
-        (dp_accounting.SampledWithReplacementDpEvent(9, 3, GaussianDpEvent(1.0)), ValueError, "vocabulary"),
+        (
+            dp_accounting.SampledWithReplacementDpEvent(9, 3, GaussianDpEvent(1.0)),
+            ValueError,
+            "vocabulary",
+        ),
         (ComposedDpEvent([GaussianDpEvent(1.0), Invented()]), ValueError, "Invented"),
         (1.0, ValueError, "vocabulary"),
         (GaussianDpEvent(-1.0), ValueError, "GaussianDpEvent.noise_multiplier"),
@@ -177,7 +204,11 @@ class Invented(dp_accounting.DpEvent):
         (SelfComposedDpEvent(GaussianDpEvent(1.0), 1.5), TypeError, "count"),
         (PureDpEvent(math.inf), ValueError, "finite"),
         (SampledWithoutReplacementDpEvent(3, 9, GaussianDpEvent(1.0)), ValueError, "sample_size"),
-        (dp_accounting.dp_event.MixtureOfGaussiansDpEvent(1.0, [1.0], [1.0]), ValueError, "vocabulary"),
+        (
+            dp_accounting.dp_event.MixtureOfGaussiansDpEvent(1.0, [1.0], [1.0]),
+            ValueError,
+            "vocabulary",
+        ),
         (UnprovenDpEvent(" "), ValueError, "reason"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Extreme arguments: no crash, no number below the exact one, and monotone in noise, count, sampling and delta."""
+"""Extreme arguments: no crash, no number below the exact one, and monotone in noise, count,
+sampling and delta."""
 
 import itertools
 import math
@@ -9,7 +10,12 @@ import pytest
 from jaxdp.privacy import Ledger, calibrate_noise
 from jaxdp.privacy import delta as delta_at
 from jaxdp.privacy import epsilon as epsilon_at
-from jaxdp.privacy.events import GaussianDpEvent, PoissonSampledDpEvent, PureDpEvent, SelfComposedDpEvent
+from jaxdp.privacy.events import (
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    PureDpEvent,
+    SelfComposedDpEvent,
+)
 from jaxdp.privacy.ledger import BudgetExceeded
 
 SIGMAS = (1e-300, 1e-6, 1e-3, 1.0, 1e10, 1e100, 1.4e154, 1e300)
@@ -24,7 +30,12 @@ CENTRES = (
     ((1e-3, 10**6, 1 - 1e-12, 1e-15), "replace_one"),
     ((1e10, 10, 1e-12, 1e-300), "add_remove"),
 )
-AXES = {"sigma": (0, SIGMAS), "count": (1, COUNTS), "probability": (2, PROBABILITIES), "delta": (3, DELTAS)}
+AXES = {
+    "sigma": (0, SIGMAS),
+    "count": (1, COUNTS),
+    "probability": (2, PROBABILITIES),
+    "delta": (3, DELTAS),
+}
 # Discretisation may cost this share, so that a bound may fall by it along an axis.
 SLACK = 2e-3
 # Smaller losses are charged as this one.
@@ -43,7 +54,9 @@ def test_epsilon_is_monotone_up_to_the_ends(axis, centre, adjacency):
     epsilons = []
     for value in values:
         sigma, count, probability, delta = (*centre[:place], value, *centre[place + 1 :])
-        epsilons.append(epsilon_at(releases(sigma, count, probability), delta=delta, adjacency=adjacency))
+        epsilons.append(
+            epsilon_at(releases(sigma, count, probability), delta=delta, adjacency=adjacency)
+        )
     if axis in ("sigma", "delta"):
         epsilons.reverse()
     for less, more in itertools.pairwise(epsilons):
@@ -51,7 +64,8 @@ def test_epsilon_is_monotone_up_to_the_ends(axis, centre, adjacency):
 
 
 def gaussian_delta(mu, epsilon):
-    """The curve of N(0, 1) against N(mu, 1), theorem 8 of Balle and Wang 2018 (arXiv 1805.06530)."""
+    """The curve of N(0, 1) against N(mu, 1), theorem 8 of Balle and Wang 2018 (arXiv
+    1805.06530)."""
     upper = mpmath.erfc((epsilon / mu - mu / 2) / mpmath.sqrt(2)) / 2
     lower = mpmath.erfc((epsilon / mu + mu / 2) / mpmath.sqrt(2)) / 2
     return upper - mpmath.exp(epsilon) * lower
@@ -93,7 +107,10 @@ def test_one_pure_release_is_at_its_closed_form(adjacency):
 @pytest.mark.parametrize("loss", PURE)
 def test_many_pure_releases_are_monotone(loss):
     for delta in (1e-15, 0.5):
-        epsilons = [epsilon_at(SelfComposedDpEvent(PureDpEvent(loss), count), delta=delta) for count in COUNTS]
+        epsilons = [
+            epsilon_at(SelfComposedDpEvent(PureDpEvent(loss), count), delta=delta)
+            for count in COUNTS
+        ]
         assert epsilons[-1] <= COUNTS[-1] * loss
         for less, more in itertools.pairwise(epsilons):
             assert 0 <= less <= more * (1 + SLACK)

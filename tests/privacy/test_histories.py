@@ -1,4 +1,5 @@
-"""Random histories against a second accountant: never below its epsilon, never more than 1 % above it.
+"""Random histories against a second accountant: never below its epsilon, never more than 1 % above
+it.
 
 JAXDP_SLOW=1 compares 1,000 histories instead of a sample. It prints how far above they were, and the
 times.
@@ -38,7 +39,9 @@ def gaussian(rng, size):
 
 def sampled_gaussian(rng, size):
     sigma = rng.uniform(0.6, 6)
-    return PoissonSampledDpEvent(min(0.9, size / math.sqrt(math.expm1(1 / sigma**2))), GaussianDpEvent(sigma))
+    return PoissonSampledDpEvent(
+        min(0.9, size / math.sqrt(math.expm1(1 / sigma**2))), GaussianDpEvent(sigma)
+    )
 
 
 def truncated(rng, size):
@@ -76,11 +79,16 @@ def randomized_response(rng, size):
 SMOOTH = (gaussian, sampled_gaussian, truncated)
 OTHERS = (laplace, sampled_laplace, discrete_laplace, pure, randomized_response)
 LATTICE = (discrete_laplace, pure, randomized_response)
-WITHOUT_RULE = {"add_remove": {randomized_response}, "replace_one": {sampled_laplace}, "zero_out": set()}
+WITHOUT_RULE = {
+    "add_remove": {randomized_response},
+    "replace_one": {sampled_laplace},
+    "zero_out": set(),
+}
 
 
 def history(seed):
-    """Returns counts of 1,000 releases of up to 20 kinds, an adjacency, a delta, and the unit of a lattice or None."""
+    """Returns counts of 1,000 releases of up to 20 kinds, an adjacency, a delta, and the unit of a
+    lattice or None."""
     rng = np.random.default_rng(seed)
     adjacency = ("add_remove", "replace_one", "zero_out")[seed % 3]
     delta = 10 ** rng.uniform(-15, -2)
@@ -128,15 +136,22 @@ def test_random_histories():
         try:
             check(value, truth)
         except AssertionError as error:
-            raise AssertionError(f"history {seed} ({adjacency}, delta {delta:.3g}): {error}") from error
+            raise AssertionError(
+                f"history {seed} ({adjacency}, delta {delta:.3g}): {error}"
+            ) from error
         excesses.append(value / truth - 1 if truth > 0 else 0.0)
-    print(f"{len(SEEDS)} histories: excess at most {max(excesses):.2e}, median {np.median(excesses):.2e},")
+    print(
+        f"{len(SEEDS)} histories: excess at most {max(excesses):.2e}, median "
+        f"{np.median(excesses):.2e},"
+    )
     print(f"seconds at most {max(times):.3f}, median {np.median(times):.3f}")
 
 
 @pytest.mark.slow
 def test_an_accountant_that_drops_a_release_or_uses_the_central_limit_is_caught():
-    leaves = collections.Counter({PoissonSampledDpEvent(0.01, GaussianDpEvent(0.9)): 999, GaussianDpEvent(8.0): 1})
+    leaves = collections.Counter(
+        {PoissonSampledDpEvent(0.01, GaussianDpEvent(0.9)): 999, GaussianDpEvent(8.0): 1}
+    )
     value = epsilon_at(compose(leaves), delta=1e-6)
     truth = exact(leaves, "add_remove", 1e-6, None, value)
     check(value, truth)

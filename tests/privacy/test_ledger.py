@@ -64,7 +64,7 @@ def rows(path, query):
     return result
 
 
-# --- Charging -------------------------------------------------------------------------------------------------------
+# --- Charging -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -78,7 +78,9 @@ def test_epsilon_is_recomputed_from_all_events(ledger):
     event = ComposedDpEvent([SelfComposedDpEvent(STEP, 100), GaussianDpEvent(8.0)])
     assert ledger.epsilon("data", delta=DELTA) == epsilon_at(event, delta=DELTA)
     assert ledger.epsilon("data", delta=1e-3) < ledger.epsilon("data", delta=DELTA)
-    assert epsilon_at(ledger.events("data")[None], delta=DELTA) == ledger.epsilon("data", delta=DELTA)
+    assert epsilon_at(ledger.events("data")[None], delta=DELTA) == ledger.epsilon(
+        "data", delta=DELTA
+    )
     assert ledger.remaining("data") == math.inf
 
 
@@ -87,7 +89,9 @@ def test_adjacency_of_the_dataset_is_used(ledger, adjacency):
     register(ledger, adjacency=adjacency)
     event = ComposedDpEvent([GaussianDpEvent(3.0), LaplaceDpEvent(5.0)])
     spend(ledger, event)
-    assert ledger.epsilon("data", delta=DELTA) == epsilon_at(event, delta=DELTA, adjacency=adjacency)
+    assert ledger.epsilon("data", delta=DELTA) == epsilon_at(
+        event, delta=DELTA, adjacency=adjacency
+    )
 
 
 def test_datasets_are_separate(ledger):
@@ -100,7 +104,10 @@ def test_datasets_are_separate(ledger):
 
 def test_a_raising_body_stays_charged(ledger):
     register(ledger)
-    with pytest.raises(KeyError, match="body"), ledger.spend("data", PureDpEvent(1.0), label="broken"):
+    with (
+        pytest.raises(KeyError, match="body"),
+        ledger.spend("data", PureDpEvent(1.0), label="broken"),
+    ):
         raise KeyError("body")
     assert ledger.epsilon("data", delta=0.0) == 1.0
     (entry,) = ledger.report()["datasets"]
@@ -123,7 +130,11 @@ def test_a_full_disk(path):
     with Ledger(path) as ledger:
         register(ledger)
         words = r"ledger '.*' cannot be read or written: .*still counts.*Free space on its disk"
-        with full_disk(), pytest.raises(OSError, match=words), ledger.spend("data", PureDpEvent(1.0)):
+        with (
+            full_disk(),
+            pytest.raises(OSError, match=words),
+            ledger.spend("data", PureDpEvent(1.0)),
+        ):
             pytest.fail("the body ran although nothing was reserved")
         assert ledger.epsilon("data", delta=0.0) == 0.0
         with (
@@ -133,11 +144,18 @@ def test_a_full_disk(path):
         ):
             full.enter_context(full_disk())
         # What a body raised matters more than a mark that cannot be written.
-        with contextlib.ExitStack() as full, pytest.raises(KeyError), ledger.spend("data", PureDpEvent(4.0)):
+        with (
+            contextlib.ExitStack() as full,
+            pytest.raises(KeyError),
+            ledger.spend("data", PureDpEvent(4.0)),
+        ):
             full.enter_context(full_disk())
             raise KeyError
         assert ledger.epsilon("data", delta=0.0) == 6.0
-        assert [row["status"] for row in ledger.report()["datasets"][0]["open"]] == ["reserved", "reserved"]
+        assert [row["status"] for row in ledger.report()["datasets"][0]["open"]] == [
+            "reserved",
+            "reserved",
+        ]
         spend(ledger, PureDpEvent(1.0))
     assert rows(path, "PRAGMA integrity_check") == [("ok",)]
     with Ledger(path) as ledger:
@@ -145,7 +163,8 @@ def test_a_full_disk(path):
 
 
 def test_an_interrupt_leaves_no_transaction_open(path, monkeypatch):
-    """Ctrl-C just after a transaction began, or in it: others are not kept waiting, and the ledger can be used."""
+    """Ctrl-C just after a transaction began, or in it: others are not kept waiting, and the ledger
+    can be used."""
     monkeypatch.setattr(store, "BUSY_SECONDS", 0.1)
 
     class Interrupting(sqlite3.Connection):
@@ -159,7 +178,9 @@ def test_an_interrupt_leaves_no_transaction_open(path, monkeypatch):
 
     with contextlib.ExitStack() as opened:
         with monkeypatch.context() as patch:
-            patch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Interrupting))
+            patch.setattr(
+                sqlite3, "connect", functools.partial(sqlite3.connect, factory=Interrupting)
+            )
             ledger = opened.enter_context(Ledger(path))
         other = opened.enter_context(Ledger(path))
         register(ledger)
@@ -188,9 +209,16 @@ def test_records(path):
         record = spend(ledger, STEP, label="epoch 3", partition="north")
     assert (record.dataset, record.event, record.replay) == ("data", STEP, False)
     ((spend_id, partition, label, status, run, version, reserved, finished),) = rows(
-        path, "SELECT id, partition, label, status, run, version, reserved_at, finished_at FROM spends"
+        path,
+        "SELECT id, partition, label, status, run, version, reserved_at, finished_at FROM spends",
     )
-    assert (spend_id, partition, label, status, run) == (record.id, "north", "epoch 3", "committed", "run-7")
+    assert (spend_id, partition, label, status, run) == (
+        record.id,
+        "north",
+        "epoch 3",
+        "committed",
+        "run-7",
+    )
     assert version == __version__
     assert reserved <= finished and reserved.endswith("+00:00")
 
@@ -201,7 +229,7 @@ def test_no_event_no_charge(ledger):
     assert ledger.epsilon("data") == 0.0
 
 
-# --- Budgets --------------------------------------------------------------------------------------------------------
+# --- Budgets ------------------------------------------------------------------------------------
 
 
 def test_budget_is_checked_before_the_body_runs(ledger):
@@ -210,7 +238,10 @@ def test_budget_is_checked_before_the_body_runs(ledger):
         spend(ledger, PureDpEvent(0.1))
     assert ledger.remaining("data") == pytest.approx(0.0, abs=1e-12)
     ran = []
-    with pytest.raises(BudgetExceeded, match="'data'") as error, ledger.spend("data", PureDpEvent(0.01)):
+    with (
+        pytest.raises(BudgetExceeded, match="'data'") as error,
+        ledger.spend("data", PureDpEvent(0.01)),
+    ):
         ran.append(True)
     assert not ran
     assert error.value.dataset == "data"
@@ -222,7 +253,9 @@ def test_budget_is_checked_before_the_body_runs(ledger):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("accounting_name", "budget"), [("pld", 0.7), ("rdp", 1.0)], ids=["pld", "rdp"])
+@pytest.mark.parametrize(
+    ("accounting_name", "budget"), [("pld", 0.7), ("rdp", 1.0)], ids=["pld", "rdp"]
+)
 def test_a_loop_spends_exactly_the_budget(ledger, accounting_name, budget):
     register(ledger, epsilon=budget, delta=DELTA, accounting=accounting_name)
     steps = 0
@@ -241,9 +274,14 @@ def test_a_loop_spends_exactly_the_budget(ledger, accounting_name, budget):
 def test_a_loop_computes_few_plds(ledger, monkeypatch):
     calls = []
     original = budget.epsilon_of_counts
-    monkeypatch.setattr(budget, "epsilon_of_counts", lambda *a, **k: calls.append(1) or original(*a, **k))
+    monkeypatch.setattr(
+        budget, "epsilon_of_counts", lambda *a, **k: calls.append(1) or original(*a, **k)
+    )
     register(ledger, epsilon=2.0, delta=DELTA)
-    large, small = SelfComposedDpEvent(STEP, 900), PoissonSampledDpEvent(0.011, GaussianDpEvent(1.2))
+    large, small = (
+        SelfComposedDpEvent(STEP, 900),
+        PoissonSampledDpEvent(0.011, GaussianDpEvent(1.2)),
+    )
     spend(ledger, large)
     with pytest.raises(BudgetExceeded):
         for index in range(10_000):
@@ -275,7 +313,10 @@ def test_budgets_never_change_quietly(ledger):
         ({"accounting": "gdp"}, "accounting"),
         ({"accounting": "renyi_filter", "epsilon": 1.0, "delta": 0.0}, "delta > 0"),
         ({"accounting": "renyi_filter"}, "budget"),
-        ({"accounting": "renyi_filter", "epsilon": 1.0, "delta": 1e-5, "renyi_order": 1.5}, "larger order"),
+        (
+            {"accounting": "renyi_filter", "epsilon": 1.0, "delta": 1e-5, "renyi_order": 1.5},
+            "larger order",
+        ),
         ({"renyi_order": 8.0}, "renyi_filter"),
         ({"name": ""}, "name"),
     ],
@@ -296,7 +337,11 @@ def test_bad_spends_charge_nothing(ledger):
         (STEP, {"label": None}, "label"),
         (GaussianDpEvent(-1.0), {}, "noise_multiplier"),
         (RandomizedResponseDpEvent(0.5, 4), {}, "no accounting rule"),
-        (TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 1.0), {"name": "pure"}, "no accounting rule"),
+        (
+            TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 1.0),
+            {"name": "pure"},
+            "no accounting rule",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             spend(ledger, event, **kwargs)
@@ -314,7 +359,7 @@ def test_delta_must_come_from_somewhere(ledger):
         ledger.epsilon("data")
 
 
-# --- Unproven and non-private releases ------------------------------------------------------------------------------
+# --- Unproven and non-private releases ----------------------------------------------------------
 
 
 def test_unproven_releases_are_never_a_number(ledger):
@@ -355,7 +400,7 @@ def test_non_private_is_infinite_and_over_every_budget(ledger):
             spend(ledger, GaussianDpEvent(0.0), name)
 
 
-# --- Partitions -----------------------------------------------------------------------------------------------------
+# --- Partitions ---------------------------------------------------------------------------------
 
 
 def test_disjoint_partitions_compose_in_parallel(ledger):
@@ -372,13 +417,16 @@ def test_disjoint_partitions_compose_in_parallel(ledger):
 
 
 def test_the_worst_partition_depends_on_delta(ledger):
-    """Many small releases against one large one: neither history covers the other, both must be computed."""
+    """Many small releases against one large one: neither history covers the other, both must be
+    computed."""
     register(ledger)
     many, one = SelfComposedDpEvent(PureDpEvent(0.02), 100), PureDpEvent(1.0)
     spend(ledger, many, partition="many")
     spend(ledger, one, partition="one")
     assert ledger.epsilon("data", delta=0.0) == pytest.approx(2.0)
-    assert ledger.epsilon("data", delta=1e-2) == pytest.approx(epsilon_at(one, delta=1e-2), rel=1e-6)
+    assert ledger.epsilon("data", delta=1e-2) == pytest.approx(
+        epsilon_at(one, delta=1e-2), rel=1e-6
+    )
     assert epsilon_at(many, delta=1e-2) < epsilon_at(one, delta=1e-2)
 
 
@@ -405,7 +453,7 @@ def test_an_unproven_release_on_a_partition_shows_in_the_headline(ledger):
     assert ledger.proven_epsilon("data") <= 0.5
 
 
-# --- Tokens ---------------------------------------------------------------------------------------------------------
+# --- Tokens -------------------------------------------------------------------------------------
 
 
 def test_a_token_is_paid_once(ledger):
@@ -424,7 +472,9 @@ def test_a_token_stands_for_one_release(ledger):
     register(ledger, "other", delta=0.0)
     spend(ledger, ComposedDpEvent([PureDpEvent(0.8), LaplaceDpEvent(2)]), token="t", partition="a")
     # Written differently, but equal.
-    assert spend(ledger, ComposedDpEvent([LaplaceDpEvent(2.0), PureDpEvent(0.8)]), token="t", partition="a").replay
+    assert spend(
+        ledger, ComposedDpEvent([LaplaceDpEvent(2.0), PureDpEvent(0.8)]), token="t", partition="a"
+    ).replay
     with pytest.raises(ValueError, match="fresh"):
         spend(ledger, PureDpEvent(0.1), token="t", partition="a")
     with pytest.raises(ValueError, match="fresh"):
@@ -436,20 +486,29 @@ def test_a_token_stands_for_one_release(ledger):
 def test_a_token_is_paid_once_by_all(ledger):
     for name in ("a", "b"):
         register(ledger, name, epsilon=1.0, delta=0.0)
-    with pytest.raises(KeyError), ledger.spend_all([("a", PureDpEvent(0.8)), ("b", PureDpEvent(0.6))], token="t"):
+    with (
+        pytest.raises(KeyError),
+        ledger.spend_all([("a", PureDpEvent(0.8)), ("b", PureDpEvent(0.6))], token="t"),
+    ):
         raise KeyError
     with ledger.spend_all([("a", PureDpEvent(0.8)), ("b", PureDpEvent(0.6))], token="t") as again:
         assert [spend.replay for spend in again] == [True, True]
     assert (ledger.epsilon("a"), ledger.epsilon("b")) == (0.8, 0.6)
     with pytest.raises(BudgetExceeded), ledger.spend_all([("a", PureDpEvent(0.8))], token="u"):
         raise AssertionError
-    twice = [("a", PureDpEvent(0.1)), ("a", PureDpEvent(0.1))]  # the second would be taken for a retry of the first
-    with pytest.raises(ValueError, match="each dataset pays once"), ledger.spend_all(twice, token="v"):
+    twice = [
+        ("a", PureDpEvent(0.1)),
+        ("a", PureDpEvent(0.1)),
+    ]  # the second would be taken for a retry of the first
+    with (
+        pytest.raises(ValueError, match="each dataset pays once"),
+        ledger.spend_all(twice, token="v"),
+    ):
         raise AssertionError
     assert ledger.epsilon("a") == 0.8
 
 
-# --- The Renyi filter -----------------------------------------------------------------------------------------------
+# --- The Renyi filter ---------------------------------------------------------------------------
 
 
 def test_renyi_filter_stops_at_the_bound(ledger):
@@ -467,13 +526,22 @@ def test_renyi_filter_stops_at_the_bound(ledger):
     assert ledger.remaining("data") == pytest.approx(2.0 * (1 - spent / bound), rel=1e-6)
     # What holds under adaptive choice is the bound, whatever was spent of it.
     assert ledger.epsilon("data") == pytest.approx(2.0, rel=1e-12)
-    assert ledger.epsilon("data", delta=1e-7) == pytest.approx(accounting.renyi_epsilon(bound, 1e-7, 12.0))
+    assert ledger.epsilon("data", delta=1e-7) == pytest.approx(
+        accounting.renyi_epsilon(bound, 1e-7, 12.0)
+    )
     assert ledger.epsilon("data", delta=0.0) == math.inf
 
 
 def test_renyi_filter_charges_replacement_fourfold(ledger):
     for adjacency in ("add_remove", "replace_one"):
-        register(ledger, adjacency, adjacency=adjacency, epsilon=2.0, delta=DELTA, accounting="renyi_filter")
+        register(
+            ledger,
+            adjacency,
+            adjacency=adjacency,
+            epsilon=2.0,
+            delta=DELTA,
+            accounting="renyi_filter",
+        )
         spend(ledger, GaussianDpEvent(20.0), adjacency)
     used = [2.0 - ledger.remaining(name) for name in ("add_remove", "replace_one")]
     assert used[1] == pytest.approx(4 * used[0], rel=1e-6)
@@ -484,7 +552,9 @@ def test_renyi_filter_default_order_admits_most_gaussians():
     for order in (None, 2.0, 40.0):
         with Ledger.in_memory() as ledger:
             try:
-                register(ledger, epsilon=2.0, delta=DELTA, accounting="renyi_filter", renyi_order=order)
+                register(
+                    ledger, epsilon=2.0, delta=DELTA, accounting="renyi_filter", renyi_order=order
+                )
             except ValueError:
                 steps[order] = 0
                 continue
@@ -501,10 +571,12 @@ def test_renyi_filter_in_partitions(ledger):
     register(ledger, epsilon=2.0, delta=DELTA, accounting="renyi_filter", renyi_order=12.0)
     for partition in ("a", "b", "c"):
         spend(ledger, GaussianDpEvent(4.0), partition=partition)
-    assert ledger.remaining("data") == pytest.approx(2.0 * (1 - 12 / 32 / accounting.renyi_bound(2.0, DELTA, 12.0)))
+    assert ledger.remaining("data") == pytest.approx(
+        2.0 * (1 - 12 / 32 / accounting.renyi_bound(2.0, DELTA, 12.0))
+    )
 
 
-# --- Several accounts at once -----------------------------------------------------------------------------------------
+# --- Several accounts at once -------------------------------------------------------------------
 
 
 def accounts(ledger, budgets, **terms):
@@ -521,20 +593,29 @@ def spend_all(ledger, names, event, **kwargs):
 def test_all_accounts_pay(path):
     with Ledger(path) as ledger, Ledger(path) as other:
         names = accounts(ledger, {"a": 1.0, "b": 2.0, "c": None})
-        with ledger.spend_all([("c", PureDpEvent(1.0)), ("a", PureDpEvent(0.25))], label="both") as records:
+        with ledger.spend_all(
+            [("c", PureDpEvent(1.0)), ("a", PureDpEvent(0.25))], label="both"
+        ) as records:
             assert other.epsilon("c", delta=0.0) == 1.0 and other.epsilon("a") == 0.25
             assert rows(path, "SELECT status FROM spends") == [("reserved",)] * 2
         assert [(r.dataset, r.event, r.replay) for r in records] == [
             ("c", PureDpEvent(1.0), False),
             ("a", PureDpEvent(0.25), False),
         ]
-        assert rows(path, "SELECT id, status, label FROM spends") == [(r.id, "committed", "both") for r in records]
+        assert rows(path, "SELECT id, status, label FROM spends") == [
+            (r.id, "committed", "both") for r in records
+        ]
         assert [ledger.epsilon(name, delta=0.0) for name in names] == [0.25, 0.0, 1.0]
 
 
 BUDGETS = {  # terms, an event, and budgets that hold it and do not
     "pure": ({}, PureDpEvent(1.0), 1.0, 0.99),
-    "pld": ({"delta": DELTA}, GaussianDpEvent(4.0), 1.01 * epsilon_at(GaussianDpEvent(4.0), delta=DELTA), 0.5),
+    "pld": (
+        {"delta": DELTA},
+        GaussianDpEvent(4.0),
+        1.01 * epsilon_at(GaussianDpEvent(4.0), delta=DELTA),
+        0.5,
+    ),
     "renyi": ({"delta": DELTA, "accounting": "renyi_filter"}, GaussianDpEvent(4.0), 2.0, 0.5),
 }
 
@@ -544,13 +625,19 @@ BUDGETS = {  # terms, an event, and budgets that hold it and do not
 def test_if_one_account_cannot_pay_none_does(path, kind, poor):
     terms, event, enough, too_little = BUDGETS[kind]
     with Ledger(path) as ledger:
-        names = accounts(ledger, {f"{i}": too_little if i == poor else enough for i in range(3)}, **terms)
+        names = accounts(
+            ledger, {f"{i}": too_little if i == poor else enough for i in range(3)}, **terms
+        )
         ran = []
         requests = [(name, event) for name in names]
         with pytest.raises(BudgetExceeded, match=f"'{poor}'") as error, ledger.spend_all(requests):
             ran.append(True)
         assert error.value.dataset == f"{poor}" and not ran
-        assert rows(path, "SELECT count(*) FROM spends") == rows(path, "SELECT count(*) FROM totals") == [(0,)]
+        assert (
+            rows(path, "SELECT count(*) FROM spends")
+            == rows(path, "SELECT count(*) FROM totals")
+            == [(0,)]
+        )
         assert all(ledger.epsilon(name) == 0.0 for name in names)
         rich = [name for name in names if name != f"{poor}"]
         first, second = spend_all(ledger, rich, event)  # the refusal left nothing behind
@@ -571,9 +658,15 @@ def test_an_account_may_be_named_more_often_than_verdicts_are_remembered(ledger)
     """And each verdict needs a PLD, since RDP does not allow the whole."""
     times = 100
     event = GaussianDpEvent(8.0 * math.sqrt(times))
-    accounts(ledger, {"a": 1.001 * epsilon_at(SelfComposedDpEvent(event, times), delta=DELTA)}, delta=DELTA)
+    accounts(
+        ledger,
+        {"a": 1.001 * epsilon_at(SelfComposedDpEvent(event, times), delta=DELTA)},
+        delta=DELTA,
+    )
     spend_all(ledger, ["a"] * times, event)
-    assert ledger.epsilon("a") == pytest.approx(epsilon_at(GaussianDpEvent(8.0), delta=DELTA), rel=1e-3)
+    assert ledger.epsilon("a") == pytest.approx(
+        epsilon_at(GaussianDpEvent(8.0), delta=DELTA), rel=1e-3
+    )
     with pytest.raises(BudgetExceeded):
         spend_all(ledger, ["a"] * 10, event)
 
@@ -597,7 +690,10 @@ def test_bad_requests_charge_no_account(ledger):
 
 def test_a_raising_body_leaves_all_accounts_charged(ledger):
     names = accounts(ledger, {"a": 1.0, "b": 1.0})
-    with pytest.raises(KeyError, match="body"), ledger.spend_all([(name, PureDpEvent(0.5)) for name in names]):
+    with (
+        pytest.raises(KeyError, match="body"),
+        ledger.spend_all([(name, PureDpEvent(0.5)) for name in names]),
+    ):
         raise KeyError("body")
     assert [ledger.epsilon(name) for name in names] == [0.5, 0.5]
     statuses = [row["status"] for entry in ledger.report()["datasets"] for row in entry["open"]]
@@ -614,7 +710,9 @@ def test_threads_that_name_accounts_in_any_order_spend_both_budgets_exactly(path
                 while True:
                     spent.append(spend_all(ledger, order, PureDpEvent(0.05)))
 
-        threads = [threading.Thread(target=work, args=(order,)) for order in (names, names[::-1]) * 2]
+        threads = [
+            threading.Thread(target=work, args=(order,)) for order in (names, names[::-1]) * 2
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -623,16 +721,21 @@ def test_threads_that_name_accounts_in_any_order_spend_both_budgets_exactly(path
         assert [ledger.epsilon(name) for name in names] == pytest.approx([1.0, 1.0])
 
 
-# --- The file -------------------------------------------------------------------------------------------------------
+# --- The file -----------------------------------------------------------------------------------
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "ledger_v1.sqlite"
 
 
 def write_golden(path):
-    """Writes the ledger that tests/golden/ledger_v1.sqlite holds; run it once per schema version, then never again."""
+    """Writes the ledger that tests/golden/ledger_v1.sqlite holds; run it once per schema version,
+    then never again."""
     with Ledger(path, run="golden") as ledger:
-        ledger.register("cifar10/train", adjacency="add_remove", unit="example", epsilon=8.0, delta=1e-5)
-        spend(ledger, SelfComposedDpEvent(STEP, 2000), "cifar10/train", label="dp-sgd", token="run 1")
+        ledger.register(
+            "cifar10/train", adjacency="add_remove", unit="example", epsilon=8.0, delta=1e-5
+        )
+        spend(
+            ledger, SelfComposedDpEvent(STEP, 2000), "cifar10/train", label="dp-sgd", token="run 1"
+        )
         spend(ledger, STEP, "cifar10/train", label="one more")
         spend(ledger, GaussianDpEvent(4.0), "cifar10/train", partition="a", label="histogram")
         ledger.register("hospital", adjacency="replace_one", unit="patient", epsilon=1.0, delta=0.0)
@@ -641,9 +744,17 @@ def write_golden(path):
         spend(ledger, unproven("published attack only"), "stream", label="adapters")
         spend(ledger, ComposedDpEvent([ZCDpEvent(0.1), PureDpEvent(0.25)]), "stream", label="batch")
         ledger.register(
-            "adaptive", adjacency="add_remove", unit="user", epsilon=2.0, delta=1e-5, accounting="renyi_filter"
+            "adaptive",
+            adjacency="add_remove",
+            unit="user",
+            epsilon=2.0,
+            delta=1e-5,
+            accounting="renyi_filter",
         )
-        with pytest.raises(KeyError), ledger.spend("adaptive", GaussianDpEvent(10.0), label="broken"):
+        with (
+            pytest.raises(KeyError),
+            ledger.spend("adaptive", GaussianDpEvent(10.0), label="broken"),
+        ):
             raise KeyError
 
 
@@ -671,9 +782,16 @@ def test_schema_of_version_2_is_frozen(tmp_path):
     path, golden = tmp_path / "ledger.sqlite", tmp_path / "golden.sqlite"
     golden.write_bytes(GOLDEN.with_name("ledger_v2.sqlite").read_bytes())
     write_golden(path)
-    for query in ("SELECT type, name, sql FROM sqlite_master", "PRAGMA user_version", "PRAGMA application_id"):
+    for query in (
+        "SELECT type, name, sql FROM sqlite_master",
+        "PRAGMA user_version",
+        "PRAGMA application_id",
+    ):
         assert rows(path, query) == rows(golden, query)
-    for query in ("SELECT json FROM events", "SELECT partition, label, token, status, run FROM spends"):
+    for query in (
+        "SELECT json FROM events",
+        "SELECT partition, label, token, status, run FROM spends",
+    ):
         assert rows(path, query) == rows(golden, query)
 
 
@@ -752,9 +870,10 @@ def test_a_million_spends_answer_in_a_second(path):
         spend(ledger, STEP, label="step 0")
         with sqlite3.connect(path) as db:
             db.execute(
-                "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 999999) "
-                "INSERT INTO spends (dataset, partition, event, label, status, run, version, reserved_at, link) "
-                "SELECT 1, '', 1, 'step ' || i, 'committed', 'bulk', '0', '2030-01-01', 'none' FROM n"
+                "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < "
+                "999999) INSERT INTO spends (dataset, partition, event, label, status, run, "
+                "version, reserved_at, link) SELECT 1, '', 1, 'step ' || i, 'committed', 'bulk', "
+                "'0', '2030-01-01', 'none' FROM n"
             )
             db.execute("UPDATE totals SET spends = (SELECT count(*) FROM spends)")
         db.close()
@@ -766,7 +885,9 @@ def test_a_million_spends_answer_in_a_second(path):
         elapsed = time.process_time() - start
     assert report["datasets"][0]["spends"][0]["spends"] == 1_000_000
     assert value == epsilon_at(SelfComposedDpEvent(STEP, 1_000_000), delta=DELTA)
-    assert elapsed < 5.0  # Processor time, about 2 s; a scan of a million rows per question would take longer.
+    assert (
+        elapsed < 5.0
+    )  # Processor time, about 2 s; a scan of a million rows per question would take longer.
 
 
 @pytest.mark.slow

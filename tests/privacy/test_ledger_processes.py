@@ -1,4 +1,5 @@
-"""Real processes: kill -9 at chosen and at random instants, races on one budget, forks, and the launcher."""
+"""Real processes: kill -9 at chosen and at random instants, races on one budget, forks, and the
+launcher."""
 
 import json
 import signal
@@ -8,7 +9,12 @@ import pytest
 
 from jaxdp.privacy import BudgetExceeded, Ledger
 from jaxdp.privacy import epsilon as epsilon_at
-from jaxdp.privacy.events import GaussianDpEvent, PoissonSampledDpEvent, PureDpEvent, SelfComposedDpEvent
+from jaxdp.privacy.events import (
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    PureDpEvent,
+    SelfComposedDpEvent,
+)
 from tests import forked
 
 
@@ -31,7 +37,9 @@ def path(tmp_path):
 def table(path):
     """Returns ({status: spends}, the running total) and checks that they and the file agree."""
     with sqlite3.connect(path) as db:
-        statuses = dict(db.execute("SELECT status, count(*) FROM spends GROUP BY status").fetchall())
+        statuses = dict(
+            db.execute("SELECT status, count(*) FROM spends GROUP BY status").fetchall()
+        )
         total = db.execute("SELECT coalesce(sum(spends), 0) FROM totals").fetchone()[0]
         assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
     db.close()
@@ -90,7 +98,9 @@ def test_kill_at_a_chosen_instant(path, instant, statuses):
     assert table(path) == (statuses, len(statuses))
     with Ledger(path) as ledger:
         assert ledger.epsilon("data") == float(len(statuses))
-        assert [row["label"] for row in ledger.report()["datasets"][0]["open"]] == ["doomed"] * len(statuses)
+        assert [row["label"] for row in ledger.report()["datasets"][0]["open"]] == ["doomed"] * len(
+            statuses
+        )
         with ledger.spend("data", PureDpEvent(1.0), token="step 1") as record:
             assert record.replay == bool(statuses)
         assert ledger.epsilon("data") == 1.0
@@ -157,7 +167,9 @@ def test_kill_at_random_instants_while_another_process_spends(path, tmp_path):
     statuses, total = table(path)
     ran = released.stat().st_size
     assert ran >= 20
-    assert ran <= total <= ran + 13  # Whatever ran was charged; each kill strands one reservation at most.
+    assert (
+        ran <= total <= ran + 13
+    )  # Whatever ran was charged; each kill strands one reservation at most.
     assert statuses.get("reserved", 0) <= 13
     with Ledger(path) as ledger:
         assert ledger.epsilon("data") == pytest.approx(total * 1e-6)
@@ -335,7 +347,9 @@ assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 4
 @pytest.mark.slow
 def test_other_processes_do_not_take_what_is_held(path):
     counts = list(map(int, run(HOLDERS, path).stdout.split()))
-    assert 97 <= sum(counts) <= 100  # Three may be left: too few for those who want four, after the first has gone.
+    assert (
+        97 <= sum(counts) <= 100
+    )  # Three may be left: too few for those who want four, after the first has gone.
     assert table(path)[1] == sum(counts)
 
 
@@ -369,7 +383,11 @@ def test_many_processes_create_one_ledger(tmp_path):
 
 
 def launch(*arguments):
-    return run("import runpy; runpy.run_module('launch.ledger', run_name='__main__')", *arguments, check=False)
+    return run(
+        "import runpy; runpy.run_module('launch.ledger', run_name='__main__')",
+        *arguments,
+        check=False,
+    )
 
 
 @pytest.mark.slow
@@ -388,9 +406,15 @@ def test_launcher_prints_text_and_json(path):
 def test_launcher_refuses_what_is_not_a_ledger(tmp_path):
     missing = tmp_path / "missing.sqlite"
     done = launch(missing)
-    assert done.returncode == 2 and "is not a file" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2 and "is not a file" in done.stderr and "Traceback" not in done.stderr
+    )
     assert not missing.exists()
     other = tmp_path / "notes.txt"
     other.write_text("not a ledger\n" * 1000)
     done = launch(other)
-    assert done.returncode == 2 and "cannot be opened as a ledger" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and "cannot be opened as a ledger" in done.stderr
+        and "Traceback" not in done.stderr
+    )

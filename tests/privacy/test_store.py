@@ -46,25 +46,53 @@ def copied(path, to, *suffixes):
     return to / path.name
 
 
-# --- What was taken or changed ----------------------------------------------------------------------------------------
+# --- What was taken or changed ------------------------------------------------------------------
 
 HOLD = "INSERT INTO holds VALUES ('a', 1, {}, 'key', 'label', 'run', 1.0, 1e12)"
 EDITS = {
     "a total": ("UPDATE totals SET spends = 1 WHERE dataset = 1", "totals of dataset 'data'"),
-    "a total's row": ("DELETE FROM totals WHERE dataset = 2 AND partition = 'part 0'", "totals of dataset 'other'"),
-    "a total's label": ("UPDATE totals SET last_label = 'x' WHERE dataset = 1", "totals of dataset 'data'"),
-    "a spend's event": ("UPDATE spends SET event = 1 WHERE id = 6", "spend 6 or an earlier one was changed"),
-    "a spend's token": ("UPDATE spends SET token = 'x' WHERE id = 3", "spend 3 or an earlier one was changed"),
-    "a spend's author": ("UPDATE spends SET who = 'x' WHERE id = 4", "spend 4 or an earlier one was changed"),
-    "an event": ("""UPDATE events SET json = '{"epsilon":0.01,"type":"Pure"}' WHERE id = 1""", "spend 1 or an earlier"),
-    "a budget": ("UPDATE datasets SET epsilon = 400.0 WHERE name = 'data'", "terms of dataset 'data'"),
-    "the number of records": ("UPDATE datasets SET records = 10 WHERE name = 'data'", "terms of dataset 'data'"),
+    "a total's row": (
+        "DELETE FROM totals WHERE dataset = 2 AND partition = 'part 0'",
+        "totals of dataset 'other'",
+    ),
+    "a total's label": (
+        "UPDATE totals SET last_label = 'x' WHERE dataset = 1",
+        "totals of dataset 'data'",
+    ),
+    "a spend's event": (
+        "UPDATE spends SET event = 1 WHERE id = 6",
+        "spend 6 or an earlier one was changed",
+    ),
+    "a spend's token": (
+        "UPDATE spends SET token = 'x' WHERE id = 3",
+        "spend 3 or an earlier one was changed",
+    ),
+    "a spend's author": (
+        "UPDATE spends SET who = 'x' WHERE id = 4",
+        "spend 4 or an earlier one was changed",
+    ),
+    "an event": (
+        """UPDATE events SET json = '{"epsilon":0.01,"type":"Pure"}' WHERE id = 1""",
+        "spend 1 or an earlier",
+    ),
+    "a budget": (
+        "UPDATE datasets SET epsilon = 400.0 WHERE name = 'data'",
+        "terms of dataset 'data'",
+    ),
+    "the number of records": (
+        "UPDATE datasets SET records = 10 WHERE name = 'data'",
+        "terms of dataset 'data'",
+    ),
     "a dataset": ("DELETE FROM datasets WHERE name = 'data'", "unknown dataset"),
     "the name": ("UPDATE meta SET value = 'x' WHERE key = 'id'", "terms of dataset"),
-    "a hold that nests deeply": (HOLD.format("'" + "[" * 10**5 + "'"), "ValueError, values are nested more than 100"),
+    "a hold that nests deeply": (
+        HOLD.format("'" + "[" * 10**5 + "'"),
+        "ValueError, values are nested more than 100",
+    ),
     "a hold of a huge number": (
         HOLD.format("""'{"type":"Pure","epsilon":1""" + "0" * 400 + "}'"),
-        "is damaged: ValueError, PureDpEvent.epsilon: must be at most inf, got an integer beyond float64",
+        "is damaged: ValueError, PureDpEvent.epsilon: must be at most inf, got an integer beyond "
+        "float64",
     ),
     "a hold with two types": (
         HOLD.format("""'{"type":"Pure","epsilon":1,"type":"NoOp"}'"""),
@@ -86,7 +114,9 @@ def test_what_was_edited_is_refused(path, statement, words):
         Ledger(path, read_only=True)
 
 
-@pytest.mark.parametrize("statement", [None, "CREATE TABLE 'a\x1b[31mb' (x)", "UPDATE meta SET key = 'i' || key"])
+@pytest.mark.parametrize(
+    "statement", [None, "CREATE TABLE 'a\x1b[31mb' (x)", "UPDATE meta SET key = 'i' || key"]
+)
 def test_a_message_shows_no_control_character(tmp_path, statement):
     path = tmp_path / "a\x1b[31mb\u202e.sqlite"
     make(path)
@@ -106,7 +136,11 @@ def test_an_end_that_was_cut_off_is_refused(path):
         pass
     execute(path, "DELETE FROM spends WHERE id = 17")
     execute(path, "UPDATE totals SET spends = spends - 1, last_label = 'step 11' WHERE dataset = 1")
-    at = sqlite3.connect(path).execute("SELECT reserved_at FROM spends WHERE label = 'step 11'").fetchone()[0]
+    at = (
+        sqlite3.connect(path)
+        .execute("SELECT reserved_at FROM spends WHERE label = 'step 11'")
+        .fetchone()[0]
+    )
     execute(path, "UPDATE totals SET last_at = ? WHERE dataset = 1", at)
     with pytest.raises(LedgerDamaged, match="ends with spend 16, and its head has seen spend 17"):
         Ledger(path)
@@ -127,7 +161,9 @@ def test_a_copy_of_the_database_alone_is_complete(path, tmp_path):
                 pass
         whole = copied(path, tmp_path / "whole", "", ".head")
         with Ledger(whole) as copy:
-            assert copy.epsilon("data", delta=0.0) == pytest.approx(0.5) and copy.head == ledger.head
+            assert (
+                copy.epsilon("data", delta=0.0) == pytest.approx(0.5) and copy.head == ledger.head
+            )
         alone = copied(path, tmp_path / "alone", "")
     with pytest.raises(LedgerDamaged, match="no head beside it"):
         Ledger(alone)
@@ -174,7 +210,10 @@ def test_a_running_program_notices_a_loss(path, tmp_path):
     older = copied(path, tmp_path / "older", "")
     with Ledger(path) as ledger:
         spend = ledger.spend("data", TENTH)
-        with contextlib.closing(sqlite3.connect(older)) as source, contextlib.closing(sqlite3.connect(path)) as target:
+        with (
+            contextlib.closing(sqlite3.connect(older)) as source,
+            contextlib.closing(sqlite3.connect(path)) as target,
+        ):
             source.backup(target)
         with pytest.raises(LedgerDamaged, match="has lost history"):
             ledger.spend("data", TENTH)
@@ -182,7 +221,9 @@ def test_a_running_program_notices_a_loss(path, tmp_path):
             pass
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * 256, b"[1, 2]", b'[["x", 99, "y"], "z"]'], ids=len)
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 256, b"[1, 2]", b'[["x", 99, "y"], "z"]'], ids=len
+)
 def test_a_damaged_head_is_refused(path, content):
     make(path)
     pathlib.Path(f"{path}.head").write_bytes(content)
@@ -215,7 +256,9 @@ def test_a_ledger_that_is_gone_is_no_new_one(path, what):
     assert sorted(path.parent.iterdir()) == before
 
 
-def test_a_ledger_that_another_process_makes_meanwhile_is_not_taken_for_a_lost_one(path, monkeypatch):
+def test_a_ledger_that_another_process_makes_meanwhile_is_not_taken_for_a_lost_one(
+    path, monkeypatch
+):
     """Its database and its head appear just after this process found no database."""
     original, made = pathlib.Path.exists, []
 
@@ -231,7 +274,7 @@ def test_a_ledger_that_another_process_makes_meanwhile_is_not_taken_for_a_lost_o
         assert made and ledger.head.spend == 0
 
 
-# --- Reading, backing up, accepting -----------------------------------------------------------------------------------
+# --- Reading, backing up, accepting -------------------------------------------------------------
 
 
 def test_a_ledger_is_read_without_a_trace(path, tmp_path):
@@ -253,7 +296,9 @@ def test_a_ledger_is_read_without_a_trace(path, tmp_path):
                 ledger.register("new", adjacency="add_remove", unit="example")
     finally:
         folder.chmod(0o755)
-    assert {file.name: file.read_bytes() for file in folder.iterdir() if file.name in before} == before
+    assert {
+        file.name: file.read_bytes() for file in folder.iterdir() if file.name in before
+    } == before
     with pytest.raises(ValueError, match="is not a file"):
         Ledger(tmp_path / "missing.sqlite", read_only=True)
 
@@ -306,7 +351,7 @@ def test_an_older_copy_is_used_only_after_it_was_accepted(path, tmp_path):
         store.accept(older)
 
 
-# --- Version 1 --------------------------------------------------------------------------------------------------------
+# --- Version 1 ----------------------------------------------------------------------------------
 
 
 def test_a_ledger_of_the_first_release_is_migrated_once_and_kept(path):
@@ -318,7 +363,10 @@ def test_a_ledger_of_the_first_release_is_migrated_once_and_kept(path):
         assert answers(ledger) == said
         head = ledger.head
     kept = pathlib.Path(f"{path}.version1")
-    with contextlib.closing(sqlite3.connect(kept)) as old, contextlib.closing(sqlite3.connect(GOLDEN)) as golden:
+    with (
+        contextlib.closing(sqlite3.connect(kept)) as old,
+        contextlib.closing(sqlite3.connect(GOLDEN)) as golden,
+    ):
         assert list(old.iterdump()) == list(golden.iterdump())
     changed = kept.stat().st_mtime_ns
     with Ledger(path) as ledger:
@@ -328,7 +376,9 @@ def test_a_ledger_of_the_first_release_is_migrated_once_and_kept(path):
     Ledger(fresh).close()
     for table in ("meta", "datasets", "events", "spends", "totals", "holds"):
         columns = [
-            sqlite3.connect(file).execute(f"SELECT name, type, pk FROM pragma_table_info('{table}')").fetchall()
+            sqlite3.connect(file)
+            .execute(f"SELECT name, type, pk FROM pragma_table_info('{table}')")
+            .fetchall()
             for file in (path, fresh)
         ]
         assert columns[0] == columns[1]
@@ -350,12 +400,12 @@ def test_a_program_of_the_first_release_cannot_write_any_more(path):
     with pytest.raises(sqlite3.IntegrityError, match="a newer jaxdp migrated this ledger"):
         execute(
             path,
-            "INSERT INTO spends (dataset, partition, event, label, token, status, run, version, reserved_at) "
-            "VALUES (1, '', 1, '', NULL, 'reserved', 'r', '0.1.0', '2026-01-01')",
+            "INSERT INTO spends (dataset, partition, event, label, token, status, run, version, "
+            "reserved_at) VALUES (1, '', 1, '', NULL, 'reserved', 'r', '0.1.0', '2026-01-01')",
         )
 
 
-# --- Waiting ----------------------------------------------------------------------------------------------------------
+# --- Waiting ------------------------------------------------------------------------------------
 
 HOLDER = """
 import sys, time
@@ -371,7 +421,9 @@ def test_a_process_that_holds_the_ledger_too_long_is_reported(path, monkeypatch)
     make(path)
     with (
         Ledger(path) as ledger,
-        subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, cwd=ROOT) as holder,
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, cwd=ROOT
+        ) as holder,
     ):
         assert holder.stdout.readline() == b"held\n"
         monkeypatch.setattr(store, "BUSY_SECONDS", 0.2)
@@ -426,7 +478,9 @@ for line in sys.stdin:
 def visitor():
     """A process that opens and closes ledgers."""
     command = [sys.executable, "-c", VISITOR]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
         yield process
         process.stdin.close()
 
@@ -434,7 +488,8 @@ def visitor():
 @pytest.mark.slow
 @pytest.mark.parametrize("touch", [False, True], ids=["by jaxdp", "broken twin"])
 def test_a_second_ledger_in_a_process_drops_no_locks_of_the_first(path, touch, visitor):
-    """POSIX locks belong to a process: whoever opens and closes the database by other means than SQLite drops them."""
+    """POSIX locks belong to a process: whoever opens and closes the database by other means than
+    SQLite drops them."""
     make(path)
     with Ledger(path) as first:
         broken = False

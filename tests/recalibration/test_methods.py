@@ -1,4 +1,5 @@
-"""The methods against their equations in float64: searches step by step, sensitivities by enumeration of pairs.
+"""The methods against their equations in float64: searches step by step, sensitivities by
+enumeration of pairs.
 
 Statistical tests use fixed seeds, so they are deterministic.
 """
@@ -65,7 +66,11 @@ def searched(search, f, bracket, iterations):
     to, back = (float, float) if bracket.spacing == "linear" else (math.log, math.exp)
     first = (to(bracket.low), to(bracket.high))
     (low, high), asked = search(lambda position: f(back(position)), *first, iterations)
-    return back((low + high) / 2), (low == first[0], high == first[1]), [back(position) for position in asked]
+    return (
+        back((low + high) / 2),
+        (low == first[0], high == first[1]),
+        [back(position) for position in asked],
+    )
 
 
 class Recorder:
@@ -87,7 +92,7 @@ def wave(seed):
     return lambda t: math.sin(speed * t + phase) + 2.0
 
 
-# --- Searches ---------------------------------------------------------------------------------------------------------
+# --- Searches -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -101,7 +106,10 @@ def test_golden_section_is_algorithm_1_with_one_release_less(spacing, iterations
         for method, answer in [
             (NllT(bracket=bracket, iterations=iterations), lambda t, f=f: [f(t)]),
             (AccT(bracket=bracket, iterations=iterations), lambda t, f=f: [-f(t)]),  # |v|
-            (EceT(bracket=bracket, iterations=iterations), lambda t, f=f: [f(t), -1.0, 1.0]),  # sum of |v|
+            (
+                EceT(bracket=bracket, iterations=iterations),
+                lambda t, f=f: [f(t), -1.0, 1.0],
+            ),  # sum of |v|
         ]:
             ask = Recorder(lambda k, t, answer=answer: answer(t))
             found = play(method, ask, 0.0)
@@ -126,12 +134,17 @@ def test_golden_section_leaves_its_share_of_the_bracket_around_the_minimum(spaci
 @pytest.mark.parametrize("spacing", SPACINGS)
 @pytest.mark.parametrize("bracket", [(0.5, 3.0), (0.1, 1.5), (1.0, 4.0), (2.0, 4.0)])
 @pytest.mark.parametrize("method", [AccT, NllT, EceT, AccBisection])
-def test_an_objective_that_tells_nothing_leads_to_the_temperature_nearest_to_1(method, bracket, spacing):
-    """Without records every answer is 0. The first version went to the high end, 2.77 of (0.5, 3)."""
+def test_an_objective_that_tells_nothing_leads_to_the_temperature_nearest_to_1(
+    method, bracket, spacing
+):
+    """Without records every answer is 0. The first version went to the high end, 2.77 of (0.5,
+    3)."""
     iterations = 20
     made = method(bracket=Bracket.of(bracket, spacing), iterations=iterations)
     found = play(made, lambda k, t: jnp.zeros(1), 0.0)
-    assert float(found.temperature) == pytest.approx(min(max(1.0, bracket[0]), bracket[1]), abs=2e-3)
+    assert float(found.temperature) == pytest.approx(
+        min(max(1.0, bracket[0]), bracket[1]), abs=2e-3
+    )
     # An end stays only if T = 1 is there or beyond it.
     assert (bool(found.low), bool(found.high)) == (bracket[0] >= 1, False)
 
@@ -139,7 +152,8 @@ def test_an_objective_that_tells_nothing_leads_to_the_temperature_nearest_to_1(m
 @pytest.mark.parametrize("spacing", SPACINGS)
 @pytest.mark.parametrize(("v", "at"), [(-1.0, (False, True)), (1.0, (True, False))])
 def test_a_tie_follows_the_sign_of_accuracy_less_confidence(v, at, spacing):
-    """Confidence that is equally too large at all T, as of huge logits, needs a higher T than the bracket has."""
+    """Confidence that is equally too large at all T, as of huge logits, needs a higher T than the
+    bracket has."""
     for method in (AccT, EceT, AccBisection):
         ask = lambda k, t, n=1 + 14 * (method is EceT): jnp.zeros(n).at[0].set(v)  # noqa: E731
         found = play(method(bracket=Bracket(spacing=spacing)), ask, 0.0)
@@ -147,13 +161,20 @@ def test_a_tie_follows_the_sign_of_accuracy_less_confidence(v, at, spacing):
 
 
 def test_probes_that_tie_around_the_minimum_keep_it():
-    """|log T| is equal at both first probes of a bracket that is symmetric around 1. NLL-T has no sign."""
+    """|log T| is equal at both first probes of a bracket that is symmetric around 1. NLL-T has no
+    sign."""
     made = NllT(bracket=Bracket(low=0.5, high=2.0), iterations=15)
     found = play(made, lambda k, t: jnp.abs(jnp.log(t))[None], 0.0)
-    assert float(found.temperature) == pytest.approx(1.0, abs=2e-3) and not found.low and not found.high
+    assert (
+        float(found.temperature) == pytest.approx(1.0, abs=2e-3)
+        and not found.low
+        and not found.high
+    )
 
 
-@pytest.mark.parametrize("method", [AccT(), AccT(split=True), AccBisection(), AccBisection(split=True), NllT(), EceT()])
+@pytest.mark.parametrize(
+    "method", [AccT(), AccT(split=True), AccBisection(), AccBisection(split=True), NllT(), EceT()]
+)
 def test_an_end_that_was_never_left_is_reported(method):
     for low, best in ((True, 0.1), (False, 30.0), (None, 1.2)):
         # A signed quantity that rises through 0 at the best temperature, or how far away that is.
@@ -182,7 +203,10 @@ def test_bisection_follows_signs(spacing, iterations):
         assert (bool(found.low), bool(found.high)) == at
     best = 1.7
     found = play(method, lambda k, t: (t - best)[None], 0.0)
-    assert abs(math.log(float(found.temperature) / best)) <= (math.log(32) if spacing == "log" else 32) / 2**iterations
+    assert (
+        abs(math.log(float(found.temperature) / best))
+        <= (math.log(32) if spacing == "log" else 32) / 2**iterations
+    )
 
 
 @pytest.mark.parametrize("kind", [AccT, AccBisection])
@@ -191,7 +215,10 @@ def test_the_split_form_asks_for_the_accuracy_once_and_then_as_the_joint_form(ki
     assert split.rounds == joint.rounds + 1
     for seed in range(5):
         f = wave(seed)
-        whole, parts = Recorder(lambda k, t, f=f: [2.0 - f(t)]), Recorder(lambda k, t, f=f: [-f(t) if k else 2.0])
+        whole, parts = (
+            Recorder(lambda k, t, f=f: [2.0 - f(t)]),
+            Recorder(lambda k, t, f=f: [-f(t) if k else 2.0]),
+        )
         assert play(joint, whole, 0.0) == play(split, parts, 0.0)
         assert parts.asked[1:] == whole.asked
 
@@ -203,7 +230,10 @@ def test_the_split_form_asks_for_the_accuracy_once_and_then_as_the_joint_form(ki
         (lambda: Bracket(low=0.0, high=0.5), "bracket"),
         (lambda: Bracket(high=math.inf), "bracket"),
         (lambda: Bracket(low=math.nan), "bracket"),
-        (lambda: Bracket.of((1.0, 2.0, 3.0), "log"), r"two temperatures \(low, high\), got \(1.0, 2.0, 3.0\)"),
+        (
+            lambda: Bracket.of((1.0, 2.0, 3.0), "log"),
+            r"two temperatures \(low, high\), got \(1.0, 2.0, 3.0\)",
+        ),
         (lambda: Bracket(spacing="cubic"), "'log' or 'linear', got 'cubic'"),
         (lambda: AccT(iterations=0), "iterations .* got 0"),
         (lambda: AccT(iterations=2.5), "iterations must be an integer .* got 2.5"),
@@ -225,11 +255,13 @@ def test_impossible_constants_are_refused(make, words):
         make()
 
 
-# --- What records contribute ------------------------------------------------------------------------------------------
+# --- What records contribute --------------------------------------------------------------------
 
 
 def softmax(logits, temperature):
-    scaled = (logits - logits.max(1, keepdims=True)).astype(np.float64) / float(np.float32(temperature))
+    scaled = (logits - logits.max(1, keepdims=True)).astype(np.float64) / float(
+        np.float32(temperature)
+    )
     exp = np.exp(np.maximum(scaled, -800.0))
     return exp / exp.sum(1, keepdims=True)
 
@@ -243,21 +275,32 @@ def contributions(method, k, logits, labels, temperature):
     p = softmax(logits, temperature)
     top, right = p.max(1), (np.argmax(logits, 1) == labels).astype(np.float64)
     if isinstance(method, NllT):
-        return np.minimum(-np.log(np.maximum(np.take_along_axis(p, labels[:, None], 1), 1e-300)), method.bound)
+        return np.minimum(
+            -np.log(np.maximum(np.take_along_axis(p, labels[:, None], 1), 1e-300)), method.bound
+        )
     if isinstance(method, AccT):
-        return (right - top if not method.split else right - 1 / p.shape[1] if k == 0 else 1 / p.shape[1] - top)[
-            :, None
-        ]
+        return (
+            right - top
+            if not method.split
+            else right - 1 / p.shape[1]
+            if k == 0
+            else 1 / p.shape[1] - top
+        )[:, None]
     if isinstance(method, LogisticBinning):
         ascending = np.sort(softmax(logits, 1.0), 1)
         log_odds = np.log(ascending[:, -1]) - np.log(np.maximum(ascending[:, :-1].sum(1), 1e-300))
         cell = one_hot(np.digitize(log_odds, method.edges), len(method.edges) + 1)
         return np.concatenate([cell * right[:, None], cell * (1 - right[:, None])], 1)
-    cell = one_hot(np.minimum(np.floor(softmax(logits, 1.0).max(1) * method.bins), method.bins - 1), method.bins)
+    cell = one_hot(
+        np.minimum(np.floor(softmax(logits, 1.0).max(1) * method.bins), method.bins - 1),
+        method.bins,
+    )
     if isinstance(method, EceT):
         cell = one_hot(np.minimum(np.floor(top * method.bins), method.bins - 1), method.bins)
         return cell * (right - top)[:, None]
-    return np.concatenate([cell * right[:, None], cell * (1 - right[:, None] if method.form == "split" else 1)], 1)
+    return np.concatenate(
+        [cell * right[:, None], cell * (1 - right[:, None] if method.form == "split" else 1)], 1
+    )
 
 
 def test_methods_are_made_from_the_options_of_a_config():
@@ -273,9 +316,13 @@ def test_methods_are_made_from_the_options_of_a_config():
     made = {name: recalibration.METHODS[name](**options[name]) for name in options}
     assert made["acc_t"] == AccT(bracket=Bracket(low=0.5, high=3.0, spacing="linear"), iterations=4)
     assert made["nll_t"] == NllT(bracket=Bracket.of((0.5, 16.0), "log"), bound=5.0)
-    assert made["ece_t"].bracket == Bracket(high=8.0) and made["acc_bisection"] == AccBisection(split=True)
+    assert made["ece_t"].bracket == Bracket(high=8.0) and made["acc_bisection"] == AccBisection(
+        split=True
+    )
     assert len({*made.values()}) == 6, "static arguments of compiled functions"
-    with pytest.raises(ValueError, match=r"bracket must be two temperatures \(low, high\), got \(1.0,\)"):
+    with pytest.raises(
+        ValueError, match=r"bracket must be two temperatures \(low, high\), got \(1.0,\)"
+    ):
         recalibration.METHODS["acc_t"](bracket=(1.0,))
     with pytest.raises(ValueError, match="spacing must be 'log' or 'linear', got 'cubic'"):
         recalibration.METHODS["acc_t"](bracket=(1.0, 2.0, "cubic"))
@@ -307,7 +354,9 @@ def test_contributions_follow_the_equations(name):
     rng = np.random.default_rng(0)
     for m, size in ((2, 1.0), (7, 3.0)):
         logits = (rng.normal(size=(60, m)) * size).astype(np.float32)
-        labels = np.where(rng.random(60) < 0.5, logits.argmax(1), rng.integers(0, m, 60)).astype(np.int32)
+        labels = np.where(rng.random(60) < 0.5, logits.argmax(1), rng.integers(0, m, 60)).astype(
+            np.int32
+        )
         for k in {0, method.rounds - 1}:
             for temperature in (0.31, 1.0, 4.0):
                 added = added_by(method, k, Records(logits, labels), np.float32(temperature))
@@ -319,20 +368,29 @@ def people(m, rng):
     """Records of every kind: unsure, sure, right, wrong, tied, extreme, invalid."""
     sizes = np.repeat([0.0, 1e-3, 0.1, 0.5, 1.0, 2.0, 5.0, 30.0, 1e4, 1e30, 3e38], 12)
     logits = np.clip(rng.normal(size=(len(sizes), m)), -1, 1) * sizes[:, None]
-    logits[::4, 1:] = np.minimum(logits[::4, 1:], logits[::4, :1])  # the first class wins, or is tied
-    few = np.zeros((24, m))  # one class ahead of the rest by little to much: confidences all over the place
+    logits[::4, 1:] = np.minimum(
+        logits[::4, 1:], logits[::4, :1]
+    )  # the first class wins, or is tied
+    few = np.zeros(
+        (24, m)
+    )  # one class ahead of the rest by little to much: confidences all over the place
     few[:, 0] = np.linspace(0.0, 12.0, 24) + math.log(m - 1) / 2
     logits = np.concatenate([logits, few, few, -few]).astype(np.float32)
-    labels = np.where(rng.random(len(logits)) < 0.5, logits.argmax(1), rng.integers(0, m, len(logits)))
+    labels = np.where(
+        rng.random(len(logits)) < 0.5, logits.argmax(1), rng.integers(0, m, len(logits))
+    )
     labels[len(sizes) : len(sizes) + 24] = 0
     labels[len(sizes) + 24 : len(sizes) + 48] = m - 1
     invalid = np.zeros((5, m), np.float32)
     invalid[0, 0], invalid[1, m - 1], invalid[2, 0] = np.nan, np.inf, -np.inf
-    return np.concatenate([logits, invalid]), np.concatenate([labels, [0, 1, 1, -1, m]]).astype(np.int32)
+    return np.concatenate([logits, invalid]), np.concatenate([labels, [0, 1, 1, -1, m]]).astype(
+        np.int32
+    )
 
 
 def furthest(added, adjacency):
-    """Returns the largest L1 distance of one record's contribution from nothing, or from another record's."""
+    """Returns the largest L1 distance of one record's contribution from nothing, or from another
+    record's."""
     added = np.asarray(added, np.float64)
     if adjacency != "replace_one":
         return np.abs(added).sum(1).max()
@@ -344,7 +402,8 @@ def furthest(added, adjacency):
 
 CLASSES = (2, 3, 10, 1000)
 STRANGE = (math.nan, 0.0, -1.0, 1e-40, math.inf)  # what a hostile calibrator may ask
-# The note's table, for m classes. ECE-T comes near 2 with many classes only, the split forms are compared above.
+# The note's table, for m classes. ECE-T comes near 2 with many classes only, the split forms are
+# compared above.
 TIGHT = {
     ("acc", "add_remove"): lambda m: 1.0,
     ("acc", "replace_one"): lambda m: 2 - 1 / m,
@@ -362,15 +421,22 @@ TIGHT = {
 
 @functools.cache
 def added_by_people(m):
-    """Returns what each record adds, {method: {round: [temperatures, n, s]}}, from one program for all methods."""
+    """Returns what each record adds, {method: {round: [temperatures, n, s]}}, from one program for
+    all methods."""
 
     @jax.jit
     def program(records, temperatures):
         found = {}
         for name, method in METHODS.items():
             asked = temperatures if isinstance(method, AccT | NllT | EceT) else jnp.ones(1)
-            rounds = (0, method.rounds - 1)  # the first is special in the split forms, the others are alike
-            found[name] = {k: jax.lax.map(functools.partial(summands, method, k, records), asked) for k in rounds}
+            rounds = (
+                0,
+                method.rounds - 1,
+            )  # the first is special in the split forms, the others are alike
+            found[name] = {
+                k: jax.lax.map(functools.partial(summands, method, k, records), asked)
+                for k in rounds
+            }
         return found
 
     logits, labels = people(m, np.random.default_rng(m))
@@ -402,18 +468,21 @@ def test_no_pair_of_neighbours_exceeds_the_sensitivity_and_some_pair_reaches_it(
 @pytest.mark.slow
 def test_invalid_records_add_zero_and_extreme_ones_their_bound():
     huge = np.float32(3.4e38)
-    logits = np.array([[np.nan, 0, 1], [np.inf, 0, 1], [0, 1, 2], [0, 1, 2], [huge, -huge, 0], [huge, huge, 0]])
+    logits = np.array(
+        [[np.nan, 0, 1], [np.inf, 0, 1], [0, 1, 2], [0, 1, 2], [huge, -huge, 0], [huge, huge, 0]]
+    )
     records = Records(np.asarray(logits, np.float32), np.array([1, 0, -1, 3, 1, 0], np.int32))
     for temperature in np.float32([0.5, 1.0, 3.0]):
         losses, signed, counts = (
-            np.asarray(added_by(method, 0, records, temperature)) for method in (NllT(), AccT(), HistogramBinning())
+            np.asarray(added_by(method, 0, records, temperature))
+            for method in (NllT(), AccT(), HistogramBinning())
         )
         np.testing.assert_allclose(losses[:, 0], [0, 0, 0, 0, 10, math.log(2)], rtol=1e-6)
         np.testing.assert_allclose(signed[:, 0], [0, 0, 0, 0, -1, 0.5])
         assert (np.abs(counts).sum(1) == [0, 0, 0, 0, 1, 1]).all()
 
 
-# --- Bins -------------------------------------------------------------------------------------------------------------
+# --- Bins ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -422,10 +491,16 @@ def test_histogram_binning_is_the_accuracy_of_each_bin_in_both_forms():
     expected = [0.75, 0.3, 1.0, 0.0, 0.5]  # a bin without records keeps its middle
     for form, other in (("split", wrong), ("published", right + wrong)):
         method = HistogramBinning(bins=5, form=form)
-        found = play(method, lambda k, t, other=other: jnp.asarray(np.concatenate([right, other]), jnp.float32), 0.0)
+        found = play(
+            method,
+            lambda k, t, other=other: jnp.asarray(np.concatenate([right, other]), jnp.float32),
+            0.0,
+        )
         np.testing.assert_allclose(found, expected, rtol=1e-6)
         np.testing.assert_allclose(
-            method.curve(found, jnp.array([0.0, 0.19, 0.2, 0.5, 0.99, 1.0])), [0.75, 0.75, 0.3, 1, 0.5, 0.5], rtol=1e-6
+            method.curve(found, jnp.array([0.0, 0.19, 0.2, 0.5, 0.99, 1.0])),
+            [0.75, 0.75, 0.3, 1, 0.5, 0.5],
+            rtol=1e-6,
         )
 
 
@@ -433,23 +508,29 @@ def test_noisy_counts_below_zero_and_above_the_total_are_clamped():
     counts = {"split": [[-3.0, 5.0, -2.0, -1.0], [1.0, -2.0, -2.0, 4.0]]}
     counts["published"] = [[-3.0, 5.0, -2.0, -1.0], [-2.0, 3.0, -4.0, 3.0]]
     for form, (right, other) in counts.items():
-        found = HistogramBinning(bins=4, form=form).finish((0.0, jnp.asarray(right + other, jnp.float32)))
+        found = HistogramBinning(bins=4, form=form).finish(
+            (0.0, jnp.asarray(right + other, jnp.float32))
+        )
         # Totals -2, 3, -4, 3: the middle, 5/3 clamped, the middle, -1/3 clamped.
         np.testing.assert_allclose(found, [0.125, 1.0, 0.625, 0.0], rtol=1e-6)
 
 
 def estimating_equation(method, line, answer, variance):
-    """Returns gradient and curvature of the Gaussian quasi-likelihood with its weights at the line, in float64."""
+    """Returns gradient and curvature of the Gaussian quasi-likelihood with its weights at the line,
+    in float64."""
     right, wrong = np.split(np.asarray(answer, np.float64), 2)
     design = np.stack([np.array(method.places), np.ones(method.cells)], 1)
     q = special.expit(design @ line)
     total = np.maximum(right + wrong, 0)
-    # Var(right - q total) of independent noise in the two numbers that were released, and of sampling.
+    # Var(right - q total) of independent noise in the two numbers that were released, and of
+    # sampling.
     noise = variance * ((1 - q) ** 2 + q**2)
     sampling = total * q * (1 - q)
     weight = sampling / np.maximum(noise + sampling, 1e-6)
     precision = np.diag([method.slope_sd**-2, method.shift_sd**-2])
-    gradient = design.T @ (weight * (right - q * (right + wrong))) - precision @ (line - np.array([1.0, 0.0]))
+    gradient = design.T @ (weight * (right - q * (right + wrong))) - precision @ (
+        line - np.array([1.0, 0.0])
+    )
     return gradient, (design * (weight * sampling)[:, None]).T @ design + precision
 
 
@@ -470,7 +551,12 @@ def test_logistic_binning_solves_the_estimating_equation():
         line = np.array(finish(jnp.float32(variance), answer), np.float64)
         gradient, curvature = estimating_equation(method, line, answer, variance)
         assert np.abs(np.linalg.solve(curvature, gradient)).max() < 2e-3
-        root = optimize.root(lambda x: estimating_equation(method, x, answer, variance)[0], line, tol=1e-10)  # noqa: B023
+        root = optimize.root(
+            lambda x, *given: estimating_equation(method, x, *given)[0],
+            line,
+            args=(answer, variance),
+            tol=1e-10,
+        )
         np.testing.assert_allclose(line, root.x, atol=2e-3)
         moved.append(line - [1.0, 0.0])
     assert np.abs(moved).max(0).min() > 0.4  # nor is it the prior
@@ -482,9 +568,13 @@ def test_logistic_binning_recovers_the_line_of_many_records():
     places = np.array(method.places)
     for slope, shift in ((1.0, 0.0), (0.6, -1.5), (1.8, 0.4)):
         right = 1e6 * special.expit(slope * places + shift)
-        line = method.finish((jnp.float32(0.0), jnp.asarray(np.concatenate([right, 1e6 - right]), jnp.float32)))
+        line = method.finish(
+            (jnp.float32(0.0), jnp.asarray(np.concatenate([right, 1e6 - right]), jnp.float32))
+        )
         np.testing.assert_allclose(line, (slope, shift), atol=1e-3)
-        np.testing.assert_allclose(method.curve(line, jnp.asarray(places, jnp.float32)), right / 1e6, atol=1e-3)
+        np.testing.assert_allclose(
+            method.curve(line, jnp.asarray(places, jnp.float32)), right / 1e6, atol=1e-3
+        )
 
 
 @pytest.mark.slow
@@ -494,18 +584,35 @@ def test_logistic_binning_stays_finite_and_near_the_prior_where_nothing_is_known
     curve = jax.jit(method.curve)
     ten, none = np.full(method.cells, 10.0), np.zeros(method.cells)
     certain = [np.concatenate(pair) for pair in ((ten, none), (none, ten))]
-    for answer in (*certain, np.concatenate([none, none]), np.concatenate([-ten, -ten]), np.concatenate([-ten, ten])):
+    for answer in (
+        *certain,
+        np.concatenate([none, none]),
+        np.concatenate([-ten, -ten]),
+        np.concatenate([-ten, ten]),
+    ):
         for variance in (0.0, 1e-3, 200.0):
             line = finish(np.float32(variance), np.float32(answer))
             assert np.isfinite(line).all()
             assert np.isfinite(curve(line, np.linspace(-10, 80, 20, dtype=np.float32))).all()
-    np.testing.assert_allclose(finish(np.float32(0.0), np.zeros(16, np.float32)), (1.0, 0.0), atol=1e-6)
-    np.testing.assert_allclose(finish(np.float32(9.0), np.full(16, -5, np.float32)), (1.0, 0.0), atol=1e-6)
+    np.testing.assert_allclose(
+        finish(np.float32(0.0), np.zeros(16, np.float32)), (1.0, 0.0), atol=1e-6
+    )
+    np.testing.assert_allclose(
+        finish(np.float32(9.0), np.full(16, -5, np.float32)), (1.0, 0.0), atol=1e-6
+    )
     assert finish(np.float32(0.0), np.float32(certain[0])).shift > 0.5  # all right
     assert finish(np.float32(0.0), np.float32(certain[1])).shift < -0.5  # all wrong
-    # The totals that weigh the bins are as noisy: the line moves by about the prior's spread, not by the noise.
+    # The totals that weigh the bins are as noisy: the line moves by about the prior's spread, not
+    # by the noise.
     rng = np.random.default_rng(2)
-    far = np.array([finish(np.float32(1e12), noisy_bins(method, rng, 1500, 1e12, 0.3, -3.0)) for _ in range(20)])
-    assert (np.median(np.abs(far - [1.0, 0.0]), 0) < [0.5, 2.0]).all() and (np.abs(far - [1.0, 0.0]) < [3.0, 8.0]).all()
+    far = np.array(
+        [
+            finish(np.float32(1e12), noisy_bins(method, rng, 1500, 1e12, 0.3, -3.0))
+            for _ in range(20)
+        ]
+    )
+    assert (np.median(np.abs(far - [1.0, 0.0]), 0) < [0.5, 2.0]).all() and (
+        np.abs(far - [1.0, 0.0]) < [3.0, 8.0]
+    ).all()
     unheard = finish(np.float32(1e12), noisy_bins(method, rng, 1500, 0.0, 0.3, -3.0))
     np.testing.assert_allclose(unheard, (1.0, 0.0), atol=1e-3)

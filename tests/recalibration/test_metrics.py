@@ -1,4 +1,5 @@
-"""Calibration metrics against float64 loops over bins, and the debiased estimate against a known truth."""
+"""Calibration metrics against float64 loops over bins, and the debiased estimate against a known
+truth."""
 
 import functools
 import itertools
@@ -12,7 +13,9 @@ import pytest
 from jaxdp.recalibration import metrics
 from jaxdp.recalibration.metrics import brier, classwise_ece, equal_width_bin, nll, reliability
 
-ece = jax.jit(metrics.ece, static_argnames=("bins", "binning", "debiased"))  # compiles faster than it runs eagerly
+ece = jax.jit(
+    metrics.ece, static_argnames=("bins", "binning", "debiased")
+)  # compiles faster than it runs eagerly
 BINNINGS = ("equal_width", "equal_mass")
 KINDS = tuple(itertools.product(BINNINGS, (False, True)))  # (binning, debiased)
 
@@ -27,7 +30,8 @@ def every_ece(confidence, correct, mask=None, bins=15):
 
 
 def examples(n, seed=0, accuracy=lambda c: c):
-    """Confidences as of an over-confident model, with many of exactly 1; right with the given probability."""
+    """Confidences as of an over-confident model, with many of exactly 1; right with the given
+    probability."""
     rng = np.random.default_rng(seed)
     confidence = np.minimum(rng.beta(4, 1.0, n) * 1.03, 1).astype(np.float32)
     return confidence, rng.random(n) < accuracy(confidence)
@@ -63,7 +67,9 @@ def slow_ece(confidence, correct, bins, binning, debiased=False):
 def test_ece_is_the_sum_over_bins(n, bins):
     confidence, correct = examples(n, accuracy=lambda c: 0.1 + 0.7 * c)
     expected = [slow_ece(confidence, correct, bins, *kind) for kind in KINDS]
-    np.testing.assert_allclose(every_ece(confidence, correct, bins=bins), expected, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(
+        every_ece(confidence, correct, bins=bins), expected, rtol=0, atol=2e-6
+    )
 
 
 def test_ece_keeps_its_digits_over_many_examples():
@@ -80,7 +86,9 @@ def test_an_edge_belongs_to_the_bin_above_it_and_1_to_the_last(bins):
     expected = np.arange(bins + 1)
     np.testing.assert_array_equal(equal_width_bin(edges, bins), np.minimum(expected, bins - 1))
     np.testing.assert_array_equal(equal_width_bin(below, bins), np.maximum(expected - 1, 0))
-    np.testing.assert_array_equal(jax.jit(equal_width_bin, static_argnums=1)(edges, bins), equal_width_bin(edges, bins))
+    np.testing.assert_array_equal(
+        jax.jit(equal_width_bin, static_argnums=1)(edges, bins), equal_width_bin(edges, bins)
+    )
 
 
 def test_a_confidence_of_1_counts():
@@ -98,14 +106,18 @@ def test_the_diagram_counts_and_averages_by_bin():
     for b, members in enumerate(bins_of(confidence, 10, "equal_width")):
         assert table.counts[b] == members.sum()
         if members.any():
-            np.testing.assert_allclose(table.confidence[b], confidence[members].astype(np.float64).mean(), rtol=1e-6)
+            np.testing.assert_allclose(
+                table.confidence[b], confidence[members].astype(np.float64).mean(), rtol=1e-6
+            )
             np.testing.assert_allclose(table.accuracy[b], correct[members].mean(), rtol=1e-6)
 
 
 def test_bins_of_equal_mass_hold_equally_many_examples_unless_they_are_equal():
     confidence = np.arange(8) / 8
     correct = np.array([False, True] * 4)
-    apart = sum(abs(correct[i : i + 2].sum() - confidence[i : i + 2].sum()) for i in (0, 2, 4, 6)) / 8
+    apart = (
+        sum(abs(correct[i : i + 2].sum() - confidence[i : i + 2].sum()) for i in (0, 2, 4, 6)) / 8
+    )
     assert ece(confidence, correct, bins=4, binning="equal_mass") == pytest.approx(apart, abs=1e-7)
     tied = np.array([0.5, 0.5, 0.5, 0.5])
     for order in ([True, True, False, False], [True, False, True, False]):
@@ -138,7 +150,9 @@ def test_vmap_is_a_loop_and_masks_do_not_recompile(binning):
         traced.append(None)
         return ece(confidence, correct, binning=binning, debiased=True, mask=mask)
 
-    confidence, correct = (np.stack(arrays) for arrays in zip(*(examples(64, seed) for seed in range(5)), strict=True))
+    confidence, correct = (
+        np.stack(arrays) for arrays in zip(*(examples(64, seed) for seed in range(5)), strict=True)
+    )
     mask = np.arange(64) < np.array([64, 50, 1, 0, 33])[:, None]
     compiled = jax.jit(error)
     looped = [compiled(*arrays) for arrays in zip(confidence, correct, mask, strict=True)]
@@ -150,19 +164,24 @@ def test_vmap_is_a_loop_and_masks_do_not_recompile(binning):
 
 @pytest.mark.slow
 def test_debiasing_removes_its_share_of_the_bias_and_no_more():
-    """Checks calibrated data (true error 0), and data that are 0.1 off, where gaps are many deviations.
+    """Checks calibrated data (true error 0), and data that are 0.1 off, where gaps are many
+    deviations.
 
-    Eight bins of 250 examples of one confidence p each: s = sqrt(p (1 - p) / 250), E|g| = s sqrt(2 / pi) without and
-    2 - sqrt(2) times that with the correction if calibrated; 0.1 if not. The errors of 1000 trials have standard
-    deviations below 0.01, so their mean is off by 0.002, over 6 of its deviations, with probability below 1e-8. The
-    second mean is off by 0.009 without the correction and 0.004 with each bin cut at 0; it stands at 0.0174 for half
-    the variance, 0.0073 for twice as much, 0.0025 if the bias at gap 0 is subtracted everywhere.
-    """
+    Eight bins of 250 examples of one confidence p each: s = sqrt(p (1 - p) / 250), E|g| = s sqrt(2
+    / pi) without and 2 - sqrt(2) times that with the correction if calibrated; 0.1 if not. The
+    errors of 1000 trials have standard deviations below 0.01, so their mean is off by 0.002, over 6
+    of its deviations, with probability below 1e-8. The second mean is off by 0.009 without the
+    correction and 0.004 with each bin cut at 0; it stands at 0.0174 for half the variance, 0.0073
+    for twice as much, 0.0025 if the bias at gap 0 is subtracted everywhere."""
     p = np.linspace(0.15, 0.85, 8, dtype=np.float32).repeat(250)
     draws = np.random.default_rng(7).random((1000, len(p)), np.float32)
 
     def mean_error(accuracy, **options):
-        return float(jnp.mean(jax.vmap(lambda correct: ece(p, correct, bins=10, **options))(draws < accuracy)))
+        return float(
+            jnp.mean(
+                jax.vmap(lambda correct: ece(p, correct, bins=10, **options))(draws < accuracy)
+            )
+        )
 
     bias = float(np.mean(np.sqrt(p * (1 - p) / 250))) * math.sqrt(2 / math.pi)
     assert mean_error(p) == pytest.approx(bias, abs=0.002)
@@ -175,9 +194,13 @@ def test_brier_and_nll_are_the_mean_over_examples():
     rng = np.random.default_rng(0)
     logits, labels = rng.normal(size=(50, 4)) * 3, rng.integers(0, 4, 50)
     p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    score = np.mean([sum((p[i, k] - (k == y)) ** 2 for k in range(4)) for i, y in enumerate(labels)])
+    score = np.mean(
+        [sum((p[i, k] - (k == y)) ** 2 for k in range(4)) for i, y in enumerate(labels)]
+    )
     assert brier(p, labels) == pytest.approx(score, rel=1e-6)
-    assert nll(logits, labels) == pytest.approx(-np.mean([math.log(p[i, y]) for i, y in enumerate(labels)]), rel=1e-6)
+    assert nll(logits, labels) == pytest.approx(
+        -np.mean([math.log(p[i, y]) for i, y in enumerate(labels)]), rel=1e-6
+    )
     batched = jax.vmap(nll)(logits.reshape(5, 10, 4), labels.reshape(5, 10))
     assert float(jnp.mean(batched)) == pytest.approx(float(nll(logits, labels)), rel=1e-6)
 
@@ -209,22 +232,42 @@ def test_nll_of_huge_logits(logits, value):
 def test_a_label_out_of_range_is_no_number(label):
     values, labels = np.full((2, 3), 1 / 3), np.array([0, label])
     assert np.isnan(brier(values, labels)) and np.isnan(nll(values, labels))
-    assert np.isnan(nll(np.zeros((0, 3)), np.zeros(0, int))) and np.isnan(brier(np.zeros((0, 3)), np.zeros(0, int)))
+    assert np.isnan(nll(np.zeros((0, 3)), np.zeros(0, int))) and np.isnan(
+        brier(np.zeros((0, 3)), np.zeros(0, int))
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ece(np.ones((2, 3)), np.ones((2, 3), bool)), r"confidence .* \(2, 3\). .* jax.vmap"),
+        (
+            lambda: ece(np.ones((2, 3)), np.ones((2, 3), bool)),
+            r"confidence .* \(2, 3\). .* jax.vmap",
+        ),
         (lambda: ece(np.ones(3), np.ones(2, bool)), r"correct .* \(3,\), got shape \(2,\)"),
-        (lambda: ece(np.ones(3), np.ones(3, bool), mask=np.ones((), bool)), r"mask .* got shape \(\)"),
+        (
+            lambda: ece(np.ones(3), np.ones(3, bool), mask=np.ones((), bool)),
+            r"mask .* got shape \(\)",
+        ),
         (lambda: ece(np.ones(3), np.ones(3, bool), bins=0), "bins must be at least 1 .* got 0"),
-        (lambda: ece(np.ones(3), np.ones(3, bool), binning="log"), "binning must be \"equal_width\" .* got 'log'"),
-        (lambda: reliability(np.ones(3), np.ones(3, bool), bins=-1), "bins must be at least 1 .* got -1"),
+        (
+            lambda: ece(np.ones(3), np.ones(3, bool), binning="log"),
+            "binning must be \"equal_width\" .* got 'log'",
+        ),
+        (
+            lambda: reliability(np.ones(3), np.ones(3, bool), bins=-1),
+            "bins must be at least 1 .* got -1",
+        ),
         (lambda: reliability(np.ones(3), np.ones((3, 1), bool)), r"correct .* got shape \(3, 1\)"),
-        (lambda: brier(np.ones(3), np.zeros(3, int)), r"probabilities must be \[n, K\].* \[n\]. Add a batch axis"),
-        (lambda: nll(np.ones((3, 2)), np.ones((3, 2))), r"labels must be \[n\].* got shape \[n, 2\].* Take argmax"),
+        (
+            lambda: brier(np.ones(3), np.zeros(3, int)),
+            r"probabilities must be \[n, K\].* \[n\]. Add a batch axis",
+        ),
+        (
+            lambda: nll(np.ones((3, 2)), np.ones((3, 2))),
+            r"labels must be \[n\].* got shape \[n, 2\].* Take argmax",
+        ),
     ],
 )
 def test_bad_input_is_named_with_its_remedy(call, message):
@@ -234,7 +277,8 @@ def test_bad_input_is_named_with_its_remedy(call, message):
 
 @pytest.mark.parametrize("binning", BINNINGS)
 def test_the_classwise_error_is_the_mean_over_classes(binning):
-    """A mean over examples in place of classes would be another number, since the classes differ in size."""
+    """A mean over examples in place of classes would be another number, since the classes differ in
+    size."""
     rng = np.random.default_rng(0)
     p = rng.dirichlet([1.0, 2.0, 4.0], 300).astype(np.float32)
     y = rng.choice(3, 300, p=[0.1, 0.3, 0.6])
@@ -246,7 +290,9 @@ def test_the_classwise_error_is_the_mean_over_classes(binning):
 @pytest.mark.parity
 def test_errors_are_those_of_scikit_learn(record_property):
     """Calibration errors and Brier scores of scikit-learn's curves."""
-    calibration, scores = (pytest.importorskip(f"sklearn.{name}") for name in ("calibration", "metrics"))
+    calibration, scores = (
+        pytest.importorskip(f"sklearn.{name}") for name in ("calibration", "metrics")
+    )
     confidence, correct = examples(2000, accuracy=lambda c: 0.1 + 0.7 * c)
     right, mean = calibration.calibration_curve(correct, confidence, n_bins=15)
     counts = np.histogram(confidence, np.linspace(0, 1, 16))[0]
@@ -261,7 +307,8 @@ def test_errors_are_those_of_scikit_learn(record_property):
 
 @pytest.mark.parity
 def test_errors_are_those_of_netcal(record_property):
-    """The calibration error of netcal, for a confidence in the predicted class and for one of two classes."""
+    """The calibration error of netcal, for a confidence in the predicted class and for one of two
+    classes."""
     netcal, rng = pytest.importorskip("netcal.metrics"), np.random.default_rng(0)
     p = rng.dirichlet([1.0, 2.0, 4.0], 1500)
     y = np.array([rng.choice(3, p=one) for one in p])
@@ -293,19 +340,32 @@ def test_a_thousand_bins_over_many_examples_keep_their_digits():
 @pytest.mark.parametrize(
     ("metric", "arrays", "limit"),
     [
-        (metrics.ece, (jax.ShapeDtypeStruct((3_000_000,), "float32"), jax.ShapeDtypeStruct((3_000_000,), bool)), 60),
+        (
+            metrics.ece,
+            (
+                jax.ShapeDtypeStruct((3_000_000,), "float32"),
+                jax.ShapeDtypeStruct((3_000_000,), bool),
+            ),
+            60,
+        ),
         (
             metrics.classwise_ece,
-            (jax.ShapeDtypeStruct((50_000, 1000), "float32"), jax.ShapeDtypeStruct((50_000,), "int32")),
+            (
+                jax.ShapeDtypeStruct((50_000, 1000), "float32"),
+                jax.ShapeDtypeStruct((50_000,), "int32"),
+            ),
             1,
         ),
     ],
 )
 def test_memory_is_that_of_the_input_and_a_few_numbers_for_each_example(metric, arrays, limit):
-    """Asks the compiler. Nothing is computed. `limit` is in bytes for each number of the first array."""
+    """Asks the compiler. Nothing is computed. `limit` is in bytes for each number of the first
+    array."""
     options = {"bins": 1000} if metric is metrics.ece else {}
     compiled = jax.jit(functools.partial(metric, **options)).lower(*arrays).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < limit * math.prod(arrays[0].shape) + 2**20
+    assert (
+        compiled.memory_analysis().temp_size_in_bytes < limit * math.prod(arrays[0].shape) + 2**20
+    )
 
 
 @pytest.mark.slow
@@ -323,18 +383,54 @@ def test_bins_of_equal_mass_do_not_overflow():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda p, c: metrics.ece(p, np.arange(8)), TypeError, "correct must be bool, got dtype int32. Give predicted"),
-        (lambda p, c: metrics.ece(p, c.astype(float)), TypeError, "correct must be bool, got dtype float"),
-        (lambda p, c: metrics.ece(100 * p, c), ValueError, r"confidence must be in \[0, 1\].* Divide percent by 100"),
+        (
+            lambda p, c: metrics.ece(p, np.arange(8)),
+            TypeError,
+            "correct must be bool, got dtype int32. Give predicted",
+        ),
+        (
+            lambda p, c: metrics.ece(p, c.astype(float)),
+            TypeError,
+            "correct must be bool, got dtype float",
+        ),
+        (
+            lambda p, c: metrics.ece(100 * p, c),
+            ValueError,
+            r"confidence must be in \[0, 1\].* Divide percent by 100",
+        ),
         (lambda p, c: metrics.ece(-p, c), ValueError, r"confidence must be in \[0, 1\]"),
-        (lambda p, c: metrics.ece(confidence=100 * p, correct=c), ValueError, r"confidence must be in \[0, 1\]"),
-        (lambda p, c: metrics.ece(c, c), TypeError, "confidence must be floating point, got dtype bool"),
-        (lambda p, c: metrics.ece(p, c, mask=np.arange(8)), TypeError, "mask must be bool, got dtype int"),
-        (lambda p, c: metrics.ece(p, c, bins=40_000), ValueError, "bins must be .* at most 32768, got 40000"),
+        (
+            lambda p, c: metrics.ece(confidence=100 * p, correct=c),
+            ValueError,
+            r"confidence must be in \[0, 1\]",
+        ),
+        (
+            lambda p, c: metrics.ece(c, c),
+            TypeError,
+            "confidence must be floating point, got dtype bool",
+        ),
+        (
+            lambda p, c: metrics.ece(p, c, mask=np.arange(8)),
+            TypeError,
+            "mask must be bool, got dtype int",
+        ),
+        (
+            lambda p, c: metrics.ece(p, c, bins=40_000),
+            ValueError,
+            "bins must be .* at most 32768, got 40000",
+        ),
         (lambda p, c: reliability(100 * p, c), ValueError, r"confidence must be in \[0, 1\]"),
         (lambda p, c: reliability(p, np.arange(8)), TypeError, "correct must be bool"),
-        (lambda p, c: brier(3 * np.stack([p, p], 1), c.astype(int)), ValueError, r"probabilities must be in \[0, 1\]"),
-        (lambda p, c: classwise_ece(3 * np.stack([p, p], 1), c.astype(int)), ValueError, r"probabilities .* softmax"),
+        (
+            lambda p, c: brier(3 * np.stack([p, p], 1), c.astype(int)),
+            ValueError,
+            r"probabilities must be in \[0, 1\]",
+        ),
+        (
+            lambda p, c: classwise_ece(3 * np.stack([p, p], 1), c.astype(int)),
+            ValueError,
+            r"probabilities .* softmax",
+        ),
     ],
 )
 def test_classes_and_percent_in_place_of_correctness_and_fractions_are_named(call, error, message):
@@ -354,8 +450,17 @@ def test_percent_inside_of_a_compiled_function_are_no_number():
 
 
 def test_lists_are_arrays():
-    confidence, correct, rows, labels = [0.9, 0.6, 0.7], [True, False, True], [[1.0, 0.0], [0.25, 0.75]], [0, 1]
-    for metric, args in ((metrics.ece, (confidence, correct)), (brier, (rows, labels)), (nll, (rows, labels))):
+    confidence, correct, rows, labels = (
+        [0.9, 0.6, 0.7],
+        [True, False, True],
+        [[1.0, 0.0], [0.25, 0.75]],
+        [0, 1],
+    )
+    for metric, args in (
+        (metrics.ece, (confidence, correct)),
+        (brier, (rows, labels)),
+        (nll, (rows, labels)),
+    ):
         assert metric(*args) == metric(*map(np.asarray, args))
     masked = metrics.ece(confidence, correct, mask=[True, True, False])
     assert masked == metrics.ece(np.array(confidence[:2]), np.array(correct[:2]))

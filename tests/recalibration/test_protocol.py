@@ -1,8 +1,8 @@
 """The two parties: how much noise, exact sums, what an answer gives away, what a source accepts.
 
-Statistical tests use fixed keys, so they are deterministic. Over the choice of key a correct implementation fails one
-with probability below 1e-5, and noise scaled by 0.7 or 1.3 is told apart with certainty to the same degree.
-"""
+Statistical tests use fixed keys, so they are deterministic. Over the choice of key a correct
+implementation fails one with probability below 1e-5, and noise scaled by 0.7 or 1.3 is told apart
+with certainty to the same degree."""
 
 import functools
 import itertools
@@ -22,7 +22,16 @@ import numpy as np
 import pytest
 
 from jaxdp.privacy import BudgetExceeded, Ledger
-from jaxdp.recalibration import AccBisection, AccT, EceT, HistogramBinning, NllT, Party, play, recalibrate
+from jaxdp.recalibration import (
+    AccBisection,
+    AccT,
+    EceT,
+    HistogramBinning,
+    NllT,
+    Party,
+    play,
+    recalibrate,
+)
 from jaxdp.recalibration.protocol import Records, exact_sums, noise_scale, summands, with_noise
 from jaxdp.release import Till
 from jaxdp.transforms import noise
@@ -58,7 +67,7 @@ def scale_of(method, epsilon, adjacency="add_remove", num_classes=5):
     return noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=num_classes)
 
 
-# --- How much noise ---------------------------------------------------------------------------------------------------
+# --- How much noise -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -69,9 +78,14 @@ def test_noise_is_the_sum_of_sensitivities_over_epsilon_and_hardly_more(method, 
         for epsilon in (0.5, 1.0, 8.0, 1e3, 1e6):
             step, scale = scale_of(method, epsilon, adjacency, m)
             assert math.log2(step) == int(math.log2(step)) and 2**-10 <= step <= 2**-4
-            # In steps, every round's rounded up: each round is (its steps / scale)-DP and these add up to epsilon.
+            # In steps, every round's rounded up: each round is (its steps / scale)-DP and these add
+            # up to epsilon.
             assert scale == sum(math.ceil(s / step) for s in sensitivities) / epsilon
-            assert sum(sensitivities) <= scale * step * epsilon <= sum(sensitivities) + method.rounds * step
+            assert (
+                sum(sensitivities)
+                <= scale * step * epsilon
+                <= sum(sensitivities) + method.rounds * step
+            )
             assert step <= max(scale * step / 1000, 2**-10, 2 * max(sensitivities) / 2**13)
             # A sum of 2**17 records with noise of 45 scales is an int32.
             assert 2**17 * math.ceil(max(sensitivities) / step) + 45 * scale < 2**31
@@ -83,7 +97,9 @@ def test_without_noise_there_is_no_scale():
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_the_smallest_epsilon_is_named_and_works(method):
-    with pytest.raises(ValueError, match=r"epsilon=1e-09 needs more noise .* Use at least") as error:
+    with pytest.raises(
+        ValueError, match=r"epsilon=1e-09 needs more noise .* Use at least"
+    ) as error:
         scale_of(method, 1e-9)
     smallest = float(re.search(r"at least (.*)\.$", str(error.value))[1])
     assert scale_of(method, smallest).noise <= noise.LARGEST_DISCRETE_SCALE
@@ -94,15 +110,19 @@ def test_the_smallest_epsilon_is_named_and_works(method):
 
 def test_impossible_noise_is_refused():
     for epsilon in (0.0, -1.0, math.nan, -math.inf):
-        with pytest.raises(ValueError, match=rf"epsilon must be > 0 \(math.inf for no noise\), got {epsilon}"):
+        with pytest.raises(
+            ValueError, match=rf"epsilon must be > 0 \(math.inf for no noise\), got {epsilon}"
+        ):
             scale_of(AccT(), epsilon)
     with pytest.raises(ValueError, match=r"adjacency must be one of .* got 'substitute'"):
         scale_of(AccT(), 1.0, "substitute")
-    with pytest.raises(ValueError, match=r"NllT.* sensitivity of 513.0. Exact sums hold at most 512"):
+    with pytest.raises(
+        ValueError, match=r"NllT.* sensitivity of 513.0. Exact sums hold at most 512"
+    ):
         scale_of(NllT(bound=513.0), 1.0)
 
 
-# --- Exact sums -------------------------------------------------------------------------------------------------------
+# --- Exact sums ---------------------------------------------------------------------------------
 
 
 added_by = jax.jit(summands, static_argnums=(0, 1))
@@ -110,11 +130,15 @@ added_by = jax.jit(summands, static_argnums=(0, 1))
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 5))
 def compiled_sums(method, k, logits, labels, owner, sources, scale, temperature):
-    return exact_sums(summands(method, k, Records(logits, labels), temperature), owner, sources, scale)
+    return exact_sums(
+        summands(method, k, Records(logits, labels), temperature), owner, sources, scale
+    )
 
 
 def sums_of(method, k, logits, labels, owner, sources, scale, temperature=1.3):
-    found = compiled_sums(method, k, logits, labels.astype(np.int32), owner, sources, scale, np.float32(temperature))
+    found = compiled_sums(
+        method, k, logits, labels.astype(np.int32), owner, sources, scale, np.float32(temperature)
+    )
     return np.asarray(found)
 
 
@@ -122,16 +146,22 @@ def sums_of(method, k, logits, labels, owner, sources, scale, temperature=1.3):
 @pytest.mark.parametrize("method", [AccT(), NllT(), EceT(), HistogramBinning()], ids=repr)
 def test_sums_are_exact_integers_in_any_order_of_records(method):
     logits, labels = people(500)
-    owner = np.sort(np.random.default_rng(1).choice([0, 1, 3], 500)).astype(np.int32)  # the source 2 is empty
+    owner = np.sort(np.random.default_rng(1).choice([0, 1, 3], 500)).astype(
+        np.int32
+    )  # the source 2 is empty
     scale = scale_of(method, 1.0)
     sums = sums_of(method, 0, logits, labels, owner, 4, scale)
     assert sums.dtype == np.int32 and (sums[2] == 0).all() and (sums[[0, 1, 3]] != 0).any(1).all()
-    added = np.asarray(added_by(method, 0, Records(logits, labels.astype(np.int32)), np.float32(1.3)))
+    added = np.asarray(
+        added_by(method, 0, Records(logits, labels.astype(np.int32)), np.float32(1.3))
+    )
     in_steps = np.rint(added.astype(np.float64) / scale.step).astype(np.int64)
     assert (sums == [in_steps[owner == i].sum(0) for i in range(4)]).all()
     for seed in range(3):
         order = np.random.default_rng(seed).permutation(500)
-        assert (sums == sums_of(method, 0, logits[order], labels[order], owner[order], 4, scale)).all()
+        assert (
+            sums == sums_of(method, 0, logits[order], labels[order], owner[order], 4, scale)
+        ).all()
 
 
 @pytest.mark.slow
@@ -141,7 +171,13 @@ def test_neighbouring_sources_differ_by_the_stated_number_of_steps(adjacency):
     logits[:20] *= 1e3
     logits[20:40] *= 1e-3
     everyone = np.zeros(80, np.int32)
-    for method in (AccT(split=True), AccT(), NllT(bound=1.3), EceT(), HistogramBinning(form="published")):
+    for method in (
+        AccT(split=True),
+        AccT(),
+        NllT(bound=1.3),
+        EceT(),
+        HistogramBinning(form="published"),
+    ):
         scale = scale_of(method, 2.0, adjacency, 3)
         for k in (0, method.rounds - 1):
             allowed = math.ceil(method.sensitivity(k, adjacency, 3) / scale.step)
@@ -151,7 +187,15 @@ def test_neighbouring_sources_differ_by_the_stated_number_of_steps(adjacency):
                 others = np.arange(80) != gone
                 if adjacency == "replace_one":
                     others = np.where(others, np.arange(80), (7 * gone + 5) % 80)
-                without = sums_of(method, k, logits[others], labels[others], everyone[: len(labels[others])], 1, scale)
+                without = sums_of(
+                    method,
+                    k,
+                    logits[others],
+                    labels[others],
+                    everyone[: len(labels[others])],
+                    1,
+                    scale,
+                )
                 largest = max(largest, np.abs(sums - without).sum())
             assert 0 < largest <= allowed
 
@@ -169,7 +213,7 @@ def test_the_largest_source_with_the_largest_contributions_stays_in_range():
         assert float(noisy[0, 0]) == pytest.approx(n * bound, rel=1e-6)
 
 
-# --- What an answer gives away ----------------------------------------------------------------------------------------
+# --- What an answer gives away ------------------------------------------------------------------
 
 DRAWS = 400_000
 
@@ -180,7 +224,8 @@ def many_answers(key, exact, scale):
 
 
 def answers(method, source, epsilon, key, rounds=1):
-    """Returns many independent answers of a source in the first rounds, float64 [rounds, DRAWS, s]."""
+    """Returns many independent answers of a source in the first rounds, float64 [rounds, DRAWS,
+    s]."""
     scale = scale_of(method, epsilon, num_classes=source.logits.shape[1])
     owner, out = np.zeros(len(source.labels), np.int32), []
     for k in range(rounds):
@@ -190,7 +235,8 @@ def answers(method, source, epsilon, key, rounds=1):
 
 
 def log_ratio(first, second):
-    """Returns the log ratio of two events' frequencies among DRAWS each, and five standard errors."""
+    """Returns the log ratio of two events' frequencies among DRAWS each, and five standard
+    errors."""
     a, b = first.sum(), second.sum()
     return math.log(a / b), 5 * math.sqrt((1 - a / DRAWS) / a + (1 - b / DRAWS) / b)
 
@@ -200,28 +246,42 @@ def test_likelihood_ratios_of_neighbours_stay_within_epsilon_and_reach_it():
     epsilon, method = 0.5, HistogramBinning(bins=1)
     logits, labels = np.tile(np.float32([[2.0, 0.0]]), (6, 1)), np.array([0, 0, 0, 1, 1, 0])
     one = answers(method, Party(logits, labels), epsilon, jax.random.fold_in(KEY, 1))[0, :, 0]
-    two = answers(method, Party(logits[:5], labels[:5]), epsilon, jax.random.fold_in(KEY, 2))[0, :, 0]
+    two = answers(method, Party(logits[:5], labels[:5]), epsilon, jax.random.fold_in(KEY, 2))[
+        0, :, 0
+    ]
     edges = np.quantile(np.concatenate([one, two]), np.linspace(0, 1, 21))
     edges[0], edges[-1] = -np.inf, np.inf
-    cells = [((low <= one) & (one < high), (low <= two) & (two < high)) for low, high in itertools.pairwise(edges)]
+    cells = [
+        ((low <= one) & (one < high), (low <= two) & (two < high))
+        for low, high in itertools.pairwise(edges)
+    ]
     for cell in cells:
         ratio, error = log_ratio(*cell)
         assert abs(ratio) <= epsilon + error
     for sign in (1, -1):  # beyond both exact answers the ratio is e^epsilon, not less
         ratio, error = log_ratio(
-            sign * one > sign * (4.0 if sign > 0 else 3.0), sign * two > sign * (4.0 if sign > 0 else 3.0)
+            sign * one > sign * (4.0 if sign > 0 else 3.0),
+            sign * two > sign * (4.0 if sign > 0 else 3.0),
         )
-        assert error < 0.03 and abs(sign * ratio - epsilon) <= error  # 0.7 and 1.3 times the noise are 0.71 and 0.38
+        assert (
+            error < 0.03 and abs(sign * ratio - epsilon) <= error
+        )  # 0.7 and 1.3 times the noise are 0.71 and 0.38
 
 
 @pytest.mark.slow
 def test_all_rounds_together_cost_epsilon():
     epsilon, method = 1.0, AccT(iterations=1)
     sure_and_wrong = np.float32([[200.0, 0.0]])
-    one = answers(method, Party(sure_and_wrong, np.array([1])), epsilon, jax.random.fold_in(KEY, 3), rounds=2)[..., 0]
-    two = answers(method, Party(sure_and_wrong[:0], np.array([], int)), epsilon, jax.random.fold_in(KEY, 4), rounds=2)[
-        ..., 0
-    ]
+    one = answers(
+        method, Party(sure_and_wrong, np.array([1])), epsilon, jax.random.fold_in(KEY, 3), rounds=2
+    )[..., 0]
+    two = answers(
+        method,
+        Party(sure_and_wrong[:0], np.array([], int)),
+        epsilon,
+        jax.random.fold_in(KEY, 4),
+        rounds=2,
+    )[..., 0]
     ratio, error = log_ratio((one <= -1).all(0), (two <= -1).all(0))
     assert error < 0.05 and abs(ratio - epsilon) <= error
     (alone, error) = log_ratio(one[1] <= -1, two[1] <= -1)
@@ -243,18 +303,33 @@ def test_the_calibrator_knows_the_variance_of_the_noise(epsilon):
     np.testing.assert_allclose(drawn.mean(0), exact, atol=5 * math.sqrt(stated / DRAWS))
 
 
-# --- Sources ----------------------------------------------------------------------------------------------------------
+# --- Sources ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("logits", "labels", "error", "words"),
     [
-        (np.zeros(7, np.float32), np.zeros(7, int), ValueError, r"logits of .* must be \[n, K\], .* K >= 2"),
+        (
+            np.zeros(7, np.float32),
+            np.zeros(7, int),
+            ValueError,
+            r"logits of .* must be \[n, K\], .* K >= 2",
+        ),
         (np.zeros((7, 1), np.float32), np.zeros(7, int), ValueError, "K >= 2"),
         (np.zeros((7, 3), np.float32), np.zeros(6, int), ValueError, "labels"),
         (np.zeros((7, 3), np.float32), np.zeros((7, 1), int), ValueError, "labels"),
-        (np.zeros((7, 3), int), np.zeros(7, int), TypeError, "logits of .* floating point, got dtype int64"),
-        (np.zeros((7, 3), np.float32), np.zeros(7), TypeError, "labels of .* integers, got dtype float64"),
+        (
+            np.zeros((7, 3), int),
+            np.zeros(7, int),
+            TypeError,
+            "logits of .* floating point, got dtype int64",
+        ),
+        (
+            np.zeros((7, 3), np.float32),
+            np.zeros(7),
+            TypeError,
+            "labels of .* integers, got dtype float64",
+        ),
     ],
 )
 def test_impossible_sources_are_refused_without_their_size(logits, labels, error, words):
@@ -269,7 +344,9 @@ def test_too_many_records_for_exact_sums_are_refused():
 
 
 def test_an_account_is_one_of_a_ledger():
-    with pytest.raises(TypeError, match=r"account must be ledger\.account\(name\) or None, got str"):
+    with pytest.raises(
+        TypeError, match=r"account must be ledger\.account\(name\) or None, got str"
+    ):
         Party(*people(7), account="clinic")
 
 
@@ -286,18 +363,25 @@ def test_any_floating_point_logits_and_integer_labels_do(dtype, label_dtype):
     logits, labels = people(20)
     source = Party(logits.astype(dtype), labels.astype(label_dtype))
     assert source.logits.dtype == np.float32 and source.labels.dtype == np.int32
-    assert (source.logits == logits.astype(dtype).astype(np.float32)).all() and (source.labels == labels).all()
+    assert (source.logits == logits.astype(dtype).astype(np.float32)).all() and (
+        source.labels == labels
+    ).all()
 
 
 def test_values_beyond_32_bits_are_invalid_not_other_values():
     logits = np.array([[1e300, 0.0], [0.0, -1e300], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
-    for wide, dtype in ((2**32 + 1, np.int64), (2**64 - 1, np.uint64), (2**63 + 1, np.uint64), (-(2**40), np.int64)):
+    for wide, dtype in (
+        (2**32 + 1, np.int64),
+        (2**64 - 1, np.uint64),
+        (2**63 + 1, np.uint64),
+        (-(2**40), np.int64),
+    ):
         source = Party(logits, np.array([0, 0, wide, wide, 0, 1], dtype))
         records = Records(jnp.asarray(source.logits), jnp.asarray(source.labels))
         assert records.valid.tolist() == [False] * 4 + [True] * 2
 
 
-# --- A source over a network ------------------------------------------------------------------------------------------
+# --- A source over a network --------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -306,7 +390,10 @@ def test_answers_of_separate_sources_play_the_same_conversation(method, tmp_path
     parties = [Party(*people(40, seed=i)) for i in range(3)] + [Party(*people(0))]
 
     def converse(epsilon, variance, folder):
-        talks = [party.begin(method, epsilon=epsilon, workdir=folder / str(i)) for i, party in enumerate(parties)]
+        talks = [
+            party.begin(method, epsilon=epsilon, workdir=folder / str(i))
+            for i, party in enumerate(parties)
+        ]
         answers = []
 
         def ask(k, temperature):
@@ -370,10 +457,14 @@ def test_a_question_is_answered_once_and_may_be_repeated():
         first = talk.answer(1.0)
         assert (talk.answer(jnp.float32(1), round=0) == first).all() and talk.answered == 1
         for other in (1.0000001, math.nan, -0.0):
-            with pytest.raises(ValueError, match=r"round=0 is answered at temperature 1\.0, not at"):
+            with pytest.raises(
+                ValueError, match=r"round=0 is answered at temperature 1\.0, not at"
+            ):
                 talk.answer(other, round=0)
         for k in (2, 3, -1):
-            with pytest.raises((ValueError, RuntimeError), match=rf"round={k} cannot be answered|all 3 rounds"):
+            with pytest.raises(
+                (ValueError, RuntimeError), match=rf"round={k} cannot be answered|all 3 rounds"
+            ):
                 talk.answer(1.0, round=k)
         second = talk.answer(math.nan, round=1)
         assert (talk.answer(math.nan, round=1) == second).all()
@@ -393,11 +484,25 @@ def test_threads_that_ask_at_once_do_not_share_noise(monkeypatch):
         return lambda arrays: (time.sleep(0.05), keep(arrays))
 
     monkeypatch.setattr(Till, "keeper", slow)
-    with Party(*people(60)).begin(AccT(iterations=2), epsilon=1.0) as talk, ThreadPoolExecutor(4) as pool:
-        heard = [pool.submit(talk.answer, temperature, round=0) for temperature in (0.7, 1.3, 0.9, 0.7)]
+    with (
+        Party(*people(60)).begin(AccT(iterations=2), epsilon=1.0) as talk,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        heard = [
+            pool.submit(talk.answer, temperature, round=0) for temperature in (0.7, 1.3, 0.9, 0.7)
+        ]
         errors = [future.exception() for future in heard]
     assert sum(error is None for error in errors) in (1, 2) and talk.answered == 1
-    assert len({float(future.result()[0]) for future, error in zip(heard, errors, strict=True) if error is None}) == 1
+    assert (
+        len(
+            {
+                float(future.result()[0])
+                for future, error in zip(heard, errors, strict=True)
+                if error is None
+            }
+        )
+        == 1
+    )
 
 
 CHILD = """
@@ -467,7 +572,10 @@ def test_a_forked_process_does_not_go_on_with_a_conversation(tmp_path):
     """It would wait forever for the threads of JAX."""
     run = forked.run(FORKED, tmp_path / "talk", modules=forked.STAGES)
     assert run.returncode == 0, run.stderr
-    assert "talk belongs to the process from which this one was forked. Go on with it there" in run.stdout
+    assert (
+        "talk belongs to the process from which this one was forked. Go on with it there"
+        in run.stdout
+    )
 
 
 def test_a_closed_conversation_goes_on_in_its_workdir_and_with_nothing_else(tmp_path):
@@ -508,9 +616,12 @@ class Calling(AccT):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "flags", "times"), [(AccT, "", 1), (AccT, " --xla_cpu_use_acl=false", 2), (Calling, "", 2)]
+    ("kind", "flags", "times"),
+    [(AccT, "", 1), (AccT, " --xla_cpu_use_acl=false", 2), (Calling, "", 2)],
 )
-def test_another_machine_or_a_call_back_to_python_pays_again_and_goes_on(tmp_path, monkeypatch, kind, flags, times):
+def test_another_machine_or_a_call_back_to_python_pays_again_and_goes_on(
+    tmp_path, monkeypatch, kind, flags, times
+):
     method = kind(iterations=2)
     with registered() as ledger:
         source = Party(*people(20), account=ledger.account("clinic"))
@@ -526,20 +637,25 @@ def test_another_machine_or_a_call_back_to_python_pays_again_and_goes_on(tmp_pat
 
 @pytest.mark.slow
 def test_a_workdir_that_was_restored_from_a_copy_does_not_reveal_a_difference(tmp_path):
-    """Its round is asked again: at the same temperature it says the same, at another one it has noise of its own."""
+    """Its round is asked again: at the same temperature it says the same, at another one it has
+    noise of its own."""
     method, heard = HistogramBinning(bins=1), []
     source = Party(*people(50))
     source.begin(method, epsilon=1.0, workdir=tmp_path / "original").close()
     for i, temperature in enumerate((1.0, 1.0, 2.0)):  # which this method's sums do not depend on
         shutil.copytree(tmp_path / "original", tmp_path / str(i))
-        heard.append(source.begin(method, epsilon=1.0, workdir=tmp_path / str(i)).answer(temperature))
+        heard.append(
+            source.begin(method, epsilon=1.0, workdir=tmp_path / str(i)).answer(temperature)
+        )
     assert (heard[0] == heard[1]).all() and (heard[0] != heard[2]).any()
 
 
 def test_an_answer_that_cannot_be_kept_is_not_given(tmp_path, monkeypatch):
     source = Party(*people(20))
     with source.begin(AccT(iterations=2), epsilon=1.0, workdir=tmp_path) as talk:
-        monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+        monkeypatch.setattr(
+            os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space left"))
+        )
         with pytest.raises(OSError, match="no space left"):
             talk.answer(1.0)
         monkeypatch.undo()
@@ -554,19 +670,24 @@ def test_a_hostile_calibrator_gets_no_more_rounds_and_no_odd_sums():
         for first, second, third in (strange[:3], strange[3:]):
             talk = source.begin(method, epsilon=epsilon)
             answers = np.array([talk.answer(first), talk.answer(second), talk.answer(third)])
-            assert np.isfinite(answers).all() and (epsilon < math.inf or np.abs(answers).max() <= 60)
+            assert np.isfinite(answers).all() and (
+                epsilon < math.inf or np.abs(answers).max() <= 60
+            )
             with pytest.raises(RuntimeError, match="all 3 rounds are answered"):
                 talk.answer(1.0)
 
 
-# --- Owners of several records ----------------------------------------------------------------------------------------
+# --- Owners of several records ------------------------------------------------------------------
 
 OWNERS = ["a", "b", "a", "c", "b", "a"]
 
 
 def in_steps(method, logits, labels, scale, owners=None):
-    """The exact sum of a source's first round by hand, int [s], of the mean of each owner's records in whole steps."""
-    added = np.asarray(added_by(method, 0, Records(logits, labels.astype(np.int32)), np.float32(1.0)), np.float64)
+    """The exact sum of a source's first round by hand, int [s], of the mean of each owner's records
+    in whole steps."""
+    added = np.asarray(
+        added_by(method, 0, Records(logits, labels.astype(np.int32)), np.float32(1.0)), np.float64
+    )
     steps = np.rint(added / scale.step).astype(int)
     owners = np.arange(len(labels)) if owners is None else np.asarray(owners)
     return sum(np.trunc(steps[owners == one].mean(0)).astype(int) for one in set(owners.tolist()))
@@ -590,12 +711,18 @@ def test_an_owner_adds_the_mean_of_its_records_and_moves_the_sum_by_no_more_than
     logits, labels = people(6)
     scale = scale_of(method, 1.0)
     limit = method.sensitivity(0, "add_remove", logits.shape[1]) / scale.step
-    assert (first_sum(method, logits, labels, scale, OWNERS) == in_steps(method, logits, labels, scale, OWNERS)).all()
+    assert (
+        first_sum(method, logits, labels, scale, OWNERS)
+        == in_steps(method, logits, labels, scale, OWNERS)
+    ).all()
     for kinds in (1, 9):  # one owner more, with nine wrong records, equal or different
         more = np.repeat(people(kinds, seed=7)[0], 9 // kinds, axis=0)
         both = np.vstack([logits, more]), np.append(labels, (more.argmax(1) + 1) % 6)
         one, twin = (
-            np.abs(first_sum(method, *both, scale, owners) - first_sum(method, logits, labels, scale, owners[:6])).sum()
+            np.abs(
+                first_sum(method, *both, scale, owners)
+                - first_sum(method, logits, labels, scale, owners[:6])
+            ).sum()
             for owners in ([*OWNERS, *["d"] * 9], list(range(15)))
         )
         assert one <= limit < twin
@@ -608,18 +735,29 @@ def test_owners_play_and_answer_alike():
     twice = Party(np.repeat(logits, 2, 0), np.repeat(labels, 2), group=np.repeat(np.arange(6), 2))
     exact = {"epsilon": math.inf}
     for one, other in ([owned, plain], [twice, Party(logits, labels)]):
-        answer = one.begin(HistogramBinning(), **exact).answer(1.0) + other.begin(HistogramBinning(), **exact).answer(
-            1.0
-        )
+        answer = one.begin(HistogramBinning(), **exact).answer(1.0) + other.begin(
+            HistogramBinning(), **exact
+        ).answer(1.0)
         assert answer.sum() == pytest.approx(one.units + other.units)
         found = recalibrate(HistogramBinning(), [one, other], **exact).parameters
         right, wrong = np.split(answer, 2)
         total = right + wrong
-        np.testing.assert_allclose(found[total > 0], (right / np.maximum(total, 1e-9))[total > 0], rtol=1e-5)
-    assert (owned.units, twice.units, plain.units, Party(*people(0), group=[]).units) == (3, 6, 4, 0)
-    with pytest.raises(ValueError, match=r"group needs the adjacency 'add_remove' or 'zero_out', got 'replace_one'"):
+        np.testing.assert_allclose(
+            found[total > 0], (right / np.maximum(total, 1e-9))[total > 0], rtol=1e-5
+        )
+    assert (owned.units, twice.units, plain.units, Party(*people(0), group=[]).units) == (
+        3,
+        6,
+        4,
+        0,
+    )
+    with pytest.raises(
+        ValueError, match=r"group needs the adjacency 'add_remove' or 'zero_out', got 'replace_one'"
+    ):
         recalibrate(HistogramBinning(), [owned], epsilon=1.0, adjacency="replace_one")
     with pytest.raises(ValueError, match="group lacks a value"):
         Party(logits, labels, group=[*OWNERS[:5], None])
-    with pytest.raises(ValueError, match="group must have one value for each of the 6 records, got 5"):
+    with pytest.raises(
+        ValueError, match="group must have one value for each of the 6 records, got 5"
+    ):
         Party(logits, labels, group=OWNERS[:5])

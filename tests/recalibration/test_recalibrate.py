@@ -1,4 +1,5 @@
-"""Recalibration end to end: results against float64 loops, payments, errors before payment, noise of its own."""
+"""Recalibration end to end: results against float64 loops, payments, errors before payment, noise
+of its own."""
 
 import dataclasses
 import functools
@@ -42,7 +43,9 @@ from jaxdp.transforms import noise
 from tests import forked
 
 KEY = noise.stream(bytes(range(16)), "test")
-MODULE = sys.modules["jaxdp.recalibration.recalibrate"]  # the package shows the function of this name
+MODULE = sys.modules[
+    "jaxdp.recalibration.recalibrate"
+]  # the package shows the function of this name
 RATIO = (math.sqrt(5) - 1) / 2
 BY_NAME = {
     "acc": acc_t,
@@ -79,7 +82,7 @@ SHORT = {
 }
 
 
-# --- Without noise ----------------------------------------------------------------------------------------------------
+# --- Without noise ------------------------------------------------------------------------------
 
 
 def objectives(logits, labels, bound=10.0, bins=15):
@@ -131,18 +134,26 @@ def bisection(f, low, high, iterations):
     ],
 )
 @pytest.mark.parametrize("spacing", ["linear", "log"])
-def test_without_noise_the_temperature_is_that_of_a_float64_search(name, settings, objective, search, spacing):
+def test_without_noise_the_temperature_is_that_of_a_float64_search(
+    name, settings, objective, search, spacing
+):
     for seed in range(4):
         logits, labels = people(120, seed=seed)
-        f = objectives(logits, labels, settings.get("bound", 10.0), settings.get("bins", 15))[objective]
+        f = objectives(logits, labels, settings.get("bound", 10.0), settings.get("bins", 15))[
+            objective
+        ]
         low, high = 0.25, 16.0
         iterations = settings.get("iterations", 5)
         if spacing == "linear":
             expected = search(f, low, high, iterations)
         else:
-            expected = math.exp(search(lambda p: f(math.exp(p)), math.log(low), math.log(high), iterations))  # noqa: B023
+            expected = math.exp(
+                search(lambda p, f=f: f(math.exp(p)), math.log(low), math.log(high), iterations)
+            )
         sources = divided(logits, labels, SIZES)
-        found = BY_NAME[name](sources, epsilon=math.inf, bracket=(low, high), spacing=spacing, **settings)
+        found = BY_NAME[name](
+            sources, epsilon=math.inf, bracket=(low, high), spacing=spacing, **settings
+        )
         assert found.temperature == pytest.approx(expected, rel=1e-5)
         assert found.event == NonPrivateDpEvent()
 
@@ -180,13 +191,15 @@ def test_a_bracket_that_is_too_narrow_is_reported():
     assert acc_t(SOURCES, epsilon=math.inf, bracket=(0.2, 40.0)).at_end is None
 
 
-# --- Baselines --------------------------------------------------------------------------------------------------------
+# --- Baselines ----------------------------------------------------------------------------------
 
 
 def test_none_changes_nothing_and_costs_nothing():
     unchanged, logits = none(), people(9)[0]
     exp = np.exp(logits.astype(np.float64))
-    np.testing.assert_allclose(unchanged.apply(logits), (exp / exp.sum(1, keepdims=True)).max(1), rtol=1e-5)
+    np.testing.assert_allclose(
+        unchanged.apply(logits), (exp / exp.sum(1, keepdims=True)).max(1), rtol=1e-5
+    )
     assert (unchanged.temperature, unchanged.at_end, unchanged.event) == (1.0, None, NoOpDpEvent())
 
 
@@ -203,7 +216,7 @@ def test_one_source_is_not_private_and_says_so():
             one_source(Party(*people(60), account=ledger.account("strict")), method=AccT())
 
 
-# --- Odd sources ------------------------------------------------------------------------------------------------------
+# --- Odd sources --------------------------------------------------------------------------------
 
 # Sums without noise are the same for all methods: one of a scalar and one of a vector.
 WITHOUT_NOISE = [("acc", math.inf), ("histogram", math.inf)]
@@ -237,19 +250,25 @@ def test_all_invalid_records_are_the_same_record(name, epsilon):
 @pytest.mark.parametrize(("name", "epsilon"), [*((name, 1.0) for name in SHORT), *WITHOUT_NOISE])
 def test_nothing_but_invalid_records_has_a_result_of_the_same_form(name, epsilon):
     invalid = divided(np.full((120, 6), np.nan, np.float32), np.zeros(120, int), SIZES)
-    usual, found = (SHORT[name](sources, epsilon=epsilon, key=KEY) for sources in (SOURCES, invalid))
+    usual, found = (
+        SHORT[name](sources, epsilon=epsilon, key=KEY) for sources in (SOURCES, invalid)
+    )
     same_form(usual, found)
 
 
 @pytest.mark.slow
 def test_empty_sources_have_a_result_of_the_same_form():
-    usual, found = (histogram_binning(sources, epsilon=1.0, key=KEY) for sources in (SOURCES, [people(0)] * 2))
+    usual, found = (
+        histogram_binning(sources, epsilon=1.0, key=KEY) for sources in (SOURCES, [people(0)] * 2)
+    )
     same_form(usual, found)
 
 
 def same_form(usual, found):
     assert jax.tree.structure(found.parameters) == jax.tree.structure(usual.parameters)
-    for leaf, like in zip(jax.tree.leaves(found.parameters), jax.tree.leaves(usual.parameters), strict=True):
+    for leaf, like in zip(
+        jax.tree.leaves(found.parameters), jax.tree.leaves(usual.parameters), strict=True
+    ):
         assert (leaf.shape, leaf.dtype) == (like.shape, like.dtype) and np.isfinite(leaf).all()
     confidence = found.apply(people(9)[0])
     assert ((confidence >= 0) & (confidence <= 1)).all()
@@ -263,7 +282,7 @@ def test_the_result_shows_methods_parameters_and_the_price_alone():
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(found.parameters))
 
 
-# --- Noise ------------------------------------------------------------------------------------------------------------
+# --- Noise --------------------------------------------------------------------------------------
 
 
 def counts(sources=SOURCES, **arguments):
@@ -280,29 +299,41 @@ def test_a_key_repeats_its_noise_and_without_one_noise_is_fresh():
 
 def test_payments_never_share_noise():
     with registered({f"source {i}": None for i in range(len(SOURCES))}) as ledger:
-        paying = [Party(*records, account=ledger.account(f"source {i}")) for i, records in enumerate(SOURCES)]
+        paying = [
+            Party(*records, account=ledger.account(f"source {i}"))
+            for i, records in enumerate(SOURCES)
+        ]
         once = counts(paying, key=KEY)
         assert counts(paying, key=KEY) == once  # the same release, paid once
         assert ledger.events("source 0") == {None: PureDpEvent(1.0)}
-        changed = [*paying[:4], dataclasses.replace(paying[4], labels=paying[4].labels[::-1].copy())]
+        changed = [
+            *paying[:4],
+            dataclasses.replace(paying[4], labels=paying[4].labels[::-1].copy()),
+        ]
         found = [counts(changed, key=KEY), *(counts(paying) for _ in range(3))]
         assert ledger.events("source 0") == {None: SelfComposedDpEvent(PureDpEvent(1.0), 5)}
         assert len(set(map(tuple, [once, *found]))) == 5
         # A label that is changed moves counts by ones, noise of 30 bins by more.
-        exact = [histogram_binning(sources, epsilon=math.inf).parameters for sources in (paying, changed)]
+        exact = [
+            histogram_binning(sources, epsilon=math.inf).parameters for sources in (paying, changed)
+        ]
         assert np.abs(np.subtract(found[0], once)).max() > np.abs(np.subtract(*exact)).max()
 
 
 def released(method, sources, epsilon, keys):
-    """Returns what `recalibrate` releases under each of many keys, without its facts and payment."""
+    """Returns what `recalibrate` releases under each of many keys, without its facts and
+    payment."""
     parties = [Party(*source) for source in sources]
     terms = {"epsilon": epsilon, "adjacency": "add_remove"}
-    return [MODULE.converse(method, parties, jax.random.fold_in(KEY, i), **terms) for i in range(keys)]
+    return [
+        MODULE.converse(method, parties, jax.random.fold_in(KEY, i), **terms) for i in range(keys)
+    ]
 
 
 @pytest.mark.slow
 def test_sources_do_not_share_noise():
-    """Checks that the noise of 400 empty sources is 20 times the noise of one, as if independent."""
+    """Checks that the noise of 400 empty sources is 20 times the noise of one, as if
+    independent."""
     nothing = [(np.zeros((0, 2), np.float32), np.zeros(0, int))] * 400
 
     class Listening(AccT):
@@ -310,10 +341,13 @@ def test_sources_do_not_share_noise():
             return state[0].values
 
         def update(self, k, state, answer):
-            return (state[0]._replace(values=state[0].values + answer), state[1]) if k == 0 else state
+            return (
+                (state[0]._replace(values=state[0].values + answer), state[1]) if k == 0 else state
+            )
 
     drawn = [values[0] for values in released(Listening(iterations=1), nothing, 2.0, 40)]
-    # A scale of 1: standard deviation sqrt(2 x 400); with shared noise 20 times that. Five standard errors.
+    # A scale of 1: standard deviation sqrt(2 x 400); with shared noise 20 times that. Five standard
+    # errors.
     assert np.std(drawn) == pytest.approx(math.sqrt(800), rel=5 / math.sqrt(2 * 40))
 
 
@@ -329,7 +363,7 @@ def test_noise_has_the_scale_of_its_epsilon():
     assert np.std(shares) == pytest.approx(expected, rel=0.3)  # five standard errors
 
 
-# --- Payment ----------------------------------------------------------------------------------------------------------
+# --- Payment ------------------------------------------------------------------------------------
 
 
 def registered(budgets, adjacency="add_remove", ledger=None):
@@ -344,11 +378,15 @@ def paying(ledger):
     """Returns SOURCES with accounts "source 0", ..., which are registered without a budget."""
     for i in range(len(SOURCES)):
         ledger.register(f"source {i}", adjacency="add_remove", unit="patient")
-    return [Party(*records, account=ledger.account(f"source {i}")) for i, records in enumerate(SOURCES)]
+    return [
+        Party(*records, account=ledger.account(f"source {i}")) for i, records in enumerate(SOURCES)
+    ]
 
 
 def clinics(ledger, *names):
-    return [Party(*people(20, seed=i), account=ledger.account(name)) for i, name in enumerate(names)]
+    return [
+        Party(*people(20, seed=i), account=ledger.account(name)) for i, name in enumerate(names)
+    ]
 
 
 @pytest.fixture
@@ -364,13 +402,18 @@ def test_every_account_pays_epsilon_once(name):
         {"north": 1.0, "south": None, "source 2": 2.0, "source 3": 0.7, "west": 1.0, "east": 1.0}
     ) as ledger:
         names = ("north", "south", "source 2", "source 3", "west")
-        sources = [Party(*records, account=ledger.account(name)) for records, name in zip(SOURCES, names, strict=True)]
+        sources = [
+            Party(*records, account=ledger.account(name))
+            for records, name in zip(SOURCES, names, strict=True)
+        ]
         found = SHORT[name](sources, epsilon=0.7)
         for account in names:
             assert ledger.epsilon(account, delta=0.0) == 0.7 == found.event.epsilon
             assert ledger.events(account) == {None: PureDpEvent(0.7)}
         assert ledger.epsilon("east") == 0.0
-        assert {row["status"] for entry in ledger.report()["datasets"] for row in entry["open"]} == set()
+        assert {
+            row["status"] for entry in ledger.report()["datasets"] for row in entry["open"]
+        } == set()
 
 
 def test_an_account_of_two_sources_pays_twice(silent):
@@ -385,7 +428,9 @@ def test_an_account_of_two_sources_pays_twice(silent):
 @pytest.fixture
 def no_computing(monkeypatch):
     """Fails the test if a source is asked anything."""
-    monkeypatch.setattr(MODULE, "converse", lambda *args, **kwargs: pytest.fail("a source was asked"))
+    monkeypatch.setattr(
+        MODULE, "converse", lambda *args, **kwargs: pytest.fail("a source was asked")
+    )
 
 
 def test_if_one_account_cannot_pay_nobody_pays_or_answers(no_computing):
@@ -403,26 +448,58 @@ MISTAKES = {
     "epsilon nan": ({"epsilon": math.nan}, ValueError, "epsilon must be > 0 .* got nan"),
     "epsilon small": ({"epsilon": 1e-8}, ValueError, "epsilon=1e-08 .* Use at least 0.0003"),
     "adjacency": ({"adjacency": "swap"}, ValueError, "adjacency must be one of .* got 'swap'"),
-    "other adjacency": ({"adjacency": "replace_one"}, ValueError, "'replace_one', but 'source 0' .* 'add_remove'"),
+    "other adjacency": (
+        {"adjacency": "replace_one"},
+        ValueError,
+        "'replace_one', but 'source 0' .* 'add_remove'",
+    ),
     "old key": ({"key": np.zeros(2, np.uint32)}, TypeError, "key must be a typed key"),
-    "many keys": ({"key": jax.random.split(KEY)}, ValueError, r"key must have shape \(\), got \(2,\)"),
+    "many keys": (
+        {"key": jax.random.split(KEY)},
+        ValueError,
+        r"key must have shape \(\), got \(2,\)",
+    ),
     "iterations": ({"iterations": 0}, ValueError, "iterations .* got 0"),
-    "half iterations": ({"iterations": 2.5}, ValueError, "iterations must be an integer .* got 2.5"),
+    "half iterations": (
+        {"iterations": 2.5},
+        ValueError,
+        "iterations must be an integer .* got 2.5",
+    ),
     "bracket": ({"bracket": (3.0, 0.5)}, ValueError, r"bracket must be .* got \(3.0, 0.5\)"),
     "long bracket": ({"bracket": (1, 2, 3)}, ValueError, r"bracket must be .* got \(1, 2, 3\)"),
     "spacing": ({"spacing": "cubic"}, ValueError, "spacing must be 'log' or 'linear', got 'cubic'"),
-    "search": ({"search": "ternary"}, ValueError, "search must be 'golden' or 'bisection', got 'ternary'"),
+    "search": (
+        {"search": "ternary"},
+        ValueError,
+        "search must be 'golden' or 'bisection', got 'ternary'",
+    ),
     "no sources": ({"sources": []}, ValueError, "sources is empty. Give at least one"),
-    "no list": ({"sources": GOOD}, TypeError, r"sources\[0\] must be a pair \(logits, labels\) .* got ndarray"),
+    "no list": (
+        {"sources": GOOD},
+        TypeError,
+        r"sources\[0\] must be a pair \(logits, labels\) .* got ndarray",
+    ),
     "triple": ({"sources": [(*GOOD, 3)]}, TypeError, r"sources\[0\] must be a pair"),
-    "classes": ({"sources": [GOOD, people(9, m=4)]}, ValueError, r"same number of classes, got .* \[4, 6\]"),
+    "classes": (
+        {"sources": [GOOD, people(9, m=4)]},
+        ValueError,
+        r"same number of classes, got .* \[4, 6\]",
+    ),
     "labels": (
         {"sources": [(GOOD[0], GOOD[1] * 1.0)]},
         TypeError,
         r"sources\[0\].* must be integers, got dtype float64",
     ),
-    "lengths": ({"sources": [GOOD, (GOOD[0], GOOD[1][1:])]}, ValueError, r"sources\[1\].* labels .* of another n"),
-    "some accounts": ({"sources": [0, GOOD, 1]}, ValueError, r"sources \[1\] have no account but others do"),
+    "lengths": (
+        {"sources": [GOOD, (GOOD[0], GOOD[1][1:])]},
+        ValueError,
+        r"sources\[1\].* labels .* of another n",
+    ),
+    "some accounts": (
+        {"sources": [0, GOOD, 1]},
+        ValueError,
+        r"sources \[1\] have no account but others do",
+    ),
 }
 
 
@@ -433,7 +510,9 @@ def test_mistakes_are_named_before_anything_is_spent(mistake, no_computing):
         given = {"sources": [0, 1], "epsilon": 0.5} | arguments
         if given["sources"] is not GOOD:  # numbers stand for sources that can pay
             paying = clinics(ledger, "source 0", "source 1")
-            given["sources"] = [paying[one] if isinstance(one, int) else one for one in given["sources"]]
+            given["sources"] = [
+                paying[one] if isinstance(one, int) else one for one in given["sources"]
+            ]
         with pytest.raises(error, match=words) as raised:
             acc_t(**given)
         assert "20" not in str(raised.value) and "19" not in str(raised.value)  # sizes are private
@@ -447,7 +526,11 @@ def test_mistakes_of_the_other_methods_are_named_before_anything_is_spent(no_com
             (nll_t, {"bound": 1e4}, "sensitivity of 10000.0"),
             (ece_t, {"bins": 0}, "bins .* got 0"),
             (ece_t, {"bins": 1.5}, "bins .* got 1.5"),
-            (histogram_binning, {"form": "both"}, "form must be 'split' or 'published', got 'both'"),
+            (
+                histogram_binning,
+                {"form": "both"},
+                "form must be 'split' or 'published', got 'both'",
+            ),
             (logistic_binning, {"edges": (1.0, 0.0)}, "edges .* got"),
         ]:
             with pytest.raises(ValueError, match=words):
@@ -460,7 +543,9 @@ def test_the_adjacency_is_that_of_the_account(silent):
         found = acc_t(clinics(ledger, "north"), epsilon=1.0, adjacency="replace_one")
         assert found.method.split  # by default where that needs less noise
         assert ledger.epsilon("north") == 1.0
-        with pytest.raises(ValueError, match="'add_remove', but 'north' is registered with 'replace_one'"):
+        with pytest.raises(
+            ValueError, match="'add_remove', but 'north' is registered with 'replace_one'"
+        ):
             acc_t(clinics(ledger, "north"), epsilon=1.0)
     assert not acc_t([people(20)], epsilon=1.0).method.split
 
@@ -479,7 +564,10 @@ def test_what_planners_ask_is_what_is_charged():
         for epsilon in (0.3, math.inf):
             found = histogram_binning(clinics(ledger, "north"), epsilon=epsilon)
             assert found.event == event(epsilon)
-        assert composition(ledger.events("north")[None]) == {PureDpEvent(0.3): 1, NonPrivateDpEvent(): 1}
+        assert composition(ledger.events("north")[None]) == {
+            PureDpEvent(0.3): 1,
+            NonPrivateDpEvent(): 1,
+        }
 
 
 def test_a_failure_while_sources_answer_stays_charged(monkeypatch):
@@ -495,7 +583,7 @@ def test_a_failure_while_sources_answer_stays_charged(monkeypatch):
         assert statuses == ["failed", "failed"]
 
 
-# --- What a crash leaves ----------------------------------------------------------------------------------------------
+# --- What a crash leaves ------------------------------------------------------------------------
 
 DIE = """
 import os, signal, sys
@@ -565,7 +653,10 @@ def dying(monkeypatch):
 
 
 def same(one, other):
-    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+    return all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -579,9 +670,13 @@ def test_what_is_started_again_after_a_crash_is_the_same_and_is_charged_once(nam
         assert len(dying) == 2 and same(dying[0], dying[1])  # the third is kept
         assert same(found.parameters, dying[0]) and same(again.parameters, found.parameters)
         assert jax.tree.structure(again.parameters) == jax.tree.structure(found.parameters)
-        shapes = [[leaf.shape for leaf in jax.tree.leaves(one.parameters)] for one in (found, again)]
+        shapes = [
+            [leaf.shape for leaf in jax.tree.leaves(one.parameters)] for one in (found, again)
+        ]
         assert shapes[0] == shapes[1]
-        assert [ledger.epsilon(f"source {i}", delta=0.0) for i in range(len(SOURCES))] == [1.0] * len(SOURCES)
+        assert [ledger.epsilon(f"source {i}", delta=0.0) for i in range(len(SOURCES))] == [
+            1.0
+        ] * len(SOURCES)
     assert not list(tmp_path.rglob("secret_seed"))
 
 
@@ -600,8 +695,12 @@ WEIGHT = {"now": 1.0}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["records", "labels", "division", "epsilon", "method", "flags", "nothing"])
-def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(change, tmp_path, dying, monkeypatch):
+@pytest.mark.parametrize(
+    "change", ["records", "labels", "division", "epsilon", "method", "flags", "nothing"]
+)
+def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(
+    change, tmp_path, dying, monkeypatch
+):
     logits, labels = people(40)
     with registered({"north": None, "south": None}) as ledger:
 
@@ -610,15 +709,24 @@ def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(change, 
                 MODULE._play.clear_cache()  # as in a process of its own
             parts = divided(logits, labels, [cut, 40 - cut])
             names = ("north", "south")
-            sources = [Party(*part, account=ledger.account(name)) for part, name in zip(parts, names, strict=True)]
+            sources = [
+                Party(*part, account=ledger.account(name))
+                for part, name in zip(parts, names, strict=True)
+            ]
             return recalibrate(Weighted(bins=3), sources, epsilon=epsilon, workdir=tmp_path)
 
         with pytest.raises(PowerCut):
             ask()
-        changed = {"records": {"logits": logits * 1.0001}, "division": {"cut": 19}, "epsilon": {"epsilon": 1.5}}
+        changed = {
+            "records": {"logits": logits * 1.0001},
+            "division": {"cut": 19},
+            "epsilon": {"epsilon": 1.5},
+        }
         changed["labels"] = {"labels": np.where(np.arange(40) == 7, (labels + 1) % 6, labels)}
         if change == "flags":
-            monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_enable_fast_math=true")
+            monkeypatch.setenv(
+                "XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_enable_fast_math=true"
+            )
         if change == "method":
             monkeypatch.setitem(WEIGHT, "now", 0.5)
         ask(**changed.get(change, {}))
@@ -633,14 +741,20 @@ def test_a_method_that_calls_back_to_python_is_charged_again_after_a_crash(tmp_p
     class Calling(HistogramBinning):
         def summand(self, k, records, temperature):
             added = super().summand(k, records, temperature)
-            return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(added.shape, added.dtype), added)
+            return jax.pure_callback(
+                np.asarray, jax.ShapeDtypeStruct(added.shape, added.dtype), added
+            )
 
     with registered({"north": None}) as ledger:
-        ask = functools.partial(recalibrate, Calling(), clinics(ledger, "north"), epsilon=1.0, workdir=tmp_path)
+        ask = functools.partial(
+            recalibrate, Calling(), clinics(ledger, "north"), epsilon=1.0, workdir=tmp_path
+        )
         with pytest.raises(PowerCut):
             ask()
         found = ask()
-        assert not same(*dying) and ledger.events("north") == {None: SelfComposedDpEvent(PureDpEvent(1.0), 2)}
+        assert not same(*dying) and ledger.events("north") == {
+            None: SelfComposedDpEvent(PureDpEvent(1.0), 2)
+        }
         assert same(ask().parameters, found.parameters) and len(dying) == 2  # what is kept is kept
         assert ledger.events("north") == {None: SelfComposedDpEvent(PureDpEvent(1.0), 2)}
 
@@ -650,11 +764,17 @@ def test_a_workdir_keeps_one_result(tmp_path):
     with registered({"north": 1.0}) as ledger:
         histogram_binning(clinics(ledger, "north"), epsilon=0.5, workdir=tmp_path)
         for change in ({"epsilon": 0.25}, {"bins": 3}, {"adjacency": "replace_one"}):
-            with pytest.raises(ValueError, match=r"keeps another release|registered with 'add_remove'"):
-                histogram_binning(clinics(ledger, "north"), **{"epsilon": 0.5, "workdir": tmp_path} | change)
+            with pytest.raises(
+                ValueError, match=r"keeps another release|registered with 'add_remove'"
+            ):
+                histogram_binning(
+                    clinics(ledger, "north"), **{"epsilon": 0.5, "workdir": tmp_path} | change
+                )
         with pytest.raises(ValueError, match="keeps another release"):
             histogram_binning(
-                [Party(*people(20, seed=5), account=ledger.account("north"))], epsilon=0.5, workdir=tmp_path
+                [Party(*people(20, seed=5), account=ledger.account("north"))],
+                epsilon=0.5,
+                workdir=tmp_path,
             )
         assert ledger.epsilon("north") == 0.5
     with registered({"north": 1.0}) as restored:  # an older copy does not know what is kept
@@ -662,14 +782,16 @@ def test_a_workdir_keeps_one_result(tmp_path):
         assert restored.epsilon("north") == 0.5
 
 
-# --- Speed ------------------------------------------------------------------------------------------------------------
+# --- Speed --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_other_data_keys_epsilons_and_divisions_compile_nothing(caplog):
     def once(seed, epsilon, sizes):
         records = people(120, seed=seed)
-        return SHORT["acc"](divided(*records, sizes), epsilon=epsilon, key=jax.random.fold_in(KEY, 3 + seed))
+        return SHORT["acc"](
+            divided(*records, sizes), epsilon=epsilon, key=jax.random.fold_in(KEY, 3 + seed)
+        )
 
     once(0, 1.0, SIZES)
     with caplog.at_level(logging.WARNING), jax.log_compiles():
@@ -690,6 +812,8 @@ def test_every_function_has_the_common_arguments():
         assert list(parameters)[:3] == ["sources", "epsilon", "key"]
         assert list(parameters)[-2:] == ["adjacency", "workdir"]
         assert parameters["key"].default is None and parameters["adjacency"].default == "add_remove"
-        assert {p.kind for name, p in parameters.items() if name != "sources"} == {inspect.Parameter.KEYWORD_ONLY}
+        assert {p.kind for name, p in parameters.items() if name != "sources"} == {
+            inspect.Parameter.KEYWORD_ONLY
+        }
     assert inspect.signature(acc_t).parameters["bracket"].default == (0.5, 3.0)
     assert inspect.signature(nll_t).parameters["bound"].default == 10.0

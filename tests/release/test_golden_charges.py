@@ -1,8 +1,8 @@
 """What the same work costs does not change: events as the release before the till charged them.
 
-golden_charges.json has the events of that release, for the work that is repeated here. Its epsilons are those of the
-accountant that composes losses by tilted transforms. They differ from the earlier ones by at most 4e-5 of their value.
-"""
+golden_charges.json has the events of that release, for the work that is repeated here. Its epsilons
+are those of the accountant that composes losses by tilted transforms. They differ from the earlier
+ones by at most 4e-5 of their value."""
 
 import json
 import math
@@ -31,12 +31,16 @@ def new_ledger(adjacency, *names):
 
 def assert_charged(ledger, stage, delta=1e-5):
     for name, expected in GOLDEN[stage].items():
-        assert close(json.loads(to_json(ledger.events(name)[None])), expected["event"]), (stage, name)
+        assert close(json.loads(to_json(ledger.events(name)[None])), expected["event"]), (
+            stage,
+            name,
+        )
         assert ledger.epsilon(name, delta=delta) == pytest.approx(expected["epsilon"], rel=1e-6)
 
 
 def close(one, other):
-    """Equal but for the last digits of calibrated noise, which dp_accounting's versions may move."""
+    """Equal but for the last digits of calibrated noise, which dp_accounting's versions may
+    move."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(close(one[k], other[k]) for k in one)
     if isinstance(one, list) and isinstance(other, list):
@@ -58,21 +62,35 @@ def test_fine_tuning():
     def loss(params, example):
         return ((example["features"] @ params["w"] - example["label"]) ** 2).sum()
 
-    settings = {"sampler": data.PoissonSampler(60, 0.2), "clip_norm": 1.0, "physical_batch_size": 8, "engine": "vmap"}
+    settings = {
+        "sampler": data.PoissonSampler(60, 0.2),
+        "clip_norm": 1.0,
+        "physical_batch_size": 8,
+        "engine": "vmap",
+    }
     ledger = new_ledger("add_remove", "constant", "schedule", "accuracy")
     for name, noise_multiplier in (("constant", 1.0), ("schedule", lambda step: 1.0 + 0.25 * step)):
-        trainer = finetune.dp_sgd(loss, optax.sgd(0.01), noise_multiplier=noise_multiplier, **settings)
+        trainer = finetune.dp_sgd(
+            loss, optax.sgd(0.01), noise_multiplier=noise_multiplier, **settings
+        )
         run = {"steps": 5, "checkpoint_every": 2, "delta": 1e-5, "progress": False}
         finetune.fit(trainer, {"w": jnp.zeros(2)}, source, account=ledger.account(name), **run)
     finetune.charged_accuracy(
-        lambda p, x: x @ p, jnp.ones((2, 4)), source, account=ledger.account("accuracy"), noise_multiplier=3.0
+        lambda p, x: x @ p,
+        jnp.ones((2, 4)),
+        source,
+        account=ledger.account("accuracy"),
+        noise_multiplier=3.0,
     )
     assert_charged(ledger, "finetune")
 
 
 @pytest.mark.slow
 def test_answers():
-    records = {"x": RNG.normal(size=(40, 3)).astype(np.float32), "y": RNG.integers(0, 2, 40).astype(np.int32)}
+    records = {
+        "x": RNG.normal(size=(40, 3)).astype(np.float32),
+        "y": RNG.integers(0, 2, 40).astype(np.int32),
+    }
 
     def loss(params, record):
         return losses.sigmoid_cross_entropy(params @ record["x"], record["y"])
@@ -83,11 +101,23 @@ def test_answers():
     bounds = prediction.train_with_bounds(
         loss, jnp.zeros(3), records, ks=5, clip=0.1, learning_rate=0.5, batch_size=40, epochs=1
     )
-    ledger, queries = new_ledger("add_remove", "labels", "total", "values", "pate"), records["x"][:7]
-    prediction.private_predict(bounds, apply, queries, account=ledger.account("labels"), epsilon=0.3)
-    prediction.private_predict(bounds, apply, queries, account=ledger.account("total"), total=(5.0, 1e-5))
+    ledger, queries = (
+        new_ledger("add_remove", "labels", "total", "values", "pate"),
+        records["x"][:7],
+    )
+    prediction.private_predict(
+        bounds, apply, queries, account=ledger.account("labels"), epsilon=0.3
+    )
+    prediction.private_predict(
+        bounds, apply, queries, account=ledger.account("total"), total=(5.0, 1e-5)
+    )
     prediction.private_values(
-        bounds, apply, queries, account=ledger.account("values"), epsilon=0.3, output_range=(-1.0, 1.0)
+        bounds,
+        apply,
+        queries,
+        account=ledger.account("values"),
+        epsilon=0.3,
+        output_range=(-1.0, 1.0),
     )
     prediction.pate_predict(
         [jnp.ones(3), -jnp.ones(3), jnp.ones(3)],
@@ -106,7 +136,9 @@ def test_recalibration():
     ledger = new_ledger("add_remove", *names)
     sources = [
         recalibration.Party(
-            RNG.normal(size=(20, 3)).astype(np.float32), RNG.integers(0, 3, 20), account=ledger.account(name)
+            RNG.normal(size=(20, 3)).astype(np.float32),
+            RNG.integers(0, 3, 20),
+            account=ledger.account(name),
         )
         for name in names
     ]
@@ -121,7 +153,9 @@ def test_a_stream():
     def apply(params, images):
         x = images.reshape(len(images), -1)
         x = x - x.mean(-1, keepdims=True)
-        return (x * params["norm"]["scale"][None, :] + params["norm"]["bias"][None, :]) @ params["head"]["kernel"]
+        return (x * params["norm"]["scale"][None, :] + params["norm"]["bias"][None, :]) @ params[
+            "head"
+        ]["kernel"]
 
     def source(n):
         image = RNG.uniform(size=(n, 3, 3, 1)).astype(np.float32)
@@ -151,7 +185,9 @@ def test_an_upload():
     ledger, x = new_ledger("replace_one", "client"), RNG.normal(size=(10, 4, 3)).astype(np.float32)
     split.release_privately(
         ledger.account("client"),
-        release=split.PrivateRelease.calibrated(epsilon=3.0, delta=1e-5, clip_norm=1.0, num_classes=3),
+        release=split.PrivateRelease.calibrated(
+            epsilon=3.0, delta=1e-5, clip_norm=1.0, num_classes=3
+        ),
         representations=x,
         labels=RNG.integers(0, 3, 10),
         projection=split.public_projection(x, 2),

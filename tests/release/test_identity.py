@@ -39,7 +39,9 @@ def test_what_differs_has_another_digest(one, other):
 
 def test_a_digest_does_not_depend_on_where_an_array_is_or_how_it_is_laid_out():
     x = np.arange(12.0, dtype=np.float32).reshape(3, 4)
-    assert digest(x) == digest(jnp.asarray(x)) == digest(np.asfortranarray(x)) == digest(x[::-1][::-1])
+    assert (
+        digest(x) == digest(jnp.asarray(x)) == digest(np.asfortranarray(x)) == digest(x[::-1][::-1])
+    )
 
 
 @pytest.mark.parametrize("leaf", [lambda x: x, jax.random.key(0), object(), np.array([object()])])
@@ -55,12 +57,23 @@ def test_calls_to_the_host_are_seen_and_other_custom_calls_are_not():
     hosts = texts(
         lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct((3, 3), jnp.float32), x),
         lambda x: io_callback(np.sin, jax.ShapeDtypeStruct((3, 3), jnp.float32), x),
-        lambda x: jax.lax.scan(lambda c, _: (jax.pure_callback(np.cos, SCALAR, c), None), x[0, 0], None, length=3)[0],
+        lambda x: jax.lax.scan(
+            lambda c, _: (jax.pure_callback(np.cos, SCALAR, c), None), x[0, 0], None, length=3
+        )[0],
     )
     assert all(map(calls_host, hosts))
-    assert calls_host('"stablehlo.send"(%0, %1) {channel_handle = #c, is_host_transfer = true}')  # as TPUs have it
+    assert calls_host(
+        '"stablehlo.send"(%0, %1) {channel_handle = #c, is_host_transfer = true}'
+    )  # as TPUs have it
     plain = texts(
-        *(jnp.linalg.qr, jnp.linalg.svd, jnp.linalg.eigh, jnp.linalg.eigvals, jnp.linalg.cholesky, jnp.linalg.inv),
+        *(
+            jnp.linalg.qr,
+            jnp.linalg.svd,
+            jnp.linalg.eigh,
+            jnp.linalg.eigvals,
+            jnp.linalg.cholesky,
+            jnp.linalg.inv,
+        ),
         lambda x: jnp.sort(x) @ x,
         lambda x: jax.random.normal(jax.random.key(0), x.shape),
         lambda x: jax.lax.approx_max_k(x, 2),
@@ -70,7 +83,8 @@ def test_calls_to_the_host_are_seen_and_other_custom_calls_are_not():
 
 @pytest.mark.parametrize("target", ["counter", "lapack", "my_lapack_spotrf_ffi", "Qr2", "foo.bar"])
 def test_foreign_functions_are_calls_to_the_host(target):
-    """A foreign function may count its calls. Only the names of JAX's own functions are known to be pure."""
+    """A foreign function may count its calls. Only the names of JAX's own functions are known to be
+    pure."""
     call = jax.ffi.ffi_call(target, SCALAR, vmap_method="sequential")
     text = program(jax.jit(call), jnp.float32(1))
     assert target in text
@@ -84,7 +98,9 @@ def test_foreign_functions_are_calls_to_the_host(target):
 def test_the_environment_knows_what_changes_the_arithmetic(monkeypatch, change):
     before = environment()
     if change == "variable":
-        monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=true")
+        monkeypatch.setenv(
+            "XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=true"
+        )
     elif change == "cache":
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
     elif change == "host":
@@ -102,7 +118,8 @@ def test_the_environment_knows_what_changes_the_arithmetic(monkeypatch, change):
 
 @pytest.mark.slow
 def test_the_environment_is_the_same_in_another_process():
-    """A fact that has an address in it, or an order of a set, would never let a release be repeated."""
+    """A fact that has an address in it, or an order of a set, would never let a release be
+    repeated."""
     code = "from jaxdp.release import digest\nfrom jaxdp.release.identity import environment\nimport json\n"
     code += "print(digest(json.dumps(environment(), sort_keys=True)))"
     processes = [forked.run(code, modules=forked.STAGES) for _ in range(2)]  # of two interpreters

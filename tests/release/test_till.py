@@ -1,4 +1,5 @@
-"""The till: nothing is computed before it is paid, nothing is paid twice, no noise falls on two values."""
+"""The till: nothing is computed before it is paid, nothing is paid twice, no noise falls on two
+values."""
 
 import signal
 import stat
@@ -9,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Head, Ledger, LedgerDamaged, PureDpEvent, Reservation, store
+from jaxdp.privacy import (
+    BudgetExceeded,
+    GaussianDpEvent,
+    Head,
+    Ledger,
+    LedgerDamaged,
+    PureDpEvent,
+    Reservation,
+    store,
+)
 from jaxdp.privacy.events import composition
 from jaxdp.release import Release, Till, identity, notes, program, secrets, stream
 from jaxdp.release import till as module
@@ -48,7 +58,9 @@ def release_of(ledger, *, fail=False, seen=None, names=("data",), data=3.0, **fi
         return {"answer": np.asarray(data + jax.random.normal(stream(secret, "noise")))}
 
     charges = [(ledger.account(name), EVENT) for name in names]
-    return Release(**{"label": "sum", "charges": charges, "facts": lambda: [data], "compute": compute} | fields)
+    return Release(
+        **{"label": "sum", "charges": charges, "facts": lambda: [data], "compute": compute} | fields
+    )
 
 
 @pytest.mark.parametrize("workdir", [True, False])
@@ -65,7 +77,9 @@ def test_a_forked_process_releases_nothing_and_deletes_nothing(tmp_path, monkeyp
             lambda: till.stream("noise"),
             lambda: till.notes(),
         ):
-            with pytest.raises(RuntimeError, match=r"the run.* belongs to the process from which this"):
+            with pytest.raises(
+                RuntimeError, match=r"the run.* belongs to the process from which this"
+            ):
                 use()
         till.close()
         monkeypatch.undo()
@@ -80,7 +94,7 @@ def crash(ledger, workdir, **fields):
     return seen[0]
 
 
-# --- Paying ---------------------------------------------------------------------------------------------------------
+# --- Paying -------------------------------------------------------------------------------------
 
 
 def test_everything_is_paid_before_anything_is_computed(tmp_path):
@@ -120,7 +134,7 @@ def test_a_release_of_public_data_needs_no_account():
     assert Till().release(release_of(new_ledger(), names=(), compute=lambda secret: 7)) == 7
 
 
-# --- Again after a crash --------------------------------------------------------------------------------------------
+# --- Again after a crash ------------------------------------------------------------------------
 
 
 def test_the_same_release_after_a_crash_is_the_same_and_is_free(tmp_path):
@@ -143,7 +157,9 @@ ELSEWHERE = ["flags", "variables", "devices", "versions", "host", "library"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [*CHANGES, *ELSEWHERE])
-def test_whatever_is_different_after_a_crash_draws_fresh_noise_and_pays_again(tmp_path, monkeypatch, change):
+def test_whatever_is_different_after_a_crash_draws_fresh_noise_and_pays_again(
+    tmp_path, monkeypatch, change
+):
     ledger, seen = new_ledger(), []
     secret = crash(ledger, tmp_path)
     fields = dict(CHANGES.get(change, {}))
@@ -159,7 +175,8 @@ def test_whatever_is_different_after_a_crash_draws_fresh_noise_and_pays_again(tm
 
 
 def test_a_till_that_hashes_too_little_is_caught(tmp_path, monkeypatch):
-    """The broken twin of the test above: a token without the environment repeats the noise elsewhere."""
+    """The broken twin of the test above: a token without the environment repeats the noise
+    elsewhere."""
     monkeypatch.setattr(identity, "environment", dict)
     ledger, seen = new_ledger(), []
     secret = crash(ledger, tmp_path)
@@ -195,7 +212,9 @@ def test_what_a_gpu_may_compute_otherwise_is_never_repeated(tmp_path, monkeypatc
 def test_without_a_workdir_every_call_is_a_release_of_its_own():
     ledger, seen = new_ledger(), []
     for _ in range(3):
-        Till().release(release_of(ledger, seen=seen, facts=lambda: pytest.fail("nothing needs to be hashed")))
+        Till().release(
+            release_of(ledger, seen=seen, facts=lambda: pytest.fail("nothing needs to be hashed"))
+        )
     assert len(set(seen)) == charged(ledger) == 3
 
 
@@ -207,7 +226,8 @@ def test_a_given_seed_reproduces_a_release_which_is_paid_once():
 
 
 def test_a_ledger_that_lost_what_a_workdir_knows_is_refused(tmp_path):
-    """A restored older copy: the head beside it agrees, and the head in the workdir's notes does not."""
+    """A restored older copy: the head beside it agrees, and the head in the workdir's notes does
+    not."""
     path, copy = tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite"
     with Ledger(path) as ledger:
         ledger.register("data", adjacency="add_remove", unit="record", epsilon=10.0, delta=0.0)
@@ -216,7 +236,9 @@ def test_a_ledger_that_lost_what_a_workdir_knows_is_refused(tmp_path):
             kept = till.once(release_of(ledger))
         assert Head(*till.notes()[-1]["head"]) == ledger.head
     with Ledger(copy) as older, Till(tmp_path / "run") as till:
-        with pytest.raises(LedgerDamaged, match=r"has lost history: a run was charged as spend 1.*ledger accept"):
+        with pytest.raises(
+            LedgerDamaged, match=r"has lost history: a run was charged as spend 1.*ledger accept"
+        ):
             till.once(release_of(older))
         assert charged(older) == 0
     store.accept(copy)
@@ -225,7 +247,9 @@ def test_a_ledger_that_lost_what_a_workdir_knows_is_refused(tmp_path):
         assert charged(older) == 1
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")], ids=["ctrl-c", "full"])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), OSError(28, "No space left on device")], ids=["ctrl-c", "full"]
+)
 @pytest.mark.parametrize(
     ("place", "reserved"),
     [
@@ -237,7 +261,9 @@ def test_a_ledger_that_lost_what_a_workdir_knows_is_refused(tmp_path):
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else "",
 )
-def test_a_release_that_stops_anywhere_is_the_same_later_and_paid_once(tmp_path, monkeypatch, error, place, reserved):
+def test_a_release_that_stops_anywhere_is_the_same_later_and_paid_once(
+    tmp_path, monkeypatch, error, place, reserved
+):
     ledger, seen = new_ledger(), []
 
     def stop(*args, **kwargs):
@@ -298,7 +324,7 @@ def test_a_process_that_is_killed_pays_once_and_releases_one_value(tmp_path, pla
     assert not (tmp_path / "run" / "secret_seed").exists()
 
 
-# --- The secret -----------------------------------------------------------------------------------------------------
+# --- The secret ---------------------------------------------------------------------------------
 
 
 def test_the_secret_is_deleted_after_the_release_and_kept_while_it_is_unfinished(tmp_path):
@@ -357,7 +383,7 @@ def test_one_workdir_has_one_till(tmp_path):
     Till(tmp_path).close()
 
 
-# --- What is kept ---------------------------------------------------------------------------------------------------
+# --- What is kept -------------------------------------------------------------------------------
 
 
 def test_what_is_kept_is_neither_made_nor_paid_again(tmp_path):
@@ -367,7 +393,11 @@ def test_what_is_kept_is_neither_made_nor_paid_again(tmp_path):
         with Till(tmp_path) as till:
             answers.append(till.once(release_of(ledger, seen=seen))["answer"])
     assert len(seen) == charged(ledger) == 1
-    assert answers[0] == answers[1] == answers[2] and answers[0].shape == () and answers[0].dtype == np.float32
+    assert (
+        answers[0] == answers[1] == answers[2]
+        and answers[0].shape == ()
+        and answers[0].dtype == np.float32
+    )
     for change in ("data", "settings", "program", "kind"):
         with pytest.raises(ValueError, match="keeps another release"), Till(tmp_path) as till:
             till.once(release_of(ledger, **CHANGES[change]))
@@ -395,7 +425,11 @@ def test_a_shared_secret_needs_a_till_that_keeps_it(tmp_path):
 def test_a_value_that_cannot_be_written_is_made_again_as_it_was(tmp_path, monkeypatch):
     ledger, seen = new_ledger(), []
     with monkeypatch.context() as patch:
-        patch.setattr(module, "write_durably", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
+        patch.setattr(
+            module,
+            "write_durably",
+            lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")),
+        )
         with pytest.raises(OSError), Till(tmp_path) as till:
             till.once(release_of(ledger, seen=seen))
     with Till(tmp_path) as till:
@@ -403,7 +437,7 @@ def test_a_value_that_cannot_be_written_is_made_again_as_it_was(tmp_path, monkey
     assert len(seen) == 2 and len(set(seen)) == 1 and charged(ledger) == 1
 
 
-# --- Another ledger -------------------------------------------------------------------------------------------------
+# --- Another ledger -----------------------------------------------------------------------------
 
 
 def test_a_ledger_that_does_not_know_of_a_charge_is_told(tmp_path):
@@ -452,7 +486,8 @@ def test_an_account_is_not_charged_for_the_releases_of_another_one_in_the_same_w
 
 @pytest.mark.slow
 def test_a_release_that_is_counted_twice_is_paid_in_each_count():
-    """What a visit costs depends on the visits before it, so a replay is free among the same visits only."""
+    """What a visit costs depends on the visits before it, so a replay is free among the same visits
+    only."""
     ledger, seen = new_ledger(), []
     for count in ("one", "one", "other"):
         Till(seed=bytes(16)).release(release_of(ledger, seen=seen, once_in=count))

@@ -1,4 +1,5 @@
-"""Pages: facts are text, the policy allows the style alone, numbers are rounded to the safe side, charts are right."""
+"""Pages: facts are text, the policy allows the style alone, numbers are rounded to the safe side,
+charts are right."""
 
 import base64
 import hashlib
@@ -28,12 +29,18 @@ def template(tmp_path):
 
 
 def chart(**options):
-    return Chart(**{"curves": {"a": [(0, 0.0), (10, 3.7)]}, "xlabel": "step", "ylabel": "epsilon"} | options)
+    return Chart(
+        **{"curves": {"a": [(0, 0.0), (10, 3.7)]}, "xlabel": "step", "ylabel": "epsilon"} | options
+    )
 
 
 def test_every_fact_of_every_macro_is_text(template):
     forged = chart(
-        curves={FORGED: [(0, 1.0)]}, xlabel=FORGED, ylabel=FORGED, limits={FORGED: 2.0}, text=lambda x: FORGED
+        curves={FORGED: [(0, 1.0)]},
+        xlabel=FORGED,
+        ylabel=FORGED,
+        limits={FORGED: 2.0},
+        text=lambda x: FORGED,
     )
     page = render_page(template, title=FORGED, chart=forged).decode()
     assert "<script" not in page and page.count("&lt;script") >= 15
@@ -51,7 +58,11 @@ def test_the_policy_allows_the_style_and_nothing_else(template):
     (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="([^"]*)">', text)
     (style,) = re.findall("<style>(.*?)</style>", text, flags=re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    assert policy.split("; ")[:3] == ["default-src 'none'", "img-src data:", f"style-src 'sha256-{digest}'"]
+    assert policy.split("; ")[:3] == [
+        "default-src 'none'",
+        "img-src data:",
+        f"style-src 'sha256-{digest}'",
+    ]
     assert text.index("Content-Security-Policy") < text.index("<style>")
     assert " style=" not in text and "http:" not in text and "https:" not in text
 
@@ -77,9 +88,12 @@ def test_numbers_are_rounded_to_the_safe_side(value, up, down):
 
 def test_a_chart_begins_at_zero_and_shows_its_numbers():
     drawn = chart(
-        curves={"a": [(0, 2.0), (10, 3.001)], "b": [(10, math.inf)]}, limits={"budget": 4.0, "none": math.inf}
+        curves={"a": [(0, 2.0), (10, 3.001)], "b": [(10, math.inf)]},
+        limits={"budget": 4.0, "none": math.inf},
     )
-    assert [text for _, text in drawn.ymarks] == ["0", "1", "2", "3", "4"] and drawn.ymarks[0][0] == drawn.bottom
+    assert [text for _, text in drawn.ymarks] == ["0", "1", "2", "3", "4"] and drawn.ymarks[0][
+        0
+    ] == drawn.bottom
     assert list(drawn.lines) == ["budget"]
     assert drawn.paths[0].startswith(f"M{drawn.left:.1f} ")
     assert drawn.paths[1] == ""  # an infinite value has no place
@@ -100,6 +114,12 @@ def test_marks_of_an_axis_of_time_are_short_and_inside():
         text=lambda x: f"day {x}",
         mark=lambda x: f"{x:09.0f}",
     )
-    assert [text for _, text in drawn.xmarks] == ["000000000", "000000250", "000000500", "000000750", "000001000"]
+    assert [text for _, text in drawn.xmarks] == [
+        "000000000",
+        "000000250",
+        "000000500",
+        "000000750",
+        "000001000",
+    ]
     assert max(x for x, _ in drawn.xmarks) + 4 * 9 <= drawn.width and drawn.rows[1][0] == "day 1"
     assert [text for _, text in chart(mark=lambda x: "today").xmarks] == ["today"]  # each text once

@@ -1,4 +1,5 @@
-"""The page of a ledger: its numbers are the ledger's, on the safe side, of every account, and its texts stay text."""
+"""The page of a ledger: its numbers are the ledger's, on the safe side, of every account, and its
+texts stay text."""
 
 import decimal
 import json
@@ -14,7 +15,8 @@ from jaxdp.report.ledger import CHARTS, NEWEST, ROWS, ledger_facts, ledger_page
 
 
 class Page(HTMLParser):
-    """The tables of a page by caption, as rows of (text, exact numbers) by heading, and all text."""
+    """The tables of a page by caption, as rows of (text, exact numbers) by heading, and all
+    text."""
 
     def __init__(self, source):
         super().__init__()
@@ -51,19 +53,35 @@ class Page(HTMLParser):
 
     @property
     def accounts(self):
-        return next(rows for caption, rows in self.tables.items() if caption.startswith("What is spent on each"))
+        return next(
+            rows
+            for caption, rows in self.tables.items()
+            if caption.startswith("What is spent on each")
+        )
 
 
 @pytest.fixture
 def path(tmp_path):
-    """A ledger with equal, unlimited and unused accounts, a release without a proof, and an open one."""
+    """A ledger with equal, unlimited and unused accounts, a release without a proof, and an open
+    one."""
     path = tmp_path / "ledger.sqlite"
     with Ledger(path, run="run 1") as ledger:
         for name in ("site 1", "site 2"):
-            ledger.register(name, adjacency="replace_one", unit="patient", epsilon=3.0, delta=0.0, records=10)
-        ledger.register("train", adjacency="add_remove", unit="image", epsilon=4.0, delta=1e-5, records=1234)
+            ledger.register(
+                name, adjacency="replace_one", unit="patient", epsilon=3.0, delta=0.0, records=10
+            )
+        ledger.register(
+            "train", adjacency="add_remove", unit="image", epsilon=4.0, delta=1e-5, records=1234
+        )
         ledger.register("free", adjacency="zero_out", unit="user")
-        ledger.register("pilot", adjacency="add_remove", unit="image", epsilon=1.0, delta=1e-5, allow_unproven=True)
+        ledger.register(
+            "pilot",
+            adjacency="add_remove",
+            unit="image",
+            epsilon=1.0,
+            delta=1e-5,
+            allow_unproven=True,
+        )
         ledger.register("idle", adjacency="add_remove", unit="image", epsilon=0.3, delta=1e-6)
         ledger.register("open", adjacency="add_remove", unit="image")
         for step in range(3):
@@ -86,12 +104,15 @@ def path(tmp_path):
 
 
 def disagreements(page, path):
-    """Returns what the accounts on a page get wrong about a ledger: names that lack, and numbers that differ."""
+    """Returns what the accounts on a page get wrong about a ledger: names that lack, and numbers
+    that differ."""
     with Ledger(path, read_only=True) as ledger:
         entries = json.loads(json.dumps(ledger.report()))["datasets"]
     wrong = []
     for entry in entries:
-        found = [row for row in page.accounts if entry["name"] in re.split(r", | \(", row["data set"][0])]
+        found = [
+            row for row in page.accounts if entry["name"] in re.split(r", | \(", row["data set"][0])
+        ]
         if len(found) != 1:
             wrong.append(entry["name"])
             continue
@@ -109,7 +130,12 @@ def disagreements(page, path):
             shown = [float(text)] if numbers else []
             if numbers != ([] if exact is None else [exact]):
                 wrong.append((entry["name"], heading, numbers))
-            elif shown and not 0 <= sign * (shown[0] - exact) + 1e-12 * exact <= 0.01 * exact + 2e-12 * exact:
+            elif (
+                shown
+                and not 0
+                <= sign * (shown[0] - exact) + 1e-12 * exact
+                <= 0.01 * exact + 2e-12 * exact
+            ):
                 wrong.append((entry["name"], heading, text))
     return wrong
 
@@ -121,7 +147,10 @@ def test_the_numbers_are_the_ledgers_and_on_the_safe_side(path):
     assert rows["pilot"]["epsilon spent"][0] == "inf (empirical only)"
     assert rows["open"]["epsilon spent"][0] == "infinite"
     assert rows["idle"]["epsilon spent"][0] == "0" and rows["idle"]["left"][0] == "0.3"
-    assert rows["free"]["left"][0] == "no budget" and rows["free"]["delta times records"][0] == "records not declared"
+    assert (
+        rows["free"]["left"][0] == "no budget"
+        and rows["free"]["delta times records"][0] == "records not declared"
+    )
     (sites,) = (row for name, row in rows.items() if name.startswith("site 1, site 2 (2 data sets"))
     assert sites["epsilon spent"][0] == "0.3" and sites["left"][0] == "2.7"
 
@@ -150,13 +179,24 @@ def test_who_spent_what_and_when(path):
     with Ledger(path, read_only=True) as ledger:
         assert facts["report"] == ledger.report()
         history = ledger.history()
-    (newest,) = (rows for caption, rows in page.tables.items() if caption.startswith("The newest 14 of 14 spends"))
+    (newest,) = (
+        rows
+        for caption, rows in page.tables.items()
+        if caption.startswith("The newest 14 of 14 spends")
+    )
     for row, spend in zip(newest, reversed(history), strict=True):
         assert row["spend"][0] == str(spend["spend"]) and row["status"][0] == spend["status"]
-        assert row["time"][0] == spend["reserved_at"][:19].replace("T", " ") and row["mechanism"][0] == spend["event"]
+        assert (
+            row["time"][0] == spend["reserved_at"][:19].replace("T", " ")
+            and row["mechanism"][0] == spend["event"]
+        )
         assert row["by"][0] == f"{spend['who']}, run run 1"
     (who,) = page.tables["Who spent on train, the newest first."]
-    assert who["run"][0] == "run 1" and who["spends"][0] == "3" and who["host"][0] == history[0]["host"]
+    assert (
+        who["run"][0] == "run 1"
+        and who["spends"][0] == "3"
+        and who["host"][0] == history[0]["host"]
+    )
     (first, second) = page.tables["What was released about free."]
     assert {first["part"][0], second["part"][0]} == {"part a", "part b"}
     assert [row["not committed"][0] for row in (first, second)] in (["0", "1"], ["1", "0"])
@@ -165,10 +205,13 @@ def test_who_spent_what_and_when(path):
 
 
 def test_the_growth_ends_at_epsilon(path, monkeypatch):
-    """Every row counts what was spent until its end. A row of several spends stands for the last of them."""
+    """Every row counts what was spent until its end. A row of several spends stands for the last of
+    them."""
     with Ledger(path) as ledger:
         rows = ledger.growth("train", points=40)
-        assert [row["spends"] for row in rows] == [1, 1, 1] and rows[-1]["epsilon"] == ledger.epsilon("train")
+        assert [row["spends"] for row in rows] == [1, 1, 1] and rows[-1][
+            "epsilon"
+        ] == ledger.epsilon("train")
         assert rows[0]["epsilon"] < rows[1]["epsilon"] < rows[2]["epsilon"]
         (row,) = ledger.growth("train", points=1)
         assert row["spends"] == 3 and row["epsilon"] == ledger.epsilon("train")
@@ -187,7 +230,9 @@ def test_a_figure_shows_the_budget_and_the_table_of_its_numbers(path, monkeypatc
             ledger.spend("train", GaussianDpEvent(9.0))
     source, _ = ledger_page(path)
     page = Page(source)
-    numbers = page.tables["The numbers of the figure: Epsilon spent on train over time, at delta 1e-05."]
+    numbers = page.tables[
+        "The numbers of the figure: Epsilon spent on train over time, at delta 1e-05."
+    ]
     with Ledger(path, read_only=True) as ledger:
         assert numbers[-1]["spent"][0] == html.round_up(ledger.epsilon("train"))
     text = source.decode()
@@ -203,7 +248,13 @@ def test_a_long_ledger_makes_a_short_page(tmp_path):
     path = tmp_path / "ledger.sqlite"
     memory = Ledger.in_memory()
     for account in range(14):
-        memory.register(f"site {account:02}", adjacency="add_remove", unit="patient", epsilon=5.0 + account, delta=0.0)
+        memory.register(
+            f"site {account:02}",
+            adjacency="add_remove",
+            unit="patient",
+            epsilon=5.0 + account,
+            delta=0.0,
+        )
         for spend in range(12):
             memory.spend(f"site {account:02}", PureDpEvent(0.01 * (1 + spend)))
     memory.backup(path)
@@ -222,14 +273,17 @@ FORGED = """"'><script>alert(1)</script>{{ 7 * 7 }}"""
 
 
 def test_nothing_that_is_forged_becomes_markup(tmp_path, monkeypatch):
-    """Every text that a person or a program can put into a ledger stays text, in cells, sentences and attributes."""
+    """Every text that a person or a program can put into a ledger stays text, in cells, sentences
+    and attributes."""
     monkeypatch.setattr(store, "_author", lambda: (FORGED, FORGED))
     monkeypatch.setattr(store, "__version__", FORGED)
     folder = tmp_path / FORGED.replace("/", "")
     folder.mkdir()
     path = folder / "ledger.sqlite"
     with Ledger(path, run=FORGED) as ledger:
-        ledger.register(FORGED, adjacency="add_remove", unit=FORGED, epsilon=9.0, delta=0.0, allow_unproven=True)
+        ledger.register(
+            FORGED, adjacency="add_remove", unit=FORGED, epsilon=9.0, delta=0.0, allow_unproven=True
+        )
         ledger.spend(FORGED, PureDpEvent(0.5), label=FORGED, partition=FORGED)
         ledger.spend(FORGED, unproven(FORGED), label=FORGED)
         ledger.hold([(FORGED, PureDpEvent(0.5))], label=FORGED)

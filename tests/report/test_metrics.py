@@ -14,7 +14,10 @@ from jaxdp.report import MetricsWriter, read_metrics
 
 
 def without_time(records):
-    return [{key: value for key, value in record.items() if key not in ("time", "seconds")} for record in records]
+    return [
+        {key: value for key, value in record.items() if key not in ("time", "seconds")}
+        for record in records
+    ]
 
 
 def test_lines_come_back_as_written(tmp_path):
@@ -22,11 +25,20 @@ def test_lines_come_back_as_written(tmp_path):
     before = time.time()
     with MetricsWriter(path) as metrics:
         metrics.write(0, loss=0.1, note="start", nothing=None, flag=True, nested={"a": [1, 2.5]})
-        metrics.write(np.int64(3), accuracy=jnp.asarray(0.5), count=np.int32(7), half=np.float32(0.25))
+        metrics.write(
+            np.int64(3), accuracy=jnp.asarray(0.5), count=np.int32(7), half=np.float32(0.25)
+        )
     records = read_metrics(path)
     assert all(before - 1 <= record["time"] <= time.time() + 1 for record in records)
     assert without_time(records) == [
-        {"step": 0, "loss": 0.1, "note": "start", "nothing": None, "flag": True, "nested": {"a": [1, 2.5]}},
+        {
+            "step": 0,
+            "loss": 0.1,
+            "note": "start",
+            "nothing": None,
+            "flag": True,
+            "nested": {"a": [1, 2.5]},
+        },
         {"step": 3, "accuracy": 0.5, "count": 7, "half": 0.25},
     ]
 
@@ -97,7 +109,9 @@ if pid == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -{int(signal.SIGKILL)}
 """
     run_in_subprocess(code)
-    assert without_time(read_metrics(path)) == [{"step": step, "x": step / 3} for step in range(100)]
+    assert without_time(read_metrics(path)) == [
+        {"step": step, "x": step / 3} for step in range(100)
+    ]
 
 
 @pytest.mark.parametrize("line", ["garbage", "[1, 2]", '{"x": 1}', '{"step": "one"}'])
@@ -145,5 +159,6 @@ def test_times_are_those_of_the_steps_and_go_on_after_a_pause(tmp_path, monkeypa
                 ended, clock[0] = clock[0], clock[0] + 5  # an evaluation takes five seconds
                 metrics.write(step, ended, x=step)
     rows = [(row["step"], row["time"], row["seconds"]) for row in read_metrics(path)]
-    # A row of the first process after the checkpoint is written again, and its time is not counted twice.
+    # A row of the first process after the checkpoint is written again, and its time is not counted
+    # twice.
     assert rows == [(1, 1010, 10), (2, 1025, 25), (3, 5010, 35), (4, 5025, 50)]

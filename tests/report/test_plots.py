@@ -28,7 +28,9 @@ def saved(monkeypatch):
     """The figures saved so far."""
     figures = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1]
+    )
     return figures
 
 
@@ -45,18 +47,27 @@ def drawn(saved, tmp_path):
 
 
 def texts(figure):
-    return [t.get_text() for t in figure.texts] + [t.get_text() for axes in figure.axes for t in axes.texts]
+    return [t.get_text() for t in figure.texts] + [
+        t.get_text() for axes in figure.axes for t in axes.texts
+    ]
 
 
 def test_the_figure_holds_the_curves_the_references_and_the_budget(drawn):
     figure = drawn()
     upper, lower = figure.axes
-    assert [list(line.get_ydata()) for line in upper.lines] == [[0.97, 0.97], [0.85, 0.85], [0.5, 0.8, 0.9]]
+    assert [list(line.get_ydata()) for line in upper.lines] == [
+        [0.97, 0.97],
+        [0.85, 0.85],
+        [0.5, 0.8, 0.9],
+    ]
     assert [list(line.get_ydata()) for line in lower.lines] == [[4.0, 4.0], [0.0, 2.0, 3.0]]
     assert list(upper.lines[-1].get_xdata()) == [0, 100, 200]
     found = texts(figure)
     assert found[0] == "digits: 90.0% accuracy at ε = 3"
-    assert found[1] == ("Private training at δ = 1e-5, 7.0 points below no privacy, 5.0 points above no pre-training")
+    assert found[1] == (
+        "Private training at δ = 1e-5, 7.0 points below no privacy, 5.0 points above no "
+        "pre-training"
+    )
     assert set(found[2:]) == {
         "private  90.0%",
         "no privacy  97.0%",
@@ -79,7 +90,9 @@ def test_names_of_close_lines_do_not_overlap_and_keep_their_order(drawn):
 def test_runs_without_a_finite_epsilon_or_comparison_are_drawn(drawn):
     figure = drawn(epsilon=[(0, 0.0), (200, math.inf)], budget=math.inf, references=None)
     assert "ε = ∞" in texts(figure)[0] and texts(figure)[1] == "Private training at δ = 1e-5"
-    figure = drawn(epsilon=[(200, math.inf)], budget=math.inf, accuracy=[(200, math.nan)], references={})
+    figure = drawn(
+        epsilon=[(200, math.inf)], budget=math.inf, accuracy=[(200, math.nan)], references={}
+    )
     assert "no finite ε holds for this run" in texts(figure)
 
 
@@ -96,7 +109,15 @@ def test_an_empty_curve_is_refused(tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(4.0, "4"), (3.9801, "3.99"), (3.98, "3.98"), (0.12341, "0.124"), (123.2, "124"), (0.0, "0"), (math.inf, "∞")],
+    [
+        (4.0, "4"),
+        (3.9801, "3.99"),
+        (3.98, "3.98"),
+        (0.12341, "0.124"),
+        (123.2, "124"),
+        (0.0, "0"),
+        (math.inf, "∞"),
+    ],
 )
 def test_epsilons_are_rounded_up(drawn, value, text):
     assert texts(drawn(epsilon=[(200, value)]))[0] == f"digits: 90.0% accuracy at ε = {text}"
@@ -119,7 +140,10 @@ assert "matplotlib.pyplot" not in sys.modules
     run_in_subprocess(code, env={"DISPLAY": None, "MPLBACKEND": None})
 
 
-CURVES_OF_A_PANEL = {"ours": [(1.0, 0.9), (10.0, 0.8), (100.0, 0.1)], "theirs": [(1.0, 0.7), (100.0, math.nan)]}
+CURVES_OF_A_PANEL = {
+    "ours": [(1.0, 0.9), (10.0, 0.8), (100.0, 0.1)],
+    "theirs": [(1.0, 0.7), (100.0, math.nan)],
+}
 NAMES = {"title": "t", "subtitle": "s", "xlabel": "x", "ylabel": "y"}
 
 
@@ -149,7 +173,12 @@ def test_curves_are_drawn_with_their_names_and_references(drawn_curves):
 @pytest.mark.parametrize("yscale", ["linear", "log"])
 def test_names_stand_at_the_ends_of_their_curves(drawn_curves, yscale):
     figure = drawn_curves(
-        {"high": [(0, 0.5), (1, 0.5)], "low": [(0, 0.5), (1, 1e-6)], "middle": [(0, 0.5), (1, 1e-3)]}, yscale=yscale
+        {
+            "high": [(0, 0.5), (1, 0.5)],
+            "low": [(0, 0.5), (1, 1e-6)],
+            "middle": [(0, 0.5), (1, 1e-3)],
+        },
+        yscale=yscale,
     )
     (axes,) = figure.axes
     heights = {text.get_text(): text.get_position()[1] for text in axes.texts}
@@ -200,17 +229,29 @@ def test_panels_share_the_y_axis_and_one_set_of_names_and_colours(saved, tmp_pat
     ]
     assert (left.get_ylabel(), right.get_ylabel()) == ("error", "")
     assert left.get_ylim() == right.get_ylim() and left.get_ylim()[1] > 0.9
-    lines = {"ours": (left.lines[0], right.lines[1]), "gone": (left.lines[1],), "theirs": (right.lines[0],)}
+    lines = {
+        "ours": (left.lines[0], right.lines[1]),
+        "gone": (left.lines[1],),
+        "theirs": (right.lines[0],),
+    }
     for panel, (_, curves) in zip(saved[-1].axes, PANELS.values(), strict=True):
-        assert [list(zip(*line.get_data(), strict=True)) for line in panel.lines] == list(curves.values())
+        assert [list(zip(*line.get_data(), strict=True)) for line in panel.lines] == list(
+            curves.values()
+        )
     colours = {name: {line.get_color() for line in same} for name, same in lines.items()}
-    assert all(len(same) == 1 for same in colours.values()) and len(set.union(*colours.values())) == 3
+    assert (
+        all(len(same) == 1 for same in colours.values()) and len(set.union(*colours.values())) == 3
+    )
     assert not left.texts
     assert {(text.get_text(), text.get_color()) for text in right.texts} == {
         (name, colour) for name, same in colours.items() for colour in same
     }
     heights = {text.get_text(): text.get_position()[1] for text in right.texts}
-    for name, end in (("ours", 0.03), ("theirs", 0.4), ("gone", 0.9)):  # gone: where it was last seen
+    for name, end in (
+        ("ours", 0.03),
+        ("theirs", 0.4),
+        ("gone", 0.9),
+    ):  # gone: where it was last seen
         assert heights[name] == pytest.approx(right.transLimits.transform((0, end))[1])
 
 
@@ -219,9 +260,12 @@ def test_many_close_names_stay_beside_the_panel_without_overlap(saved, tmp_path)
     plot_panels(tmp_path / "panels.png", {"": ("x", curves)}, ylabel="y", **HEADLINE)
     (axes,) = saved[-1].axes
     boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
-    assert len(boxes) == 9 and all(below.y1 <= above.y0 for below, above in itertools.pairwise(boxes))
+    assert len(boxes) == 9 and all(
+        below.y1 <= above.y0 for below, above in itertools.pairwise(boxes)
+    )
     assert all(-1e-9 <= text.get_position()[1] <= 1 + 1e-9 for text in axes.texts)
-    # Two names have a colour that was there before: dashes tell them apart, on the line and beside the name.
+    # Two names have a colour that was there before: dashes tell them apart, on the line and beside
+    # the name.
     assert [line.get_linestyle() for line in axes.lines] == ["-"] * 7 + ["--"] * 2
     assert sorted(text.get_text() for text in axes.texts if text.get_text() not in curves) == [
         "– – method 7",
@@ -249,7 +293,9 @@ def test_marks_suit_the_values_of_all_panels(saved, tmp_path):
     )
 
 
-@pytest.mark.parametrize("panels", [{}, {"a": ("x", {})}, {"a": ("x", {"one": [(0, 1)]}), "b": ("x", {"one": []})}])
+@pytest.mark.parametrize(
+    "panels", [{}, {"a": ("x", {})}, {"a": ("x", {"one": [(0, 1)]}), "b": ("x", {"one": []})}]
+)
 def test_panels_without_curves_are_refused(tmp_path, panels):
     with pytest.raises(ValueError, match="at least one panel, one curve in each"):
         plot_panels(tmp_path / "panels.png", panels, ylabel="y", **HEADLINE)
@@ -264,11 +310,15 @@ DIAGRAM = SimpleNamespace(
 
 
 def test_a_reliability_diagram_shows_accuracy_gap_shares_and_error(saved, tmp_path):
-    path = plot_reliability(tmp_path / "deep" / "r.png", {"none": DIAGRAM, "other": DIAGRAM}, **HEADLINE)
+    path = plot_reliability(
+        tmp_path / "deep" / "r.png", {"none": DIAGRAM, "other": DIAGRAM}, **HEADLINE
+    )
     assert path.read_bytes().startswith(b"\x89PNG")
     first, second, *shares = saved[-1].axes
     error = 0.1 * 0.3 + 0.2 * 0.0 + 0.7 * 0.1
-    assert first.get_title(loc="left") == f"none\nECE {error:.3f}" and second.get_title(loc="left").startswith("other")
+    assert first.get_title(loc="left") == f"none\nECE {error:.3f}" and second.get_title(
+        loc="left"
+    ).startswith("other")
     assert (first.get_xlim(), first.get_ylim(), second.get_ylim()) == ((0, 1), (0, 1), (0, 1))
     bars, gaps = first.containers
     middles = [0.375, 0.625, 0.875]
@@ -280,7 +330,11 @@ def test_a_reliability_diagram_shows_accuracy_gap_shares_and_error(saved, tmp_pa
     assert [segment[0, 1] for segment in caps.get_segments()] == pytest.approx([0.1, 0.6, 0.9])
     for axes in shares:
         assert [bar.get_height() for bar in axes.containers[0]] == pytest.approx([0.1, 0.2, 0.7])
-    assert not first.texts and {text.get_text() for text in second.texts} == {"accuracy", "gap", "calibrated"}
+    assert not first.texts and {text.get_text() for text in second.texts} == {
+        "accuracy",
+        "gap",
+        "calibrated",
+    }
 
 
 @pytest.mark.parametrize(
@@ -288,7 +342,14 @@ def test_a_reliability_diagram_shows_accuracy_gap_shares_and_error(saved, tmp_pa
     [
         ({}, "one to four entries, got 0"),
         ({str(i): DIAGRAM for i in range(5)}, "one to four entries, got 5. Draw several"),
-        ({"a": SimpleNamespace(counts=np.zeros(2), confidence=np.zeros(2), accuracy=np.zeros(2))}, "'a'. counts no"),
+        (
+            {
+                "a": SimpleNamespace(
+                    counts=np.zeros(2), confidence=np.zeros(2), accuracy=np.zeros(2)
+                )
+            },
+            "'a'. counts no",
+        ),
     ],
 )
 def test_diagrams_that_cannot_be_drawn_are_refused(tmp_path, diagrams, message):
@@ -299,8 +360,13 @@ def test_diagrams_that_cannot_be_drawn_are_refused(tmp_path, diagrams, message):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 8, 8, 1), (3, 6, 9, 3), (40, 4, 4, 1)])
 def test_rows_of_images_show_every_pixel_under_their_names(saved, tmp_path, shape):
-    rows = {name: np.random.default_rng(k).uniform(size=shape) for k, name in enumerate(("client", "attack"))}
-    path = plot_images(tmp_path / "deep" / "images.png", rows, **HEADLINE, notes={"attack": "SSIM .23, PSNR 15.2"})
+    rows = {
+        name: np.random.default_rng(k).uniform(size=shape)
+        for k, name in enumerate(("client", "attack"))
+    }
+    path = plot_images(
+        tmp_path / "deep" / "images.png", rows, **HEADLINE, notes={"attack": "SSIM .23, PSNR 15.2"}
+    )
     assert path.read_bytes().startswith(b"\x89PNG")
     figure = saved[-1]
     assert [text.get_text() for text in figure.texts] == ["t", "s"]
@@ -310,14 +376,18 @@ def test_rows_of_images_show_every_pixel_under_their_names(saved, tmp_path, shap
     ]
     for axes, images in zip(figure.axes, rows.values(), strict=True):
         assert [image.get_interpolation() for image in axes.images] == ["nearest"] * shape[0]
-        assert all(image.get_clim() == (0, 1) and image.get_cmap().name == "gray" for image in axes.images)
+        assert all(
+            image.get_clim() == (0, 1) and image.get_cmap().name == "gray" for image in axes.images
+        )
         for drawn, image in zip(axes.images, images, strict=True):
             np.testing.assert_array_equal(np.reshape(drawn.get_array(), shape[1:]), image)
         boxes = [image.get_window_extent() for image in axes.images]
         assert all(box.width / box.height == pytest.approx(shape[2] / shape[1]) for box in boxes)
         assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
         name, note = axes.texts
-        assert name.get_window_extent().x1 < boxes[0].x0 and note.get_window_extent().x0 > boxes[-1].x1
+        assert (
+            name.get_window_extent().x1 < boxes[0].x0 and note.get_window_extent().x0 > boxes[-1].x1
+        )
     above, below = figure.axes
     assert below.images[0].get_window_extent().y1 < above.images[0].get_window_extent().y0
 

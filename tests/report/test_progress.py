@@ -51,7 +51,12 @@ def test_tensorboard_reads_the_metrics_and_a_resumed_run_replaces_what_it_repeat
             for step in steps:
                 writer(step, {"epsilon": factor * step})
         found = reader.EventAccumulator(str(tmp_path / "board")).Reload().Scalars("epsilon")
-    assert [(event.step, event.value) for event in found] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+    assert [(event.step, event.value) for event in found] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 30.0),
+        (4, 40.0),
+    ]
 
 
 @pytest.mark.slow
@@ -67,13 +72,16 @@ def test_wandb_keeps_the_metrics_offline(tmp_path, monkeypatch):
     for message in logged(path.read_bytes()):
         record = wandb.proto.wandb_internal_pb2.Record.FromString(message)
         if record.HasField("history"):
-            items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+            items = {
+                item.key or item.nested_key[0]: item.value_json for item in record.history.item
+            }
             rows.append((items["_step"], items["epsilon"]))
     assert rows == [("1", "0.5"), ("2", "1")]
 
 
 def logged(content):
-    """Yields the messages of a log in LevelDB's format: fragments with a checksum, a length and a type."""
+    """Yields the messages of a log in LevelDB's format: fragments with a checksum, a length and a
+    type."""
     message, place = b"", 7
     while place < len(content):
         if -place % 2**15 < 7:  # the rest of a block that holds no fragment
@@ -86,7 +94,9 @@ def logged(content):
             message = b""
 
 
-@pytest.mark.parametrize(("writer", "extra"), [(TensorBoardWriter, "tensorboard"), (WandbWriter, "wandb")])
+@pytest.mark.parametrize(
+    ("writer", "extra"), [(TensorBoardWriter, "tensorboard"), (WandbWriter, "wandb")]
+)
 def test_a_missing_library_is_named_with_its_extra(monkeypatch, tmp_path, writer, extra):
     for module in ("tensorboardX", "wandb"):
         monkeypatch.setitem(sys.modules, module, None)

@@ -31,7 +31,10 @@ def test_markdown_table_with_chosen_columns_and_headings():
 
 
 def test_numpy_numbers_and_empty_tables():
-    assert format_table([{"n": np.float32(0.5)}, {"n": np.int64(10)}]).splitlines()[2:] == ["0.5", " 10"]
+    assert format_table([{"n": np.float32(0.5)}, {"n": np.int64(10)}]).splitlines()[2:] == [
+        "0.5",
+        " 10",
+    ]
     assert format_table([], ["a"]).splitlines() == ["a", "---"]
 
 

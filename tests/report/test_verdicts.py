@@ -1,4 +1,5 @@
-"""Verdicts: words have thresholds, no number understates a risk, and they say what the ledger says."""
+"""Verdicts: words have thresholds, no number understates a risk, and they say what the ledger
+says."""
 
 import math
 
@@ -10,7 +11,13 @@ from jaxdp.report import grade, guess_rate, verdict
 
 @pytest.mark.parametrize(
     ("rate", "word"),
-    [(0.5, "strong"), (0.74, "strong"), (0.76, "moderate"), (0.91, "weak"), (0.9995, "practically none")],
+    [
+        (0.5, "strong"),
+        (0.74, "strong"),
+        (0.76, "moderate"),
+        (0.91, "weak"),
+        (0.9995, "practically none"),
+    ],
 )
 def test_words_follow_the_rate_of_right_guesses(rate, word):
     epsilon = math.log(rate / (1 - rate))
@@ -26,7 +33,13 @@ def test_a_large_delta_takes_the_good_words_away():
 
 def account(*events, **terms):
     with Ledger(":memory:") as ledger:
-        given = {"adjacency": "add_remove", "unit": "image", "epsilon": 10.0, "delta": 1e-5, "records": 860} | terms
+        given = {
+            "adjacency": "add_remove",
+            "unit": "image",
+            "epsilon": 10.0,
+            "delta": 1e-5,
+            "records": 860,
+        } | terms
         ledger.register("data", **given)
         for event in events:
             with ledger.spend("data", event):
@@ -38,9 +51,15 @@ def test_a_verdict_is_one_sentence_with_safe_numbers():
     entry = account(GaussianDpEvent(0.7))
     found = verdict(entry)
     assert found.word == "practically none"
-    assert found.sentence.startswith("Practically no protection: a coin toss over whether a certain image was in it")
-    assert float(found.epsilon) >= entry["proven_epsilon"] and float(found.left) <= entry["remaining"]
-    assert len(found.epsilon) <= 5 and float(found.rate) >= 100 * guess_rate(entry["proven_epsilon"], 1e-5)
+    assert found.sentence.startswith(
+        "Practically no protection: a coin toss over whether a certain image was in it"
+    )
+    assert (
+        float(found.epsilon) >= entry["proven_epsilon"] and float(found.left) <= entry["remaining"]
+    )
+    assert len(found.epsilon) <= 5 and float(found.rate) >= 100 * guess_rate(
+        entry["proven_epsilon"], 1e-5
+    )
     assert found.exposed == "0.0086" and 0 < found.used < 1
 
 

@@ -17,7 +17,9 @@ from jaxdp.models import Preprocessing, ViT
 from jaxdp.split.backbone import Backbone
 from jaxdp.split.quantization import QuantizedFrontend, Scales, quantize_frontend
 
-_spec = importlib.util.spec_from_file_location("reference_vit", pathlib.Path(__file__).with_name("reference_vit.py"))
+_spec = importlib.util.spec_from_file_location(
+    "reference_vit", pathlib.Path(__file__).with_name("reference_vit.py")
+)
 _reference = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_reference)
 
@@ -25,7 +27,8 @@ _quantize_frontend = jax.jit(quantize_frontend, static_argnames="bits")
 
 
 class TinyViT(NamedTuple):
-    """A ViT with random parameters, cut after two of its three blocks; classes 0, 1 and 2 of the digits.
+    """A ViT with random parameters, cut after two of its three blocks; classes 0, 1 and 2 of the
+    digits.
 
     Attributes:
       backbone: model and cut.
@@ -57,20 +60,34 @@ class TinyViT(NamedTuple):
 
     def logits(self, representations: np.ndarray, params: Any = None) -> np.ndarray:
         """Logits in float64, with other parameters of the backend if they are given."""
-        params = self.exact if params is None else jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-        return self.reference.back(params, representations, self.backbone.cut, self.backbone.model.num_blocks)
+        params = (
+            self.exact
+            if params is None
+            else jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+        )
+        return self.reference.back(
+            params, representations, self.backbone.cut, self.backbone.model.num_blocks
+        )
 
-    def represent_quantized(self, frontend: QuantizedFrontend, params: Any, images: np.ndarray) -> np.ndarray:
-        """Representations in float64 of a frontend with these parameters, whose activations alone are rounded."""
-        scales, exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (frontend.scales, params))
+    def represent_quantized(
+        self, frontend: QuantizedFrontend, params: Any, images: np.ndarray
+    ) -> np.ndarray:
+        """Representations in float64 of a frontend with these parameters, whose activations alone
+        are rounded."""
+        scales, exact = jax.tree.map(
+            lambda leaf: np.asarray(leaf, np.float64), (frontend.scales, params)
+        )
         pairs = {"output": (scales.output,)}
         for path in set(scales.first) - {"embed"}:
             product = path.endswith(self.reference.PRODUCTS)
             pairs[path] = (scales.first[path], scales.second[path] if product else None)
-        return self.reference.front(exact, images, self.backbone.cut, self.reference.quantising(pairs, frontend.bits))
+        return self.reference.front(
+            exact, images, self.backbone.cut, self.reference.quantising(pairs, frontend.bits)
+        )
 
     def quantized(self, bits: int = 8, factor: float = 1.0) -> QuantizedFrontend:
-        """Returns a frontend without a scale search: scales are `factor` times the scales of the largest entries."""
+        """Returns a frontend without a scale search: scales are `factor` times the scales of the
+        largest entries."""
         first, second = {}, {}
         seen = self.reference.observe(self.exact, self.images, self.backbone.cut)
         (output,) = seen.pop("output")
@@ -88,8 +105,12 @@ def reference() -> Any:
 
 @pytest.fixture(scope="session")
 def vit() -> TinyViT:
-    model = ViT(num_classes=3, patch_size=2, width=8, depth=3, num_heads=_reference.HEADS, mlp_width=12)
-    backbone = Backbone(model, Preprocessing(size=8, mean=(_reference.MEAN,), std=(_reference.STD,)), 2)
+    model = ViT(
+        num_classes=3, patch_size=2, width=8, depth=3, num_heads=_reference.HEADS, mlp_width=12
+    )
+    backbone = Backbone(
+        model, Preprocessing(size=8, mean=(_reference.MEAN,), std=(_reference.STD,)), 2
+    )
     rng = np.random.default_rng(1)
 
     def leaf(path: Any, shape: Any) -> jax.Array:

@@ -1,7 +1,8 @@
-"""A ViT in NumPy float64, every product of which goes through a hook, and what quantisation does to its operands.
+"""A ViT in NumPy float64, every product of which goes through a hook, and what quantisation does to
+its operands.
 
-Axes in front of those of a batch are allowed: perturbations [P, 1, ...] of an output give losses [P, B].
-"""
+Axes in front of those of a batch are allowed: perturbations [P, 1, ...] of an output give losses
+[P, B]."""
 
 import numpy as np
 from scipy import special
@@ -33,7 +34,9 @@ def layer_norm(x, p):
 def patches(images, side):
     """Images [B, S, S, C] as [B, T, side * side * C], row by row."""
     rows = range(0, images.shape[1], side)
-    cut = [images[:, i : i + side, j : j + side].reshape(len(images), -1) for i in rows for j in rows]
+    cut = [
+        images[:, i : i + side, j : j + side].reshape(len(images), -1) for i in rows for j in rows
+    ]
     return np.stack(cut, axis=1)
 
 
@@ -41,8 +44,13 @@ def front(params, images, cut, hook=plain):
     """Representations [B, T, D] at the cut."""
     kernel, bias = params["embed"]["kernel"], params["embed"]["bias"]
     pixels = (np.asarray(images, np.float64) - MEAN) / STD
-    x = hook("embed", np.matmul, patches(pixels, len(kernel)), kernel.reshape(-1, kernel.shape[-1])) + bias
-    x = np.concatenate([np.broadcast_to(params["class_token"][0], (*x.shape[:-2], 1, x.shape[-1])), x], axis=-2)
+    x = (
+        hook("embed", np.matmul, patches(pixels, len(kernel)), kernel.reshape(-1, kernel.shape[-1]))
+        + bias
+    )
+    x = np.concatenate(
+        [np.broadcast_to(params["class_token"][0], (*x.shape[:-2], 1, x.shape[-1])), x], axis=-2
+    )
     x = x + params["positions"]
     for k in range(cut):
         x = block(params[f"block_{k}"], f"block_{k}", x, hook)
@@ -53,7 +61,9 @@ def back(params, x, cut, depth):
     """Logits of representations."""
     for k in range(cut, depth):
         x = block(params[f"block_{k}"], f"block_{k}", x)
-    return layer_norm(x[..., 0, :], params["norm"]) @ params["head"]["kernel"] + params["head"]["bias"]
+    return (
+        layer_norm(x[..., 0, :], params["norm"]) @ params["head"]["kernel"] + params["head"]["bias"]
+    )
 
 
 def block(params, name, x, hook=plain):
@@ -64,7 +74,9 @@ def block(params, name, x, hook=plain):
         return x.reshape(*x.shape[:-1], HEADS, -1).swapaxes(-2, -3)
 
     p, y = params["attention"], layer_norm(x, params["norm_0"])
-    query, key, value = (heads(dense(f"attention/{site}", y, p[site])) for site in ("query", "key", "value"))
+    query, key, value = (
+        heads(dense(f"attention/{site}", y, p[site])) for site in ("query", "key", "value")
+    )
     scores = hook(f"{name}/attention/scores", lambda q, k: q @ k.swapaxes(-1, -2), query, key)
     weights = special.softmax(scores / np.sqrt(query.shape[-1]), axis=-1)
     y = hook(f"{name}/attention/mixture", np.matmul, weights, value).swapaxes(-2, -3)
@@ -76,11 +88,14 @@ def block(params, name, x, hook=plain):
 def cross_entropy(logits, labels):
     """Returns the loss of every image, [..., B]."""
     log_p = special.log_softmax(logits, axis=-1)
-    return -np.take_along_axis(log_p, np.broadcast_to(labels[:, None], (*log_p.shape[:-1], 1)), axis=-1)[..., 0]
+    return -np.take_along_axis(
+        log_p, np.broadcast_to(labels[:, None], (*log_p.shape[:-1], 1)), axis=-1
+    )[..., 0]
 
 
 def observe(params, images, cut):
-    """Operands of every site, in the order of the computation, and the representations under "output"."""
+    """Operands of every site, in the order of the computation, and the representations under
+    "output"."""
     seen = {}
 
     def hook(path, product, *operands):
@@ -91,7 +106,7 @@ def observe(params, images, cut):
     return seen
 
 
-# --- Quantisation -----------------------------------------------------------------------------------------------------
+# --- Quantisation -------------------------------------------------------------------------------
 
 
 def rounded(x, scale, bits):
@@ -99,7 +114,8 @@ def rounded(x, scale, bits):
 
 
 def largest(path, x, bits):
-    """Returns max|x| / (2^(k-1) - 1/2) of the tensor, of every head, or of every channel of the patch kernel."""
+    """Returns max|x| / (2^(k-1) - 1/2) of the tensor, of every head, or of every channel of the
+    patch kernel."""
     if path.endswith(PRODUCTS):
         peak = abs(x).max((0, 2, 3))
     else:
@@ -113,7 +129,8 @@ def spread(path, scale):
 
 
 def quantising(scales, bits):
-    """Returns a hook that rounds operands. `scales` has one per operand by path, or None for no rounding."""
+    """Returns a hook that rounds operands. `scales` has one per operand by path, or None for no
+    rounding."""
 
     def hook(path, product, *operands):
         given = scales.get(path, (None, None))
@@ -124,10 +141,12 @@ def quantising(scales, bits):
 
 
 def search(error, rounds, candidates):
-    """Returns all results of the alternating search that ties within 1e-6 allow: pairs (first, second).
+    """Returns all results of the alternating search that ties within 1e-6 allow: pairs (first,
+    second).
 
     Args:
-      error: of two candidates, the first operand's and the second's; the first's is 1 before it is searched.
+      error: of two candidates, the first operand's and the second's; the first's is 1 before it is
+          searched.
       rounds: turns; none is left out.
       candidates: in order.
     """

@@ -1,8 +1,7 @@
 """Hilbert augmentation and patch retrieval against sums written out in float64.
 
-Statistical tests use fixed keys. Over the choice of key a correct implementation fails a comparison with
-probability 0.001.
-"""
+Statistical tests use fixed keys. Over the choice of key a correct implementation fails a comparison
+with probability 0.001."""
 
 import itertools
 
@@ -14,13 +13,16 @@ import pytest
 from jaxdp.data import bundled
 from jaxdp.split.augment import augmented_batch, hilbert_augment, patch_augment, retrieve_neighbors
 
-# --- Hilbert transform ------------------------------------------------------------------------------------------------
+# --- Hilbert transform ---------------------------------------------------------------------------
 
 
 def some_images() -> dict[str, np.ndarray]:
     """Returns real images of even height and random images of odd height."""
     digits = np.asarray(bundled("digits").gather(np.arange(3))["image"], np.float32)
-    return {"digits": digits, "random": np.random.default_rng(0).uniform(size=(2, 5, 6, 2)).astype(np.float32)}
+    return {
+        "digits": digits,
+        "random": np.random.default_rng(0).uniform(size=(2, 5, 6, 2)).astype(np.float32),
+    }
 
 
 def dft(size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -65,7 +67,9 @@ def eq5(image: np.ndarray) -> np.ndarray:
 def test_hilbert_augment_is_the_formula(name, mode):
     images = some_images()[name]
     outputs = hilbert_augment(images, mode=mode.__name__, output="real", clip=None)
-    expected = np.stack([[mode(np.float64(c)) for c in np.moveaxis(image, -1, 0)] for image in images])
+    expected = np.stack(
+        [[mode(np.float64(c)) for c in np.moveaxis(image, -1, 0)] for image in images]
+    )
     assert outputs.dtype == jnp.float32 and outputs.shape == images.shape
     np.testing.assert_allclose(np.moveaxis(outputs, -1, 1), expected.real, atol=1e-5)
 
@@ -114,7 +118,8 @@ def test_an_image_without_edges_gets_phase_zero_not_that_of_rounding_errors():
 
 
 def test_what_counts_as_zero_depends_on_the_precision():
-    """Checks waves whose envelope varies by 1e-5. That is zero in float32 and a phase in float64."""
+    """Checks waves whose envelope varies by 1e-5. That is zero in float32 and a phase in
+    float64."""
     y, x = np.meshgrid(*2 * [2 * np.pi * np.arange(8) / 8], indexing="ij")
     wave = 0.5 + 0.3 * (1 + 1.2e-5 * np.sin(x)) * np.cos(y)
     images = (wave + 0.2 * np.cos(x))[None, :, :, None]
@@ -123,7 +128,9 @@ def test_what_counts_as_zero_depends_on_the_precision():
         outputs = hilbert_augment(images)
     assert outputs.dtype == np.float64
     np.testing.assert_allclose(outputs[0, :, :, 0], wave + 0.2 * np.sin(x), atol=2e-5)
-    np.testing.assert_allclose(outputs[0, :, :, 0], abs(figure(images[0, :, :, 0], threshold=1e-8)), atol=1e-12)
+    np.testing.assert_allclose(
+        outputs[0, :, :, 0], abs(figure(images[0, :, :, 0], threshold=1e-8)), atol=1e-12
+    )
 
 
 def test_hilbert_augment_keeps_the_dtype():
@@ -134,9 +141,13 @@ def test_hilbert_augment_keeps_the_dtype():
 
 def test_hilbert_augment_refuses_what_is_no_image():
     images = some_images()["digits"]
-    with pytest.raises(ValueError, match=r"images must be \[n, H, W, C\], got shape \(8, 8, 1\). Give one image as"):
+    with pytest.raises(
+        ValueError, match=r"images must be \[n, H, W, C\], got shape \(8, 8, 1\). Give one image as"
+    ):
         hilbert_augment(images[0])
-    with pytest.raises(TypeError, match=r"images must be floating point in .* got uint8. Divide uint8 by 255"):
+    with pytest.raises(
+        TypeError, match=r"images must be floating point in .* got uint8. Divide uint8 by 255"
+    ):
         hilbert_augment(images.astype(np.uint8))
     with pytest.raises(ValueError, match=r"axis must be -3 \(height\) or -2 \(width\), got -1"):
         hilbert_augment(images, axis=-1)
@@ -146,13 +157,15 @@ def test_hilbert_augment_refuses_what_is_no_image():
         hilbert_augment(images, output="imag")
 
 
-# --- Neighbours -------------------------------------------------------------------------------------------------------
+# --- Neighbours ---------------------------------------------------------------------------------
 
 
 def vectors(n: int = 6, tokens: int = 5, width: int = 3, seed: int = 0) -> np.ndarray:
     """Returns tokens of very different lengths, so that the nearest is not the most similar one."""
     rng = np.random.default_rng(seed)
-    return (rng.normal(size=(n, tokens, width)) * np.exp(rng.normal(size=(n, tokens, 1)))).astype(np.float32)
+    return (rng.normal(size=(n, tokens, width)) * np.exp(rng.normal(size=(n, tokens, 1)))).astype(
+        np.float32
+    )
 
 
 def by_search(x: np.ndarray) -> np.ndarray:
@@ -165,7 +178,9 @@ def by_search(x: np.ndarray) -> np.ndarray:
             a, b = np.float64(x[i, j]), np.float64(x[k, j])
             lengths = np.linalg.norm(a) * np.linalg.norm(b)
             similarity[k] = a @ b / lengths if lengths else 0.0
-        found[j, i] = max(sorted(similarity), key=similarity.__getitem__)  # max takes the first of equal ones
+        found[j, i] = max(
+            sorted(similarity), key=similarity.__getitem__
+        )  # max takes the first of equal ones
     return found
 
 
@@ -219,7 +234,9 @@ def test_one_image_is_its_own_neighbor_and_is_not_augmented():
     neighbors = retrieve_neighbors(x)
     np.testing.assert_array_equal(neighbors, np.zeros((5, 1)))
     np.testing.assert_array_equal(patch_augment(jax.random.key(0), x, neighbors, 0), x)
-    with pytest.raises(ValueError, match=r"n_patches=2 needs a neighbour, .* Use n_patches=0, or more images"):
+    with pytest.raises(
+        ValueError, match=r"n_patches=2 needs a neighbour, .* Use n_patches=0, or more images"
+    ):
         patch_augment(jax.random.key(0), x, neighbors, 2)
 
 
@@ -229,7 +246,7 @@ def test_retrieval_needs_no_more_memory_than_similarities_of_one_position():
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * 4 * n * n < 4 * tokens * n * n
 
 
-# --- Copies -----------------------------------------------------------------------------------------------------------
+# --- Copies -------------------------------------------------------------------------------------
 
 N, TOKENS = 4, 7
 
@@ -237,15 +254,20 @@ N, TOKENS = 4, 7
 @pytest.fixture(scope="module")
 def task():
     """Tokens that tell where they come from, and neighbours at random."""
-    x = np.stack(np.meshgrid(np.arange(N), np.arange(TOKENS), indexing="ij"), axis=-1).astype(np.float32)
+    x = np.stack(np.meshgrid(np.arange(N), np.arange(TOKENS), indexing="ij"), axis=-1).astype(
+        np.float32
+    )
     others = np.random.default_rng(3).integers(1, N, size=(TOKENS, N))
     return x, ((np.arange(N) + others) % N).astype(np.int32)
 
 
 def replaced(outputs: np.ndarray, rows: np.ndarray, neighbors: np.ndarray) -> np.ndarray:
-    """Finds the neighbour's tokens, bool [B, tokens]. Checks that all others are the image's, all in place."""
+    """Finds the neighbour's tokens, bool [B, tokens]. Checks that all others are the image's, all
+    in place."""
     outputs = np.asarray(outputs).astype(int)
-    np.testing.assert_array_equal(outputs[..., 1], np.broadcast_to(np.arange(TOKENS), outputs.shape[:2]))
+    np.testing.assert_array_equal(
+        outputs[..., 1], np.broadcast_to(np.arange(TOKENS), outputs.shape[:2])
+    )
     own = outputs[..., 0] == rows[:, None]
     assert (own | (outputs[..., 0] == neighbors[:, rows].T)).all()
     return ~own
@@ -260,7 +282,10 @@ def chi_square(chosen: np.ndarray, cells: int) -> float:
 def many(task):
     """Copies 1..2000 of two images, which patches are replaced: bool [2000, 2, tokens]."""
     x, neighbors = task
-    copies, rows = (grid.ravel().astype(np.int32) for grid in np.meshgrid(np.arange(1, 2001), [0, 1], indexing="ij"))
+    copies, rows = (
+        grid.ravel().astype(np.int32)
+        for grid in np.meshgrid(np.arange(1, 2001), [0, 1], indexing="ij")
+    )
     outputs = augmented_batch(jax.random.key(4), x, neighbors, rows, copies, n_patches=2)
     assert outputs.shape == (4000, TOKENS, 2) and outputs.dtype == jnp.float32
     return replaced(outputs, rows, neighbors).reshape(2000, 2, TOKENS)
@@ -269,7 +294,9 @@ def many(task):
 def test_every_set_of_positions_is_as_likely(many):
     assert not many[..., 0].any() and (many.sum(-1) == 2).all()
     sets = [set(pair) for pair in itertools.combinations(range(1, TOKENS), 2)]
-    chosen = np.array([sets.index(set(np.flatnonzero(mask))) for mask in many.reshape(-1, TOKENS)]).reshape(2000, 2)
+    chosen = np.array(
+        [sets.index(set(np.flatnonzero(mask))) for mask in many.reshape(-1, TOKENS)]
+    ).reshape(2000, 2)
     assert chi_square(chosen.ravel(), 15) < 36.1  # 14 degrees of freedom, 0.1 %
     # Independent between images, between copies of one image, and between copies of two.
     first, second = chosen.T
@@ -280,7 +307,10 @@ def test_every_set_of_positions_is_as_likely(many):
 @pytest.fixture(scope="module")
 def all_copies():
     """Returns image and copy of every row of a batch: copies 0..4 of all images."""
-    return tuple(grid.ravel().astype(np.int32) for grid in np.meshgrid(np.arange(N), np.arange(5), indexing="ij"))
+    return tuple(
+        grid.ravel().astype(np.int32)
+        for grid in np.meshgrid(np.arange(N), np.arange(5), indexing="ij")
+    )
 
 
 @pytest.mark.slow
@@ -291,7 +321,9 @@ def test_a_copy_is_the_same_in_every_order(task, all_copies, impl):
     whole = np.asarray(augmented_batch(key, *task, *all_copies, n_patches=2))
     order = np.random.default_rng(7).permutation(len(whole))
     rows, copies = (column[order] for column in all_copies)
-    np.testing.assert_array_equal(augmented_batch(key, *task, rows, copies, n_patches=2), whole[order])
+    np.testing.assert_array_equal(
+        augmented_batch(key, *task, rows, copies, n_patches=2), whole[order]
+    )
     other = augmented_batch(jax.random.key(8, impl=impl), *task, *all_copies, n_patches=2)
     assert (np.asarray(other) != whole).any()
 
@@ -303,7 +335,9 @@ def test_a_copy_is_the_same_in_a_batch_of_another_size(task, all_copies):
     key, (rows, copies) = jax.random.key(6), all_copies
     whole = np.asarray(augmented_batch(key, x, neighbors, rows, copies, n_patches=2))
     for b in ([0, 7, 12, 19], [19, 3, 3, 1]):
-        np.testing.assert_array_equal(augmented_batch(key, x, neighbors, rows[b], copies[b], n_patches=2), whole[b])
+        np.testing.assert_array_equal(
+            augmented_batch(key, x, neighbors, rows[b], copies[b], n_patches=2), whole[b]
+        )
     np.testing.assert_array_equal(whole[copies == 0], x)
     np.testing.assert_array_equal(patch_augment(key, x, neighbors, 2), whole[copies == 1])
 
@@ -314,9 +348,13 @@ def test_prefix_tokens_are_never_replaced_and_all_others_can_be(task, prefix_tok
     x, neighbors = task
     patches = TOKENS - prefix_tokens
     mask = replaced(
-        patch_augment(jax.random.key(9), x, neighbors, patches, prefix_tokens=prefix_tokens), np.arange(N), neighbors
+        patch_augment(jax.random.key(9), x, neighbors, patches, prefix_tokens=prefix_tokens),
+        np.arange(N),
+        neighbors,
     )
-    np.testing.assert_array_equal(mask, np.broadcast_to(np.arange(TOKENS) >= prefix_tokens, mask.shape))
+    np.testing.assert_array_equal(
+        mask, np.broadcast_to(np.arange(TOKENS) >= prefix_tokens, mask.shape)
+    )
 
 
 def test_no_patches_are_the_identity_and_codes_stay_codes(task):
@@ -330,7 +368,10 @@ def test_no_patches_are_the_identity_and_codes_stay_codes(task):
 def test_a_batch_needs_no_more_memory_than_itself():
     n, tokens, width = 32, 8, 512
     shapes = [(n, tokens, width), (tokens, n), (n,), (n,)]
-    args = [jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes, [jnp.float32] + 3 * [jnp.int32], strict=True)]
+    args = [
+        jax.ShapeDtypeStruct(s, t)
+        for s, t in zip(shapes, [jnp.float32] + 3 * [jnp.int32], strict=True)
+    ]
     compiled = augmented_batch.lower(jax.random.key(0), *args, n_patches=2).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * n * tokens * width / 4
 
@@ -339,13 +380,19 @@ def test_bad_arguments_of_augmentation_are_named(task):
     x, neighbors = task
     key = jax.random.key(0)
     rows = np.arange(2, dtype=np.int32)
-    with pytest.raises(ValueError, match=r"representations must be \[n, tokens, d\], got shape \(4, 7\)"):
+    with pytest.raises(
+        ValueError, match=r"representations must be \[n, tokens, d\], got shape \(4, 7\)"
+    ):
         retrieve_neighbors(x[..., 0])
-    with pytest.raises(ValueError, match=r"representations must be \[n, tokens, d\], got shape \(4, 7\)"):
+    with pytest.raises(
+        ValueError, match=r"representations must be \[n, tokens, d\], got shape \(4, 7\)"
+    ):
         patch_augment(key, x[..., 0], neighbors, 2)
     with pytest.raises(ValueError, match=r"of shape \(0, 7, 2\) have no image"):
         retrieve_neighbors(x[:0])
-    with pytest.raises(ValueError, match=r"n_patches=7 is more than the 6 patch positions of 7 tokens .* at most 6"):
+    with pytest.raises(
+        ValueError, match=r"n_patches=7 is more than the 6 patch positions of 7 tokens .* at most 6"
+    ):
         patch_augment(key, x, neighbors, 7)
     with pytest.raises(ValueError, match="n_patches must be an integer of at least 0, got -1"):
         patch_augment(key, x, neighbors, -1)
@@ -353,13 +400,17 @@ def test_bad_arguments_of_augmentation_are_named(task):
         patch_augment(key, x, neighbors, 1.5)
     with pytest.raises(ValueError, match=r"prefix_tokens must be in \[0, 7\] for 7 tokens, got 8"):
         patch_augment(key, x, neighbors, 0, prefix_tokens=8)
-    with pytest.raises(ValueError, match=r"neighbors has shape \(4, 7\), .* \(7, 4\). Use retrieve_neighbors"):
+    with pytest.raises(
+        ValueError, match=r"neighbors has shape \(4, 7\), .* \(7, 4\). Use retrieve_neighbors"
+    ):
         patch_augment(key, x, neighbors.T, 2)
     with pytest.raises(TypeError, match="neighbors must be integers, got float32"):
         patch_augment(key, x, neighbors.astype(np.float32), 2)
     with pytest.raises(TypeError, match="key must be a typed key"):
         patch_augment(jax.random.PRNGKey(0), x, neighbors, 2)
-    with pytest.raises(ValueError, match=r"rows and copies must both be \[B\], got shapes \(2,\) and \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"rows and copies must both be \[B\], got shapes \(2,\) and \(1,\)"
+    ):
         augmented_batch(key, x, neighbors, rows, rows[:1], n_patches=2)
 
 

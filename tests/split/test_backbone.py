@@ -1,4 +1,5 @@
-"""A model cut in two and put together again: at every cut, with another head, and where it cannot be cut."""
+"""A model cut in two and put together again: at every cut, with another head, and where it cannot
+be cut."""
 
 import dataclasses
 
@@ -10,12 +11,15 @@ import pytest
 from jaxdp.models import MLP, Preprocessing, Swin, ViT
 from jaxdp.split.backbone import Backbone, two_thirds
 
-SWIN = Swin(num_classes=3, patch_size=2, window=2, width=4, depths=(2, 1), num_heads=(2, 2), mlp_ratio=1)
+SWIN = Swin(
+    num_classes=3, patch_size=2, window=2, width=4, depths=(2, 1), num_heads=(2, 2), mlp_ratio=1
+)
 
 
 def same(one, other):
     return jax.tree.structure(one) == jax.tree.structure(other) and all(
-        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     )
 
 
@@ -28,7 +32,10 @@ def test_front_and_back_compose_to_the_model(vit, cut):
     assert set(back) == {"norm", "head"} | {f"block_{k}" for k in range(cut, 3)}
     assert same({**front, **back}, vit.params)
     representations = jax.jit(backbone.front)(front, vit.images)
-    assert representations.shape == (9, *backbone.tokens) == (9, 17, 8) and representations.dtype == jnp.float32
+    assert (
+        representations.shape == (9, *backbone.tokens) == (9, 17, 8)
+        and representations.dtype == jnp.float32
+    )
     exact = vit.reference.front(vit.exact, vit.images, cut)
     np.testing.assert_allclose(representations, exact, atol=2e-5)
     logits = jax.jit(backbone.back)(back, representations)
@@ -63,11 +70,15 @@ def test_a_swin_composes_too():
 
 def test_what_cannot_be_cut_is_refused(vit):
     for cut in (0, 3, -1, 1.0, None):
-        with pytest.raises(ValueError, match=rf"cut must be in \[1, 2\] .* 3 blocks, got {cut}. .* here 2"):
+        with pytest.raises(
+            ValueError, match=rf"cut must be in \[1, 2\] .* 3 blocks, got {cut}. .* here 2"
+        ):
             dataclasses.replace(vit.backbone, cut=cut)
     with pytest.raises(ValueError, match="model must be a ViT, DeiT or Swin, got MLP"):
         Backbone(MLP(3), vit.backbone.preprocessing, 1)
-    with pytest.raises(ValueError, match=r"params have no 'block_1', 'embed'. Give the parameters of this model"):
+    with pytest.raises(
+        ValueError, match=r"params have no 'block_1', 'embed'. Give the parameters of this model"
+    ):
         vit.backbone.divide({k: v for k, v in vit.params.items() if k not in ("embed", "block_1")})
 
 
@@ -84,12 +95,18 @@ def test_another_head_and_all_else_kept(vit, distilled, hidden):
     assert backbone.prefix_tokens == 1 + distilled
     before = {**vit.back, "head_of_another_task": vit.back["head"]}
     other, back = backbone.with_head(jax.random.key(1), before, 5)
-    assert other == dataclasses.replace(backbone, model=model.clone(num_classes=5, head_hidden=hidden))
+    assert other == dataclasses.replace(
+        backbone, model=model.clone(num_classes=5, head_hidden=hidden)
+    )
     assert other.num_classes == 5
-    heads = {"head": (hidden or 8, 5)} | ({"head_hidden": (8, 6), "head_distilled": (8, 5)} if distilled else {})
+    heads = {"head": (hidden or 8, 5)} | (
+        {"head_hidden": (8, 6), "head_distilled": (8, 5)} if distilled else {}
+    )
     assert set(back) == {"block_2", "norm", *heads}
     assert all(back[name]["kernel"].shape == shape for name, shape in heads.items())
-    assert same({k: back[k] for k in ("block_2", "norm")}, {k: vit.back[k] for k in ("block_2", "norm")})
+    assert same(
+        {k: back[k] for k in ("block_2", "norm")}, {k: vit.back[k] for k in ("block_2", "norm")}
+    )
     if distilled:  # Drawn with the key, each layer for itself.
         drawn = [back, backbone.with_head(jax.random.key(2), vit.back, 5)[1]]
         kernels = [np.asarray(params[name]["kernel"]) for params in drawn for name in heads]

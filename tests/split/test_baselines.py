@@ -72,7 +72,9 @@ def digits():
 
 @pytest.fixture(scope="module")
 def frontend(params):
-    weights = [f"block_0/attention/{site}" for site in ("query", "key", "value", "out")] + ["block_0/mlp_0"]
+    weights = [f"block_0/attention/{site}" for site in ("query", "key", "value", "out")] + [
+        "block_0/mlp_0"
+    ]
     scales = {site: jnp.float32(0.02) for site in (*weights, "block_0/mlp_1")}
     scales |= {f"block_0/attention/{site}": jnp.full(2, 0.02) for site in ("scores", "mixture")}
     scales["embed"] = jnp.full(12, 0.02)
@@ -85,8 +87,24 @@ def apply(params, x, model=VIT, start=0, stop=None):
     return model.apply({"params": params}, x, start, stop)
 
 
-def adapted(baseline, start, data, *, backbone=BACKBONE, learning_rate=1e-2, epochs=1, key=KEY, batch_size=20):
-    given = {"num_classes": 2, "learning_rate": learning_rate, "epochs": epochs, "batch_size": batch_size, "key": key}
+def adapted(
+    baseline,
+    start,
+    data,
+    *,
+    backbone=BACKBONE,
+    learning_rate=1e-2,
+    epochs=1,
+    key=KEY,
+    batch_size=20,
+):
+    given = {
+        "num_classes": 2,
+        "learning_rate": learning_rate,
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "key": key,
+    }
     return adapt(baseline, backbone, start, *data, **given)
 
 
@@ -97,7 +115,11 @@ def logits(found, images):
 def moved(before, after):
     """Paths of the parameters of `before` that are others in `after`."""
     before, after = (flatten_dict(x, sep="/") for x in (before, after))
-    same = {path for path, x in before.items() if x.shape == after[path].shape and np.array_equal(x, after[path])}
+    same = {
+        path
+        for path, x in before.items()
+        if x.shape == after[path].shape and np.array_equal(x, after[path])
+    }
     return set(before) - same
 
 
@@ -106,7 +128,7 @@ def without_key_biases(paths):
     return {path for path in paths if not path.endswith("attention/key/bias")}
 
 
-# --- Which parameters are trained -------------------------------------------------------------------------------------
+# --- Which parameters are trained ---------------------------------------------------------------
 
 NORMS = {
     f"{norm}/{leaf}"
@@ -139,7 +161,13 @@ def trained(public, digits):
     """Returns the results of each baseline without a step and after one epoch."""
     return {
         name: tuple(
-            adapted(BASELINES[name], public[name], digits[0], backbone=backbone_of(name), learning_rate=rate)
+            adapted(
+                BASELINES[name],
+                public[name],
+                digits[0],
+                backbone=backbone_of(name),
+                learning_rate=rate,
+            )
             for rate in (NO_STEP, 1e-2)
         )
         for name in NAMES
@@ -151,7 +179,10 @@ def test_exactly_the_named_parameters_move(trained, public, name):
     start, end = trained[name]
     paths = set(flatten_dict(start.params, sep="/"))
     assert paths == set(flatten_dict(public[name], sep="/"))
-    assert moved(public[name], start.params) == HEAD and start.params["head"]["kernel"].shape == (12, 2)  # a new head
+    assert moved(public[name], start.params) == HEAD and start.params["head"]["kernel"].shape == (
+        12,
+        2,
+    )  # a new head
     wanted = expected(name, paths)
     assert start.recipe.trained == wanted
     changed = moved(start.params, end.params)
@@ -166,12 +197,15 @@ def test_without_a_step_all_baselines_are_the_public_model_with_a_new_head(train
     np.testing.assert_allclose(logits(start, images), whole, atol=2e-5)
 
 
-# --- Linear probing is logistic regression ----------------------------------------------------------------------------
+# --- Linear probing is logistic regression ------------------------------------------------------
 
 
 def logistic_regression(features, labels, kernel, bias, learning_rate, steps):
     """Runs full-batch Adam in float64."""
-    features, parameters = np.asarray(features, np.float64), [np.asarray(x, np.float64) for x in (kernel, bias)]
+    features, parameters = (
+        np.asarray(features, np.float64),
+        [np.asarray(x, np.float64) for x in (kernel, bias)],
+    )
     first, second = ([np.zeros_like(p) for p in parameters] for _ in range(2))
     for t in range(1, steps + 1):
         logits = features @ parameters[0] + parameters[1]
@@ -199,7 +233,7 @@ def test_linear_probing_is_logistic_regression(trained, params, digits):
     assert np.abs(kernel - start["kernel"]).mean() > 0.03  # five steps of about 0.01
 
 
-# --- Accuracy ---------------------------------------------------------------------------------------------------------
+# --- Accuracy -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -208,7 +242,9 @@ def test_zeros_are_told_from_ones_and_other_learning_rates_keys_and_epochs_compi
 ):
     train, test = digits
     other = {"learning_rate": 2e-2, "key": jax.random.key(9), "epochs": 100 if name == "lp" else 15}
-    list(jax.random.split(jax.random.key(0), other["epochs"]))  # small programs that depend on the number of epochs
+    list(
+        jax.random.split(jax.random.key(0), other["epochs"])
+    )  # small programs that depend on the number of epochs
     with nothing_compiles():
         found = adapted(BASELINES[name], public[name], train, backbone=backbone_of(name), **other)
     assert accuracy(found, *test, batch_size=20) > 0.8  # of 60, half by chance
@@ -225,7 +261,7 @@ def test_accuracy_is_the_share_of_largest_logits_whatever_the_batches(trained, d
     np.testing.assert_allclose(logits(found, images[:31]), every[:31], atol=2e-5)
 
 
-# --- Offsite tuning ---------------------------------------------------------------------------------------------------
+# --- Offsite tuning -----------------------------------------------------------------------------
 
 
 def test_the_emulator_has_half_of_the_middle_and_evaluation_all_of_the_model(trained, deep, digits):
@@ -274,21 +310,28 @@ def test_blocks_are_dropped_evenly_or_at_random():
 
 
 def test_blocks_that_merge_patches_stay():
-    swin = Swin(num_classes=2, patch_size=2, window=2, width=4, depths=(2, 2, 4), num_heads=(1, 1, 1))
+    swin = Swin(
+        num_classes=2, patch_size=2, window=2, width=4, depths=(2, 2, 4), num_heads=(1, 1, 1)
+    )
     recipe = recipe_of(swin)  # Of 2, ..., 5 the block 3 merges; of the others one is kept.
     assert blocks_of(recipe) == [0, 1, 3, 4, 6, 7]
     names = {path.split("/")[0] for path in recipe.trained}
-    assert names == {f"stage_{s}_block_{k}" for s, k in [(0, 0), (0, 1), (2, 2), (2, 3)]} | {"stage_1_merge", "head"}
+    assert names == {f"stage_{s}_block_{k}" for s, k in [(0, 0), (0, 1), (2, 2), (2, 3)]} | {
+        "stage_1_merge",
+        "head",
+    }
 
 
 def test_a_model_without_a_middle_is_refused():
-    with pytest.raises(ValueError, match=r"a block to drop between 1 first and 1 last ones\. The model has only 2"):
+    with pytest.raises(
+        ValueError, match=r"a block to drop between 1 first and 1 last ones\. The model has only 2"
+    ):
         recipe_of(some_vit(2))
     with pytest.raises(ValueError, match="drop must be 'uniform' or 'random', got 'even'"):
         recipe_of(some_vit(3), drop="even")
 
 
-# --- What a client can make of a frontend -----------------------------------------------------------------------------
+# --- What a client can make of a frontend -------------------------------------------------------
 
 
 def normalised(x):
@@ -313,7 +356,9 @@ def test_it_reads_the_mean_token_where_there_is_no_class_token(params, digits):
     train, (images, _) = digits
     model = VIT.clone(pool="mean")
     params = {**params, "positions": params["positions"][:, 1:]}
-    found = adapted(probe_original_frontend, params, train, backbone=dataclasses.replace(BACKBONE, model=model))
+    found = adapted(
+        probe_original_frontend, params, train, backbone=dataclasses.replace(BACKBONE, model=model)
+    )
     head = found.params["head"]
     front = {name: params[name] for name in ("embed", "positions", "block_0")}
     tokens = normalised(apply(front, images, model, stop=1)).mean(1)
@@ -326,8 +371,12 @@ def test_a_thief_tunes_the_whole_frontend(frontend, digits):
     train, test = digits
     end = adapted(tune_quantized_frontend, frontend, train, epochs=20)
     paths = set(flatten_dict(end.params, sep="/"))
-    assert {path.split("/")[0] for path in paths} == FRONT | {"head"} and end.recipe.trained == paths
-    assert without_key_biases(moved(frontend.params, end.params)) == without_key_biases(paths - HEAD)
+    assert {path.split("/")[0] for path in paths} == FRONT | {
+        "head"
+    } and end.recipe.trained == paths
+    assert without_key_biases(moved(frontend.params, end.params)) == without_key_biases(
+        paths - HEAD
+    )
     assert accuracy(end, *test, batch_size=20) > 0.9
     start = adapted(tune_quantized_frontend, frontend, train, learning_rate=NO_STEP)
     for path, x in flatten_dict(frontend.params, sep="/").items():
@@ -345,17 +394,21 @@ def test_the_last_blocks_of_another_model_go_behind_the_frontend(params, fronten
     assert found.recipe.trained == HEAD and not FRONT & set(found.params)
 
     wide = Backbone(VIT.clone(width=16), BACKBONE.preprocessing, 1)
-    with pytest.raises(ValueError, match=r"tokens of width 12 with 1 in front .* got width 16 with 1"):
+    with pytest.raises(
+        ValueError, match=r"tokens of width 12 with 1 in front .* got width 16 with 1"
+    ):
         adapted(probe_auxiliary_backend(wide, params), frontend, train)
 
 
 def test_parameters_in_place_of_a_frontend_are_refused(params, digits):
     for baseline in (probe_quantized_frontend, tune_quantized_frontend):
-        with pytest.raises(ValueError, match="params must be the client's QuantizedFrontend, got dict"):
+        with pytest.raises(
+            ValueError, match="params must be the client's QuantizedFrontend, got dict"
+        ):
             adapted(baseline, params, digits[0])
 
 
-# --- Bad input --------------------------------------------------------------------------------------------------------
+# --- Bad input ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -364,7 +417,10 @@ def test_parameters_in_place_of_a_frontend_are_refused(params, digits):
         (lambda x, y: (x, y + 1), r"labels must be in \[0, 2\)"),
         (lambda x, y: (x, y.astype(float)), "labels must be integers, got dtype float64"),
         (lambda x, y: (x, y[:-1]), r"labels must be \[n\]"),
-        (lambda x, y: (x[:, :4], y), r"images must be \[n, 8, 8, 1\] with n >= 1, got \[20, 4, 8, 1\]"),
+        (
+            lambda x, y: (x[:, :4], y),
+            r"images must be \[n, 8, 8, 1\] with n >= 1, got \[20, 4, 8, 1\]",
+        ),
         (lambda x, y: (x[:0], y[:0]), r"images must be .* with n >= 1, got \[0, 8, 8, 1\]"),
         (lambda x, y: (255 * x, y), r"images must be in \[0, 1\]"),
     ],
@@ -382,7 +438,16 @@ def test_bad_numbers_are_refused(params, digits, trained):
         with pytest.raises(ValueError, match="batch_size must be"):
             adapted(BASELINES[name], params, train, batch_size=0)
     with pytest.raises(ValueError, match="num_classes must be at least 2, got 1"):
-        adapt(BASELINES["lp"], BACKBONE, params, train[0], 0 * train[1], num_classes=1, learning_rate=1.0, key=KEY)
+        adapt(
+            BASELINES["lp"],
+            BACKBONE,
+            params,
+            train[0],
+            0 * train[1],
+            num_classes=1,
+            learning_rate=1.0,
+            key=KEY,
+        )
     for few in (labels[:3], labels[:, None]):
         with pytest.raises(ValueError, match=r"labels must be \[n\]"):
             accuracy(trained["lp"][0], images, few)

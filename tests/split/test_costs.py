@@ -1,4 +1,5 @@
-"""Costs against numbers worked out by hand, for a tiny ViT and for the paper's ViT-L, and against XLA's own."""
+"""Costs against numbers worked out by hand, for a tiny ViT and for the paper's ViT-L, and against
+XLA's own."""
 
 import functools
 
@@ -14,12 +15,16 @@ from launch.measure import measure
 
 
 def backbone_of(model, size, channels, cut):
-    return Backbone(model, Preprocessing(size=size, mean=(0.5,) * channels, std=(0.5,) * channels), cut)
+    return Backbone(
+        model, Preprocessing(size=size, mean=(0.5,) * channels, std=(0.5,) * channels), cut
+    )
 
 
 # Tokens 5 = 4 patches of 4 x 4 x 1 and the class token.
 TOKENS, WIDTH, HIDDEN, CLASSES, IMAGES, EPOCHS = 5, 12, 16, 3, 20, 7
-TINY = backbone_of(ViT(num_classes=10, patch_size=4, width=WIDTH, depth=4, num_heads=2, mlp_width=HIDDEN), 8, 1, 3)
+TINY = backbone_of(
+    ViT(num_classes=10, patch_size=4, width=WIDTH, depth=4, num_heads=2, mlp_width=HIDDEN), 8, 1, 3
+)
 JOB = {"images": IMAGES, "num_classes": CLASSES, "epochs": EPOCHS, "batch_size": 5}
 
 
@@ -45,18 +50,35 @@ def forward(blocks):
 
 
 def backward(blocks, trained):
-    """Gradients by the inputs of all blocks, and by the weights of some; both operands of a product are inputs."""
+    """Gradients by the inputs of all blocks, and by the weights of some; both operands of a product
+    are inputs."""
     return blocks * (WEIGHTS + 2 * PRODUCTS) + trained * WEIGHTS
 
 
 EXPECTED = {
     # method: parameters, forward and training multiplications per image
     "lp": (P_EMBED + 4 * P_BLOCK + P_NORM + P_HEAD, forward(4) + HEAD, 2 * HEAD),
-    "ft": (P_EMBED + 4 * P_BLOCK + P_NORM + P_HEAD, forward(4) + HEAD, forward(4) + backward(4, 4) + EMBED + 3 * HEAD),
-    "ln": (P_EMBED + 4 * P_BLOCK + P_NORM + P_HEAD, forward(4) + HEAD, forward(4) + backward(4, 0) + 3 * HEAD),
-    "sl": (P_EMBED + 3 * P_BLOCK + P_HEAD, forward(3), forward(3) + backward(3, 3) + EMBED + 3 * HEAD),
+    "ft": (
+        P_EMBED + 4 * P_BLOCK + P_NORM + P_HEAD,
+        forward(4) + HEAD,
+        forward(4) + backward(4, 4) + EMBED + 3 * HEAD,
+    ),
+    "ln": (
+        P_EMBED + 4 * P_BLOCK + P_NORM + P_HEAD,
+        forward(4) + HEAD,
+        forward(4) + backward(4, 0) + 3 * HEAD,
+    ),
+    "sl": (
+        P_EMBED + 3 * P_BLOCK + P_HEAD,
+        forward(3),
+        forward(3) + backward(3, 3) + EMBED + 3 * HEAD,
+    ),
     # First and last block are trained; of the two between them one is there.
-    "ot": (P_EMBED + 3 * P_BLOCK + P_NORM + P_HEAD, forward(3) + HEAD, forward(3) + backward(3, 2) + 3 * HEAD),
+    "ot": (
+        P_EMBED + 3 * P_BLOCK + P_NORM + P_HEAD,
+        forward(3) + HEAD,
+        forward(3) + backward(3, 2) + 3 * HEAD,
+    ),
     "sa": (P_EMBED + 3 * P_BLOCK, forward(3), 0),
 }
 
@@ -66,7 +88,11 @@ EXPECTED = {
 def test_parameters_and_flops_are_those_worked_out_by_hand(method):
     found = tiny(method)
     parameters, once, training = EXPECTED[method]
-    assert (found.parameters, found.forward_flops, found.training_flops) == (parameters, 2 * once, 2 * training)
+    assert (found.parameters, found.forward_flops, found.training_flops) == (
+        parameters,
+        2 * once,
+        2 * training,
+    )
     assert found.parameter_bytes == parameters * (1 if method == "sa" else 4)
     total = 2 * IMAGES * EPOCHS * training
     if method == "lp":
@@ -107,7 +133,9 @@ def test_two_layers_of_a_head_are_counted():
     two = Backbone(TINY.model, TINY.preprocessing, 3, head_hidden=9)
     found, plain = cost("lp", two, **JOB), tiny("lp")
     assert found.parameters - plain.parameters == (WIDTH * 9 + 9) + (9 * CLASSES + CLASSES) - P_HEAD
-    assert found.training_flops == 2 * (2 * WIDTH * 9 + 3 * 9 * CLASSES)  # no gradient by the features
+    assert found.training_flops == 2 * (
+        2 * WIDTH * 9 + 3 * 9 * CLASSES
+    )  # no gradient by the features
 
 
 @pytest.mark.slow
@@ -130,7 +158,7 @@ def test_the_papers_model():
     assert whole.forward_flops == pytest.approx(2 * 61.6e9, rel=1e-3)
 
 
-# --- The walker -------------------------------------------------------------------------------------------------------
+# --- The walker ---------------------------------------------------------------------------------
 
 
 def shape(*sizes):
@@ -142,19 +170,32 @@ def test_products_are_counted_wherever_they_are():
     assert count_macs(lambda a, b: a @ b, a, b) == 30
     assert count_macs(lambda a, b: jax.jit(jax.nn.relu)(jax.checkpoint(jnp.dot)(a, b)), a, b) == 30
     assert count_macs(lambda a, b: jnp.sin(a).sum() + b.sum(), a, b) == 0
-    assert count_macs(lambda a: lax.scan(lambda c, _: (c @ c, None), a, None, length=7)[0], shape(4, 4)) == 7 * 64
+    assert (
+        count_macs(
+            lambda a: lax.scan(lambda c, _: (c @ c, None), a, None, length=7)[0], shape(4, 4)
+        )
+        == 7 * 64
+    )
     branches = (lambda a, b: (a @ b).sum(), lambda a, b: (a @ b @ b.T @ b).sum())
     assert count_macs(lambda a, b: lax.cond(a.sum() > 0, *branches, a, b), a, b) == 30 + 30 + 30
     assert count_macs(jnp.multiply, a, a) == 0
-    assert count_macs(lambda a, b: jnp.einsum("nij,njk->nik", a, b), shape(7, 2, 3), shape(7, 3, 5)) == 7 * 30
-    assert count_macs(jax.grad(lambda a, b: jnp.sum((a @ b) ** 2)), a, b) == 30 + 30  # forward, and one operand's
+    assert (
+        count_macs(lambda a, b: jnp.einsum("nij,njk->nik", a, b), shape(7, 2, 3), shape(7, 3, 5))
+        == 7 * 30
+    )
+    assert (
+        count_macs(jax.grad(lambda a, b: jnp.sum((a @ b) ** 2)), a, b) == 30 + 30
+    )  # forward, and one operand's
 
     def loop(a):
         return lax.while_loop(lambda c: c.sum() < 9, lambda c: c @ c, a)
 
     with pytest.raises(ValueError, match=r"a while_loop has an unknown number of steps.* Use scan"):
         count_macs(loop, shape(4, 4))
-    assert count_macs(lambda a: lax.while_loop(lambda c: c.sum() < 9, lambda c: 2 * c, a), shape(4, 4)) == 0
+    assert (
+        count_macs(lambda a: lax.while_loop(lambda c: c.sum() < 9, lambda c: 2 * c, a), shape(4, 4))
+        == 0
+    )
 
 
 def test_convolutions_are_counted():
@@ -175,7 +216,9 @@ def test_convolutions_are_counted():
 @pytest.mark.slow
 def test_xla_counts_a_little_more_and_knows_the_memory():
     """Compares counts. XLA's adds softmax, LayerNorm and GELU, which are few in a wide model."""
-    wide = backbone_of(ViT(num_classes=2, patch_size=4, width=128, depth=2, num_heads=2, mlp_width=512), 16, 1, 1)
+    wide = backbone_of(
+        ViT(num_classes=2, patch_size=4, width=128, depth=2, num_heads=2, mlp_width=512), 16, 1, 1
+    )
     job = {"images": 8, "num_classes": 5, "batch_size": 8}
     tuned, probed, extracted = (cost(method, wide, **job) for method in ("ft", "lp", "sa"))
     measured = measure(tuned.programs, 8, timed=True)
@@ -190,14 +233,17 @@ def test_xla_counts_a_little_more_and_knows_the_memory():
     assert extracting.training_flops == 0 and extracting.seconds is None
 
 
-# --- Bad input --------------------------------------------------------------------------------------------------------
+# --- Bad input ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"method": "lora"}, "method must be one of lp, ft, ln, sl, ot, ot_random, sa, .* got 'lora'"),
+        (
+            {"method": "lora"},
+            "method must be one of lp, ft, ln, sl, ot, ot_random, sa, .* got 'lora'",
+        ),
         ({"images": 0}, "images must be at least 1, got 0"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"batch_size": -1}, "batch_size must be at least 1, got -1"),

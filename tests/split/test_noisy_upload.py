@@ -1,8 +1,8 @@
 """The private mode: directions, clipping, noise, labels, what it costs, and who pays.
 
-Statistical tests use fixed seeds, so they are deterministic. Over the choice of seed a correct implementation fails one
-with probability below 1e-6, and noise or an epsilon that is 0.7 or 1.3 times right is rejected as surely.
-"""
+Statistical tests use fixed seeds, so they are deterministic. Over the choice of seed a correct
+implementation fails one with probability below 1e-6, and noise or an epsilon that is 0.7 or 1.3
+times right is rejected as surely."""
 
 import decimal
 import fractions
@@ -50,7 +50,10 @@ TOKENS, WIDTH, K = 3, 4, 5
 def public(count, seed=0):
     """Representations that vary differently in different directions."""
     rng = np.random.default_rng(seed)
-    mixing = rng.normal(size=(TOKENS * WIDTH, TOKENS * WIDTH)) * 0.6 ** np.arange(TOKENS * WIDTH)[:, None]
+    mixing = (
+        rng.normal(size=(TOKENS * WIDTH, TOKENS * WIDTH))
+        * 0.6 ** np.arange(TOKENS * WIDTH)[:, None]
+    )
     x = rng.normal(size=(count, TOKENS * WIDTH)) @ mixing + rng.normal(size=TOKENS * WIDTH)
     return x.reshape(count, TOKENS, WIDTH).astype(np.float32)
 
@@ -60,20 +63,25 @@ def projection():
     return public_projection(public(40), K)
 
 
-# --- Public directions ------------------------------------------------------------------------------------------------
+# --- Public directions --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [6, 12, 40])  # fewer images than numbers, as many, more
 def test_directions_are_the_principal_components(count):
     x = public(count)
     fitted = public_projection(jnp.asarray(x), K)
-    mean, directions = np.asarray(fitted.mean, np.float64), np.asarray(fitted.directions, np.float64)
+    mean, directions = (
+        np.asarray(fitted.mean, np.float64),
+        np.asarray(fitted.directions, np.float64),
+    )
     assert fitted.mean.dtype == fitted.directions.dtype == jnp.float32
     flat = x.reshape(count, -1).astype(np.float64)
     np.testing.assert_allclose(mean, x.mean(0, dtype=np.float64), atol=1e-6)
     np.testing.assert_allclose(directions.T @ directions, np.eye(K), atol=1e-6)
     _, _, right = np.linalg.svd(flat - flat.mean(0), full_matrices=False)
-    for mine, theirs in zip(directions.T, right[:K], strict=True):  # in this order; the sign is free
+    for mine, theirs in zip(
+        directions.T, right[:K], strict=True
+    ):  # in this order; the sign is free
         assert abs(mine @ theirs) == pytest.approx(1, abs=1e-6)
 
 
@@ -84,7 +92,9 @@ def test_coordinates_and_back_are_the_best_approximation_of_rank_k(projection):
     left, sizes, right = np.linalg.svd(flat - mean, full_matrices=False)
     coordinates = np.asarray(project(projection, x))
     assert coordinates.shape == (40, K) and coordinates.dtype == np.float32
-    np.testing.assert_allclose(np.abs(coordinates), np.abs(left[:, :K] * sizes[:K]), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        np.abs(coordinates), np.abs(left[:, :K] * sizes[:K]), rtol=1e-3, atol=1e-4
+    )
     lifted = np.asarray(lift(projection, coordinates))
     assert lifted.shape == x.shape and lifted.dtype == np.float32
     best = mean + left[:, :K] * sizes[:K] @ right[:K]
@@ -96,21 +106,25 @@ def test_coordinates_and_back_are_the_best_approximation_of_rank_k(projection):
 def test_impossible_directions_are_refused():
     x = public(6)
     for k in (0, 6):
-        with pytest.raises(ValueError, match=rf"k={k} must be in \[1, 5\]: 6 centred representations of 12 numbers"):
+        with pytest.raises(
+            ValueError, match=rf"k={k} must be in \[1, 5\]: 6 centred representations of 12 numbers"
+        ):
             public_projection(x, k)
     with pytest.raises(ValueError, match=r"k=13 must be in \[1, 12\]"):
         public_projection(public(40), 13)
     with pytest.raises(ValueError, match="k=3: public representations vary in fewer directions"):
         public_projection(np.repeat(x[:3], 5, axis=0), 3)
     assert public_projection(np.repeat(x[:3], 5, axis=0), 2).directions.shape == (12, 2)
-    with pytest.raises(ValueError, match=r"representations must be \[N, T, D\], got shape \(6, 12\)"):
+    with pytest.raises(
+        ValueError, match=r"representations must be \[N, T, D\], got shape \(6, 12\)"
+    ):
         public_projection(x.reshape(6, -1), 2)
     x[2, 0, 0] = math.nan
     with pytest.raises(ValueError, match="representations must be finite"):
         public_projection(x, 2)
 
 
-# --- Bounded rows -----------------------------------------------------------------------------------------------------
+# --- Bounded rows -------------------------------------------------------------------------------
 
 
 def norms(x, order):
@@ -120,7 +134,10 @@ def norms(x, order):
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [1, 2])
 def test_long_rows_are_scaled_and_short_ones_kept(order):
-    x = np.random.default_rng(0).normal(size=(60, 7)).astype(np.float32) * np.logspace(-3, 3, 60, dtype="f4")[:, None]
+    x = (
+        np.random.default_rng(0).normal(size=(60, 7)).astype(np.float32)
+        * np.logspace(-3, 3, 60, dtype="f4")[:, None]
+    )
     lengths = norms(x, order)
     expected = x.astype(np.float64) * np.minimum(1, 2.5 / lengths)[:, None].astype(np.float64)
     clipped = clip_representation(x, 2.5, order=order)
@@ -140,7 +157,9 @@ near = hypothesis.extra.numpy.arrays(np.float32, (8, 6), elements=st.floats(-2, 
 @pytest.mark.slow
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(
-    x=anything | near, order=st.sampled_from([1, 2]), clip_norm=st.sampled_from([1e-30, 1e-3, 1.0, 3.7, 1e30])
+    x=anything | near,
+    order=st.sampled_from([1, 2]),
+    clip_norm=st.sampled_from([1e-30, 1e-3, 1.0, 3.7, 1e30]),
 )
 def test_no_row_is_longer_than_the_clip_norm(x, order, clip_norm):
     clipped = np.asarray(clip_representation(x, clip_norm, order=order))
@@ -155,7 +174,9 @@ def test_no_row_is_longer_than_the_clip_norm(x, order, clip_norm):
 def test_rows_whose_squares_leave_float32_are_scaled_too(order):
     x = np.random.default_rng(1).normal(size=(60, 7)).astype(np.float32)
     for size, clip_norm in ((1e30, 2.0), (1e30, 1e-3), (1e-20, 1e-25), (1e-22, 1e-30)):
-        clipped = np.asarray(clip_representation(x * np.float32(size), clip_norm, order=order), np.float64)
+        clipped = np.asarray(
+            clip_representation(x * np.float32(size), clip_norm, order=order), np.float64
+        )
         expected = x / norms(x, order)[:, None].astype(np.float64) * clip_norm
         np.testing.assert_allclose(clipped / clip_norm, expected / clip_norm, rtol=5e-6, atol=1e-6)
 
@@ -180,20 +201,24 @@ def test_impossible_clipping_is_refused():
             clip_representation(x, bad)
     with pytest.raises(ValueError, match="order must be 1 or 2, got 3"):
         clip_representation(x, 1.0, order=3)
-    with pytest.raises(ValueError, match=r"x must be \[n, k\] with k in \[1, 1048576\], got shape \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"x must be \[n, k\] with k in \[1, 1048576\], got shape \(3,\)"
+    ):
         clip_representation(x[0], 1.0)
     with pytest.raises(ValueError, match=r"got shape \(0, 1048577\)"):
         clip_representation(np.zeros((0, 2**20 + 1), np.float32), 1.0)
 
 
-# --- Noisy labels -----------------------------------------------------------------------------------------------------
+# --- Noisy labels -------------------------------------------------------------------------------
 
 DRAWS = 200_000
 
 
 def ideal_matrix(num_classes, epsilon):
     others = np.full((num_classes, num_classes), 1 / (math.exp(epsilon) + num_classes - 1))
-    return others + np.eye(num_classes) * (math.exp(epsilon) - 1) / (math.exp(epsilon) + num_classes - 1)
+    return others + np.eye(num_classes) * (math.exp(epsilon) - 1) / (
+        math.exp(epsilon) + num_classes - 1
+    )
 
 
 @pytest.mark.parametrize(("num_classes", "epsilon"), [(2, 0.8), (5, 1.5), (10, 4.0)])
@@ -207,17 +232,23 @@ def test_labels_are_kept_and_exchanged_as_often_as_stated(num_classes, epsilon):
     def p_value(matrix):
         expected = matrix * counts.sum(1, keepdims=True)
         # Every row sums to its number of labels.
-        return scipy.stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), num_classes * (num_classes - 1))
+        return scipy.stats.chi2.sf(
+            ((counts - expected) ** 2 / expected).sum(), num_classes * (num_classes - 1)
+        )
 
     assert p_value(ideal_matrix(num_classes, epsilon)) > 1e-6
     for wrong in (0.7, 1.3):
         assert p_value(ideal_matrix(num_classes, wrong * epsilon)) < 1e-6
-    np.testing.assert_allclose(label_noise_matrix(num_classes, epsilon), ideal_matrix(num_classes, epsilon), rtol=1e-6)
+    np.testing.assert_allclose(
+        label_noise_matrix(num_classes, epsilon), ideal_matrix(num_classes, epsilon), rtol=1e-6
+    )
 
 
 def test_labels_do_not_share_their_draws():
     observed = randomized_response(KEY, np.zeros(DRAWS, int), num_classes=2, epsilon=0.5)
-    again = randomized_response(jax.random.fold_in(KEY, 1), np.zeros(DRAWS, int), num_classes=2, epsilon=0.5)
+    again = randomized_response(
+        jax.random.fold_in(KEY, 1), np.zeros(DRAWS, int), num_classes=2, epsilon=0.5
+    )
     for one, other in ((observed[1:], observed[:-1]), (observed, again)):
         assert abs(np.corrcoef(one, other)[0, 1]) < 5 / math.sqrt(DRAWS)
 
@@ -237,7 +268,9 @@ def test_the_distribution_that_is_sampled_satisfies_epsilon_exactly(num_classes,
 def test_the_answer_uses_all_64_bits(monkeypatch):
     rare = noisy_upload.response_threshold(4, 2.0)
     ends = [0, rare - 1, rare, 2 * rare - 1, 2 * rare, 3 * rare - 1, 3 * rare, 2**64 - 1]
-    words = jnp.asarray([[end >> 32 for end in ends], [end & 0xFFFFFFFF for end in ends]], jnp.uint32)
+    words = jnp.asarray(
+        [[end >> 32 for end in ends], [end & 0xFFFFFFFF for end in ends]], jnp.uint32
+    )
     monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: words)
     observed = randomized_response(KEY, np.full(8, 2), num_classes=4, epsilon=2.0)
     assert observed.tolist() == [3, 3, 0, 0, 1, 1, 2, 2]
@@ -269,16 +302,24 @@ def test_impossible_labels_are_refused_without_showing_them():
         with pytest.raises(ValueError, match=r"the epsilon of labels must be > 0 \(math.inf for"):
             label_noise_matrix(3, epsilon)
     for epsilon, classes in ((1e-17, 3), (1e-12, 65531)):
-        with pytest.raises(ValueError, match=rf"epsilon={epsilon} is too small for {classes} classes and 64 random"):
+        with pytest.raises(
+            ValueError, match=rf"epsilon={epsilon} is too small for {classes} classes and 64 random"
+        ):
             randomized_response(KEY, [0], num_classes=classes, epsilon=epsilon)
 
 
-# --- What a release costs ---------------------------------------------------------------------------------------------
+# --- What a release costs -----------------------------------------------------------------------
 
 
 def config(**changes):
     return PrivateRelease(
-        **{"clip_norm": 2.0, "noise_multiplier": 3.0, "label_epsilon": 0.5, "num_classes": 4, **changes}
+        **{
+            "clip_norm": 2.0,
+            "noise_multiplier": 3.0,
+            "label_epsilon": 0.5,
+            "num_classes": 4,
+            **changes,
+        }
     )
 
 
@@ -289,11 +330,14 @@ def gaussian_delta(epsilon, shift, std):
 
 
 def exact_epsilon(clip_norm, std, label_epsilon, delta):
-    """Composes Gaussian noise on rows that move by 2 C with the worst label mechanism, of loss +- label_epsilon."""
+    """Composes Gaussian noise on rows that move by 2 C with the worst label mechanism, of loss +-
+    label_epsilon."""
     likely = 1 / (1 + math.exp(-label_epsilon))
 
     def excess(epsilon):
-        first, second = (gaussian_delta(epsilon + sign * label_epsilon, 2 * clip_norm, std) for sign in (-1, 1))
+        first, second = (
+            gaussian_delta(epsilon + sign * label_epsilon, 2 * clip_norm, std) for sign in (-1, 1)
+        )
         return likely * first + (1 - likely) * second - delta
 
     return scipy.optimize.brentq(excess, 0, 100)
@@ -305,20 +349,27 @@ def test_gaussian_epsilon_is_exact(multiplier, label_epsilon):
     stated = privacy.epsilon(release.event, delta=1e-5, adjacency="replace_one")
     exact = exact_epsilon(release.clip_norm, release.noise_scale, label_epsilon, 1e-5)
     assert exact <= stated <= exact + 2e-3
-    features = scipy.optimize.brentq(lambda e: gaussian_delta(e, 2 * 2.0, release.noise_scale) - 1e-5, 0, 100)
+    features = scipy.optimize.brentq(
+        lambda e: gaussian_delta(e, 2 * 2.0, release.noise_scale) - 1e-5, 0, 100
+    )
     assert features < stated <= features + label_epsilon + 2e-3
 
 
 def test_laplace_epsilon_is_the_sum():
     release = config(mechanism="laplace")
-    assert privacy.epsilon(release.event, delta=0, adjacency="replace_one") == pytest.approx(2 / 3 + 0.5, rel=1e-12)
+    assert privacy.epsilon(release.event, delta=0, adjacency="replace_one") == pytest.approx(
+        2 / 3 + 0.5, rel=1e-12
+    )
 
 
 def test_without_noise_there_is_no_epsilon():
     for changes in ({"noise_multiplier": 0.0}, {"label_epsilon": math.inf}):
         event = config(**changes).event
         assert privacy.epsilon(event, delta=1e-5, adjacency="replace_one") == math.inf
-        assert {type(part) for part in event.events} & {GaussianDpEvent, PureDpEvent}  # the other part is recorded
+        assert {type(part) for part in event.events} & {
+            GaussianDpEvent,
+            PureDpEvent,
+        }  # the other part is recorded
 
 
 @pytest.mark.slow
@@ -333,10 +384,19 @@ def test_without_noise_there_is_no_epsilon():
 )
 def test_calibrated_noise_meets_the_target_and_hardly_more(mechanism, epsilon, delta, share):
     release = PrivateRelease.calibrated(
-        epsilon=epsilon, delta=delta, clip_norm=2.0, num_classes=4, label_share=share, mechanism=mechanism
+        epsilon=epsilon,
+        delta=delta,
+        clip_norm=2.0,
+        num_classes=4,
+        label_share=share,
+        mechanism=mechanism,
     )
     assert release.label_epsilon == share * epsilon and release.mechanism == mechanism
-    assert 0.999 * epsilon < privacy.epsilon(release.event, delta=delta, adjacency="replace_one") <= epsilon
+    assert (
+        0.999 * epsilon
+        < privacy.epsilon(release.event, delta=delta, adjacency="replace_one")
+        <= epsilon
+    )
     if mechanism == "gaussian":
         exact = exact_epsilon(2.0, release.noise_scale, release.label_epsilon, delta)
         assert 0.998 * epsilon < exact <= epsilon
@@ -352,10 +412,13 @@ def test_no_noise_is_calibrated_to_an_infinite_epsilon():
 def test_impossible_settings_are_refused():
     for multiplier in (-1.0, math.nan, math.inf, 1e-39, 1e31):
         with pytest.raises(
-            ValueError, match=r"noise_multiplier=.* times clip_norm=2.0 must be 0 or in the normal range"
+            ValueError,
+            match=r"noise_multiplier=.* times clip_norm=2.0 must be 0 or in the normal range",
         ):
             config(noise_multiplier=multiplier)
-    with pytest.raises(ValueError, match=r"noise_multiplier=1e-10 times clip_norm=1e-30 must be 0 or in"):
+    with pytest.raises(
+        ValueError, match=r"noise_multiplier=1e-10 times clip_norm=1e-30 must be 0 or in"
+    ):
         config(noise_multiplier=1e-10, clip_norm=1e-30)
     with pytest.raises(ValueError, match=r"clip_norm must be in .* got 0.0"):
         config(clip_norm=0.0)
@@ -377,7 +440,7 @@ def test_impossible_settings_are_refused():
             PrivateRelease.calibrated(**{**target, **changes})
 
 
-# --- The release ------------------------------------------------------------------------------------------------------
+# --- The release --------------------------------------------------------------------------------
 
 
 def images(count, projection, seed=3):
@@ -389,16 +452,21 @@ def images(count, projection, seed=3):
 
 def reference(x, projection, clip_norm, order):
     """Computes clipped coordinates in float64."""
-    centred = (np.asarray(x, np.float64) - np.asarray(projection.mean, np.float64)).reshape(len(x), -1)
+    centred = (np.asarray(x, np.float64) - np.asarray(projection.mean, np.float64)).reshape(
+        len(x), -1
+    )
     z = centred @ np.asarray(projection.directions, np.float64)
     return z * np.minimum(1, clip_norm / np.linalg.norm(z, ord=order, axis=1))[:, None]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mechanism", "order", "law"), [("gaussian", 2, scipy.stats.norm), ("laplace", 1, scipy.stats.laplace)]
+    ("mechanism", "order", "law"),
+    [("gaussian", 2, scipy.stats.norm), ("laplace", 1, scipy.stats.laplace)],
 )
-def test_released_features_are_clipped_coordinates_plus_noise_of_the_stated_law(projection, mechanism, order, law):
+def test_released_features_are_clipped_coordinates_plus_noise_of_the_stated_law(
+    projection, mechanism, order, law
+):
     release = config(mechanism=mechanism, noise_multiplier=0.3)
     x, y = images(6000, projection)
     released = release.release(KEY, x, labels=y, projection=projection)
@@ -412,26 +480,40 @@ def test_released_features_are_clipped_coordinates_plus_noise_of_the_stated_law(
     assert p_value(0.7 * 0.6) < 1e-6 and p_value(1.3 * 0.6) < 1e-6
     between = np.corrcoef(added.T) - np.eye(K)  # columns, rows and labels have noise of their own
     assert np.abs(between).max() < 5 / math.sqrt(6000)
-    assert abs(np.corrcoef(added[1:].ravel(), added[:-1].ravel())[0, 1]) < 5 / math.sqrt(added[1:].size)
+    assert abs(np.corrcoef(added[1:].ravel(), added[:-1].ravel())[0, 1]) < 5 / math.sqrt(
+        added[1:].size
+    )
     kept = released.labels == y
     assert all(abs(np.corrcoef(column, kept)[0, 1]) < 5 / math.sqrt(6000) for column in added.T)
-    assert kept.mean() == pytest.approx(math.exp(0.5) / (math.exp(0.5) + 3), abs=5 * math.sqrt(0.25 / 6000))
+    assert kept.mean() == pytest.approx(
+        math.exp(0.5) / (math.exp(0.5) + 3), abs=5 * math.sqrt(0.25 / 6000)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "order"), [("gaussian", 2), ("laplace", 1)])
-def test_replacing_an_image_moves_its_row_alone_by_twice_the_clip_norm_at_most(projection, mechanism, order):
+def test_replacing_an_image_moves_its_row_alone_by_twice_the_clip_norm_at_most(
+    projection, mechanism, order
+):
     release = config(mechanism=mechanism)
     x, y = images(20, projection)
     directions = np.asarray(projection.directions)[:, 0].reshape(TOKENS, WIDTH)
     x[7] = np.asarray(projection.mean) + 100 * directions
     first = release.release(KEY, x, labels=y, projection=projection)
     others = []
-    for replacement in (np.asarray(projection.mean) - 100 * directions, x[3], np.full_like(x[7], np.nan)):
+    for replacement in (
+        np.asarray(projection.mean) - 100 * directions,
+        x[3],
+        np.full_like(x[7], np.nan),
+    ):
         other = x.copy()
         other[7] = replacement
-        second = release.release(KEY, other, labels=np.where(np.arange(20) == 7, 0, y), projection=projection)
-        difference = np.asarray(second.features, np.float64) - np.asarray(first.features, np.float64)
+        second = release.release(
+            KEY, other, labels=np.where(np.arange(20) == 7, 0, y), projection=projection
+        )
+        difference = np.asarray(second.features, np.float64) - np.asarray(
+            first.features, np.float64
+        )
         others.append(np.linalg.norm(difference[7], ord=order))
         assert (np.delete(difference, 7, axis=0) == 0).all()
         assert (np.delete(second.labels, 7) == np.delete(first.labels, 7)).all()
@@ -441,13 +523,22 @@ def test_replacing_an_image_moves_its_row_alone_by_twice_the_clip_norm_at_most(p
 
 def registered(**changes):
     ledger = Ledger.in_memory()
-    ledger.register("scans", **{"adjacency": "replace_one", "unit": "image", "epsilon": 4.0, "delta": 1e-5, **changes})
+    ledger.register(
+        "scans",
+        **{"adjacency": "replace_one", "unit": "image", "epsilon": 4.0, "delta": 1e-5, **changes},
+    )
     return ledger
 
 
 def call(ledger, fitted, **changes):
     x, y = images(20, fitted)
-    arguments = {"release": config(), "representations": x, "labels": y, "projection": fitted, **changes}
+    arguments = {
+        "release": config(),
+        "representations": x,
+        "labels": y,
+        "projection": fitted,
+        **changes,
+    }
     return release_privately(ledger.account("scans"), **arguments)
 
 
@@ -464,7 +555,9 @@ def test_a_release_is_paid_once_and_refused_when_the_budget_is_gone(projection, 
         cost = privacy.epsilon(config().event, delta=1e-5, adjacency="replace_one")
         assert ledger.epsilon("scans") == cost > 2.0  # twice does not fit
         drawn = []
-        monkeypatch.setattr(noisy_upload, "Release", lambda **fields: Release(**{**fields, "compute": drawn.append}))
+        monkeypatch.setattr(
+            noisy_upload, "Release", lambda **fields: Release(**{**fields, "compute": drawn.append})
+        )
         with pytest.raises(BudgetExceeded):
             call(ledger, projection)
         assert ledger.epsilon("scans") == cost and not drawn
@@ -502,18 +595,31 @@ def test_with_a_seed_a_release_is_paid_once(projection):
 def test_the_order_of_the_images_is_not_released(projection):
     x, y = images(20, projection)
     order = np.argsort(y, kind="stable")
-    open_release = config(noise_multiplier=1e-6, label_epsilon=50.0)  # so that rows can be told apart
+    open_release = config(
+        noise_multiplier=1e-6, label_epsilon=50.0
+    )  # so that rows can be told apart
     places = []
     for k in range(30):
         with registered(epsilon=None) as ledger:
             seed = bytes([k]) * 16
             released = call(
-                ledger, projection, representations=x[order], labels=y[order], release=open_release, seed=seed
+                ledger,
+                projection,
+                representations=x[order],
+                labels=y[order],
+                release=open_release,
+                seed=seed,
             )
         plain = clip_representation(project(projection, x[order]), open_release.clip_norm)
-        nearest = np.abs(np.asarray(released.features)[:, None] - np.asarray(plain)[None]).sum(-1).argmin(1)
+        nearest = (
+            np.abs(np.asarray(released.features)[:, None] - np.asarray(plain)[None])
+            .sum(-1)
+            .argmin(1)
+        )
         np.testing.assert_array_equal(np.sort(nearest), np.arange(20))
-        np.testing.assert_array_equal(released.labels, y[order][nearest])  # features and labels stay together
+        np.testing.assert_array_equal(
+            released.labels, y[order][nearest]
+        )  # features and labels stay together
         places.append(np.flatnonzero(nearest == 0)[0])
     assert len(set(places)) > 8  # of 20 places in 30 draws, about 15.7
 
@@ -524,22 +630,61 @@ WIDE = np.zeros((20, 1, 1), "f4")
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"representations": np.zeros((20, 12), "f4")}, ValueError, r"representations must be \[n, T, D\] with n >= 1"),
-        ({"representations": np.zeros((0, 3, 4), "f4")}, ValueError, r"n >= 1 images, got shape \(0, 3, 4\)"),
-        ({"representations": np.zeros((20, 3, 4), "i1")}, TypeError, "floating point, got int8. Dequantise them first"),
-        ({"representations": np.zeros((20, 4, 3), "f4")}, ValueError, r"does not fit representations \(20, 4, 3\)"),
-        ({"labels": np.zeros(19, int)}, ValueError, r"labels must be \[n\] for the 20 images, got shape \(19,\)"),
+        (
+            {"representations": np.zeros((20, 12), "f4")},
+            ValueError,
+            r"representations must be \[n, T, D\] with n >= 1",
+        ),
+        (
+            {"representations": np.zeros((0, 3, 4), "f4")},
+            ValueError,
+            r"n >= 1 images, got shape \(0, 3, 4\)",
+        ),
+        (
+            {"representations": np.zeros((20, 3, 4), "i1")},
+            TypeError,
+            "floating point, got int8. Dequantise them first",
+        ),
+        (
+            {"representations": np.zeros((20, 4, 3), "f4")},
+            ValueError,
+            r"does not fit representations \(20, 4, 3\)",
+        ),
+        (
+            {"labels": np.zeros(19, int)},
+            ValueError,
+            r"labels must be \[n\] for the 20 images, got shape \(19,\)",
+        ),
         ({"labels": np.full(20, 4)}, ValueError, r"labels must be in \[0, 4\)"),
         ({"labels": np.zeros(20)}, TypeError, "labels must be integers"),
-        ({"projection": Projection(np.zeros((3, 4)), np.zeros((11, 2)))}, ValueError, r"directions \(11, 2\) does not"),
-        ({"projection": Projection(np.zeros((3, 4)), np.zeros((12, 0)))}, ValueError, r"directions \(12, 0\) does not"),
-        ({"projection": Projection(np.zeros((3, 4)), np.full((12, 2), np.nan))}, ValueError, "NaN or infinite entries"),
         (
-            {"projection": Projection(np.zeros((1, 1)), np.zeros((1, 2**20 + 1), "i1")), "representations": WIDE},
+            {"projection": Projection(np.zeros((3, 4)), np.zeros((11, 2)))},
+            ValueError,
+            r"directions \(11, 2\) does not",
+        ),
+        (
+            {"projection": Projection(np.zeros((3, 4)), np.zeros((12, 0)))},
+            ValueError,
+            r"directions \(12, 0\) does not",
+        ),
+        (
+            {"projection": Projection(np.zeros((3, 4)), np.full((12, 2), np.nan))},
+            ValueError,
+            "NaN or infinite entries",
+        ),
+        (
+            {
+                "projection": Projection(np.zeros((1, 1)), np.zeros((1, 2**20 + 1), "i1")),
+                "representations": WIDE,
+            },
             ValueError,
             "at most 1048576 directions, got 1048577",
         ),
-        ({"projection": Projection(np.zeros((3, 4)), np.zeros((12, 2), "c8"))}, TypeError, "complex"),
+        (
+            {"projection": Projection(np.zeros((3, 4)), np.zeros((12, 2), "c8"))},
+            TypeError,
+            "complex",
+        ),
         ({"seed": b"short"}, ValueError, "seed must be 16 bytes, got 5"),
         ({"seed": 3}, TypeError, "seed must be 16 bytes, got int"),
     ],
@@ -555,7 +700,8 @@ def test_nothing_is_spent_on_what_cannot_be_released(projection, changes, error,
 def test_another_adjacency_is_refused(projection, adjacency):
     with registered(adjacency=adjacency) as ledger:
         with pytest.raises(
-            ValueError, match=rf"registered with '{adjacency}'.*Register the dataset with adjacency='replace_one'"
+            ValueError,
+            match=rf"registered with '{adjacency}'.*Register the dataset with adjacency='replace_one'",
         ):
             call(ledger, projection)
         assert ledger.epsilon("scans") == 0
@@ -568,22 +714,27 @@ def test_a_second_release_with_other_settings_does_not_recompile(projection, not
         call(ledger, projection)
         with nothing_compiles():
             call(ledger, projection, release=config(clip_norm=7.0), seed=SEED)
-            config(clip_norm=7.0, noise_multiplier=0.1).release(KEY, x + 1, labels=y, projection=projection)
+            config(clip_norm=7.0, noise_multiplier=0.1).release(
+                KEY, x + 1, labels=y, projection=projection
+            )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "order"), [("gaussian", 2), ("laplace", 1)])
 def test_no_released_row_is_longer_than_the_clip_norm_before_noise(projection, mechanism, order):
-    """Checks the whole program, where the compiler might compute a row twice and large numbers cancel."""
+    """Checks the whole program, where the compiler might compute a row twice and large numbers
+    cancel."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(500, TOKENS, WIDTH)) * 10.0 ** rng.uniform(-3, 6, (500, 1, 1)) + 1e4
     release = config(mechanism=mechanism, noise_multiplier=0.0)
-    released = release.release(KEY, x.astype(np.float32), labels=np.zeros(500, int), projection=projection)
+    released = release.release(
+        KEY, x.astype(np.float32), labels=np.zeros(500, int), projection=projection
+    )
     norms = np.linalg.norm(np.asarray(released.features, np.float64), ord=order, axis=1)
     assert (norms <= release.clip_norm).all() and (norms > 0.999 * release.clip_norm).mean() > 0.9
 
 
-# --- After a crash ----------------------------------------------------------------------------------------------------
+# --- After a crash ------------------------------------------------------------------------------
 
 
 class Crash(Exception):
@@ -620,7 +771,9 @@ def test_what_was_paid_for_and_lost_is_made_again_as_it_was(projection, tmp_path
         for _ in range(2):  # made again, then kept
             released = call(ledger, projection, workdir=tmp_path)
             assert_same(released, lost)
-            assert isinstance(released.features, jax.Array) and released.features.dtype == jnp.float32
+            assert (
+                isinstance(released.features, jax.Array) and released.features.dtype == jnp.float32
+            )
             assert released.labels.dtype == np.int32 and not (tmp_path / "secret_seed").exists()
         assert charges(ledger) == 1
         with pytest.raises(ValueError, match="keeps another release"):
@@ -629,13 +782,21 @@ def test_what_was_paid_for_and_lost_is_made_again_as_it_was(projection, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["representations", "labels", "projection", "clip_norm", "label_epsilon", "flags"])
-def test_what_is_different_after_a_crash_has_fresh_noise_and_is_paid_again(projection, tmp_path, monkeypatch, change):
+@pytest.mark.parametrize(
+    "change", ["representations", "labels", "projection", "clip_norm", "label_epsilon", "flags"]
+)
+def test_what_is_different_after_a_crash_has_fresh_noise_and_is_paid_again(
+    projection, tmp_path, monkeypatch, change
+):
     x, y = images(20, projection)
     changes = {
-        "representations": {"representations": np.where(np.arange(20)[:, None, None] == 7, x + 1e-6, x)},
+        "representations": {
+            "representations": np.where(np.arange(20)[:, None, None] == 7, x + 1e-6, x)
+        },
         "labels": {"labels": np.where(np.arange(20) == 7, (y + 1) % 4, y)},
-        "projection": {"projection": projection._replace(directions=projection.directions.at[0, 0].add(1e-6))},
+        "projection": {
+            "projection": projection._replace(directions=projection.directions.at[0, 0].add(1e-6))
+        },
         "clip_norm": {"release": config(clip_norm=np.nextafter(2.0, 3.0))},
         "label_epsilon": {"release": config(label_epsilon=0.6)},
     }.get(change, {})
@@ -686,7 +847,9 @@ with Ledger(folder / "ledger.sqlite") as ledger:
 @pytest.mark.slow
 def test_a_process_that_is_killed_is_repeated_under_the_same_flags_only(tmp_path):
     """Checks that other flags, which move the last bits of a result, get other noise."""
-    flags = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=true".strip()}
+    flags = {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=true".strip()
+    }
     same, other = tmp_path / "same", tmp_path / "other"
     same.mkdir()
     killed = forked.run(KILLED, same, "lost.npz", modules=forked.PARTIES)
@@ -718,7 +881,7 @@ def test_a_bare_release_needs_a_typed_key(projection):
         config().release(KEY, x, labels=y + 4, projection=projection)
 
 
-# --- The published mode -----------------------------------------------------------------------------------------------
+# --- The published mode -------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -728,7 +891,9 @@ def test_the_published_mode_has_no_epsilon():
     reason = published_event(0.8).reason
     assert "Laplace(0.8) noise is metric-DP at 1.25 per unit of L1 distance" in reason
     assert "augmented copies and labels have no guarantee" in reason
-    assert "representations have no noise; augmented copies and labels" in published_event(0.0).reason
+    assert (
+        "representations have no noise; augmented copies and labels" in published_event(0.0).reason
+    )
     for scale in (-1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="laplace_scale must be finite and at least 0"):
             published_event(scale)

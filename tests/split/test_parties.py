@@ -1,4 +1,5 @@
-"""Client and server in one process: what is refused, when it costs nothing yet, and what happens after a crash."""
+"""Client and server in one process: what is refused, when it costs nothing yet, and what happens
+after a crash."""
 
 import contextlib
 import hashlib
@@ -38,19 +39,28 @@ def batch():
 
 
 class Client:
-    """A client with its images and workdir, and the frontend of a server that asks for the upload and is gone then."""
+    """A client with its images and workdir, and the frontend of a server that asks for the upload
+    and is gone then."""
 
     def __init__(self, folder, shipment, batch):
-        self.root, self.file, self.frontend = folder / "client", folder / "images.npz", pack_frontend(shipment)
+        self.root, self.file, self.frontend = (
+            folder / "client",
+            folder / "images.npz",
+            pack_frontend(shipment),
+        )
         self.config = ConfigDict(two_parties.get_config().client.to_dict())
         self.config.update({"images": str(self.file), "num_classes": 3, "laplace_scale": 0.1})
-        self.save(**{name: array[:COUNT] for name, array in batch.items()}, test_image=batch["image"][COUNT:])
+        self.save(
+            **{name: array[:COUNT] for name, array in batch.items()},
+            test_image=batch["image"][COUNT:],
+        )
 
     def save(self, **arrays):
         np.savez(self.file, **arrays)
 
     def run(self, *questions, ledger_path=None, queries=None, **changes):
-        """Returns the answers to the frontend and further questions. A question may be a function of the upload."""
+        """Returns the answers to the frontend and further questions. A question may be a function
+        of the upload."""
         config, told = ConfigDict({**self.config.to_dict(), **changes}), []
 
         def serve(answer, until):
@@ -75,7 +85,9 @@ class Client:
             entries = ledger.report()["datasets"]
         assert all(not entry["open"] for entry in entries)
         return {
-            entry["name"]: {row[key] for row in entry["spends"] for key in ("first_label", "last_label")}
+            entry["name"]: {
+                row[key] for row in entry["spends"] for key in ("first_label", "last_label")
+            }
             for entry in entries
         }
 
@@ -85,7 +97,9 @@ class Client:
 
     def untouched(self):
         """Tells whether nothing was spent or kept."""
-        kept = {path.name for path in self.root.glob("*") if not path.name.startswith("ledger.sqlite")}
+        kept = {
+            path.name for path in self.root.glob("*") if not path.name.startswith("ledger.sqlite")
+        }
         return kept <= {"lock", "charges.jsonl"} and not notes(self.root) and self.spends() == 0
 
 
@@ -96,10 +110,12 @@ def client(tmp_path, shipment, batch):
 
 def about(kind, **arrays):
     """Returns a question that names the upload."""
-    return lambda upload: pack(kind, fields={"upload": hashlib.sha256(upload).hexdigest()}, arrays=arrays)
+    return lambda upload: pack(
+        kind, fields={"upload": hashlib.sha256(upload).hexdigest()}, arrays=arrays
+    )
 
 
-# --- Before anything is spent -----------------------------------------------------------------------------------------
+# --- Before anything is spent -------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -109,7 +125,10 @@ def about(kind, **arrays):
         ({"mode": "raw"}, "mode must be one of published, noise_once, private, got 'raw'"),
         ({"num_classes": 2}, r"labels must be in \[0, 2\)"),
         ({"laplace_scale": -1.0}, "laplace_scale must be at least 0 and at most .*, got -1.0"),
-        ({"query_laplace_scale": float("inf")}, "query_laplace_scale must be at least 0 and at most .*, got inf"),
+        (
+            {"query_laplace_scale": float("inf")},
+            "query_laplace_scale must be at least 0 and at most .*, got inf",
+        ),
     ],
 )
 def test_a_wrong_config_costs_nothing(client, changes, match):
@@ -123,10 +142,16 @@ def test_wrong_images_cost_nothing(client, batch):
     image, label = batch["image"], batch["label"]
     for arrays, match in (
         ({"image": image}, r"images.npz has no array label. It has image\. Make it again"),
-        ({"image": image[:1], "label": label[:1]}, "one image has no neighbours, which must give 4 patches"),
+        (
+            {"image": image[:1], "label": label[:1]},
+            "one image has no neighbours, which must give 4 patches",
+        ),
         ({"image": image[:0], "label": label[:0]}, r"images must be \[n, 8, 8, 1\] with n >= 1"),
         ({"image": image, "label": label[1:]}, r"labels must be \[n\].* of another n"),
-        ({"image": image, "label": label, "test_image": image, "test_label": label + 1}, r"labels must be in \[0, 3\)"),
+        (
+            {"image": image, "label": label, "test_image": image, "test_label": label + 1},
+            r"labels must be in \[0, 3\)",
+        ),
         ({"image": np.repeat(image, 3, -1), "label": label}, r"every image must be \[H, W, 1\]"),
     ):
         client.save(**arrays)
@@ -141,7 +166,10 @@ def test_a_wrong_frontend_costs_nothing(client, shipment):
     with pytest.raises(ValueError, match="mode='private' needs a frontend with a projection"):
         client.run()
     client.frontend = right[:-1] + bytes([right[-1] ^ 1])
-    with pytest.raises(ValueError, match=r"the server's package does not have the SHA-256 that it states\. .* Send it"):
+    with pytest.raises(
+        ValueError,
+        match=r"the server's package does not have the SHA-256 that it states\. .* Send it",
+    ):
         client.run()
     client.frontend = pack("adapted", fields={}, arrays={})
     with pytest.raises(FileNotFoundError, match="upload does not exist"):
@@ -152,24 +180,30 @@ def test_a_wrong_frontend_costs_nothing(client, shipment):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["published", "noise_once"])
 def test_an_upload_that_could_not_be_sent_costs_nothing(client, monkeypatch, mode):
-    monkeypatch.setattr(split, "represent", lambda *args: np.full((COUNT, 17, 8), np.nan, np.float32))
+    monkeypatch.setattr(
+        split, "represent", lambda *args: np.full((COUNT, 17, 8), np.nan, np.float32)
+    )
     with pytest.raises(ValueError, match="representations must be finite"):
         client.run(mode=mode)
     assert client.spends() == 0 and not notes(client.root)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "match"), [("private", "epsilon"), ("published", "allow_unproven=True")])
+@pytest.mark.parametrize(
+    ("mode", "match"), [("private", "epsilon"), ("published", "allow_unproven=True")]
+)
 def test_a_budget_is_kept(client, mode, match):
     client.root.mkdir()
     with Ledger(client.root / "ledger.sqlite") as ledger:
-        ledger.register(parties.DATASET, adjacency="replace_one", unit="image", epsilon=7.0, delta=1e-5)
+        ledger.register(
+            parties.DATASET, adjacency="replace_one", unit="image", epsilon=7.0, delta=1e-5
+        )
     with pytest.raises(BudgetExceeded, match=match):
         client.run(mode=mode)
     assert client.spends() == 0 and not (client.root / "upload").exists()
 
 
-# --- After a crash ----------------------------------------------------------------------------------------------------
+# --- After a crash ------------------------------------------------------------------------------
 
 
 def full(*args):
@@ -202,7 +236,9 @@ parties.run_client(ConfigDict(eval(config)), root, serve, queries=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "place"), [("private", "upload"), ("published", "upload"), ("private", "queries")])
+@pytest.mark.parametrize(
+    ("mode", "place"), [("private", "upload"), ("published", "upload"), ("private", "queries")]
+)
 def test_a_client_that_is_killed_pays_once_and_sends_the_same(client, tmp_path, mode, place):
     config = repr(ConfigDict({**client.config.to_dict(), "mode": mode}).to_dict())
     write_package(tmp_path / "frontend", client.frontend)
@@ -227,12 +263,16 @@ def test_what_was_paid_for_is_sent_again_and_not_paid_again(client, batch, mode)
     for _ in range(2):
         assert client.run(lambda upload: client.frontend, mode=mode) == [*first, *first]
     assert client.spends() == 1
-    with pytest.raises(ValueError, match="belongs to an experiment with another epsilon\\. Use a new workdir"):
+    with pytest.raises(
+        ValueError, match="belongs to an experiment with another epsilon\\. Use a new workdir"
+    ):
         client.run(mode=mode, epsilon=9.0)
     with pytest.raises(ValueError, match="is about another upload"):
         client.run(lambda upload: pack("adapted", fields={"upload": "0"}, arrays={}), mode=mode)
     client.save(**{name: array[1:COUNT] for name, array in batch.items()})
-    with pytest.raises(ValueError, match=r"was started with other images or labels\. Use a new workdir"):
+    with pytest.raises(
+        ValueError, match=r"was started with other images or labels\. Use a new workdir"
+    ):
         client.run(mode=mode)
     client.frontend = changed_bits(client.frontend)
     with pytest.raises(ValueError, match=r"was started with another frontend\. Use a new workdir"):
@@ -298,13 +338,18 @@ def test_one_client_per_workdir(client):
 def test_a_run_that_ended_without_queries_asks_none(client):
     told = client.run(about("adapted"), about("answers", logits=np.zeros((0, 3), np.float32)))
     assert len(unpack(told[1], "queries").arrays["representations"]) == 0 and unpack(told[2], "end")
-    assert not client.has_secret and json.loads((client.root / "result.json").read_text())["queries"] == 0
-    with pytest.raises(ValueError, match=r"has ended without queries, and the secret .* is deleted.*new workdir"):
+    assert (
+        not client.has_secret
+        and json.loads((client.root / "result.json").read_text())["queries"] == 0
+    )
+    with pytest.raises(
+        ValueError, match=r"has ended without queries, and the secret .* is deleted.*new workdir"
+    ):
         client.run(queries=True)
     assert client.spends() == 1 and client.spends(parties.QUERIES) == 0 and not client.has_secret
 
 
-# --- The server -------------------------------------------------------------------------------------------------------
+# --- The server ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -353,7 +398,9 @@ def test_noise_once_between_two_parties(client, server, batch, monkeypatch):
 
     def serve(answer, until):
         huge = lambda question: unpack(question, kinds).kind == found.get("huge")  # noqa: E731
-        direct = found["direct"] = Direct(lambda question: bytes(2**20 + 1) if huge(question) else answer(question))
+        direct = found["direct"] = Direct(
+            lambda question: bytes(2**20 + 1) if huge(question) else answer(question)
+        )
         found["server"] = run_server(config, root, direct, limits=Limits(bytes=2**20))
         assert until()
 
@@ -364,11 +411,15 @@ def test_noise_once_between_two_parties(client, server, batch, monkeypatch):
     def too_large(kind):
         """Answers a kind of question with a package above the server's limit."""
         found["huge"] = kind
-        with pytest.raises(ValueError, match=r"declares 1048577 bytes, more than the limit of 1048576"):
+        with pytest.raises(
+            ValueError, match=r"declares 1048577 bytes, more than the limit of 1048576"
+        ):
             run()
         found.pop("huge")
 
-    with pytest.raises(ValueError, match=r"the server's package declares \d+ bytes, more than the limit of 100"):
+    with pytest.raises(
+        ValueError, match=r"the server's package declares \d+ bytes, more than the limit of 100"
+    ):
         run(bytes=100)
     too_large("frontend")
     too_large("logits")
@@ -376,11 +427,22 @@ def test_noise_once_between_two_parties(client, server, batch, monkeypatch):
     assert found["server"] == {"mode": "noise_once", "bytes": result["bytes"], "queries": 5}
     assert result["epsilon"] is None and 0 <= result["accuracy"] <= 1
     asked = [unpack(question, kinds) for question in found["direct"].asked]
-    assert [package.kind for package in asked] == ["frontend", *["logits"] * (len(asked) - 3), "adapted", "answers"]
-    np.testing.assert_array_equal(np.load(client.root / "predictions.npy"), asked[-1].arrays["logits"].argmax(1))
+    assert [package.kind for package in asked] == [
+        "frontend",
+        *["logits"] * (len(asked) - 3),
+        "adapted",
+        "answers",
+    ]
+    np.testing.assert_array_equal(
+        np.load(client.root / "predictions.npy"), asked[-1].arrays["logits"].argmax(1)
+    )
     assert not client.has_secret
-    monkeypatch.setattr(parties.Till, "stream", lambda *args: pytest.fail("a run that has ended needs no secret"))
-    monkeypatch.setattr(parties.Till, "release", lambda *args: pytest.fail("a run that has ended releases nothing"))
+    monkeypatch.setattr(
+        parties.Till, "stream", lambda *args: pytest.fail("a run that has ended needs no secret")
+    )
+    monkeypatch.setattr(
+        parties.Till, "release", lambda *args: pytest.fail("a run that has ended releases nothing")
+    )
     too_large("adapted")
     assert run() == result and len(found["direct"].asked) == 3  # both tell what they have kept
     assert not client.has_secret and client.spends() == client.spends(parties.QUERIES) == 1
@@ -390,14 +452,20 @@ def test_noise_once_between_two_parties(client, server, batch, monkeypatch):
 def test_a_server_refuses_before_it_begins(client, server, tmp_path):
     config, root = server
     config.n_patches = 17
-    with pytest.raises(ValueError, match="n_patches=17 is more than the 16 patches of a representation"):
+    with pytest.raises(
+        ValueError, match="n_patches=17 is more than the 16 patches of a representation"
+    ):
         run_server(config, tmp_path / "new", Direct())
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["lock"]
     config.n_patches = 4
-    with pytest.raises(TimeoutError, match=r"client-1 gave no answer within 0.2 seconds, or refused"):
+    with pytest.raises(
+        TimeoutError, match=r"client-1 gave no answer within 0.2 seconds, or refused"
+    ):
         run_server(config, root, Direct(), timeout=0.2)
     wrong = pack("upload", fields={"mode": "raw", "num_classes": 3, "frontend": ""}, arrays={})
-    with pytest.raises(ValueError, match=r"'upload' is whole but of no use.*made with another frontend"):
+    with pytest.raises(
+        ValueError, match=r"'upload' is whole but of no use.*made with another frontend"
+    ):
         run_server(config, root, Direct(lambda question: wrong))
     both = Direct()
     both.names = ("a", "b")

@@ -1,4 +1,5 @@
-"""Codes, and scales that a loss chooses: against a forward pass, gradients and searches in NumPy float64."""
+"""Codes, and scales that a loss chooses: against a forward pass, gradients and searches in NumPy
+float64."""
 
 import functools
 
@@ -33,7 +34,7 @@ def represent(backbone, frontend, params, images):
     return quantized_front(backbone, frontend, images, params=params)
 
 
-# --- Codes ------------------------------------------------------------------------------------------------------------
+# --- Codes --------------------------------------------------------------------------------------
 
 
 def test_halves_go_to_even_and_values_are_clamped():
@@ -85,7 +86,7 @@ def test_only_one_label_per_image_within_the_classes_is_accepted():
         check_labels(np.zeros(0, int), 0, 3)
 
 
-# --- One backward pass ------------------------------------------------------------------------------------------------
+# --- One backward pass --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,9 @@ def calibration(vit):
 
 @pytest.fixture(scope="module")
 def observed(vit, calibration):
-    parts = [observe(vit.backbone, vit.params, *(x[i : i + 2] for x in calibration)) for i in (0, 2)]
+    parts = [
+        observe(vit.backbone, vit.params, *(x[i : i + 2] for x in calibration)) for i in (0, 2)
+    ]
     return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
@@ -108,7 +111,9 @@ def losses(vit, calibration, taps):
 
 def by_images(path, x):
     """Reshapes [4 heads, T, d] of attention to [4, heads, T, d]."""
-    return x.reshape(4, -1, *x.shape[1:]) if path.endswith(PRODUCTS) else x.reshape(4, -1, x.shape[-1])
+    return (
+        x.reshape(4, -1, *x.shape[1:]) if path.endswith(PRODUCTS) else x.reshape(4, -1, x.shape[-1])
+    )
 
 
 def outputs(vit, calibration):
@@ -125,17 +130,29 @@ def outputs(vit, calibration):
 
 @pytest.mark.slow
 def test_sites_are_all_products_of_the_frontend(vit, observed):
-    attention = [f"attention/{site}" for site in ("query", "key", "value", "scores", "mixture", "out")]
-    names = ["embed", *(f"block_{k}/{site}" for k in (0, 1) for site in (*attention, "mlp_0", "mlp_1"))]
+    attention = [
+        f"attention/{site}" for site in ("query", "key", "value", "scores", "mixture", "out")
+    ]
+    names = [
+        "embed",
+        *(f"block_{k}/{site}" for k in (0, 1) for site in (*attention, "mlp_0", "mlp_1")),
+    ]
     assert list(describe_frontend(vit.backbone).sites) == names
     assert set(observed) == {*names, "output", "logits"}
 
 
 def test_sites_are_found_after_jax_has_cached_the_frontend():
-    model = Swin(num_classes=2, patch_size=4, window=2, width=2, depths=(2,), num_heads=(1,), mlp_ratio=1)
+    model = Swin(
+        num_classes=2, patch_size=4, window=2, width=2, depths=(2,), num_heads=(1,), mlp_ratio=1
+    )
     backbone = Backbone(model, Preprocessing(size=8, mean=(0.5,), std=(0.5,)), 1)
-    front, init = backbone.front, functools.partial(backbone.model.init, stop=1)  # held, so that their traces stay
-    jax.eval_shape(front, jax.eval_shape(init, jax.random.key(0), backbone.images)["params"], backbone.images)
+    front, init = (
+        backbone.front,
+        functools.partial(backbone.model.init, stop=1),
+    )  # held, so that their traces stay
+    jax.eval_shape(
+        front, jax.eval_shape(init, jax.random.key(0), backbone.images)["params"], backbone.images
+    )
     assert len(describe_frontend(backbone).sites) == 9
 
 
@@ -160,14 +177,18 @@ def test_one_backward_pass_has_the_gradients_of_every_site_on_its_own(vit, calib
     for path, y in outputs(vit, calibration).items():
         g = by_images(path, np.asarray(observed[path][1], np.float64))
         directions = rng.normal(size=(3, *y.shape))
-        higher, lower = (losses(vit, calibration, {path: sign * step * directions}) for sign in (1, -1))
+        higher, lower = (
+            losses(vit, calibration, {path: sign * step * directions}) for sign in (1, -1)
+        )
         expected = (higher - lower) / (2 * step)  # [3, 4]
         found = np.einsum("pik,ik->pi", directions.reshape(3, 4, -1), g.reshape(4, -1))
         assert abs(expected).max() > 1e-3
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * abs(expected).max(), err_msg=path)
+        np.testing.assert_allclose(
+            found, expected, rtol=1e-4, atol=1e-4 * abs(expected).max(), err_msg=path
+        )
 
 
-# --- Search -----------------------------------------------------------------------------------------------------------
+# --- Search -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +197,8 @@ def scales(vit, calibration):
 
 
 def gradient(vit, calibration, path, shape):
-    """Computes gradients of every image's loss by the output of a site, from differences: [B, ...] like `shape`."""
+    """Computes gradients of every image's loss by the output of a site, from differences: [B, ...]
+    like `shape`."""
     steps = 1e-5 * np.eye(np.prod(shape[1:])).reshape(-1, 1, *shape[1:])
     higher, lower = (losses(vit, calibration, {path: sign * steps}) for sign in (1, -1))
     return ((higher - lower) / 2e-5).T.reshape(shape)
@@ -184,7 +206,8 @@ def gradient(vit, calibration, path, shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path", ["block_0/mlp_0", "embed", "block_0/attention/mixture", "block_1/attention/scores", "output"]
+    "path",
+    ["block_0/mlp_0", "embed", "block_0/attention/mixture", "block_1/attention/scores", "output"],
 )
 def test_scales_are_those_of_an_exhaustive_search(vit, calibration, scales, path):
     reference = vit.reference
@@ -205,8 +228,13 @@ def check_search(reference, path, bits, operands, y, g, scales):
 
     def error(*candidates):
         """Computes Eq. 8 in every group."""
-        spread = [reference.spread(path, c * base) for c, base in zip(candidates, bases, strict=True)]
-        both = [x if s is None else reference.rounded(x, s, bits) for x, s in zip(operands, spread, strict=True)]
+        spread = [
+            reference.spread(path, c * base) for c, base in zip(candidates, bases, strict=True)
+        ]
+        both = [
+            x if s is None else reference.rounded(x, s, bits)
+            for x, s in zip(operands, spread, strict=True)
+        ]
         if path == "embed":
             both[0] = operands[0]
         squares = (g * (product(*both) - y)) ** 2
@@ -222,10 +250,17 @@ def check_search(reference, path, bits, operands, y, g, scales):
         allowed = [{(1.0, c) for c in near(CANDIDATES, errors[:, k])} for k in range(groups)]
     else:
         table = functools.lru_cache(error)
-        allowed = [reference.search(lambda *c, k=k: table(*c)[k], 3, CANDIDATES) for k in range(groups)]
+        allowed = [
+            reference.search(lambda *c, k=k: table(*c)[k], 3, CANDIDATES) for k in range(groups)
+        ]
     for k in range(groups):
         mine = [np.broadcast_to(f, groups)[k] for f in fractions]
-        assert any(np.allclose(mine, pair, rtol=1e-5) for pair in allowed[k]), (path, k, mine, allowed[k])
+        assert any(np.allclose(mine, pair, rtol=1e-5) for pair in allowed[k]), (
+            path,
+            k,
+            mine,
+            allowed[k],
+        )
 
 
 def near(candidates, errors):
@@ -235,7 +270,9 @@ def near(candidates, errors):
 @pytest.mark.slow
 def test_every_scale_is_a_candidate_of_its_own_operand(vit, calibration, scales):
     seen = vit.reference.observe(vit.exact, calibration[0], 2)
-    found = {path: (scales.first[path], scales.second[path]) for path in scales.first} | {"output": (scales.output,)}
+    found = {path: (scales.first[path], scales.second[path]) for path in scales.first} | {
+        "output": (scales.output,)
+    }
     assert set(found) == set(seen) == {*scales.second, "output"}
     for path, operands in seen.items():
         for which, (scale, x) in enumerate(zip(found[path], operands, strict=True)):
@@ -261,7 +298,9 @@ def without(vit, *paths):
     [("head", "block_0/attention/key"), ("block_1/mlp_1", "block_1/mlp_0")],
 )
 def test_gradients_that_are_zero_are_refused(vit, calibration, zero, named):
-    message = rf"with respect to {named} are numerically zero, so they select no scale. .* metric='mse'"
+    message = (
+        rf"with respect to {named} are numerically zero, so they select no scale. .* metric='mse'"
+    )
     with pytest.raises(ValueError, match=message):
         search_scales(vit.backbone, without(vit, zero), *calibration, bits=BITS, batch_size=2)
 
@@ -286,7 +325,9 @@ def test_a_head_that_no_gradient_reaches_is_not_clamped(vit, calibration):
     out["kernel"] = out["kernel"].at[:width].set(0.0)
     scales = search_scales(vit.backbone, params, *calibration, bits=BITS, batch_size=2)
     path = "block_0/attention/mixture"
-    operands = vit.reference.observe(jax.tree.map(lambda x: np.asarray(x, np.float64), params), calibration[0], 2)[path]
+    operands = vit.reference.observe(
+        jax.tree.map(lambda x: np.asarray(x, np.float64), params), calibration[0], 2
+    )[path]
     for scale, x in zip((scales.first[path], scales.second[path]), operands, strict=True):
         fractions = np.asarray(scale) / vit.reference.largest(path, x, BITS)
         np.testing.assert_allclose(fractions[0], 1.0, rtol=1e-5)
@@ -296,7 +337,9 @@ def test_a_head_that_no_gradient_reaches_is_not_clamped(vit, calibration):
 @pytest.mark.slow
 def test_the_plain_error_needs_no_gradient(vit, calibration):
     params = without(vit, "head", "block_1/mlp_1")
-    scales = search_scales(vit.backbone, params, *calibration, bits=BITS, batch_size=2, metric="mse")
+    scales = search_scales(
+        vit.backbone, params, *calibration, bits=BITS, batch_size=2, metric="mse"
+    )
     # Nothing depends on the scale of a weight that is zero, which must still be one.
     assert all(np.all(np.isfinite(s)) and np.all(s > 0) for s in jax.tree.leaves(scales))
     seen, y = vit.reference.observe(vit.exact, calibration[0], 2), outputs(vit, calibration)
@@ -325,7 +368,7 @@ def test_impossible_searches_are_refused(vit):
             search(vit.images, vit.labels, **{name: 0})
 
 
-# --- Quantised frontends ----------------------------------------------------------------------------------------------
+# --- Quantised frontends ------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -353,8 +396,13 @@ def test_all_that_is_shipped_are_codes(vit, bits):
         assert np.array_equal(codes[~tie], np.clip(np.rint(exact[~tie]), low, high))
         assert tie.sum() >= np.size(peak) and np.all(abs(codes[tie] - exact[tie]) < 0.5001)
     params = frontend.params
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), vit.front)
-    kernel = frontend.codes["embed/kernel"] * np.asarray(frontend.units["embed/kernel"])[None, None, None]
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), vit.front
+    )
+    kernel = (
+        frontend.codes["embed/kernel"]
+        * np.asarray(frontend.units["embed/kernel"])[None, None, None]
+    )
     np.testing.assert_allclose(params["embed"]["kernel"], kernel, rtol=1e-6)
     assert frontend.bits == bits
 
@@ -372,9 +420,15 @@ def test_fewer_bits_are_a_larger_error_and_every_operand_is_rounded(vit):
         frontend = vit.quantized(bits)
         found = represent(vit.backbone, frontend, frontend.params, vit.images)
         assert found.shape == exact.shape and found.dtype == jnp.float32
-        check_codes(found, vit.represent_quantized(frontend, frontend.params, vit.images), frontend.scales.output)
+        check_codes(
+            found,
+            vit.represent_quantized(frontend, frontend.params, vit.images),
+            frontend.scales.output,
+        )
         errors.append(np.linalg.norm(found - exact) / np.linalg.norm(exact))
-    assert 0.001 < errors[0] < 0.03 and 5 * errors[0] < errors[1] and 1.5 * errors[1] < errors[2] < 1, errors
+    assert (
+        0.001 < errors[0] < 0.03 and 5 * errors[0] < errors[1] and 1.5 * errors[1] < errors[2] < 1
+    ), errors
 
 
 @pytest.mark.slow
@@ -383,7 +437,11 @@ def test_noisy_parameters_are_used_as_they_are(vit):
     rng = np.random.default_rng(0)
     # Less than half a unit: rounding would remove all of it.
     noisy = {
-        path: np.asarray(np.asarray(leaf) + np.asarray(frontend.units[path]) * rng.uniform(-0.4, 0.4, leaf.shape), "f4")
+        path: np.asarray(
+            np.asarray(leaf)
+            + np.asarray(frontend.units[path]) * rng.uniform(-0.4, 0.4, leaf.shape),
+            "f4",
+        )
         for path, leaf in flatten_dict(frontend.params, sep="/").items()
     }
     noisy = unflatten_dict(noisy, sep="/")
@@ -395,7 +453,9 @@ def test_noisy_parameters_are_used_as_they_are(vit):
 @pytest.mark.slow
 def test_heads_of_all_windows_of_a_swin_share_scales(reference):
     """Checks attention with images, windows and heads in one axis, heads fastest."""
-    model = Swin(num_classes=3, patch_size=2, window=2, width=8, depths=(2,), num_heads=(2,), mlp_ratio=1)
+    model = Swin(
+        num_classes=3, patch_size=2, window=2, width=8, depths=(2,), num_heads=(2,), mlp_ratio=1
+    )
     backbone = Backbone(model, Preprocessing(size=8, mean=(0.3,), std=(0.4,)), 1)
     rng = np.random.default_rng(0)
     images, labels = rng.random((2, 8, 8, 1), np.float32), np.array([0, 2])
@@ -408,16 +468,24 @@ def test_heads_of_all_windows_of_a_swin_share_scales(reference):
     attention = "stage_0_block_0/attention"
     weights = params["stage_0_block_0"]["attention"]["query"]
     (x,) = observed[f"{attention}/query"][0]
-    query = (np.asarray(x) @ weights["kernel"] + weights["bias"]).reshape(2, 4, 4, 2, 4)  # of images, windows, tokens
+    query = (np.asarray(x) @ weights["kernel"] + weights["bias"]).reshape(
+        2, 4, 4, 2, 4
+    )  # of images, windows, tokens
     base = abs(query).max((0, 1, 2, 4)) / 127.5  # of each head
     assert abs(base[0] / base[1] - 1) > 0.05
-    distance = abs(np.asarray(scales.first[f"{attention}/scores"] / base)[:, None] - CANDIDATES).min(1)
+    distance = abs(
+        np.asarray(scales.first[f"{attention}/scores"] / base)[:, None] - CANDIDATES
+    ).min(1)
     np.testing.assert_allclose(distance, 0, atol=2e-5)
 
     for path in (f"{attention}/scores", f"{attention}/mixture"):
-        operands, g = jax.tree.map(lambda x: np.asarray(x, np.float64).reshape(-1, 2, *x.shape[1:]), observed[path])
+        operands, g = jax.tree.map(
+            lambda x: np.asarray(x, np.float64).reshape(-1, 2, *x.shape[1:]), observed[path]
+        )
         assert g.shape == (8, 2, 4, 4)
-        y = np.matmul(operands[0], operands[1].swapaxes(-1, -2) if path.endswith("scores") else operands[1])
+        y = np.matmul(
+            operands[0], operands[1].swapaxes(-1, -2) if path.endswith("scores") else operands[1]
+        )
         check_search(reference, path, 8, operands, y, g, scales)
 
     frontend = jax.jit(quantize_frontend)(backbone.divide(params)[0], scales)

@@ -1,8 +1,8 @@
 """What a client does: noise on parameters, representations, copies of them with noise.
 
-Statistical tests use fixed keys, so they are deterministic. Over the choice of key a correct implementation fails one
-with probability below 1e-5, and noise that is scaled by 0.7 or 1.3 is rejected as surely.
-"""
+Statistical tests use fixed keys, so they are deterministic. Over the choice of key a correct
+implementation fails one with probability below 1e-5, and noise that is scaled by 0.7 or 1.3 is
+rejected as surely."""
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,12 @@ SEED = bytes(range(16))
 KEY = noise.stream(SEED, "test")
 ALPHA = 0.05
 
-# --- Noise on parameters ----------------------------------------------------------------------------------------------
+# --- Noise on parameters -------------------------------------------------------------------------
 
 SIZE = 4000
 MAGNITUDES = np.array([-30.0, -1.0, -0.02, 0.0, 0.02, 1.0, 30.0])
-# In the smallest both noises are as large as each other, and in the other leaf the root mean square is another one.
+# In the smallest both noises are as large as each other, and in the other leaf the root mean square
+# is another one.
 PARAMS = {
     "kernel": np.repeat(MAGNITUDES[:, None], SIZE, axis=1).astype(np.float32),
     "bias": np.full(SIZE, 0.5, np.float32),
@@ -49,10 +50,14 @@ def is_standard_normal(z):
 @pytest.mark.parametrize("mode", ["rel", "abs", "var", "rms"])
 def test_parameters_get_both_noises_of_eq_12(mode):
     noisy = perturb_params(KEY, PARAMS, alpha=ALPHA, mode=mode)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), noisy) == jax.tree.map(lambda x: (x.shape, x.dtype), PARAMS)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), noisy) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), PARAMS
+    )
     for name, leaf in PARAMS.items():
         differences = np.asarray(noisy[name], np.float64) - leaf
-        for difference, std in zip(np.atleast_2d(differences), np.atleast_2d(expected_std(mode, leaf)), strict=True):
+        for difference, std in zip(
+            np.atleast_2d(differences), np.atleast_2d(expected_std(mode, leaf)), strict=True
+        ):
             if std[0] == 0:
                 assert not difference.any()
                 continue
@@ -64,7 +69,10 @@ def test_parameters_get_both_noises_of_eq_12(mode):
 @pytest.mark.slow
 def test_every_parameter_has_noise_of_its_own_and_every_key_another():
     noisy = perturb_params(KEY, PARAMS, alpha=ALPHA)
-    again, other = perturb_params(KEY, PARAMS, alpha=ALPHA), perturb_params(jax.random.key(1), PARAMS, alpha=ALPHA)
+    again, other = (
+        perturb_params(KEY, PARAMS, alpha=ALPHA),
+        perturb_params(jax.random.key(1), PARAMS, alpha=ALPHA),
+    )
     assert all(np.array_equal(noisy[name], again[name]) for name in PARAMS)
     rows = [np.asarray(tree[name]) - PARAMS[name] for tree in (noisy, other) for name in PARAMS]
     rows = np.concatenate([np.atleast_2d(row) for row in rows])
@@ -91,7 +99,7 @@ def test_impossible_parameter_noise_is_refused():
         perturb_params(jnp.zeros(2, jnp.uint32), PARAMS)
 
 
-# --- Representations --------------------------------------------------------------------------------------------------
+# --- Representations ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -99,14 +107,23 @@ def test_representations_do_not_depend_on_the_batch(vit):
     vit = vit.cut_after(1)
     frontend = vit.quantized(8)
     params = perturb_params(KEY, frontend.params)
-    found = np.asarray(represent(vit.backbone, frontend, params, vit.images[:5], batch_size=3))  # one row of padding
+    found = np.asarray(
+        represent(vit.backbone, frontend, params, vit.images[:5], batch_size=3)
+    )  # one row of padding
     assert found.shape == (5, 17, 8) and found.dtype == np.float32
-    steps = abs(found - vit.represent_quantized(frontend, params, vit.images[:5])) / float(frontend.scales.output)
+    steps = abs(found - vit.represent_quantized(frontend, params, vit.images[:5])) / float(
+        frontend.scales.output
+    )
     # float32 may round a code to its neighbour.
     assert steps.max() < 1.01 and np.mean(steps > 0.01) < 0.01
-    # In the same program, an image does not depend on what stands beside it, another image or padding.
-    assert np.array_equal(found[3:], represent(vit.backbone, frontend, params, vit.images[2:5], batch_size=3)[1:])
-    assert np.array_equal(found[:3], represent(vit.backbone, frontend, params, vit.images[:3], batch_size=100))
+    # In the same program, an image does not depend on what stands beside it, another image or
+    # padding.
+    assert np.array_equal(
+        found[3:], represent(vit.backbone, frontend, params, vit.images[2:5], batch_size=3)[1:]
+    )
+    assert np.array_equal(
+        found[:3], represent(vit.backbone, frontend, params, vit.images[:3], batch_size=100)
+    )
 
 
 def test_impossible_images_are_refused(vit):
@@ -132,7 +149,7 @@ def test_impossible_images_are_refused(vit):
         represent(vit.backbone, vit.quantized(8), vit.front, good, batch_size=0)
 
 
-# --- Copies -----------------------------------------------------------------------------------------------------------
+# --- Copies -------------------------------------------------------------------------------------
 
 N, TOKENS, WIDTH, COPIES = 5, 9, 40, 7
 B = 0.8
@@ -154,7 +171,9 @@ def is_laplace(x):
     """Checks noise of scale B: |x| / B is exponential, with mean and standard deviation 1."""
     x = np.ravel(x).astype(np.float64) / B
     assert x.size >= 1800
-    return scipy.stats.kstest(x, "laplace").pvalue > 1e-6 and abs(abs(x).mean() - 1) < 5 / np.sqrt(x.size)
+    return scipy.stats.kstest(x, "laplace").pvalue > 1e-6 and abs(abs(x).mean() - 1) < 5 / np.sqrt(
+        x.size
+    )
 
 
 def test_copies_are_indexed_by_image_and_number():
@@ -193,7 +212,10 @@ def test_a_copy_is_the_same_whenever_it_is_asked_for():
     made = augment_then_noise(KEY, X, laplace_scale=B, **OPTIONS)
     whole = all_copies(made)
     rng = np.random.default_rng(0)
-    images, numbers = rng.integers(0, N, N * (1 + COPIES)), rng.integers(0, 1 + COPIES, N * (1 + COPIES))
+    images, numbers = (
+        rng.integers(0, N, N * (1 + COPIES)),
+        rng.integers(0, 1 + COPIES, N * (1 + COPIES)),
+    )
     found = batch(made, images.astype(np.int32), numbers.astype(np.int32))
     assert np.array_equal(found, whole[images, numbers])
     other = augment_then_noise(noise.stream(SEED, "other"), X, laplace_scale=B, **OPTIONS)
@@ -206,13 +228,22 @@ def test_noise_comes_once_when_it_comes_first():
     copies = all_copies(made)
     noisy = copies[:, 0]
     difference = noisy - np.asarray(X)
-    assert is_laplace(difference) and not is_laplace(0.7 * difference) and not is_laplace(1.3 * difference)
-    assert abs(np.corrcoef(difference.reshape(N, -1)) - np.eye(N)).max() < 6 / np.sqrt(TOKENS * WIDTH)
-    assert np.array_equal(made.representations, noisy)  # Nothing else is in the object that is sent.
+    assert (
+        is_laplace(difference)
+        and not is_laplace(0.7 * difference)
+        and not is_laplace(1.3 * difference)
+    )
+    assert abs(np.corrcoef(difference.reshape(N, -1)) - np.eye(N)).max() < 6 / np.sqrt(
+        TOKENS * WIDTH
+    )
+    assert np.array_equal(
+        made.representations, noisy
+    )  # Nothing else is in the object that is sent.
     assert np.array_equal(made.neighbors, retrieve_neighbors(made.representations))
     untouched = (copies == noisy[:, None]).all(-1)
     assert np.all(untouched[:, 1:].sum(-1) == TOKENS - 3)
-    # Every token of every copy is one of the noisy tokens at its position: no exact value, no other noise.
+    # Every token of every copy is one of the noisy tokens at its position: no exact value, no other
+    # noise.
     assert (copies[:, :, None] == noisy[None, None]).all(-1).any(2).all()
 
 
@@ -220,14 +251,20 @@ def test_noise_comes_once_when_it_comes_first():
 @pytest.mark.parametrize("make", [augment_then_noise, noise_then_augment])
 def test_impossible_copies_are_refused(make):
     for scale in (-0.1, np.inf, np.nan):
-        with pytest.raises(ValueError, match=f"laplace_scale must be finite and at least 0, got {scale}"):
+        with pytest.raises(
+            ValueError, match=f"laplace_scale must be finite and at least 0, got {scale}"
+        ):
             make(KEY, X, laplace_scale=scale, **OPTIONS)
     with pytest.raises(ValueError, match="copies must be at least 0, got -1"):
         make(KEY, X, laplace_scale=B, **{**OPTIONS, "copies": -1})
     with pytest.raises(ValueError, match="n_patches=8 is more than the 7 patch positions"):
         make(KEY, X, laplace_scale=B, **{**OPTIONS, "n_patches": 8})
-    with pytest.raises(ValueError, match="n_patches=3 needs a neighbour, but there is only one image"):
+    with pytest.raises(
+        ValueError, match="n_patches=3 needs a neighbour, but there is only one image"
+    ):
         make(KEY, X[:1], laplace_scale=B, **OPTIONS)
-    assert make(KEY, X[:1], laplace_scale=B, copies=2, n_patches=0, prefix_tokens=0).index()[1].tolist() == [0, 1, 2]
+    assert make(KEY, X[:1], laplace_scale=B, copies=2, n_patches=0, prefix_tokens=0).index()[
+        1
+    ].tolist() == [0, 1, 2]
     with pytest.raises(TypeError, match="key must be a typed key"):
         make(jnp.zeros(2, jnp.uint32), X, laplace_scale=B, **OPTIONS)

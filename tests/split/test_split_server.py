@@ -1,4 +1,5 @@
-"""What the server does: merged data, frontends for parts of it, tuning between frontends, adaptation."""
+"""What the server does: merged data, frontends for parts of it, tuning between frontends,
+adaptation."""
 
 import dataclasses
 import itertools
@@ -24,14 +25,16 @@ from jaxdp.split.server import (
 
 KEY = jax.random.key(0)
 
-# --- Data and frontends -----------------------------------------------------------------------------------------------
+# --- Data and frontends --------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_merged_data_are_the_originals_and_then_their_transforms(vit, monkeypatch):
     images, labels = merge_hilbert(vit.images, vit.labels)
     assert images.shape == (18, 8, 8, 1) and images.dtype == jnp.float32
-    assert np.array_equal(images[:9], vit.images) and np.array_equal(images[9:], hilbert_augment(vit.images))
+    assert np.array_equal(images[:9], vit.images) and np.array_equal(
+        images[9:], hilbert_augment(vit.images)
+    )
     assert labels.tolist() == [*vit.labels.tolist(), *vit.labels.tolist()]
     # Larger data in parts, in order.
     monkeypatch.setattr(server, "hilbert_augment", lambda x: -x)
@@ -46,7 +49,9 @@ def searched(vit, monkeypatch):
 
     def search(backbone, params, images, labels, **options):
         assert backbone is vit.backbone and params is vit.params
-        calls.append((np.asarray(images).ravel().astype(int).tolist(), np.asarray(labels).tolist(), options))
+        calls.append(
+            (np.asarray(images).ravel().astype(int).tolist(), np.asarray(labels).tolist(), options)
+        )
         return len(calls)
 
     def quantize(front, scales, *, bits):
@@ -54,7 +59,9 @@ def searched(vit, monkeypatch):
         return scales, bits
 
     for real, fake in ((search_scales, search), (quantize_frontend, quantize)):
-        monkeypatch.setattr(server, real.__name__, unittest.mock.create_autospec(real, side_effect=fake))
+        monkeypatch.setattr(
+            server, real.__name__, unittest.mock.create_autospec(real, side_effect=fake)
+        )
     return calls
 
 
@@ -64,7 +71,9 @@ LABELS = np.array([2, 0, 1] * 4)
 
 
 def calibrate(vit, **options):
-    return calibrate_frontends(options.pop("key", KEY), vit.backbone, vit.params, NUMBERED, LABELS, **options)
+    return calibrate_frontends(
+        options.pop("key", KEY), vit.backbone, vit.params, NUMBERED, LABELS, **options
+    )
 
 
 @pytest.mark.slow
@@ -108,15 +117,23 @@ def test_scales_are_searched_on_a_sample_of_each_part(vit, searched):
 
 
 def test_impossible_parts_are_refused(vit, searched):
-    with pytest.raises(ValueError, match="partition must be 'random', 'domain' or 'class', got 'label'"):
+    with pytest.raises(
+        ValueError, match="partition must be 'random', 'domain' or 'class', got 'label'"
+    ):
         calibrate(vit, partition="label")
     for frontends in (-1, 13):
-        with pytest.raises(ValueError, match=rf"frontends must be in \[0, 12\], the number of images, got {frontends}"):
+        with pytest.raises(
+            ValueError,
+            match=rf"frontends must be in \[0, 12\], the number of images, got {frontends}",
+        ):
             calibrate(vit, frontends=frontends)
     with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
         calibrate(vit, samples=0)
     for labels, message in [
-        (LABELS[:6], r"labels must be \[n\], one class .* got shape \[n\] of another n"),  # those of the originals only
+        (
+            LABELS[:6],
+            r"labels must be \[n\], one class .* got shape \[n\] of another n",
+        ),  # those of the originals only
         (LABELS + 1, r"labels must be in \[0, 3\)"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -124,17 +141,22 @@ def test_impossible_parts_are_refused(vit, searched):
     assert not searched
 
 
-# --- Tuning between frontends -----------------------------------------------------------------------------------------
+# --- Tuning between frontends -------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_mixing_shares_are_beta_distributed():
-    """Checks Eq. 10: one share per image, mean 1/2, variance 1 / (4 (2 beta + 1)). One key in a million fails."""
+    """Checks Eq. 10: one share per image, mean 1/2, variance 1 / (4 (2 beta + 1)). One key in a
+    million fails."""
     size, ones = 4000, jnp.ones((4000, 2, 3))
-    mix = jax.jit(lambda key, quantized, exact: mixup_representations(key, quantized, exact, beta=0.75))
+    mix = jax.jit(
+        lambda key, quantized, exact: mixup_representations(key, quantized, exact, beta=0.75)
+    )
     mixed = np.asarray(mix(KEY, 3 * ones, ones), np.float64)
     share = (mixed[:, 0, 0] - 1) / 2
-    np.testing.assert_allclose((mixed - 1) / 2, np.broadcast_to(share[:, None, None], mixed.shape), atol=1e-6)
+    np.testing.assert_allclose(
+        (mixed - 1) / 2, np.broadcast_to(share[:, None, None], mixed.shape), atol=1e-6
+    )
     assert scipy.stats.kstest(share, scipy.stats.beta(0.75, 0.75).cdf).pvalue > 1e-6
     # Other laws on [0, 1], such as the uniform one, are told apart.
     assert scipy.stats.kstest(share, "uniform").pvalue < 1e-6
@@ -162,7 +184,9 @@ def test_the_loss_is_the_mean_over_frontends_of_mixed_representations(vit, monke
     vit = vit.cut_after(1)
     frontends = vit.quantized(8, factor=0.5), vit.quantized(8, factor=0.1)
     loss = jax.jit(server.mixup_loss(vit.backbone, 0.8))
-    found = loss(vit.back, (vit.front, frontends), (jnp.asarray(vit.images), jnp.asarray(vit.labels)), KEY)
+    found = loss(
+        vit.back, (vit.front, frontends), (jnp.asarray(vit.images), jnp.asarray(vit.labels)), KEY
+    )
     exact, expected = vit.represent(vit.images), 0
     for key, frontend in zip(jax.random.split(KEY, 2), frontends, strict=True):
         quantized = vit.represent_quantized(frontend, frontend.params, vit.images)
@@ -181,14 +205,22 @@ def test_tuning_lowers_the_loss_and_returns_the_backend_alone(vit):
     options = {"learning_rate": 1e-2, "epochs": 30, "batch_size": 4}
     back = tune_backend(KEY, vit.backbone, vit.params, frontends, vit.images, vit.labels, **options)
     assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, vit.back)
-    moved = jax.tree.map(lambda a, b: float(np.max(abs(np.asarray(a) - np.asarray(b)))), back, vit.back)
+    moved = jax.tree.map(
+        lambda a, b: float(np.max(abs(np.asarray(a) - np.asarray(b)))), back, vit.back
+    )
     assert min(jax.tree.leaves(moved)) > 1e-4
     quantized = vit.represent_quantized(frontends[0], frontends[0].params, vit.images)
     for x in (vit.represent(vit.images), quantized):
-        old, new = (vit.reference.cross_entropy(vit.logits(x, params), vit.labels).mean() for params in (None, back))
+        old, new = (
+            vit.reference.cross_entropy(vit.logits(x, params), vit.labels).mean()
+            for params in (None, back)
+        )
         assert new < 0.6 * old
     after = jax.tree.map(np.array, (vit.params, frontends))
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    )
 
 
 def test_impossible_tuning_is_refused(vit):
@@ -198,7 +230,7 @@ def test_impossible_tuning_is_refused(vit):
         tune_backend(KEY, vit.backbone, vit.params, (), vit.images, vit.labels)
 
 
-# --- Adaptation -------------------------------------------------------------------------------------------------------
+# --- Adaptation ---------------------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
@@ -218,7 +250,8 @@ class Shifted:
 
 @pytest.mark.slow
 def test_few_images_teach_the_task(vit):
-    """Zeros and ones, ten images of each, by a frontend that has learnt nothing; chance is one half."""
+    """Zeros and ones, ten images of each, by a frontend that has learnt nothing; chance is one
+    half."""
     batch = bundled("digits").of_classes([0, 1]).gather(np.arange(120))
     order = np.argsort(batch["label"], kind="stable")
     few, rest = np.concatenate([order[:10], order[-10:]]), order[10:-10]
@@ -231,7 +264,9 @@ def test_few_images_teach_the_task(vit):
         logits = np.asarray(adapted.logits(x[rest]))
         assert adapted.backbone.num_classes == 2 and logits.shape == (100, 2)
         accuracy.append(np.mean(logits.argmax(1) == batch["label"][rest]))
-    assert accuracy[0] > 0.75 and accuracy[1] < 0.25, accuracy  # With the labels exchanged, it learns that.
+    assert accuracy[0] > 0.75 and accuracy[1] < 0.25, (
+        accuracy
+    )  # With the labels exchanged, it learns that.
     np.testing.assert_allclose(logits, vit.logits(x[rest], adapted.back), atol=1e-3)
 
 
@@ -241,7 +276,9 @@ def test_noisy_labels_are_corrected_by_their_probabilities(vit):
     x = vit.represent(vit.images[:4])
     copies = Shifted(jnp.asarray(x, jnp.float32))
     observed = np.array([2, 0, 1, 1])
-    noise = np.array([[0.7, 0.2, 0.1], [0.0, 0.9, 0.1], [0.3, 0.3, 0.4]])  # rows are true labels; not symmetric
+    noise = np.array(
+        [[0.7, 0.2, 0.1], [0.0, 0.9, 0.1], [0.3, 0.3, 0.4]]
+    )  # rows are true labels; not symmetric
     images, numbers = copies.index()
     given = x[np.asarray(images)] + np.asarray(numbers)[:, None, None] / 10
     p = scipy.special.softmax(vit.logits(given), axis=-1)
@@ -272,4 +309,12 @@ def test_impossible_adaptation_is_refused(vit):
         with pytest.raises(ValueError, match=message):
             adapt(KEY, vit.backbone, vit.back, copies, np.array(labels), num_classes=classes)
     with pytest.raises(ValueError, match=r"label_noise must be \[2, 2\], got \[3, 3\]"):
-        adapt(KEY, vit.backbone, vit.back, copies, np.array([0, 1, 1, 0]), num_classes=2, label_noise=jnp.eye(3))
+        adapt(
+            KEY,
+            vit.backbone,
+            vit.back,
+            copies,
+            np.array([0, 1, 1, 0]),
+            num_classes=2,
+            label_noise=jnp.eye(3),
+        )

@@ -16,27 +16,38 @@ from jaxdp.transforms.clipping import choose_method
 
 # Many small programs are compiled once each: LLVM's expensive passes would be most of the time.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-# XLA's older code for fusions, which tests/conftest.py chooses, computes the bounds of a scatter in the dtype of its
-# indices. With int8 and 140 rows it writes before and after the array. With uint8 and 300 rows it drops updates.
-NEWER_FUSIONS = {"xla_cpu_use_fusion_emitters": True} if "emitters=false" in os.environ["XLA_FLAGS"] else {}
+# XLA's older code for fusions, which tests/conftest.py chooses, computes the bounds of a scatter in
+# the dtype of its indices. With int8 and 140 rows it writes before and after the array. With uint8
+# and 300 rows it drops updates.
+NEWER_FUSIONS = (
+    {"xla_cpu_use_fusion_emitters": True} if "emitters=false" in os.environ["XLA_FLAGS"] else {}
+)
 
 
 def compiler_options(batch: Any) -> dict[str, Any]:
     """Returns options that compile quickly, and that index rightly by the integers of `batch`."""
-    narrow = any(jax.dtypes.issubdtype(x.dtype, np.integer) and x.dtype.itemsize < 4 for x in jax.tree.leaves(batch))
+    narrow = any(
+        jax.dtypes.issubdtype(x.dtype, np.integer) and x.dtype.itemsize < 4
+        for x in jax.tree.leaves(batch)
+    )
     return QUICK_COMPILE | (NEWER_FUSIONS if narrow else {})
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Gradients of one example at a time in float64, [B, ...] at trainable leaves and None at others."""
+    """Gradients of one example at a time in float64, [B, ...] at trainable leaves and None at
+    others."""
 
     losses: np.ndarray
     grads: list[np.ndarray | None]
     norms: np.ndarray
 
-    def clipped_sum(self, clip_norm: float, keep: np.ndarray | None = None) -> list[np.ndarray | None]:
-        factors = np.where(self.norms > clip_norm, clip_norm / np.where(self.norms > 0, self.norms, 1), 1)
+    def clipped_sum(
+        self, clip_norm: float, keep: np.ndarray | None = None
+    ) -> list[np.ndarray | None]:
+        factors = np.where(
+            self.norms > clip_norm, clip_norm / np.where(self.norms > 0, self.norms, 1), 1
+        )
         factors = factors * (1 if keep is None else keep)
         return [None if g is None else np.einsum("b,b...->...", factors, g) for g in self.grads]
 
@@ -45,7 +56,11 @@ def _float64(tree: Any) -> Any:
     def cast(x: Any) -> Any:
         if not hasattr(x, "dtype") or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
-        return np.asarray(x, np.float64) if jax.dtypes.issubdtype(x.dtype, np.floating) else np.asarray(x)
+        return (
+            np.asarray(x, np.float64)
+            if jax.dtypes.issubdtype(x.dtype, np.floating)
+            else np.asarray(x)
+        )
 
     return jax.tree.map(cast, tree)
 
@@ -57,7 +72,8 @@ def micro_batches_of_one(
     *,
     trainable: Callable[[str, Any], bool] = lambda path, leaf: True,
 ) -> Reference:
-    """Computes `jax.grad` of `loss_fn` for one example after the other in float64, and norms by NumPy."""
+    """Computes `jax.grad` of `loss_fn` for one example after the other in float64, and norms by
+    NumPy."""
     paths, structure = jax.tree_util.tree_flatten_with_path(_float64(params))
     leaves = [leaf for _, leaf in paths]
     moving = [
@@ -73,14 +89,20 @@ def micro_batches_of_one(
             every[i] = value
         return loss_fn(jax.tree.unflatten(structure, every), example)
 
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # Flax mixes float32 into float64
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("standard"),
+    ):  # Flax mixes float32 into float64
         step = jax.jit(jax.value_and_grad(loss), compiler_options=compiler_options(batch))
         size = len(jax.tree.leaves(batch)[0])
         rows = [
-            step([leaves[i] for i in moving], jax.tree.map(lambda x, b=b: x[b], _float64(batch))) for b in range(size)
+            step([leaves[i] for i in moving], jax.tree.map(lambda x, b=b: x[b], _float64(batch)))
+            for b in range(size)
         ]
         losses = np.array([float(value) for value, _ in rows])
-        stacked = [np.stack([np.asarray(g[k], np.float64) for _, g in rows]) for k in range(len(moving))]
+        stacked = [
+            np.stack([np.asarray(g[k], np.float64) for _, g in rows]) for k in range(len(moving))
+        ]
     norms = np.sqrt(sum(((g.reshape(size, -1) ** 2).sum(1) for g in stacked), np.zeros(size)))
     grads: list[np.ndarray | None] = [None] * len(leaves)
     for i, g in zip(moving, stacked, strict=True):
@@ -98,19 +120,25 @@ def assert_same_sum(
             assert g is None, err
         else:
             assert g.shape == e.shape, err
-            np.testing.assert_allclose(np.asarray(g, np.float64), e, rtol=rtol, atol=atol, err_msg=err)
+            np.testing.assert_allclose(
+                np.asarray(g, np.float64), e, rtol=rtol, atol=atol, err_msg=err
+            )
 
 
 def treatment(method: str, component: Any, size: int, keep: bool) -> str:
-    """Returns what `method` does with a component: "factors", "keep" or "drop". An engine chooses by itself."""
-    if method in ("auto", "bookkeeping") or (method == "factors" and not clipping.can_factor(component)):
+    """Returns what `method` does with a component: "factors", "keep" or "drop". An engine chooses
+    by itself."""
+    if method in ("auto", "bookkeeping") or (
+        method == "factors" and not clipping.can_factor(component)
+    ):
         return choose_method(component, size, keep)
     return method
 
 
 @contextmanager
 def forced(method: str) -> Iterator[list[tuple[Any, int]]]:
-    """Forces `method` for every component: "factors" (where factors exist), "keep" or "drop". Yields the components."""
+    """Forces `method` for every component: "factors" (where factors exist), "keep" or "drop".
+    Yields the components."""
     components: list[tuple[Any, int]] = []
 
     def pick(component: Any, size: int, keep: bool) -> str:
@@ -127,14 +155,16 @@ def every_method(
 ) -> dict[str, clipping.ClippedSum]:
     """Returns the result of each method, an engine or a treatment of all components.
 
-    All but "vmap" are one computation, which differs only in the treatment of components. A method that treats each
-    component as an earlier one did is left out.
-    """
+    All but "vmap" are one computation, which differs only in the treatment of components. A method
+    that treats each component as an earlier one did is left out."""
     out: dict[str, clipping.ClippedSum] = {}
     done: list[list[str]] = []
     components: list[tuple[Any, int]] = []
     for method in methods:
-        if method != "vmap" and [treatment(method, *c, method != "bookkeeping") for c in components] in done:
+        if (
+            method != "vmap"
+            and [treatment(method, *c, method != "bookkeeping") for c in components] in done
+        ):
             continue
         engine: Any = method if method in ("vmap", "bookkeeping") else "auto"
         with forced(method) as seen:

@@ -1,8 +1,9 @@
-"""Fuzzes clipping with gradients whose terms cancel by design, in each rule by which a weight meets data.
+"""Fuzzes clipping with gradients whose terms cancel by design, in each rule by which a weight meets
+data.
 
-A batch of one shows what the sum contains of an example. Its norm, in float64, must be at most 1 + SLACK times the clip
-norm, for every engine and every treatment of a layer. JAXDP_SLOW=1 adds long examples and bfloat16.
-"""
+A batch of one shows what the sum contains of an example. Its norm, in float64, must be at most 1 +
+SLACK times the clip norm, for every engine and every treatment of a layer. JAXDP_SLOW=1 adds long
+examples and bfloat16."""
 
 import itertools
 import os
@@ -27,10 +28,13 @@ Pattern = Callable[[int, np.random.Generator], np.ndarray]
 
 
 def rising(length: int, rng: np.random.Generator) -> np.ndarray:
-    """Rises in steps of 1 and 2 and falls in steps of 1, so additions round up and down by other amounts."""
+    """Rises in steps of 1 and 2 and falls in steps of 1, so additions round up and down by other
+    amounts."""
     ones, twos = length // 4, length // 8
     zeros = length - 2 * ones - 3 * twos
-    return np.concatenate([np.ones(ones), np.full(twos, 2.0), np.full(ones + 2 * twos, -1.0), np.zeros(zeros)])
+    return np.concatenate(
+        [np.ones(ones), np.full(twos, 2.0), np.full(ones + 2 * twos, -1.0), np.zeros(zeros)]
+    )
 
 
 def paired(length: int, rng: np.random.Generator) -> np.ndarray:
@@ -55,16 +59,26 @@ PATTERNS: tuple[Pattern, ...] = (rising, paired, shuffled, nearly)
 
 
 def dot(length: int) -> tuple[Any, Any, np.ndarray]:
-    return np.zeros((48, 3)), lambda p, e: jnp.sum((e[0] @ p) * e[1][:, None]), np.ones((length, 48))
+    return (
+        np.zeros((48, 3)),
+        lambda p, e: jnp.sum((e[0] @ p) * e[1][:, None]),
+        np.ones((length, 48)),
+    )
 
 
 def long_rows(length: int) -> tuple[Any, Any, np.ndarray]:
-    return np.zeros((700, 2)), lambda p, e: jnp.sum((e[0] @ p) * e[1][:, None]), np.ones((length, 700))
+    return (
+        np.zeros((700, 2)),
+        lambda p, e: jnp.sum((e[0] @ p) * e[1][:, None]),
+        np.ones((length, 700)),
+    )
 
 
 def convolution(length: int) -> tuple[Any, Any, np.ndarray]:
     def loss(p: Any, e: Any) -> Any:
-        out = lax.conv_general_dilated(e[0][None], p, (1,), [(0, 0)], dimension_numbers=("NWC", "WIO", "NWC"))
+        out = lax.conv_general_dilated(
+            e[0][None], p, (1,), [(0, 0)], dimension_numbers=("NWC", "WIO", "NWC")
+        )
         return jnp.sum(out[0] * e[1][:, None])
 
     return np.zeros((3, 8, 4)), loss, np.ones((length + 2, 8))
@@ -96,7 +110,9 @@ def tied(length: int) -> tuple[Any, Any, np.ndarray]:
     def loss(p: Any, e: Any) -> Any:
         half = len(e[1]) // 2
         one_hot = jnp.zeros((half, 24), e[1].dtype).at[:, 3].set(1)
-        return jnp.sum(p[e[0][:half]] * e[1][:half, None]) + jnp.sum((one_hot @ p) * e[1][half:, None])
+        return jnp.sum(p[e[0][:half]] * e[1][:half, None]) + jnp.sum(
+            (one_hot @ p) * e[1][half:, None]
+        )
 
     return np.zeros((24, 4)), loss, np.full(length, 3)
 
@@ -120,11 +136,14 @@ def scan(length: int) -> tuple[Any, Any, np.ndarray]:
 
 
 def computed(length: int) -> tuple[Any, Any, np.ndarray]:
-    """Has a weight that is computed from the parameters by a map with a large gain along a hidden direction."""
+    """Has a weight that is computed from the parameters by a map with a large gain along a hidden
+    direction."""
     rng = np.random.default_rng(0)
     direction = rng.normal(size=(16, 8))
     probe = np.cos(2.4 * np.arange(128)).reshape(16, 8)
-    direction -= probe * (direction * probe).sum() / np.square(probe).sum()  # not seen along this direction
+    direction -= (
+        probe * (direction * probe).sum() / np.square(probe).sum()
+    )  # not seen along this direction
     hidden, large = jnp.asarray(direction, jnp.float32), jnp.asarray(1e5 * direction, jnp.float32)
 
     def loss(p: Any, e: Any) -> Any:
@@ -135,14 +154,33 @@ def computed(length: int) -> tuple[Any, Any, np.ndarray]:
     return np.zeros((16, 8)), loss, rows
 
 
-RULES = (dot, long_rows, convolution, lookup, sliced, scale, bias, tied, two_lookups, scan, computed)
+RULES = (
+    dot,
+    long_rows,
+    convolution,
+    lookup,
+    sliced,
+    scale,
+    bias,
+    tied,
+    two_lookups,
+    scan,
+    computed,
+)
 CLIP_NORMS = np.array([1.0, 1.3, 1.7], np.float32)
 
 
 def excess(
-    rule: Any, length: int, pattern: Pattern, method: str, oracle: Any, kind: Any = jnp.float32, seed: int = 0
+    rule: Any,
+    length: int,
+    pattern: Pattern,
+    method: str,
+    oracle: Any,
+    kind: Any = jnp.float32,
+    seed: int = 0,
 ) -> float:
-    """Returns the largest norm of a contribution over the clip norm, for several clip norms and one program."""
+    """Returns the largest norm of a contribution over the clip norm, for several clip norms and one
+    program."""
     weight, loss, inputs = rule(length)
     c = pattern(length, np.random.default_rng(seed)) * 2**10
     kinds = kind if np.issubdtype(inputs.dtype, np.floating) else jnp.int32
@@ -171,7 +209,8 @@ def test_no_contribution_exceeds_the_bound_when_its_terms_cancel(rule: Any, orac
 
 @pytest.mark.slow
 def test_equal_tokens_that_cancel_over_a_long_text(oracle: Any) -> None:
-    """Added one by one in the sum, 131,072 equal tokens leave more than 1.3 times the clip norm for a fixed floor."""
+    """Added one by one in the sum, 131,072 equal tokens leave more than 1.3 times the clip norm for
+    a fixed floor."""
     assert excess(lookup, 131_072, rising, "factors", oracle) <= LIMIT
 
 
@@ -186,7 +225,9 @@ def test_a_gain_that_a_probe_does_not_see(oracle: Any) -> None:
 @pytest.mark.parametrize("kind", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("length", [512, 4096, 32_768])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_no_contribution_of_a_long_example_exceeds_the_bound(rule: Any, length: int, kind: Any, oracle: Any) -> None:
+def test_no_contribution_of_a_long_example_exceeds_the_bound(
+    rule: Any, length: int, kind: Any, oracle: Any
+) -> None:
     for pattern, method in itertools.product(PATTERNS, METHODS):
         if method == "factors" and length > 4096 and rule not in (lookup, sliced, two_lookups):
             continue  # Gram matrices of a billion entries
@@ -206,6 +247,8 @@ def test_a_fixed_floor_for_lookups_is_caught(oracle: Any, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_large_gain_that_is_formed_twice_is_caught(oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_gain_that_is_formed_twice_is_caught(
+    oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(clipping, "_only_moves", lambda program: True)
     assert excess(computed, 512, paired, "drop", oracle) > 2

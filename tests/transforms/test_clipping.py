@@ -1,4 +1,5 @@
-"""What `clipped_grad` promises besides the gradient of a model: its arguments, its edge cases and its guarantee."""
+"""What `clipped_grad` promises besides the gradient of a model: its arguments, its edge cases and
+its guarantee."""
 
 import dataclasses
 import functools
@@ -22,12 +23,16 @@ from jaxdp.transforms import clipping, opaque, rounding, walker
 
 ENGINES = ("vmap", "bookkeeping", "auto")
 every_engine = pytest.mark.parametrize("engine", ENGINES)
-# "bookkeeping" computes the clipped sum of `loss` exactly as "auto" does, which the next test checks.
+# "bookkeeping" computes the clipped sum of `loss` exactly as "auto" does, which the next test
+# checks.
 both_computations = pytest.mark.parametrize("engine", ["vmap", "auto"])
 
 
 def draws(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
-    return [np.random.default_rng([seed, i]).normal(size=s).astype(np.float32) for i, s in enumerate(shapes)]
+    return [
+        np.random.default_rng([seed, i]).normal(size=s).astype(np.float32)
+        for i, s in enumerate(shapes)
+    ]
 
 
 PARAMS = dict(zip(("w", "b", "v"), draws(0, (4, 6), (1, 6), (6, 3)), strict=True))
@@ -57,7 +62,9 @@ def reference(oracle: Any) -> Any:
 
 
 def norm(tree: Any) -> float:
-    return float(np.sqrt(sum(np.square(np.asarray(g, np.float64)).sum() for g in jax.tree.leaves(tree))))
+    return float(
+        np.sqrt(sum(np.square(np.asarray(g, np.float64)).sum() for g in jax.tree.leaves(tree)))
+    )
 
 
 def assert_equal(a: Any, b: Any) -> None:
@@ -113,16 +120,21 @@ def test_traced_clip_norm(engine: str, reference: Any, oracle: Any) -> None:
 
 @pytest.mark.slow
 @both_computations
-def test_automatic_clip_rule_makes_examples_count_alike(engine: str, reference: Any, oracle: Any) -> None:
+def test_automatic_clip_rule_makes_examples_count_alike(
+    engine: str, reference: Any, oracle: Any
+) -> None:
     out = clipped(engine, 2.0, clip_rule="automatic")(PARAMS, batch_of(5))
     factors = 2.0 / (reference.norms + 0.01)
-    oracle.assert_same_sum(PARAMS, out.grads, [np.einsum("b,b...->...", factors, g) for g in reference.grads])
+    oracle.assert_same_sum(
+        PARAMS, out.grads, [np.einsum("b,b...->...", factors, g) for g in reference.grads]
+    )
     np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5)
 
 
 @dataclasses.dataclass(frozen=True)
 class Smooth:
-    """Written outside of the package: C ||g|| / (||g|| + gamma) as norm, with a bound that is not C."""
+    """Written outside of the package: C ||g|| / (||g|| + gamma) as norm, with a bound that is not
+    C."""
 
     gamma: float = 0.3
     share: float = 0.5
@@ -145,7 +157,9 @@ class Wild(Smooth):
     """Its factors are negative, infinite or NaN."""
 
     def factor(self, norms: Any, clip_norm: Any) -> Any:
-        return jnp.where(norms > 3, -clip_norm, clip_norm * 0 / jnp.where(norms > 1, 0, 1) + 1 / (0 * norms))
+        return jnp.where(
+            norms > 3, -clip_norm, clip_norm * 0 / jnp.where(norms > 1, 0, 1) + 1 / (0 * norms)
+        )
 
 
 class Unhashable(Smooth):
@@ -162,11 +176,15 @@ class Scalar(Smooth):
 @pytest.mark.slow
 @both_computations
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_a_clip_rule_from_outside(engine: str, chunk: int | None, reference: Any, oracle: Any) -> None:
+def test_a_clip_rule_from_outside(
+    engine: str, chunk: int | None, reference: Any, oracle: Any
+) -> None:
     f = clipped(engine, 2.0, clip_rule=Smooth(), microbatch_size=chunk)
     out = f(PARAMS, batch_of(5))
     factors = 1.0 / (reference.norms + 0.3)
-    oracle.assert_same_sum(PARAMS, out.grads, [np.einsum("b,b...->...", factors, g) for g in reference.grads])
+    oracle.assert_same_sum(
+        PARAMS, out.grads, [np.einsum("b,b...->...", factors, g) for g in reference.grads]
+    )
     np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5)
     assert (f.sensitivity(), f.sensitivity("replace_one")) == (1.0, 2.0)
     assert jaxdp.privatize(f, noise_multiplier=1.0, divisor=1.0).clip_norm == 1.0
@@ -192,7 +210,9 @@ def test_a_clip_rule_from_outside_sees_no_bad_example(engine: str, poison: float
 
 @functools.partial(jax.jit, static_argnums=0)
 def smoothly_clipped(engine: Any, clip_norm: Any, batch: Any) -> Any:
-    return jaxdp.clipped_grad(loss, clip_norm=clip_norm, engine=engine, clip_rule=Smooth())(PARAMS, batch)
+    return jaxdp.clipped_grad(loss, clip_norm=clip_norm, engine=engine, clip_rule=Smooth())(
+        PARAMS, batch
+    )
 
 
 @pytest.mark.slow
@@ -213,11 +233,17 @@ def test_no_clip_rule_exceeds_its_bound(engine: str, rule: Any) -> None:
 def test_clip_rules_are_checked() -> None:
     for rule in (*clipping.CLIP_RULES, Smooth(), Smooth(gamma=1e-6), *clipping.CLIP_RULES.values()):
         clipping.check_clip_rule(rule)
-    with pytest.raises(ValueError, match=r"Broken\(gamma=0.3.*gradient of norm .* bound at clip_norm=.*bound / norm"):
+    with pytest.raises(
+        ValueError,
+        match=r"Broken\(gamma=0.3.*gradient of norm .* bound at clip_norm=.*bound / norm",
+    ):
         clipping.check_clip_rule(Broken())
     with pytest.raises(ValueError, match="A factor must lie between 0"):
         clipping.check_clip_rule(Wild())
-    for check in (clipping.check_clip_rule, lambda rule: clipped("auto", clip_rule=rule)(PARAMS, batch_of(5))):
+    for check in (
+        clipping.check_clip_rule,
+        lambda rule: clipped("auto", clip_rule=rule)(PARAMS, batch_of(5)),
+    ):
         with pytest.raises(AssertionError, match="one factor per norm"):
             check(Scalar())
 
@@ -226,7 +252,10 @@ def test_clip_rules_are_checked() -> None:
 def test_a_clip_rule_of_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(clipping.CLIP_RULES, "smooth", Smooth())
     named = jaxdp.clipped_grad(loss, clip_norm=2.0, clip_rule="smooth")
-    assert_equal(named(PARAMS, batch_of(5)).grads, clipped("auto", 2.0, clip_rule=Smooth())(PARAMS, batch_of(5)).grads)
+    assert_equal(
+        named(PARAMS, batch_of(5)).grads,
+        clipped("auto", 2.0, clip_rule=Smooth())(PARAMS, batch_of(5)).grads,
+    )
 
 
 @pytest.mark.parametrize("rule", [None, 0.5, Smooth, Unhashable(), object(), lambda norms: norms])
@@ -238,7 +267,11 @@ def test_what_is_no_clip_rule_is_refused(rule: Any) -> None:
 
 def test_sensitivity() -> None:
     f = clipped("auto", 0.5)
-    assert (f.sensitivity(), f.sensitivity("add_remove"), f.sensitivity("zero_out")) == (0.5, 0.5, 0.5)
+    assert (f.sensitivity(), f.sensitivity("add_remove"), f.sensitivity("zero_out")) == (
+        0.5,
+        0.5,
+        0.5,
+    )
     assert f.sensitivity("replace_one") == 1.0
     with pytest.raises(ValueError, match="adjacency must be one of"):
         f.sensitivity("substitute")
@@ -248,7 +281,9 @@ def test_sensitivity() -> None:
 @hypothesis.settings(max_examples=60, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(data=st.data())
 @pytest.mark.parametrize("method", ["vmap", "factors", "keep", "drop"])
-def test_one_example_moves_the_sum_by_at_most_clip_norm(method: str, data: Any, oracle: Any) -> None:
+def test_one_example_moves_the_sum_by_at_most_clip_norm(
+    method: str, data: Any, oracle: Any
+) -> None:
     """Draws gradients sum_t u_t w_t^T of any scale, whose terms may cancel, in mixed batches."""
     size, length = 3, 6
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -256,7 +291,11 @@ def test_one_example_moves_the_sum_by_at_most_clip_norm(method: str, data: Any, 
     for i in range(size):
         cancel = data.draw(st.sampled_from([1.0, 1.0, 1e-2, 1e-4, 0.0]))
         u[i] = np.repeat(u[i, ::2], 2, axis=0) if cancel < 1 else u[i]
-        w[i] = np.repeat(w[i, ::2], 2, axis=0) * np.resize([1, -1], (length, 1)) + cancel * w[i] if cancel < 1 else w[i]
+        w[i] = (
+            np.repeat(w[i, ::2], 2, axis=0) * np.resize([1, -1], (length, 1)) + cancel * w[i]
+            if cancel < 1
+            else w[i]
+        )
         u[i] *= 10.0 ** data.draw(st.integers(-20, 15))
         w[i] *= 10.0 ** data.draw(st.integers(-20, 15))
     batch = u.astype(np.float32), w.astype(np.float32)
@@ -283,7 +322,9 @@ def product_loss_function(method: str) -> Any:
 @pytest.mark.parametrize("rows", [1, 7])
 def test_a_tiny_input_cannot_hide_a_huge_error(engine: str, rows: int) -> None:
     """Uses an |x|^2 that underflows and a gradient -2 y x of 4 times the bound."""
-    f = jaxdp.clipped_grad(lambda w, e: jnp.sum(jnp.square(e[0] @ w - e[1])), clip_norm=1.0, engine=engine)
+    f = jaxdp.clipped_grad(
+        lambda w, e: jnp.sum(jnp.square(e[0] @ w - e[1])), clip_norm=1.0, engine=engine
+    )
     x = np.full((1, rows, 3072), 1e-20, np.float32)
     out = f(np.zeros(3072, np.float32), (x, np.full((1, rows), 4e18 / rows, np.float32)))
     assert norm(out.grads) <= 1 + 1e-5
@@ -322,7 +363,9 @@ def test_masked_examples_contribute_nothing_whatever_they_hold(
 
 @every_engine
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 1e30])
-def test_examples_without_a_finite_gradient_are_left_out_and_counted(engine: str, poison: float) -> None:
+def test_examples_without_a_finite_gradient_are_left_out_and_counted(
+    engine: str, poison: float
+) -> None:
     x, y = batch_of(5)
     bad = np.array([False, True, False, False, True])
     poisoned = x.copy(), y.copy()
@@ -352,7 +395,9 @@ def test_a_clipped_sum_has_derivatives(engine: str) -> None:
         return clipped(engine)(p, batch, mask).grads
 
     def derivatives(f: Any) -> Any:
-        backward = jax.grad(lambda p: sum(jnp.square(g).sum() for g in jax.tree.leaves(f(p))))(PARAMS)
+        backward = jax.grad(lambda p: sum(jnp.square(g).sum() for g in jax.tree.leaves(f(p))))(
+            PARAMS
+        )
         return backward, jax.jvp(f, (PARAMS,), (direction,))[1]
 
     found, expected = (jax.jit(lambda f=f: derivatives(f))() for f in (computed, defined))
@@ -362,7 +407,8 @@ def test_a_clipped_sum_has_derivatives(engine: str) -> None:
 @pytest.mark.slow
 @every_engine
 def test_derivatives_are_those_of_the_examples_that_contribute(engine: str) -> None:
-    """A NaN row, and a row of gradient zero. Without any example that contributes, the derivative is zero."""
+    """A NaN row, and a row of gradient zero. Without any example that contributes, the derivative
+    is zero."""
     x, y = batch_of(5)
     poisoned = x.copy()
     poisoned[1] = np.nan
@@ -388,7 +434,9 @@ def test_derivatives_are_those_of_the_examples_that_contribute(engine: str) -> N
 
 @every_engine
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_loss_that_is_not_finite_counts_although_its_gradient_is(engine: str, value: float) -> None:
+def test_a_loss_that_is_not_finite_counts_although_its_gradient_is(
+    engine: str, value: float
+) -> None:
     loss = lambda w, e: jnp.sum(w * e[0]) + e[1]  # noqa: E731
     f = jaxdp.clipped_grad(loss, clip_norm=10.0, engine=engine)
     rows = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
@@ -405,7 +453,8 @@ def test_a_loss_that_is_not_finite_counts_although_its_gradient_is(engine: str, 
 @both_computations
 @pytest.mark.parametrize("name", ["next_token", "softmax_cross_entropy", "hinge"])
 def test_a_label_that_does_not_exist_contributes_zero(engine: str, name: str) -> None:
-    """A lookup outside of the vocabulary has a gradient of zero, so the loss of such a text has a finite gradient."""
+    """A lookup outside of the vocabulary has a gradient of zero, so the loss of such a text has a
+    finite gradient."""
     tokens = name == "next_token"
     function = getattr(jaxdp.losses, name)
     good, bad = ([1, 2], [1, 4]) if tokens else (1, 4)
@@ -455,8 +504,11 @@ def test_layers_without_positions(engine: str, case: str) -> None:
     assert [leaf.path for leaf in f.plan(params, batch)] == sorted(shapes, key=str)
 
 
-def test_a_convolutional_net_takes_the_memory_of_a_plain_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA would pad records and take memory for gradients of all layers at once, if it knew their zeros early."""
+def test_a_convolutional_net_takes_the_memory_of_a_plain_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """XLA would pad records and take memory for gradients of all layers at once, if it knew their
+    zeros early."""
 
     def loss(kernels: list[Any], x: Any) -> Any:
         x = x[None]
@@ -464,16 +516,23 @@ def test_a_convolutional_net_takes_the_memory_of_a_plain_gradient(monkeypatch: p
             x = jnp.tanh(jax.lax.conv(x, kernel, (1, 1), "SAME"))
         return jnp.square(x).sum()
 
-    kernels, batch = [np.ones((16, 16, 3, 3), np.float32)] * 6, np.ones((32, 16, 16, 16), np.float32)
+    kernels, batch = (
+        [np.ones((16, 16, 3, 3), np.float32)] * 6,
+        np.ones((32, 16, 16, 16), np.float32),
+    )
 
     def memory(gradient: Any) -> int:
-        return int(jax.jit(gradient).lower(kernels, batch).compile().memory_analysis().temp_size_in_bytes)
+        return int(
+            jax.jit(gradient).lower(kernels, batch).compile().memory_analysis().temp_size_in_bytes
+        )
 
     def clipped() -> int:
         f = jaxdp.clipped_grad(loss, clip_norm=1.0)
         return memory(lambda kernels, batch: f(kernels, batch).grads)
 
-    plain = memory(jax.grad(lambda kernels, batch: jax.vmap(functools.partial(loss, kernels))(batch).sum()))
+    plain = memory(
+        jax.grad(lambda kernels, batch: jax.vmap(functools.partial(loss, kernels))(batch).sum())
+    )
     assert clipped() < 1.3 * plain
     monkeypatch.setattr(opaque, "zero", lambda _: jnp.uint32(0))
     assert clipped() > 1.5 * plain
@@ -495,7 +554,11 @@ def test_no_examples(engine: str) -> None:
         assert norm(out.grads) == 0
         assert jax.tree.map(jnp.shape, out.grads) == jax.tree.map(jnp.shape, PARAMS)
         assert out.norms.shape == out.losses.shape == (0,)
-        assert (out.norms.dtype, out.losses.dtype, int(out.nonfinite)) == (jnp.float32, jnp.float32, 0)
+        assert (out.norms.dtype, out.losses.dtype, int(out.nonfinite)) == (
+            jnp.float32,
+            jnp.float32,
+            0,
+        )
     nothing = clipped(engine)(PARAMS, batch_of(5), np.zeros(5, bool))
     assert norm(nothing.grads) == 0
     assert not np.any(nothing.norms)
@@ -541,17 +604,26 @@ def test_each_example_has_its_own_key(engine: str) -> None:
     f = jaxdp.clipped_grad(dropout_loss, clip_norm=0.5, engine=engine, has_aux=True)
     x, y = batch_of(5)
     out = f(PARAMS, (x, y), key=key)
-    kept = np.stack([np.asarray(jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, (3, 4))) for i in range(5)])
+    kept = np.stack(
+        [
+            np.asarray(jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, (3, 4)))
+            for i in range(5)
+        ]
+    )
     np.testing.assert_array_equal(out.aux["kept"], kept)
     assert len(set(np.asarray(out.aux["bits"]).tolist())) == 5
     by_hand = clipped(engine)(PARAMS, (np.where(kept, 2 * x, 0), y))
     assert_close(out.grads, by_hand.grads)
     # Padding at the end, a mask, and microbatches leave the keys of the others alone.
-    padded = tuple(np.concatenate([a, np.full((2, *a.shape[1:]), np.nan, np.float32)]) for a in (x, y))
+    padded = tuple(
+        np.concatenate([a, np.full((2, *a.shape[1:]), np.nan, np.float32)]) for a in (x, y)
+    )
     longer = f(PARAMS, padded, np.arange(7) < 5, key=key)
     np.testing.assert_array_equal(longer.aux["kept"][:5], kept)
     assert_close(longer.grads, out.grads)
-    chunked = jaxdp.clipped_grad(dropout_loss, clip_norm=0.5, engine=engine, has_aux=True, microbatch_size=2)
+    chunked = jaxdp.clipped_grad(
+        dropout_loss, clip_norm=0.5, engine=engine, has_aux=True, microbatch_size=2
+    )
     again = chunked(PARAMS, (x, y), key=key)
     np.testing.assert_array_equal(again.aux["kept"], kept)
     assert_close(again.grads, out.grads)
@@ -560,7 +632,12 @@ def test_each_example_has_its_own_key(engine: str) -> None:
 def aux_loss(p: Any, example: Any) -> Any:
     x, y = example
     logits = jnp.tanh(x @ p["w"] + p["b"]) @ p["v"]
-    return loss(p, example), {"logits": logits, "label": (jnp.argmax(y), None), "weights": p["b"], "count": 3}
+    return loss(p, example), {
+        "logits": logits,
+        "label": (jnp.argmax(y), None),
+        "weights": p["b"],
+        "count": 3,
+    }
 
 
 @pytest.mark.slow
@@ -568,10 +645,15 @@ def aux_loss(p: Any, example: Any) -> Any:
 def test_aux_is_stacked(engine: str) -> None:
     x, y = batch_of(5)
     for chunk in (None, 2):
-        f = jaxdp.clipped_grad(aux_loss, clip_norm=0.5, engine=engine, has_aux=True, microbatch_size=chunk)
+        f = jaxdp.clipped_grad(
+            aux_loss, clip_norm=0.5, engine=engine, has_aux=True, microbatch_size=chunk
+        )
         out = f(PARAMS, (x, y))
         np.testing.assert_allclose(
-            out.aux["logits"], np.tanh(x @ PARAMS["w"] + PARAMS["b"]) @ PARAMS["v"], rtol=1e-4, atol=1e-5
+            out.aux["logits"],
+            np.tanh(x @ PARAMS["w"] + PARAMS["b"]) @ PARAMS["v"],
+            rtol=1e-4,
+            atol=1e-5,
         )
         np.testing.assert_array_equal(out.aux["label"][0], y.reshape(5, -1).argmax(1))
         np.testing.assert_array_equal(out.aux["weights"], np.broadcast_to(PARAMS["b"], (5, 1, 6)))
@@ -604,12 +686,16 @@ def test_groups_clip_the_gradient_of_their_mean(engine: str, oracle: Any) -> Non
 @both_computations
 def test_groups_of_different_sizes(engine: str, oracle: Any) -> None:
     x, y = groups(4, 3)
-    mask = np.array([[True, True, True], [False, True, False], [False, False, False], [True, False, True]])
+    mask = np.array(
+        [[True, True, True], [False, True, False], [False, False, False], [True, False, True]]
+    )
 
     def mean_loss(p: Any, group: Any) -> Any:
         x, y, present = group
         losses = jnp.stack([loss(p, (x[i], y[i])) for i in range(3)])
-        return jnp.sum(jnp.where(present, losses, 0)) / jnp.maximum(present.sum(), 1).astype(losses.dtype)
+        return jnp.sum(jnp.where(present, losses, 0)) / jnp.maximum(present.sum(), 1).astype(
+            losses.dtype
+        )
 
     reference = oracle.micro_batches_of_one(mean_loss, PARAMS, (x, y, mask))
     x[~mask], y[~mask] = np.nan, np.inf  # padding within a group may hold anything
@@ -626,7 +712,8 @@ def test_each_member_of_a_group_has_its_own_key() -> None:
     f = jaxdp.clipped_grad(dropout_loss, clip_norm=0.5, has_aux=True, group=True)
     bits = np.asarray(f(PARAMS, groups(2, 3), key=key).aux["bits"])
     expected = [
-        [jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, i), j)) for j in range(3)] for i in range(2)
+        [jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, i), j)) for j in range(3)]
+        for i in range(2)
     ]
     np.testing.assert_array_equal(bits, np.array(expected))
 
@@ -639,13 +726,17 @@ def clipped_and_summed(grads: Any, clip_norm: float) -> Any:
     leaves = [np.asarray(g, np.float64) for g in jax.tree.leaves(grads)]
     norms = np.sqrt(sum(np.square(g).reshape(len(g), -1).sum(1) for g in leaves))
     factors = clip_norm / np.maximum(norms, clip_norm)
-    return jax.tree.unflatten(jax.tree.structure(grads), [np.einsum("b,b...->...", factors, g) for g in leaves])
+    return jax.tree.unflatten(
+        jax.tree.structure(grads), [np.einsum("b,b...->...", factors, g) for g in leaves]
+    )
 
 
 @every_engine
 def test_per_example_gradients(engine: str, reference: Any) -> None:
     out = clipped(engine).per_example(PARAMS, batch_of(5))
-    for grads, expected, leaf in zip(jax.tree.leaves(out.grads), reference.grads, jax.tree.leaves(PARAMS), strict=True):
+    for grads, expected, leaf in zip(
+        jax.tree.leaves(out.grads), reference.grads, jax.tree.leaves(PARAMS), strict=True
+    ):
         assert (grads.shape, grads.dtype) == ((5, *leaf.shape), jnp.float32)
         np.testing.assert_allclose(grads, expected, rtol=1e-4, atol=1e-6)
     assert (out.nonfinite.dtype, int(out.nonfinite)) == (jnp.int32, 0)
@@ -658,27 +749,45 @@ def test_per_example_gradients_of_masked_and_bad_examples_are_zero() -> None:
     out = clipped("auto").per_example(PARAMS, (x, y), np.arange(6) != 2)
     good = np.isin(np.arange(6), [0, 5])
     expected = clipped("auto").per_example(PARAMS, batch_of(6))
-    for grads, whole in zip(jax.tree.leaves(out.grads), jax.tree.leaves(expected.grads), strict=True):
+    for grads, whole in zip(
+        jax.tree.leaves(out.grads), jax.tree.leaves(expected.grads), strict=True
+    ):
         np.testing.assert_array_equal(grads, np.asarray(whole) * good.reshape(-1, 1, 1))
     assert out.nonfinite == 3
     nobody = clipped("auto").per_example(PARAMS, batch_of(0))
-    assert jax.tree.map(jnp.shape, nobody.grads) == {name: (0, *leaf.shape) for name, leaf in PARAMS.items()}
-    assert (nobody.nonfinite, {g.dtype for g in jax.tree.leaves(nobody.grads)}) == (0, {jnp.dtype(jnp.float32)})
+    assert jax.tree.map(jnp.shape, nobody.grads) == {
+        name: (0, *leaf.shape) for name, leaf in PARAMS.items()
+    }
+    assert (nobody.nonfinite, {g.dtype for g in jax.tree.leaves(nobody.grads)}) == (
+        0,
+        {jnp.dtype(jnp.float32)},
+    )
 
 
 @pytest.mark.slow
 def test_per_example_gradients_sum_up_to_the_clipped_sum() -> None:
-    """Combines keys, frozen leaves, low precision, groups of different sizes, and auxiliary output."""
+    """Combines keys, frozen leaves, low precision, groups of different sizes, and auxiliary
+    output."""
     key = jax.random.key(5)
-    mask = np.array([[True, True, True], [False, True, False], [False, False, False], [True, False, True]])
+    mask = np.array(
+        [[True, True, True], [False, True, False], [False, False, False], [True, False, True]]
+    )
     params = {**PARAMS, "v": jnp.asarray(PARAMS["v"], jnp.bfloat16)}
 
     def mixed(p: Any, example: Any, *, key: Any) -> Any:
         return dropout_loss({**p, "v": p["v"].astype(jnp.float32)}, example, key=key)
 
-    for group, batch, present in ((True, groups(4, 3), mask), (False, batch_of(5), np.arange(5) != 1)):
+    for group, batch, present in (
+        (True, groups(4, 3), mask),
+        (False, batch_of(5), np.arange(5) != 1),
+    ):
         f = jaxdp.clipped_grad(
-            mixed, clip_norm=0.3, has_aux=True, group=group, engine="vmap", trainable=lambda path, leaf: path != "b"
+            mixed,
+            clip_norm=0.3,
+            has_aux=True,
+            group=group,
+            engine="vmap",
+            trainable=lambda path, leaf: path != "b",
         )
         out = f.per_example(params, batch, present, key=key)
         assert out.grads["b"] is None
@@ -731,21 +840,35 @@ def test_paths_of_nnx_and_equinox() -> None:
     seen: list[str] = []
     graph, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     total = lambda p, x: jnp.sum(nnx.merge(graph, p)(x))  # noqa: E731
-    f = jaxdp.clipped_grad(total, clip_norm=1.0, trainable=lambda path, leaf: seen.append(path) or "kernel" in path)
+    f = jaxdp.clipped_grad(
+        total, clip_norm=1.0, trainable=lambda path, leaf: seen.append(path) or "kernel" in path
+    )
     out = f(state, np.ones((2, 2), np.float32))
     assert sorted(set(seen)) == ["bias/value", "kernel/value"]
     assert len(jax.tree.leaves(out.grads)) == 1
-    module = eqx.nn.Sequential([eqx.nn.Linear(2, 3, key=jax.random.key(0)), eqx.nn.Dropout(0.5, inference=True)])
+    module = eqx.nn.Sequential(
+        [eqx.nn.Linear(2, 3, key=jax.random.key(0)), eqx.nn.Dropout(0.5, inference=True)]
+    )
     f = jaxdp.clipped_grad(lambda m, x: jnp.sum(m(x)), clip_norm=1.0)
     grads = f(module, np.ones((2, 2), np.float32)).grads
     assert isinstance(grads, eqx.nn.Sequential)
-    assert [g.shape for g in jax.tree.leaves(grads)] == [(3, 2), (3,)]  # the dropout rate is a setting, no parameter
+    assert [g.shape for g in jax.tree.leaves(grads)] == [
+        (3, 2),
+        (3,),
+    ]  # the dropout rate is a setting, no parameter
 
 
 @pytest.mark.slow
 @every_engine
 def test_scales_and_biases_of_every_broadcast_shape(engine: str, oracle: Any) -> None:
-    shapes = {"scalar": (), "one": (1, 1, 1), "rows": (1, 3, 1), "columns": (1, 1, 4), "all": (1, 3, 4), "shared": (4,)}
+    shapes = {
+        "scalar": (),
+        "one": (1, 1, 1),
+        "rows": (1, 3, 1),
+        "columns": (1, 1, 4),
+        "all": (1, 3, 4),
+        "shared": (4,),
+    }
     params = dict(zip(shapes, draws(4, *shapes.values()), strict=True))
 
     def loss(p: Any, x: Any) -> Any:
@@ -761,8 +884,11 @@ def test_scales_and_biases_of_every_broadcast_shape(engine: str, oracle: Any) ->
     np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5)
 
 
-def test_no_sum_of_the_backward_pass_includes_an_axis_of_length_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such an axis is in the place of a model's batch. XLA on CPU takes ten times as long for a sum that has it."""
+def test_no_sum_of_the_backward_pass_includes_an_axis_of_length_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such an axis is in the place of a model's batch. XLA on CPU takes ten times as long for a sum
+    that has it."""
 
     def loss(p: Any, x: Any) -> Any:
         x = x[None]
@@ -776,7 +902,11 @@ def test_no_sum_of_the_backward_pass_includes_an_axis_of_length_one(monkeypatch:
         f = jaxdp.clipped_grad(loss, clip_norm=0.5, engine="bookkeeping")
         program = jax.make_jaxpr(lambda p: f(p, x).grads)(params).jaxpr
         sums = [eqn for eqn in walker.every_equation(program) if eqn.primitive.name == "reduce_sum"]
-        return [eqn for eqn in sums if eqn.invars[0].aval.shape == (5, 1, 3, 4) and 1 in eqn.params["axes"]]
+        return [
+            eqn
+            for eqn in sums
+            if eqn.invars[0].aval.shape == (5, 1, 3, 4) and 1 in eqn.params["axes"]
+        ]
 
     assert not slow_sums()
     monkeypatch.setattr(walker, "_broadcast", jnp.broadcast_to)
@@ -797,7 +927,11 @@ def test_leaves_that_are_not_floating_are_frozen(engine: str) -> None:
 
     def with_settings(p: Any, example: Any) -> Any:
         assert p["name"] == "net"
-        return p["rate"] * 2 * loss(p, (example[0][:, p["order"]], jnp.where(p["flag"], example[1], 0)))
+        return (
+            p["rate"]
+            * 2
+            * loss(p, (example[0][:, p["order"]], jnp.where(p["flag"], example[1], 0)))
+        )
 
     f = jaxdp.clipped_grad(with_settings, clip_norm=0.5, engine=engine)
     x, y = batch_of(5)
@@ -813,14 +947,20 @@ def test_complex_leaves_are_refused_or_frozen(engine: str) -> None:
     params = {**PARAMS, "spin": np.full(6, 1j, np.complex64)}
     rotated = lambda p, e: loss({**p, "b": (p["b"] * -p["spin"] * p["spin"]).real}, e)  # noqa: E731
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        with pytest.raises(TypeError, match=r"(?s)complex leaf 'spin' of dtype complex64.*two leaves.*trainable="):
+        with pytest.raises(
+            TypeError, match=r"(?s)complex leaf 'spin' of dtype complex64.*two leaves.*trainable="
+        ):
             jaxdp.clipped_grad(rotated, clip_norm=0.5, engine=engine)(params, batch_of(5))
-        f = jaxdp.clipped_grad(rotated, clip_norm=0.5, engine=engine, trainable=lambda path, leaf: path != "spin")
+        f = jaxdp.clipped_grad(
+            rotated, clip_norm=0.5, engine=engine, trainable=lambda path, leaf: path != "spin"
+        )
         with pytest.raises(TypeError, match="complex leaf 'spin'"):
             jaxdp.clipped_grad(rotated, clip_norm=0.5).trainable_params(params)
         out = f(params, batch_of(5))
     assert out.grads["spin"] is None
-    assert_close({name: out.grads[name] for name in PARAMS}, clipped(engine)(PARAMS, batch_of(5)).grads)
+    assert_close(
+        {name: out.grads[name] for name in PARAMS}, clipped(engine)(PARAMS, batch_of(5)).grads
+    )
 
 
 def tied_embedding(table: Any, tokens: Any) -> Any:
@@ -844,9 +984,14 @@ def tied_transpose(table: Any, tokens: Any) -> Any:
 TIED = (tied_embedding, tied_layers, tied_transpose)
 
 
-# Each has one component, which "auto" treats as one of these methods does. float16 is summed as bfloat16 is.
-TIED_CASES = [(tied, jnp.bfloat16, method) for tied in TIED for method in ("vmap", "factors", "keep", "drop")]
-TIED_CASES += [(tied_embedding, jnp.float16, method) for method in ("vmap", "factors", "keep", "drop")]
+# Each has one component, which "auto" treats as one of these methods does. float16 is summed as
+# bfloat16 is.
+TIED_CASES = [
+    (tied, jnp.bfloat16, method) for tied in TIED for method in ("vmap", "factors", "keep", "drop")
+]
+TIED_CASES += [
+    (tied_embedding, jnp.float16, method) for method in ("vmap", "factors", "keep", "drop")
+]
 
 
 @pytest.mark.slow
@@ -854,7 +999,8 @@ TIED_CASES += [(tied_embedding, jnp.float16, method) for method in ("vmap", "fac
 def test_tied_weights_of_low_precision_contribute_at_most_the_clip_norm(
     tied: Any, kind: Any, method: str, oracle: Any
 ) -> None:
-    """Checks that norms belong to the summed gradients, although XLA keeps digits of bfloat16 in some places only."""
+    """Checks that norms belong to the summed gradients, although XLA keeps digits of bfloat16 in
+    some places only."""
     f = jaxdp.clipped_grad(tied, clip_norm=0.01, engine="vmap" if method == "vmap" else "auto")
     with oracle.forced(method), jax.numpy_dtype_promotion("standard"):
         step = jax.jit(lambda p, t: (f(p, t).grads, f(p, t).norms))
@@ -869,11 +1015,15 @@ def test_tied_weights_of_low_precision_contribute_at_most_the_clip_norm(
 @every_engine
 @pytest.mark.parametrize("cast", ["parameters", "compute", "computed"])
 @pytest.mark.parametrize("method", ["auto", "drop"])
-def test_bfloat16_is_clipped_and_summed_in_float32(engine: str, cast: str, method: str, oracle: Any) -> None:
+def test_bfloat16_is_clipped_and_summed_in_float32(
+    engine: str, cast: str, method: str, oracle: Any
+) -> None:
     """Uses gradients that bfloat16 represents exactly. Then only norms, clipping and sums round."""
     x = draws(3, (300, 8))[0].astype(jnp.bfloat16)
     kind = jnp.float32 if cast == "compute" else jnp.bfloat16
-    scale = 2 if cast == "computed" else 1  # a weight computed in bfloat16: its sum must not be rounded like that
+    scale = (
+        2 if cast == "computed" else 1
+    )  # a weight computed in bfloat16: its sum must not be rounded like that
     linear = lambda w, e: jnp.sum(e @ (w.astype(jnp.bfloat16) * scale))  # noqa: E731
     f = jaxdp.clipped_grad(linear, clip_norm=2.0, engine=engine)
     with oracle.forced(method):
@@ -888,14 +1038,17 @@ def test_bfloat16_is_clipped_and_summed_in_float32(engine: str, cast: str, metho
 
 @pytest.mark.slow
 def test_bfloat16_model_against_its_own_gradients_of_one_example() -> None:
-    """Compares with jax.grad, which rounds every gradient to bfloat16 (2^-8), as only the vmap engine does."""
+    """Compares with jax.grad, which rounds every gradient to bfloat16 (2^-8), as only the vmap
+    engine does."""
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     batch = tuple(a.astype(jnp.bfloat16) for a in batch_of(64))
     grads = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, batch)
     grads = jax.tree.map(lambda g: np.asarray(g, np.float64), grads)
     norms = np.sqrt(sum(np.square(g).reshape(64, -1).sum(1) for g in jax.tree.leaves(grads)))
     clip_norm = float(np.median(norms))
-    expected = jax.tree.map(lambda g: np.einsum("b,b...->...", np.minimum(1, clip_norm / norms), g), grads)
+    expected = jax.tree.map(
+        lambda g: np.einsum("b,b...->...", np.minimum(1, clip_norm / norms), g), grads
+    )
     for engine in ENGINES:
         out = clipped(engine, clip_norm)(params, batch)
         assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(out.grads))
@@ -913,13 +1066,17 @@ def test_float64(engine: str, reference: Any) -> None:
         wide = jax.tree.map(lambda a: a.astype(np.float64), (PARAMS, batch_of(5)))
         f = jaxdp.clipped_grad(loss, clip_norm=0.5, engine=engine, microbatch_size=2)
         out = f(*wide)
-        assert all(g.dtype == np.float64 for g in jax.tree.leaves((out.grads, out.norms, out.losses)))
+        assert all(
+            g.dtype == np.float64 for g in jax.tree.leaves((out.grads, out.norms, out.losses))
+        )
         expected = dict(zip(sorted(PARAMS), reference.clipped_sum(0.5), strict=True))
         assert_close(out.grads, expected, rtol=1e-6)
         assert f(wide[0], jax.tree.map(lambda a: a[:0], wide[1])).norms.dtype == np.float64
         # float32 leaves stay float32 beside float64 ones, and alone while x64 is on.
         narrow = clipped(engine)(PARAMS, batch_of(5))
-        assert {g.dtype for g in jax.tree.leaves((narrow.grads, narrow.norms))} == {np.dtype(np.float32)}
+        assert {g.dtype for g in jax.tree.leaves((narrow.grads, narrow.norms))} == {
+            np.dtype(np.float32)
+        }
         mixed_loss = lambda p, e: loss({**p, "w": p["w"].astype(np.float32)}, e)  # noqa: E731
         mixed = jaxdp.clipped_grad(mixed_loss, clip_norm=0.5, engine=engine)
         out = mixed({**PARAMS, "w": PARAMS["w"].astype(np.float64)}, batch_of(5))
@@ -947,7 +1104,9 @@ def test_second_call_does_not_recompile(engine: str) -> None:
     assert_equal(f(PARAMS, batch_of(5), mask), first)
     f(jax.tree.map(lambda p: 2 * p, PARAMS), batch_of(5, seed=8), ~mask)
     assert len(traces) == count
-    step = jax.jit(lambda p, b, m, c: jaxdp.clipped_grad(counted, clip_norm=c, engine=engine)(p, b, m).grads)
+    step = jax.jit(
+        lambda p, b, m, c: jaxdp.clipped_grad(counted, clip_norm=c, engine=engine)(p, b, m).grads
+    )
     step(PARAMS, batch_of(5), mask, 0.5)
     count = len(traces)
     step(PARAMS, batch_of(5, seed=9), ~mask, 0.7)
@@ -990,7 +1149,11 @@ def test_batch_sharded_over_eight_devices(engine: str) -> None:
     by_row, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
     batch, mask = batch_of(16), np.arange(16) % 3 > 0
     f = clipped(engine)
-    sharded = f(jax.device_put(PARAMS, everywhere), jax.device_put(batch, by_row), jax.device_put(mask, by_row))
+    sharded = f(
+        jax.device_put(PARAMS, everywhere),
+        jax.device_put(batch, by_row),
+        jax.device_put(mask, by_row),
+    )
     single = f(PARAMS, batch, mask)
     assert len(sharded.norms.sharding.device_set) == 8
     assert_close(jax.tree.map(np.asarray, sharded), jax.tree.map(np.asarray, single))
@@ -1007,7 +1170,11 @@ def shard_mapped(
     rows = PartitionSpec(names)
     outputs = jax.tree.map(lambda over: rows if over else PartitionSpec(), outputs)
     mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(PartitionSpec(), rows, rows), out_specs=outputs, check_vma=check_vma
+        step,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), rows, rows),
+        out_specs=outputs,
+        check_vma=check_vma,
     )
     return jax.jit(mapped, compiler_options={"xla_llvm_disable_expensive_passes": True})
 
@@ -1016,14 +1183,28 @@ def net(p: Any, example: Any) -> Any:
     """Weights that are tied, looked up, convolved, looped over, computed, and of no consequence."""
     x, tokens = example
     h = p["table"][tokens] + x
-    h = jax.lax.conv_general_dilated(h[None], p["kernel"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))[0]
+    h = jax.lax.conv_general_dilated(
+        h[None], p["kernel"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )[0]
     h = jax.lax.scan(lambda h, _: (jnp.tanh(h @ p["w"] @ p["w"].T), None), h, None, length=2)[0]
-    return jnp.mean(jnp.square(jnp.tanh(h @ jnp.sinh(p["w"]) + p["b"]) @ p["v"])) + 0.1 * jnp.sum(jnp.square(p["b"]))
+    return jnp.mean(jnp.square(jnp.tanh(h @ jnp.sinh(p["w"]) + p["b"]) @ p["v"])) + 0.1 * jnp.sum(
+        jnp.square(p["b"])
+    )
 
 
-NET_SHAPES = {"table": (7, 4), "kernel": (3, 4, 4), "w": (4, 6), "b": (1, 6), "v": (6, 3), "unused": (2,)}
+NET_SHAPES = {
+    "table": (7, 4),
+    "kernel": (3, 4, 4),
+    "w": (4, 6),
+    "b": (1, 6),
+    "v": (6, 3),
+    "unused": (2,),
+}
 NET = dict(zip(NET_SHAPES, draws(6, *NET_SHAPES.values()), strict=True))
-NET_BATCH = (3 * draws(7, (16, 3, 4))[0], np.random.default_rng(7).integers(0, 7, (16, 3)).astype(np.int32))
+NET_BATCH = (
+    3 * draws(7, (16, 3, 4))[0],
+    np.random.default_rng(7).integers(0, 7, (16, 3)).astype(np.int32),
+)
 
 
 @pytest.mark.slow
@@ -1031,13 +1212,19 @@ NET_BATCH = (3 * draws(7, (16, 3, 4))[0], np.random.default_rng(7).integers(0, 7
     ("check_vma", "methods"),
     [(True, ("vmap", "auto", "bookkeeping", "factors", "keep", "drop")), (False, ("vmap", "auto"))],
 )
-def test_a_shard_clips_its_own_examples(check_vma: bool, methods: tuple[str, ...], oracle: Any) -> None:
-    """Checks that the psum over shards equals the result of one example at a time, and its sensitivity."""
+def test_a_shard_clips_its_own_examples(
+    check_vma: bool, methods: tuple[str, ...], oracle: Any
+) -> None:
+    """Checks that the psum over shards equals the result of one example at a time, and its
+    sensitivity."""
 
     def step(p: Any, batch: Any, mask: Any) -> Any:
         every = oracle.every_method(net, methods, p, batch, mask, clip_norm=0.5)
         totals = {method: jax.lax.psum(out.grads, "data") for method, out in every.items()}
-        return totals, *({method: getattr(out, name) for method, out in every.items()} for name in ("norms", "losses"))
+        return totals, *(
+            {method: getattr(out, name) for method, out in every.items()}
+            for name in ("norms", "losses")
+        )
 
     run = shard_mapped(step, outputs=(False, True, True), check_vma=check_vma)
     mask = np.arange(16) % 5 != 2
@@ -1048,9 +1235,13 @@ def test_a_shard_clips_its_own_examples(check_vma: bool, methods: tuple[str, ...
     for method, total in totals.items():
         oracle.assert_same_sum(NET, total, reference.clipped_sum(0.5, mask), rtol=1e-4, err=method)
         np.testing.assert_allclose(norms[method], reference.norms * mask, rtol=1e-4, err_msg=method)
-        np.testing.assert_allclose(losses[method], reference.losses * mask, rtol=1e-4, err_msg=method)
+        np.testing.assert_allclose(
+            losses[method], reference.losses * mask, rtol=1e-4, err_msg=method
+        )
         for other in others:
-            assert norm(jax.tree.map(lambda a, b: np.asarray(a) - b, total, other[method])) <= 0.5 * (1 + 1e-4)
+            assert norm(
+                jax.tree.map(lambda a, b: np.asarray(a) - b, total, other[method])
+            ) <= 0.5 * (1 + 1e-4)
 
 
 @pytest.mark.slow
@@ -1058,7 +1249,13 @@ def test_a_shard_clips_its_own_examples(check_vma: bool, methods: tuple[str, ...
 def test_shards_with_keys_groups_microbatches_and_two_mesh_axes(engine: str) -> None:
     key, (x, y) = jax.random.key(2), batch_of(32)
     f = jaxdp.clipped_grad(
-        dropout_loss, clip_norm=0.1, engine=engine, has_aux=True, group=True, microbatch_size=1, clip_rule="automatic"
+        dropout_loss,
+        clip_norm=0.1,
+        engine=engine,
+        has_aux=True,
+        group=True,
+        microbatch_size=1,
+        clip_rule="automatic",
     )
     grouped = x.reshape(16, 2, 3, 4), y.reshape(16, 2, 3, 3)
 
@@ -1076,7 +1273,9 @@ def test_shards_with_keys_groups_microbatches_and_two_mesh_axes(engine: str) -> 
         f(PARAMS, (grouped[0][own], grouped[1][own]), mask[own], key=jax.random.fold_in(key, k))
         for k, own in enumerate(np.split(np.arange(16), 8))
     ]
-    assert_close(total, jax.tree.map(lambda *gs: sum(gs[1:], gs[0]), *(s.grads for s in singles)), rtol=1e-4)
+    assert_close(
+        total, jax.tree.map(lambda *gs: sum(gs[1:], gs[0]), *(s.grads for s in singles)), rtol=1e-4
+    )
     np.testing.assert_allclose(norms, np.concatenate([s.norms for s in singles]), rtol=1e-4)
     assert formed.shape == (16, 4, 6)
     assert norm(nothing) == 0
@@ -1102,12 +1301,18 @@ def test_a_loss_that_closes_over_values_of_its_shard(engine: str) -> None:
 @every_engine
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
-    "mix", [lambda v: jax.lax.psum(v, "data"), lambda v: v + jax.lax.all_gather(v, "data").sum()], ids=["sum", "gather"]
+    "mix",
+    [lambda v: jax.lax.psum(v, "data"), lambda v: v + jax.lax.all_gather(v, "data").sum()],
+    ids=["sum", "gather"],
 )
-def test_a_loss_that_mixes_the_examples_of_shards_is_refused(engine: str, check_vma: bool, mix: Any) -> None:
+def test_a_loss_that_mixes_the_examples_of_shards_is_refused(
+    engine: str, check_vma: bool, mix: Any
+) -> None:
     f = jaxdp.clipped_grad(lambda p, e: mix(jax.jit(loss)(p, e)), clip_norm=0.1, engine=engine)
     run = shard_mapped(lambda p, b, m: f(p, b, m).norms, outputs=True, check_vma=check_vma)
-    with pytest.raises(ValueError, match=r"(?s)loss_fn calls \['(psum|all_gather).*jax.lax.psum on the clipped sum"):
+    with pytest.raises(
+        ValueError, match=r"(?s)loss_fn calls \['(psum|all_gather).*jax.lax.psum on the clipped sum"
+    ):
         run(PARAMS, batch_of(8), np.ones(8, bool))
 
 
@@ -1138,7 +1343,9 @@ def test_a_collective_along_an_axis_of_a_vmap_is_refused(engine: str, name: str)
     mix = COLLECTIVES[name]
     f = jaxdp.clipped_grad(lambda w, x: mix(jnp.sum(w * x)), clip_norm=1.0, engine=engine)
     step = lambda x: f(np.ones(2, np.float32), x).grads  # noqa: E731
-    with pytest.raises(ValueError, match=r"(?s)loss_fn calls \['.*'batch' of an enclosing jax.vmap"):
+    with pytest.raises(
+        ValueError, match=r"(?s)loss_fn calls \['.*'batch' of an enclosing jax.vmap"
+    ):
         jax.vmap(step, axis_name="batch")(np.ones((2, 3, 2), np.float32))
 
 
@@ -1159,7 +1366,9 @@ def test_axes_that_a_loss_has_for_itself_are_allowed(engine: str) -> None:
     plain = lambda w, x: jnp.sum(jnp.square(w * x - jnp.mean(w * x))) + jnp.sum(w * x)  # noqa: E731
     w, x = np.array([1.0, 2.0], np.float32), np.arange(12, dtype=np.float32).reshape(2, 3, 2)
     found = jax.vmap(lambda x: f(w, x).grads, axis_name="batch")(x)
-    expected = jax.vmap(jax.grad(lambda w, x: jax.vmap(plain, (None, 0))(w, x).sum()), (None, 0))(w, x)
+    expected = jax.vmap(jax.grad(lambda w, x: jax.vmap(plain, (None, 0))(w, x).sum()), (None, 0))(
+        w, x
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -1183,23 +1392,36 @@ def test_a_rule_for_batches_sees_no_other_example(engine: str) -> None:
 @every_engine
 def test_python_that_takes_a_whole_batch_is_refused(engine: str) -> None:
     def loss(w: Any, x: Any, method: Any) -> Any:
-        scale = jax.pure_callback(lambda v: v.sum(-1), jax.ShapeDtypeStruct((), np.float32), x, vmap_method=method)
+        scale = jax.pure_callback(
+            lambda v: v.sum(-1), jax.ShapeDtypeStruct((), np.float32), x, vmap_method=method
+        )
         return scale * jnp.sum(w * x)
 
     def clip(method: str) -> Any:
-        return jaxdp.clipped_grad(functools.partial(loss, method=method), clip_norm=100.0, engine=engine)
+        return jaxdp.clipped_grad(
+            functools.partial(loss, method=method), clip_norm=100.0, engine=engine
+        )
 
     w, x = np.ones(2, np.float32), np.array([[1.0, 2.0], [3.0, 5.0]], np.float32)
     for method in ("expand_dims", "broadcast_all"):
-        with pytest.raises(ValueError, match=r"loss_fn calls pure_callback with vmap_method=.*Use vmap_method='sequ"):
+        with pytest.raises(
+            ValueError,
+            match=r"loss_fn calls pure_callback with vmap_method=.*Use vmap_method='sequ",
+        ):
             clip(method)(w, x)
-    np.testing.assert_allclose(clip("sequential")(w, x).grads, (x.sum(1)[:, None] * x).sum(0), rtol=1e-6)
+    np.testing.assert_allclose(
+        clip("sequential")(w, x).grads, (x.sum(1)[:, None] * x).sum(0), rtol=1e-6
+    )
 
 
 def test_bookkeeping_holds_no_gradient_per_example() -> None:
-    """Uses 64 examples of a 256 x 256 weight, 16 MiB. The engine needs about as much memory as the sum."""
+    """Uses 64 examples of a 256 x 256 weight, 16 MiB. The engine needs about as much memory as the
+    sum."""
     linear = lambda w, x: jnp.sum(jnp.square(x @ w[0])) + jnp.sum(x @ w[1])  # noqa: E731
-    shapes = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 2, jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    shapes = (
+        [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 2,
+        jax.ShapeDtypeStruct((64, 256), jnp.float32),
+    )
     needed = {}
     for engine in ENGINES:
         f = jaxdp.clipped_grad(linear, clip_norm=1.0, engine=engine)
@@ -1224,7 +1446,11 @@ def linen_batch_norm(train: bool) -> tuple[Callable[..., Any], Any]:
 
     def loss(p: Any, x: Any) -> Any:
         given = {**variables, "params": p}
-        out = model.apply(given, x[None], mutable=["batch_stats"])[0] if train else model.apply(given, x[None])
+        out = (
+            model.apply(given, x[None], mutable=["batch_stats"])[0]
+            if train
+            else model.apply(given, x[None])
+        )
         return jnp.sum(jnp.square(out))
 
     return loss, variables["params"]
@@ -1242,17 +1468,22 @@ def nnx_batch_norm(train: bool) -> tuple[Callable[..., Any], Any]:
 @both_computations
 @pytest.mark.parametrize("build", [linen_batch_norm, nnx_batch_norm])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
-def test_batch_norm_in_batch_mode_is_refused_and_frozen_allowed(engine: str, build: Any, wrap: Any) -> None:
+def test_batch_norm_in_batch_mode_is_refused_and_frozen_allowed(
+    engine: str, build: Any, wrap: Any
+) -> None:
     (x,) = draws(2, (5, 4))
     loss, params = build(True)
     f = jaxdp.clipped_grad(wrap(loss), clip_norm=1.0, engine=engine)
     with jax.numpy_rank_promotion("allow"):
         with pytest.raises(
-            ValueError, match=r"(?s)BatchNorm in batch mode.*whole batch.*GroupNorm.*use_running_average=True"
+            ValueError,
+            match=r"(?s)BatchNorm in batch mode.*whole batch.*GroupNorm.*use_running_average=True",
         ):
             f(params, x)
         loss, params = build(False)
-        assert norm(jaxdp.clipped_grad(wrap(loss), clip_norm=1.0, engine=engine)(params, x).grads) > 0
+        assert (
+            norm(jaxdp.clipped_grad(wrap(loss), clip_norm=1.0, engine=engine)(params, x).grads) > 0
+        )
 
 
 @pytest.mark.parametrize(
@@ -1263,7 +1494,10 @@ def test_batch_norm_in_batch_mode_is_refused_and_frozen_allowed(engine: str, bui
         ({"clip_norm": np.ones(5)}, r"clip_norm must be one number.*\(5,\)"),
         ({"clip_norm": 1.0, "engine": "ghost"}, "engine must be .* got 'ghost'"),
         ({"clip_norm": 1.0, "clip_rule": "flat"}, "clip_rule must be .* got 'flat'"),
-        ({"clip_norm": 1.0, "microbatch_size": 0}, "microbatch_size must be at least 1 or None, got 0"),
+        (
+            {"clip_norm": 1.0, "microbatch_size": 0},
+            "microbatch_size must be at least 1 or None, got 0",
+        ),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
@@ -1272,7 +1506,9 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_clip_norm_per_layer_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"(?s)clip_norm must be one number.*dict \{'w': 1.0\}.*once per part"):
+    with pytest.raises(
+        TypeError, match=r"(?s)clip_norm must be one number.*dict \{'w': 1.0\}.*once per part"
+    ):
         jaxdp.clipped_grad(loss, clip_norm={"w": 1.0})
     with pytest.raises(TypeError, match=r"clip_norm must be one number.*NoneType None"):
         jaxdp.clipped_grad(loss, clip_norm=None)
@@ -1284,13 +1520,22 @@ def test_a_loss_of_another_signature_is_refused() -> None:
         jaxdp.clipped_grad(lambda p, x, y: loss(p, (x, y)), clip_norm=1.0)(PARAMS, x, y)
     for engine in ENGINES:
         with pytest.raises(
-            TypeError, match=r"(?s)must take \(params, example\).*\(p, x, y\).*loss_fn\(params, \(x, y\)\)"
+            TypeError,
+            match=r"(?s)must take \(params, example\).*\(p, x, y\).*loss_fn\(params, \(x, y\)\)",
         ):
-            jaxdp.clipped_grad(lambda p, x, y: loss(p, (x, y)), clip_norm=1.0, engine=engine)(PARAMS, (x, y))
-        with pytest.raises(TypeError, match=r"(?s)must take \(params, example\).*'key'.*Pass key= in every call"):
-            jaxdp.clipped_grad(dropout_loss, clip_norm=1.0, engine=engine, has_aux=True)(PARAMS, (x, y))
+            jaxdp.clipped_grad(lambda p, x, y: loss(p, (x, y)), clip_norm=1.0, engine=engine)(
+                PARAMS, (x, y)
+            )
+        with pytest.raises(
+            TypeError, match=r"(?s)must take \(params, example\).*'key'.*Pass key= in every call"
+        ):
+            jaxdp.clipped_grad(dropout_loss, clip_norm=1.0, engine=engine, has_aux=True)(
+                PARAMS, (x, y)
+            )
         with pytest.raises(TypeError, match=r"must take \(params, example, \*, key\)"):
-            jaxdp.clipped_grad(loss, clip_norm=1.0, engine=engine)(PARAMS, (x, y), key=jax.random.key(0))
+            jaxdp.clipped_grad(loss, clip_norm=1.0, engine=engine)(
+                PARAMS, (x, y), key=jax.random.key(0)
+            )
 
 
 def test_parameters_that_are_python_numbers_are_named() -> None:
@@ -1318,7 +1563,9 @@ def test_a_clip_norm_is_required() -> None:
 @every_engine
 def test_bad_calls(engine: str) -> None:
     f, (x, y) = clipped(engine), batch_of(5)
-    with pytest.raises(ValueError, match=r"leading axis \[B\] of the same size.*\(5, 3, 4\).*\(4, 3, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"leading axis \[B\] of the same size.*\(5, 3, 4\).*\(4, 3, 3\)"
+    ):
         f(PARAMS, (x, y[:4]))
     with pytest.raises(ValueError, match=r"leading axis \[B\]"):
         f(PARAMS, (x, np.float32(1)))
@@ -1360,18 +1607,24 @@ def test_loss_that_is_no_scalar(engine: str, bad: Any) -> None:
 @pytest.mark.slow
 def test_loss_with_has_aux_returns_a_pair() -> None:
     with pytest.raises(ValueError, match="floating scalar and aux"):
-        jaxdp.clipped_grad(lambda p, e: loss(p, e), clip_norm=1.0, has_aux=True)(PARAMS, batch_of(5))
+        jaxdp.clipped_grad(lambda p, e: loss(p, e), clip_norm=1.0, has_aux=True)(
+            PARAMS, batch_of(5)
+        )
 
 
 @pytest.mark.slow
 def test_the_program_grows_in_proportion_to_the_depth() -> None:
-    """Checks that what one layer computes of its weight is not computed for each of the others too."""
+    """Checks that what one layer computes of its weight is not computed for each of the others
+    too."""
 
     def equations(depth: int) -> int:
         def deep(weights: Any, x: Any) -> Any:
             return functools.reduce(lambda h, w: jnp.tanh(h @ jnp.tanh(w)), weights, x).sum()
 
-        shapes = [jax.ShapeDtypeStruct((4, 4), jnp.float32)] * depth, jax.ShapeDtypeStruct((3, 4), jnp.float32)
+        shapes = (
+            [jax.ShapeDtypeStruct((4, 4), jnp.float32)] * depth,
+            jax.ShapeDtypeStruct((3, 4), jnp.float32),
+        )
         program = jax.make_jaxpr(jaxdp.clipped_grad(deep, clip_norm=1.0))(*shapes)
         return sum(1 for _ in walker.every_equation(program.jaxpr))
 

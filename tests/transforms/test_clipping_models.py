@@ -1,4 +1,5 @@
-"""Every engine, and every way to treat a layer, gives what float64 micro-batching of one gives, model by model."""
+"""Every engine, and every way to treat a layer, gives what float64 micro-batching of one gives,
+model by model."""
 
 import dataclasses
 import functools
@@ -17,11 +18,22 @@ from jax import lax
 BATCH = 5
 # The default engine, and every way to treat a layer whether or not "auto" would choose it.
 METHODS = ("auto", "factors", "keep", "drop")
-# Engine "vmap" treats all programs alike, "bookkeeping" mixes the ways above. They meet every kind of params here, and
-# random programs in test_programs.
+# Engine "vmap" treats all programs alike, "bookkeeping" mixes the ways above. They meet every kind
+# of params here, and random programs in test_programs.
 WITH_ALL_ENGINES = {
-    *("mlp", "tied_embedding_and_logits", "nnx_model", "equinox_module", "branches", "weights_of_no_consequence"),
-    *("loss_without_data", "loss_that_ignores_a_parameter_and_one_that_is_none", "frozen_and_integer_leaves"),
+    *(
+        "mlp",
+        "tied_embedding_and_logits",
+        "nnx_model",
+        "equinox_module",
+        "branches",
+        "weights_of_no_consequence",
+    ),
+    *(
+        "loss_without_data",
+        "loss_that_ignores_a_parameter_and_one_that_is_none",
+        "frozen_and_integer_leaves",
+    ),
 }
 
 
@@ -47,24 +59,32 @@ def draws(seed: int, *shapes: tuple[int, ...], scale: float = 0.5) -> list[np.nd
 
 
 def plain(loss: Callable[..., Any], params: Any, *example: tuple[int, ...], seed: int = 1) -> Case:
-    """Builds a case with params drawn from their shapes. An example is one array or a tuple of arrays."""
+    """Builds a case with params drawn from their shapes. An example is one array or a tuple of
+    arrays."""
     is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
     shapes, structure = jax.tree.flatten(params, is_leaf=is_shape)
     batch = draws(seed + 100, *((BATCH, *s) for s in example), scale=1.0)
     return Case(
-        loss, jax.tree.unflatten(structure, draws(seed, *shapes)), batch[0] if len(batch) == 1 else tuple(batch)
+        loss,
+        jax.tree.unflatten(structure, draws(seed, *shapes)),
+        batch[0] if len(batch) == 1 else tuple(batch),
     )
 
 
 def drawn(shapes: Any, seed: int = 3) -> Any:
-    """Draws parameters, near 1 for scales and variances. The initialisers would be compiled one by one."""
+    """Draws parameters, near 1 for scales and variances. The initialisers would be compiled one by
+    one."""
     rng = np.random.default_rng(seed)
 
     def leaf(path: Any, x: Any) -> Any:
         if not isinstance(x, jax.ShapeDtypeStruct):
             return x
-        near = float(any(name in jax.tree_util.keystr(path) for name in ("scale", "var", "norm.weight")))
-        return (near + rng.normal(size=x.shape) * (0.1 if near or x.ndim < 2 else 0.5)).astype(x.dtype)
+        near = float(
+            any(name in jax.tree_util.keystr(path) for name in ("scale", "var", "norm.weight"))
+        )
+        return (near + rng.normal(size=x.shape) * (0.1 if near or x.ndim < 2 else 0.5)).astype(
+            x.dtype
+        )
 
     return jax.tree_util.tree_map_with_path(leaf, shapes)
 
@@ -121,13 +141,20 @@ def mixture_of_experts() -> Case:
 
 @case
 def vmapped_over_heads() -> Case:
-    return plain(lambda w, x: energy(jax.vmap(lambda wh, xh: jnp.tanh(xh @ wh), (2, 1))(w, x)), (4, 3, 2), (6, 2, 4))
+    return plain(
+        lambda w, x: energy(jax.vmap(lambda wh, xh: jnp.tanh(xh @ wh), (2, 1))(w, x)),
+        (4, 3, 2),
+        (6, 2, 4),
+    )
 
 
 @case
 def vector_products() -> Case:
     return plain(
-        lambda p, e: energy(jnp.dot(p[0], e[0])) + energy(jnp.dot(e[1], p[1] @ e[0])), [(4,), (3, 4)], (4,), (3,)
+        lambda p, e: energy(jnp.dot(p[0], e[0])) + energy(jnp.dot(e[1], p[1] @ e[0])),
+        [(4,), (3, 4)],
+        (4,),
+        (3,),
     )
 
 
@@ -182,10 +209,13 @@ def weights_through_functions_of_one_argument() -> Case:
 
 @case
 def weights_of_no_consequence() -> Case:
-    """Tests gradients that are zero or far smaller than the gradient of the value that meets data."""
+    """Tests gradients that are zero or far smaller than the gradient of the value that meets
+    data."""
 
     def loss(p: Any, x: Any) -> Any:
-        return energy(x @ (p["w"] * 1e-6 + 1)) + energy(x @ (p["row"] - p["row"].mean(0, keepdims=True)) ** 2)
+        return energy(x @ (p["w"] * 1e-6 + 1)) + energy(
+            x @ (p["row"] - p["row"].mean(0, keepdims=True)) ** 2
+        )
 
     return plain(loss, {"w": (1, 3), "row": (1, 3)}, (3, 1))
 
@@ -224,7 +254,9 @@ def reshaped_weight_twice() -> Case:
 
 @case
 def two_leaves_shared_by_two_layers() -> Case:
-    return plain(lambda p, x: energy(jnp.tanh(x @ (p[0] + p[1])) @ (p[0] * p[1])), [(4, 4), (4, 4)], (3, 4))
+    return plain(
+        lambda p, x: energy(jnp.tanh(x @ (p[0] + p[1])) @ (p[0] * p[1])), [(4, 4), (4, 4)], (3, 4)
+    )
 
 
 @case
@@ -238,8 +270,14 @@ def leaves_that_share_layers_in_a_chain() -> Case:
 @case
 def one_weight_twice_in_one_primitive() -> Case:
     def loss(p: Any, x: Any) -> Any:
-        y = lax.cond(x[0] > 0, lambda a, b, x: x @ a, lambda a, b, x: jnp.sin(x) @ b, p["w"], p["w"], x)
-        return energy(y) + energy(jnp.where(x > 0.5, p["s"], p["s"]) * x) + energy(lax.clamp(p["s"], x, p["s"]))
+        y = lax.cond(
+            x[0] > 0, lambda a, b, x: x @ a, lambda a, b, x: jnp.sin(x) @ b, p["w"], p["w"], x
+        )
+        return (
+            energy(y)
+            + energy(jnp.where(x > 0.5, p["s"], p["s"]) * x)
+            + energy(lax.clamp(p["s"], x, p["s"]))
+        )
 
     return plain(loss, {"w": (3, 3), "s": (3,)}, (3,))
 
@@ -249,7 +287,11 @@ def same_kernel_in_two_convolutions() -> Case:
     def loss(w: Any, x: Any) -> Any:
         conv = functools.partial(lax.conv_general_dilated, window_strides=(1, 1), padding="SAME")
         numbers = ("NHWC", "HWIO", "NHWC")
-        return energy(conv(jnp.tanh(conv(x[None], w, dimension_numbers=numbers)), w, dimension_numbers=numbers))
+        return energy(
+            conv(
+                jnp.tanh(conv(x[None], w, dimension_numbers=numbers)), w, dimension_numbers=numbers
+            )
+        )
 
     return plain(loss, (3, 3, 2, 2), (4, 4, 2))
 
@@ -261,7 +303,9 @@ def tied_embedding_and_logits() -> Case:
         return -jnp.sum(jax.nn.log_softmax(hidden @ p["table"].T)[jnp.arange(4), tokens])
 
     case = plain(loss, {"table": (7, 4), "w": (4, 4)}, (4,))
-    return dataclasses.replace(case, batch=np.random.default_rng(0).integers(0, 7, (BATCH, 4), np.int32))
+    return dataclasses.replace(
+        case, batch=np.random.default_rng(0).integers(0, 7, (BATCH, 4), np.int32)
+    )
 
 
 @case
@@ -282,12 +326,17 @@ def linen_embedding_with_positions() -> Case:
     class Model(nn.Module):
         @nn.compact
         def __call__(self, tokens: Any) -> Any:
-            x = nn.Embed(11, 6)(tokens) + self.param("positions", nn.initializers.normal(1.0), (5, 6))[: len(tokens)]
+            x = (
+                nn.Embed(11, 6)(tokens)
+                + self.param("positions", nn.initializers.normal(1.0), (5, 6))[: len(tokens)]
+            )
             return nn.Dense(3)(jnp.tanh(x))
 
     model, tokens = (
         Model(),
-        np.array([[0, 1, 2, 3], [5, 5, 5, 5], [10, 0, 10, 0], [7, 8, 9, 9], [4, 3, 2, 1]], np.int32),
+        np.array(
+            [[0, 1, 2, 3], [5, 5, 5, 5], [10, 0, 10, 0], [7, 8, 9, 9], [4, 3, 2, 1]], np.int32
+        ),
     )
     params = drawn(jax.eval_shape(model.init, jax.random.key(0), tokens[0]))
     return Case(lambda p, t: energy(model.apply(p, t)), params, tokens)
@@ -301,7 +350,9 @@ def take_out_of_range() -> Case:
         wrapped = jnp.take(p["wrap"], index, axis=0, mode="wrap")
         return energy(clipped) + energy(filled) + energy(jnp.tanh(wrapped))
 
-    index = np.array([[0, 5, 99, -1], [-99, -2, 4, 4], [5, 6, 7, 8], [-5, -6, -7, 0], [2, 2, 2, 2]], np.int32)
+    index = np.array(
+        [[0, 5, 99, -1], [-99, -2, 4, 4], [5, 6, 7, 8], [-5, -6, -7, 0], [2, 2, 2, 2]], np.int32
+    )
     params = dict(zip(("clip", "fill", "wrap"), draws(3, (6, 3), (6, 3), (6, 2, 2)), strict=True))
     return Case(loss, params, index)
 
@@ -327,7 +378,10 @@ def lookups_by_small_integers() -> Case:
 
 @case
 def linen_embedding_of_bytes() -> Case:
-    model, tokens = nn.Embed(257, 3), np.random.default_rng(0).integers(0, 256, (BATCH, 8)).astype(np.uint8)
+    model, tokens = (
+        nn.Embed(257, 3),
+        np.random.default_rng(0).integers(0, 256, (BATCH, 8)).astype(np.uint8),
+    )
     params = drawn(jax.eval_shape(model.init, jax.random.key(0), tokens[0]))
     return Case(lambda p, t: energy(jnp.tanh(model.apply(p, t))), params, tokens)
 
@@ -337,11 +391,18 @@ def lookups_that_are_not_of_rows() -> Case:
     def loss(p: Any, example: Any) -> Any:
         i, j = example
         return (
-            energy(p["w"][i[0]]) + energy(p["w"][i, j]) + energy(p["v"][:, i]) + energy(jnp.tanh(p["u"][i[:, None], j]))
+            energy(p["w"][i[0]])
+            + energy(p["w"][i, j])
+            + energy(p["v"][:, i])
+            + energy(jnp.tanh(p["u"][i[:, None], j]))
         )
 
     index = np.random.default_rng(0).integers(0, 4, (2, BATCH, 3), np.int32)
-    return Case(loss, dict(zip("wvu", draws(3, (4, 4), (2, 4), (4, 4, 2)), strict=True)), (index[0], index[1]))
+    return Case(
+        loss,
+        dict(zip("wvu", draws(3, (4, 4), (2, 4), (4, 4, 2)), strict=True)),
+        (index[0], index[1]),
+    )
 
 
 # --- Convolutions, normalisation, attention, through Linen, NNX and Equinox ---
@@ -361,7 +422,9 @@ def linen_convnet() -> Case:
         def __call__(self, x: Any) -> Any:
             x = nn.Conv(4, (3, 3), strides=2)(x)
             x = nn.relu(nn.GroupNorm(2)(x))
-            x = nn.Conv(4, (2, 2), feature_group_count=2, kernel_dilation=2, padding=((1, 0), (0, 2)))(x)
+            x = nn.Conv(
+                4, (2, 2), feature_group_count=2, kernel_dilation=2, padding=((1, 0), (0, 2))
+            )(x)
             x = jnp.tanh(nn.ConvTranspose(3, (3, 2), strides=(2, 1))(x))
             return nn.Dense(3)(x[:, ::2].reshape(len(x), -1))
 
@@ -374,7 +437,9 @@ def convolutions_of_one_and_three_dimensions() -> Case:
         @nn.compact
         def __call__(self, x: Any) -> Any:
             y = nn.Conv(3, (3,), padding="CIRCULAR")(x.reshape(1, 12, 2))
-            z = nn.Conv(2, (2, 1, 2), padding="VALID", strides=(1, 1, 2), use_bias=False)(x.reshape(1, 3, 2, 4, 1))
+            z = nn.Conv(2, (2, 1, 2), padding="VALID", strides=(1, 1, 2), use_bias=False)(
+                x.reshape(1, 3, 2, 4, 1)
+            )
             return jnp.concatenate([jnp.tanh(y).ravel(), jnp.tanh(z).ravel()])
 
     return linen(Model(), (24,))
@@ -384,7 +449,14 @@ def convolutions_of_one_and_three_dimensions() -> Case:
 def lax_convolution_of_channels_first_with_negative_padding() -> Case:
     def loss(w: Any, x: Any) -> Any:
         y = lax.conv_general_dilated(
-            x[None], w, (2, 1), ((2, -1), (0, 3)), (1, 2), (1, 2), ("NCHW", "OIHW", "NCHW"), feature_group_count=2
+            x[None],
+            w,
+            (2, 1),
+            ((2, -1), (0, 3)),
+            (1, 2),
+            (1, 2),
+            ("NCHW", "OIHW", "NCHW"),
+            feature_group_count=2,
         )
         return energy(jnp.tanh(y))
 
@@ -396,7 +468,9 @@ def convolution_with_a_weight_standardised_kernel() -> Case:
     def loss(p: Any, x: Any) -> Any:
         w = p["w"]
         w = (w - w.mean((0, 1, 2))) / jnp.sqrt(w.var((0, 1, 2)) + 1e-4) * p["gain"]
-        y = lax.conv_general_dilated(x[None], w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        y = lax.conv_general_dilated(
+            x[None], w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
         return energy(jnp.tanh(y))
 
     return plain(loss, {"w": (3, 3, 2, 4), "gain": (4,)}, (5, 5, 2))
@@ -405,7 +479,9 @@ def convolution_with_a_weight_standardised_kernel() -> Case:
 @case
 def convolution_of_data_as_the_kernel() -> Case:
     def loss(w: Any, x: Any) -> Any:
-        return energy(lax.conv_general_dilated(w, x, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")))
+        return energy(
+            lax.conv_general_dilated(w, x, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"))
+        )
 
     return plain(loss, (1, 6, 2), (3, 2, 3))
 
@@ -445,7 +521,9 @@ def linen_remat_scan() -> Case:
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
-            stack = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+            stack = nn.scan(
+                nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+            )
             return stack()(x, None)[0]
 
     return linen(Model(), (2, 4))
@@ -514,7 +592,11 @@ def checkpoints() -> Case:
 def one_compiled_layer_called_twice() -> Case:
     layer = jax.jit(lambda w, x: jnp.tanh(x @ w["w"] + w["b"]))
     parameters = {"w": (4, 4), "b": (4,)}
-    return plain(lambda p, x: energy(layer(p[1], layer(p[0], layer(p[1], x)))), [parameters, parameters], (3, 4))
+    return plain(
+        lambda p, x: energy(layer(p[1], layer(p[0], layer(p[1], x)))),
+        [parameters, parameters],
+        (3, 4),
+    )
 
 
 @case
@@ -575,7 +657,9 @@ def scan_that_starts_from_returns_and_stacks_weights() -> Case:
             return (jnp.tanh(h * t @ p["w"]), counter + 1), (w * 2, p["w"][0], counter)
 
         (h, _), (ws, firsts, counts) = lax.scan(body, (p["start"], 0), (x, p["stack"]))
-        return energy(h) + energy(ws.sum(0) * x[0]) + energy(firsts) + jnp.sum(counts).astype(h.dtype)
+        return (
+            energy(h) + energy(ws.sum(0) * x[0]) + energy(firsts) + jnp.sum(counts).astype(h.dtype)
+        )
 
     return plain(loss, {"w": (3, 3), "start": (3,), "stack": (4, 3)}, (4, 3))
 
@@ -623,8 +707,12 @@ def branches() -> Case:
 def while_loop_beside_the_gradient() -> Case:
     def loss(p: Any, x: Any) -> Any:
         frozen = lax.stop_gradient(p["w"])
-        steps = lax.while_loop(lambda s: s[1] < 3, lambda s: (jnp.tanh(s[0] @ frozen), s[1] + 1), (x, 0))[0]
-        return energy(lax.stop_gradient(steps) @ p["v"] + x @ p["w"] + x @ lax.stop_gradient(p["v"]))
+        steps = lax.while_loop(
+            lambda s: s[1] < 3, lambda s: (jnp.tanh(s[0] @ frozen), s[1] + 1), (x, 0)
+        )[0]
+        return energy(
+            lax.stop_gradient(steps) @ p["v"] + x @ p["w"] + x @ lax.stop_gradient(p["v"])
+        )
 
     return plain(loss, {"w": (3, 3), "v": (3, 3)}, (3,))
 
@@ -645,7 +733,9 @@ def custom_derivatives_without_weights() -> Case:
         return x * jax.nn.sigmoid(x)
 
     bent.defjvp(lambda primals, tangents: (bent(*primals), 0.5 * tangents[0]))
-    return plain(lambda p, x: energy(bent(scaled_gradient(x @ p[0]) @ p[1])), [(4, 5), (5, 3)], (2, 4))
+    return plain(
+        lambda p, x: energy(bent(scaled_gradient(x @ p[0]) @ p[1])), [(4, 5), (5, 3)], (2, 4)
+    )
 
 
 @case
@@ -654,7 +744,8 @@ def custom_derivatives_with_weights() -> Case:
     def layer(w: Any, x: Any) -> Any:
         return x @ w
 
-    # Not linear in the cotangent: only a backward pass of each example by itself gives this gradient.
+    # Not linear in the cotangent: only a backward pass of each example by itself gives this
+    # gradient.
     def backward(residual: Any, g: Any) -> Any:
         w, x = residual
         g = jnp.clip(g, -0.1, 0.2)
@@ -666,13 +757,21 @@ def custom_derivatives_with_weights() -> Case:
     def scaled(w: Any, x: Any) -> Any:
         return w * x
 
-    scaled.defjvp(lambda primals, tangents: (scaled(*primals), tangents[0] * primals[1] + 2 * primals[0] * tangents[1]))
-    return plain(lambda p, x: energy(scaled(p["s"], layer(p["w"], x))), {"w": (4, 3), "s": (3,)}, (2, 4))
+    scaled.defjvp(
+        lambda primals, tangents: (
+            scaled(*primals),
+            tangents[0] * primals[1] + 2 * primals[0] * tangents[1],
+        )
+    )
+    return plain(
+        lambda p, x: energy(scaled(p["s"], layer(p["w"], x))), {"w": (4, 3), "s": (3,)}, (2, 4)
+    )
 
 
 @case
 def custom_derivatives_of_weights_alone() -> Case:
-    """Uses a derivative that is not linear in the cotangent and does not commute with a clipped sum."""
+    """Uses a derivative that is not linear in the cotangent and does not commute with a clipped
+    sum."""
 
     @jax.custom_vjp
     def bent(w: Any) -> Any:
@@ -682,7 +781,9 @@ def custom_derivatives_of_weights_alone() -> Case:
     inside = jax.checkpoint(lambda w: 2 * bent(w))
 
     def loss(p: Any, x: Any) -> Any:
-        steps = lax.scan(lambda h, _: (jnp.tanh(h @ inside(p["b"])), None), x @ bent(p["a"]), None, length=2)[0]
+        steps = lax.scan(
+            lambda h, _: (jnp.tanh(h @ inside(p["b"])), None), x @ bent(p["a"]), None, length=2
+        )[0]
         return energy(steps)
 
     return plain(loss, {"a": (4, 3), "b": (3, 3)}, (2, 4))
@@ -716,7 +817,11 @@ def weight_and_data_in_primitives_without_a_rule() -> Case:
 
 @case
 def weights_that_make_each_others_kernel() -> Case:
-    return plain(lambda p, x: energy(x @ (p["a"] * jnp.tanh(x @ p["b"])[:, None])), {"a": (3, 4), "b": (3, 3)}, (3,))
+    return plain(
+        lambda p, x: energy(x @ (p["a"] * jnp.tanh(x @ p["b"])[:, None])),
+        {"a": (3, 4), "b": (3, 3)},
+        (3,),
+    )
 
 
 # --- Weights that become complex ---
@@ -741,7 +846,9 @@ def global_filter() -> Case:
 
     def loss(p: Any, x: Any) -> Any:
         y = jnp.fft.irfft(jnp.fft.rfft(x, axis=0) * lax.complex(p["re"], p["im"]), n=6, axis=0)
-        spectrum = jnp.einsum("kd,kde->ke", jnp.fft.rfft(jnp.tanh(y), axis=0), jnp.fft.rfft(p["mix"], axis=0))
+        spectrum = jnp.einsum(
+            "kd,kde->ke", jnp.fft.rfft(jnp.tanh(y), axis=0), jnp.fft.rfft(p["mix"], axis=0)
+        )
         return energy(jnp.fft.irfft(spectrum, n=6, axis=0))
 
     return plain(loss, {"re": (4, 2), "im": (4, 2), "mix": (6, 2, 3)}, (6, 2))
@@ -754,12 +861,17 @@ def diagonal_state_space() -> Case:
     def loss(p: Any, x: Any) -> Any:
         rate = lax.complex(-jnp.exp(p["re"]), p["im"])
         out = lax.scan(
-            lambda s, u: (jnp.exp(rate) * s + u, jnp.sum((as_complex(p["c"]) * s).real)), 0 * rate, as_complex(x)
+            lambda s, u: (jnp.exp(rate) * s + u, jnp.sum((as_complex(p["c"]) * s).real)),
+            0 * rate,
+            as_complex(x),
         )[1]
         kernel = jnp.real(
-            jnp.exp(as_complex(jnp.arange(5).astype(x.dtype))[:, None] * rate) @ lax.complex(p["c"], p["im"])
+            jnp.exp(as_complex(jnp.arange(5).astype(x.dtype))[:, None] * rate)
+            @ lax.complex(p["c"], p["im"])
         )
-        return energy(out) + energy(jnp.fft.irfft(jnp.fft.rfft(x, 10) * jnp.fft.rfft(kernel, 10), 10))
+        return energy(out) + energy(
+            jnp.fft.irfft(jnp.fft.rfft(x, 10) * jnp.fft.rfft(kernel, 10), 10)
+        )
 
     return plain(loss, {"re": (3,), "im": (3,), "c": (3,)}, (5,))
 
@@ -780,7 +892,9 @@ def complex_values_of_weights_alone() -> Case:
 @case
 def real_weights_of_complex_data() -> Case:
     def loss(p: Any, x: Any) -> Any:
-        return energy(jnp.abs(jnp.fft.fft(x, axis=0) @ as_complex(p["w"]) + as_complex(p["b"]))) + energy(x @ p["w"])
+        return energy(
+            jnp.abs(jnp.fft.fft(x, axis=0) @ as_complex(p["w"]) + as_complex(p["b"]))
+        ) + energy(x @ p["w"])
 
     return plain(loss, {"w": (4, 3), "b": (3,)}, (5, 4))
 
@@ -791,7 +905,9 @@ def real_weights_of_complex_data() -> Case:
 @case
 def weight_decay_inside_the_loss() -> Case:
     def loss(p: Any, x: Any) -> Any:
-        return energy(jnp.tanh(x @ p["w"] + p["b"])) + 0.1 * sum(jnp.sum(jnp.square(w)) for w in jax.tree.leaves(p))
+        return energy(jnp.tanh(x @ p["w"] + p["b"])) + 0.1 * sum(
+            jnp.sum(jnp.square(w)) for w in jax.tree.leaves(p)
+        )
 
     return plain(loss, {"w": (4, 3), "b": (3,)}, (2, 4))
 
@@ -816,26 +932,36 @@ def frozen_and_integer_leaves() -> Case:
     shapes = {"frozen": {"w": (4, 3)}, "head": {"w": (3, 2), "b": (3,)}}
     case = plain(loss, shapes, (4,))
     params = {**case.params, "order": np.array([2, 0, 3, 1], np.int32)}
-    return dataclasses.replace(case, params=params, trainable=lambda path, leaf: path.startswith("head/"))
+    return dataclasses.replace(
+        case, params=params, trainable=lambda path, leaf: path.startswith("head/")
+    )
 
 
 # --- The conformance tests ---
 
 
 def check(case: Case, methods: tuple[str, ...], oracle: Any) -> None:
-    reference = oracle.micro_batches_of_one(case.loss, case.params, case.batch, trainable=case.trainable)
+    reference = oracle.micro_batches_of_one(
+        case.loss, case.params, case.batch, trainable=case.trainable
+    )
     clip_norm = float(np.median(reference.norms))
     expected = reference.clipped_sum(clip_norm)
     arrays, static = eqx.partition(case.params, eqx.is_array)
 
     def run(arrays: Any, batch: Any) -> Any:
         settings = {"clip_norm": clip_norm, "trainable": case.trainable}
-        return oracle.every_method(case.loss, methods, eqx.combine(arrays, static), batch, **settings)
+        return oracle.every_method(
+            case.loss, methods, eqx.combine(arrays, static), batch, **settings
+        )
 
     found = jax.jit(run, compiler_options=oracle.compiler_options(case.batch))(arrays, case.batch)
     for method, out in found.items():
-        np.testing.assert_allclose(out.losses, reference.losses, rtol=2e-5, atol=1e-6, err_msg=method)
-        np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5, atol=1e-12, err_msg=method)
+        np.testing.assert_allclose(
+            out.losses, reference.losses, rtol=2e-5, atol=1e-6, err_msg=method
+        )
+        np.testing.assert_allclose(
+            out.norms, reference.norms, rtol=1e-5, atol=1e-12, err_msg=method
+        )
         oracle.assert_same_sum(case.params, out.grads, expected, err=method)
         assert out.nonfinite == 0
 

@@ -49,7 +49,8 @@ def arrays(
 
 
 def by_numpy(x, g, geometry, factors=None):
-    """Squared norms in float64, or the weighted sum of the gradients, one kernel position at a time."""
+    """Squared norms in float64, or the weighted sum of the gradients, one kernel position at a
+    time."""
     window, strides, padding, kernel_dilation = geometry
     x, g = np.asarray(x, np.float64), np.asarray(g, np.float64)
     x = np.pad(x, [(0, 0), *padding, (0, 0)])
@@ -60,7 +61,9 @@ def by_numpy(x, g, geometry, factors=None):
         gradient = np.einsum("bhwc,bhwk->bck", seen[:, :rows, :columns], g)
         norms = np.square(gradient).sum((1, 2))
         results.append(norms if factors is None else np.einsum("bck,b->ck", gradient, factors))
-    return np.sum(results, 0) if factors is None else np.reshape(results, (*window, *results[0].shape))
+    return (
+        np.sum(results, 0) if factors is None else np.reshape(results, (*window, *results[0].shape))
+    )
 
 
 # One program for equal shapes. Eager calls compile each operation around the kernel by itself.
@@ -73,7 +76,11 @@ def arrays_of_form(by_cells, sides, on_lanes, *args, **kwargs):
     """Returns `arrays(...)`, and tells if they no longer take the form that a test is for."""
     x, g, geometry = arrays(*args, **kwargs)
     plan = cells.Plan.of(geometry, x, g)
-    assert (plan.by_cells, plan.sides, lanes.batch_on_lanes(plan, len(x))) == (by_cells, sides, on_lanes)
+    assert (plan.by_cells, plan.sides, lanes.batch_on_lanes(plan, len(x))) == (
+        by_cells,
+        sides,
+        on_lanes,
+    )
     assert convolution.suits(x, g, geometry)
     return x, g, geometry
 
@@ -86,7 +93,8 @@ HALVED = {"strides": (2, 2), "padding": ((0, 1), (1, 1)), **BFLOAT16}
 CASES = {
     # 90 cells: one example at a time, and neither cells nor channels fill a tile.
     "odd": (False, 1, False, 3, (10, 9), 5, 6, {}),
-    # Four examples on the lanes of one group and one in the next. 30 cells do not fill their 32 lanes.
+    # Four examples on the lanes of one group and one in the next. 30 cells do not fill their 32
+    # lanes.
     "shared": (True, 4, False, 5, (5, 6), 20, 33, BFLOAT16),
     # The first layer of a ResNet: four phases of 3 channels.
     "first": (False, 1, False, 2, (23, 22), 3, 8, FIRST),
@@ -101,7 +109,8 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_norms_equal_those_of_numpy(name):
-    """Fails if a cell beside the grid counts, a phase meets another's channels, or an example another's cells."""
+    """Fails if a cell beside the grid counts, a phase meets another's channels, or an example
+    another's cells."""
     *form, batch, size, channels, outputs, options = CASES[name]
     x, g, geometry = arrays_of_form(*form, batch, size, channels, outputs, **options)
     norms = norms_of(x, g, geometry)
@@ -133,28 +142,36 @@ def test_nan_of_one_example_does_not_reach_another(batch, on_lanes):
     ids=["shared", "strided"],
 )
 def test_a_weighted_sum_equals_that_of_numpy(batch, size, outputs, options):
-    """Fails if a factor meets another example, an example without weight counts, or kernel positions change places."""
+    """Fails if a factor meets another example, an example without weight counts, or kernel
+    positions change places."""
     x, g, geometry = arrays(batch, size, 5, outputs, **options)
     factors = np.random.default_rng(3).uniform(size=batch).astype(np.float32)
     factors[[3, -2]] = 0
     want = by_numpy(x, g, geometry, factors=factors)
     assert convolution.sums_suit(x, g, geometry)
-    total = jax.jit(functools.partial(convolution.weighted_sum, geometry=geometry))(x.at[3].set(jnp.nan), g, factors)
+    total = jax.jit(functools.partial(convolution.weighted_sum, geometry=geometry))(
+        x.at[3].set(jnp.nan), g, factors
+    )
     assert (total.dtype, total.shape) == (jnp.float32, (3, 3, 5, outputs))
     np.testing.assert_allclose(total, want, rtol=1e-4, atol=2e-6 * np.abs(want).max())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "size"), [((False, 1, False), (12, 9)), ((True, 4, False), (5, 6))], ids=["gradient", "cells"]
+    ("form", "size"),
+    [((False, 1, False), (12, 9)), ((True, 4, False), (5, 6))],
+    ids=["gradient", "cells"],
 )
 def test_bounds_cover_the_norm_whose_terms_cancel(form, size):
-    """Fails if E is less than what rounding takes from a norm, or M less than the norm of absolute terms."""
+    """Fails if E is less than what rounding takes from a norm, or M less than the norm of absolute
+    terms."""
     x, g, geometry = arrays_of_form(*form, 5, size, 4, 4)
     # Rows of equal data, whose cotangents nearly cancel.
     x = x.at[:, 1:].set(x[:, :1])
     g = g.at[:, 1::2].set(-g[:, : g.shape[1] // 2 * 2 : 2])
-    norms, apart, spread = jax.jit(functools.partial(convolution.norms_and_bounds, geometry=geometry))(x, g)
+    norms, apart, spread = jax.jit(
+        functools.partial(convolution.norms_and_bounds, geometry=geometry)
+    )(x, g)
     want = by_numpy(x, g, geometry)
     assert (np.abs(norms - want) <= spread + 1e-6 * want).all()
     lengths = (np.sqrt(np.square(y).sum((1, 2, 3))) for y in (x, g))
@@ -166,7 +183,8 @@ def test_bounds_cover_the_norm_whose_terms_cancel(form, size):
 
 @pytest.mark.slow
 def test_numbers_between_those_of_bfloat16_are_rounded():
-    """Fails if the lower half of a number is cut off, which makes all numbers smaller, or reaches its neighbour."""
+    """Fails if the lower half of a number is cut off, which makes all numbers smaller, or reaches
+    its neighbour."""
     x, g, geometry = arrays(256, (8, 8), 16, 16)
     x = x + jnp.abs(x) * 0.003
     want = by_numpy(x.astype(jnp.bfloat16), g, geometry)
@@ -190,17 +208,22 @@ def test_a_mapped_axis_is_part_of_the_batch():
 
 def sharded(function, check_vma):
     """Returns `function` of arrays whose examples are divided over two devices."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh(
+        (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
     specs = {"in_specs": P("data"), "out_specs": P("data")}
     return jax.jit(jax.shard_map(function, mesh=mesh, check_vma=check_vma, **specs))
 
 
 @pytest.mark.slow
 def test_each_device_computes_the_norms_of_its_examples():
-    """Fails if the kernel meets examples of another device. The interpreter does not track what varies."""
+    """Fails if the kernel meets examples of another device. The interpreter does not track what
+    varies."""
     x, g, geometry = arrays(4, (5, 4), 3, 4)
     norms = functools.partial(norms_of, geometry=geometry)
-    np.testing.assert_allclose(sharded(norms, check_vma=False)(x, g), by_numpy(x, g, geometry), rtol=3e-6)
+    np.testing.assert_allclose(
+        sharded(norms, check_vma=False)(x, g), by_numpy(x, g, geometry), rtol=3e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,7 +253,8 @@ def test_other_types_are_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [4, 256], ids=["blocks", "lanes"])
 def test_the_kernel_is_lowered_for_several_tpus(monkeypatch, batch):
-    """Fails if a TPU lacks an operation of it, or if JAX does not see that its result varies as its arguments do."""
+    """Fails if a TPU lacks an operation of it, or if JAX does not see that its result varies as its
+    arguments do."""
     monkeypatch.undo()
     x, g, geometry = arrays(batch, (16, 8), 16, 16)
 

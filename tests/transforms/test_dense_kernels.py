@@ -84,7 +84,8 @@ def test_norms(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("across", [(True, False), (False, True)])
 def test_sums_over_gram_matrices_of_features_in_parts(monkeypatch, across):
-    """Fails if a part replaces the sum, if the sum is read before it is set, or if an axis is mistaken."""
+    """Fails if a part replaces the sum, if the sum is read before it is set, or if an axis is
+    mistaken."""
     parts = gram._Parts(128, 128, 3)
     monkeypatch.setattr(gram, "_parts", lambda *_: parts)
     u, w = pair(2, 140, 128 * (1 + across[1]), 384)
@@ -271,6 +272,7 @@ BUNDLES = {
 
 @pytest.mark.parametrize("kernel", BUNDLES)
 def test_costs_are_near_the_schedules_of_a_compiler(kernel):
-    """The schedule of a long example has more products in a cycle than the units compute, so a cost may be above."""
+    """The schedule of a long example has more products in a cycle than the units compute, so a cost
+    may be above."""
     for shape, bundles in BUNDLES[kernel].items():
         assert 0.95 < kernel.cycles(*shape) / bundles < 1.25

@@ -1,4 +1,5 @@
-"""Programs as other libraries write them: clipped gradients are right, and none costs what B x P would."""
+"""Programs as other libraries write them: clipped gradients are right, and none costs what B x P
+would."""
 
 from typing import Any
 
@@ -25,7 +26,10 @@ def reference(loss: Any, params: Any, batch: Any, clip_norm: float) -> tuple[jax
 def over_budget(entry: Any) -> list[str]:
     """Returns which counts of the clipped gradient exceed their budget."""
     found = bench_programs.work(entry)
-    ratios = {kind: getattr(found["clipped"], kind) / getattr(found["plain"], kind) for kind in ("flops", "bytes")}
+    ratios = {
+        kind: getattr(found["clipped"], kind) / getattr(found["plain"], kind)
+        for kind in ("flops", "bytes")
+    }
     return [f"{kind} {r:.2f}" for kind, r in ratios.items() if r > getattr(entry, kind)]
 
 
@@ -34,7 +38,8 @@ def over_budget(entry: Any) -> list[str]:
 def test_large_programs_are_within_budget_and_small_ones_equal_vmap(
     name: str, oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gives the weights of the small program, in float64, the treatment that those of the large program get."""
+    """Gives the weights of the small program, in float64, the treatment that those of the large
+    program get."""
     entry, chosen, choose = programs.PROGRAMS[name], list[str](), clipping.choose_method
 
     def noted(*args: Any) -> str:
@@ -45,7 +50,11 @@ def test_large_programs_are_within_budget_and_small_ones_equal_vmap(
     assert not over_budget(entry)
 
     monkeypatch.setattr(clipping, "choose_method", lambda *args: chosen.pop(0))
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
         made = entry.build(*entry.small)
         params, batch = programs.drawn(made.params, 0), programs.drawn(made.example, 1, (BATCH,))
 
@@ -63,7 +72,8 @@ def test_large_programs_are_within_budget_and_small_ones_equal_vmap(
         np.testing.assert_allclose(g, e, rtol=tolerance, atol=tolerance * np.abs(e).max())
 
 
-# Ways to read parts of a weight [4, 5, 3] at integers [2] from -1 to 4. None reads the whole weight.
+# Ways to read parts of a weight [4, 5, 3] at integers [2] from -1 to 4. None reads the whole
+# weight.
 READS: dict[str, Any] = {
     "columns": lambda w, i: w[:, i],
     "two dimensions": lambda w, i: w[i, i],
@@ -88,7 +98,11 @@ def test_reads_of_any_part_of_a_weight(oracle: Any) -> None:
         x, i = e
         return sum(programs.energy(jnp.sin(read(p[name], i)) * x) for name, read in READS.items())
 
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
         rng = np.random.default_rng(0)
         params = {name: rng.normal(size=(4, 5, 3)) for name in READS}
         batch = rng.normal(size=BATCH), np.array([[0, 2], [3, 3], [-1, 4]])
@@ -100,32 +114,40 @@ def test_reads_of_any_part_of_a_weight(oracle: Any) -> None:
         options = oracle.compiler_options(batch)
         (norms, sums), found = jax.device_get(jax.jit(run, compiler_options=options)(params, batch))
         assert all(
-            leaf.rules == ("embedding",) for leaf in clipping.clipped_grad(loss, clip_norm=1.0).plan(params, batch)
+            leaf.rules == ("embedding",)
+            for leaf in clipping.clipped_grad(loss, clip_norm=1.0).plan(params, batch)
         )
     assert set(found) == {"factors", "drop"}
     for method, out in found.items():
         np.testing.assert_allclose(out.norms, norms, rtol=1e-9)
         for name in READS:
             message = f"{name}, {method}"
-            np.testing.assert_allclose(out.grads[name], sums[name], rtol=1e-9, atol=1e-12, err_msg=message)
+            np.testing.assert_allclose(
+                out.grads[name], sums[name], rtol=1e-9, atol=1e-12, err_msg=message
+            )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["auto", "vmap"])
 def test_ragged_dot_inside_of_other_programs(engine: Any, oracle: Any) -> None:
-    """Uses the primitive with other weights in a loop, a branch and a recomputed block. JAX cannot batch it."""
+    """Uses the primitive with other weights in a loop, a branch and a recomputed block. JAX cannot
+    batch it."""
     sizes = jnp.array([2, 0, 1], jnp.int32)
 
     def loss(p: Any, x: Any) -> Any:
         block = jax.checkpoint(lambda w, x: jnp.sin(lax.ragged_dot(x, w, sizes)))
         x = lax.scan(lambda h, w: (block(w, h), None), x, p["stack"])[0]
-        return programs.energy(lax.cond(x[0, 0] > 0, lambda: lax.ragged_dot(x, p["w"], sizes), lambda: 2 * x))
+        return programs.energy(
+            lax.cond(x[0, 0] > 0, lambda: lax.ragged_dot(x, p["w"], sizes), lambda: 2 * x)
+        )
 
     def known(p: Any, x: Any) -> Any:
         group = jnp.array([0, 0, 2])
         for w in p["stack"]:
             x = jnp.sin(jnp.einsum("td,tdf->tf", x, w[group]))
-        return programs.energy(jnp.where(x[0, 0] > 0, jnp.einsum("td,tdf->tf", x, p["w"][group]), 2 * x))
+        return programs.energy(
+            jnp.where(x[0, 0] > 0, jnp.einsum("td,tdf->tf", x, p["w"][group]), 2 * x)
+        )
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         rng = np.random.default_rng(0)
@@ -141,7 +163,9 @@ def test_ragged_dot_inside_of_other_programs(engine: Any, oracle: Any) -> None:
         options = oracle.compiler_options(batch)
         (norms, sums), out = jax.device_get(jax.jit(run, compiler_options=options)(params, batch))
     np.testing.assert_allclose(out.norms, norms, rtol=1e-9)
-    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-9, atol=1e-12), out.grads, sums)
+    jax.tree.map(
+        lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-9, atol=1e-12), out.grads, sums
+    )
 
 
 @pytest.mark.slow
@@ -156,6 +180,8 @@ def test_ragged_dot_inside_of_other_programs(engine: Any, oracle: Any) -> None:
         (sites.Dot, "tied_autoencoder"),
     ],
 )
-def test_the_budget_notices_a_missing_rule(rule: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_notices_a_missing_rule(
+    rule: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rule, "of", lambda *args: None)
     assert over_budget(programs.PROGRAMS[name])

@@ -40,7 +40,10 @@ def lowered(function, *args, platform):
 def test_a_form_is_that_of_the_platform_that_is_compiled_for():
     np.testing.assert_array_equal(doubled(X, X), X * X + 1)
     np.testing.assert_array_equal(jax.jit(doubled)(X, X), X * X + 1)
-    added = {name: "stablehlo.add" in lowered(doubled, X, X, platform=name) for name in ("cpu", "cuda", "tpu")}
+    added = {
+        name: "stablehlo.add" in lowered(doubled, X, X, platform=name)
+        for name in ("cpu", "cuda", "tpu")
+    }
     assert added == {"cpu": True, "cuda": False, "tpu": False}
 
 
@@ -59,7 +62,9 @@ def test_a_kernel_is_left_out_where_xla_divides_a_program():
     assert "tpu_custom_call" not in lowered(with_kernel, divided, platform="tpu")
     for check in (True, False):
         spec = PartitionSpec("data")
-        shard = jax.shard_map(with_kernel, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check)
+        shard = jax.shard_map(
+            with_kernel, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check
+        )
         assert "tpu_custom_call" in lowered(shard, divided, platform="tpu")
         np.testing.assert_array_equal(shard(divided), X + X)
 
@@ -75,7 +80,9 @@ def test_forms_are_batched_and_differentiated():
 
 
 def test_trees_go_in_and_out():
-    result = by_platform({"a": X}, None, default=lambda tree, none: (tree["a"], {"b": 2 * tree["a"]}, none))
+    result = by_platform(
+        {"a": X}, None, default=lambda tree, none: (tree["a"], {"b": 2 * tree["a"]}, none)
+    )
     np.testing.assert_array_equal(result[1]["b"], 2 * X)
     assert result[2] is None
 
@@ -116,7 +123,8 @@ def test_settings_of_a_call_hold_when_its_forms_are_traced():
 
 
 def test_one_process_compiles_a_clipped_gradient_for_two_platforms():
-    """The forms of a TPU round to bfloat16 and zero no rows in a loop. Those of a CPU do neither."""
+    """The forms of a TPU round to bfloat16 and zero no rows in a loop. Those of a CPU do
+    neither."""
 
     def loss(params, example):
         return jnp.tanh(example @ params).sum()

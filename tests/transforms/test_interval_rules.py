@@ -25,10 +25,12 @@ class Case:
 
     Attributes:
       rules: Names in the registry.
-      fun: The function of the operands. The same code runs in float32 on boxes and in float64 at points.
+      fun: The function of the operands. The same code runs in float32 on boxes and in float64 at
+          points.
       shapes: The shapes of the operands that are intervals.
       domain: The domain of all operands.
-      ulps: The amount by which results may fail to be nested, for functions whose rounding is not monotone.
+      ulps: The amount by which results may fail to be nested, for functions whose rounding is not
+          monotone.
       exact: The function to compare with instead of `fun`, in real arithmetic.
       tight: Whether the box of one point gives the function up to rounding.
     """
@@ -59,7 +61,9 @@ def pooled(x, init, op, size=(2, 2), strides=(1, 1), padding="SAME"):
 
 
 def convolve(x, w, **kwargs):
-    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **kwargs)
+    return lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **kwargs
+    )
 
 
 def fixed_softmax(x):
@@ -110,9 +114,14 @@ ELEMENTARY = {  # name: function, domain
     "sin": (lax.sin, (-10.0, 10.0)),
     "cos": (lax.cos, (-10.0, 10.0)),
 }
-# What only newer releases of JAX have. They compute the derivatives of tanh and erf by it, and stacks.
+# What only newer releases of JAX have. They compute the derivatives of tanh and erf by it, and
+# stacks.
 NEWER = {"stack", "unstack", "one_minus_square", "log2", "polynomial", "exp_neg_sq"}
-ABSENT = {name for name in NEWER if not (hasattr(lax, name) or name in str(jax.make_jaxpr(jax.grad(lax.erf))(1.0)))}
+ABSENT = {
+    name
+    for name in NEWER
+    if not (hasattr(lax, name) or name in str(jax.make_jaxpr(jax.grad(lax.erf))(1.0)))
+}
 CASES = [
     # Data movement.
     Case("reshape", lambda x: x.reshape(4, 3), MATRIX),
@@ -130,7 +139,11 @@ CASES = [
     Case("split", lambda x: jnp.split(x, 2)),
     Case("gather", lambda x: x[np.array([3, 0, 3, 5])]),
     Case("dynamic_slice", lambda x: lax.dynamic_slice(x, (jnp.int32(2),), (3,))),
-    Case("dynamic_update_slice", lambda x, y: lax.dynamic_update_slice(x, y, (jnp.int32(2),)), ((6,), (3,))),
+    Case(
+        "dynamic_update_slice",
+        lambda x, y: lax.dynamic_update_slice(x, y, (jnp.int32(2),)),
+        ((6,), (3,)),
+    ),
     Case("scatter", lambda x, y: x.at[np.array([4, 1])].set(y, unique_indices=True), ((6,), (2,))),
     Case("select_n", lambda x, y: jnp.where(like(x)[0] > 0, x, y), ((6,), (6,))),
     Case("select_n", lambda x, y: jnp.where(x > 0.3, y, -2 * y), ((6,), (6,))),
@@ -150,7 +163,15 @@ CASES = [
     Case("reduce_window_min", lambda x: pooled(x, jnp.inf, lax.min), ((4, 5),)),
     Case(
         "and or not xor gt lt ge le eq ne",
-        lambda x, y: ((x > 0) & (y > 0), (x < y) | (x >= 1), ~(x <= y), (x > 0) ^ (y > 0), x == y, x != y, x != x),
+        lambda x, y: (
+            (x > 0) & (y > 0),
+            (x < y) | (x >= 1),
+            ~(x <= y),
+            (x > 0) ^ (y > 0),
+            x == y,
+            x != y,
+            x != x,
+        ),
         ((6,), (6,)),
     ),
     Case("reduce_and reduce_or", lambda x: ((x > -1).all(), (x > 1).any())),
@@ -169,12 +190,17 @@ CASES = [
         "convert_element_type",
         lambda x: (
             *(x.astype(bool), (x > 0).astype(x.dtype), x.astype(jnp.int32).astype(x.dtype)),
-            *((x * 200).astype(jnp.int32).astype(jnp.uint8), (x * 200).astype(jnp.int32).astype(jnp.int8)),
+            *(
+                (x * 200).astype(jnp.int32).astype(jnp.uint8),
+                (x * 200).astype(jnp.int32).astype(jnp.int8),
+            ),
         ),
         tight=False,
     ),
     Case("reduce_precision", lambda x: lax.reduce_precision(x, 4, 3), tight=False),
-    Case("reduce_precision", lambda x: lax.reduce_precision(x, 4, 3), exact=lambda x: x, tight=False),
+    Case(
+        "reduce_precision", lambda x: lax.reduce_precision(x, 4, 3), exact=lambda x: x, tight=False
+    ),
     # Elementwise functions.
     *(Case(name, fun, domain=domain, ulps=2) for name, (fun, domain) in ELEMENTARY.items()),
     Case("sqrt", jnp.sqrt, domain=(0.0, 10.0)),
@@ -183,22 +209,43 @@ CASES = [
     Case("pow", lambda x, y: jnp.abs(x) ** y, ((6,), (6,)), ulps=2),
     Case("pow", lambda x: (x**2.5, 3.0**x), domain=(0.5, 4.0), ulps=2),
     Case("add sub mul", lambda x, y: (x + y, x - y, x * y, 3 * x - 0.1), ((6,), (6,))),
-    Case("mul", lambda x, y: (jnp.abs(x) * jnp.exp(y), jnp.abs(x) * y, x * like(x)[0]), ((6,), (6,)), ulps=2),
+    Case(
+        "mul",
+        lambda x, y: (jnp.abs(x) * jnp.exp(y), jnp.abs(x) * y, x * like(x)[0]),
+        ((6,), (6,)),
+        ulps=2,
+    ),
     Case("x_plus_xy", lambda x, y: (x + x * y, y * x + x, x + x * 0.3), ((6,), (6,))),
     Case("one_minus_square", jax.grad(lambda x: jnp.sum(jnp.tanh(x))), ulps=64),
     Case("div", lambda x: (x / 3, like(x)[0] / (jnp.abs(x) + 1), x / like(x)[1])),
     Case("div", lambda x, y: x / y, ((6,), (6,)), domain=(0.5, 2.0)),
     Case("div", lambda x, y: (x / (y - 4), x / (y + 2.5)), ((6,), (6,))),
     Case("rem", lambda x: (lax.rem(x, like(x)[0]), jnp.remainder(x, 0.75))),
-    Case("rem", lambda x, y: (lax.rem(x, y), jnp.fmod(0.5, x)), ((6,), (6,)), (0.25, 2.0), tight=False),
-    Case("logaddexp logaddexp2", lambda x, y: (jnp.logaddexp(x, y), jnp.logaddexp2(x, 3 * y)), ((6,), (6,)), ulps=2),
+    Case(
+        "rem",
+        lambda x, y: (lax.rem(x, y), jnp.fmod(0.5, x)),
+        ((6,), (6,)),
+        (0.25, 2.0),
+        tight=False,
+    ),
+    Case(
+        "logaddexp logaddexp2",
+        lambda x, y: (jnp.logaddexp(x, y), jnp.logaddexp2(x, 3 * y)),
+        ((6,), (6,)),
+        ulps=2,
+    ),
     Case(
         "exp_share exp2_share",
         jax.grad(lambda x, y: jnp.sum(jnp.logaddexp(3 * x, y) + jnp.logaddexp2(y, x)), (0, 1)),
         ((6,), (6,)),
         ulps=2,
     ),
-    Case("log_sum_exp", lambda x: (jax.nn.logsumexp(x, 1), jax.nn.logsumexp(x, 1, keepdims=True)), MATRIX, ulps=2),
+    Case(
+        "log_sum_exp",
+        lambda x: (jax.nn.logsumexp(x, 1), jax.nn.logsumexp(x, 1, keepdims=True)),
+        MATRIX,
+        ulps=2,
+    ),
     Case("log_softmax", lambda x: jax.nn.log_softmax(x), MATRIX, ulps=16),
     Case("log_softmax", lambda x: jax.nn.log_softmax(9 * x), ((2, 40),), ulps=64),
     Case("softmax", lambda x: jax.nn.softmax(x), MATRIX, ulps=16),
@@ -211,13 +258,26 @@ CASES = [
     Case("reduce_window_sum", lambda x: pooled(x, 0.0, lax.add), ((4, 5),)),
     Case("reduce_prod", lambda x: (jnp.prod(x), jnp.prod(jnp.abs(x)), jnp.prod(x, axis=1)), MATRIX),
     Case("cumprod", lambda x: (jnp.cumprod(x, 1), lax.cumprod(x, 0, reverse=True)), MATRIX),
-    Case("cumlogsumexp", lambda x: (lax.cumlogsumexp(x, 1), lax.cumlogsumexp(3 * x, 0, reverse=True)), MATRIX, ulps=2),
+    Case(
+        "cumlogsumexp",
+        lambda x: (lax.cumlogsumexp(x, 1), lax.cumlogsumexp(3 * x, 0, reverse=True)),
+        MATRIX,
+        ulps=2,
+    ),
     Case("scatter-add", lambda x, y: x.at[np.array([1, 4, 1])].add(y), ((6,), (3,))),
     Case("scatter-add", jax.grad(lambda x: jnp.sum(jnp.square(x[np.array([1, 4, 1])]))), ((6, 2),)),
-    Case("select_and_scatter_add", jax.grad(lambda x: jnp.sum(pooled(x, -jnp.inf, lax.max) ** 2)), ((4, 5),)),
     Case(
         "select_and_scatter_add",
-        jax.grad(lambda x: jnp.sum(like(x)[:2, :2] * pooled(x, jnp.inf, lax.min, (3, 2), (2, 2), "VALID"))),
+        jax.grad(lambda x: jnp.sum(pooled(x, -jnp.inf, lax.max) ** 2)),
+        ((4, 5),),
+    ),
+    Case(
+        "select_and_scatter_add",
+        jax.grad(
+            lambda x: jnp.sum(
+                like(x)[:2, :2] * pooled(x, jnp.inf, lax.min, (3, 2), (2, 2), "VALID")
+            )
+        ),
         ((5, 4),),
     ),
     # Products.
@@ -239,7 +299,13 @@ CASES = [
         )
     ),
     *(
-        Case("conv_general_dilated", fun, shapes, product=product, ulps=0 if product == "tight" else 16)
+        Case(
+            "conv_general_dilated",
+            fun,
+            shapes,
+            product=product,
+            ulps=0 if product == "tight" else 16,
+        )
         for product, (fun, shapes) in itertools.product(
             ("tight", "rump"),
             [
@@ -258,20 +324,42 @@ CASES = [
         Case(rules, fun, ((4,),), (-4.0, 4.0), ulps=32)
         for rules, fun in [
             ("softmax_cross_entropy", lambda z: losses.softmax_cross_entropy(z, like(z, SOFT))),
-            ("softmax_cross_entropy_gradient", jax.grad(lambda z: losses.softmax_cross_entropy(z, like(z, SOFT)))),
+            (
+                "softmax_cross_entropy_gradient",
+                jax.grad(lambda z: losses.softmax_cross_entropy(z, like(z, SOFT))),
+            ),
             ("sigmoid_cross_entropy", lambda z: losses.sigmoid_cross_entropy(z, like(z, SOFT))),
-            ("sigmoid_cross_entropy_gradient", jax.grad(lambda z: losses.sigmoid_cross_entropy(z, like(z, SOFT)))),
+            (
+                "sigmoid_cross_entropy_gradient",
+                jax.grad(lambda z: losses.sigmoid_cross_entropy(z, like(z, SOFT))),
+            ),
             ("multiclass_hinge", lambda z: losses.hinge(z, jnp.int32(2))),
             ("multiclass_hinge_gradient", jax.grad(lambda z: losses.hinge(z, jnp.int32(2)))),
         ]
     ),
-    Case("binary_hinge", lambda z: (losses.hinge(z, jnp.int32(1)), losses.hinge(z, jnp.int32(0))), SCALAR),
+    Case(
+        "binary_hinge",
+        lambda z: (losses.hinge(z, jnp.int32(1)), losses.hinge(z, jnp.int32(0))),
+        SCALAR,
+    ),
     Case("binary_hinge_gradient", jax.grad(lambda z: losses.hinge(z, jnp.int32(1))), SCALAR),
     # Labels that are intervals.
     Case("softmax_cross_entropy", losses.softmax_cross_entropy, ((4,), (4,)), (0.0, 1.0), ulps=32),
-    Case("softmax_cross_entropy_gradient", jax.grad(losses.softmax_cross_entropy), ((4,), (4,)), (0.0, 1.0), ulps=32),
+    Case(
+        "softmax_cross_entropy_gradient",
+        jax.grad(losses.softmax_cross_entropy),
+        ((4,), (4,)),
+        (0.0, 1.0),
+        ulps=32,
+    ),
     Case("sigmoid_cross_entropy", losses.sigmoid_cross_entropy, ((4,), (4,)), (0.0, 1.0), ulps=32),
-    Case("sigmoid_cross_entropy_gradient", jax.grad(losses.sigmoid_cross_entropy), ((4,), (4,)), (0.0, 1.0), ulps=32),
+    Case(
+        "sigmoid_cross_entropy_gradient",
+        jax.grad(losses.sigmoid_cross_entropy),
+        ((4,), (4,)),
+        (0.0, 1.0),
+        ulps=32,
+    ),
     # Control flow and calls.
     Case("jit", jax.jit(lambda x: 2 * x)),
     Case("remat2", jax.grad(jax.checkpoint(lambda x: jnp.sum(x**3)))),
@@ -279,28 +367,54 @@ CASES = [
     Case("custom_vjp_call", doubled),
     Case("custom_vmap_call", tripled),
     Case("scan", lambda x: lax.scan(lambda c, v: (c + v, c * v), jnp.zeros((), x.dtype), x)),
-    Case("scan", lambda x: lax.scan(lambda c, v: (c * x.sum(), v - c), jnp.ones((), x.dtype), x, reverse=True)),
-    Case("while", lambda x: lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] * x), (0, x))[1]),
+    Case(
+        "scan",
+        lambda x: lax.scan(
+            lambda c, v: (c * x.sum(), v - c), jnp.ones((), x.dtype), x, reverse=True
+        ),
+    ),
+    Case(
+        "while",
+        lambda x: lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] * x), (0, x))[1],
+    ),
     Case("cond", lambda x: lax.cond(x[0] > 0.5, lambda v: 2 * v, lambda v: -v, x)),
-    Case("cond", lambda x: lax.switch(jnp.argmax(x), [lambda v: v, jnp.abs, lambda v: v + 1], x), ((3,),)),
+    Case(
+        "cond",
+        lambda x: lax.switch(jnp.argmax(x), [lambda v: v, jnp.abs, lambda v: v + 1], x),
+        ((3,),),
+    ),
     Case("exp_neg_sq", jax.grad(lambda x: jnp.sum(lax.erf(x))), domain=(-4.0, 4.0), ulps=2),
 ]
 FUNCTIONS = [  # of newer releases
     Case("one_minus_square", lambda x: lax.one_minus_square(x)),
     Case("log2", lambda x: lax.log2(x), domain=(1e-3, 10.0), ulps=2),
-    Case("polynomial", lambda x, c: (lax.polynomial(x, [1, -2, 0.5]), lax.polynomial(x, [0, c])), ((6,), (6,))),
+    Case(
+        "polynomial",
+        lambda x, c: (lax.polynomial(x, [1, -2, 0.5]), lax.polynomial(x, [0, c])),
+        ((6,), (6,)),
+    ),
 ]
 CASES += [case for case in FUNCTIONS if case.rules not in ABSENT]
 IDS = [f"{i}-{case.rules.replace(' ', '-')}" for i, case in enumerate(CASES)]
 # What the same primitives are called in other releases of JAX, or under a mesh.
 OTHER_NAMES = {
-    *("expand_dims", "copy_p", "pjit", "closed_call", "core_call", "remat", "checkpoint", "sharding_constraint"),
+    *(
+        "expand_dims",
+        "copy_p",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "remat",
+        "checkpoint",
+        "sharding_constraint",
+    ),
     *ABSENT,
 }
 
 
 def nested_boxes(case, rng):
-    """Boxes [FAMILIES, LEVELS, ...] of each operand, every level inside the next one, the first one a point."""
+    """Boxes [FAMILIES, LEVELS, ...] of each operand, every level inside the next one, the first one
+    a point."""
     low_end, high_end = case.domain
     operands = []
     for shape in case.shapes:
@@ -309,7 +423,11 @@ def nested_boxes(case, rng):
         levels = [(lower, upper)]
         for _ in range(LEVELS - 1):
             # Steps from negligible to huge. Some entries do not grow.
-            step = (high_end - low_end) * 10.0 ** rng.uniform(-7, 0, (2, *size)) * (rng.random((2, *size)) < 0.7)
+            step = (
+                (high_end - low_end)
+                * 10.0 ** rng.uniform(-7, 0, (2, *size))
+                * (rng.random((2, *size)) < 0.7)
+            )
             lower = np.maximum(lower - step[0], np.float32(low_end)).astype(np.float32)
             upper = np.minimum(upper + step[1], np.float32(high_end)).astype(np.float32)
             levels.append((lower, upper))
@@ -333,7 +451,8 @@ GROUP = 16  # cases that share a program, because compilation takes most of the 
 
 
 def evaluated(index):
-    """Bounds [FAMILIES, LEVELS, n] in float32 and values [FAMILIES, LEVELS, POINTS, n] in float64 of a case."""
+    """Bounds [FAMILIES, LEVELS, n] in float32 and values [FAMILIES, LEVELS, POINTS, n] in float64
+    of a case."""
     return evaluated_together(index // GROUP)[index % GROUP]
 
 
@@ -347,7 +466,9 @@ def evaluated_together(group):
         points.append([x.reshape(-1, *x.shape[3:]) for x in sample(given[-1], rng)])
 
     def bounds(case, ends):
-        result = jaxdp.interval(case.fun, product=case.product)(*(boxes.unchecked(*pair) for pair in ends))
+        result = jaxdp.interval(case.fun, product=case.product)(
+            *(boxes.unchecked(*pair) for pair in ends)
+        )
         leaves = jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, jaxdp.Interval))
         return [[end.ravel() for end in (x.lower, x.upper)] for x in leaves]
 
@@ -356,16 +477,30 @@ def evaluated_together(group):
         return jnp.concatenate([jnp.ravel(x).astype(jnp.float64) for x in leaves])
 
     def of_all(evaluate, operands):
-        return jax.device_get(jax.jit(lambda all: [evaluate(*one) for one in zip(cases, all, strict=True)])(operands))
+        return jax.device_get(
+            jax.jit(lambda all: [evaluate(*one) for one in zip(cases, all, strict=True)])(operands)
+        )
 
-    # One box after the other: the very same program for every box, which is what isotonicity is about.
-    flat = [[tuple(end.reshape(-1, *end.shape[2:]) for end in pair) for pair in pairs] for pairs in given]
+    # One box after the other: the very same program for every box, which is what isotonicity is
+    # about.
+    flat = [
+        [tuple(end.reshape(-1, *end.shape[2:]) for end in pair) for pair in pairs]
+        for pairs in given
+    ]
     found = of_all(lambda case, ends: lax.map(functools.partial(bounds, case), ends), flat)
-    with jax.enable_x64(True):  # One point after the other, too: XLA takes long for hundreds of convolutions in one.
+    with jax.enable_x64(
+        True
+    ):  # One point after the other, too: XLA takes long for hundreds of convolutions in one.
         values = of_all(lambda case, xs: lax.map(lambda one: value(case, *one), xs), points)
-    ends = [[np.concatenate([np.float64(pair[i]) for pair in pairs], 1) for i in range(2)] for pairs in found]
+    ends = [
+        [np.concatenate([np.float64(pair[i]) for pair in pairs], 1) for i in range(2)]
+        for pairs in found
+    ]
     return [
-        (*(end.reshape(FAMILIES, LEVELS, -1) for end in pair), x.reshape(FAMILIES, LEVELS, POINTS, -1))
+        (
+            *(end.reshape(FAMILIES, LEVELS, -1) for end in pair),
+            x.reshape(FAMILIES, LEVELS, POINTS, -1),
+        )
         for pair, x in zip(ends, values, strict=True)
     ]
 
@@ -400,7 +535,9 @@ def test_the_box_of_one_point_gives_the_function(index):
     lower, upper, values = evaluated(index)
     value = values[:, 0, 0]
     scale = np.abs(value).max(axis=0) + np.abs(value)
-    np.testing.assert_array_less(np.maximum(value - lower[:, 0], upper[:, 0] - value), 3e-5 * scale + 1e-30)
+    np.testing.assert_array_less(
+        np.maximum(value - lower[:, 0], upper[:, 0] - value), 3e-5 * scale + 1e-30
+    )
 
 
 def applied(case):
@@ -417,7 +554,10 @@ def applied(case):
             patch.setitem(boxes.RULES, name, functools.partial(record, name, rule))
         operand = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in case.shapes]
         jax.eval_shape(
-            lambda *xs: jaxdp.interval(case.fun, product=case.product)(*(boxes.unchecked(x, x) for x in xs)), *operand
+            lambda *xs: jaxdp.interval(case.fun, product=case.product)(
+                *(boxes.unchecked(x, x) for x in xs)
+            ),
+            *operand,
         )
     return names
 

@@ -19,7 +19,8 @@ from jaxdp.transforms import boxes, interval_rules, intervals, losses
 
 
 def _quick_compile():
-    """Options for programs that run once: fusing them and optimising the result would be most of the time."""
+    """Options for programs that run once: fusing them and optimising the result would be most of
+    the time."""
     options = {
         "xla_backend_optimization_level": 0,
         "xla_llvm_disable_expensive_passes": True,
@@ -54,7 +55,8 @@ def is_interval(x):
 
 
 def sample(box_, count, seed=0):
-    """Samples `count` points of a box in float64, half of them corners, as a tree of [count, ...]."""
+    """Samples `count` points of a box in float64, half of them corners, as a tree of [count,
+    ...]."""
     rng = np.random.default_rng(seed)
 
     def points(lower, upper):
@@ -68,7 +70,10 @@ def sample(box_, count, seed=0):
 
 def in_float64(fun, *args):
     """Evaluates `jax.jit(fun)` in float64 and returns a tree of NumPy arrays."""
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # Flax mixes float32 into float64
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("standard"),
+    ):  # Flax mixes float32 into float64
         return jax.tree.map(np.asarray, jax.jit(fun, compiler_options=QUICK)(*args))
 
 
@@ -84,7 +89,9 @@ def assert_inside(bounds, values, lead=1):
         assert np.isfinite(value).all()
         assert value.shape[lead:] == x.shape
         low, high = ends(x)
-        assert ((value >= low) & (value <= high)).all(), np.abs(value - np.clip(value, low, high)).max()
+        assert ((value >= low) & (value <= high)).all(), np.abs(
+            value - np.clip(value, low, high)
+        ).max()
 
 
 def ends(result):
@@ -102,7 +109,7 @@ def width(bounds):
     return max(float(np.max(high - low)) for low, high in every)
 
 
-# --- rounding --------------------------------------------------------------------------------------------------------
+# --- rounding -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16])
@@ -114,7 +121,8 @@ def test_slack_exceeds_the_error_of_any_order_of_operations(dtype):
             assert slack == math.inf
             continue
         gamma = roundings * unit / (1 - roundings * unit)
-        # What the slack adds to terms, (1 + s), survives an error of gamma, and two more roundings when it is applied.
+        # What the slack adds to terms, (1 + s), survives an error of gamma, and two more roundings
+        # when it is applied.
         assert (1 + Fraction(slack) * (1 - unit)) * (1 - gamma) * (1 - unit) >= 1
         assert slack < 2.1 * gamma + 8 * unit or roundings * unit > 0.04
 
@@ -167,7 +175,9 @@ def test_elementary_functions_are_as_accurate_as_assumed(name, inputs):
         **{"logistic": special.expit, "erf": special.erf, "erfc": special.erfc},
         **{"rsqrt": lambda v: 1 / np.sqrt(v)},
     }.get(name) or getattr(np, name)
-    assert_inside(jax.jit(jaxdp.interval(getattr(lax, name)))(x), reference(x.astype(np.float64)), lead=0)
+    assert_inside(
+        jax.jit(jaxdp.interval(getattr(lax, name)))(x), reference(x.astype(np.float64)), lead=0
+    )
 
 
 def hard_sums(n):
@@ -194,7 +204,8 @@ def test_long_sums_contain_the_exact_sum(n):
         for result in (sums, running):
             assert contains(result[row], exact), name
             assert float(result.width[row]) <= 2.5 * n * UNIT * size, name
-    # Rounding is not negligible here: a single accumulator would be off by more than half of the largest entry.
+    # Rounding is not negligible here: a single accumulator would be off by more than half of the
+    # largest entry.
     stalls = cases["one accumulator stalls"]
     assert abs(np.cumsum(stalls)[-1] - math.fsum(stalls.tolist())) > 0.9 * UNIT * (n - 1)
 
@@ -213,12 +224,16 @@ def test_long_dot_products_contain_the_exact_value():
     length = interval_rules.dot_product((((1,), (0,)), ((), ())), n)[0]
     assert length < 200
     for i, j in itertools.product(range(len(x)), range(3)):
-        row, exact = x[i].astype(np.float64), math.fsum((x[i].astype(np.float64) * weights[:, j]).tolist())
+        row, exact = (
+            x[i].astype(np.float64),
+            math.fsum((x[i].astype(np.float64) * weights[:, j]).tolist()),
+        )
         size = math.fsum(np.abs(row * weights[:, j]).tolist())
         assert contains(points[i, j], exact)
         assert points.width[i, j] <= 2.5 * (length + 20) * UNIT * size
         least, most = (
-            math.fsum(np.where((row > 0) == s, row * low[:, j], row * high[:, j]).tolist()) for s in (True, False)
+            math.fsum(np.where((row > 0) == s, row * low[:, j], row * high[:, j]).tolist())
+            for s in (True, False)
         )
         for result in (bounds, both):
             (lower, upper), allowed = ends(result[i, j]), 2.5 * (length + 20) * UNIT * size
@@ -235,7 +250,9 @@ def test_compiled_programs_keep_the_blocks_of_long_dot_products(rows, columns):
         exact = 2.0**24 + n - 1
         products = [
             jax.jit(multiply)(x, np.ones((n, columns), np.float32)),
-            jax.jit(jax.vmap(multiply, (0, None)))(np.stack([x, x]), np.ones((n, columns), np.float32)),
+            jax.jit(jax.vmap(multiply, (0, None)))(
+                np.stack([x, x]), np.ones((n, columns), np.float32)
+            ),
         ]
         for product in products:
             assert (np.abs(np.asarray(product, np.float64) - exact) <= length).all()
@@ -246,16 +263,29 @@ def test_compiled_programs_keep_the_blocks_of_long_dot_products(rows, columns):
 @pytest.mark.slow
 def test_numbers_beyond_the_largest_and_below_the_smallest():
     def beyond(x):
-        return x * x, -x * x, jnp.log(x * x), jnp.square(x), x**3, jnp.sum(x * jnp.ones(9)), jnp.atan(jnp.log(x * x))
+        return (
+            x * x,
+            -x * x,
+            jnp.log(x * x),
+            jnp.square(x),
+            x**3,
+            jnp.sum(x * jnp.ones(9)),
+            jnp.atan(jnp.log(x * x)),
+        )
 
     logarithm = 60 * math.log(10)
     values = [1e60, -1e60, logarithm, 1e60, 1e90, 9e30, math.atan(logarithm)]
-    for result, value in zip(jax.jit(jaxdp.interval(beyond))(jnp.float32(1e30)), values, strict=True):
+    for result, value in zip(
+        jax.jit(jaxdp.interval(beyond))(jnp.float32(1e30)), values, strict=True
+    ):
         assert contains(result, value)
     largest = float(np.finfo(np.float32).max)
-    sums = jax.jit(jaxdp.interval(lambda x: (jnp.sum(x), jnp.dot(x, x))))(jnp.full(8, largest, jnp.float32))
+    sums = jax.jit(jaxdp.interval(lambda x: (jnp.sum(x), jnp.dot(x, x))))(
+        jnp.full(8, largest, jnp.float32)
+    )
     assert contains(sums[0], 8 * largest) and contains(sums[1], 8 * largest**2)
-    # A relative slack that underflows is replaced. Intermediate products that underflow do not make the result zero.
+    # A relative slack that underflows is replaced. Intermediate products that underflow do not make
+    # the result zero.
     small, large = np.full(2, 1.1e-35, np.float32), np.array([1.1e30, 1.3e30], np.float32)
     exact = float(np.dot(small.astype(np.float64), large.astype(np.float64)))
     assert contains(bounded(jnp.dot)(box(small, small), large), exact)
@@ -276,7 +306,9 @@ def test_numbers_that_are_not_finite_never_give_a_wrong_finite_bound():
             "sum": jnp.sum(jnp.stack([x, -x, y])),
             "relu": jax.nn.relu(x - y),
             "clipped": jnp.clip(x - y, -1, 1),
-            "gradient": jax.grad(lambda z: losses.softmax_cross_entropy(z, jnp.int32(0)))(jnp.stack([x, y])),
+            "gradient": jax.grad(lambda z: losses.softmax_cross_entropy(z, jnp.int32(0)))(
+                jnp.stack([x, y])
+            ),
             "integer": (x - y).astype(jnp.int32),
             "where": jnp.where(x - y > 0, x, y),
         }
@@ -288,22 +320,34 @@ def test_numbers_that_are_not_finite_never_give_a_wrong_finite_bound():
     nan = np.isnan(x) | np.isnan(y)
     for name, result in bounds(x, y).items():
         value, (low, high) = np.asarray(values[name], np.float64), ends(result)
-        lost = nan.reshape(-1, *(1,) * (value.ndim - 1)) & np.isnan(value)  # NaN of a NaN, not of numbers too large
+        lost = nan.reshape(-1, *(1,) * (value.ndim - 1)) & np.isnan(
+            value
+        )  # NaN of a NaN, not of numbers too large
         assert (np.isinf(low) | np.isinf(high) | ~lost).all(), name
         if name == "integer":
             sure = np.isfinite(x) & np.isfinite(y)
-            value = np.clip(np.where(sure, x, 0).astype(np.float64) - np.where(sure, y, 0), -(2**31), 2**31 - 1)
+            value = np.clip(
+                np.where(sure, x, 0).astype(np.float64) - np.where(sure, y, 0), -(2**31), 2**31 - 1
+            )
         # An infinite value of the function in floating point may stand for a number too large.
-        low, high = (np.where(end > 3.4e38, np.inf, np.where(end < -3.4e38, -np.inf, end)) for end in (low, high))
+        low, high = (
+            np.where(end > 3.4e38, np.inf, np.where(end < -3.4e38, -np.inf, end))
+            for end in (low, high)
+        )
         assert (((low <= value) & (value <= high)) | np.isnan(value)).all(), name
 
 
-# --- tightness -------------------------------------------------------------------------------------------------------
+# --- tightness ----------------------------------------------------------------------------------
 
 
 def exact_products(a, b):
-    """Computes the smallest and largest a @ b in float64 for boxes of matrices with independent entries."""
-    corners = [np.asarray(x, np.float64)[:, :, None] * np.asarray(y, np.float64)[None] for x in a for y in b]
+    """Computes the smallest and largest a @ b in float64 for boxes of matrices with independent
+    entries."""
+    corners = [
+        np.asarray(x, np.float64)[:, :, None] * np.asarray(y, np.float64)[None]
+        for x in a
+        for y in b
+    ]
     return np.min(corners, axis=0).sum(1), np.max(corners, axis=0).sum(1)
 
 
@@ -337,16 +381,24 @@ def test_products_are_exact_where_they_claim_to_be():
     # The smallest product of each entry, by trying every corner of the box.
     entries = [(short[0][:, 1, k], short[1][:, k, 2]) for k in range(4)]
     every = [
-        sum(float(a[i]) * float(b[j]) for (a, b), i, j in zip(entries, corner[:4], corner[4:], strict=True))
+        sum(
+            float(a[i]) * float(b[j])
+            for (a, b), i, j in zip(entries, corner[:4], corner[4:], strict=True)
+        )
         for corner in itertools.product((0, 1), repeat=8)
     ]
-    np.testing.assert_allclose([min(every), max(every)], [end[1, 2] for end in exact_products(*short)], rtol=1e-12)
+    np.testing.assert_allclose(
+        [min(every), max(every)], [end[1, 2] for end in exact_products(*short)], rtol=1e-12
+    )
 
 
 def test_other_products_are_at_most_twice_as_wide_and_midpoint_radius_at_most_half_wider():
     rng = np.random.default_rng(1)
     trials = [
-        [np.sort(rng.normal(size=(2, *shape)) + rng.normal() * (t % 3), axis=0) for shape in ((3, 40), (40, 3))]
+        [
+            np.sort(rng.normal(size=(2, *shape)) + rng.normal() * (t % 3), axis=0)
+            for shape in ((3, 40), (40, 3))
+        ]
         for t in range(20)
     ]
     trials.append([np.stack([-np.ones(shape), np.ones(shape)]) for shape in ((3, 40), (40, 3))])
@@ -360,18 +412,35 @@ def test_other_products_are_at_most_twice_as_wide_and_midpoint_radius_at_most_ha
         ratio = np.asarray(result.width) / (high - low)
         assert ratio.max() <= factor * (1 + 1e-4)
         if product == "tight":
-            np.testing.assert_allclose(ratio[-1], 2, rtol=1e-4)  # all entries cross zero: the bound is reached
+            np.testing.assert_allclose(
+                ratio[-1], 2, rtol=1e-4
+            )  # all entries cross zero: the bound is reached
 
 
 @pytest.mark.slow
 def test_monotone_functions_are_exact_at_both_ends():
     low, high = np.float32(-1.5), np.float32(0.25)
-    functions = [jnp.exp, jnp.tanh, jax.nn.sigmoid, jax.nn.relu, jnp.expm1, lambda x: jnp.maximum(x, -1), jnp.atan]
-    functions += [lambda x: jnp.sqrt(x + 2), lambda x: jnp.log(x + 2), lambda x: x**3, lambda x: -lax.erf(x)]
+    functions = [
+        jnp.exp,
+        jnp.tanh,
+        jax.nn.sigmoid,
+        jax.nn.relu,
+        jnp.expm1,
+        lambda x: jnp.maximum(x, -1),
+        jnp.atan,
+    ]
+    functions += [
+        lambda x: jnp.sqrt(x + 2),
+        lambda x: jnp.log(x + 2),
+        lambda x: x**3,
+        lambda x: -lax.erf(x),
+    ]
     together = lambda x: [fun(x) for fun in functions]  # noqa: E731
     at_ends = jax.jit(together, compiler_options=QUICK)(np.stack([low, high]))
     for result, values in zip(bounded(together)(box(low, high)), at_ends, strict=True):
-        np.testing.assert_allclose([result.lower, result.upper], np.sort(values), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            [result.lower, result.upper], np.sort(values), rtol=1e-5, atol=1e-6
+        )
     squared = bounded(lambda x: x * x)(box(low, high))
     np.testing.assert_allclose([squared.lower, squared.upper], [0, 2.25], rtol=1e-6, atol=1e-30)
 
@@ -406,7 +475,9 @@ def test_derivative_of_tanh_vanishes_where_it_saturates():
     x = box([-6.001, 5.999], [-5.999, 6.001])
     result = bounded(jax.vmap(jax.grad(jnp.tanh)))(x)
     exact = 1 - np.tanh(6.0) ** 2
-    assert (np.asarray(result.upper) < 1.2 * exact).all() and (np.asarray(result.lower) > 0.8 * exact).all()
+    assert (np.asarray(result.upper) < 1.2 * exact).all() and (
+        np.asarray(result.lower) > 0.8 * exact
+    ).all()
 
 
 @pytest.mark.slow
@@ -414,11 +485,15 @@ def test_softmax_gradient_uses_differences_of_logits():
     rng = np.random.default_rng(2)
     hidden = np.abs(rng.normal(size=(2, 5))).astype(np.float32)
     hidden.sort(axis=0)
-    weights = rng.normal(size=(5, 3)).astype(np.float32) * 0.1 + rng.normal(size=(5, 1)).astype(np.float32)
+    weights = rng.normal(size=(5, 3)).astype(np.float32) * 0.1 + rng.normal(size=(5, 1)).astype(
+        np.float32
+    )
     bias = np.zeros(3, np.float32)
 
     def gradient(b, w, h):
-        return jax.grad(lambda b: losses.softmax_cross_entropy(jax.nn.relu(h) @ w + b, jnp.int32(1)))(b)
+        return jax.grad(
+            lambda b: losses.softmax_cross_entropy(jax.nn.relu(h) @ w + b, jnp.int32(1))
+        )(b)
 
     given = around(bias, 0.01), around(weights, 0.01), box(*hidden)
     tight = bounded(gradient)(*given)
@@ -429,7 +504,8 @@ def test_softmax_gradient_uses_differences_of_logits():
     assert_inside(tight, in_float64(jax.vmap(gradient), *points))
     assert (np.asarray(tight.width) < 0.5 * np.asarray(boxed.width)).all()
     assert (np.asarray(boxed.width) <= np.asarray(loose.width) * (1 + 1e-5)).all()
-    # Columns of weights that are equal: probabilities are known exactly, whatever the hidden layer does.
+    # Columns of weights that are equal: probabilities are known exactly, whatever the hidden layer
+    # does.
     same = bounded(gradient)(bias, np.ones((5, 3), np.float32), box(*hidden))
     np.testing.assert_allclose(same.lower, [1 / 3, -2 / 3, 1 / 3], atol=1e-5)
     np.testing.assert_allclose(same.upper, [1 / 3, -2 / 3, 1 / 3], atol=1e-5)
@@ -438,13 +514,18 @@ def test_softmax_gradient_uses_differences_of_logits():
 @pytest.mark.slow
 def test_gradients_use_that_probabilities_sum_to_one(monkeypatch):
     rng = np.random.default_rng(3)
-    params = {"a": rng.normal(size=(4, 6)), "w": rng.normal(size=(6, 3)) + 3 * rng.normal(size=(6, 1))}
+    params = {
+        "a": rng.normal(size=(4, 6)),
+        "w": rng.normal(size=(6, 3)) + 3 * rng.normal(size=(6, 1)),
+    }
     params = jax.tree.map(lambda v: v.astype(np.float32), params)
     x = rng.normal(size=4).astype(np.float32)
 
     def gradient(params, x):
         def loss(params):
-            return 0.5 * losses.softmax_cross_entropy(jax.nn.relu(x @ params["a"]) @ params["w"], jnp.int32(0))
+            return 0.5 * losses.softmax_cross_entropy(
+                jax.nn.relu(x @ params["a"]) @ params["w"], jnp.int32(0)
+            )
 
         return jax.grad(loss)(params)["a"]
 
@@ -454,19 +535,29 @@ def test_gradients_use_that_probabilities_sum_to_one(monkeypatch):
     monkeypatch.setattr(interval_rules, "use_zero_sum", lambda *args: None)
     loose = bounded(lambda *args: gradient(*args))(given, x)
     active = np.asarray(loose.width) > 1e-3
-    assert active.any() and (np.asarray(tight.width)[active] < 0.7 * np.asarray(loose.width)[active]).all()
-    assert contains(loose, np.asarray(tight.lower, np.float64)) and contains(loose, np.asarray(tight.upper, np.float64))
+    assert (
+        active.any()
+        and (np.asarray(tight.width)[active] < 0.7 * np.asarray(loose.width)[active]).all()
+    )
+    assert contains(loose, np.asarray(tight.lower, np.float64)) and contains(
+        loose, np.asarray(tight.upper, np.float64)
+    )
 
 
-# --- losses ----------------------------------------------------------------------------------------------------------
+# --- losses -------------------------------------------------------------------------------------
 
 SOFT = np.array([0.2, 0.0, 0.5, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], np.float32)
 
 
 def labels_of(loss, classes):
-    """Returns every kind of label that a loss accepts for a number of logits. None means a scalar logit."""
+    """Returns every kind of label that a loss accepts for a number of logits. None means a scalar
+    logit."""
     if loss is losses.sigmoid_cross_entropy:
-        return [0, 1, 0.3] if classes is None else [SOFT[:classes], np.eye(10, dtype=np.float32)[0, :classes]]
+        return (
+            [0, 1, 0.3]
+            if classes is None
+            else [SOFT[:classes], np.eye(10, dtype=np.float32)[0, :classes]]
+        )
     if loss is losses.squared_error:
         return [0.7] if classes is None else [SOFT[:classes] - 1]
     if loss is losses.hinge and (classes is None or classes == 1):
@@ -498,18 +589,26 @@ def test_losses_and_their_gradients_contain_every_point(loss, classes):
 
     rng = np.random.default_rng(classes or 0)
     scales = np.array([0.0, 1e-5, 1e-2, 0.3, 3.0, 30.0, 0.3, 3.0]).reshape(-1, *(1,) * len(shape))
-    centre = rng.normal(size=(8, *shape)) * np.array([1, 1, 1, 1, 1, 1, 30, 100]).reshape(scales.shape)
+    centre = rng.normal(size=(8, *shape)) * np.array([1, 1, 1, 1, 1, 1, 30, 100]).reshape(
+        scales.shape
+    )
     low = centre - scales * rng.random((8, *shape))
     given = box(low, np.maximum(low, centre + scales * rng.random((8, *shape))))
     bounds = jax.jit(jax.vmap(jaxdp.interval(everything)), compiler_options=QUICK)(given)
     points = sample(given, 60)  # [60, 8, ...]
     values = in_float64(jax.vmap(jax.vmap(everything)), points)
     assert_inside(bounds, values)
-    for x, value in zip(jax.tree.leaves(bounds, is_leaf=is_interval), jax.tree.leaves(values), strict=True):
-        assert (np.asarray(x.width)[0] <= 3e-5 * (1 + np.abs(value[0, 0]))).all()  # the first box is a point
+    for x, value in zip(
+        jax.tree.leaves(bounds, is_leaf=is_interval), jax.tree.leaves(values), strict=True
+    ):
+        assert (
+            np.asarray(x.width)[0] <= 3e-5 * (1 + np.abs(value[0, 0]))
+        ).all()  # the first box is a point
     # Bounds of a batch, not a batch of bounds, once for each loss.
     if classes in (None, 3):
-        batch = bounded(lambda z: jax.vmap(jax.grad(lambda z: loss(z, jnp.asarray(labels[0]))))(z))(given)
+        batch = bounded(lambda z: jax.vmap(jax.grad(lambda z: loss(z, jnp.asarray(labels[0]))))(z))(
+            given
+        )
         assert_inside(batch, values[0][1])
 
 
@@ -528,7 +627,7 @@ def test_classes_of_probability_zero():
     assert np.max(gradient.width) < 0.15 and np.max(probabilities.width) < 0.15
 
 
-# --- models ----------------------------------------------------------------------------------------------------------
+# --- models -------------------------------------------------------------------------------------
 
 
 class Residual(nn.Module):
@@ -560,7 +659,8 @@ class Perceptron(nn.Module):
 
 @functools.cache
 def task(model, shape):
-    """Returns value and gradient of the loss of an example, their bounds, drawn parameters and an example."""
+    """Returns value and gradient of the loss of an example, their bounds, drawn parameters and an
+    example."""
     rng = np.random.default_rng(430)  # with it all units of Perceptron are alive
     x = rng.normal(size=shape).astype(np.float32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), x[None])["params"]
@@ -573,7 +673,9 @@ def task(model, shape):
     params = jax.tree_util.tree_map_with_path(leaf, shapes)
 
     def loss(params, x):
-        return losses.softmax_cross_entropy(model.apply({"params": params}, x[None])[0], jnp.int32(1))
+        return losses.softmax_cross_entropy(
+            model.apply({"params": params}, x[None])[0], jnp.int32(1)
+        )
 
     fun = jax.value_and_grad(loss)
     return fun, bounded(fun), params, x
@@ -587,7 +689,9 @@ MODELS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "shape", "radii"), MODELS, ids=[type(case[0]).__name__ for case in MODELS])
+@pytest.mark.parametrize(
+    ("model", "shape", "radii"), MODELS, ids=[type(case[0]).__name__ for case in MODELS]
+)
 def test_gradients_of_models_contain_every_point(model, shape, radii):
     with jax.numpy_dtype_promotion("standard"):  # Flax's GroupNorm
         fun, bounds_of, params, x = task(model, shape)
@@ -598,7 +702,9 @@ def test_gradients_of_models_contain_every_point(model, shape, radii):
     values = in_float64(jax.vmap(fun, (0, None)), both, x)
     for part, (_, bounds) in enumerate(results):
         found = jax.tree.map(lambda v, part=part: v[40 * part : 40 * (part + 1)], values)
-        for bound, value in zip(jax.tree.leaves(bounds, is_leaf=is_interval), jax.tree.leaves(found), strict=True):
+        for bound, value in zip(
+            jax.tree.leaves(bounds, is_leaf=is_interval), jax.tree.leaves(found), strict=True
+        ):
             low, high = ends(bound)
             assert ((low <= value) & (value <= high)).all()
     small = results[0][1]
@@ -616,7 +722,9 @@ def test_gradient_ascent_inside_the_box_stays_inside_the_bounds():
     def flat(params):
         return jnp.concatenate([jnp.ravel(v) for v in jax.tree.leaves(fun(params, x))])
 
-    low, high = (jax.tree.map(lambda v: np.asarray(v, np.float64), end) for end in (given.lower, given.upper))
+    low, high = (
+        jax.tree.map(lambda v: np.asarray(v, np.float64), end) for end in (given.lower, given.upper)
+    )
 
     def ascend(direction):
         """Returns the best of its steps for the output in a direction."""
@@ -624,7 +732,11 @@ def test_gradient_ascent_inside_the_box_stays_inside_the_bounds():
         def step(params, size):
             slope = jax.grad(lambda p: flat(p) @ direction)(params)
             moved = jax.tree.map(
-                lambda p, g, a, b: jnp.clip(p + size * (b - a) * jnp.sign(g), a, b), params, slope, low, high
+                lambda p, g, a, b: jnp.clip(p + size * (b - a) * jnp.sign(g), a, b),
+                params,
+                slope,
+                low,
+                high,
             )
             return moved, flat(moved)
 
@@ -634,16 +746,22 @@ def test_gradient_ascent_inside_the_box_stays_inside_the_bounds():
     count = sum(v.size for v in jax.tree.leaves(params)) + 1
     chosen = np.random.default_rng(0).permutation(count)[:12]
     directions = np.eye(count)[chosen]
-    reached = in_float64(jax.vmap(ascend), np.concatenate([directions, -directions]))  # [24, 8, count]
+    reached = in_float64(
+        jax.vmap(ascend), np.concatenate([directions, -directions])
+    )  # [24, 8, count]
     lower, upper = (
-        np.concatenate([np.ravel(ends(v)[i]) for v in jax.tree.leaves(bounds, is_leaf=is_interval)]) for i in (0, 1)
+        np.concatenate([np.ravel(ends(v)[i]) for v in jax.tree.leaves(bounds, is_leaf=is_interval)])
+        for i in (0, 1)
     )
     assert ((reached >= lower) & (reached <= upper)).all()
-    # The ascent is worth its name: eight steps of it span most of what 400 random corners do, in every direction.
+    # The ascent is worth its name: eight steps of it span most of what 400 random corners do, in
+    # every direction.
     corners = in_float64(jax.vmap(flat), sample(given, 400))
     gained = reached.max(axis=(0, 1)) - reached.min(axis=(0, 1))
     assert (gained[chosen] >= 0.7 * np.ptp(corners, axis=0)[chosen]).all()
-    assert (gained[chosen] > 0.05 * (upper - lower)[chosen]).mean() > 0.7  # and the bounds are not vacuous
+    assert (
+        gained[chosen] > 0.05 * (upper - lower)[chosen]
+    ).mean() > 0.7  # and the bounds are not vacuous
 
 
 @pytest.mark.slow
@@ -659,19 +777,25 @@ def test_gradients_of_the_models_of_the_registry_have_rules(name, settings):
     model = jaxdp.models.create(name, num_classes=10, **settings)
 
     def gradient(params, x):
-        return jax.grad(lambda p: losses.softmax_cross_entropy(model.apply({"params": p}, x[None])[0], jnp.int32(1)))(
-            params
-        )
+        return jax.grad(
+            lambda p: losses.softmax_cross_entropy(
+                model.apply({"params": p}, x[None])[0], jnp.int32(1)
+            )
+        )(params)
 
     x = jax.ShapeDtypeStruct((32, 32, 3), jnp.float32)
     with jax.numpy_dtype_promotion("standard"):
-        params = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, *x.shape), x.dtype))["params"]
-        bounds = jax.eval_shape(lambda p, x: jaxdp.interval(gradient)(boxes.unchecked(p, p), x), params, x)
+        params = jax.eval_shape(
+            model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+        )["params"]
+        bounds = jax.eval_shape(
+            lambda p, x: jaxdp.interval(gradient)(boxes.unchecked(p, p), x), params, x
+        )
     found = jax.tree.leaves(bounds, is_leaf=is_interval)
     assert [v.shape for v in found] == [v.shape for v in jax.tree.leaves(params)]
 
 
-# --- composition -----------------------------------------------------------------------------------------------------
+# --- composition --------------------------------------------------------------------------------
 
 
 def perceptron(params, example):
@@ -694,16 +818,25 @@ def test_vmap_scan_and_stage_agree_with_one_box_and_one_example_at_a_time():
     gradient = jax.grad(perceptron)
 
     def one(radius, example):
-        low, high = jax.tree.map(lambda p: p - radius, params), jax.tree.map(lambda p: p + radius, params)
+        low, high = (
+            jax.tree.map(lambda p: p - radius, params),
+            jax.tree.map(lambda p: p + radius, params),
+        )
         return jaxdp.interval(gradient)(jaxdp.Interval(low, high), example)
 
     def scanned(radius):
         return lax.scan(lambda c, example: (c, one(radius, example)), 0, examples)[1]
 
     single = jax.jit(one, compiler_options=QUICK)
-    loop = [[single(r, jax.tree.map(lambda v, i=i: v[i], examples)) for i in range(5)] for r in radii]
-    expected = jax.tree.map(lambda *v: np.stack(v).reshape(3, 5, *v[0].shape), *itertools.chain(*loop))
-    mapped = jax.jit(jax.vmap(jax.vmap(one, (None, 0)), (0, None)), compiler_options=QUICK)(radii, examples)
+    loop = [
+        [single(r, jax.tree.map(lambda v, i=i: v[i], examples)) for i in range(5)] for r in radii
+    ]
+    expected = jax.tree.map(
+        lambda *v: np.stack(v).reshape(3, 5, *v[0].shape), *itertools.chain(*loop)
+    )
+    mapped = jax.jit(jax.vmap(jax.vmap(one, (None, 0)), (0, None)), compiler_options=QUICK)(
+        radii, examples
+    )
     over_scan = jax.jit(jax.vmap(scanned), compiler_options=QUICK)(radii)
 
     first, second, third = intervals.stage(gradient, params, jax.tree.map(lambda v: v[0], examples))
@@ -735,7 +868,9 @@ def test_loops_and_calls_inside_and_gradients_of_them():
     def soft(x):
         return jnp.log1p(jnp.exp(x))
 
-    soft.defjvp(lambda primals, tangents: (soft(*primals), jax.nn.sigmoid(primals[0]) * tangents[0]))
+    soft.defjvp(
+        lambda primals, tangents: (soft(*primals), jax.nn.sigmoid(primals[0]) * tangents[0])
+    )
 
     def fun(w, x):
         def body(carry, row):
@@ -748,17 +883,25 @@ def test_loops_and_calls_inside_and_gradients_of_them():
         return (carry.sum() + outs.sum()) ** 2
 
     rng = np.random.default_rng(6)
-    params = {"a": rng.normal(size=(2, 3, 3)).astype(np.float32), "b": rng.normal(size=3).astype(np.float32)}
+    params = {
+        "a": rng.normal(size=(2, 3, 3)).astype(np.float32),
+        "b": rng.normal(size=3).astype(np.float32),
+    }
     x = np.array([0.5, -1.0, 0.3], np.float32)
     given = around(params, 1e-3)
     bounds = bounded(jax.value_and_grad(fun))(given, x)
-    assert_inside(bounds, in_float64(jax.vmap(jax.value_and_grad(fun), (0, None)), sample(given, 100), np.float64(x)))
+    assert_inside(
+        bounds,
+        in_float64(jax.vmap(jax.value_and_grad(fun), (0, None)), sample(given, 100), np.float64(x)),
+    )
     assert width(bounds) < 50
 
 
 def test_predicates_that_are_known_choose_a_branch_exactly():
     def fun(x, flag):
-        return lax.cond(flag, lambda v: v + 1, lambda v: v * jnp.nan, x), lax.switch(2, [jnp.sin, jnp.cos, jnp.abs], x)
+        return lax.cond(flag, lambda v: v + 1, lambda v: v * jnp.nan, x), lax.switch(
+            2, [jnp.sin, jnp.cos, jnp.abs], x
+        )
 
     first, second = jax.jit(lambda x: jaxdp.interval(fun)(x, True), compiler_options=QUICK)(
         box([-1.0, 2.0], [0.5, 3.0])
@@ -791,11 +934,13 @@ def test_patterns_are_recognised_only_where_they_are_what_they_seem():
         assert_inside(bounded(fun)(given), in_float64(jax.vmap(fun), sample(given, 50)))
     given = around(square, 0.5), around(square[::-1].copy(), 0.5)
     points = [sample(x, 50, seed) for seed, x in enumerate(given)]
-    for x, value in zip(bounded(compared)(*given), in_float64(jax.vmap(compared), *points), strict=True):
+    for x, value in zip(
+        bounded(compared)(*given), in_float64(jax.vmap(compared), *points), strict=True
+    ):
         assert ((value >= np.asarray(x.lower)) & (value <= np.asarray(x.upper))).all()
 
 
-# --- dtypes ----------------------------------------------------------------------------------------------------------
+# --- dtypes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -804,7 +949,11 @@ def test_low_precision_is_sound(dtype):
     def fun(params, x):
         hidden = jax.nn.gelu(x @ params["a"] + params["b"])
         logits = (jax.nn.softmax(hidden) @ params["w"]).astype(jnp.float32)
-        return losses.softmax_cross_entropy(logits, jnp.int32(1)), jnp.mean(hidden), hidden * 0.3 - x[0]
+        return (
+            losses.softmax_cross_entropy(logits, jnp.int32(1)),
+            jnp.mean(hidden),
+            hidden * 0.3 - x[0],
+        )
 
     params, (x, _) = perceptron_case()
     params, x = jax.tree.map(lambda v: v.astype(dtype), (params, x[0]))
@@ -824,7 +973,10 @@ def test_float64_is_as_tight_as_float64():
         example = examples[0][0].astype(np.float64), examples[1][0]
         fun = jax.value_and_grad(perceptron)
         bounds_of = bounded(fun)
-        point, wide = bounds_of(jaxdp.Interval.point(params), example), bounds_of(around(params, 1e-9), example)
+        point, wide = (
+            bounds_of(jaxdp.Interval.point(params), example),
+            bounds_of(around(params, 1e-9), example),
+        )
         value = jax.jit(fun)(params, example)
         assert all(v.dtype == jnp.float64 for v in jax.tree.leaves(point))
         for x, around_it, exact in zip(
@@ -839,7 +991,7 @@ def test_float64_is_as_tight_as_float64():
         assert width(wide) < 1e-6
 
 
-# --- interface -------------------------------------------------------------------------------------------------------
+# --- interface ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -863,12 +1015,16 @@ def test_results_of_every_kind():
     assert found["nothing"] is None
     assert found["positive"].lower.tolist() == [False, True, True]
     assert found["positive"].upper.tolist() == [True, True, True]
-    assert found["positive"].dtype == bool and found["best"].dtype == found["count"].dtype == jnp.int32
+    assert (
+        found["positive"].dtype == bool and found["best"].dtype == found["count"].dtype == jnp.int32
+    )
     assert (int(found["best"].lower), int(found["best"].upper)) == (2, 2)
     assert (int(found["count"].lower), int(found["count"].upper)) == (2, 3)
     assert (float(found["taken"].lower), float(found["taken"].upper)) == (0.5, 1.0)
     assert int(found["known"].lower) == int(found["known"].upper) == 2
-    assert np.array_equal(found["given"].lower, [1, 1, 1]) and np.array_equal(found["given"].upper, [1, 1, 1])
+    assert np.array_equal(found["given"].lower, [1, 1, 1]) and np.array_equal(
+        found["given"].upper, [1, 1, 1]
+    )
 
 
 def test_an_interval_of_trees_is_a_tree_of_intervals():
@@ -883,7 +1039,9 @@ def test_an_interval_of_trees_is_a_tree_of_intervals():
         np.testing.assert_allclose([x.lower, x.upper], [[0, 0], [2, 2]], atol=1e-6)
     assert together.contains({"a": np.array([0.5, 1], np.float32), "b": [np.float32(1.5)]})
     assert not together.contains({"a": np.array([0.5, 1], np.float32), "b": [np.float32(2.5)]})
-    assert jax.tree.structure(together) == jax.tree.structure(jax.tree.map(lambda v: v + 1, together))
+    assert jax.tree.structure(together) == jax.tree.structure(
+        jax.tree.map(lambda v: v + 1, together)
+    )
     assert apart["a"][1].shape == () and apart["a"].ndim == 1 and "Interval" in repr(together)
     restored = jax.tree.unflatten(jax.tree.structure(together), jax.tree.leaves(together))
     assert restored.contains(low) and np.all(jax.tree.leaves(restored.width)[0] == 1)
@@ -892,9 +1050,13 @@ def test_an_interval_of_trees_is_a_tree_of_intervals():
 @pytest.mark.slow
 def test_points_are_points():
     assert jaxdp.Interval.point(3.0).contains(jnp.float32(3))
-    exact = bounded(lambda x: (jnp.sort(x[::-1]), jnp.maximum(x, 2).reshape(3, 1), x > 1, x[1]))(jnp.arange(3.0))
+    exact = bounded(lambda x: (jnp.sort(x[::-1]), jnp.maximum(x, 2).reshape(3, 1), x > 1, x[1]))(
+        jnp.arange(3.0)
+    )
     assert all(np.array_equal(v.lower, v.upper) for v in exact)
-    counted = jaxdp.interval(lambda n: (n * 3).astype(jnp.float32))(jaxdp.Interval(jnp.int32(1), jnp.int32(2)))
+    counted = jaxdp.interval(lambda n: (n * 3).astype(jnp.float32))(
+        jaxdp.Interval(jnp.int32(1), jnp.int32(2))
+    )
     assert (float(counted.lower), float(counted.upper)) == (3.0, 6.0)
     large = jaxdp.interval(lambda n: n.astype(jnp.float32))(jnp.int32(2**24 + 1))
     assert contains(large, 2.0**24 + 1)
@@ -912,7 +1074,10 @@ def test_what_cannot_be_bounded_is_refused():
         (lambda x: jnp.prod(x.astype(jnp.int32)), "products over an interval of integers"),
         (lambda x: lax.sort((x, x), num_keys=2), "does not sort by several keys"),
         (lambda x: jnp.zeros(4)[x.astype(jnp.int32)], "depends on an interval"),
-        (lambda x: lax.dynamic_update_slice(x, x[:1], (x[0].astype(jnp.int32),)), "depends on an interval"),
+        (
+            lambda x: lax.dynamic_update_slice(x, x[:1], (x[0].astype(jnp.int32),)),
+            "depends on an interval",
+        ),
     ]
     for fun, message in refusals:
         with pytest.raises(intervals.UnsupportedPrimitive, match=message):
@@ -931,7 +1096,9 @@ def test_a_registered_rule_takes_points_and_intervals(monkeypatch):
 
     from scipy import special
 
-    point, wide = bounded(lambda x, y: (lax.erf_inv(x), lax.erf_inv(y) * 2))(jnp.float32(0.3), box(-0.5, 0.9))
+    point, wide = bounded(lambda x, y: (lax.erf_inv(x), lax.erf_inv(y) * 2))(
+        jnp.float32(0.3), box(-0.5, 0.9)
+    )
     assert contains(point, special.erfinv(np.float64(np.float32(0.3)))) and width(point) < 1e-5
     np.testing.assert_allclose([wide.lower, wide.upper], 2 * special.erfinv([-0.5, 0.9]), rtol=1e-4)
 
@@ -957,7 +1124,10 @@ def test_losses_of_optax_have_tight_bounds(monkeypatch):
         return [float(x.width.max()) for x in jax.tree.leaves(found, is_leaf=is_interval)]
 
     assert max(widths()) < 3e-3
-    rules = {"logaddexp": boxes.RULES["custom_jvp_call"], "ne_itself": lambda eqn, x: boxes.RULES["ne"](eqn, x, x)}
+    rules = {
+        "logaddexp": boxes.RULES["custom_jvp_call"],
+        "ne_itself": lambda eqn, x: boxes.RULES["ne"](eqn, x, x),
+    }
     for name, rule in rules.items():
         monkeypatch.setitem(boxes.RULES, name, rule)
     value, _, _, cosh, ctc_width = widths()

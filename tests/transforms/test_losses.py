@@ -39,9 +39,21 @@ def hinge64(z, y):
 
 
 CASES = [
-    *[(losses.softmax_cross_entropy, xent64, z, y) for z in LOGITS for y in (0, 3, SOFT, 2.5 * SOFT)],
-    *[(losses.sigmoid_cross_entropy, bce64, z, y) for z in LOGITS for y in (SOFT, np.eye(CLASSES)[1])],
-    *[(losses.sigmoid_cross_entropy, bce64, np.float64(z), y) for z in (-40.0, -1.3, 0.2, 40.0) for y in (0, 0.3, 1)],
+    *[
+        (losses.softmax_cross_entropy, xent64, z, y)
+        for z in LOGITS
+        for y in (0, 3, SOFT, 2.5 * SOFT)
+    ],
+    *[
+        (losses.sigmoid_cross_entropy, bce64, z, y)
+        for z in LOGITS
+        for y in (SOFT, np.eye(CLASSES)[1])
+    ],
+    *[
+        (losses.sigmoid_cross_entropy, bce64, np.float64(z), y)
+        for z in (-40.0, -1.3, 0.2, 40.0)
+        for y in (0, 0.3, 1)
+    ],
     (losses.sigmoid_cross_entropy, bce64, np.array([0.7]), 1),
     *[(losses.squared_error, squared64, z, SOFT) for z in LOGITS],
     (losses.squared_error, squared64, np.float64(0.7), 2.0),
@@ -91,7 +103,9 @@ def test_gradient_in_float64_equals_finite_differences(loss, reference, z, y):
         value, grad = value_and_grad_of(loss)(jnp.asarray(z, jnp.float64), jnp.asarray(y))
     assert value.dtype == grad.dtype == np.float64
     np.testing.assert_allclose(value, reference(z, y), rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(grad, finite_difference(lambda x: reference(x, y), z), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        grad, finite_difference(lambda x: reference(x, y), z), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.slow
@@ -106,7 +120,9 @@ def test_gradient_in_float64_equals_finite_differences(loss, reference, z, y):
 def test_gradient_with_respect_to_a_soft_label(loss, reference):
     with jax.enable_x64(True):
         grad = jax.jit(jax.grad(loss, argnums=1))(jnp.asarray(LOGITS[1]), jnp.asarray(SOFT))
-    np.testing.assert_allclose(grad, finite_difference(lambda y: reference(LOGITS[1], y), SOFT), atol=1e-7)
+    np.testing.assert_allclose(
+        grad, finite_difference(lambda y: reference(LOGITS[1], y), SOFT), atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("label", [2, np.eye(3)[2]])
@@ -119,7 +135,9 @@ def test_one_hot_and_integer_labels_agree(loss, label):
 def test_closed_forms():
     z = jnp.asarray([0.3, -1.0, 2.0])
     np.testing.assert_allclose(
-        jax.grad(losses.softmax_cross_entropy)(z, jnp.asarray(1)), special.softmax(z) - np.eye(3)[1], rtol=1e-6
+        jax.grad(losses.softmax_cross_entropy)(z, jnp.asarray(1)),
+        special.softmax(z) - np.eye(3)[1],
+        rtol=1e-6,
     )
     np.testing.assert_array_equal(jax.grad(losses.hinge)(z, jnp.asarray(0)), [-1.0, 0.0, 1.0])
     np.testing.assert_array_equal(jax.grad(losses.hinge)(z, jnp.asarray(2)), [0.0, 0.0, 0.0])
@@ -144,7 +162,9 @@ def test_sigmoid_cross_entropy_through_a_linear_model():
     x, y = jnp.asarray(RNG.normal(size=(4, 2)), jnp.float32), jnp.asarray([0, 1, 1, 0])
     loss = lambda w, x, y: losses.sigmoid_cross_entropy(x @ w, y)  # noqa: E731
     grads = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0, 0)))(w, x, y)
-    expected = (special.expit(np.float64(x) @ np.float64(w)) - np.asarray(y))[:, None] * np.float64(x)
+    expected = (special.expit(np.float64(x) @ np.float64(w)) - np.asarray(y))[:, None] * np.float64(
+        x
+    )
     np.testing.assert_allclose(grads, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -169,9 +189,13 @@ def test_extreme_logits_stay_finite(size):
         value, grad = value_and_grad_of(loss)(z, jnp.asarray(0))
         assert value == 0 and not np.any(grad)
     for label, sign in ((0, 1.0), (1, -1.0)):
-        value, grad = value_and_grad_of(losses.sigmoid_cross_entropy)(jnp.asarray(sign * size), label)
+        value, grad = value_and_grad_of(losses.sigmoid_cross_entropy)(
+            jnp.asarray(sign * size), label
+        )
         assert value == np.float32(size) and grad == sign
-        value, grad = value_and_grad_of(losses.sigmoid_cross_entropy)(jnp.asarray(-sign * size), label)
+        value, grad = value_and_grad_of(losses.sigmoid_cross_entropy)(
+            jnp.asarray(-sign * size), label
+        )
         assert value == 0 and grad == 0
 
 

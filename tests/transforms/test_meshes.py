@@ -23,7 +23,9 @@ SPECS = {"table": PartitionSpec("data"), "w": PartitionSpec("data"), "b": Partit
 
 def loss(params, example):
     tokens, y = example
-    return jnp.square(jnp.tanh(params["table"][tokens].mean(0)) @ params["w"] + params["b"] - y).sum()
+    return jnp.square(
+        jnp.tanh(params["table"][tokens].mean(0)) @ params["w"] + params["b"] - y
+    ).sum()
 
 
 def mesh_of(kind):
@@ -44,7 +46,10 @@ def test_explicit_axes_give_the_sums_of_one_device_with_the_shardings_of_the_par
     one, many = f(PARAMS, BATCH), f(*on_mesh(mesh_of(AxisType.Explicit)))
     for got, want in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    assert not many.grads["w"].sharding.is_fully_replicated and not many.norms.sharding.is_fully_replicated
+    assert (
+        not many.grads["w"].sharding.is_fully_replicated
+        and not many.norms.sharding.is_fully_replicated
+    )
 
 
 @pytest.mark.slow
@@ -65,29 +70,44 @@ def test_noise_is_computed_in_parts_with_the_values_of_one_device():
     shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     shapes = {"w": (32, 2048), "b": (5,), "table": (48, 7, 3)}
     tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    whole = jax.jit(lambda key: noise.gaussian(key, tree, 2.0), out_shardings=shardings).lower(key).compile()
-    parts = jax.jit(lambda key: noise.gaussian(key, tree, 2.0, shardings=shardings)).lower(key).compile()
+    whole = (
+        jax.jit(lambda key: noise.gaussian(key, tree, 2.0), out_shardings=shardings)
+        .lower(key)
+        .compile()
+    )
+    parts = (
+        jax.jit(lambda key: noise.gaussian(key, tree, 2.0, shardings=shardings))
+        .lower(key)
+        .compile()
+    )
     drawn = parts(key)
     for name, value in noise.gaussian(key, tree, 2.0).items():
-        # JAX 0.10 gives equal bits. Later releases round a product and a sum at once in one of the programs only.
+        # JAX 0.10 gives equal bits. Later releases round a product and a sum at once in one of the
+        # programs only.
         np.testing.assert_array_max_ulp(np.asarray(drawn[name]), np.asarray(value), maxulp=2)
         assert drawn[name].sharding.is_equivalent_to(shardings[name], value.ndim)
     assert parts.memory_analysis().temp_size_in_bytes < 4 * 32 * 2048  # less than all values
     # Without `shardings` devices exchange what they have computed.
     names = ("all-gather(", "all-reduce(", "collective-permute(", "all-to-all(")
-    assert [any(name in program.as_text() for name in names) for program in (parts, whole)] == [False, True]
+    assert [any(name in program.as_text() for name in names) for program in (parts, whole)] == [
+        False,
+        True,
+    ]
 
 
 def in_shards(step, out_specs):
     rows = PartitionSpec("data")
     return jax.jit(
-        jax.shard_map(step, mesh=mesh_of(AxisType.Auto), in_specs=(PartitionSpec(), rows), out_specs=out_specs)
+        jax.shard_map(
+            step, mesh=mesh_of(AxisType.Auto), in_specs=(PartitionSpec(), rows), out_specs=out_specs
+        )
     )
 
 
 @pytest.mark.parametrize("twin", [False, True])
 def test_the_psum_of_clipped_sums_inside_shard_map_is_that_of_one_device(twin, monkeypatch):
-    if twin:  # weights that all devices share: JAX adds up their gradients over devices before the clipping
+    # weights that all devices share: JAX adds up their gradients over devices before the clipping
+    if twin:
         monkeypatch.setattr(shards, "vary", lambda x, axes: x)
     f = jaxdp.clipped_grad(loss, clip_norm=1.0, engine="vmap")
     total = in_shards(lambda p, b: jax.lax.psum(f(p, b).grads, "data"), PartitionSpec())
@@ -101,7 +121,9 @@ def test_the_psum_of_clipped_sums_inside_shard_map_is_that_of_one_device(twin, m
 
 @pytest.mark.slow
 def test_noise_inside_shard_map_is_drawn_once_or_refused(monkeypatch):
-    privatizer = noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0, key=noise.stream(b"a secret of 16 b", "test"))
+    privatizer = noise.privatize(
+        1.0, noise_multiplier=1.0, divisor=1.0, key=noise.stream(b"a secret of 16 b", "test")
+    )
     zeros, state = {"w": jnp.zeros(256)}, privatizer.init({"w": jnp.zeros(256)})
 
     def noisy(total):

@@ -40,7 +40,9 @@ def mixing(p: Any, e: Any) -> Any:
 
 def contrastive(p: Any, e: Any) -> Any:
     hidden = e["x"] @ p["w"] + p["b"]
-    return jax.vmap(jaxdp.losses.softmax_cross_entropy, (0, 0))(hidden @ hidden.T, jnp.arange(len(hidden)))
+    return jax.vmap(jaxdp.losses.softmax_cross_entropy, (0, 0))(
+        hidden @ hidden.T, jnp.arange(len(hidden))
+    )
 
 
 def messages(report: jaxdp.ModelCheck) -> list[str]:
@@ -59,11 +61,21 @@ def test_a_sound_model_has_no_finding_and_a_plan() -> None:
     report = jaxdp.check(cross_entropy, PARAMS, EXAMPLE)
     assert report.ok and not report.findings
     plan = {leaf.path: leaf for leaf in report.leaves}
-    assert plan["w"].rules == ("dot_general",) and plan["w"].method == "factors" and plan["w"].bytes == 0
+    assert (
+        plan["w"].rules == ("dot_general",)
+        and plan["w"].method == "factors"
+        and plan["w"].bytes == 0
+    )
     assert plan["b"].rules == ("direct",) and plan["b"].bytes == 12
     assert "15 numbers" in str(report) and "60 B" in str(report)
-    assert re.search(r"^w +4x3 +float32 +dot_general +factors +[\d.]+x +0 B$", report.explain(), flags=re.MULTILINE)
-    head = jaxdp.check(cross_entropy, PARAMS, EXAMPLE, trainable=lambda path, leaf: path == "b", engine="vmap")
+    assert re.search(
+        r"^w +4x3 +float32 +dot_general +factors +[\d.]+x +0 B$",
+        report.explain(),
+        flags=re.MULTILINE,
+    )
+    head = jaxdp.check(
+        cross_entropy, PARAMS, EXAMPLE, trainable=lambda path, leaf: path == "b", engine="vmap"
+    )
     assert [leaf.method for leaf in head.leaves] == ["vmap", "frozen"]
     unused = jaxdp.check(cross_entropy, {**PARAMS, "old": W}, EXAMPLE, engine="vmap")
     only(unused, "warning: .*'old', which gets no gradient")
@@ -72,7 +84,9 @@ def test_a_sound_model_has_no_finding_and_a_plan() -> None:
 @pytest.mark.slow
 def test_values_of_the_example_are_not_read() -> None:
     nan = {"x": np.full(4, np.nan, np.float32), "y": np.int32(2)}
-    assert str(jaxdp.check(cross_entropy, PARAMS, nan)) == str(jaxdp.check(cross_entropy, PARAMS, EXAMPLE))
+    assert str(jaxdp.check(cross_entropy, PARAMS, nan)) == str(
+        jaxdp.check(cross_entropy, PARAMS, EXAMPLE)
+    )
 
 
 @pytest.mark.slow
@@ -87,14 +101,18 @@ def test_losses_of_batches() -> None:
             jaxdp.check(on_a_batch, PARAMS, batch),
             "note: All leaves of example have a leading axis of 8.*pass ONE example",
         )
-        only(jaxdp.check(mixing, PARAMS, batch), "note: .*pass ONE example.* In that case, loss_fn mixes the examples")
+        only(
+            jaxdp.check(mixing, PARAMS, batch),
+            "note: .*pass ONE example.* In that case, loss_fn mixes the examples",
+        )
         mean = lambda p, e: (on_a_batch(p, e), e["y"])  # noqa: E731
         only(jaxdp.check(mean, PARAMS, EXAMPLE, has_aux=True), "written for a batch")
 
 
 @pytest.mark.slow
 def test_groups_of_records() -> None:
-    """A leaf used by three records has the gradient of a group. The twin without group= takes the group for a batch."""
+    """A leaf used by three records has the gradient of a group. The twin without group= takes the
+    group for a batch."""
     records = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), EXAMPLE)
     report = jaxdp.check(cross_entropy, PARAMS, records, group=True)
     alone = jaxdp.check(cross_entropy, PARAMS, EXAMPLE)
@@ -103,9 +121,15 @@ def test_groups_of_records() -> None:
     assert sum(leaf.work for leaf in report.leaves) > sum(leaf.work for leaf in alone.leaves)
     assert not jaxdp.check(cross_entropy, PARAMS, records).ok
     with jax.numpy_rank_promotion("allow"):
-        only(jaxdp.check(on_a_batch, PARAMS, records, group=True), "error: loss_fn is written for a batch")
+        only(
+            jaxdp.check(on_a_batch, PARAMS, records, group=True),
+            "error: loss_fn is written for a batch",
+        )
     ragged = {**records, "y": jax.ShapeDtypeStruct((2,), jnp.int32)}
-    only(jaxdp.check(cross_entropy, PARAMS, ragged, group=True), "error: example must have leaves .* of ONE group")
+    only(
+        jaxdp.check(cross_entropy, PARAMS, ragged, group=True),
+        "error: example must have leaves .* of ONE group",
+    )
 
 
 def linen_batch_norm(**how: Any) -> Any:
@@ -116,9 +140,15 @@ def linen_batch_norm(**how: Any) -> Any:
 
 
 def haiku_batch_norm(training: bool) -> Any:
-    network = hk.transform_with_state(lambda x, training: hk.BatchNorm(True, True, 0.9)(hk.Linear(3)(x), training))
-    params, state = jax.jit(lambda key: network.init(key, np.ones((1, 4), np.float32), True))(jax.random.key(0))
-    return lambda p, x: jnp.sum(jnp.square(network.apply(p, state, None, x[None], training)[0])), params
+    network = hk.transform_with_state(
+        lambda x, training: hk.BatchNorm(True, True, 0.9)(hk.Linear(3)(x), training)
+    )
+    params, state = jax.jit(lambda key: network.init(key, np.ones((1, 4), np.float32), True))(
+        jax.random.key(0)
+    )
+    return lambda p, x: jnp.sum(
+        jnp.square(network.apply(p, state, None, x[None], training)[0])
+    ), params
 
 
 def equinox_batch_norm() -> Any:
@@ -156,8 +186,16 @@ def test_frozen_batch_norm_of_haiku_is_allowed() -> None:
     ("loss", "params", "pattern"),
     [
         (lambda p, x: x @ p["w"], {"w": W}, "error: .*floating scalar for ONE example"),
-        (lambda p, x: x @ p["w"] @ p["w"], {"w": W}, "error: loss_fn fails on one example with TypeError: dot_general"),
-        (lambda p, x: energy(p, x), {"w": W, "steps": jnp.arange(3)}, "note: .*'steps' of dtype int32.*never trained"),
+        (
+            lambda p, x: x @ p["w"] @ p["w"],
+            {"w": W},
+            "error: loss_fn fails on one example with TypeError: dot_general",
+        ),
+        (
+            lambda p, x: energy(p, x),
+            {"w": W, "steps": jnp.arange(3)},
+            "note: .*'steps' of dtype int32.*never trained",
+        ),
         (
             lambda p, x: energy({"w": p["w"].astype(jnp.float32)}, x),
             {"w": W.astype(jnp.bfloat16)},
@@ -168,13 +206,44 @@ def test_frozen_batch_norm_of_haiku_is_allowed() -> None:
             {"w": W, "c": jnp.ones(2, jnp.complex64)},
             "error: .*complex leaf 'c'.*jax.lax.complex",
         ),
-        (lambda p, x: energy(p, x), {"w": W.at[0, 0].set(jnp.nan)}, "NaN or infinite values in 'w'"),
-        (lambda p, x: energy(p, x), {"w": W, "rate": 0.5}, r"error: .*'rate' of type float.*jnp.asarray"),
-        (energy, {"w": W, "old": jnp.ones(2)}, "warning: .*'old', which gets no gradient.*trainable"),
-        (lambda p, x: jnp.sqrt(energy(p, x)), {"w": W}, "warning: The gradient is NaN.*examples of zeros"),
-        (lambda p, x: energy(p, x) + jnp.log(x[0]), {"w": W}, "warning: The loss is NaN.*examples of zeros"),
+        (
+            lambda p, x: energy(p, x),
+            {"w": W.at[0, 0].set(jnp.nan)},
+            "NaN or infinite values in 'w'",
+        ),
+        (
+            lambda p, x: energy(p, x),
+            {"w": W, "rate": 0.5},
+            r"error: .*'rate' of type float.*jnp.asarray",
+        ),
+        (
+            energy,
+            {"w": W, "old": jnp.ones(2)},
+            "warning: .*'old', which gets no gradient.*trainable",
+        ),
+        (
+            lambda p, x: jnp.sqrt(energy(p, x)),
+            {"w": W},
+            "warning: The gradient is NaN.*examples of zeros",
+        ),
+        (
+            lambda p, x: energy(p, x) + jnp.log(x[0]),
+            {"w": W},
+            "warning: The loss is NaN.*examples of zeros",
+        ),
     ],
-    ids=["vector", "fails", "integer", "bf16", "complex", "NaN", "float", "unused", "NaN gradient", "infinite loss"],
+    ids=[
+        "vector",
+        "fails",
+        "integer",
+        "bf16",
+        "complex",
+        "NaN",
+        "float",
+        "unused",
+        "NaN gradient",
+        "infinite loss",
+    ],
 )
 def test_losses_and_leaves(loss: Any, params: Any, pattern: str) -> None:
     report = jaxdp.check(loss, params, X)
@@ -186,14 +255,19 @@ def test_losses_and_leaves(loss: Any, params: Any, pattern: str) -> None:
 def test_closed_over_weights_are_found() -> None:
     report = jaxdp.check(lambda p, x: energy({"w": W}, x) + jnp.sum(p["b"] * x[0]), PARAMS, X)
     unused, closed = messages(report)
-    assert re.search("warning: .*'w', which gets no gradient.*closes over an array of its shape", unused)
+    assert re.search(
+        "warning: .*'w', which gets no gradient.*closes over an array of its shape", unused
+    )
     assert re.search(r"note: loss_fn closes over 1 .* \(4, 3\)", closed)
 
 
 @pytest.mark.slow
 def test_a_large_leaf_without_a_rule_is_found() -> None:
     sort = lambda p, x: jnp.sum(jnp.sort(p["w"] * x[0]))  # noqa: E731
-    only(jaxdp.check(sort, {"w": jnp.ones(2**18)}, X), "note: .*'w', whose per-example gradients of 1.05 MB")
+    only(
+        jaxdp.check(sort, {"w": jnp.ones(2**18)}, X),
+        "note: .*'w', whose per-example gradients of 1.05 MB",
+    )
 
 
 def test_nothing_to_train_and_examples_that_are_no_numbers() -> None:
@@ -211,7 +285,9 @@ def test_random_numbers() -> None:
     fixed = lambda p, x: energy(p, x) * jax.random.uniform(jax.random.key(0))  # noqa: E731
     only(jaxdp.check(fixed, {"w": W}, X), "error: .*neither on the example nor on key=")
     dropout = nn.Sequential([nn.Dense(3), nn.Dropout(0.5, deterministic=False)])
-    params = jax.jit(nn.Sequential([nn.Dense(3)]).init)(jax.random.key(0), np.ones(4, np.float32))["params"]
+    params = jax.jit(nn.Sequential([nn.Dense(3)]).init)(jax.random.key(0), np.ones(4, np.float32))[
+        "params"
+    ]
     with jax.numpy_rank_promotion("allow"):
         report = jaxdp.check(lambda p, x: jnp.sum(dropout.apply({"params": p}, x)), params, X)
         only(report, r"error: loss_fn needs random numbers.*rngs=\{'dropout': key\}")
@@ -224,12 +300,15 @@ def test_random_numbers() -> None:
 
 def nnx_dropout() -> Any:
     rngs = nnx.Rngs(0, dropout=1)
-    return nnx.split(nnx.Sequential(nnx.Linear(4, 64, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)), nnx.Param, ...)
+    return nnx.split(
+        nnx.Sequential(nnx.Linear(4, 64, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)), nnx.Param, ...
+    )
 
 
 @pytest.mark.slow
 def test_nnx_dropout_has_one_mask_per_example_or_is_refused() -> None:
-    """A shared mask, the broken twin of the reseeded model, would give equal examples equal gradients."""
+    """A shared mask, the broken twin of the reseeded model, would give equal examples equal
+    gradients."""
     graph, params, rest = nnx_dropout()
 
     def loss(p: Any, x: Any, copy: bool, **streams: Any) -> Any:
@@ -239,13 +318,18 @@ def test_nnx_dropout_has_one_mask_per_example_or_is_refused() -> None:
 
     x = jnp.ones((3, 4))
     with jax.numpy_rank_promotion("allow"):
-        reseeded = jaxdp.clipped_grad(lambda p, x, *, key: loss(p, x, True, dropout=key), clip_norm=1.0)
+        reseeded = jaxdp.clipped_grad(
+            lambda p, x, *, key: loss(p, x, True, dropout=key), clip_norm=1.0
+        )
         norms = [reseeded(params, x, key=jax.random.key(seed)).norms for seed in (0, 1)]
         assert len(set(np.concatenate(norms).tolist())) > 3
         for call, pattern in [
             (lambda p, x, *, key: loss(p, x, False, dropout=key), "Merge a copy.*nnx.reseed"),
             (lambda p, x, *, key: loss(p, x, True), "neither on the example nor on key="),
-            (lambda p, x, *, key: loss(p, x, True, default=key), "neither on the example nor on key=.*streams"),
+            (
+                lambda p, x, *, key: loss(p, x, True, default=key),
+                "neither on the example nor on key=.*streams",
+            ),
         ]:
             with pytest.raises(ValueError, match=pattern):
                 jaxdp.clipped_grad(call, clip_norm=1.0)(params, x, key=jax.random.key(0))
@@ -258,7 +342,10 @@ def test_models_in_place_of_params_get_a_sentence() -> None:
     graph, params, rest = nnx_dropout()
     network = hk.transform(lambda x: x)
     for model, pattern in [
-        (nnx.merge(graph, params, rest), r"NNX module, Sequential.*nnx.split\(model, nnx.Param, ...\)"),
+        (
+            nnx.merge(graph, params, rest),
+            r"NNX module, Sequential.*nnx.split\(model, nnx.Param, ...\)",
+        ),
         ({"encoder": nnx.merge(graph, params, rest)}, "NNX module, Sequential"),
         (nn.Dense(3), r"Linen module, Dense. Pass model.init\(key, inputs\)\['params'\]"),
         (network, r"Haiku functions, Transformed. Pass transformed.init\(key, inputs\)"),
@@ -266,15 +353,22 @@ def test_models_in_place_of_params_get_a_sentence() -> None:
     ]:
         with pytest.raises(TypeError, match=pattern):
             jaxdp.clipped_grad(lambda p, x: 0.0, clip_norm=1.0)(model, jnp.ones((2, 4)))
-        only(jaxdp.check(lambda p, x: 0.0, model, X), f"error: params must be a pytree of arrays, got .*{pattern}")
+        only(
+            jaxdp.check(lambda p, x: 0.0, model, X),
+            f"error: params must be a pytree of arrays, got .*{pattern}",
+        )
 
 
 KEYED = {
     "jit": lambda k, x: jax.jit(lambda k: jax.random.normal(k))(k),
-    "scan": lambda k, x: jax.lax.scan(lambda c, _: (jax.random.split(c)[0], jax.random.uniform(c)), k, None, 3)[1][2],
+    "scan": lambda k, x: jax.lax.scan(
+        lambda c, _: (jax.random.split(c)[0], jax.random.uniform(c)), k, None, 3
+    )[1][2],
     "cond": lambda k, x: jax.lax.cond(x[0] > 0, jax.random.uniform, lambda k: 0.5, k),
     "while": lambda k, x: jax.lax.while_loop(
-        lambda c: c[1] < 2, lambda c: (jax.random.split(c[0])[0], c[1] + jax.random.uniform(c[0])), (k, 0.0)
+        lambda c: c[1] < 2,
+        lambda c: (jax.random.split(c[0])[0], c[1] + jax.random.uniform(c[0])),
+        (k, 0.0),
     )[1],
     "checkpoint": lambda k, x: jax.checkpoint(jax.random.normal)(k),
     "gamma": lambda k, x: jax.random.gamma(k, 2.0),
@@ -287,6 +381,10 @@ def test_draws_are_followed_through_control_flow(name: str) -> None:
     draw = KEYED[name]
     drawn = lambda p, x, *, key: energy(p, x) * draw(key, x)  # noqa: E731
     shared = lambda p, x, *, key: energy(p, x) * draw(jax.random.key(3), jnp.ones(4))  # noqa: E731
-    assert jaxdp.clipped_grad(drawn, clip_norm=1.0).plan({"w": W}, jnp.ones((2, 4)), key=jax.random.key(0))
+    assert jaxdp.clipped_grad(drawn, clip_norm=1.0).plan(
+        {"w": W}, jnp.ones((2, 4)), key=jax.random.key(0)
+    )
     with pytest.raises(ValueError, match="neither on the example nor on key="):
-        jaxdp.clipped_grad(shared, clip_norm=1.0).plan({"w": W}, jnp.ones((2, 4)), key=jax.random.key(0))
+        jaxdp.clipped_grad(shared, clip_norm=1.0).plan(
+            {"w": W}, jnp.ones((2, 4)), key=jax.random.key(0)
+        )

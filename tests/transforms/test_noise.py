@@ -1,8 +1,8 @@
 """Noise: right law, right scale, independent streams, and `privatize` as a private optimizer.
 
-Statistical tests use fixed keys, so they are deterministic. Over the choice of key, a correct implementation fails
-a test with probability below 1e-5. A scale that is off by 0.7 or 1.3 is rejected with a p-value below 1e-12.
-"""
+Statistical tests use fixed keys, so they are deterministic. Over the choice of key, a correct
+implementation fails a test with probability below 1e-5. A scale that is off by 0.7 or 1.3 is
+rejected with a p-value below 1e-12."""
 
 import hashlib
 import hmac
@@ -71,7 +71,9 @@ def test_new_seeds_are_128_bits_and_differ():
 
 
 def test_stream_is_hmac_sha256_of_the_purpose():
-    digest = hmac.new(SEED, b"jaxdp stream v1\x00chacha12\x00gradient noise", hashlib.sha256).digest()
+    digest = hmac.new(
+        SEED, b"jaxdp stream v1\x00chacha12\x00gradient noise", hashlib.sha256
+    ).digest()
     expected = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 32, 4)]
     key = noise.stream(SEED, "gradient noise")
     assert key.shape == () and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
@@ -117,7 +119,9 @@ def test_streams_of_different_purposes_are_uncorrelated():
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_keys_of_other_generators_give_noise_of_their_own(impl):
-    one, two = (noise.gaussian(jax.random.key(seed, impl=impl), jnp.zeros(1000), 1.0) for seed in (0, 1))
+    one, two = (
+        noise.gaussian(jax.random.key(seed, impl=impl), jnp.zeros(1000), 1.0) for seed in (0, 1)
+    )
     assert p_value(one, stats.norm, 1.0) > ACCEPT and correlation(one, two) < 5 / math.sqrt(1000)
 
 
@@ -157,7 +161,8 @@ def test_noise_has_its_law_and_scale_and_no_other(name, scale):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAWS)
 def test_tails_follow_the_law_far_out(name):
-    """Tests tail cells of equal probability out to 1e-4 by chi-square, which detects a coarse sampler."""
+    """Tests tail cells of equal probability out to 1e-4 by chi-square, which detects a coarse
+    sampler."""
     draw, law = LAWS[name]
     values = np.abs(a_million(draw, 1.0).astype(np.float64))
     edges = law.isf(np.array([1e-3, 3e-4, 1e-4]) / 2)
@@ -203,7 +208,9 @@ def test_noise_is_float32_at_least_and_shaped_like_the_tree(name):
 @pytest.mark.parametrize("name", LAWS)
 def test_scale_may_be_traced_and_zero_means_none(name):
     draw = LAWS[name][0]
-    traced = jax.jit(lambda scale: draw(KEY, jnp.zeros(SAMPLES), scale))(jnp.asarray(2.5, jnp.bfloat16))
+    traced = jax.jit(lambda scale: draw(KEY, jnp.zeros(SAMPLES), scale))(
+        jnp.asarray(2.5, jnp.bfloat16)
+    )
     np.testing.assert_allclose(traced, draw(KEY, jnp.zeros(SAMPLES), 2.5), rtol=1e-5, atol=1e-5)
     assert (np.asarray(draw(KEY, jnp.zeros(SAMPLES), 0.0)) == 0).all()
 
@@ -280,14 +287,21 @@ def vector(key, size, pairs=2, number=0):
 
 def test_gaussian_noise_is_that_of_an_independent_computation():
     """Fails if leaves share noise, blocks are read twice, or a value loses relative precision."""
-    tree = {"a": jnp.zeros((3, 7)), "b": None, "c": jnp.zeros(SAMPLES - 22, jnp.bfloat16), "d": jnp.zeros(())}
+    tree = {
+        "a": jnp.zeros((3, 7)),
+        "b": None,
+        "c": jnp.zeros(SAMPLES - 22, jnp.bfloat16),
+        "d": jnp.zeros(()),
+    }
     drawn = noise.gaussian(KEY, tree, 1.0)
     expected = vector(jax.random.key_data(KEY), SAMPLES)
     found = np.concatenate([np.ravel(drawn[name]) for name in "acd"])
     np.testing.assert_allclose(found, expected, rtol=2e-6)
     assert 3.9 < abs(expected).max() < 5.5 and len(np.unique(expected)) == SAMPLES
     with jax.enable_x64(True):
-        wide = noise.gaussian(KEY, {"a": jnp.zeros(5), "b": jnp.zeros(101, jnp.float32), "c": jnp.zeros(6)}, 1.0)
+        wide = noise.gaussian(
+            KEY, {"a": jnp.zeros(5), "b": jnp.zeros(101, jnp.float32), "c": jnp.zeros(6)}, 1.0
+        )
     both = np.concatenate([wide["a"], wide["c"]])
     assert both.dtype == np.float64
     first, second = cipher_blocks(jax.random.key_data(KEY), np.arange(2), 0, SPLIT)[:8].T
@@ -296,7 +310,8 @@ def test_gaussian_noise_is_that_of_an_independent_computation():
 
 
 def test_draws_of_different_numbers_read_different_blocks():
-    """Fails if few or many values forget the number, or if a traced number is another than a constant."""
+    """Fails if few or many values forget the number, or if a traced number is another than a
+    constant."""
     few, many = jnp.zeros(101), jnp.zeros(SAMPLES)
     for like, number in ((few, 2**32 - 1), (few, jnp.int32(7)), (many, 7)):
         drawn = noise.gaussian(KEY, like, 1.0, number=number)
@@ -314,7 +329,8 @@ def test_draws_of_different_numbers_read_different_blocks():
 @pytest.mark.slow
 @pytest.mark.parametrize(("platform", "kernels"), [("cuda", True), ("tpu", True), ("tpu", False)])
 def test_every_platform_draws_the_same_normals(monkeypatch, platform, kernels):
-    """Fails if a block is computed at another place, or if the last step of a kernel's grid is left out."""
+    """Fails if a block is computed at another place, or if the last step of a kernel's grid is left
+    out."""
 
     def chosen(*args, default, kernels=kernels, **own):
         available = own | (kernels if given else {})
@@ -327,13 +343,17 @@ def test_every_platform_draws_the_same_normals(monkeypatch, platform, kernels):
     with pltpu.force_tpu_interpret_mode():
         drawn = noise.gaussian(KEY, tree, 1.0, number=5)
     found = np.concatenate([np.ravel(drawn[name]) for name in "ab"])
-    np.testing.assert_allclose(found, vector(jax.random.key_data(KEY), found.size, number=5), rtol=2e-6)
+    np.testing.assert_allclose(
+        found, vector(jax.random.key_data(KEY), found.size, number=5), rtol=2e-6
+    )
 
 
 def test_one_process_draws_noise_for_every_platform():
     """Fails if the form is that of the process, which is a CPU's, and not that of the program."""
     traced = jax.jit(lambda key: noise.gaussian(key, jnp.zeros(4322), 1.0)).trace(KEY)
-    text = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")}
+    text = {
+        name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")
+    }
     assert [name for name in text if "tpu_custom_call" in text[name]] == ["tpu"]
     assert [name for name in text if "complex<f64>" in text[name]] == ["cpu"]
     assert [name for name in text if "complex<f32>" in text[name]] == ["cpu", "cuda"]
@@ -342,7 +362,10 @@ def test_one_process_draws_noise_for_every_platform():
 def test_every_edge_of_the_words_gives_finite_normals_of_both_signs():
     """Fails if a word of zeros or ones gives 0, infinity or NaN, or if a sign is more frequent."""
     edges = np.array([0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1], np.uint32)
-    words = [part.ravel() for part in np.meshgrid(*[edges] * 4, np.arange(8, dtype=np.uint32), indexing="ij")]
+    words = [
+        part.ravel()
+        for part in np.meshgrid(*[edges] * 4, np.arange(8, dtype=np.uint32), indexing="ij")
+    ]
     found = np.stack(pair([jnp.asarray(word) for word in words], jnp.dtype(jnp.float32)))
     np.testing.assert_allclose(found, normals(*words), rtol=2e-6)
     assert np.isfinite(found).all() and abs(found).min() > 2.0**-98
@@ -356,7 +379,8 @@ def test_trees_without_values_have_no_noise():
 
 
 def test_128_bits_make_almost_every_value_distinct():
-    """Counts repeats. A normal of one float32 uniform has 2**23 values, so 400k draws collide about 9500 times."""
+    """Counts repeats. A normal of one float32 uniform has 2**23 values, so 400k draws collide about
+    9500 times."""
     values = np.asarray(noise.gaussian(KEY, jnp.zeros(400_000), 1.0))
     np.testing.assert_allclose(values, vector(jax.random.key_data(KEY), 400_000), rtol=2e-6)
     one_draw = np.asarray(jax.random.normal(jax.random.fold_in(KEY, 1), (400_000,)))
@@ -368,8 +392,11 @@ def test_128_bits_make_almost_every_value_distinct():
 
 
 def cell_p_value(values, law, cells=40):
-    """Computes the chi-square p-value of integers against a law, in cells of about equal probability."""
-    edges = np.unique(law.ppf(np.arange(1, cells) / cells))  # cells (-inf, e0], (e0, e1], ..., (e_last, inf)
+    """Computes the chi-square p-value of integers against a law, in cells of about equal
+    probability."""
+    edges = np.unique(
+        law.ppf(np.arange(1, cells) / cells)
+    )  # cells (-inf, e0], (e0, e1], ..., (e_last, inf)
     probabilities = np.diff([0.0, *law.cdf(edges), 1.0])
     observed = np.bincount(np.searchsorted(edges, np.ravel(values)), minlength=len(probabilities))
     used = probabilities > 0  # rounded laws of small scale leave a cell empty
@@ -428,7 +455,8 @@ TOP = 2**32 - 1
 BLOCK = 32 * math.log(2)
 
 
-# Where words take turns, each operation is compiled for the shape of what is drawn, so all tests draw as much.
+# Where words take turns, each operation is compiled for the shape of what is drawn, so all tests
+# draw as much.
 WORDS = np.zeros(500, np.float32)
 
 
@@ -440,7 +468,8 @@ def equal(drawn):
 
 @pytest.fixture
 def words_in_turn(monkeypatch):
-    """Replaces the cipher by words: `words_in_turn(*draws)`. A draw has rows, and a row one word or those of values."""
+    """Replaces the cipher by words: `words_in_turn(*draws)`. A draw has rows, and a row one word or
+    those of values."""
 
     def filled(word, shape):
         if isinstance(word, tuple):
@@ -453,7 +482,9 @@ def words_in_turn(monkeypatch):
         def block(key, inputs):
             draw = next(rest)
             words = filled(draw, (len(draw), 2, WORDS.size)).ravel()
-            return jnp.asarray(np.append(words, np.zeros(-words.size % 16, np.uint32)).reshape(16, -1))
+            return jnp.asarray(
+                np.append(words, np.zeros(-words.size % 16, np.uint32)).reshape(16, -1)
+            )
 
         monkeypatch.setattr(chacha, "block", block)
 
@@ -464,10 +495,18 @@ def words_in_turn(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "uniform"),
-    [((0, 0, 1), 2.0**-64), ((1, 0), 2.0**-32), ((1, TOP), 2.0**-31), ((2**31, 0), 0.5), ((TOP, TOP), 1.0)],
+    [
+        ((0, 0, 1), 2.0**-64),
+        ((1, 0), 2.0**-32),
+        ((1, TOP), 2.0**-31),
+        ((2**31, 0), 0.5),
+        ((TOP, TOP), 1.0),
+    ],
 )
 def test_uniforms_are_positive_at_most_one_and_precise_near_zero(words_in_turn, words, uniform):
-    words_in_turn((*words[:2], 0), *((word, 0, 0) for word in words[2:]))  # two equal draws of tan(pi / 4 * uniform)
+    words_in_turn(
+        (*words[:2], 0), *((word, 0, 0) for word in words[2:])
+    )  # two equal draws of tan(pi / 4 * uniform)
     value = equal(noise.cauchy(KEY, WORDS, 1.0))
     assert 0 < value <= 1
     np.testing.assert_allclose(math.atan(value) * 4 / math.pi, uniform, rtol=2**-22)
@@ -478,9 +517,13 @@ UNIFORM = np.random.default_rng(5).integers(2**32, size=(4, 500), dtype=np.uint3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("word", "exponential"), [(1, BLOCK), (TOP - 1, 2.0**-32), (2**31, math.log(2))])
+@pytest.mark.parametrize(
+    ("word", "exponential"), [(1, BLOCK), (TOP - 1, 2.0**-32), (2**31, math.log(2))]
+)
 @pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**18])
-def test_an_exponential_and_a_geometric_are_those_of_their_bits(words_in_turn, word, exponential, scale):
+def test_an_exponential_and_a_geometric_are_those_of_their_bits(
+    words_in_turn, word, exponential, scale
+):
     words_in_turn(*[((word, NONE[0]), (0, NONE[1]))] * 2)
     value = equal(noise.laplace(KEY, WORDS, 1.0))
     np.testing.assert_allclose(value, exponential, rtol=2.0**-22, atol=2.0**-64)
@@ -490,7 +533,8 @@ def test_an_exponential_and_a_geometric_are_those_of_their_bits(words_in_turn, w
 @pytest.mark.slow
 @pytest.mark.parametrize("zeros", [1, 2, 3, 100])
 def test_zero_bits_are_drawn_further(words_in_turn, zeros):
-    """Checks that each word of zeros adds 32 log 2 and that the rest has the law of an exponential."""
+    """Checks that each word of zeros adds 32 log 2 and that the rest has the law of an
+    exponential."""
     first, last = ((0, NONE[0]), (0, NONE[1])), (UNIFORM[1], UNIFORM[0])
     words_in_turn(*[first, *[(0, 0)] * (zeros - 1), last] * 4)
     values = np.asarray(noise.laplace(KEY, WORDS, 1.0), np.float64)
@@ -511,7 +555,8 @@ def test_a_broken_generator_ends_far_out_and_does_not_hang(words_in_turn):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "unit"), [("laplace", 2.0), ("discrete_laplace", 9.0)])
 def test_laplace_noise_reaches_beyond_44_scales(words_in_turn, name, unit):
-    """Puts three words of zeros first in one of the two exponentials, an event of probability 2**-96."""
+    """Puts three words of zeros first in one of the two exponentials, an event of probability
+    2**-96."""
     words_in_turn(((0, UNIFORM[0]), (0, UNIFORM[2])), (0, 0), (0, 0), (UNIFORM[3], UNIFORM[1]))
     values = np.asarray(getattr(noise, name)(KEY, WORDS, unit), np.float64)
     middle = 3 * BLOCK * unit
@@ -523,7 +568,8 @@ def test_laplace_noise_reaches_beyond_44_scales(words_in_turn, name, unit):
 @pytest.mark.parametrize("word", [3 * 2**16, TOP])
 @pytest.mark.parametrize("zeros", [0, 1, 3, 4])
 def test_cauchy_noise_reaches_as_far_as_floats_do(words_in_turn, zeros, word):
-    """Uses a uniform with `zeros` words of zeros first, and the choice of 1 / tan. Fails if each block has its tan."""
+    """Uses a uniform with `zeros` words of zeros first, and the choice of 1 / tan. Fails if each
+    block has its tan."""
     far = [0] * zeros + [word]
     # The second draw is almost zero.
     words_in_turn(((far[0], 1), 0, (1, 0)), *((word, 0, (1, 0)) for word in far[1:]))
@@ -535,10 +581,19 @@ def test_cauchy_noise_reaches_as_far_as_floats_do(words_in_turn, zeros, word):
 @pytest.mark.slow
 def test_discrete_laplace_is_independent_over_leaves_steps_and_places():
     tree = {"a": jnp.zeros((200, 100)), "b": jnp.zeros((200, 100), jnp.int32), "c": None}
-    this, following = (noise.discrete_laplace(jax.random.fold_in(KEY, t), tree, 5.0) for t in (0, 1))
+    this, following = (
+        noise.discrete_laplace(jax.random.fold_in(KEY, t), tree, 5.0) for t in (0, 1)
+    )
     assert this["c"] is None and this["a"].dtype == this["b"].dtype == jnp.int32
     a, b, later = (np.asarray(x, np.float64) for x in (this["a"], this["b"], following["a"]))
-    for x, y in [(a, b), (a, later), (a[:-1], a[1:]), (a[:, :-1], a[:, 1:]), (abs(a), abs(b)), (abs(a), abs(later))]:
+    for x, y in [
+        (a, b),
+        (a, later),
+        (a[:-1], a[1:]),
+        (a[:, :-1], a[:, 1:]),
+        (abs(a), abs(b)),
+        (abs(a), abs(later)),
+    ]:
         assert correlation(x, y) < 5 / math.sqrt(x.size)
 
 
@@ -557,7 +612,7 @@ def test_discrete_laplace_takes_a_traced_scale_and_refuses_impossible_ones():
         noise.discrete_laplace(jax.random.split(KEY), jnp.zeros(3), 1.0)
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # privatize
 
 GRADS = {"w": jnp.full((300, 100), 2.0), "b": jnp.full((10_000,), 2.0), "frozen": None}
@@ -569,8 +624,16 @@ def test_privatize_adds_the_configured_noise_then_divides(first):
     privatizer = noise.privatize(first, noise_multiplier=3.0, divisor=20.0, key=KEY)
     out, state = privatizer.update(GRADS, privatizer.init(GRADS))
     assert out["frozen"] is None and int(state.step) == 1
-    values = np.concatenate([np.ravel(out["w"]), np.ravel(out["b"])]).astype(np.float64) * 20.0 - 2.0
-    for scale, accept in [(1.5, True), (0.7 * 1.5, False), (1.3 * 1.5, False), (3.0, False), (0.5, False)]:
+    values = (
+        np.concatenate([np.ravel(out["w"]), np.ravel(out["b"])]).astype(np.float64) * 20.0 - 2.0
+    )
+    for scale, accept in [
+        (1.5, True),
+        (0.7 * 1.5, False),
+        (1.3 * 1.5, False),
+        (3.0, False),
+        (0.5, False),
+    ]:
         p = p_value(values, stats.norm, scale)
         assert p > ACCEPT if accept else p < REJECT
 
@@ -578,13 +641,18 @@ def test_privatize_adds_the_configured_noise_then_divides(first):
 def test_privatize_carries_its_event_and_numbers():
     privatizer = jaxdp.privatize(Clipped(0.5), noise_multiplier=3.0, divisor=20)
     assert privatizer.event == dp_event.GaussianDpEvent(3.0) == privatizer.event_at(7)
-    assert (privatizer.noise_multiplier, privatizer.clip_norm, privatizer.divisor) == (3.0, 0.5, 20.0)
+    assert (privatizer.noise_multiplier, privatizer.clip_norm, privatizer.divisor) == (
+        3.0,
+        0.5,
+        20.0,
+    )
     with pytest.raises(AttributeError):
         privatizer.noise_multiplier = 0.0
 
 
 def test_noise_is_the_same_under_every_adjacency():
-    """Checks that the noise is not doubled for replace_one, since the accountant doubles the sensitivity."""
+    """Checks that the noise is not doubled for replace_one, since the accountant doubles the
+    sensitivity."""
     asked = []
 
     class Recording(Clipped):
@@ -662,16 +730,36 @@ def test_a_public_schedule_sets_noise_and_event_per_step():
 @pytest.mark.parametrize(
     ("first", "options", "error", "match"),
     [
-        (1e-30, {"noise_multiplier": 1e-9}, ValueError, "noise_multiplier=1e-09 times the clip norm 1e-30 is 1"),
-        (Clipped(1e-46), {}, ValueError, "(?s)clip norm 1e-46.*Multiply the loss by a public constant"),
+        (
+            1e-30,
+            {"noise_multiplier": 1e-9},
+            ValueError,
+            "noise_multiplier=1e-09 times the clip norm 1e-30 is 1",
+        ),
+        (
+            Clipped(1e-46),
+            {},
+            ValueError,
+            "(?s)clip norm 1e-46.*Multiply the loss by a public constant",
+        ),
         (Clipped(5e-324), {"noise_multiplier": 0.1}, ValueError, "is 0.0, but float32 noise needs"),
-        (1e30, {"noise_multiplier": 1e30}, ValueError, "float32 noise needs a standard deviation from"),
+        (
+            1e30,
+            {"noise_multiplier": 1e30},
+            ValueError,
+            "float32 noise needs a standard deviation from",
+        ),
         (-1.0, {}, ValueError, "clipped_or_sensitivity must be at least 0, got -1.0"),
         (Clipped(-1.0), {}, ValueError, "sensitivity"),
         (math.nan, {}, ValueError, "got nan"),
         (math.inf, {}, ValueError, "finite norm"),
         ("1", {}, TypeError, "real number"),
-        (1.0, {"noise_multiplier": -0.1}, ValueError, "noise_multiplier must be at least 0, got -0.1"),
+        (
+            1.0,
+            {"noise_multiplier": -0.1},
+            ValueError,
+            "noise_multiplier must be at least 0, got -0.1",
+        ),
         (1.0, {"noise_multiplier": math.inf}, ValueError, "finite"),
         (1.0, {"noise_multiplier": math.nan}, ValueError, "got nan"),
         (math.inf, {"noise_multiplier": lambda step: 1.0}, ValueError, "finite norm"),
@@ -712,21 +800,26 @@ def test_a_schedule_whose_noise_float32_loses_gives_nan_and_no_event(clip_norm):
 
 
 def in_shards(step, *, check_vma=True):
-    """Runs `step(key, values)` on eight devices with one row of `values` each. Returns one row per device."""
+    """Runs `step(key, values)` on eight devices with one row of `values` each. Returns one row per
+    device."""
     if len(jax.devices()) < 8:
         pytest.skip("fewer than eight devices")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, everywhere = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(everywhere, rows), out_specs=rows, check_vma=check_vma))(
-        KEY, jnp.arange(8.0 * 500).reshape(8, 500)
-    )
+    return jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(everywhere, rows), out_specs=rows, check_vma=check_vma
+        )
+    )(KEY, jnp.arange(8.0 * 500).reshape(8, 500))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*LAWS, "discrete_laplace"])
 def test_noise_that_all_devices_share_is_refused_for_values_that_differ(name):
     draw = getattr(noise, name)
-    with pytest.raises(ValueError, match=r"(?s)mesh axes \('data',\) and key does not.*psum.*axis_index"):
+    with pytest.raises(
+        ValueError, match=r"(?s)mesh axes \('data',\) and key does not.*psum.*axis_index"
+    ):
         in_shards(lambda key, x: x + draw(key, x, 1.0))
     own = lambda key: jax.random.fold_in(key, jax.lax.axis_index(("data",)))  # noqa: E731
     drawn = np.asarray(in_shards(lambda key, x: draw(own(key), x, 5.0)), np.float64)
@@ -740,7 +833,8 @@ def test_privatize_in_shards_is_for_a_sum_that_all_devices_share():
 
     def noisy(key, x, fold=False, total=True):
         state = noise.PrivatizeState(
-            jax.random.fold_in(key, jax.lax.axis_index("data")) if fold else key, jnp.zeros((), jnp.int32)
+            jax.random.fold_in(key, jax.lax.axis_index("data")) if fold else key,
+            jnp.zeros((), jnp.int32),
         )
         x = jax.lax.psum(x, "data") if total else x
         out = jax.lax.pcast(privatizer.update(x, state)[0], "data", to="varying") if not fold else x
@@ -748,7 +842,9 @@ def test_privatize_in_shards_is_for_a_sum_that_all_devices_share():
 
     shared = np.asarray(in_shards(noisy))
     assert (shared == shared[0]).all()
-    single, _ = privatizer.update(jnp.arange(8.0 * 500).reshape(8, 500).sum(0), privatizer.init(None))
+    single, _ = privatizer.update(
+        jnp.arange(8.0 * 500).reshape(8, 500).sum(0), privatizer.init(None)
+    )
     np.testing.assert_allclose(shared[0], single, rtol=1e-5)
     with pytest.raises(ValueError, match="all get the same noise"):
         in_shards(lambda key, x: noisy(key, x, total=False))
@@ -759,11 +855,19 @@ def test_privatize_in_shards_is_for_a_sum_that_all_devices_share():
 @pytest.mark.slow
 def test_noise_is_refused_where_jax_does_not_record_what_differs():
     privatizer = noise.privatize(1.0, noise_multiplier=3.0, divisor=2.0, key=KEY)
-    state, refused = noise.PrivatizeState(KEY, jnp.zeros((), jnp.int32)), r"axes \('\w+',\) of a jax.pmap.*psum"
+    state, refused = (
+        noise.PrivatizeState(KEY, jnp.zeros((), jnp.int32)),
+        r"axes \('\w+',\) of a jax.pmap.*psum",
+    )
     with pytest.raises(ValueError, match=refused):
-        in_shards(lambda key, x: privatizer.update(jax.lax.psum(x, "data"), state)[0], check_vma=False)
+        in_shards(
+            lambda key, x: privatizer.update(jax.lax.psum(x, "data"), state)[0], check_vma=False
+        )
     for options in ({}, {"axis_name": "data"}):
-        for step in (lambda x: privatizer.update(x, state)[0], lambda x: x + noise.laplace(KEY, x, 1.0)):
+        for step in (
+            lambda x: privatizer.update(x, state)[0],
+            lambda x: x + noise.laplace(KEY, x, 1.0),
+        ):
             with pytest.raises(ValueError, match=refused):
                 jax.pmap(step, **options)(jnp.ones((2, 3)))
     # The sum of all devices may get its noise outside.
@@ -771,25 +875,34 @@ def test_noise_is_refused_where_jax_does_not_record_what_differs():
     assert privatizer.update(total, state)[0].shape == (3,)
 
 
-NOISES = {name: lambda key, x, n, draw=draw: x + draw(key, x, 1.0, number=n) for name, (draw, _) in LAWS.items()}
-NOISES["discrete_laplace"] = lambda key, x, n: x + noise.discrete_laplace(key, x, 1.0, number=n).astype(x.dtype)
-NOISES["privatize"] = lambda key, x, n: noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0).update(
-    x, noise.PrivatizeState(key, n)
-)[0]
+NOISES = {
+    name: lambda key, x, n, draw=draw: x + draw(key, x, 1.0, number=n)
+    for name, (draw, _) in LAWS.items()
+}
+NOISES["discrete_laplace"] = lambda key, x, n: (
+    x + noise.discrete_laplace(key, x, 1.0, number=n).astype(x.dtype)
+)
+NOISES["privatize"] = lambda key, x, n: noise.privatize(
+    1.0, noise_multiplier=1.0, divisor=1.0
+).update(x, noise.PrivatizeState(key, n))[0]
 ONE = jnp.int32(1)
 SHARED = {
     "values": lambda draw: jax.vmap(lambda x: draw(KEY, x, ONE))(jnp.ones((2, 3))),
-    "values of a compiled function": lambda draw: jax.vmap(jax.jit(lambda x: draw(KEY, x, ONE)))(jnp.ones((2, 3))),
-    "one of two axes": lambda draw: jax.vmap(jax.vmap(lambda x, key: draw(key, x, ONE)), in_axes=(0, None))(
-        jnp.ones((2, 2, 3)), jax.random.split(KEY, 2)
+    "values of a compiled function": lambda draw: jax.vmap(jax.jit(lambda x: draw(KEY, x, ONE)))(
+        jnp.ones((2, 3))
     ),
+    "one of two axes": lambda draw: jax.vmap(
+        jax.vmap(lambda x, key: draw(key, x, ONE)), in_axes=(0, None)
+    )(jnp.ones((2, 2, 3)), jax.random.split(KEY, 2)),
 }
 
 
 @pytest.mark.parametrize("how", SHARED)
 @pytest.mark.parametrize("name", NOISES)
 def test_one_key_for_several_values_of_a_vmap_is_refused(name, how):
-    with pytest.raises(ValueError, match=r"key and number are the same for 2 values along an axis of jax.vmap"):
+    with pytest.raises(
+        ValueError, match=r"key and number are the same for 2 values along an axis of jax.vmap"
+    ):
         SHARED[how](NOISES[name])
 
 
@@ -802,7 +915,9 @@ def test_one_key_for_several_scales_of_a_vmap_is_refused():
 def test_a_vmap_over_keys_or_numbers_draws_what_a_loop_draws():
     draw, keys, numbers = NOISES["privatize"], jax.random.split(KEY, 2), jnp.arange(2)
     values = jnp.ones((2, 2, 3))
-    both = jax.vmap(jax.vmap(draw, in_axes=(None, 0, 0)), in_axes=(0, 0, None))(keys, values, numbers)
+    both = jax.vmap(jax.vmap(draw, in_axes=(None, 0, 0)), in_axes=(0, 0, None))(
+        keys, values, numbers
+    )
     for i, key in enumerate(keys):
         for j in range(2):
             np.testing.assert_allclose(both[i, j], draw(key, values[i, j], numbers[j]), rtol=1e-6)
@@ -814,7 +929,9 @@ def test_numbers_of_draws_are_checked_by_value_and_by_type():
     draw = lambda number: noise.gaussian(KEY, jnp.ones(3), 1.0, number=number)  # noqa: E731
     with jax.enable_x64(True):
         for number in (2**32, np.int64(2**32), jnp.asarray(2**32), jnp.asarray(-1)):
-            with pytest.raises(ValueError, match=r"number must be from 0 to 2\*\*32 - 1, got (4294967296|-1)"):
+            with pytest.raises(
+                ValueError, match=r"number must be from 0 to 2\*\*32 - 1, got (4294967296|-1)"
+            ):
                 draw(number)
         with pytest.raises(TypeError, match="at most 32 bits where it is traced, got dtype int64"):
             jax.jit(draw)(jnp.asarray(5))
@@ -822,13 +939,15 @@ def test_numbers_of_draws_are_checked_by_value_and_by_type():
 
 @pytest.mark.parametrize("std", [1e-50, 1e-38, 1e38, 1e39])
 def test_noise_that_float32_loses_is_refused(std):
-    with pytest.raises(ValueError, match=r"std must be 0 or from 7.9e-31 to 1.3e.30 for float32 noise"):
+    with pytest.raises(
+        ValueError, match=r"std must be 0 or from 7.9e-31 to 1.3e.30 for float32 noise"
+    ):
         noise.gaussian(KEY, jnp.ones(3), std)
     with pytest.raises(ValueError, match="scale must be 0 or from"):
         noise.laplace(KEY, jnp.ones(3), std)
 
 
-# --- Schedules: one value for charge and noise ------------------------------------------------------------------------
+# --- Schedules: one value for charge and noise --------------------------------------------------
 
 
 def overflowing(step):
@@ -861,7 +980,9 @@ def test_a_plan_has_noise_in_every_step():
     bad = {
         "noise_multiplier(2) must be positive, got 0.0": lambda step: 1.0 - 0.5 * step,
         "noise_multiplier(3) must be finite, got inf": lambda step: 1.0 if step < 3 else math.inf,
-        "noise_multiplier(4) must be at least 0, got nan": lambda step: 1.0 if step < 4 else math.nan,
+        "noise_multiplier(4) must be at least 0, got nan": lambda step: (
+            1.0 if step < 4 else math.nan
+        ),
         "noise_multiplier(0) must be at least 0, got -1.0": lambda step: -1.0,
         "noise_multiplier(1)=1e-40 times the clip norm 1.0": lambda step: 10.0 ** (-40 * step),
     }
@@ -878,7 +999,9 @@ def test_a_plan_has_noise_in_every_step():
 
 @pytest.mark.slow
 def test_a_compiled_update_knows_the_steps_of_its_plan_only():
-    privatizer = noise.privatize(1.0, noise_multiplier=[1.0, 2.0].__getitem__, divisor=1.0, key=KEY, steps=2)
+    privatizer = noise.privatize(
+        1.0, noise_multiplier=[1.0, 2.0].__getitem__, divisor=1.0, key=KEY, steps=2
+    )
     update = jax.jit(privatizer.update)
     for step, known in ((0, True), (1, True), (2, False), (-1, False)):
         noisy, _ = update(jnp.zeros(3), noise.PrivatizeState(KEY, jnp.int32(step)))
@@ -924,7 +1047,9 @@ def test_chain_with_sgd_is_dp_sgd_computed_by_hand():
 def test_chain_with_adam_compiles_once_under_a_transfer_guard():
     with jax.numpy_dtype_promotion("standard"):  # optax.adam mixes int32 counts with floats
         params = {"w": jnp.ones((8, 3)), "b": jnp.zeros(3)}
-        optimizer = optax.chain(noise.privatize(1.0, noise_multiplier=1.0, divisor=4.0), optax.adam(1e-3))
+        optimizer = optax.chain(
+            noise.privatize(1.0, noise_multiplier=1.0, divisor=4.0), optax.adam(1e-3)
+        )
 
         @jax.jit
         @chex.assert_max_traces(n=1)
@@ -941,7 +1066,9 @@ def test_chain_with_adam_compiles_once_under_a_transfer_guard():
 
 
 def test_masked_leaves_are_left_alone():
-    privatizer = optax.masked(noise.privatize(1.0, noise_multiplier=1.0, divisor=2.0, key=KEY), {"w": True, "b": False})
+    privatizer = optax.masked(
+        noise.privatize(1.0, noise_multiplier=1.0, divisor=2.0, key=KEY), {"w": True, "b": False}
+    )
     grads = {"w": jnp.ones(SAMPLES), "b": jnp.ones(3)}
     out, _ = privatizer.update(grads, privatizer.init(grads))
     assert (out["b"] == 1.0).all() and (out["w"] != 0.5).all()

@@ -1,4 +1,5 @@
-"""Scales and offsets of normalisation layers, found in the program whatever the layers are called."""
+"""Scales and offsets of normalisation layers, found in the program whatever the layers are
+called."""
 
 import functools
 
@@ -86,16 +87,24 @@ def _stored_fused(p, x):
 
 def _low_precision(p, x):
     y = x.astype(jnp.bfloat16).astype(jnp.float32)
-    return (centre(y) * inverse(y)).astype(jnp.bfloat16) * p["g"].astype(jnp.bfloat16) + p["b"].astype(jnp.bfloat16)
+    return (centre(y) * inverse(y)).astype(jnp.bfloat16) * p["g"].astype(jnp.bfloat16) + p[
+        "b"
+    ].astype(jnp.bfloat16)
 
 
 FORMS = {
     "textbook": lambda p, x: centre(x) * inverse(x) * p["g"] + p["b"],
-    "divided by a deviation": lambda p, x: centre(x) / (jnp.std(x, -1, keepdims=True) + EPSILON) * p["g"] + p["b"],
-    "power": lambda p, x: centre(x) * (x.var(-1, keepdims=True) + EPSILON) ** -0.5 * p["g"] + p["b"],
+    "divided by a deviation": lambda p, x: (
+        centre(x) / (jnp.std(x, -1, keepdims=True) + EPSILON) * p["g"] + p["b"]
+    ),
+    "power": lambda p, x: (
+        centre(x) * (x.var(-1, keepdims=True) + EPSILON) ** -0.5 * p["g"] + p["b"]
+    ),
     "scale first": lambda p, x: p["g"] * x * inverse(x) + p["b"],
     "scale meets the root": lambda p, x: (inverse(x) * p["g"]) * centre(x) + p["b"],
-    "scale over the root": lambda p, x: centre(x) * (p["g"] / jnp.sqrt(x.var(-1, keepdims=True) + EPSILON)) + p["b"],
+    "scale over the root": lambda p, x: (
+        centre(x) * (p["g"] / jnp.sqrt(x.var(-1, keepdims=True) + EPSILON)) + p["b"]
+    ),
     "fused": _fused,
     "two moments": _two_moments,
     "standardize": lambda p, x: jax.nn.standardize(x) * p["g"] + p["b"],
@@ -119,7 +128,9 @@ def _with_custom_rule(p, x):
     return _two_moments(p, x)
 
 
-_with_custom_rule.defvjp(lambda p, x: (_two_moments(p, x), (p, x)), lambda kept, g: jax.vjp(_two_moments, *kept)[1](g))
+_with_custom_rule.defvjp(
+    lambda p, x: (_two_moments(p, x), (p, x)), lambda kept, g: jax.vjp(_two_moments, *kept)[1](g)
+)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -142,7 +153,10 @@ def test_a_scale_or_an_offset_alone(kept, role):
 
 
 def test_layers_in_a_loop_are_stacked_parameters():
-    params = {"blocks": {"g": jnp.ones((3, 6)), "b": jnp.ones((3, 6)), "w": jnp.ones((3, 6, 6))}, "h": jnp.ones((6, 3))}
+    params = {
+        "blocks": {"g": jnp.ones((3, 6)), "b": jnp.ones((3, 6)), "w": jnp.ones((3, 6, 6))},
+        "h": jnp.ones((6, 3)),
+    }
 
     def block(x, p):
         return x + _two_moments(p, x) @ p["w"], None
@@ -223,9 +237,14 @@ def test_what_is_no_normalisation(decoy):
 
 def test_only_the_first_vectors_after_a_normalisation_are_its_own():
     def apply_fn(p, x):
-        return jnp.tanh((_two_moments(p, x) + p["position"]) * p["layer_scale"] + p["shift"]) @ p["head"]
+        return (
+            jnp.tanh((_two_moments(p, x) + p["position"]) * p["layer_scale"] + p["shift"])
+            @ p["head"]
+        )
 
-    params = dict.fromkeys(["g", "b", "position", "layer_scale", "shift"], ONE) | {"head": jnp.ones((6, 3))}
+    params = dict.fromkeys(["g", "b", "position", "layer_scale", "shift"], ONE) | {
+        "head": jnp.ones((6, 3))
+    }
     assert uses(apply_fn, params) == {"g": "scale", "b": "offset"}
 
 
@@ -247,8 +266,12 @@ class Linen(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.relu(nn.GroupNorm(3, name="gn2")(nn.Conv(6, (3, 3), name="abnormality")(x)))
-        x = nn.relu(nn.BatchNorm(use_running_average=True, name="bn1")(nn.Conv(6, (3, 3), name="conv")(x)))
-        x = nn.relu(nn.InstanceNorm(name="a")(nn.WeightNorm(nn.Conv(6, (3, 3)), name="weight_norm")(x)))
+        x = nn.relu(
+            nn.BatchNorm(use_running_average=True, name="bn1")(nn.Conv(6, (3, 3), name="conv")(x))
+        )
+        x = nn.relu(
+            nn.InstanceNorm(name="a")(nn.WeightNorm(nn.Conv(6, (3, 3)), name="weight_norm")(x))
+        )
         x = models.WSConv(6, (3, 3), name="norm_free")(x)
         x = nn.relu(models.FrozenBatchNorm(name="b")(x)).mean((1, 2))
         x = nn.Dense(6, name="denormalise")(nn.RMSNorm(name="rms_1")(x))
@@ -264,13 +287,17 @@ def test_linen():
     assert uses(lambda p, x: Linen().apply({"params": p, **stats}, x), params, IMAGES) == expected
     # Stored statistics are no scale and no offset, also among the parameters.
     whole = {"params": params, **variables}
-    assert uses(Linen().apply, whole, IMAGES) == {f"params/{path}": role for path, role in expected.items()}
+    assert uses(Linen().apply, whole, IMAGES) == {
+        f"params/{path}": role for path, role in expected.items()
+    }
 
 
 @pytest.mark.slow
 def test_haiku():
     def network(x):
-        x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(hk.Conv2D(6, 3)(x), is_training=hk.running_init()))
+        x = jax.nn.relu(
+            hk.BatchNorm(True, True, 0.9)(hk.Conv2D(6, 3)(x), is_training=hk.running_init())
+        )
         x = jax.nn.relu(hk.GroupNorm(3)(hk.Conv2D(6, 3)(x))).mean((1, 2))
         x = hk.Linear(6)(hk.RMSNorm(-1)(x))
         return hk.Linear(3)(hk.LayerNorm(-1, True, True, name="abc")(x))
@@ -279,7 +306,9 @@ def test_haiku():
     with jax.numpy_dtype_promotion("standard"):
         params, state = jax.eval_shape(made.init, jax.random.key(0), IMAGES)
     state = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), state)
-    expected = both("batch_norm", "group_norm", "abc", offset="offset") | {"rms_norm/scale": "scale"}
+    expected = both("batch_norm", "group_norm", "abc", offset="offset") | {
+        "rms_norm/scale": "scale"
+    }
     assert uses(lambda p, x: made.apply(p, state, x)[0], params, IMAGES) == expected
 
 
@@ -287,8 +316,12 @@ def test_haiku():
 def test_equinox():
     keys = iter(jax.random.split(jax.random.key(0), 9))
     conv = functools.partial(eqx.nn.Conv2d, kernel_size=3, padding=1)
-    first = eqx.nn.Sequential([conv(3, 6, key=next(keys)), eqx.nn.GroupNorm(3, 6), eqx.nn.Lambda(jax.nn.relu)])
-    last = eqx.nn.Sequential([eqx.nn.LayerNorm(6), eqx.nn.Linear(6, 6, key=next(keys)), eqx.nn.RMSNorm(6)])
+    first = eqx.nn.Sequential(
+        [conv(3, 6, key=next(keys)), eqx.nn.GroupNorm(3, 6), eqx.nn.Lambda(jax.nn.relu)]
+    )
+    last = eqx.nn.Sequential(
+        [eqx.nn.LayerNorm(6), eqx.nn.Linear(6, 6, key=next(keys)), eqx.nn.RMSNorm(6)]
+    )
     norm = eqx.nn.BatchNorm(6, "batch", mode="batch")
     head = eqx.nn.Linear(6, 3, key=next(keys))
     state = eqx.nn.State(norm)
@@ -342,7 +375,9 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "vit_tiny" else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [n if n == "vit_tiny" else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
+)
 def test_families(name):
     side, count = FAMILIES[name]
     images = jax.ShapeDtypeStruct((2, side, side, 3), jnp.float32)
@@ -351,7 +386,9 @@ def test_families(name):
     params = variables.pop("params")
     stats = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), variables)
     found = uses(lambda p, x: model.apply({"params": p, **stats}, x), params, images)
-    named = [path for path, _ in paths_of(params) if "norm" in path.rpartition("/")[0].rpartition("/")[2]]
+    named = [
+        path for path, _ in paths_of(params) if "norm" in path.rpartition("/")[0].rpartition("/")[2]
+    ]
     assert found == {path: "scale" if path.endswith("scale") else "offset" for path in named}
     assert len(found) == count
 

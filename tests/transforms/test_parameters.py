@@ -1,4 +1,5 @@
-"""What trains from public parameters names a leaf that is not finite before it spends or computes anything."""
+"""What trains from public parameters names a leaf that is not finite before it spends or computes
+anything."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,10 @@ SOURCE = from_arrays(features=FEATURES, label=np.arange(N) % 2, num_classes=2)
 
 
 def params(value):
-    return {"dense": {"bias": jnp.array([0.0, value]), "kernel": jnp.ones((3, 2))}, "steps": jnp.int32(0)}
+    return {
+        "dense": {"bias": jnp.array([0.0, value]), "kernel": jnp.ones((3, 2))},
+        "steps": jnp.int32(0),
+    }
 
 
 def trained(value):
@@ -33,7 +37,9 @@ def predict(params, inputs):
 
 
 def loss(params, example):
-    return jaxdp.losses.softmax_cross_entropy(predict(params, example["features"][None])[0], example["label"])
+    return jaxdp.losses.softmax_cross_entropy(
+        predict(params, example["features"][None])[0], example["label"]
+    )
 
 
 def with_fit(value, account):
@@ -49,8 +55,15 @@ def with_charged_accuracy(value, account):
 
 
 def with_pretraining(value, account):
-    trainer = pretrain.sam(lambda params, batch: jax.vmap(loss, (None, 0))(params, batch).mean(), optax.sgd(0.1))
-    how = {"perturbation_batch_size": 4, "update_batch_size": 4, "shared_batch": True, "seed": bytes(16)}
+    trainer = pretrain.sam(
+        lambda params, batch: jax.vmap(loss, (None, 0))(params, batch).mean(), optax.sgd(0.1)
+    )
+    how = {
+        "perturbation_batch_size": 4,
+        "update_batch_size": 4,
+        "shared_batch": True,
+        "seed": bytes(16),
+    }
     pretrain.fit(trainer, trained(value), SOURCE, steps=1, progress=False, **how)
 
 
@@ -60,7 +73,9 @@ def with_public_training(value, account):
 
 def with_certified_training(value, account):
     data = {"features": FEATURES, "label": np.arange(N) % 2}
-    prediction.train_with_bounds(loss, trained(value), data, ks=1, clip=0.1, learning_rate=0.1, batch_size=N, epochs=1)
+    prediction.train_with_bounds(
+        loss, trained(value), data, ks=1, clip=0.1, learning_rate=0.1, batch_size=N, epochs=1
+    )
 
 
 def with_serving(value, account):
@@ -68,10 +83,14 @@ def with_serving(value, account):
         accumulate, method = 1, object()
 
         def init(self):
-            return tta.AdaptState(*[None] * len(tta.AdaptState._fields))._replace(params=trained(value), step=0)
+            return tta.AdaptState(*[None] * len(tta.AdaptState._fields))._replace(
+                params=trained(value), step=0
+            )
 
     names = {"domains": ("d",), "positions": np.zeros(1, int), "units": (0,)}
-    batch = Batch(images=FEATURES[:1], labels=np.zeros(1, int), mask=np.ones(1, bool), reset=False, **names)
+    batch = Batch(
+        images=FEATURES[:1], labels=np.zeros(1, int), mask=np.ones(1, bool), reset=False, **names
+    )
     serve(Adapter(), [batch], account=None)
 
 
@@ -91,7 +110,8 @@ def test_a_leaf_that_is_not_finite_is_named_and_nothing_is_spent(run, value):
     with Ledger.in_memory() as ledger:
         ledger.register("data", adjacency="add_remove", unit="example", delta=1e-3)
         with pytest.raises(
-            ValueError, match=r"params.* has NaN or infinite values in 'dense/bias'|params leaf dense/bias"
+            ValueError,
+            match=r"params.* has NaN or infinite values in 'dense/bias'|params leaf dense/bias",
         ):
             run(value, ledger.account("data"))
         assert ledger.events("data") == {}
@@ -101,7 +121,9 @@ def test_a_leaf_that_is_not_finite_is_named_and_nothing_is_spent(run, value):
 def test_a_check_of_the_model_names_the_leaf():
     found = jaxdp.check(loss, trained(np.nan), SOURCE[0])
     assert not found.ok
-    assert any("NaN or infinite values in 'dense/bias'" in finding.message for finding in found.findings)
+    assert any(
+        "NaN or infinite values in 'dense/bias'" in finding.message for finding in found.findings
+    )
 
 
 def test_leaves_of_every_kind():
@@ -116,5 +138,8 @@ def test_leaves_of_every_kind():
     }
     assert not_finite(values) == ["bfloat16", "complex"]
     check_finite({"w": jnp.ones(3)})
-    with pytest.raises(ValueError, match="params of the server has NaN or infinite values in '0', '1', '2' and 2 more"):
+    with pytest.raises(
+        ValueError,
+        match="params of the server has NaN or infinite values in '0', '1', '2' and 2 more",
+    ):
         check_finite([jnp.full(2, jnp.nan)] * 5, argument="params of the server")

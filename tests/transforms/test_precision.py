@@ -12,21 +12,30 @@ X = jnp.arange(12.0).reshape(3, 4)
 
 
 def nested(x):
-    """Products in a loop, in a compiled function, behind a derivative, and with a precision of their own."""
+    """Products in a loop, in a compiled function, behind a derivative, and with a precision of
+    their own."""
 
     @jax.jit
     def inner(x):
         return jnp.matmul(x, x.T, precision="default")
 
     looped = lax.scan(lambda total, row: (total + row @ row, None), jnp.float32(0), x)[0]
-    images = lax.conv_general_dilated(x[None, None], x[None, None], (1, 1), "SAME", precision="default")
-    return {"sum": inner(x).sum() + looped, "grad": jax.grad(lambda x: (x @ x.T).sum())(x), "images": images}
+    images = lax.conv_general_dilated(
+        x[None, None], x[None, None], (1, 1), "SAME", precision="default"
+    )
+    return {
+        "sum": inner(x).sum() + looped,
+        "grad": jax.grad(lambda x: (x @ x.T).sum())(x),
+        "images": images,
+    }
 
 
 def precisions(function):
     lines = jax.jit(function).lower(X).as_text().splitlines()
     products = [line for line in lines if "dot_general" in line or "stablehlo.convolution" in line]
-    return len(products), sum("precision = [HIGHEST, HIGHEST]" in line or "HIGHEST" in line for line in products)
+    return len(products), sum(
+        "precision = [HIGHEST, HIGHEST]" in line or "HIGHEST" in line for line in products
+    )
 
 
 def test_every_product_has_full_precision():

@@ -1,9 +1,10 @@
-"""Random programs: every engine gives what `jax.grad` of one example after the other gives in float64.
+"""Random programs: every engine gives what `jax.grad` of one example after the other gives in
+float64.
 
-A seed makes the source of a loss `loss(p, x, i)` of weights `p`, an array `x` and small integers `i`. Weights pass
-through random functions before they meet data, and meet it in every way that the generator supports. A failure
-prints the source. JAXDP_SLOW=1 runs 3,000 programs in place of 20 chosen ones, and JAXDP_SEED=n starts at program n.
-"""
+A seed makes the source of a loss `loss(p, x, i)` of weights `p`, an array `x` and small integers
+`i`. Weights pass through random functions before they meet data, and meet it in every way that the
+generator supports. A failure prints the source. JAXDP_SLOW=1 runs 3,000 programs in place of 20
+chosen ones, and JAXDP_SEED=n starts at program n."""
 
 import dataclasses
 import functools
@@ -54,7 +55,9 @@ def dense(w: Any, x: Any) -> Any:
     return x @ w
 
 
-dense.defvjp(lambda w, x: (x @ w, (w, x)), lambda wx, g: (wx[1].T @ g, jnp.clip(g, -0.3, 0.3) @ wx[0].T))
+dense.defvjp(
+    lambda w, x: (x @ w, (w, x)), lambda wx, g: (wx[1].T @ g, jnp.clip(g, -0.3, 0.3) @ wx[0].T)
+)
 
 
 def bits(w: Any) -> Any:
@@ -102,14 +105,16 @@ FUNCTIONS = (
     "({w} + bits({w}))",
     "jax.jit(jnp.sinh)({w})",
     "jnp.concatenate([{w}[1:], 2 * {w}[:1]])",
-    "(lax.while_loop(lambda s: s[1] < 2, lambda s: (s[0] * 2, s[1] + 1), (lax.stop_gradient({w}), 0))[0] * {w})",
+    "(lax.while_loop(lambda s: s[1] < 2, lambda s: (s[0] * 2, s[1] + 1), (lax.stop_gradient({w}), "
+    "0))[0] * {w})",
     "low({w}).astype({w}.dtype)",
 )
 
 
 @dataclasses.dataclass
 class Program:
-    """A loss as source, with the shapes of its weights and of its example, and what the generator put into it."""
+    """A loss as source, with the shapes of its weights and of its example, and what the generator
+    put into it."""
 
     seed: int
     parts: frozenset[str]
@@ -160,7 +165,8 @@ class Writer:
         self.columns = self.columns if columns is None else columns
 
     def weight(self, shape: tuple[int, ...]) -> str:
-        """Writes an expression of a new or used weight, possibly through functions of the weight."""
+        """Writes an expression of a new or used weight, possibly through functions of the
+        weight."""
         same = [name for name, s in self.shapes.items() if s == shape]
         turned = [name for name, s in self.shapes.items() if len(s) == 2 and s[::-1] == shape]
         if turned and self.chance(0.3):
@@ -190,7 +196,9 @@ class Writer:
     def op_dense(self) -> None:
         k = self.size()
         expression = f"h @ {self.weight((self.columns, k))}"
-        self.put(expression + f" + {self.weight((k,))}" if self.chance(0.5) else expression, columns=k)
+        self.put(
+            expression + f" + {self.weight((k,))}" if self.chance(0.5) else expression, columns=k
+        )
 
     def op_from_the_left(self) -> None:
         k = self.size()
@@ -203,7 +211,9 @@ class Writer:
 
     def op_groups(self) -> None:
         k, doubled = self.size(3), "jnp.stack([h, jnp.sin(h)])"
-        self.put(f"jnp.einsum('gtd,gdk->tk', {doubled}, {self.weight((2, self.columns, k))})", columns=k)
+        self.put(
+            f"jnp.einsum('gtd,gdk->tk', {doubled}, {self.weight((2, self.columns, k))})", columns=k
+        )
 
     def op_attention(self) -> None:
         q, k = (self.weight((self.columns, 2)) for _ in "qk")
@@ -239,11 +249,15 @@ class Writer:
         k = self.size()
         a, b = (self.weight((self.columns, k)) for _ in "ab")
         product = f"(h @ ({a} + 1j * {b}))"
-        self.put(self.pick((f"jnp.abs({product} + 0.1)", f"{product}.imag", f"({product} ** 2).real")), columns=k)
+        self.put(
+            self.pick((f"jnp.abs({product} + 0.1)", f"{product}.imag", f"({product} ** 2).real")),
+            columns=k,
+        )
 
     def op_real_weight_in_complex_data(self) -> None:
         k = self.size()
-        self.put(f"(jnp.fft.fft(h, axis=0) @ {self.weight((self.columns, k))}.astype(1j * h[0, 0])).imag".replace(
+        self.put(f"(jnp.fft.fft(h, axis=0) @ {self.weight((self.columns, k))}.astype(1j * h[0, "
+                 "0])).imag".replace(
             "1j * h[0, 0]", "jnp.result_type(h, jnp.complex64)"), columns=k)  # fmt: skip
 
     def op_complex_state_space(self) -> None:
@@ -259,15 +273,19 @@ class Writer:
         self.put(f"h * {self.weight(self.pick(shapes))} + {self.weight(self.pick(shapes))}")
 
     def op_norm(self) -> None:
-        self.lines.append("h = (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 0.1)")
+        self.lines.append(
+            "h = (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 0.1)"
+        )
         self.put(f"h * {self.weight((self.columns,))} + {self.weight((self.columns,))}")
 
     def op_two_sided(self) -> None:
         w = self.weight((self.columns,))
         forms = (
             "jnp.maximum(h, {w})", "h / (1.5 + jnp.abs({w}))", "jnp.where(h > {w}, h, {w})", "jnp.arctan2(h, {w} + 2)",
-            "lax.clamp(jnp.broadcast_to(-jnp.abs({w}), h.shape), h, jnp.broadcast_to(jnp.abs({w}), h.shape))",
-            "jnp.abs(h + 0.1) ** jnp.abs({w})", "jnp.logaddexp(h, {w})", "h + jnp.outer(h[:, 0], {w})",
+            "lax.clamp(jnp.broadcast_to(-jnp.abs({w}), h.shape), h, "
+            "jnp.broadcast_to(jnp.abs({w}), h.shape))",
+            "jnp.abs(h + 0.1) ** jnp.abs({w})", "jnp.logaddexp(h, {w})", "h + jnp.outer(h[:, 0], "
+                                                                         "{w})",
         )  # fmt: skip
         self.put(self.pick(forms).format(w=w))
 
@@ -285,7 +303,9 @@ class Writer:
 
     def op_embedding(self) -> None:
         n, mode = self.pick((3, 7, 140, 300)), self.pick(("clip", "fill", "wrap"))
-        mode = "clip" if mode == "wrap" and n > 100 else mode  # JAX itself computes a remainder in the index's dtype
+        mode = (
+            "clip" if mode == "wrap" and n > 100 else mode
+        )  # JAX itself computes a remainder in the index's dtype
         fill = ", fill_value=0" if mode == "fill" else ""
         w = self.weight((n, self.columns))
         self.put(f"jnp.take({w}, {self.indices(n)}, axis=0, mode='{mode}'{fill}) * h[:1]", rows=4)
@@ -300,17 +320,32 @@ class Writer:
         )  # fmt: skip
         form = self.pick(forms)
         t = f"({self.pick(('i', 'i // 2'))} % 5)" if "promise" in form else f"({t})"
-        self.put("jnp.sin(" + form.format(w=w, t=t, d=self.columns) + ") + h[:1]", rows=1 if "along" in form else 4)
+        self.put(
+            "jnp.sin(" + form.format(w=w, t=t, d=self.columns) + ") + h[:1]",
+            rows=1 if "along" in form else 4,
+        )
 
     def op_gather_of_data(self) -> None:
         self.put(f"jnp.take(h, {self.indices(self.rows)}, axis=0, mode='clip')", rows=4)
 
     def op_scatter(self) -> None:
-        n, how, mode = self.pick((4, 6)), self.pick(("add", "mul", "set", "max")), self.pick(("drop", "clip"))
-        base = self.weight((n, self.columns)) if self.chance(0.6) else f"jnp.ones(({n}, {self.columns}), h.dtype)"
+        n, how, mode = (
+            self.pick((4, 6)),
+            self.pick(("add", "mul", "set", "max")),
+            self.pick(("drop", "clip")),
+        )
+        base = (
+            self.weight((n, self.columns))
+            if self.chance(0.6)
+            else f"jnp.ones(({n}, {self.columns}), h.dtype)"
+        )
         row = self.weight((1, self.columns)) if self.chance(0.5) else "h[:1]"
         where = f"jnp.arange(4) + {self.pick((0, 1))}" if how != "add" else f"({self.indices(n)})"
-        self.put(f"({base}).at[{where}].{how}({row} * h[0, 0], mode='{mode}', unique_indices={how == 'mul'})", rows=n)
+        self.put(
+            f"({base}).at[{where}].{how}({row} * h[0, 0], mode='{mode}', "
+            f"unique_indices={how == 'mul'})",
+            rows=n,
+        )
 
     # Loops, branches, calls
 
@@ -319,7 +354,9 @@ class Writer:
         a, b = self.weight((k, k)), self.weight((self.columns, k))
         body = f"lambda s, u: ((s := jnp.tanh(s @ {a} + u @ {b})), s)"
         body = f"jax.checkpoint({body})" if self.chance(0.4) else body
-        self.put(f"lax.scan({body}, {self.weight((k,))}, h, reverse={self.chance(0.5)})[1]", columns=k)
+        self.put(
+            f"lax.scan({body}, {self.weight((k,))}, h, reverse={self.chance(0.5)})[1]", columns=k
+        )
 
     def op_stack(self) -> None:
         d = self.columns
@@ -329,7 +366,10 @@ class Writer:
 
     def op_complex_stack(self) -> None:
         w = self.weight((2, self.columns))
-        self.put(f"lax.scan(lambda s, w: ((jnp.fft.fft(s) * lax.complex(w, 1 - w)).real, None), h, {w})[0]")
+        self.put(
+            "lax.scan(lambda s, w: ((jnp.fft.fft(s) * lax.complex(w, 1 - w)).real, None), h, "
+            f"{w})[0]"
+        )
 
     def op_loop(self) -> None:
         w = self.weight((3, self.columns))
@@ -343,10 +383,15 @@ class Writer:
         k = self.size()
         a, b = self.weight((self.columns, k)), self.weight((self.columns, k))
         if self.chance(0.5):
-            self.put(f"lax.cond(h[0, 0] > 0, lambda h: h @ {a}, lambda h: jnp.sin(h @ {b}), h)", columns=k)
+            self.put(
+                f"lax.cond(h[0, 0] > 0, lambda h: h @ {a}, lambda h: jnp.sin(h @ {b}), h)",
+                columns=k,
+            )
         else:
             self.put(
-                f"lax.switch(i[0].astype(jnp.int32) % 2, [lambda w, v: h @ w, lambda w, v: h @ v], {a}, {b})", columns=k
+                "lax.switch(i[0].astype(jnp.int32) % 2, [lambda w, v: h @ w, lambda w, v: h @ "
+                f"v], {a}, {b})",
+                columns=k,
             )
 
     def op_block(self) -> None:
@@ -361,9 +406,8 @@ class Writer:
 
     def op_stopped_loop(self) -> None:
         w = self.weight((self.columns, self.columns))
-        loop = (
-            f"lax.while_loop(lambda s: s[1] < 3, lambda s: (jnp.tanh(s[0] @ lax.stop_gradient({w})), s[1] + 1), (h, 0))"
-        )
+        body = f"lambda s: (jnp.tanh(s[0] @ lax.stop_gradient({w})), s[1] + 1)"
+        loop = f"lax.while_loop(lambda s: s[1] < 3, {body}, (h, 0))"
         self.put(f"lax.stop_gradient({loop}[0]) + h @ {w}")
 
     # Data alone
@@ -371,7 +415,8 @@ class Writer:
     def op_bend(self) -> None:
         self.put(self.pick((
             "jax.nn.gelu(h)", "jax.nn.relu(h)", "bent(h)", "jnp.sort(h, axis=0)", "jnp.cumsum(h, 1)", "jnp.flip(h, 0)",
-            "jax.nn.log_softmax(h)", "h / (1 + jnp.abs(h))", "h ** 3", "jnp.where(h > 0.1, h, jnp.exp(h))",
+            "jax.nn.log_softmax(h)", "h / (1 + jnp.abs(h))", "h ** 3", "jnp.where(h > 0.1, h, "
+                                                                       "jnp.exp(h))",
             "jnp.roll(h, 1, 0)", "low(h).astype(h.dtype)", "lax.associative_scan(jnp.add, h)", "jnp.real(1j * h * 1j)",
         )))  # fmt: skip
 
@@ -381,18 +426,27 @@ class Writer:
 
     def op_cut_and_join(self) -> None:
         w = self.weight((2, self.columns))
-        self.put(f"jnp.concatenate([h[1:], {w}, lax.dynamic_slice_in_dim(h, i[1].astype(jnp.int32), 1)])",
+        self.put(f"jnp.concatenate([h[1:], {w}, lax.dynamic_slice_in_dim(h, "
+                 "i[1].astype(jnp.int32), 1)])",
                  rows=self.rows + 2)  # fmt: skip
 
     def op_update(self) -> None:
         w = self.weight((1, self.columns))
-        self.put(f"lax.dynamic_update_slice(h, {w} * h[:1], (i[2].astype(jnp.int32), jnp.int32(0)))")
+        self.put(
+            f"lax.dynamic_update_slice(h, {w} * h[:1], (i[2].astype(jnp.int32), jnp.int32(0)))"
+        )
 
     def op_turn(self) -> None:
         self.put("h.T", self.columns, self.rows)
 
     def op_reduce(self) -> None:
-        form = self.pick(("h.mean(0, keepdims=True)", "jnp.sort(h, 0)[-1:]", "jax.nn.logsumexp(h, 0, keepdims=True)"))
+        form = self.pick(
+            (
+                "h.mean(0, keepdims=True)",
+                "jnp.sort(h, 0)[-1:]",
+                "jax.nn.logsumexp(h, 0, keepdims=True)",
+            )
+        )
         self.put(f"jnp.concatenate([{form}, h.sum(0, keepdims=True) / 3])", rows=2)
 
 
@@ -425,11 +479,18 @@ def setting_of(program: Program) -> Setting:
     rng = np.random.default_rng([program.seed, 2])
     group = program.seed % 7 == 3
     lead = (BATCH, 2) if group else (BATCH,)
-    params = {name: (0.6 * rng.normal(size=shape)).astype(np.float32) for name, shape in program.shapes.items()}
+    params = {
+        name: (0.6 * rng.normal(size=shape)).astype(np.float32)
+        for name, shape in program.shapes.items()
+    }
     x = rng.normal(size=(*lead, *program.example)).astype(np.float32)
     bounds = np.iinfo(program.index_type)
     i = rng.integers(max(-3, bounds.min), 8, (*lead, 4))
-    i = np.where(rng.random(i.shape) < 0.3, rng.integers(max(-400, bounds.min), min(400, bounds.max) + 1, i.shape), i)
+    i = np.where(
+        rng.random(i.shape) < 0.3,
+        rng.integers(max(-400, bounds.min), min(400, bounds.max) + 1, i.shape),
+        i,
+    )
     if program.seed % 5 == 1:
         x[1, ..., 0, 0] = np.nan
     mask = rng.random(BATCH) < 0.8 if program.seed % 3 == 0 else np.ones(BATCH, bool)
@@ -441,17 +502,23 @@ def differences(program: Program, methods: tuple[str, ...], oracle: Any) -> dict
     setting, loss = setting_of(program), program.loss
     mean = lambda p, e: jax.vmap(loss, (None, 0))(p, e).mean()  # noqa: E731
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        reference = oracle.micro_batches_of_one(mean if setting.group else loss, setting.params, setting.batch)
+        reference = oracle.micro_batches_of_one(
+            mean if setting.group else loss, setting.params, setting.batch
+        )
         finite = np.isfinite(reference.norms)
         keep = setting.mask & finite
         known = reference.norms[keep]
         clip_norm = float(np.median(known)) if known.size and np.median(known) > 0.05 else 1.0
         clean = [np.where(finite.reshape(-1, *(1,) * (g.ndim - 1)), g, 0) for g in reference.grads]
-        expected = dataclasses.replace(reference, grads=clean, norms=np.where(finite, reference.norms, 0))
+        expected = dataclasses.replace(
+            reference, grads=clean, norms=np.where(finite, reference.norms, 0)
+        )
         sums = expected.clipped_sum(clip_norm, keep)
 
         def run(*args: Any) -> Any:
-            return oracle.every_method(loss, methods, *args, clip_norm=clip_norm, group=setting.group)
+            return oracle.every_method(
+                loss, methods, *args, clip_norm=clip_norm, group=setting.group
+            )
 
         options = oracle.compiler_options(setting.batch)
         got = jax.jit(run, compiler_options=options)(setting.params, setting.batch, setting.mask)
@@ -481,12 +548,16 @@ def methods_of(seed: int) -> tuple[str, ...]:
 
 @functools.cache
 def chosen() -> list[Program]:
-    """Returns the programs to run: short ones that have, together, many parts under many methods."""
+    """Returns the programs to run: short ones that have, together, many parts under many
+    methods."""
     candidates = [write(seed) for seed in range(FIRST, FIRST + CANDIDATES)]
     if len(candidates) == PROGRAMS:
         return candidates
     found: list[Program] = []
-    missing = {p.seed: {(m, part) for m in ("any", *methods_of(p.seed)[1:]) for part in p.parts} for p in candidates}
+    missing = {
+        p.seed: {(m, part) for m in ("any", *methods_of(p.seed)[1:]) for part in p.parts}
+        for p in candidates
+    }
     while len(found) < PROGRAMS:
         found.append(max(candidates, key=lambda p: len(missing[p.seed]) / (6 + len(p.parts))))
         have = set(missing[found[-1].seed])
@@ -511,7 +582,10 @@ def test_random_programs(block: int, oracle: Any) -> None:
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"
         if wrong:
-            failures.append(f"seed {program.seed}: {wrong}\n{program.source}\n{program.shapes} {program.index_type}")
+            failures.append(
+                f"seed {program.seed}: {wrong}\n{program.source}\n{program.shapes} "
+                f"{program.index_type}"
+            )
     assert not failures, "\n\n".join(failures)
 
 
@@ -519,7 +593,10 @@ def test_random_programs(block: int, oracle: Any) -> None:
 def test_programs_with_small_indices_are_compiled_to_index_rightly(oracle: Any) -> None:
     table, index = np.ones((300, 1), np.float32), np.arange(200, 208, dtype=np.uint8)
     total = lambda table, index: jnp.take(table, index, axis=0, mode="fill").sum()  # noqa: E731
-    hits = lambda options: int(jax.jit(jax.grad(total), compiler_options=options)(table, index).sum())  # noqa: E731
+
+    def hits(options):
+        return int(jax.jit(jax.grad(total), compiler_options=options)(table, index).sum())
+
     assert hits(oracle.compiler_options(index)) == len(index)
     wide = oracle.compiler_options(index.astype(np.int32))
     assert (hits(wide) == len(index)) == (oracle.compiler_options(index) == wide)

@@ -1,4 +1,5 @@
-"""The rules of where weights meet data, one by one, against NumPy float64 and JAX's own derivatives."""
+"""The rules of where weights meet data, one by one, against NumPy float64 and JAX's own
+derivatives."""
 
 import contextlib
 import dataclasses
@@ -28,7 +29,11 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def site_of(
-    rule: Any, tap_shape: tuple[int, ...], weight_shape: tuple[int, ...], loops: Any = (), sliced: Any = ()
+    rule: Any,
+    tap_shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    loops: Any = (),
+    sliced: Any = (),
 ) -> Any:
     assert rule.weight_shape == weight_shape
     tap = jax.ShapeDtypeStruct((*loops, *tap_shape), jnp.float32)
@@ -44,7 +49,9 @@ def check_rule(site: Any, record: Any, g: Any, truth: np.ndarray) -> None:
     def everything(record: Any, g: Any) -> dict[str, Any]:
         # dV is formed in other ways on accelerators. All ways must be right.
         with forms.traced_for("rocm"):
-            one_by_one = jax.vmap(lambda *pair: contracted_alone(*jax.tree.map(lambda x: x[None], pair)))(record, g)
+            one_by_one = jax.vmap(
+                lambda *pair: contracted_alone(*jax.tree.map(lambda x: x[None], pair))
+            )(record, g)
             elsewhere = site.per_example(record, g)
         return {
             "one_by_one": one_by_one,
@@ -56,7 +63,10 @@ def check_rule(site: Any, record: Any, g: Any, truth: np.ndarray) -> None:
         }
 
     got = jax.jit(everything, compiler_options=COMPILER_OPTIONS)(record, g)
-    bound, squares = got.pop("bound"), np.square(truth.astype(np.float64)).reshape(len(truth), -1).sum(1)
+    bound, squares = (
+        got.pop("bound"),
+        np.square(truth.astype(np.float64)).reshape(len(truth), -1).sum(1),
+    )
     # What counts as rounding: a millionth of what the gradient would be if nothing cancelled.
     np.testing.assert_array_less(np.sqrt(squares), bound * (1 + 1e-5) + 1e-30)
     reported = got.pop("squares")
@@ -66,7 +76,9 @@ def check_rule(site: Any, record: Any, g: Any, truth: np.ndarray) -> None:
     np.testing.assert_allclose(reported[alike], squares[alike], rtol=1e-5)
     np.testing.assert_allclose(got.pop("sum"), truth.sum(0), rtol=1e-5, atol=1e-6 * bound.sum())
     for name, dv in got.items():
-        np.testing.assert_allclose(dv, truth, rtol=1e-5, atol=1e-6 * bound.max(initial=1e-30), err_msg=name)
+        np.testing.assert_allclose(
+            dv, truth, rtol=1e-5, atol=1e-6 * bound.max(initial=1e-30), err_msg=name
+        )
 
 
 def equation(fn: Any, name: str, *args: Any) -> Any:
@@ -85,7 +97,8 @@ def equation(fn: Any, name: str, *args: Any) -> Any:
 
 @st.composite
 def contractions(draw: Any) -> tuple[str, dict[str, int]]:
-    """Draws an einsum of data "x" and weight "w", with batch, contracted and free axes in any number and order."""
+    """Draws an einsum of data "x" and weight "w", with batch, contracted and free axes in any
+    number and order."""
     letters = {
         kind: [c for c in names if draw(st.booleans())]
         for kind, names in {"b": "ab", "c": "cd", "f": "fg", "t": "tu"}.items()
@@ -105,7 +118,9 @@ def contractions(draw: Any) -> tuple[str, dict[str, int]]:
 def test_dot_rule_for_any_contraction(drawn: tuple[str, dict[str, int]]) -> None:
     spec, sizes = drawn
     left, right = spec.split("->")[0].split(",")
-    data, weight = (left, right) if not set(left) & set("fg") and not set(right) & set("tu") else (right, left)
+    data, weight = (
+        (left, right) if not set(left) & set("fg") and not set(right) & set("tu") else (right, left)
+    )
     weight_first = left == weight and left != right
     shape = lambda axes: tuple(sizes[c] for c in axes)  # noqa: E731
     w, xs = normal(0, *shape(weight)), normal(1, N, *shape(data))
@@ -127,7 +142,8 @@ def test_dot_rule_for_any_contraction(drawn: tuple[str, dict[str, int]]) -> None
     gs = normal(2, N, *tap)
     site = site_of(rule, tap, w.shape)
     shared, of_data, of_weight = (
-        [c for c in side if c in kind] for side, kind in ((data, "ab"), (data, "tu"), (weight, "fg"))
+        [c for c in side if c in kind]
+        for side, kind in ((data, "ab"), (data, "tu"), (weight, "fg"))
     )
     out = "".join(shared + (of_weight + of_data if weight_first else of_data + of_weight))
     truth = np.einsum(f"n{data},n{out}->n{weight}", xs, gs, dtype=np.float64)
@@ -139,7 +155,11 @@ def test_dot_rule_for_any_contraction(drawn: tuple[str, dict[str, int]]) -> None
 def convolutions(draw: Any) -> tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]:
     rank = draw(st.integers(1, 3))
     small = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(rank))  # noqa: E731
-    groups, channels, features = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    groups, channels, features = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+    )
     size, window = small(3, 5 if rank < 3 else 4), small(1, 3 if rank < 3 else 2)
     stride, kernel_dilation, data_dilation = small(1, 3), small(1, 2), small(1, 2)
     if draw(st.booleans()):
@@ -154,9 +174,13 @@ def convolutions(draw: Any) -> tuple[dict[str, Any], tuple[int, ...], tuple[int,
         "first": (f"NC{axes}", f"OI{axes}", f"NC{axes}"),
         "mixed": (f"C{axes}N", f"I{axes}O", f"{axes}NC"),
     }[layout]
-    x_shape = tuple({"N": 2, "C": channels * groups, **dict(zip(axes, size, strict=True))}[c] for c in numbers[0])
+    x_shape = tuple(
+        {"N": 2, "C": channels * groups, **dict(zip(axes, size, strict=True))}[c]
+        for c in numbers[0]
+    )
     w_shape = tuple(
-        {"I": channels, "O": features * groups, **dict(zip(axes, window, strict=True))}[c] for c in numbers[1]
+        {"I": channels, "O": features * groups, **dict(zip(axes, window, strict=True))}[c]
+        for c in numbers[1]
     )
     settings = {
         "window_strides": stride,
@@ -174,14 +198,27 @@ def convolutions(draw: Any) -> tuple[dict[str, Any], tuple[int, ...], tuple[int,
     return settings, x_shape, w_shape
 
 
-def square_windows(side: int, stride: int, channels: int) -> tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]:
-    settings: dict[str, Any] = {"window_strides": (stride, stride), "padding": "SAME", "lhs_dilation": (1, 1)}
-    settings |= {"rhs_dilation": (1, 2), "dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": 1}
+def square_windows(
+    side: int, stride: int, channels: int
+) -> tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]:
+    settings: dict[str, Any] = {
+        "window_strides": (stride, stride),
+        "padding": "SAME",
+        "lhs_dilation": (1, 1),
+    }
+    settings |= {
+        "rhs_dilation": (1, 2),
+        "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
+        "feature_group_count": 1,
+    }
     return settings, (2, 6, 5, channels), (side, side, channels, 3)
 
 
-def derivative(settings: dict[str, Any], w_shape: tuple[int, ...], xs: np.ndarray, gs: np.ndarray) -> np.ndarray:
-    """Computes the derivative [B, *w_shape] of each example's convolution, one place of the window after the other."""
+def derivative(
+    settings: dict[str, Any], w_shape: tuple[int, ...], xs: np.ndarray, gs: np.ndarray
+) -> np.ndarray:
+    """Computes the derivative [B, *w_shape] of each example's convolution, one place of the window
+    after the other."""
     layouts, groups = settings["dimension_numbers"], settings["feature_group_count"]
     axes = layouts[0].translate({ord(c): None for c in "NC"})
     x, g = (
@@ -204,7 +241,12 @@ def derivative(settings: dict[str, Any], w_shape: tuple[int, ...], xs: np.ndarra
         wide = np.zeros((max(low, 0) + len(spread) + reach + positions * stride, *x.shape[1:]))
         wide[max(low, 0) : max(low, 0) + len(spread)] = spread
         x = np.moveaxis(wide[max(-low, 0) :], 0, 3 + axis)
-        taken.append([slice(k * dilation, k * dilation + stride * (positions - 1) + 1, stride) for k in range(size)])
+        taken.append(
+            [
+                slice(k * dilation, k * dilation + stride * (positions - 1) + 1, stride)
+                for k in range(size)
+            ]
+        )
     x, g = (v.reshape(*v.shape[:2], groups, -1, *v.shape[3:]) for v in (x, g))
     out = np.zeros((len(x), g.shape[2] * g.shape[3], x.shape[3], *window))
     for place in np.ndindex(*window):
@@ -217,20 +259,34 @@ def derivative(settings: dict[str, Any], w_shape: tuple[int, ...], xs: np.ndarra
 @pytest.mark.slow
 def test_the_derivative_of_a_convolution_is_jaxs() -> None:
     """Groups, every kind of dilation, strides, a layout of its own, and padding of both signs."""
-    settings: dict[str, Any] = {"window_strides": (2, 1), "padding": [(-1, 2), (1, 0)], "lhs_dilation": (2, 1)}
-    settings |= {"rhs_dilation": (1, 2), "dimension_numbers": ("CHWN", "IHWO", "HWNC"), "feature_group_count": 3}
+    settings: dict[str, Any] = {
+        "window_strides": (2, 1),
+        "padding": [(-1, 2), (1, 0)],
+        "lhs_dilation": (2, 1),
+    }
+    settings |= {
+        "rhs_dilation": (1, 2),
+        "dimension_numbers": ("CHWN", "IHWO", "HWNC"),
+        "feature_group_count": 3,
+    }
     w, x = normal(0, 2, 3, 2, 6), normal(1, 6, 5, 4, 2)
     pull = lambda w, x, g: jax.vjp(lambda w: lax.conv_general_dilated(x, w, **settings), w)[1](g)[0]  # noqa: E731
-    g = normal(2, *jax.eval_shape(lambda w, x: lax.conv_general_dilated(x, w, **settings), w, x).shape)
+    g = normal(
+        2, *jax.eval_shape(lambda w, x: lax.conv_general_dilated(x, w, **settings), w, x).shape
+    )
     known = jax.jit(pull, compiler_options=COMPILER_OPTIONS)(w, x, g)
-    np.testing.assert_allclose(derivative(settings, w.shape, x[None], g[None])[0], known, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        derivative(settings, w.shape, x[None], g[None])[0], known, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.slow
 @QUICK
 @hypothesis.example(square_windows(7, 2, 2))  # patches of one dimension in a loop over the other
 @hypothesis.example(square_windows(3, 1, 8))  # a loop over both
-@hypothesis.example(square_windows(4, 2, 2))  # patches of both dimensions, whose first one has whole strides
+@hypothesis.example(
+    square_windows(4, 2, 2)
+)  # patches of both dimensions, whose first one has whole strides
 @hypothesis.example(square_windows(2, 2, 3))  # no loop, because windows do not overlap
 @hypothesis.given(convolutions())
 def test_conv_rule_for_any_geometry(drawn: Any) -> None:
@@ -245,7 +301,9 @@ def test_conv_rule_for_any_geometry(drawn: Any) -> None:
     assert rule.rows * rule.groups * rule.cols == w.size
 
 
-def conv_site(features: int, size: int, dtype: Any = np.float32) -> tuple[sites.Conv, Any, Any, np.ndarray]:
+def conv_site(
+    features: int, size: int, dtype: Any = np.float32
+) -> tuple[sites.Conv, Any, Any, np.ndarray]:
     """Returns a rule, the records and cotangents of `size` examples, and their gradients."""
     settings, x_shape, w_shape = square_windows(3, 1, 8)
     w_shape = (*w_shape[:3], features)
@@ -258,11 +316,14 @@ def conv_site(features: int, size: int, dtype: Any = np.float32) -> tuple[sites.
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("features", "size", "lengths"), [(3, 7, {1, 2, 4, 7}), (40, 6, {1, 2, 3, 6}), (3, 1, {1})])
+@pytest.mark.parametrize(
+    ("features", "size", "lengths"), [(3, 7, {1, 2, 4, 7}), (40, 6, {1, 2, 3, 6}), (3, 1, {1})]
+)
 def test_gradients_of_kernels_by_parts_of_examples(
     monkeypatch: pytest.MonkeyPatch, features: int, size: int, lengths: set[int], dtype: Any
 ) -> None:
-    """Parts may overlap, as those of 2 and 4 of 7 examples do. The products end with patches or with cotangents."""
+    """Parts may overlap, as those of 2 and 4 of 7 examples do. The products end with patches or
+    with cotangents."""
     rule, xs, gs, truth = conv_site(features, size, dtype)
     found = set()
     for most in range(1, size + 1):
@@ -282,8 +343,13 @@ def test_gradients_of_kernels_have_derivatives(monkeypatch: pytest.MonkeyPatch) 
         backward = jax.grad(lambda *pair: jnp.square(f(*pair)).sum(), argnums=(0, 1))(xs, gs)
         return backward, jax.jvp(f, (xs, gs), (jnp.cos(xs), jnp.cos(gs)))[1]
 
-    found, expected = (jax.jit(lambda f=f: derivatives(f))() for f in (rule.weight_grads, jax.vmap(rule.weight_grad)))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-2), found, expected)
+    found, expected = (
+        jax.jit(lambda f=f: derivatives(f))()
+        for f in (rule.weight_grads, jax.vmap(rule.weight_grad))
+    )
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-2), found, expected
+    )
 
 
 @pytest.mark.slow
@@ -297,7 +363,9 @@ def test_lookup_rule(mode: str) -> None:
     assert rule is not None
     # jnp.take wraps negative indices before the gather. The primitive itself may also receive them.
     given = (
-        index if mode == "drop_negative" or mode == "clip" else np.where((index < 0) & (index >= -5), index + 5, index)
+        index
+        if mode == "drop_negative" or mode == "clip"
+        else np.where((index < 0) & (index >= -5), index + 5, index)
     )
     record = jax.vmap(lambda i: rule.record([None, i[..., None]]))(jnp.asarray(given))
     truth = np.zeros((N, *table.shape))
@@ -319,7 +387,9 @@ def test_lookup_by_indices_of_any_integer_type(mode: str, rows: int, kind: str) 
     modes = {"clip": lax.GatherScatterMode.CLIP, "fill": lax.GatherScatterMode.FILL_OR_DROP}
     numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
     fn = lambda w, i: lax.gather(w, i[:, None], numbers, (1, 3), mode=modes[mode])  # noqa: E731
-    rule = sites.Lookup.of(equation(fn, "gather", jax.ShapeDtypeStruct((rows, 3), jnp.float32), index))
+    rule = sites.Lookup.of(
+        equation(fn, "gather", jax.ShapeDtypeStruct((rows, 3), jnp.float32), index)
+    )
     assert rule is not None
     record = rule.record([None, jnp.asarray(index)[:, None]])
     whole = index.astype(np.int64)
@@ -329,7 +399,9 @@ def test_lookup_by_indices_of_any_integer_type(mode: str, rows: int, kind: str) 
     )
     assert record.dtype == jnp.int32
     with jax.enable_x64(True):
-        wide = rule.record([None, jnp.asarray(index.astype(np.uint64 if kind == "uint32" else np.int64))[:, None]])
+        wide = rule.record(
+            [None, jnp.asarray(index.astype(np.uint64 if kind == "uint32" else np.int64))[:, None]]
+        )
     np.testing.assert_array_equal(wide, record)
 
 
@@ -341,16 +413,22 @@ def test_settled_values_are_those_of_their_dtype(kind: Any) -> None:
     every = every[jnp.isfinite(every)]
     settled = np.asarray(jax.jit(sites.settled)(every), np.float64)
     known = np.asarray(every, np.float64)
-    np.testing.assert_allclose(settled, known, rtol=0, atol=2.0**-126 if kind == jnp.bfloat16 else 0)
+    np.testing.assert_allclose(
+        settled, known, rtol=0, atol=2.0**-126 if kind == jnp.bfloat16 else 0
+    )
     special = jax.jit(sites.settled)(jnp.asarray([np.inf, -np.inf, np.nan], kind))
-    np.testing.assert_array_equal(np.asarray(special, np.float32), np.asarray([np.inf, -np.inf, np.nan], np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(special, np.float32), np.asarray([np.inf, -np.inf, np.nan], np.float32)
+    )
     wide = jnp.asarray(normal(0, 10_000) * np.float32(2) ** np.arange(-20, 0).repeat(500))
     rounded = jax.jit(lambda x: sites.settled(x.astype(kind)).astype(jnp.float32))(wide)
     np.testing.assert_array_equal(rounded, np.asarray(np.asarray(wide).astype(kind), np.float32))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sliced", [(False,), (True,), (True, False), (False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    "sliced", [(False,), (True,), (True, False), (False, True), (True, True), (False, False)]
+)
 def test_loops_are_slices_or_repeats(sliced: tuple[bool, ...]) -> None:
     loops = (2, 3)[: len(sliced)]
     fn = lambda w, x: x @ w  # noqa: E731
@@ -359,7 +437,9 @@ def test_loops_are_slices_or_repeats(sliced: tuple[bool, ...]) -> None:
     site = site_of(rule, (2, 5), (4, 5), loops, sliced)
     kept = "".join(c for c, s in zip("kl", sliced, strict=False) if s)
     inputs = "kl"[: len(loops)]
-    truth = np.einsum(f"b{inputs}tp,b{inputs}tq->b{kept}pq", xs.astype(np.float64), gs.astype(np.float64))
+    truth = np.einsum(
+        f"b{inputs}tp,b{inputs}tq->b{kept}pq", xs.astype(np.float64), gs.astype(np.float64)
+    )
     check_rule(site, xs, gs, truth)
     on_weight = site_of(sites.OnWeight(weight_shape=(4, 5), cols=20), (4, 5), (4, 5), loops, sliced)
     taps = normal(3, N, *loops, 4, 5)
@@ -391,8 +471,13 @@ def test_squared_norms_of_one_weight_at_several_sites() -> None:
 @pytest.mark.parametrize("scale_u", [1e-30, 1e-20, 1e-10, 1.0])
 @pytest.mark.parametrize("scale_w", [1e-15, 1.0, 1e15, 1e17])
 @pytest.mark.parametrize("length", [1, 4])
-def test_no_gradient_hides_in_squares_that_underflow(scale_u: float, scale_w: float, length: int) -> None:
-    u, w = normal(0, 8, 1, length, 30) * np.float32(scale_u), normal(1, 8, 1, length, 20) * np.float32(scale_w)
+def test_no_gradient_hides_in_squares_that_underflow(
+    scale_u: float, scale_w: float, length: int
+) -> None:
+    u, w = (
+        normal(0, 8, 1, length, 30) * np.float32(scale_u),
+        normal(1, 8, 1, length, 20) * np.float32(scale_w),
+    )
     truth = np.sqrt(np.square(np.einsum("bstp,bstq->bspq", u, w, dtype=np.float64)).sum((1, 2, 3)))
     for pair in (((u,), w), ((w,), u)):
         norms = np.sqrt(np.asarray(squared_norms([pair]), np.float64))
@@ -405,7 +490,9 @@ def test_no_gradient_hides_in_squares_that_underflow(scale_u: float, scale_w: fl
 @pytest.mark.parametrize("remainder", [0.0, 1e-4, 1e-2, 1e-1])
 @pytest.mark.parametrize("length", [2, 16])
 @pytest.mark.parametrize("rows", [8, 512])
-def test_norms_are_not_understated_when_positions_cancel(remainder: float, length: int, rows: int) -> None:
+def test_norms_are_not_understated_when_positions_cancel(
+    remainder: float, length: int, rows: int
+) -> None:
     rng = np.random.default_rng(0)
     sign = np.resize([1, -1], (length, 1))
     u = np.repeat(rng.normal(size=(32, 1, length // 2, rows)), 2, axis=2).astype(np.float32)
@@ -413,16 +500,22 @@ def test_norms_are_not_understated_when_positions_cancel(remainder: float, lengt
     w = (w + remainder * rng.normal(size=w.shape)).astype(np.float32)
     truth = np.sqrt(np.square(np.einsum("bstp,bstq->bspq", u, w, dtype=np.float64)).sum((1, 2, 3)))
     norms = np.sqrt(np.asarray(squared_norms([((u,), w)]), np.float64))
-    bound = (np.linalg.norm(u.astype(np.float64), axis=-1) * np.linalg.norm(w.astype(np.float64), axis=-1)).sum((1, 2))
+    bound = (
+        np.linalg.norm(u.astype(np.float64), axis=-1)
+        * np.linalg.norm(w.astype(np.float64), axis=-1)
+    ).sum((1, 2))
     assert np.all(norms * (1 + rounding.SLACK) >= truth)
     additions = rows + w.shape[-1] + length**2
-    np.testing.assert_array_less(norms, truth + np.sqrt(additions * rounding.eps(np.float32)) * bound)
+    np.testing.assert_array_less(
+        norms, truth + np.sqrt(additions * rounding.eps(np.float32)) * bound
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [2047, 4096, 50_257])
 def test_norms_of_wide_factors_are_exact_to_1e_5(width: int) -> None:
-    """Fails if inner products of 50,257 terms are one sum: their estimated rounding is 9e-5 of the norm."""
+    """Fails if inner products of 50,257 terms are one sum: their estimated rounding is 9e-5 of the
+    norm."""
     u, w = normal(0, 2, 1, 4, 8), normal(1, 2, 1, 4, width)
     truth = np.sqrt(np.square(np.einsum("bstp,bstq->bspq", u, w, dtype=np.float64)).sum((1, 2, 3)))
     norms = np.sqrt(np.asarray(squared_norms([((u,), w)]), np.float64))
@@ -433,9 +526,14 @@ def test_norms_of_wide_factors_are_exact_to_1e_5(width: int) -> None:
 @pytest.mark.slow
 def test_low_precision_is_accumulated_in_float32() -> None:
     fn = lambda w, x: x @ w  # noqa: E731
-    w, xs, gs = (a.astype(jnp.bfloat16) for a in (normal(0, 4, 5), normal(1, N, 300, 4), normal(2, N, 300, 5)))
+    w, xs, gs = (
+        a.astype(jnp.bfloat16)
+        for a in (normal(0, 4, 5), normal(1, N, 300, 4), normal(2, N, 300, 5))
+    )
     rule = sites.Dot.of(equation(fn, "dot_general", w, xs[0]), 1)
-    site = dataclasses.replace(site_of(rule, (300, 5), (4, 5)), tap=jax.ShapeDtypeStruct((300, 5), jnp.bfloat16))
+    site = dataclasses.replace(
+        site_of(rule, (300, 5), (4, 5)), tap=jax.ShapeDtypeStruct((300, 5), jnp.bfloat16)
+    )
     truth = np.einsum("btp,btq->bpq", np.asarray(xs, np.float64), np.asarray(gs, np.float64))
     assert jax.eval_shape(site.contract, xs, gs, jnp.ones(N)).dtype == jnp.float32
     assert jax.eval_shape(site.per_example, xs, gs).dtype == jnp.float32
@@ -444,7 +542,8 @@ def test_low_precision_is_accumulated_in_float32() -> None:
 
 
 def truncated(x: jax.Array, bits: int) -> jax.Array:
-    """Returns what a matrix unit reads of an array: the leading bits of float32, and all of bfloat16."""
+    """Returns what a matrix unit reads of an array: the leading bits of float32, and all of
+    bfloat16."""
     ignored = 23 - bits
     words = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) >> ignored << ignored
     return lax.bitcast_convert_type(words, jnp.float32).astype(x.dtype)
@@ -452,14 +551,23 @@ def truncated(x: jax.Array, bits: int) -> jax.Array:
 
 @contextlib.contextmanager
 def on(platform: str, capability: int = 9, units: int | None = None) -> Iterator[None]:
-    """Traces for a platform. With `units`, all products of settled values read so many bits of a significand."""
+    """Traces for a platform. With `units`, all products of settled values read so many bits of a
+    significand."""
     with pytest.MonkeyPatch.context() as patch, forms.traced_for(platform):
         patch.setattr(forms, "capability", lambda: capability)
         if units is not None:
             read = functools.partial(truncated, bits=units)
             product, grad = lax.dot_general, sites.Conv.weight_grad_by_primitive
-            patch.setattr(lax, "dot_general", lambda x, y, *how, **more: product(read(x), read(y), *how, **more))
-            patch.setattr(sites.Conv, "weight_grad_by_primitive", lambda rule, *xs: grad(rule, *jax.tree.map(read, xs)))
+            patch.setattr(
+                lax,
+                "dot_general",
+                lambda x, y, *how, **more: product(read(x), read(y), *how, **more),
+            )
+            patch.setattr(
+                sites.Conv,
+                "weight_grad_by_primitive",
+                lambda rule, *xs: grad(rule, *jax.tree.map(read, xs)),
+            )
         yield
 
 
@@ -472,11 +580,16 @@ def contracted(kind: str, dtype: Any) -> tuple[Any, Any, Any, np.ndarray]:
         xs, w, gs = normal(1, N, 1, 6, 6, 3), normal(0, 3, 3, 3, 4), normal(2, N, 1, 4, 4, 4)
         numbers = ("NHWC", "HWIO", "NHWC")
         apply = functools.partial(
-            lax.conv_general_dilated, window_strides=(1, 1), padding="VALID", dimension_numbers=numbers
+            lax.conv_general_dilated,
+            window_strides=(1, 1),
+            padding="VALID",
+            dimension_numbers=numbers,
         )
         rule = sites.Conv.of(equation(apply, "conv_general_dilated", xs[0], w))
     site = site_of(rule, gs.shape[1:], w.shape)
-    record, g = jax.jit(functools.partial(sites.settled_at, rule))(jnp.asarray(xs, dtype), jnp.asarray(gs, dtype))
+    record, g = jax.jit(functools.partial(sites.settled_at, rule))(
+        jnp.asarray(xs, dtype), jnp.asarray(gs, dtype)
+    )
     x, y = (np.asarray(a, np.float64) for a in (record, g))
     if kind == "dot":
         return site, record, g, np.einsum("ntp,ntq->npq", x, y)
@@ -489,7 +602,9 @@ def contracted(kind: str, dtype: Any) -> tuple[Any, Any, Any, np.ndarray]:
 @pytest.mark.parametrize(("platform", "bits"), [("cuda", 10), ("tpu", 7)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kind", ["dot", "conv"])
-def test_matrix_units_multiply_settled_values_without_rounding(kind: str, dtype: Any, platform: str, bits: int) -> None:
+def test_matrix_units_multiply_settled_values_without_rounding(
+    kind: str, dtype: Any, platform: str, bits: int
+) -> None:
     factors = jnp.linspace(0.1, 0.9, N)
 
     def computed(settled: bool = True) -> tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray]:
@@ -547,14 +662,23 @@ def test_what_is_multiplied_follows_the_platform_and_jaxs_settings(
 
 @pytest.mark.parametrize("positions", [512, 640, 521])
 def test_gram_norms_of_long_sequences_by_blocks(positions: int) -> None:
-    """A twin that counts the blocks beside the diagonal once has another norm. 521 is prime: one block."""
+    """A twin that counts the blocks beside the diagonal once has another norm. 521 is prime: one
+    block."""
     u, w = normal(0, 2, 1, positions, 48), normal(1, 2, 1, positions, 64)
     index = np.random.default_rng(2).integers(-1, 48, (2, 1, positions))
     table = np.concatenate([np.eye(48), np.zeros((1, 48))])[index]
-    squares = [np.square(np.einsum("bstp,bstq->bspq", x.astype(float), w)).sum((1, 2, 3)) for x in (u, u + table)]
-    pairs: list[Any] = [((jnp.asarray(u),), jnp.asarray(w)), ((sites.OneHot(jnp.asarray(index)),), jnp.asarray(w))]
+    squares = [
+        np.square(np.einsum("bstp,bstq->bspq", x.astype(float), w)).sum((1, 2, 3))
+        for x in (u, u + table)
+    ]
+    pairs: list[Any] = [
+        ((jnp.asarray(u),), jnp.asarray(w)),
+        ((sites.OneHot(jnp.asarray(index)),), jnp.asarray(w)),
+    ]
     for chosen, expected in zip((pairs[:1], pairs), squares, strict=True):
         np.testing.assert_allclose(squared_norms(chosen), expected, rtol=1e-5)
         with forms.traced_for("rocm"):  # without a loop
-            np.testing.assert_allclose(jax.jit(lambda x: sites.squared_norms(x))(chosen), expected, rtol=1e-5)
+            np.testing.assert_allclose(
+                jax.jit(lambda x: sites.squared_norms(x))(chosen), expected, rtol=1e-5
+            )
     assert sites.gram_rows(positions) == {512: 256, 640: 160, 521: 521}[positions]

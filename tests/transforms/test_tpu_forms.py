@@ -1,4 +1,5 @@
-"""Clipped gradients in the forms of a TPU, with its kernels run by JAX on the CPU, against float64."""
+"""Clipped gradients in the forms of a TPU, with its kernels run by JAX on the CPU, against
+float64."""
 
 import contextlib
 import functools
@@ -20,7 +21,8 @@ B, T, P, Q = 3, 48, 64, 80
 
 @contextlib.contextmanager
 def on_a_tpu():
-    """Traces the forms of a TPU, with its kernels as plain JAX. Yields a list of the kernels that were traced."""
+    """Traces the forms of a TPU, with its kernels as plain JAX. Yields a list of the kernels that
+    were traced."""
     traced = []
 
     def with_kernels(*args, default, kernels=None, **others):
@@ -52,7 +54,9 @@ def patches(params, x):
     """A convolution of patches that do not overlap is dense."""
     picture = x.reshape(1, 6, 8, P)
     numbers = ("NHWC", "HWIO", "NHWC")
-    out = jax.lax.conv_general_dilated(picture, params["kernel"], (1, 1), "VALID", dimension_numbers=numbers)
+    out = jax.lax.conv_general_dilated(
+        picture, params["kernel"], (1, 1), "VALID", dimension_numbers=numbers
+    )
     return jnp.square(jnp.tanh(out)).sum()
 
 
@@ -65,7 +69,9 @@ def convolved(params, x):
     """A convolution, with a norm by a kernel and a sum by XLA."""
     picture = x.reshape(1, 16, 24, 8)
     numbers = ("NHWC", "HWIO", "NHWC")
-    out = jax.lax.conv_general_dilated(picture, params["kernel"], (1, 2), "SAME", dimension_numbers=numbers)
+    out = jax.lax.conv_general_dilated(
+        picture, params["kernel"], (1, 2), "SAME", dimension_numbers=numbers
+    )
     return jnp.square(jnp.tanh(out)).sum()
 
 
@@ -90,7 +96,9 @@ def gradients(loss, params, batch):
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(np.float64(x)), (params, batch))
         grads = jax.vmap(jax.grad(loss), (None, 0))(*wide)
-    return np.concatenate([np.float64(g).reshape(len(batch), -1) for g in jax.tree.leaves(grads)], 1)
+    return np.concatenate(
+        [np.float64(g).reshape(len(batch), -1) for g in jax.tree.leaves(grads)], 1
+    )
 
 
 def flat(tree):
@@ -98,7 +106,9 @@ def flat(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loss", "dtype"), [*((loss, jnp.float32) for loss in SHAPES), (dense, jnp.bfloat16)])
+@pytest.mark.parametrize(
+    ("loss", "dtype"), [*((loss, jnp.float32) for loss in SHAPES), (dense, jnp.bfloat16)]
+)
 def test_clipped_sums_and_norms(loss, dtype):
     """Factors of float32 are rounded to bfloat16, as in a plain step on a TPU.
 
@@ -138,7 +148,9 @@ def test_factors_of_eight_bits_would_be_seen(monkeypatch):
     params, batch = problem(dense)
     summed = weighted.weighted_sum
     monkeypatch.setattr(
-        weighted, "weighted_sum", lambda u, w, factors, **lanes: summed(u, w, jax.lax.reduce_precision(factors, 8, 7))
+        weighted,
+        "weighted_sum",
+        lambda u, w, factors, **lanes: summed(u, w, jax.lax.reduce_precision(factors, 8, 7)),
     )
     clipped = jaxdp.clipped_grad(dense, clip_norm=0.5)
     with on_a_tpu():
@@ -155,7 +167,9 @@ def test_a_batch_of_pictures_on_the_lanes():
 
     def loss(params, x):
         numbers = ("NHWC", "HWIO", "NHWC")
-        out = jax.lax.conv_general_dilated(x[None], params["kernel"], (1, 1), "SAME", dimension_numbers=numbers)
+        out = jax.lax.conv_general_dilated(
+            x[None], params["kernel"], (1, 1), "SAME", dimension_numbers=numbers
+        )
         return jnp.square(jnp.tanh(out)).sum()
 
     clipped = jaxdp.clipped_grad(loss, clip_norm=0.5)
@@ -168,7 +182,9 @@ def test_a_batch_of_pictures_on_the_lanes():
     np.testing.assert_allclose(result.norms[jnp.array([0, 2, 127])], norms, rtol=0.02)
     expected = clipped(params, batch).grads  # by the forms of this process
     assert result.nonfinite == 1
-    assert np.linalg.norm(flat(result.grads) - flat(expected)) < 0.02 * np.linalg.norm(flat(expected))
+    assert np.linalg.norm(flat(result.grads) - flat(expected)) < 0.02 * np.linalg.norm(
+        flat(expected)
+    )
 
 
 def test_the_kernels_serve_the_shapes_of_these_tests():
@@ -191,7 +207,11 @@ def test_a_program_of_several_devices_has_kernels_only_in_a_shard_map(manual):
         return jax.lax.psum(summed(params, batch), "data")
 
     specs = (PartitionSpec(), PartitionSpec("data"))
-    function = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=PartitionSpec()) if manual else summed
+    function = (
+        jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+        if manual
+        else summed
+    )
     text = jax.jit(function).trace(params, batch).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("tpu_custom_call") == (4 if manual else 0)
 

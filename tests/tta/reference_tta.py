@@ -1,12 +1,13 @@
-"""Test-time adaptation as published and in its private form, in NumPy float64: what tests compare `jaxdp.tta` with.
+"""Test-time adaptation as published and in its private form, in NumPy float64: what tests compare
+`jaxdp.tta` with.
 
-An independent reading of the algorithms, one branch and one loop after the other as in the public implementations of
-Tent, EATA, SAR, DeYO and COME, with gradients written by hand. Mended as in jaxdp: SAR's reset clears its average and
-the momentum, COME's exponentials are shifted and its K is the number of classes.
+An independent reading of the algorithms, one branch and one loop after the other as in the public
+implementations of Tent, EATA, SAR, DeYO and COME, with gradients written by hand. Mended as in
+jaxdp: SAR's reset clears its average and the momentum, COME's exponentials are shifted and its K is
+the number of classes.
 
-The model is x -> embed -> LayerNorm -> tanh -> LayerNorm -> head. Its adapted parameters are one array theta [4, D]:
-scale and bias of the first LayerNorm, scale and bias of the second.
-"""
+The model is x -> embed -> LayerNorm -> tanh -> LayerNorm -> head. Its adapted parameters are one
+array theta [4, D]: scale and bias of the first LayerNorm, scale and bias of the second."""
 
 import dataclasses
 from collections.abc import Callable
@@ -62,7 +63,8 @@ def entropy(z: np.ndarray) -> Pair:
 
 
 def opinion(z: np.ndarray) -> Pair:
-    """Returns COME's loss of each row and its gradient: the gradient in l without its component along z."""
+    """Returns COME's loss of each row and its gradient: the gradient in l without its component
+    along z."""
     num_classes = z.shape[1]
     e = np.exp(z)
     s = e.sum(1, keepdims=True) + num_classes
@@ -74,7 +76,8 @@ def opinion(z: np.ndarray) -> Pair:
 
 
 def plpd(z: np.ndarray, view: np.ndarray) -> np.ndarray:
-    """Returns the fall of the predicted class's probability from logits z to the logits of the second view."""
+    """Returns the fall of the predicted class's probability from logits z to the logits of the
+    second view."""
     p, after = softmax(z), softmax(view)
     rows, y = np.arange(len(z)), p.argmax(1)
     return p[rows, y] - after[rows, y]
@@ -84,8 +87,8 @@ class Adaptation:
     """Parameters and SGD with momentum: v <- momentum v + g, theta <- theta - lr v.
 
     Attributes:
-        closest: smallest distance of any quantity from the threshold it was compared with: a float32 implementation
-            selects alike if it is far above rounding.
+        closest: smallest distance of any quantity from the threshold it was compared with: a
+            float32 implementation selects alike if it is far above rounding.
         selected: how many images took part in each step.
         clips: for each gradient that was followed, whether it was clipped.
     """
@@ -109,7 +112,8 @@ class Adaptation:
         self.closest, self.selected, self.clips = np.inf, [], []
 
     def gradients(self, theta: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """Returns each image's gradient of its uncertainty, [B, 4, D], zero where nothing adapts."""
+        """Returns each image's gradient of its uncertainty, [B, 4, D], zero where nothing
+        adapts."""
         _, slope = self.uncertainty(self.model.logits(theta, x))
         return self.model.gradients(theta, x, slope) * self.adapts
 
@@ -144,7 +148,12 @@ class EATA(Adaptation):
 
     def __init__(self, *args, threshold, diversity, fisher=None, strength=0.0, **kwargs):
         super().__init__(*args, **kwargs)
-        self.threshold, self.diversity, self.fisher, self.strength = threshold, diversity, fisher, strength
+        self.threshold, self.diversity, self.fisher, self.strength = (
+            threshold,
+            diversity,
+            fisher,
+            strength,
+        )
         self.mean = None
 
     def step(self, x: np.ndarray) -> np.ndarray:
@@ -153,7 +162,9 @@ class EATA(Adaptation):
         p = softmax(logits)
         kept = self.below(value, self.threshold)
         if self.mean is not None:
-            cosine = p[kept] @ self.mean / (np.linalg.norm(p[kept], axis=1) * np.linalg.norm(self.mean))
+            cosine = (
+                p[kept] @ self.mean / (np.linalg.norm(p[kept], axis=1) * np.linalg.norm(self.mean))
+            )
             kept = kept[self.below(np.abs(cosine), self.diversity)]
         self.selected.append(len(kept))
         if len(kept) == 0:
@@ -169,7 +180,8 @@ class EATA(Adaptation):
 
 
 class SAR(Adaptation):
-    """Attributes: average, the moving average of the loss or None. resets, the steps (from 0) that end in a reset."""
+    """Attributes: average, the moving average of the loss or None. resets, the steps (from 0) that
+    end in a reset."""
 
     def __init__(self, *args, threshold, rho, reset_below, **kwargs):
         super().__init__(*args, **kwargs)
@@ -194,14 +206,22 @@ class SAR(Adaptation):
             self.closest = min(self.closest, abs(self.average - self.reset_below))
             if self.average < self.reset_below:
                 self.resets.append(len(self.selected) - 1)
-                self.theta, self.velocity, self.average = self.source.copy(), np.zeros_like(self.theta), None
+                self.theta, self.velocity, self.average = (
+                    self.source.copy(),
+                    np.zeros_like(self.theta),
+                    None,
+                )
         return logits
 
 
 class DeYO(Adaptation):
     def __init__(self, *args, entropy_threshold, threshold, plpd_margin, **kwargs):
         super().__init__(*args, **kwargs)
-        self.entropy_threshold, self.threshold, self.plpd_margin = entropy_threshold, threshold, plpd_margin
+        self.entropy_threshold, self.threshold, self.plpd_margin = (
+            entropy_threshold,
+            threshold,
+            plpd_margin,
+        )
 
     def step(self, x: np.ndarray, views: np.ndarray) -> np.ndarray:
         logits = self.model.logits(self.theta, x)
@@ -217,26 +237,40 @@ class DeYO(Adaptation):
         kept, drop = first[second], drop[second]
         self.selected[-1] = len(kept)
         weights = np.exp(self.threshold - value[kept]) + np.exp(drop)
-        self.descend(self.clipped_mean(weights[:, None, None] * self.gradients(self.theta, x[kept])))
+        self.descend(
+            self.clipped_mean(weights[:, None, None] * self.gradients(self.theta, x[kept]))
+        )
         return logits
 
 
 class Private(Adaptation):
-    """The private form: weights and kept filters inside the clip, then noise, then pull and momentum.
+    """The private form: weights and kept filters inside the clip, then noise, then pull and
+    momentum.
 
     Attributes:
         previous: G_{t-1}.
     """
 
     def __init__(
-        self, *args, clip_norm, weight=None, passes=None, rho=0.0, fisher=None, strength=0.0, kept=1.0, **kwargs
+        self,
+        *args,
+        clip_norm,
+        weight=None,
+        passes=None,
+        rho=0.0,
+        fisher=None,
+        strength=0.0,
+        kept=1.0,
+        **kwargs,
     ):
         super().__init__(*args, **kwargs)
         self.clip_norm, self.weight, self.passes, self.rho = clip_norm, weight, passes, rho
         self.fisher, self.strength, self.kept = fisher, strength, kept
         self.previous = np.zeros_like(self.theta)
 
-    def clipped_sum(self, x: np.ndarray, views: np.ndarray | None = None, mask: np.ndarray | None = None) -> np.ndarray:
+    def clipped_sum(
+        self, x: np.ndarray, views: np.ndarray | None = None, mask: np.ndarray | None = None
+    ) -> np.ndarray:
         """Returns sum_i clip(g_i), image by image."""
         ahead = self.theta + self.rho * self.previous / (np.linalg.norm(self.previous) + 1e-12)
         total = np.zeros_like(self.theta)
@@ -246,7 +280,11 @@ class Private(Adaptation):
             one = x[i : i + 1]
             logits = self.model.logits(ahead, one)
             value, _ = self.uncertainty(logits)
-            drop = np.zeros(1) if views is None else plpd(logits, self.model.logits(ahead, views[i : i + 1]))
+            drop = (
+                np.zeros(1)
+                if views is None
+                else plpd(logits, self.model.logits(ahead, views[i : i + 1]))
+            )
             gradient = self.gradients(ahead, one)[0]
             if self.weight is not None:
                 gradient = gradient * self.weight(value, drop)[0]
@@ -268,7 +306,8 @@ class Private(Adaptation):
 
 
 def fisher(model: Model, theta: np.ndarray, batches: list[np.ndarray], kind: str) -> np.ndarray:
-    """Returns squared gradients of the cross entropy to predicted labels, of batch means ("batch") or images."""
+    """Returns squared gradients of the cross entropy to predicted labels, of batch means ("batch")
+    or images."""
     total = np.zeros_like(theta)
     for x in batches:
         p = softmax(model.logits(theta, x))

@@ -1,4 +1,5 @@
-"""Accounts of streams: exact where units come back, parallel where they do not, charged before the batch is touched."""
+"""Accounts of streams: exact where units come back, parallel where they do not, charged before the
+batch is touched."""
 
 import math
 import threading
@@ -8,7 +9,14 @@ import numpy as np
 import pytest
 from scipy import optimize, special
 
-from jaxdp.privacy import Account, BudgetExceeded, GaussianDpEvent, LaplaceDpEvent, Ledger, NonPrivateDpEvent
+from jaxdp.privacy import (
+    Account,
+    BudgetExceeded,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    Ledger,
+    NonPrivateDpEvent,
+)
 from jaxdp.privacy.events import composition
 from jaxdp.tta.accounts import StreamAccount, epsilons
 
@@ -16,10 +24,14 @@ DELTA = 1e-6
 
 
 def closed_form(mu: float, delta: float = DELTA) -> float:
-    """Returns epsilon of a mu-GDP mechanism: delta(eps) = Phi(-eps/mu + mu/2) - e^eps Phi(-eps/mu - mu/2), inverted."""
+    """Returns epsilon of a mu-GDP mechanism: delta(eps) = Phi(-eps/mu + mu/2) - e^eps Phi(-eps/mu -
+    mu/2), inverted."""
 
     def gap(eps: float) -> float:
-        first, second = special.log_ndtr(-eps / mu + mu / 2), eps + special.log_ndtr(-eps / mu - mu / 2)
+        first, second = (
+            special.log_ndtr(-eps / mu + mu / 2),
+            eps + special.log_ndtr(-eps / mu - mu / 2),
+        )
         return first + math.log(-math.expm1(second - first)) - math.log(delta)
 
     return float(optimize.brentq(gap, 1e-9, mu**2 / 2 + 10 * mu, xtol=1e-12))
@@ -34,7 +46,11 @@ def new_ledger(adjacency="replace_one", **budget):
 def charged(ledger) -> float:
     """Returns the total of 1 / noise_multiplier^2 in the ledger."""
     events = ledger.events("stream")
-    return sum(n / e.noise_multiplier**2 for e, n in composition(events[None]).items()) if events else 0.0
+    return (
+        sum(n / e.noise_multiplier**2 for e, n in composition(events[None]).items())
+        if events
+        else 0.0
+    )
 
 
 def serve(account, releases):
@@ -43,7 +59,8 @@ def serve(account, releases):
             pass
 
 
-# Per noise multiplier: one visit, one visit under zero-out, and 2, 3, 5 and 15 visits, at delta 1e-6.
+# Per noise multiplier: one visit, one visit under zero-out, and 2, 3, 5 and 15 visits, at delta
+# 1e-6.
 TABLE = {
     8.594: (0.9819, 0.467, 1.43, 1.78, 2.36, 4.34),
     1.966: (4.9829, 2.297, 7.43, 9.45, 12.86, 25.84),
@@ -145,10 +162,14 @@ def test_a_restarted_account_continues_and_a_fresh_one_pays_again():
     whole = worst([[0, 1], [2, 3], [0, 0, 1, 2], [3, 4], [0, 2]])
     assert run(lambda ledger, account: account) == (pytest.approx(whole), whole)
     resumed = run(
-        lambda ledger, account: StreamAccount(ledger.account("stream"), event=account.event, visits=account.visits)
+        lambda ledger, account: StreamAccount(
+            ledger.account("stream"), event=account.event, visits=account.visits
+        )
     )
     assert resumed == (pytest.approx(whole), whole)
-    fresh, _ = run(lambda ledger, account: StreamAccount(ledger.account("stream"), event=account.event))
+    fresh, _ = run(
+        lambda ledger, account: StreamAccount(ledger.account("stream"), event=account.event)
+    )
     assert fresh == pytest.approx(worst(first) + worst(second))
     assert fresh >= whole
 
@@ -192,7 +213,8 @@ def test_a_failing_body_stays_charged():
 
 def test_condition_10_add_remove_does_not_fit_a_stream():
     with pytest.raises(
-        ValueError, match="adjacency of dataset 'stream' must be 'replace_one' or 'zero_out', got 'add_remove'"
+        ValueError,
+        match="adjacency of dataset 'stream' must be 'replace_one' or 'zero_out', got 'add_remove'",
     ):
         StreamAccount(new_ledger("add_remove").account("stream"), event=GaussianDpEvent(1.0))
     with pytest.raises(ValueError, match="'replace_one' or 'zero_out'"):
@@ -223,7 +245,10 @@ def test_threads_share_an_account():
             time.sleep(0.02)
             return super().spend(*args, **kwargs)
 
-    account, together = StreamAccount(Slow(ledger, "stream"), event=GaussianDpEvent(2.0)), threading.Barrier(4)
+    account, together = (
+        StreamAccount(Slow(ledger, "stream"), event=GaussianDpEvent(2.0)),
+        threading.Barrier(4),
+    )
 
     def visit(number):
         with account.spend(["the same"], release=number):
@@ -238,12 +263,15 @@ def test_threads_share_an_account():
 
 
 def test_a_forked_process_does_not_share_an_account(monkeypatch):
-    """Neither copy would know of the visits of the other, and "a" would have three visits for the price of two."""
+    """Neither copy would know of the visits of the other, and "a" would have three visits for the
+    price of two."""
     ledger = new_ledger()
     account = StreamAccount(ledger.account("stream"), event=GaussianDpEvent(2.0))
     serve(account, [["a", "b"], ["b"]])
     monkeypatch.setattr("os.getpid", lambda: -1)
-    with pytest.raises(RuntimeError, match="the StreamAccount of 'stream' belongs to the process from which"):
+    with pytest.raises(
+        RuntimeError, match="the StreamAccount of 'stream' belongs to the process from which"
+    ):
         serve(account, [["a"]])
     with pytest.raises(RuntimeError, match="was forked"):
         account.visits  # noqa: B018

@@ -1,4 +1,5 @@
-"""The adapter: what a step compiles, copies, keeps and resets; masks, keys, accumulation and number formats."""
+"""The adapter: what a step compiles, copies, keeps and resets; masks, keys, accumulation and number
+formats."""
 
 import dataclasses
 import importlib.util
@@ -17,7 +18,9 @@ from jaxdp import tta
 
 
 def _load(name):
-    spec = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
+    spec = importlib.util.spec_from_file_location(
+        name, pathlib.Path(__file__).with_name(f"{name}.py")
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -62,14 +65,18 @@ def close(a, b, atol=2e-6):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [EATA, private(TENT, noise_multiplier=1.0)], ids=["published", "private"])
+@pytest.mark.parametrize(
+    "method", [EATA, private(TENT, noise_multiplier=1.0)], ids=["published", "private"]
+)
 def test_thirty_steps_with_masks_and_resets_compile_once(method):
     adapter = adapter_of(method, **EVERY_4)
     masks = np.random.default_rng(0).random((30, 6)) < 0.7
     state, traces = adapter.init(jax.random.key(0)), []
     for t, batch in enumerate(tiny.stream(0, 30)):
         state = adapter.reset(state) if t % 11 == 0 else state
-        state, _ = adapter.step(state, batch, jax.random.key(t) if t % 2 else None, masks[t] if t % 3 else None)
+        state, _ = adapter.step(
+            state, batch, jax.random.key(t) if t % 2 else None, masks[t] if t % 3 else None
+        )
         traces.append(len(tiny.CALLS))
     assert len({*traces}) == 1 and state.step == 30
 
@@ -85,7 +92,9 @@ def test_changed_clip_norm_noise_and_learning_rate_share_a_program():
         thetas.append(tiny.theta_of(states[-1].params))
     state, _ = adapters[0].step(adapters[0].init(jax.random.key(1)), batches[0])
     faster = {"learning_rate": 2 * state.opt_state.hyperparams["learning_rate"]}
-    adapters[0].step(state._replace(opt_state=state.opt_state._replace(hyperparams=faster)), batches[0])
+    adapters[0].step(
+        state._replace(opt_state=state.opt_state._replace(hyperparams=faster)), batches[0]
+    )
     assert len({*counts, len(tiny.CALLS)}) == 1
     assert len({theta.tobytes() for theta in thetas}) == 4
 
@@ -112,7 +121,9 @@ def test_the_source_model_is_left_alone_and_frozen_parameters_are_not_copied(met
 
 def test_parameters_may_be_numpy_arrays_and_a_predicate_chooses():
     params = jax.tree.map(np.asarray, tiny.PARAMS)
-    adapter = adapter_of(TENT, params=params, adapted=lambda path, leaf: path == "head" and leaf.ndim == 2)
+    adapter = adapter_of(
+        TENT, params=params, adapted=lambda path, leaf: path == "head" and leaf.ndim == 2
+    )
     state, _ = adapter.step(adapter.init(), tiny.stream(0)[0])
     assert adapter.adapted_paths == ("head",)
     assert not np.array_equal(state.params["head"], params["head"])
@@ -123,7 +134,9 @@ def test_parameters_may_be_numpy_arrays_and_a_predicate_chooses():
 def test_any_optimizer():
     adapter = adapter_of(private(TENT), optax.adamw(1e-2))
     states, _ = tiny.run(adapter, tiny.stream(0, 3))
-    assert all(x.shape in {(), (tiny.WIDTH,)} for x in jax.tree.leaves(states[-1].opt_state)), "moments of what adapts"
+    assert all(x.shape in {(), (tiny.WIDTH,)} for x in jax.tree.leaves(states[-1].opt_state)), (
+        "moments of what adapts"
+    )
     assert 0 < np.abs(tiny.theta_of(states[-1].params) - tiny.THETA).max() < 0.05
 
 
@@ -172,10 +185,15 @@ def test_batches_of_one_accumulate_to_a_batch(method):
     for t, state in enumerate(states):
         expected = whole[t // 4] if t % 4 == 3 else whole[t // 4 - 1] if t >= 4 else None
         assert state.step == t + 1
-        close(tiny.theta_of(state.params), tiny.THETA if expected is None else tiny.theta_of(expected.params))
+        close(
+            tiny.theta_of(state.params),
+            tiny.THETA if expected is None else tiny.theta_of(expected.params),
+        )
         assert all(x.any() == (t % 4 != 3) for x in jax.tree.leaves(state.pending))
         if expected is not None:
-            jax.tree.map(close, (state.opt_state, state.released), (expected.opt_state, expected.released))
+            jax.tree.map(
+                close, (state.opt_state, state.released), (expected.opt_state, expected.released)
+            )
     before = states[-1]._replace(params=states[6].params)
     close(logits[7], logits_of(before.params, singles[7]), 1e-5)
 
@@ -184,7 +202,12 @@ def test_batches_of_one_accumulate_to_a_batch(method):
 def test_noise_of_accumulated_updates():
     # Fixed keys; over their choice, a correct scale fails with probability below 1e-6.
     accumulate, size, sigma, clip_norm = 3, 2, 0.8, 0.5
-    adapter = adapter_of(private(TENT, clip_norm, sigma), optax.sgd(1.0), accumulate=accumulate, reset_every=accumulate)
+    adapter = adapter_of(
+        private(TENT, clip_norm, sigma),
+        optax.sgd(1.0),
+        accumulate=accumulate,
+        reset_every=accumulate,
+    )
     nothing = np.zeros((accumulate * 150, size), bool)
     batches = np.zeros((len(nothing), size, tiny.SIDE, tiny.SIDE, 3), np.float32)
     states, _ = tiny.run(adapter, batches, masks=nothing)
@@ -206,7 +229,9 @@ def test_a_reset_forgets_an_unfinished_update():
 
 def test_accumulation_is_for_private_methods():
     for method, accumulate in ((TENT, 2), (private(TENT), 0)):
-        with pytest.raises(ValueError, match=rf"accumulate must be at least 1.*got {accumulate}.*optax.MultiSteps"):
+        with pytest.raises(
+            ValueError, match=rf"accumulate must be at least 1.*got {accumulate}.*optax.MultiSteps"
+        ):
             adapter_of(method, accumulate=accumulate)
 
 
@@ -235,7 +260,9 @@ def test_predictions_after_adapting(method):
     for t in range(3):
         jax.tree.map(close, states[t].params, before[t].params)
         close(logits[t], logits_of(states[t].params, batches[t]), 1e-5)
-        close(earlier[t], logits_of(tiny.PARAMS if t == 0 else states[t - 1].params, batches[t]), 1e-5)
+        close(
+            earlier[t], logits_of(tiny.PARAMS if t == 0 else states[t - 1].params, batches[t]), 1e-5
+        )
 
 
 @pytest.mark.slow
@@ -243,7 +270,9 @@ def test_predictions_after_adapting(method):
 def test_batches_of_one(method):
     adapter = adapter_of(method)
     states, logits = tiny.run(adapter, tiny.stream(6, 4, 1))
-    assert logits[0].shape == (1, tiny.CLASSES) and np.isfinite(tiny.theta_of(states[-1].params)).all()
+    assert (
+        logits[0].shape == (1, tiny.CLASSES) and np.isfinite(tiny.theta_of(states[-1].params)).all()
+    )
     assert np.abs(tiny.theta_of(states[-1].params) - tiny.THETA).max() > 0
 
 
@@ -272,7 +301,10 @@ def test_bf16_parameters(method, accumulate):
     assert {x.dtype for x in jax.tree.leaves((state.opt_state, state.released, state.pending))} == {
         jnp.dtype("float32")
     }
-    assert np.isfinite(logits).all() and np.abs(tiny.theta_of(state.params) - tiny.theta_of(params)).max() > 0
+    assert (
+        np.isfinite(logits).all()
+        and np.abs(tiny.theta_of(state.params) - tiny.theta_of(params)).max() > 0
+    )
 
 
 @pytest.mark.slow
@@ -284,7 +316,9 @@ def test_images_may_be_bytes():
 
     adapter = adapter_of(private(TENT), apply_fn=from_bytes)
     state, logits = adapter.step(adapter.init(), images)
-    expected, expected_logits = tiny.run(adapter_of(private(TENT)), [images.astype(np.float32) / 128 - 1])
+    expected, expected_logits = tiny.run(
+        adapter_of(private(TENT)), [images.astype(np.float32) / 128 - 1]
+    )
     close(logits, expected_logits[0], 1e-5)
     close(tiny.theta_of(state.params), tiny.theta_of(expected[0].params))
 
@@ -325,7 +359,8 @@ def divided(path, leaf):
     ids=["published", "private", "clipped"],
 )
 def test_a_mesh_shares_padded_batches_and_changes_nothing(method):
-    # Six images on four devices. Padding that counted in the divisor, or drew other keys, would change the parameters.
+    # Six images on four devices. Padding that counted in the divisor, or drew other keys, would
+    # change the parameters.
     alone, many = adapter_of(method), adapter_of(method, mesh=mesh_of(), param_sharding=divided)
     one, other, traces = alone.init(jax.random.key(0)), many.init(jax.random.key(0)), []
     for t, batch in enumerate(tiny.stream(0, 3)):
@@ -337,7 +372,9 @@ def test_a_mesh_shares_padded_batches_and_changes_nothing(method):
     close(tiny.theta_of(other.params), tiny.theta_of(one.params))
     assert traces[1] == traces[2]
     assert other.params["embed"].sharding.spec == PartitionSpec("data")
-    again = many.whole(jax.device_get(many.parts(other)), jax.random.key(0))  # as a resumed stream begins
+    again = many.whole(
+        jax.device_get(many.parts(other)), jax.random.key(0)
+    )  # as a resumed stream begins
     assert again.params["embed"].sharding.spec == PartitionSpec("data")
     assert len({a.lowered_text(a.init(), tiny.stream(0)[0]) for a in (alone, many)}) == 2
 
@@ -368,15 +405,35 @@ def test_each_device_gets_its_part_of_a_batch():
         ({"reset_every": 0}, ValueError, "reset_every must be at least 1 or None, got 0"),
         ({"predict": "now"}, ValueError, "predict must be 'before' or 'after', got 'now'"),
         ({"mesh": 4}, TypeError, "mesh must be a jax.sharding.Mesh, got int"),
-        ({"mesh": mesh_of(), "data_axes": ("rows",)}, ValueError, "data_axes must be a tuple of names of mesh axes"),
-        ({"mesh": mesh_of(5), "param_sharding": divided}, ValueError, "param_sharding gives 'embed' of shape .48, 6."),
+        (
+            {"mesh": mesh_of(), "data_axes": ("rows",)},
+            ValueError,
+            "data_axes must be a tuple of names of mesh axes",
+        ),
+        (
+            {"mesh": mesh_of(5), "param_sharding": divided},
+            ValueError,
+            "param_sharding gives 'embed' of shape .48, 6.",
+        ),
         ({"param_sharding": divided}, ValueError, "param_sharding needs mesh="),
-        ({"adapted": lambda path, leaf: False}, ValueError, "adapted selects no parameter.*block_0/norm/bias"),
+        (
+            {"adapted": lambda path, leaf: False},
+            ValueError,
+            "adapted selects no parameter.*block_0/norm/bias",
+        ),
     ],
 )
 def test_arguments_are_checked(changes, error, message):
     with pytest.raises(error, match=message):
-        tta.Adapter(**{"apply_fn": tiny.apply_fn, "params": tiny.PARAMS, "method": TENT, "optimizer": SGD, **changes})
+        tta.Adapter(
+            **{
+                "apply_fn": tiny.apply_fn,
+                "params": tiny.PARAMS,
+                "method": TENT,
+                "optimizer": SGD,
+                **changes,
+            }
+        )
 
 
 @pytest.mark.parametrize("mask", [np.ones(6), np.ones(5, bool), np.ones((6, 1), bool)])

@@ -1,4 +1,5 @@
-"""The clip-only form of every method follows the published trajectory with clipped gradients, and is not private.
+"""The clip-only form of every method follows the published trajectory with clipped gradients, and
+is not private.
 
 Each case runs beside an oracle in float64 and beside a broken twin that differs by one operator.
 """
@@ -19,7 +20,9 @@ from jaxdp.privacy import NonPrivateDpEvent
 
 
 def _load(name):
-    spec = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
+    spec = importlib.util.spec_from_file_location(
+        name, pathlib.Path(__file__).with_name(f"{name}.py")
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -31,7 +34,13 @@ K, LN, STEPS = tiny.CLASSES, math.log(tiny.CLASSES), 8
 EVERY, LOWER = (0, 1, 2, 3), (0, 1)
 SGD = optax.sgd(0.1, momentum=0.9)
 CLIP = 0.1  # of the other tests
-CLIPS = {"Tent": 0.5, "COME": 0.3, "EATA": 1.0, "SAR": 0.3, "DeYO": 1.0}  # some gradients are clipped, not all
+CLIPS = {
+    "Tent": 0.5,
+    "COME": 0.3,
+    "EATA": 1.0,
+    "SAR": 0.3,
+    "DeYO": 1.0,
+}  # some gradients are clipped, not all
 
 
 def upside_down(key, image):
@@ -44,12 +53,21 @@ EATA = tta.EATA(K, margin=1.1 / LN, diversity=0.7, fisher_strength=50.0)
 EATA_O = {"threshold": 1.1, "diversity": 0.7, **ANCHOR}
 SAR = tta.SAR(K, margin=0.8 / LN, rho=0.2, reset_below=0.65)
 SAR_O = {"threshold": 0.8, "rho": 0.2, "reset_below": 0.65}
-DEYO = tta.DeYO(K, entropy_margin=1.2 / LN, plpd_margin=0.3, margin=1.0 / LN, augmentation=upside_down)
+DEYO = tta.DeYO(
+    K, entropy_margin=1.2 / LN, plpd_margin=0.3, margin=1.0 / LN, augmentation=upside_down
+)
 DEYO_O = {"entropy_threshold": 1.2, "threshold": 1.0, "plpd_margin": 0.3}
-# The method, the oracle and its constants, and constants of twins: the same with an operator removed.
+# The method, the oracle and its constants, and constants of twins: the same with an operator
+# removed.
 CASES = {
     "Tent": (tta.Tent(), "Tent", EVERY, {}, {}),
-    "COME": (tta.COME(tta.Tent(), K), "Tent", EVERY, {"uncertainty": published.opinion}, {"no COME": {}}),
+    "COME": (
+        tta.COME(tta.Tent(), K),
+        "Tent",
+        EVERY,
+        {"uncertainty": published.opinion},
+        {"no COME": {}},
+    ),
     "EATA": (
         EATA,
         "EATA",
@@ -77,13 +95,21 @@ CASES = {
         "DeYO",
         LOWER,
         DEYO_O,
-        {"no PLPD filter": DEYO_O | {"plpd_margin": -2.0}, "no entropy filter": DEYO_O | {"entropy_threshold": 9.0}},
+        {
+            "no PLPD filter": DEYO_O | {"plpd_margin": -2.0},
+            "no entropy filter": DEYO_O | {"entropy_threshold": 9.0},
+        },
     ),
 }
 
 
 def oracle(name, rows, constants, clip_norm):
-    options = {"uncertainty": published.entropy, "learning_rate": 0.1, "clip_norm": clip_norm, **constants}
+    options = {
+        "uncertainty": published.entropy,
+        "learning_rate": 0.1,
+        "clip_norm": clip_norm,
+        **constants,
+    }
     return getattr(published, name)(tiny.MODEL, tiny.THETA, rows=rows, **options)
 
 
@@ -145,11 +171,17 @@ def test_padding_and_broken_images_add_nothing():
 
 def test_it_is_never_reported_as_private():
     form = tta.clipped(tta.Tent(), CLIP)
-    assert not isinstance(form, tta.Private) and not hasattr(form, "epsilon") and not hasattr(form, "event")
+    assert (
+        not isinstance(form, tta.Private)
+        and not hasattr(form, "epsilon")
+        and not hasattr(form, "event")
+    )
     adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, form, SGD)
     image = np.zeros((12, tiny.SIDE, tiny.SIDE, 3), np.float32)
     stream = tta.Stream(
-        {"site": from_arrays(image=image, label=np.zeros(12, int), num_classes=K)}, batch_size=6, seed=0
+        {"site": from_arrays(image=image, label=np.zeros(12, int), num_classes=K)},
+        batch_size=6,
+        seed=0,
     )
     ledger = Ledger.in_memory()
     ledger.register("site", adjacency="replace_one", unit="image")
@@ -158,7 +190,11 @@ def test_it_is_never_reported_as_private():
     )
     with pytest.raises(ValueError, match="the method has NonPrivateDpEvent"):
         tta.serve(adapter, stream, account=account)
-    tta.serve(adapter, stream, account=tta.StreamAccount(ledger.account("site"), event=NonPrivateDpEvent()))
+    tta.serve(
+        adapter,
+        stream,
+        account=tta.StreamAccount(ledger.account("site"), event=NonPrivateDpEvent()),
+    )
     assert ledger.epsilon("site", delta=1e-6) == math.inf
     with pytest.raises(TypeError, match="got Clipped"):
         tta.private(form, clip_norm=1.0, noise_multiplier=1.0)

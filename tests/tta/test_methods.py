@@ -1,9 +1,8 @@
-"""The published methods against a step-by-step oracle in float64: selections, updates, memories and resets; and what
-every row of `tta.METHODS` must satisfy (`conforms`).
+"""The published methods against a step-by-step oracle in float64: selections, updates, memories and
+resets; and what every row of `tta.METHODS` must satisfy (`conforms`).
 
-Inputs are such that nothing the oracle compares with a threshold comes closer to it than float32 rounding by far, so
-both select the same images.
-"""
+Inputs are such that nothing the oracle compares with a threshold comes closer to it than float32
+rounding by far, so both select the same images."""
 
 import dataclasses
 import functools
@@ -26,7 +25,9 @@ from jaxdp.tta.method import Method, entropy
 
 
 def _load(name):
-    spec = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
+    spec = importlib.util.spec_from_file_location(
+        name, pathlib.Path(__file__).with_name(f"{name}.py")
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -46,25 +47,37 @@ def sgd(rate=RATE):
 def oracle(name, *, rows, come=False, rate=RATE, **constants):
     uncertainty = published.opinion if come else published.entropy
     kind = getattr(published, name)
-    return kind(tiny.MODEL, tiny.THETA, rows=rows, uncertainty=uncertainty, learning_rate=rate, **constants)
+    return kind(
+        tiny.MODEL, tiny.THETA, rows=rows, uncertainty=uncertainty, learning_rate=rate, **constants
+    )
 
 
 def agree(adapter, reference, batches, views=None, **kwargs):
-    """Runs both over the batches and compares parameters, momentum and logits after each. Returns the states."""
+    """Runs both over the batches and compares parameters, momentum and logits after each. Returns
+    the states."""
     states, logits = tiny.run(adapter, batches, **kwargs)
     for t, (state, z) in enumerate(zip(states, logits, strict=True)):
-        expected = reference.step(batches[t]) if views is None else reference.step(batches[t], views[t])
+        expected = (
+            reference.step(batches[t]) if views is None else reference.step(batches[t], views[t])
+        )
         np.testing.assert_allclose(z, expected, atol=2e-5, err_msg=f"logits of step {t}")
-        np.testing.assert_allclose(tiny.theta_of(state.params), reference.theta, atol=1e-5, err_msg=f"step {t}")
+        np.testing.assert_allclose(
+            tiny.theta_of(state.params), reference.theta, atol=1e-5, err_msg=f"step {t}"
+        )
         velocity = reference.velocity.copy()
         trace = jax.tree.leaves(state.opt_state)
-        np.testing.assert_allclose(np.concatenate(trace), _in_tree_order(velocity, len(trace)), atol=1e-5)
-    assert reference.closest > 1e-4, "an image is so close to a threshold that float32 may select it or not"
+        np.testing.assert_allclose(
+            np.concatenate(trace), _in_tree_order(velocity, len(trace)), atol=1e-5
+        )
+    assert reference.closest > 1e-4, (
+        "an image is so close to a threshold that float32 may select it or not"
+    )
     return states
 
 
 def _in_tree_order(velocity, leaves):
-    # Trees are sorted by key, so bias comes before scale; without the upper block there are two leaves only.
+    # Trees are sorted by key, so bias comes before scale; without the upper block there are two
+    # leaves only.
     return np.concatenate([velocity[k] for k in (1, 0, 3, 2)[:leaves]])
 
 
@@ -75,17 +88,29 @@ def moved(reference):
 # ------------------------------------------------------------------------------------------------- every row of METHODS
 
 GIVEN = {"num_classes": tiny.CLASSES, "base_method": tta.Tent()}
-HOOKS = ("uncertainty", "weight", "reliable", "augment", "radius", "pull", "novel", "remember", "lost")
+HOOKS = (
+    "uncertainty",
+    "weight",
+    "reliable",
+    "augment",
+    "radius",
+    "pull",
+    "novel",
+    "remember",
+    "lost",
+)
 
 
 def built(name):
-    """Returns the method of a row of METHODS, made from the arguments that its constructor needs."""
+    """Returns the method of a row of METHODS, made from the arguments that its constructor
+    needs."""
     parameters = inspect.signature(tta.METHODS[name]).parameters
     return tta.METHODS[name](**{key: value for key, value in GIVEN.items() if key in parameters})
 
 
 def conforms(name):
-    """Holds the method of a row of METHODS to what `Adapter`, `private` and `serve` expect of every method."""
+    """Holds the method of a row of METHODS to what `Adapter`, `private` and `serve` expect of every
+    method."""
     method = built(name)
     assert isinstance(method, tta.Method)
     hooks_are_functions_of_one_image(method)
@@ -97,8 +122,13 @@ def conforms(name):
 
 
 def hooks_are_functions_of_one_image(method):
-    logits = jnp.array([[1.0, 2.0, -jnp.inf, 0.5], [200.0, -200, 0, 0], [0.0] * 4, [1.0, 3.0, -2.0, 0.1]])
-    images, keys = tiny.stream(0)[0, :4], jax.random.split(jax.random.key(0, impl="threefry2x32"), 4)
+    logits = jnp.array(
+        [[1.0, 2.0, -jnp.inf, 0.5], [200.0, -200, 0, 0], [0.0] * 4, [1.0, 3.0, -2.0, 0.1]]
+    )
+    images, keys = (
+        tiny.stream(0)[0, :4],
+        jax.random.split(jax.random.key(0, impl="threefry2x32"), 4),
+    )
 
     @jax.jit
     def batched(memory):
@@ -109,7 +139,17 @@ def hooks_are_functions_of_one_image(method):
         novel = jax.vmap(method.novel, (None, 0))(memory, samples)
         slopes = jax.vmap(jax.grad(lambda z: method(z).uncertainty))(logits)
         remembered = method.remember(memory, samples, reliable & novel)
-        return views, again, samples, weights, reliable, novel, slopes, remembered, method.lost(memory)
+        return (
+            views,
+            again,
+            samples,
+            weights,
+            reliable,
+            novel,
+            slopes,
+            remembered,
+            method.lost(memory),
+        )
 
     @jax.jit
     def single(logits, again):
@@ -119,14 +159,25 @@ def hooks_are_functions_of_one_image(method):
     memory = method.start()
     views, again, samples, weights, reliable, novel, slopes, remembered, lost = batched(memory)
     assert views is None or (views.shape, views.dtype) == (images.shape, images.dtype)
-    for values, dtype in ((samples.uncertainty, jnp.float32), (weights, jnp.float32), (reliable, bool), (novel, bool)):
+    for values, dtype in (
+        (samples.uncertainty, jnp.float32),
+        (weights, jnp.float32),
+        (reliable, bool),
+        (novel, bool),
+    ):
         assert values.shape == (4,) and values.dtype == dtype and np.isfinite(values).all()
     for one in range(4):
-        uncertainty, weight = single(np.asarray(logits)[one], None if again is None else np.asarray(again)[one])
+        uncertainty, weight = single(
+            np.asarray(logits)[one], None if again is None else np.asarray(again)[one]
+        )
         np.testing.assert_allclose(uncertainty, samples.uncertainty[one], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(weight, weights[one], rtol=1e-5)
     assert np.isfinite(slopes).all()
-    jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), memory, remembered)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)),
+        memory,
+        remembered,
+    )
     assert lost.shape == () and not lost, "a method that has seen nothing is not lost"
     assert 0 <= method.radius < math.inf
 
@@ -141,10 +192,18 @@ def published_steps_keep_the_state_s_form(method):
     states += tiny.run(adapter, batches, state=states[-1], masks=[mask] * 3)[0]
     assert len(tiny.CALLS) == before, "the second step must not compile again"
     for state in states:
-        jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), state, start)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)),
+            state,
+            start,
+        )
         assert np.isfinite(tiny.theta_of(state.params)).all()
-        jax.tree.map(np.testing.assert_array_equal, [state.params["embed"], state.params["head"]], [*FROZEN])
-    np.testing.assert_allclose(logits[0][:4], jax.jit(tiny.apply_fn)(tiny.PARAMS, batches[0][:4]), atol=1e-5)
+        jax.tree.map(
+            np.testing.assert_array_equal, [state.params["embed"], state.params["head"]], [*FROZEN]
+        )
+    np.testing.assert_allclose(
+        logits[0][:4], jax.jit(tiny.apply_fn)(tiny.PARAMS, batches[0][:4]), atol=1e-5
+    )
     jax.tree.map(np.testing.assert_array_equal, adapter.reset(states[-1])[1:5], start[1:5])
 
 
@@ -155,7 +214,11 @@ CLIP = 0.03
 def private_form_bounds_what_a_record_can_do(method, adapter):
     form = adapter.method
     said = form.describe()
-    assert all(method.explain(hook) in said for hook in HOOKS if hook == "uncertainty" or method.overrides(hook))
+    assert all(
+        method.explain(hook) in said
+        for hook in HOOKS
+        if hook == "uncertainty" or method.overrides(hook)
+    )
     key = noise.stream(bytes(16), "conformance")  # a key like those of `serve`
     start, batch, everybody = adapter.init(key), tiny.stream(20)[0], np.ones(6, bool)
 
@@ -169,18 +232,27 @@ def private_form_bounds_what_a_record_can_do(method, adapter):
     sums = [clipped_sum(np.concatenate([batch[:2], [record], batch[3:]])) for record in others]
     moved = [np.linalg.norm(x - without) for x in sums]
     assert max(moved) <= form.sensitivity("zero_out") + 1e-5 and max(moved) > 0.5 * CLIP
-    assert max(np.linalg.norm(x - y) for x in sums for y in sums) <= form.sensitivity("replace_one") + 1e-5
-    np.testing.assert_array_equal(clipped_sum(np.where(np.arange(6)[:, None, None, None] == 2, np.nan, batch)), without)
+    assert (
+        max(np.linalg.norm(x - y) for x in sums for y in sums)
+        <= form.sensitivity("replace_one") + 1e-5
+    )
+    np.testing.assert_array_equal(
+        clipped_sum(np.where(np.arange(6)[:, None, None, None] == 2, np.nan, batch)), without
+    )
 
 
 def served_streams_are_paid_for_once(adapter):
     rng, form = np.random.default_rng(0), adapter.method
     image = rng.uniform(size=(18, tiny.SIDE, tiny.SIDE, 3)).astype(np.float32)
-    source = from_arrays(image=image, label=rng.integers(0, tiny.CLASSES, 18), num_classes=tiny.CLASSES)
+    source = from_arrays(
+        image=image, label=rng.integers(0, tiny.CLASSES, 18), num_classes=tiny.CLASSES
+    )
     stream = tta.Stream({"site": source}, batch_size=6, seed=0)
     ledger = Ledger.in_memory()
     ledger.register("site", adjacency="replace_one", unit="image")
-    served = tta.serve(adapter, stream, account=tta.StreamAccount(ledger.account("site"), event=form.event))
+    served = tta.serve(
+        adapter, stream, account=tta.StreamAccount(ledger.account("site"), event=form.event)
+    )
     assert ledger.events("site")[None] == tta.event(form.event, stream) == form.event
     assert served.count.tolist() == [6, 6, 6] and served.state.step == 3
     assert np.abs(tiny.theta_of(served.state.params) - tiny.THETA).max() > 0
@@ -200,7 +272,9 @@ def test_the_oracles_gradients_are_those_of_its_losses(uncertainty):
     x = tiny.stream(0)[0]
     frozen_norm = np.linalg.norm(tiny.MODEL.logits(tiny.THETA, x), axis=1, keepdims=True)
 
-    def loss(theta):  # COME's gradient equals the gradient of the loss of logits scaled back to their length
+    def loss(
+        theta,
+    ):  # COME's gradient equals the gradient of the loss of logits scaled back to their length
         z = tiny.MODEL.logits(theta, x)
         if uncertainty is published.opinion:
             z = z / np.linalg.norm(z, axis=1, keepdims=True) * frozen_norm
@@ -262,11 +336,15 @@ def test_eata(come, anchored):
     if come:
         method = tta.COME(method, tiny.CLASSES)
     reference = oracle("EATA", rows=EVERY, come=come, **constants)
-    states = agree(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd()), reference, tiny.stream(4, 8))
+    states = agree(
+        tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd()), reference, tiny.stream(4, 8)
+    )
     same_mean(states[-1], reference)
     entropy_only = oracle("EATA", rows=EVERY, come=come, **{**constants, "diversity": 2.0})
     _ = [entropy_only.step(x) for x in tiny.stream(4, 8)]
-    assert sum(reference.selected) < sum(entropy_only.selected) < 8 * 6, "both filters must be at work"
+    assert sum(reference.selected) < sum(entropy_only.selected) < 8 * 6, (
+        "both filters must be at work"
+    )
     if anchored:
         free = oracle("EATA", rows=EVERY, come=come, **{**constants, "strength": 0.0})
         _ = [free.step(x) for x in tiny.stream(4, 8)]
@@ -313,7 +391,9 @@ def test_fisher_of_the_lower_blocks():
     lower = importances("batch", lower=True)
     assert lower["block_1"]["norm"] == {"scale": None, "bias": None}
     np.testing.assert_allclose(
-        lower["block_0"]["norm"]["scale"], importances("batch")["block_0"]["norm"]["scale"], rtol=1e-5
+        lower["block_0"]["norm"]["scale"],
+        importances("batch")["block_0"]["norm"]["scale"],
+        rtol=1e-5,
     )
 
 
@@ -358,7 +438,11 @@ def test_sar_filters_again_at_the_ascended_point():
     method, constants = sar(threshold=1.0, rho=1.5)
     batches = tiny.stream(5, 8)
     reference = oracle("SAR", rows=LOWER, **constants)
-    agree(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd(0.02)), reference := _slower(reference), batches)
+    agree(
+        tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd(0.02)),
+        reference := _slower(reference),
+        batches,
+    )
     once = [(published.entropy(tiny.MODEL.logits(tiny.THETA, x))[0] < 1.0).sum() for x in batches]
     assert sum(reference.selected) < sum(once)
 
@@ -371,11 +455,16 @@ def _slower(reference):
 def test_sar_with_nothing_selected_goes_on_by_momentum():
     method, constants = sar(threshold=0.5)
     reference = oracle("SAR", rows=LOWER, **constants)
-    states = agree(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd()), reference, tiny.stream(8, 8))
+    states = agree(
+        tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd()), reference, tiny.stream(8, 8)
+    )
     idle = [t for t in range(1, 8) if reference.selected[t] == 0 and any(reference.selected[:t])]
     assert idle
     for t in idle:
-        assert np.abs(tiny.theta_of(states[t].params) - tiny.theta_of(states[t - 1].params)).max() > 1e-6
+        assert (
+            np.abs(tiny.theta_of(states[t].params) - tiny.theta_of(states[t - 1].params)).max()
+            > 1e-6
+        )
         jax.tree.map(np.testing.assert_array_equal, states[t].memory, states[t - 1].memory)
 
 
@@ -397,7 +486,12 @@ def test_sar_resets_parameters_momentum_and_average_when_the_loss_is_low():
 
 
 def deyo(augmentation, come=False, **changes):
-    constants = {"entropy_threshold": 1.38 if come else 1.2, "threshold": 1.0, "plpd_margin": 0.3, **changes}
+    constants = {
+        "entropy_threshold": 1.38 if come else 1.2,
+        "threshold": 1.0,
+        "plpd_margin": 0.3,
+        **changes,
+    }
     method = tta.DeYO(
         tiny.CLASSES,
         entropy_margin=constants["entropy_threshold"] / LN,
@@ -426,7 +520,11 @@ class Spy:
     def views(self, batches):
         """Returns for each batch the images shown beside it."""
         jax.effects_barrier()
-        seen = [x for x in self.seen if x.shape == batches[0].shape and not any(np.array_equal(x, b) for b in batches)]
+        seen = [
+            x
+            for x in self.seen
+            if x.shape == batches[0].shape and not any(np.array_equal(x, b) for b in batches)
+        ]
         self.seen = []
         return seen
 
@@ -440,7 +538,10 @@ def test_deyo_by_any_augmentation(come):
     adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd())
     agree(adapter, reference, batches, batches[:, :, ::-1])
     first = [
-        (reference.uncertainty(tiny.MODEL.logits(tiny.THETA, x))[0] < constants["entropy_threshold"]).sum()
+        (
+            reference.uncertainty(tiny.MODEL.logits(tiny.THETA, x))[0]
+            < constants["entropy_threshold"]
+        ).sum()
         for x in batches
     ]
     assert 0 < sum(reference.selected) < sum(first) < 36, "both filters must be at work"
@@ -484,10 +585,15 @@ def test_deyo_by_permutation(augmentation):
 
 
 def _order(augmentation, image, view):
-    """Returns the piece of the image that each piece of its view is. Checks that each piece occurs once."""
+    """Returns the piece of the image that each piece of its view is. Checks that each piece occurs
+    once."""
     side = 2 if augmentation == "patch" else 1
     pieces = [
-        [x[r : r + side, c : c + side].tobytes() for r in range(0, 4, side) for c in range(0, 4, side)]
+        [
+            x[r : r + side, c : c + side].tobytes()
+            for r in range(0, 4, side)
+            for c in range(0, 4, side)
+        ]
         for x in (image, view)
     ]
     assert sorted(pieces[0]) == sorted(pieces[1])
@@ -501,7 +607,12 @@ def test_patches_of_images_that_do_not_divide():
     augment = jax.jit(method.augment)
     ramp = np.broadcast_to(np.arange(10, dtype=np.float32)[:, None, None], (10, 9, 3))
     view = np.asarray(augment(key, key, ramp))
-    assert view.shape == ramp.shape and view.min() >= 0 and view.max() <= 9 and not np.array_equal(view, ramp)
+    assert (
+        view.shape == ramp.shape
+        and view.min() >= 0
+        and view.max() <= 9
+        and not np.array_equal(view, ramp)
+    )
     flat = np.full((10, 9, 3), 0.3, np.float32)
     np.testing.assert_allclose(augment(key, key, flat), flat, rtol=1e-6)
     with pytest.raises(ValueError, match="patches=4 does not fit an image of 3x9"):
@@ -513,13 +624,19 @@ def test_channels_of_destroyed_images_stay_where_they_are(augmentation):
     kind = functools.partial(tta.DeYO, tiny.CLASSES, augmentation=augmentation)
     last, first = kind(), kind(channel_axis=0)
     image, key = tiny.stream(0)[0, 0], jax.random.key(0)
-    both = jax.jit(lambda x: (last.augment(key, key, x), first.augment(key, key, x.transpose(2, 0, 1))))
+    both = jax.jit(
+        lambda x: (last.augment(key, key, x), first.augment(key, key, x.transpose(2, 0, 1)))
+    )
     expected, other = map(np.asarray, both(image))
     np.testing.assert_array_equal(other, expected.transpose(2, 0, 1))
     assert not np.array_equal(expected, image)
-    with pytest.raises(ValueError, match=r"channel_axis=-1 does not suit images of shape \(3, 4, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"channel_axis=-1 does not suit images of shape \(3, 4, 4\)"
+    ):
         last.augment(key, key, image.transpose(2, 0, 1))
-    with pytest.raises(ValueError, match=r"channel_axis=0 does not suit images of shape \(4, 4, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"channel_axis=0 does not suit images of shape \(4, 4, 3\)"
+    ):
         first.augment(key, key, image)
     with pytest.raises(ValueError, match="does not suit images of shape"):
         last.augment(key, key, image.reshape(4, -1))
@@ -530,12 +647,16 @@ def test_channels_of_destroyed_images_stay_where_they_are(augmentation):
 @pytest.mark.slow
 def test_deyo_with_nothing_selected_makes_no_step():
     batches = tiny.stream(6, 2)
-    start, _ = tiny.run(tta.Adapter(tiny.apply_fn, tiny.PARAMS, deyo(upside_down)[0], sgd()), batches)
+    start, _ = tiny.run(
+        tta.Adapter(tiny.apply_fn, tiny.PARAMS, deyo(upside_down)[0], sgd()), batches
+    )
     assert any(x.any() for x in jax.tree.leaves(start[-1].opt_state))
     for empty in ({"entropy_threshold": 0.01}, {"plpd_margin": 0.999}):
         adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, deyo(upside_down, **empty)[0], sgd())
         states, _ = tiny.run(adapter, batches, state=start[-1])
-        jax.tree.map(np.testing.assert_array_equal, states[-1][1:3], start[-1][1:3])  # parameters and momentum
+        jax.tree.map(
+            np.testing.assert_array_equal, states[-1][1:3], start[-1][1:3]
+        )  # parameters and momentum
         assert states[-1].step == 4
 
 
@@ -579,8 +700,12 @@ def test_comes_value_and_gradient():
 
 @pytest.mark.parametrize("num_classes", [4, 100])
 def test_comes_prior_is_the_number_of_classes(num_classes):
-    value = jax.jit(functools.partial(opinion_entropy, num_classes=num_classes))(jnp.zeros(num_classes))
-    uniform = np.log(2 * num_classes) / 2 + np.log(2) / 2  # half of the mass is uncertainty: b = 1 / 2K, u = 1/2
+    value = jax.jit(functools.partial(opinion_entropy, num_classes=num_classes))(
+        jnp.zeros(num_classes)
+    )
+    uniform = (
+        np.log(2 * num_classes) / 2 + np.log(2) / 2
+    )  # half of the mass is uncertainty: b = 1 / 2K, u = 1/2
     np.testing.assert_allclose(value, uniform, rtol=2e-3)
 
 
@@ -614,9 +739,17 @@ def test_masked_classes_count_nothing_and_large_logits_are_finite():
 def test_hooks_do_nothing_by_default():
     method = Method()
     sample = method(jnp.array([1.0, 2.0]))
-    assert sample.drop == 0 and method.weight(sample) == 1 and method.reliable(sample) and method.novel((), sample)
+    assert (
+        sample.drop == 0
+        and method.weight(sample) == 1
+        and method.reliable(sample)
+        and method.novel((), sample)
+    )
     assert method.pull({"a": 1}) is None and method.start() == () and not method.lost(())
-    assert not any(method.overrides(hook) for hook in ("weight", "reliable", "radius", "pull", "lost", "augment"))
+    assert not any(
+        method.overrides(hook)
+        for hook in ("weight", "reliable", "radius", "pull", "lost", "augment")
+    )
     assert not tta.EATA(4).overrides("pull") and tta.EATA(4, fisher={}).overrides("pull")
 
 
@@ -632,9 +765,15 @@ def test_the_number_of_classes_is_checked(method):
     ("make", "message"),
     [
         (lambda: tta.EATA(1), "num_classes must be at least 2, got 1"),
-        (lambda: tta.EATA(10, margin=2.76), r"margin is a fraction .* got 2.76. Choose t / ln\(num_classes\)"),
+        (
+            lambda: tta.EATA(10, margin=2.76),
+            r"margin is a fraction .* got 2.76. Choose t / ln\(num_classes\)",
+        ),
         (lambda: tta.EATA(10, diversity=0.0), "diversity must be positive, got 0.0"),
-        (lambda: tta.EATA(10, fisher_strength=-1.0), "fisher_strength must not be negative, got -1.0"),
+        (
+            lambda: tta.EATA(10, fisher_strength=-1.0),
+            "fisher_strength must not be negative, got -1.0",
+        ),
         (lambda: tta.SAR(10, margin=0.0), "margin is a fraction"),
         (lambda: tta.SAR(10, rho=-0.1), "rho must be finite and not negative, got -0.1"),
         (lambda: tta.SAR(10, rho=math.inf), "rho must be finite"),

@@ -10,7 +10,9 @@ import pytest
 
 from jaxdp import tta
 
-_spec = importlib.util.spec_from_file_location("tiny_model", pathlib.Path(__file__).with_name("tiny_model.py"))
+_spec = importlib.util.spec_from_file_location(
+    "tiny_model", pathlib.Path(__file__).with_name("tiny_model.py")
+)
 tiny = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tiny)
 
@@ -48,8 +50,16 @@ def test_a_batch_has_a_size(method):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"accumulate": 2, "reset_every": 3}, ValueError, "reset_every must be a multiple of accumulate"),
-        ({"optimizer": 0.1}, TypeError, r"optimizer must be one of optax, such as optax.sgd\(1e-3\), got float"),
+        (
+            {"accumulate": 2, "reset_every": 3},
+            ValueError,
+            "reset_every must be a multiple of accumulate",
+        ),
+        (
+            {"optimizer": 0.1},
+            TypeError,
+            r"optimizer must be one of optax, such as optax.sgd\(1e-3\), got float",
+        ),
     ],
 )
 def test_settings(settings, error, message):
@@ -60,7 +70,10 @@ def test_settings(settings, error, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"apply_fn": lambda params, images: (tiny.apply_fn(params, images), {})}, "must return logits"),
+        (
+            {"apply_fn": lambda params, images: (tiny.apply_fn(params, images), {})},
+            "must return logits",
+        ),
         (
             {"apply_fn": lambda params, images: tiny.apply_fn(params, images).sum(-1)},
             r"but returned \(2,\) for a batch of 2",

@@ -1,4 +1,5 @@
-"""The collapse monitor: agreement, entropy and drift against plain NumPy; thresholds; one compilation."""
+"""The collapse monitor: agreement, entropy and drift against plain NumPy; thresholds; one
+compilation."""
 
 import dataclasses
 
@@ -58,7 +59,11 @@ def test_reports_against_numpy(model):
 def test_the_source_model_has_not_collapsed(model):
     monitor = CollapseMonitor(apply_fn, *model)
     assert monitor.source == monitor(model[0])
-    assert (monitor.source.agreement, monitor.source.drift, monitor.source.collapsed) == (1.0, 0.0, False)
+    assert (monitor.source.agreement, monitor.source.drift, monitor.source.collapsed) == (
+        1.0,
+        0.0,
+        False,
+    )
     assert monitor.source.entropy > 0.5
 
 
@@ -81,7 +86,9 @@ def test_collapse_into_one_class_is_seen(model):
 def test_parameters_that_are_no_numbers_have_collapsed(model, value):
     params, images = model
     broken = moved(params, scale=np.full(6, value, np.float32))
-    assert CollapseMonitor(apply_fn, params, images, min_agreement=0.0, min_entropy=0.0)(broken).collapsed
+    assert CollapseMonitor(apply_fn, params, images, min_agreement=0.0, min_entropy=0.0)(
+        broken
+    ).collapsed
 
 
 def test_one_compilation(model):
@@ -110,5 +117,11 @@ def test_impossible_arguments(model):
 @pytest.mark.slow
 def test_reports_are_plain_numbers(model):
     report = CollapseMonitor(apply_fn, *model).source
-    assert [type(value) for value in dataclasses.astuple(report)] == [float, float, float, bool, int]
+    assert [type(value) for value in dataclasses.astuple(report)] == [
+        float,
+        float,
+        float,
+        bool,
+        int,
+    ]
     assert isinstance(report, CollapseReport)

@@ -1,4 +1,5 @@
-"""A record without a finite loss contributes nothing, to any method in any form, and stops nothing."""
+"""A record without a finite loss contributes nothing, to any method in any form, and stops
+nothing."""
 
 import importlib.util
 import pathlib
@@ -11,7 +12,9 @@ import pytest
 
 from jaxdp import tta
 
-_spec = importlib.util.spec_from_file_location("tiny_model", pathlib.Path(__file__).with_name("tiny_model.py"))
+_spec = importlib.util.spec_from_file_location(
+    "tiny_model", pathlib.Path(__file__).with_name("tiny_model.py")
+)
 tiny = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tiny)
 
@@ -36,7 +39,9 @@ METHODS = {
     "DeYO": tta.DeYO(4, entropy_margin=1.0, plpd_margin=-1.0, augmentation=upside_down),
     "COME": tta.COME(tta.Tent(), 4),
     "clipped SAR": tta.clipped(tta.SAR(4, margin=0.9, reset_below=0.01), 0.5),
-    "private DeYO": tta.private(tta.DeYO(4, augmentation=upside_down), clip_norm=1.0, noise_multiplier=0.5),
+    "private DeYO": tta.private(
+        tta.DeYO(4, augmentation=upside_down), clip_norm=1.0, noise_multiplier=0.5
+    ),
     "private SAR": tta.private(tta.SAR(4), clip_norm=1.0, noise_multiplier=0.5, filters="keep"),
 }
 
@@ -67,7 +72,9 @@ def test_a_record_without_a_loss_is_a_masked_record(name):
         close(one, two)
     assert np.abs(tiny.theta_of(states[-1].params) - tiny.THETA).max() > 1e-3
     assert not np.isfinite(np.array(logits)[:, 2]).all(-1).any(), "the rows of such records say so"
-    np.testing.assert_allclose(np.delete(logits, 2, axis=1), np.delete(expected, 2, axis=1), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        np.delete(logits, 2, axis=1), np.delete(expected, 2, axis=1), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -156,8 +163,13 @@ def one_logit(params, images):
 
 @pytest.mark.parametrize("form", [tta.Tent(), tta.clipped(tta.Tent(), 1.0), METHODS["private SAR"]])
 def test_one_logit_is_refused_before_a_batch_is_seen(form):
-    for use in (lambda a: a.prepare(tiny.stream(0)[0]), lambda a: a.step(a.init(), tiny.stream(0)[0])):
-        with pytest.raises(ValueError, match=r"at least two logits, got 1|num_classes=4, but apply_fn returns 1"):
+    for use in (
+        lambda a: a.prepare(tiny.stream(0)[0]),
+        lambda a: a.step(a.init(), tiny.stream(0)[0]),
+    ):
+        with pytest.raises(
+            ValueError, match=r"at least two logits, got 1|num_classes=4, but apply_fn returns 1"
+        ):
             use(adapter_of(form, apply_fn=one_logit))
     with pytest.raises(ValueError, match=r"at least two logits, got 1.*Return jnp.concatenate"):
         tta.fisher(one_logit, tiny.PARAMS, [tiny.stream(0)[0]])

@@ -1,4 +1,5 @@
-"""The private forms: equal to an oracle in float64, bounded against any record, noised whatever the batch holds.
+"""The private forms: equal to an oracle in float64, bounded against any record, noised whatever the
+batch holds.
 
 A test named after a condition shows it of the steps themselves:
 
@@ -31,7 +32,9 @@ from jaxdp.tta.private import RULES
 
 
 def _load(name):
-    spec = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
+    spec = importlib.util.spec_from_file_location(
+        name, pathlib.Path(__file__).with_name(f"{name}.py")
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -44,8 +47,8 @@ EVERY, LOWER = (0, 1, 2, 3), (0, 1)
 SIZE = 6
 RATE, SIGMA = 0.1, 0.4
 SGD = optax.sgd(RATE, momentum=0.9)
-# In place of Gaussian noise: it shows what happens before it and what after, and compiles in no time. As the oracle
-# has it, [4, D].
+# In place of Gaussian noise: it shows what happens before it and what after, and compiles in no
+# time. As the oracle has it, [4, D].
 PATTERN = np.random.default_rng(5).normal(size=(4, tiny.WIDTH)).astype(np.float32)
 DRAWS = []
 
@@ -53,7 +56,9 @@ DRAWS = []
 def known_noise(key, tree, std, *, number):
     jax.debug.callback(lambda: DRAWS.append(1))
     leaves, structure = jax.tree.flatten(tree)
-    values = [jnp.asarray(PATTERN[k]) for k in (1, 0, 3, 2)[: len(leaves)]]  # trees are sorted: bias before scale
+    values = [
+        jnp.asarray(PATTERN[k]) for k in (1, 0, 3, 2)[: len(leaves)]
+    ]  # trees are sorted: bias before scale
     return jax.tree.unflatten(structure, [std * x for x in values])
 
 
@@ -70,7 +75,8 @@ def real_noise(monkeypatch):
 
 
 def apply_fn(params, images):
-    """Returns the tiny model's logits. Images with a first value of 99 have their next values as logits.
+    """Returns the tiny model's logits. Images with a first value of 99 have their next values as
+    logits.
 
     Such an image has no gradient, whatever is predicted for it.
     """
@@ -88,7 +94,9 @@ def upside_down(key, image):
     return image[::-1]
 
 
-DEYO = tta.DeYO(tiny.CLASSES, entropy_margin=0.8, plpd_margin=0.3, margin=0.7, augmentation=upside_down)
+DEYO = tta.DeYO(
+    tiny.CLASSES, entropy_margin=0.8, plpd_margin=0.3, margin=0.7, augmentation=upside_down
+)
 FISHER = tta.fisher(tiny.apply_fn, tiny.PARAMS, tiny.stream(9))
 METHODS = {
     "Tent": tta.Tent(),
@@ -103,7 +111,9 @@ every_method = pytest.mark.parametrize("name", METHODS)
 
 def adapter_of(name, *, clip_norm=0.03, noise_multiplier=SIGMA, **kwargs):
     """Compiles once for each method and all clip norms."""
-    form = tta.private(METHODS[name], clip_norm=clip_norm, noise_multiplier=noise_multiplier, **kwargs)
+    form = tta.private(
+        METHODS[name], clip_norm=clip_norm, noise_multiplier=noise_multiplier, **kwargs
+    )
     return tta.Adapter(apply_fn, tiny.PARAMS, form, SGD)
 
 
@@ -119,7 +129,10 @@ def oracle(name, clip_norm, *, filters="remove", kept=1.0):
         "DeYO": lambda u, drop: (u < 0.8 * LN) & (drop > 0.3),
     }
     base = name.removesuffix("-COME")
-    anchor = {"fisher": published.fisher(tiny.MODEL, tiny.THETA, list(tiny.stream(9)), "batch"), "strength": 20.0}
+    anchor = {
+        "fisher": published.fisher(tiny.MODEL, tiny.THETA, list(tiny.stream(9)), "batch"),
+        "strength": 20.0,
+    }
     return published.Private(
         tiny.MODEL,
         tiny.THETA,
@@ -135,7 +148,8 @@ def oracle(name, clip_norm, *, filters="remove", kept=1.0):
 
 
 def release(adapter, state, batch, mask=None):
-    """Returns the release of one step, [4, D]: the noisy sum B G, if momentum is zero and nothing pulls."""
+    """Returns the release of one step, [4, D]: the noisy sum B G, if momentum is zero and nothing
+    pulls."""
     new, _ = adapter.step(state, batch, None, mask)
     return SIZE / RATE * (tiny.theta_of(state.params) - tiny.theta_of(new.params))
 
@@ -165,11 +179,16 @@ CLIPS = {"Tent": 0.8, "EATA": 0.9, "SAR": 0.4, "DeYO": 1.5, "COME": 0.25, "DeYO-
     ("name", "sigma", "terms"),
     [(name, SIGMA, {}) for name in METHODS]
     + [("Tent", 0.0, {})]
-    + [(name, SIGMA, {"filters": "keep", "kept_fraction": 0.5}) for name in ("EATA", "SAR", "DeYO-COME")],
+    + [
+        (name, SIGMA, {"filters": "keep", "kept_fraction": 0.5})
+        for name in ("EATA", "SAR", "DeYO-COME")
+    ],
 )
 def test_steps_are_the_papers_and_condition_13_release_once(name, sigma, terms):
     adapter = adapter_of(name, clip_norm=CLIPS[name], noise_multiplier=sigma, **terms)
-    reference = oracle(name, CLIPS[name], filters=terms.get("filters"), kept=terms.get("kept_fraction", 1.0))
+    reference = oracle(
+        name, CLIPS[name], filters=terms.get("filters"), kept=terms.get("kept_fraction", 1.0)
+    )
     batches = tiny.stream(11)
     masks = np.random.default_rng(0).random((len(batches), SIZE)) < 0.8
     DRAWS.clear()
@@ -178,10 +197,15 @@ def test_steps_are_the_papers_and_condition_13_release_once(name, sigma, terms):
     assert len(DRAWS) == (len(batches) if sigma else 0), "condition 13: one noisy sum leaves a step"
     for t, (state, z) in enumerate(zip(states, logits, strict=True)):
         expected = reference.step(
-            batches[t], batches[t, :, ::-1] if "DeYO" in name else None, masks[t], sigma * CLIPS[name] * PATTERN
+            batches[t],
+            batches[t, :, ::-1] if "DeYO" in name else None,
+            masks[t],
+            sigma * CLIPS[name] * PATTERN,
         )
         np.testing.assert_allclose(z, expected, atol=2e-5, err_msg=f"logits of step {t}")
-        np.testing.assert_allclose(tiny.theta_of(state.params), reference.theta, atol=1e-5, err_msg=f"step {t}")
+        np.testing.assert_allclose(
+            tiny.theta_of(state.params), reference.theta, atol=1e-5, err_msg=f"step {t}"
+        )
         if name == "SAR":  # e comes from it: noisy, divided by B, before momentum
             released = [state.released["block_0"]["norm"][kind] for kind in ("scale", "bias")]
             np.testing.assert_allclose(np.stack(released), reference.previous[:2], atol=1e-5)
@@ -197,7 +221,11 @@ def test_the_oracle_would_notice_a_missing_operator():
         _ = [reference.step(x, x[:, ::-1], None, 0.4 * CLIPS[name] * PATTERN) for x in batches]
         return reference.theta
 
-    for name, change in {"EATA": {"strength": 0.0}, "SAR": {"rho": 0.0}, "DeYO": {"weight": None}}.items():
+    for name, change in {
+        "EATA": {"strength": 0.0},
+        "SAR": {"rho": 0.0},
+        "DeYO": {"weight": None},
+    }.items():
         assert np.abs(end(name) - end(name, **change)).max() > 1e-3, name
     for name in METHODS:
         assert np.abs(end(name) - end(name, clip_norm=1e9)).max() > 1e-3, name
@@ -222,7 +250,8 @@ RECORDS = {
 
 
 def movements(adapter, state):
-    """Returns the move of the released sum when another record, or padding, replaces record 0 of a batch."""
+    """Returns the move of the released sum when another record, or padding, replaces record 0 of a
+    batch."""
     batch, sums = tiny.stream(20, 1)[0], []
     for record in RECORDS.values():
         batch[0] = record
@@ -233,7 +262,9 @@ def movements(adapter, state):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "filters"), [(name, "remove") for name in METHODS] + [("DeYO-COME", "keep")])
+@pytest.mark.parametrize(
+    ("name", "filters"), [(name, "remove") for name in METHODS] + [("DeYO-COME", "keep")]
+)
 def test_no_record_moves_the_sum_by_more_than_its_sensitivity(name, filters):
     adapter = adapter_of(name, filters=filters)
     state = adapter.init(jax.random.key(0))
@@ -244,7 +275,9 @@ def test_no_record_moves_the_sum_by_more_than_its_sensitivity(name, filters):
     assert replaced.max() <= adapter.method.sensitivity("replace_one") + rounding
     assert zeroed.max() <= adapter.method.sensitivity("zero_out") + rounding
     assert (adapter.method.sensitivity(), adapter.method.sensitivity("zero_out")) == (0.06, 0.03)
-    assert replaced.max() > 1.3 * 0.03 and zeroed.max() > 0.99 * 0.03, "the bounds are nearly reached"
+    assert replaced.max() > 1.3 * 0.03 and zeroed.max() > 0.99 * 0.03, (
+        "the bounds are nearly reached"
+    )
 
 
 @pytest.mark.slow
@@ -265,7 +298,9 @@ def test_condition_1_models_that_mix_images_are_refused(form):
 
     method = METHODS["Tent"] if form == "published" else adapter_of("Tent").method
     adapter = tta.Adapter(mixing, tiny.PARAMS, method, SGD)
-    with pytest.raises(ValueError, match=r"mixes the images of a batch.*BatchNorm in batch mode.*FrozenBatchNorm"):
+    with pytest.raises(
+        ValueError, match=r"mixes the images of a batch.*BatchNorm in batch mode.*FrozenBatchNorm"
+    ):
         adapter.step(adapter.init(), tiny.stream(0)[0])
 
 
@@ -275,7 +310,11 @@ class Norms(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.Dense(5)(x.reshape(len(x), -1))
-        norm = FrozenBatchNorm(name="norm") if self.frozen else nn.BatchNorm(use_running_average=False, name="norm")
+        norm = (
+            FrozenBatchNorm(name="norm")
+            if self.frozen
+            else nn.BatchNorm(use_running_average=False, name="norm")
+        )
         return nn.Dense(tiny.CLASSES)(nn.tanh(norm(x)))
 
 
@@ -358,9 +397,13 @@ def test_condition_4_a_record_that_is_not_finite_counts_as_zero(name):
         np.testing.assert_array_equal(release(adapter, state, batch), expected, err_msg=record)
 
 
-@pytest.mark.parametrize(("name", "filters"), [(name, "remove") for name in METHODS] + [("EATA", "keep")])
+@pytest.mark.parametrize(
+    ("name", "filters"), [(name, "remove") for name in METHODS] + [("EATA", "keep")]
+)
 def test_condition_5_every_step_gets_its_noise_whatever_the_batch_holds(name, filters):
-    adapter, quiet = (adapter_of(name, clip_norm=2.0, filters=filters, noise_multiplier=s) for s in (3.0, 1e-30))
+    adapter, quiet = (
+        adapter_of(name, clip_norm=2.0, filters=filters, noise_multiplier=s) for s in (3.0, 1e-30)
+    )
     state, batch = adapter.init(jax.random.key(4)), tiny.stream(0)[0]
     noise = release(adapter, state, batch, np.zeros(SIZE, bool))
     rows = len(adapter.adapted_paths)
@@ -397,7 +440,8 @@ def same(a, b):
 @pytest.mark.slow
 def test_condition_6_resets_follow_the_public_schedule_and_clear_momentum_and_the_previous_gradient():
     scheduled = dataclasses.replace(adapter_of("SAR"), reset_every=3)
-    # Losses of 0, which the published SAR would take for a collapse, do not reset; the schedule does.
+    # Losses of 0, which the published SAR would take for a collapse, do not reset; the schedule
+    # does.
     quiet = np.stack([marked(1e4, 0, 0, 0)] * SIZE)
     images, nothing = tiny.stream(0)[0], np.zeros(SIZE, bool)
     states, _ = tiny.run(scheduled, [images, quiet, quiet, images])
@@ -406,19 +450,24 @@ def test_condition_6_resets_follow_the_public_schedule_and_clear_momentum_and_th
             reference = oracle("SAR", 0.03)
         reference.step(images, mask=nothing if t in (1, 2) else None, noise=SIGMA * 0.03 * PATTERN)
         np.testing.assert_allclose(tiny.theta_of(states[t].params), reference.theta, atol=1e-6)
-        momentum = [states[t].opt_state[0].trace["block_0"]["norm"][kind] for kind in ("scale", "bias")]
+        momentum = [
+            states[t].opt_state[0].trace["block_0"]["norm"][kind] for kind in ("scale", "bias")
+        ]
         np.testing.assert_allclose(np.stack(momentum), reference.velocity[:2], atol=1e-6)
         released = [states[t].released["block_0"]["norm"][kind] for kind in ("scale", "bias")]
         np.testing.assert_allclose(np.stack(released), reference.previous[:2], atol=1e-6)
         assert states[t].step == t + 1
     reset = scheduled.reset(states[-1])
-    assert reset.step == 4 and not any(x.any() for x in jax.tree.leaves((reset.opt_state, reset.released)))
+    assert reset.step == 4 and not any(
+        x.any() for x in jax.tree.leaves((reset.opt_state, reset.released))
+    )
     jax.tree.map(same, (reset.params, reset.key), (tiny.PARAMS, states[-1].key))
 
 
 @pytest.fixture(scope="module")
 def real():
-    """Returns an adapter with real noise that starts every step from the source model, so that all noise shows."""
+    """Returns an adapter with real noise that starts every step from the source model, so that all
+    noise shows."""
     method = tta.private(tta.Tent(), clip_norm=2.0, noise_multiplier=0.7)
     return tta.Adapter(apply_fn, tiny.PARAMS, method, SGD, reset_every=1)
 
@@ -431,15 +480,21 @@ def residuals(adapter, batches, key=None, seed=1):
 
 
 def p_values(values, scale):
-    """Returns p-values of the law (Kolmogorov-Smirnov) and of the variance (chi-squared, two-sided)."""
+    """Returns p-values of the law (Kolmogorov-Smirnov) and of the variance (chi-squared,
+    two-sided)."""
     square = np.sum((values / scale) ** 2)
     law = stats.chi2(values.size)
-    return stats.kstest(values.ravel() / scale, stats.norm.cdf).pvalue, 2 * min(law.cdf(square), law.sf(square))
+    return stats.kstest(values.ravel() / scale, stats.norm.cdf).pvalue, 2 * min(
+        law.cdf(square), law.sf(square)
+    )
 
 
 @pytest.mark.slow
-def test_condition_7_noise_is_sigma_times_clip_norm_and_fresh_in_every_coordinate_and_step(real, real_noise):
-    # With these keys the test is deterministic; over the choice of keys it fails with probability below 1e-5.
+def test_condition_7_noise_is_sigma_times_clip_norm_and_fresh_in_every_coordinate_and_step(
+    real, real_noise
+):
+    # With these keys the test is deterministic; over the choice of keys it fails with probability
+    # below 1e-5.
     noise = residuals(real, tiny.stream(31, 100))
     assert min(p_values(noise, 0.7 * 2.0)) > 1e-6
     for wrong in (0.7, 1.3, 1 / SIZE, SIZE):
@@ -459,9 +514,14 @@ def test_condition_7_keys(real, real_noise):
     injected = residuals(real, batches, key=jax.random.key(9))
     assert np.abs(injected[0] - injected[1]).min() > 0, "one injected key serves all steps"
     np.testing.assert_array_equal(injected, residuals(real, batches, key=jax.random.key(9), seed=2))
-    assert np.abs(injected - noise).max() > 0.1 and np.abs(noise - residuals(real, batches, seed=2)).max() > 0.1
+    assert (
+        np.abs(injected - noise).max() > 0.1
+        and np.abs(noise - residuals(real, batches, seed=2)).max() > 0.1
+    )
     fresh = [np.asarray(jax.random.key_data(real.init().key)) for _ in range(2)]
-    assert not np.array_equal(*fresh) and fresh[0].size == 8, "the default is a key of its own for each state"
+    assert not np.array_equal(*fresh) and fresh[0].size == 8, (
+        "the default is a key of its own for each state"
+    )
 
 
 @pytest.mark.slow
@@ -471,17 +531,24 @@ def test_condition_12_others_see_a_record_through_the_release_only(predict):
     def leaky(
         params, images
     ):  # lets every image see what is bright in the batch, brighter than the images of the check
-        return apply_fn(params, images) + jax.nn.relu(images[:, 1, :, 0] - 50).mean(0, keepdims=True)
+        return apply_fn(params, images) + jax.nn.relu(images[:, 1, :, 0] - 50).mean(
+            0, keepdims=True
+        )
 
     method = tta.private(METHODS["Tent"], clip_norm=0.5, noise_multiplier=SIGMA)
     adapter = tta.Adapter(leaky, tiny.PARAMS, method, SGD, predict=predict)
     state, batch = adapter.init(jax.random.key(0)), tiny.stream(16)[0]
     new, logits = adapter.step(state, batch)
-    expected, other = (leaky(s.params, batch) for s in ((state, new) if predict == "before" else (new, state)))
+    expected, other = (
+        leaky(s.params, batch) for s in ((state, new) if predict == "before" else (new, state))
+    )
     np.testing.assert_allclose(logits, expected, atol=1e-6)
     assert np.abs(logits - other).max() > 1e-3
     others = []
-    for record in (marked(1e4, 0, 0, 0), marked(0, 1e4, 0, 0)):  # the same release, other predictions
+    for record in (
+        marked(1e4, 0, 0, 0),
+        marked(0, 1e4, 0, 0),
+    ):  # the same release, other predictions
         batch[0] = record
         others.append(adapter.step(state, batch)[1][1:])
     np.testing.assert_array_equal(*others)
@@ -496,7 +563,9 @@ def test_condition_14_second_views_have_keys_of_their_own_that_no_image_changes(
         jax.debug.callback(lambda data: keys.append(tuple(data.tolist())), jax.random.key_data(key))
         return image[::-1]
 
-    method = tta.private(dataclasses.replace(DEYO, augmentation=spy), clip_norm=1.0, noise_multiplier=SIGMA)
+    method = tta.private(
+        dataclasses.replace(DEYO, augmentation=spy), clip_norm=1.0, noise_multiplier=SIGMA
+    )
     adapter = tta.Adapter(apply_fn, tiny.PARAMS, method, SGD)
     seen = []
     for seed in (1, 2):
@@ -509,8 +578,8 @@ def test_condition_14_second_views_have_keys_of_their_own_that_no_image_changes(
 
 # --------------------------------------------------------------------------------------------- what is said about them
 
-# Note the factor of 2 between the columns: epsilon at delta = 1e-6 of one visit under replace-one and under zero-out,
-# then of 2, 3, 5 and 15 visits under replace-one.
+# Note the factor of 2 between the columns: epsilon at delta = 1e-6 of one visit under replace-one
+# and under zero-out, then of 2, 3, 5 and 15 visits under replace-one.
 PUBLISHED = {
     8.594: (0.9819, 0.467, 1.43, 1.78, 2.36, 4.34),
     1.966: (4.9829, 2.297, 7.43, 9.45, 12.86, 25.84),
@@ -587,7 +656,10 @@ def test_describe_names_every_operator_and_its_fate(name):
     first, *lines = adapter_of(name).method.describe().splitlines()
     assert first == f"private {type(METHODS[name]).__name__}, clip norm 0.03, noise 0.4 x clip norm"
     *operators, divisor = [line.strip() for line in lines if "no step when" not in line]
-    assert divisor == "mean over the images that take part: replaced, the divisor is B whatever they hold"
+    assert (
+        divisor
+        == "mean over the images that take part: replaced, the divisor is B whatever they hold"
+    )
     assert any("every step is made" in line for line in lines) == (name != "SAR")
     assert len(operators) == len(FATES[name])
     for operator, fate in FATES[name].items():
@@ -597,7 +669,10 @@ def test_describe_names_every_operator_and_its_fate(name):
 
 def test_describe_says_what_kept_filters_become():
     text = adapter_of("DeYO", filters="keep", kept_fraction=0.25).method.describe()
-    assert "PLPD > tau: absorbed: a factor 0 or 1 inside the clip" in text and "the divisor is 0.25 B" in text
+    assert (
+        "PLPD > tau: absorbed: a factor 0 or 1 inside the clip" in text
+        and "the divisor is 0.25 B" in text
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -612,31 +687,63 @@ def test_methods_of_ones_own():
     method = Own(uncertainty=lambda logits: -jax.nn.log_softmax(logits).max())
     lines = tta.private(method, clip_norm=1.0, noise_multiplier=1.0).describe().splitlines()
     assert lines[0].startswith("private Own") and len(lines) == 6
-    assert lines[1].startswith("  uncertainty: absorbed") and lines[3].startswith("  radius: moved outside")
+    assert lines[1].startswith("  uncertainty: absorbed") and lines[3].startswith(
+        "  radius: moved outside"
+    )
     assert lines[2] == f"  {Method().explain('weight')}: {RULES['weight']}"
 
 
 def test_every_hook_has_a_rule():
     hooks = {name for name in vars(Method) if not name.startswith("_") and name != "start"}
-    assert hooks - {"overrides", "explain", "lower_blocks_only", "skips_empty"} == set(RULES) | {"uncertainty"}
+    assert hooks - {"overrides", "explain", "lower_blocks_only", "skips_empty"} == set(RULES) | {
+        "uncertainty"
+    }
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"method": "tent"}, TypeError, "method must be a jaxdp.tta.Method such as Tent.*, got str"),
-        ({"method": tta.private(tta.Tent(), clip_norm=1, noise_multiplier=1)}, TypeError, "method is private already"),
+        (
+            {"method": "tent"},
+            TypeError,
+            "method must be a jaxdp.tta.Method such as Tent.*, got str",
+        ),
+        (
+            {"method": tta.private(tta.Tent(), clip_norm=1, noise_multiplier=1)},
+            TypeError,
+            "method is private already",
+        ),
         ({"clip_norm": 0.0}, ValueError, "clip_norm must be positive and finite, got 0.0"),
         ({"clip_norm": math.inf}, ValueError, "clip_norm must be positive and finite"),
-        ({"clip_norm": 1e39}, ValueError, "clip_norm must be positive and finite"),  # not in float32
+        (
+            {"clip_norm": 1e39},
+            ValueError,
+            "clip_norm must be positive and finite",
+        ),  # not in float32
         ({"clip_norm": math.nan}, ValueError, "clip_norm must be positive and finite"),
-        ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be finite and not negative, got -1.0"),
+        (
+            {"noise_multiplier": -1.0},
+            ValueError,
+            "noise_multiplier must be finite and not negative, got -1.0",
+        ),
         ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier must be finite"),
-        ({"clip_norm": 1e-10, "noise_multiplier": 1e-28}, ValueError, "is 1e-38, but float32 noise needs"),
-        ({"clip_norm": 1e10, "noise_multiplier": 1e27}, ValueError, "e.37, but float32 noise needs"),
+        (
+            {"clip_norm": 1e-10, "noise_multiplier": 1e-28},
+            ValueError,
+            "is 1e-38, but float32 noise needs",
+        ),
+        (
+            {"clip_norm": 1e10, "noise_multiplier": 1e27},
+            ValueError,
+            "e.37, but float32 noise needs",
+        ),
         ({"clip_rule": "nonsense"}, ValueError, "clip_rule must be .*'nonsense'"),
         ({"filters": "drop"}, ValueError, "filters must be 'remove' or 'keep', got 'drop'"),
-        ({"filters": "keep", "kept_fraction": 0.0}, ValueError, r"kept_fraction must be in \(0, 1\]"),
+        (
+            {"filters": "keep", "kept_fraction": 0.0},
+            ValueError,
+            r"kept_fraction must be in \(0, 1\]",
+        ),
         ({"kept_fraction": 0.5}, ValueError, "and 1 unless filters='keep', got 0.5"),
     ],
 )
@@ -651,9 +758,9 @@ def test_the_clip_rule_reaches_the_gradient():
     rules = {}
     for rule in ("global", "automatic"):
         form = tta.private(tta.Tent(), clip_norm=0.5, noise_multiplier=0.0, clip_rule=rule)
-        assert form.sensitivity("zero_out") == 0.5 and ("by the rule 'automatic'" in form.describe()) == (
-            rule != "global"
-        )
+        assert form.sensitivity("zero_out") == 0.5 and (
+            "by the rule 'automatic'" in form.describe()
+        ) == (rule != "global")
         adapter = tta.Adapter(tiny.apply_fn, params, form, SGD)
         state, _ = adapter.step(adapter.init(jax.random.key(0)), batch)
         clipped = clipped_grad(
@@ -672,7 +779,9 @@ def test_the_clip_rule_reaches_the_gradient():
 def test_arguments_of_epsilon_and_sensitivity_are_checked():
     method = tta.private(tta.Tent(), clip_norm=1.0, noise_multiplier=1.0)
     for call in (method.sensitivity, lambda a: method.epsilon(delta=1e-6, adjacency=a)):
-        with pytest.raises(ValueError, match="adjacency must be 'replace_one' or 'zero_out', got 'add_remove'"):
+        with pytest.raises(
+            ValueError, match="adjacency must be 'replace_one' or 'zero_out', got 'add_remove'"
+        ):
             call("add_remove")
     with pytest.raises(ValueError, match="visits must be at least 1, got 0"):
         method.epsilon(delta=1e-6, visits=0)

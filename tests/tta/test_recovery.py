@@ -1,4 +1,5 @@
-"""Serving that dies and goes on: what is repeated, what is charged again, what is kept and what is refused."""
+"""Serving that dies and goes on: what is repeated, what is charged again, what is kept and what is
+refused."""
 
 import dataclasses
 import importlib.util
@@ -21,7 +22,9 @@ from jaxdp.release import notes
 from jaxdp.tta.monitor import CollapseMonitor
 from tests import forked
 
-_spec = importlib.util.spec_from_file_location("tiny_model", pathlib.Path(__file__).with_name("tiny_model.py"))
+_spec = importlib.util.spec_from_file_location(
+    "tiny_model", pathlib.Path(__file__).with_name("tiny_model.py")
+)
 tiny = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tiny)
 
@@ -54,11 +57,15 @@ class Watched:
 def source(count, seed=0):
     rng = np.random.default_rng(seed)
     image = rng.uniform(size=(count, tiny.SIDE, tiny.SIDE, 3)).astype(np.float32)
-    return from_arrays(image=image, label=rng.integers(0, tiny.CLASSES, count), num_classes=tiny.CLASSES)
+    return from_arrays(
+        image=image, label=rng.integers(0, tiny.CLASSES, count), num_classes=tiny.CLASSES
+    )
 
 
 def stream_of(*sizes, batch_size=4, **terms):
-    return tta.Stream({f"d{k}": source(n, k) for k, n in enumerate(sizes)}, batch_size=batch_size, seed=0, **terms)
+    return tta.Stream(
+        {f"d{k}": source(n, k) for k, n in enumerate(sizes)}, batch_size=batch_size, seed=0, **terms
+    )
 
 
 def adapter_of(clip_norm=1.0, optimizer=SGD, sigma=SIGMA, apply_fn=tiny.apply_fn, **terms):
@@ -83,7 +90,8 @@ def charged(ledger):
 
 
 def died(adapter, stream, steps, **arguments):
-    """Returns the releases of a process that was killed in step `steps` before it kept the last one."""
+    """Returns the releases of a process that was killed in step `steps` before it kept the last
+    one."""
     watched = Watched(adapter, steps)
     with pytest.raises(Died):
         tta.serve(watched, stream, **arguments)
@@ -109,17 +117,26 @@ def test_a_process_that_died_goes_on_bit_for_bit_and_is_charged_once(tmp_path, a
     adapter, stream = adapter_of(accumulate=accumulate), stream_of(12, 12, reset="domain")
     assert len(stream) == 6
     plain = new_ledger()
-    whole = tta.serve(adapter, stream, account=account_of(plain), workdir=tmp_path / "whole", seed=SEED)
+    whole = tta.serve(
+        adapter, stream, account=account_of(plain), workdir=tmp_path / "whole", seed=SEED
+    )
     ledger = new_ledger()
     moved = died(adapter, stream, 0, account=account_of(ledger), workdir=tmp_path / "run")
     for _ in range(5):  # repeats the batch that was interrupted, and dies in the next
         assert (tmp_path / "run" / "secret_seed").exists()
-        repeated, *after = died(adapter, stream, 1, account=account_of(ledger), workdir=tmp_path / "run")
+        repeated, *after = died(
+            adapter, stream, 1, account=account_of(ledger), workdir=tmp_path / "run"
+        )
         same(moved[-1], repeated)
         moved = after
     served = tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path / "run")
-    assert charged(ledger) == charged(plain) == 2 and ledger.events("stream") == plain.events("stream")
-    assert served.accuracy.keys() == whole.accuracy.keys() and served.resets == whole.resets == (0, 3)
+    assert charged(ledger) == charged(plain) == 2 and ledger.events("stream") == plain.events(
+        "stream"
+    )
+    assert served.accuracy.keys() == whole.accuracy.keys() and served.resets == whole.resets == (
+        0,
+        3,
+    )
     assert not list(tmp_path.rglob("secret_seed"))
 
 
@@ -128,7 +145,9 @@ def test_a_process_that_died_goes_on_bit_for_bit_and_is_charged_once(tmp_path, a
 @pytest.mark.parametrize("again", ["the same account", "another process"])
 def test_an_interrupted_stream_ends_as_one_that_was_not(tmp_path, accumulate, again):
     adapter, stream = adapter_of(accumulate=accumulate), stream_of(14, 13, remainder="pad")
-    monitor = CollapseMonitor(tiny.apply_fn, tiny.PARAMS, source(20, 9).arrays["image"], min_entropy=0.0, every=2)
+    monitor = CollapseMonitor(
+        tiny.apply_fn, tiny.PARAMS, source(20, 9).arrays["image"], min_entropy=0.0, every=2
+    )
     settings = {"seed": SEED, "monitor": monitor}
     whole = tta.serve(adapter, stream, account=account_of(), workdir=tmp_path / "whole", **settings)
     memory = tta.serve(adapter, stream, account=account_of(), **settings)
@@ -142,7 +161,9 @@ def test_an_interrupted_stream_ends_as_one_that_was_not(tmp_path, accumulate, ag
     if accumulate == 1:
         same_served(memory, whole)
     assert len(served.reports) == 4 and charged(ledger) == account.worst == 2
-    assert account.epsilons(delta=1e-6).unit == pytest.approx(ledger.epsilon("stream", delta=1e-6), rel=1e-6)
+    assert account.epsilons(delta=1e-6).unit == pytest.approx(
+        ledger.epsilon("stream", delta=1e-6), rel=1e-6
+    )
 
 
 @pytest.mark.slow
@@ -151,14 +172,22 @@ def test_a_second_call_returns_what_was_kept_and_pays_nothing(tmp_path):
     first = tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path)
     watched, delivered = Watched(adapter), []
     second = tta.serve(
-        watched, stream, account=account_of(ledger), workdir=tmp_path, deliver=lambda *given: delivered.append(given)
+        watched,
+        stream,
+        account=account_of(ledger),
+        workdir=tmp_path,
+        deliver=lambda *given: delivered.append(given),
     )
     same_served(first, second)
     assert not watched.moved and not delivered and charged(ledger) == 1
     longer = [*stream, *stream_of(12)]  # everybody comes once more
     account = account_of(ledger)
     third = tta.serve(watched, longer, account=account, workdir=tmp_path)
-    assert len(watched.moved) == 3 and charged(ledger) == account.worst == 2 and third.count.sum() == 24
+    assert (
+        len(watched.moved) == 3
+        and charged(ledger) == account.worst == 2
+        and third.count.sum() == 24
+    )
 
 
 KILLED = """
@@ -230,7 +259,9 @@ def with_other_image(stream, index):
         ("flags", "another process"),
     ],
 )
-def test_whatever_is_different_gets_fresh_noise_and_is_charged_again(tmp_path, changed, again, monkeypatch):
+def test_whatever_is_different_gets_fresh_noise_and_is_charged_again(
+    tmp_path, changed, again, monkeypatch
+):
     adapter, stream, ledger = adapter_of(), stream_of(12), new_ledger()
     account = account_of(ledger)
     (_, moved) = died(adapter, stream, 1, account=account, workdir=tmp_path)
@@ -244,13 +275,17 @@ def test_whatever_is_different_gets_fresh_noise_and_is_charged_again(tmp_path, c
         (one, two, three) = stream
         stream = [one, tta.Batch(**{**vars(two), "units": ("a", "b", "c", "d")}), three]
     else:
-        monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_cpu_enable_fast_math=false")
+        monkeypatch.setenv(
+            "XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_cpu_enable_fast_math=false"
+        )
     watched = Watched(adapter)
     tta.serve(watched, stream, account=account, workdir=tmp_path)
-    # Who came in the interrupted batch has come twice. People of other names have not: their old names have.
+    # Who came in the interrupted batch has come twice. People of other names have not: their old
+    # names have.
     assert charged(ledger) == account.worst == (1 if changed == "cost" else 2)
-    # Two noises differ by about 0.35 = 0.1 * SIGMA / 4 * sqrt(2 * 24). Under one noise another image moves the
-    # parameters by at most 0.05 = 0.1 * 2 / 4, and the other learning rate by about as much.
+    # Two noises differ by about 0.35 = 0.1 * SIGMA / 4 * sqrt(2 * 24). Under one noise another
+    # image moves the parameters by at most 0.05 = 0.1 * 2 / 4, and the other learning rate by about
+    # as much.
     assert np.linalg.norm(watched.moved[0] - moved) > 0.15
 
 
@@ -262,7 +297,10 @@ def test_an_interrupted_update_of_several_batches_is_charged_again_with_all_of_t
     account = account_of(ledger)
     tta.serve(adapter, with_other_image(stream, 2), account=account, workdir=tmp_path)
     pending = [unit for index in (0, 1, 2) for unit in stream.batch(index).units]
-    cost = {unit: sum(n**2 for n in releases.values()) for unit, releases in account.visits.counts.items()}
+    cost = {
+        unit: sum(n**2 for n in releases.values())
+        for unit, releases in account.visits.counts.items()
+    }
     assert cost == {str(unit): 2 if unit in pending else 1 for unit in range(24)}
     assert charged(ledger) == 2
     resumed = account_of(ledger)  # and the next process counts the same
@@ -275,7 +313,10 @@ def test_what_calls_back_to_python_is_charged_again(tmp_path):
     def apply_fn(params, images):
         logits = tiny.apply_fn(params, images)
         return logits + jax.pure_callback(
-            lambda x: np.zeros(x.shape, np.float32), logits, jax.lax.stop_gradient(logits), vmap_method="sequential"
+            lambda x: np.zeros(x.shape, np.float32),
+            logits,
+            jax.lax.stop_gradient(logits),
+            vmap_method="sequential",
         )
 
     adapter, stream, ledger = adapter_of(apply_fn=apply_fn), stream_of(8), new_ledger()
@@ -291,7 +332,9 @@ def test_another_ledger_is_charged_in_full(tmp_path):
     other = new_ledger()
     account = account_of(other)
     tta.serve(adapter, stream, account=account, workdir=tmp_path)
-    assert charged(other) == account.worst == 2 and other.events("stream")[None] == tta.event(EVENT, stream)
+    assert charged(other) == account.worst == 2 and other.events("stream")[None] == tta.event(
+        EVENT, stream
+    )
     small = new_ledger(epsilon=1.0, delta=1e-6)
     with pytest.raises(BudgetExceeded) as refused:
         tta.serve(adapter, stream, account=account_of(small), workdir=tmp_path)
@@ -307,7 +350,8 @@ def test_a_seed_repeats_a_stream_and_one_account_pays_for_it_once():
     third = tta.serve(adapter, with_other_image(stream, 1), account=account, seed=SEED)
     assert not np.array_equal(tiny.theta_of(third.state.params), tiny.theta_of(one.state.params))
     assert account.worst == charged(ledger) == 2
-    # An account that knows nothing of those visits pays for its own, or its other batches would be free.
+    # An account that knows nothing of those visits pays for its own, or its other batches would be
+    # free.
     tta.serve(adapter, stream, account=account_of(ledger), seed=SEED)
     assert charged(ledger) == 3
 
@@ -320,7 +364,10 @@ def test_a_repeated_pending_sum_in_another_update_is_charged_again():
     tta.serve(adapter, stream, account=account, seed=SEED)
     assert account.worst == 1
     tta.serve(adapter, with_other_image(stream, 1), account=account, seed=SEED)
-    cost = {unit: sum(n**2 for n in releases.values()) for unit, releases in account.visits.counts.items()}
+    cost = {
+        unit: sum(n**2 for n in releases.values())
+        for unit, releases in account.visits.counts.items()
+    }
     assert cost == dict.fromkeys(map(str, range(8)), 2) and charged(ledger) == 2
 
 
@@ -330,9 +377,13 @@ def test_a_repeated_pending_sum_in_another_update_is_charged_again():
 def test_one_state_under_two_accounts_gets_two_noises():
     adapter, stream = adapter_of(), stream_of(4)
     start = adapter.init()
-    one, two = (tta.serve(adapter, stream, account=account_of(), state=start).state for _ in range(2))
+    one, two = (
+        tta.serve(adapter, stream, account=account_of(), state=start).state for _ in range(2)
+    )
     gap = tiny.theta_of(one.params) - tiny.theta_of(two.params)
-    assert np.all(gap != 0)  # the distance of the noises is 0.1 * sqrt(2) * SIGMA / 4 = 0.07 on average
+    assert np.all(
+        gap != 0
+    )  # the distance of the noises is 0.1 * sqrt(2) * SIGMA / 4 = 0.07 on average
     assert 0.01 < np.std(gap) < 0.3
 
 
@@ -342,7 +393,9 @@ def test_a_state_in_the_middle_of_an_update_stays_with_its_account():
     account = account_of()
     start = adapter.init()
     state = tta.serve(adapter, [first], account=account, state=start).state
-    refused = pytest.raises(ValueError, match="state is in the middle of an update, but it is not the newest")
+    refused = pytest.raises(
+        ValueError, match="state is in the middle of an update, but it is not the newest"
+    )
     with refused:
         tta.serve(adapter, [second], account=account_of(), state=state)
     with refused:  # records that were clipped to another norm need other noise
@@ -378,7 +431,10 @@ def test_an_overspend_in_the_middle_of_an_update_returns_a_state_to_go_on_from()
     served = refused.value.served
     assert served.state.step % 2 == 1
     stranger = tta.Batch(**{**vars(stream.batch(0)), "units": tuple("abcd")})
-    assert tta.serve(adapter, [stranger], account=account, state=served.state).state.step == served.state.step + 1
+    assert (
+        tta.serve(adapter, [stranger], account=account, state=served.state).state.step
+        == served.state.step + 1
+    )
 
 
 # ------------------------------------------------------------------------------------------- what is kept, and refused
@@ -392,7 +448,10 @@ def test_only_the_owner_may_read_the_state_and_no_pending_sum_stays(tmp_path):
     run = tmp_path / "run"
 
     def deliver(batch, logits):
-        modes.extend(oct((run / name).stat().st_mode & 0o777) for name in ("state.safetensors", "served.jsonl"))
+        modes.extend(
+            oct((run / name).stat().st_mode & 0o777)
+            for name in ("state.safetensors", "served.jsonl")
+        )
 
     served = tta.serve(adapter, stream, account=account, workdir=run, deliver=deliver)
     assert set(modes) == {"0o600"} and run.stat().st_mode & 0o777 == 0o700
@@ -402,7 +461,12 @@ def test_only_the_owner_may_read_the_state_and_no_pending_sum_stays(tmp_path):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(served.state.pending))
     kept = tta.serve(adapter, stream, account=account_of(account.ledger), workdir=run).state
     same(kept[:-1], served.state[:-1])
-    assert sorted(path.name for path in run.iterdir()) == ["charges.jsonl", "lock", "served.jsonl", "state.safetensors"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "charges.jsonl",
+        "lock",
+        "served.jsonl",
+        "state.safetensors",
+    ]
 
 
 def test_what_is_not_the_same_stream_is_refused(tmp_path):
@@ -412,7 +476,8 @@ def test_what_is_not_the_same_stream_is_refused(tmp_path):
     renamed = [*batches[:1], tta.Batch(**{**vars(batches[1]), "domains": ("fog",) * 4}), batches[2]]
     for other in (renamed, [batches[0], batches[2], batches[1]]):
         with pytest.raises(
-            ValueError, match="batch 1 of stream differs in units or domains from the batch that was served in"
+            ValueError,
+            match="batch 1 of stream differs in units or domains from the batch that was served in",
         ):
             tta.serve(adapter, other, account=account_of(ledger), workdir=tmp_path)
     with pytest.raises(ValueError, match="stream has 2 batches, but 3 were served in"):
@@ -422,7 +487,12 @@ def test_what_is_not_the_same_stream_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds a stream with another event"):
         tta.serve(adapter_of(sigma=1.0), stream, account=None, workdir=tmp_path)
     with pytest.raises(ValueError, match="holds the state of another adapter"):
-        tta.serve(adapter_of(optimizer=optax.sgd(0.1)), stream, account=account_of(ledger), workdir=tmp_path)
+        tta.serve(
+            adapter_of(optimizer=optax.sgd(0.1)),
+            stream,
+            account=account_of(ledger),
+            workdir=tmp_path,
+        )
     assert charged(ledger) == 1
     same_served(tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path), served)
     (tmp_path / "state.safetensors").unlink()
@@ -434,9 +504,13 @@ def test_a_clip_norm_does_not_change_in_the_middle_of_an_update(tmp_path):
     stream = stream_of(12)
     died(adapter_of(accumulate=2), stream, 1, account=account_of(), workdir=tmp_path / "middle")
     with pytest.raises(ValueError, match="another clip_norm"):
-        tta.serve(adapter_of(0.1, accumulate=2), stream, account=account_of(), workdir=tmp_path / "middle")
+        tta.serve(
+            adapter_of(0.1, accumulate=2), stream, account=account_of(), workdir=tmp_path / "middle"
+        )
     died(adapter_of(accumulate=2), stream, 2, account=account_of(), workdir=tmp_path / "between")
-    tta.serve(adapter_of(0.1, accumulate=2), stream, account=account_of(), workdir=tmp_path / "between")
+    tta.serve(
+        adapter_of(0.1, accumulate=2), stream, account=account_of(), workdir=tmp_path / "between"
+    )
 
 
 def test_units_must_be_such_as_the_notes_can_hold(tmp_path):
@@ -444,7 +518,9 @@ def test_units_must_be_such_as_the_notes_can_hold(tmp_path):
     batch = next(iter(stream_of(8)))
     for number, unit in enumerate((1.5, True, ("ward", frozenset()))):
         stream = [dataclasses.replace(batch, units=(unit,) * 4)]
-        with pytest.raises(TypeError, match="units must have identifiers, which are texts or whole numbers"):
+        with pytest.raises(
+            TypeError, match="units must have identifiers, which are texts or whole numbers"
+        ):
             tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path / str(number))
     assert not ledger.events("stream")
     units = ["NaN", ("ward", 3, ("bed", "Ä")), np.int64(7), 7, "7", -1, b"id", "id"]
@@ -459,8 +535,15 @@ def test_units_must_be_such_as_the_notes_can_hold(tmp_path):
 
 
 def test_an_account_with_a_workdir_is_for_that_workdir_only(tmp_path):
-    adapter, one, two = adapter_of(), stream_of(8), stream_of(8, units=[f"stranger {k}" for k in range(8)])
-    account, refused = account_of(), pytest.raises(ValueError, match="Make one StreamAccount for each workdir")
+    adapter, one, two = (
+        adapter_of(),
+        stream_of(8),
+        stream_of(8, units=[f"stranger {k}" for k in range(8)]),
+    )
+    account, refused = (
+        account_of(),
+        pytest.raises(ValueError, match="Make one StreamAccount for each workdir"),
+    )
     tta.serve(adapter, one, account=account, workdir=tmp_path / "one")
     for elsewhere in ({"workdir": tmp_path / "two"}, {}):
         with refused:
@@ -513,9 +596,13 @@ def test_every_part_of_a_state_is_kept(tmp_path, method):
     ):
         adapter = tta.Adapter(tiny.apply_fn, params, chosen, optimizer)
         stream = stream_of(12)
-        whole = tta.serve(adapter, stream, account=None, workdir=tmp_path / name / "whole", seed=SEED)
+        whole = tta.serve(
+            adapter, stream, account=None, workdir=tmp_path / name / "whole", seed=SEED
+        )
         died(adapter, stream, 1, account=None, workdir=tmp_path / name / "run", seed=SEED)
-        served = tta.serve(adapter, stream, account=None, workdir=tmp_path / name / "run", seed=SEED)
+        served = tta.serve(
+            adapter, stream, account=None, workdir=tmp_path / name / "run", seed=SEED
+        )
         same_served(served, whole)
         assert served.state.params["block_0"]["norm"]["scale"].dtype == jnp.bfloat16
 
@@ -524,10 +611,17 @@ def test_every_part_of_a_state_is_kept(tmp_path, method):
 def test_a_step_is_lowered_once_for_every_kind_of_batch(tmp_path, monkeypatch):
     lowered = []
     plain = tta.adapter.program_text
-    monkeypatch.setattr(tta.adapter, "program_text", lambda *args: lowered.append(1) or plain(*args))
+    monkeypatch.setattr(
+        tta.adapter, "program_text", lambda *args: lowered.append(1) or plain(*args)
+    )
     adapter = adapter_of(accumulate=2)
     for workdir in ("one", "two"):
-        tta.serve(adapter, stream_of(42, remainder="pad", reset="domain"), account=None, workdir=tmp_path / workdir)
+        tta.serve(
+            adapter,
+            stream_of(42, remainder="pad", reset="domain"),
+            account=None,
+            workdir=tmp_path / workdir,
+        )
     assert len(lowered) == 1
     tta.serve(adapter, stream_of(42, batch_size=6), account=None, workdir=tmp_path / "three")
     assert len(lowered) == 2
@@ -562,7 +656,9 @@ def test_an_event_reads_no_image(monkeypatch):
     assert tta.event(EVENT, stream) == EVENT
     assert tta.event(EVENT, []) == NoOpDpEvent()
     for given in (stream, batches):
-        with pytest.raises(ValueError, match="unit must be 'photograph' or 'sample', got 'patient'"):
+        with pytest.raises(
+            ValueError, match="unit must be 'photograph' or 'sample', got 'patient'"
+        ):
             tta.event(EVENT, given, unit="patient")
 
 
@@ -579,16 +675,27 @@ def test_a_damaged_workdir_is_named_and_charges_nothing(tmp_path):
         path = tmp_path / name
         content = path.read_bytes()
         place = int(rng.integers(len(content)))
-        flipped = content[:place] + bytes([content[place] ^ 1 << int(rng.integers(7))]) + content[place + 1 :]
+        flipped = (
+            content[:place]
+            + bytes([content[place] ^ 1 << int(rng.integers(7))])
+            + content[place + 1 :]
+        )
         path.write_bytes(content[:place] if rng.integers(2) or name == "served.jsonl" else flipped)
-        with pytest.raises(ValueError, match=rf"{tmp_path}.* (is damaged|not a metrics line|holds a stream)"):
+        with pytest.raises(
+            ValueError, match=rf"{tmp_path}.* (is damaged|not a metrics line|holds a stream)"
+        ):
             tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path, seed=SEED)
         path.write_bytes(content)
     path = tmp_path / "state.safetensors"
     content = path.read_bytes()
-    path.write_bytes(content.replace(b'"digest"', b'"digesu"'))  # one bit: the file seems to have no digest
+    path.write_bytes(
+        content.replace(b'"digest"', b'"digesu"')
+    )  # one bit: the file seems to have no digest
     with pytest.raises(ValueError, match="is damaged"):
         tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path, seed=SEED)
     path.write_bytes(content)
     assert charged(ledger) == before
-    same_served(tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path, seed=SEED), expected)
+    same_served(
+        tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path, seed=SEED),
+        expected,
+    )

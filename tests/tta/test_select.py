@@ -1,4 +1,5 @@
-"""Which parameters adapt by default: as many as the public implementations adapt, under any naming."""
+"""Which parameters adapt by default: as many as the public implementations adapt, under any
+naming."""
 
 import functools
 
@@ -40,7 +41,9 @@ def test_vit_b16_adapts_what_the_public_code_adapts():
     assert count(params, selected(params, None)) == (50, 38_400)
     lower = selected(params, tta.lower_blocks(params))
     assert count(params, lower) == (36, 27_648)
-    expected = {f"block_{k}/norm_{n}/{kind}" for k in range(9) for n in (0, 1) for kind in ("scale", "bias")}
+    expected = {
+        f"block_{k}/norm_{n}/{kind}" for k in range(9) for n in (0, 1) for kind in ("scale", "bias")
+    }
     assert lower == expected
 
 
@@ -51,15 +54,21 @@ def test_convnext_excludes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("depth", "kept"), [(1, 1), (2, 1), (3, 2), (4, 3), (6, 4), (8, 6), (10, 7), (12, 9), (24, 18), (32, 24)]
+    ("depth", "kept"),
+    [(1, 1), (2, 1), (3, 2), (4, 3), (6, 4), (8, 6), (10, 7), (12, 9), (24, 18), (32, 24)],
 )
 def test_a_quarter_of_the_blocks_is_excluded(depth, kept):
     params = named(*(f"block_{k}/norm/scale" for k in range(depth)), "norm/scale")
-    assert selected(params, tta.lower_blocks(params)) == {f"block_{k}/norm/scale" for k in range(kept)}
+    assert selected(params, tta.lower_blocks(params)) == {
+        f"block_{k}/norm/scale" for k in range(kept)
+    }
 
 
 STYLES = {
-    "Linen": ("params/encoder/encoderblock_{}/LayerNorm_0/scale", "params/encoder/encoder_norm/scale"),
+    "Linen": (
+        "params/encoder/encoderblock_{}/LayerNorm_0/scale",
+        "params/encoder/encoder_norm/scale",
+    ),
     "timm": ("blocks/{}/norm1/weight", "norm/weight"),
     "timm's keys": ("blocks.{}.norm1.weight", "norm.weight"),
     "Hugging Face": ("vit/encoder/layer/{}/layernorm_before/weight", "vit/layernorm/weight"),
@@ -72,7 +81,10 @@ STYLES = {
 def test_other_namings(style):
     block, final = STYLES[style]
     blocks = [block.format(k) for k in range(12)]
-    others = [path.replace("scale", "kernel").replace("weight", "kernel").replace("bias", "kernel") for path in blocks]
+    others = [
+        path.replace("scale", "kernel").replace("weight", "kernel").replace("bias", "kernel")
+        for path in blocks
+    ]
     params = named(*blocks, final, *others, "head/weight", "embed/bias")
     assert selected(params, None) == {*blocks, final}
     assert selected(params, tta.lower_blocks(params)) == set(blocks[:9])
@@ -117,7 +129,18 @@ def test_what_is_no_normalisation(path):
 @pytest.mark.parametrize(
     "module",
     [
-        *("norm", "norm1", "LayerNorm_0", "GroupNorm_3", "layernorm_before", "ln", "ln_1", "ln2", "bn1", "gn2"),
+        *(
+            "norm",
+            "norm1",
+            "LayerNorm_0",
+            "GroupNorm_3",
+            "layernorm_before",
+            "ln",
+            "ln_1",
+            "ln2",
+            "bn1",
+            "gn2",
+        ),
         *("rms_1", "batchnorm/~", "BatchNorm2d", "batch_normalization_1", "norms/0"),
     ],
 )
@@ -129,7 +152,8 @@ def test_what_is_a_normalisation(module):
 def test_integers_do_not_adapt_and_selecting_nothing_is_an_error():
     params = {"norm": {"scale": jnp.arange(3)}, "dense": {"kernel": jnp.zeros(3)}}
     with pytest.raises(
-        ValueError, match=r"adapted selects no parameter.*\['dense/kernel', 'norm/scale'\].*Pass adapted="
+        ValueError,
+        match=r"adapted selects no parameter.*\['dense/kernel', 'norm/scale'\].*Pass adapted=",
     ):
         selected(params, None)
     assert selected(params, lambda path, leaf: True) == {"dense/kernel"}
@@ -137,10 +161,15 @@ def test_integers_do_not_adapt_and_selecting_nothing_is_an_error():
 
 def test_methods_choose_their_own_set():
     params = named("block_0/norm/scale", "block_1/norm/scale", "norm/scale")
-    everything, lower = ("block_0/norm/scale", "block_1/norm/scale", "norm/scale"), ("block_0/norm/scale",)
+    everything, lower = (
+        ("block_0/norm/scale", "block_1/norm/scale", "norm/scale"),
+        ("block_0/norm/scale",),
+    )
 
     def paths(method, **kwargs):
-        return tta.Adapter(lambda params, x: x, params, method, optax.sgd(1.0), **kwargs).adapted_paths
+        return tta.Adapter(
+            lambda params, x: x, params, method, optax.sgd(1.0), **kwargs
+        ).adapted_paths
 
     for method in (tta.Tent(), tta.EATA(10), tta.COME(tta.EATA(10), 10)):
         assert paths(method) == everything
@@ -164,7 +193,8 @@ def _stored(h, affine):
 
 
 def numbered(params, images):
-    """A model whose names mislead: numbers for LayerNorms, and "norm" in the names of what is none."""
+    """A model whose names mislead: numbers for LayerNorms, and "norm" in the names of what is
+    none."""
     h = images.reshape(len(images), -1) @ params["embed"]
     h = jnp.tanh(_layer_norm(h, params["layers"]["0"]["norm"]["1"]))
     h = jnp.tanh(h @ params["denormalise"]["weight"] + params["denormalise"]["bias"][None])
@@ -187,7 +217,12 @@ NUMBERED = {
         "2": {"last": {"weight": _of(6), "bias": _of(6)}},
     },
 }
-NORMS = {"layers/0/norm/1/weight", "layers/0/norm/1/bias", "layers/1/batch/scale", "layers/1/batch/offset"}
+NORMS = {
+    "layers/0/norm/1/weight",
+    "layers/0/norm/1/bias",
+    "layers/1/batch/scale",
+    "layers/1/batch/offset",
+}
 NORMS |= {"layers/2/last/weight", "layers/2/last/bias"}
 LOWER = {path for path in NORMS if "layers/2" not in path}
 IMAGES = jax.ShapeDtypeStruct((2, 2, 2, 3), jnp.float32)
@@ -198,7 +233,9 @@ def number_of(method, apply_fn=numbered, params=NUMBERED, **settings):
     return tta.Adapter(apply_fn, params, method, MOMENTUM, **settings)
 
 
-@pytest.mark.parametrize(("method", "expected"), [(tta.Tent(), NORMS), (tta.EATA(4), NORMS), (tta.SAR(4), LOWER)])
+@pytest.mark.parametrize(
+    ("method", "expected"), [(tta.Tent(), NORMS), (tta.EATA(4), NORMS), (tta.SAR(4), LOWER)]
+)
 def test_names_do_not_count(method, expected):
     adapter = number_of(method, images=IMAGES)
     assert set(adapter.adapted_paths) == expected
@@ -208,7 +245,10 @@ def test_names_do_not_count(method, expected):
         f"{type(method).__name__} adapts {len(expected)} of 11 parameters",
         "  layers/0/norm/1/bias [6]: offset of a normalisation by own statistics",
     ]
-    assert "layers/1/batch/scale [6]: scale of a normalisation by stored statistics" in adapter.describe()
+    assert (
+        "layers/1/batch/scale [6]: scale of a normalisation by stored statistics"
+        in adapter.describe()
+    )
 
 
 def earlier_rule(path, leaf):
@@ -219,7 +259,11 @@ def earlier_rule(path, leaf):
 
 def test_the_rule_of_names_of_the_first_version_is_caught():
     taken = selected(NUMBERED, earlier_rule)
-    assert taken == {f"{name}/{leaf}" for name in ("denormalise", "abnormality_head") for leaf in ("weight", "bias")}
+    assert taken == {
+        f"{name}/{leaf}"
+        for name in ("denormalise", "abnormality_head")
+        for leaf in ("weight", "bias")
+    }
     assert taken.isdisjoint(number_of(tta.Tent(), images=IMAGES).adapted_paths)
 
 
@@ -227,7 +271,9 @@ def test_the_rule_of_names_of_the_first_version_is_caught():
 @pytest.mark.parametrize("kind", ["published", "private"])
 def test_the_first_batch_decides(kind):
     method = tta.SAR(4, margin=1.0, reset_below=0.0)
-    method = tta.private(method, clip_norm=1.0, noise_multiplier=1.0) if kind == "private" else method
+    method = (
+        tta.private(method, clip_norm=1.0, noise_multiplier=1.0) if kind == "private" else method
+    )
     images = np.random.default_rng(0).normal(size=(5, 2, 2, 3)).astype(np.float32)
     late, early = number_of(method), number_of(method, images=IMAGES)
     assert set(late.adapted_paths) == {"layers/0/norm/1/weight", "layers/0/norm/1/bias"}
@@ -237,7 +283,9 @@ def test_the_first_batch_decides(kind):
         state, _ = late.step(state, images)
         expected, _ = early.step(early.init(key), images)
         assert late.describe() == early.describe() and set(late.adapted_paths) == LOWER
-        for one, two in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
+        for one, two in zip(
+            jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True
+        ):
             np.testing.assert_array_equal(one, two)
         moved = jax.tree.map(lambda new, old: bool(np.any(new != old)), state.params, NUMBERED)
         assert {path for path, moves in paths_of(moved) if moves} == LOWER
@@ -248,7 +296,11 @@ def test_the_first_batch_decides(kind):
 @pytest.mark.slow
 def test_fisher_has_the_same_leaves():
     images = np.random.default_rng(0).normal(size=(5, 2, 2, 3)).astype(np.float32)
-    for adapted, expected in ((None, NORMS), (tta.normalisation, NORMS), (tta.lower_blocks(NUMBERED), LOWER)):
+    for adapted, expected in (
+        (None, NORMS),
+        (tta.normalisation, NORMS),
+        (tta.lower_blocks(NUMBERED), LOWER),
+    ):
         found = tta.fisher(numbered, NUMBERED, [images], adapted)
         assert {path for path, leaf in paths_of(found) if leaf is not None} == expected
         assert set(number_of(tta.Tent(), adapted=adapted, images=IMAGES).adapted_paths) == expected
@@ -265,7 +317,9 @@ def _to_logits(params, images):
 
 
 def _without(params, images):
-    return jnp.tanh(images.reshape(len(images), -1) @ params["embed"] + params["layer"]["bias"][None])
+    return jnp.tanh(
+        images.reshape(len(images), -1) @ params["embed"] + params["layer"]["bias"][None]
+    )
 
 
 def _named_head(params, images):
@@ -275,7 +329,10 @@ def _named_head(params, images):
 def _hidden(params, images):
     h = images.reshape(len(images), -1) @ params["embed"]
     like = jax.ShapeDtypeStruct(h.shape, h.dtype)
-    return jax.pure_callback(_layer_norm, like, h, params["norm"], vmap_method="broadcast_all") @ params["embed"][:6]
+    return (
+        jax.pure_callback(_layer_norm, like, h, params["norm"], vmap_method="broadcast_all")
+        @ params["embed"][:6]
+    )
 
 
 AFFINE = {"weight": _of(6), "bias": _of(6)}
@@ -284,9 +341,21 @@ AFFINE = {"weight": _of(6), "bias": _of(6)}
 @pytest.mark.parametrize(
     ("apply_fn", "params", "message"),
     [
-        (_to_logits, {"norm": AFFINE}, r"selects \['norm/bias', 'norm/weight'\], whose results are the logits"),
-        (_without, {"layer": {"bias": _of(6)}}, r"selects no parameter.*\['embed', 'layer/bias'\].*Pass adapted="),
-        (_named_head, {"norm": {"bias": _of(6)}}, r"selects \['norm/bias'\], whose results are the logits"),
+        (
+            _to_logits,
+            {"norm": AFFINE},
+            r"selects \['norm/bias', 'norm/weight'\], whose results are the logits",
+        ),
+        (
+            _without,
+            {"layer": {"bias": _of(6)}},
+            r"selects no parameter.*\['embed', 'layer/bias'\].*Pass adapted=",
+        ),
+        (
+            _named_head,
+            {"norm": {"bias": _of(6)}},
+            r"selects \['norm/bias'\], whose results are the logits",
+        ),
     ],
     ids=["head", "none", "head by its name"],
 )
@@ -301,16 +370,23 @@ def test_what_must_not_adapt(apply_fn, params, message):
 def test_what_a_kernel_hides_goes_by_names_with_a_warning():
     params = {"embed": _of(12, 6), "norm": AFFINE, "other": {"weight": _of(6)}}
     program = jax.make_jaxpr(_hidden)(params, IMAGES)
-    with pytest.warns(UserWarning, match=r"\['norm/bias', 'norm/weight'\] adapt because of their names only"):
+    with pytest.warns(
+        UserWarning, match=r"\['norm/bias', 'norm/weight'\] adapt because of their names only"
+    ):
         found = chosen(params, None, program)
-    assert [leaf.reason for leaf in found] == ["by its name, because an operation hides what is computed"] * 2
+    assert [leaf.reason for leaf in found] == [
+        "by its name, because an operation hides what is computed"
+    ] * 2
 
 
 @pytest.mark.slow
 def test_merge_undoes_trainable_part():
     params = named("block_0/norm/scale", "head/kernel")
     moving = trainable_part(params, frozenset(["block_0/norm/scale"]))
-    assert moving["head"]["kernel"] is None and moving["block_0"]["norm"]["scale"] is params["block_0"]["norm"]["scale"]
+    assert (
+        moving["head"]["kernel"] is None
+        and moving["block_0"]["norm"]["scale"] is params["block_0"]["norm"]["scale"]
+    )
     moved = jax.tree.map(lambda x: x + 1, moving)
     merged = merge(moved, params)
     np.testing.assert_array_equal(merged["block_0"]["norm"]["scale"], 1)

@@ -34,7 +34,8 @@ class State(typing.NamedTuple):
 
 
 class Recorder:
-    """An adapter that predicts the class written in the first pixel, writes down its calls and counts batches."""
+    """An adapter that predicts the class written in the first pixel, writes down its calls and
+    counts batches."""
 
     def __init__(self, event=None, accumulate=1):
         self.method = typing.NamedTuple("M", [("event", object)])(event) if event else object()
@@ -79,7 +80,9 @@ def new_account(event, ledger=None, **terms):
     return StreamAccount((ledger or new_ledger()).account("stream"), event=event, **terms)
 
 
-@pytest.mark.parametrize("terms", [{}, {"order": "mixed"}, {"batch_size": 1}, {"order": "label_shifted"}])
+@pytest.mark.parametrize(
+    "terms", [{}, {"order": "mixed"}, {"batch_size": 1}, {"order": "label_shifted"}]
+)
 def test_accuracy_is_counted_over_real_records(terms):
     stream = Stream(domains(23, 10), **{"batch_size": 8, "seed": 0, "remainder": "pad"} | terms)
     served = serve(Recorder(), stream, account=None)
@@ -100,7 +103,9 @@ def test_accuracy_is_counted_over_real_records(terms):
 )
 def test_resets_come_before_the_batches_that_ask_for_them(reset, calls):
     adapter = Recorder()
-    served = serve(adapter, Stream(domains(20, 10), batch_size=5, seed=0, reset=reset), account=None)
+    served = serve(
+        adapter, Stream(domains(20, 10), batch_size=5, seed=0, reset=reset), account=None
+    )
     assert "".join(call[0] for call in adapter.calls) == calls
     assert len(served.resets) == calls.count("r")
     assert served.state.params["steps"] == {"never": 6, "domain": 2, "batch": 1}[reset]
@@ -132,7 +137,9 @@ def test_accumulated_batches_share_one_release():
     units = ["a", "b", "a", "c", "a", "d"]
     stream = Stream(domains(6), batch_size=1, seed=0)
     order = [int(batch.positions[0]) for batch in stream]
-    named = Stream(domains(6), batch_size=1, seed=0, units=[units[order.index(i)] for i in range(6)])
+    named = Stream(
+        domains(6), batch_size=1, seed=0, units=[units[order.index(i)] for i in range(6)]
+    )
     assert [batch.units[0] for batch in named] == units
     for accumulate, worst in [(1, 3), (2, 3), (3, 5), (6, 9)]:
         ledger, whole = new_ledger(), new_account(event)
@@ -182,7 +189,9 @@ def test_an_overspend_stops_before_its_batch():
 
 def test_each_record_s_row_is_delivered_with_its_batch():
     stream, got = Stream(domains(8, 6), batch_size=4, remainder="pad", seed=0), []
-    serve(Recorder(), stream, account=None, deliver=lambda batch, logits: got.append((batch, logits)))
+    serve(
+        Recorder(), stream, account=None, deliver=lambda batch, logits: got.append((batch, logits))
+    )
     assert len(got) == len(stream) == 4
     for batch, logits in got:
         shown = np.round(batch.images[:, 0, 0, 0] * 10)
@@ -193,7 +202,10 @@ def test_the_account_must_be_named_and_must_fit_the_method():
     stream = Stream(domains(8), batch_size=4, seed=0)
     with pytest.raises(TypeError, match="account"):
         serve(Recorder(), stream)
-    for event, other in [(GaussianDpEvent(1.0), GaussianDpEvent(2.0)), (None, GaussianDpEvent(2.0))]:
+    for event, other in [
+        (GaussianDpEvent(1.0), GaussianDpEvent(2.0)),
+        (None, GaussianDpEvent(2.0)),
+    ]:
         adapter = Recorder(event)
         with pytest.raises(ValueError, match="account charges GaussianDpEvent"):
             serve(adapter, stream, account=new_account(other))
@@ -205,7 +217,7 @@ def test_the_account_must_be_named_and_must_fit_the_method():
         new_account(GaussianDpEvent(1.0), unit="patient")
 
 
-# --- With real models -----------------------------------------------------------------------------------------------
+# --- With real models ---------------------------------------------------------------------------
 
 TRACES = []
 
@@ -225,7 +237,10 @@ def model():
     kernel = np.random.default_rng(0).normal(size=(9, CLASSES)).astype(np.float32)
     return {
         # So that an image of zeros, which is what padding holds, has a gradient too.
-        "norm": {"scale": jnp.ones(9, jnp.float32), "bias": jnp.linspace(-0.3, 0.3, 9, dtype=jnp.float32)},
+        "norm": {
+            "scale": jnp.ones(9, jnp.float32),
+            "bias": jnp.linspace(-0.3, 0.3, 9, dtype=jnp.float32),
+        },
         "head": {"kernel": jnp.asarray(kernel)},
     }
 
@@ -256,7 +271,9 @@ def test_nothing_recompiles_over_a_stream(accumulate, caplog):
     sizes = (62, 62, 62, 62)
     terms = {"batch_size": 8, "seed": 0, "reset": "domain", "remainder": "pad"}
     adapter = new_adapter(accumulate=accumulate)
-    monitor = CollapseMonitor(apply_fn, adapter.params, np.ones((3, 3, 3, 1), np.float32), min_entropy=0, every=2)
+    monitor = CollapseMonitor(
+        apply_fn, adapter.params, np.ones((3, 3, 3, 1), np.float32), min_entropy=0, every=2
+    )
     account = new_account(adapter.method.event)
     warm = Stream(domains(62), **terms)
     state = serve(adapter, warm, account=account, monitor=monitor).state
@@ -281,7 +298,8 @@ def test_condition_9_padding_leaves_the_divisor_public():
     def clipped(image):
         def entropy(norm):
             return -jnp.sum(
-                jax.nn.softmax(z := apply_fn({**model(), "norm": norm}, image[None])[0]) * jax.nn.log_softmax(z)
+                jax.nn.softmax(z := apply_fn({**model(), "norm": norm}, image[None])[0])
+                * jax.nn.log_softmax(z)
             )
 
         grads = jax.grad(entropy)(model()["norm"])
@@ -327,17 +345,24 @@ def test_condition_11_nothing_private_is_written_or_shown(tmp_path, monkeypatch)
 
     def no_writing(file, mode="r", *args, **kwargs):
         cache = os.environ["JAX_COMPILATION_CACHE_DIR"]  # compiled programs hold no values
-        assert str(file).startswith(cache) or not set(mode) & set("wax+"), f"{file} opened for writing"
+        assert str(file).startswith(cache) or not set(mode) & set("wax+"), (
+            f"{file} opened for writing"
+        )
         return plain_open(file, mode, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "open", no_writing)
-    stream = Stream(domains(16, 16), batch_size=8, seed=0, units=[f"patient-{i}" for i in range(16)])
+    stream = Stream(
+        domains(16, 16), batch_size=8, seed=0, units=[f"patient-{i}" for i in range(16)]
+    )
     adapter = new_adapter()
     with new_ledger("ledger.sqlite") as ledger:
         account = StreamAccount(ledger.account("stream"), event=adapter.method.event)
         served = serve(adapter, stream, account=account)
         report = ledger.report_text()
-    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"ledger.sqlite", "ledger.sqlite.head"}
+    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {
+        "ledger.sqlite",
+        "ledger.sqlite.head",
+    }
     assert b"patient" not in (tmp_path / "ledger.sqlite").read_bytes()
     shown = repr(served) + report + repr(next(iter(stream)))
     assert all(word not in shown for word in ("patient", "accuracy", "correct", "key"))
@@ -357,7 +382,13 @@ def test_a_collapsed_model_goes_back_to_its_source():
     resetting = CollapseMonitor(apply_fn, adapter.params, probe, reset=True, **settings)
     healed = serve(watched, stream, account=None, monitor=resetting)
     assert healed.resets == (2, 4)
-    assert [monitor(start).drift == 0 for start, *_ in watched.seen] == [True, False, True, False, True]
+    assert [monitor(start).drift == 0 for start, *_ in watched.seen] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""A method that jaxdp does not have: its own file (this one), one row in METHODS, and it passes what others pass."""
+"""A method that jaxdp does not have: its own file (this one), one row in METHODS, and it passes
+what others pass."""
 
 import dataclasses
 import importlib.util
@@ -10,7 +11,9 @@ import pytest
 
 from jaxdp import tta
 
-_spec = importlib.util.spec_from_file_location("test_methods", pathlib.Path(__file__).with_name("test_methods.py"))
+_spec = importlib.util.spec_from_file_location(
+    "test_methods", pathlib.Path(__file__).with_name("test_methods.py")
+)
 methods = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(methods)
 

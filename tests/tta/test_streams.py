@@ -1,4 +1,5 @@
-"""Streams: plans that depend on public numbers only, batches of one size, the orders of the papers."""
+"""Streams: plans that depend on public numbers only, batches of one size, the orders of the
+papers."""
 
 import dataclasses
 import math
@@ -16,7 +17,9 @@ CLASSES = 5
 def source(n, *, name="s", classes=CLASSES, seed=0):
     """Makes images filled with i / 1000, so that a batch shows its records."""
     labels = np.random.default_rng(seed).integers(0, classes, n)
-    image = np.broadcast_to(np.arange(n, dtype=np.float32)[:, None, None, None] / 1000, (n, 2, 2, 1))
+    image = np.broadcast_to(
+        np.arange(n, dtype=np.float32)[:, None, None, None] / 1000, (n, 2, 2, 1)
+    )
     return from_arrays(image=image, label=labels, num_classes=classes, name=name)
 
 
@@ -34,10 +37,15 @@ def check(stream):
     assert len(list(stream)) == len(stream)
     for batch in stream:
         m = int(batch.mask.sum())
-        assert batch.images.shape == (stream.batch_size, 2, 2, 1) and batch.images.dtype == np.float32
+        assert (
+            batch.images.shape == (stream.batch_size, 2, 2, 1) and batch.images.dtype == np.float32
+        )
         assert batch.labels.shape == batch.mask.shape == (stream.batch_size,)
         assert batch.labels.dtype == np.int32 and batch.mask.dtype == bool
-        assert batch.mask[:m].all() and len(batch.positions) == len(batch.domains) == len(batch.units) == m > 0
+        assert (
+            batch.mask[:m].all()
+            and len(batch.positions) == len(batch.domains) == len(batch.units) == m > 0
+        )
         for row, (domain, position) in enumerate(batch.visitors("sample")):
             example = stream.domains[domain][position]
             np.testing.assert_array_equal(batch.images[row], example["image"])
@@ -75,10 +83,21 @@ def test_continual_domains_share_one_uniform_shuffle():
     assert np.concatenate(first).tolist() != list(range(40))
     assert samples(stream) == samples(Stream(domains(40, 40), batch_size=10, seed=1))
     assert samples(stream) != samples(Stream(domains(40, 40), batch_size=10, seed=2))
-    # Frozen: the schedule must not change between versions, or published numbers could not be repeated.
-    assert Stream(domains(8), batch_size=8, seed=7).batch(0).positions.tolist() == [4, 1, 6, 3, 2, 7, 5, 0]
+    # Frozen: the schedule must not change between versions, or published numbers could not be
+    # repeated.
+    assert Stream(domains(8), batch_size=8, seed=7).batch(0).positions.tolist() == [
+        4,
+        1,
+        6,
+        3,
+        2,
+        7,
+        5,
+        0,
+    ]
     for order in ("continual", "mixed"):
-        # Where each of 5 positions lands, over 600 seeds: chi-square at 1e-4 per order, which sorted order must fail.
+        # Where each of 5 positions lands, over 600 seeds: chi-square at 1e-4 per order, which
+        # sorted order must fail.
         counts = np.zeros((5, 5))
         for seed in range(600):
             positions = Stream(domains(5), batch_size=5, order=order, seed=seed).batch(0).positions
@@ -91,7 +110,9 @@ def test_condition_9_contents_do_not_move_a_record():
     before = domains(30, 20)
     after = {
         name: from_arrays(
-            image=np.ones((len(s), 2, 2, 1), np.float32), label=np.zeros(len(s), np.int32), num_classes=CLASSES
+            image=np.ones((len(s), 2, 2, 1), np.float32),
+            label=np.zeros(len(s), np.int32),
+            num_classes=CLASSES,
         )
         for name, s in before.items()
     }
@@ -109,7 +130,9 @@ def test_condition_9_contents_do_not_move_a_record():
 
 def test_condition_10_a_missing_record_shifts_all_later_batches():
     full = source(24)
-    kept = full.take(np.delete(np.arange(24), Stream({"d": full}, batch_size=6, seed=0).batch(0).positions[0]))
+    kept = full.take(
+        np.delete(np.arange(24), Stream({"d": full}, batch_size=6, seed=0).batch(0).positions[0])
+    )
     streams = [Stream({"d": s}, batch_size=6, seed=0) for s in (full, kept)]
     batches = [[set(batch.images[:, 0, 0, 0].tolist()) for batch in stream] for stream in streams]
     assert all(a != b for a, b in zip(*batches, strict=False))
@@ -127,26 +150,35 @@ def test_label_shift_is_strict_at_infinite_odds():
 def test_label_shift_has_the_stated_odds(odds):
     classes, n = 4, 8000
     data = from_arrays(
-        image=np.zeros((n, 1, 1, 1), np.float32), label=np.arange(n) % classes, num_classes=classes, name="balanced"
+        image=np.zeros((n, 1, 1, 1), np.float32),
+        label=np.arange(n) % classes,
+        num_classes=classes,
+        name="balanced",
     )
     stream = Stream({"d": data}, batch_size=1, order="label_shifted", seed=11, imbalance=odds)
     labels = data.arrays["label"][[position for ((_, position),) in stream.visitors("sample")]]
-    # Phase k holds n_k odds / (odds + 3) + 3 n_k / (odds + 3) = n / 4 records on average; look at the middle of each.
+    # Phase k holds n_k odds / (odds + 3) + 3 n_k / (odds + 3) = n / 4 records on average; look at
+    # the middle of each.
     middle = labels.reshape(classes, -1)[:, 250:-250]
     own = np.array([(middle[k] == k).sum() for k in range(classes)])
     expected = odds / (odds + classes - 1)
-    # Binomial at 1e-4 for each phase: wrong odds (0.7 and 1.3 of the stated ones) must fail in at least one.
+    # Binomial at 1e-4 for each phase: wrong odds (0.7 and 1.3 of the stated ones) must fail in at
+    # least one.
     assert all(stats.binomtest(int(k), middle.shape[1], expected).pvalue > 1e-4 for k in own)
     for wrong in (0.7, 1.3):
         other = wrong * odds / (wrong * odds + classes - 1)
         assert stats.binomtest(int(own.sum()), middle.size, other).pvalue < 1e-4
-    strays = np.array([[(middle[k] == j).sum() for j in range(classes) if j != k] for k in range(classes)])
+    strays = np.array(
+        [[(middle[k] == j).sum() for j in range(classes) if j != k] for k in range(classes)]
+    )
     assert all(stats.chisquare(row).pvalue > 1e-4 for row in strays)
 
 
 def test_resets_of_the_protocols():
     def resets(reset, order="continual"):
-        return [b.reset for b in Stream(domains(20, 10), batch_size=5, seed=0, reset=reset, order=order)]
+        return [
+            b.reset for b in Stream(domains(20, 10), batch_size=5, seed=0, reset=reset, order=order)
+        ]
 
     assert resets("never") == [False] * 6
     assert resets("domain") == [True, False, False, False, True, False]
@@ -155,7 +187,10 @@ def test_resets_of_the_protocols():
 
 def test_condition_8_units_tell_views_of_one_photograph_from_samples():
     stream = Stream(domains(10, 10), batch_size=5, seed=0)
-    units, ids = [u for b in stream for u in b.units], [s for b in stream for s in b.visitors("sample")]
+    units, ids = (
+        [u for b in stream for u in b.units],
+        [s for b in stream for s in b.visitors("sample")],
+    )
     assert len(set(ids)) == 20 and sorted(units) == sorted(2 * list(range(10)))
     patients = [f"patient {i // 5}" for i in range(10)]
     shared = Stream(domains(10, 10), batch_size=5, seed=0, units=patients)
@@ -163,7 +198,9 @@ def test_condition_8_units_tell_views_of_one_photograph_from_samples():
         assert list(batch.units) == [patients[i] for i in batch.positions]
     named = {"d0": [f"p{i}" for i in range(10)], "d1": [f"p{i // 3}" for i in range(10)]}
     for batch in Stream(domains(10, 10), batch_size=5, seed=0, units=named):
-        assert list(batch.units) == [named[d][i] for d, i in zip(batch.domains, batch.positions, strict=True)]
+        assert list(batch.units) == [
+            named[d][i] for d, i in zip(batch.domains, batch.positions, strict=True)
+        ]
 
 
 def test_images_are_read_with_their_batch_only():
@@ -192,7 +229,10 @@ def test_a_part_of_a_source_is_a_domain():
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        ({"order": "sorted"}, "order must be 'continual', 'mixed' or 'label_shifted', got 'sorted'"),
+        (
+            {"order": "sorted"},
+            "order must be 'continual', 'mixed' or 'label_shifted', got 'sorted'",
+        ),
         ({"reset": "nonsense"}, "reset must be 'never', 'domain' or 'batch', got 'nonsense'"),
         ({"remainder": "keep"}, "remainder must be 'drop' or 'pad', got 'keep'"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
@@ -204,11 +244,23 @@ def test_a_part_of_a_source_is_a_domain():
         ({"imbalance": 2.0}, "imbalance=2.0 needs order='label_shifted'"),
         ({"order": "mixed", "reset": "domain"}, "reset='domain' has no meaning"),
         ({"units": range(10)}, "units must name each of the 20 positions, got 10"),
-        ({"units": {"d0": range(20)}}, "units must name each position of each domain, .*got {'d0': 20}"),
-        ({"domains": {}}, "at least one source"),
-        ({"domains": {"a": source(20), "b": source(20, classes=3)}}, "one image shape and number of classes"),
         (
-            {"domains": {"a": from_arrays(features=np.ones((20, 2)), label=np.zeros(20, int), num_classes=2)}},
+            {"units": {"d0": range(20)}},
+            "units must name each position of each domain, .*got {'d0': 20}",
+        ),
+        ({"domains": {}}, "at least one source"),
+        (
+            {"domains": {"a": source(20), "b": source(20, classes=3)}},
+            "one image shape and number of classes",
+        ),
+        (
+            {
+                "domains": {
+                    "a": from_arrays(
+                        features=np.ones((20, 2)), label=np.zeros(20, int), num_classes=2
+                    )
+                }
+            },
             "has no column 'image'",
         ),
     ],
@@ -234,5 +286,8 @@ def test_condition_8_every_record_of_a_batch_is_named(column):
     batch = Stream({"a": source(6)}, batch_size=4, seed=0, remainder="pad").batch(1)
     assert batch.mask.sum() == 2
     for wrong in (getattr(batch, column)[:1], ()):
-        with pytest.raises(ValueError, match=f"{column} must name each of the 2 records under mask, got {len(wrong)}"):
+        with pytest.raises(
+            ValueError,
+            match=f"{column} must name each of the 2 records under mask, got {len(wrong)}",
+        ):
             dataclasses.replace(batch, **{column: wrong})

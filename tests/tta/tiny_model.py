@@ -1,4 +1,5 @@
-"""A small model with two LayerNorms, as a JAX function and as the NumPy oracle's model, and images for it."""
+"""A small model with two LayerNorms, as a JAX function and as the NumPy oracle's model, and images
+for it."""
 
 import importlib.util
 import pathlib
@@ -11,7 +12,9 @@ CLASSES, WIDTH, SIDE = 4, 6, 4
 
 
 def _load(name):
-    spec = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
+    spec = importlib.util.spec_from_file_location(
+        name, pathlib.Path(__file__).with_name(f"{name}.py")
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -36,7 +39,9 @@ PARAMS = {
     },
     "head": jnp.asarray(_rng.normal(size=(WIDTH, CLASSES)) * 0.7, jnp.float32),
 }
-MODEL = published.Model(np.asarray(PARAMS["embed"], np.float64), np.asarray(PARAMS["head"], np.float64))
+MODEL = published.Model(
+    np.asarray(PARAMS["embed"], np.float64), np.asarray(PARAMS["head"], np.float64)
+)
 
 
 CALLS = []  # one for each call of `apply_fn`: a compiled step calls it while it is traced only
@@ -53,13 +58,17 @@ def apply_fn(params, images):
 
 
 def _layer_norm(h, affine):
-    h = (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(h.var(-1, keepdims=True) + published.EPSILON)
+    h = (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(
+        h.var(-1, keepdims=True) + published.EPSILON
+    )
     return h * affine["scale"][None] + affine["bias"][None]
 
 
 def theta_of(params):
     """Returns the oracle's array [4, WIDTH] of the adapted parameters."""
-    norms = [params[name]["norm"][kind] for name in ("block_0", "block_1") for kind in ("scale", "bias")]
+    norms = [
+        params[name]["norm"][kind] for name in ("block_0", "block_1") for kind in ("scale", "bias")
+    ]
     return np.stack([np.asarray(x, np.float64) for x in norms])
 
 

@@ -1,15 +1,17 @@
 """Convolutions on the lanes of a TPU, one example at a time.
 
-All arrays lie on the grid of the input, cut into cells of `strides` entries. An entry of a cell is a phase, and phases
-are channels. So a strided convolution is one of stride 1: kernel position i meets phase p of the cell that is a
-cells away, where s a + p = i d - lo for stride s, dilation d and padding lo. Cells lie on the lanes of a row. With x_a
-the data moved by a rows of cells and g_b the cotangents moved by b columns, the gradient of an example is
+All arrays lie on the grid of the input, cut into cells of `strides` entries. An entry of a cell is
+a phase, and phases are channels. So a strided convolution is one of stride 1: kernel position i
+meets phase p of the cell that is a cells away, where s a + p = i d - lo for stride s, dilation d
+and padding lo. Cells lie on the lanes of a row. With x_a the data moved by a rows of cells and g_b
+the cotangents moved by b columns, the gradient of an example is
 
     dV[i, j] = x_a(i) g_b(j)^T,
 
-one product of all x_a below each other and all g_b below each other. What leaves the grid is zero. The squared norm of
-that product A B^T is also the sum of the entries of (A^T A) * (B^T B), which is cheaper for few cells and many
-channels. Two or more examples of few cells share the lanes there, and only the blocks of one example count.
+one product of all x_a below each other and all g_b below each other. What leaves the grid is zero.
+The squared norm of that product A B^T is also the sum of the entries of (A^T A) * (B^T B), which is
+cheaper for few cells and many channels. Two or more examples of few cells share the lanes there,
+and only the blocks of one example count.
 """
 
 import dataclasses
@@ -94,7 +96,9 @@ class Plan:
     @property
     def phases(self) -> tuple[list[int], list[int]]:
         """The phases of rows and of columns that the kernel meets."""
-        return sorted({phase for _, phase in self.rows}), sorted({phase for _, phase in self.columns})
+        return sorted({phase for _, phase in self.rows}), sorted(
+            {phase for _, phase in self.columns}
+        )
 
     @property
     def cells(self) -> int:
@@ -123,7 +127,9 @@ class Plan:
 
     @functools.cached_property
     def sides(self) -> int:
-        """The number of examples that share the lanes, where products of cells are cheaper than the gradient."""
+        """The number of examples that share the lanes, where products of cells are cheaper than the
+        gradient.
+        """
         return LANES // _slot(self.cells) if self.by_cells else 1
 
     @property
@@ -138,7 +144,9 @@ class Plan:
 
     @functools.cached_property
     def by_cells(self) -> bool:
-        """Whether products of cells are cheaper than the gradient, as where examples share the lanes."""
+        """Whether products of cells are cheaper than the gradient, as where examples share the
+        lanes.
+        """
         return 2 * self.cells <= LANES or self._passes_by_cells < self._passes_of_gradient
 
     @property
@@ -150,7 +158,9 @@ class Plan:
     def sizes(self) -> list[tuple[int, int]]:
         """The rows of A and of B for each phase of columns."""
         channels, outputs = self.filled
-        return [(len(self.rows) * channels, len(self.columns_of(q)) * outputs) for q in self.phases[1]]
+        return [
+            (len(self.rows) * channels, len(self.columns_of(q)) * outputs) for q in self.phases[1]
+        ]
 
     @property
     def _passes_of_gradient(self) -> int:
@@ -202,7 +212,9 @@ def _slot(cells: int) -> int:
 
 def on_grid(plan: Plan, strides: tuple[int, ...], y: jax.Array) -> jax.Array:
     """Returns y [B, ...] with zeros behind it, so that it fills the cells of the grid."""
-    behind = [(0, cells * s - n) for cells, s, n in zip(plan.grid, strides, y.shape[1:3], strict=True)]
+    behind = [
+        (0, cells * s - n) for cells, s, n in zip(plan.grid, strides, y.shape[1:3], strict=True)
+    ]
     return jnp.pad(y, [(0, 0), *behind, (0, 0)])
 
 
@@ -237,14 +249,18 @@ def packed(low: jax.Array, high: jax.Array) -> jax.Array:
 
 
 def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[tuple[jax.Array, jax.Array]]]:
-    """Returns a function of the words of data and cotangents that returns A and B for each phase of columns."""
+    """Returns a function of the words of data and cotangents that returns A and B for each phase of
+    columns.
+    """
     lane = lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1)
     cell = lax.rem(lane, jnp.int32(plan.slot))
     height, width = plan.grid
     row, column = lax.div(cell, jnp.int32(width)), lax.rem(cell, jnp.int32(width))
 
     def moved(words: jax.Array, by: int, inside: jax.Array) -> jax.Array:
-        """Returns the bfloat16 numbers that are `by` cells behind, and zero where these are not `inside`."""
+        """Returns the bfloat16 numbers that are `by` cells behind, and zero where these are not
+        `inside`.
+        """
         from jax.experimental.pallas import tpu as pltpu
 
         if by:
@@ -260,7 +276,10 @@ def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[tuple[jax.Array
         beside = {b: moved(cotangents, -b, within(column, -b, width)) for b in plan.moves}
         pairs = []
         for number, phase in enumerate(plan.phases[1]):
-            below = [moved(_phase(plan, data, p, number), a * width, within(row, a, height)) for a, p in plan.rows]
+            below = [
+                moved(_phase(plan, data, p, number), a * width, within(row, a, height))
+                for a, p in plan.rows
+            ]
             others = [beside[b] for b in plan.columns_of(phase)]
             pairs.append((jnp.concatenate(below, 0), jnp.concatenate(others, 0)))
         return pairs
@@ -269,7 +288,9 @@ def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[tuple[jax.Array
 
 
 def norm_of(plan: Plan) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
-    """Returns a function of the words of data and cotangents that returns partial sums [1, 128] of `RESULTS`."""
+    """Returns a function of the words of data and cotangents that returns partial sums [1, 128] of
+    `RESULTS`.
+    """
     stacks = _stacks(plan)
 
     def norm(data: jax.Array, cotangents: jax.Array) -> list[jax.Array]:
@@ -293,15 +314,20 @@ def _sums(plan: Plan, a: jax.Array, b: jax.Array) -> list[jax.Array]:
     data, cotangents = (jnp.where(own, product(y, y, over_rows), 0.0) for y in (a, b))
     squares = _folded(data * cotangents)
     diagonal = _same((plan.lanes, plan.lanes), 1)
-    square_a, square_b = (jnp.sum(jnp.where(diagonal, y, 0.0), 0, keepdims=True) for y in (data, cotangents))
+    square_a, square_b = (
+        jnp.sum(jnp.where(diagonal, y, 0.0), 0, keepdims=True) for y in (data, cotangents)
+    )
     apart = _folded(jnp.sqrt(square_a) * jnp.sqrt(square_b))
-    # With a_t a_s at most (a_t^2 + a_s^2) / 2, E is a sum over columns, since the products are symmetric.
+    # With a_t a_s at most (a_t^2 + a_s^2) / 2, E is a sum over columns, since the products are
+    # symmetric.
     data, cotangents = jnp.abs(data), jnp.abs(cotangents)
     sum_a, sum_b = (jnp.sum(y, 0, keepdims=True) for y in (data, cotangents))
-    # A unit adds the rows of a product one after the other. The sum of all entries is one over rows, then lanes.
+    # A unit adds the rows of a product one after the other. The sum of all entries is one over
+    # rows, then lanes.
     spread = len(a) * _folded(square_a * sum_b) + len(b) * _folded(square_b * sum_a)
     spread += (plan.lanes + LANES) * _folded(data * cotangents)
-    # Products that underflow count at their upper bound, so tiny data cannot hide a gradient behind huge cotangents.
+    # Products that underflow count at their upper bound, so tiny data cannot hide a gradient behind
+    # huge cotangents.
     least = rounding.FLUSHED / rounding.eps(jnp.float32)
     spread += least * (len(a) * _folded(sum_b) + len(b) * _folded(sum_a) + plan.lanes)
     return [squares, apart, rounding.eps(jnp.float32) * spread]
@@ -315,22 +341,36 @@ def _length(y: jax.Array) -> jax.Array:
 
 def _same(shape: tuple[int, ...], slot: int) -> jax.Array:
     """Returns whether the row and the column of an entry are of one slot."""
-    row, column = (lax.div(lax.broadcasted_iota(jnp.int32, shape, d), jnp.int32(slot)) for d in range(2))
+    row, column = (
+        lax.div(lax.broadcasted_iota(jnp.int32, shape, d), jnp.int32(slot)) for d in range(2)
+    )
     return row == column
 
 
 def weighted_of(plan: Plan) -> Callable[..., list[jax.Array]]:
-    """Returns a function of words and factors that returns the weighted A B^T for each phase of columns."""
+    """Returns a function of words and factors that returns the weighted A B^T for each phase of
+    columns.
+    """
     stacks = _stacks(plan)
-    side_of_lane = lax.div(lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1), jnp.int32(plan.slot))
+    side_of_lane = lax.div(
+        lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1), jnp.int32(plan.slot)
+    )
     over_lanes = (((1,), (1,)), ((), ()))
 
-    def weighted(data: jax.Array, cotangents: jax.Array, factors: list[jax.Array]) -> list[jax.Array]:
+    def weighted(
+        data: jax.Array, cotangents: jax.Array, factors: list[jax.Array]
+    ) -> list[jax.Array]:
         sums = None
         for side, factor in enumerate(factors):
-            own = [jnp.where(side_of_lane == side, words, jnp.uint32(0)) for words in (data, cotangents)]
+            own = [
+                jnp.where(side_of_lane == side, words, jnp.uint32(0))
+                for words in (data, cotangents)
+            ]
             pairs = stacks(*(own if plan.sides > 1 else (data, cotangents)))
-            products = [lax.dot_general(a, b, over_lanes, preferred_element_type=jnp.float32) for a, b in pairs]
+            products = [
+                lax.dot_general(a, b, over_lanes, preferred_element_type=jnp.float32)
+                for a, b in pairs
+            ]
             # An example without weight may hold NaN.
             terms = [jnp.where(factor == 0, 0.0, factor * product) for product in products]
             sums = terms if sums is None else [a + b for a, b in zip(sums, terms, strict=True)]

@@ -1,8 +1,8 @@
 """Norms of per-example gradients of 2-D convolutions on a TPU.
 
-XLA forms the gradient of each example by a grouped convolution or a batched product, which leaves most of the
-matrix unit empty, and writes it. A kernel walks over examples, keeps one gradient in the memory of the chip, and
-writes one row of 128 partial sums.
+XLA forms the gradient of each example by a grouped convolution or a batched product, which leaves
+most of the matrix unit empty, and writes it. A kernel walks over examples, keeps one gradient in
+the memory of the chip, and writes one row of 128 partial sums.
 """
 
 import functools
@@ -27,8 +27,8 @@ PASSES = 2**15
 def suits(x: Any, g: Any, geometry: cells.Geometry) -> bool:
     """Returns whether `norms_and_bounds` serves arrays of these shapes and types.
 
-    It refuses kernels that are not of two dimensions, empty arrays, other types than bfloat16 and float32, and images
-    that do not fit into the memory of a chip.
+    It refuses kernels that are not of two dimensions, empty arrays, other types than bfloat16 and
+    float32, and images that do not fit into the memory of a chip.
     """
     if len(geometry.window) != 2 or not math.prod((*x.shape[1:], *g.shape[1:])):
         return False
@@ -39,15 +39,19 @@ def suits(x: Any, g: Any, geometry: cells.Geometry) -> bool:
     return plan.passes <= PASSES and plan.stored + blocks <= lanes.KERNEL_BYTES // 4
 
 
-def norms_and_bounds(x: jax.Array, g: jax.Array, geometry: cells.Geometry) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the squared norm of each example's gradient of a convolution's kernel, and M and E of it, float32 [B].
+def norms_and_bounds(
+    x: jax.Array, g: jax.Array, geometry: cells.Geometry
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the squared norm of each example's gradient of a convolution's kernel, and M and E of
+    it, float32 [B].
 
     M and E are those of `jaxdp.transforms.rounding`.
 
-    The gradient of example i is dV_i[p, c, k] = sum over positions t of x_i[s t + d p - lo, c] g_i[t, k], for
-    strides s, dilations d and padding lo. Neither it nor patches of the data are written. Entries are rounded to
-    bfloat16, as XLA rounds those of a convolution of the default precision on a TPU. Their products are exact, and
-    sums are of float32. A norm does not depend on other examples of the batch, whatever they hold.
+    The gradient of example i is dV_i[p, c, k] = sum over positions t of x_i[s t + d p - lo, c]
+    g_i[t, k], for strides s, dilations d and padding lo. Neither it nor patches of the data are
+    written. Entries are rounded to bfloat16, as XLA rounds those of a convolution of the default
+    precision on a TPU. Their products are exact, and sums are of float32. A norm does not depend on
+    other examples of the batch, whatever they hold.
 
     Args:
       x: [B, H, W, C], the data, bfloat16 or float32.
@@ -57,8 +61,9 @@ def norms_and_bounds(x: jax.Array, g: jax.Array, geometry: cells.Geometry) -> tu
     A mapped axis of `jax.vmap` becomes part of the batch.
 
     Formal guarantees:
-      Up to the rounding of M and E themselves, M is at least the norm of the gradient of |x| and |g|, so (T + 8) eps M
-      bounds the rounding of a gradient of T positions. The squared norm of the gradient of rounded entries differs
+      Up to the rounding of M and E themselves, M is at least the norm of the gradient of |x| and
+      |g|, so (T + 8) eps M bounds the rounding of a gradient of T positions. The squared norm of
+      the gradient of rounded entries differs
       from the first result by at most E and the rounding of a sum of squares. E is 0 where the kernel forms the
       gradient, whose entries are rounded as M tells.
     """
@@ -71,7 +76,9 @@ def _mapped_norms(geometry: cells.Geometry, x: jax.Array, g: jax.Array) -> jax.A
     norms = custom_vmap(functools.partial(_norms, geometry))
 
     @norms.def_vmap
-    def mapped(size: int, batched: Sequence[bool], x: jax.Array, g: jax.Array) -> tuple[jax.Array, bool]:
+    def mapped(
+        size: int, batched: Sequence[bool], x: jax.Array, g: jax.Array
+    ) -> tuple[jax.Array, bool]:
         x, g = (y.reshape(-1, *y.shape[2:]) for y in _all_mapped(size, batched, (x, g)))
         results = _mapped_norms(geometry, x, g)
         return results.reshape(len(results), size, -1).swapaxes(0, 1), True
@@ -96,7 +103,9 @@ def _norms(geometry: cells.Geometry, x: jax.Array, g: jax.Array) -> jax.Array:
 
 
 def sums_suit(x: Any, g: Any, geometry: cells.Geometry) -> bool:
-    """Returns whether `weighted_sum` serves arrays of these shapes and types: those whose batch is on the lanes."""
+    """Returns whether `weighted_sum` serves arrays of these shapes and types: those whose batch is
+    on the lanes.
+    """
     if not x.shape[0] or not suits(x, g, geometry):
         return False
     plan = cells.Plan.of(geometry, x, g)
@@ -104,11 +113,14 @@ def sums_suit(x: Any, g: Any, geometry: cells.Geometry) -> bool:
     return lanes.batch_on_lanes(plan, x.shape[0]) and stored <= cells.PRODUCT_BYTES
 
 
-def weighted_sum(x: jax.Array, g: jax.Array, factors: jax.Array, geometry: cells.Geometry) -> jax.Array:
-    """Returns the weighted sum of the examples' gradients of a convolution's kernel, float32 [*window, C, K].
+def weighted_sum(
+    x: jax.Array, g: jax.Array, factors: jax.Array, geometry: cells.Geometry
+) -> jax.Array:
+    """Returns the weighted sum of the examples' gradients of a convolution's kernel, float32
+    [*window, C, K].
 
-    The gradient of an example is that of `norms_and_bounds`, as are the other arguments. Its factor multiplies it in
-    float32. An example whose factor is 0 adds 0, whatever it holds.
+    The gradient of an example is that of `norms_and_bounds`, as are the other arguments. Its factor
+    multiplies it in float32. An example whose factor is 0 adds 0, whatever it holds.
 
     Args:
       factors: [B], real.
@@ -139,7 +151,9 @@ def _sum(geometry: cells.Geometry, x: jax.Array, g: jax.Array, factors: jax.Arra
     return jnp.concatenate(parts, 1)[:, jnp.argsort(jnp.array(order))]
 
 
-def _norms_of_blocks(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array) -> jax.Array:
+def _norms_of_blocks(
+    plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array
+) -> jax.Array:
     """Returns the squared norms, M and E of examples whose cells XLA brings onto the lanes."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -155,7 +169,9 @@ def _norms_of_blocks(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g
         norm = cells.norm_of(plan)
 
         def example(i: jax.Array) -> None:
-            for row, values in enumerate(norm(cells.words_of(data[i]), cells.words_of(cotangents[i]))):
+            for row, values in enumerate(
+                norm(cells.words_of(data[i]), cells.words_of(cotangents[i]))
+            ):
                 sums[i, row : row + 1] = values
 
         cells.each(example, size, plan.unrolled)
@@ -186,10 +202,17 @@ def _phases(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array) -> jax.Arr
 
 
 def _on_lanes(plan: cells.Plan, y: jax.Array) -> jax.Array:
-    """Returns y [B, (phases,) rows, columns, channels] as bfloat16 [groups, phases * channels, lanes]."""
+    """Returns y [B, (phases,) rows, columns, channels] as bfloat16 [groups, phases * channels,
+    lanes].
+    """
     batch, channels, sides = len(y), y.shape[-1], plan.sides
     y = y.astype(jnp.bfloat16).reshape(batch, -1, plan.cells, channels).swapaxes(2, 3)
-    whole = (cells.up(batch, sides) - batch, 0, cells.up(channels, cells.ROWS) - channels, plan.slot - plan.cells)
+    whole = (
+        cells.up(batch, sides) - batch,
+        0,
+        cells.up(channels, cells.ROWS) - channels,
+        plan.slot - plan.cells,
+    )
     y = jnp.pad(y, [(0, n) for n in whole])
     y = y.reshape(len(y) // sides, sides, -1, plan.slot).swapaxes(1, 2)
     return y.reshape(len(y), -1, plan.lanes)

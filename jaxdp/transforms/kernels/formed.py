@@ -1,7 +1,8 @@
 """Squared norms of per-example gradients of dense layers by forming them, on a TPU.
 
-The kernel forms blocks of u_i^T w_i in the memory of the chip and writes sums of their squares. It costs one product
-for each example, and is for long examples of narrow layers, where Gram matrices cost more.
+The kernel forms blocks of u_i^T w_i in the memory of the chip and writes sums of their squares. It
+costs one product for each example, and is for long examples of narrow layers, where Gram matrices
+cost more.
 """
 
 import functools
@@ -33,7 +34,9 @@ class _Blocks(NamedTuple):
 
 
 def cycles(positions: int, rows: int, cols: int, itemsize: int = 2) -> float:
-    """Returns the estimated cycles of one example: of its products, of adding squares, or of reading it."""
+    """Returns the estimated cycles of one example: of its products, of adding squares, or of
+    reading it.
+    """
     return _blocks(positions, rows, cols, itemsize).cycles
 
 
@@ -46,7 +49,12 @@ def _blocks(positions: int, rows: int, cols: int, itemsize: int) -> _Blocks:
         products = tiles.padded(positions) * entries / tiles.PRODUCTS_PER_CYCLE
         squares = _SQUARES * entries / (_SUBLANES * tiles.LANES)
         # The columns stay on the chip while all rows pass.
-        read = positions * (block_rows + block_cols * block_rows / rows) * itemsize / tiles.BYTES_PER_CYCLE
+        read = (
+            positions
+            * (block_rows + block_cols * block_rows / rows)
+            * itemsize
+            / tiles.BYTES_PER_CYCLE
+        )
         steps = (rows // block_rows) * (cols // block_cols)
         return _Blocks(block_rows, block_cols, steps * max(products + _OVERHEAD, squares, read))
 
@@ -65,8 +73,8 @@ def _vmem(positions: int, blocks: _Blocks, itemsize: int) -> float:
 def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bool:
     """Returns whether `formed_norms` serves u [B, positions, rows] and w [B, positions, cols].
 
-    It serves 8 to 4096 positions, 64 or more rows and columns, bfloat16 and float32. Many rows or columns must be a
-    multiple of 128.
+    It serves 8 to 4096 positions, 64 or more rows and columns, bfloat16 and float32. Many rows or
+    columns must be a multiple of 128.
     """
     kind = jnp.dtype(dtype)
     if kind not in (jnp.bfloat16, jnp.float32) or min(rows, cols) < tiles.LEAST:
@@ -84,8 +92,8 @@ def formed_norms(u: jax.Array, w: jax.Array) -> jax.Array:
       u: [B, T, p], bfloat16, or float32 with entries that bfloat16 has. B may be 0.
       w: [B, T, q], likewise.
 
-    Products are exact and are added in float32. A term of an entry passes at most T additions. No result of one
-    example depends on another.
+    Products are exact and are added in float32. A term of an entry passes at most T additions. No
+    result of one example depends on another.
     """
     u, w = tiles.varied(u, w)
     if len(u) == 0:
@@ -139,7 +147,9 @@ def _kernel(u: Any, w: Any, sums: Any) -> None:
 
 def _tile_of_sums(x: jax.Array) -> jax.Array:
     """Returns sums over parts of x [p, q], as a tile [8, 128]."""
-    rows = [tiles.padded(n, to) - n for n, to in zip(x.shape, (_SUBLANES, tiles.LANES), strict=True)]
+    rows = [
+        tiles.padded(n, to) - n for n, to in zip(x.shape, (_SUBLANES, tiles.LANES), strict=True)
+    ]
     x = jnp.pad(x, [(0, extra) for extra in rows])
     tile_rows, tile_cols = x.shape[0] // _SUBLANES, x.shape[1] // tiles.LANES
     return x.reshape(tile_rows, _SUBLANES, tile_cols, tiles.LANES).sum((0, 2))

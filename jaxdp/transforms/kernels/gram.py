@@ -2,7 +2,8 @@
 
 For one example with the rows u_t [p] and w_t [q], let U = u u^T and W = w w^T, [T, T] each. Then
 ||u^T w||^2 = sum_ts U_ts W_ts. The kernel holds U and W in the memory of the chip and writes sums of their entries.
-It computes the blocks on and above the diagonal, 128 columns at a time, because both matrices are symmetric.
+It computes the blocks on and above the diagonal, 128 columns at a time, because both matrices are
+symmetric.
 """
 
 import functools
@@ -18,10 +19,12 @@ from jaxdp.transforms.kernels import tiles
 
 # Longer examples would need a loop over blocks, and `formed` is then cheaper for most layers.
 _LONGEST = 1024
-# Cycles of products in one step of the grid: at most, which bounds the size of the program, and about at least.
+# Cycles of products in one step of the grid: at most, which bounds the size of the program, and
+# about at least.
 _STEP, _LEAST_STEP = 10_000, 1_500
 _EXAMPLES = 8
-# Cycles that a step takes beside its products, and in which a tile of 8 x 128 entries of both matrices is summed.
+# Cycles that a step takes beside its products, and in which a tile of 8 x 128 entries of both
+# matrices is summed.
 _OVERHEAD, _SUMS = 150, 2
 
 
@@ -73,7 +76,9 @@ class _Parts(NamedTuple):
 
 @functools.cache
 def _parts(positions: int, rows: int, cols: int) -> _Parts:
-    """Returns how many rows and columns a step reads of an example. They are 0 if its program would be too large."""
+    """Returns how many rows and columns a step reads of an example. They are 0 if its program would
+    be too large.
+    """
     most = _STEP * tiles.PRODUCTS_PER_CYCLE / _multiplied(positions)
     sides = itertools.product(_lengths(rows), _lengths(cols))
     parts = [_Parts(r, c, max(-(-rows // r), -(-cols // c))) for r, c in sides if r + c <= most]
@@ -87,7 +92,9 @@ def _lengths(size: int) -> list[int]:
 
 
 def additions(positions: int, rows: int, cols: int) -> tuple[int, int]:
-    """Returns how many additions a term of U_ts, and of W_ts, passes at most: those of a part, and of all parts."""
+    """Returns how many additions a term of U_ts, and of W_ts, passes at most: those of a part, and
+    of all parts.
+    """
     parts = _parts(positions, rows, cols)
     lengths = ((rows, parts.rows), (cols, parts.cols))
     counts = [min(size, length) + -(-size // length) for size, length in lengths]
@@ -114,8 +121,8 @@ def _vmem(positions: int, rows: int, cols: int, itemsize: int) -> float:
 def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bool:
     """Returns whether `gram_norms` serves u [B, positions, rows] and w [B, positions, cols].
 
-    It serves 8 to 1024 positions, 64 or more rows and columns, bfloat16 and float32. Long examples of many rows need
-    parts that are multiples of 128.
+    It serves 8 to 1024 positions, 64 or more rows and columns, bfloat16 and float32. Long examples
+    of many rows need parts that are multiples of 128.
     """
     kind = jnp.dtype(dtype)
     if kind not in (jnp.bfloat16, jnp.float32) or min(rows, cols) < tiles.LEAST:
@@ -125,18 +132,21 @@ def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bo
     return tiles.fits(_vmem(positions, rows, cols, kind.itemsize))
 
 
-def gram_norms(u: jax.Array, w: jax.Array, *, u_across: bool = False, w_across: bool = False) -> GramNorms:
+def gram_norms(
+    u: jax.Array, w: jax.Array, *, u_across: bool = False, w_across: bool = False
+) -> GramNorms:
     """Returns sums over the Gram matrices of each example.
 
     Args:
       u: [B, T, p], bfloat16, or float32 with entries that bfloat16 has. B may be 0.
       w: [B, T, q], likewise.
-      u_across: Whether XLA lays u with the positions on the lanes, as it does next to heads of attention. The result is
-        the same. The wrong answer costs a copy of u.
+      u_across: Whether XLA lays u with the positions on the lanes, as it does next to heads of
+        attention. The result is the same. The wrong answer costs a copy of u.
       w_across: The same of w.
 
-    Products are exact and are added in float32. A term of U_ts or W_ts passes the additions that `additions` tells, and
-    a term of a sum over t and s at most 2 T + 64. No result of one example depends on another.
+    Products are exact and are added in float32. A term of U_ts or W_ts passes the additions that
+    `additions` tells, and a term of a sum over t and s at most 2 T + 64. No result of one example
+    depends on another.
     """
     u, w = tiles.varied(u, w)
     size, positions = u.shape[:2]
@@ -215,7 +225,9 @@ def _kernel(
                 part = jnp.where(place < size, part, 0)
             _add_gram(part, grams.at[e], on_lanes, first=step == 0, alone=count == 1)
 
-    for x, grams, on_lanes, count, size in zip((u, w), (grams_u, grams_w), across, counts, sizes, strict=True):
+    for x, grams, on_lanes, count, size in zip(
+        (u, w), (grams_u, grams_w), across, counts, sizes, strict=True
+    ):
         its = functools.partial(add, x, grams, on_lanes, count, size)
         if count == max(counts):
             its()

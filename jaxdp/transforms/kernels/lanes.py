@@ -27,7 +27,9 @@ LIMIT_BYTES = KERNEL_BYTES + 2**24
 def batch_on_lanes(plan: cells.Plan, batch: int) -> bool:
     """Returns whether the kernel transposes blocks of 128 examples and 128 cells by itself."""
     cells_fit = (
-        plan.slot == plan.cells if plan.sides > 1 else plan.cells % cells.LANES == 0 and cells.LANES % plan.grid[1] == 0
+        plan.slot == plan.cells
+        if plan.sides > 1
+        else plan.cells % cells.LANES == 0 and cells.LANES % plan.grid[1] == 0
     )
     phases_fit = all(phases == list(range(len(phases))) for phases in plan.phases)
     if batch % (cells.LANES * plan.sides) or not cells_fit or not phases_fit:
@@ -39,7 +41,8 @@ def batch_on_lanes(plan: cells.Plan, batch: int) -> bool:
 def _odd_tiles(rows: int) -> int:
     """Returns at least `rows` rows: an odd number of tiles of 8.
 
-    The memory has four banks, which take turns by tiles. A read of one row of every example meets all of them.
+    The memory has four banks, which take turns by tiles. A read of one row of every example meets
+    all of them.
     """
     return 8 * (-(-rows // 8) | 1)
 
@@ -56,7 +59,9 @@ class _Blocks:
     def memory(self) -> list[Any]:
         return [space for mover in self.movers for space in mover.memory]
 
-    def walk(self, sources: Sequence[Any], memory: Sequence[Any], compute: Callable[..., None]) -> None:
+    def walk(
+        self, sources: Sequence[Any], memory: Sequence[Any], compute: Callable[..., None]
+    ) -> None:
         """Calls `compute(block, words)` for each block.
 
         Args:
@@ -121,7 +126,9 @@ def norms(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array
         kernel,
         in_specs=[everywhere, everywhere],
         out_specs=everywhere,
-        out_shape=shards.shape_like(x, (blocks.number, cells.RESULTS, cells.LANES, cells.LANES), jnp.float32),
+        out_shape=shards.shape_like(
+            x, (blocks.number, cells.RESULTS, cells.LANES, cells.LANES), jnp.float32
+        ),
         scratch_shapes=[
             *blocks.memory,
             pltpu.VMEM((cells.RESULTS, cells.LANES, cells.LANES), jnp.float32),
@@ -136,7 +143,9 @@ def norms(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array
 def weighted_sums(
     plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array, factors: jax.Array
 ) -> list[jax.Array]:
-    """Returns sums of factors times A B^T for each phase of columns, where the batch is on the lanes."""
+    """Returns sums of factors times A B^T for each phase of columns, where the batch is on the
+    lanes.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -288,7 +297,14 @@ class _Mover:
         for side in range(self.plan.sides):
             first = pl.multiple_of((block * self.plan.sides + side) * cells.LANES, cells.LANES)
             yield pltpu.make_async_copy(
-                source.at[pl.ds(tile * self.rows, self.rows), down, :, across, channels, pl.ds(first, cells.LANES)],
+                source.at[
+                    pl.ds(tile * self.rows, self.rows),
+                    down,
+                    :,
+                    across,
+                    channels,
+                    pl.ds(first, cells.LANES),
+                ],
                 memory.parts.at[half, pl.ds(side * self.rows, self.rows)],
                 memory.arrived.at[half],
             )
@@ -299,7 +315,9 @@ class _Mover:
             copy.start()
 
     def transpose(self, source: Any, memory: _Memory, block: Any) -> None:
-        """Keeps all parts of a block, with cells on the lanes. The first part was started before."""
+        """Keeps all parts of a block, with cells on the lanes. The first part was started
+        before.
+        """
         from jax.experimental import pallas as pl
 
         def turn(part: jax.Array, carry: int) -> int:
@@ -325,7 +343,9 @@ class _Mover:
         def row(i: jax.Array) -> None:
             first = half * cells.LANES + i * width
             if self.dtype.itemsize == 2:
-                words = cells.words_of(memory.parts[half, i].reshape(width * self.chunk, cells.LANES))
+                words = cells.words_of(
+                    memory.parts[half, i].reshape(width * self.chunk, cells.LANES)
+                )
             else:
                 rows = [pl.ds(first * self.chunk + k, width * size, stride=2) for k in range(2)]
                 words = cells.packed(*(flat[of_channel, :] for of_channel in rows))

@@ -1,7 +1,8 @@
 """Normals on a TPU: the cipher and Box and Muller's method, in registers.
 
-XLA computes the cipher again for each array that it fills, and stores pairs of values on an axis of two,
-which a TPU pads to 128 lanes. The kernel computes each block once and writes whole rows of 128 values.
+XLA computes the cipher again for each array that it fills, and stores pairs of values on an axis of
+two, which a TPU pads to 128 lanes. The kernel computes each block once and writes whole rows of 128
+values.
 """
 
 import functools
@@ -18,7 +19,8 @@ LANES = 128
 VALUES = 4
 # Rows of blocks that the kernel computes at once. Its 16 words take half of the registers of a TPU.
 ROWS = 16
-# Turns of its loop in one step of the grid, so that writing overlaps with computing: 128 KiB a turn.
+# Turns of its loop in one step of the grid, so that writing overlaps with computing: 128 KiB a
+# turn.
 TURNS = 16
 VALUES_PER_STEP = TURNS * ROWS * VALUES * LANES
 # Rows of blocks that XLA computes at once: 2 MiB of normals.
@@ -26,7 +28,8 @@ XLA_ROWS = 1024
 
 
 def standard_normals(cipher_key: jax.Array, number: jax.Array, size: int) -> jax.Array:
-    """Returns at least `size` float32 standard normals, in the order of `jaxdp.transforms.noise`, by a kernel.
+    """Returns at least `size` float32 standard normals, in the order of `jaxdp.transforms.noise`,
+    by a kernel.
 
     Args:
       cipher_key: uint32 [8].
@@ -95,8 +98,8 @@ def _tiles(
 ) -> list[jax.Array]:
     """Returns four tiles [rows, 128], which are consecutive rows of normals: those of `turn`.
 
-    Row r of tile t holds the blocks 32 (rows t + r) + i in its lanes 4 i to 4 i + 3. Lane 4 i + t of the cipher
-    computes block i of tile t, so each normal is at most three lanes from its place.
+    Row r of tile t holds the blocks 32 (rows t + r) + i in its lanes 4 i to 4 i + 3. Lane 4 i + t
+    of the cipher computes block i of tile t, so each normal is at most three lanes from its place.
     """
     lane = lax.broadcasted_iota(jnp.uint32, (rows, LANES), 1)
     row = lax.broadcasted_iota(jnp.uint32, (rows, LANES), 0)
@@ -118,7 +121,9 @@ def _ordered(
     roll: Callable[[jax.Array, int, int], jax.Array],
     tile: int,
 ) -> jax.Array:
-    """Returns component c of block i of the tile at lane 4 i + c. It was computed at lane 4 i + tile."""
+    """Returns component c of block i of the tile at lane 4 i + c. It was computed at lane 4 i +
+    tile.
+    """
     ordered = components[tile]
     for c in range(VALUES):
         if c != tile:

@@ -1,7 +1,7 @@
 """Sizes on a TPU, which kernels of dense layers share.
 
-Costs are in cycles of a TPU v5e. Its four matrix units hold 128 x 128 weights each and multiply one row by them in a
-cycle. Its memory moves 546 bytes in a cycle.
+Costs are in cycles of a TPU v5e. Its four matrix units hold 128 x 128 weights each and multiply one
+row by them in a cycle. Its memory moves 546 bytes in a cycle.
 """
 
 from typing import Any
@@ -29,7 +29,9 @@ def padded(size: int, to: int = LANES) -> int:
 
 
 def parts(size: int, most: int = 2048) -> list[int]:
-    """Returns lengths of equal parts of an axis: multiples of 128, and the whole axis, of at most `most`."""
+    """Returns lengths of equal parts of an axis: multiples of 128, and the whole axis, of at most
+    `most`.
+    """
     lengths = [n for n in range(LANES, min(size, most) + 1, LANES) if size % n == 0]
     return lengths if size in lengths or size > most else [*lengths, size]
 
@@ -44,7 +46,9 @@ def _limit(vmem: float) -> int:
 
 
 def varied(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays, each typed as varying over the mesh axes over which any of them varies."""
+    """Returns the arrays, each typed as varying over the mesh axes over which any of them
+    varies.
+    """
     axes = shards.varying_axes(*arrays)
     return [shards.vary(x, axes) for x in arrays]
 

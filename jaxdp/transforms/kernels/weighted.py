@@ -1,7 +1,8 @@
 """Weighted sums of per-example gradients of dense layers, on a TPU.
 
-The kernel computes sum_i f_i u_i^T w_i. It multiplies the product of one example by its factor in float32, so a factor
-needs no parts in bfloat16, and rows of an example with the factor 0 need not be zeroed first: they are not used.
+The kernel computes sum_i f_i u_i^T w_i. It multiplies the product of one example by its factor in
+float32, so a factor needs no parts in bfloat16, and rows of an example with the factor 0 need not
+be zeroed first: they are not used.
 """
 
 import functools
@@ -20,7 +21,8 @@ from jaxdp.transforms.kernels import tiles
 _LONGEST = 1024
 # Below this, padding to 128 positions costs more than two or three products without it.
 _SHORTEST = 48
-# Cycles of products in one step of the grid: at most, which bounds the size of the program, and about at least.
+# Cycles of products in one step of the grid: at most, which bounds the size of the program, and
+# about at least.
 _STEP, _LEAST_STEP = 6_500, 2_000
 # Cycles that a step takes beside its products.
 _OVERHEAD = 220
@@ -40,14 +42,17 @@ class _Blocks(NamedTuple):
 
 
 def cycles(positions: int, rows: int, cols: int) -> float:
-    """Returns the estimated cycles of one example, whose positions are padded to a multiple of 128."""
+    """Returns the estimated cycles of one example, whose positions are padded to a multiple of
+    128.
+    """
     return _blocks(positions, rows, cols).cycles
 
 
 def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bool:
     """Returns whether `weighted_sum` serves u [B, positions, rows] and w [B, positions, cols].
 
-    It serves 48 to 1024 positions, and multiples of 128 above, 64 or more rows and columns, bfloat16 and float32.
+    It serves 48 to 1024 positions, and multiples of 128 above, 64 or more rows and columns,
+    bfloat16 and float32.
     """
     kind = jnp.dtype(dtype)
     if kind not in (jnp.bfloat16, jnp.float32) or min(rows, cols) < tiles.LEAST:
@@ -60,7 +65,9 @@ def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bo
 
 @functools.cache
 def _blocks(positions: int, rows: int, cols: int) -> _Blocks:
-    """Returns the sizes of the blocks of one step: those of the least cost. They are 0 if none fits."""
+    """Returns the sizes of the blocks of one step: those of the least cost. They are 0 if none
+    fits.
+    """
     whole = [positions] if positions <= _LONGEST else []
     own = max(whole or tiles.parts(positions, _LONGEST), default=0)
 
@@ -91,7 +98,12 @@ def _vmem(blocks: _Blocks, itemsize: int) -> float:
 
 
 def weighted_sum(
-    u: jax.Array, w: jax.Array, factors: jax.Array, *, u_across: bool = False, w_across: bool = False
+    u: jax.Array,
+    w: jax.Array,
+    factors: jax.Array,
+    *,
+    u_across: bool = False,
+    w_across: bool = False,
 ) -> jax.Array:
     """Returns sum_i factors_i u_i^T w_i, float32 [p, q].
 
@@ -99,13 +111,14 @@ def weighted_sum(
       u: [B, T, p], bfloat16, or float32 with entries that bfloat16 has. B may be 0.
       w: [B, T, q], likewise.
       factors: float32 [B].
-      u_across: Whether XLA lays u with the positions on the lanes, as it does next to heads of attention. The result is
-        the same. The wrong answer costs a copy of u.
+      u_across: Whether XLA lays u with the positions on the lanes, as it does next to heads of
+        attention. The result is the same. The wrong answer costs a copy of u.
       w_across: The same of w. At most one of both saves a copy.
 
     Formal guarantees:
-      An example whose factor is exactly 0 contributes exactly 0, also if its rows are NaN or infinite. Products are
-      exact and are added in float32. They are multiplied by the factor in float32, at most 1024 positions together.
+      An example whose factor is exactly 0 contributes exactly 0, also if its rows are NaN or
+      infinite. Products are exact and are added in float32. They are multiplied by the factor in
+      float32, at most 1024 positions together.
     """
     u, w, factors = tiles.varied(u, w, factors)
     if len(u) == 0:
@@ -117,7 +130,9 @@ def weighted_sum(
 
 
 def _sum(u: jax.Array, w: jax.Array, factors: jax.Array, across: bool) -> jax.Array:
-    """Returns the sum. The rows of u^T are multiplied by the blocks of w that the matrix units hold."""
+    """Returns the sum. The rows of u^T are multiplied by the blocks of w that the matrix units
+    hold.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -135,7 +150,12 @@ def _sum(u: jax.Array, w: jax.Array, factors: jax.Array, across: bool) -> jax.Ar
         of_u = pl.BlockSpec(shape, lambda a, b, i, t: (i, t, a))
     shape = (blocks.examples, blocks.positions, blocks.cols)
     of_w = pl.BlockSpec(shape, lambda a, b, i, t: (i, t, b))
-    grid = (pl.cdiv(rows, blocks.rows), pl.cdiv(cols, blocks.cols), steps, positions // blocks.positions)
+    grid = (
+        pl.cdiv(rows, blocks.rows),
+        pl.cdiv(cols, blocks.cols),
+        steps,
+        positions // blocks.positions,
+    )
     total: jax.Array = pl.pallas_call(
         functools.partial(_kernel, across=across),
         grid=grid,
