@@ -30,7 +30,7 @@ def get_config(variant: str = "vit") -> ConfigDict:
     config.model = {
         "name": "vit_b16",
         "num_classes": 1000,
-        "options": {"norm_epsilon": 1e-6},
+        "options": {},
         "checkpoint": "",
         "naming": "auto",
         "preprocessing": {"size": 224, "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)},
@@ -38,7 +38,6 @@ def get_config(variant: str = "vit") -> ConfigDict:
     if variant == "convnext":
         config.model.update(
             name="convnext_tiny",
-            options={},
             preprocessing={
                 "size": 224,
                 "mean": (0.485, 0.456, 0.406),

@@ -52,7 +52,7 @@ def get_config(variant: str = "continual") -> ConfigDict:
         "name": "vit_b16",
         "num_classes": 1000,
         "classes": "",
-        "options": {"norm_epsilon": 1e-6},
+        "options": {},
         "checkpoint": "",
         "naming": "auto",
         # timm's and Google's augreg ViTs were trained with these. ImageNet's statistics cost them
@@ -71,7 +71,6 @@ def get_config(variant: str = "continual") -> ConfigDict:
     elif variant == "convnext":
         config.model.update(
             name="convnext_tiny",
-            options={},
             preprocessing={
                 "size": 224,
                 "mean": (0.485, 0.456, 0.406),

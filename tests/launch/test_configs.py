@@ -1,0 +1,72 @@
+"""Every config and every variant that it documents builds, and its network has shapes."""
+
+import ast
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from ml_collections import ConfigDict
+
+from jaxdp.models.checkpoints import blank_inputs
+from launch import catalogue, models
+
+ROOT = Path(__file__).resolve().parents[2]
+CLASSES = 10  # where the data would say it
+
+
+def documented() -> list[str]:
+    """Returns each config, and each variant that its docstring names as ":variant"."""
+    names = []
+    for path in sorted((ROOT / "configs").rglob("*.py")):
+        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+        if "launch." not in doc:
+            continue  # no experiment, but options that several experiments share
+        name = path.relative_to(ROOT).as_posix()
+        variants = set(re.findall(rf"{re.escape(name)}:(\w+(?:,\w+)*)", doc))
+        variants |= set(re.findall(r'":(\w+(?:,\w+)*)"', doc))
+        names += [name, *(f"{name}:{variant}" for variant in sorted(variants))]
+    return names
+
+
+def shapes(model: ConfigDict) -> int:
+    """Returns the number of parameters of the `model` part of a config. Nothing is computed."""
+    model = model.copy_and_resolve_references()
+    with model.unlocked():
+        model.checkpoint = ""  # the file is not there, and it does not decide the shapes
+        if model.preprocessing == ConfigDict():  # the file would say it
+            model.preprocessing = {"size": 224, "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    made = models.network(model, model.get("num_classes", 0) or CLASSES)
+    inputs = blank_inputs(made.preprocessing)
+    params = jax.eval_shape(made.model.init, jax.random.key(0), inputs)
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def test_the_documented_variants_are_found():
+    names = documented()
+    assert len(names) > 45
+    assert {"configs/tta/imagenet_c.py:convnext", "configs/digits_dpsgd.py"} <= set(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", documented())
+def test_a_config_builds_and_its_network_has_shapes(name):
+    config = catalogue.load(name)
+    if "model" in config and "name" in config.model:
+        assert shapes(config.model) > 0
+
+
+def test_another_model_needs_no_other_options():
+    """Fails if the options of a config are those of its first model only."""
+    for name in ("configs/tta/imagenet_c.py", "configs/recalibration/imagenet.py"):
+        config = catalogue.load(name)
+        config.model.name = "resnet50"
+        assert shapes(config.model) > 20_000_000
+
+
+def test_an_option_that_a_model_lacks_fails():
+    config = catalogue.load("configs/tta/imagenet_c.py")
+    with config.model.unlocked():
+        config.model.update(name="convnext_tiny", options={"norm_epsilon": 1e-6})
+    with pytest.raises(TypeError, match="norm_epsilon"):
+        shapes(config.model)
