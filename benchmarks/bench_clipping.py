@@ -1,6 +1,7 @@
-"""Times a clipped gradient against the plain gradient of the same model in one run, and its memory.
+r"""Times a clipped gradient against the plain gradient of the same model in one run, and its memory.
 
-    python -m benchmarks.bench_clipping --models mlp,cnn,resnet20,vit --rounds 15 --output .bench/clipping.json
+    python -m benchmarks.bench_clipping --models mlp,cnn,resnet20,vit --rounds 15 \
+        --output .bench/clipping.json
 
 Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios
 are medians of the ratios to the plain step of the same round. "memory" is what XLA allocates for a

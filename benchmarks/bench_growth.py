@@ -1,7 +1,8 @@
-"""Measures how time and memory of private training grow with batch, parameters, devices, steps and
+r"""Measures how time and memory of private training grow with batch, parameters, devices, steps and
 ledger rows.
 
-    python -m benchmarks.bench_growth --output benchmarks/results/growth_cpu.json --picture docs/design/growth.png
+    python -m benchmarks.bench_growth --output benchmarks/results/growth_cpu.json \
+        --picture docs/design/growth.png
 
 Every point is a process of its own, because memory that one point used would count for the next.
 Time is processor time, the median of the rounds, because other programs may use the machine. "rss"

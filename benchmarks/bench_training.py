@@ -1,7 +1,8 @@
-"""Times sharpness-aware pre-training against plain training, and the DP-SGD family against DP-SGD,
+r"""Times sharpness-aware pre-training against plain training, and the DP-SGD family against DP-SGD,
 in one run.
 
-    python -m benchmarks.bench_training --models cnn,resnet20 --rounds 5 --peers --output .bench/training.json
+    python -m benchmarks.bench_training --models cnn,resnet20 --rounds 5 --peers \
+        --output .bench/training.json
 
 Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios
 are medians of the ratios within a round. "plain" is a gradient and an SGD update in one compiled

@@ -1,7 +1,8 @@
-"""Compiles private steps for machines that are not there, and writes what their compilers say about
+r"""Compiles private steps for machines that are not there, and writes what their compilers say about
 them.
 
-    python -m benchmarks.compiled --target v5e --cases "ViT-B/16;ResNet-20" --output .bench/compiled_v5e.json
+    python -m benchmarks.compiled --target v5e --cases "ViT-B/16;ResNet-20" \
+        --output .bench/compiled_v5e.json
     python -m benchmarks.compiled --target h100 --tiny
 
 For a TPU (v5e, v6e, v5p) the numbers are the cycles that its compiler expects, loops included. A

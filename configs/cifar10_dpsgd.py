@@ -1,12 +1,14 @@
-"""DP-SGD on CIFAR-10 by the recipe of De et al. 2022 (arXiv:2204.13650), without pre-training.
+r"""DP-SGD on CIFAR-10 by the recipe of De et al. 2022 (arXiv:2204.13650), without pre-training.
 
-    python -m launch.finetune --config configs/cifar10_dpsgd.py --workdir workdir/cifar10 --config.data.data_dir=DIR
+    python -m launch.finetune --config configs/cifar10_dpsgd.py --workdir workdir/cifar10 \
+        --config.data.data_dir=DIR
 
 The recipe has weight standardisation, GroupNorm, augmentation multiplicity, a moving average of the
 parameters and large batches. The command runs WRN-16-4 at epsilon 1 as in the paper, which reports
 56.8 % test accuracy. It needs a GPU or TPU. Not run by us. On two CPU cores,
 
-    python -m launch.finetune --config configs/cifar10_dpsgd.py:cpu --workdir workdir/cifar10 --config.data.data_dir=DIR
+    python -m launch.finetune --config configs/cifar10_dpsgd.py:cpu --workdir workdir/cifar10 \
+        --config.data.data_dir=DIR
 
 runs ResNet-20, also with weight standardisation, at epsilon 4 for 60 steps of the same recipe. It
 takes five minutes and reaches about 0.33 test accuracy. It tests the pipeline, not the method. DIR

@@ -1,6 +1,7 @@
 r"""A model's whole life on CIFAR-10 at a realistic size, for a GPU.
 
-    python -m launch.lifecycle --config configs/lifecycle_cifar10.py --workdir workdir/lifecycle_cifar10 \
+    python -m launch.lifecycle --config configs/lifecycle_cifar10.py \
+        --workdir workdir/lifecycle_cifar10 \
         --config.data.data_dir=/path/to/tfds
 
 A ResNet-20 with GroupNorm is pre-trained on CIFAR-100, which is public here. It is fine-tuned on

@@ -1,7 +1,8 @@
-"""A model's whole life on scikit-learn's 1797 digits. It needs no data and no network.
+r"""A model's whole life on scikit-learn's 1797 digits. It needs no data and no network.
 
     python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir workdir/lifecycle
-    python -m launch.lifecycle --config configs/lifecycle_digits.py:smoke --workdir workdir/lifecycle_smoke
+    python -m launch.lifecycle --config configs/lifecycle_digits.py:smoke \
+        --workdir workdir/lifecycle_smoke
 
 About a minute on two CPU cores. The noise is new in every run. Five runs on 247 test images had an
 accuracy of 83.8 % after public pre-training on 40 digits, and of 89.5 to 91.1 % private at epsilon

@@ -1,7 +1,8 @@
-"""A model's whole life on your own images: real hospitals and a real stream, and no artificial
+r"""A model's whole life on your own images: real hospitals and a real stream, and no artificial
 shift.
 
-    python -m launch.lifecycle --config configs/lifecycle_own.py --workdir workdir/own --config.data.path=/my/folder
+    python -m launch.lifecycle --config configs/lifecycle_own.py --workdir workdir/own \
+        --config.data.path=/my/folder
 
 The folder has images and the CSV files below, with the header "path,label".
 docs/howto/your_own_data.md makes such a folder. Each image is in one file only. The numbers fit

@@ -1,17 +1,22 @@
-"""The command `jaxdp`: plans, ledgers, configs and launchers, from a terminal.
+r"""The command `jaxdp`: plans, ledgers, configs and launchers, from a terminal.
 
-    jaxdp plan --records 50000 --batch-size 500 --steps 1000 --epsilon 3 --delta 1e-6     the noise of a training run
+    jaxdp plan --records 50000 --batch-size 500 --steps 1000 --epsilon 3 \
+        --delta 1e-6     the noise of a training run
     jaxdp plan --config digits_dpsgd                  what the run of a config would cost and take
-    jaxdp plan --config digits_dpsgd --target v5e     the memory and time that a compiler expects on a TPU
+    jaxdp plan --config digits_dpsgd \
+        --target v5e     the memory and time that a compiler expects on a TPU
 
     jaxdp configs list                                the configs of all launchers
     jaxdp configs copy digits_dpsgd my_config.py      a config to change
-    jaxdp finetune --config digits_dpsgd --workdir workdir/digits     a launcher, here of private fine-tuning
+    jaxdp finetune --config digits_dpsgd \
+        --workdir workdir/digits     a launcher, here of private fine-tuning
     jaxdp finetune --help                             its configs, and their fields with defaults
 
     jaxdp ledger show PATH                            what every dataset has spent
-    jaxdp ledger show PATH --if "data: 100 * Gaussian(5)"     and what it would have spent after that
-    jaxdp ledger show PATH --html page.html           the same as a page, with the growth of every account
+    jaxdp ledger show PATH \
+        --if "data: 100 * Gaussian(5)"     and what it would have spent after that
+    jaxdp ledger show PATH \
+        --html page.html           the same as a page, with the growth of every account
     jaxdp ledger history PATH --csv                   every spend
     jaxdp ledger history PATH --by-day                how epsilon grew
     jaxdp ledger verify PATH                          whether the file holds everything that was spent

@@ -1,6 +1,7 @@
 r"""The head of a public ImageNet SqueezeNet on private CIFAR-10 images: accuracy over epsilon.
 
-    python -m launch.finetune --config configs/finetune/cifar10_squeezenet.py --workdir workdir/squeezenet \
+    python -m launch.finetune --config configs/finetune/cifar10_squeezenet.py \
+        --workdir workdir/squeezenet \
         --config.model.checkpoint=FILE --config.data.data_dir=DIR --config.public_benchmark
 
 The first 5000 training images are private. `:full` after the config's name takes all 50,000. FILE

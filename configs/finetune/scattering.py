@@ -1,7 +1,8 @@
 r"""A linear head on scattering coefficients, without any public image: the baseline of Tramer and
 Boneh 2021.
 
-    python -m launch.finetune --config configs/finetune/scattering.py:cifar10 --workdir workdir/scattering \
+    python -m launch.finetune --config configs/finetune/scattering.py:cifar10 \
+        --workdir workdir/scattering \
         --config.data.data_dir=DIR --config.public_benchmark
 
 `:cifar10`, `:cifar10_full`, `:fashion_mnist` and `:fashion_mnist_full` choose the first 5000 or all

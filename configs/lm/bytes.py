@@ -1,7 +1,8 @@
 r"""A byte-level transformer on film reviews (SST-2, 67349 private phrases), trained with DP-Adam
 from nothing.
 
-    python -m launch.lm --config configs/lm/bytes.py --workdir workdir/lm --config.data.data_dir=/path/to/tfds
+    python -m launch.lm --config configs/lm/bytes.py --workdir workdir/lm \
+        --config.data.data_dir=/path/to/tfds
 
 `:bundled` after the config's name takes a few hundred lines that come with scikit-learn, to try the
 launcher. The unit of privacy is a phrase, which is a row of the data set.

@@ -1,8 +1,9 @@
 r"""DP LoRA fine-tuning of a public language model that is read from safetensors.
 
     python -m launch.lm --config configs/lm/lora.py:smollm2_135m --workdir workdir/lora \
-        --config.model.checkpoint=FOLDER/model.safetensors
-        --config.data.tokenizer=FOLDER/tokenizer.json \ --config.data.path=TEXTS
+        --config.model.checkpoint=FOLDER/model.safetensors \
+        --config.data.tokenizer=FOLDER/tokenizer.json \
+        --config.data.path=TEXTS
 
 FOLDER is a public model as its publisher distributes it. What follows the colon is its name in
 `jaxdp.models.create`: "gpt2" (the default), "gpt2_medium", "smollm2_135m" or "tinyllama_1b". TEXTS

@@ -1,8 +1,9 @@
-"""Private predictions on two Gaussian blobs, the paper's Blobs: one step of logistic regression on
+r"""Private predictions on two Gaussian blobs, the paper's Blobs: one step of logistic regression on
 x, x^2 and x^3.
 
     python -m launch.predict --config configs/predict/blobs.py --workdir workdir/predict_blobs
-    python -m launch.predict --config configs/predict/blobs.py:close --workdir workdir/predict_blobs_close
+    python -m launch.predict --config configs/predict/blobs.py:close \
+        --workdir workdir/predict_blobs_close
 
 Clip norm, learning rate and batch are the paper's (arXiv 2406.13433 and its code). "close" is its
 harder variant. "mlp" is the network of its heat map: 128 hidden units, four steps on 3000 records.

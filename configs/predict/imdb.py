@@ -2,7 +2,8 @@ r"""Private predictions of the sentiment of IMDB reviews, the paper's text task.
 
     python -m launch.predict --config configs/predict/imdb.py --workdir workdir/predict_imdb \
         --config.data.data_dir=/path/to/tfds --config.data.word_vectors=/path/to/vectors.npz
-    python -m launch.predict --config configs/predict/imdb.py:embeddings --workdir workdir/predict_imdb_gpt2 \
+    python -m launch.predict --config configs/predict/imdb.py:embeddings \
+        --workdir workdir/predict_imdb_gpt2 \
         --config.data.path=/path/to/embeddings.npz
 
 The first reads the reviews (`imdb_reviews` of TFDS) and averages word vectors, as

@@ -1,7 +1,8 @@
 r"""Private predictions of drusen from retina scans (OctMNIST, drusen against normal), the paper's
 medical task.
 
-    python -m launch.predict --config configs/predict/octmnist.py --workdir workdir/predict_octmnist \
+    python -m launch.predict --config configs/predict/octmnist.py \
+        --workdir workdir/predict_octmnist \
         --config.data.path=/path/to/octmnist.npz --config.data.data_dir=/path/to/tfds
 
 `path` is the file of MedMNIST v2 (https://medmnist.com) with the arrays

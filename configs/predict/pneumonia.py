@@ -1,7 +1,8 @@
 r"""Private predictions of pneumonia from chest X-rays of 28 by 28 pixels (PneumoniaMNIST, 4708
 private images).
 
-    python -m launch.predict --config configs/predict/pneumonia.py --workdir workdir/predict_pneumonia \
+    python -m launch.predict --config configs/predict/pneumonia.py \
+        --workdir workdir/predict_pneumonia \
         --config.data.data_dir=/path/to/tfds
 
 Features: activations of the paper's two convolutions, projected on 100 principal axes. The

@@ -7,7 +7,8 @@ A million steps of 5050 gradients each, for accelerators. Not run by us. Choose 
 colon or by --config.method.name: "standard", "sam", "amp" (the paper's "vanilla SAM") or
 "dpadapter". On two CPU cores,
 
-    python -m launch.pretrain --config configs/pretrain/cifar100.py:cpu,dpadapter --workdir workdir/pretrain \
+    python -m launch.pretrain --config configs/pretrain/cifar100.py:cpu,dpadapter \
+        --workdir workdir/pretrain \
         --config.data.data_dir=DIR
 
 trains a small CNN on "cifar100_subset", 8000 images of the same 100 classes, in about five minutes

@@ -1,7 +1,8 @@
 r"""Private recalibration on CIFAR-10 under 15 corruptions of severity 5: Tables 1 and 4, Figure 3
 of Luo et al. 2020.
 
-    python -m launch.recalibrate --config configs/recalibration/cifar10.py --workdir workdir/recalibrate_cifar10 \
+    python -m launch.recalibrate --config configs/recalibration/cifar10.py \
+        --workdir workdir/recalibrate_cifar10 \
         --config.data.data_dir=/path/to/tfds
     python -m launch.recalibrate --config configs/recalibration/cifar10.py:checkpoint \
         --workdir workdir/recalibrate_cifar10_resnet20 --config.data.data_dir=/path/to/tfds \

@@ -1,6 +1,7 @@
-"""Private recalibration on scikit-learn's bundled digits. It needs no data and no network.
+r"""Private recalibration on scikit-learn's bundled digits. It needs no data and no network.
 
-    python -m launch.recalibrate --config configs/recalibration/digits.py --workdir workdir/recalibrate_digits
+    python -m launch.recalibrate --config configs/recalibration/digits.py \
+        --workdir workdir/recalibrate_digits
 
 A minute of computation on two CPU cores. Mean ECE under four shifts at the centre, with 20 sources
 of 20 digits at

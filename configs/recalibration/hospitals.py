@@ -1,10 +1,13 @@
 r"""Private recalibration between a calibrator and hospitals, each in a process of its own.
 
-    python -m launch.recalibrate_server --config configs/recalibration/hospitals.py --workdir workdir/calibrator \
+    python -m launch.recalibrate_server --config configs/recalibration/hospitals.py \
+        --workdir workdir/calibrator \
         --exchange workdir/clinic-1,workdir/clinic-2 &
-    python -m launch.recalibrate_client --config configs/recalibration/hospitals.py --workdir workdir/hospital-1 \
+    python -m launch.recalibrate_client --config configs/recalibration/hospitals.py \
+        --workdir workdir/hospital-1 \
         --exchange workdir/clinic-1 --config.client.records=clinic-1.npz &
-    python -m launch.recalibrate_client --config configs/recalibration/hospitals.py --workdir workdir/hospital-2 \
+    python -m launch.recalibrate_client --config configs/recalibration/hospitals.py \
+        --workdir workdir/hospital-2 \
         --exchange workdir/clinic-2 --config.client.records=clinic-2.npz
 
 --address and --keys in place of --exchange go over a network

@@ -1,8 +1,9 @@
 r"""Private recalibration of a ViT-B/16 on ImageNet-C at severity 5: Tables 1 and 6, Figure 1 of Luo
 et al. 2020.
 
-    python -m launch.recalibrate --config configs/recalibration/imagenet.py --workdir workdir/recalibrate_imagenet \
-        --config.data.data_dir=/path/to/tfds
+    python -m launch.recalibrate --config configs/recalibration/imagenet.py \
+        --workdir workdir/recalibrate_imagenet \
+        --config.data.data_dir=/path/to/tfds \
         --config.model.checkpoint=/path/to/vit_base_patch16_224/model.safetensors
 
 ":convnext" takes a ConvNeXt-T instead. It needs the 15 sets `imagenet2012_corrupted/{corruption}_5`

@@ -1,6 +1,7 @@
 r"""Split Adaptation of DeiT-B/16: configs/split/vit_l.py with another model.
 
-    python -m launch.split --config configs/split/deit_b.py:cifar100 --workdir workdir/split_deit_b \
+    python -m launch.split --config configs/split/deit_b.py:cifar100 \
+        --workdir workdir/split_deit_b \
         --config.model.checkpoint=...
 
 Not run by us.

@@ -1,6 +1,7 @@
 r"""Split Adaptation of Swin-L: configs/split/vit_l.py with another model.
 
-    python -m launch.split --config configs/split/swin_l.py:cifar100 --workdir workdir/split_swin_l \
+    python -m launch.split --config configs/split/swin_l.py:cifar100 \
+        --workdir workdir/split_swin_l \
         --config.model.checkpoint=...
 
 Not run by us.

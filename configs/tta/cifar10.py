@@ -1,13 +1,18 @@
 r"""Test-time adaptation of a small ViT to CIFAR-10 under 15 corruptions of severity 5, private and
 not.
 
-    python -m launch.adapt --config configs/tta/cifar10.py --workdir workdir/tta_cifar10 --config.data.data_dir=...
-    python -m launch.adapt --config configs/tta/cifar10.py:checkpoint --workdir workdir/tta_cifar10_checkpoint \
+    python -m launch.adapt --config configs/tta/cifar10.py --workdir workdir/tta_cifar10 \
+        --config.data.data_dir=...
+    python -m launch.adapt --config configs/tta/cifar10.py:checkpoint \
+        --workdir workdir/tta_cifar10_checkpoint \
         --config.data.data_dir=... --config.model.checkpoint=vit_tiny_patch4_cifar10.npz
-    python -m launch.adapt --config configs/tta/cifar10.py:resnet20 --workdir workdir/tta_cifar10_resnet20 \
+    python -m launch.adapt --config configs/tta/cifar10.py:resnet20 \
+        --workdir workdir/tta_cifar10_resnet20 \
         --config.data.data_dir=... --config.model.checkpoint=resnet20_cifar10.npz
-    python -m benchmarks.evidence_tta --study cifar10 --data_dir ... --checkpoint resnet20_cifar10.npz
-    python -m benchmarks.evidence_tta --study cifar10_episodic --data_dir ... --checkpoint resnet20_cifar10.npz
+    python -m benchmarks.evidence_tta --study cifar10 --data_dir ... \
+        --checkpoint resnet20_cifar10.npz
+    python -m benchmarks.evidence_tta --study cifar10_episodic --data_dir ... \
+        --checkpoint resnet20_cifar10.npz
 
 The first trains its source model, a ViT of width 64 and 4 blocks, on CIFAR-10's training images.
 The second reads one of width 128 and 6 post-norm blocks from a file in the naming of PyTorch's

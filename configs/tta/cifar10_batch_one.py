@@ -1,6 +1,7 @@
 r"""Batches of one: DP-Tent on CIFAR-10 under corruption, an update per image or one per A images.
 
-    python -m launch.adapt --config configs/tta/cifar10_batch_one.py:64 --workdir workdir/tta_batch_one_64 \
+    python -m launch.adapt --config configs/tta/cifar10_batch_one.py:64 \
+        --workdir workdir/tta_batch_one_64 \
         --config.data.data_dir=...
 
 The number is A. A private update accumulates over A batches of one image. The original method

@@ -1,8 +1,9 @@
 r"""Test-time adaptation of ViT-B/16 to ImageNet-C at severity 5, private and not: the tables of
 arXiv:2606.01908.
 
-    python -m launch.adapt --config configs/tta/imagenet_c.py:continual --workdir workdir/tta_imagenet_c \
-        --config.data.data_dir=/path/to/tfds
+    python -m launch.adapt --config configs/tta/imagenet_c.py:continual \
+        --workdir workdir/tta_imagenet_c \
+        --config.data.data_dir=/path/to/tfds \
         --config.model.checkpoint=/path/to/vit_base_patch16_224/model.safetensors
 
 ":episodic" resets at every corruption. ":convnext" is the continual stream for a ConvNeXt-T. It

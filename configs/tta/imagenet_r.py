@@ -1,7 +1,7 @@
 r"""Test-time adaptation of ViT-B/16 to ImageNet-R's paintings, sketches and toys, private and not.
 
     python -m launch.adapt --config configs/tta/imagenet_r.py --workdir workdir/tta_imagenet_r \
-        --config.data.data_dir=/path/to/tfds
+        --config.data.data_dir=/path/to/tfds \
         --config.model.checkpoint=/path/to/vit_base_patch16_224/model.safetensors
 
 It needs `imagenet_r` and clean images of `imagenet2012`, prepared by TFDS. The model predicts

@@ -1,8 +1,10 @@
 r"""Test-time adaptation from USPS digits to noise, blur, brightness and the digits of another
 scanner.
 
-    python -m launch.adapt --config configs/tta/usps_shift.py --workdir workdir/usps_shift --config.data.data_dir=DIR
-    python -m launch.adapt --config configs/tta/usps_shift.py:episodic --workdir workdir/usps_shift_episodic \
+    python -m launch.adapt --config configs/tta/usps_shift.py --workdir workdir/usps_shift \
+        --config.data.data_dir=DIR
+    python -m launch.adapt --config configs/tta/usps_shift.py:episodic \
+        --workdir workdir/usps_shift_episodic \
         --config.data.data_dir=DIR
 
 A GroupNorm network is trained on clean digits of USPS and then sees five domains. Four are shifts

@@ -1,7 +1,6 @@
 """The audit of `charged_accuracy`, a noisy count of right answers.
 
-    print(audit_accuracy(predict, params, source, noise_multiplier=5.0, trials=2000,
-    delta=1e-5).describe())
+    print(audit_accuracy(predict, params, source, noise_multiplier=5.0, trials=2000, delta=1e-5).describe())
 
 A trial is one estimate, of data with a canary or with its neighbour. The canary is an example that
 changes the count.

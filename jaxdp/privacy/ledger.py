@@ -1,8 +1,8 @@
 """The ledger: one durable account of everything that was released about each private dataset.
 
     ledger = Ledger("ledger.sqlite")
-    ledger.register("cifar10/train", adjacency="add_remove", unit="example", epsilon=8.0,
-    delta=1e-5) with ledger.spend("cifar10/train", event, label="dp-sgd epoch 3"):
+    ledger.register("cifar10/train", adjacency="add_remove", unit="example", epsilon=8.0, delta=1e-5)
+    with ledger.spend("cifar10/train", event, label="dp-sgd epoch 3"):
         ...  # touch the private data here
     ledger.epsilon("cifar10/train")
 
