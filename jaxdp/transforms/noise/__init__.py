@@ -56,6 +56,10 @@ each turn a number of its own.
 **Compiler.** The options of XLA that flush subnormal numbers, reorder sums or approximate functions
 change the last digits of noise. They do not make it smaller. `jaxdp.transforms.compiler` names the
 options that are refused.
+
+**Modules.** `keys` has seeds and keys, `words` the cipher's words for one draw. `normal`,
+`normal_on_mesh`, `laplace` and `cauchy` draw vectors of each law. `trees` cuts them into the leaves
+of a pytree. `reuse` and `scales` check arguments. `schedule` and `privatizer` are `privatize`.
 """
 
 from jaxdp.transforms.noise.keys import check_key, new_seed, stream

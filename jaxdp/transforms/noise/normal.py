@@ -74,7 +74,8 @@ def _normals_on_cpu(
     words = chacha.block(cipher_key, (counters, number, 0, chacha.NOISE))
     words = words[: pair_count * normals.WORDS]
     words = words.reshape(pair_count, normals.WORDS, block_count)
-    values = jnp.stack(normals.pair(list(words.swapaxes(0, 1)), dtype))  # [2, pairs, blocks]
+    words_of_pairs = list(words.swapaxes(0, 1))
+    values = jnp.stack(normals.pair(words_of_pairs, dtype))  # [2, pairs, blocks]
     return values.transpose(2, 1, 0).reshape(-1)
 
 
@@ -83,21 +84,23 @@ def _normals_by_xla(
 ) -> jax.Array:
     # XLA-CPU computes the cipher once for each array that it fills. One complex128 array for the
     # four float32 normals of a block saves a third of the time.
-    packs = on_cpu and dtype == jnp.float32
+    is_packed = on_cpu and dtype == jnp.float32
     compute_once = in_one_turn if on_cpu else behind_barrier
     # XLA-CPU takes twice as long where it computes the counters and the cipher in one program.
     counters = lax.iota(jnp.uint32, _blocks_of(size, dtype))
-    pair_starts = range(0, normals.PAIRS[dtype.itemsize] * normals.WORDS, normals.WORDS)
 
     def draw(first: jax.Array) -> Any:
-        words = chacha.unrolled_block(cipher_key, (counters + first, number, 0, chacha.NOISE))
+        inputs = (counters + first, number, 0, chacha.NOISE)
+        words = chacha.unrolled_block(cipher_key, inputs)
         pairs = []
-        for start in pair_starts:
+        for i in range(normals.PAIRS[dtype.itemsize]):
+            start = i * normals.WORDS
             x, y = normals.pair(words[start : start + normals.WORDS], dtype)
             pairs.append(lax.complex(x, y))
-        return _packed(pairs) if packs else pairs
+        return _packed(pairs) if is_packed else pairs
 
-    with jax.enable_x64(True) if packs else contextlib.nullcontext():
+    # complex128 exists under x64 only.
+    with jax.enable_x64(True) if is_packed else contextlib.nullcontext():
         return _flat(compute_once(cipher_key, draw))
 
 

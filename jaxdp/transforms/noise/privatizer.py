@@ -30,9 +30,7 @@ class HasSensitivity(Protocol):
 
 
 class PrivatizeState(NamedTuple):
-    """State of `privatize`: the noise key of the run and the number of updates made (int32
-    scalar).
-    """
+    """The noise key of a run, and the number of updates made (int32 scalar)."""
 
     key: jax.Array
     step: jax.Array
@@ -52,8 +50,9 @@ class Privatizer(optax.GradientTransformationExtraArgs):
 
     @property
     def event(self) -> dp_event.DpEvent:
-        """The event of one update, without sampling. Wrap it in `PoissonSampledDpEvent` for sampled
-        batches.
+        """The event of one update, without sampling.
+
+        Wrap it in `PoissonSampledDpEvent` for sampled batches.
 
         Raises:
             ValueError: The noise multiplier is a schedule.
@@ -66,8 +65,7 @@ class Privatizer(optax.GradientTransformationExtraArgs):
         return self.event_at(0)
 
     def event_at(self, step: int) -> dp_event.DpEvent:
-        """Returns the event of update number `step` (from 0), without sampling, for a constant or a
-        schedule.
+        """Returns the event of update number `step` (from 0), without sampling.
 
         Raises:
             ValueError: `step` is negative, or the schedule returns a multiplier that `privatize`
@@ -107,8 +105,9 @@ def privatize(
     key: jax.Array | None = None,
     steps: int | None = None,
 ) -> Privatizer:
-    """Builds an optax transformation that adds Gaussian noise to a clipped SUM of gradients and
-    divides it.
+    """Builds an optax transformation that adds Gaussian noise to a clipped SUM of gradients.
+
+    It then divides the sum.
 
     One update maps the sum `g` over the batch to
 

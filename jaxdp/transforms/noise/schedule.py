@@ -21,8 +21,9 @@ _BLOCK_OF_STEPS = 2**10
 
 
 class NoiseSchedule:
-    """A public schedule of noise multipliers. Charge and noise of a step have one value, which
-    Python computes once.
+    """A public schedule of noise multipliers.
+
+    Charge and noise of a step have one value, which Python computes once.
 
     A program that computed it too could differ: `1 + t**2 / 1e10` overflows int32 at t = 46,341.
 
@@ -47,16 +48,18 @@ class NoiseSchedule:
         return self._steps
 
     def planned(self, clip_norm: float, steps: int) -> "NoiseSchedule":
-        """Returns a schedule for a clip norm and a number of steps, with the values that are
-        known.
+        """Returns a schedule for a clip norm and a number of steps.
+
+        It shares the values that are known.
         """
         planned = NoiseSchedule(self._multiplier, clip_norm, steps)
         planned._blocks = self._blocks
         return planned
 
     def __call__(self, step: int) -> float:
-        """Returns the multiplier of a step in float64. Raises ValueError for one that `privatize`
-        refuses.
+        """Returns the multiplier of a step in float64.
+
+        Raises ValueError for one that `privatize` refuses.
         """
         name = f"noise_multiplier({step})"
         (value,) = self._values(range(step, step + 1))
@@ -85,8 +88,9 @@ class NoiseSchedule:
         return np.float32(self(step) * self._clip_norm * _ROUNDED_UP)
 
     def table(self) -> np.ndarray:
-        """Returns float32 [steps + 1] standard deviations of all steps, NaN for unusable ones and
-        behind the end.
+        """Returns the standard deviations of all steps, float32 [steps + 1].
+
+        The last one is NaN, and so are those that `privatize` refuses.
         """
         multipliers = np.append(self._values(range(self.steps)), math.nan)
         low, high = range_of(np.float32)
