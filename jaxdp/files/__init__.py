@@ -1,5 +1,6 @@
-"""Files that are written whole and durably, and read with size checks first. All packages may
-import this one.
+"""Files that are written whole and durably, and read with size checks first.
+
+All packages may import this one.
 """
 
 from jaxdp.files.durable import sync_folder, sync_tree, to_disk, write_durably, write_json

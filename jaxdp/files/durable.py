@@ -17,15 +17,17 @@ def write_durably(
     `<name>.tmp`, which the next writer replaces.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # an old one may have another mode
+    # An old one may have another mode.
+    temporary.unlink(missing_ok=True)
     try:
-        with os.fdopen(
-            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb"
-        ) as file:
+        # O_EXCL refuses a link that somebody else has put there.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
             if isinstance(data, bytes):
                 file.write(data)
             else:
                 data(file)
+            # Before the rename. Otherwise a power failure could leave an empty file of this name.
             to_disk(file)
         os.replace(temporary, path)
     except BaseException:

@@ -22,7 +22,9 @@ from jaxdp.files.reading import Limits, check_finite, understood
 from jaxdp.files.text import parse_json, shown
 
 FORMAT = 2
-_SUM, _LENGTH = 32, 8
+# The bytes of the sum, and of the length of the header of safetensors.
+_SUM = 32
+_LENGTH = 8
 _AGAIN = "Send it again."
 # The dtypes of safetensors that every NumPy has.
 _DTYPES = {
@@ -34,13 +36,17 @@ _DTYPES = {
     "U8": "u1",
     "U16": "<u2",
     "U32": "<u4",
+    "U64": "<u8",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
 }
-_DTYPES |= {"U64": "<u8", "F16": "<f2", "F32": "<f4", "F64": "<f8"}
 
 
 class Package(NamedTuple):
-    """The content of a package: its kind, fields as in JSON (tuples become lists), and NumPy arrays
-    by name.
+    """The content of a package.
+
+    It has a kind, fields as in JSON (tuples become lists), and NumPy arrays by name.
     """
 
     kind: str
@@ -64,25 +70,26 @@ def pack(kind: str, *, fields: Mapping[str, Any], arrays: Mapping[str, Any]) -> 
     """
     from safetensors.numpy import save
 
-    for what, name in (("kind", kind), *(("every name in fields", name) for name in fields)):
-        _check_name(what, name)
-    plain = {name: _plain(name, array) for name, array in arrays.items()}
+    _check_name("kind", kind)
+    for name in fields:
+        _check_name("every name in fields", name)
+    plain_arrays = {name: _plain(name, array) for name, array in arrays.items()}
     check_finite(
-        plain, f"the package {kind!r}", "Nothing is sent. Leave out the inputs that caused them."
+        plain_arrays,
+        f"the package {kind!r}",
+        "Nothing is sent. Leave out the inputs that caused them.",
     )
+    content = {"format": FORMAT, "kind": kind, "fields": dict(fields)}
     try:
-        told = json.dumps(
-            {"format": FORMAT, "kind": kind, "fields": dict(fields)},
-            sort_keys=True,
-            allow_nan=False,
-        )
-        parse_json(told)  # as the reader will
+        # Sorted, so that the same content gives the same bytes.
+        metadata = json.dumps(content, sort_keys=True, allow_nan=False)
+        parse_json(metadata)  # as the reader will
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             "fields must be JSON-able (numbers, strings, lists, dictionaries): "
             f"{shown(error).removesuffix('.')}."
         ) from error
-    rest = save(plain, {"package": told})
+    rest = save(plain_arrays, {"package": metadata})
     return hashlib.sha256(rest).digest() + rest
 
 
@@ -94,8 +101,9 @@ def unpack(
     limits: Limits | None = None,
     name: str = "the package",
 ) -> Package:
-    """Reads a package after it has checked all of it. The size is compared with the limits before
-    anything else.
+    """Reads a package after it has checked all of it.
+
+    The size is compared with the limits before anything else.
 
     Args:
       data: The bytes of `pack`.
@@ -109,43 +117,56 @@ def unpack(
         has a NaN or an infinity, repeats a name, or lacks a field. The message has `name` and the
         remedy.
     """
-    from safetensors import deserialize
-
-    limits, name = limits or Limits(), shown(name)
+    limits = limits or Limits()
+    name = shown(name)
     limits.check("bytes", len(data), name)
     rest = memoryview(data)[_SUM:]
     if len(rest) < _LENGTH or hashlib.sha256(rest).digest() != data[:_SUM]:
         raise _damaged(name, "does not have the SHA-256 that it states")
     with understood(name, _AGAIN):
-        header = parse_json(
-            bytes(rest[_LENGTH : _LENGTH + int.from_bytes(rest[:_LENGTH], "little")])
-        )
-        told = parse_json(header.pop("__metadata__")["package"])
-        version, kind, found = told["format"], told["kind"], told["fields"]
-        limits.check("arrays", len(header), name)
-        entries: Any = deserialize(bytes(rest))  # type: ignore[no-untyped-call]  # checks sizes before it copies
-        arrays = {
-            key: np.frombuffer(one["data"], _DTYPES[one["dtype"]]).reshape(one["shape"])
-            for key, one in entries
-        }
-    if type(version) is not int or version != FORMAT:  # format 1 was a folder
+        content, arrays = _content(rest, limits, name)
+        version = content["format"]
+        kind = content["kind"]
+        values = content["fields"]
+    # Format 1 was a folder.
+    if type(version) is not int or version != FORMAT:
         raise ValueError(
             f"{name} has format {version!r}, but this jaxdp reads format {FORMAT}. Upgrade jaxdp, "
             "or ask its writer for a package in this format."
         )
-    wanted = [kinds] if isinstance(kinds, str) else sorted(kinds)
-    if kind not in wanted or not isinstance(found, dict):
+    allowed = [kinds] if isinstance(kinds, str) else sorted(kinds)
+    if kind not in allowed or not isinstance(values, dict):
         raise ValueError(
-            f"{name} is of kind {kind!r}, not {' or '.join(map(repr, wanted))}. Give another "
+            f"{name} is of kind {kind!r}, not {' or '.join(map(repr, allowed))}. Give another "
             "package."
         )
-    if missing := sorted(set(fields) - set(found)):
+    missing = sorted(set(fields) - set(values))
+    if missing:
         raise ValueError(
             f"{name} is whole, but a package of kind {kind!r} needs the field "
             f"{', '.join(map(repr, missing))}. Its writer must make it again."
         )
     check_finite(arrays, name, "Its writer must make it again.")
-    return Package(kind, found, arrays)
+    return Package(kind, values, arrays)
+
+
+def _content(
+    rest: memoryview, limits: Limits, name: str
+) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
+    """Returns the metadata and the arrays of a safetensors file."""
+    from safetensors import deserialize
+
+    header_length = int.from_bytes(rest[:_LENGTH], "little")
+    header = parse_json(bytes(rest[_LENGTH : _LENGTH + header_length]))
+    metadata = parse_json(header.pop("__metadata__")["package"])
+    limits.check("arrays", len(header), name)
+    # It checks sizes before it copies.
+    entries: Any = deserialize(bytes(rest))  # type: ignore[no-untyped-call]
+    arrays = {}
+    for key, entry in entries:
+        flat = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]])
+        arrays[key] = flat.reshape(entry["shape"])
+    return metadata, arrays
 
 
 def write_package(path: pathlib.Path, data: bytes) -> None:
@@ -172,6 +193,7 @@ def read_package(path: pathlib.Path, *, limits: Limits | None = None) -> bytes:
 
 
 def _plain(name: Any, array: Any) -> np.ndarray[Any, Any]:
+    """Returns an array as its bytes are sent: little-endian, row after row."""
     _check_name("every name in arrays", name)
     array = np.asarray(array)
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
@@ -179,9 +201,9 @@ def _plain(name: Any, array: Any) -> np.ndarray[Any, Any]:
             f"array {name!r} has dtype {array.dtype}. Packages hold bool, integers and floats of "
             "at most 64 bits. Convert the array, for example with astype(np.float32)."
         )
-    return np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False)).reshape(
-        array.shape
-    )
+    little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    # `ascontiguousarray` gives an array of shape () one axis.
+    return np.ascontiguousarray(little_endian).reshape(array.shape)
 
 
 def _check_name(what: str, name: Any) -> None:

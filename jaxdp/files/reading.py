@@ -1,5 +1,6 @@
-"""Readers of files that may be damaged or untrusted. They check sizes first and explain failures in
-one sentence.
+"""Readers of files that may be damaged or untrusted.
+
+They check sizes first and explain failures in one sentence.
 """
 
 import contextlib
@@ -25,8 +26,9 @@ _HEADERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Upper limits on what a file or package may declare, refused before it is allocated. Raise one
-    for trusted files.
+    """Upper limits on what a file or package may declare, refused before it is allocated.
+
+    Raise one for trusted files.
 
     Attributes:
       bytes: The bytes of all arrays that are read, by default 8 GiB.
@@ -51,8 +53,9 @@ class Limits:
                 raise ValueError(f"limits need a positive integer for {name}, got {value!r}.")
 
     def check(self, name: str, declared: Any, what: str) -> None:
-        """Raises ValueError if `declared` exceeds the limit called `name`. `what` names its
-        source.
+        """Raises ValueError if `declared` exceeds the limit called `name`.
+
+        `what` names its source.
         """
         if declared > getattr(self, name):
             raise ValueError(
@@ -63,8 +66,9 @@ class Limits:
 
 @contextlib.contextmanager
 def understood(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
-    """Turns an error of a file reader into a ValueError with path and remedy. A missing file keeps
-    its error.
+    """Turns an error of a file reader into a ValueError with path and remedy.
+
+    A missing file keeps its error.
     """
     try:
         yield
@@ -72,10 +76,12 @@ def understood(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
         raise
     except Exception as error:
         name = shown(path)
+        # An error of this library that says all that is needed.
         if isinstance(error, ValueError) and name in str(error):
             raise
-        what = shown(" ".join(str(error).split())[:200]).removesuffix(".")
-        raise ValueError(f"{name} is damaged: {type(error).__name__}, {what}. {remedy}") from error
+        # One line, without its full stop.
+        cause = shown(" ".join(str(error).split())[:200]).removesuffix(".")
+        raise ValueError(f"{name} is damaged: {type(error).__name__}, {cause}. {remedy}") from error
 
 
 def read_json(
@@ -89,12 +95,13 @@ def read_json(
           and `remedy`.
     """
     with understood(path, remedy):
-        found = parse_json(path.read_bytes(), finite=False)
-        if not isinstance(found, kind):
-            raise TypeError(f"it holds {type(found).__name__} instead of {kind.__name__}.")
-        if missing := [key for key in keys if key not in found]:
+        value = parse_json(path.read_bytes(), finite=False)
+        if not isinstance(value, kind):
+            raise TypeError(f"it holds {type(value).__name__} instead of {kind.__name__}.")
+        missing = [key for key in keys if key not in value]
+        if missing:
             raise TypeError(f"it lacks {', '.join(missing)}.")
-    return found
+    return value
 
 
 def read_npz(
@@ -105,8 +112,9 @@ def read_npz(
     remedy: str = AGAIN,
     limits: Limits | None = None,
 ) -> dict[str, np.ndarray]:
-    """Reads arrays from an .npz file. It checks names, dtypes and sizes before it decompresses
-    anything.
+    """Reads arrays from an .npz file.
+
+    It checks names, dtypes and sizes before it decompresses anything.
 
     Args:
       path: The file.
@@ -123,30 +131,33 @@ def read_npz(
     limits = limits or Limits()
     with _archive(path, remedy) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-        if missing := [name for name in names or () if name not in members]:
+        missing = [name for name in names or () if name not in members]
+        if missing:
             has = ", ".join(map(shown, sorted(members)[:20]))
             lacks = ", ".join(map(shown, missing))
             raise ValueError(f"{shown(path)} has no array {lacks}. It has {has}. {remedy}")
-        wanted = (
-            list(members)
-            if names is None
-            else [*names, *(name for name in optional if name in members)]
-        )
-        limits.check("arrays", len(wanted), str(path))
-        total, found = 0, {}
-        for name in wanted:
+        if names is None:
+            names_read = list(members)
+        else:
+            names_read = [*names, *(name for name in optional if name in members)]
+        limits.check("arrays", len(names_read), str(path))
+        # All headers are read before the first array is allocated.
+        total = 0
+        for name in names_read:
             with archive.open(members[name]) as file:
                 total += _declared_bytes(file, members[name].file_size)
             limits.check("bytes", total, f"{path}, up to array {name!r},")
-        for name in wanted:
+        arrays = {}
+        for name in names_read:
             with archive.open(members[name]) as file:
-                found[name] = np.lib.format.read_array(file, allow_pickle=False)
-        return found
+                arrays[name] = np.lib.format.read_array(file, allow_pickle=False)
+        return arrays
 
 
 def npz_names(path: str | os.PathLike[str], *, remedy: str = AGAIN) -> list[str]:
-    """Returns the names of the arrays of an .npz file. It reads no array. Raises the errors of
-    `read_npz`.
+    """Returns the names of the arrays of an .npz file.
+
+    It reads no array. Raises the errors of `read_npz`.
     """
     with _archive(path, remedy) as archive:
         return [info.filename.removesuffix(".npy") for info in archive.infolist()]
@@ -176,11 +187,10 @@ def read_npy(path: pathlib.Path, *, shape: tuple[int, ...], dtype: np.dtype) -> 
       ValueError, SyntaxError, tokenize.TokenError: The array differs, or the header is not Python.
     """
     with path.open("rb") as file:
-        if (
-            _header(file) != (shape, dtype)
-            or path.stat().st_size - file.tell() != math.prod(shape) * dtype.itemsize
-        ):
-            raise ValueError("it holds another array.")
+        header = _header(file)
+        bytes_left = path.stat().st_size - file.tell()
+    if header != (shape, dtype) or bytes_left != math.prod(shape) * dtype.itemsize:
+        raise ValueError("it holds another array.")
     array: np.ndarray = np.load(path, allow_pickle=False)
     return array
 
@@ -194,6 +204,7 @@ def _header(file: Any) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _declared_bytes(file: Any, size: int) -> int:
+    """Returns the bytes of an .npy file's array, after a comparison with the size of the file."""
     shape, dtype = _header(file)
     if dtype.hasobject:
         raise ValueError("it holds Python objects.")
@@ -212,9 +223,8 @@ def _declared_bytes(file: Any, size: int) -> int:
 def check_finite(arrays: Mapping[str, Any], path: str | os.PathLike[str], remedy: str) -> None:
     """Raises ValueError that names the first array with a NaN or an infinity."""
     for name, array in arrays.items():
-        if (
-            array.dtype.kind in "fcV" and not np.isfinite(np.asarray(array)).all()
-        ):  # "V" includes bfloat16
+        may_be_infinite = array.dtype.kind in "fcV"  # "V" includes bfloat16
+        if may_be_infinite and not np.isfinite(np.asarray(array)).all():
             raise ValueError(f"{shown(path)} has NaN or infinite values in {name!r}. {remedy}")
 
 
@@ -226,8 +236,9 @@ def check_image(
     limits: Limits,
     remedy: str = "Prepare the data set again.",
 ) -> None:
-    """Raises ValueError unless the header of an encoded image has the declared size, before it is
-    decoded.
+    """Raises ValueError unless the header of an encoded image has the declared size.
+
+    The image is not decoded.
 
     Args:
       data: A file of a format that Pillow reads.
@@ -241,8 +252,8 @@ def check_image(
     with understood(what, remedy), Image.open(io.BytesIO(data)) as image:
         width, height = image.size
     limits.check("pixels", height * width, what)
-    if any(
-        stated not in (None, found) for stated, found in zip(shape, (height, width), strict=False)
-    ):
-        size = f"{shape[0]}x{shape[1]}"
-        raise ValueError(f"{shown(what)} is {height}x{width}, but declared {size}. {remedy}")
+    # What is not declared has any size.
+    declared_height, declared_width = (*shape, None, None)[:2]
+    if declared_height not in (None, height) or declared_width not in (None, width):
+        declared = f"{declared_height}x{declared_width}"
+        raise ValueError(f"{shown(what)} is {height}x{width}, but declared {declared}. {remedy}")

@@ -1,6 +1,4 @@
-"""Texts of other writers: JSON is read strictly, and messages show no character that a terminal
-would obey.
-"""
+"""Texts of other writers: strict JSON, and messages without control characters."""
 
 import json
 import math
@@ -17,9 +15,14 @@ def shown(value: object) -> str:
     of a terminal.
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
+    if text.isprintable():
+        return text
+    shown_characters = []
+    for character in text:
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        shown_characters.append(character)
+    return "".join(shown_characters)
 
 
 def shown_lines(value: object) -> str:
@@ -39,26 +42,31 @@ def parse_json(text: str | bytes, *, finite: bool = True) -> Any:
       ValueError: The text is not JSON, repeats a key of an object, or nests more than 100 values.
         Or it has a number that is not finite.
     """
-    constant, number = (_refused, _finite) if finite else (None, None)
     try:
-        text = text.decode() if isinstance(text, bytes) else text
+        if isinstance(text, bytes):
+            text = text.decode()
         value = json.loads(
-            text, object_pairs_hook=_object, parse_constant=constant, parse_float=number
+            text,
+            object_pairs_hook=_object,
+            parse_constant=_refused if finite else None,
+            parse_float=_finite if finite else None,
         )
     except RecursionError:
         raise _too_deep() from None
+    # Few brackets cannot nest deeply, and spare the walk.
     if text.count("[") + text.count("{") > _DEEPEST:
         _check_depth(value)
     return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Returns the dictionary of an object. JSON would keep the last of several equal keys."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"an object has the key {repeated!r} twice.")
-    return found
+    return fields
 
 
 def _refused(constant: str) -> Any:
@@ -73,14 +81,15 @@ def _finite(digits: str) -> float:
 
 
 def _check_depth(value: Any) -> None:
+    # Level by level, because recursion could exceed Python's limit.
     level = [value]
     for _ in range(_DEEPEST + 1):
-        inner = [part for part in level if isinstance(part, dict | list)]
-        if not inner:
+        containers = [item for item in level if isinstance(item, dict | list)]
+        if not containers:
             return
         level = []
-        for part in inner:
-            level += part.values() if isinstance(part, dict) else part
+        for container in containers:
+            level += container.values() if isinstance(container, dict) else container
     raise _too_deep()
 
 

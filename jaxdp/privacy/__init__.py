@@ -1,10 +1,19 @@
-"""Privacy accounting: events, epsilon, noise calibration and the ledger. It needs dp_accounting and
-never JAX.
+"""Privacy accounting: events, epsilon, noise calibration and the ledger. It never imports JAX.
+
+The modules:
+
+* Events: `events`, `relations`.
+* Epsilon of events: `loss_distribution`, `loss_densities`, `losses`, `convolution` and `gaussian`
+  for PLD, `renyi` for RDP, `rules`, `tally`, `accounting`. `calibration` and `planning` invert it.
+* The ledger's file: `chain`, `schema`, `integrity`, `database`, `store`, with `damage` and `times`.
+* Its rows: `terms`, `datasets`, `spends`, `holds`.
+* Its decisions: `compositions`, `spent_epsilon`, `budget`, `admission`.
+* What users call: `accounts`, `ledger_reader`, `ledger`, and what they read: `reports`,
+  `report_text`.
 """
 
 from jaxdp.privacy.accounting import delta, epsilon
 from jaxdp.privacy.calibration import calibrate_noise
-from jaxdp.privacy.cautions import PrivacyWarning
 from jaxdp.privacy.events import (
     ComposedDpEvent,
     DiscreteLaplaceDpEvent,
@@ -36,6 +45,7 @@ from jaxdp.privacy.ledger import (
     Spend,
 )
 from jaxdp.privacy.planning import TrainingPlan, plan_training
+from jaxdp.privacy.privacy_warnings import PrivacyWarning
 
 __all__ = [
     "Account",

@@ -1,37 +1,20 @@
-"""The check of a spend against a dataset's budget. RDP decides where it suffices, and few PLDs
-decide the rest.
+"""The check of a spend against a dataset's budget.
+
+RDP decides where it suffices, and few PLDs decide the rest.
 """
 
-import dataclasses
-import functools
 import math
-import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
-from jaxdp.privacy.accounting import (
-    RDP_ORDERS,
-    ROUGH_ORDERS,
-    Adjacency,
-    Method,
-    Tally,
-    check_rules,
-    epsilon_of_counts,
-    rdp_of_counts,
-    renyi_bound,
-    renyi_epsilon,
-)
-from jaxdp.privacy.events import Counts, DpEvent, UnprovenDpEvent, compose, describe
+from jaxdp.privacy.accounting import Tally, check_rules
+from jaxdp.privacy.compositions import is_proven
+from jaxdp.privacy.events import Counts, DpEvent, compose, describe
+from jaxdp.privacy.spent_epsilon import ROUNDING, epsilon_of, renyi_spent, used_epsilon
+from jaxdp.privacy.terms import Dataset
 
-Accounting = Literal["pld", "rdp", "renyi_filter"]
-
-# 3 * 0.1 is 0.30000000000000004 in binary. A budget of 0.3 must still allow three spends of 0.1.
-ROUNDING = 1e-12
+# The verdicts that a check keeps, beside one for each composition of the question.
 _REMEMBERED = 64
-# `combinations` enumerates at most this many combinations of parts. Beyond them it uses an upper
-# bound.
-COMBINATIONS = 1000
 
 
 class BudgetExceeded(RuntimeError):
@@ -60,48 +43,20 @@ class BudgetExceeded(RuntimeError):
         self.held = held
 
 
-@dataclasses.dataclass(frozen=True)
-class Dataset:
-    """The terms of a dataset in the ledger's file."""
+class Undecided(Exception):
+    """A request that the budget denies, or that takes a PLD to decide.
 
-    id: int
-    name: str
-    adjacency: Adjacency
-    unit: str
-    epsilon: float | None
-    delta: float | None
-    accounting: Accounting
-    renyi_order: float | None
-    allow_unproven: bool
-    records: int | None
-
-    @property
-    def method(self) -> Method:
-        """The method of `jaxdp.privacy.accounting` that computes this dataset's numbers."""
-        return "auto" if self.accounting == "pld" else "rdp"
-
-    @property
-    def orders(self) -> tuple[float, ...]:
-        """The Renyi orders of the first check. Where PLD decides, a few are enough."""
-        return RDP_ORDERS if self.accounting == "rdp" else ROUGH_ORDERS
-
-    @property
-    def renyi_bound(self) -> float:
-        """The largest Renyi loss at the fixed order that converts to the budget."""
-        assert self.epsilon is not None and self.delta is not None and self.renyi_order is not None
-        return renyi_bound(self.epsilon, self.delta, self.renyi_order)
-
-
-class Unsettled(Exception):
-    """A question that the budget denies or that needs a PLD.
+    It is raised inside of a transaction, whose lock others wait for. PLDs are slow, so `decide`
+    runs after the transaction has ended.
 
     Args:
         check: The check of the dataset.
         spent: The compositions that are spent.
-        others: The events for which others hold room.
-        own: `step`, with everything for which its own holds keep room.
-        step: The requested events.
-        ahead: Whether more such steps are likely to follow.
+        held_by_others: The events for which others hold room.
+        with_own_holds: The requested events and all that the requester's holds keep room for. An
+            event in both counts once, because a spend takes it out of the hold.
+        requested: The requested events.
+        more_follow: Whether more such requests are likely to follow.
 
     Raises:
         ValueError: No accounting rule covers an event together with the others.
@@ -111,52 +66,55 @@ class Unsettled(Exception):
         self,
         check: "BudgetCheck",
         spent: Sequence[Tally],
-        others: Counts,
-        own: Counts,
-        step: Counts,
-        ahead: bool,
+        *,
+        held_by_others: Counts,
+        with_own_holds: Counts,
+        requested: Counts,
+        more_follow: bool,
     ):
         super().__init__()
-        self._check, self._spent, self._others, self._own, self._step = (
-            check,
-            spent,
-            others,
-            own,
-            step,
-        )
-        self._ahead = ahead
-        self._after = [tally.plus(others).plus(own) for tally in spent]
+        self._check = check
+        self._spent = spent
+        self._with_own_holds = with_own_holds
+        self._requested = requested
+        self._more_follow = more_follow
+        self._after = [tally.plus(held_by_others).plus(with_own_holds) for tally in spent]
         for tally in self._after:
             check.check_rules(tally)
         limited = check.dataset.epsilon is not None and not check.dataset.allow_unproven
-        self._lacks_proof = limited and not is_proven(step)
+        self._lacks_proof = limited and not is_proven(requested)
 
     def is_allowed(self) -> bool:
-        """Returns whether the budget is known to allow the step."""
+        """Returns whether the budget is known to allow the request."""
         return not self._lacks_proof and all(map(self._check.known, self._after))
 
     def decide(self) -> bool:
-        """Computes what the check does not know. Returns False if the budget certainly denies the
-        step.
+        """Computes what the check does not know.
+
+        Returns False if the budget certainly denies the request.
         """
         verdicts = [self._check.known(tally) for tally in self._after]
         if self._lacks_proof or False in verdicts:
             return False
+        next_step = self._requested if self._more_follow else Counter[DpEvent]()
         for tally, verdict in zip(self._after, verdicts, strict=True):
             if verdict is None:
-                step = self._step if self._ahead else Counter[DpEvent]()
-                self._check.decide(tally, step, remember=_REMEMBERED + len(self._after))
+                self._check.decide(tally, next_step, remember=_REMEMBERED + len(self._after))
         return True
 
     def refusal(self) -> BudgetExceeded:
         """Returns the error that explains the refusal."""
         dataset = self._check.dataset
         assert dataset.epsilon is not None and dataset.delta is not None
-        event, budget = describe(compose(self._step)), (dataset.epsilon, dataset.delta)
-        what = f"dataset {dataset.name!r}, budget epsilon {dataset.epsilon:g} at delta {dataset.delta:g}"
+        budget = (dataset.epsilon, dataset.delta)
+        event = describe(compose(self._requested))
+        subject = (
+            f"dataset {dataset.name!r}, budget epsilon {dataset.epsilon:g} at delta "
+            f"{dataset.delta:g}"
+        )
         if self._lacks_proof:
             return BudgetExceeded(
-                f"{what}: {event} has no proof, so its epsilon is infinite. Nothing was run or "
+                f"{subject}: {event} has no proof, so its epsilon is infinite. Nothing was run or "
                 "charged. Register the dataset without a budget or with allow_unproven=True to "
                 "accept empirical privacy.",
                 dataset=dataset.name,
@@ -164,28 +122,31 @@ class Unsettled(Exception):
                 would_spend=math.inf,
             )
         if dataset.accounting == "renyi_filter":
-            what += f" by the Renyi filter at order {dataset.renyi_order:g} (shares of its bound, in units of epsilon)"
-        alone = [tally.plus(self._own) for tally in self._spent]
-        before, without, would = (
-            max(used(dataset, tally.counts) for tally in counted)
-            for counted in (self._spent, alone, self._after)
-        )
-        held = would - without if without < would else 0.0
-        return BudgetExceeded(
-            f"{what}: {before:.6g} is spent and {event} would make it {would:.6g}"
-            + (f", {held:.6g} of which is room that others hold" if held else "")
-            + ". Nothing was run or charged. "
-            + (
-                "Wait until the others are done (the report lists their holds), or use"
-                if held
-                else "Use"
+            subject += (
+                f" by the Renyi filter at order {dataset.renyi_order:g} (shares of its bound, in "
+                "units of epsilon)"
             )
-            + " more noise, fewer steps or other data. privacy.calibrate_noise computes the noise.",
+        spent = self._largest_use(self._spent)
+        alone = self._largest_use([tally.plus(self._with_own_holds) for tally in self._spent])
+        would_spend = self._largest_use(self._after)
+        # inf - inf would be NaN where the request alone is infinite.
+        held = would_spend - alone if alone < would_spend else 0.0
+        share = f", {held:.6g} of which is room that others hold" if held else ""
+        remedy = "Use"
+        if held:
+            remedy = "Wait until the others are done (the report lists their holds), or use"
+        return BudgetExceeded(
+            f"{subject}: {spent:.6g} is spent and {event} would make it {would_spend:.6g}{share}. "
+            f"Nothing was run or charged. {remedy} more noise, fewer steps or other data. "
+            "privacy.calibrate_noise computes the noise.",
             dataset=dataset.name,
             budget=budget,
-            would_spend=would,
+            would_spend=would_spend,
             held=held,
         )
+
+    def _largest_use(self, tallies: Sequence[Tally]) -> float:
+        return max(used_epsilon(self._check.dataset, tally.counts) for tally in tallies)
 
 
 class BudgetCheck:
@@ -204,8 +165,8 @@ class BudgetCheck:
 
     def check_rules(self, tally: Tally) -> None:
         """Raises ValueError if no accounting rule covers the composition."""
-        ways = {"pld", "rdp"} if self.dataset.method == "auto" else {self.dataset.method}
-        if ways.isdisjoint(tally.rules):
+        methods = {"pld", "rdp"} if self.dataset.method == "auto" else {self.dataset.method}
+        if methods.isdisjoint(tally.rules):
             check_rules(tally.counts, adjacency=self.dataset.adjacency, method=self.dataset.method)
 
     def known(self, tally: Tally) -> bool | None:
@@ -221,11 +182,13 @@ class BudgetCheck:
             return False
         if tally.rdp_epsilon(dataset.delta) <= dataset.epsilon * (1 + ROUNDING):
             return True
+        # RDP is an upper bound of what a PLD gives, so it denies nothing where a PLD decides.
         return False if dataset.accounting == "rdp" else None
 
     def decide(self, tally: Tally, step: Counts, *, remember: int) -> None:
-        """Decides a composition and likely later ones, so that a loop of spends rarely needs
-        another PLD.
+        """Decides a composition and likely later ones.
+
+        A loop of spends then rarely needs another PLD.
 
         Args:
             tally: The composition to decide.
@@ -233,12 +196,14 @@ class BudgetCheck:
             remember: The number of verdicts to keep, enough for all compositions of one question.
         """
         single = Tally(tally.adjacency).plus(step)
-        recent = tally.minus(self._last) if self._last and tally.covers(self._last) else single
+        recent = single
+        if self._last and tally.covers(self._last):
+            recent = tally.minus(self._last)
         self._last = tally
-        repeats = all(
-            tally.others[leaf] > count for leaf, count in single.others.items()
-        )  # `others` has no Gaussians
-        if not self._computed(tally, remember) or not single or not repeats:
+        fits = self._computed(tally, remember)
+        # `others` has no Gaussians, which are one precision.
+        repeats = all(tally.others[leaf] > count for leaf, count in single.others.items())
+        if not fits or not single or not repeats:
             return
         # Twice the spends since the last decision are a guess at the next ones. The guess doubles
         # while spends grow. Near the budget it halves until it fits. So the number of PLDs is
@@ -246,106 +211,26 @@ class BudgetCheck:
         share = 2.0
         while recent:
             ahead = tally.plus_share(recent, share)
-            fits = self.known(ahead)
-            if fits or (fits is None and self._computed(ahead, remember)):
+            fits_ahead = self.known(ahead)
+            if fits_ahead is None:
+                fits_ahead = self._computed(ahead, remember)
+            if fits_ahead:
                 return
-            if (
-                share * max(recent.others.values(), default=0) <= 1
-                and share * recent.precision <= single.precision
-            ):
+            # A guess of less than one more step saves nothing.
+            most_repeats = share * max(recent.others.values(), default=0)
+            if most_repeats <= 1 and share * recent.precision <= single.precision:
                 return
             share /= 2
 
     def _computed(self, tally: Tally, remember: int) -> bool:
+        """Returns whether a composition fits, and remembers it in place of weaker ones."""
         dataset = self.dataset
         assert dataset.epsilon is not None and dataset.delta is not None
         fits = epsilon_of(dataset, tally.counts, dataset.delta) <= dataset.epsilon * (1 + ROUNDING)
         if fits:
-            self._fitting = [tally, *(old for old in self._fitting if not tally.covers(old))][
-                :remember
-            ]
+            stronger = [old for old in self._fitting if not tally.covers(old)]
+            self._fitting = [tally, *stronger][:remember]
         else:
-            self._exceeding = [tally, *(old for old in self._exceeding if not old.covers(tally))][
-                :remember
-            ]
+            stronger = [old for old in self._exceeding if not old.covers(tally)]
+            self._exceeding = [tally, *stronger][:remember]
         return fits
-
-
-# --- Compositions -------------------------------------------------------------------------------
-
-
-def maximal(compositions: Iterable[Counts]) -> list[Counts]:
-    """Returns the compositions that no other one covers. Equal ones are returned once."""
-    maximal: list[Counts] = []
-    for counts in sorted(compositions, key=Counter.total, reverse=True):
-        if not any(counts <= larger for larger in maximal):
-            maximal.append(counts)
-    return maximal
-
-
-def combinations(datasets: Iterable[Sequence[Counts]]) -> list[Counts]:
-    """Returns the maximal sums of one composition of every dataset, or compositions that cover all
-    sums.
-    """
-    sums: list[Counts] = [Counter()]
-    for parts in datasets:
-        if len(sums) * len(parts) > COMBINATIONS:
-            parts = [functools.reduce(operator.or_, parts)]
-        sums = maximal(counts + part for counts in sums for part in parts)
-    return sums
-
-
-def is_proven(counts: Counts) -> bool:
-    """Returns whether every release has a proof."""
-    return not any(isinstance(leaf, UnprovenDpEvent) for leaf in counts)
-
-
-def proven(counts: Counts) -> Counts:
-    """Returns a composition without the releases that have no proof."""
-    return Counter(
-        {leaf: count for leaf, count in counts.items() if not isinstance(leaf, UnprovenDpEvent)}
-    )
-
-
-def renyi_spent(dataset: Dataset, counts: Counts) -> float:
-    """Returns the Renyi loss of a composition at the dataset's order."""
-    assert dataset.renyi_order is not None
-    return rdp_of_counts(counts, order=dataset.renyi_order, adjacency=dataset.adjacency)
-
-
-def epsilon_of(dataset: Dataset, counts: Counts, delta: float) -> float:
-    """Returns epsilon of a composition at `delta`, by the dataset's accounting."""
-    if dataset.accounting != "renyi_filter":
-        return pld_epsilon(counts, delta, dataset.adjacency, dataset.method)
-    spent, bound = renyi_spent(dataset, counts), dataset.renyi_bound
-    if spent == 0 or math.isinf(spent):
-        return spent
-    if spent > bound * (
-        1 + ROUNDING
-    ):  # Only unspent events exceed the bound, because the filter refuses them.
-        bound = spent
-    assert dataset.renyi_order is not None
-    return math.inf if delta == 0 else renyi_epsilon(bound, delta, dataset.renyi_order)
-
-
-def used(dataset: Dataset, counts: Counts) -> float:
-    """Returns the part of the budget's epsilon that a composition uses."""
-    assert dataset.epsilon is not None and dataset.delta is not None
-    if dataset.accounting == "renyi_filter":
-        return renyi_spent(dataset, counts) / dataset.renyi_bound * dataset.epsilon
-    return epsilon_of(dataset, counts, dataset.delta)
-
-
-def pld_epsilon(counts: Counts, delta: float, adjacency: Adjacency, method: Method) -> float:
-    """Returns `epsilon_of_counts`, cached for compositions with few distinct releases."""
-    if len(counts) > 256:
-        return epsilon_of_counts(counts, delta=delta, adjacency=adjacency, method=method)
-    return remembered_epsilon(frozenset(counts.items()), delta, adjacency, method)
-
-
-@functools.lru_cache(maxsize=4096)
-def remembered_epsilon(
-    counts: frozenset[tuple[DpEvent, int]], delta: float, adjacency: Adjacency, method: Method
-) -> float:
-    """Returns `epsilon_of_counts` of hashable counts, from its cache if possible."""
-    return epsilon_of_counts(dict(counts), delta=delta, adjacency=adjacency, method=method)

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from jaxdp.privacy.accounting import (
     ROUGH_ORDERS,
@@ -15,8 +15,11 @@ from jaxdp.privacy.accounting import (
 )
 from jaxdp.privacy.events import DpEvent, composition
 
+# The multipliers that are looked at.
 _LARGEST = 2.0**40
 _SMALLEST = 2.0**-20
+# The factor by which epsilon may rise with the noise. The rounding of PLDs is far smaller.
+_ROUNDING = 1.002
 
 
 def calibrate_noise(
@@ -59,20 +62,16 @@ def calibrate_noise(
     check_rules(composition(make_event(1.0)), adjacency=adjacency, method=method)
     costs: dict[float, float] = {}
 
-    @functools.cache  # several multipliers may give one event, such as a whole number of steps
-    def price(counts: frozenset[tuple[DpEvent, int]]) -> float:
+    # Several multipliers may give one event, such as a whole number of steps.
+    @functools.cache
+    def epsilon_of_event(counts: frozenset[tuple[DpEvent, int]]) -> float:
         return epsilon_of_counts(dict(counts), delta=delta, adjacency=adjacency, method=method)
 
     @functools.cache
     def cost(multiplier: float) -> float:
-        costs[multiplier] = price(frozenset(composition(make_event(multiplier)).items()))
-        for (less, before), (more, after) in itertools.pairwise(sorted(costs.items())):
-            if after > before * 1.002 + 1e-9:  # The rounding of PLDs is far smaller.
-                raise ValueError(
-                    f"make_event is not monotone: epsilon is {before:.6g} at the noise multiplier "
-                    f"{less:.6g}, but {after:.6g} at {more:.6g}. Return an event whose epsilon "
-                    "never rises with the noise."
-                )
+        counts = composition(make_event(multiplier))
+        costs[multiplier] = epsilon_of_event(frozenset(counts.items()))
+        _check_monotone(costs)
         return costs[multiplier]
 
     @functools.cache
@@ -82,10 +81,10 @@ def calibrate_noise(
 
     # A rough bracket by RDP costs milliseconds and saves most PLDs. The result does not depend on
     # it.
+    start = 1.0
     low, high = _bracket(rough_cost, epsilon, 1.0, 2.0)
-    start = (
-        _refine(rough_cost, epsilon, low, high, tol=0.01) if low > 0 and high < math.inf else 1.0
-    )
+    if low > 0 and high < math.inf:
+        start = _refine(rough_cost, epsilon, low, high, tol=0.01)
     low, high = _bracket(cost, epsilon, start, 1.1)
     if high == math.inf:
         raise ValueError(
@@ -101,13 +100,27 @@ def calibrate_noise(
     return _refine(cost, epsilon, low, high, tol=tol)
 
 
+def _check_monotone(costs: Mapping[float, float]) -> None:
+    """Raises ValueError if epsilon rises with the noise multiplier."""
+    for (less, before), (more, after) in itertools.pairwise(sorted(costs.items())):
+        if after > before * _ROUNDING + 1e-9:
+            raise ValueError(
+                f"make_event is not monotone: epsilon is {before:.6g} at the noise multiplier "
+                f"{less:.6g}, but {after:.6g} at {more:.6g}. Return an event whose epsilon "
+                "never rises with the noise."
+            )
+
+
 def _bracket(
     cost: Callable[[float], float], target: float, start: float, factor: float
 ) -> tuple[float, float]:
-    """Returns (low, high) with cost(low) > target >= cost(high), where 0 and inf mean out of
-    range.
+    """Returns (low, high) with cost(low) > target >= cost(high).
+
+    0 and inf mean that an end is out of range.
     """
-    low, high, multiplier = 0.0, math.inf, start
+    low = 0.0
+    high = math.inf
+    multiplier = start
     while _SMALLEST <= multiplier <= _LARGEST:
         if cost(multiplier) <= target:
             high = multiplier
@@ -129,18 +142,22 @@ def _refine(
     The new point lies slightly beyond the root, towards the farther end. Every fourth step bisects,
     so that the search ends.
     """
-    cost_low, cost_high, step = cost(low), cost(high), 0
+    cost_low = cost(low)
+    cost_high = cost(high)
+    step = 0
     while high > low * (1 + tol):
         step += 1
         guess = math.sqrt(low * high)
         if step % 4 and 0 < cost_high < cost_low < math.inf:
-            root = low * (high / low) ** (
-                math.log(cost_low / target) / math.log(cost_low / cost_high)
-            )
-            aim = root * (1 + tol / 3) if root / low < high / root else root / (1 + tol / 3)
-            guess = aim if low < aim < high else guess
-        if cost(guess) <= target:
-            high, cost_high = guess, cost(guess)
+            share = math.log(cost_low / target) / math.log(cost_low / cost_high)
+            root = low * (high / low) ** share
+            is_near_low = root / low < high / root
+            beyond_root = root * (1 + tol / 3) if is_near_low else root / (1 + tol / 3)
+            if low < beyond_root < high:
+                guess = beyond_root
+        cost_of_guess = cost(guess)
+        if cost_of_guess <= target:
+            high, cost_high = guess, cost_of_guess
         else:
-            low, cost_low = guess, cost(guess)
+            low, cost_low = guess, cost_of_guess
     return high

@@ -1,48 +1,5 @@
-"""Warnings about guarantees that hold but promise little."""
+"""The former name of `jaxdp.privacy.privacy_warnings`."""
 
-import warnings
+from jaxdp.privacy.privacy_warnings import LARGE_EPSILON, PrivacyWarning, warn_if_weak
 
-LARGE_EPSILON = 10.0
-
-
-class PrivacyWarning(UserWarning):
-    """A guarantee holds but promises little. Python shows each text once per process by default."""
-
-
-def warn_if_weak(
-    *,
-    epsilon: float | None = None,
-    delta: float | None = None,
-    records: int | None = None,
-    sampling_probability: float | None = None,
-) -> None:
-    """Warns about public terms that promise little. An argument that is None is not looked at.
-
-    Args:
-        epsilon: A target or a budget. Above 10 gives a warning.
-        delta: A target or a budget, with `records`, the public number of records. At least 1 /
-            records gives a warning.
-        sampling_probability: The probability with which a step reads a record. 1 gives a warning.
-    """
-    if epsilon is not None and epsilon > LARGE_EPSILON:
-        _warn(
-            f"epsilon {epsilon:g} is above {LARGE_EPSILON:g}: an attacker's odds that a record was "
-            f"there may change by a factor of e^{epsilon:g}. Choose a smaller epsilon, or audit "
-            "what attackers can tell."
-        )
-    if records is not None and delta is not None and delta * records >= 1:
-        _warn(
-            f"delta {delta:g} is at least 1 / records = {1 / records:g}: a mechanism that "
-            "publishes one record in the clear can satisfy it. Use a delta far below 1 / records."
-        )
-    if sampling_probability == 1:
-        _warn(
-            "sampling_probability is 1: every step reads every record, so sampling lowers no "
-            "cost. Choose a batch size below the number of records, unless full batches are meant."
-        )
-
-
-def _warn(text: str) -> None:
-    # Python shows a text once per place. The place is always this line, so several callers with one
-    # text warn once.
-    warnings.warn(text, PrivacyWarning, stacklevel=1)
+__all__ = ["LARGE_EPSILON", "PrivacyWarning", "warn_if_weak"]

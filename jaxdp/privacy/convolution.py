@@ -20,23 +20,28 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from scipy import fft, signal
 
 from jaxdp.privacy.events import DpEvent
-from jaxdp.privacy.losses import DEPTHS, MASS_ERROR, Adjacency, LossDistribution, distribution
+from jaxdp.privacy.loss_distribution import MASS_ERROR, LossDistribution
+from jaxdp.privacy.losses import DEPTHS, distribution
+from jaxdp.privacy.relations import Adjacency
 
 _UNIT = 2.0**-53
 # Discretisation may add this share of epsilon.
 _TOLERANCE = 3e-4
-# Beyond either end of the window lies exp(-22) of the tilted mass. Larger losses have a probability
-# of exp(-16) of delta.
-_OUTSIDE, _BEYOND = 22.0, 16.0
+# Beyond either end of the window lies exp(-_OUTSIDE) of the tilted mass.
+_OUTSIDE = 22.0
+# Losses above the window have a probability of exp(-_BEYOND) of delta.
+_BEYOND = 16.0
 # The share of delta that may go to losses that are taken for infinite, once for far tails and once
 # for rare losses.
 _SPARE = 1e-7
-_STEADY = 5e-4  # A finer grid that gains less than this share ends the search.
+# A finer grid that gains less than this share ends the search.
+_STEADY = 5e-4
 _MOST_POINTS = 2**21
 # By how much the excess of the next grid is smaller. A first halving of the grid shows whether it
 # is fine enough.
@@ -45,9 +50,11 @@ _FINER = (4, 16, 16, 16)
 _LEAST_LOG_DELTA = -746.0
 # exp overflows above this distance of grid points.
 _LONG = 500.0
+# The most grid points between the ends of one kind of release.
 _MOST_CELLS = 2**18
-# The products of an order and a loss that are looked at.
-_LEAST_EXPONENT, _MOST_EXPONENT = 2.0**-40, 2.0**24
+# The products of an order and the largest loss that are looked at.
+_LEAST_EXPONENT = 2.0**-40
+_MOST_EXPONENT = 2.0**24
 # What a moment that is a sum over nodes may err, relative to delta.
 _MOMENT_MARGIN = 1e-3
 
@@ -83,7 +90,9 @@ class Losses:
         """The standard deviation of the sum."""
         deviations = []
         for part, count in self.parts:
-            masses, losses = np.exp(part.log_masses), part.losses / part.largest
+            masses = np.exp(part.log_masses)
+            # Scaled, so that squares of small and large losses stay within float64.
+            losses = part.losses / part.largest
             variance = float(masses @ (losses - masses @ losses) ** 2)
             deviations.append(part.largest * math.sqrt(count * max(variance, 1e-30)))
         return math.hypot(*deviations)
@@ -100,19 +109,26 @@ class Losses:
 def losses_of(
     counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float, reverse: bool
 ) -> Losses:
-    """Returns the losses of a composition in one direction. Tails are left out far below
-    `delta`.
+    """Returns the losses of a composition in one direction.
+
+    Tails are left out far below `delta`.
     """
-    infinite = _SPARE * delta * (1 - delta)  # A delta near 1 needs digits of 1 - delta.
+    # A delta near 1 needs digits of 1 - delta.
+    infinite = _SPARE * delta * (1 - delta)
     for depth in DEPTHS:
-        leaves = [(distribution(leaf, adjacency, reverse, depth), n) for leaf, n in counts.items()]
-        if math.fsum(n * part.uncovered for part, n in leaves) <= infinite:
+        leaves = [
+            (distribution(leaf, adjacency, reverse, depth), count) for leaf, count in counts.items()
+        ]
+        if math.fsum(count * part.uncovered for part, count in leaves) <= infinite:
             break
     parts = []
-    for part, n in leaves:
+    for part, count in leaves:
         # A power of two, so that growing counts use the same distribution.
-        spare = math.frexp(infinite / len(leaves) / n)[1] - 1
-        parts.append((part.trimmed(2.0**spare), n) if spare > -1000 else (part, n))
+        exponent = math.frexp(infinite / len(leaves) / count)[1] - 1
+        # Smaller shares are almost below float64, and nothing is left out.
+        if exponent > -1000:
+            part = part.trimmed(2.0**exponent)
+        parts.append((part, count))
     return Losses(tuple(parts))
 
 
@@ -127,13 +143,14 @@ def _lost(order: float) -> float:
 def _best_order(losses: Losses, cost: Callable[[float], float], start: float) -> float:
     """Returns the order 2**(k / 2) of the least cost near `start`. The cost has one valley."""
     cost = functools.cache(cost)
-    last = math.floor(2 * math.log2(_MOST_EXPONENT / losses.largest))
     first = math.ceil(2 * math.log2(_LEAST_EXPONENT / losses.largest))
+    last = math.floor(2 * math.log2(_MOST_EXPONENT / losses.largest))
     place = max(first, min(last, round(2 * math.log2(start))))
 
     def at(k: int) -> float:
         return cost(2.0 ** (k / 2)) if first <= k <= last else math.inf
 
+    # Long steps first, because the start may be far from the valley.
     for step in (8, 4, 2, 1):
         while True:
             best = min((place, place - step, place + step), key=at)
@@ -157,13 +174,16 @@ def moment_epsilon(losses: Losses, delta: float) -> tuple[float, float]:
     def cost(order: float) -> float:
         return (losses.log_moment(order) + _lost(order) - log_room) / order
 
-    order = _best_order(losses, cost, math.sqrt(2 + 2 * abs(math.log(delta))) / losses.deviation)
+    # Near the best order of a Gaussian of this deviation.
+    start = math.sqrt(2 + 2 * abs(math.log(delta))) / losses.deviation
+    order = _best_order(losses, cost, start)
     return cost(order), order
 
 
 def moment_log_delta(losses: Losses, epsilon: float) -> tuple[float, float]:
-    """Returns log of a delta by the best moment, without the part that no grid covers, and its
-    order.
+    """Returns log of a delta by the best moment, and its order.
+
+    The probability of a loss that no grid covers is left out.
     """
 
     def cost(order: float) -> float:
@@ -221,7 +241,8 @@ class Tail:
         if place == 0 or self.grid > _LONG:
             return here
         # Between two grid points the delta of the grid's losses is linear in exp(epsilon).
-        low, high = self.log_deltas[place - 1], self.log_deltas[place]
+        low = self.log_deltas[place - 1]
+        high = self.log_deltas[place]
         share = math.expm1(math.log(delta) - low) / math.expm1(high - low)
         return float(here - self.grid + math.log1p(min(share, 1.0) * math.expm1(self.grid)))
 
@@ -230,11 +251,13 @@ class Tail:
         place = math.floor(epsilon / self.grid) - self.first
         if not 0 <= place < len(self.sums) - 1:
             return math.inf
-        low, high = self.log_deltas[place], self.log_deltas[place + 1]
+        low = self.log_deltas[place]
+        high = self.log_deltas[place + 1]
         if self.grid > _LONG or not low < math.inf:
             return float(low)
-        share = math.expm1(epsilon - (self.first + place) * self.grid) / math.expm1(self.grid)
-        return float(low + math.log1p(min(max(share, 0.0), 1.0) * math.expm1(high - low)))
+        distance = epsilon - (self.first + place) * self.grid
+        share = min(max(math.expm1(distance) / math.expm1(self.grid), 0.0), 1.0)
+        return float(low + math.log1p(share * math.expm1(high - low)))
 
 
 def tail(losses: Losses, tilt: float, epsilon: float, log_delta: float, budget: float) -> Tail:
@@ -249,39 +272,41 @@ def tail(losses: Losses, tilt: float, epsilon: float, log_delta: float, budget: 
     """
     bottom, top = _window(losses, tilt, log_delta)
     margin = 0.05 * (top - bottom)
-    bottom, top = min(bottom, epsilon - margin), max(top, epsilon + margin)
+    bottom = min(bottom, epsilon - margin)
+    top = max(top, epsilon + margin)
     grid, excess = choose_grid(losses, tilt, budget, top - bottom)
     size = int(2 ** math.ceil(math.log2(max((top - bottom) / grid + 64, 256))))
     first = math.floor(bottom / grid) - 8
-    spectrum = np.ones(size // 2 + 1, dtype=complex)
-    # Two recursions over all points lose four units each.
-    log_scale, log_factor = 0.0, 8 * _UNIT * size
-    factors = []
     lattices = [(part.on_grid(grid), count) for part, count in losses.parts]
+
+    spectrum = np.ones(size // 2 + 1, dtype=complex)
+    log_scale = 0.0
+    # Two recursions over all points lose four units each.
+    log_factor = 8 * _UNIT * size
+    moduli = []
     for lattice, count in lattices:
-        places, masses, log_mass, reach = _tilted(lattice, grid, tilt)
-        transform = fft.rfft(np.bincount(places % size, masses, size))
+        tilted = _tilted(lattice, grid, tilt)
+        transform = fft.rfft(np.bincount(tilted.places % size, tilted.masses, size))
         spectrum *= transform**count if count > 1 else transform
-        log_scale += count * log_mass
-        factors.append((np.abs(transform), count))
-        log_factor += count * (MASS_ERROR + 8 * _UNIT * (reach + abs(log_mass)))
+        moduli.append((np.abs(transform), count))
+        log_scale += count * tilted.log_mass
+        rounding = 8 * _UNIT * (tilted.largest_exponent + abs(tilted.log_mass))
+        log_factor += count * (MASS_ERROR + rounding)
+    # The transform is periodic. The roll puts the first point of the window in front.
     masses = np.roll(np.maximum(fft.irfft(spectrum, size), 0.0), -(first % size))
-    edge = (first + size) * grid
-    highest = sum(count * (start + len(lattice) - 1) for (start, lattice), count in lattices)
-    if highest < first + size:  # No sum of losses lies above the window.
-        missing = -math.inf
-    else:
-        missing = log_scale - tilt * edge
-        if missing > log_delta - _BEYOND:  # Other orders may bound it better.
-            missing = min(missing, _log_above(lattices, grid, edge, tilt))
     return Tail(
         first=first,
         grid=grid,
         tilt=tilt,
         log_scale=log_scale,
         sums=_tail_sums(masses, tilt, grid),
-        error=_rounding(masses, factors) * _weights(tilt, grid, size),
-        log_missing=float(np.logaddexp(_log(losses.uncovered), missing)),
+        error=_rounding(masses, moduli) * _weights(tilt, grid, size),
+        log_missing=float(
+            np.logaddexp(
+                _log(losses.uncovered),
+                _log_missing(lattices, grid, first + size, tilt, log_scale, log_delta),
+            )
+        ),
         log_factor=log_factor,
         excess=excess,
     )
@@ -294,19 +319,25 @@ def _log(value: float) -> float:
 Lattice = tuple[int, np.ndarray]
 
 
-def _tilted(
-    lattice: Lattice, grid: float, tilt: float
-) -> tuple[np.ndarray, np.ndarray, float, float]:
-    """Returns places, tilted masses of sum 1, the log of their scale, and the largest exponent."""
+class _Tilted(NamedTuple):
+    """Masses times exp(tilt * loss), divided by their sum."""
+
+    places: np.ndarray  # numbers of the grid points
+    masses: np.ndarray
+    log_mass: float  # the logarithm of the sum
+    largest_exponent: float  # of tilt * loss
+
+
+def _tilted(lattice: Lattice, grid: float, tilt: float) -> _Tilted:
     first, masses = lattice
-    kept = np.flatnonzero(masses)
-    places = first + kept
-    exponents = np.log(masses[kept]) + tilt * grid * places
+    positive = np.flatnonzero(masses)
+    places = first + positive
+    exponents = np.log(masses[positive]) + tilt * grid * places
     largest = float(exponents.max())
-    masses = np.exp(exponents - largest)
-    total = float(masses.sum())
-    reach = tilt * grid * float(np.abs(places).max())
-    return places, masses / total, largest + math.log(total), reach
+    tilted_masses = np.exp(exponents - largest)
+    total = float(tilted_masses.sum())
+    largest_exponent = tilt * grid * float(np.abs(places).max())
+    return _Tilted(places, tilted_masses / total, largest + math.log(total), largest_exponent)
 
 
 def _rounding(masses: np.ndarray, factors: Sequence[tuple[np.ndarray, int]]) -> float:
@@ -322,7 +353,8 @@ def _rounding(masses: np.ndarray, factors: Sequence[tuple[np.ndarray, int]]) -> 
     """
     stages = 7 * _UNIT * math.log2(len(masses))
     log_product = np.zeros(len(masses) // 2 + 1)
-    slope = np.full(len(log_product), 16 * _UNIT * sum(count for _, count in factors))
+    releases = sum(count for _, count in factors)
+    slope = np.full(len(log_product), 16 * _UNIT * releases)
     if slope[0] > 0.1:  # The first-order bound would not hold.
         return math.inf
     for moduli, count in factors:
@@ -344,8 +376,9 @@ def _weights(tilt: float, grid: float, size: int) -> float:
 
 
 def _tail_sums(masses: np.ndarray, tilt: float, grid: float) -> np.ndarray:
-    """Returns for each place j the sum of masses[k] exp(-tilt x) (1 - exp(-x)), x = (k - j) grid >
-    0.
+    """Returns for each place j the sum of masses[k] exp(-tilt x) (1 - exp(-x)) over k > j.
+
+    Here x is (k - j) grid.
 
     Two recursions with positive terms only lose no digits.
     """
@@ -376,20 +409,35 @@ def _window(losses: Losses, tilt: float, log_delta: float) -> tuple[float, float
     def beyond(order: float) -> float:
         return (losses.log_moment(order) - log_delta + _BEYOND) / order
 
-    top = max(above(_best_order(losses, above, tilt)), beyond(_best_order(losses, beyond, tilt)))
-    return -below(_best_order(losses, below, tilt)), top
+    bottom = -below(_best_order(losses, below, tilt))
+    top_of_mass = above(_best_order(losses, above, tilt))
+    top_of_delta = beyond(_best_order(losses, beyond, tilt))
+    return bottom, max(top_of_mass, top_of_delta)
 
 
-def _log_above(
-    lattices: Sequence[tuple[Lattice, int]], grid: float, edge: float, tilt: float
+def _log_missing(
+    lattices: Sequence[tuple[Lattice, int]],
+    grid: float,
+    end: int,
+    tilt: float,
+    log_scale: float,
+    log_delta: float,
 ) -> float:
-    """Returns log of a bound on the probability that the sum of the grid's losses reaches
-    `edge`.
-    """
-    bounds = []
+    """Returns log of a Chernoff bound on the probability that the sum reaches grid point `end`."""
+    highest = sum(count * (first + len(masses) - 1) for (first, masses), count in lattices)
+    if highest < end:
+        return -math.inf
+    edge = end * grid
+    by_tilt = log_scale - tilt * edge
+    if by_tilt <= log_delta - _BEYOND:
+        return by_tilt
+    # Other orders may bound it better.
+    bounds = [by_tilt]
     for order in tilt * 2.0 ** np.array([0.5, 1, 2, 4, 6, 8, 10]):
-        moments = (count * _tilted(lattice, grid, float(order))[2] for lattice, count in lattices)
-        bounds.append(float(math.fsum(moments) - order * edge))
+        log_moments = [
+            count * _tilted(lattice, grid, float(order)).log_mass for lattice, count in lattices
+        ]
+        bounds.append(float(math.fsum(log_moments) - order * edge))
     return min(bounds)
 
 
@@ -406,6 +454,7 @@ def choose_grid(losses: Losses, tilt: float, budget: float, span: float) -> tupl
         excess = losses.rounded_moment(tilt, 2.0**level) - base
         if excess <= budget or level == least:
             return 2.0**level, excess
+        # The excess shrinks with the square of the grid.
         too_much = math.log2(excess / budget) / 2 if excess < math.inf else 1
         level = max(least, level - max(1, math.floor(too_much)))
 
@@ -421,10 +470,12 @@ def epsilon_bound(losses: Losses, delta: float, enough: float = 0.0) -> float:
     bound, tilt = moment_epsilon(losses, delta)
     if not enough < bound < math.inf:
         return max(bound, 0.0)
-    epsilon, budget = bound, _TOLERANCE * tilt * bound
-    for number in range(len(_FINER)):
+    epsilon = bound
+    budget = _TOLERANCE * tilt * bound
+    for finer in _FINER:
         composed = tail(losses, tilt, epsilon, math.log(delta), budget)
-        before, epsilon = epsilon, min(epsilon, composed.epsilon(delta) + losses.rounding)
+        before = epsilon
+        epsilon = min(epsilon, composed.epsilon(delta) + losses.rounding)
         if epsilon <= enough:
             return max(epsilon, 0.0)
         # The curve may be flat where the tail has several modes. So the last grid decides, and not
@@ -433,7 +484,7 @@ def epsilon_bound(losses: Losses, delta: float, enough: float = 0.0) -> float:
             break
         # The order that is best at the tighter epsilon needs a shorter window.
         tilt = moment_log_delta(losses, epsilon)[1]
-        budget = min(budget, _TOLERANCE * tilt * epsilon) / _FINER[number]
+        budget = min(budget, _TOLERANCE * tilt * epsilon) / finer
     return epsilon
 
 
@@ -443,11 +494,13 @@ def log_delta_bound(losses: Losses, epsilon: float) -> float:
     bound, tilt = moment_log_delta(losses, epsilon)
     if bound < _LEAST_LOG_DELTA:
         return bound if losses.uncovered == 0 else _log(losses.uncovered)
-    result, budget = float(np.logaddexp(bound, _log(losses.uncovered))), _TOLERANCE
-    for number in range(len(_FINER)):
+    result = float(np.logaddexp(bound, _log(losses.uncovered)))
+    budget = _TOLERANCE
+    for finer in _FINER:
         composed = tail(losses, tilt, epsilon, bound, budget)
-        before, result = result, min(result, composed.log_delta(epsilon))
+        before = result
+        result = min(result, composed.log_delta(epsilon))
         if composed.excess > budget or before - result <= _STEADY:
             break
-        budget /= _FINER[number]
+        budget /= finer
     return min(result, 0.0)

@@ -1,5 +1,4 @@
-"""The vocabulary of private releases: dp_accounting's `DpEvent`s, two of jaxdp, and one text form
-for all.
+"""The vocabulary of private releases, and one text form for all of them.
 
 An event describes one release for the accountant. **`noise_multiplier` is the standard deviation
 (Gaussian) or scale (Laplace) of the noise over the norm of ONE record's contribution**, `noise_std
@@ -78,8 +77,9 @@ Counts = Counter[DpEvent]
 
 @dataclasses.dataclass(frozen=True)
 class PureDpEvent(DpEvent):
-    """Any release that is `epsilon`-DP with delta = 0, for the adjacency of the dataset that it is
-    spent on.
+    """Any release that is `epsilon`-DP with delta = 0.
+
+    The guarantee is for the adjacency of the dataset that the event is spent on.
 
     The accountant uses the worst pure pair, binary randomised response (Kairouz, Oh, Viswanath
     2015, arXiv 1311.0776).
@@ -103,8 +103,9 @@ class UnprovenDpEvent(DpEvent):
 
 
 def unproven(reason: str) -> UnprovenDpEvent:
-    """Returns the event of a release with empirical privacy only. The ledger's report shows
-    `reason`.
+    """Returns the event of a release with empirical privacy only.
+
+    The ledger's report shows `reason`.
     """
     event: UnprovenDpEvent = _validated(UnprovenDpEvent(reason))
     return event
@@ -206,10 +207,8 @@ def _validated(event: Any) -> Any:
             "a pure proof, ZCDpEvent(rho) for one with a concentrated proof, or unproven(reason)."
         )
     values = {name: _checked(event, name, check) for name, check in _FIELDS[cls].items()}
-    if (
-        isinstance(event, SampledWithoutReplacementDpEvent)
-        and values["sample_size"] > values["source_dataset_size"]
-    ):
+    sample_size = values.get("sample_size", 0)
+    if sample_size > values.get("source_dataset_size", math.inf):
         raise ValueError(
             "SampledWithoutReplacementDpEvent.sample_size: must be at most source_dataset_size."
         )
@@ -262,7 +261,9 @@ def composition(event: DpEvent) -> Counts:
                     )
 
     add(event, 1)
-    return Counter(dict(sorted(counts.items(), key=lambda item: _dumps(_encode(item[0])))))
+    # The order decides how sums of losses are rounded, and the text of the event.
+    by_text = sorted(counts.items(), key=lambda item: _dumps(_encode(item[0])))
+    return Counter(dict(by_text))
 
 
 # Squares of smaller multipliers overflow, and their epsilon exceeds 1e200.
@@ -273,6 +274,10 @@ MOST_NOISE = 1e100
 
 
 def _normal_form(leaf: DpEvent) -> DpEvent:
+    """Returns the simplest event that means the same.
+
+    PoissonSampled(1.0, Gaussian(2.0)) becomes Gaussian(2.0), and Gaussian(0.0) NonPrivate.
+    """
     match leaf:
         case (
             GaussianDpEvent(noise_multiplier=scale)
@@ -287,11 +292,9 @@ def _normal_form(leaf: DpEvent) -> DpEvent:
                 return NoOpDpEvent()
             return NonPrivateDpEvent() if leaf.noise_parameter == 0 else leaf
         case TruncatedSubsampledGaussianDpEvent():
-            if (
-                leaf.sampling_probability == 0
-                or leaf.truncated_batch_size == 0
-                or leaf.dataset_size == 0
-            ):
+            # A factor of 0 means that no record is read.
+            factors = (leaf.sampling_probability, leaf.truncated_batch_size, leaf.dataset_size)
+            if 0 in factors:
                 return NoOpDpEvent()
             return NonPrivateDpEvent() if leaf.noise_multiplier < _NO_NOISE else leaf
         case PureDpEvent(epsilon=0.0) | ZCDpEvent(rho=0.0, xi=0.0):
@@ -300,7 +303,9 @@ def _normal_form(leaf: DpEvent) -> DpEvent:
             PoissonSampledDpEvent(sampling_probability=share)
             | SampledWithoutReplacementDpEvent(sample_size=share)
         ):
-            inner, whole = _merged(leaf.event), getattr(leaf, "source_dataset_size", 1)
+            inner = _merged(leaf.event)
+            # A sample is a share of 1 or a number of records.
+            whole = getattr(leaf, "source_dataset_size", 1)
             if share == 0 or isinstance(inner, NoOpDpEvent):
                 return NoOpDpEvent()
             if share == whole or isinstance(inner, NonPrivateDpEvent | UnprovenDpEvent):
@@ -312,23 +317,27 @@ def _normal_form(leaf: DpEvent) -> DpEvent:
 
 
 def _merged(event: DpEvent) -> DpEvent:
-    """Returns one Gaussian for a composition of Gaussians on the same records. Returns any other
-    event unchanged.
+    """Returns one Gaussian for a composition of Gaussians on the same records.
+
+    Returns any other event unchanged.
     """
-    parts = composition(event)
-    if sum(parts.values()) <= 1 or not all(isinstance(part, GaussianDpEvent) for part in parts):
+    counts = composition(event)
+    if sum(counts.values()) <= 1 or not all(isinstance(leaf, GaussianDpEvent) for leaf in counts):
         return event
-    return _normal_form(GaussianDpEvent(precision(parts) ** -0.5))
+    return _normal_form(GaussianDpEvent(precision(counts) ** -0.5))
 
 
 def precision(gaussians: Mapping[DpEvent, int]) -> float:
-    """Returns the sum of count / noise_multiplier^2. One Gaussian of this precision equals all of
-    them.
+    """Returns the sum of count / noise_multiplier^2.
+
+    One Gaussian of this precision equals all of them.
     """
-    multipliers = (
-        (min(part.noise_multiplier, MOST_NOISE), count) for part, count in gaussians.items()
-    )
-    return math.fsum(count / multiplier / multiplier for multiplier, count in multipliers)
+    terms = []
+    for leaf, count in gaussians.items():
+        multiplier = min(leaf.noise_multiplier, MOST_NOISE)
+        terms.append(count / multiplier / multiplier)
+    # Exactly rounded, so that the order of spends does not matter.
+    return math.fsum(terms)
 
 
 def _values(event: DpEvent) -> dict[str, Any]:
@@ -337,12 +346,12 @@ def _values(event: DpEvent) -> dict[str, Any]:
 
 def compose(counts: Mapping[DpEvent, int]) -> DpEvent:
     """Returns the one hashable event that `composition` flattens to `counts`."""
-    parts = [
+    events = [
         leaf if count == 1 else SelfComposedDpEvent(leaf, count) for leaf, count in counts.items()
     ]
-    if not parts:
+    if not events:
         return NoOpDpEvent()
-    return parts[0] if len(parts) == 1 else ComposedDpEvent(tuple(parts))
+    return events[0] if len(events) == 1 else ComposedDpEvent(tuple(events))
 
 
 def to_json(event: DpEvent) -> str:
@@ -369,28 +378,29 @@ def from_json(text: str) -> DpEvent:
 
 
 def describe(event: DpEvent) -> str:
-    """Returns an event as one short line for people, e.g. "PoissonSampled(0.01, Gaussian(1.1)) x
-    500".
+    """Returns an event as one short line for people.
+
+    An example is "PoissonSampled(0.01, Gaussian(1.1)) x 500".
     """
     match event:
         case ComposedDpEvent():
             return " + ".join(describe(child) for child in event.events)
         case SelfComposedDpEvent():
             return f"{describe(event.event)} x {event.count}"
-    parts = (
-        describe(value)
-        if isinstance(value, DpEvent)
-        else f"{value:.6g}"
-        if isinstance(value, float)
-        else shown(value)
-        for value in _values(event).values()
-    )
-    return f"{_NAMES[type(event)]}({', '.join(parts)})"
+    arguments = map(_describe_value, _values(event).values())
+    return f"{_NAMES[type(event)]}({', '.join(arguments)})"
+
+
+def _describe_value(value: Any) -> str:
+    if isinstance(value, DpEvent):
+        return describe(value)
+    return f"{value:.6g}" if isinstance(value, float) else shown(value)
 
 
 def parse(text: str) -> DpEvent:
-    """Reads the text of `describe`, also with `*`: "500 * PoissonSampled(0.01, Gaussian(1.1)) +
-    Laplace(2)".
+    """Reads the text of `describe`, in which `*` may stand for `x`.
+
+    An example is "500 * PoissonSampled(0.01, Gaussian(1.1)) + Laplace(2)".
 
     Nothing is evaluated. Arguments are numbers, texts and events, in the order of the fields of
     their class.
@@ -399,8 +409,9 @@ def parse(text: str) -> DpEvent:
         ValueError, TypeError: The syntax or a name is unknown, or a value is impossible.
     """
     try:
-        tree = ast.parse(re.sub(r"\)\s+x\s+(?=\d)", ") * ", text.strip()), mode="eval").body
-        event = _read(tree)
+        # `describe` writes "Gaussian(1.1) x 500".
+        expression = re.sub(r"\)\s+x\s+(?=\d)", ") * ", text.strip())
+        event = _read(ast.parse(expression, mode="eval").body)
     except SyntaxError as error:
         raise ValueError(
             f"event {text[:80]!r} cannot be read: {error.msg}. Write for example 100 * "
@@ -429,13 +440,15 @@ def _read(node: ast.expr) -> Any:
         ):
             return SelfComposedDpEvent(_read(event), count)
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _CLASSES:
-            fields = _FIELDS[_CLASSES[name]]
+            cls = _CLASSES[name]
+            fields = _FIELDS[cls]
             if len(node.args) != len(fields):
                 raise ValueError(
                     f"event {name} takes {len(fields)} arguments, {list(fields)}, got "
                     f"{len(node.args)}."
                 )
-            return _CLASSES[name](**dict(zip(fields, map(_read, node.args), strict=True)))
+            arguments = map(_read, node.args)
+            return cls(**dict(zip(fields, arguments, strict=True)))
     raise ValueError(
         f"event {ast.unparse(node)!r} cannot be read. Use numbers, + and *, and the names "
         f"{sorted(_CLASSES)}."
@@ -453,12 +466,12 @@ def _encode(value: Any) -> Any:
         case SelfComposedDpEvent():
             return {"type": "SelfComposed", "event": _encode(value.event), "count": value.count}
         case DpEvent():
-            return {"type": _NAMES[type(value)]} | {
-                name: _encode(field) for name, field in _values(value).items()
-            }
+            fields = {name: _encode(field) for name, field in _values(value).items()}
+            return {"type": _NAMES[type(value)], **fields}
         case tuple():
             return [_encode(item) for item in value]
         case float() if math.isinf(value):
+            # JSON has no infinity.
             return "inf"
     return value
 

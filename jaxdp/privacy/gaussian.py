@@ -1,10 +1,9 @@
 """The exact privacy curve of Gaussian releases (Balle and Wang 2018, arXiv 1805.06530, theorem 8).
 
 Gaussians of multipliers s_i compose to one: the pair N(0, 1), N(mu, 1) with mu^2 = sum_i s_i^-2.
-With
-u = epsilon / mu - mu / 2, delta = phi(u) (R(u) - R(u + mu)). Here phi is the normal density and R is
-Mills' ratio, R(x) = (1 - Phi(x)) / phi(x). This form loses no digits where delta or epsilon is
-extreme.
+With u = epsilon / mu - mu / 2, delta = phi(u) (R(u) - R(u + mu)). Here phi is the normal density
+and R is Mills' ratio, R(x) = (1 - Phi(x)) / phi(x). This form loses no digits where delta or
+epsilon is extreme.
 """
 
 import math
@@ -42,11 +41,14 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     target = math.log(delta) - _MARGIN
     if log_delta(mu, -mu / 2) <= target:
         return 0.0
-    low, high = max(-mu / 2, -1.0), max(-mu / 2, -1.0) + 1.0
+    # u = -mu / 2 is epsilon 0. The bracket grows from there until it holds the target.
+    low = max(-mu / 2, -1.0)
+    high = low + 1.0
     while low > -mu / 2 and log_delta(mu, low) <= target:
         low = max(-mu / 2, 2 * low)
     while log_delta(mu, high) > target:
         high = 2 * high if high > 0 else 1.0
+    # Bisection, until no float lies between the ends.
     while low < (middle := (low + high) / 2) < high:
         if log_delta(mu, middle) > target:
             low = middle

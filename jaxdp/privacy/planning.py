@@ -1,6 +1,4 @@
-"""Plans of private training: noise, steps, batch size or epsilon from the other three, and what a
-run would cost.
-"""
+"""Plans of private training: noise, steps, batch size or epsilon from the other three."""
 
 import dataclasses
 import math
@@ -9,7 +7,6 @@ from typing import Any
 
 from jaxdp.privacy.accounting import Adjacency, Method, epsilon
 from jaxdp.privacy.calibration import calibrate_noise
-from jaxdp.privacy.cautions import warn_if_weak
 from jaxdp.privacy.events import (
     DpEvent,
     GaussianDpEvent,
@@ -17,9 +14,11 @@ from jaxdp.privacy.events import (
     SelfComposedDpEvent,
 )
 from jaxdp.privacy.ledger import Account, BudgetExceeded
+from jaxdp.privacy.privacy_warnings import warn_if_weak
 
 MOST_STEPS = 10**6
-_SHOWN = 10  # rows of a growing epsilon
+# The most rows of a growing epsilon.
+_MOST_ROWS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,10 +63,13 @@ def plan_training(
     adjacency: Adjacency = "add_remove",
     method: Method = "auto",
 ) -> TrainingPlan:
-    """Returns the plan in which one of batch size, noise, steps and epsilon follows from the other
-    three.
+    """Returns the plan of training in which one quantity follows from three others.
 
-        plan = jaxdp.privacy.plan_training(records=50_000, batch_size=500, steps=1000, epsilon=3.0, delta=1e-6)
+    The four are batch size, noise, steps and epsilon.
+
+        plan = jaxdp.privacy.plan_training(
+            records=50_000, batch_size=500, steps=1000, epsilon=3.0, delta=1e-6
+        )
         plan.noise_multiplier  # 0.865
 
     Args:
@@ -85,68 +87,38 @@ def plan_training(
         ValueError: Not exactly one of the four is None, a value is out of range, or no value meets
             the target.
     """
-    given = {
-        "batch_size": batch_size,
-        "noise_multiplier": noise_multiplier,
-        "steps": steps,
-        "epsilon": epsilon,
-    }
-    asked = [name for name, value in given.items() if value is None]
-    if len(asked) != 1:
-        raise ValueError(
-            f"exactly one of {', '.join(given)} must be left out, got {asked or 'none'} left out."
-        )
-    if records < 1:
-        raise ValueError(f"records must be at least 1, got {records}.")
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must be in (0, 1), got {delta}.")
-    if batch_size is not None and not 0 < batch_size <= records:
-        raise ValueError(
-            f"batch_size must be in (0, {records}], up to the number of records, got {batch_size}."
-        )
-    for name, value in (
-        ("noise_multiplier", noise_multiplier),
-        ("steps", steps),
-        ("epsilon", epsilon),
-    ):
-        if value is not None and not (0 < value < math.inf and (name != "steps" or value % 1 == 0)):
-            raise ValueError(
-                f"{name} must be {'an integer > 0' if name == 'steps' else '> 0 and finite'}, got "
-                f"{value}."
-            )
-
-    # 0 stands for what is asked for.
-    size, noise, count, target = (
-        batch_size or 0.0,
-        noise_multiplier or 0.0,
-        steps or 0,
-        epsilon or 0.0,
-    )
-    how: Any = {"delta": delta, "adjacency": adjacency, "method": method}
+    _check_plan(records, delta, batch_size, noise_multiplier, steps, epsilon)
+    terms: Any = {"delta": delta, "adjacency": adjacency, "method": method}
 
     def event(size: float, noise: float, count: int) -> DpEvent:
         return _event(size / records, noise, count)
 
     def cost(size: float, noise: float, count: int) -> float:
-        return _epsilon(event(size, noise, count), **how)
+        return _epsilon(event(size, noise, count), **terms)
 
     def smallest(make_event: Callable[[float], DpEvent]) -> float:
-        return calibrate_noise(make_event, epsilon=target, **how)
+        return calibrate_noise(make_event, epsilon=target, **terms)
 
+    # What is left out is 0 here.
+    size = batch_size or 0.0
+    noise = noise_multiplier or 0.0
+    count = steps or 0
+    target = epsilon or 0.0
     if not noise:
         noise = smallest(lambda z: event(size, z, count))
     elif not count:
         _check_reach("step", cost(size, noise, 1), target)
         count = MOST_STEPS
-        if cost(size, noise, count) > target:  # the smallest x at which 1 / x steps meet it
+        # `smallest` finds the smallest x at which 1 / x steps meet the target.
+        if cost(size, noise, count) > target:
             count = int(1 / smallest(lambda x: event(size, noise, int(1 / x))))
     elif not size:
         _check_reach("record in a batch", cost(1, noise, count), target)
         size = records
+        # The smallest x at which batches of records / x meet the target.
         if cost(size, noise, count) > target:
-            size = int(
-                records / smallest(lambda x: event(int(records * min(1, 1 / x)), noise, count))
-            )
+            x = smallest(lambda x: event(int(records * min(1, 1 / x)), noise, count))
+            size = int(records / x)
     spent = cost(size, noise, count)
     warn_if_weak(epsilon=spent, delta=delta, records=records, sampling_probability=size / records)
     return TrainingPlan(
@@ -158,6 +130,43 @@ def plan_training(
         delta=delta,
         adjacency=adjacency,
     )
+
+
+def _check_plan(
+    records: int,
+    delta: float,
+    batch_size: float | None,
+    noise_multiplier: float | None,
+    steps: int | None,
+    epsilon: float | None,
+) -> None:
+    """Raises ValueError unless one of four arguments is None, and the others are in range."""
+    arguments = {
+        "batch_size": batch_size,
+        "noise_multiplier": noise_multiplier,
+        "steps": steps,
+        "epsilon": epsilon,
+    }
+    left_out = [name for name, value in arguments.items() if value is None]
+    if len(left_out) != 1:
+        raise ValueError(
+            f"exactly one of {', '.join(arguments)} must be left out, got {left_out or 'none'} "
+            "left out."
+        )
+    if records < 1:
+        raise ValueError(f"records must be at least 1, got {records}.")
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must be in (0, 1), got {delta}.")
+    if batch_size is not None and not 0 < batch_size <= records:
+        raise ValueError(
+            f"batch_size must be in (0, {records}], up to the number of records, got {batch_size}."
+        )
+    if noise_multiplier is not None and not 0 < noise_multiplier < math.inf:
+        raise ValueError(f"noise_multiplier must be > 0 and finite, got {noise_multiplier}.")
+    if steps is not None and not (0 < steps < math.inf and steps % 1 == 0):
+        raise ValueError(f"steps must be an integer > 0, got {steps}.")
+    if epsilon is not None and not 0 < epsilon < math.inf:
+        raise ValueError(f"epsilon must be > 0 and finite, got {epsilon}.")
 
 
 def facts(
@@ -180,16 +189,18 @@ def facts(
         records, batch_size, noise_multiplier, steps, delta, adjacency: As in `TrainingPlan`.
     """
     chunks = math.ceil(steps / every)
-    rows = min(_SHOWN, chunks)
-    ends = [min(steps, every * math.ceil(chunks * row / rows)) for row in range(1, rows + 1)]
-    grown = [(end, epsilon(event(0, end), delta=delta, adjacency=adjacency)) for end in ends]
+    rows = min(_MOST_ROWS, chunks)
+    growth = {}
+    for row in range(1, rows + 1):
+        end = min(steps, every * math.ceil(chunks * row / rows))
+        growth[end] = epsilon(event(0, end), delta=delta, adjacency=adjacency)
     return [
         ("records", f"{records}"),
         ("batch size", f"{batch_size:g} expected, sampling probability {batch_size / records:.6g}"),
         ("noise multiplier", noise_multiplier),
         ("steps", f"{steps}"),
-        ("epsilon", f"{grown[-1][1]:.6g} at delta {delta:g}, {adjacency}"),
-        ("epsilon after steps", ", ".join(f"{end}: {spent:.4g}" for end, spent in grown)),
+        ("epsilon", f"{growth[steps]:.6g} at delta {delta:g}, {adjacency}"),
+        ("epsilon after steps", ", ".join(f"{end}: {spent:.4g}" for end, spent in growth.items())),
         ("delta * records", f"{delta * records:.4g}"),
     ]
 
@@ -197,23 +208,20 @@ def facts(
 def left_after(account: Account, event: DpEvent) -> str:
     """Returns a sentence on what an event would leave of an account's budget. It spends nothing."""
     delta = 1e-5 if account.delta is None else account.delta
-    before, after, room = (
-        account.epsilon(delta=delta),
-        account.would_cost(event, delta=delta),
-        account.remaining(),
-    )
+    before = account.epsilon(delta=delta)
+    after = account.would_cost(event, delta=delta)
+    remaining = account.remaining()
     text = f"epsilon {before:.4g} is spent at delta {delta:g}, {after:.4g} afterwards"
     try:
         account.check(event)
     except BudgetExceeded:
-        return f"{text}: the budget has {room:.4g} left and REFUSES this"
-    return (
-        f"{text}, without a budget"
-        if room == math.inf
-        else f"{text}, {max(0.0, room - (after - before)):.4g} left"
-    )
+        return f"{text}: the budget has {remaining:.4g} left and REFUSES this"
+    if remaining == math.inf:
+        return f"{text}, without a budget"
+    return f"{text}, {max(0.0, remaining - (after - before)):.4g} left"
 
 
+# `plan_training` has an argument of this name.
 _epsilon = epsilon
 
 

@@ -1,13 +1,16 @@
-"""The till: one protocol for every private release, with its notes, secrets, locks and
-checkpoints.
+"""The till, the one protocol for every private release.
+
+Notes, secrets, locks and checkpoints belong to it.
 """
 
+from jaxdp.release.charge_notes import check_history, notes, settle
 from jaxdp.release.checkpoints import Checkpoints
 from jaxdp.release.claims import claim
 from jaxdp.release.hosts import HostFailed, Hosts
 from jaxdp.release.identity import digest, program
+from jaxdp.release.kept_arrays import load_arrays
 from jaxdp.release.secrets import derive, new_seed, stream
-from jaxdp.release.till import Payment, Release, Till, check_history, load_arrays, notes, settle
+from jaxdp.release.till import Payment, Release, Till
 from jaxdp.release.workdir import OwnProcess, alone, locked
 
 __all__ = [

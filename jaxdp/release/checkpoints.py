@@ -42,15 +42,18 @@ class Checkpoints:
     def __init__(self, workdir: pathlib.Path, *, keep: int, hosts: Hosts | None = None):
         import orbax.checkpoint as ocp
 
-        self._folder, self._list = (
-            (workdir / "checkpoints").absolute(),
-            workdir / "checkpoints.json",
-        )
+        self._folder = (workdir / "checkpoints").absolute()
+        self._list = workdir / "checkpoints.json"
         self._hosts = hosts or Hosts()
-        self._digests = {int(step): tuple(both) for step, both in self._hosts.first(self._found)}
+        # By step, the digests of its files and of its state.
+        self._digests: dict[int, tuple[str, str]] = {}
+        for step, digests in self._hosts.first(self._checked_digests):
+            self._digests[int(step)] = tuple(digests)
         self._hosts.each(self._check_shared)
+        # Not in the background, because the list names a checkpoint that is whole.
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-        self._manager, self._args = ocp.CheckpointManager(self._folder, options=options), ocp.args
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._args = ocp.args
 
     def close(self) -> None:
         """Closes the files."""
@@ -66,24 +69,26 @@ class Checkpoints:
               path.
         """
         step = max(self._digests, default=0)
-        for unfinished in [other for other in self._manager.all_steps() if other > step]:
+        # A crash came before the list named these. Their steps are repeated.
+        unlisted = [other for other in self._manager.all_steps() if other > step]
+        for unfinished in unlisted:
             self._manager.delete(unfinished)
         if not step:
             return like, 0
         path = self._folder / str(step)
         try:
-            state = jax.tree.map(
-                _fetched, self._manager.restore(step, args=self._args.StandardRestore(like))
-            )
+            restored = self._manager.restore(step, args=self._args.StandardRestore(like))
+            state = jax.tree.map(_fetched, restored)
         except Exception as error:  # Orbax raises many kinds
             what = shown(" ".join(str(error).split())[:200]).removesuffix(".")
             raise ValueError(
                 f"{shown(path)} cannot be restored: {type(error).__name__}, {what}. {_REMEDY}"
             ) from error
-        if (
-            "" not in (saved := self._digests[step][1], found := _digest_of_state(state))
-            and saved != found
-        ):
+        _, saved_digest = self._digests[step]
+        digest_of_restored = _digest_of_state(state)
+        # "" is a state of which no process has the whole, or one of an earlier release of jaxdp.
+        both_known = saved_digest and digest_of_restored
+        if both_known and saved_digest != digest_of_restored:
             raise ValueError(
                 f"{shown(path)} is damaged: its state differs from the saved one. {_REMEDY}"
             )
@@ -96,33 +101,42 @@ class Checkpoints:
 
     def _name(self, step: int, state: Any) -> None:
         sync_tree(self._folder)
-        self._digests[step] = _digest_of_files(self._folder / str(step)), _digest_of_state(state)
-        self._write({number: self._digests[number] for number in sorted(self._manager.all_steps())})
+        digest_of_files = _digest_of_files(self._folder / str(step))
+        self._digests[step] = digest_of_files, _digest_of_state(state)
+        # Orbax has deleted what exceeds `keep`.
+        steps = sorted(self._manager.all_steps())
+        self._write({number: self._digests[number] for number in steps})
 
-    def _found(self) -> list[tuple[int, tuple[str, str]]]:
+    def _checked_digests(self) -> list[tuple[int, tuple[str, str]]]:
         """Returns the listed digests after a check of the newest files."""
-        if (
-            not self._list.exists()
-        ):  # a new run, or one of an earlier release, which is accepted without digests
-            kept = [int(path.name) for path in self._folder.glob("*") if path.name.isdecimal()]
-            digests = {
-                step: (_digest_of_files(self._folder / str(step)), "") for step in sorted(kept)[-1:]
-            }
+        if not self._list.exists():
+            # A new run, or one of an earlier release of jaxdp, which is accepted without digests.
+            digests = self._digests_without_list()
             self._write(digests)
             return list(digests.items())
         digests = self._listed()
-        for newest in sorted(digests)[-1:]:
-            path = self._folder / str(newest)
-            if not path.is_dir():
-                raise ValueError(
-                    f"{shown(path)} is missing, but {self._list.name} names it as the newest one. "
-                    f"{_REMEDY}"
-                )
-            if digests[newest][0] != _digest_of_files(path):
-                raise ValueError(
-                    f"{shown(path)} is damaged: its files differ from the written ones. {_REMEDY}"
-                )
+        if not digests:
+            return []
+        newest = max(digests)
+        path = self._folder / str(newest)
+        if not path.is_dir():
+            raise ValueError(
+                f"{shown(path)} is missing, but {self._list.name} names it as the newest one. "
+                f"{_REMEDY}"
+            )
+        digest_of_files, _ = digests[newest]
+        if digest_of_files != _digest_of_files(path):
+            raise ValueError(
+                f"{shown(path)} is damaged: its files differ from the written ones. {_REMEDY}"
+            )
         return list(digests.items())
+
+    def _digests_without_list(self) -> dict[int, tuple[str, str]]:
+        steps = [int(path.name) for path in self._folder.glob("*") if path.name.isdecimal()]
+        if not steps:
+            return {}
+        newest = max(steps)
+        return {newest: (_digest_of_files(self._folder / str(newest)), "")}
 
     def _check_shared(self) -> None:
         if not self._list.exists():
@@ -132,16 +146,16 @@ class Checkpoints:
             )
 
     def _listed(self) -> dict[int, tuple[str, str]]:
-        found = read_json(self._list, remedy=_REMEDY, keys=["digests", "sum"])
-        if found["sum"] != _sum(found["digests"]):
+        content = read_json(self._list, remedy=_REMEDY, keys=["digests", "sum"])
+        if content["sum"] != _sum(content["digests"]):
             raise ValueError(
                 f"{shown(self._list)} is damaged: its content differs from its sum. {_REMEDY}"
             )
-        return {int(step): tuple(both) for step, both in found["digests"].items()}
+        return {int(step): tuple(digests) for step, digests in content["digests"].items()}
 
     def _write(self, digests: dict[int, tuple[str, str]]) -> None:
-        named = {str(step): list(both) for step, both in digests.items()}
-        write_json(self._list, {"digests": named, "sum": _sum(named)})
+        as_json = {str(step): list(both) for step, both in digests.items()}
+        write_json(self._list, {"digests": as_json, "sum": _sum(as_json)})
 
 
 def _sum(digests: Any) -> str:
@@ -149,23 +163,23 @@ def _sum(digests: Any) -> str:
 
 
 def _fetched(x: Any) -> Any:
+    """Returns an array on the host, unless several processes share it."""
     return jax.device_get(x) if getattr(x, "is_fully_addressable", True) else x
 
 
 def _digest_of_state(state: Any) -> str:
-    leaves = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-    return (
-        digest(state)
-        if all(x.is_fully_addressable or x.is_fully_replicated for x in leaves)
-        else ""
-    )
+    """Returns a hash of a state, or "" if this process does not have the whole."""
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    if all(x.is_fully_addressable or x.is_fully_replicated for x in arrays):
+        return digest(state)
+    return ""
 
 
 def _digest_of_files(folder: pathlib.Path) -> str:
-    found = hashlib.sha256()
+    """Returns a hash of the names and contents of all files in and below a folder."""
+    sha256 = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
-            found.update(
-                f"{path.relative_to(folder)} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode()
-            )
-    return found.hexdigest()
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        sha256.update(f"{path.relative_to(folder)} {content}\n".encode())
+    return sha256.hexdigest()

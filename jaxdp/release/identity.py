@@ -1,5 +1,6 @@
-"""The facts that determine the bits of a computation: programs, arrays, versions, flags, devices
-and the host.
+"""The facts that determine the bits of a computation.
+
+They are programs, arrays, versions, flags, devices and the host.
 
 A release that is repeated under the same secret must repeat the same bits. Otherwise the difference
 of the two values would have no noise. So the token of a release is a hash of all these facts. A
@@ -49,8 +50,9 @@ _CUSTOM_CALL = re.compile(
 # of the program covers.
 _PURE_CALL = re.compile(
     r"lapack_\w+|(?:cu|hip)(?:solver|blas|dnn|sparse|fft)\w+|(?:cu|hip)_lu_pivots_to_permutation"
-    r"|(?:cu|hip)_threefry2x32\w*|__cu(?:dnn|blas)\$\w+|__onednn\$\w+|__gpu\$xla\.gpu\.triton|triton_kernel_call"
-    r"|tpu_custom_call|mosaic_gpu\w*|Qr|Eigh|LuDecomposition|Cholesky|TriangularSolve|TopK|ApproxTopK"
+    r"|(?:cu|hip)_threefry2x32\w*|__cu(?:dnn|blas)\$\w+|__onednn\$\w+"
+    r"|__gpu\$xla\.gpu\.triton|triton_kernel_call|tpu_custom_call|mosaic_gpu\w*"
+    r"|Qr|Eigh|LuDecomposition|Cholesky|TriangularSolve|TopK|ApproxTopK"
     r"|ProductOfElementaryHouseholderReflectors|PartialReduce|MoveToHost|MoveToDevice"
     r"|Sharding|SPMDFullToShardShape|SPMDShardToFullShape|LayoutConstraint|annotate_device_placement"
     r"|xla\.sdy\.\w+|shape_assertion|mhlo\.\w+|chlo\.\w+"
@@ -58,94 +60,109 @@ _PURE_CALL = re.compile(
 
 
 def digest(tree: Any) -> str:
-    """Returns the SHA-256 of a pytree of arrays, numbers, strings and bytes, with its paths, shapes
-    and dtypes.
+    """Returns the SHA-256 of a pytree, with its paths, shapes and dtypes.
+
+    Leaves are arrays, numbers, strings and bytes.
 
     Of an array that several processes share, each hashes the parts that it has.
 
     Raises:
       TypeError: A leaf has no value to hash, such as a function or a typed key.
     """
-    found = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        name = jax.tree_util.keystr(path)
-        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
-        if isinstance(leaf, jax.Array) and not (
-            leaf.is_fully_addressable or leaf.is_fully_replicated
-        ):
-            found.update(f"{name} {leaf.dtype} {leaf.shape}\n{digest(_own_parts(leaf))}".encode())
-        elif is_array and not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            array = np.asarray(jax.device_get(leaf))
-            if array.dtype.hasobject:
-                raise TypeError(
-                    f"a fact at {name!r} is an array of Python objects. Give arrays of numbers."
-                )
-            found.update(f"{name} {array.dtype} {array.shape}\n".encode() + array.tobytes())
-        elif isinstance(leaf, bool | int | float | complex | str | bytes):
-            text = leaf if isinstance(leaf, bytes) else repr(leaf).encode()
-            found.update(f"{name} {type(leaf).__name__} {len(text)}\n".encode() + text)
-        else:
+    sha256 = hashlib.sha256()
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    for path, leaf in leaves:
+        sha256.update(_bytes_of(jax.tree_util.keystr(path), leaf))
+    return sha256.hexdigest()
+
+
+def _bytes_of(name: str, leaf: Any) -> bytes:
+    """Returns a line with name, type and shape of a leaf, and its bytes behind the line.
+
+    The line determines the length of the bytes, so different trees never give the same bytes.
+    """
+    if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        own_parts = {repr(part.index): part.data for part in leaf.addressable_shards}
+        return f"{name} {leaf.dtype} {leaf.shape}\n{digest(own_parts)}".encode()
+    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    if is_array and not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        array = np.asarray(jax.device_get(leaf))
+        # Their bytes are addresses.
+        if array.dtype.hasobject:
             raise TypeError(
-                f"a fact at {name!r} is a {type(leaf).__name__}, which has no bytes to hash. Give "
-                "arrays or text."
+                f"a fact at {name!r} is an array of Python objects. Give arrays of numbers."
             )
-    return found.hexdigest()
-
-
-def _own_parts(array: jax.Array) -> dict[str, Any]:
-    return {repr(part.index): part.data for part in array.addressable_shards}
+        return f"{name} {array.dtype} {array.shape}\n".encode() + array.tobytes()
+    if isinstance(leaf, bool | int | float | complex | str | bytes):
+        text = leaf if isinstance(leaf, bytes) else repr(leaf).encode()
+        return f"{name} {type(leaf).__name__} {len(text)}\n".encode() + text
+    raise TypeError(
+        f"a fact at {name!r} is a {type(leaf).__name__}, which has no bytes to hash. Give "
+        "arrays or text."
+    )
 
 
 def program(function: jax.stages.Wrapped, *args: Any, **kwargs: Any) -> str:
-    """Returns the text of a `jax.jit` function for arrays or `jax.ShapeDtypeStruct`s. Equal texts
-    compute the same.
+    """Returns the program of a `jax.jit` function as text. Equal texts compute the same.
+
+    The arguments are arrays or `jax.ShapeDtypeStruct`s.
     """
     return function.lower(*args, **kwargs).as_text()
 
 
 @functools.lru_cache(maxsize=64)
 def calls_host(text: str) -> bool:
-    """Returns whether a program calls code with a state of its own, such as Python, that no hash of
-    the program covers.
+    """Returns whether a program calls code that no hash of the program covers.
+
+    Such code has a state of its own. An example is a callback to Python.
 
     A custom call counts as such unless its target is known to be pure. So `jax.ffi.ffi_call` always
     does.
     """
-    targets = {next(filter(None, groups), "") for groups in _CUSTOM_CALL.findall(text)}
-    unknown = any(_PURE_CALL.fullmatch(target) is None for target in targets)
-    return unknown or _HOST_TRANSFER.search(text) is not None
+    if _HOST_TRANSFER.search(text) is not None:
+        return True
+    for groups in _CUSTOM_CALL.findall(text):
+        # One of the three groups of the pattern matched.
+        target = next(filter(None, groups), "")
+        if _PURE_CALL.fullmatch(target) is None:
+            return True
+    return False
 
 
 def deterministic() -> bool:
-    """Returns whether another process computes the same bits. XLA chooses GPU algorithms by their
-    speed.
+    """Returns whether another process computes the same bits.
+
+    XLA chooses GPU algorithms by their speed.
     """
     on_request = "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "")
     return on_request or not any(device.platform == "gpu" for device in devices())
 
 
 def devices() -> list[jax.Device]:
-    """Returns the devices of all platforms of this process. It may compute on others than the
-    default ones.
+    """Returns the devices of all platforms of this process.
+
+    It may compute on others than the default ones.
     """
     return [device for backend in backends().values() for device in backend.devices()]
 
 
 def environment() -> dict[str, Any]:
     """Returns the facts, other than program and data, that determine the last bits of a result."""
+    flags = {}
+    for name, value in jax.config.values.items():
+        if not name.upper().startswith(_HARMLESS):
+            flags[name] = repr(value)
+    variables = {}
+    for name, text in os.environ.items():
+        if name.startswith(PREFIXES) and not name.startswith(_HARMLESS):
+            variables[name] = text
     return {
         **versions(),
         "devices": [
             f"{device.device_kind}, {device.client.platform_version}" for device in devices()
         ],
-        "flags": {
-            n: repr(v) for n, v in jax.config.values.items() if not n.upper().startswith(_HARMLESS)
-        },
-        "variables": {
-            n: v
-            for n, v in os.environ.items()
-            if n.startswith(PREFIXES) and not n.startswith(_HARMLESS)
-        },
+        "flags": flags,
+        "variables": variables,
         "host": [platform.node(), *processor()],
     }
 
@@ -161,23 +178,25 @@ def versions() -> dict[str, Any]:
 def processor() -> list[Any]:
     """Returns the host's instructions and cores, for which XLA compiles."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if not (linux := pathlib.Path("/proc/cpuinfo")).exists():
+    cpu_info = pathlib.Path("/proc/cpuinfo")
+    if not cpu_info.exists():  # not Linux
         return [cores, platform.machine(), platform.processor()]
+    # The names of x86, and the last two of ARM. Other fields change with time, such as the clock.
     fields = ("model name", "flags", "Features", "CPU part")
-    return [
-        cores,
-        *sorted({line for line in linux.read_text().splitlines() if line.startswith(fields)}),
-    ]
+    lines = {line for line in cpu_info.read_text().splitlines() if line.startswith(fields)}
+    return [cores, *sorted(lines)]
 
 
 @functools.cache
 def _versions(version: Callable[[str], str]) -> dict[str, str]:
-    return {name: version(name) for name in PACKAGES}  # each reads and parses a file
+    # Kept, because each version reads and parses a file.
+    return {name: version(name) for name in PACKAGES}
 
 
 @functools.cache
 def _library() -> str:
-    found = hashlib.sha256()
+    """Returns a hash of the source of jaxdp, because a developer's version stays the same."""
+    sha256 = hashlib.sha256()
     for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
+        sha256.update(path.read_bytes())
+    return sha256.hexdigest()

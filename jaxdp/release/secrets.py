@@ -1,5 +1,6 @@
-"""Secrets of a run. They are drawn, kept while a paid release is unfinished, and deleted. Keys
-derive from them.
+"""Secrets of a run.
+
+They are drawn, kept while a paid release is unfinished, and deleted. Keys derive from them.
 """
 
 import contextlib
@@ -33,33 +34,36 @@ def check_seed(seed: bytes | None) -> None:
 
 
 def stored(path: pathlib.Path, seed: bytes | None = None) -> bytes:
-    """Returns the seed in a file that only its owner may read. A new file gets `seed`, or a new
-    one.
+    """Returns the seed in a file that only its owner may read.
+
+    A new file gets `seed`, or a new one.
 
     Raises:
       ValueError: The file holds no seed, or one that differs from `seed`.
     """
+    # On the disk before it is used, because a release that was paid needs it after a crash.
     if not path.exists():
         write_durably(path, (seed or new_seed()).hex().encode(), mode=0o600)
     try:
-        found = bytes.fromhex(path.read_text())
+        stored_seed = bytes.fromhex(path.read_text())
     except ValueError:
-        found = b""
-    if len(found) != _BYTES:
+        stored_seed = b""
+    if len(stored_seed) != _BYTES:
         raise ValueError(
             f"{shown(path)} does not hold a seed of {_BYTES} bytes. It was damaged. Delete it. The "
             "interrupted release is then computed and charged once more with fresh noise."
         )
-    if seed is not None and found != seed:
+    if seed is not None and stored_seed != seed:
         raise ValueError(
             f"seed differs from the one of the unfinished release in {shown(path.parent)}. Resume "
             "without seed=."
         )
-    return found
+    return stored_seed
 
 
 def forget(path: pathlib.Path) -> None:
     """Deletes a seed, because anyone who knows it can subtract the noise."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
+        # Otherwise a crash could bring it back.
         sync_folder(path.parent)

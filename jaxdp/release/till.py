@@ -1,7 +1,9 @@
 """The till: the one way by which anything leaves private data.
 
     with Till(workdir) as till:
-        answers = till.release(Release(label="answers", charges=[(account, event)], facts=..., compute=...))
+        answers = till.release(
+            Release(label="answers", charges=[(account, event)], facts=..., compute=...)
+        )
 
 A `Release` states its charges, the facts that determine its bits, and how to compute its value from
 16 secret bytes. These are the till's steps:
@@ -35,30 +37,27 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 import jax
 import numpy as np
 
-from jaxdp.files import shown, understood, write_durably
-from jaxdp.privacy import Account, DpEvent, Ledger
-from jaxdp.privacy.events import from_json, to_json
-from jaxdp.privacy.ledger import Head
-from jaxdp.release import identity, secrets
+from jaxdp.files import shown
+from jaxdp.privacy import Account, DpEvent
+from jaxdp.privacy.events import to_json
+from jaxdp.release import charge_notes, identity, kept_arrays, secrets
+from jaxdp.release.charge_notes import notes, settle
 from jaxdp.release.hosts import Hosts
 from jaxdp.release.workdir import OwnProcess, alone
-from jaxdp.report import MetricsWriter, read_metrics
+from jaxdp.report import MetricsWriter
 from jaxdp.transforms.compiler import check_options
 
 T = TypeVar("T")
 Requests = Sequence[tuple[Account, DpEvent]]
-
-_NOTES = "charges.jsonl"
-_KEPT = "released.safetensors"
-_DAMAGED = "Restore it from a copy, or delete it. The release is then computed with fresh noise and charged once more."
 
 
 class Payment(Protocol):
     """Charges that are known only at the reservation, such as for a stream of visits."""
 
     def reserve(self, *, label: str, token: str) -> contextlib.AbstractContextManager[Requests]:
-        """Reserves everything or nothing. Yields the charges, and commits them when the body
-        ends.
+        """Reserves everything or nothing.
+
+        Yields the charges, and commits them when the body ends.
         """
 
 
@@ -84,8 +83,9 @@ class Release(Generic[T]):
       note: Further fields for the row in the workdir's notes, which `Till.notes` reads.
       deterministic: Whether all programs give the same bits on every run. The default is
           `identity.deterministic`. If False, the release cannot be repeated.
-      once_in: The name of the count in which a payment counts, if a charge depends on earlier
-          counts. The same release is then free a second time in that count only.
+      once_in: The name of a count, if the charge depends on what was counted before. The token of
+          the payment then includes the name. So a repetition of the release is free in the count
+          that paid for it, and is charged in any other count.
     """
 
     label: str
@@ -141,17 +141,21 @@ class Till:
     ):
         check_options()
         secrets.check_seed(seed)
-        self._hosts, self._process = hosts or Hosts(), OwnProcess()
+        self._hosts = hosts or Hosts()
+        self._process = OwnProcess()
         self.workdir = None if workdir is None else pathlib.Path(workdir)
-        self._given, self._drawn, self._forget = seed, seed, forget
+        self._given_seed = seed
+        self._seed_in_memory = seed  # without a workdir
+        self._forget = forget
+        # Whether a release was paid and is not done. It needs the seed to be repeated.
         self._unfinished = False
         self._files = contextlib.ExitStack()
         self._settled: set[str] = set()
         self._environment: dict[str, Any] | None = None
-        if self.workdir is None:
-            return
-        self._secret, self._kept = self.workdir / secrets.FILE, self.workdir / _KEPT
-        self._hosts.first(self._open)
+        if self.workdir is not None:
+            self._seed_path = self.workdir / secrets.FILE
+            self._arrays_path = self.workdir / kept_arrays.FILE
+            self._hosts.first(self._open)
 
     def __enter__(self) -> Self:
         return self
@@ -160,8 +164,9 @@ class Till:
         self.close(failed=kind is not None)
 
     def close(self, *, failed: bool = False) -> None:
-        """Deletes the seed unless a paid release needs it or the "run" failed. Releases the
-        workdir.
+        """Deletes the seed unless a paid release needs it or the "run" failed.
+
+        Releases the workdir.
 
         In a forked process it closes this process's files and leaves the run to the process that
         opened the till.
@@ -176,11 +181,9 @@ class Till:
     @property
     def name(self) -> str | None:
         """A name of the run that a resumed run shares, or None without a workdir."""
-        return (
-            None
-            if self.workdir is None
-            else hashlib.sha256(os.fspath(self.workdir.resolve()).encode()).hexdigest()
-        )
+        if self.workdir is None:
+            return None
+        return hashlib.sha256(os.fspath(self.workdir.resolve()).encode()).hexdigest()
 
     @property
     def forked(self) -> bool:
@@ -189,9 +192,8 @@ class Till:
 
     def check_process(self) -> None:
         """Raises RuntimeError in a process that was forked from the one that opened the till."""
-        self._process.check(
-            "the run" if self.workdir is None else f"the run in {shown(self.workdir)}"
-        )
+        where = "" if self.workdir is None else f" in {shown(self.workdir)}"
+        self._process.check(f"the run{where}")
 
     # --- The protocol ----------------------------------------------------------------------------
 
@@ -210,41 +212,45 @@ class Till:
 
     @contextlib.contextmanager
     def paying(self, what: Release[Any]) -> Iterator[bytes]:
-        """Pays for a value that comes bit by bit, yields the secret, and ends the release with the
-        body.
+        """Pays for a value that comes bit by bit, and yields the secret.
+
+        The release ends with the body.
         """
         self.check_process()
         token = self.token(what)
-        with contextlib.ExitStack() as paid:
-            yield bytes.fromhex(self._hosts.first(lambda: self._pay(what, token, paid).hex()))
+        # The stack commits the reservation when the body ends.
+        with contextlib.ExitStack() as reservation:
+            secret = self._hosts.first(lambda: self._pay(what, token, reservation).hex())
+            yield bytes.fromhex(secret)
         self._unfinished = False
         if self._forget == "release":
             self._delete_seed()
 
     def token(self, what: Release[Any]) -> str:
-        """Returns a hash of all that determines a release, keyed by the seed. It reveals nothing
-        about private data.
+        """Returns a hash of all that determines a release, keyed by the seed.
+
+        It reveals nothing about private data.
 
         Only process 0 has it. It covers the facts of every process.
         """
         self.check_process()
-        used_once = self.workdir is None and self._given is None
-        if used_once or not what.deterministic or any(map(identity.calls_host, what.texts)):
+        # A seed that only this process has is of no use to a repetition.
+        never_repeated = self.workdir is None and self._given_seed is None
+        if never_repeated or not what.deterministic or any(map(identity.calls_host, what.texts)):
             return entropy.token_hex(32)
-        parts = self._hosts.each(lambda: self._part(what))
+        facts = self._hosts.each(lambda: self._facts(what))
         if not self._hosts.leads:
             return ""
-        charges = (
-            [to_json(event) for _, event in what.charges]
-            if isinstance(what.charges, Sequence)
-            else []
-        )
-        message = json.dumps([charges, parts], sort_keys=True)
+        charges = []
+        if isinstance(what.charges, Sequence):
+            charges = [to_json(event) for _, event in what.charges]
+        message = json.dumps([charges, facts], sort_keys=True)
         return hmac.digest(self._seed(), b"token" + message.encode(), "sha256").hex()
 
     def stream(self, purpose: str, *, impl: str = "chacha12") -> jax.Array:
-        """Returns a key that several releases of the run share. Raises ValueError if each release
-        deletes the seed.
+        """Returns a key that several releases of the run share.
+
+        Raises ValueError if each release deletes the seed.
         """
         self.check_process()
         if self._forget != "run":
@@ -256,8 +262,9 @@ class Till:
     # --- A single release, kept by the till ------------------------------------------------------
 
     def once(self, what: Release[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the NumPy arrays of a release, a flat dict. Kept arrays are not computed or paid
-        again.
+        """Returns the NumPy arrays of a release, a flat dict.
+
+        Kept arrays are not computed or paid again.
 
         Raises:
           ValueError: The workdir keeps another release: of other data, settings or programs.
@@ -265,46 +272,43 @@ class Till:
               release.
         """
         kept = self.kept(what)
-        if kept is None:
-            keep = self.keeper(what)
-            with self.paying(what) as secret:
-                made: dict[str, Any] = jax.tree.map(np.asarray, what.compute(secret))
-                keep(made)
-            return made
-        self._delete_seed()  # a crash between keeping and deleting leaves it
-        return kept
+        if kept is not None:
+            # A crash between keeping and deleting leaves the seed.
+            self._delete_seed()
+            return kept
+        keep = self.keeper(what)
+        with self.paying(what) as secret:
+            arrays: dict[str, Any] = jax.tree.map(np.asarray, what.compute(secret))
+            keep(arrays)
+        return arrays
 
     def kept(self, what: Release[Any]) -> dict[str, np.ndarray] | None:
-        """Returns the arrays of a release that the workdir keeps, or None. Raises the errors of
-        `once`.
-        """
-        from safetensors import safe_open
+        """Returns the arrays of a release that the workdir keeps, or None.
 
+        Raises the errors of `once`.
+        """
         self.check_process()
-        if self.workdir is None or not self._kept.exists():
+        if self.workdir is None or not self._arrays_path.exists():
             return None
-        with understood(self._kept, _DAMAGED), safe_open(self._kept, framework="numpy") as file:
-            found = {"salt": "", "check": "", **(file.metadata() or {})}
-            salt = bytes.fromhex(found["salt"])
-        if _check(salt, what) != found["check"]:
+        if not kept_arrays.is_of(self._arrays_path, what.digest):
             raise ValueError(
                 f"{self.workdir} keeps another release: of other data, settings or programs. Its "
-                f"values are in {_KEPT}. Use a new workdir for a new release."
+                f"values are in {kept_arrays.FILE}. Use a new workdir for a new release."
             )
         if isinstance(what.charges, Sequence):
             self.settle([account for account, _ in what.charges])
-        return load_arrays(self._kept)
+        return kept_arrays.load_arrays(self._arrays_path)
 
     def keeper(self, what: Release[Any]) -> Callable[[dict[str, Any]], None]:
-        """Returns a function that makes arrays of a release durable. Each call replaces the earlier
-        arrays.
+        """Returns a function that makes arrays of a release durable.
+
+        Each call replaces the earlier arrays.
         """
         self.check_process()
         if self.workdir is None:
             return lambda arrays: None
-        salt = secrets.new_seed()
-        metadata = {"salt": salt.hex(), "check": _check(salt, what)}
-        return lambda arrays: _save_arrays(self._kept, arrays, metadata)
+        metadata = kept_arrays.new_metadata(what.digest)
+        return lambda arrays: kept_arrays.save_arrays(self._arrays_path, arrays, metadata)
 
     # --- Notes -----------------------------------------------------------------------------------
 
@@ -323,148 +327,94 @@ class Till:
           BudgetExceeded: A ledger has no room for the noted charges.
           LedgerDamaged: A ledger has lost history that the notes know of.
         """
-        fresh = {account.name: account for account in accounts if account.name not in self._settled}
-        if fresh:
-            rows, only = self.notes(), accounts[0] if len(accounts) == 1 else None
-            noted = {name for row in rows for name, _ in row["charges"]}
-            # Charges under other names belong to a renamed data set, or to another account of the
-            # same run.
-            renamed = only if not self._settled and noted.isdisjoint(fresh) else None
-            settle(rows, lambda name: fresh.get(name, renamed if name else only))
-            self._settled |= set(fresh)
+        unsettled = {
+            account.name: account for account in accounts if account.name not in self._settled
+        }
+        if not unsettled:
+            return
+        rows = self.notes()
+        only = accounts[0] if len(accounts) == 1 else None
+        noted_names: set[str] = set()
+        for row in rows:
+            noted_names.update(name for name, _ in row["charges"])
+        # Charges under other names belong to a renamed data set, or to another account of the same
+        # run. The first single account takes them where none of the names is its own.
+        renamed = only if not self._settled and noted_names.isdisjoint(unsettled) else None
+        settle(rows, lambda name: unsettled.get(name, renamed if name else only))
+        self._settled |= set(unsettled)
 
     # --- Inside ----------------------------------------------------------------------------------
 
     def _open(self) -> None:
         assert self.workdir is not None
-        with contextlib.ExitStack() as opened:  # closes open files if a later step fails
-            opened.enter_context(alone(self.workdir))
-            if self._secret.exists() or self._given is not None:
-                secrets.stored(
-                    self._secret, self._given
-                )  # raises if the file is damaged or holds another seed
-            self._writer = opened.enter_context(MetricsWriter(self.workdir / _NOTES, fsync=True))
-            self._files = opened.pop_all()
+        # The stack closes what is open if a later step fails.
+        with contextlib.ExitStack() as files:
+            files.enter_context(alone(self.workdir))
+            if self._seed_path.exists() or self._given_seed is not None:
+                # Raises if the file is damaged or holds another seed.
+                secrets.stored(self._seed_path, self._given_seed)
+            writer = MetricsWriter(self.workdir / charge_notes.FILE, fsync=True)
+            self._writer = files.enter_context(writer)
+            self._files = files.pop_all()
 
-    def _pay(self, what: Release[Any], token: str, until: contextlib.ExitStack) -> bytes:
-        """Reserves and notes a release, which `until` commits when it ends. Returns its secret."""
+    def _pay(self, what: Release[Any], token: str, reservation: contextlib.ExitStack) -> bytes:
+        """Reserves and notes a release. Returns its secret.
+
+        `reservation` commits the charges when it ends.
+        """
         if isinstance(what.charges, Sequence):
             self.settle([account for account, _ in what.charges])
-        paid = (
-            hmac.digest(what.once_in.encode(), token.encode(), "sha256").hex()
-            if what.once_in
-            else token
-        )
-        charged = until.enter_context(_reserved(what, paid))
+        paid_token = token
+        if what.once_in:
+            paid_token = hmac.digest(what.once_in.encode(), token.encode(), "sha256").hex()
+        charges = reservation.enter_context(_reserved(what, paid_token))
+        # From here on the seed is needed, because a repetition is free.
         self._unfinished = True
         if self.workdir is not None:
-            events = [[account.name, to_json(event)] for account, event in charged]
-            head = {"head": dataclasses.astuple(charged[0][0].ledger.head)} if charged else {}
-            self._writer.write(0, token=paid, charges=events, **head, **what.note)
+            note = {
+                "token": paid_token,
+                "charges": [[account.name, to_json(event)] for account, event in charges],
+            }
+            if charges:
+                account, _ = charges[0]
+                note["head"] = dataclasses.astuple(account.ledger.head)
+            self._writer.write(0, **note, **what.note)
         return secrets.derive(self._seed(), f"release {token}")
 
-    def _part(self, what: Release[Any]) -> list[Any]:
+    def _facts(self, what: Release[Any]) -> list[Any]:
         """Returns what this process contributes to the token."""
+        # Once a run, because it reads the versions of packages and the processor.
         if self._environment is None:
             self._environment = identity.environment()
         return [self._environment, what.digest]
 
     def _seed(self) -> bytes:
         if self.workdir is not None:
-            return secrets.stored(self._secret, self._given)
-        if self._drawn is None:
-            self._drawn = secrets.new_seed()
-        return self._drawn
+            return secrets.stored(self._seed_path, self._given_seed)
+        if self._seed_in_memory is None:
+            self._seed_in_memory = secrets.new_seed()
+        return self._seed_in_memory
 
     def _delete_seed(self) -> None:
-        self._drawn = self._given
+        self._seed_in_memory = self._given_seed
         if self.workdir is not None and self._hosts.leads:
-            secrets.forget(self._secret)
-
-
-def notes(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the notes of a workdir: rows with "token" and "charges", which are (account, event)
-    pairs.
-    """
-    rows = read_metrics(workdir / _NOTES) if (workdir / _NOTES).exists() else []
-    # The first release of jaxdp noted one event a row, and no name for a single account.
-    return [
-        row if "charges" in row else {**row, "charges": [[row.get("dataset", ""), row["event"]]]}
-        for row in rows
-    ]
-
-
-def settle(rows: Sequence[Mapping[str, Any]], account_of: Callable[[str], Account | None]) -> None:
-    """Charges accounts for rows of `notes` that they lack. A last row that was only reserved is
-    committed.
-
-    `account_of` returns the account for a noted name, with "" for a charge of the first release.
-    None omits the charge.
-
-    Raises:
-      BudgetExceeded: An account has no room.
-      LedgerDamaged: A ledger that the notes know has lost history.
-    """
-    accounts = [account_of(name) for row in rows for name, _ in row["charges"]]
-    for ledger in {
-        id(account.ledger): account.ledger for account in accounts if account is not None
-    }.values():
-        check_history(rows, ledger)
-    for row in rows:
-        for name, event in row["charges"]:
-            account = account_of(name)
-            if account is not None and (row is rows[-1] or not account.paid(row["token"])):
-                with account.spend(
-                    from_json(event), label="charged again on resuming", token=row["token"]
-                ):
-                    pass
-
-
-def check_history(rows: Sequence[Mapping[str, Any]], ledger: Ledger) -> None:
-    """Raises LedgerDamaged if a ledger's history lacks the newest of its heads in `notes`."""
-    for row in reversed(rows):
-        known = ledger.contains(Head(*row["head"])) if "head" in row else None
-        if known is False:
-            raise ledger.damaged(
-                f"has lost history: a run was charged as spend {row['head'][1]}, which it lacks."
-            )
-        if known:
-            return
+            secrets.forget(self._seed_path)
 
 
 @contextlib.contextmanager
 def _reserved(what: Release[Any], token: str) -> Iterator[Requests]:
     if not isinstance(what.charges, Sequence):
-        with what.charges.reserve(label=what.label, token=token) as charged:
-            yield charged
+        with what.charges.reserve(label=what.label, token=token) as charges:
+            yield charges
         return
     ledgers = {account.ledger for account, _ in what.charges}
     if len(ledgers) > 1:
         raise ValueError(
             "the accounts of one release must be of one ledger. Two files cannot pay all or none."
         )
-    with contextlib.ExitStack() as paid:
+    with contextlib.ExitStack() as reservations:
+        # One ledger, or none for public data.
         for ledger in ledgers:
-            paid.enter_context(ledger.spend_all(what.charges, label=what.label, token=token))
+            reservation = ledger.spend_all(what.charges, label=what.label, token=token)
+            reservations.enter_context(reservation)
         yield what.charges
-
-
-def _check(salt: bytes, what: Release[Any]) -> str:
-    """Returns a salted hash. Without the salt, a reader could test guesses of private data."""
-    return hmac.digest(salt, what.digest.encode(), "sha256").hex()
-
-
-def _save_arrays(path: pathlib.Path, arrays: Mapping[str, Any], metadata: dict[str, str]) -> None:
-    from safetensors.numpy import save
-
-    write_durably(
-        path, save({name: np.asarray(array, order="C") for name, array in arrays.items()}, metadata)
-    )
-
-
-def load_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """Returns the arrays that `Till.once` kept in a workdir's file."""
-    from safetensors.numpy import load_file
-
-    with understood(path, _DAMAGED):
-        return load_file(path)

@@ -1,20 +1,31 @@
-"""ChaCha12, the stream cipher of RFC 8439 with 12 rounds, as a generator of typed keys for
-`jax.random`.
+"""ChaCha12, the stream cipher of RFC 8439 with 12 rounds, as a generator of typed keys.
 
-`jax.random.key(seed, impl=CHACHA12)` and `jax.random.wrap_key_data(words, impl=CHACHA12)` with
-eight uint32 words make keys. Every word that a key yields is a word of a block of the cipher under
-that key. The purposes read different blocks: word 15 of the input tells bits, children of `split`,
-children of `fold_in` and the normals of `jaxdp.transforms.noise` apart. Within a purpose, words 12
-to 14 tell the blocks of one call apart. So if ChaCha12 is a pseudo-random function of its input,
-these streams of a key are independent and uniform, and so are those of its descendants. Two calls
-with one key and one purpose read the same blocks. Noise tells its draws apart by word 13, and by
-word 14 the turns of a draw that goes on.
+`jax.random.key(seed, impl=CHACHA12)` makes a key, and so does
+`jax.random.wrap_key_data(words, impl=CHACHA12)` with eight uint32 words. A block of the cipher is a
+function of sixteen words:
+
+=========  ====================================================================================
+words      content
+=========  ====================================================================================
+0 to 3     the constants of RFC 8439
+4 to 11    the key
+12         the number of the block in a call, or of the child of `split`, or the data of `fold_in`
+13         the number of a draw of noise, else 0
+14         the turn of a draw of noise that goes on, else 0
+15         the purpose: `BITS`, `SPLIT`, `FOLD_IN` or `NOISE`
+=========  ====================================================================================
+
+So the purposes read different blocks, and so do the words of one call. If ChaCha12 is a
+pseudo-random function of its input, the streams of a key are independent and uniform, and so are
+those of its descendants. Two calls with one key and one purpose read the same blocks, except of
+noise with another number.
 
 Each word is a function of the key and of its index. So keys are independent under `jax.vmap`,
 unlike "rbg" keys of JAX, and bits do not depend on the backend.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,70 +37,85 @@ from jax import lax
 from jax.extend.random import define_prng_impl
 
 _CONSTANTS = np.frombuffer(b"expand 32-byte k", dtype="<u4").astype(np.uint32)
-DOUBLE_ROUNDS = 6  # 10 in RFC 8439. `jaxdp.transforms.noise` says why 6 are enough.
-BITS, SPLIT, FOLD_IN, NOISE = range(4)  # word 15 of the input, per purpose
-_LARGEST_COUNT = 2**32
+# 10 in RFC 8439. `jaxdp.transforms.noise` says why 6 are enough.
+DOUBLE_ROUNDS = 6
+# Word 15 of the input, per purpose.
+BITS = 0
+SPLIT = 1
+FOLD_IN = 2
+NOISE = 3
+WORDS_OF_BLOCK = 16
+# Word 12 has 32 bits.
+_MOST_BLOCKS = 2**32
 
 
 def block(key: jax.Array, inputs: Sequence[Any]) -> jax.Array:
-    """Returns words [16, n] of n blocks. The code is small, so it compiles in a tenth of a second
-    for few blocks.
+    """Returns words [16, n] of n blocks.
+
+    The code is small, so it compiles in a tenth of a second for few blocks.
 
     Args:
         key: uint32 [8].
         inputs: Words 12 to 15 of the cipher's input, which are the counter and the nonce. Each is a
             scalar or has shape [n].
     """
-    own = jnp.stack(
-        jnp.broadcast_arrays(*(jnp.atleast_1d(jnp.asarray(x, jnp.uint32)) for x in inputs))
-    )
-    shared = jnp.concatenate([jnp.asarray(_CONSTANTS), key])[:, None]
-    count = own.shape[1]
-    rows = jnp.concatenate([jnp.broadcast_to(shared, (12, count)), own]).reshape(4, 4, count)
+    inputs = [jnp.atleast_1d(jnp.asarray(word, jnp.uint32)) for word in inputs]
+    own_words = jnp.stack(jnp.broadcast_arrays(*inputs))
+    count = own_words.shape[1]
+    shared_words = jnp.concatenate([jnp.asarray(_CONSTANTS), key])[:, None]
+    words = jnp.concatenate([jnp.broadcast_to(shared_words, (12, count)), own_words])
+    start = words.reshape(4, 4, count)
     roll = functools.partial(jnp.roll, axis=0)
-    ended = lax.fori_loop(
-        0, DOUBLE_ROUNDS, lambda _, state: _double_round(state, roll), tuple(rows)
-    )
-    words: jax.Array = (jnp.stack(ended) + rows).reshape(16, count)
-    return words
+
+    def double_round(_: jax.Array, rows: Any) -> Any:
+        return _double_round(rows, roll)
+
+    end = lax.fori_loop(0, DOUBLE_ROUNDS, double_round, tuple(start))
+    # The start is added, because the rounds alone could be inverted.
+    block: jax.Array = (jnp.stack(end) + start).reshape(WORDS_OF_BLOCK, count)
+    return block
 
 
 def unrolled_block(key: jax.Array | list[jax.Array], inputs: Sequence[Any]) -> list[jax.Array]:
-    """Returns the 16 words of `block` as expressions in `inputs` of any shape, which XLA fuses into
-    what reads them.
+    """Returns the 16 words of `block` as expressions in `inputs` of any shape.
+
+    XLA fuses them into what reads them.
     """
-    start = jnp.broadcast_arrays(
-        *(jnp.asarray(x, jnp.uint32) for x in [*_CONSTANTS, *key, *inputs])
-    )
-    state = start
+    words = [jnp.asarray(word, jnp.uint32) for word in [*_CONSTANTS, *key, *inputs]]
+    start = jnp.broadcast_arrays(*words)
+    end = start
     for _ in range(DOUBLE_ROUNDS):
-        state = _unrolled_double_round(state)
-    return [x + y for x, y in zip(state, start, strict=True)]
+        end = _unrolled_double_round(end)
+    return [x + y for x, y in zip(end, start, strict=True)]
 
 
 @jax.jit  # traced once, and inlined by XLA
 def _unrolled_double_round(words: list[jax.Array]) -> list[jax.Array]:
-    rows = np.empty((4, 4), object)  # NumPy would read an array of arrays as one array of numbers
+    # Filled one by one, because NumPy would read an array of arrays as one array of numbers.
+    rows = np.empty((4, 4), object)
     for i, word in enumerate(words):
         rows[divmod(i, 4)] = word
-    return [word for row in _double_round(tuple(rows), np.roll) for word in row]
+    rounded = _double_round(tuple(rows), np.roll)
+    return list(itertools.chain.from_iterable(rounded))
 
 
 def _double_round(rows: Any, roll: Callable[..., Any]) -> Any:
-    """Applies one round to the columns of the 4x4 state and one to its diagonals, four quarter
-    rounds at once.
+    """Applies one round to the columns of the 4x4 state and one to its diagonals.
+
+    Four quarter rounds are computed at once.
     """
     a, b, c, d = _quarter_round(*rows)
+    # Rolled, the diagonals are columns.
     a, b, c, d = _quarter_round(a, roll(b, -1), roll(c, -2), roll(d, -3))
     return a, roll(b, 1), roll(c, 2), roll(d, 3)
 
 
 def _quarter_round(a: Any, b: Any, c: Any, d: Any) -> tuple[Any, Any, Any, Any]:
-    for first, second in ((16, 12), (8, 7)):
+    for rotation_of_d, rotation_of_b in ((16, 12), (8, 7)):
         a = a + b
-        d = _rotate_left(d ^ a, first)
+        d = _rotate_left(d ^ a, rotation_of_d)
         c = c + d
-        b = _rotate_left(b ^ c, second)
+        b = _rotate_left(b ^ c, rotation_of_b)
     return a, b, c, d
 
 
@@ -97,14 +123,20 @@ def _rotate_left(x: Any, bits: int) -> Any:
     return (x << bits) | (x >> (32 - bits))
 
 
+# --- The generator of `jax.random` --------------------------------------------------------------
+
+
 def _seed(seed: jax.Array) -> jax.Array:
+    """Returns key words with the 64 bits of a seed in the first two. The others are 0."""
+    low = seed.astype(jnp.uint32)
     high = (seed >> 32).astype(jnp.uint32) if seed.dtype.itemsize > 4 else jnp.uint32(0)
-    return jnp.concatenate([jnp.stack([seed.astype(jnp.uint32), high]), jnp.zeros(6, jnp.uint32)])
+    return jnp.concatenate([jnp.stack([low, high]), jnp.zeros(6, jnp.uint32)])
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    words = block(key, (lax.iota(jnp.uint32, math.prod(shape)), 0, 0, SPLIT))
+    counters = lax.iota(jnp.uint32, math.prod(shape))
+    words = block(key, (counters, 0, 0, SPLIT))
     return words[:8].T.reshape(*shape, 8)
 
 
@@ -119,12 +151,14 @@ def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.
         halves: jax.Array = _random_bits(key, 32, (2, *shape)).astype("uint64")
         return halves[0] << 32 | halves[1]
     count = math.prod(shape)
-    blocks = -(-count // 16)
-    if blocks > _LARGEST_COUNT:
+    block_count = -(-count // WORDS_OF_BLOCK)
+    if block_count > _MOST_BLOCKS:
         raise ValueError(
-            f"shape {shape} takes {blocks} blocks, but one key has {_LARGEST_COUNT}. Split the key."
+            f"shape {shape} takes {block_count} blocks, but one key has {_MOST_BLOCKS}. Split the "
+            "key."
         )
-    words = block(key, (lax.iota(jnp.uint32, blocks), 0, 0, BITS))
+    words = block(key, (lax.iota(jnp.uint32, block_count), 0, 0, BITS))
+    # A word gives one value, also of 8 or 16 bits.
     return words.reshape(-1)[:count].reshape(shape).astype(f"uint{bit_width}")
 
 

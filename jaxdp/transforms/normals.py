@@ -35,26 +35,30 @@ def pair(words: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
 
     sine = radius * _sine(angle)
     cosine = radius * _cosine(angle)
-    swapped = octant & 1 == 0
-    x = jnp.where(swapped, sine, cosine)
-    y = jnp.where(swapped, cosine, sine)
-    return jnp.where(octant & 2 == 0, x, -x), jnp.where(octant & 4 == 0, y, -y)
+    # Three bits of the octant reflect the point at the diagonal and at the two axes.
+    is_reflected = octant & 1 == 0
+    x = jnp.where(is_reflected, sine, cosine)
+    y = jnp.where(is_reflected, cosine, sine)
+    x = jnp.where(octant & 2 == 0, x, -x)
+    y = jnp.where(octant & 4 == 0, y, -y)
+    return x, y
 
 
 def minus_log(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
     """Returns -log(u) of a uniform u of 64 bits, precise to a float also where u is almost 1."""
-    below = high >> 31 == 0
-    small = uniform(jnp.where(below, high, ~high), low, dtype)
-    v = jnp.where(below, small, 1 - small)
-    log = -jnp.log(v)
-    # Where v is the rounded 1 - small, log / (1 - v) hardly depends on v, so the error of v cancels
-    # in the product.
-    almost_one = jnp.where(v == 1, small, log * (small / (1 - v)))
-    return jnp.where(below, log, almost_one)
+    is_below_half = high >> 31 == 0
+    # u itself, or 1 - u, which has all its digits where u is almost 1.
+    small = uniform(jnp.where(is_below_half, high, ~high), low, dtype)
+    rounded_u = jnp.where(is_below_half, small, 1 - small)
+    log = -jnp.log(rounded_u)
+    # log / (1 - rounded_u) hardly depends on rounded_u, so its error cancels in the product.
+    corrected = jnp.where(rounded_u == 1, small, log * (small / (1 - rounded_u)))
+    return jnp.where(is_below_half, log, corrected)
 
 
 def uniform(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
     """Maps 64 bits to (0, 1] with the full relative precision of a float near zero."""
+    # The half keeps 0 out, whose logarithm is infinite.
     return high.astype(dtype) * 2.0**-32 + (low.astype(dtype) + 0.5) * 2.0**-64
 
 
@@ -67,10 +71,12 @@ def _cosine(x: jax.Array) -> jax.Array:
 
 
 def _series(y: jax.Array, last: int) -> jax.Array:
-    """Sums the Taylor series of sin(x) / x for odd `last` and of cos(x) for even, where y is
-    x**2.
+    """Sums the Taylor series of sin(x) / x for odd `last` and of cos(x) for even, where y is x**2.
+
+    With `last` 4 it is 1 - y / 2 (1 - y / 12), which is 1 - x^2 / 2! + x^4 / 4!.
     """
     total = jnp.ones_like(y)
+    # From the smallest term on, which loses the least.
     for k in range(last, 1, -2):
         total = 1 - total * y * (1 / (k * (k - 1)))
     return total

@@ -59,7 +59,7 @@ def half_the_noise(monkeypatch):
     def half(key, tree, std, draw=noise.gaussian, **where):
         return draw(key, tree, std / 2, **where)
 
-    monkeypatch.setattr(noise, "gaussian", half)
+    monkeypatch.setattr(noise.trees, "gaussian", half)
 
 
 def test_worst_case_gradients_are_orthogonal_and_of_the_norm():

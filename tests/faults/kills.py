@@ -70,10 +70,11 @@ import launch.split
 from jaxdp import data, finetune
 from jaxdp.files import pack, read_package, unpack, write_json
 from jaxdp.privacy import Ledger
-from jaxdp.privacy.books import Spends
+from jaxdp.privacy.chain import head_of, head_text
 from jaxdp.privacy.events import composition, to_json
+from jaxdp.privacy.integrity import COUNTED_TOTALS
 from jaxdp.privacy.ledger import Head, LedgerDamaged
-from jaxdp.privacy.store import _COUNTED, _head_of, _head_text
+from jaxdp.privacy.spends import Spends
 from jaxdp.release import notes
 from jaxdp.report import MetricsWriter, read_metrics, verdict
 from jaxdp.transforms import losses
@@ -465,6 +466,8 @@ class Kill:
 # Files that call the system for others, so that the line that called them says more.
 _LOW = (
     "privacy/store.py",
+    "privacy/database.py",
+    "privacy/schema.py",
     "files/durable.py",
     "report/metrics.py",
     "release/secrets.py",
@@ -619,7 +622,7 @@ def _site() -> str:
     while frame is not None:
         _, found, path = frame.f_code.co_filename.rpartition("/jaxdp/")
         if found:
-            low = path in _LOW or frame.f_code.co_name == "_settled"
+            low = path in _LOW or frame.f_code.co_name == "settled"
             if not lines or not low:
                 lines.append(f"{path}:{frame.f_lineno}")
             if not low:
@@ -658,9 +661,9 @@ def _rolled_back() -> None:
                     (spend.id,),
                 )
             db.execute("DELETE FROM totals")
-            db.execute(f"INSERT INTO totals {_COUNTED}")
-            self._spends = Spends()
-            os.pwrite(self._store._head_file, _head_text(self._store._last()), 0)
+            db.execute(f"INSERT INTO totals {COUNTED_TOTALS}")
+            self._spends = self._admission._spends = Spends()
+            os.pwrite(self._store._head_file, head_text(self._store.last()), 0)
 
     Ledger._finish = finish
 
@@ -809,7 +812,7 @@ def without_wal(root: pathlib.Path) -> dict[str, int]:
             whole = ledger.head
         head_path = pathlib.Path(f"{path}.head")
         text = head_path.read_bytes() if head_path.exists() else b""
-        seen = _head_of(text, os.fspath(path)).spend if text else 0
+        seen = head_of(text, os.fspath(path)).spend if text else 0
         with copied(path) as copy:
             try:
                 with Ledger(copy) as ledger:

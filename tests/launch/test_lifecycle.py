@@ -21,8 +21,7 @@ import launch.report
 from jaxdp import finetune
 from jaxdp.privacy import BudgetExceeded, Ledger, LedgerDamaged, PureDpEvent
 from jaxdp.privacy.events import composition, from_json
-from jaxdp.release import Release, Till, alone, load_arrays, secrets
-from jaxdp.release import till as till_module
+from jaxdp.release import Release, Till, alone, kept_arrays, load_arrays, secrets
 from jaxdp.report import round_down, round_up
 from launch import data, frame
 from launch import document as parts_of_reports
@@ -387,7 +386,7 @@ def test_a_lifecycle_goes_on_with_a_budget_that_is_all_reserved(tmp_path, finish
         raise KeyboardInterrupt
 
     leave_out_audits(monkeypatch)
-    for place in ((finetune.loop._Files, "save"), (till_module, "_save_arrays"), (cache, "keep")):
+    for place in ((finetune.loop._Files, "save"), (kept_arrays, "save_arrays"), (cache, "keep")):
         with monkeypatch.context() as patch, pytest.raises(Interrupted):
             patch.setattr(*place, stop)
             life.run(tiny.lifecycle(**changes), root)
@@ -623,11 +622,11 @@ KILLED = """
 import importlib, os, pathlib, signal, sys
 import jax
 from launch.lifecycle import life
-from jaxdp.release import till
+from jaxdp.release import kept_arrays
 workdir, seen, *fields = sys.argv[1:]
 for name, value in [("jax_numpy_rank_promotion", "raise"), ("jax_cpu_enable_async_dispatch", False)]:
     jax.config.update(name, value)  # as the tests do: another setting would be another release
-write = till.write_durably
+write = kept_arrays.write_durably
 
 def killed(path, content):
     if path.name == "released.safetensors" and path.parent.parent.name == "recalibrate":
@@ -635,7 +634,7 @@ def killed(path, content):
         os.kill(os.getpid(), signal.SIGKILL)
     write(path, content)
 
-till.write_durably = killed
+kept_arrays.write_durably = killed
 config = importlib.import_module("configs.lifecycle_digits").get_config()
 config.update_from_flattened_dict(eval(fields[0]))
 life.run(config, workdir)
@@ -686,7 +685,7 @@ def test_a_disk_that_is_full_when_the_ledger_is_written(copied, monkeypatch, cap
 
 
 def test_a_disk_that_is_full_when_a_release_ends(copied, monkeypatch, capsys):
-    write = till_module.write_durably
+    write = kept_arrays.write_durably
     paying(monkeypatch)
     shutil.rmtree(copied / "deploy")
     with contextlib.ExitStack() as full, monkeypatch.context() as patch:
@@ -696,7 +695,7 @@ def test_a_disk_that_is_full_when_a_release_ends(copied, monkeypatch, capsys):
             if path.name == "released.safetensors":
                 full.enter_context(full_disk())
 
-        patch.setattr(till_module, "write_durably", fills)
+        patch.setattr(kept_arrays, "write_durably", fills)
         with pytest.raises(SystemExit, match="2"):
             frame.tell(experiment, tiny.lifecycle(), str(copied))
     assert spent(copied)["hospital 0"] == 2 and unfinished(copied) == 1

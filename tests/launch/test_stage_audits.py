@@ -50,7 +50,7 @@ def half_the_noise(monkeypatch):
     def half(key, tree, std, draw=noise.gaussian, **where):
         return draw(key, tree, std / 2, **where)
 
-    monkeypatch.setattr(noise, "gaussian", half)
+    monkeypatch.setattr(noise.trees, "gaussian", half)
     jax.clear_caches()
     yield
     jax.clear_caches()  # programs that were traced with half the noise

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from jaxdp.privacy import Account, BudgetExceeded, Hold, Ledger, accounting, books, budget
+from jaxdp.privacy import (
+    Account,
+    BudgetExceeded,
+    Hold,
+    Ledger,
+    accounting,
+    compositions,
+    holds,
+    spent_epsilon,
+)
 from jaxdp.privacy import epsilon as epsilon_at
 from jaxdp.privacy.events import (
     ComposedDpEvent,
@@ -54,18 +63,18 @@ def path(tmp_path):
 def clock(monkeypatch):
     """A clock that only moves when it is told to."""
     now = [1e9]
-    monkeypatch.setattr(books, "clock", lambda: now[0])
+    monkeypatch.setattr(holds, "clock", lambda: now[0])
     return now
 
 
 @pytest.fixture
 def plds(monkeypatch):
     """The list of all epsilons that needed to be computed."""
-    budget.remembered_epsilon.cache_clear()
+    spent_epsilon.remembered_epsilon.cache_clear()
     calls = []
-    original = budget.epsilon_of_counts
+    original = spent_epsilon.epsilon_of_counts
     monkeypatch.setattr(
-        budget, "epsilon_of_counts", lambda *a, **k: calls.append(a) or original(*a, **k)
+        spent_epsilon, "epsilon_of_counts", lambda *a, **k: calls.append(a) or original(*a, **k)
     )
     return calls
 
@@ -740,7 +749,7 @@ def test_total_of_very_many_parts_is_an_upper_bound(ledger, monkeypatch):
             )
     exact = ledger.total(["a", "b"], delta=0.0)
     assert exact == pytest.approx(2 * ledger.epsilon("a")) == pytest.approx(1.8)
-    monkeypatch.setattr(budget, "COMBINATIONS", 3)
+    monkeypatch.setattr(compositions, "COMBINATIONS", 3)
     assert ledger.total(["a", "b"], delta=0.0) == pytest.approx(2 * (4 * 0.1 + 4 * 0.2))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdp.privacy import BudgetExceeded, Ledger, accounting, budget, store
+from jaxdp.privacy import BudgetExceeded, Ledger, accounting, database, spent_epsilon, store
 from jaxdp.privacy import epsilon as epsilon_at
 from jaxdp.privacy.events import (
     ComposedDpEvent,
@@ -165,7 +165,7 @@ def test_a_full_disk(path):
 def test_an_interrupt_leaves_no_transaction_open(path, monkeypatch):
     """Ctrl-C just after a transaction began, or in it: others are not kept waiting, and the ledger
     can be used."""
-    monkeypatch.setattr(store, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(database, "BUSY_SECONDS", 0.1)
 
     class Interrupting(sqlite3.Connection):
         armed = False
@@ -273,9 +273,9 @@ def test_a_loop_spends_exactly_the_budget(ledger, accounting_name, budget):
 @pytest.mark.slow
 def test_a_loop_computes_few_plds(ledger, monkeypatch):
     calls = []
-    original = budget.epsilon_of_counts
+    original = spent_epsilon.epsilon_of_counts
     monkeypatch.setattr(
-        budget, "epsilon_of_counts", lambda *a, **k: calls.append(1) or original(*a, **k)
+        spent_epsilon, "epsilon_of_counts", lambda *a, **k: calls.append(1) or original(*a, **k)
     )
     register(ledger, epsilon=2.0, delta=DELTA)
     large, small = (

@@ -256,14 +256,14 @@ def test_a_race_near_a_pld_budget(path):
 
 HOLD = """
 import os, signal, sys
-from jaxdp.privacy import Ledger, PureDpEvent, SelfComposedDpEvent, books
+from jaxdp.privacy import Ledger, PureDpEvent, SelfComposedDpEvent, holds
 path, instant = sys.argv[1:]
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 hold = Ledger(path).account("data").hold(SelfComposedDpEvent(PureDpEvent(1.0), 9), key="job")
 account = hold.account("data")
 if instant == "while it takes":
-    take = books.take
-    books.take = lambda *args: (take(*args), die())
+    take = holds.take
+    holds.take = lambda *args: (take(*args), die())
 for number in range(3):
     account.spend(PureDpEvent(1.0), token=f"step {number}")
 die()

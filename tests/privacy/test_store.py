@@ -14,7 +14,16 @@ import sys
 
 import pytest
 
-from jaxdp.privacy import BudgetExceeded, Head, Ledger, LedgerDamaged, PureDpEvent, store
+from jaxdp.privacy import (
+    BudgetExceeded,
+    Head,
+    Ledger,
+    LedgerDamaged,
+    PureDpEvent,
+    chain,
+    database,
+    store,
+)
 from tests import forked
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -426,13 +435,13 @@ def test_a_process_that_holds_the_ledger_too_long_is_reported(path, monkeypatch)
         ) as holder,
     ):
         assert holder.stdout.readline() == b"held\n"
-        monkeypatch.setattr(store, "BUSY_SECONDS", 0.2)
+        monkeypatch.setattr(database, "BUSY_SECONDS", 0.2)
         with pytest.raises(OSError, match=r"held by another process.*still counts"):
             ledger.spend("data", TENTH)
         assert ledger.epsilon("data") > 0  # questions need no turn
         holder.kill()
         holder.wait()
-        monkeypatch.setattr(store, "BUSY_SECONDS", 60.0)
+        monkeypatch.setattr(database, "BUSY_SECONDS", 60.0)
         with ledger.spend("data", TENTH):
             pass
 
@@ -518,7 +527,7 @@ def test_a_second_ledger_in_a_process_drops_no_locks_of_the_first(path, touch, v
 def test_a_ledger_is_checked_as_of_one_instant(path, monkeypatch):
     """Another program registers a dataset and spends on it in the middle of the check."""
     make(path)
-    original, calls = store.terms_of, []
+    original, calls = chain.terms_of, []
 
     def interrupted(row):
         calls.append(row["name"])
@@ -529,6 +538,6 @@ def test_a_ledger_is_checked_as_of_one_instant(path, monkeypatch):
                     pass
         return original(row)
 
-    monkeypatch.setattr(store, "terms_of", interrupted)
+    monkeypatch.setattr(chain, "terms_of", interrupted)
     with Ledger(path, read_only=True) as ledger:
         assert len(calls) > 4 and ledger.epsilon("new", delta=0.0) == 0.1

@@ -21,8 +21,7 @@ from jaxdp.privacy import (
     store,
 )
 from jaxdp.privacy.events import composition
-from jaxdp.release import Release, Till, identity, notes, program, secrets, stream
-from jaxdp.release import till as module
+from jaxdp.release import Release, Till, identity, kept_arrays, notes, program, secrets, stream
 from jaxdp.report import MetricsWriter
 from tests import forked
 
@@ -256,7 +255,7 @@ def test_a_ledger_that_lost_what_a_workdir_knows_is_refused(tmp_path):
         ((secrets, "stored"), 0),
         ((store.Store, "append"), 0),
         ((MetricsWriter, "write"), 1),
-        ((module, "write_durably"), 1),
+        ((kept_arrays, "write_durably"), 1),
         ((Reservation, "__exit__"), 1),
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else "",
@@ -286,7 +285,7 @@ import sys, os, signal, pathlib
 import numpy as np, jax
 from jaxdp.privacy import Ledger, PureDpEvent, Reservation
 from jaxdp.release import Release, Till, stream
-from jaxdp.release import secrets, till as module
+from jaxdp.release import kept_arrays, secrets, till as module
 place, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -294,7 +293,7 @@ def before(owner, name):
     setattr(owner, name, die)
 {"paid": lambda: before(module.MetricsWriter, "write"), "noted": lambda: before(secrets, "derive"),
  "kept": lambda: before(Reservation, "__exit__"), "committed": lambda: before(secrets, "forget"),
- "renamed": lambda: before(module, "write_durably"), "": lambda: None}[place]()
+ "renamed": lambda: before(kept_arrays, "write_durably"), "": lambda: None}[place]()
 def compute(secret):
     with (folder / "seen").open("a") as file:
         file.write(secret.hex() + chr(10))
@@ -426,7 +425,7 @@ def test_a_value_that_cannot_be_written_is_made_again_as_it_was(tmp_path, monkey
     ledger, seen = new_ledger(), []
     with monkeypatch.context() as patch:
         patch.setattr(
-            module,
+            kept_arrays,
             "write_durably",
             lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")),
         )

@@ -5,7 +5,6 @@ two, which a TPU pads to 128 lanes. The kernel computes each block once and writ
 values.
 """
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -19,7 +18,7 @@ LANES = 128
 VALUES = 4
 # Rows of blocks that the kernel computes at once. Its 16 words take half of the registers of a TPU.
 ROWS = 16
-# Turns of its loop in one step of the grid, so that writing overlaps with computing: 128 KiB a
+# Turns of its loop in one step of the grid, so that writing overlaps with computing: 32 KiB a
 # turn.
 TURNS = 16
 VALUES_PER_STEP = TURNS * ROWS * VALUES * LANES
@@ -28,8 +27,7 @@ XLA_ROWS = 1024
 
 
 def standard_normals(cipher_key: jax.Array, number: jax.Array, size: int) -> jax.Array:
-    """Returns at least `size` float32 standard normals, in the order of `jaxdp.transforms.noise`,
-    by a kernel.
+    """Returns at least `size` float32 normals by a kernel, in the order of `jaxdp.transforms.noise`.
 
     Args:
       cipher_key: uint32 [8].
@@ -41,17 +39,17 @@ def standard_normals(cipher_key: jax.Array, number: jax.Array, size: int) -> jax
     from jax.experimental.pallas import tpu as pltpu
 
     steps = max(1, -(-size // VALUES_PER_STEP))
-    rows = steps * VALUES_PER_STEP // LANES
+    rows_per_step = VALUES_PER_STEP // LANES
     # Two axes, because a block of the last axis alone has no place in memory under `jax.vmap`.
     inputs = jnp.append(cipher_key, number)[None]
-    drawn = pl.pallas_call(
+    draw = pl.pallas_call(
         _kernel,
         grid=(steps,),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)],
-        out_specs=pl.BlockSpec((rows // steps, LANES), lambda step: (step, 0)),
-        out_shape=shards.shape_like(inputs, (rows, LANES), jnp.float32),
-    )(inputs)
-    values: jax.Array = drawn.reshape(-1)
+        out_specs=pl.BlockSpec((rows_per_step, LANES), lambda step: (step, 0)),
+        out_shape=shards.shape_like(inputs, (steps * rows_per_step, LANES), jnp.float32),
+    )
+    values: jax.Array = draw(inputs).reshape(-1)
     return values
 
 
@@ -64,8 +62,10 @@ def _kernel(inputs: jax.Array, values: jax.Array) -> None:
     first = pl.program_id(0) * TURNS
 
     def turn(t: jax.Array, carry: int) -> int:
-        for tile, rows in enumerate(_tiles(cipher_key, number, first + t, ROWS, pltpu.roll)):
-            values[pl.ds((t * VALUES + tile) * ROWS, ROWS), :] = rows
+        tiles = _tiles(cipher_key, number, first + t, ROWS, pltpu.roll)
+        for i, tile in enumerate(tiles):
+            start = (t * VALUES + i) * ROWS
+            values[pl.ds(start, ROWS), :] = tile
         return carry
 
     lax.fori_loop(0, TURNS, turn, 0)
@@ -76,7 +76,9 @@ def standard_normals_by_xla(cipher_key: jax.Array, number: jax.Array, size: int)
 
     It takes several times as long, because XLA computes the cipher once for each tile.
     """
-    turns = max(1, -(-size // (XLA_ROWS * VALUES * LANES)))
+    values_per_turn = XLA_ROWS * VALUES * LANES
+    turns = max(1, -(-size // values_per_turn))
+    # Computed from the key, so that it varies over the same mesh axes as the values.
     empty = jnp.broadcast_to(cipher_key[0] * 0, (turns, VALUES, XLA_ROWS, LANES))
 
     def turn(t: jax.Array, values: jax.Array) -> jax.Array:
@@ -103,30 +105,32 @@ def _tiles(
     """
     lane = lax.broadcasted_iota(jnp.uint32, (rows, LANES), 1)
     row = lax.broadcasted_iota(jnp.uint32, (rows, LANES), 0)
-    place = lane % VALUES
-    own_block = place * (32 * rows) + 32 * row + lane // VALUES
-    counters = own_block + turn.astype(jnp.uint32) * (rows * LANES)
+    tile_of_lane = lane % VALUES
+    block_of_lane = tile_of_lane * (32 * rows) + 32 * row + lane // VALUES
+    counters = block_of_lane + turn.astype(jnp.uint32) * (rows * LANES)
     words = chacha.unrolled_block(cipher_key, (counters, number, 0, chacha.NOISE))
 
     float32 = jnp.dtype(jnp.float32)
-    first = normals.pair(words[: normals.WORDS], float32)
-    second = normals.pair(words[normals.WORDS : 2 * normals.WORDS], float32)
-    ordered = functools.partial(_ordered, [*first, *second], place, roll)
-    return [ordered(tile) for tile in range(VALUES)]
+    first_pair = normals.pair(words[: normals.WORDS], float32)
+    second_pair = normals.pair(words[normals.WORDS : 2 * normals.WORDS], float32)
+    components = [*first_pair, *second_pair]
+    return [_ordered(components, tile_of_lane, roll, tile) for tile in range(VALUES)]
 
 
 def _ordered(
     components: list[jax.Array],
-    place: jax.Array,
+    component_of_lane: jax.Array,
     roll: Callable[[jax.Array, int, int], jax.Array],
     tile: int,
 ) -> jax.Array:
-    """Returns component c of block i of the tile at lane 4 i + c. It was computed at lane 4 i +
-    tile.
+    """Returns component c of block i of the tile at lane 4 i + c.
+
+    It was computed at lane 4 i + tile, so it moves by c - tile lanes.
     """
     ordered = components[tile]
     for c in range(VALUES):
-        if c != tile:
-            moved = roll(components[c], (c - tile) % LANES, 1)
-            ordered = jnp.where(place == c, moved, ordered)
+        if c == tile:
+            continue
+        moved = roll(components[c], (c - tile) % LANES, 1)
+        ordered = jnp.where(component_of_lane == c, moved, ordered)
     return ordered

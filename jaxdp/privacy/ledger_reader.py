@@ -1,0 +1,341 @@
+"""What a ledger says: the terms, epsilon and report of each dataset, and the state of its file."""
+
+import dataclasses
+import datetime
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, Self
+
+from jaxdp.privacy import report_text, reports
+from jaxdp.privacy.accounting import Adjacency, check_rules
+from jaxdp.privacy.compositions import proven
+from jaxdp.privacy.datasets import dataset_of, datasets, paid_for
+from jaxdp.privacy.events import Counts, DpEvent, compose, composition
+from jaxdp.privacy.spends import Spends
+from jaxdp.privacy.spent_epsilon import epsilon_of, total_epsilon, used_epsilon
+from jaxdp.privacy.store import SCHEMA_VERSION, Head, LedgerDamaged, Store, damaged
+from jaxdp.privacy.terms import Dataset
+
+
+class LedgerReader:
+    """The questions that a `Ledger` answers. None of them changes the file."""
+
+    def __init__(self, path: str, *, read_only: bool):
+        self._store = Store(path, read_only=read_only)
+        self._path = self._store.path
+        self._transaction = self._store.transaction
+        self._spends = Spends()
+
+    def close(self) -> None:
+        """Closes the file. The ledger cannot be used afterwards."""
+        with self._store.lock:
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- Terms -----------------------------------------------------------------------------------
+
+    def adjacency(self, name: str) -> Adjacency:
+        """Returns a dataset's neighbouring relation."""
+        with self._transaction("DEFERRED") as db:
+            return dataset_of(db, name).adjacency
+
+    def unit(self, name: str) -> str:
+        """Returns a dataset's unit of privacy."""
+        with self._transaction("DEFERRED") as db:
+            return dataset_of(db, name).unit
+
+    def delta(self, name: str) -> float | None:
+        """Returns a dataset's registered delta, or None."""
+        with self._transaction("DEFERRED") as db:
+            return dataset_of(db, name).delta
+
+    def paid(self, name: str, token: str) -> bool:
+        """Returns whether a spend with this token was charged to a dataset.
+
+        The next spend with the token is then a replay.
+        """
+        check_text("token", token)
+        with self._transaction("DEFERRED") as db:
+            return paid_for(db, dataset_of(db, name), token) is not None
+
+    # --- Epsilon ---------------------------------------------------------------------------------
+
+    def epsilon(
+        self, name: str, *, delta: float | None = None, partition: str | None = None
+    ) -> float:
+        """Returns epsilon of everything reserved so far, under the dataset's adjacency.
+
+        Args:
+            name: A registered dataset.
+            delta: The delta, by default the registered one. One of them is needed.
+            partition: A part whose units are meant. The default is the maximum over all parts.
+
+        Returns:
+            Epsilon >= 0. It is `math.inf` if a release is unproven or not private, or if delta is 0
+            and not all are pure.
+        """
+        return self._epsilon(name, delta, partition)
+
+    def proven_epsilon(
+        self, name: str, *, delta: float | None = None, partition: str | None = None
+    ) -> float:
+        """Returns `epsilon` of the releases that have a proof. It is never the headline."""
+        return self._epsilon(name, delta, partition, proven_only=True)
+
+    def would_cost(
+        self, name: str, event: DpEvent, *, delta: float | None = None, partition: str | None = None
+    ) -> float:
+        """Returns `epsilon(name, delta=, partition=)` as it would be after spending `event`.
+
+        It spends nothing.
+
+        The budget does not count here, but `check` tests it. For a "renyi_filter" dataset the
+        answer is the epsilon of its bound, or more if the bound does not allow the event.
+
+        Raises:
+            ValueError: As in `epsilon`. The event is unknown or has no accounting rule for the
+                dataset's adjacency.
+        """
+        return self._epsilon(name, delta, partition, step=composition(event))
+
+    def total(self, names: Sequence[str], *, delta: float) -> float:
+        """Returns epsilon, at `delta`, for a record that may be in all of several datasets.
+
+        Changing such a record changes every dataset at once, each to a neighbour. So all releases
+        compose as if they were made about one dataset: the PLD (or RDP) of the sum of the
+        compositions. In each dataset the record lies in one part. The result is the maximum over
+        all choices of parts. Releases may read the datasets in turn, each with a view of all
+        earlier outputs. Adaptive composition does not ask which input a mechanism reads.
+
+        Events of a "renyi_filter" dataset may be chosen adaptively. Once anything was spent on it,
+        it counts as one interactive mechanism that is (registered epsilon, registered delta)-DP.
+        Epsilons and deltas of concurrent interactive mechanisms add up (Vadhan and Zhang 2023,
+        arXiv 2207.08335, and Lyu 2022, arXiv 2207.09397). The result is the sum of the registered
+        epsilons and of the other datasets' epsilon at `delta` less the registered deltas.
+
+        Args:
+            names: Registered datasets of one adjacency and unit. A dataset that is named twice
+                counts once.
+            delta: A number in [0, 1).
+
+        Returns:
+            Epsilon >= 0. It is `math.inf` if a release is unproven or not private. With very many
+            parts it is an upper bound.
+
+        Raises:
+            ValueError: A dataset is unknown, or `names` is empty. Adjacencies or units differ. The
+                events have no common accounting rule. `delta` leaves nothing beside the registered
+                deltas of "renyi_filter" datasets.
+        """
+        if isinstance(names, str) or not names:
+            raise ValueError(f"names must be a sequence of one or more datasets, got {names!r}.")
+        if not 0 <= delta < 1:
+            raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
+        accounts = []
+        with self._transaction("DEFERRED") as db:
+            for name in dict.fromkeys(names):
+                dataset = dataset_of(db, name)
+                accounts.append((dataset, self._spends.compositions(db, dataset, None)))
+        return total_epsilon(accounts, delta)
+
+    def remaining(self, name: str, *, partition: str | None = None) -> float:
+        """Returns the budget's epsilon minus the spent epsilon, at the budget's delta.
+
+        It is infinite without a budget.
+
+        The next event may cost less than its own epsilon. Room that is held counts as free, and
+        unproven releases do not count. For a "renyi_filter" dataset it is the share of the Renyi
+        bound that is left, times the budget's epsilon.
+        """
+        with self._transaction("DEFERRED") as db:
+            dataset = dataset_of(db, name)
+            if dataset.epsilon is None or dataset.delta is None:
+                return math.inf
+            compositions = self._spends.compositions(db, dataset, partition)
+        used = max(used_epsilon(dataset, proven(counts)) for counts in compositions)
+        return max(0.0, dataset.epsilon - used)
+
+    def _epsilon(
+        self,
+        name: str,
+        delta: float | None,
+        partition: str | None,
+        *,
+        proven_only: bool = False,
+        step: Counts | None = None,
+    ) -> float:
+        """Returns epsilon of all releases, of the proven ones, or of all with a next `step`."""
+        with self._transaction("DEFERRED") as db:
+            dataset = dataset_of(db, name)
+            compositions = self._spends.compositions(db, dataset, partition)
+        delta = _delta_for(dataset, delta)
+        if proven_only:
+            compositions = [proven(counts) for counts in compositions]
+        if step is not None:
+            compositions = [counts + step for counts in compositions]
+            for counts in compositions:
+                check_rules(counts, adjacency=dataset.adjacency, method=dataset.method)
+        return max(epsilon_of(dataset, counts, delta) for counts in compositions)
+
+    # --- Reports ---------------------------------------------------------------------------------
+
+    def events(self, name: str) -> dict[str | None, DpEvent]:
+        """Returns the reserved events, composed per partition.
+
+        Key None holds the releases on the whole dataset.
+        """
+        with self._transaction("DEFERRED") as db:
+            parts = self._spends.by_part(db, dataset_of(db, name))
+        return {part: compose(counts) for part, counts in parts.items()}
+
+    def report(self, *, delta: float = 1e-5) -> dict[str, Any]:
+        """Returns the whole account as plain data for JSON.
+
+        Args:
+            delta: The delta for datasets that have none registered.
+
+        Returns:
+            {"path", "schema_version", "head", "datasets": [...]}. Each dataset has its terms, its
+            `delta`, the declared number of `records` or None, and the number of `partitions`. At
+            its `delta` it has the `headline` (text), `proven_epsilon` and `remaining` (None for
+            infinity). `spends` has one row per partition and event, at most 1000 of `rows`. `runs`
+            lists the latest 1000 runs that spent, with user, host and version. `open` has at most
+            1000 spends that did not commit (running, failed or killed) and count in full. `holds`
+            count in no number.
+        """
+        with self._transaction("DEFERRED") as db:
+            entries = [reports.entry(db, dataset, delta) for dataset in datasets(db)]
+        # Outside the transaction, because PLDs are slow.
+        for entry in entries:
+            name = entry["name"]
+            epsilon = self.epsilon(name, delta=entry["delta"])
+            if entry.pop("unproven"):
+                entry["headline"] = "inf (empirical only)"
+            else:
+                entry["headline"] = f"{epsilon:.6g}"
+            proven_part = self.proven_epsilon(name, delta=entry["delta"])
+            entry["proven_epsilon"] = reports.finite(proven_part)
+            entry["remaining"] = reports.finite(self.remaining(name))
+        return {
+            "path": self._path,
+            "schema_version": SCHEMA_VERSION,
+            "head": dataclasses.asdict(self.head),
+            "datasets": entries,
+        }
+
+    def report_text(self, *, delta: float = 1e-5, timezone: datetime.tzinfo = datetime.UTC) -> str:
+        """Returns `report` as text, with times in a time zone.
+
+        Datasets with equal accounts are shown once.
+        """
+        return report_text.text(self.report(delta=delta), timezone)
+
+    def history(self, name: str | None = None) -> list[dict[str, Any]]:
+        """Returns every spend of one dataset or of all, the oldest first.
+
+        Returns:
+            Rows with "spend" (its number), "dataset", "partition", "event" (as `describe` writes
+            it), "label", "status", "reserved_at", "finished_at" (UTC), "who", "host", "run",
+            "version", "token" and "link".
+        """
+        with self._transaction("DEFERRED") as db:
+            return reports.history(db, None if name is None else dataset_of(db, name))
+
+    def by_day(
+        self, name: str, *, delta: float | None = None, timezone: datetime.tzinfo = datetime.UTC
+    ) -> list[dict[str, Any]]:
+        """Returns the growth of epsilon, one row for each day that had spends on a dataset.
+
+        Days are those of a time zone.
+
+        Returns:
+            Rows with "day" (ISO), "dataset", "spends" (of that day), "epsilon" (of everything until
+            its end) and "delta". By default it is the registered one.
+        """
+        with self._transaction("DEFERRED") as db:
+            dataset = dataset_of(db, name)
+            return reports.by_day(db, dataset, _delta_for(dataset, delta), timezone)
+
+    def growth(
+        self, name: str, *, delta: float | None = None, points: int = 40
+    ) -> list[dict[str, Any]]:
+        """Returns the growth of epsilon in at most `points` rows.
+
+        A row stands for one spend, or for equally many spends.
+
+        Returns:
+            Rows with "first_at" and "last_at" (UTC), "spends" (of that row), "epsilon" (of
+            everything until its end) and "delta". By default it is the registered one.
+
+        Raises:
+            ValueError: `points` is less than 1.
+        """
+        if points < 1:
+            raise ValueError(
+                f"points must be at least 1, got {points}. Give the number of rows to return."
+            )
+        with self._transaction("DEFERRED") as db:
+            dataset = dataset_of(db, name)
+            return reports.growth(db, dataset, _delta_for(dataset, delta), points)
+
+    # --- The file --------------------------------------------------------------------------------
+
+    @property
+    def head(self) -> Head:
+        """The position of the ledger's last spend.
+
+        A copy kept elsewhere shows later whether history was lost.
+        """
+        return self._store.head
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the file's head lies beside it.
+
+        Without a head, missing last spends cannot be detected.
+        """
+        return self._store.has_head
+
+    def contains(self, head: Head) -> bool | None:
+        """Returns whether the ledger's history contains `head`.
+
+        It returns None if `head` is of another ledger or branch.
+        """
+        return self._store.contains(head)
+
+    def damaged(self, what: str) -> LedgerDamaged:
+        """Returns the error for a ledger that must not be used.
+
+        It is for a caller that knows from elsewhere what the ledger lacks.
+        """
+        return damaged(self._path, what)
+
+    def backup(self, path: str | os.PathLike[str]) -> None:
+        """Copies the ledger durably to a new file, with its head. Others may spend meanwhile.
+
+        Raises:
+            ValueError: There is such a file already, or no such directory.
+            OSError: The copy cannot be written.
+        """
+        self._store.backup(path)
+
+
+def check_text(key: str, value: object) -> None:
+    """Raises ValueError for a value that is neither None nor a non-empty string."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValueError(f"{key} must be a non-empty string or None, got {value!r}.")
+
+
+def _delta_for(dataset: Dataset, delta: float | None) -> float:
+    delta = dataset.delta if delta is None else delta
+    if delta is None:
+        raise ValueError(
+            f"delta is needed: dataset {dataset.name!r} has none registered. Give one."
+        )
+    return delta

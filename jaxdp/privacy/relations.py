@@ -1,0 +1,21 @@
+"""The neighbouring relations and the methods of accounting."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from dp_accounting import NeighboringRelation
+
+Adjacency = Literal["add_remove", "replace_one", "zero_out"]
+Method = Literal["auto", "pld", "rdp"]
+
+RELATIONS: Mapping[str, NeighboringRelation] = {
+    "add_remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
+    "replace_one": NeighboringRelation.REPLACE_ONE,
+    "zero_out": NeighboringRelation.REPLACE_SPECIAL,
+}
+METHODS = ("auto", "pld", "rdp")
+
+
+def distance_factor(adjacency: Adjacency) -> int:
+    """Returns how many norms of one record a sum moves between neighbours: 2 for "replace_one"."""
+    return 2 if adjacency == "replace_one" else 1

@@ -1,0 +1,96 @@
+"""Which leaf events have which accounting rule, and their pure epsilons."""
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from dp_accounting.rdp import RdpAccountant
+
+from jaxdp.privacy.events import (
+    DiscreteLaplaceDpEvent,
+    DpEvent,
+    LaplaceDpEvent,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    PureDpEvent,
+    RandomizedResponseDpEvent,
+    UnprovenDpEvent,
+    to_json,
+)
+from jaxdp.privacy.loss_densities import sampled_loss
+from jaxdp.privacy.losses import has_distribution, randomized_response
+from jaxdp.privacy.relations import METHODS, RELATIONS, Adjacency, Method, distance_factor
+from jaxdp.privacy.renyi import rdp_event
+
+
+def check_rules(
+    counts: Mapping[DpEvent, int], *, adjacency: Adjacency, method: Method
+) -> frozenset[str]:
+    """Returns which of "pld" and "rdp" have a rule for every leaf.
+
+    Raises:
+        ValueError: Neither has. The message names events without a rule.
+    """
+    if adjacency not in RELATIONS:
+        raise ValueError(f"adjacency must be one of {sorted(RELATIONS)}, got {adjacency!r}.")
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {list(METHODS)}, got {method!r}.")
+    missing: dict[str, list[DpEvent]] = {}
+    for way in ("pld", "rdp") if method == "auto" else (method,):
+        missing[way] = [leaf for leaf in counts if way not in leaf_rules(leaf, adjacency)]
+    rules = frozenset(way for way, leaves in missing.items() if not leaves)
+    if not rules:
+        details = ", ".join(
+            f"{way.upper()} has none for {to_json(leaves[0])}" for way, leaves in missing.items()
+        )
+        raise ValueError(
+            f"no accounting rule covers this composition under {adjacency!r} adjacency: {details}. "
+            "Register another adjacency, charge a bound that has a rule (the event unsampled, "
+            "PureDpEvent, ZCDpEvent) or use unproven()."
+        )
+    return rules
+
+
+@functools.lru_cache(maxsize=2**16)
+def leaf_rules(leaf: DpEvent, adjacency: Adjacency) -> frozenset[str]:
+    """Returns which of "pld" and "rdp" have a rule for a leaf."""
+    # Their epsilon is infinite by every method.
+    if isinstance(leaf, NonPrivateDpEvent | UnprovenDpEvent):
+        return frozenset({"pld", "rdp"})
+    rules = set()
+    if has_distribution(leaf, adjacency):
+        rules.add("pld")
+    accountant = RdpAccountant(neighboring_relation=RELATIONS[adjacency])
+    if isinstance(leaf, PureDpEvent) or accountant.supports(rdp_event(leaf, adjacency)):
+        rules.add("rdp")
+    return frozenset(rules)
+
+
+def is_boundless(counts: Iterable[DpEvent]) -> bool:
+    """Returns whether a release is unproven or not private."""
+    return any(isinstance(leaf, NonPrivateDpEvent | UnprovenDpEvent) for leaf in counts)
+
+
+def pure_epsilon(counts: Mapping[DpEvent, int], adjacency: Adjacency) -> float:
+    """Returns the sum of pure epsilons (Dwork et al. 2006). It is infinite if a leaf has none."""
+    return math.fsum(count * leaf_pure_epsilon(leaf, adjacency) for leaf, count in counts.items())
+
+
+def leaf_pure_epsilon(leaf: DpEvent, adjacency: Adjacency) -> float:
+    """Returns the pure epsilon of a leaf, or infinity."""
+    factor = distance_factor(adjacency)
+    match leaf:
+        case PureDpEvent():
+            return leaf.epsilon
+        case LaplaceDpEvent():
+            return factor / float(leaf.noise_multiplier)
+        case DiscreteLaplaceDpEvent():
+            return factor * float(leaf.noise_parameter * leaf.sensitivity)
+        case RandomizedResponseDpEvent() if adjacency != "add_remove":
+            losses, _ = randomized_response(leaf, adjacency)
+            return float(np.abs(losses).max())
+        case PoissonSampledDpEvent(event=LaplaceDpEvent()) if adjacency != "replace_one":
+            loss = np.array(1 / leaf.event.noise_multiplier)
+            return float(sampled_loss(loss, leaf.sampling_probability))
+    return math.inf

@@ -1,0 +1,116 @@
+"""Epsilon of compositions by the accounting of their datasets, for one dataset and for several."""
+
+import functools
+import math
+from collections.abc import Sequence
+
+from jaxdp.privacy.accounting import (
+    Adjacency,
+    Method,
+    epsilon_of_counts,
+    rdp_of_counts,
+    renyi_epsilon,
+)
+from jaxdp.privacy.compositions import combinations, is_proven
+from jaxdp.privacy.events import Counts, DpEvent
+from jaxdp.privacy.terms import Dataset
+
+# 3 * 0.1 is 0.30000000000000004 in binary. A budget of 0.3 must still allow three spends of 0.1.
+ROUNDING = 1e-12
+# The most distinct releases of a composition that is cached.
+_LARGEST_CACHED = 256
+
+
+def epsilon_of(dataset: Dataset, counts: Counts, delta: float) -> float:
+    """Returns epsilon of a composition at `delta`, by the dataset's accounting."""
+    if dataset.accounting != "renyi_filter":
+        return cached_epsilon(counts, delta, dataset.adjacency, dataset.method)
+    spent = renyi_spent(dataset, counts)
+    if spent == 0 or math.isinf(spent):
+        return spent
+    if delta == 0:
+        return math.inf
+    bound = dataset.renyi_bound
+    # Only unspent events exceed the bound, because the filter refuses them.
+    if spent > bound * (1 + ROUNDING):
+        bound = spent
+    assert dataset.renyi_order is not None
+    return renyi_epsilon(bound, delta, dataset.renyi_order)
+
+
+def renyi_spent(dataset: Dataset, counts: Counts) -> float:
+    """Returns the Renyi loss of a composition at the dataset's order."""
+    assert dataset.renyi_order is not None
+    return rdp_of_counts(counts, order=dataset.renyi_order, adjacency=dataset.adjacency)
+
+
+def used_epsilon(dataset: Dataset, counts: Counts) -> float:
+    """Returns the part of the budget's epsilon that a composition uses."""
+    assert dataset.epsilon is not None and dataset.delta is not None
+    if dataset.accounting == "renyi_filter":
+        return renyi_spent(dataset, counts) / dataset.renyi_bound * dataset.epsilon
+    return epsilon_of(dataset, counts, dataset.delta)
+
+
+def cached_epsilon(counts: Counts, delta: float, adjacency: Adjacency, method: Method) -> float:
+    """Returns `epsilon_of_counts`, cached for compositions with few distinct releases."""
+    if len(counts) > _LARGEST_CACHED:
+        return epsilon_of_counts(counts, delta=delta, adjacency=adjacency, method=method)
+    return remembered_epsilon(frozenset(counts.items()), delta, adjacency, method)
+
+
+@functools.lru_cache(maxsize=4096)
+def remembered_epsilon(
+    counts: frozenset[tuple[DpEvent, int]], delta: float, adjacency: Adjacency, method: Method
+) -> float:
+    """Returns `epsilon_of_counts` of hashable counts, from its cache if possible."""
+    return epsilon_of_counts(dict(counts), delta=delta, adjacency=adjacency, method=method)
+
+
+def total_epsilon(accounts: Sequence[tuple[Dataset, list[Counts]]], delta: float) -> float:
+    """Returns epsilon for a record in all datasets, given the compositions of each one's parts.
+
+    `Ledger.total` states the theorems.
+    """
+    datasets = [dataset for dataset, _ in accounts]
+    _check_one_change(datasets)
+    for _, parts in accounts:
+        if not all(is_proven(counts) for counts in parts):
+            return math.inf
+    # Filters whose events may be chosen adaptively each count as one interactive mechanism.
+    filtered = []
+    fixed_parts = []
+    for dataset, parts in accounts:
+        if dataset.accounting != "renyi_filter":
+            fixed_parts.append(parts)
+        elif any(parts):
+            filtered.append(dataset)
+    sums = combinations(fixed_parts)
+    delta_of_filters = math.fsum(dataset.delta or 0.0 for dataset in filtered)
+    # Deltas that were written down and add up to `delta` may differ from it in the last digit.
+    delta_left = 0.0 if math.isclose(delta_of_filters, delta) else delta - delta_of_filters
+    if delta_left < 0 or (filtered and delta_left == 0 and any(sums)):
+        raise ValueError(
+            f"delta={delta!r} leaves nothing beside the registered deltas of the 'renyi_filter' "
+            f"datasets {[dataset.name for dataset in filtered]}, which add up to "
+            f"{delta_of_filters:g}. Ask for a larger delta."
+        )
+    method: Method = "rdp"
+    if any(dataset.accounting == "pld" for dataset in datasets):
+        method = "auto"
+    adjacency = datasets[0].adjacency
+    fixed = max(cached_epsilon(counts, delta_left, adjacency, method) for counts in sums)
+    return fixed + math.fsum(dataset.epsilon or 0.0 for dataset in filtered)
+
+
+def _check_one_change(datasets: Sequence[Dataset]) -> None:
+    """Raises ValueError unless a single change of a record means the same in all datasets."""
+    first = datasets[0]
+    for dataset in datasets:
+        if (dataset.adjacency, dataset.unit) != (first.adjacency, first.unit):
+            raise ValueError(
+                f"names: dataset {first.name!r} has adjacency {first.adjacency!r} and unit "
+                f"{first.unit!r}, {dataset.name!r} has {dataset.adjacency!r} and "
+                f"{dataset.unit!r}, so no single change is meant. Ask for datasets that share "
+                "both, and register data of the same people with the same terms."
+            )
