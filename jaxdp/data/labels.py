@@ -5,14 +5,14 @@ Every consumer of (logits, labels) in this library calls these functions: accura
 counts, calibration and the serving loop. They accept arrays of NumPy and of JAX, also under
 `jax.jit` and `jax.vmap`.
 
-    logits [n, K]   floating point. One logit [n, 1] answers class 1 if it is positive, and class 0 otherwise.
+    logits [n, K]   floating point. One logit [n, 1] answers class 1 if it is positive, else 0.
     labels [n]      integers in [0, K), or in [0, 2) for one logit.
 
-| a record with                                   | counts as                                                       |
-|-------------------------------------------------|-----------------------------------------------------------------|
-| a NaN or infinite logit                         | wrong, and not `finite`                                         |
-| a label outside of the range, such as -1        | wrong, and not `labelled`                                       |
-| several largest logits                          | an answer for the first of them                                 |
+| a record with                            | counts as                       |
+|------------------------------------------|---------------------------------|
+| a NaN or infinite logit                  | wrong, and not `finite`         |
+| a label outside of the range, such as -1 | wrong, and not `labelled`       |
+| several largest logits                   | an answer for the first of them |
 
 A shape that broadcasts is not a shape that fits: [n] answers against [n, 1] labels would compare
 n^2 pairs. So all shapes must be as above, and nothing is reshaped. Errors about shapes and dtypes
@@ -30,8 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data.numbers import check_batch
+from jaxdp.data.physical import pad_to_physical
 from jaxdp.data.protocol import Source, check_source
-from jaxdp.data.sampling import pad_to_physical
 
 _INT32 = np.iinfo(np.int32)
 

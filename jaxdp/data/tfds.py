@@ -6,11 +6,12 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxdp.data.sources import Examples, from_arrays
+from jaxdp.data.arrays import from_arrays
+from jaxdp.data.sources import Examples
 from jaxdp.files import Limits, check_image, optional
 
 _CHUNK_ROWS = 4096
@@ -26,8 +27,14 @@ _ADULT_NUMBERS = {
     "hours-per-week": (100.0, False),
 }
 _ADULT_CATEGORIES = (
-    *("education", "marital-status", "native-country", "occupation"),
-    *("race", "relationship", "sex", "workclass"),
+    "education",
+    "marital-status",
+    "native-country",
+    "occupation",
+    "race",
+    "relationship",
+    "sex",
+    "workclass",
 )
 
 
@@ -122,8 +129,7 @@ def from_tfds(
 
 
 def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
-    """Refuses parts of TensorFlow Datasets that share a record. A ledger cannot detect shared
-    records.
+    """Refuses parts of TensorFlow Datasets that share a record, which no ledger can detect.
 
     Records are compared by data set, configuration, split and position, as TFDS resolves them, for
     all versions and directories. Copies under another name are not found.
@@ -142,23 +148,40 @@ def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
         with _quiet_array_record():
             info = _prepared_builder(tfds, name, data_dir).info
         try:
-            found = tfds.core.ReadInstruction.from_spec(split).to_absolute(info.splits)
+            absolute = tfds.core.ReadInstruction.from_spec(split).to_absolute(info.splits)
         except (ValueError, NotImplementedError) as error:
             raise ValueError(_unreadable(name, split, info)) from error
-        for piece in found:
+        for piece in absolute:
             rows = range(info.splits[piece.splitname].num_examples)[piece.from_ : piece.to]
-            slices.append(
-                (f"{part}={name}/{split}", (info.name, info.config_name, piece.splitname), rows)
-            )
-    for (part, where, rows), (other, there, others) in itertools.combinations(slices, 2):
-        shared = range(max(rows.start, others.start), min(rows.stop, others.stop))
-        if where == there and shared:
-            who = f"{part} and {other} share" if part != other else f"{part} repeats"
-            what = f"{len(shared)} record{'s' * (len(shared) > 1)}, [{shared.start}:{shared.stop}] of {where[-1]!r}"
-            raise ValueError(
-                f"{who} {what}. No account counts both uses of a record. Choose splits that do "
-                "not overlap."
-            )
+            stored = (info.name, info.config_name, piece.splitname)
+            slices.append(_Slice(f"{part}={name}/{split}", stored, rows))
+    for one, other in itertools.combinations(slices, 2):
+        start = max(one.rows.start, other.rows.start)
+        stop = min(one.rows.stop, other.rows.stop)
+        if one.stored != other.stored or start >= stop:
+            continue
+        who = f"{one.part} repeats"
+        if one.part != other.part:
+            who = f"{one.part} and {other.part} share"
+        records = "1 record" if stop - start == 1 else f"{stop - start} records"
+        raise ValueError(
+            f"{who} {records}, [{start}:{stop}] of {one.stored[-1]!r}. No account counts both uses "
+            "of a record. Choose splits that do not overlap."
+        )
+
+
+class _Slice(NamedTuple):
+    """A range of records of a stored split.
+
+    Attributes:
+      part: The part that has them, for messages.
+      stored: (data set, configuration, split), as TFDS stores them.
+      rows: The positions in the split.
+    """
+
+    part: str
+    stored: tuple[Any, ...]
+    rows: range
 
 
 def _unreadable(name: str, split: str, info: Any) -> str:
@@ -232,20 +255,23 @@ def _check_features(
 
 
 def _encode_adult(columns: Mapping[str, np.ndarray], features: Mapping[str, Any]) -> np.ndarray:
-    parts = []
+    """Returns the features of the table "adult", float64 [n, 107] in [0, 1]."""
+    encoded = []
     for key, (divisor, logarithmic) in _ADULT_NUMBERS.items():
-        value = columns[key].astype(np.float64)
-        scaled = np.log1p(value) / np.log1p(divisor) if logarithmic else value / divisor
-        parts.append(np.clip(scaled, 0, 1)[:, None])
-    parts.extend(np.eye(features[key].num_classes)[columns[key]] for key in _ADULT_CATEGORIES)
-    return np.concatenate(parts, axis=1)
+        values = columns[key].astype(np.float64)
+        if logarithmic:
+            scaled = np.log1p(values) / np.log1p(divisor)
+        else:
+            scaled = values / divisor
+        encoded.append(np.clip(scaled, 0, 1)[:, None])
+    for key in _ADULT_CATEGORIES:
+        encoded.append(np.eye(features[key].num_classes)[columns[key]])  # one-hot codes
+    return np.concatenate(encoded, axis=1)
 
 
 @contextlib.contextmanager
 def _quiet_array_record() -> Iterator[None]:
-    """Drops the harmless log lines of TFDS and ArrayRecord about group size, OpenCV and missing
-    variants.
-    """
+    """Drops harmless log lines of TFDS and ArrayRecord."""
     harmless = (
         "was created with group size",
         "OpenCV is not installed",
