@@ -26,15 +26,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp.data import PoissonSampler
-from jaxdp.finetune.trainer import (
-    CLIP_NORMS,
-    Options,
-    PrivateTrainer,
-    Query,
-    make_trainer,
-    moving_params,
-    noise_and_options,
-)
+from jaxdp.finetune.options import CLIP_NORMS, Options, noise_and_options
+from jaxdp.finetune.query import Query, moving_params
+from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
 
 
 class _Contribution(NamedTuple):
