@@ -264,7 +264,7 @@ def from_folder(
     limits: Limits | None = None,
     name: str = "",
     declared: str = "",
-) -> Examples:
+) -> Examples:  # Ten arguments, since each says what a file cannot say about itself.
     """Wraps a folder of images with a CSV file.
 
     Images are read on demand, the other columns are in memory. Every column but "path" is kept as

@@ -91,5 +91,5 @@ def normalise(
     if not all(value > 0 for value in deviations):
         raise ValueError(f"std must be positive in every channel, got {std}.")
     shift = jnp.broadcast_to(jnp.asarray(mean, image.dtype), image.shape)
-    scale = jnp.broadcast_to(jnp.asarray(std, image.dtype), image.shape)
-    return (image - shift) / scale
+    centred = image - shift
+    return centred / jnp.broadcast_to(jnp.asarray(std, image.dtype), image.shape)

@@ -130,11 +130,13 @@ class Examples:
           ValueError: The records are not dicts of columns with this key.
         """
         if not isinstance(self._columns, Mapping) or key not in self._columns:
-            raise ValueError(f"source {self.name!r} has no column {key!r}. {self._says}")
+            raise ValueError(
+                f"source {self.name!r} has no column {key!r}. {self._columns_in_words}"
+            )
         return self._columns[key]
 
     @property
-    def _says(self) -> str:
+    def _columns_in_words(self) -> str:
         """What an error says about the columns."""
         if isinstance(self._columns, ExampleReader):
             return (
