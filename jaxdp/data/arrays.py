@@ -111,7 +111,8 @@ def _as_column(name: str, path: tuple[Any, ...], values: Any) -> np.ndarray:
         )
     if isinstance(array, np.memmap):
         return array
-    if array.size and array.dtype.kind == "f" and not np.isfinite(array).any():
+    is_float = array.dtype.kind == "f"
+    if is_float and array.size and not np.isfinite(array).any():
         raise ValueError(
             f"{key} of source {name!r} has no finite number. The file is damaged. Get or make it "
             "again."

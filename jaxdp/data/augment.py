@@ -35,7 +35,8 @@ def random_crop(key: jax.Array, image: jax.Array, *, padding: int = 4) -> jax.Ar
             f"padding must be in [0, {min(height, width)}) for a {height}x{width} image, got "
             f"{padding}."
         )
-    padded = jnp.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode="reflect")
+    edge = (padding, padding)
+    padded = jnp.pad(image, (edge, edge, (0, 0)), mode="reflect")
     row, column = jax.random.randint(key, (2,), 0, 2 * padding + 1)
     return jax.lax.dynamic_slice(padded, (row, column, 0), (height, width, channels))
 

@@ -49,7 +49,8 @@ def _digits() -> Examples:
     from sklearn import datasets
 
     digits = datasets.load_digits()
-    return from_arrays(image=digits.images / 16, label=digits.target, num_classes=10, name="digits")
+    image = digits.images / 16
+    return from_arrays(image=image, label=digits.target, num_classes=10, name="digits")
 
 
 def _breast_cancer() -> Examples:
@@ -59,14 +60,16 @@ def _breast_cancer() -> Examples:
     ranges = np.array(list(_BREAST_CANCER_RANGES.values()), np.float64)  # [measurement, kind, 2]
     # The columns have all means, then all standard errors, then all worst values.
     low, high = ranges.swapaxes(0, 1).reshape(30, 2).T
-    features = np.clip(2 * (table.data - low) / (high - low) - 1, -1, 1)
+    scaled = 2 * (table.data - low) / (high - low) - 1
+    features = np.clip(scaled, -1, 1)
     return from_arrays(features=features, label=table.target, num_classes=2, name="breast_cancer")
 
 
 def _blobs() -> Examples:
     label = np.arange(1000) % 4
     angle = np.pi * label / 2 + np.pi / 4
-    centres = 2 * np.stack([np.cos(angle), np.sin(angle)], axis=1)
+    directions = np.stack([np.cos(angle), np.sin(angle)], axis=1)
     # The stream of RandomState is the same in all versions of NumPy.
     noise = np.random.RandomState(0).standard_normal((1000, 2))
-    return from_arrays(features=centres + 0.6 * noise, label=label, num_classes=4, name="blobs")
+    features = 2 * directions + 0.6 * noise
+    return from_arrays(features=features, label=label, num_classes=4, name="blobs")

@@ -27,13 +27,14 @@ from skimage import color
 _LUMA = np.array([0.299, 0.587, 0.114])
 
 _global_state = threading.Lock()
+Pixels = np.ndarray
 Rng = np.random.Generator
-_Corruption = Callable[[np.ndarray, Any, Rng], np.ndarray]
+_Corruption = Callable[[Pixels, Any, Rng], Pixels]
 _TABLE: dict[str, tuple[_Corruption, tuple[Any, ...]]] = {}
 
 
 @contextmanager
-def numpy_seeded(rng: np.random.Generator) -> Iterator[None]:
+def numpy_seeded(rng: Rng) -> Iterator[None]:
     """Seeds NumPy's global generator from `rng`, for code that draws from it.
 
     The state of the global generator is restored afterwards. Other threads must not draw from it
@@ -48,7 +49,7 @@ def numpy_seeded(rng: np.random.Generator) -> Iterator[None]:
             np.random.set_state(state)
 
 
-def apply(image: np.ndarray, name: str, severity: int, rng: np.random.Generator) -> np.ndarray:
+def apply(image: Pixels, name: str, severity: int, rng: Rng) -> Pixels:
     """Returns the corrupted image, uint8 [H, W, 3]. Fractions are dropped as in CIFAR-10-C."""
     corruption, constants = _TABLE[name]
     corrupted = corruption(image / 255, constants[severity - 1], rng)
@@ -70,40 +71,52 @@ def _severities(*constants: Any) -> Callable[[_Corruption], _Corruption]:
 
 
 @_severities(0.04, 0.06, 0.08, 0.09, 0.10)
-def _gaussian_noise(x: np.ndarray, sigma: float, rng: Rng) -> np.ndarray:
+def _gaussian_noise(x: Pixels, sigma: float, rng: Rng) -> Pixels:
     return x + rng.normal(scale=sigma, size=x.shape)
 
 
 @_severities(500, 250, 100, 75, 50)
-def _shot_noise(x: np.ndarray, photons: float, rng: Rng) -> np.ndarray:
+def _shot_noise(x: Pixels, photons: float, rng: Rng) -> Pixels:
     return rng.poisson(photons * x) / photons
 
 
 @_severities(0.01, 0.02, 0.03, 0.05, 0.07)
-def _impulse_noise(x: np.ndarray, amount: float, rng: Rng) -> np.ndarray:
+def _impulse_noise(x: Pixels, amount: float, rng: Rng) -> Pixels:
     chance = rng.random(x.shape)
     with_salt = np.where(chance < amount, 1, x)
     return np.where(chance < amount / 2, 0, with_salt)
 
 
 @_severities(0.06, 0.1, 0.12, 0.16, 0.2)
-def _speckle_noise(x: np.ndarray, sigma: float, rng: Rng) -> np.ndarray:
+def _speckle_noise(x: Pixels, sigma: float, rng: Rng) -> Pixels:
     return x * (1 + rng.normal(scale=sigma, size=x.shape))
 
 
 @_severities(0.4, 0.6, 0.7, 0.8, 1)
-def _gaussian_blur(x: np.ndarray, sigma: float, rng: Rng) -> np.ndarray:
+def _gaussian_blur(x: Pixels, sigma: float, rng: Rng) -> Pixels:
     return ndimage.gaussian_filter(x, (sigma, sigma, 0), mode="nearest")
 
 
-@_severities((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1))
-def _defocus_blur(x: np.ndarray, constants: tuple[float, float], rng: Rng) -> np.ndarray:
+@_severities(
+    (0.3, 0.4),
+    (0.4, 0.5),
+    (0.5, 0.6),
+    (1, 0.2),
+    (1.5, 0.1),
+)
+def _defocus_blur(x: Pixels, constants: tuple[float, float], rng: Rng) -> Pixels:
     radius, antialias = constants
     return cv2.filter2D(x, -1, disk(radius=radius, alias_blur=antialias))
 
 
-@_severities((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2))
-def _glass_blur(x: np.ndarray, constants: tuple[float, int, int], rng: Rng) -> np.ndarray:
+@_severities(
+    (0.05, 1, 1),
+    (0.25, 1, 1),
+    (0.4, 1, 1),
+    (0.25, 1, 2),
+    (0.4, 1, 2),
+)
+def _glass_blur(x: Pixels, constants: tuple[float, int, int], rng: Rng) -> Pixels:
     """Copies nearby pixels one after the other from the lower right, between two blurs."""
     sigma, reach, rounds = constants
     height, width, _ = x.shape
@@ -121,13 +134,19 @@ def _glass_blur(x: np.ndarray, constants: tuple[float, int, int], rng: Rng) -> n
     return _gaussian_blur(copies, sigma, rng)
 
 
-@_severities((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5))
-def _motion_blur(x: np.ndarray, constants: tuple[int, float], rng: Rng) -> np.ndarray:
+@_severities(
+    (6, 1),
+    (6, 1.5),
+    (6, 2),
+    (8, 2),
+    (9, 2.5),
+)
+def _motion_blur(x: Pixels, constants: tuple[int, float], rng: Rng) -> Pixels:
     radius, sigma = constants
     return _blur_along(x, radius, sigma, rng.uniform(-45, 45))
 
 
-def _blur_along(x: np.ndarray, radius: int, sigma: float, degrees: float) -> np.ndarray:
+def _blur_along(x: Pixels, radius: int, sigma: float, degrees: float) -> Pixels:
     """Averages 2 radius + 1 pixels ahead in one direction, with half a Gaussian as weights.
 
     x is [H, W, C] or [H, W].
@@ -144,7 +163,7 @@ def _blur_along(x: np.ndarray, radius: int, sigma: float, degrees: float) -> np.
 
 
 @_severities(1.06, 1.11, 1.16, 1.21, 1.26)
-def _zoom_blur(x: np.ndarray, most: float, rng: Rng) -> np.ndarray:
+def _zoom_blur(x: Pixels, most: float, rng: Rng) -> Pixels:
     height, width, _ = x.shape
     factors = np.arange(1, most, 0.01)
     zoomed = [clipped_zoom(x, factor)[:height, :width] for factor in factors]
@@ -158,7 +177,7 @@ def _zoom_blur(x: np.ndarray, most: float, rng: Rng) -> np.ndarray:
     (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
     (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
 )
-def _snow(x: np.ndarray, constants: tuple[float, ...], rng: Rng) -> np.ndarray:
+def _snow(x: Pixels, constants: tuple[float, ...], rng: Rng) -> Pixels:
     mean, deviation, zoom, threshold, radius, sigma, keep = constants
     height, width, _ = x.shape
     noise = rng.normal(mean, deviation, (height, width, 1))
@@ -171,7 +190,7 @@ def _snow(x: np.ndarray, constants: tuple[float, ...], rng: Rng) -> np.ndarray:
 
 
 @functools.cache
-def _frost_pictures(side: int) -> list[np.ndarray]:
+def _frost_pictures(side: int) -> list[Pixels]:
     """Returns the library's frost pictures, at a fifth of their size for images of side 32."""
     folder = importlib.resources.files("imagecorruptions") / "frost"
     pictures = []
@@ -183,8 +202,14 @@ def _frost_pictures(side: int) -> list[np.ndarray]:
     return pictures
 
 
-@_severities((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))
-def _frost(x: np.ndarray, constants: tuple[float, float], rng: Rng) -> np.ndarray:
+@_severities(
+    (1, 0.2),
+    (1, 0.3),
+    (0.9, 0.4),
+    (0.85, 0.4),
+    (0.75, 0.45),
+)
+def _frost(x: Pixels, constants: tuple[float, float], rng: Rng) -> Pixels:
     image_weight, frost_weight = constants
     height, width, _ = x.shape
     pictures = _frost_pictures(max(height, width))
@@ -195,8 +220,14 @@ def _frost(x: np.ndarray, constants: tuple[float, float], rng: Rng) -> np.ndarra
     return image_weight * x + frost_weight * window
 
 
-@_severities((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75))
-def _fog(x: np.ndarray, constants: tuple[float, float], rng: Rng) -> np.ndarray:
+@_severities(
+    (0.2, 3),
+    (0.5, 3),
+    (0.75, 2.5),
+    (1, 2),
+    (1.5, 1.75),
+)
+def _fog(x: Pixels, constants: tuple[float, float], rng: Rng) -> Pixels:
     amount, decay = constants
     height, width, _ = x.shape
     power_of_two = 1 << (max(height, width) - 1).bit_length()
@@ -206,28 +237,38 @@ def _fog(x: np.ndarray, constants: tuple[float, float], rng: Rng) -> np.ndarray:
 
 
 @_severities(0.05, 0.1, 0.15, 0.2, 0.3)
-def _brightness(x: np.ndarray, amount: float, rng: Rng) -> np.ndarray:
+def _brightness(x: Pixels, amount: float, rng: Rng) -> Pixels:
     hsv = color.rgb2hsv(x) + np.array([0, 0, amount])
     return color.hsv2rgb(np.clip(hsv, 0, 1))
 
 
-@_severities((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2))
-def _saturate(x: np.ndarray, constants: tuple[float, float], rng: Rng) -> np.ndarray:
+@_severities(
+    (0.3, 0),
+    (0.1, 0),
+    (1.5, 0),
+    (2, 0.1),
+    (2.5, 0.2),
+)
+def _saturate(x: Pixels, constants: tuple[float, float], rng: Rng) -> Pixels:
     factor, shift = constants
     hsv = color.rgb2hsv(x) * np.array([1, factor, 1]) + np.array([0, shift, 0])
     return color.hsv2rgb(np.clip(hsv, 0, 1))
 
 
 @_severities(0.75, 0.5, 0.4, 0.3, 0.15)
-def _contrast(x: np.ndarray, factor: float, rng: Rng) -> np.ndarray:
+def _contrast(x: Pixels, factor: float, rng: Rng) -> Pixels:
     mean = x.mean(axis=(0, 1), keepdims=True)
     return mean + factor * (x - mean)
 
 
 @_severities(
-    (0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)
+    (0, 0, 0.08),
+    (0.05, 0.2, 0.07),
+    (0.08, 0.06, 0.06),
+    (0.1, 0.04, 0.05),
+    (0.1, 0.03, 0.03),
 )
-def _elastic_transform(x: np.ndarray, constants: tuple[float, ...], rng: Rng) -> np.ndarray:
+def _elastic_transform(x: Pixels, constants: tuple[float, ...], rng: Rng) -> Pixels:
     """Applies a random affine map, then smooth random shifts of every pixel."""
     height, width, _ = x.shape
     side = min(height, width)
@@ -239,7 +280,7 @@ def _elastic_transform(x: np.ndarray, constants: tuple[float, ...], rng: Rng) ->
     affine = cv2.getAffineTransform(points.astype(np.float32), moved.astype(np.float32))
     x = cv2.warpAffine(x, affine, (width, height), borderMode=cv2.BORDER_REFLECT_101)
 
-    def smooth_shift() -> np.ndarray:
+    def smooth_shift() -> Pixels:
         noise = rng.uniform(-1, 1, (height, width))
         return strength * ndimage.gaussian_filter(noise, sigma, mode="reflect", truncate=3)
 
@@ -251,7 +292,7 @@ def _elastic_transform(x: np.ndarray, constants: tuple[float, ...], rng: Rng) ->
 
 
 @_severities(0.95, 0.9, 0.85, 0.75, 0.65)
-def _pixelate(x: np.ndarray, factor: float, rng: Rng) -> np.ndarray:
+def _pixelate(x: Pixels, factor: float, rng: Rng) -> Pixels:
     height, width, _ = x.shape
     small_size = (int(width * factor), int(height * factor))
     small = _picture(x).resize(small_size, Image.Resampling.BOX)
@@ -259,13 +300,13 @@ def _pixelate(x: np.ndarray, factor: float, rng: Rng) -> np.ndarray:
 
 
 @_severities(80, 65, 58, 50, 40)
-def _jpeg_compression(x: np.ndarray, quality: int, rng: Rng) -> np.ndarray:
+def _jpeg_compression(x: Pixels, quality: int, rng: Rng) -> Pixels:
     file = io.BytesIO()
     _picture(x).save(file, "JPEG", quality=quality)
     return np.asarray(Image.open(file)) / 255
 
 
-def _picture(x: np.ndarray) -> Image.Image:
+def _picture(x: Pixels) -> Image.Image:
     return Image.fromarray(np.rint(255 * x).astype(np.uint8))
 
 
@@ -276,7 +317,7 @@ def _picture(x: np.ndarray) -> Image.Image:
     (0.65, 0.1, 0.7, 0.69, 0.6, 1),
     (0.65, 0.1, 0.5, 0.68, 0.6, 1),
 )
-def _spatter(x: np.ndarray, constants: tuple[float, ...], rng: Rng) -> np.ndarray:
+def _spatter(x: Pixels, constants: tuple[float, ...], rng: Rng) -> Pixels:
     """Adds drops of water, or of mud where the constants end in 1."""
     mean, deviation, sigma, threshold, strength, is_mud = constants
     noise = rng.normal(mean, deviation, x.shape[:2])
@@ -286,14 +327,14 @@ def _spatter(x: np.ndarray, constants: tuple[float, ...], rng: Rng) -> np.ndarra
     return _with_water(x, np.where(liquid < threshold, 0, liquid), strength)
 
 
-def _with_mud(x: np.ndarray, is_liquid: np.ndarray, sigma: float) -> np.ndarray:
+def _with_mud(x: Pixels, is_liquid: Pixels, sigma: float) -> Pixels:
     brown = np.array([63, 42, 20]) / 255
     amount = ndimage.gaussian_filter(np.where(is_liquid, 1.0, 0.0), sigma, mode="nearest")
     amount = np.where(amount < 0.8, 0, amount)[..., None]
     return x * (1 - amount) + amount * brown
 
 
-def _with_water(x: np.ndarray, liquid: np.ndarray, strength: float) -> np.ndarray:
+def _with_water(x: Pixels, liquid: Pixels, strength: float) -> Pixels:
     """Adds pale turquoise drops that are lit from one side."""
     pixels = (255 * np.clip(liquid, 0, 1)).astype(np.uint8)
     edges = cv2.Canny(pixels, 50, 150)

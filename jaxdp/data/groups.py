@@ -79,14 +79,18 @@ class Groups:
         records = self.source.gather(padded.reshape(-1))
         if isinstance(records, Mapping):
             records = {key: column for key, column in records.items() if key != self.without}
-        by_user = jax.tree.map(lambda x: x.reshape(*rows.shape, *x.shape[1:]), records)
-        return Records(by_user, present)
+
+        def by_user(column: Any) -> Any:
+            return column.reshape(*rows.shape, *column.shape[1:])
+
+        return Records(jax.tree.map(by_user, records), present)
 
     @property
     def fingerprint(self) -> str:
         """A SHA-256 (64 hex digits) of the records' fingerprint and of who has which."""
-        header = json.dumps([self.source.fingerprint, self.rows.shape, self.without]).encode()
-        return hashlib.sha256(header + self.rows.astype("<i8").tobytes()).hexdigest()
+        header = json.dumps([self.source.fingerprint, self.rows.shape, self.without])
+        rows = self.rows.astype("<i8").tobytes()
+        return hashlib.sha256(header.encode() + rows).hexdigest()
 
 
 def by_group(source: Source, group: str | Iterable[Hashable], *, max_records: int) -> Groups:

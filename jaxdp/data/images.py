@@ -80,4 +80,5 @@ def resize(
         picture = Image.fromarray(np.ascontiguousarray(channel))
         return np.asarray(picture.resize(shape[::-1], resample))
 
-    return np.stack([resized(channel) for channel in np.moveaxis(image, -1, 0)], axis=-1)
+    channels = [resized(channel) for channel in np.moveaxis(image, -1, 0)]
+    return np.stack(channels, axis=-1)

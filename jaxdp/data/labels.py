@@ -147,7 +147,8 @@ def predicted(logits: Any) -> Any:
     if logits.dtype.itemsize < 4:
         logits = logits.astype(np.float32)
     best = logits.argmax(axis=1) if logits.shape[1] > 1 else logits[:, 0] > 0
-    return xp.where(xp.isfinite(logits).all(axis=1), best, -1).astype(np.int32)
+    is_finite = xp.isfinite(logits).all(axis=1)
+    return xp.where(is_finite, best, -1).astype(np.int32)
 
 
 def judge(logits: Any, labels: Any) -> Judged:
@@ -215,7 +216,8 @@ def check_examples(source: Source, batch_size: int) -> Any:
 def labelled_batches(source: Source, batch_size: int) -> Iterator[tuple[Any, jax.Array]]:
     """Yields the batches of a source on the device, labels as int32, each with its mask."""
     size = min(batch_size, len(source))
-    for rows, mask in zip(*pad_to_physical(np.arange(len(source)), size), strict=True):
+    physical, masks = pad_to_physical(np.arange(len(source)), size)
+    for rows, mask in zip(physical, masks, strict=True):
         batch = source.gather(rows)
         # A label that no int32 holds is wrong, and no error.
         labelled = check_batch({**batch, "label": narrow(batch["label"])})

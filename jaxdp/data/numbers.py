@@ -82,7 +82,9 @@ def check_digits(array: np.ndarray, where: str) -> None:
     if array.dtype != np.float64 or not array.size or _keeps_64_bits():
         return
     # In pieces, since a copy of all numbers may not fit into memory.
-    rows = max(1, _NUMBERS_AT_ONCE // max(1, array[0].size)) if array.ndim else 1
+    rows = 1
+    if array.ndim:
+        rows = max(1, _NUMBERS_AT_ONCE // max(1, array[0].size))
     low: Any = np.inf
     high: Any = -np.inf
     rounded = False
@@ -100,7 +102,8 @@ def check_digits(array: np.ndarray, where: str) -> None:
         low = np.minimum(low, np.min(wide, axis=0, initial=np.inf, where=finite))
         high = np.maximum(high, np.max(wide, axis=0, initial=-np.inf, where=finite))
     with np.errstate(invalid="ignore"):
-        step = np.spacing(np.maximum(np.abs(low), np.abs(high)).astype(np.float32))
+        largest = np.maximum(np.abs(low), np.abs(high))
+        step = np.spacing(largest.astype(np.float32))
     merged = (high > low) & (high - low < _STEPS * step)
     if rounded or np.any(merged):
         warnings.warn(

@@ -116,7 +116,8 @@ class PhysicalSizes:
           launches_cost: Whether a call takes as long for a few rows as for many, as on a GPU.
         """
         limit = memory or 4 * _MEMORY
-        largest = max(1, int(limit / 4 / max(1, row_bytes.held))) * devices
+        rows_per_device = int(limit / 4 / max(1, row_bytes.held))
+        largest = max(1, rows_per_device) * devices
         overhead = row_bytes.overhead
         if launches_cost:
             overhead = max(overhead, min(largest, sampler.expected_batch_size) / 8)
@@ -203,9 +204,11 @@ def _batch_sizes(sampler: PoissonSampler) -> tuple[np.ndarray, np.ndarray]:
     """Returns the sizes of batches within five standard deviations, and their probabilities."""
     mean = sampler.expected_batch_size
     std = math.sqrt(mean * (1 - sampler.sampling_probability))
-    sizes = np.arange(max(0, math.floor(mean - 5 * std)), math.ceil(mean + 5 * std) + 1)
+    least = max(0, math.floor(mean - 5 * std))
+    sizes = np.arange(least, math.ceil(mean + 5 * std) + 1)
     # The normal limit of the binomial. Its width is positive also where q = 1.
-    weights = np.exp(-0.5 * np.square((sizes - mean) / max(std, 0.1)))
+    deviations = (sizes - mean) / max(std, 0.1)
+    weights = np.exp(-0.5 * np.square(deviations))
     most = min(sampler.num_examples, sampler.truncated_batch_size or sampler.num_examples)
     return np.minimum(sizes, most), weights / weights.sum()
 
@@ -219,7 +222,8 @@ def _candidates(sampler: PoissonSampler, largest: int, *, largest_batch: int) ->
     near_mean = mean + std * np.linspace(-4, 4, 2 * _CANDIDATES // 3)
     spaced = np.geomspace(1, top, _CANDIDATES)
     sizes = np.concatenate([spaced, near_mean, [largest]])
-    return sorted({int(size) for size in np.clip(np.rint(sizes), 1, top)})
+    sizes = np.clip(np.rint(sizes), 1, top)
+    return sorted({int(size) for size in sizes})
 
 
 def pad_to_physical(indices: np.ndarray, physical_batch_size: int) -> tuple[np.ndarray, np.ndarray]:

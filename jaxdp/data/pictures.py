@@ -47,14 +47,16 @@ def scaled(pixels: np.ndarray) -> np.ndarray:
     """Returns pixels as float32 in [0, 1]: uint8 by 255, uint16 by 65535, floats as they are."""
     if pixels.dtype.kind != "u":
         return pixels
-    return pixels.astype(np.float32) / np.float32(np.iinfo(pixels.dtype).max)
+    largest = np.iinfo(pixels.dtype).max
+    return pixels.astype(np.float32) / np.float32(largest)
 
 
 def like(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Returns floats in [0, 1] as pixels of a dtype, the inverse of `scaled`."""
     if dtype.kind != "u":
         return np.asarray(values, dtype)
-    return np.rint(np.iinfo(dtype).max * np.asarray(values)).astype(dtype)
+    largest = np.iinfo(dtype).max
+    return np.rint(largest * np.asarray(values)).astype(dtype)
 
 
 def decode(data: bytes, what: str, *, pixel_range: PixelRange | None = None) -> np.ndarray:
@@ -100,7 +102,8 @@ def decode(data: bytes, what: str, *, pixel_range: PixelRange | None = None) -> 
     if pixel_range is None:
         return pixels
     low, high = pixel_range
-    return np.clip((pixels.astype(np.float64) - low) / (high - low), 0, 1).astype(np.float32)
+    in_range = (pixels.astype(np.float64) - low) / (high - low)
+    return np.clip(in_range, 0, 1).astype(np.float32)
 
 
 def path_inside(root: pathlib.Path, path: str) -> bool:
@@ -148,7 +151,8 @@ class ImageFiles:
         return (len(self.paths), *self._first[0])
 
     def __getitem__(self, rows: Any) -> np.ndarray:
-        paths = [self.paths[row] for row in np.arange(len(self))[rows].tolist()]
+        numbers = np.arange(len(self))[rows].tolist()
+        paths = [self.paths[row] for row in numbers]
         shape, dtype = self._first
         images = []
         for path in paths:

@@ -91,7 +91,8 @@ def check_source(source: Any, *columns: str, argument: str = "source", values: b
         outside of 32 bits. Or a column is missing.
     """
     check_members(source, argument)
-    rows = np.array([0, len(source) - 1] if len(source) else [], np.int64)
+    ends = [0, len(source) - 1] if len(source) else []
+    rows = np.array(ends, np.int64)
     batch = source.gather(rows)
     _check_columns(source, batch, columns, argument)
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]

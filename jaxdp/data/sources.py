@@ -99,13 +99,16 @@ class Examples:
         raise ValueError(f"{names} of source {self.name!r} must have one length, got {counts}.")
 
     def __len__(self) -> int:
-        return len(tree.flatten(self._columns)[0] if self.rows is None else self.rows)
+        if self.rows is not None:
+            return len(self.rows)
+        return len(tree.flatten(self._columns)[0])
 
     def __getitem__(self, index: Any) -> Any:
         """Returns one example for an int, a batch for an integer array (see `gather`)."""
-        if np.ndim(index) == 0:
-            return tree.map_structure(lambda array: array[0], self.gather(np.asarray(index)[None]))
-        return self.gather(index)
+        if np.ndim(index) != 0:
+            return self.gather(index)
+        batch = self.gather(np.asarray(index)[None])
+        return tree.map_structure(lambda array: array[0], batch)
 
     def gather(self, indices: np.ndarray) -> Any:
         """Returns the examples at `indices` (integers [B] in [0, n)), stacked along a new first
@@ -211,7 +214,8 @@ class Examples:
             )
         # NumPy never changes the raw stream of a bit generator, unlike the output of
         # Generator.permutation.
-        order = np.argsort(np.random.Philox(key=seed).random_raw(len(self)), kind="stable")
+        raw_stream = np.random.Philox(key=seed).random_raw(len(self))
+        order = np.argsort(raw_stream, kind="stable")
         parts = []
         start = 0
         for number, fraction in enumerate(np.cumsum(fractions)):
@@ -287,7 +291,8 @@ class Examples:
             if isinstance(column, Watched | ExampleReader):
                 column.watch()
         if self.declared:
-            digest.update(json.dumps([self.declared, self.num_classes, len(self)]).encode() + b"\n")
+            header = json.dumps([self.declared, self.num_classes, len(self)])
+            digest.update(header.encode() + b"\n")
             digest.update(self.positions.astype("<i8").tobytes())
         elif isinstance(self._columns, ExampleReader):
             self._hash_records(self._columns, digest)
@@ -307,7 +312,8 @@ class Examples:
                 for array in record:
                     digest.update(raw(_little(array)))
             if texts:
-                digest.update(json.dumps(sorted(texts.items()), default=repr).encode() + b"\n")
+                line = json.dumps(sorted(texts.items()), default=repr)
+                digest.update(line.encode() + b"\n")
 
     def _hash_columns(self, digest: Any) -> None:
         """Hashes one column after the other, and then the texts."""
@@ -319,7 +325,8 @@ class Examples:
                 rows: Any = slice(start, stop) if self.rows is None else self.rows[start:stop]
                 digest.update(raw(_little(array[rows])))
         for key in sorted(self.texts):
-            digest.update(json.dumps([key, self.text(key)], default=repr).encode() + b"\n")
+            line = json.dumps([key, self.text(key)], default=repr)
+            digest.update(line.encode() + b"\n")
 
     def _header(self, path: tuple[Any, ...], array: Any) -> bytes:
         """Returns what the fingerprint holds of a column besides its bytes, a line of JSON."""
@@ -384,7 +391,8 @@ class _Part:
     @property
     def fingerprint(self) -> str:
         rows = hashlib.sha256(self.rows.astype("<i8").tobytes()).hexdigest()
-        return hashlib.sha256(json.dumps([self.whole.fingerprint, rows]).encode()).hexdigest()
+        both = json.dumps([self.whole.fingerprint, rows])
+        return hashlib.sha256(both.encode()).hexdigest()
 
 
 def take(source: Source, indices: np.ndarray) -> Source:

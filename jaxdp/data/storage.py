@@ -54,7 +54,9 @@ def on_device(array: Any, dtype: Any = None) -> jax.Array:
     `jnp.asarray` and `jax.device_put` share an aligned array on a CPU, so that an edit in place
     reaches the device.
     """
-    return jnp.asarray(array, dtype) if isinstance(array, jax.Array) else jnp.array(array, dtype)
+    if isinstance(array, jax.Array):
+        return jnp.asarray(array, dtype)
+    return jnp.array(array, dtype)
 
 
 def stored(column: Any, where: str) -> Any:
@@ -218,7 +220,8 @@ class ExampleReader:
         for row, record in zip(numbers, records, strict=True):
             self._check_like_first(row, record)
         if self._seen:
-            self._seen[0].compare(numbers, [tree.flatten(record) for record in records])
+            contents = [tree.flatten(record) for record in records]
+            self._seen[0].compare(numbers, contents)
         texts = {key: [text[key] for _, text in pairs] for key in self.texts}
         if not records:
             empty = tree.map_structure(

@@ -98,7 +98,8 @@ def read_table(path: str | os.PathLike[str], *, needed: Collection[str] = ()) ->
                 "cell that has a comma into quotation marks, and give every row all cells."
             )
     cells = zip(*(row for _, row in rows), strict=True)
-    return Table(path, dict(zip(names, cells, strict=True)), tuple(line for line, _ in rows))
+    columns = dict(zip(names, cells, strict=True))
+    return Table(path, columns, lines=tuple(line for line, _ in rows))
 
 
 def _rows(path: pathlib.Path, where: str) -> list[tuple[int, list[str]]]:

@@ -71,7 +71,8 @@ def step_noise(factor: float, period: int) -> NoiseSchedule:
     is_valid = 0 < factor <= 1
     _check("factor", factor, is_valid, "in (0, 1], so that noise neither rises nor turns negative")
     _check("period", period, period >= 1, "at least 1 epoch")
-    return lambda sigma_0, epoch: sigma_0 * math.e ** (math.log(factor) * (epoch // period))
+    logarithm = math.log(factor)
+    return lambda sigma_0, epoch: sigma_0 * math.e ** (logarithm * (epoch // period))
 
 
 def exponential_noise(rate: float) -> NoiseSchedule:

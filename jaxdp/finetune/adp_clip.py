@@ -86,9 +86,8 @@ class QuantileClipping(Query):
         is_example = mask.any(1) if mask.ndim == 2 else mask  # A mask of groups is [B, k].
         # b_i - 1/2. A norm that is not finite is not below C_t.
         below = jnp.where(is_example, (out.norms <= carried) - 0.5, 0.0)
-        return _Contribution(
-            jax.tree.map(lambda g: g * scale, out.grads), 2 * self.count_weight * below.sum()
-        )
+        grads = jax.tree.map(lambda g: g * scale, out.grads)
+        return _Contribution(grads, 2 * self.count_weight * below.sum())
 
     def read(
         self, params: Any, carried: jax.Array, mean: _Contribution

@@ -45,9 +45,9 @@ def put(
         return PhysicalBatch(*jax.device_put((examples, mask, np.uint32(number))))
     own = layout.own_rows(len(rows))
     examples = check_batch(source.gather(rows[own]))
-    examples, mask = layout.batch((examples, mask[own]), len(rows))
-    everywhere = jax.make_array_from_process_local_data(layout.everywhere, np.uint32(number), ())
-    return PhysicalBatch(examples, mask, everywhere)
+    examples, own_mask = layout.batch((examples, mask[own]), len(rows))
+    replicated = jax.make_array_from_process_local_data(layout.everywhere, np.uint32(number), ())
+    return PhysicalBatch(examples, own_mask, replicated)
 
 
 @contextlib.contextmanager
@@ -73,7 +73,8 @@ def _ahead(
     while True:
         # Small batches are read several at once, while the code is in the processor's cache.
         if len(pending) < 2:
-            pending.extend(reader.submit(load, step) for step in itertools.islice(unread, count))
+            for step in itertools.islice(unread, count):
+                pending.append(reader.submit(load, step))
         if not pending:
             return
         batch = pending.popleft().result()

@@ -204,7 +204,8 @@ def _batch_shapes(example: Any, size: int) -> tuple[Any, jax.ShapeDtypeStruct]:
     """Returns the structure of a batch of `labelled_batches` from that of an example."""
 
     def column(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size, *x.shape), jax.dtypes.canonicalize_dtype(x.dtype))
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct((size, *x.shape), dtype)
 
     batch = jax.tree.map(column, example)
     batch["label"] = jax.ShapeDtypeStruct((size,), np.int32)

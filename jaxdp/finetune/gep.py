@@ -27,7 +27,7 @@ directions.
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
@@ -188,7 +188,8 @@ class GradientEmbedding(Query):
         a, b = self.weights
         bound = self.gradient.clip_rule.bound
         scale = bound(self.gradient.clip_norm) / a
-        gradient = _unflatten(layout, layout.lift([w * scale for w in mean.embeddings], carried))
+        embeddings = [w * scale for w in mean.embeddings]
+        gradient = _unflatten(layout, layout.lift(embeddings, carried))
         if self.residual_share:
             residual_scale = bound(self.residual_clip_norm) / b
             gradient = jax.tree.map(lambda bw, r: bw + residual_scale * r, gradient, mean.residual)
@@ -201,7 +202,8 @@ class GradientEmbedding(Query):
         A vector is the concatenation of its rows in [B, n] arrays.
         """
         rule = self.gradient.clip_rule
-        norms = jnp.sqrt(sum(jnp.square(part).sum(1) for part in rows))
+        squares = sum(jnp.square(part).sum(1) for part in rows)
+        norms = jnp.sqrt(squares)
         bound = rule.bound(clip_norm)
         return clip_factors(rule, norms, clip_norm, bound) / bound
 
@@ -211,6 +213,7 @@ class GradientEmbedding(Query):
         leaves, structure = jax.tree.flatten(moving)
         paths = [path for path, _ in paths_of(moving)]
         sizes = [leaf.size for leaf in leaves]
+        keys: Sequence[Hashable]
         if callable(self.groups):
             keys = [self.groups(path) for path in paths]
         else:
@@ -218,18 +221,19 @@ class GradientEmbedding(Query):
         members: dict[Hashable, list[int]] = {}
         for leaf, key in enumerate(keys):
             members.setdefault(key, []).append(leaf)
-        entries = [sum(sizes[leaf] for leaf in leaves_of) for leaves_of in members.values()]
+        entries = [sum(sizes[leaf] for leaf in group) for group in members.values()]
         roots = np.sqrt(entries)
         # k_g = floor(k sqrt(p_g) / sum_h sqrt(p_h)). 1e-9 keeps rounding errors from lowering a
         # whole number.
-        widths = [int(width) for width in self.basis_size * roots / roots.sum() + 1e-9]
+        widths = self.basis_size * roots / roots.sum() + 1e-9
         numbers = {key: number for number, key in enumerate(members)}
+        paths_of_groups = [[paths[leaf] for leaf in group] for group in members.values()]
         layout = _Layout(
             structure=structure,
             shapes=[leaf.shape for leaf in leaves],
             owner=[numbers[key] for key in keys],
-            widths=widths,
-            names=[_group_name([paths[leaf] for leaf in of]) for of in members.values()],
+            widths=[int(width) for width in widths],
+            names=[_group_name(group) for group in paths_of_groups],
         )
         self._check_widths(layout, entries)
         return layout
@@ -254,7 +258,8 @@ class GradientEmbedding(Query):
         basis = []
         for i, (leaf, group) in enumerate(zip(leaves, layout.owner, strict=True)):
             shape = (leaf.size, layout.widths[group])
-            basis.append(jax.random.normal(jax.random.fold_in(key, i), shape, leaf.dtype))
+            leaf_key = jax.random.fold_in(key, i)
+            basis.append(jax.random.normal(leaf_key, shape, leaf.dtype))
         return basis
 
     def _zeros(self, basis: list[jax.Array]) -> list[jax.Array]:

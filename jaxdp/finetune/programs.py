@@ -130,7 +130,8 @@ def step_programs(
 ) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Returns the functions of a step with arguments. `PrivateTrainer.programs` documents it."""
     programs: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-    sums = _shapes(trainer, state, jax.eval_shape(trainer.zeros, state.params, state.layout))
+    sums = jax.eval_shape(trainer.zeros, state.params, state.layout)
+    sums = _shapes(trainer, state, sums)
     query = trainer.query
     if query.refresh_every:
         args = (state.params, state.carried, state.step, query.public)
@@ -140,7 +141,9 @@ def step_programs(
     if last is not None:  # A run that ends within the first steps needs the largest size only.
         physical = physical.of_step(last - 1)
     for size in physical.sizes:
-        batch = put(state.layout, source, np.zeros(size, np.int64), np.zeros(size, bool), 0)
+        rows = np.zeros(size, np.int64)
+        mask = np.zeros(size, bool)
+        batch = put(state.layout, source, rows, mask, 0)
         programs[f"sum {size}"] = (trainer.part_sum, (state, *batch))
         # The programs of the first step come first: they are the first to be compiled.
         programs.setdefault("add", (trainer.add, (sums, sums)))

@@ -146,17 +146,21 @@ class StepFunctions:
     ) -> Any:
         """Sums the contributions of the physical batch with this number within the step."""
         # The number is folded into the key, so that no two physical batches share random views.
-        key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), number)
+        key = jax.random.fold_in(state.key, state.step)
+        key = jax.random.fold_in(key, number)
         augment_key, loss_key = jax.random.split(key)
         if self.group:
             if not isinstance(examples, Records):
                 raise ValueError(
                     "source must be of jaxdp.data.by_group, because the trainer has group=True."
                 )
-            examples, mask = examples.records, mask[:, None] & examples.present
+            mask = mask[:, None] & examples.present
+            examples = examples.records
         if self.augment is not None:
-            examples = jax.vmap(self._views)(jax.random.split(augment_key, len(mask)), examples)
-            mask = jnp.repeat(mask, self.augmult, axis=1) if self.group else mask
+            keys = jax.random.split(augment_key, len(mask))
+            examples = jax.vmap(self._views)(keys, examples)
+            if self.group:
+                mask = jnp.repeat(mask, self.augmult, axis=1)
         params = state.params
         if self.ascent_radius:
             params = _ascended(params, state.released, self.ascent_radius)

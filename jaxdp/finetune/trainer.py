@@ -100,6 +100,7 @@ class PrivateTrainer(StepFunctions):
             layout = Layout.of(params, self.mesh, self.data_axes, self.param_sharding)
             params = jax.device_put(params, layout.shardings(params, params, params))
         moving = moving_params(self.query.gradient, params)
+        noise_key = stream(seed, "gradient noise")
         state = TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -107,7 +108,7 @@ class PrivateTrainer(StepFunctions):
             ema=jax.tree.map(wide, params) if self.ema_decay is not None else None,
             carried=self.query.init(params),
             released=jax.tree.map(jnp.zeros_like, moving) if self.ascent_radius else None,
-            noise=PrivatizeState(stream(seed, "gradient noise"), jnp.zeros((), jnp.int32)),
+            noise=PrivatizeState(noise_key, jnp.zeros((), jnp.int32)),
             key=stream(seed, "augmentation", impl="threefry2x32"),
             layout=layout,
         )
@@ -126,7 +127,8 @@ class PrivateTrainer(StepFunctions):
         every = self.query.refresh_every
         if not every or int(jax.device_get(state.step)) % every:
             return state
-        carried = self.query.refresh(state.params, state.carried, state.step, self.query.public)
+        query = self.query
+        carried = query.refresh(state.params, state.carried, state.step, query.public)
         return state._replace(carried=carried)
 
     # --- The plan of a run ----------------------------------------------------------------------
@@ -252,7 +254,8 @@ class PrivateTrainer(StepFunctions):
 
         The sums are private and without noise.
         """
-        return functools.reduce(self.add, (self.part_sum(state, *physical) for physical in batch))
+        sums = (self.part_sum(state, *physical) for physical in batch)
+        return functools.reduce(self.add, sums)
 
     # --- Physical batches -----------------------------------------------------------------------
 

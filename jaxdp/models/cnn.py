@@ -17,8 +17,10 @@ def _halve(x: jax.Array) -> jax.Array:
         raise ValueError(
             f"the image is too small to halve again at {height}x{width}. Use fewer widths."
         )
-    x = x[:, : height // 2 * 2, : width // 2 * 2]
-    return x.reshape(batch, height // 2, 2, width // 2, 2, channels).mean(axis=(2, 4))
+    rows = height // 2
+    columns = width // 2
+    x = x[:, : rows * 2, : columns * 2]
+    return x.reshape(batch, rows, 2, columns, 2, channels).mean(axis=(2, 4))
 
 
 class CNN(nn.Module):

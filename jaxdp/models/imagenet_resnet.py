@@ -57,7 +57,8 @@ class ImageNetResNet(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
-        x = max_pool(nn.relu(self._conv("conv", self.width, 7, 2, x)), 3, 2, padding=1)
+        x = nn.relu(self._conv("conv", self.width, 7, 2, x))
+        x = max_pool(x, 3, 2, padding=1)
         for stage, depth in enumerate(self.depths):
             for block in range(depth):
                 name = f"stage_{stage}_block_{block}"

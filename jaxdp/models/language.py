@@ -124,8 +124,16 @@ class LanguageModel(GivenShapes):
             split_rngs={"params": True},
             length=self.depth,
         )
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Layout)}
-        layout = _Layout(**fields | {"kv_heads": self.kv_heads or self.num_heads})
+        layout = _Layout(
+            form=self.form,
+            depth=self.depth,
+            num_heads=self.num_heads,
+            kv_heads=self.kv_heads or self.num_heads,
+            mlp_width=self.mlp_width,
+            norm_epsilon=self.norm_epsilon,
+            rotary_base=self.rotary_base,
+            dtype=self.dtype,
+        )
         x, _ = layers(layout, name="blocks")(x)
         x = layout.norm("norm")(x)
         if self.tied:
@@ -202,7 +210,8 @@ class _Attention(nn.Module):
 def _repeated(x: jax.Array, kv_heads: int, heads: int) -> jax.Array:
     """Repeats the heads of keys or values, [B, T, kv_heads d] to [B, T, heads d]."""
     by_head = x.reshape(*x.shape[:2], kv_heads, -1)
-    return jnp.repeat(by_head, heads // kv_heads, axis=2).reshape(*x.shape[:2], -1)
+    repeated = jnp.repeat(by_head, heads // kv_heads, axis=2)
+    return repeated.reshape(*x.shape[:2], -1)
 
 
 def _normal(branches: int) -> Callable[..., jax.Array]:
@@ -219,7 +228,9 @@ def _rotated(x: jax.Array, heads: int, base: float) -> jax.Array:
     sin = jnp.asarray(np.sin(angles), jnp.float32)[None, :, None, :]
     by_head = x.astype(jnp.float32).reshape(batch, length, heads, -1)
     first, second = jnp.split(by_head, 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    turned_first = first * cos - second * sin
+    turned_second = second * cos + first * sin
+    turned = jnp.concatenate([turned_first, turned_second], axis=-1)
     return turned.reshape(x.shape).astype(x.dtype)
 
 

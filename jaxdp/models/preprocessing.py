@@ -69,7 +69,8 @@ class Preprocessing:
               outside [0, 1].
           TypeError: The dtype of an image is neither uint8 nor floating point.
         """
-        prepared = np.empty((len(images), self.size, self.size, len(self.mean)), np.float32)
+        shape = (len(images), self.size, self.size, len(self.mean))
+        prepared = np.empty(shape, np.float32)
         for k, image in enumerate(images):
             prepared[k] = self._prepare(np.asarray(image))
         return prepared
@@ -81,8 +82,9 @@ class Preprocessing:
           ValueError: The shape is another one.
           TypeError: The images are not floating point.
         """
-        if images.ndim != 4 or images.shape[1:] != (self.size, self.size, len(self.mean)):
-            expected = f"[B, {self.size}, {self.size}, {len(self.mean)}]"
+        shape = (self.size, self.size, len(self.mean))
+        if images.ndim != 4 or images.shape[1:] != shape:
+            expected = f"[B, {', '.join(map(str, shape))}]"
             raise ValueError(
                 f"images must be {expected}, got shape {images.shape}. See Preprocessing.prepare."
             )

@@ -40,7 +40,8 @@ def _is_name(key: Any) -> bool:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(getattr(leaf, "dtype", np.dtype(object)), jax.dtypes.prng_key)
+    dtype = getattr(leaf, "dtype", np.dtype(object))
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def save_params(path: str | os.PathLike[str], params: Any) -> None:

@@ -57,8 +57,8 @@ class ResNet(nn.Module):
             return self._norm(f"{name}_shortcut_norm", x)
         x = jax.lax.slice(x, (0, 0, 0, 0), x.shape, (1, stride, stride, 1))
         added = width - x.shape[-1]
-        before = added // 2
-        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (before, added - before)))
+        channels = (added // 2, added - added // 2)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), channels))
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -67,7 +67,8 @@ class ResNet(nn.Module):
             raise ValueError(f"depth must be 6 n + 2 with n >= 1, got {self.depth}.")
         if self.shortcut not in ("pad", "conv"):
             raise ValueError(f"shortcut must be 'pad' or 'conv', got {self.shortcut!r}.")
-        x = nn.relu(self._norm("norm", self._conv("conv", 16, 3, 1, x)))
+        x = self._conv("conv", 16, 3, 1, x)
+        x = nn.relu(self._norm("norm", x))
         for stage, width in enumerate((16, 32, 64)):
             for block in range((self.depth - 2) // 6):
                 name = f"stage_{stage}_block_{block}"

@@ -73,7 +73,8 @@ def robust_accuracy(
     """
     check_examples(source, batch_size)
     stds = np.atleast_1d(np.asarray(std, np.float32))
-    if not (stds.size and np.all(stds >= 0) and np.all(np.isfinite(stds))):
+    is_valid = np.all(stds >= 0) and np.all(np.isfinite(stds))
+    if not (stds.size and is_valid):
         raise ValueError(f"std must be finite and at least 0, one number or several, got {std}.")
     if draws < 1 or (draws_per_call is not None and draws_per_call < 1):
         raise ValueError(
@@ -216,10 +217,16 @@ def parameter_robustness(
 def _ratio(
     predict: Predict, params: Any, inputs: jax.Array, key: jax.Array, std: jax.Array
 ) -> jax.Array:
+    """Returns the largest change of the logits over the length of one random Delta."""
+
+    def difference(after: jax.Array, before: jax.Array) -> jax.Array:
+        return after.astype(jnp.float32) - before.astype(jnp.float32)
+
     moved = _moved(key, params, std)
-    delta = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), moved, params)
-    change = jnp.linalg.norm(predict(moved, inputs) - predict(params, inputs), axis=-1).max()
-    return change / optax.tree.norm(delta)
+    delta = jax.tree.map(difference, moved, params)
+    changes = predict(moved, inputs) - predict(params, inputs)
+    largest = jnp.linalg.norm(changes, axis=-1).max()
+    return largest / optax.tree.norm(delta)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -234,9 +241,13 @@ def _power_step(
     def one(x: jax.Array, direction: jax.Array) -> tuple[jax.Array, jax.Array]:
         length = jnp.linalg.norm(direction)
         unit = jnp.where(length > 0, direction / length, 0)
-        logits, pull = jax.vjp(lambda p: predict(p, x[None])[0], params)
-        (gradient,) = pull(unit.astype(logits.dtype))
-        _, pushed = jax.jvp(lambda p: predict(p, x[None])[0], (params,), (gradient,))
+
+        def logits_at(params: Any) -> jax.Array:
+            return predict(params, x[None])[0]
+
+        logits, pull = jax.vjp(logits_at, params)
+        (gradient,) = pull(unit.astype(logits.dtype))  # J^T u
+        _, pushed = jax.jvp(logits_at, (params,), (gradient,))
         return pushed, optax.tree.norm(gradient)
 
     directions, norms = jax.vmap(one)(inputs, directions)

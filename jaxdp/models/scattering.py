@@ -31,7 +31,8 @@ def morlet(size: int, *, scale: int, angle: float, angles: int) -> np.ndarray:
     along = rows * math.cos(angle) + columns * math.sin(angle)
     across = columns * math.cos(angle) - rows * math.sin(angle)
     squares = along**2 + slant**2 * across**2
-    gaussian = np.exp(-squares / (2 * deviation**2)) * slant / (2 * math.pi * deviation**2)
+    area = 2 * math.pi * deviation**2
+    gaussian = np.exp(-squares / (2 * deviation**2)) * slant / area
     carrier = np.exp(0.75j * math.pi / 2**scale * along)
     wave = _wrapped(gaussian * carrier)
     envelope = _wrapped(gaussian)
@@ -66,7 +67,8 @@ def _wavelets(size: int, scale: int, angles: int) -> np.ndarray:
     """Returns the Fourier transforms [angles, size, size] of the wavelets of a scale."""
     transforms = []
     for k in range(angles):
-        wavelet = morlet(size, scale=scale, angle=np.pi * k / angles, angles=angles)
+        angle = np.pi * k / angles
+        wavelet = morlet(size, scale=scale, angle=angle, angles=angles)
         transforms.append(np.fft.fft2(wavelet).real)  # The imaginary part is zero.
     return np.stack(transforms)
 
@@ -105,7 +107,8 @@ def scattering(images: jax.Array, *, scales: int = 2, angles: int = 8) -> jax.Ar
         for coarser in range(scale + 1, scales):
             second.append(_modulus(first[scale], scale, coarser, angles))
     averaged = [_average(paths, side, pad, scales) for paths in (zeroth, *first, *second)]
-    return jnp.moveaxis(jnp.concatenate(averaged, 2), (1, 2), (3, 4))
+    coefficients = jnp.concatenate(averaged, 2)
+    return jnp.moveaxis(coefficients, (1, 2), (3, 4))
 
 
 def _modulus(signal: jax.Array, sampled: int, scale: int, angles: int) -> jax.Array:
@@ -167,7 +170,9 @@ class Scattering(nn.Module):
         grouped = channels.reshape(*channels.shape[:3], self.groups, -1)
         mean = jnp.mean(grouped, axis=(1, 2, 4), keepdims=True)
         var = jnp.var(grouped, axis=(1, 2, 4), keepdims=True)
-        features = ((grouped - mean) * jax.lax.rsqrt(var + 1e-5)).reshape(len(x), -1)
+        standardised = (grouped - mean) * jax.lax.rsqrt(var + 1e-5)
+        features = standardised.reshape(len(x), -1)
         # The features have mean square 1 at most, so this bounds their norm by 1.
         features /= math.sqrt(features.shape[-1])
-        return Dense(self.num_classes, dtype=self.dtype, name="head")(features).astype(jnp.float32)
+        head = Dense(self.num_classes, dtype=self.dtype, name="head")
+        return head(features).astype(jnp.float32)

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 from jaxdp.models.layers import Conv, Dense, max_pool
 
 # (width of the first convolution, its side, the fire modules in front of which the map is pooled)
-_VERSIONS = {"1.0": (96, 7, (2, 5, 9)), "1.1": (64, 3, (2, 4, 6))}
+_VERSIONS = {
+    "1.0": (96, 7, (2, 5, 9)),
+    "1.1": (64, 3, (2, 4, 6)),
+}
 
 
 class SqueezeNet(nn.Module):

@@ -91,16 +91,18 @@ class WindowAttention(GivenShapes):
                 scores = scores + mask[None, :, None]
             return scores.reshape(shape)
 
-        x = jnp.roll(x.reshape(batch, side, side, width), -self.shift, (1, 2))
-        x = x.reshape(batch, per_side, self.window, per_side, self.window, width).swapaxes(2, 3)
-        x = x.reshape(batch, side**2, width)  # window after window
+        x = x.reshape(batch, side, side, width)
+        x = jnp.roll(x, -self.shift, (1, 2))
+        x = x.reshape(batch, per_side, self.window, per_side, self.window, width)
+        x = x.swapaxes(2, 3).reshape(batch, side**2, width)  # window after window
         query = project("query", x).reshape(-1, area, width)
         key = project("key", x).reshape(-1, area, width)
         value = project("value", x).reshape(-1, area, width)
         mixed = attend(query, key, value, self.num_heads, bias)
         y = project("out", mixed.reshape(batch, side**2, width))
-        y = y.reshape(batch, per_side, per_side, self.window, self.window, width).swapaxes(2, 3)
-        y = jnp.roll(y.reshape(batch, side, side, width), self.shift, (1, 2))
+        y = y.reshape(batch, per_side, per_side, self.window, self.window, width)
+        y = y.swapaxes(2, 3).reshape(batch, side, side, width)
+        y = jnp.roll(y, self.shift, (1, 2))
         return y.reshape(batch, side**2, width)
 
 
@@ -242,7 +244,8 @@ class Swin(nn.Module):
             )
         size = (self.patch_size, self.patch_size)
         common = {"strides": size, "padding": "VALID", "dtype": self.dtype, "kernel_init": _init}
-        x = Conv(self.width, size, name="embed", **common)(x).reshape(x.shape[0], -1, self.width)
+        patches = Conv(self.width, size, name="embed", **common)(x)
+        x = patches.reshape(x.shape[0], -1, self.width)
         return LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name="embed_norm")(x)
 
     def _window(self, stage: int, side: int) -> tuple[int, int]:

@@ -72,7 +72,8 @@ def fit_public(
     @jax.jit
     def update(params: Any, opt_state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
         if augment is not None:
-            batch = jax.vmap(augment)(jax.random.split(key, sampler.batch_size), batch)
+            view_keys = jax.random.split(key, sampler.batch_size)
+            batch = jax.vmap(augment)(view_keys, batch)
         gradient = jax.grad(mean_loss)(params, batch)
         updates, opt_state = optimizer.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
@@ -81,7 +82,8 @@ def fit_public(
     key = jax.random.wrap_key_data(jnp.frombuffer(seed[:8], jnp.uint32))
     keys = jax.random.split(key, steps)
     for step in progress_bar(range(steps), label=label, unit="step", show=progress):
-        params, opt_state = update(params, opt_state, gather(sampler.batch(step)), keys[step])
+        batch = gather(sampler.batch(step))
+        params, opt_state = update(params, opt_state, batch, keys[step])
     return params
 
 
@@ -132,7 +134,8 @@ def fit_in_memory(
         raise ValueError("data must have at least one example, got none.")
     state = optax.scale_by_adam().init(params)
     size = min(batch_size, count)
-    for epoch_key in progress_bar(jax.random.split(key, epochs), label="training", unit="epoch"):
+    epoch_keys = jax.random.split(key, epochs)
+    for epoch_key in progress_bar(epoch_keys, label="training", unit="epoch"):
         batches = epoch_batches(epoch_key, count, size)
         after = _epoch(loss_fn, params, state, frozen, data, batches, jnp.float32(learning_rate))
         params, state = jax.block_until_ready(after)
@@ -176,7 +179,8 @@ def epoch_batches(key: jax.Array, count: int, size: int) -> tuple[jax.Array, jax
     order_key, key = jax.random.split(key)
     order = jax.random.permutation(order_key, count)
     rows = jnp.concatenate([order, order])[: steps * size].reshape(steps, size)
-    weights = (jnp.arange(steps * size) < count).reshape(steps, size).astype(jnp.float32)
+    is_new = jnp.arange(steps * size) < count
+    weights = is_new.reshape(steps, size).astype(jnp.float32)
     return rows, weights, jax.random.split(key, steps)
 
 

@@ -72,7 +72,8 @@ class _WithLoRA(Pretrained):
             down = layer.get_variable(LORA, "down")
             up = layer.get_variable(LORA, "up")
             x = args[0].astype(layer.dtype or down.dtype)
-            return y + (x @ down.astype(x.dtype) @ up.astype(x.dtype)).astype(y.dtype)
+            added = x @ down.astype(x.dtype) @ up.astype(x.dtype)
+            return y + added.astype(y.dtype)
 
         # The factors are a collection, so that a scan over layers divides them like the weights.
         with nn.intercept_methods(add):
@@ -206,7 +207,8 @@ class Features:
         """
         kernel = self.matrix @ np.asarray(head["kernel"], np.float64)
         bias = np.asarray(head["bias"], np.float64) - self.mean @ kernel
-        return {"kernel": jnp.asarray(kernel, jnp.float32), "bias": jnp.asarray(bias, jnp.float32)}
+        folded = {"kernel": kernel, "bias": bias}
+        return {name: jnp.asarray(value, jnp.float32) for name, value in folded.items()}
 
 
 def head_inputs(pretrained: Pretrained, images: jax.Array) -> jax.Array:

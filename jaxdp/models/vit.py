@@ -67,7 +67,8 @@ def attend(
     weights = jax.nn.softmax(scores, axis=-1)
     mixture = Product("nqk,nkd->nqd", num_heads, name="mixture")
     y = mixture(weights.astype(value.dtype), heads(value))
-    return y.reshape(n, num_heads, tokens, -1).swapaxes(1, 2).reshape(n, tokens, width)
+    y = y.reshape(n, num_heads, tokens, -1).swapaxes(1, 2)
+    return y.reshape(n, tokens, width)
 
 
 class Attention(nn.Module):
@@ -210,7 +211,8 @@ class ViT(GivenShapes):
         x = LayerNorm(epsilon=self.norm_epsilon, dtype=jnp.float32, name="norm")(x)
         y = x[:, 0] if self.pool == "token" else jnp.mean(x, axis=1)
         if self.head_hidden:
-            y = self.activation(Dense(self.head_hidden, dtype=jnp.float32, name="head_hidden")(y))
+            hidden = Dense(self.head_hidden, dtype=jnp.float32, name="head_hidden")
+            y = self.activation(hidden(y))
         logits = Dense(self.num_classes, dtype=jnp.float32, name="head")(y)
         if not (self.distilled and self.distilled_head):
             return logits
@@ -233,7 +235,8 @@ class ViT(GivenShapes):
         if self.distilled:
             names.append("distillation_token")
         init = nn.initializers.normal(0.02)
-        positions = self.param("positions", init, (1, x.shape[1] + len(names), self.width))
+        tokens_in_all = x.shape[1] + len(names)
+        positions = self.param("positions", init, (1, tokens_in_all, self.width))
         if names:
             # Learned tokens are added to zero rows in front, so that the weights meet the data in
             # one sum.

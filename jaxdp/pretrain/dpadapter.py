@@ -160,7 +160,13 @@ class SharpnessTrainer:
             params = jax.device_put(params, layout.shardings(params, params, params))
         wide = _wide(params)
         opt_state = self.optimizer.init(wide)
-        state = SharpnessState(jnp.zeros((), jnp.int32), params, opt_state, self.zeros(wide), stats)
+        state = SharpnessState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=opt_state,
+            perturbation=self.zeros(wide),
+            stats=stats,
+        )
         if layout is None:
             return state
         return jax.device_put(state, layout.shardings(state, params, params))
@@ -294,7 +300,11 @@ class SharpnessTrainer:
         """
         # A microbatch takes every parts-th example, so that each device cuts only its own share of
         # a batch that the devices share.
-        batch = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:])[:, number], batch)
+
+        def cut(x: jax.Array) -> jax.Array:
+            return x.reshape(-1, parts, *x.shape[1:])[:, number]
+
+        batch = jax.tree.map(cut, batch)
         if layout is not None:  # Each device computes with whole parameters.
             whole = layout.whole()
             params, perturbation = whole.constrained((params, perturbation), params, params)
