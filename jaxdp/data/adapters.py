@@ -308,6 +308,7 @@ def from_folder(
     check_range(pixel_range)
     rows = _read_image_table(root, table, texts)
     cells = {key: column for key, column in rows.columns.items() if key != "path"}
+    # Names of classes become numbers in the column of the examples, and stay text in `cells`.
     cells_or_numbers = dict(cells)
     if classes is not None and "label" in cells:
         labels = [_class_of(rows, row, label, classes) for row, label in enumerate(cells["label"])]

@@ -17,8 +17,9 @@ from jaxdp.files import shown
 
 
 def from_arrays(*, num_classes: int = 0, name: str = "arrays", **columns: Any) -> Examples:
-    """Copies local arrays, one keyword per column, for example `from_arrays(tokens=..., mask=...,
-    name="reviews")`.
+    """Copies local arrays into a source, one keyword per column.
+
+        source = jaxdp.data.from_arrays(tokens=tokens, mask=mask, name="reviews")
 
     A later change of a given array does not reach the source. The dtype of a column is kept, except
     for three names with a meaning:
@@ -87,7 +88,7 @@ def from_arrays(*, num_classes: int = 0, name: str = "arrays", **columns: Any) -
 
 def _as_text(values: Any) -> list[Any] | None:
     """Returns the texts of an array [n] or list of texts or bytes, or None."""
-    if isinstance(values, Mapping | tuple | np.memmap):
+    if isinstance(values, Mapping | tuple | np.memmap):  # nested columns, or numbers on disk
         return None
     try:
         array = np.asarray(values)
@@ -168,7 +169,7 @@ def _as_images(image: Any) -> np.ndarray:
             f"dtype {image.dtype}. Subtract and divide by public constants to reach [0, 1]."
         )
     if is_integer or isinstance(image, np.memmap):
-        return image
+        return image  # `gather` scales the rows that it reads.
     if np.any((image < 0) | (image > 1)):
         raise ValueError(
             "image must be in [0, 1] when floating point. Divide by the largest possible pixel "

@@ -1,5 +1,4 @@
-"""Augmentation of one image as pure functions of a key: mirror-padded random crop and horizontal
-flip.
+"""Augmentation of one image as pure functions of a key: random crops and flips.
 
 This is the recipe of De et al. 2022 (arXiv:2204.13650, section 3.2). Every example is seen in
 several augmented views. Their gradients are averaged BEFORE clipping, so the views cost no privacy.

@@ -1,9 +1,8 @@
-"""Common corruptions of images (ImageNet-C, CIFAR-10-C) on the fly or from TFDS, and ImageNet-R's
-classes.
+"""Common corruptions of images (ImageNet-C, CIFAR-10-C), and ImageNet-R's classes.
 
-There are nineteen corruptions (Hendrycks and Dietterich, ICLR 2019, arXiv:1903.12261), fifteen to
-evaluate on and four held out to choose hyper-parameters on. They need the extra "corruptions",
-which is imported on use.
+Images are corrupted on the fly or read from TFDS. There are nineteen corruptions (Hendrycks and
+Dietterich, ICLR 2019, arXiv:1903.12261), fifteen to evaluate on and four held out to choose
+hyper-parameters on. They need the extra "corruptions", which is imported on use.
 
 The privacy of a stream counts photographs. The same photograph under fifteen corruptions is fifteen
 visits. Position i of `corrupt(source, ...)` is the photograph at position i of `source`.
@@ -100,8 +99,8 @@ def corrupt(
         )
         raise
     arrays = {**source.arrays, "image": _CorruptedImages(images, name, severity, seed, scale)}
-    how = f"{name} {severity}, seed {seed}, {scale}"
-    return source.changed(how, arrays=arrays, name=f"{source.name}/{name}_{severity}")
+    change = f"{name} {severity}, seed {seed}, {scale}"
+    return source.changed(change, arrays=arrays, name=f"{source.name}/{name}_{severity}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,6 +143,7 @@ class _CorruptedImages:
 
         from jaxdp.data import cifar_c
 
+        # A stream for each position in the whole data set, so that `corrupt` and `take` commute.
         key = (_ALL.index(self.name), self.severity, position)
         rng = np.random.Generator(
             np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=key))
@@ -195,8 +195,7 @@ def corrupted_tfds(
 
 
 def imagenet_r_classes() -> np.ndarray:
-    """Returns the positions of ImageNet-R's 200 classes among ImageNet's 1000, ascending, int64
-    [200].
+    """Returns the positions of ImageNet-R's classes among ImageNet's 1000, int64 [200], ascending.
 
     ImageNet's order is the order of TFDS's imagenet2012 and of the WordNet ids, which all public
     checkpoints use.

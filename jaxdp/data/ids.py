@@ -73,8 +73,9 @@ def identifiers(values: Iterable[Any], argument: str = "group") -> list[Identifi
 
 
 def owners_of(group: Iterable[Any], records: int) -> np.ndarray:
-    """Returns the number of each record's owner, int32 [records], counted in the order of their
-    first records.
+    """Returns the number of each record's owner, int32 [records].
+
+    Owners are counted in the order of their first records.
 
     Args:
       group: The identifier of the owner of each record.

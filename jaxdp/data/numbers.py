@@ -1,5 +1,4 @@
-"""Numbers that a device holds as they are: what is refused, what is converted, and what loses
-digits.
+"""Numbers that a device holds as they are: what is refused, converted, or loses digits.
 
 JAX has numbers of at most 32 bits, unless `jax_enable_x64` is set. It converts wider ones without a
 word: the time 1700000000123 becomes -807049093. So every column and every batch goes through this

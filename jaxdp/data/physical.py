@@ -62,12 +62,11 @@ class PhysicalSizes:
     def choose(
         cls, sampler: PoissonSampler, *, largest: int, overhead: float = 0.0
     ) -> "PhysicalSizes":
-        """Returns up to three sizes, none above `largest`, whose expected cost is small for the
-        sampler's batches.
+        """Returns up to three sizes with a small expected cost for the sampler's batches.
 
-        `overhead` is at least 1 and a 64th of the expected batch size. With that, expected padding
-        is below 3 % of the expected batch size where this is 32 or more. The choice depends on
-        public numbers alone.
+        None is above `largest`. `overhead` is at least 1 and a 64th of the expected batch size.
+        With that, expected padding is below 3 % of the expected batch size where this is 32 or
+        more. The choice depends on public numbers alone.
         """
         check_count("largest", largest, 1)
         batch_sizes, probabilities = _batch_sizes(sampler)
@@ -134,16 +133,15 @@ class PhysicalSizes:
         return f"first steps={FIRST_STEPS}\n{self}"
 
     def counts(self, size: int) -> dict[int, int]:
-        """Returns the number of physical batches of each size for `size` examples, in all at least
-        one.
-        """
+        """Returns {size: number of physical batches} for `size` examples, in all at least one."""
         counts = self._counts(np.array([size]))[:, 0]
         counts[-1] += not counts.any()
         return dict(zip(self.sizes, counts.tolist(), strict=True))
 
     def cut(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the physical batches of a batch as in `pad_to_physical`: (indices int64 [m], mask
-        bool [m]) each.
+        """Returns the physical batches of a batch, (indices int64 [m], mask bool [m]) each.
+
+        Padding is as in `pad_to_physical`.
         """
         physical: list[tuple[np.ndarray, np.ndarray]] = []
         start = 0

@@ -198,5 +198,6 @@ class ImageFiles:
                 f"{what} is a link to a file outside of the folder. Copy the file into the folder."
             )
         data = file.read_bytes()
+        # The header is checked first: a small file can decode to an image that fills the memory.
         check_image(data, shape=(), what=what, limits=self.limits, remedy=_AGAIN)
         return decode(data, what, pixel_range=self.pixel_range)

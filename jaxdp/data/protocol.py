@@ -91,6 +91,7 @@ def check_source(source: Any, *columns: str, argument: str = "source", values: b
         outside of 32 bits. Or a column is missing.
     """
     check_members(source, argument)
+    # Two examples tell the structure, and whether it is the same at both ends.
     ends = [0, len(source) - 1] if len(source) else []
     rows = np.array(ends, np.int64)
     batch = source.gather(rows)

@@ -47,10 +47,9 @@ def _check_seed(seed: bytes) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class PoissonSampler:
-    """Poisson sampling: at every step each example takes part independently with the same
-    probability.
+    """Poisson sampling: each example takes part in each step independently, with one probability.
 
-    It uses `jax_privacy.batch_selection.CyclicPoissonSampling` with one cycle.
+    Batches are drawn by `jax_privacy.batch_selection.CyclicPoissonSampling` with one cycle.
 
     Formal guarantees:
       - Without truncation, the indicators "example i is in the batch of step t" are independent
@@ -117,10 +116,10 @@ class PoissonSampler:
         return np.sort(indices.astype(np.int64))
 
     def event(self, inner_event: "dp_event.DpEvent") -> "dp_event.DpEvent":
-        """Returns the privacy event of one step whose mechanism on the sampled batch is
-        `inner_event`.
+        """Returns the privacy event of one step.
 
-        It is `PoissonSampledDpEvent(q, inner_event)`, or with truncation a
+        `inner_event` is that of the mechanism on the sampled batch. The result is
+        `PoissonSampledDpEvent(q, inner_event)`, or with truncation a
         `TruncatedSubsampledGaussianDpEvent`.
 
         Raises:

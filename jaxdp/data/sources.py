@@ -25,16 +25,17 @@ from jaxdp.data.protocol import Source
 from jaxdp.data.storage import ExampleReader, Watched, immutable, raw, stored
 from jaxdp.files import shown
 
+# How much of a column is read at once to hash or to load it.
 _CHUNK_ROWS = 4096
 _CHUNK_BYTES = 2**24
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """Examples by position: `len(records)`, `records[i]`, `records.gather(indices)`. It is a
-    `jaxdp.data.Source`.
+    """Examples by position: `len(records)`, `records[i]`, `records.gather(indices)`.
 
-    Build one with `bundled` or a function whose name starts with "from_", or from your own arrays.
+    It is a `jaxdp.data.Source`. Build one with `bundled` or a function whose name starts with
+    "from_", or from your own arrays.
 
     Attributes:
       arrays: The stored records: a dict of columns, or any nesting of dicts, lists, tuples and
@@ -111,8 +112,7 @@ class Examples:
         return tree.map_structure(lambda array: array[0], batch)
 
     def gather(self, indices: np.ndarray) -> Any:
-        """Returns the examples at `indices` (integers [B] in [0, n)), stacked along a new first
-        axis.
+        """Returns the examples at `indices`, integers [B] in [0, n), along a new first axis.
 
         Raises:
           TypeError: indices are not integers, or numbers that are read on demand are none.
@@ -216,20 +216,19 @@ class Examples:
         # Generator.permutation.
         raw_stream = np.random.Philox(key=seed).random_raw(len(self))
         order = np.argsort(raw_stream, kind="stable")
-        parts = []
+        sources = []
         start = 0
         for number, fraction in enumerate(np.cumsum(fractions)):
             stop = min(len(self), round(len(self) * fraction))
-            parts.append(self.take(order[start:stop], name=f"{self.name}[{number}]"))
+            sources.append(self.take(order[start:stop], name=f"{self.name}[{number}]"))
             start = stop
-        return tuple(parts)
+        return tuple(sources)
 
     def load(self) -> "Examples":
-        """Returns the same examples as columns in host memory. The fingerprint of the result is of
-        their content.
+        """Returns the same examples as columns in host memory.
 
-        Use it for records that fit and are read often, such as images that are decoded whenever
-        they are read.
+        The fingerprint of the result is of their content. Use it for records that fit and are read
+        often, such as images that are decoded whenever they are read.
         """
         chunks = [self._read(rows) for rows in _split(self.positions, _CHUNK_ROWS)]
         arrays = tree.map_structure(lambda *parts: np.concatenate(parts), *chunks)
@@ -287,6 +286,7 @@ class Examples:
         whole data set. Do not publish it for private data.
         """
         digest = hashlib.sha256()
+        # Rows are watched before they are hashed, so that the hash names what is read later.
         for column in tree.flatten(self._columns):
             if isinstance(column, Watched | ExampleReader):
                 column.watch()
@@ -345,7 +345,7 @@ class Examples:
         """Returns the rows of the stored columns at which the examples at `indices` lie."""
         indices = np.asarray(indices)
         if indices.size == 0 and indices.ndim == 1:
-            indices = indices.astype(np.int64)
+            indices = indices.astype(np.int64)  # NumPy makes floats of an empty list.
         if not np.issubdtype(indices.dtype, np.integer):
             raise TypeError(f"indices must be integers, got dtype {indices.dtype}.")
         if indices.ndim != 1:

@@ -34,6 +34,7 @@ def immutable(array: np.ndarray) -> np.ndarray:
     """
     if _is_immutable(array):
         return array
+    # An array over `bytes` stays read-only: NumPy refuses to set its flag.
     return np.ndarray(array.shape, array.dtype, buffer=array.tobytes())
 
 

@@ -47,8 +47,7 @@ class Table:
 
 
 def read_table(path: str | os.PathLike[str], *, needed: Collection[str] = ()) -> Table:
-    """Reads a CSV file: UTF-8, commas, a header with a name for each column, and rows of as many
-    cells.
+    """Reads a CSV file: UTF-8, commas, a header, and rows of as many cells.
 
     Names and cells lose no character, except that names lose outer blanks. Empty lines are left
     out.
@@ -108,7 +107,7 @@ def _rows(path: pathlib.Path, where: str) -> list[tuple[int, list[str]]]:
     if content.startswith(_WIDE) or b"\0" in content[:1000]:
         raise ValueError(f"{where} is not UTF-8, but UTF-16, UTF-32 or no text at all. {_SAVE}")
     try:
-        text = content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")  # drops a byte order mark
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(

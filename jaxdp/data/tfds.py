@@ -238,7 +238,7 @@ def _prepared_builder(tfds: Any, name: str, data_dir: str | None, download: bool
 
 
 def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
-    """Returns the error about a data set that is not prepared, with the commands that prepare it."""
+    """Returns the error about a data set that is not prepared, with the remedy."""
     place = data_dir or tfds.core.constants.DATA_DIR
     build = shlex.join(["tfds", "build", name, "--file_format=array_record", f"--data_dir={place}"])
     text = (

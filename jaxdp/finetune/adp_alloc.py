@@ -1,7 +1,7 @@
-"""AdpAlloc: DP-SGD whose noise falls from epoch to epoch (Yu, Liu, Pu, Gursoy, Truex 2019, section
-V).
+"""AdpAlloc: DP-SGD whose noise falls from epoch to epoch.
 
-A schedule maps the first noise multiplier sigma_0 and the epoch t = 0, 1, ... to sigma_t:
+This is section V of Yu, Liu, Pu, Gursoy and Truex 2019. A schedule maps the first noise multiplier
+sigma_0 and the epoch t = 0, 1, ... to sigma_t:
 
     time-based    sigma_0 / (1 + k t)
     step          sigma_0 k^floor(t / period)

@@ -86,8 +86,9 @@ def accuracy(predict: Predict, params: Any, source: Source, *, batch_size: int =
 
 
 def noisy_fraction(key: jax.Array, count: int, total: int, noise_multiplier: float) -> jax.Array:
-    """Returns (count + noise) / total, clipped to [0, 1], float32 []: what `charged_accuracy`
-    releases.
+    """Returns (count + noise) / total, clipped to [0, 1], float32 [].
+
+    It is what `charged_accuracy` releases.
     """
     exact = jnp.float32(count)
     noisy_count = exact + noise.gaussian(key, exact, noise_multiplier)
@@ -126,12 +127,11 @@ def charged_accuracy(
     workdir: str | os.PathLike[str] | None = None,
     seed: bytes | None = None,
 ) -> float:
-    """Estimates the accuracy on private data, as a noisy count of correct answers over the public
-    number of examples.
+    """Estimates the accuracy on private data.
 
-    An example with a logit that is not finite, or with a label outside [0, K), is wrong. Their
-    number is private and is not released. `tally` on public data tells whether a model makes such
-    logits.
+    The estimate is a noisy count of right answers over the public number of examples. An example
+    with a logit that is not finite, or with a label outside [0, K), is wrong. Their number is
+    private and is not released. `tally` on public data tells whether a model makes such logits.
 
     Args:
       predict, source, batch_size: As in `accuracy`. `predict` is called for each example alone, as

@@ -404,10 +404,10 @@ def gep(
     sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
-    """Returns a trainer for GEP: embeddings of gradients in a public subspace, and their residuals,
-    get separate noise.
+    """Returns a trainer for GEP (Yu et al. 2021).
 
-    Each argument is one of the paper's, or of `dp_sgd`.
+    Embeddings of gradients in a public subspace get one noise, their residuals another. Each
+    argument is one of the paper's, or of `dp_sgd`.
 
     Args:
       loss_fn, optimizer, sampler, options: As in `dp_sgd`. `engine` has no effect. `clip_rule`
@@ -486,13 +486,14 @@ def _check_anchors(anchors: Any) -> int:
     """Returns the number of anchors. Raises ValueError if the leaves do not have one number."""
     leaves = jax.tree.leaves(anchors)
     shapes = [jnp.shape(leaf) for leaf in leaves]
-    lengths = {shape[0] if shape else 0 for shape in shapes}
-    if len(lengths) != 1 or 0 in lengths:
+    lengths = {shape[:1] for shape in shapes}  # A scalar has the length ().
+    if len(lengths) != 1 or lengths & {(), (0,)}:
         raise ValueError(
             "anchors must be public examples with one leading axis [m], m >= 1, for all leaves, "
             f"got shapes {shapes}. Without public data use dp_sgd."
         )
-    return lengths.pop()
+    ((count,),) = lengths
+    return count
 
 
 def _cut(anchors: Any, count: int, size: int) -> list[Any]:

@@ -59,8 +59,9 @@ class Query(abc.ABC):
 
     @abc.abstractmethod
     def read(self, params: Any, carried: Any, mean: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
-        """Returns the gradient like the trainable parameters, the new `carried` and metrics, from
-        the noisy mean.
+        """Returns (gradient, the new `carried`, metrics) from the noisy mean.
+
+        The gradient is like the trainable parameters.
         """
 
 

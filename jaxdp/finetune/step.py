@@ -243,13 +243,12 @@ def repeatable(
     donate: Sequence[int] = (),
     cpu_options: dict[str, Any] | None = None,
 ) -> Any:
-    """Compiles a function so that a repeated step has the same bits. Otherwise one noise falls on
-    two gradients.
+    """Compiles a function so that a repeated step has the same bits.
 
-    The result may take the buffers of the arguments whose numbers are in `donate`. They are invalid
-    after the call. XLA's GPU backend promises equal bits only on request. The other backends always
-    do. On a GPU, and with `cpu_options` of XLA, the result cannot be called inside another compiled
-    function.
+    With other bits, one noise would fall on two gradients. The result may take the buffers of the
+    arguments whose numbers are in `donate`. They are invalid after the call. XLA's GPU backend
+    promises equal bits only on request. The other backends always do. On a GPU, and with
+    `cpu_options` of XLA, the result cannot be called inside another compiled function.
     """
     on_gpu = {"xla_gpu_deterministic_ops": True}
     options = {"cuda": on_gpu, "rocm": on_gpu, "cpu": cpu_options}

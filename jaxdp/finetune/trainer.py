@@ -78,10 +78,10 @@ class PrivateTrainer(StepFunctions):
     # --- The state ------------------------------------------------------------------------------
 
     def init(self, params: Any) -> TrainState:
-        """Returns the state before the first step, with noise and augmentation keys from OS
-        entropy.
+        """Returns the state before the first step.
 
-        All processes of the mesh call it. They share the keys of process 0.
+        The keys of noise and augmentation come from OS entropy. All processes of the mesh call it.
+        They share the keys of process 0.
 
         Raises:
           TypeError: A leaf of params is not an array.
@@ -271,8 +271,8 @@ class PrivateTrainer(StepFunctions):
         are those on an accelerator that is not there, with so many bytes.
         """
         if self.physical_batch_size is not None:
-            given = (self.physical_batch_size,)
-            return PhysicalSizes(meshes.rounded_up(given, self.mesh, self.data_axes))
+            size = (self.physical_batch_size,)
+            return PhysicalSizes(meshes.rounded_up(size, self.mesh, self.data_axes))
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))
         known = (memory, shapes)
         if known not in self._sizes:  # `load` asks in every step.

@@ -117,6 +117,7 @@ class LanguageModel(GivenShapes):
         if self.form == "gpt2":
             positions = self.param("positions", _normal(1), (self.positions, self.width))
             x = x + positions[None, : tokens.shape[1]].astype(x.dtype)
+        # Inside a scan XLA does not merge the two computations of a block.
         block = nn.remat(_Block, prevent_cse=False) if self.remat else _Block
         layers = nn.scan(
             block,

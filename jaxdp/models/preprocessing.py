@@ -57,8 +57,9 @@ class Preprocessing:
             )
 
     def prepare(self, images: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
-        """Resizes and crops n images [H, W, C] of possibly different sizes, uint8 or floating point
-        in [0, 1].
+        """Resizes and crops n images [H, W, C], uint8 or floating point in [0, 1].
+
+        Their sizes may differ.
 
         Returns:
           float32 [n, S, S, C] in [0, 1], NOT normalised. `normalise` and `Pretrained.apply_fn` do

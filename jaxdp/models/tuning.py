@@ -202,8 +202,9 @@ class Features:
         return ((features - self.mean) @ self.matrix).astype(np.float32)
 
     def fold(self, head: Params) -> dict[str, jax.Array]:
-        """Returns the head for plain features, {"kernel": [d, C], "bias": [C]}, from the head for
-        mapped ones.
+        """Returns the head for plain features from the head for mapped ones.
+
+        It is {"kernel": [d, C], "bias": [C]}.
         """
         kernel = self.matrix @ np.asarray(head["kernel"], np.float64)
         bias = np.asarray(head["bias"], np.float64) - self.mean @ kernel
