@@ -33,7 +33,9 @@ import jaxdp
 from benchmarks import timing
 from jaxdp import finetune, models
 from jaxdp.data import PoissonSampler, from_arrays
-from jaxdp.finetune.trainer import FIRST_STEPS, MOST_AHEAD, apart
+from jaxdp.data.physical import FIRST_STEPS
+from jaxdp.finetune.batches import MOST_AHEAD
+from jaxdp.finetune.step import apart
 from jaxdp.memory import keep_freed_memory
 from jaxdp.report import format_table
 from jaxdp.transforms import noise

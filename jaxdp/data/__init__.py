@@ -5,7 +5,9 @@ not with this package.
 """
 
 from jaxdp.data.adapters import from_folder, from_grain, from_hf, from_npz, from_texts, from_torch
+from jaxdp.data.arrays import from_arrays
 from jaxdp.data.augment import augment, augmentation, normalise, random_crop, random_flip
+from jaxdp.data.bundled_sets import bundled
 from jaxdp.data.corruptions import (
     CORRUPTIONS,
     HELD_OUT_CORRUPTIONS,
@@ -18,17 +20,11 @@ from jaxdp.data.groups import Groups, Records, by_group
 from jaxdp.data.ids import identifiers
 from jaxdp.data.images import resize_images
 from jaxdp.data.numbers import check_batch
+from jaxdp.data.physical import PhysicalSizes, pad_to_physical
 from jaxdp.data.protocol import Source, check_source
-from jaxdp.data.sampling import FixedBatchSampler, PhysicalSizes, PoissonSampler, pad_to_physical
-from jaxdp.data.sources import (
-    ExampleReader,
-    Examples,
-    bundled,
-    from_arrays,
-    read_column,
-    read_ids,
-    take,
-)
+from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler
+from jaxdp.data.sources import Examples, read_column, read_ids, take
+from jaxdp.data.storage import ExampleReader
 from jaxdp.data.tfds import check_disjoint, from_tfds
 
 __all__ = [

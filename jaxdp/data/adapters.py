@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxdp.data.arrays import from_arrays
 from jaxdp.data.ids import identifiers
 from jaxdp.data.pictures import ImageFiles, check_range, path_inside
-from jaxdp.data.sources import ExampleReader, Examples, from_arrays
+from jaxdp.data.sources import Examples
+from jaxdp.data.storage import ExampleReader
 from jaxdp.data.tables import Table, numbers, read_table
 from jaxdp.files import Limits, optional, read_npz, shown
 
@@ -49,11 +51,12 @@ def from_npz(
       ValueError, TypeError: The file is damaged or of another kind, lacks an array or exceeds a
         limit. A column of texts is missing or is no identifier. Or as in `from_arrays`.
     """
-    wanted = None if columns is None else list(columns.values())
-    arrays = read_npz(path, wanted, limits=limits, remedy=_NPZ)
-    named: dict[str, Any] = (
-        dict(arrays) if columns is None else {key: arrays[at] for key, at in columns.items()}
-    )
+    named: dict[str, Any]
+    if columns is None:
+        named = dict(read_npz(path, None, limits=limits, remedy=_NPZ))
+    else:
+        arrays = read_npz(path, list(columns.values()), limits=limits, remedy=_NPZ)
+        named = {column: arrays[stored] for column, stored in columns.items()}
     for key in texts:
         if key not in named:
             has = shown(", ".join(sorted(named)))
@@ -103,46 +106,47 @@ def from_hf(
         dataset = _open_hf(optional("datasets", "hf"), os.fspath(dataset), split)
     _check_random_access(dataset)
     if isinstance(dataset, Mapping):
+        splits = shown(", ".join(dataset))
+        raise ValueError(
+            f"dataset has the splits {splits}. Give one of them: from_hf(dataset['train'])."
+        )
+    has_format = dataset.format["type"] is not None
+    # A transform of the data set may change the columns.
+    stored_columns = list(dataset[0]) if has_format else dataset.column_names
+    stored_of = {column: column for column in stored_columns}
+    if columns is not None:
+        stored_of = dict(columns)
+    if missing := [column for column in stored_of.values() if column not in stored_columns]:
         raise ValueError(
             shown(
-                f"dataset has the splits {', '.join(dataset)}. Give one of them: "
-                "from_hf(dataset['train'])."
+                f"dataset has no column {', '.join(missing)}. It has {', '.join(stored_columns)}."
             )
         )
-    plain = dataset.format["type"] is None
-    there = (
-        dataset.column_names if plain else list(dataset[0])
-    )  # a transform may change the columns
-    wanted = {column: column for column in there} if columns is None else dict(columns)
-    if missing := [column for column in wanted.values() if column not in there]:
-        raise ValueError(
-            shown(f"dataset has no column {', '.join(missing)}. It has {', '.join(there)}.")
-        )
-    num_classes = num_classes or getattr(
-        dataset.features.get(wanted.get("label")), "num_classes", 0
-    )
-    if plain:
-        dataset = dataset.select_columns(list(wanted.values())).with_format(
-            "numpy", dtype=None
-        )  # None keeps dtypes
+    if not num_classes:
+        label = dataset.features.get(stored_of.get("label"))
+        num_classes = getattr(label, "num_classes", 0)
+    if not has_format:
+        dataset = dataset.select_columns(list(stored_of.values()))
+        dataset = dataset.with_format("numpy", dtype=None)  # None keeps dtypes
 
     def renamed(record: Any) -> Any:
-        record = {column: record[stored] for column, stored in wanted.items()}
+        record = {column: record[stored] for column, stored in stored_of.items()}
         return record if prepare is None else prepare(record)
 
-    name = name or dataset.info.dataset_name or "hf"
+    reader = ExampleReader(dataset, renamed, texts=tuple(texts))
     return Examples(
-        ExampleReader(dataset, renamed, texts=tuple(texts)), num_classes, name, None, declared
+        reader, num_classes, name or dataset.info.dataset_name or "hf", declared=declared
     )
 
 
 def _open_hf(datasets: Any, dataset: str, split: str | None) -> Any:
-    if not any(
-        (pathlib.Path(dataset) / file).exists() for file in ("state.json", "dataset_dict.json")
-    ):
+    """Opens a folder that `save_to_disk` wrote, or loads the data set with a name."""
+    folder = pathlib.Path(dataset)
+    files = (folder / "state.json", folder / "dataset_dict.json")
+    if not any(file.exists() for file in files):
         return datasets.load_dataset(dataset, split=split)
-    found = datasets.load_from_disk(dataset)
-    return found[split] if split and isinstance(found, Mapping) else found
+    opened = datasets.load_from_disk(dataset)
+    return opened[split] if split and isinstance(opened, Mapping) else opened
 
 
 def from_grain(
@@ -154,8 +158,7 @@ def from_grain(
     name: str = "grain",
     declared: str = "",
 ) -> Examples:
-    """Wraps a random-access source of Grain, a `grain.MapDataset`, or any object with `len()` and
-    `records[i]`.
+    """Wraps a source or `grain.MapDataset` of Grain, or any object with `len()` and `records[i]`.
 
     Records are read on demand. They may be any nesting of arrays, see `ExampleReader`. Nothing of
     Grain is imported.
@@ -171,9 +174,8 @@ def from_grain(
       TypeError: records has no random access.
     """
     _check_random_access(records)
-    return Examples(
-        ExampleReader(records, prepare, texts=tuple(texts)), num_classes, name, None, declared
-    )
+    reader = ExampleReader(records, prepare, texts=tuple(texts))
+    return Examples(reader, num_classes, name, declared=declared)
 
 
 def from_torch(
@@ -185,18 +187,17 @@ def from_torch(
     name: str = "torch",
     declared: str = "",
 ) -> Examples:
-    """Wraps a map-style `torch.utils.data.Dataset`. Records are read on demand, and tensors become
-    NumPy arrays.
+    """Wraps a map-style `torch.utils.data.Dataset`.
 
-    Nothing of PyTorch is imported. Images of torchvision are [C, H, W], those of this library [H,
-    W, C].
+    Records are read on demand, and tensors become NumPy arrays. Nothing of PyTorch is imported.
+    Images of torchvision are [C, H, W], those of this library [H, W, C].
 
     Args:
       dataset: The data set. A random transform belongs into `augment` of the trainer, not into the
           data set.
-      prepare: `prepare(record) -> record`, for example `lambda pair: {"image": pair[0].permute(1,
-          2, 0), "label":
-        pair[1]}`. It must be deterministic.
+      prepare: `prepare(record) -> record`, for example
+        `lambda pair: {"image": pair[0].permute(1, 2, 0), "label": pair[1]}`. It must be
+        deterministic.
       texts, num_classes, name, declared: As in `from_grain`.
 
     Raises:
@@ -263,13 +264,12 @@ def from_folder(
     limits: Limits | None = None,
     name: str = "",
     declared: str = "",
-) -> Examples:
-    """Wraps a folder of images with a CSV file. Images are read on demand, the other columns are in
-    memory.
+) -> Examples:  # Ten arguments, since each says what a file cannot say about itself.
+    """Wraps a folder of images with a CSV file.
 
-    Every column but "path" is kept as text, cell by cell, so that `by_group(source, "patient",
-    ...)` tells "007" from "7". A column of numbers is also a column of the examples. A column
-    without any number is text alone.
+    Images are read on demand, the other columns are in memory. Every column but "path" is kept as
+    text, cell by cell, so that `by_group(source, "patient", ...)` tells "007" from "7". A column of
+    numbers is also a column of the examples. A column without any number is text alone.
 
     Args:
       folder: The folder.
@@ -306,6 +306,35 @@ def from_folder(
     """
     root = pathlib.Path(folder)
     check_range(pixel_range)
+    rows = _read_image_table(root, table, texts)
+    cells = {key: column for key, column in rows.columns.items() if key != "path"}
+    # Names of classes become numbers in the column of the examples, and stay text in `cells`.
+    cells_or_numbers = dict(cells)
+    if classes is not None and "label" in cells:
+        labels = [_class_of(rows, row, label, classes) for row, label in enumerate(cells["label"])]
+        cells_or_numbers["label"] = tuple(labels)
+        num_classes = len(classes)
+    coded = dataclasses.replace(rows, columns=cells_or_numbers)
+    columns: dict[str, Any] = numbers(coded, texts=texts)
+    if num_classes and "label" not in columns:
+        where = shown(os.fspath(root / table))
+        raise ValueError(
+            f"{where} must have a column 'label' of integers, or of names that classes= declares."
+        )
+    if columns:
+        columns = dict(from_arrays(**columns, num_classes=num_classes).arrays)
+    images = ImageFiles(root, rows.columns["path"], prepare, limits or Limits(), pixel_range)
+    return Examples(
+        {"image": images, **columns},
+        num_classes,
+        name or pathlib.Path(table).stem,
+        declared=declared,
+        texts=cells,
+    )
+
+
+def _read_image_table(root: pathlib.Path, table: str, texts: Sequence[str]) -> Table:
+    """Reads the table of a folder of images, whose paths all lead into the folder."""
     rows = read_table(root / table, needed=("path", *texts))
     for row, path in enumerate(rows.columns["path"]):
         if not path_inside(root, path):
@@ -317,25 +346,11 @@ def from_folder(
             f"{shown(os.fspath(root / table))} has a column 'image', the name of the pixels. "
             "Rename it."
         )
-    cells = {key: column for key, column in rows.columns.items() if key != "path"}
-    coded = dict(cells)
-    if classes is not None and "label" in cells:
-        labels = [_class_of(rows, row, label, classes) for row, label in enumerate(cells["label"])]
-        coded["label"], num_classes = tuple(labels), len(classes)
-    columns: dict[str, Any] = numbers(dataclasses.replace(rows, columns=coded), texts=texts)
-    if num_classes and "label" not in columns:
-        where = shown(os.fspath(root / table))
-        raise ValueError(
-            f"{where} must have a column 'label' of integers, or of names that classes= declares."
-        )
-    if columns:
-        columns = dict(from_arrays(**columns, num_classes=num_classes).arrays)
-    images = ImageFiles(root, rows.columns["path"], prepare, limits or Limits(), pixel_range)
-    arrays = {"image": images, **columns}
-    return Examples(arrays, num_classes, name or pathlib.Path(table).stem, None, declared, cells)
+    return rows
 
 
 def _class_of(table: Table, row: int, label: str, classes: Sequence[str]) -> str:
+    """Returns the number of a label among the classes, as a cell."""
     if label not in classes:
         raise table.error(
             f"must have one of the classes {shown(', '.join(classes))} in the column 'label'.", row

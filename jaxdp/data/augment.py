@@ -1,5 +1,4 @@
-"""Augmentation of one image as pure functions of a key: mirror-padded random crop and horizontal
-flip.
+"""Augmentation of one image as pure functions of a key: random crops and flips.
 
 This is the recipe of De et al. 2022 (arXiv:2204.13650, section 3.2). Every example is seen in
 several augmented views. Their gradients are averaged BEFORE clipping, so the views cost no privacy.
@@ -35,7 +34,8 @@ def random_crop(key: jax.Array, image: jax.Array, *, padding: int = 4) -> jax.Ar
             f"padding must be in [0, {min(height, width)}) for a {height}x{width} image, got "
             f"{padding}."
         )
-    padded = jnp.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode="reflect")
+    edge = (padding, padding)
+    padded = jnp.pad(image, (edge, edge, (0, 0)), mode="reflect")
     row, column = jax.random.randint(key, (2,), 0, 2 * padding + 1)
     return jax.lax.dynamic_slice(padded, (row, column, 0), (height, width, channels))
 
@@ -46,16 +46,13 @@ def random_flip(key: jax.Array, image: jax.Array) -> jax.Array:
 
 
 def augment(key: jax.Array, image: jax.Array, *, padding: int = 4) -> jax.Array:
-    """Crops at random, then flips at random, with independent randomness. `padding` is as in
-    `random_crop`.
-    """
+    """Crops as `random_crop`, then flips as `random_flip`, with independent randomness."""
     crop_key, flip_key = jax.random.split(key)
     return random_flip(flip_key, random_crop(crop_key, image, padding=padding))
 
 
 def augmentation(config: Any) -> Callable[[jax.Array, Any], Any] | None:
-    """Returns the augmentation of one example that the `data` part of an experiment's config asks
-    for.
+    """Returns the augmentation of one example, from the `data` part of an experiment's config.
 
     Args:
       config: An `ml_collections.ConfigDict` with crop_padding, pixels as in `random_crop`, and
@@ -67,8 +64,12 @@ def augmentation(config: Any) -> Callable[[jax.Array, Any], Any] | None:
     """
     if not (config.crop_padding or config.flip):
         return None
-    crop, padding = (augment if config.flip else random_crop), config.crop_padding
-    return lambda key, example: {**example, "image": crop(key, example["image"], padding=padding)}
+    crop = augment if config.flip else random_crop
+
+    def augment_example(key: jax.Array, example: Any) -> Any:
+        return {**example, "image": crop(key, example["image"], padding=config.crop_padding)}
+
+    return augment_example
 
 
 def normalise(
@@ -90,4 +91,5 @@ def normalise(
     if not all(value > 0 for value in deviations):
         raise ValueError(f"std must be positive in every channel, got {std}.")
     shift = jnp.broadcast_to(jnp.asarray(mean, image.dtype), image.shape)
-    return (image - shift) / jnp.broadcast_to(jnp.asarray(std, image.dtype), image.shape)
+    centred = image - shift
+    return centred / jnp.broadcast_to(jnp.asarray(std, image.dtype), image.shape)

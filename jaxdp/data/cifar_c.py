@@ -27,16 +27,18 @@ from skimage import color
 _LUMA = np.array([0.299, 0.587, 0.114])
 
 _global_state = threading.Lock()
-_Corruption = Callable[[np.ndarray, Any, np.random.Generator], np.ndarray]
+Pixels = np.ndarray
+Rng = np.random.Generator
+_Corruption = Callable[[Pixels, Any, Rng], Pixels]
 _TABLE: dict[str, tuple[_Corruption, tuple[Any, ...]]] = {}
 
 
 @contextmanager
-def numpy_seeded(rng: np.random.Generator) -> Iterator[None]:
-    """Seeds NumPy's global generator from `rng`, for code that draws from it, and restores its
-    state.
+def numpy_seeded(rng: Rng) -> Iterator[None]:
+    """Seeds NumPy's global generator from `rng`, for code that draws from it.
 
-    Other threads must not draw from the global generator meanwhile. They see the seeded generator.
+    The state of the global generator is restored afterwards. Other threads must not draw from it
+    meanwhile. They see the seeded generator.
     """
     with _global_state:
         state = np.random.get_state()
@@ -47,98 +49,124 @@ def numpy_seeded(rng: np.random.Generator) -> Iterator[None]:
             np.random.set_state(state)
 
 
-def apply(image: np.ndarray, name: str, severity: int, rng: np.random.Generator) -> np.ndarray:
+def apply(image: Pixels, name: str, severity: int, rng: Rng) -> Pixels:
     """Returns the corrupted image, uint8 [H, W, 3]. Fractions are dropped as in CIFAR-10-C."""
-    function, constants = _TABLE[name]
-    corrupted = function(image / 255, constants[severity - 1], rng)
+    corruption, constants = _TABLE[name]
+    corrupted = corruption(image / 255, constants[severity - 1], rng)
     return (255 * np.clip(corrupted, 0, 1)).astype(np.uint8)
 
 
 def _severities(*constants: Any) -> Callable[[_Corruption], _Corruption]:
-    """Registers the function `_name` as the corruption "name" with its constants for severities 1
-    to 5.
-    """
+    """Registers `_name` as the corruption "name", with its constants for severities 1 to 5."""
 
-    def register(function: _Corruption) -> _Corruption:
-        _TABLE[function.__name__[1:]] = (function, constants)
-        return function
+    def register(corruption: _Corruption) -> _Corruption:
+        _TABLE[corruption.__name__[1:]] = (corruption, constants)
+        return corruption
 
     return register
 
 
-# Below, x is float64 [H, W, 3] in [0, 1] and c has the constants of one severity. Results may leave
-# [0, 1].
+# Below, x is an image, float64 [H, W, 3] in [0, 1]. The argument after it has the constants of one
+# severity. Results may leave [0, 1].
 
 
 @_severities(0.04, 0.06, 0.08, 0.09, 0.10)
-def _gaussian_noise(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
-    return x + rng.normal(scale=c, size=x.shape)
+def _gaussian_noise(x: Pixels, sigma: float, rng: Rng) -> Pixels:
+    return x + rng.normal(scale=sigma, size=x.shape)
 
 
 @_severities(500, 250, 100, 75, 50)
-def _shot_noise(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
-    return rng.poisson(c * x) / c
+def _shot_noise(x: Pixels, photons: float, rng: Rng) -> Pixels:
+    return rng.poisson(photons * x) / photons
 
 
 @_severities(0.01, 0.02, 0.03, 0.05, 0.07)
-def _impulse_noise(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
+def _impulse_noise(x: Pixels, amount: float, rng: Rng) -> Pixels:
     chance = rng.random(x.shape)
-    return np.where(chance < c / 2, 0, np.where(chance < c, 1, x))
+    with_salt = np.where(chance < amount, 1, x)
+    return np.where(chance < amount / 2, 0, with_salt)
 
 
 @_severities(0.06, 0.1, 0.12, 0.16, 0.2)
-def _speckle_noise(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
-    return x * (1 + rng.normal(scale=c, size=x.shape))
+def _speckle_noise(x: Pixels, sigma: float, rng: Rng) -> Pixels:
+    return x * (1 + rng.normal(scale=sigma, size=x.shape))
 
 
 @_severities(0.4, 0.6, 0.7, 0.8, 1)
-def _gaussian_blur(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
-    return ndimage.gaussian_filter(x, (c, c, 0), mode="nearest")
+def _gaussian_blur(x: Pixels, sigma: float, rng: Rng) -> Pixels:
+    return ndimage.gaussian_filter(x, (sigma, sigma, 0), mode="nearest")
 
 
-@_severities((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1))
-def _defocus_blur(x: np.ndarray, c: tuple[float, float], rng: np.random.Generator) -> np.ndarray:
-    radius, antialias = c
+@_severities(
+    (0.3, 0.4),
+    (0.4, 0.5),
+    (0.5, 0.6),
+    (1, 0.2),
+    (1.5, 0.1),
+)
+def _defocus_blur(x: Pixels, constants: tuple[float, float], rng: Rng) -> Pixels:
+    radius, antialias = constants
     return cv2.filter2D(x, -1, disk(radius=radius, alias_blur=antialias))
 
 
-@_severities((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2))
-def _glass_blur(x: np.ndarray, c: tuple[float, int, int], rng: np.random.Generator) -> np.ndarray:
+@_severities(
+    (0.05, 1, 1),
+    (0.25, 1, 1),
+    (0.4, 1, 1),
+    (0.25, 1, 2),
+    (0.4, 1, 2),
+)
+def _glass_blur(x: Pixels, constants: tuple[float, int, int], rng: Rng) -> Pixels:
     """Copies nearby pixels one after the other from the lower right, between two blurs."""
-    sigma, reach, rounds = c
+    sigma, reach, rounds = constants
     height, width, _ = x.shape
     blurred = np.floor(255 * _gaussian_blur(x, sigma, rng)) / 255
-    row, column = np.mgrid[height - reach : reach : -1, width - reach : reach : -1].reshape(2, -1)
-    here = np.tile(row * width + column, rounds)
-    down, right = rng.integers(-reach, reach, size=(2, here.size))
-    source = list(range(height * width))
-    for a, b in zip(here.tolist(), (here + down * width + right).tolist(), strict=True):
-        source[a] = source[b]
-    return _gaussian_blur(blurred.reshape(-1, 3)[source].reshape(x.shape), sigma, rng)
+    inner = np.mgrid[height - reach : reach : -1, width - reach : reach : -1]
+    row, column = inner.reshape(2, -1)
+    target = np.tile(row * width + column, rounds)
+    down, right = rng.integers(-reach, reach, size=(2, target.size))
+    neighbour = target + down * width + right
+    # A pixel that has been overwritten is copied as it is now, so the order counts.
+    origin = list(range(height * width))
+    for overwritten, copied in zip(target.tolist(), neighbour.tolist(), strict=True):
+        origin[overwritten] = origin[copied]
+    copies = blurred.reshape(-1, 3)[origin].reshape(x.shape)
+    return _gaussian_blur(copies, sigma, rng)
 
 
-@_severities((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5))
-def _motion_blur(x: np.ndarray, c: tuple[int, float], rng: np.random.Generator) -> np.ndarray:
-    return _blur_along(x, *c, rng.uniform(-45, 45))
+@_severities(
+    (6, 1),
+    (6, 1.5),
+    (6, 2),
+    (8, 2),
+    (9, 2.5),
+)
+def _motion_blur(x: Pixels, constants: tuple[int, float], rng: Rng) -> Pixels:
+    radius, sigma = constants
+    return _blur_along(x, radius, sigma, rng.uniform(-45, 45))
 
 
-def _blur_along(x: np.ndarray, radius: int, sigma: float, degrees: float) -> np.ndarray:
-    """Averages 2 radius + 1 pixels ahead in one direction with half a Gaussian as weights. x is [H,
-    W(, C)].
+def _blur_along(x: Pixels, radius: int, sigma: float, degrees: float) -> Pixels:
+    """Averages 2 radius + 1 pixels ahead in one direction, with half a Gaussian as weights.
+
+    x is [H, W, C] or [H, W].
     """
     steps = np.arange(2 * radius + 1)
     weights = np.exp(-(steps**2) / (2 * sigma**2))
     angle = np.deg2rad(degrees)
-    down, right = np.ceil(np.outer([np.sin(angle), np.cos(angle)], steps) - 0.5).astype(int)
+    direction = [np.sin(angle), np.cos(angle)]
+    down, right = np.ceil(np.outer(direction, steps) - 0.5).astype(int)
     kernel = np.zeros((4 * radius + 1, 4 * radius + 1))
-    np.add.at(kernel, (2 * radius + down, 2 * radius + right), weights / weights.sum())
+    centre = 2 * radius
+    np.add.at(kernel, (centre + down, centre + right), weights / weights.sum())
     return cv2.filter2D(x, -1, kernel, borderType=cv2.BORDER_REPLICATE)
 
 
 @_severities(1.06, 1.11, 1.16, 1.21, 1.26)
-def _zoom_blur(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
+def _zoom_blur(x: Pixels, most: float, rng: Rng) -> Pixels:
     height, width, _ = x.shape
-    zoomed = [clipped_zoom(x, factor)[:height, :width] for factor in np.arange(1, c, 0.01)]
+    factors = np.arange(1, most, 0.01)
+    zoomed = [clipped_zoom(x, factor)[:height, :width] for factor in factors]
     return np.mean([x, *zoomed], axis=0)
 
 
@@ -149,111 +177,136 @@ def _zoom_blur(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
     (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
     (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
 )
-def _snow(x: np.ndarray, c: tuple[float, ...], rng: np.random.Generator) -> np.ndarray:
-    mean, deviation, zoom, threshold, radius, sigma, keep = c
+def _snow(x: Pixels, constants: tuple[float, ...], rng: Rng) -> Pixels:
+    mean, deviation, zoom, threshold, radius, sigma, keep = constants
     height, width, _ = x.shape
-    flakes = clipped_zoom(rng.normal(mean, deviation, (height, width, 1)), zoom)[:height, :width, 0]
+    noise = rng.normal(mean, deviation, (height, width, 1))
+    flakes = clipped_zoom(noise, zoom)[:height, :width, 0]
     flakes = np.where(flakes < threshold, 0, np.clip(flakes, 0, 1))
     flakes = _blur_along(flakes, int(radius), sigma, rng.uniform(-135, -45))[..., None]
-    whitened = np.maximum(x, 1.5 * (x @ _LUMA)[..., None] + 0.5)
+    brightness = (x @ _LUMA)[..., None]
+    whitened = np.maximum(x, 1.5 * brightness + 0.5)
     return keep * x + (1 - keep) * whitened + flakes + flakes[::-1, ::-1]
 
 
 @functools.cache
-def _frost_pictures(side: int) -> list[np.ndarray]:
-    """Returns the library's frost pictures for images of this side, at a fifth of their size for 32
-    pixels.
-    """
+def _frost_pictures(side: int) -> list[Pixels]:
+    """Returns the library's frost pictures, at a fifth of their size for images of side 32."""
     folder = importlib.resources.files("imagecorruptions") / "frost"
     pictures = []
     for name in ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg"):
         with Image.open(io.BytesIO((folder / name).read_bytes())) as picture:
             rgb = np.asarray(picture.convert("RGB"))
-        pictures.append(cv2.resize(rgb, None, fx=0.2 * side / 32, fy=0.2 * side / 32) / 255)
+        scale = 0.2 * side / 32
+        pictures.append(cv2.resize(rgb, None, fx=scale, fy=scale) / 255)
     return pictures
 
 
-@_severities((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))
-def _frost(x: np.ndarray, c: tuple[float, float], rng: np.random.Generator) -> np.ndarray:
+@_severities(
+    (1, 0.2),
+    (1, 0.3),
+    (0.9, 0.4),
+    (0.85, 0.4),
+    (0.75, 0.45),
+)
+def _frost(x: Pixels, constants: tuple[float, float], rng: Rng) -> Pixels:
+    image_weight, frost_weight = constants
     height, width, _ = x.shape
     pictures = _frost_pictures(max(height, width))
     picture = pictures[rng.integers(len(pictures))]
-    top, left = rng.integers(picture.shape[0] - height), rng.integers(picture.shape[1] - width)
-    return c[0] * x + c[1] * picture[top : top + height, left : left + width]
+    top = rng.integers(picture.shape[0] - height)
+    left = rng.integers(picture.shape[1] - width)
+    window = picture[top : top + height, left : left + width]
+    return image_weight * x + frost_weight * window
 
 
-@_severities((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75))
-def _fog(x: np.ndarray, c: tuple[float, float], rng: np.random.Generator) -> np.ndarray:
-    amount, decay = c
+@_severities(
+    (0.2, 3),
+    (0.5, 3),
+    (0.75, 2.5),
+    (1, 2),
+    (1.5, 1.75),
+)
+def _fog(x: Pixels, constants: tuple[float, float], rng: Rng) -> Pixels:
+    amount, decay = constants
     height, width, _ = x.shape
+    power_of_two = 1 << (max(height, width) - 1).bit_length()
     with numpy_seeded(rng):
-        cloud = plasma_fractal(
-            mapsize=1 << (max(height, width) - 1).bit_length(), wibbledecay=decay
-        )
+        cloud = plasma_fractal(mapsize=power_of_two, wibbledecay=decay)
     return (x + amount * cloud[:height, :width, None]) * x.max() / (x.max() + amount)
 
 
 @_severities(0.05, 0.1, 0.15, 0.2, 0.3)
-def _brightness(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
-    return color.hsv2rgb(np.clip(color.rgb2hsv(x) + np.array([0, 0, c]), 0, 1))
-
-
-@_severities((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2))
-def _saturate(x: np.ndarray, c: tuple[float, float], rng: np.random.Generator) -> np.ndarray:
-    return color.hsv2rgb(
-        np.clip(color.rgb2hsv(x) * np.array([1, c[0], 1]) + np.array([0, c[1], 0]), 0, 1)
-    )
-
-
-@_severities(0.75, 0.5, 0.4, 0.3, 0.15)
-def _contrast(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
-    mean = x.mean(axis=(0, 1), keepdims=True)
-    return mean + c * (x - mean)
+def _brightness(x: Pixels, amount: float, rng: Rng) -> Pixels:
+    hsv = color.rgb2hsv(x) + np.array([0, 0, amount])
+    return color.hsv2rgb(np.clip(hsv, 0, 1))
 
 
 @_severities(
-    (0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)
+    (0.3, 0),
+    (0.1, 0),
+    (1.5, 0),
+    (2, 0.1),
+    (2.5, 0.2),
 )
-def _elastic_transform(x: np.ndarray, c: tuple[float, ...], rng: np.random.Generator) -> np.ndarray:
-    """Applies an affine map that moves three points at random, then smooth random shifts of every
-    pixel.
-    """
+def _saturate(x: Pixels, constants: tuple[float, float], rng: Rng) -> Pixels:
+    factor, shift = constants
+    hsv = color.rgb2hsv(x) * np.array([1, factor, 1]) + np.array([0, shift, 0])
+    return color.hsv2rgb(np.clip(hsv, 0, 1))
+
+
+@_severities(0.75, 0.5, 0.4, 0.3, 0.15)
+def _contrast(x: Pixels, factor: float, rng: Rng) -> Pixels:
+    mean = x.mean(axis=(0, 1), keepdims=True)
+    return mean + factor * (x - mean)
+
+
+@_severities(
+    (0, 0, 0.08),
+    (0.05, 0.2, 0.07),
+    (0.08, 0.06, 0.06),
+    (0.1, 0.04, 0.05),
+    (0.1, 0.03, 0.03),
+)
+def _elastic_transform(x: Pixels, constants: tuple[float, ...], rng: Rng) -> Pixels:
+    """Applies a random affine map, then smooth random shifts of every pixel."""
     height, width, _ = x.shape
     side = min(height, width)
-    strength, sigma, jitter = np.multiply(c, side)
-    points = np.array([width // 2, height // 2]) + side // 3 * np.array([[1, 1], [1, -1], [-1, -1]])
+    strength, sigma, jitter = np.multiply(constants, side)
+    # The affine map moves three points at random.
+    centre = np.array([width // 2, height // 2])
+    points = centre + side // 3 * np.array([[1, 1], [1, -1], [-1, -1]])
     moved = points + rng.uniform(-jitter, jitter, points.shape)
     affine = cv2.getAffineTransform(points.astype(np.float32), moved.astype(np.float32))
     x = cv2.warpAffine(x, affine, (width, height), borderMode=cv2.BORDER_REFLECT_101)
-    shifts = [
-        strength
-        * ndimage.gaussian_filter(
-            rng.uniform(-1, 1, (height, width)), sigma, mode="reflect", truncate=3
-        )
-        for _ in range(2)
+
+    def smooth_shift() -> Pixels:
+        noise = rng.uniform(-1, 1, (height, width))
+        return strength * ndimage.gaussian_filter(noise, sigma, mode="reflect", truncate=3)
+
+    places = np.mgrid[:height, :width] + [smooth_shift(), smooth_shift()]
+    channels = [
+        ndimage.map_coordinates(x[..., k], places, order=1, mode="reflect") for k in range(3)
     ]
-    target = np.mgrid[:height, :width] + shifts
-    return np.stack(
-        [ndimage.map_coordinates(x[..., k], target, order=1, mode="reflect") for k in range(3)],
-        axis=-1,
-    )
+    return np.stack(channels, axis=-1)
 
 
 @_severities(0.95, 0.9, 0.85, 0.75, 0.65)
-def _pixelate(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
+def _pixelate(x: Pixels, factor: float, rng: Rng) -> Pixels:
     height, width, _ = x.shape
-    small = _picture(x).resize((int(width * c), int(height * c)), Image.Resampling.BOX)
+    small_size = (int(width * factor), int(height * factor))
+    small = _picture(x).resize(small_size, Image.Resampling.BOX)
     return np.asarray(small.resize((width, height), Image.Resampling.BOX)) / 255
 
 
 @_severities(80, 65, 58, 50, 40)
-def _jpeg_compression(x: np.ndarray, c: int, rng: np.random.Generator) -> np.ndarray:
+def _jpeg_compression(x: Pixels, quality: int, rng: Rng) -> Pixels:
     file = io.BytesIO()
-    _picture(x).save(file, "JPEG", quality=c)
+    _picture(x).save(file, "JPEG", quality=quality)
     return np.asarray(Image.open(file)) / 255
 
 
-def _picture(x: np.ndarray) -> Image.Image:
+def _picture(x: Pixels) -> Image.Image:
     return Image.fromarray(np.rint(255 * x).astype(np.uint8))
 
 
@@ -264,25 +317,30 @@ def _picture(x: np.ndarray) -> Image.Image:
     (0.65, 0.1, 0.7, 0.69, 0.6, 1),
     (0.65, 0.1, 0.5, 0.68, 0.6, 1),
 )
-def _spatter(x: np.ndarray, c: tuple[float, ...], rng: np.random.Generator) -> np.ndarray:
-    """Adds drops of water lit from one side (pale turquoise), or of mud (brown) where the constants
-    end in 1.
-    """
-    mean, deviation, sigma, threshold, strength, mud = c
-    liquid = ndimage.gaussian_filter(
-        rng.normal(mean, deviation, x.shape[:2]), sigma, mode="nearest"
-    )
-    if mud:
-        amount = ndimage.gaussian_filter(
-            np.where(liquid > threshold, 1.0, 0.0), strength, mode="nearest"
-        )
-        amount = np.where(amount < 0.8, 0, amount)[..., None]
-        return x * (1 - amount) + amount * np.array([63, 42, 20]) / 255
-    liquid = (255 * np.clip(np.where(liquid < threshold, 0, liquid), 0, 1)).astype(np.uint8)
-    to_edge = cv2.distanceTransform(255 - cv2.Canny(liquid, 50, 150), cv2.DIST_L2, 5)
+def _spatter(x: Pixels, constants: tuple[float, ...], rng: Rng) -> Pixels:
+    """Adds drops of water, or of mud where the constants end in 1."""
+    mean, deviation, sigma, threshold, strength, is_mud = constants
+    noise = rng.normal(mean, deviation, x.shape[:2])
+    liquid = ndimage.gaussian_filter(noise, sigma, mode="nearest")
+    if is_mud:
+        return _with_mud(x, liquid > threshold, strength)
+    return _with_water(x, np.where(liquid < threshold, 0, liquid), strength)
+
+
+def _with_mud(x: Pixels, is_liquid: Pixels, sigma: float) -> Pixels:
+    brown = np.array([63, 42, 20]) / 255
+    amount = ndimage.gaussian_filter(np.where(is_liquid, 1.0, 0.0), sigma, mode="nearest")
+    amount = np.where(amount < 0.8, 0, amount)[..., None]
+    return x * (1 - amount) + amount * brown
+
+
+def _with_water(x: Pixels, liquid: Pixels, strength: float) -> Pixels:
+    """Adds pale turquoise drops that are lit from one side."""
+    pixels = (255 * np.clip(liquid, 0, 1)).astype(np.uint8)
+    edges = cv2.Canny(pixels, 50, 150)
+    to_edge = cv2.distanceTransform(255 - edges, cv2.DIST_L2, 5)
     light = cv2.equalizeHist(cv2.blur(np.minimum(to_edge, 20), (3, 3)).astype(np.uint8))
     relief = cv2.filter2D(light, cv2.CV_8U, np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]))
-    amount = liquid * cv2.blur(relief, (3, 3)).astype(float)
-    return (
-        x + strength * (amount / max(amount.max(), 1))[..., None] * np.array([175, 238, 238]) / 255
-    )
+    amount = pixels * cv2.blur(relief, (3, 3)).astype(float)
+    share = (amount / max(amount.max(), 1))[..., None]
+    return x + strength * share * np.array([175, 238, 238]) / 255

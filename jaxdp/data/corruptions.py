@@ -1,9 +1,8 @@
-"""Common corruptions of images (ImageNet-C, CIFAR-10-C) on the fly or from TFDS, and ImageNet-R's
-classes.
+"""Common corruptions of images (ImageNet-C, CIFAR-10-C), and ImageNet-R's classes.
 
-There are nineteen corruptions (Hendrycks and Dietterich, ICLR 2019, arXiv:1903.12261), fifteen to
-evaluate on and four held out to choose hyper-parameters on. They need the extra "corruptions",
-which is imported on use.
+Images are corrupted on the fly or read from TFDS. There are nineteen corruptions (Hendrycks and
+Dietterich, ICLR 2019, arXiv:1903.12261), fifteen to evaluate on and four held out to choose
+hyper-parameters on. They need the extra "corruptions", which is imported on use.
 
 The privacy of a stream counts photographs. The same photograph under fifteen corruptions is fifteen
 visits. Position i of `corrupt(source, ...)` is the photograph at position i of `source`.
@@ -22,10 +21,21 @@ from jaxdp.data.tfds import from_tfds
 from jaxdp.files import optional
 
 CORRUPTIONS = (
-    *("gaussian_noise", "shot_noise", "impulse_noise"),
-    *("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
-    *("snow", "frost", "fog", "brightness"),
-    *("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
+    "gaussian_noise",
+    "shot_noise",
+    "impulse_noise",
+    "defocus_blur",
+    "glass_blur",
+    "motion_blur",
+    "zoom_blur",
+    "snow",
+    "frost",
+    "fog",
+    "brightness",
+    "contrast",
+    "elastic_transform",
+    "pixelate",
+    "jpeg_compression",
 )
 HELD_OUT_CORRUPTIONS = ("speckle_noise", "spatter", "gaussian_blur", "saturate")
 
@@ -89,15 +99,13 @@ def corrupt(
         )
         raise
     arrays = {**source.arrays, "image": _CorruptedImages(images, name, severity, seed, scale)}
-    how = f"{name} {severity}, seed {seed}, {scale}"
-    return source.changed(how, arrays=arrays, name=f"{source.name}/{name}_{severity}")
+    change = f"{name} {severity}, seed {seed}, {scale}"
+    return source.changed(change, arrays=arrays, name=f"{source.name}/{name}_{severity}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _CorruptedImages:
-    """A column of `Examples` that reads as a uint8 array [n, H, W, C] and corrupts the rows that
-    are read.
-    """
+    """A column of `Examples`, uint8 [n, H, W, C], whose rows are corrupted when they are read."""
 
     images: np.ndarray
     name: str
@@ -119,12 +127,12 @@ class _CorruptedImages:
         if images.dtype != np.uint8:
             images = np.rint(255 * scaled(images))
         corrupted = np.empty(images.shape, np.uint8)
+        is_grey = images.shape[3] == 1
         for k, position in enumerate(np.arange(len(self))[rows]):
-            grey = images.shape[3] == 1
-            rgb = self._corrupt(
-                np.repeat(images[k], 3 if grey else 1, axis=2).astype(np.uint8), position
-            )
-            corrupted[k] = rgb[..., 1:2] if grey else rgb
+            rgb = np.repeat(images[k], 3, axis=2) if is_grey else images[k]
+            result = self._corrupt(rgb.astype(np.uint8), position)
+            # The mean of three channels would have less noise than each of them.
+            corrupted[k] = result[..., 1:2] if is_grey else result
         return corrupted
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -135,20 +143,19 @@ class _CorruptedImages:
 
         from jaxdp.data import cifar_c
 
+        # A stream for each position in the whole data set, so that `corrupt` and `take` commute.
         key = (_ALL.index(self.name), self.severity, position)
         rng = np.random.Generator(
             np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=key))
         )
         if self.scale == "cifar":
             return cifar_c.apply(image, self.name, self.severity, rng)
-        # These two have separate generators, which only this argument seeds.
-        seeded = (
-            {"seed": int(rng.integers(2**32))}
-            if self.name in ("impulse_noise", "glass_blur")
-            else {}
-        )
+        options = {}
+        if self.name in ("impulse_noise", "glass_blur"):
+            # These two have separate generators, which only this argument seeds.
+            options["seed"] = int(rng.integers(2**32))
         with cifar_c.numpy_seeded(rng):
-            return imagecorruptions.corrupt(image, self.severity, self.name, **seeded)
+            return imagecorruptions.corrupt(image, self.severity, self.name, **options)
 
 
 def _check(field: str, value: Any, known: Sequence[Any]) -> None:
@@ -163,8 +170,7 @@ _CIFAR10_CORRUPTED_NAMES = {"glass_blur": "frosted_glass_blur", "elastic_transfo
 def corrupted_tfds(
     name: str, corruption: str, severity: int, *, data_dir: str | None = None
 ) -> Examples:
-    """Reads one configuration of a corrupted TFDS test set, by the names of `CORRUPTIONS` for both
-    sets.
+    """Reads one configuration of a corrupted TFDS test set, by the names of `CORRUPTIONS`.
 
     Every configuration holds the same photographs.
 
@@ -189,8 +195,7 @@ def corrupted_tfds(
 
 
 def imagenet_r_classes() -> np.ndarray:
-    """Returns the positions of ImageNet-R's 200 classes among ImageNet's 1000, ascending, int64
-    [200].
+    """Returns the positions of ImageNet-R's classes among ImageNet's 1000, int64 [200], ascending.
 
     ImageNet's order is the order of TFDS's imagenet2012 and of the WordNet ids, which all public
     checkpoints use.
@@ -199,14 +204,14 @@ def imagenet_r_classes() -> np.ndarray:
 
     imagenet = tfds.core.tfds_path("datasets/imagenet2012/labels.txt").read_text().split()
     lines = (importlib.resources.files("jaxdp.data") / "imagenet_r.txt").read_text().splitlines()
-    return np.flatnonzero(np.isin(imagenet, [line for line in lines if not line.startswith("#")]))
+    imagenet_r = [line for line in lines if not line.startswith("#")]
+    return np.flatnonzero(np.isin(imagenet, imagenet_r))
 
 
 def restrict_classes(
     apply_fn: Callable[[Any, Any], Any], classes: Sequence[int] | np.ndarray
 ) -> Callable[[Any, Any], Any]:
-    """Returns `apply_fn` with the logits of some classes only, in that order, for a source with
-    these labels.
+    """Returns `apply_fn` with the logits of some classes only, in the order of `classes`.
 
     Args:
       apply_fn: (params, images) -> logits [B, K].
@@ -217,23 +222,20 @@ def restrict_classes(
       ValueError: classes are not distinct non-negative integers. The restricted model raises it for
           a class >= K.
     """
-    chosen = np.asarray(classes)
-    if (
-        chosen.ndim != 1
-        or not np.issubdtype(chosen.dtype, np.integer)
-        or len(np.unique(chosen)) != len(chosen)
-    ):
+    columns = np.asarray(classes)
+    is_integers = columns.ndim == 1 and np.issubdtype(columns.dtype, np.integer)
+    if not is_integers or len(np.unique(columns)) != len(columns):
         raise ValueError(
-            f"classes must be distinct integers [C], got dtype {chosen.dtype} and shape "
-            f"{chosen.shape}."
+            f"classes must be distinct integers [C], got dtype {columns.dtype} and shape "
+            f"{columns.shape}."
         )
 
     def restricted(params: Any, images: Any) -> Any:
         logits = apply_fn(params, images)
-        if not (chosen.min() >= 0 and chosen.max() < logits.shape[-1]):
+        if not (columns.min() >= 0 and columns.max() < logits.shape[-1]):
             raise ValueError(
                 f"classes must be in [0, {logits.shape[-1]}), the classes of the model."
             )
-        return logits[..., chosen]
+        return logits[..., columns]
 
     return restricted

@@ -1,7 +1,7 @@
 """Users or patients as examples: example i of the source is all records of user i.
 
     patients = jaxdp.data.by_group(scans, group="patient", max_records=4)
-    sampler = jaxdp.data.PoissonSampler(len(patients), 0.1)   # draws patients, each with all of its records
+    sampler = jaxdp.data.PoissonSampler(len(patients), 0.1)   # draws patients with their records
     trainer = jaxdp.finetune.dp_sgd(..., sampler=sampler, group=True, unit="patient")
 
 Only the number of users and `max_records` are public. Who has which records, and how many, stays
@@ -74,16 +74,23 @@ class Groups:
         """Returns the records of the users at `indices`, integers [B] in [0, users)."""
         rows = self.rows[np.asarray(indices, np.int64)]
         present = rows >= 0
-        found = self.source.gather(np.where(present, rows, rows[:, :1]).reshape(-1))
-        if isinstance(found, Mapping):
-            found = {key: column for key, column in found.items() if key != self.without}
-        return Records(jax.tree.map(lambda x: x.reshape(*rows.shape, *x.shape[1:]), found), present)
+        # Padding repeats the first record of the same user, so that it reveals nobody else's.
+        padded = np.where(present, rows, rows[:, :1])
+        records = self.source.gather(padded.reshape(-1))
+        if isinstance(records, Mapping):
+            records = {key: column for key, column in records.items() if key != self.without}
+
+        def by_user(column: Any) -> Any:
+            return column.reshape(*rows.shape, *column.shape[1:])
+
+        return Records(jax.tree.map(by_user, records), present)
 
     @property
     def fingerprint(self) -> str:
         """A SHA-256 (64 hex digits) of the records' fingerprint and of who has which."""
-        header = json.dumps([self.source.fingerprint, self.rows.shape, self.without]).encode()
-        return hashlib.sha256(header + self.rows.astype("<i8").tobytes()).hexdigest()
+        header = json.dumps([self.source.fingerprint, self.rows.shape, self.without])
+        rows = self.rows.astype("<i8").tobytes()
+        return hashlib.sha256(header.encode() + rows).hexdigest()
 
 
 def by_group(source: Source, group: str | Iterable[Hashable], *, max_records: int) -> Groups:
@@ -117,12 +124,13 @@ def by_group(source: Source, group: str | Iterable[Hashable], *, max_records: in
     if max_records < 1:
         raise ValueError(f"max_records must be at least 1, got {max_records}.")
     column = group if isinstance(group, str) else ""
-    users: dict[int, list[int]] = {}
     owners: Any = read_ids(source, column) if column else group
-    for row, owner in enumerate(owners_of(owners, len(source)).tolist()):
-        if len(mine := users.setdefault(owner, [])) < max_records:
-            mine.append(row)
-    rows = np.full((len(users), max_records), -1, np.int64)
-    for user, mine in users.items():
-        rows[user, : len(mine)] = mine
-    return Groups(source, rows, column)
+    rows_of_user: dict[int, list[int]] = {}
+    for row, user in enumerate(owners_of(owners, len(source)).tolist()):
+        rows = rows_of_user.setdefault(user, [])
+        if len(rows) < max_records:
+            rows.append(row)
+    table = np.full((len(rows_of_user), max_records), -1, np.int64)
+    for user, rows in rows_of_user.items():
+        table[user, : len(rows)] = rows
+    return Groups(source, table, column)

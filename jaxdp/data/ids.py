@@ -13,7 +13,7 @@ no numbers: "007" and "7" are two people.
 | a whole number (`int`, integers of NumPy) | its decimal digits, so that 7 and "7" are one person |
 | a date (`datetime.date`) | its text as in ISO 8601 |
 | a tuple of these | a tuple, which differs from each text |
-| floating point | refused: 1e16 + 1 and 1e16 are one number, and 200001.01 and 200001.02 are one in float32 |
+| floating point | refused: 1e16 + 1 is 1e16, and 200001.01 is 200001.02 in float32 |
 | `bool`, points in time and all else | refused: they have several texts, or few values |
 | None, NaN, blanks only | refused: a blank owner would join the records of several people |
 """
@@ -73,8 +73,9 @@ def identifiers(values: Iterable[Any], argument: str = "group") -> list[Identifi
 
 
 def owners_of(group: Iterable[Any], records: int) -> np.ndarray:
-    """Returns the number of each record's owner, int32 [records], counted in the order of their
-    first records.
+    """Returns the number of each record's owner, int32 [records].
+
+    Owners are counted in the order of their first records.
 
     Args:
       group: The identifier of the owner of each record.

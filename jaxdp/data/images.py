@@ -7,7 +7,8 @@ import tree
 
 from jaxdp.data.pictures import like, scaled
 from jaxdp.data.protocol import check_source
-from jaxdp.data.sources import ExampleReader, Examples
+from jaxdp.data.sources import Examples
+from jaxdp.data.storage import ExampleReader
 
 _CHUNK_ROWS = 1024
 
@@ -34,28 +35,29 @@ def resize_images(source: Examples, size: int = 0, channels: int = 0) -> Example
     """
     if size < 0 or channels < 0:
         raise ValueError(f"size and channels must be at least 0, got {size} and {channels}.")
-    height, width, given = check_source(source, "image", argument=f"source {source.name!r}")[
-        "image"
-    ].shape
+    example = check_source(source, "image", argument=f"source {source.name!r}")
+    height, width, stored_channels = example["image"].shape
     shape = (size, size) if size else (height, width)
-    channels = channels or given
-    if channels != given and given != 1:
+    channels = channels or stored_channels
+    if channels != stored_channels and stored_channels != 1:
         raise ValueError(
-            f"channels must be {given} or 0 for source {source.name!r}, whose images have {given}."
+            f"channels must be {stored_channels} or 0 for source {source.name!r}, whose images "
+            f"have {stored_channels}."
         )
-    if (*shape, channels) == (height, width, given):
+    if (*shape, channels) == (height, width, stored_channels):
         return source
-    source = source.load() if isinstance(source.arrays, ExampleReader) else source
-    stored, rows = source.column("image"), source.positions
-    others = {key: part for key, part in source.arrays.items() if key != "image"}
+    if isinstance(source.arrays, ExampleReader):
+        source = source.load()
+    stored = source.column("image")
+    rows = source.positions
+    others = {key: column for key, column in source.arrays.items() if key != "image"}
     dtype = stored.dtype if stored.dtype.kind == "u" else np.dtype(np.float32)
     image = np.empty((len(rows), *shape, channels), dtype)
     for start in range(0, len(rows), _CHUNK_ROWS):
         chunk = scaled(stored[rows[start : start + _CHUNK_ROWS]])
-        resized = np.clip(
-            [resize(one, shape) for one in chunk], 0, 1
-        )  # [chunk, height, width, given]
-        image[start : start + len(chunk)] = like(resized, dtype)  # repeats a single channel
+        resized = np.clip([resize(picture, shape) for picture in chunk], 0, 1)
+        # The assignment repeats a single channel.
+        image[start : start + len(chunk)] = like(resized, dtype)
     arrays = {**tree.map_structure(lambda array: array[rows], others), "image": image}
     texts = {key: source.text(key) for key in source.text_names}
     return dataclasses.replace(source, arrays=arrays, rows=None, declared="", texts=texts)
@@ -64,17 +66,19 @@ def resize_images(source: Examples, size: int = 0, channels: int = 0) -> Example
 def resize(
     image: np.ndarray, shape: tuple[int, int], interpolation: str = "bilinear"
 ) -> np.ndarray:
-    """Resizes one uint8 or float32 image [H, W, C] with a Pillow filter, whose support grows when
-    it shrinks.
+    """Resizes one uint8 or float32 image [H, W, C] with a Pillow filter.
+
+    The filter averages over the area of a new pixel when the image shrinks.
     """
     from PIL import Image
 
     if image.shape[:2] == shape:
         return image
     resample = Image.Resampling[interpolation.upper()]
-    channels = [
-        Image.fromarray(np.ascontiguousarray(channel)) for channel in np.moveaxis(image, -1, 0)
-    ]
-    return np.stack(
-        [np.asarray(channel.resize(shape[::-1], resample)) for channel in channels], axis=-1
-    )
+
+    def resized(channel: np.ndarray) -> np.ndarray:
+        picture = Image.fromarray(np.ascontiguousarray(channel))
+        return np.asarray(picture.resize(shape[::-1], resample))
+
+    channels = [resized(channel) for channel in np.moveaxis(image, -1, 0)]
+    return np.stack(channels, axis=-1)

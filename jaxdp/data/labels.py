@@ -1,18 +1,17 @@
-"""Labelled logits: the one place that checks their shapes and decides which records are answered
-rightly.
+"""Labelled logits: the one place that checks their shapes and decides which answers are right.
 
 Every consumer of (logits, labels) in this library calls these functions: accuracies, private
 counts, calibration and the serving loop. They accept arrays of NumPy and of JAX, also under
 `jax.jit` and `jax.vmap`.
 
-    logits [n, K]   floating point. One logit [n, 1] answers class 1 if it is positive, and class 0 otherwise.
+    logits [n, K]   floating point. One logit [n, 1] answers class 1 if it is positive, else 0.
     labels [n]      integers in [0, K), or in [0, 2) for one logit.
 
-| a record with                                   | counts as                                                       |
-|-------------------------------------------------|-----------------------------------------------------------------|
-| a NaN or infinite logit                         | wrong, and not `finite`                                         |
-| a label outside of the range, such as -1        | wrong, and not `labelled`                                       |
-| several largest logits                          | an answer for the first of them                                 |
+| a record with                            | counts as                       |
+|------------------------------------------|---------------------------------|
+| a NaN or infinite logit                  | wrong, and not `finite`         |
+| a label outside of the range, such as -1 | wrong, and not `labelled`       |
+| several largest logits                   | an answer for the first of them |
 
 A shape that broadcasts is not a shape that fits: [n] answers against [n, 1] labels would compare
 n^2 pairs. So all shapes must be as above, and nothing is reshaped. Errors about shapes and dtypes
@@ -30,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data.numbers import check_batch
+from jaxdp.data.physical import pad_to_physical
 from jaxdp.data.protocol import Source, check_source
-from jaxdp.data.sampling import pad_to_physical
 
 _INT32 = np.iinfo(np.int32)
 
@@ -54,8 +53,9 @@ class Judged(NamedTuple):
 def check_logits(
     logits: Any, *, name: str = "logits", count: int | None = None, least: int = 1
 ) -> None:
-    """Raises ValueError or TypeError unless logits are floating point [n, K]. It reads shape and
-    dtype only.
+    """Raises ValueError or TypeError unless logits are floating point [n, K].
+
+    It reads shape and dtype only.
 
     Args:
       logits: An array, or anything with a shape and a dtype.
@@ -79,8 +79,9 @@ def check_logits(
 
 
 def check_labels(labels: Any, count: int, *, name: str = "labels") -> None:
-    """Raises ValueError or TypeError unless labels are integers [count]. It reads shape and dtype
-    only.
+    """Raises ValueError or TypeError unless labels are integers [count].
+
+    It reads shape and dtype only.
     """
     _check_array(labels, name)
     shape = tuple(labels.shape)
@@ -99,8 +100,7 @@ def check_labels(labels: Any, count: int, *, name: str = "labels") -> None:
 def check_labelled(
     logits: Any, labels: Any, *, names: tuple[str, str] = ("logits", "labels"), least: int = 1
 ) -> None:
-    """Raises ValueError or TypeError unless logits are floating point [n, K] and labels integers
-    [n].
+    """Raises ValueError or TypeError unless logits are floats [n, K] and labels integers [n].
 
     `names` are the names of both in errors, and `least` is the smallest K. It reads shapes and
     dtypes only.
@@ -147,12 +147,14 @@ def predicted(logits: Any) -> Any:
     if logits.dtype.itemsize < 4:
         logits = logits.astype(np.float32)
     best = logits.argmax(axis=1) if logits.shape[1] > 1 else logits[:, 0] > 0
-    return xp.where(xp.isfinite(logits).all(axis=1), best, -1).astype(np.int32)
+    is_finite = xp.isfinite(logits).all(axis=1)
+    return xp.where(is_finite, best, -1).astype(np.int32)
 
 
 def judge(logits: Any, labels: Any) -> Judged:
-    """Compares the answers of logits [n, K] with labels [n]. The result is of NumPy, or of JAX
-    where one argument is.
+    """Compares the answers of logits [n, K] with labels [n].
+
+    The result is of JAX if one argument is, otherwise of NumPy.
 
     Raises:
       TypeError, ValueError: Shapes or dtypes are not as at the top of this page.
@@ -173,8 +175,7 @@ def judge(logits: Any, labels: Any) -> Judged:
 
 
 class Counts(NamedTuple):
-    """Numbers of records: right answers, answers with a logit that is not finite, and labels out of
-    range.
+    """Numbers of right answers, of answers with a logit that is not finite, of labels out of range.
 
     The numbers are int32 [] on the device, and integers or int64 arrays after sums on the host.
     """
@@ -186,13 +187,17 @@ class Counts(NamedTuple):
 
 def count(judged: Judged, mask: jax.Array) -> Counts:
     """Counts the records where the mask, bool [n], is True."""
-    wanted = Counts(judged.correct, ~judged.finite, ~judged.labelled)
-    return Counts(*((rows & mask).sum() for rows in wanted))
+    not_finite = ~judged.finite
+    unlabelled = ~judged.labelled
+    return Counts(
+        correct=(judged.correct & mask).sum(),
+        not_finite=(not_finite & mask).sum(),
+        unlabelled=(unlabelled & mask).sum(),
+    )
 
 
 def check_examples(source: Source, batch_size: int) -> Any:
-    """Returns the structure of an example, as `check_source`. Raises unless there are examples with
-    integer labels [].
+    """Returns the structure of an example, as `check_source`, if it has an integer label [].
 
     Errors show shapes and dtypes only.
     """
@@ -209,11 +214,10 @@ def check_examples(source: Source, batch_size: int) -> Any:
 
 
 def labelled_batches(source: Source, batch_size: int) -> Iterator[tuple[Any, jax.Array]]:
-    """Yields the batches of a source on the device, labels as int32, each with the mask of its
-    examples.
-    """
+    """Yields the batches of a source on the device, labels as int32, each with its mask."""
     size = min(batch_size, len(source))
-    for rows, mask in zip(*pad_to_physical(np.arange(len(source)), size), strict=True):
+    physical, masks = pad_to_physical(np.arange(len(source)), size)
+    for rows, mask in zip(physical, masks, strict=True):
         batch = source.gather(rows)
         # A label that no int32 holds is wrong, and no error.
         labelled = check_batch({**batch, "label": narrow(batch["label"])})
@@ -235,9 +239,7 @@ def _name(source: Source) -> str:
 
 
 def warn_if_not_finite(count: int, total: int, *, stacklevel: int = 3) -> None:
-    """Warns that `count` of `total` answers had a logit that is not finite, if there are any. For
-    public data.
-    """
+    """Warns that `count` of `total` answers about PUBLIC data had a logit that is not finite."""
     if count:
         warnings.warn(
             f"{count} of {total} answers have a logit that is NaN or infinite, and count as "
@@ -255,10 +257,15 @@ def _check_array(value: Any, name: str) -> None:
 
 
 def _shown(shape: tuple[int, ...], count: int | None) -> str:
-    """Returns a shape in words without the number of records."""
-    rest = "".join(f", {size}" for size in shape[1:])
-    other = bool(shape) and count not in (None, shape[0])
-    return f"shape [{'n' if shape else ''}{rest}]{' of another n' if other else ''}"
+    """Returns a shape in words, without the number of records.
+
+    Example: (20, 3) becomes "shape [n, 3]", with " of another n" if 20 is not `count`.
+    """
+    if not shape:
+        return "shape []"
+    axes = ", ".join(["n", *map(str, shape[1:])])
+    is_other = count not in (None, shape[0])
+    return f"shape [{axes}]{' of another n' if is_other else ''}"
 
 
 def _inside(labels: Any, end: int) -> Any:

@@ -1,5 +1,4 @@
-"""Numbers that a device holds as they are: what is refused, what is converted, and what loses
-digits.
+"""Numbers that a device holds as they are: what is refused, converted, or loses digits.
 
 JAX has numbers of at most 32 bits, unless `jax_enable_x64` is set. It converts wider ones without a
 word: the time 1700000000123 becomes -807049093. So every column and every batch goes through this
@@ -9,7 +8,8 @@ module.
 |---|---|
 | bool, integers of up to 32 bits, floats of up to 32 bits | as they are |
 | 64-bit integers | kept if every number fits into 32 bits, refused by name otherwise |
-| float64 | kept; a warning by name where float32 merges numbers or rounds a whole one; refused if infinite there |
+| float64 | kept; a warning by name where float32 merges numbers or rounds a whole one |
+| float64 that is infinite in float32 | refused by name |
 | big-endian | the same numbers in the order of the machine |
 | long double, records, texts, objects | refused by name |
 """
@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-_CHUNK = 2**20
+_NUMBERS_AT_ONCE = 2**20
 # A column whose numbers differ by less than this many steps of float32 has lost its digits.
 _STEPS = 1024
 _AS_ID = "If it is an identifier, give it as text."
@@ -47,16 +47,18 @@ def native(array: np.ndarray, where: str) -> np.ndarray:
     return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
 
-def _wide() -> bool:
+def _keeps_64_bits() -> bool:
     """Returns whether JAX keeps numbers of 64 bits."""
     return bool(jax.config.read("jax_enable_x64"))
 
 
 def check_whole(array: Any, where: str) -> None:
-    """Raises ValueError if 64-bit integers do not fit into the 32 bits that JAX keeps. The message
-    has no number.
+    """Raises ValueError if 64-bit integers do not fit into the 32 bits that JAX keeps.
+
+    The message has no number.
     """
-    if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or _wide() or not array.size:
+    is_wide = array.dtype.kind in "iu" and array.dtype.itemsize >= 8
+    if not is_wide or not array.size or _keeps_64_bits():
         return
     narrow = np.iinfo(f"{array.dtype.kind}4")
     if array.min() < narrow.min or array.max() > narrow.max:
@@ -68,31 +70,41 @@ def check_whole(array: Any, where: str) -> None:
 
 
 def check_digits(array: np.ndarray, where: str) -> None:
-    """Warns if float32 loses more of float64 numbers than its usual rounding. Raises ValueError if
-    it overflows.
+    """Warns if float32 loses more of float64 numbers than its usual rounding.
 
     It warns if a whole number is another one in float32, or if the numbers of a position, such as a
     feature, differ by less than 1024 steps of float32 around them.
+
+    Raises:
+      ValueError: A number is infinite in float32.
     """
-    if array.dtype != np.float64 or not array.size or _wide():
+    if array.dtype != np.float64 or not array.size or _keeps_64_bits():
         return
-    rows = max(1, _CHUNK // max(1, array[0].size)) if array.ndim else 1
-    low, high, rounded = np.inf, -np.inf, False
+    # In pieces, since a copy of all numbers may not fit into memory.
+    rows = 1
+    if array.ndim:
+        rows = max(1, _NUMBERS_AT_ONCE // max(1, array[0].size))
+    low: Any = np.inf
+    high: Any = -np.inf
+    rounded = False
     for start in range(0, len(array), rows):
-        chunk = array[start : start + rows]
-        finite = np.isfinite(chunk)
+        wide = array[start : start + rows]
+        finite = np.isfinite(wide)
         with np.errstate(over="ignore"):
-            narrow = chunk.astype(np.float32)
+            narrow = wide.astype(np.float32)
         if not np.isfinite(narrow[finite]).all():
             raise ValueError(
                 f"{where} has numbers that are infinite in float32. Divide by a public constant."
             )
-        rounded = rounded or bool(np.any(finite & (chunk == np.rint(chunk)) & (chunk != narrow)))
-        low = np.minimum(low, np.min(chunk, axis=0, initial=np.inf, where=finite))
-        high = np.maximum(high, np.max(chunk, axis=0, initial=-np.inf, where=finite))
+        is_whole = finite & (wide == np.rint(wide))
+        rounded = rounded or bool(np.any(is_whole & (wide != narrow)))
+        low = np.minimum(low, np.min(wide, axis=0, initial=np.inf, where=finite))
+        high = np.maximum(high, np.max(wide, axis=0, initial=-np.inf, where=finite))
     with np.errstate(invalid="ignore"):
-        step = np.spacing(np.maximum(np.abs(low), np.abs(high)).astype(np.float32))
-    if rounded or np.any((high > low) & (high - low < _STEPS * step)):
+        largest = np.maximum(np.abs(low), np.abs(high))
+        step = np.spacing(largest.astype(np.float32))
+    merged = (high > low) & (high - low < _STEPS * step)
+    if rounded or np.any(merged):
         warnings.warn(
             f"{where} is float64, and float32 loses its last digits. Subtract a public constant, "
             f"or store whole numbers as integers. {_AS_ID}",
@@ -101,8 +113,7 @@ def check_digits(array: np.ndarray, where: str) -> None:
 
 
 def check_batch(batch: Any, argument: str = "source") -> Any:
-    """Returns a gathered batch whose numbers a device holds: native, and without whole numbers that
-    wrap.
+    """Returns a gathered batch, whose numbers a device holds as they are.
 
     Raises:
       TypeError, ValueError: As `native` and `check_whole`. The message names the column, for the
@@ -110,7 +121,8 @@ def check_batch(batch: Any, argument: str = "source") -> Any:
     """
 
     def checked(path: Any, leaf: Any) -> Any:
-        where = f"{jax.tree_util.keystr(path, simple=True, separator='/') or 'the root'!r} of {argument}"
+        column = jax.tree_util.keystr(path, simple=True, separator="/") or "the root"
+        where = f"{column!r} of {argument}"
         if isinstance(leaf, np.ndarray):
             leaf = native(leaf, where)
             check_whole(leaf, where)

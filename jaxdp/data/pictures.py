@@ -3,8 +3,8 @@
 | what the file holds (mode of Pillow) | pixels | 0 and 1 in a batch are |
 |---|---|---|
 | grey of 1 or 8 bits (1, L, LA) | uint8 [H, W, 1] | 0 and 255 |
-| grey of 16 bits (I;16, I;16B; PNG, TIFF, JPEG 2000; PGM, which Pillow scales) | uint16 [H, W, 1] | 0 and 65535 |
-| grey of 32 bits or floats (I, F; TIFF) | float32 [H, W, 1] | the ends of `pixel_range`, which must be given |
+| grey of 16 bits (I;16, I;16B; PGM, which Pillow scales) | uint16 [H, W, 1] | 0 and 65535 |
+| grey of 32 bits or floats (I, F) | float32 [H, W, 1] | the ends of `pixel_range`, required |
 | all others | uint8 [H, W, 3], RGB | 0 and 255 |
 
 `pixel_range=(low, high)` gives every file a range of its own, such as (0, 4095) for 12 bits in
@@ -35,11 +35,8 @@ def check_range(pixel_range: PixelRange | None) -> None:
     """Raises ValueError unless pixel_range is None or has two finite numbers, the smaller first."""
     if pixel_range is None:
         return
-    if (
-        len(pixel_range) != 2
-        or not all(map(math.isfinite, pixel_range))
-        or not pixel_range[0] < pixel_range[1]
-    ):
+    is_pair = len(pixel_range) == 2 and all(map(math.isfinite, pixel_range))
+    if not is_pair or not pixel_range[0] < pixel_range[1]:
         raise ValueError(
             "pixel_range must be (low, high) with low below high, such as (0, 4095), got "
             f"{pixel_range}."
@@ -47,19 +44,19 @@ def check_range(pixel_range: PixelRange | None) -> None:
 
 
 def scaled(pixels: np.ndarray) -> np.ndarray:
-    """Returns pixels as float32 in [0, 1]: uint8 by 255, uint16 by 65535, and floats as they
-    are.
-    """
+    """Returns pixels as float32 in [0, 1]: uint8 by 255, uint16 by 65535, floats as they are."""
     if pixels.dtype.kind != "u":
         return pixels
-    return pixels.astype(np.float32) / np.float32(np.iinfo(pixels.dtype).max)
+    largest = np.iinfo(pixels.dtype).max
+    return pixels.astype(np.float32) / np.float32(largest)
 
 
 def like(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Returns floats in [0, 1] as pixels of a dtype, the inverse of `scaled`."""
     if dtype.kind != "u":
         return np.asarray(values, dtype)
-    return np.rint(np.iinfo(dtype).max * np.asarray(values)).astype(dtype)
+    largest = np.iinfo(dtype).max
+    return np.rint(largest * np.asarray(values)).astype(dtype)
 
 
 def decode(data: bytes, what: str, *, pixel_range: PixelRange | None = None) -> np.ndarray:
@@ -78,51 +75,53 @@ def decode(data: bytes, what: str, *, pixel_range: PixelRange | None = None) -> 
     from PIL import Image, ImageOps
 
     with understood(what, _AGAIN), Image.open(io.BytesIO(data)) as file:
-        frames = (
-            1 if file.format == "MPO" else getattr(file, "n_frames", 1)
-        )  # MPO: a photograph and its preview
-        kind = file.format
+        file_format = file.format
+        frames = getattr(file, "n_frames", 1)
+        if file_format == "MPO":  # a photograph and its preview
+            frames = 1
         file.load()
         image = ImageOps.exif_transpose(file)
         # Pillow scales PGM to 16 bits. Its older versions have the mode I for PNG of 16 bits too.
-        wide = image.mode in _WIDE or (image.mode == "I" and kind in ("PPM", "PNG"))
-        unbounded = not wide and image.mode in ("I", "F")
-        if wide or unbounded:
-            pixels = np.asarray(image)
-        else:
-            pixels = np.asarray(image.convert("L" if image.mode in _GREY else "RGB"))
+        is_16_bits = image.mode in _WIDE or (image.mode == "I" and file_format in ("PPM", "PNG"))
+        is_unbounded = not is_16_bits and image.mode in ("I", "F")
+        if not is_16_bits and not is_unbounded:
+            image = image.convert("L" if image.mode in _GREY else "RGB")
+        pixels = np.asarray(image)
+        mode = image.mode
     if frames > 1:
         raise ValueError(f"{what} has {frames} images. Store each in a file of its own.")
-    if unbounded and pixel_range is None:
+    if is_unbounded and pixel_range is None:
         raise ValueError(
-            f"{what} has grey pixels of 32 bits (mode {image.mode}), which have no largest value. "
+            f"{what} has grey pixels of 32 bits (mode {mode}), which have no largest value. "
             "Give their public range: pixel_range=(low, high)."
         )
-    pixels = pixels.astype(np.uint16) if wide else pixels
-    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    if is_16_bits:
+        pixels = pixels.astype(np.uint16)
+    if pixels.ndim == 2:
+        pixels = pixels[..., None]
     if pixel_range is None:
         return pixels
     low, high = pixel_range
-    return np.clip((pixels.astype(np.float64) - low) / (high - low), 0, 1).astype(np.float32)
+    in_range = (pixels.astype(np.float64) - low) / (high - low)
+    return np.clip(in_range, 0, 1).astype(np.float32)
 
 
 def path_inside(root: pathlib.Path, path: str) -> bool:
-    """Returns whether a path of a table names something inside the folder, read as text. It may not
-    name the folder.
+    """Returns whether a path of a table, read as text, names something inside the folder.
+
+    Example: "a/b.png" does. "", "../b.png", "/b.png" and "C:b.png" do not, on any system.
     """
-    parts = pathlib.PurePosixPath(path.replace("\\", "/")).parts
-    outside = (
-        pathlib.PurePath(path).is_absolute()
-        or pathlib.PureWindowsPath(path).drive
-        or path.startswith("/")
-    )
-    return bool(parts) and not outside and ".." not in parts
+    folders_and_name = pathlib.PurePosixPath(path.replace("\\", "/")).parts
+    if not folders_and_name or ".." in folders_and_name:
+        return False
+    if path.startswith("/") or pathlib.PurePath(path).is_absolute():
+        return False
+    return not pathlib.PureWindowsPath(path).drive
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageFiles:
-    """A column of `Examples` that reads as an array of pixels [n, H, W, C]. It decodes the files of
-    rows that are read.
+    """A column of `Examples`: pixels [n, H, W, C] in files, which are decoded when they are read.
 
     Attributes:
       root: The folder.
@@ -152,7 +151,8 @@ class ImageFiles:
         return (len(self.paths), *self._first[0])
 
     def __getitem__(self, rows: Any) -> np.ndarray:
-        paths = [self.paths[row] for row in np.arange(len(self))[rows].tolist()]
+        numbers = np.arange(len(self))[rows].tolist()
+        paths = [self.paths[row] for row in numbers]
         shape, dtype = self._first
         images = []
         for path in paths:
@@ -198,5 +198,6 @@ class ImageFiles:
                 f"{what} is a link to a file outside of the folder. Copy the file into the folder."
             )
         data = file.read_bytes()
+        # The header is checked first: a small file can decode to an image that fills the memory.
         check_image(data, shape=(), what=what, limits=self.limits, remedy=_AGAIN)
         return decode(data, what, pixel_range=self.pixel_range)

@@ -57,7 +57,7 @@ def check_members(source: Any, argument: str = "source") -> None:
         for name in ("__len__", "gather", "fingerprint")
     }
     what = f"{argument} must be a jaxdp.data.Source"
-    if missing := [name for name, found in members.items() if found is None]:
+    if missing := [name for name, member in members.items() if member is None]:
         raise TypeError(
             f"{what}, but {type(source).__name__} has no {', '.join(missing)}. {_REMEDY}"
         )
@@ -69,11 +69,10 @@ def check_members(source: Any, argument: str = "source") -> None:
 
 
 def check_source(source: Any, *columns: str, argument: str = "source", values: bool = True) -> Any:
-    """Checks that an object is a `Source`, and reads its first and last examples. It does not read
-    the fingerprint.
+    """Checks that an object is a `Source`, and reads its first and last examples.
 
-    Errors show columns, dtypes and shapes, and no value of a record. float64 whose digits float32
-    loses gives a warning (`jaxdp.data.numbers`).
+    The fingerprint is not read. Errors show columns, dtypes and shapes, and no value of a record.
+    float64 whose digits float32 loses gives a warning (`jaxdp.data.numbers`).
 
     Args:
       source: The object.
@@ -92,52 +91,58 @@ def check_source(source: Any, *columns: str, argument: str = "source", values: b
         outside of 32 bits. Or a column is missing.
     """
     check_members(source, argument)
-    what = f"{argument} must be a jaxdp.data.Source"
-    rows = np.array([0, len(source) - 1] if len(source) else [], np.int64)
+    # Two examples tell the structure, and whether it is the same at both ends.
+    ends = [0, len(source) - 1] if len(source) else []
+    rows = np.array(ends, np.int64)
     batch = source.gather(rows)
-    texts = getattr(source, "text_names", ())
-    found = f"gather({rows.tolist()}) of {type(source).__name__}"
-    if missing := [name for name in columns if not (isinstance(batch, dict) and name in batch)]:
-        has = (
-            ", ".join(sorted(map(str, batch))) if isinstance(batch, dict) else type(batch).__name__
-        )
-        unread = ", ".join(name for name in missing if name in texts)
-        hint = (
-            f" {unread} is text, which no example has: declare classes=, or encode it."
-            if unread
-            else ""
-        )
-        raise ValueError(
-            shown(f"{argument} has no column {', '.join(map(repr, missing))}. It has {has}.{hint}")
-        )
+    _check_columns(source, batch, columns, argument)
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    call = f"gather({rows.tolist()}) of {type(source).__name__}"
+    what = f"{argument} must be a jaxdp.data.Source, but {call} returned"
     if not leaves:
-        raise TypeError(f"{what}, but {found} returned no array. {_REMEDY}")
+        raise TypeError(f"{what} no array. {_REMEDY}")
     for path, leaf in leaves:
-        where = f"{found} returned at {jax.tree_util.keystr(path, simple=True, separator='/') or 'its root'!r}"
-        if not isinstance(leaf, np.ndarray | jax.Array):
-            raise TypeError(f"{what}, but {where} a {type(leaf).__name__}. Return arrays.")
-        if leaf.dtype.kind in "OSUMm":
-            raise TypeError(
-                f"{what}, but {where} the dtype {leaf.dtype}. Encode text, dates and lists of "
-                "several lengths as numbers of one shape."
-            )
-        if leaf.shape[:1] != rows.shape:
-            raise ValueError(
-                f"{what}, but {where} the shape {leaf.shape}. The first axis must be {len(rows)}."
-            )
-    checked = check_batch(batch, argument) if values else ()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(checked)[0]:
-        if isinstance(leaf, np.ndarray):
-            check_digits(
-                leaf, f"{jax.tree_util.keystr(path, simple=True, separator='/')!r} of {argument}"
-            )
+        _check_leaf(leaf, len(rows), f"{what} at {_name(path) or 'its root'!r}")
+    if values:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(check_batch(batch, argument))[0]:
+            if isinstance(leaf, np.ndarray):
+                check_digits(leaf, f"{_name(path)!r} of {argument}")
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _check_columns(source: Source, batch: Any, columns: tuple[str, ...], argument: str) -> None:
+    """Raises ValueError unless a batch has the columns. The message says which are text."""
+    missing = [name for name in columns if not (isinstance(batch, dict) and name in batch)]
+    if not missing:
+        return
+    has = type(batch).__name__
+    if isinstance(batch, dict):
+        has = ", ".join(sorted(map(str, batch)))
+    hint = ""
+    if texts := [name for name in missing if name in getattr(source, "text_names", ())]:
+        hint = f" {', '.join(texts)} is text, which no example has: declare classes=, or encode it."
+    names = ", ".join(map(repr, missing))
+    raise ValueError(shown(f"{argument} has no column {names}. It has {has}.{hint}"))
+
+
+def _check_leaf(leaf: Any, count: int, what: str) -> None:
+    """Raises TypeError or ValueError unless a leaf is an array [count, ...] of numbers."""
+    if not isinstance(leaf, np.ndarray | jax.Array):
+        raise TypeError(f"{what} a {type(leaf).__name__}. Return arrays.")
+    if leaf.dtype.kind in "OSUMm":
+        raise TypeError(
+            f"{what} the dtype {leaf.dtype}. Encode text, dates and lists of several lengths as "
+            "numbers of one shape."
+        )
+    if leaf.shape[:1] != (count,):
+        raise ValueError(f"{what} the shape {leaf.shape}. The first axis must be {count}.")
+
+
 def inputs_of(batch: Mapping[str, Any]) -> Any:
-    """Returns the input of a model: "image", or else "features", or else the dict of all columns
-    but "label".
-    """
+    """Returns the input of a model: "image", else "features", else all columns but "label"."""
     others = {name: column for name, column in batch.items() if name != "label"}
     return others.get("image", others.get("features", others))

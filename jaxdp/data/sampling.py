@@ -6,9 +6,7 @@ is the upper half of its counter. The streams of different steps are therefore d
 """
 
 import dataclasses
-import math
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,12 +17,10 @@ if TYPE_CHECKING:
 _SEED_BYTES = 16
 # The upper-most counter word of each sampler separates the streams of one seed.
 _POISSON, _SHUFFLE = 1, 2
-_MOST_SIZES = 3  # each is a compiled program
-_CANDIDATES = 60
 
 
 def _generator(seed: bytes, step: int, purpose: int) -> np.random.Generator:
-    _check_count("step", step, 0)
+    check_count("step", step, 0)
     if step >= 2**64:
         raise ValueError(f"step must be below 2**64, got {step}.")
     counter = np.array([0, 0, step, purpose], np.uint64)
@@ -33,7 +29,8 @@ def _generator(seed: bytes, step: int, purpose: int) -> np.random.Generator:
     )
 
 
-def _check_count(name: str, value: int, minimum: int) -> None:
+def check_count(name: str, value: int, minimum: int) -> None:
+    """Raises TypeError for what is no int, ValueError for an int below the minimum."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
     if value < minimum:
@@ -41,19 +38,18 @@ def _check_count(name: str, value: int, minimum: int) -> None:
 
 
 def _check_seed(seed: bytes) -> None:
-    wanted = f"seed must be {_SEED_BYTES} bytes such as os.urandom(16)"
+    rule = f"seed must be {_SEED_BYTES} bytes such as os.urandom(16)"
     if not isinstance(seed, bytes):
-        raise TypeError(f"{wanted}, got {type(seed).__name__}.")
+        raise TypeError(f"{rule}, got {type(seed).__name__}.")
     if len(seed) != _SEED_BYTES:
-        raise ValueError(f"{wanted}, got {len(seed)}.")
+        raise ValueError(f"{rule}, got {len(seed)}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class PoissonSampler:
-    """Poisson sampling: at every step each example takes part independently with the same
-    probability.
+    """Poisson sampling: each example takes part in each step independently, with one probability.
 
-    It uses `jax_privacy.batch_selection.CyclicPoissonSampling` with one cycle.
+    Batches are drawn by `jax_privacy.batch_selection.CyclicPoissonSampling` with one cycle.
 
     Formal guarantees:
       - Without truncation, the indicators "example i is in the batch of step t" are independent
@@ -87,14 +83,14 @@ class PoissonSampler:
     truncated_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        _check_count("num_examples", self.num_examples, 1)
+        check_count("num_examples", self.num_examples, 1)
         if not 0 < self.sampling_probability <= 1:
             raise ValueError(
                 f"sampling_probability must be in (0, 1], got {self.sampling_probability}."
             )
         _check_seed(self.seed)
         if self.truncated_batch_size is not None:
-            _check_count("truncated_batch_size", self.truncated_batch_size, 1)
+            check_count("truncated_batch_size", self.truncated_batch_size, 1)
 
     @property
     def expected_batch_size(self) -> float:
@@ -120,10 +116,10 @@ class PoissonSampler:
         return np.sort(indices.astype(np.int64))
 
     def event(self, inner_event: "dp_event.DpEvent") -> "dp_event.DpEvent":
-        """Returns the privacy event of one step whose mechanism on the sampled batch is
-        `inner_event`.
+        """Returns the privacy event of one step.
 
-        It is `PoissonSampledDpEvent(q, inner_event)`, or with truncation a
+        `inner_event` is that of the mechanism on the sampled batch. The result is
+        `PoissonSampledDpEvent(q, inner_event)`, or with truncation a
         `TruncatedSubsampledGaussianDpEvent`.
 
         Raises:
@@ -175,8 +171,8 @@ class FixedBatchSampler:
     seed: bytes = dataclasses.field(default_factory=lambda: os.urandom(_SEED_BYTES), repr=False)
 
     def __post_init__(self) -> None:
-        _check_count("num_examples", self.num_examples, 1)
-        _check_count("batch_size", self.batch_size, 1)
+        check_count("num_examples", self.num_examples, 1)
+        check_count("batch_size", self.batch_size, 1)
         if self.batch_size > self.num_examples:
             raise ValueError(
                 f"batch_size must be at most num_examples={self.num_examples}, got "
@@ -191,139 +187,8 @@ class FixedBatchSampler:
 
     def batch(self, step: int) -> np.ndarray:
         """Returns the example indices of a step, int64 [batch_size], no repeats within an epoch."""
-        _check_count("step", step, 0)
+        check_count("step", step, 0)
         epoch, position = divmod(step, self.steps_per_epoch)
         order = _generator(self.seed, epoch, _SHUFFLE).permutation(self.num_examples)
-        return order[position * self.batch_size : (position + 1) * self.batch_size].astype(np.int64)
-
-
-@dataclasses.dataclass(frozen=True)
-class PhysicalSizes:
-    """How a sampled batch of any size is cut into physical batches of a few sizes, each of which
-    compiles once.
-
-    The cut has the smallest sum of rows, padding included, and `overhead` rows for every call,
-    among those that take as many whole physical batches of each size as fit, from the largest size
-    on, and pad the last one.
-
-    Attributes:
-      sizes: The sizes, descending, at least one.
-      overhead: The cost of a call in rows.
-    """
-
-    sizes: tuple[int, ...]
-    overhead: float = 0.0
-
-    def __post_init__(self) -> None:
-        for size in self.sizes:
-            _check_count("physical_batch_size", size, 1)
-
-    @classmethod
-    def choose(
-        cls, sampler: PoissonSampler, *, largest: int, overhead: float = 0.0
-    ) -> "PhysicalSizes":
-        """Returns up to three sizes, none above `largest`, whose expected cost is small for the
-        sampler's batches.
-
-        `overhead` is at least 1 and a 64th of the expected batch size. With that, expected padding
-        is below 3 % of the expected batch size where this is 32 or more. The choice depends on
-        public numbers alone.
-        """
-        _check_count("largest", largest, 1)
-        n, q = sampler.num_examples, sampler.sampling_probability
-        most = min(n, sampler.truncated_batch_size or n)
-        mean, std = sampler.expected_batch_size, math.sqrt(sampler.expected_batch_size * (1 - q))
-        batches = np.arange(max(0, math.floor(mean - 5 * std)), math.ceil(mean + 5 * std) + 1)
-        weights = np.exp(
-            -0.5 * np.square((batches - mean) / max(std, 0.1))
-        )  # the normal limit of the binomial
-        batches, weights = np.minimum(batches, most), weights / weights.sum()
-        overhead = max(1.0, mean / 64, overhead)
-        top = min(largest, int(batches[-1]))
-        near = mean + std * np.linspace(-4, 4, 2 * _CANDIDATES // 3)
-        found = np.concatenate([np.geomspace(1, max(top, 1), _CANDIDATES), near, [largest]])
-        candidates = sorted({int(x) for x in np.clip(np.rint(found), 1, max(top, 1))})
-
-        def cost(sizes: Sequence[int]) -> float:
-            made = cls(tuple(sorted(set(sizes), reverse=True)), overhead)
-            return float(weights @ (made._counts(batches).T @ (np.array(made.sizes) + overhead)))
-
-        def best_with(kept: tuple[int, ...]) -> tuple[int, ...]:
-            return (*kept, min(candidates, key=lambda size: cost((*kept, size))))
-
-        chosen: tuple[int, ...] = ()
-        for _ in range(_MOST_SIZES):  # add the best size, then exchange each for a better one
-            chosen = best_with(chosen)
-            for old in chosen:
-                chosen = best_with(tuple(size for size in chosen if size != old))
-        made = cls(tuple(sorted(set(chosen), reverse=True)), overhead)
-        used = made._counts(batches).sum(axis=1).tolist()
-        return cls(
-            tuple(m for m, calls in zip(made.sizes, used, strict=True) if calls) or made.sizes[-1:],
-            overhead,
-        )
-
-    def counts(self, size: int) -> dict[int, int]:
-        """Returns the number of physical batches of each size for `size` examples, in all at least
-        one.
-        """
-        found = self._counts(np.array([size]))[:, 0]
-        found[-1] += not found.any()
-        return dict(zip(self.sizes, found.tolist(), strict=True))
-
-    def cut(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the physical batches of a batch as in `pad_to_physical`: (indices int64 [m], mask
-        bool [m]) each.
-        """
-        parts: list[tuple[np.ndarray, np.ndarray]] = []
-        start = 0
-        for size, count in self.counts(len(indices)).items():
-            if count:
-                parts += zip(
-                    *pad_to_physical(indices[start : start + count * size], size), strict=True
-                )
-                start += count * size
-        return parts
-
-    def _counts(self, batches: np.ndarray) -> np.ndarray:
-        """Returns the number of calls of each size, [sizes, n], for the batch sizes [n]."""
-        size, smaller = self.sizes[0], self.sizes[1:]
-        padded = np.zeros((len(self.sizes), len(batches)), np.int64)
-        padded[0] = -(-batches // size)
-        if not smaller:
-            return padded
-        rest = PhysicalSizes(smaller, self.overhead)._counts(batches % size)
-        exact = np.concatenate([batches[None] // size, rest])
-        price = np.array(self.sizes) + self.overhead
-        return np.where(price @ padded <= price @ exact, padded, exact)
-
-
-def pad_to_physical(indices: np.ndarray, physical_batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts a batch of any size into k >= 1 physical batches of one size, padded with index 0 and
-    masked out.
-
-    Args:
-      indices: Integer [B], B >= 0.
-      physical_batch_size: m >= 1, the number of examples that fit in memory, in every compiled
-          step.
-
-    Returns:
-      (indices int64 [k, m], mask bool [k, m]) with k = max(1, ceil(B / m)). mask is False on
-      padding, where the gradient of example 0 must not count.
-
-    Raises:
-      ValueError: indices is not one-dimensional.
-      TypeError: indices are not integers.
-    """
-    _check_count("physical_batch_size", physical_batch_size, 1)
-    indices = np.asarray(indices)
-    if indices.ndim != 1:
-        raise ValueError(f"indices must be one-dimensional, got shape {indices.shape}.")
-    if not np.issubdtype(indices.dtype, np.integer):
-        raise TypeError(f"indices must be integers, got dtype {indices.dtype}.")
-    count = max(1, -(-len(indices) // physical_batch_size))
-    padded = np.zeros(count * physical_batch_size, np.int64)
-    padded[: len(indices)] = indices
-    mask = np.arange(len(padded)) < len(indices)
-    shape = (count, physical_batch_size)
-    return padded.reshape(shape), mask.reshape(shape)
+        start = position * self.batch_size
+        return order[start : start + self.batch_size].astype(np.int64)

@@ -4,9 +4,8 @@ An example of the bundled sets is a dict of NumPy arrays: {"image": float32 [H, 
 "label": int32 []} or {"features": float32 [d], "label": int32 []}. Other records have any columns,
 nested in any way.
 
-This module computes no statistic of the records. Every scaling constant is public and written in
-this file. The number of classes is declared. Splits depend on positions alone. A mean or a maximum
-of private rows is an uncharged release.
+No statistic of the records is computed: a mean or a maximum of private rows is an uncharged
+release. The number of classes is declared. Splits depend on positions alone.
 """
 
 import dataclasses
@@ -14,7 +13,6 @@ import functools
 import hashlib
 import json
 import types
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,22 +20,22 @@ import numpy as np
 import tree
 
 from jaxdp.data.ids import Identifier, identifiers
-from jaxdp.data.numbers import check_digits, native
 from jaxdp.data.pictures import scaled
 from jaxdp.data.protocol import Source
 from jaxdp.data.storage import ExampleReader, Watched, immutable, raw, stored
 from jaxdp.files import shown
 
+# How much of a column is read at once to hash or to load it.
 _CHUNK_ROWS = 4096
 _CHUNK_BYTES = 2**24
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """Examples by position: `len(records)`, `records[i]`, `records.gather(indices)`. It is a
-    `jaxdp.data.Source`.
+    """Examples by position: `len(records)`, `records[i]`, `records.gather(indices)`.
 
-    Build one with `bundled` or a function whose name starts with "from_", or from your own arrays.
+    It is a `jaxdp.data.Source`. Build one with `bundled` or a function whose name starts with
+    "from_", or from your own arrays.
 
     Attributes:
       arrays: The stored records: a dict of columns, or any nesting of dicts, lists, tuples and
@@ -67,44 +65,54 @@ class Examples:
     rows: np.ndarray | None = dataclasses.field(default=None, repr=False)
     declared: str = dataclasses.field(default="", repr=False)
     texts: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict, repr=False)
-    _columns: Any = dataclasses.field(
-        init=False, repr=False
-    )  # what is read: nobody else has these dicts and lists
+    # The columns that are read. `arrays` has the same columns in other dicts and lists, so that no
+    # caller can exchange what is read.
+    _columns: Any = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        given = dict(self.arrays) if isinstance(self.arrays, Mapping) else self.arrays
-        named = [("/".join(map(str, path)), array) for path, array in tree.flatten_with_path(given)]
+        arrays = dict(self.arrays) if isinstance(self.arrays, Mapping) else self.arrays
         texts = {name: tuple(cells) for name, cells in self.texts.items()}
-        lengths = [(name, str(len(column))) for name, column in (*named, *texts.items())]
-        if not named or len({length for _, length in lengths}) > 1:
-            what = f"{shown(' and '.join(name for name, _ in lengths) or 'arrays')} of source {self.name!r}"
-            count = " and ".join(length for _, length in lengths) if named else "no array"
-            raise ValueError(f"{what} must have one length, got {count}.")
         columns = [
-            stored(column, f"{shown(name)} of source {self.name!r}") for name, column in named
+            ("/".join(map(str, path)), column) for path, column in tree.flatten_with_path(arrays)
         ]
-        inside = tree.unflatten_as(given, columns)
-        object.__setattr__(self, "_columns", inside)
-        outside = tree.unflatten_as(given, columns)
-        object.__setattr__(
-            self, "arrays", types.MappingProxyType(outside) if type(outside) is dict else outside
-        )
+        self._check_lengths(columns, texts)
+        immutable_columns = [
+            stored(column, f"{shown(name)} of source {self.name!r}") for name, column in columns
+        ]
+        object.__setattr__(self, "_columns", tree.unflatten_as(arrays, immutable_columns))
+        public = tree.unflatten_as(arrays, immutable_columns)
+        if type(public) is dict:
+            public = types.MappingProxyType(public)
+        object.__setattr__(self, "arrays", public)
         object.__setattr__(self, "texts", types.MappingProxyType(texts))
         if self.rows is not None:
             object.__setattr__(self, "rows", immutable(np.asarray(self.rows, np.int64)))
 
+    def _check_lengths(
+        self, columns: Sequence[tuple[str, Any]], texts: Mapping[str, Sequence[Any]]
+    ) -> None:
+        """Raises ValueError if there is no array, or columns and texts differ in length."""
+        lengths = [(name, len(column)) for name, column in (*columns, *texts.items())]
+        if columns and len({length for _, length in lengths}) == 1:
+            return
+        names = shown(" and ".join(name for name, _ in lengths) or "arrays")
+        counts = " and ".join(str(length) for _, length in lengths) if columns else "no array"
+        raise ValueError(f"{names} of source {self.name!r} must have one length, got {counts}.")
+
     def __len__(self) -> int:
-        return len(tree.flatten(self._columns)[0] if self.rows is None else self.rows)
+        if self.rows is not None:
+            return len(self.rows)
+        return len(tree.flatten(self._columns)[0])
 
     def __getitem__(self, index: Any) -> Any:
         """Returns one example for an int, a batch for an integer array (see `gather`)."""
-        if np.ndim(index) == 0:
-            return tree.map_structure(lambda array: array[0], self.gather(np.asarray(index)[None]))
-        return self.gather(index)
+        if np.ndim(index) != 0:
+            return self.gather(index)
+        batch = self.gather(np.asarray(index)[None])
+        return tree.map_structure(lambda array: array[0], batch)
 
     def gather(self, indices: np.ndarray) -> Any:
-        """Returns the examples at `indices` (integers [B] in [0, n)), stacked along a new first
-        axis.
+        """Returns the examples at `indices`, integers [B] in [0, n), along a new first axis.
 
         Raises:
           TypeError: indices are not integers, or numbers that are read on demand are none.
@@ -113,41 +121,47 @@ class Examples:
             has changed since the fingerprint was read. The message has the column or the record,
             for the owner of the data.
         """
+        records = self._read(self._stored_rows(indices))
         return tree.map_structure_with_path(
-            lambda path, array: scaled(array) if path == ("image",) else array,
-            self._read(self._stored_rows(indices)),
+            lambda path, array: scaled(array) if path == ("image",) else array, records
         )
 
     def column(self, key: str) -> Any:
-        """Returns `arrays[key]`. Raises ValueError if the records are not dicts of columns with
-        this key.
+        """Returns `arrays[key]`.
+
+        Raises:
+          ValueError: The records are not dicts of columns with this key.
         """
         if not isinstance(self._columns, Mapping) or key not in self._columns:
-            raise ValueError(f"source {self.name!r} has no column {key!r}. {self._says}")
+            raise ValueError(
+                f"source {self.name!r} has no column {key!r}. {self._columns_in_words}"
+            )
         return self._columns[key]
 
     @property
-    def _says(self) -> str:
+    def _columns_in_words(self) -> str:
         """What an error says about the columns."""
         if isinstance(self._columns, ExampleReader):
-            return "It has ExampleReader. Its records are read as a whole: load() reads them into columns."
-        names = (
-            sorted(self._columns)
-            if isinstance(self._columns, Mapping)
-            else [type(self._columns).__name__]
-        )
-        texts = ", ".join(name for name in self.texts if name not in names)
-        return shown(f"It has {', '.join(names)}{f', and as text {texts}' if texts else ''}.")
+            return (
+                "It has ExampleReader. Its records are read as a whole: load() reads them into "
+                "columns."
+            )
+        names = [type(self._columns).__name__]
+        if isinstance(self._columns, Mapping):
+            names = sorted(self._columns)
+        texts = [name for name in self.texts if name not in names]
+        and_texts = f", and as text {', '.join(texts)}" if texts else ""
+        return shown(f"It has {', '.join(names)}{and_texts}.")
 
     def take(self, indices: np.ndarray, *, name: str | None = None) -> "Examples":
-        """Returns the examples at `indices` (integers [m] in [0, n)) as a source. It reads and
-        copies no record.
+        """Returns the examples at `indices` (integers [m] in [0, n)) as a source.
+
+        No record is read or copied.
         """
         return dataclasses.replace(self, rows=self._stored_rows(indices), name=name or self.name)
 
     def of_classes(self, classes: Sequence[int], *, name: str | None = None) -> "Examples":
-        """Returns the source of the examples of some classes, which become classes 0, 1, ... in the
-        given order.
+        """Returns the examples of some classes, which become classes 0, 1, ... in the given order.
 
         The choice of records depends on their labels. Use it for public data, or as the owner of
         the data.
@@ -156,22 +170,25 @@ class Examples:
           ValueError: A class is outside [0, num_classes), given twice, or the only one, or there is
             no column "label", or the number of classes is not declared.
         """
-        wanted, labels = np.asarray(classes, np.int32), self.column("label")
-        if len(wanted) < 2 or len(set(wanted.tolist())) < len(wanted):
+        old = np.asarray(classes, np.int32)
+        labels = self.column("label")
+        if len(old) < 2 or len(set(old.tolist())) < len(old):
             raise ValueError(f"classes must be at least two distinct labels, got {list(classes)}.")
-        if wanted.min() < 0 or wanted.max() >= self.num_classes:
+        if old.min() < 0 or old.max() >= self.num_classes:
             raise ValueError(
                 f"classes must be in [0, {self.num_classes}) for {self.name!r}, got "
                 f"{list(classes)}."
             )
-        renamed = np.full(self.num_classes, -1, np.int32)
-        renamed[wanted] = np.arange(len(wanted))
-        label = renamed[np.asarray(labels)]
-        arrays, rows = {**self.arrays, "label": label}, self.positions
-        kept = rows[label[rows] >= 0]
-        how = f"classes {wanted.tolist()}"
+        new_of_old = np.full(self.num_classes, -1, np.int32)
+        new_of_old[old] = np.arange(len(old))
+        label = new_of_old[np.asarray(labels)]
+        rows = self.positions
         return self.changed(
-            how, arrays=arrays, num_classes=len(wanted), rows=kept, name=name or self.name
+            f"classes {old.tolist()}",
+            arrays={**self.arrays, "label": label},
+            num_classes=len(old),
+            rows=rows[label[rows] >= 0],
+            name=name or self.name,
         )
 
     def split(self, fractions: Sequence[float], *, seed: int) -> tuple["Examples", ...]:
@@ -197,47 +214,48 @@ class Examples:
             )
         # NumPy never changes the raw stream of a bit generator, unlike the output of
         # Generator.permutation.
-        order = np.argsort(np.random.Philox(key=seed).random_raw(len(self)), kind="stable")
-        ends = [min(len(self), round(len(self) * part)) for part in np.cumsum(fractions)]
-        bounds = zip([0, *ends[:-1]], ends, strict=True)
-        return tuple(
-            self.take(order[a:b], name=f"{self.name}[{k}]") for k, (a, b) in enumerate(bounds)
-        )
+        raw_stream = np.random.Philox(key=seed).random_raw(len(self))
+        order = np.argsort(raw_stream, kind="stable")
+        sources = []
+        start = 0
+        for number, fraction in enumerate(np.cumsum(fractions)):
+            stop = min(len(self), round(len(self) * fraction))
+            sources.append(self.take(order[start:stop], name=f"{self.name}[{number}]"))
+            start = stop
+        return tuple(sources)
 
     def load(self) -> "Examples":
-        """Returns the same examples as columns in host memory. The fingerprint of the result is of
-        their content.
+        """Returns the same examples as columns in host memory.
 
-        Use it for records that fit and are read often, such as images that are decoded whenever
-        they are read.
+        The fingerprint of the result is of their content. Use it for records that fit and are read
+        often, such as images that are decoded whenever they are read.
         """
-        chunks = np.split(self.positions, range(_CHUNK_ROWS, len(self), _CHUNK_ROWS))
-        arrays = tree.map_structure(lambda *parts: np.concatenate(parts), *map(self._read, chunks))
+        chunks = [self._read(rows) for rows in _split(self.positions, _CHUNK_ROWS)]
+        arrays = tree.map_structure(lambda *parts: np.concatenate(parts), *chunks)
         texts = {key: self.text(key) for key in self.text_names}
         return dataclasses.replace(self, arrays=arrays, rows=None, declared="", texts=texts)
 
     def changed(self, how: str, **fields: Any) -> "Examples":
-        """Returns a copy with other fields. `how` describes the change of the content for a
-        declared fingerprint.
-        """
-        return dataclasses.replace(
-            self, **fields, declared=self.declared and f"{self.declared}, {how}"
-        )
+        """Returns a copy with other fields. `how` is added to a declared fingerprint."""
+        declared = self.declared and f"{self.declared}, {how}"
+        return dataclasses.replace(self, **fields, declared=declared)
 
     @property
     def text_names(self) -> tuple[str, ...]:
         """The names of the columns of text."""
-        return (
-            self._columns.texts if isinstance(self._columns, ExampleReader) else tuple(self.texts)
-        )
+        if isinstance(self._columns, ExampleReader):
+            return self._columns.texts
+        return tuple(self.texts)
 
     def text(self, key: str) -> list[Any]:
         """Returns the n values of a column of `text_names`, in order, as they are stored."""
         if not isinstance(self._columns, ExampleReader):
             return [self.texts[key][row] for row in self.positions.tolist()]
-        at_once = self._columns.at_once
-        chunks = np.split(self.positions, range(at_once, len(self), at_once))
-        return [text for rows in chunks for text in self._columns.read(rows)[1][key]]
+        values: list[Any] = []
+        for rows in _split(self.positions, self._columns.at_once):
+            _, texts = self._columns.read(rows)
+            values += texts[key]
+        return values
 
     @property
     def positions(self) -> np.ndarray:
@@ -268,11 +286,13 @@ class Examples:
         whole data set. Do not publish it for private data.
         """
         digest = hashlib.sha256()
+        # Rows are watched before they are hashed, so that the hash names what is read later.
         for column in tree.flatten(self._columns):
             if isinstance(column, Watched | ExampleReader):
                 column.watch()
         if self.declared:
-            digest.update(json.dumps([self.declared, self.num_classes, len(self)]).encode() + b"\n")
+            header = json.dumps([self.declared, self.num_classes, len(self)])
+            digest.update(header.encode() + b"\n")
             digest.update(self.positions.astype("<i8").tobytes())
         elif isinstance(self._columns, ExampleReader):
             self._hash_records(self._columns, digest)
@@ -281,18 +301,22 @@ class Examples:
         return digest.hexdigest()
 
     def _hash_records(self, reader: ExampleReader, digest: Any) -> None:
+        """Hashes records one after the other, since only some of them are in memory at a time."""
         for start in range(0, len(self), reader.at_once):
             records, texts = reader.read(self.positions[start : start + reader.at_once])
-            arrays = tree.flatten_with_path(records)
+            columns = tree.flatten_with_path(records)
             if start == 0:
-                digest.update(b"".join(self._header(path, array) for path, array in arrays))
-            for row in range(len(arrays[0][1])):
-                for _, array in arrays:
-                    digest.update(raw(_little(array[row])))
+                for path, column in columns:
+                    digest.update(self._header(path, column))
+            for record in zip(*(column for _, column in columns), strict=True):
+                for array in record:
+                    digest.update(raw(_little(array)))
             if texts:
-                digest.update(json.dumps(sorted(texts.items()), default=repr).encode() + b"\n")
+                line = json.dumps(sorted(texts.items()), default=repr)
+                digest.update(line.encode() + b"\n")
 
     def _hash_columns(self, digest: Any) -> None:
+        """Hashes one column after the other, and then the texts."""
         for path, array in tree.flatten_with_path(self._columns):
             digest.update(self._header(path, array))
             at_once = _rows_at_once(array)
@@ -301,25 +325,27 @@ class Examples:
                 rows: Any = slice(start, stop) if self.rows is None else self.rows[start:stop]
                 digest.update(raw(_little(array[rows])))
         for key in sorted(self.texts):
-            digest.update(json.dumps([key, self.text(key)], default=repr).encode() + b"\n")
+            line = json.dumps([key, self.text(key)], default=repr)
+            digest.update(line.encode() + b"\n")
 
     def _header(self, path: tuple[Any, ...], array: Any) -> bytes:
+        """Returns what the fingerprint holds of a column besides its bytes, a line of JSON."""
         key = path[0] if len(path) == 1 else path
-        little = array.dtype.newbyteorder("<")
-        return (
-            json.dumps([key, little.str, [len(self), *array.shape[1:]], self.num_classes]).encode()
-            + b"\n"
-        )
+        dtype = array.dtype.newbyteorder("<").str
+        shape = [len(self), *array.shape[1:]]
+        return json.dumps([key, dtype, shape, self.num_classes]).encode() + b"\n"
 
     def _read(self, rows: np.ndarray) -> Any:
+        """Returns the stored columns at stored rows, without scaling."""
         if isinstance(self._columns, ExampleReader):
             return self._columns[rows]
         return tree.map_structure(lambda column: np.asarray(column[rows]), self._columns)
 
     def _stored_rows(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the rows of the stored columns at which the examples at `indices` lie."""
         indices = np.asarray(indices)
         if indices.size == 0 and indices.ndim == 1:
-            indices = indices.astype(np.int64)
+            indices = indices.astype(np.int64)  # NumPy makes floats of an empty list.
         if not np.issubdtype(indices.dtype, np.integer):
             raise TypeError(f"indices must be integers, got dtype {indices.dtype}.")
         if indices.ndim != 1:
@@ -331,12 +357,19 @@ class Examples:
 
 
 def _little(array: Any) -> np.ndarray:
+    """Returns an array in little-endian byte order, so that all machines hash equal bytes."""
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
 
 
 def _rows_at_once(array: Any) -> int:
-    row = array.dtype.itemsize * int(np.prod(array.shape[1:]))
-    return max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // max(1, row)))
+    """Returns the number of rows of a column that are hashed at once."""
+    row_bytes = array.dtype.itemsize * int(np.prod(array.shape[1:]))
+    return max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // max(1, row_bytes)))
+
+
+def _split(rows: np.ndarray, at_once: int) -> list[np.ndarray]:
+    """Returns rows in pieces of `at_once`, at least one piece."""
+    return np.split(rows, range(at_once, len(rows), at_once))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -358,21 +391,20 @@ class _Part:
     @property
     def fingerprint(self) -> str:
         rows = hashlib.sha256(self.rows.astype("<i8").tobytes()).hexdigest()
-        return hashlib.sha256(json.dumps([self.whole.fingerprint, rows]).encode()).hexdigest()
+        both = json.dumps([self.whole.fingerprint, rows])
+        return hashlib.sha256(both.encode()).hexdigest()
 
 
 def take(source: Source, indices: np.ndarray) -> Source:
-    """Returns the examples at `indices` (integers [m] in [0, n)) of any source, as `Examples.take`.
-    Reads nothing.
-    """
+    """Returns the examples at `indices` (integers [m] in [0, n)) of any source. Reads nothing."""
     return source.take(indices) if isinstance(source, Examples) else _Part(source, indices)
 
 
 def read_column(source: Source, key: str) -> np.ndarray:
-    """Returns all values of a column of any source, [n, ...] in order, with the rest of the records
-    unread if possible.
+    """Returns all values of a column of any source, [n, ...] in order.
 
-    A column of text is an array of Python objects: the texts as they are stored, such as "007".
+    The other columns are not read if the source can read one alone. A column of text is an array of
+    Python objects: the texts as they are stored, such as "007".
 
     Raises:
       ValueError: The records have no such column.
@@ -385,17 +417,15 @@ def read_column(source: Source, key: str) -> np.ndarray:
             values[:] = source.text(key)
             return values
         if not isinstance(source._columns, ExampleReader):
-            source.column(key)
-    chunks = np.split(np.arange(len(source)), range(64, len(source), 64))
-    batches = [source.gather(rows) for rows in chunks]
+            source.column(key)  # raises, with the names of the columns that there are
+    batches = [source.gather(rows) for rows in _split(np.arange(len(source)), 64)]
     if not (isinstance(batches[0], Mapping) and key in batches[0]):
         raise ValueError(f"source {getattr(source, 'name', '')!r} has no column {key!r}.")
     return np.concatenate([np.asarray(batch[key]) for batch in batches])
 
 
 def read_ids(source: Source, key: str) -> list[Identifier]:
-    """Returns the identifiers of a column of any source, in order, as `jaxdp.data.ids` defines
-    them.
+    """Returns the identifiers of a column of any source, in order (`jaxdp.data.ids`).
 
     The cells of a table and other texts are read as text, so "007" and "7" differ, also where the
     same column is a feature. Columns of integers become their decimal digits.
@@ -404,232 +434,9 @@ def read_ids(source: Source, key: str) -> list[Identifier]:
       ValueError: The records have no such column, or a value is missing.
       TypeError: The column is of floating point, flags, dates or others that merge people.
     """
-    is_text = isinstance(source, Examples) and key in source.text_names
-    values: Any = (
-        source.text(key) if isinstance(source, Examples) and is_text else read_column(source, key)
-    )
+    values: Any
+    if isinstance(source, Examples) and key in source.text_names:
+        values = source.text(key)
+    else:
+        values = read_column(source, key)
     return identifiers(values, f"column {key!r}")
-
-
-def from_arrays(*, num_classes: int = 0, name: str = "arrays", **columns: Any) -> Examples:
-    """Copies local arrays, one keyword per column, for example `from_arrays(tokens=..., mask=...,
-    name="reviews")`.
-
-    A later change of a given array does not reach the source. The dtype of a column is kept, except
-    for three names with a meaning:
-
-    - "image": Pixels, [n, H, W, C] or [n, H, W]: uint8 in 0..255, uint16 in 0..65535, or floating
-      point in [0, 1], stored as float32. `gather` returns float32 in [0, 1] for all.
-    - "features": Real numbers [n, d]. Floating point is stored as float32. Nothing is rescaled.
-      Scale with public constants only.
-    - "label", if num_classes is given: Integers [n] in [0, num_classes), stored as int32.
-
-    A column of text [n] (or of UTF-8 bytes) is kept as text, and is no part of an example.
-    `by_group` takes it as identifiers, such as those of patients.
-
-    A memory-mapped column (`numpy.load(path, mmap_mode="r")`, `numpy.memmap`) stays on disk: its
-    values are neither checked nor converted here, and `gather` reads its rows on demand.
-
-    Numbers that a device would change are refused by name: whole numbers outside of 32 bits, long
-    double, float64 that is infinite in float32. float64 whose last digits matter gives a warning
-    (`jaxdp.data.numbers`).
-
-    Single records with NaN are accepted, because private training zeroes their gradients. Records
-    without any finite number are refused, because training on them spends the budget and learns
-    nothing. Errors about the records are for the owner who loads the data, and are not a release.
-
-    Args:
-      num_classes: The number of classes, at least 2, a public declaration. It is not read off the
-        labels. 0 declares none. With it, labels that are booleans or whole floating-point numbers
-        are cast with a warning.
-      name: The name of the source.
-      columns: Arrays [n, ...] of numbers or booleans, or any nesting of such arrays, or texts [n].
-
-    Raises:
-      ValueError: There is no column, shapes do not match, labels, pixels or whole numbers are out
-        of range, or no number is finite. No value is shown.
-      TypeError: A dtype is not as above.
-    """
-    if not columns:
-        raise ValueError(
-            "from_arrays needs at least one column, for example image=, features= or tokens=."
-        )
-    if num_classes < 0 or num_classes == 1:
-        raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
-    if num_classes and "label" in columns:
-        columns["label"] = _as_labels(columns["label"], num_classes)
-    texts = {key: cells for key, value in columns.items() if (cells := _as_text(value)) is not None}
-    named = {"image": _as_images, "features": _as_features}
-    arrays = {}
-    for key, value in columns.items():
-        if key not in texts:
-            arrays[key] = named[key](value) if key in named else value
-    if not arrays:
-        raise TypeError(
-            f"{shown(', '.join(texts))} of source {name!r} must not be all: a source needs an "
-            "array [n, ...] of numbers, and texts are no part of an example. Encode them, for "
-            "example with jaxdp.data.from_texts."
-        )
-    columns = tree.map_structure_with_path(functools.partial(_as_column, name), arrays)
-    return Examples(columns, num_classes, name, texts=texts)
-
-
-def _as_text(values: Any) -> list[Any] | None:
-    """Returns the texts of an array [n] or list of texts or bytes, or None."""
-    if isinstance(values, Mapping | tuple | np.memmap):
-        return None
-    try:
-        array = np.asarray(values)
-    except ValueError:  # a nesting of several lengths
-        return None
-    if array.ndim != 1 or not array.size or array.dtype.kind not in "USTO":
-        return None
-    cells: list[Any] = array.tolist()
-    return cells if all(isinstance(cell, str | bytes) for cell in cells) else None
-
-
-def _as_column(name: str, path: tuple[Any, ...], values: Any) -> np.ndarray:
-    key = shown("/".join(map(str, path)))
-    array = values if isinstance(values, np.memmap) else np.asarray(values)
-    if array.dtype.kind in "OSUMmT" or not array.ndim:
-        raise TypeError(
-            f"{key} of source {name!r} must be an array [n, ...] of numbers, got dtype "
-            f"{array.dtype} and shape {array.shape}. Encode text and dates as numbers, and pad "
-            "lists to one length."
-        )
-    if isinstance(array, np.memmap):
-        return array
-    if array.size and array.dtype.kind == "f" and not np.isfinite(array).any():
-        raise ValueError(
-            f"{key} of source {name!r} has no finite number. The file is damaged. Get or make it "
-            "again."
-        )
-    return array
-
-
-def _as_labels(label: Any, num_classes: int) -> np.ndarray:
-    labels = np.asarray(label)
-    if labels.ndim != 1:
-        raise ValueError(
-            f"label must have shape [n], got {labels.shape}. Leave out num_classes for other "
-            "labels."
-        )
-    with np.errstate(invalid="ignore"):
-        whole = labels.dtype.kind in "fb" and (labels.astype(np.float64) % 1 == 0).all()
-    if whole:
-        warnings.warn(
-            f"label has dtype {labels.dtype} and is cast to int32. Store classes as integers.",
-            stacklevel=3,
-        )
-        labels = labels.astype(np.int32)
-    if not np.issubdtype(labels.dtype, np.integer):
-        raise TypeError(
-            f"label must be integers, got dtype {labels.dtype}. Leave out num_classes for other "
-            "labels."
-        )
-    if labels.size and not (labels.min() >= 0 and labels.max() < num_classes):
-        raise ValueError(
-            f"label must be in [0, {num_classes}), but some are outside. Declare num_classes to "
-            "fit."
-        )
-    return labels.astype(np.int32)
-
-
-def _as_images(image: Any) -> np.ndarray:
-    image = image if isinstance(image, np.memmap) else np.asarray(image)
-    if image.ndim == 3:
-        image = image[..., None]
-    if image.ndim != 4:
-        raise ValueError(
-            f"image must have shape [n, H, W, C] or [n, H, W], got {image.shape}. Give volumes "
-            "another name than image."
-        )
-    whole = image.dtype.kind == "u" and image.dtype.itemsize <= 2
-    if not whole and not np.issubdtype(image.dtype, np.floating):
-        raise TypeError(
-            "image must be uint8 in 0..255, uint16 in 0..65535 or floating point in [0, 1], got "
-            f"dtype {image.dtype}. Subtract and divide by public constants to reach [0, 1]."
-        )
-    if whole or isinstance(image, np.memmap):
-        return image
-    if np.any((image < 0) | (image > 1)):
-        raise ValueError(
-            "image must be in [0, 1] when floating point. Divide by the largest possible pixel "
-            "value."
-        )
-    return image.astype(np.float32)
-
-
-def _as_features(features: Any) -> np.ndarray:
-    features = features if isinstance(features, np.memmap) else np.asarray(features)
-    if features.ndim != 2:
-        raise ValueError(
-            f"features must have shape [n, d], got {features.shape}. Give other arrays another "
-            "name."
-        )
-    if not np.issubdtype(features.dtype, np.number) or np.iscomplexobj(features):
-        raise TypeError(f"features must be real numbers, got dtype {features.dtype}.")
-    if isinstance(features, np.memmap) or not np.issubdtype(features.dtype, np.floating):
-        return features
-    features = native(features, "features")
-    check_digits(features, "features")
-    return features.astype(np.float32)
-
-
-# Public ranges (low, high) of the mean, standard error and worst value of each measurement in
-# breast_cancer, from its documentation, rounded outwards.
-_BREAST_CANCER_RANGES = {
-    "radius": ((6, 30), (0, 3), (6, 40)),
-    "texture": ((9, 40), (0, 5), (10, 50)),
-    "perimeter": ((40, 200), (0, 25), (50, 260)),
-    "area": ((100, 2600), (0, 600), (100, 4300)),
-    "smoothness": ((0.05, 0.2), (0, 0.04), (0.05, 0.25)),
-    "compactness": ((0, 0.4), (0, 0.15), (0, 1.1)),
-    "concavity": ((0, 0.5), (0, 0.4), (0, 1.3)),
-    "concave points": ((0, 0.25), (0, 0.06), (0, 0.3)),
-    "symmetry": ((0.1, 0.4), (0, 0.1), (0.1, 0.7)),
-    "fractal dimension": ((0.04, 0.1), (0, 0.04), (0.05, 0.25)),
-}
-
-
-def bundled(name: str) -> Examples:
-    """Returns a data set that needs no download: "digits", "breast_cancer" or "blobs".
-
-    - "digits": 1797 handwritten digits, image 8x8x1 with 17 grey levels divided by 16, 10 classes
-      (UCI).
-    - "breast_cancer": 569 rows of 30 features, 2 classes, 1 = benign (UCI). Each feature is mapped
-      affinely from the range that the data set's documentation states (rounded outwards) to [-1, 1]
-      and clipped there.
-    - "blobs": synthetic, 1000 rows of 2 features, 4 classes in turn. The centre of class k is 2
-      (cos a, sin a) with
-      a = pi k / 2 + pi / 4. `numpy.random.RandomState(0)` adds independent normal noise of standard deviation 0.6.
-
-    Raises:
-      ValueError: The name is another one.
-    """
-    from sklearn import datasets
-
-    if name == "digits":
-        digits = datasets.load_digits()
-        return from_arrays(image=digits.images / 16, label=digits.target, num_classes=10, name=name)
-    if name == "breast_cancer":
-        table = datasets.load_breast_cancer()
-        # The columns have all means, then all standard errors, then all worst values.
-        low, high = (
-            np.array(list(_BREAST_CANCER_RANGES.values()), np.float64)
-            .swapaxes(0, 1)
-            .reshape(30, 2)
-            .T
-        )
-        features = np.clip(2 * (table.data - low) / (high - low) - 1, -1, 1)
-        return from_arrays(features=features, label=table.target, num_classes=2, name=name)
-    if name == "blobs":
-        label = np.arange(1000) % 4
-        angle = np.pi * label / 2 + np.pi / 4
-        # The stream of RandomState is the same in all versions of NumPy.
-        noise = np.random.RandomState(0).standard_normal((1000, 2))
-        features = 2 * np.stack([np.cos(angle), np.sin(angle)], axis=1) + 0.6 * noise
-        return from_arrays(features=features, label=label, num_classes=4, name=name)
-    raise ValueError(
-        f"name must be one of 'digits', 'breast_cancer', 'blobs', got {name!r}. See also from_tfds."
-    )

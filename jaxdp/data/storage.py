@@ -24,21 +24,24 @@ import tree
 from jaxdp.data.numbers import check_digits, check_whole, native
 from jaxdp.files import shown
 
-_DIGEST = 16
+_HASH_BYTES = 16
 
 
 def immutable(array: np.ndarray) -> np.ndarray:
-    """Returns an array with the same numbers that cannot be changed: a copy, unless nobody can
-    change the given one.
+    """Returns an array with the same numbers that nobody can change.
+
+    It is a copy, unless the given one is immutable already.
     """
     if _is_immutable(array):
         return array
+    # An array over `bytes` stays read-only: NumPy refuses to set its flag.
     return np.ndarray(array.shape, array.dtype, buffer=array.tobytes())
 
 
 def _is_immutable(array: np.ndarray) -> bool:
-    """Returns whether the numbers lie in `bytes`. Another array that is read-only can be made
-    writable again.
+    """Returns whether the numbers lie in `bytes`.
+
+    Any other read-only array can be made writable again.
     """
     base: Any = array
     while isinstance(base, np.ndarray):
@@ -52,7 +55,9 @@ def on_device(array: Any, dtype: Any = None) -> jax.Array:
     `jnp.asarray` and `jax.device_put` share an aligned array on a CPU, so that an edit in place
     reaches the device.
     """
-    return jnp.asarray(array, dtype) if isinstance(array, jax.Array) else jnp.array(array, dtype)
+    if isinstance(array, jax.Array):
+        return jnp.asarray(array, dtype)
+    return jnp.array(array, dtype)
 
 
 def stored(column: Any, where: str) -> Any:
@@ -79,9 +84,7 @@ def stored(column: Any, where: str) -> Any:
 
 
 def raw(array: np.ndarray) -> np.ndarray:
-    """Returns the bytes of an array in C order, uint8 [m], without a copy if they lie in this
-    order.
-    """
+    """Returns the bytes of an array in C order, uint8 [m], as a view where the memory allows it."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
@@ -95,7 +98,7 @@ class Seen:
 
     def __init__(self, count: int, where: str):
         self._where = where
-        self._digests = np.zeros((count, _DIGEST), np.uint8)
+        self._hashes = np.zeros((count, _HASH_BYTES), np.uint8)
         self._known = np.zeros(count, bool)
 
     def compare(self, rows: Sequence[int], contents: Sequence[Sequence[np.ndarray]]) -> None:
@@ -105,18 +108,24 @@ class Seen:
           ValueError: A row has changed. The message names it, for the owner of the data.
         """
         for row, arrays in zip(rows, contents, strict=True):
-            digest = hashlib.blake2b(digest_size=_DIGEST)
-            for array in arrays:
-                digest.update(f"{array.dtype.str} {array.shape}\n".encode())
-                digest.update(raw(array).data)
-            found = np.frombuffer(digest.digest(), np.uint8)
-            if self._known[row] and not np.array_equal(self._digests[row], found):
+            row_hash = _hash(arrays)
+            if self._known[row] and not np.array_equal(self._hashes[row], row_hash):
                 raise ValueError(
                     f"record {row} of {self._where} has changed since its fingerprint was read. A "
                     "release that is repeated would put its old noise on other records. Make the "
                     "source again: its next release has fresh noise and is charged."
                 )
-            self._digests[row], self._known[row] = found, True
+            self._hashes[row] = row_hash
+            self._known[row] = True
+
+
+def _hash(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the hash of the dtypes, shapes and bytes of arrays, uint8 [16]."""
+    digest = hashlib.blake2b(digest_size=_HASH_BYTES)
+    for array in arrays:
+        digest.update(f"{array.dtype.str} {array.shape}\n".encode())
+        digest.update(raw(array).data)
+    return np.frombuffer(digest.digest(), np.uint8)
 
 
 class Watched:
@@ -128,7 +137,8 @@ class Watched:
     """
 
     def __init__(self, column: Any, where: str):
-        self.column, self.where = column, where
+        self.column = column
+        self.where = where
         self._seen: Seen | None = None
 
     @property
@@ -205,29 +215,37 @@ class ExampleReader:
 
     def read(self, rows: np.ndarray) -> tuple[Any, dict[str, list[Any]]]:
         """Returns the records at `rows` as `reader[rows]` does, and their texts by column."""
-        wanted = rows.tolist()
-        pairs = self._read(wanted) if wanted else []
+        numbers = rows.tolist()
+        pairs = self._read(numbers) if numbers else []
         records = [record for record, _ in pairs]
-        kind = _kind(self._first)
-        for row, record in zip(wanted, records, strict=True):
-            if (given := _kind(record)) != kind:
-                other = sorted({"/".join(map(str, path)) for path, *_ in set(given) ^ set(kind)})
-                raise ValueError(
-                    f"record {row} differs from record 0 in the shape or dtype of "
-                    f"{', '.join(other)}. Give all records the same columns, shapes and dtypes, "
-                    "for example by padding in prepare=."
-                )
+        for row, record in zip(numbers, records, strict=True):
+            self._check_like_first(row, record)
         if self._seen:
-            self._seen[0].compare(wanted, [tree.flatten(record) for record in records])
+            contents = [tree.flatten(record) for record in records]
+            self._seen[0].compare(numbers, contents)
         texts = {key: [text[key] for _, text in pairs] for key in self.texts}
         if not records:
-            return tree.map_structure(
+            empty = tree.map_structure(
                 lambda leaf: np.zeros((0, *leaf.shape), leaf.dtype), self._first
-            ), texts
+            )
+            return empty, texts
         stacked = tree.map_structure(lambda *leaves: np.stack(leaves), *records)
         for path, array in tree.flatten_with_path(stacked):
             check_whole(array, _column_name(path))
         return stacked, texts
+
+    def _check_like_first(self, row: int, record: Any) -> None:
+        """Raises ValueError if a record has other columns, shapes or dtypes than record 0."""
+        columns = _column_types(record)
+        first = _column_types(self._first)
+        if columns == first:
+            return
+        different = {"/".join(map(str, path)) for path, *_ in set(columns) ^ set(first)}
+        raise ValueError(
+            f"record {row} differs from record 0 in the shape or dtype of "
+            f"{', '.join(sorted(different))}. Give all records the same columns, shapes and "
+            "dtypes, for example by padding in prepare=."
+        )
 
     def watch(self) -> None:
         """Keeps the hashes of all records that are read from now on."""
@@ -241,7 +259,7 @@ class ExampleReader:
     @functools.cached_property
     def _first(self) -> Any:
         ((first, _),) = self._read([0])
-        for path, _, dtype in _kind(first):
+        for path, _, dtype in _column_types(first):
             if dtype.kind in "OSUMmT":
                 raise TypeError(
                     f"{_column_name(path)} has the dtype {dtype}. Encode it as numbers in "
@@ -252,17 +270,22 @@ class ExampleReader:
         return first
 
     def _read(self, rows: list[int]) -> list[tuple[Any, dict[str, Any]]]:
-        at_once = hasattr(self.records, "__getitems__")
-        read = self.records.__getitems__(rows) if at_once else [self.records[row] for row in rows]
-        return [self._arrays(row, record) for row, record in zip(rows, read, strict=True)]
+        """Returns the records at `rows` as arrays, and their texts."""
+        if hasattr(self.records, "__getitems__"):
+            records = self.records.__getitems__(rows)
+        else:
+            records = [self.records[row] for row in rows]
+        return [self._arrays(row, record) for row, record in zip(rows, records, strict=True)]
 
     def _arrays(self, row: int, record: Any) -> tuple[Any, dict[str, Any]]:
         """Returns a record as arrays, and its texts."""
-        record = record if self.prepare is None else self.prepare(record)
+        if self.prepare is not None:
+            record = self.prepare(record)
         texts: dict[str, Any] = {}
         if self.texts:
             texts, record = self._apart(row, record)
         try:
+            # A list is an array, not a part of the structure.
             record = tree.traverse(
                 lambda part: np.asarray(part) if isinstance(part, list) else None, record
             )
@@ -276,7 +299,10 @@ class ExampleReader:
         return arrays, texts
 
     def _apart(self, row: int, record: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        has = sorted(map(str, record)) if isinstance(record, dict) else [type(record).__name__]
+        """Returns the texts of a record, and the record without them."""
+        has = [type(record).__name__]
+        if isinstance(record, dict):
+            has = sorted(map(str, record))
         if missing := [key for key in self.texts if key not in has]:
             names = ", ".join(map(repr, missing))
             raise ValueError(
@@ -287,8 +313,11 @@ class ExampleReader:
 
 
 def _array(leaf: Any) -> np.ndarray:
-    # PyTorch makes NumPy arrays of tensors on the host without a gradient only.
-    array = np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf)
+    """Returns an array of NumPy in the byte order of the machine."""
+    if hasattr(leaf, "detach"):
+        # PyTorch makes NumPy arrays only of tensors on the host without a gradient.
+        leaf = leaf.detach().cpu()
+    array = np.asarray(leaf)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -296,5 +325,6 @@ def _column_name(path: Sequence[Any]) -> str:
     return f"column {'/'.join(map(str, path))!r}"
 
 
-def _kind(record: Any) -> list[tuple[Any, ...]]:
+def _column_types(record: Any) -> list[tuple[Any, ...]]:
+    """Returns (path, shape, dtype) of each column of a record."""
     return [(path, leaf.shape, leaf.dtype) for path, leaf in tree.flatten_with_path(record)]

@@ -11,7 +11,6 @@ import os
 import pathlib
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -48,8 +47,7 @@ class Table:
 
 
 def read_table(path: str | os.PathLike[str], *, needed: Collection[str] = ()) -> Table:
-    """Reads a CSV file: UTF-8, commas, a header with a name for each column, and rows of as many
-    cells.
+    """Reads a CSV file: UTF-8, commas, a header, and rows of as many cells.
 
     Names and cells lose no character, except that names lose outer blanks. Empty lines are left
     out.
@@ -70,11 +68,13 @@ def read_table(path: str | os.PathLike[str], *, needed: Collection[str] = ()) ->
         raise ValueError(
             f"{where} must have rows, and a header with {', '.join(map(repr, needed)) or 'names'}."
         )
-    (first, header), rows = rows[0], rows[1:]
+    first_line, header = rows.pop(0)
     names = [name.strip() for name in header]
-    for mark, what in ((";", "semicolons"), ("\t", "tabs")):
+    for mark, marks in ((";", "semicolons"), ("\t", "tabs")):
         if mark in "".join(names) and not set(needed) <= set(names):
-            raise ValueError(f"line {first} of {where} has {what} between its columns. {_SAVE}")
+            raise ValueError(
+                f"line {first_line} of {where} has {marks} between its columns. {_SAVE}"
+            )
     for number, name in enumerate(names, 1):
         if not name:
             raise ValueError(
@@ -97,7 +97,8 @@ def read_table(path: str | os.PathLike[str], *, needed: Collection[str] = ()) ->
                 "cell that has a comma into quotation marks, and give every row all cells."
             )
     cells = zip(*(row for _, row in rows), strict=True)
-    return Table(path, dict(zip(names, cells, strict=True)), tuple(line for line, _ in rows))
+    columns = dict(zip(names, cells, strict=True))
+    return Table(path, columns, lines=tuple(line for line, _ in rows))
 
 
 def _rows(path: pathlib.Path, where: str) -> list[tuple[int, list[str]]]:
@@ -106,7 +107,7 @@ def _rows(path: pathlib.Path, where: str) -> list[tuple[int, list[str]]]:
     if content.startswith(_WIDE) or b"\0" in content[:1000]:
         raise ValueError(f"{where} is not UTF-8, but UTF-16, UTF-32 or no text at all. {_SAVE}")
     try:
-        text = content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")  # drops a byte order mark
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(
@@ -150,31 +151,32 @@ def numbers(table: Table, *, texts: Collection[str] = ()) -> dict[str, np.ndarra
 
 
 def _numbers(table: Table, name: str, cells: Sequence[str]) -> np.ndarray | None:
-    other = [row for row, cell in enumerate(cells) if not _DECIMAL.fullmatch(cell)]
-    if len(other) == len(cells):
+    """Returns the numbers of a column, or None if no cell is a number."""
+    not_numbers = [row for row, cell in enumerate(cells) if not _DECIMAL.fullmatch(cell)]
+    if len(not_numbers) == len(cells):
         return None
-    if other:
-        what = "text" if cells[other[0]] else "nothing"
+    if not_numbers:
+        content = "text" if cells[not_numbers[0]] else "nothing"
         raise table.error(
-            f"has {what} in the column {name!r}, whose other cells are numbers. Write a number, "
+            f"has {content} in the column {name!r}, whose other cells are numbers. Write a number, "
             "such as a public constant, leave the row or the column out, or give "
             f"texts=({name!r},) if the column is text.",
-            other[0],
+            not_numbers[0],
         )
     where = f"column {name!r} of {shown(os.fspath(table.path))}"
     if all(map(_WHOLE.fullmatch, cells)):
-        whole: Any = [int(cell) for cell in cells]
-        small = [-(2**63) <= number < 2**63 for number in whole]
-        if not all(small):
+        integers = [int(cell) for cell in cells]
+        fits = [-(2**63) <= number < 2**63 for number in integers]
+        if not all(fits):
             raise table.error(
                 f"has a whole number of more than 64 bits in the column {name!r}. Give "
                 f"texts=({name!r},) if it is an identifier, or leave the column out.",
-                small.index(False),
+                fits.index(False),
             )
-        array = np.array(whole, np.int64)
+        array = np.array(integers, np.int64)
         check_whole(array, f"{where} (texts=({name!r},) keeps identifiers)")
-        narrow = not array.size or np.abs(array).max() < 2**31
-        return array.astype(np.int32) if narrow else array
+        fits_32_bits = not array.size or np.abs(array).max() < 2**31
+        return array.astype(np.int32) if fits_32_bits else array
     array = np.array([float(cell) for cell in cells])
     check_digits(array, where)
     return array.astype(np.float32)

@@ -1,16 +1,18 @@
 """Prepared data sets of TensorFlow Datasets, without TensorFlow."""
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxdp.data.sources import Examples, from_arrays
+from jaxdp.data.arrays import from_arrays
+from jaxdp.data.sources import Examples
 from jaxdp.files import Limits, check_image, optional
 
 _CHUNK_ROWS = 4096
@@ -26,8 +28,14 @@ _ADULT_NUMBERS = {
     "hours-per-week": (100.0, False),
 }
 _ADULT_CATEGORIES = (
-    *("education", "marital-status", "native-country", "occupation"),
-    *("race", "relationship", "sex", "workclass"),
+    "education",
+    "marital-status",
+    "native-country",
+    "occupation",
+    "race",
+    "relationship",
+    "sex",
+    "workclass",
 )
 
 
@@ -40,8 +48,7 @@ def from_tfds(
     prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None,
     limits: Limits | None = None,
 ) -> Examples:
-    """Reads a prepared TensorFlow Datasets split into memory with `tfds.data_source`, without
-    TensorFlow.
+    """Reads a prepared split of TensorFlow Datasets into memory, without TensorFlow.
 
     It handles data sets with an "image" of one fixed shape and a class "label", and the table
     "adult" (UCI census income). The table has 107 features in [0, 1]: five numbers scaled by public
@@ -73,57 +80,85 @@ def from_tfds(
         builder = _prepared_builder(tfds, name, data_dir, download)
         features = dict(builder.info.features.items())
         keys = _check_features(tfds, name, features, any_shape=prepare is not None)
-        image: Any = features.get("image")
-
-        def images(encoded: Sequence[bytes], start: int) -> np.ndarray:
-            decoded = []
-            for record, data in enumerate(encoded, start):
-                what = f"image {record} of {name}/{split} in {builder.data_dir}"
-                check_image(data, shape=image.shape, what=what, limits=limits or Limits())
-                decoded.append(image.decode_example_np(data))
-            return (
-                np.stack(decoded)
-                if prepare is None
-                else np.rint(255 * np.asarray(prepare(decoded))).astype(np.uint8)
-            )
-
         try:
+            # Images are decoded here, after a look at their headers.
             decoders = {"image": tfds.decode.SkipDecoding()} if "image" in keys else None
             records = builder.as_data_source(split=split, decoders=decoders)
         except NotImplementedError as error:
             raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
         except ValueError as error:
             raise ValueError(_unreadable(name, split, builder.info)) from error
-        columns: dict[str, np.ndarray] = {}
-        at_once = _CHUNK_ROWS if prepare is None else 256  # Decoded photographs are large.
-        for start in range(0, len(records), at_once):
-            rows = records.__getitems__(list(range(start, min(len(records), start + at_once))))
-            for key in keys:
-                values = [row[key] for row in rows]
-                chunk = images(values, start) if key == "image" else np.stack(values)
-                if start == 0:
-                    columns[key] = np.empty((len(records), *chunk.shape[1:]), chunk.dtype)
-                columns[key][start : start + len(rows)] = chunk
+        images = _Images(
+            feature=features.get("image"),
+            where=f"of {name}/{split} in {builder.data_dir}",
+            prepare=prepare,
+            limits=limits or Limits(),
+        )
+        columns = _read_columns(records, keys, images)
     if not columns:
         raise ValueError("The split is empty. Choose a split with records.")
     if (columns["label"] < 0).any():
         raise ValueError(
             f"split {split!r} of data set {name!r} has no labels (they are stored as -1)."
         )
-    inputs = (
-        {"image": columns["image"]}
-        if "image" in keys
-        else {"features": _encode_adult(columns, features)}
-    )
-    num_classes = features["label"].num_classes
+    inputs = {"image": columns["image"]} if "image" in keys else {}
+    if not inputs:
+        inputs["features"] = _encode_adult(columns, features)
     return from_arrays(
-        **inputs, label=columns["label"], num_classes=num_classes, name=f"{name}/{split}"
+        **inputs,
+        label=columns["label"],
+        num_classes=features["label"].num_classes,
+        name=f"{name}/{split}",
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Images:
+    """The decoding of the images of a split. `from_tfds` documents the arguments.
+
+    Attributes:
+      feature: The `tfds.features.Image`.
+      where: The place of the images, for messages.
+    """
+
+    feature: Any
+    where: str
+    prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None
+    limits: Limits
+
+    def decode(self, encoded: Sequence[bytes], start: int) -> np.ndarray:
+        """Returns the pixels of the images of records start, start + 1, ..."""
+        decoded = []
+        for record, data in enumerate(encoded, start):
+            what = f"image {record} {self.where}"
+            check_image(data, shape=self.feature.shape, what=what, limits=self.limits)
+            decoded.append(self.feature.decode_example_np(data))
+        if self.prepare is None:
+            return np.stack(decoded)
+        prepared = np.asarray(self.prepare(decoded))
+        return np.rint(255 * prepared).astype(np.uint8)
+
+
+def _read_columns(records: Any, keys: Sequence[str], images: _Images) -> dict[str, np.ndarray]:
+    """Reads columns of a split into memory, some records at a time."""
+    columns: dict[str, np.ndarray] = {}
+    # Decoded photographs, before `prepare` shrinks them, are large.
+    at_once = _CHUNK_ROWS if images.prepare is None else 256
+    for start in range(0, len(records), at_once):
+        stop = min(len(records), start + at_once)
+        chunk = records.__getitems__(list(range(start, stop)))
+        for key in keys:
+            cells = [record[key] for record in chunk]
+            values = images.decode(cells, start) if key == "image" else np.stack(cells)
+            if start == 0:
+                shape = (len(records), *values.shape[1:])
+                columns[key] = np.empty(shape, values.dtype)
+            columns[key][start:stop] = values
+    return columns
 
 
 def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
-    """Refuses parts of TensorFlow Datasets that share a record. A ledger cannot detect shared
-    records.
+    """Refuses parts of TensorFlow Datasets that share a record, which no ledger can detect.
 
     Records are compared by data set, configuration, split and position, as TFDS resolves them, for
     all versions and directories. Copies under another name are not found.
@@ -142,31 +177,52 @@ def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
         with _quiet_array_record():
             info = _prepared_builder(tfds, name, data_dir).info
         try:
-            found = tfds.core.ReadInstruction.from_spec(split).to_absolute(info.splits)
+            absolute = tfds.core.ReadInstruction.from_spec(split).to_absolute(info.splits)
         except (ValueError, NotImplementedError) as error:
             raise ValueError(_unreadable(name, split, info)) from error
-        for piece in found:
-            rows = range(info.splits[piece.splitname].num_examples)[piece.from_ : piece.to]
-            slices.append(
-                (f"{part}={name}/{split}", (info.name, info.config_name, piece.splitname), rows)
-            )
-    for (part, where, rows), (other, there, others) in itertools.combinations(slices, 2):
-        shared = range(max(rows.start, others.start), min(rows.stop, others.stop))
-        if where == there and shared:
-            who = f"{part} and {other} share" if part != other else f"{part} repeats"
-            what = f"{len(shared)} record{'s' * (len(shared) > 1)}, [{shared.start}:{shared.stop}] of {where[-1]!r}"
-            raise ValueError(
-                f"{who} {what}. No account counts both uses of a record. Choose splits that do "
-                "not overlap."
-            )
+        for piece in absolute:
+            count = info.splits[piece.splitname].num_examples
+            rows = range(count)[piece.from_ : piece.to]
+            stored = (info.name, info.config_name, piece.splitname)
+            slices.append(_Slice(f"{part}={name}/{split}", stored, rows))
+    for one, other in itertools.combinations(slices, 2):
+        start = max(one.rows.start, other.rows.start)
+        stop = min(one.rows.stop, other.rows.stop)
+        if one.stored != other.stored or start >= stop:
+            continue
+        who = f"{one.part} repeats"
+        if one.part != other.part:
+            who = f"{one.part} and {other.part} share"
+        records = "1 record" if stop - start == 1 else f"{stop - start} records"
+        raise ValueError(
+            f"{who} {records}, [{start}:{stop}] of {one.stored[-1]!r}. No account counts both uses "
+            "of a record. Choose splits that do not overlap."
+        )
+
+
+class _Slice(NamedTuple):
+    """A range of records of a stored split.
+
+    Attributes:
+      part: The part that has them, for messages.
+      stored: (data set, configuration, split), as TFDS stores them.
+      rows: The positions in the split.
+    """
+
+    part: str
+    stored: tuple[Any, ...]
+    rows: range
 
 
 def _unreadable(name: str, split: str, info: Any) -> str:
+    """Returns the error about a split that TFDS cannot read."""
     return f"split {split!r} of data set {name!r} cannot be read. There are {sorted(info.splits)}."
 
 
 def _prepared_builder(tfds: Any, name: str, data_dir: str | None, download: bool = False) -> Any:
-    reason, data_dir = None, data_dir or os.environ.get("TFDS_DATA_DIR") or None
+    """Returns the builder of a data set that is prepared, or raises FileNotFoundError."""
+    data_dir = data_dir or os.environ.get("TFDS_DATA_DIR") or None
+    reason: Exception | None = None
     try:
         if download:  # TFDS reads array_record without TensorFlow.
             tfds.data_source(
@@ -182,21 +238,20 @@ def _prepared_builder(tfds: Any, name: str, data_dir: str | None, download: bool
 
 
 def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
+    """Returns the error about a data set that is not prepared, with the remedy."""
     place = data_dir or tfds.core.constants.DATA_DIR
     build = shlex.join(["tfds", "build", name, "--file_format=array_record", f"--data_dir={place}"])
     text = (
         f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in "
-        f"{str(place)!r}. Prepare it on a "
-        "machine with network access. Use a separate environment, because TFDS may need "
-        "TensorFlow to write:\n"
-        "    pip install tensorflow-datasets tensorflow array-record importlib_resources\n    "
-        f"{build}\n"
+        f"{str(place)!r}. Prepare it on a machine with network access. Use a separate "
+        "environment, because TFDS may need TensorFlow to write:\n"
+        "    pip install tensorflow-datasets tensorflow array-record importlib_resources\n"
+        f"    {build}\n"
         "Or pass data_dir= or set the environment variable TFDS_DATA_DIR to a directory with a "
         "prepared copy."
     )
-    if name.partition("/")[0].partition(":")[0] in tfds.list_builders(
-        with_community_datasets=False
-    ):
+    data_set = name.partition("/")[0].partition(":")[0]
+    if data_set in tfds.list_builders(with_community_datasets=False):
         return text
     return (  # without TensorFlow the list lacks some data sets of the catalogue, such as glue
         f"{text}\nThe TFDS that is installed does not list {name!r}. If the catalogue of TFDS "
@@ -222,7 +277,8 @@ def _check_features(
                 )
             return ["image", "label"]
         adult = [*_ADULT_NUMBERS, *_ADULT_CATEGORIES]
-        if name.split("/")[0].split(":")[0] == "adult" and all(key in features for key in adult):
+        is_adult = name.split("/")[0].split(":")[0] == "adult"
+        if is_adult and set(adult) <= set(features):
             return [*adult, "label"]
     raise ValueError(
         f"data set {name!r} has the features {sorted(features)}, which are not handled. Only an "
@@ -232,20 +288,23 @@ def _check_features(
 
 
 def _encode_adult(columns: Mapping[str, np.ndarray], features: Mapping[str, Any]) -> np.ndarray:
-    parts = []
+    """Returns the features of the table "adult", float64 [n, 107] in [0, 1]."""
+    encoded = []
     for key, (divisor, logarithmic) in _ADULT_NUMBERS.items():
-        value = columns[key].astype(np.float64)
-        scaled = np.log1p(value) / np.log1p(divisor) if logarithmic else value / divisor
-        parts.append(np.clip(scaled, 0, 1)[:, None])
-    parts.extend(np.eye(features[key].num_classes)[columns[key]] for key in _ADULT_CATEGORIES)
-    return np.concatenate(parts, axis=1)
+        values = columns[key].astype(np.float64)
+        if logarithmic:
+            scaled = np.log1p(values) / np.log1p(divisor)
+        else:
+            scaled = values / divisor
+        encoded.append(np.clip(scaled, 0, 1)[:, None])
+    for key in _ADULT_CATEGORIES:
+        encoded.append(np.eye(features[key].num_classes)[columns[key]])  # one-hot codes
+    return np.concatenate(encoded, axis=1)
 
 
 @contextlib.contextmanager
 def _quiet_array_record() -> Iterator[None]:
-    """Drops the harmless log lines of TFDS and ArrayRecord about group size, OpenCV and missing
-    variants.
-    """
+    """Drops harmless log lines of TFDS and ArrayRecord."""
     harmless = (
         "was created with group size",
         "OpenCV is not installed",

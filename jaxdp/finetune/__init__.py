@@ -16,8 +16,10 @@ from jaxdp.finetune.adp_clip import adp_clip
 from jaxdp.finetune.dp_sgd import dp_sgd
 from jaxdp.finetune.evaluate import Tally, accuracy, charged_accuracy, tally
 from jaxdp.finetune.gep import gep
-from jaxdp.finetune.loop import fit
-from jaxdp.finetune.trainer import PrivateTrainer, TrainState, event
+from jaxdp.finetune.loop import RunOptions, fit
+from jaxdp.finetune.options import event
+from jaxdp.finetune.step import TrainState
+from jaxdp.finetune.trainer import PrivateTrainer
 
 # The methods by name. Each takes the arguments of `dp_sgd` and its own options.
 METHODS: Mapping[str, Callable[..., PrivateTrainer]] = {
@@ -31,6 +33,7 @@ __all__ = [
     "METHODS",
     "SCHEDULES",
     "PrivateTrainer",
+    "RunOptions",
     "Tally",
     "TrainState",
     "accuracy",

@@ -1,7 +1,7 @@
-"""AdpAlloc: DP-SGD whose noise falls from epoch to epoch (Yu, Liu, Pu, Gursoy, Truex 2019, section
-V).
+"""AdpAlloc: DP-SGD whose noise falls from epoch to epoch.
 
-A schedule maps the first noise multiplier sigma_0 and the epoch t = 0, 1, ... to sigma_t:
+This is section V of Yu, Liu, Pu, Gursoy and Truex 2019. A schedule maps the first noise multiplier
+sigma_0 and the epoch t = 0, 1, ... to sigma_t:
 
     time-based    sigma_0 / (1 + k t)
     step          sigma_0 k^floor(t / period)
@@ -22,7 +22,8 @@ import optax
 
 from jaxdp.data import PoissonSampler
 from jaxdp.finetune.dp_sgd import dp_sgd
-from jaxdp.finetune.trainer import Options, PrivateTrainer, noise_and_options
+from jaxdp.finetune.options import Options, noise_and_options
+from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import (
     ComposedDpEvent,
     DpEvent,
@@ -36,8 +37,12 @@ from jaxdp.privacy.accounting import Adjacency, Method
 from jaxdp.report import counting
 
 NoiseSchedule = Callable[[float, Any], Any]
-"""A map from (sigma_0, epoch t) to sigma_t, both Python numbers. It is evaluated on the host, once for each step."""
+"""A map from (sigma_0, epoch t) to sigma_t.
 
+All are Python numbers. The map is evaluated on the host, once for each step.
+"""
+
+# A sigma_0 so large that epochs whose noise grows with it cost next to nothing.
 _LARGEST = 2.0**40
 
 
@@ -48,50 +53,46 @@ def constant_noise() -> NoiseSchedule:
 
 def time_based_noise(rate: float) -> NoiseSchedule:
     """Returns the schedule sigma_0 / (1 + rate * epoch), with rate >= 0."""
+    is_valid = 0 <= rate < math.inf
     _check(
         "rate",
         rate,
-        0 <= rate < math.inf,
+        is_valid,
         "finite and at least 0, so that noise neither rises nor turns negative",
     )
     return lambda sigma_0, epoch: sigma_0 / (1 + rate * epoch)
 
 
 def step_noise(factor: float, period: int) -> NoiseSchedule:
-    """Returns the schedule sigma_0 * factor^(epoch // period), with 0 < factor <= 1 and period >= 1
-    epochs.
+    """Returns the schedule sigma_0 * factor^(epoch // period).
+
+    It has 0 < factor <= 1 and period >= 1 epochs.
     """
-    _check(
-        "factor",
-        factor,
-        0 < factor <= 1,
-        "in (0, 1], so that noise neither rises nor turns negative",
-    )
+    is_valid = 0 < factor <= 1
+    _check("factor", factor, is_valid, "in (0, 1], so that noise neither rises nor turns negative")
     _check("period", period, period >= 1, "at least 1 epoch")
-    return lambda sigma_0, epoch: sigma_0 * math.e ** (math.log(factor) * (epoch // period))
+    logarithm = math.log(factor)
+    return lambda sigma_0, epoch: sigma_0 * math.e ** (logarithm * (epoch // period))
 
 
 def exponential_noise(rate: float) -> NoiseSchedule:
-    """Returns the schedule sigma_0 * exp(-rate * epoch), with rate >= 0. Yu et al. found it the
-    best on average.
+    """Returns the schedule sigma_0 * exp(-rate * epoch), with rate >= 0.
+
+    Yu et al. found it the best on average.
     """
     _check("rate", rate, 0 <= rate < math.inf, "finite and at least 0, so that noise does not rise")
     return lambda sigma_0, epoch: sigma_0 * math.e ** (-rate * epoch)
 
 
 def polynomial_noise(end: float, power: float, period: int) -> NoiseSchedule:
-    """Returns the schedule (sigma_0 - end) * (1 - epoch / period)^power + end, and `end` from epoch
-    `period` on.
+    """Returns the schedule (sigma_0 - end) * (1 - epoch / period)^power + end.
 
-    `end` is positive and does not depend on sigma_0, so no sigma_0 changes the privacy loss from
-    epoch `period` on. The noise rises if sigma_0 is below `end`. The power is at most 100.
+    From epoch `period` on it is `end`. `end` is positive and does not depend on sigma_0, so no
+    sigma_0 changes the privacy loss from epoch `period` on. The noise rises if sigma_0 is below
+    `end`. The power is at most 100.
     """
-    _check(
-        "end",
-        end,
-        0 < end < math.inf,
-        "finite and positive, since a step without noise is not private",
-    )
+    is_valid = 0 < end < math.inf
+    _check("end", end, is_valid, "finite and positive, since a step without noise is not private")
     _check("power", power, 0 < power <= 100, "in (0, 100]")
     _check("period", period, period >= 1, "at least 1 epoch")
 
@@ -142,9 +143,8 @@ def calibrate_schedule(
 
     floor = _epsilon(event(_LARGEST), delta, adjacency, method)
     if floor > epsilon:
-        worst = min(
-            schedule(_LARGEST, epoch) for epoch in range(math.ceil(steps / _epoch(sampler)))
-        )
+        epochs = range(math.ceil(steps / _epoch_steps(sampler)))
+        worst = min(schedule(_LARGEST, epoch) for epoch in epochs)
         raise ValueError(
             f"epsilon={epsilon} is out of reach: for every sigma_0 some epochs have a noise "
             f"multiplier of {worst:.4g}, and the run costs at least {floor:.4g} at "
@@ -160,16 +160,17 @@ def calibrate_schedule(
 def schedule_event(
     schedule: NoiseSchedule, sigma_0: float, sampler: PoissonSampler, steps: int
 ) -> DpEvent:
-    """Returns the event of the first `steps` steps. An epoch without positive noise is a
-    `NonPrivateDpEvent`.
+    """Returns the event of the first `steps` steps.
+
+    An epoch without positive noise is a `NonPrivateDpEvent`.
     """
-    length = _epoch(sampler)
-    parts = []
+    length = _epoch_steps(sampler)
+    epochs = []
     for epoch, first in enumerate(range(0, steps, length)):
         sigma = float(schedule(sigma_0, epoch))
         step = sampler.event(GaussianDpEvent(sigma)) if sigma > 0 else NonPrivateDpEvent()
-        parts.append(SelfComposedDpEvent(step, min(length, steps - first)))
-    return ComposedDpEvent(parts)
+        epochs.append(SelfComposedDpEvent(step, min(length, steps - first)))
+    return ComposedDpEvent(epochs)
 
 
 def adp_alloc(
@@ -185,14 +186,16 @@ def adp_alloc(
     """Returns a trainer for DP-SGD with noise that falls from epoch to epoch.
 
         schedule = jaxdp.finetune.exponential_noise(0.01)
-        trainer = jaxdp.finetune.adp_alloc(loss_fn, optax.sgd(0.5), sampler=sampler, clip_norm=1.0, schedule=schedule,
-                                           epsilon=4.0, delta=1e-6, steps=1000)
+        trainer = jaxdp.finetune.adp_alloc(
+            loss_fn, optax.sgd(0.5), sampler=sampler, clip_norm=1.0, schedule=schedule,
+            epsilon=4.0, delta=1e-6, steps=1000,
+        )
 
     Args:
-      loss_fn, optimizer, clip_norm, sampler, options: As in `dp_sgd`. noise_multiplier: sigma_0,
-      the noise multiplier of the first epoch. None, the default, is `calibrate_schedule` of
-      `epsilon`, `delta` and `steps`. schedule: The public schedule of the noise. It must not depend
-      on private data.
+      loss_fn, optimizer, clip_norm, sampler, options: As in `dp_sgd`.
+      noise_multiplier: sigma_0, the noise multiplier of the first epoch. None, the default, is
+        `calibrate_schedule` of `epsilon`, `delta` and `steps`.
+      schedule: The public schedule of the noise. It must not depend on private data.
 
     Raises:
       ValueError: As in `dp_sgd`. `PrivateTrainer.event` raises it for an epoch whose noise is
@@ -214,7 +217,7 @@ def adp_alloc(
         loss_fn,
         optimizer,
         clip_norm=clip_norm,
-        noise_multiplier=_Steps(schedule, noise_multiplier, _epoch(sampler)),
+        noise_multiplier=_Steps(schedule, noise_multiplier, _epoch_steps(sampler)),
         sampler=sampler,
         **others,
     )
@@ -232,17 +235,16 @@ class _Steps:
         return self.schedule(self.sigma_0, step // self.length)
 
 
-def _epoch(sampler: PoissonSampler) -> int:
+def _epoch_steps(sampler: PoissonSampler) -> int:
     """Returns the number of steps in which each example is expected to take part about once."""
-    return math.ceil(
-        (1 - 1e-12) / sampler.sampling_probability
-    )  # 1 / (1 / 49) is a little more than 49
+    # In floating point 1 / (1 / 49) is a little more than 49.
+    return math.ceil((1 - 1e-12) / sampler.sampling_probability)
 
 
 def _epsilon(event: DpEvent, delta: float, adjacency: Adjacency, method: Method) -> float:
     return epsilon(event, delta=delta, adjacency=adjacency, method=method)
 
 
-def _check(name: str, value: float, good: bool, needs: str) -> None:
-    if not good:
-        raise ValueError(f"{name} must be {needs}, got {value}.")
+def _check(name: str, value: float, is_valid: bool, rule: str) -> None:
+    if not is_valid:
+        raise ValueError(f"{name} must be {rule}, got {value}.")

@@ -1,7 +1,7 @@
-"""AdpClip: DP-SGD whose clip norm follows a quantile of the gradient norms (Andrew et al. 2021,
-Algorithm 1).
+"""AdpClip: DP-SGD whose clip norm follows a quantile of the gradient norms.
 
-z is the noise multiplier of a step, sigma_b the noise of the count, B = q n, and C_t the clip norm:
+This is Algorithm 1 of Andrew et al. 2021. z is the noise multiplier of a step, sigma_b the noise of
+the count, B = q n, and C_t the clip norm:
 
     z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2)
     g~ = (sum_i clip(g_i, C_t) + z_Delta C_t N(0, I)) / B
@@ -26,18 +26,14 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp.data import PoissonSampler
-from jaxdp.finetune.trainer import (
-    CLIP_NORMS,
-    Options,
-    PrivateTrainer,
-    Query,
-    make_trainer,
-    moving_params,
-    noise_and_options,
-)
+from jaxdp.finetune.options import CLIP_NORMS, Options, noise_and_options
+from jaxdp.finetune.query import Query, moving_params
+from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
 
 
 class _Contribution(NamedTuple):
+    """What an example contributes, or a sum of that: a weighted gradient and a weighted count."""
+
     grads: Any
     below: jax.Array
 
@@ -46,9 +42,9 @@ class _Contribution(NamedTuple):
 class QuantileClipping(Query):
     """The query of AdpClip. It carries C_t, a float32 scalar.
 
-    An example contributes (a g_i min(1, C_t / ||g_i||) / C_t, 2 c (b_i - 1/2)). With a = z /
-    z_Delta and
-    c = z / (2 sigma_b), a^2 + c^2 = 1, so that the norm of the contribution is at most 1.
+    An example contributes (a g_i min(1, C_t / ||g_i||) / C_t, 2 c (b_i - 1/2)). With
+    a = z / z_Delta and c = z / (2 sigma_b), a^2 + c^2 = 1, so that the norm of the contribution is
+    at most 1.
     """
 
     noise_multiplier: float
@@ -77,36 +73,35 @@ class QuantileClipping(Query):
 
     def zeros(self, params: Any) -> _Contribution:
         """Returns the sum over no examples."""
-        return _Contribution(
-            jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params)), jnp.float32(0)
-        )
+        grads = jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params))
+        return _Contribution(grads, jnp.float32(0))
 
     def sums(
         self, params: Any, carried: jax.Array, batch: Any, mask: jax.Array, key: jax.Array | None
     ) -> _Contribution:
         """Sums the weighted clipped gradients and the centred indicators."""
-        out = dataclasses.replace(self.gradient, clip_norm=carried)(params, batch, mask, key=key)
+        gradient = dataclasses.replace(self.gradient, clip_norm=carried)
+        out = gradient(params, batch, mask, key=key)
         scale = self.gradient_weight / self.gradient.clip_rule.bound(carried)
-        unmasked = mask.any(1) if mask.ndim == 2 else mask
-        below = jnp.where(
-            unmasked, (out.norms <= carried) - 0.5, 0.0
-        )  # A gradient that is not finite counts as above.
-        return _Contribution(
-            jax.tree.map(lambda g: g * scale, out.grads), 2 * self.count_weight * below.sum()
-        )
+        is_example = mask.any(1) if mask.ndim == 2 else mask  # A mask of groups is [B, k].
+        # b_i - 1/2. A norm that is not finite is not below C_t.
+        below = jnp.where(is_example, (out.norms <= carried) - 0.5, 0.0)
+        grads = jax.tree.map(lambda g: g * scale, out.grads)
+        return _Contribution(grads, 2 * self.count_weight * below.sum())
 
     def read(
         self, params: Any, carried: jax.Array, mean: _Contribution
     ) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
         """Returns g~ (g~ / C_t with `unit_norm`), C_{t+1} and metrics."""
-        scale = (
-            1.0 if self.unit_norm else self.gradient.clip_rule.bound(carried)
-        ) / self.gradient_weight
-        gradient = jax.tree.map(lambda g: g * scale, mean.grads)
+        length = 1.0 if self.unit_norm else self.gradient.clip_rule.bound(carried)
+        scale = length / self.gradient_weight
+        gradient = jax.tree.map(lambda g: g * scale, mean.grads)  # g~
         fraction = jnp.clip(mean.below / (2 * self.count_weight) + 0.5, 0, 1)  # b~
+        # C_{t+1} = C_t exp(-eta_C (b~ - gamma)), within the range in which float32 can clip.
         updated = carried * jnp.exp(-self.clip_learning_rate * (fraction - self.quantile))
+        clip_norm = jnp.clip(updated, *CLIP_NORMS)
         metrics = {"clip_norm": carried, "fraction_below": fraction}
-        return gradient, jnp.clip(updated, *CLIP_NORMS), metrics
+        return gradient, clip_norm, metrics
 
 
 def adp_clip(
@@ -122,8 +117,9 @@ def adp_clip(
     sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
-    """Returns a trainer for DP-SGD whose clip norm follows a quantile of the gradient norms, at no
-    extra privacy cost.
+    """Returns a trainer for AdpClip, whose clip norm follows a quantile of the gradient norms.
+
+    The quantile costs no extra privacy. Each argument is one of the paper's, or of `dp_sgd`.
 
     Args:
       loss_fn, optimizer, sampler, options: As in `dp_sgd`.

@@ -1,14 +1,13 @@
-"""DP-SGD (Abadi et al. 2016, Algorithm 1) with Poisson sampling and the image recipe of De et al.
-2022.
+"""DP-SGD (Abadi et al. 2016, Algorithm 1), with the image recipe of De et al. 2022.
 
-One step, in the order of the algorithm. `jaxdp.finetune.trainer` has steps 1, 4 and 5 for every
-method:
+One step, in the order of the algorithm. All methods share steps 1, 4 and 5, which
+`jaxdp.finetune.trainer` and `jaxdp.finetune.step` take:
 
-    1. L_t: every example joins with probability q, independently              `PoissonSampler`
-    2. g_i = grad of the loss of example i (mean over K augmented views)       `clipped_grad`, `group`
-    3. g_i <- g_i * min(1, C / ||g_i||_2), summed over L_t                     `clipped_grad`
-    4. g~ = (sum_i g_i + sigma C N(0, I)) / (q n)                              `privatize`
-    5. theta <- optimizer(theta, g~); moving average of theta                  post-processing
+    1. L_t: every example joins with probability q, independently           `PoissonSampler`
+    2. g_i = grad of the loss of example i (mean over K augmented views)    `clipped_grad`
+    3. g_i <- g_i * min(1, C / ||g_i||_2), summed over L_t                  `clipped_grad`
+    4. g~ = (sum_i g_i + sigma C N(0, I)) / (q n)                           `privatize`
+    5. theta <- optimizer(theta, g~); moving average of theta               post-processing
 """
 
 from collections.abc import Callable
@@ -19,7 +18,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp.data import PoissonSampler
-from jaxdp.finetune.trainer import Options, PrivateTrainer, Query, make_trainer, moving_params
+from jaxdp.finetune.options import Options
+from jaxdp.finetune.query import Query, moving_params
+from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
 
 
 class GradientSum(Query):
@@ -56,8 +57,10 @@ def dp_sgd(
     """Returns a trainer for DP-SGD with a per-example loss, any optimizer and any Poisson sampler.
 
         sampler = jaxdp.data.PoissonSampler(len(source), 256 / len(source))
-        trainer = jaxdp.finetune.dp_sgd(loss_fn, optax.sgd(0.5), sampler=sampler, clip_norm=1.0, epsilon=4.0,
-                                        delta=1e-6, steps=100)
+        trainer = jaxdp.finetune.dp_sgd(
+            loss_fn, optax.sgd(0.5), sampler=sampler, clip_norm=1.0,
+            epsilon=4.0, delta=1e-6, steps=100,
+        )
         state = trainer.init(params)
         with ledger.spend("my data", trainer.event(0, 100), label="dp-sgd"):
             for _ in range(100):

@@ -80,24 +80,25 @@ def accuracy(predict: Predict, params: Any, source: Source, *, batch_size: int =
       TypeError, ValueError: source is empty, or not as `jaxdp.data.check_source(source, "label")`
         demands. Or labels or logits have another shape, dtype or range.
     """
-    found = tally(predict, params, source, batch_size=batch_size)
-    warn_if_not_finite(found.not_finite, found.total)
-    return found.correct / found.total
+    answers = tally(predict, params, source, batch_size=batch_size)
+    warn_if_not_finite(answers.not_finite, answers.total)
+    return answers.correct / answers.total
 
 
 def noisy_fraction(key: jax.Array, count: int, total: int, noise_multiplier: float) -> jax.Array:
-    """Returns the release of `charged_accuracy`: (count + noise) / total, clipped to [0, 1],
-    float32 [].
+    """Returns (count + noise) / total, clipped to [0, 1], float32 [].
+
+    It is what `charged_accuracy` releases.
     """
     exact = jnp.float32(count)
-    return jnp.clip((exact + noise.gaussian(key, exact, noise_multiplier)) / total, 0.0, 1.0)
+    noisy_count = exact + noise.gaussian(key, exact, noise_multiplier)
+    return jnp.clip(noisy_count / total, 0.0, 1.0)
 
 
 def count_correct(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> int:
-    """Returns the number of right answers to which `charged_accuracy` adds noise. It is private,
-    and for audits.
+    """Returns the number of right answers, to which `charged_accuracy` adds noise.
 
-    Arguments are as in `charged_accuracy`.
+    The number is private, and for audits. Arguments are as in `charged_accuracy`.
 
     Formal guarantees:
       Adding, removing, zeroing out or replacing one example changes the count by at most 1, for all
@@ -126,12 +127,11 @@ def charged_accuracy(
     workdir: str | os.PathLike[str] | None = None,
     seed: bytes | None = None,
 ) -> float:
-    """Estimates the accuracy on private data by a noisy count of correct answers over the public
-    number of examples.
+    """Estimates the accuracy on private data.
 
-    An example with a logit that is not finite, or with a label outside [0, K), is wrong. Their
-    number is private and is not released. `tally` on public data tells whether a model makes such
-    logits.
+    The estimate is a noisy count of right answers over the public number of examples. An example
+    with a logit that is not finite, or with a label outside [0, K), is wrong. Their number is
+    private and is not released. `tally` on public data tells whether a model makes such logits.
 
     Args:
       predict, source, batch_size: As in `accuracy`. `predict` is called for each example alone, as
@@ -168,17 +168,17 @@ def charged_accuracy(
         )
     noise.check_product("noise_multiplier", noise_multiplier, 1.0)
     check_finite(params)
-    shapes = _batch_shapes(_check_count(source, batch_size), min(batch_size, len(source)))
-    _batch_counts.eval_shape(
-        predict, True, params, *shapes
-    )  # Logits of another shape must raise before the charge.
+    example = _check_count(source, batch_size)
+    shapes = _batch_shapes(example, min(batch_size, len(source)))
+    # Logits of another shape must raise before the charge.
+    _batch_counts.eval_shape(predict, True, params, *shapes)
 
     def estimate(secret: bytes) -> dict[str, np.ndarray]:
         exact = count_correct(predict, params, source, batch_size=batch_size)
         key = stream(secret, "accuracy")
         return {"accuracy": np.asarray(noisy_fraction(key, exact, len(source), noise_multiplier))}
 
-    what = Release(
+    release = Release(
         label="accuracy",
         charges=[(account, GaussianDpEvent(noise_multiplier))],
         facts=lambda: [params, source.fingerprint, noise_multiplier, batch_size],
@@ -186,7 +186,7 @@ def charged_accuracy(
         compute=estimate,
     )
     with Till(workdir, seed=seed) as till:
-        return float(till.once(what)["accuracy"])
+        return float(till.once(release)["accuracy"])
 
 
 def _check_count(source: Source, batch_size: int) -> Any:
@@ -204,25 +204,20 @@ def _batch_shapes(example: Any, size: int) -> tuple[Any, jax.ShapeDtypeStruct]:
     """Returns the structure of a batch of `labelled_batches` from that of an example."""
 
     def column(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size, *x.shape), jax.dtypes.canonicalize_dtype(x.dtype))
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct((size, *x.shape), dtype)
 
     batch = jax.tree.map(column, example)
     batch["label"] = jax.ShapeDtypeStruct((size,), np.int32)
     return batch, jax.ShapeDtypeStruct((size,), np.bool_)
 
 
-def _name(source: Source) -> str:
-    return getattr(source, "name", "")
-
-
 def _counts(
     predict: Predict, params: Any, source: Source, batch_size: int, *, each_alone: bool
 ) -> Counts:
     """Judges all examples of a source, each alone or a batch at once."""
-    batches, total = (
-        labelled_batches(source, batch_size),
-        -(-len(source) // min(batch_size, len(source))),
-    )
+    batches = labelled_batches(source, batch_size)
+    total = -(-len(source) // min(batch_size, len(source)))
     counts = np.zeros(3, np.int64)
     for batch in progress_bar(batches, label="accuracy", unit="batch", total=total):
         counts += np.asarray(_batch_counts(predict, each_alone, params, *batch))
@@ -238,7 +233,9 @@ def _batch_counts(
 
 def _answers(predict: Predict, each_alone: bool, params: Any, batch: Any) -> Judged:
     """Judges a batch at once, or each example as a batch of one."""
-    inputs, labels, name = inputs_of(batch), batch["label"], "predict(params, inputs)"
+    inputs = inputs_of(batch)
+    labels = batch["label"]
+    name = "predict(params, inputs)"
     if not each_alone:
         logits = predict(params, inputs)
         check_logits(logits, name=name, count=len(labels))

@@ -1,10 +1,12 @@
-"""GEP, gradient embedding perturbation (Yu, Zhang, Chen, Liu 2021, Algorithm 1): noise where public
-gradients point.
+"""GEP, gradient embedding perturbation (Yu, Zhang, Chen, Liu 2021, Algorithm 1).
+
+The noise goes where public gradients point.
 
 Before a step, from public data only:
 
-    A = gradients of the anchors, one row per example                          m x p, never formed whole
-    L ~ N(0, I), then `power_iterations` times L <- orthonormal(A^T (A L))     p x k, the anchor subspace B
+    A = gradients of the anchors, one row per example       m x p, never formed whole
+    L ~ N(0, I)                                             p x k
+    L <- orthonormal(A^T (A L)), `power_iterations` times   p x k, the anchor subspace B
 
 One step, where g_i is the gradient of private example i:
 
@@ -25,7 +27,7 @@ directions.
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
@@ -35,23 +37,19 @@ import optax
 
 from jaxdp.data import PoissonSampler
 from jaxdp.data.storage import on_device
-from jaxdp.finetune.trainer import (
-    Options,
-    PrivateTrainer,
-    Query,
-    check_clip_norm,
-    make_trainer,
-    moving_params,
-    repeatable,
-)
+from jaxdp.finetune.options import Options, check_clip_norm
+from jaxdp.finetune.query import Query, moving_params
+from jaxdp.finetune.step import repeatable
+from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
 from jaxdp.transforms import forms
 from jaxdp.transforms.clip_rules import clip_factors
 from jaxdp.transforms.clipping import ClippedGrad, paths_of
 from jaxdp.transforms.lengths import in_units
 
 _PUBLIC_KEY = 0  # The random start of the power iteration is public.
-_ANCHORS_AT_ONCE = 256  # where the caller gives no physical batch size
+_ANCHORS_AT_ONCE = 256  # in a physical batch, where the caller gives no physical batch size
 _PRECISION = jax.lax.Precision.HIGHEST
+_LEAST_SHARE = 1e-6  # of a column that is left after projection, or the column is dependent
 
 
 class _Contribution(NamedTuple):
@@ -60,13 +58,21 @@ class _Contribution(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """The division of the trainable leaves into groups. It is static."""
+    """The division of the trainable leaves into groups. It is static.
+
+    Attributes:
+      structure: The tree of the trainable leaves.
+      shapes: The shape of each leaf.
+      owner: The group of each leaf.
+      widths: k_g of each group.
+      names: The name of each group, for messages.
+    """
 
     structure: Any
-    shapes: list[tuple[int, ...]]  # of each leaf
-    owner: list[int]  # the group of each leaf
-    widths: list[int]  # k_g of each group
-    names: list[str]  # of each group, for messages
+    shapes: list[tuple[int, ...]]
+    owner: list[int]
+    widths: list[int]
+    names: list[str]
 
     def together(self, leaves: list[jax.Array], group: int) -> list[jax.Array]:
         """Returns the values of one group, from one value per leaf."""
@@ -74,8 +80,9 @@ class _Layout(NamedTuple):
 
     def embed(self, rows: list[jax.Array], basis: list[jax.Array]) -> list[jax.Array]:
         """Returns B^T g, [B, k_g] per group, for rows of g [B, p_leaf] per leaf."""
-        parts = [_dot(x, b) for x, b in zip(rows, basis, strict=True)]
-        return [sum(self.together(parts, group)) for group in range(len(self.widths))]  # type: ignore[misc]
+        products = [_dot(x, b) for x, b in zip(rows, basis, strict=True)]
+        groups = range(len(self.widths))
+        return [sum(self.together(products, group)) for group in groups]  # type: ignore[misc]
 
     def lift(self, embeddings: list[jax.Array], basis: list[jax.Array]) -> list[jax.Array]:
         """Returns B w, [..., p_leaf] per leaf, for w [..., k_g] per group."""
@@ -84,10 +91,10 @@ class _Layout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class GradientEmbedding(Query):
-    """The query of GEP. It carries the basis, a list of [p_leaf, k_g] arrays, one per trainable
-    leaf.
+    """The query of GEP.
 
-    `public` is a list of chunks of anchors.
+    It carries the basis, a list of [p_leaf, k_g] arrays, one per trainable leaf. `public` is a list
+    of physical batches of anchors.
 
     An example contributes (a clip(w_i, C_0) / C_0, b clip(r_i, C_1) / C_1) with a^2 + b^2 = 1, of
     norm at most 1.
@@ -114,18 +121,20 @@ class GradientEmbedding(Query):
         return 1.0
 
     def init(self, params: Any) -> list[jax.Array] | None:
-        """Returns a basis of zeros if later steps reuse the basis, otherwise None. Step 0 makes the
-        first basis.
+        """Returns a basis of zeros if later steps reuse the basis, otherwise None.
+
+        Step 0 makes the first basis.
 
         Raises:
           ValueError: The anchors' gradients at `params` span fewer dimensions than the basis.
         """
-        layout, random = self._layout(params), self._random(params, jnp.int32(0))
-        images = [self._project(params, random, chunk) for chunk in self.public]
+        layout = self._layout(params)
+        random = self._random(params, jnp.int32(0))
+        images = [self._project(params, random, anchors) for anchors in self.public]
         for group, (width, name) in enumerate(zip(layout.widths, layout.names, strict=True)):
-            image = np.concatenate([part[group] for part in images])
-            sizes = np.linalg.svd(image, compute_uv=False)
-            rank = int((sizes > sizes.max() * max(image.shape) * np.finfo(np.float32).eps).sum())
+            image = np.concatenate([of_groups[group] for of_groups in images])
+            # Random columns keep the rank of A, and A L is much smaller than A.
+            rank = _rank(image)
             if rank < width:
                 raise ValueError(
                     f"basis_size={self.basis_size} gives {width} directions to {name}, but the "
@@ -139,8 +148,8 @@ class GradientEmbedding(Query):
         basis = self._random(params, step)
         for _ in range(self.power_iterations):
             image = self._zeros(basis)
-            for chunk in public:
-                image = self._add_power(params, basis, image, chunk)
+            for anchors in public:
+                image = self._add_power(params, basis, image, anchors)
             basis = self._orthonormal(params, image)
         return basis
 
@@ -155,116 +164,124 @@ class GradientEmbedding(Query):
         self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
     ) -> _Contribution:
         """Sums the weighted clipped embeddings and residuals."""
-        layout, (a, b) = self._layout(params), self.weights
+        layout = self._layout(params)
+        a, b = self.weights
         g = _rows(self.gradient.per_example(params, batch, mask, key=key).grads)
-        w = layout.embed(g, carried)
+        w = layout.embed(g, carried)  # w_i = B^T g_i
         factors = a * self._shares(w, self.gradient.clip_norm)
-        embeddings = [_weighted(factors, part) for part in w]
+        embeddings = [_weighted(factors, of_group) for of_group in w]
         if not self.residual_share:
             return _Contribution(embeddings, None)
-        # ||g||^2 - ||w||^2 is no substitute: its rounding error can let a large residual pass
-        # unclipped.
-        r = [g_leaf - lifted for g_leaf, lifted in zip(g, layout.lift(w, carried), strict=True)]
+        # The norm of r is taken of r itself. ||g||^2 - ||w||^2 is no substitute: its rounding error
+        # can let a large residual pass unclipped.
+        bw = layout.lift(w, carried)
+        r = [g_leaf - bw_leaf for g_leaf, bw_leaf in zip(g, bw, strict=True)]  # r_i = g_i - B w_i
         factors = b * self._shares(r, self.residual_clip_norm)
-        return _Contribution(
-            embeddings, _unflatten(layout, [_weighted(factors, part) for part in r])
-        )
+        residual = [_weighted(factors, of_leaf) for of_leaf in r]
+        return _Contribution(embeddings, _unflatten(layout, residual))
 
     def read(
         self, params: Any, carried: Any, mean: _Contribution
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
         """Returns g~ = B w~ + r~."""
-        layout, (a, b) = self._layout(params), self.weights
+        layout = self._layout(params)
+        a, b = self.weights
         bound = self.gradient.clip_rule.bound
-        lifted = layout.lift(
-            [w * (bound(self.gradient.clip_norm) / a) for w in mean.embeddings], carried
-        )
-        gradient = _unflatten(layout, lifted)
+        scale = bound(self.gradient.clip_norm) / a
+        embeddings = [w * scale for w in mean.embeddings]
+        gradient = _unflatten(layout, layout.lift(embeddings, carried))
         if self.residual_share:
-            scale = bound(self.residual_clip_norm) / b
-            gradient = jax.tree.map(lambda bw, r: bw + scale * r, gradient, mean.residual)
+            residual_scale = bound(self.residual_clip_norm) / b
+            gradient = jax.tree.map(lambda bw, r: bw + residual_scale * r, gradient, mean.residual)
+        # A basis of one step is made anew, and need not be in every checkpoint.
         return gradient, carried if self.refresh_every > 1 else None, {}
 
-    def _shares(self, parts: list[jax.Array], clip_norm: float) -> jax.Array:
-        """Returns factors [B] that clip the concatenated parts and divide them by the bound of the
-        clipping rule.
+    def _shares(self, rows: list[jax.Array], clip_norm: float) -> jax.Array:
+        """Returns factors [B] that clip vectors and divide them by the bound of the clipping rule.
+
+        A vector is the concatenation of its rows in [B, n] arrays.
         """
         rule = self.gradient.clip_rule
-        norms = jnp.sqrt(sum(jnp.square(part).sum(1) for part in parts))
-        return clip_factors(rule, norms, clip_norm, rule.bound(clip_norm)) / rule.bound(clip_norm)
+        squares = sum(jnp.square(part).sum(1) for part in rows)
+        norms = jnp.sqrt(squares)
+        bound = rule.bound(clip_norm)
+        return clip_factors(rule, norms, clip_norm, bound) / bound
 
     def _layout(self, params: Any) -> _Layout:
+        """Returns the groups of the trainable leaves and the widths of their bases."""
         moving = self.gradient.trainable_params(params)
         leaves, structure = jax.tree.flatten(moving)
-        paths, sizes = [path for path, _ in paths_of(moving)], [leaf.size for leaf in leaves]
+        paths = [path for path, _ in paths_of(moving)]
+        sizes = [leaf.size for leaf in leaves]
+        keys: Sequence[Hashable]
         if callable(self.groups):
             keys = [self.groups(path) for path in paths]
-        else:  # A group ends where the middle of a module passes an equal share of the entries.
-            modules = [path.rpartition("/")[0] or path for path in paths]
-            ends = {module: end for module, end in zip(modules, np.cumsum(sizes), strict=True)}
-            totals = {
-                module: sum(n for m, n in zip(modules, sizes, strict=True) if m == module)
-                for module in ends
-            }
-            keys = [int((ends[m] - totals[m] / 2) * self.groups / sum(sizes)) for m in modules]
-        names = list(dict.fromkeys(keys))
-        owner = [names.index(key) for key in keys]
-        entries = [
-            sum(size for size, g in zip(sizes, owner, strict=True) if g == group)
-            for group in range(len(names))
-        ]
+        else:
+            keys = _module_groups(paths, sizes, self.groups)
+        members: dict[Hashable, list[int]] = {}
+        for leaf, key in enumerate(keys):
+            members.setdefault(key, []).append(leaf)
+        entries = [sum(sizes[leaf] for leaf in group) for group in members.values()]
         roots = np.sqrt(entries)
         # k_g = floor(k sqrt(p_g) / sum_h sqrt(p_h)). 1e-9 keeps rounding errors from lowering a
         # whole number.
-        widths = [int(width) for width in self.basis_size * roots / roots.sum() + 1e-9]
-        members = [
-            [path for path, g in zip(paths, owner, strict=True) if g == group]
-            for group in range(len(names))
-        ]
-        texts = [
-            f"{part[0]!r}" if len(part) == 1 else f"the leaves {part[0]!r} to {part[-1]!r}"
-            for part in members
-        ]
-        anchors = sum(len(jax.tree.leaves(chunk)[0]) for chunk in self.public)
-        for width, total, text in zip(widths, entries, texts, strict=True):
+        widths = self.basis_size * roots / roots.sum() + 1e-9
+        numbers = {key: number for number, key in enumerate(members)}
+        paths_of_groups = [[paths[leaf] for leaf in group] for group in members.values()]
+        layout = _Layout(
+            structure=structure,
+            shapes=[leaf.shape for leaf in leaves],
+            owner=[numbers[key] for key in keys],
+            widths=[int(width) for width in widths],
+            names=[_group_name(group) for group in paths_of_groups],
+        )
+        self._check_widths(layout, entries)
+        return layout
+
+    def _check_widths(self, layout: _Layout, entries: list[int]) -> None:
+        """Raises ValueError if anchors or entries of a group cannot span its basis."""
+        anchors = sum(len(jax.tree.leaves(batch)[0]) for batch in self.public)
+        for width, total, name in zip(layout.widths, entries, layout.names, strict=True):
             if not 1 <= width <= min(anchors, total):
                 raise ValueError(
-                    f"basis_size={self.basis_size} over {len(widths)} groups gives {width} "
-                    f"directions to {text}, which needs 1 to {min(anchors, total)}. A gradient "
+                    f"basis_size={self.basis_size} over {len(layout.widths)} groups gives {width} "
+                    f"directions to {name}, which needs 1 to {min(anchors, total)}. A gradient "
                     f"there has {total} entries, and there are {anchors} anchors. Change "
                     "basis_size, the number of anchors, or groups."
                 )
-        return _Layout(structure, [leaf.shape for leaf in leaves], owner, widths, texts)
 
     def _random(self, params: Any, step: Any) -> list[jax.Array]:
         """Returns L before the first power iteration."""
-        layout, key = self._layout(params), jax.random.fold_in(jax.random.key(_PUBLIC_KEY), step)
+        layout = self._layout(params)
+        key = jax.random.fold_in(jax.random.key(_PUBLIC_KEY), step)
         leaves = jax.tree.leaves(moving_params(self.gradient, params))
-        return [
-            jax.random.normal(
-                jax.random.fold_in(key, i), (leaf.size, layout.widths[group]), leaf.dtype
-            )
-            for i, (leaf, group) in enumerate(zip(leaves, layout.owner, strict=True))
-        ]
+        basis = []
+        for i, (leaf, group) in enumerate(zip(leaves, layout.owner, strict=True)):
+            shape = (leaf.size, layout.widths[group])
+            leaf_key = jax.random.fold_in(key, i)
+            basis.append(jax.random.normal(leaf_key, shape, leaf.dtype))
+        return basis
 
     def _zeros(self, basis: list[jax.Array]) -> list[jax.Array]:
         return [jnp.zeros_like(leaf) for leaf in basis]
 
-    def _anchor_gradients(self, params: Any, chunk: Any) -> list[jax.Array]:
+    def _anchor_gradients(self, params: Any, anchors: Any) -> list[jax.Array]:
+        """Returns the rows of A for a physical batch of anchors, [m, p_leaf] per leaf."""
         if self.gradient.group:  # an anchor is a group of one view
-            chunk = jax.tree.map(lambda x: x[:, None], chunk)
+            anchors = jax.tree.map(lambda x: x[:, None], anchors)
         key = jax.random.key(_PUBLIC_KEY) if self.stochastic else None
-        return _rows(self.gradient.per_example(params, chunk, key=key).grads)
+        return _rows(self.gradient.per_example(params, anchors, key=key).grads)
 
-    def _project(self, params: Any, basis: list[jax.Array], chunk: Any) -> list[jax.Array]:
-        """Returns A L for the rows of A that belong to a chunk, [m, k_g] per group."""
-        return self._layout(params).embed(self._anchor_gradients(params, chunk), basis)
+    def _project(self, params: Any, basis: list[jax.Array], anchors: Any) -> list[jax.Array]:
+        """Returns A L for the rows of A of some anchors, [m, k_g] per group."""
+        return self._layout(params).embed(self._anchor_gradients(params, anchors), basis)
 
     def _add_power(
-        self, params: Any, basis: list[jax.Array], image: list[jax.Array], chunk: Any
+        self, params: Any, basis: list[jax.Array], image: list[jax.Array], anchors: Any
     ) -> list[jax.Array]:
-        """Returns image + A^T (A L), with the rows of A that belong to a chunk."""
-        layout, a = self._layout(params), self._anchor_gradients(params, chunk)
+        """Returns image + A^T (A L), with the rows of A of some anchors."""
+        layout = self._layout(params)
+        a = self._anchor_gradients(params, anchors)
         al = layout.embed(a, basis)
         return [
             x + _dot(rows.T, al[group])
@@ -273,19 +290,51 @@ class GradientEmbedding(Query):
 
     def _orthonormal(self, params: Any, image: list[jax.Array]) -> list[jax.Array]:
         """Makes the columns of every group orthonormal."""
-        layout, basis = self._layout(params), list(image)
+        layout = self._layout(params)
+        basis = list(image)
         for group in range(len(layout.widths)):
-            members = [i for i, owner in enumerate(layout.owner) if owner == group]
-            q = _gram_schmidt(jnp.concatenate([image[i] for i in members]))
-            cuts = np.cumsum([len(image[i]) for i in members])[:-1]
-            for i, part in zip(members, jnp.split(q, cuts), strict=True):
-                basis[i] = part
+            members = [leaf for leaf, owner in enumerate(layout.owner) if owner == group]
+            q = _gram_schmidt(jnp.concatenate([image[leaf] for leaf in members]))
+            cuts = np.cumsum([len(image[leaf]) for leaf in members])[:-1]
+            for leaf, rows in zip(members, jnp.split(q, cuts), strict=True):
+                basis[leaf] = rows
         return basis
 
 
+def _module_groups(paths: list[str], sizes: list[int], count: int) -> list[int]:
+    """Returns the group of each leaf: at most `count` groups of whole modules, of like sizes.
+
+    Modules are in the order of their leaves. A group ends where the middle of a module passes an
+    equal share of all entries.
+    """
+    modules = [path.rpartition("/")[0] or path for path in paths]
+    ends: dict[str, int] = {}  # the entries up to the last leaf of a module
+    totals: dict[str, int] = {}
+    for module, size, end in zip(modules, sizes, np.cumsum(sizes), strict=True):
+        ends[module] = end
+        totals[module] = totals.get(module, 0) + size
+    middles = {module: ends[module] - totals[module] / 2 for module in ends}
+    return [int(middles[module] * count / sum(sizes)) for module in modules]
+
+
+def _group_name(paths: list[str]) -> str:
+    """Returns the name of a group of leaves in messages."""
+    if len(paths) == 1:
+        return repr(paths[0])
+    return f"the leaves {paths[0]!r} to {paths[-1]!r}"
+
+
+def _rank(matrix: np.ndarray) -> int:
+    """Returns the number of singular values that float32 tells from zero."""
+    values = np.linalg.svd(matrix, compute_uv=False)
+    least = values.max() * max(matrix.shape) * np.finfo(np.float32).eps
+    return int((values > least).sum())
+
+
 def _top_level(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles with `repeatable`, which cannot be nested. Inside another program it calls the
-    function directly.
+    """Compiles with `repeatable`, or calls the function directly inside another program.
+
+    Programs that `repeatable` has compiled cannot be nested.
     """
     jitted = repeatable(function, platform=forms.platform())
 
@@ -297,16 +346,15 @@ def _top_level(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gram_schmidt(columns: jax.Array) -> jax.Array:
-    """Returns orthonormal columns [p, k] with the span of the given ones. A dependent column
-    becomes zero.
+    """Returns orthonormal columns [p, k] with the span of the given ones.
 
-    Projecting out twice is enough for float32 (Giraud et al. 2005). `jnp.linalg.qr` does not fit:
-    on CPU its bits depend on the number of LAPACK threads, and a replayed step must see the same
-    basis. A column that is not finite counts as dependent, because NaN in the basis shows which
-    batches are empty.
+    A dependent column becomes zero. Projecting out twice is enough for float32 (Giraud et al.
+    2005). `jnp.linalg.qr` does not fit: on CPU its bits depend on the number of LAPACK threads, and
+    a replayed step must see the same basis. A column that is not finite counts as dependent,
+    because NaN in the basis shows which batches are empty.
     """
     rows = columns.T  # contiguous, which takes a third of the time
-    rows, _ = in_units(rows, 1)  # Squares of high powers overflow.
+    rows, _ = in_units(rows, 1)  # In other units squares of high powers overflow.
     scale = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
     rows = rows / jnp.where(scale > 0, scale, 1)
 
@@ -316,7 +364,7 @@ def _gram_schmidt(columns: jax.Array) -> jax.Array:
         for _ in range(2):
             v = v - _dot(_dot(q, v), q)
         after = jnp.linalg.norm(v)
-        v = jnp.where(after > 1e-6 * before, v / jnp.where(after > 0, after, 1), 0)
+        v = jnp.where(after > _LEAST_SHARE * before, v / jnp.where(after > 0, after, 1), 0)
         return q.at[j].set(jnp.where(jnp.isfinite(v), v, 0))
 
     return jax.lax.fori_loop(0, len(rows), add, jnp.zeros_like(rows)).T
@@ -356,8 +404,10 @@ def gep(
     sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
-    """Returns a trainer for DP-SGD in which gradient embeddings in a public subspace and residuals
-    get separate noise.
+    """Returns a trainer for GEP (Yu et al. 2021).
+
+    Embeddings of gradients in a public subspace get one noise, their residuals another. Each
+    argument is one of the paper's, or of `dp_sgd`.
 
     Args:
       loss_fn, optimizer, sampler, options: As in `dp_sgd`. `engine` has no effect. `clip_rule`
@@ -390,18 +440,7 @@ def gep(
       parameters, so it is post-processing. The guarantee does not need an orthonormal B. Only
       utility does.
     """
-    leaves = jax.tree.leaves(anchors)
-    if (
-        not leaves
-        or any(jnp.ndim(x) == 0 for x in leaves)
-        or len({len(x) for x in leaves}) != 1
-        or not len(leaves[0])
-    ):
-        shapes = [jnp.shape(x) for x in leaves]
-        raise ValueError(
-            "anchors must be public examples with one leading axis [m], m >= 1, for all leaves, "
-            f"got shapes {shapes}. Without public data use dp_sgd."
-        )
+    count = _check_anchors(anchors)
     check_clip_norm("residual_clip_norm", residual_clip_norm)
     counts = {
         "basis_size": basis_size,
@@ -410,22 +449,18 @@ def gep(
     }
     if not callable(groups):
         counts["groups"] = groups
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}.")
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
     if not 0 <= residual_share < 1:
         raise ValueError(
             f"residual_share must be in [0, 1), got {residual_share}. 0 drops the residual."
         )
 
     def make_query(gradient: ClippedGrad) -> GradientEmbedding:
-        size = options.get("physical_batch_size") or _ANCHORS_AT_ONCE
-        starts = range(0, len(leaves[0]), size)
         return GradientEmbedding(
             gradient=gradient,
-            public=[
-                jax.tree.map(lambda x, i=i: on_device(x[i : i + size]), anchors) for i in starts
-            ],
+            public=_cut(anchors, count, options.get("physical_batch_size") or _ANCHORS_AT_ONCE),
             refresh_every=basis_every,
             copies=2,
             basis_size=basis_size,
@@ -445,3 +480,29 @@ def gep(
         sampler=sampler,
         **options,
     )
+
+
+def _check_anchors(anchors: Any) -> int:
+    """Returns the number of anchors. Raises ValueError if the leaves do not have one number."""
+    leaves = jax.tree.leaves(anchors)
+    shapes = [jnp.shape(leaf) for leaf in leaves]
+    lengths = {shape[:1] for shape in shapes}  # A scalar has the length ().
+    if len(lengths) != 1 or lengths & {(), (0,)}:
+        raise ValueError(
+            "anchors must be public examples with one leading axis [m], m >= 1, for all leaves, "
+            f"got shapes {shapes}. Without public data use dp_sgd."
+        )
+    ((count,),) = lengths
+    return count
+
+
+def _cut(anchors: Any, count: int, size: int) -> list[Any]:
+    """Returns physical batches of anchors on the device.
+
+    The last may be smaller: it is not padded.
+    """
+
+    def rows(start: int) -> Any:
+        return jax.tree.map(lambda x: on_device(x[start : start + size]), anchors)
+
+    return [rows(start) for start in range(0, count, size)]

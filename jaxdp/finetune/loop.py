@@ -14,18 +14,22 @@ spends nothing.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import jax
 
 from jaxdp import memory
 from jaxdp.data import Source, check_source
-from jaxdp.finetune.trainer import FIRST_STEPS, PrivateTrainer, Programs, TrainState
+from jaxdp.data.physical import FIRST_STEPS
+from jaxdp.finetune.programs import Programs
+from jaxdp.finetune.step import TrainState
+from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import Account
 from jaxdp.privacy.cautions import warn_if_weak
 from jaxdp.release import Checkpoints, Hosts, Release, Till, digest, stream
@@ -37,36 +41,11 @@ from jaxdp.transforms.parameters import check_finite
 _HELD_SECONDS = 3600.0
 
 
-def fit(
-    trainer: PrivateTrainer,
-    params: Any,
-    source: Source,
-    *,
-    steps: int,
-    account: Account | None,
-    workdir: str | os.PathLike[str] | None = None,
-    checkpoint_every: int = 100,
-    evaluate: Callable[[Any], dict[str, float]] | None = None,
-    evaluate_every: int | None = None,
-    callbacks: Sequence[Callback] = (),
-    delta: float | None = None,
-    seed: bytes | None = None,
-    progress: bool = True,
-) -> TrainState:
-    """Runs `steps` steps of private training, or the rest of them after a crash.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How `fit` divides, keeps, watches and shows a run.
 
-    Args:
-      trainer: The trainer from `jaxdp.finetune.dp_sgd`, `adp_alloc`, `adp_clip` or `gep`.
-      params: The first parameters. A resumed run does not read them.
-      source: The private examples. `len(source)` must be the sampler's `num_examples`. Its first
-        and last examples are read for a check before anything is spent. The unit of privacy is
-        decided here, because the sampler and the noise are made for its number: give
-        `jaxdp.data.by_group(source, group, max_records=)` to protect owners of several records,
-        with a trainer of group=True. All other pairs are refused.
-      steps: The total number of steps.
-      account: The account that is charged, `ledger.account(name)` of the data set, registered with
-        the trainer's unit. Where the mesh has several processes, only process 0 gives one, and the
-        others give None.
+    Attributes:
       workdir: The directory of the run, for checkpoints, metrics, notes of charges and the secret
         seed of an unfinished chunk. None keeps nothing and cannot resume. Several processes share
         it.
@@ -85,10 +64,66 @@ def fit(
         A callback that raises stops the run. A later call with the same workdir repeats the
         unfinished chunk at no charge, and calls the callbacks again for its steps.
       delta: The delta of the epsilon in the metrics. The default is the delta of the registered
-          budget.
+        budget.
       seed: 16 secret bytes. The default is OS entropy, fresh for every chunk. Give a seed only to
-          reproduce a test.
+        reproduce a test.
       progress: Whether to show a progress bar (`jaxdp.report.progress_bar`).
+    """
+
+    workdir: str | os.PathLike[str] | None = None
+    checkpoint_every: int = 100
+    evaluate: Callable[[Any], dict[str, float]] | None = None
+    evaluate_every: int | None = None
+    callbacks: Sequence[Callback] = ()
+    delta: float | None = None
+    seed: bytes | None = None
+    progress: bool = True
+
+
+class RunKeywords(TypedDict, total=False):
+    """The fields of `RunOptions` as keywords of `fit`, for editors and type checkers."""
+
+    workdir: str | os.PathLike[str] | None
+    checkpoint_every: int
+    evaluate: Callable[[Any], dict[str, float]] | None
+    evaluate_every: int | None
+    callbacks: Sequence[Callback]
+    delta: float | None
+    seed: bytes | None
+    progress: bool
+
+
+def fit(
+    trainer: PrivateTrainer,
+    params: Any,
+    source: Source,
+    *,
+    steps: int,
+    account: Account | None,
+    options: RunOptions = RunOptions(),
+    **keywords: Unpack[RunKeywords],
+) -> TrainState:
+    """Runs `steps` steps of private training, or the rest of them after a crash.
+
+        state = jaxdp.finetune.fit(
+            trainer, params, source, steps=100, account=account, workdir="run"
+        )
+
+    Args:
+      trainer: The trainer from `jaxdp.finetune.dp_sgd`, `adp_alloc`, `adp_clip` or `gep`.
+      params: The first parameters. A resumed run does not read them.
+      source: The private examples. `len(source)` must be the sampler's `num_examples`. Its first
+        and last examples are read for a check before anything is spent. The unit of privacy is
+        decided here, because the sampler and the noise are made for its number: give
+        `jaxdp.data.by_group(source, group, max_records=)` to protect owners of several records,
+        with a trainer of group=True. All other pairs are refused.
+      steps: The total number of steps.
+      account: The account that is charged, `ledger.account(name)` of the data set, registered with
+        the trainer's unit. Where the mesh has several processes, only process 0 gives one, and the
+        others give None.
+      options: How the run is divided, kept, watched and shown.
+      keywords: Fields of `RunOptions`, which replace those of `options`: workdir, checkpoint_every,
+        evaluate, evaluate_every, callbacks, delta, seed and progress.
 
     Returns:
       The state after the last step.
@@ -116,154 +151,53 @@ def fit(
       is left when the call returns, or when it fails between two chunks. The times in the metrics
       are not protected: the time of a step tells about the size of its sampled batch.
     """
-    hosts, pays = Hosts(trainer.mesh), cast(Account, account)  # only process 0 has an account
+    options = dataclasses.replace(options, **keywords)
+    hosts = Hosts(trainer.mesh)
 
     def check() -> None:
         check_source(source)
         trainer.check(source)
-        if checkpoint_every < 1 or steps < 0:
-            raise ValueError(
-                f"checkpoint_every must be >= 1 and steps >= 0, got {checkpoint_every} and {steps}."
-            )
-        if evaluate_every is not None and evaluate_every < 1:
-            raise ValueError(
-                f"evaluate_every must be at least 1, got {evaluate_every}. None evaluates after "
-                "every chunk."
-            )
+        _check_options(steps, options)
         if hosts.leads:
-            _check_account(trainer, account, delta)
+            _check_account(trainer, account, options.delta)
 
     hosts.each(check)
     trainer = trainer.planned(steps)
     memory.make_room_for_programs()
     with (
         hosts.explained(),
-        Till(workdir, seed=seed, hosts=hosts) as till,
+        Till(options.workdir, seed=options.seed, hosts=hosts) as till,
         contextlib.closing(_Files(till.workdir, hosts)) as files,
         trainer.compile(source) as programs,
     ):
-        state, first = files.restore(trainer.init(params))
-        if (
-            first < steps
-        ):  # Parameters of an earlier chunk are released, so an error may depend on them.
-            hosts.each(
-                lambda: check_finite(
-                    state.params, argument="params of the workdir" if first else "params"
-                )
-            )
-        state = trainer.placed(state)
-        shown: dict[str, float] = {}
+        run = _Run(
+            steps=steps,
+            options=options,
+            pays=cast(Account, account),  # Only process 0 has an account, and only it pays.
+            hosts=hosts,
+            till=till,
+            files=files,
+            programs=programs,
+        )
+        return run.train(params)
 
-        def chunk(pays: Account, start: TrainState, first: int) -> Release[TrainState]:
-            last = min(first + checkpoint_every, steps)
-            return Release(
-                label=f"training, steps {first}..{last - 1}",
-                charges=[(pays, trainer.event(first, last))],
-                facts=lambda: [
-                    source.fingerprint,
-                    repr(trainer.sampler),
-                    trainer.query.public,
-                    _resumable(start),
-                ],
-                programs=lambda: [programs.text],
-                deterministic=True,  # The trainer compiles its steps with `repeatable`.
-                compute=lambda secret: _run(
-                    programs, start, secret, range(first, last), finished, hosts
-                ),
-                keep=files.save,
-            )
 
-        def trace() -> None:
-            programs.start(state, range(first, steps))
-
-        def shared() -> dict[str, str]:
-            trace()
-            config = [
-                steps,
-                checkpoint_every,
-                evaluate_every,
-                repr(trainer.sampler),
-                str(trainer.event(0, steps)),
-            ]
-            return {
-                "config": repr([*config, workdir is None, seed is None]),
-                "data": source.fingerprint,
-                "program": digest([programs.text, trainer.query.public]),
-            }
-
-        def settle() -> None:
-            if first > steps:
-                raise ValueError(
-                    f"workdir holds a run of {first} steps, more than steps={steps}. Use a new "
-                    "workdir."
-                )
-            till.settle([pays])
-
-        hosts.agree(shared)
-        hosts.first(settle)
-        with (
-            progress_bar(
-                total=steps,
-                initial=first,
-                label="training",
-                unit="step",
-                show=progress and hosts.leads,
-            ) as bar,
-            contextlib.ExitStack() as room,
-        ):
-
-            def finished(state: TrainState, row: dict[str, float], last: bool) -> None:
-                ended, step = time.time(), int(state.step)
-                params = state.params if state.ema is None else state.ema
-                due = (
-                    last if evaluate_every is None else step % evaluate_every == 0 or step == steps
-                )
-                found: dict[str, float] = {}
-                if evaluate is not None and due:
-                    hosts.later(lambda: found.update(evaluate(params)))
-
-                def write() -> None:
-                    if last:
-                        row["epsilon"] = pays.epsilon(delta=delta)
-                    row.update(found)
-                    files.write(step, ended, row)
-                    for callback in callbacks:
-                        callback(step, row, params)
-                    shown.update(row)
-                    bar.set_postfix(
-                        {key: f"{value:.3f}" for key, value in shown.items()}, refresh=False
-                    )
-                    bar.update()
-
-                if last:
-                    hosts.first(write)
-                elif hosts.leads:
-                    hosts.later(write)
-
-            def hold() -> None:
-                nonlocal pays
-                # An interrupted chunk has been charged and needs no room.
-                after = (
-                    min(first + checkpoint_every, steps)
-                    if first < steps and pays.paid(token)
-                    else first
-                )
-                held = pays.hold(trainer.event(after, steps), key=till.name, seconds=_HELD_SECONDS)
-                pays = room.enter_context(held).account(pays)
-
-            token = ""
-            if first < steps:
-                hosts.each(trace)
-                token = till.token(chunk(pays, state, first))
-            hosts.first(hold)
-            if first < steps:
-                hosts.each(lambda: programs.wait(first))
-            for start in range(first, steps, checkpoint_every):
-                state = till.release(chunk(pays, state, start))
-    return state
+def _check_options(steps: int, options: RunOptions) -> None:
+    """Raises ValueError for counts that are out of range."""
+    if options.checkpoint_every < 1 or steps < 0:
+        raise ValueError(
+            "checkpoint_every must be >= 1 and steps >= 0, got "
+            f"{options.checkpoint_every} and {steps}."
+        )
+    if options.evaluate_every is not None and options.evaluate_every < 1:
+        raise ValueError(
+            f"evaluate_every must be at least 1, got {options.evaluate_every}. None evaluates "
+            "after every chunk."
+        )
 
 
 def _check_account(trainer: PrivateTrainer, account: Account | None, delta: float | None) -> None:
+    """Raises if the account cannot pay for the trainer or has no delta, before it is charged."""
     if account is None:
         raise TypeError(
             "account must be an account of a ledger in process 0, got None. Use "
@@ -289,48 +223,191 @@ def _check_unit(trainer: PrivateTrainer, account: Account) -> None:
         )
 
 
-def _run(
-    programs: Programs,
-    state: TrainState,
-    secret: bytes,
-    steps: range,
-    finished: Callable[[TrainState, dict[str, float], bool], None],
-    hosts: Hosts,
-) -> TrainState:
-    """Runs numbered steps with all randomness from `secret`. Calls `finished(state, metrics, last)`
-    after each step.
+@dataclasses.dataclass(kw_only=True)
+class _Run:
+    """A run of `fit` once its files are open.
+
+    Attributes:
+      pays: The account that is charged. Once the run holds its budget, it spends from the hold.
     """
-    trainer, source = programs.trainer, programs.source
-    state = trainer.placed(
-        state._replace(
-            noise=PrivatizeState(stream(secret, "gradient noise"), state.step),
-            key=stream(secret, "augmentation", impl="threefry2x32"),
+
+    steps: int
+    options: RunOptions
+    pays: Account
+    hosts: Hosts
+    till: Till
+    files: "_Files"
+    programs: Programs
+
+    def __post_init__(self) -> None:
+        self.trainer = self.programs.trainer
+        self.source = self.programs.source
+        self.shown: dict[str, float] = {}
+
+    def train(self, params: Any) -> TrainState:
+        """Takes the steps that are left, and returns the state after the last."""
+        state, first = self._restored(params)
+        steps = range(first, self.steps)
+        self.hosts.agree(lambda: self._shared(state, steps))
+        self.hosts.first(lambda: self._settle(first))
+        bar = progress_bar(
+            total=self.steps,
+            initial=first,
+            label="training",
+            unit="step",
+            show=self.options.progress and self.hosts.leads,
         )
-    )
-    row: dict[str, jax.Array] = {}
+        with bar as self.bar, contextlib.ExitStack() as room:
+            token = ""
+            if steps:
+                self.hosts.each(lambda: self.programs.start(state, steps))
+                token = self.till.token(self._chunk(state, first))
+            # The whole rest is held at once, so that a run that does not fit spends nothing.
+            self.hosts.first(lambda: self._hold(first, token, room))
+            if steps:
+                self.hosts.each(lambda: self.programs.wait(first))
+            for start in steps[:: self.options.checkpoint_every]:
+                state = self.till.release(self._chunk(state, start))
+        return state
 
-    def meanwhile() -> None:
-        """Writes the row of the step before. What it is given to do may move arrays as it likes."""
-        with jax.transfer_guard("allow"):
-            if row:
-                finished(state, _fetched(row), False)
+    def _restored(self, params: Any) -> tuple[TrainState, int]:
+        """Returns the state to start from, on the devices, and the number of finished steps."""
+        state, first = self.files.restore(self.trainer.init(params))
+        if first < self.steps:
+            # The parameters of an earlier chunk are released, so an error may depend on them.
+            argument = "params of the workdir" if first else "params"
+            self.hosts.each(lambda: check_finite(state.params, argument=argument))
+        return self.trainer.placed(state), first
 
-    with trainer.batches(state, source, len(steps)) as batches:
-        for step in steps:
-            batch = hosts.together(lambda: next(batches))  # A process that cannot read stops all.
-            with jax.transfer_guard("disallow"):
-                state, row = trainer.step(state, source, batch, meanwhile)
-            if (
-                step < FIRST_STEPS
-            ):  # before the caller's functions run, which a later tracing must not depend on
-                hosts.each(functools.partial(programs.wait, step + 1))
-    if row:
-        finished(state, _fetched(row), True)
-    return state
+    def _shared(self, state: TrainState, steps: range) -> dict[str, str]:
+        """Returns what all processes of the mesh must agree on."""
+        self.programs.start(state, steps)
+        config = [
+            self.steps,
+            self.options.checkpoint_every,
+            self.options.evaluate_every,
+            repr(self.trainer.sampler),
+            str(self.trainer.event(0, self.steps)),
+            self.options.workdir is None,
+            self.options.seed is None,
+        ]
+        return {
+            "config": repr(config),
+            "data": self.source.fingerprint,
+            "program": digest([self.programs.text, self.trainer.query.public]),
+        }
+
+    def _settle(self, first: int) -> None:
+        """Accounts for what a killed process left, once the workdir is known to fit the run."""
+        if first > self.steps:
+            raise ValueError(
+                f"workdir holds a run of {first} steps, more than steps={self.steps}. Use a new "
+                "workdir."
+            )
+        self.till.settle([self.pays])
+
+    def _hold(self, first: int, token: str, room: contextlib.ExitStack) -> None:
+        """Holds the budget of all steps that are not yet charged, until `room` is closed."""
+        unpaid = first
+        if first < self.steps and self.pays.paid(token):
+            # A chunk that was interrupted has been charged and needs no room.
+            unpaid = self._end(first)
+        rest = self.trainer.event(unpaid, self.steps)
+        held = self.pays.hold(rest, key=self.till.name, seconds=_HELD_SECONDS)
+        self.pays = room.enter_context(held).account(self.pays)
+
+    def _end(self, first: int) -> int:
+        """Returns the step after the last one of the chunk that begins at `first`."""
+        return min(first + self.options.checkpoint_every, self.steps)
+
+    def _chunk(self, start: TrainState, first: int) -> Release[TrainState]:
+        """Returns the release of the chunk that begins at step `first` in the state `start`."""
+        last = self._end(first)
+        return Release(
+            label=f"training, steps {first}..{last - 1}",
+            charges=[(self.pays, self.trainer.event(first, last))],
+            facts=lambda: [
+                self.source.fingerprint,
+                repr(self.trainer.sampler),
+                self.trainer.query.public,
+                _resumable(start),
+            ],
+            # The text also holds how a batch is cut into physical batches (`jaxdp.data.physical`).
+            programs=lambda: [self.programs.text],
+            deterministic=True,  # The trainer compiles its steps with `repeatable`.
+            compute=lambda secret: self._steps(start, secret, range(first, last)),
+            keep=self.files.save,
+        )
+
+    def _steps(self, state: TrainState, secret: bytes, steps: range) -> TrainState:
+        """Takes numbered steps with all randomness from `secret`."""
+        trainer = self.trainer
+        noise = PrivatizeState(stream(secret, "gradient noise"), state.step)
+        key = stream(secret, "augmentation", impl="threefry2x32")
+        state = trainer.placed(state._replace(noise=noise, key=key))
+        metrics: dict[str, jax.Array] = {}
+
+        def finish_previous() -> None:
+            # The guard is off: the caller's functions may move arrays between host and device.
+            with jax.transfer_guard("allow"):
+                if metrics:
+                    self._finished(state, _fetched(metrics), last=False)
+
+        with trainer.batches(state, self.source, len(steps)) as batches:
+            for step in steps:
+                # A process that cannot read its part of a batch stops all.
+                batch = self.hosts.together(lambda: next(batches))
+                with jax.transfer_guard("disallow"):
+                    state, metrics = trainer.step(state, self.source, batch, finish_previous)
+                if step < FIRST_STEPS:
+                    # Now, since the caller's functions must not run between two tracings.
+                    self.hosts.each(functools.partial(self.programs.wait, step + 1))
+        if metrics:
+            self._finished(state, _fetched(metrics), last=True)
+        return state
+
+    def _finished(self, state: TrainState, row: dict[str, float], *, last: bool) -> None:
+        """Evaluates, writes and shows a step, which may be the last of its chunk."""
+        ended = time.time()
+        step = int(state.step)
+        params = state.params if state.ema is None else state.ema
+        evaluation: dict[str, float] = {}
+        evaluate = self.options.evaluate
+        if evaluate is not None and self._is_evaluated(step, last):
+            self.hosts.later(lambda: evaluation.update(evaluate(params)))
+
+        def write() -> None:
+            if last:
+                row["epsilon"] = self.pays.epsilon(delta=self.options.delta)
+            row.update(evaluation)
+            self.files.write(step, ended, row)
+            for callback in self.options.callbacks:
+                callback(step, row, params)
+            self._show(row)
+
+        if last:
+            self.hosts.first(write)
+        elif self.hosts.leads:
+            self.hosts.later(write)
+
+    def _is_evaluated(self, step: int, last: bool) -> bool:
+        """Returns whether `evaluate` is due after a step."""
+        every = self.options.evaluate_every
+        if every is None:
+            return last
+        return step % every == 0 or step == self.steps
+
+    def _show(self, row: dict[str, float]) -> None:
+        """Shows the newest value of every metric on the progress bar."""
+        self.shown.update(row)
+        texts = {name: f"{value:.3f}" for name, value in self.shown.items()}
+        self.bar.set_postfix(texts, refresh=False)
+        self.bar.update()
 
 
-def _fetched(row: dict[str, jax.Array]) -> dict[str, float]:
-    return {name: float(value) for name, value in jax.device_get(row).items()}
+def _fetched(metrics: dict[str, jax.Array]) -> dict[str, float]:
+    """Returns metrics as numbers on the host."""
+    return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
 class _Files:
@@ -361,9 +438,8 @@ class _Files:
         if self._checkpoints is None:
             return state, 0
         saved, step = self._checkpoints.restore(_resumable(state))
-        self._hosts.first(
-            lambda: self._metrics.truncate_after(step)
-        )  # The run repeats these steps.
+        # The run repeats the steps after the checkpoint.
+        self._hosts.first(lambda: self._metrics.truncate_after(step))
         return state._replace(**saved) if step else state, step
 
     def write(self, step: int, ended: float, row: dict[str, float]) -> None:
@@ -378,7 +454,6 @@ class _Files:
 
 
 def _resumable(state: TrainState) -> dict[str, Any]:
-    return {
-        name: getattr(state, name)
-        for name in ("step", "params", "opt_state", "ema", "carried", "released")
-    }
+    """Returns what a checkpoint holds of a state: all of it but the keys and the layout."""
+    names = ("step", "params", "opt_state", "ema", "carried", "released")
+    return {name: getattr(state, name) for name in names}

@@ -1,5 +1,6 @@
-"""Model families in Flax Linen and their parameters on disk. No family mixes the examples of a
-batch.
+"""Model families in Flax Linen and their parameters on disk.
+
+No family mixes the examples of a batch.
 
 Every family has `num_classes`, the number of logits, and `dtype`, the dtype of the computation
 (None is float32). Parameters and logits are always float32.

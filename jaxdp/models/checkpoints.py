@@ -1,14 +1,12 @@
 """Public checkpoints of image and language models, read under the names of their publishers.
 
-Each naming is a row of `NAMINGS`, a table from our modules to the names in the file. The table is
-complete: a tensor that is missing, superfluous or of another shape is an error.
+`jaxdp.models.namings` has the names.
 """
 
 import dataclasses
 import math
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdp.files import Limits, check_finite, read_json, read_npz, shown, shown_lines
 from jaxdp.models.language import LanguageModel
+from jaxdp.models.namings import NAMINGS, POSITIONS, QUERY, TensorPart
 from jaxdp.models.preprocessing import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -30,439 +29,9 @@ from jaxdp.models.preprocessing import (
 from jaxdp.models.pretrained import load_tensors
 
 _REMEDY = "Get it from its publisher again."
-_PRE_NORM: Mapping[str, Any] = {"norm_order": "pre"}
-_PRE_NORM_1E6: Mapping[str, Any] = {**_PRE_NORM, "norm_epsilon": 1e-6}
-_QUERY = "Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel"
-_SELF = "swin.encoder.layers.*.blocks.*.attention.self"
-_POSITIONS = "Transformer/posembed_input/pos_embedding"
-_TORCH_LEAVES = {"kernel": ".weight", "bias": ".bias", "scale": ".weight"}
-_BATCH_NORM_LEAVES = {**_TORCH_LEAVES, "mean": ".running_mean", "var": ".running_var"}
-_LANGUAGE_LEAVES = {**_TORCH_LEAVES, "embedding": ".weight"}
 HEADS = ("head", "head_distilled")  # the modules that end in the classes
-Names = Mapping[str, str]
-Tables = tuple[tuple[str, str, Names], ...]
 Tensors = Mapping[str, np.ndarray]
-
-
-def _from_torch(path: str, array: np.ndarray) -> np.ndarray:
-    """Moves PyTorch's axes (out, in, *spatial) to ours, (*spatial, in, out)."""
-    return np.moveaxis(array, (0, 1), (-1, -2)) if path.endswith("/kernel") else array
-
-
-def _from_convolution(path: str, array: np.ndarray) -> np.ndarray:
-    """Converts as `_from_torch`. The head, a 1x1 convolution in the file, is a matrix."""
-    return array[:, :, 0, 0].T if path == "head/kernel" else _from_torch(path, array)
-
-
-def _from_caffe(path: str, array: np.ndarray) -> np.ndarray:
-    """Converts as `_from_convolution`. The first convolution of the file takes blue, green and red
-    in this order.
-    """
-    return _from_convolution(path, array[:, ::-1] if path == "conv/kernel" else array)
-
-
-def _as_it_is(path: str, array: np.ndarray) -> np.ndarray:
-    return array
-
-
-def _from_flax(path: str, array: np.ndarray) -> np.ndarray:
-    """Merges the axis of heads in attention, (D, heads, D / heads). Otherwise the original Flax
-    files are like ours.
-    """
-    if path.endswith("attention/out/kernel"):
-        return array.reshape(-1, array.shape[-1])
-    if re.search("attention/(query|key|value)/", path):
-        return array.reshape(len(array), -1) if path.endswith("/kernel") else array.ravel()
-    return array
-
-
-@dataclasses.dataclass(frozen=True)
-class Naming:
-    """A publisher's names of tensors.
-
-    Attributes:
-      signature: A tensor that only this naming has.
-      tables: (beginning of our paths, beginning of the names in the file, {ends of the paths: ends
-        of the names}). A path leads to a module or a parameter. A star stands for one number or
-        word, the same on both sides. A name with "[*]" is a tensor that stacks query, key and value
-        along the axis of outputs. The first match counts.
-      ignored: Tensors, with such stars, that may be in the file and take no part in classification.
-      attributes: The attributes of the model that the naming implies.
-      leaves: Our name of a module's parameter to the end of its name in the file.
-      outputs_axis: The axis of outputs of a tensor in the file, along which "[*]" is stacked.
-      convert: `convert(our path, array of the file) -> our array`.
-    """
-
-    signature: str
-    tables: Tables
-    ignored: tuple[str, ...] = ()
-    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    leaves: Names = dataclasses.field(default_factory=lambda: _TORCH_LEAVES)
-    outputs_axis: int = 0
-    convert: Callable[[str, np.ndarray], np.ndarray] = _from_torch
-
-    def find(self, path: str) -> tuple[str, str] | None:
-        """Returns the name of our variable in the file, and the part of that tensor ("" for the
-        whole tensor).
-        """
-        leaf = f"(?:/({'|'.join(self.leaves)}))?"
-        for ours, theirs, names in self.tables:
-            for end, their_end in names.items():
-                if match := re.fullmatch(_pattern(ours + end) + leaf, path):
-                    *stars, found = match.groups()
-                    name, _, part = (
-                        (theirs + their_end).replace("*", "{}").format(*stars).partition("[")
-                    )
-                    return name + self.leaves.get(found, ""), part.removesuffix("]")
-        return None
-
-
-def _pattern(starred: str) -> str:
-    return re.escape(starred).replace(r"\*", "([^_/.]+)")
-
-
-_HUGGING_FACE_BLOCK = {
-    **{
-        "norm_0": "layernorm_before",
-        "norm_1": "layernorm_after",
-        "attention/out": "attention.output.dense",
-    },
-    **{"mlp_0": "intermediate.dense", "mlp_1": "output.dense"},
-}
-_TIMM_BLOCK = {
-    **{
-        "norm_0": "norm1",
-        "norm_1": "norm2",
-        "attention/out": "attn.proj",
-        "attention/*": "attn.qkv[*]",
-    },
-    **{"mlp_0": "mlp.fc1", "mlp_1": "mlp.fc2"},
-}
-_WIDE_BLOCK = {f"conv_{k}": f"conv{k + 1}" for k in range(3)} | {
-    f"conv_{k}_norm": f"bn{k + 1}" for k in range(3)
-}
-_WIDE_BLOCK |= {"shortcut": "downsample.0", "shortcut_norm": "downsample.1"}
-_RESNET_BLOCK = {"conv_0": "conv1", "norm_0": "bn1", "conv_1": "conv2", "norm_1": "bn2"}
-
-
-def _hugging_face_vit(model: str, signature: str, **heads: str) -> Naming:
-    tokens = {"class_token": "cls_token", "distillation_token": "distillation_token"}
-    return Naming(
-        signature,
-        (
-            ("", f"{model}.embeddings.", tokens | {"positions": "position_embeddings"}),
-            ("embed", f"{model}.embeddings.patch_embeddings.projection", {"": ""}),
-            (
-                "block_*/",
-                f"{model}.encoder.layer.*.",
-                _HUGGING_FACE_BLOCK | {"attention/*": "attention.attention.*"},
-            ),
-            ("", "", {"norm": f"{model}.layernorm", **heads}),
-        ),
-        ignored=(f"{model}.pooler.dense.weight", f"{model}.pooler.dense.bias"),
-        attributes=_PRE_NORM,
-    )
-
-
-def _squeezenet(version: str, places: tuple[int, ...]) -> Naming:
-    """Returns torchvision's naming, in which fire module k is at `places[k - 2]` of a sequence."""
-    parts = {"squeeze": "squeeze", "expand_1": "expand1x1", "expand_3": "expand3x3"}
-    return Naming(
-        f"features.{places[2]}.squeeze.weight",
-        (
-            ("", "", {"conv": "features.0", "head": "classifier.1"}),
-            *((f"fire_{k}_", f"features.{place}.", parts) for k, place in enumerate(places, 2)),
-        ),
-        attributes={"version": version},
-        convert=_from_convolution,
-    )
-
-
-def _gpt2(prefix: str) -> Naming:
-    """Returns the naming of GPT-2, whose dense layers are (inputs, outputs) as ours are."""
-    block = {"norm_0": "ln_1", "norm_1": "ln_2", "mlp_0": "mlp.c_fc", "mlp_1": "mlp.c_proj"}
-    block |= {"attention/out": "attn.c_proj", "attention/*": "attn.c_attn[*]"}
-    return Naming(
-        f"{prefix}h.0.attn.c_attn.weight",
-        (
-            ("", prefix, {"embed": "wte", "positions": "wpe.weight", "norm": "ln_f"}),
-            ("block_*/", f"{prefix}h.*.", block),
-        ),
-        ignored=(f"{prefix}h.*.attn.bias", f"{prefix}h.*.attn.masked_bias"),  # the causal mask
-        attributes={"form": "gpt2", "tied": True},
-        leaves=_LANGUAGE_LEAVES,
-        convert=_as_it_is,
-        outputs_axis=-1,
-    )
-
-
-# "auto" takes the first naming whose signature is in the file.
-NAMINGS: Mapping[str, Naming] = {
-    # "hf" is transformers. hf_deit lacks the teacher's head: ViT(distilled=True,
-    # distilled_head=False).
-    "hf_vit": _hugging_face_vit("vit", "vit.embeddings.cls_token", head="classifier"),
-    "hf_deit_teacher": _hugging_face_vit(
-        "deit",
-        "distillation_classifier.weight",
-        head="cls_classifier",
-        head_distilled="distillation_classifier",
-    ),
-    "hf_deit": _hugging_face_vit("deit", "deit.embeddings.cls_token", head="classifier"),
-    "hf_convnext": Naming(  # ConvNextForImageClassification
-        "convnext.embeddings.patch_embeddings.weight",
-        (
-            ("stem", "convnext.embeddings.", {"": "patch_embeddings", "_norm": "layernorm"}),
-            (
-                "stage_*_downsample",
-                "convnext.encoder.stages.*.downsampling_layer.",
-                {"_norm": "0", "": "1"},
-            ),
-            (
-                "stage_*_block_*/",
-                "convnext.encoder.stages.*.layers.*.",
-                {"conv": "dwconv", "norm": "layernorm"},
-            ),
-            (
-                "stage_*_block_*/mlp_",
-                "convnext.encoder.stages.*.layers.*.pwconv",
-                {"0": "1", "1": "2"},
-            ),
-            (
-                "stage_*_block_*/layer_scale",
-                "convnext.encoder.stages.*.layers.*.layer_scale_parameter",
-                {"": ""},
-            ),
-            ("", "", {"norm": "convnext.layernorm", "head": "classifier"}),
-        ),
-    ),
-    "hf_swin": Naming(  # SwinForImageClassification; old files hold buffers
-        "swin.embeddings.patch_embeddings.projection.weight",
-        (
-            ("embed", "swin.embeddings.", {"": "patch_embeddings.projection", "_norm": "norm"}),
-            (
-                "stage_*_block_*/attention/position_bias",
-                f"{_SELF}.relative_position_bias_table",
-                {"": ""},
-            ),
-            ("stage_*_block_*/", "swin.encoder.layers.*.blocks.*.", _HUGGING_FACE_BLOCK),
-            ("stage_*_block_*/attention/*", f"{_SELF}.*", {"": ""}),
-            # A merging ends a stage in the file and begins the next stage in our model.
-            *(
-                (f"stage_{k + 1}_merge/*", f"swin.encoder.layers.{k}.downsample.*", {"": ""})
-                for k in range(3)
-            ),
-            ("", "", {"norm": "swin.layernorm", "head": "classifier"}),
-        ),
-        ignored=(f"{_SELF}.relative_position_index",),
-    ),
-    "timm_vit": Naming(  # timm's vit_*, deit_* and deit_*_distilled
-        "blocks.0.attn.qkv.weight",
-        (
-            (
-                "",
-                "",
-                {
-                    "class_token": "cls_token",
-                    "distillation_token": "dist_token",
-                    "positions": "pos_embed",
-                },
-            ),
-            (
-                "",
-                "",
-                {
-                    "embed": "patch_embed.proj",
-                    "norm": "norm",
-                    "head": "head",
-                    "head_distilled": "head_dist",
-                },
-            ),
-            ("block_*/", "blocks.*.", _TIMM_BLOCK),
-        ),
-        attributes=_PRE_NORM_1E6,
-    ),
-    "timm_convnext": Naming(  # timm's convnext_*
-        "stages.0.blocks.0.conv_dw.weight",
-        (
-            (
-                "",
-                "",
-                {"stem": "stem.0", "stem_norm": "stem.1", "norm": "head.norm", "head": "head.fc"},
-            ),
-            ("stage_*_downsample", "stages.*.downsample.", {"_norm": "0", "": "1"}),
-            (
-                "stage_*_block_*/",
-                "stages.*.blocks.*.",
-                {"conv": "conv_dw", "norm": "norm", "layer_scale": "gamma"},
-            ),
-            ("stage_*_block_*/mlp_", "stages.*.blocks.*.mlp.", {"0": "fc1", "1": "fc2"}),
-        ),
-    ),
-    "timm_swin": Naming(  # timm's swin_* since 0.9; old files hold buffers
-        "layers.0.blocks.0.attn.relative_position_bias_table",
-        (
-            ("embed", "patch_embed.", {"": "proj", "_norm": "norm"}),
-            ("stage_*_merge/*", "layers.*.downsample.*", {"": ""}),
-            (
-                "stage_*_block_*/attention/",
-                "layers.*.blocks.*.attn.",
-                {"position_bias": "relative_position_bias_table"},
-            ),
-            ("stage_*_block_*/", "layers.*.blocks.*.", _TIMM_BLOCK),
-            ("", "", {"norm": "norm", "head": "head.fc"}),
-        ),
-        ignored=("layers.*.blocks.*.attn_mask", "layers.*.blocks.*.attn.relative_position_index"),
-        attributes={"norm_epsilon": 1e-5},
-    ),
-    "augreg": Naming(  # google-research/vision_transformer (Steiner et al. 2022, arXiv:2106.10270)
-        _QUERY,
-        (
-            (
-                "",
-                "",
-                {
-                    "class_token": "cls",
-                    "positions": _POSITIONS,
-                    "embed": "embedding",
-                    "head": "head",
-                },
-            ),
-            ("block_*/norm_", "Transformer/encoderblock_*/LayerNorm_", {"0": "0", "1": "2"}),
-            (
-                "block_*/attention/*",
-                "Transformer/encoderblock_*/MultiHeadDotProductAttention_1/*",
-                {"": ""},
-            ),
-            ("block_*/mlp_*", "Transformer/encoderblock_*/MlpBlock_3/Dense_*", {"": ""}),
-            ("norm", "Transformer/encoder_norm", {"": ""}),
-        ),
-        attributes=_PRE_NORM_1E6,
-        leaves={"kernel": "/kernel", "bias": "/bias", "scale": "/scale"},
-        convert=_from_flax,
-    ),
-    "torch_encoder": Naming(  # a ViT around PyTorch's nn.TransformerEncoder
-        "transformer.layers.0.self_attn.in_proj_weight",
-        (
-            (
-                "",
-                "",
-                {"class_token": "cls_token", "positions": "pos_embed", "embed": "patch_embed.proj"},
-            ),
-            ("block_*/attention/out", "transformer.layers.*.self_attn.out_proj", {"": ""}),
-            (
-                "block_*/attention/*/",
-                "transformer.layers.*.self_attn.in_proj_",
-                {"kernel": "weight[*]", "bias": "bias[*]"},
-            ),
-            ("block_*/norm_", "transformer.layers.*.norm", {"0": "1", "1": "2"}),
-            ("block_*/mlp_", "transformer.layers.*.linear", {"0": "1", "1": "2"}),
-            ("", "", {"norm": "mlp_head.0", "head": "mlp_head.1"}),
-        ),
-    ),
-    "cifar_resnet": Naming(  # akamaster/pytorch_resnet_cifar10, of any depth
-        "linear.weight",
-        (
-            ("", "", {"conv": "conv1", "norm": "bn1", "head": "linear"}),
-            # Stages are counted from 1 in the file.
-            *((f"stage_{k}_block_*_", f"layer{k + 1}.*.", _RESNET_BLOCK) for k in range(3)),
-        ),
-        ignored=("bn1.num_batches_tracked", "layer*.*.bn*.num_batches_tracked"),
-        attributes={"norm": "frozen_batch", "shortcut": "pad"},
-        leaves=_BATCH_NORM_LEAVES,
-    ),
-    "resnet": Naming(  # torchvision's and timm's resnet18, 34, 50 and 101
-        "layer4.0.conv1.weight",
-        (
-            ("", "", {"conv": "conv1", "conv_norm": "bn1", "head": "fc"}),
-            # Stages are counted from 1 in the file, and so are the convolutions of a block.
-            *((f"stage_{k}_block_*_", f"layer{k + 1}.*.", _WIDE_BLOCK) for k in range(4)),
-        ),
-        ignored=(
-            "bn1.num_batches_tracked",
-            "layer*.*.bn*.num_batches_tracked",
-            "layer*.*.downsample.1.num_batches_tracked",
-        ),
-        attributes={"norm": "frozen_batch"},
-        leaves=_BATCH_NORM_LEAVES,
-    ),
-    "efficientnet_lite": Naming(  # timm's (tf_)efficientnet_lite*
-        "blocks.6.0.conv_pwl.weight",
-        (
-            (
-                "",
-                "",
-                {
-                    "conv": "conv_stem",
-                    "conv_norm": "bn1",
-                    "conv_last": "conv_head",
-                    "conv_last_norm": "bn2",
-                },
-            ),
-            ("head", "classifier", {"": ""}),
-            ("stage_0_block_0_", "blocks.0.0.", {"depthwise": "conv_dw", "project": "conv_pw"}),
-            ("stage_0_block_0_", "blocks.0.0.", {"depthwise_norm": "bn1", "project_norm": "bn2"}),
-            (
-                "stage_*_block_*_",
-                "blocks.*.*.",
-                {"expand": "conv_pw", "depthwise": "conv_dw", "project": "conv_pwl"},
-            ),
-            (
-                "stage_*_block_*_",
-                "blocks.*.*.",
-                {"expand_norm": "bn1", "depthwise_norm": "bn2", "project_norm": "bn3"},
-            ),
-        ),
-        ignored=("bn*.num_batches_tracked", "blocks.*.*.bn*.num_batches_tracked"),
-        attributes={"norm": "frozen_batch"},
-        leaves=_BATCH_NORM_LEAVES,
-    ),
-    "hf_gpt2": _gpt2(
-        "transformer."
-    ),  # GPT2LMHeadModel; the first file of its publisher has no prefix
-    "gpt2": _gpt2(""),
-    "hf_llama": Naming(  # LlamaForCausalLM
-        "model.layers.0.self_attn.q_proj.weight",
-        (
-            ("", "", {"embed": "model.embed_tokens", "norm": "model.norm", "unembed": "lm_head"}),
-            (
-                "block_*/",
-                "model.layers.*.",
-                {"norm_0": "input_layernorm", "norm_1": "post_attention_layernorm"},
-            ),
-            (
-                "block_*/attention/",
-                "model.layers.*.self_attn.",
-                {n: f"{n[0]}_proj" for n in ("query", "key", "value")},
-            ),
-            ("block_*/attention/out", "model.layers.*.self_attn.o_proj", {"": ""}),
-            (
-                "block_*/mlp_",
-                "model.layers.*.mlp.",
-                {"0": "up_proj", "gate": "gate_proj", "1": "down_proj"},
-            ),
-        ),
-        ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
-        attributes={"form": "llama"},
-        leaves=_LANGUAGE_LEAVES,
-    ),
-    "squeezenet1_0": _squeezenet("1.0", (3, 4, 5, 7, 8, 9, 10, 12)),
-    "squeezenet1_1": _squeezenet("1.1", (3, 4, 6, 7, 9, 10, 11, 12)),
-    # forresti/SqueezeNet and songhan/SqueezeNet-Deep-Compression, as arrays
-    "caffe_squeezenet": Naming(
-        "fire2/squeeze1x1/weight",
-        (
-            ("", "", {"conv": "conv1", "head": "conv10"}),
-            (
-                "fire_*_",
-                "fire*/",
-                {"squeeze": "squeeze1x1", "expand_1": "expand1x1", "expand_3": "expand3x3"},
-            ),
-        ),
-        attributes={"version": "1.0", "head_padding": 1},
-        leaves={"kernel": "/weight", "bias": "/bias"},
-        convert=_from_caffe,
-    ),
-}
+Variables = dict[tuple[str, ...], Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -497,6 +66,7 @@ class Pretrained:
         return self._applied({"params": params}, inputs)
 
     def _applied(self, variables: Mapping[str, Any], inputs: jax.Array) -> jax.Array:
+        """Applies the model with variables besides or instead of the constants."""
         normalised = self.preprocessing.normalise(inputs) if self.preprocessing else inputs
         logits: Any = self.model.apply({**self.constants, **variables}, normalised)
         return logits
@@ -564,6 +134,7 @@ def load_checkpoint(
 
 
 def _read(path: Path, limits: Limits | None) -> Tensors:
+    """Returns the tensors of a file by name."""
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint at {os.fspath(path)!r}.")
     if path.suffix == ".npz":
@@ -571,10 +142,8 @@ def _read(path: Path, limits: Limits | None) -> Tensors:
         check_finite(tensors, path, _REMEDY)
         return tensors
     if path.suffix == ".safetensors":
-        return {
-            name: np.asarray(x)
-            for name, x in load_tensors(path, remedy=_REMEDY, limits=limits).items()
-        }
+        loaded = load_tensors(path, remedy=_REMEDY, limits=limits)
+        return {name: np.asarray(tensor) for name, tensor in loaded.items()}
     raise ValueError(
         f"path must end in .safetensors or .npz, got {path.name!r}. Convert other formats, which "
         "hold pickles."
@@ -586,6 +155,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _recognise(naming: str, tensors: Tensors) -> str:
+    """Returns a key of `NAMINGS`: the given one, or for "auto" the one whose signature is there."""
     if naming in NAMINGS:
         return naming
     if naming != "auto":
@@ -603,22 +173,24 @@ def _recognise(naming: str, tensors: Tensors) -> str:
 def _check_attributes(
     naming: str, config: Mapping[str, Any], tensors: Tensors, model: nn.Module
 ) -> None:
-    """Compares the naming, Hugging Face's config.json and the shapes with the attributes that the
-    model has.
+    """Raises ValueError if the model has other attributes than the checkpoint states.
+
+    The naming states some, Hugging Face's config.json others, and shapes the number of heads.
     """
     stated = dict(NAMINGS[naming].attributes)
-    known = {"num_attention_heads": "num_heads", "layer_norm_eps": "norm_epsilon"}
+    attributes = {"num_attention_heads": "num_heads", "layer_norm_eps": "norm_epsilon"}
     if isinstance(model, LanguageModel):
-        known, model = _LANGUAGE_CONFIG, model.clone(kv_heads=model.kv_heads or model.num_heads)
+        attributes = _LANGUAGE_CONFIG
+        model = model.clone(kv_heads=model.kv_heads or model.num_heads)
         config = {**config, **_rotary(config)}
-        stated["positions"] = min(
-            model.positions, config.get("max_position_embeddings", model.positions)
-        )
-    stated |= {
-        ours: config[theirs] for theirs, ours in known.items() if config.get(theirs) is not None
-    }
-    if naming == "augreg" and _QUERY in tensors and tensors[_QUERY].ndim == 3:
-        stated["num_heads"] = tensors[_QUERY].shape[1]
+        # The model may have fewer rotary positions than the checkpoint was trained for.
+        most = config.get("max_position_embeddings", model.positions)
+        stated["positions"] = min(model.positions, most)
+    for key, attribute in attributes.items():
+        if config.get(key) is not None:
+            stated[attribute] = config[key]
+    if naming == "augreg" and QUERY in tensors and tensors[QUERY].ndim == 3:
+        stated["num_heads"] = tensors[QUERY].shape[1]
     wrong = [
         f"{name}={value!r}, not {getattr(model, name)!r}"
         for name, value in stated.items()
@@ -628,53 +200,57 @@ def _check_attributes(
         raise ValueError(f"the checkpoint needs a model with {'; '.join(wrong)}.")
 
 
-_LANGUAGE_CONFIG = {  # config.json of GPT-2 and Llama
-    **{
-        "n_head": "num_heads",
-        "num_attention_heads": "num_heads",
-        "num_key_value_heads": "kv_heads",
-    },
-    **{
-        "layer_norm_epsilon": "norm_epsilon",
-        "rms_norm_eps": "norm_epsilon",
-        "rope_theta": "rotary_base",
-    },
-    **{"vocab_size": "num_classes", "n_positions": "positions", "tie_word_embeddings": "tied"},
+# The keys of config.json of GPT-2 and Llama, and our attributes.
+_LANGUAGE_CONFIG = {
+    "n_head": "num_heads",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "kv_heads",
+    "layer_norm_epsilon": "norm_epsilon",
+    "rms_norm_eps": "norm_epsilon",
+    "rope_theta": "rotary_base",
+    "vocab_size": "num_classes",
+    "n_positions": "positions",
+    "tie_word_embeddings": "tied",
 }
 _ACTIVATIONS = {"activation_function": "gelu_new", "hidden_act": "silu"}
 
 
 def _rotary(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the base of rotary positions. Raises ValueError for what `LanguageModel` does not
-    compute.
+    """Returns the base of rotary positions, where config.json keeps it apart.
+
+    Raises:
+      ValueError: The config asks for what `LanguageModel` does not compute.
     """
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rotary.get("rope_type", rotary.get("type", "default"))
-    wrong = [
+    unknown = [
         f"{name}={config[name]!r}"
-        for name, ours in _ACTIVATIONS.items()
-        if config.get(name, ours) != ours
+        for name, activation in _ACTIVATIONS.items()
+        if config.get(name, activation) != activation
     ]
-    if wrong or kind != "default":
-        wrong += [f"rope_type={kind!r}"] * (kind != "default")
+    if kind != "default":
+        unknown.append(f"rope_type={kind!r}")
+    if unknown:
         raise ValueError(
-            f"config.json has {', '.join(wrong)}, which LanguageModel does not compute. Take "
+            f"config.json has {', '.join(unknown)}, which LanguageModel does not compute. Take "
             "another one."
         )
     return {"rope_theta": rotary["rope_theta"]} if "rope_theta" in rotary else {}
 
 
 def _stated_preprocessing(path: Path, naming: str, tensors: Tensors) -> Preprocessing | None:
-    """Returns the preprocessing that the files state. Raises errors of several types for unusual
-    statements.
+    """Returns the preprocessing that the files state, or None.
+
+    Files with unusual statements raise errors of several types.
     """
     if timm := _read_json(path.with_name("config.json")).get("pretrained_cfg"):
         return from_timm(timm)
     if hugging_face := _read_json(path.with_name("preprocessor_config.json")):
         return from_hugging_face(hugging_face)
-    if naming == "augreg" and _POSITIONS in tensors and "embedding/kernel" in tensors:
-        tokens = tensors[_POSITIONS].shape[1] - ("cls" in tensors)
-        size = math.isqrt(tokens) * tensors["embedding/kernel"].shape[0]
+    if naming == "augreg" and POSITIONS in tensors and "embedding/kernel" in tensors:
+        patches = tensors[POSITIONS].shape[1] - ("cls" in tensors)
+        patch_size = tensors["embedding/kernel"].shape[0]
+        size = math.isqrt(patches) * patch_size
         return Preprocessing(
             size=size, mean=(0.5,) * 3, std=(0.5,) * 3, resize=math.floor(size / 0.9)
         )
@@ -684,55 +260,65 @@ def _stated_preprocessing(path: Path, naming: str, tensors: Tensors) -> Preproce
 def _choose(
     given: Preprocessing | None, path: Path, naming: str, tensors: Tensors
 ) -> Preprocessing:
-    """Returns the given preprocessing, if it does not contradict the checkpoint, or the stated
-    one.
+    """Returns the given preprocessing, or else the one that the files state.
+
+    Raises:
+      ValueError: There is none, or the given one contradicts the files.
     """
-    stated, reason = None, "no file says how this checkpoint normalises images"
+    stated = None
+    reason = "no file says how this checkpoint normalises images"
     try:
         stated = _stated_preprocessing(path, naming, tensors)
     except Exception as error:
         reason = f"the files beside {path.name!r} cannot be used ({error})"
-    chosen = given or stated
-    if chosen is None:
+    preprocessing = given or stated
+    if preprocessing is None:
         raise ValueError(
             f"preprocessing must be given, since {reason}. Most augreg ViTs (google/vit-*, timm's "
             "vit_*.augreg_*) need Preprocessing(size=224, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, "
             "0.5), resize=248). DeiT, Swin, ConvNeXt, ResNet and torchvision's SqueezeNet need "
             f"mean={IMAGENET_MEAN}, std={IMAGENET_STD}."
         )
-    if stated and not np.allclose(
-        [*chosen.mean, *chosen.std], [*stated.mean, *stated.std], atol=1e-3
-    ):
-        raise ValueError(
-            f"preprocessing has mean={chosen.mean}, std={chosen.std}, but the checkpoint was "
-            f"trained with mean={stated.mean}, std={stated.std}."
-        )
-    return chosen
+    if stated is not None:
+        given_constants = [*preprocessing.mean, *preprocessing.std]
+        stated_constants = [*stated.mean, *stated.std]
+        if not np.allclose(given_constants, stated_constants, atol=1e-3):
+            raise ValueError(
+                f"preprocessing has mean={preprocessing.mean}, std={preprocessing.std}, but the "
+                f"checkpoint was trained with mean={stated.mean}, std={stated.std}."
+            )
+    return preprocessing
 
 
-def _by_layer(variables: Any) -> dict[tuple[str, ...], Any]:
-    """Returns variables by path. Those of a stack of layers, "blocks", become those of layers
-    "block_0", ...
+def _by_layer(variables: Any) -> Variables:
+    """Returns variables by path, with the stack of layers "blocks" as "block_0", "block_1", ...
+
+    Example: ("params", "blocks", "norm_0", "scale") of shape [12, 768] becomes
+    ("params", "block_0", "norm_0", "scale"), ... of shape [768] each.
     """
-    found: dict[tuple[str, ...], Any] = {}
+    by_layer: Variables = {}
     for (collection, first, *keys), x in flatten_dict(variables).items():
-        if first == "blocks":
-            one = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-            found |= {(collection, f"block_{k}", *keys): one for k in range(x.shape[0])}
-        else:
-            found[collection, first, *keys] = x
-    return found
+        if first != "blocks":
+            by_layer[collection, first, *keys] = x
+            continue
+        layer = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        for k in range(x.shape[0]):
+            by_layer[collection, f"block_{k}", *keys] = layer
+    return by_layer
 
 
-def _stacked(variables: Mapping[tuple[str, ...], np.ndarray]) -> dict[tuple[str, ...], np.ndarray]:
+def _stacked(variables: Variables) -> Variables:
     """Returns the variables of `_by_layer` with the layers of a stack in one array."""
-    found: dict[tuple[str, ...], Any] = {}
-    for (collection, first, *keys), x in variables.items():  # layers are in order
+    stacked: Variables = {}
+    layers: dict[tuple[str, ...], list[np.ndarray]] = {}
+    for (collection, first, *keys), x in variables.items():
         if first.startswith("block_"):
-            found.setdefault((collection, "blocks", *keys), []).append(x)
+            layers.setdefault((collection, "blocks", *keys), []).append(x)
         else:
-            found[collection, first, *keys] = x
-    return {path: np.stack(x) if isinstance(x, list) else x for path, x in found.items()}
+            stacked[collection, first, *keys] = x
+    for path, arrays in layers.items():  # `_by_layer` has the layers in their order.
+        stacked[path] = np.stack(arrays)
+    return stacked
 
 
 def _translate(
@@ -742,55 +328,83 @@ def _translate(
     preprocessing: Preprocessing | None,
     new_head: bool,
 ) -> dict[str, Any]:
-    """Returns our collections from the tensors of a file. A ValueError lists everything that does
-    not fit.
+    """Returns our collections from the tensors of a file.
+
+    Raises:
+      ValueError: Something does not fit. The message lists all of it.
     """
-    variables = jax.eval_shape(model.init, jax.random.key(0), blank_inputs(preprocessing))
-    stack = isinstance(model, LanguageModel)
-    expected_of = _by_layer(variables) if stack else flatten_dict(variables)
-    rules, used, problems = NAMINGS[naming], set[str](), list[str]()
-    translated: dict[tuple[str, ...], np.ndarray] = {}
-    for (collection, *keys), expected in expected_of.items():
-        path = "/".join(keys)
-        if (found := rules.find(path)) is None:
-            problems.append(f"{path} of the model: not in the naming {naming!r}")
-            continue
-        name, part = found
-        used.add(name)
-        if new_head and keys[0] in HEADS:
-            translated[collection, *keys] = np.zeros(expected.shape, np.float32)
-            continue
-        if (given := tensors.get(name)) is None:
-            problems.append(f"{name}: missing, for {path} {expected.shape}")
-            continue
-        try:
-            stacked = _part(given, part, rules.outputs_axis) if part else given
-            array = rules.convert(path, stacked)
-        except (ValueError, IndexError, TypeError):  # The number of axes does not fit.
-            array = None
-        if array is None or array.shape != expected.shape:
-            problems.append(f"{name}: shape {given.shape} does not fit {path} {expected.shape}")
-        elif not jnp.issubdtype(array.dtype, jnp.floating):
-            problems.append(f"{name}: dtype {array.dtype} is not floating point")
-        else:
-            translated[collection, *keys] = np.asarray(array, np.float32)
-    for name in sorted(set(tensors) - used):
-        if not any(re.fullmatch(_pattern(ignored), name) for ignored in rules.ignored):
-            problems.append(f"{name}: superfluous, shape {tensors[name].shape}")
+    shapes = jax.eval_shape(model.init, jax.random.key(0), blank_inputs(preprocessing))
+    is_stacked = isinstance(model, LanguageModel)
+    expected = _by_layer(shapes) if is_stacked else flatten_dict(shapes)
+    translation = _Translation(naming, tensors)
+    for path, leaf in expected.items():
+        translation.add(path, leaf, new_head=new_head)
+    problems = translation.problems + translation.superfluous()
     if problems:
         size = f" at {preprocessing.size}x{preprocessing.size}" if preprocessing else ""
-        remedy = (
-            " at its image size"
-            if preprocessing
-            else ", with its vocabulary and number of positions"
-        )
+        remedy = ", with its vocabulary and number of positions"
+        if preprocessing:
+            remedy = " at its image size"
         raise ValueError(
             f"the checkpoint (naming {naming!r}) does not fit the model{size}. Build the "
-            f"checkpoint's model{remedy}"
-            " (position embeddings are not interpolated):\n  " + "\n  ".join(problems)
+            f"checkpoint's model{remedy} (position embeddings are not interpolated):\n  "
+            + "\n  ".join(problems)
         )
-    return jax.device_put(unflatten_dict(_stacked(translated) if stack else translated))
+    variables = translation.variables
+    return jax.device_put(unflatten_dict(_stacked(variables) if is_stacked else variables))
 
 
-def _part(stacked: np.ndarray, part: str, axis: int) -> np.ndarray:
-    return np.split(stacked, 3, axis)[("query", "key", "value").index(part)]
+class _Translation:
+    """The variables that have been found in a file, and the problems of the others."""
+
+    def __init__(self, naming: str, tensors: Tensors):
+        self.variables: Variables = {}
+        self.problems: list[str] = []
+        self._naming = naming
+        self._tensors = tensors
+        self._used: set[str] = set()
+
+    def add(self, path: tuple[str, ...], expected: Any, *, new_head: bool) -> None:
+        """Translates the tensor of one variable of ours, or adds a problem."""
+        _, *keys = path
+        where = "/".join(keys)
+        place = NAMINGS[self._naming].find(where)
+        if place is None:
+            self.problems.append(f"{where} of the model: not in the naming {self._naming!r}")
+            return
+        self._used.add(place.name)
+        if new_head and keys[0] in HEADS:
+            self.variables[path] = np.zeros(expected.shape, np.float32)
+            return
+        tensor = self._tensors.get(place.name)
+        if tensor is None:
+            self.problems.append(f"{place.name}: missing, for {where} {expected.shape}")
+            return
+        array = self._converted(tensor, place, where)
+        if array is None or array.shape != expected.shape:
+            self.problems.append(
+                f"{place.name}: shape {tensor.shape} does not fit {where} {expected.shape}"
+            )
+        elif not jnp.issubdtype(array.dtype, jnp.floating):
+            self.problems.append(f"{place.name}: dtype {array.dtype} is not floating point")
+        else:
+            self.variables[path] = np.asarray(array, np.float32)
+
+    def _converted(self, tensor: np.ndarray, place: TensorPart, where: str) -> np.ndarray | None:
+        """Returns our array, or None if the number of axes of the tensor does not fit."""
+        naming = NAMINGS[self._naming]
+        try:
+            if place.part:
+                number = ("query", "key", "value").index(place.part)
+                tensor = np.split(tensor, 3, naming.outputs_axis)[number]
+            return naming.convert(where, tensor)
+        except (ValueError, IndexError, TypeError):
+            return None
+
+    def superfluous(self) -> list[str]:
+        """Returns the problems of tensors that no variable has used."""
+        return [
+            f"{name}: superfluous, shape {self._tensors[name].shape}"
+            for name in sorted(set(self._tensors) - self._used)
+            if not NAMINGS[self._naming].ignores(name)
+        ]

@@ -1,6 +1,4 @@
-"""A small convolutional network for small images, in the style of Papernot et al. 2021
-(arXiv:2007.14191).
-"""
+"""A small convolutional network, in the style of Papernot et al. 2021 (arXiv:2007.14191)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,13 +17,14 @@ def _halve(x: jax.Array) -> jax.Array:
         raise ValueError(
             f"the image is too small to halve again at {height}x{width}. Use fewer widths."
         )
-    x = x[:, : height // 2 * 2, : width // 2 * 2]
-    return x.reshape(batch, height // 2, 2, width // 2, 2, channels).mean(axis=(2, 4))
+    rows = height // 2
+    columns = width // 2
+    x = x[:, : rows * 2, : columns * 2]
+    return x.reshape(batch, rows, 2, columns, 2, channels).mean(axis=(2, 4))
 
 
 class CNN(nn.Module):
-    """Convolutions with optional normalisation, activation and 2x2 average pooling each, then dense
-    layers.
+    """Convolutions, each with normalisation, activation and 2x2 pooling, then dense layers.
 
     Attributes:
       widths: The channels of each 3x3 convolution. Each halves the image, rounding down.
@@ -49,10 +48,8 @@ class CNN(nn.Module):
         """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
         for k, width in enumerate(self.widths):
             x = Conv(width, (3, 3), dtype=self.dtype, name=f"conv_{k}")(x)
-            x = self.activation(
-                normalise_channels(self.norm, self.groups, self.dtype, f"norm_{k}", x)
-            )
-            x = _halve(x)
+            x = normalise_channels(self.norm, self.groups, self.dtype, f"norm_{k}", x)
+            x = _halve(self.activation(x))
         x = x.reshape(x.shape[0], -1)
         if self.dense:
             x = self.activation(Dense(self.dense, dtype=self.dtype, name="dense")(x))

@@ -14,8 +14,9 @@ _init = nn.initializers.truncated_normal(0.02)
 
 
 class ConvNeXtBlock(GivenShapes):
-    """x + scale * MLP(LayerNorm(depthwise 7x7 convolution of x)), with an MLP of hidden width 4 C
-    and exact GELU.
+    """x + scale * MLP(LayerNorm(depthwise 7x7 convolution of x)).
+
+    The MLP has the hidden width 4 C and the exact GELU.
     """
 
     dtype: Any = None
@@ -34,8 +35,7 @@ class ConvNeXtBlock(GivenShapes):
 
 
 class ConvNeXt(nn.Module):
-    """ConvNeXt: a 4x4 stem, stages of blocks with 2x2 downsampling in between, mean pooling,
-    LayerNorm, head.
+    """ConvNeXt: a 4x4 stem, stages with 2x2 downsampling in between, pooling, LayerNorm, head.
 
     Every normalisation is a LayerNorm over the channels of one pixel (epsilon 1e-6). Stochastic
     depth is left out.
@@ -52,8 +52,9 @@ class ConvNeXt(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps images [B, H, W, C] to float32 logits [B, num_classes] and drops pixels left over by
-        a stride.
+        """Maps images [B, H, W, C] to float32 logits [B, num_classes].
+
+        Pixels that a stride leaves over are dropped.
         """
         if len(self.widths) != len(self.depths):
             raise ValueError(
@@ -76,11 +77,12 @@ class ConvNeXt(nn.Module):
             return Conv(width, size, strides=size, name=name, **common)(x)
 
         x = norm("stem_norm", reduce("stem", 4, self.widths[0], x))
-        for s, (width, depth) in enumerate(zip(self.widths, self.depths, strict=True)):
-            if s:
-                x = reduce(f"stage_{s}_downsample", 2, width, norm(f"stage_{s}_downsample_norm", x))
+        for stage, (width, depth) in enumerate(zip(self.widths, self.depths, strict=True)):
+            if stage > 0:
+                x = norm(f"stage_{stage}_downsample_norm", x)
+                x = reduce(f"stage_{stage}_downsample", 2, width, x)
             for k in range(depth):
-                x = ConvNeXtBlock(self.dtype, name=f"stage_{s}_block_{k}")(x)
+                x = ConvNeXtBlock(self.dtype, name=f"stage_{stage}_block_{k}")(x)
         x = jnp.mean(x.astype(jnp.float32), axis=(1, 2))
         x = LayerNorm(epsilon=_EPSILON, dtype=jnp.float32, name="norm")(x)
         return Dense(self.num_classes, dtype=jnp.float32, kernel_init=_init, name="head")(x)

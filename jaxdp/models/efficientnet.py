@@ -1,9 +1,10 @@
-"""EfficientNet-Lite (Tan and Le 2019, arXiv:1905.11946, without squeeze-and-excitation and with
-ReLU6).
+"""EfficientNet-Lite (Tan and Le 2019, arXiv:1905.11946).
+
+It has ReLU6 and no squeeze-and-excitation.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -11,22 +12,38 @@ import jax.numpy as jnp
 
 from jaxdp.models.layers import Conv, Dense, Norm, normalise_channels
 
-# Each stage: (blocks, side of the depthwise convolution, stride of the first block, expansion,
-# width)
+
+class _Stage(NamedTuple):
+    """A stage of blocks.
+
+    Attributes:
+      depth: The number of blocks.
+      size: The side of the depthwise convolutions.
+      stride: The stride of the first block.
+      expansion: The factor of the channels inside a block.
+      width: The channels of the output.
+    """
+
+    depth: int
+    size: int
+    stride: int
+    expansion: int
+    width: int
+
+
 _STAGES = (
-    (1, 3, 1, 1, 16),
-    (2, 3, 2, 6, 24),
-    (2, 5, 2, 6, 40),
-    (3, 3, 2, 6, 80),
-    (3, 5, 1, 6, 112),
-    (4, 5, 2, 6, 192),
-    (1, 3, 1, 6, 320),
+    _Stage(depth=1, size=3, stride=1, expansion=1, width=16),
+    _Stage(depth=2, size=3, stride=2, expansion=6, width=24),
+    _Stage(depth=2, size=5, stride=2, expansion=6, width=40),
+    _Stage(depth=3, size=3, stride=2, expansion=6, width=80),
+    _Stage(depth=3, size=5, stride=1, expansion=6, width=112),
+    _Stage(depth=4, size=5, stride=2, expansion=6, width=192),
+    _Stage(depth=1, size=3, stride=1, expansion=6, width=320),
 )
 
 
 class EfficientNetLite(nn.Module):
-    """Inverted residual blocks between a 3x3 convolution of 32 channels and a 1x1 convolution of
-    1280.
+    """Inverted residual blocks between convolutions, 3x3 to 32 channels and 1x1 to 1280.
 
     Attributes:
       width: The factor of all widths between the first and the last convolution, rounded to
@@ -70,20 +87,27 @@ class EfficientNetLite(nn.Module):
             self.norm, self.groups, self.dtype, f"{name}_norm", y, epsilon=self.norm_epsilon
         )
 
+    def _block(self, name: str, stage: _Stage, stride: int, x: jax.Array) -> jax.Array:
+        """Returns the residual branch of an inverted residual block."""
+        y = x
+        if stage.expansion > 1:
+            y = nn.relu6(self._conv(f"{name}_expand", stage.expansion * x.shape[-1], 1, y))
+        channels = y.shape[-1]
+        y = self._conv(f"{name}_depthwise", channels, stage.size, y, stride, channels)
+        return self._conv(f"{name}_project", _rounded(stage.width * self.width), 1, nn.relu6(y))
+
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
         x = nn.relu6(self._conv("conv", 32, 3, x, stride=2))
-        for stage, (depth, size, stride, expansion, width) in enumerate(_STAGES):
-            ends = stage in (0, len(_STAGES) - 1)
-            for block in range(depth if ends else math.ceil(depth * self.depth)):
-                name, y, step = f"stage_{stage}_block_{block}", x, stride if block == 0 else 1
-                if expansion > 1:
-                    y = nn.relu6(self._conv(f"{name}_expand", expansion * x.shape[-1], 1, y))
-                channels = y.shape[-1]
-                y = self._conv(f"{name}_depthwise", channels, size, y, step, channels)
-                y = self._conv(f"{name}_project", _rounded(width * self.width), 1, nn.relu6(y))
-                x = x + y if step == 1 and x.shape == y.shape else y
+        for number, stage in enumerate(_STAGES):
+            # The first and the last stage are as deep in every size of the model.
+            is_end = number in (0, len(_STAGES) - 1)
+            depth = stage.depth if is_end else math.ceil(stage.depth * self.depth)
+            for block in range(depth):
+                stride = stage.stride if block == 0 else 1
+                y = self._block(f"stage_{number}_block_{block}", stage, stride, x)
+                x = x + y if stride == 1 and x.shape == y.shape else y
         x = nn.relu6(self._conv("conv_last", 1280, 1, x))
         x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
         return Dense(self.num_classes, dtype=jnp.float32, name="head")(x)

@@ -1,5 +1,6 @@
-"""ResNet for ImageNet (He et al. 2016, arXiv:1512.03385, table 1), with the stride in the 3x3
-convolution.
+"""ResNet for ImageNet (He et al. 2016, arXiv:1512.03385, table 1).
+
+The stride of a bottleneck is in its 3x3 convolution.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,7 @@ from jaxdp.models.layers import Conv, Dense, Norm, max_pool, normalise_channels
 
 
 class ImageNetResNet(nn.Module):
-    """Residual network of four stages of widths 64, 128, 256 and 512, as torchvision and timm
-    publish it.
+    """Residual network of four stages, as torchvision and timm publish it.
 
     Attributes:
       depths: The number of blocks of each stage.
@@ -22,7 +22,7 @@ class ImageNetResNet(nn.Module):
         ResNet-50, and not two 3x3 convolutions.
       norm: "frozen_batch" (for public BatchNorm models), "group" or None.
       groups: The groups of the GroupNorm.
-      width: The width of the first stage.
+      width: The width of the first stage. Every further stage doubles it.
     """
 
     num_classes: int
@@ -45,22 +45,25 @@ class ImageNetResNet(nn.Module):
         y = Conv(width, (size, size), strides=(stride, stride), name=name, **common)(x)
         return normalise_channels(self.norm, self.groups, self.dtype, f"{name}_norm", y)
 
+    def _branch(self, name: str, width: int, stride: int, x: jax.Array) -> jax.Array:
+        """Returns the residual branch of a block."""
+        if not self.bottleneck:
+            y = nn.relu(self._conv(f"{name}_conv_0", width, 3, stride, x))
+            return self._conv(f"{name}_conv_1", width, 3, 1, y)
+        y = nn.relu(self._conv(f"{name}_conv_0", width, 1, 1, x))
+        y = nn.relu(self._conv(f"{name}_conv_1", width, 3, stride, y))
+        return self._conv(f"{name}_conv_2", 4 * width, 1, 1, y)
+
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
-        x = max_pool(nn.relu(self._conv("conv", self.width, 7, 2, x)), 3, 2, padding=1)
-        sizes = (1, 3, 1) if self.bottleneck else (3, 3)
+        x = nn.relu(self._conv("conv", self.width, 7, 2, x))
+        x = max_pool(x, 3, 2, padding=1)
         for stage, depth in enumerate(self.depths):
-            width = self.width * 2**stage
             for block in range(depth):
                 name = f"stage_{stage}_block_{block}"
                 stride = 2 if stage > 0 and block == 0 else 1
-                y = x
-                for k, size in enumerate(sizes):
-                    last, strided = k == len(sizes) - 1, size == 3 and (self.bottleneck or k == 0)
-                    wide = 4 * width if last and self.bottleneck else width
-                    y = self._conv(f"{name}_conv_{k}", wide, size, stride if strided else 1, y)
-                    y = y if last else nn.relu(y)
+                y = self._branch(name, self.width * 2**stage, stride, x)
                 if y.shape != x.shape:
                     x = self._conv(f"{name}_shortcut", y.shape[-1], 1, stride, x)
                 x = nn.relu(x + y)

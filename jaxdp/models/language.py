@@ -36,19 +36,25 @@ class _Layout:
     dtype: Any
 
     def norm(self, name: str) -> Any:
-        kind = LayerNorm if self.form == "gpt2" else RMSNorm
-        return kind(epsilon=self.norm_epsilon, dtype=self.dtype, name=name)
+        """Returns a normalisation of the form."""
+        norm_class = LayerNorm if self.form == "gpt2" else RMSNorm
+        return norm_class(epsilon=self.norm_epsilon, dtype=self.dtype, name=name)
 
-    def dense(self, features: int, name: str, parts: int = 1) -> Dense:
-        bias = self.form == "gpt2"
+    def dense(self, features: int, name: str, branches: int = 1) -> Dense:
+        """Returns a dense layer, the last one of one of so many residual branches."""
         return Dense(
-            features, dtype=self.dtype, use_bias=bias, kernel_init=_normal(parts), name=name
+            features,
+            dtype=self.dtype,
+            use_bias=self.form == "gpt2",
+            kernel_init=_normal(branches),
+            name=name,
         )
 
 
 class LanguageModel(GivenShapes):
-    """A causal transformer. Its layers are one scan, with parameters that are stacked along a first
-    axis.
+    """A causal transformer.
+
+    Its layers are one scan. Their parameters are stacked along a first axis.
 
     Attributes:
       num_classes: The number of tokens in the vocabulary.
@@ -111,6 +117,7 @@ class LanguageModel(GivenShapes):
         if self.form == "gpt2":
             positions = self.param("positions", _normal(1), (self.positions, self.width))
             x = x + positions[None, : tokens.shape[1]].astype(x.dtype)
+        # Inside a scan XLA does not merge the two computations of a block.
         block = nn.remat(_Block, prevent_cse=False) if self.remat else _Block
         layers = nn.scan(
             block,
@@ -118,8 +125,16 @@ class LanguageModel(GivenShapes):
             split_rngs={"params": True},
             length=self.depth,
         )
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Layout)}
-        layout = _Layout(**fields | {"kv_heads": self.kv_heads or self.num_heads})
+        layout = _Layout(
+            form=self.form,
+            depth=self.depth,
+            num_heads=self.num_heads,
+            kv_heads=self.kv_heads or self.num_heads,
+            mlp_width=self.mlp_width,
+            norm_epsilon=self.norm_epsilon,
+            rotary_base=self.rotary_base,
+            dtype=self.dtype,
+        )
         x, _ = layers(layout, name="blocks")(x)
         x = layout.norm("norm")(x)
         if self.tied:
@@ -145,15 +160,17 @@ class _Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
         """Maps tokens [B, T, D] to [B, T, D]."""
-        its = self.layout
-        x = x + _Attention(its, name="attention")(its.norm("norm_0")(x))
-        y = its.norm("norm_1")(x)
-        hidden = its.dense(its.mlp_width, "mlp_0")(y)
-        if its.form == "gpt2":
+        layout = self.layout
+        branches = 2 * layout.depth
+        x = x + _Attention(layout, name="attention")(layout.norm("norm_0")(x))
+        y = layout.norm("norm_1")(x)
+        hidden = layout.dense(layout.mlp_width, "mlp_0")(y)
+        if layout.form == "gpt2":
             hidden = nn.gelu(hidden, approximate=True)
         else:
-            hidden = nn.silu(its.dense(its.mlp_width, "mlp_gate")(y)) * hidden
-        return x + its.dense(x.shape[-1], "mlp_1", 2 * its.depth)(hidden), None
+            gate = layout.dense(layout.mlp_width, "mlp_gate")(y)
+            hidden = nn.silu(gate) * hidden
+        return x + layout.dense(x.shape[-1], "mlp_1", branches)(hidden), None
 
 
 class _Attention(nn.Module):
@@ -163,51 +180,58 @@ class _Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        its, length, width = self.layout, x.shape[1], x.shape[2]
-        heads, shared = its.num_heads, its.kv_heads
-        if width % heads or heads % shared:
+        layout = self.layout
+        _, length, width = x.shape
+        heads = layout.num_heads
+        kv_heads = layout.kv_heads
+        if width % heads or heads % kv_heads:
             raise ValueError(
                 f"num_heads must divide the width {width}, and kv_heads must divide num_heads, got "
-                f"num_heads={heads} and kv_heads={shared}."
+                f"num_heads={heads} and kv_heads={kv_heads}."
             )
-        query = its.dense(width, "query")(x)
-        key, value = (its.dense(shared * (width // heads), name)(x) for name in ("key", "value"))
-        if its.form == "llama":
-            query, key = (
-                _rotated(query, heads, its.rotary_base),
-                _rotated(key, shared, its.rotary_base),
-            )
-        if shared < heads:
-            key, value = (
-                jnp.repeat(y.reshape(*y.shape[:2], shared, -1), heads // shared, axis=2).reshape(
-                    x.shape
-                )
-                for y in (key, value)
-            )
-        before = jnp.tril(jnp.ones((length, length), bool))
-        mixed = attend(
-            query, key, value, heads, lambda scores: jnp.where(before[None], scores, -jnp.inf)
-        )
-        return its.dense(width, "out", 2 * its.depth)(mixed)
+        kv_width = kv_heads * (width // heads)
+        query = layout.dense(width, "query")(x)
+        key = layout.dense(kv_width, "key")(x)
+        value = layout.dense(kv_width, "value")(x)
+        if layout.form == "llama":
+            query = _rotated(query, heads, layout.rotary_base)
+            key = _rotated(key, kv_heads, layout.rotary_base)
+        if kv_heads < heads:
+            key = _repeated(key, kv_heads, heads)
+            value = _repeated(value, kv_heads, heads)
+        is_past = jnp.tril(jnp.ones((length, length), bool))
+
+        def causal(scores: jax.Array) -> jax.Array:
+            return jnp.where(is_past[None], scores, -jnp.inf)
+
+        mixed = attend(query, key, value, heads, causal)
+        return layout.dense(width, "out", 2 * layout.depth)(mixed)
 
 
-def _normal(parts: int) -> Callable[..., jax.Array]:
-    """Returns the initialiser of GPT-2, whose last layers of `parts` residual branches add up to
-    one.
-    """
-    return nn.initializers.normal(0.02 / math.sqrt(parts))
+def _repeated(x: jax.Array, kv_heads: int, heads: int) -> jax.Array:
+    """Repeats the heads of keys or values, [B, T, kv_heads d] to [B, T, heads d]."""
+    by_head = x.reshape(*x.shape[:2], kv_heads, -1)
+    repeated = jnp.repeat(by_head, heads // kv_heads, axis=2)
+    return repeated.reshape(*x.shape[:2], -1)
+
+
+def _normal(branches: int) -> Callable[..., jax.Array]:
+    """Returns the initialiser of GPT-2, whose residual branches add up to the variance of one."""
+    return nn.initializers.normal(0.02 / math.sqrt(branches))
 
 
 def _rotated(x: jax.Array, heads: int, base: float) -> jax.Array:
-    """Rotates the two halves of every head of [B, T, heads d] by angles that grow with the
-    position.
-    """
+    """Rotates the halves of every head of [B, T, heads d] by angles that grow with the position."""
     batch, length, width = x.shape
     half = width // heads // 2
     angles = np.arange(length)[:, None] * base ** (-np.arange(half) / half)
-    cos, sin = (jnp.asarray(f(angles), jnp.float32)[None, :, None, :] for f in (np.cos, np.sin))
-    first, second = jnp.split(x.astype(jnp.float32).reshape(batch, length, heads, -1), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    cos = jnp.asarray(np.cos(angles), jnp.float32)[None, :, None, :]
+    sin = jnp.asarray(np.sin(angles), jnp.float32)[None, :, None, :]
+    by_head = x.astype(jnp.float32).reshape(batch, length, heads, -1)
+    first, second = jnp.split(by_head, 2, axis=-1)
+    turned_first = first * cos - second * sin
+    turned_second = second * cos + first * sin
+    turned = jnp.concatenate([turned_first, turned_second], axis=-1)
     return turned.reshape(x.shape).astype(x.dtype)
 
 
@@ -220,14 +244,14 @@ def _continued(
     start: int,
     temperature: jax.Array,
 ) -> jax.Array:
+    """Returns the tokens with those from `start` on filled in."""
+
     def add(place: jax.Array, tokens: jax.Array) -> jax.Array:
         logits = predict(params, tokens[None])[0, place - 1]
-        drawn = jax.random.categorical(
-            jax.random.fold_in(key, place), logits / jnp.maximum(temperature, 1e-6)
-        )
-        return tokens.at[place].set(
-            jnp.where(temperature > 0, drawn, logits.argmax()).astype(tokens.dtype)
-        )
+        tempered = logits / jnp.maximum(temperature, 1e-6)
+        drawn = jax.random.categorical(jax.random.fold_in(key, place), tempered)
+        token = jnp.where(temperature > 0, drawn, logits.argmax())
+        return tokens.at[place].set(token.astype(tokens.dtype))
 
     return jax.lax.fori_loop(start, len(tokens), add, tokens)
 
@@ -241,11 +265,10 @@ def generate(
     seed: int,
     temperature: float = 1.0,
 ) -> np.ndarray:
-    """Continues a prompt token by token. What it returns is post-processing of the parameters and
-    of the prompt.
+    """Continues a prompt token by token.
 
-    Every token costs one evaluation of the whole sequence. No keys and values are kept between
-    tokens.
+    The result is post-processing of the parameters and of the prompt. Every token costs one
+    evaluation of the whole sequence. No keys and values are kept between tokens.
 
     Args:
       predict: `predict(params, tokens [1, T]) -> logits [1, T, V]`, such as `Pretrained.apply_fn`.
@@ -269,7 +292,8 @@ def generate(
         raise ValueError(f"temperature must be finite and at least 0, got {temperature}.")
     tokens = np.full(length, PADDING, np.int32)
     tokens[:start] = prompt
-    chosen = _continued(
-        predict, params, jnp.asarray(tokens), jax.random.key(seed), start, jnp.float32(temperature)
+    key = jax.random.key(seed)
+    continued = _continued(
+        predict, params, jnp.asarray(tokens), key, start, jnp.float32(temperature)
     )
-    return np.asarray(chosen)
+    return np.asarray(continued)

@@ -14,9 +14,7 @@ Norm = Literal["group", "frozen_batch"] | None
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """Computes the exact GELU, x times the normal distribution at x (Hendrycks and Gimpel,
-    arXiv:1606.08415).
-    """
+    """Computes the exact GELU, x Phi(x) (Hendrycks and Gimpel, arXiv:1606.08415)."""
     return nn.gelu(x, approximate=False)
 
 
@@ -29,19 +27,18 @@ class GivenShapes(nn.Module):
 
     @nn.nowrap
     def param(self, name: str, init_fn: Any, *init_args: Any, **options: Any) -> Any:
-        """Returns a parameter as `flax.linen.Module.param`, for an initializer of (key, shape,
-        ...).
+        """Returns a parameter as `flax.linen.Module.param`, for an initializer of (key, shape).
 
         Raises:
           flax.errors.ScopeParamShapeError: The parameter has another shape.
         """
         if not self.has_variable("params", name):
             return super().param(name, init_fn, *init_args, **options)
-        value, shape = flax.core.meta.unbox(self.get_variable("params", name)), tuple(init_args[0])
+        value = flax.core.meta.unbox(self.get_variable("params", name))
+        shape = tuple(init_args[0])
         if jnp.shape(value) != shape:
-            raise flax.errors.ScopeParamShapeError(
-                name, "/" + "/".join(self.path), jnp.shape(value), shape
-            )
+            path = "/" + "/".join(self.path)
+            raise flax.errors.ScopeParamShapeError(name, path, jnp.shape(value), shape)
         return value
 
 
@@ -91,13 +88,14 @@ class FrozenBatchNorm(GivenShapes):
         dtype = self.dtype or x.dtype
         broadcast = (1,) * (x.ndim - 1) + shape
         inverse = jax.lax.rsqrt(var.value + self.epsilon).reshape(broadcast)
-        standardised = (x.astype(jnp.float32) - mean.value.reshape(broadcast)) * inverse
-        return (standardised * scale.reshape(broadcast) + bias.reshape(broadcast)).astype(dtype)
+        centred = x.astype(jnp.float32) - mean.value.reshape(broadcast)
+        standardised = centred * inverse
+        y = standardised * scale.reshape(broadcast) + bias.reshape(broadcast)
+        return y.astype(dtype)
 
 
 class GroupNorm(GivenShapes):
-    """Group normalisation (Wu and He 2018, arXiv:1803.08494) with the parameters and values of
-    Flax's.
+    """Group normalisation (Wu and He 2018, arXiv:1803.08494), with Flax's parameters and values.
 
     Sums over pixels come first and sums over the channels of a group second. So whole rows of
     channels are added, and nothing of the size of x is reshaped. On CPU this takes a third of the
@@ -116,29 +114,34 @@ class GroupNorm(GivenShapes):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps [B, ..., C] to [B, ..., C]."""
-        channels, pixels = x.shape[-1], tuple(range(1, x.ndim - 1))
+        channels = x.shape[-1]
+        pixels = tuple(range(1, x.ndim - 1))
         scale = self.param("scale", nn.initializers.ones, (channels,))
         bias = self.param("bias", nn.initializers.zeros, (channels,))
         wide = x.astype(jnp.float32)
         size = math.prod(x.shape[1:]) // self.num_groups
 
         def group_mean(y: jax.Array) -> jax.Array:  # [B, 1, ..., C]
-            sums = y.sum(pixels).reshape(len(x), self.num_groups, -1).sum(-1, keepdims=True) / size
-            means = jnp.broadcast_to(sums, (len(x), self.num_groups, channels // self.num_groups))
+            of_channels = y.sum(pixels).reshape(len(x), self.num_groups, -1)
+            means = of_channels.sum(-1, keepdims=True) / size
+            means = jnp.broadcast_to(means, of_channels.shape)
             return means.reshape(len(x), *(1 for _ in pixels), channels)
 
         mean = group_mean(wide)
         var = jnp.maximum(group_mean(jnp.square(wide)) - jnp.square(mean), 0)
         row = (1,) * (x.ndim - 1) + (channels,)
         factor = jax.lax.rsqrt(var + self.epsilon) * scale.reshape(row)
-        return ((wide - mean) * factor + bias.reshape(row)).astype(self.dtype or x.dtype)
+        y = (wide - mean) * factor + bias.reshape(row)
+        return y.astype(self.dtype or x.dtype)
 
 
 def max_pool(
     x: jax.Array, size: int, stride: int, *, padding: int = 0, ceil: bool = False
 ) -> jax.Array:
-    """Returns the maxima of the windows of [B, H, W, C], as maxima of slices, whose gradient is
-    quick on CPU.
+    """Returns the maxima of the windows of [B, H, W, C].
+
+    They are computed as maxima of slices, whose gradient is quick on CPU: the gradient of
+    `reduce_window` takes 60 of the 100 ms of a small CNN.
 
     Args:
       x: Any numbers.
@@ -207,21 +210,19 @@ class WSConv(GivenShapes):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps [B, H, W, C] to [B, H', W', features]."""
-        padding = (
-            self.padding if isinstance(self.padding, str) else [(self.padding, self.padding)] * 2
-        )
+        padding: Any = self.padding
+        if not isinstance(padding, str):
+            padding = [(self.padding, self.padding)] * 2
         shape = (*self.kernel_size, x.shape[-1], self.features)
-        kernel = self.param(
-            "kernel", nn.initializers.variance_scaling(1.0, "fan_in", "normal"), shape
-        )
+        init = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+        kernel = self.param("kernel", init, shape)
         gain = self.param("gain", nn.initializers.ones, (self.features,))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
         fan_in = shape[0] * shape[1] * shape[2]
         centred = kernel - jnp.mean(kernel, axis=(0, 1, 2), keepdims=True)
         var = jnp.mean(jnp.square(centred), axis=(0, 1, 2), keepdims=True)
-        kernel = centred * (
-            gain.reshape(1, 1, 1, -1) * jax.lax.rsqrt(jnp.maximum(var * fan_in, 1e-4))
-        )
+        scale = gain.reshape(1, 1, 1, -1) * jax.lax.rsqrt(jnp.maximum(var * fan_in, 1e-4))
+        kernel = centred * scale
         dtype = self.dtype or x.dtype
         y = jax.lax.conv_general_dilated(
             x.astype(dtype),

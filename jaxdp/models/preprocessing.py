@@ -17,8 +17,9 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """Public constants that belong to a checkpoint. Other constants cost tens of points of
-    accuracy.
+    """Public constants that belong to a checkpoint.
+
+    Other constants cost tens of points of accuracy.
 
     Attributes:
       size: The side S of the square images for the model.
@@ -56,8 +57,9 @@ class Preprocessing:
             )
 
     def prepare(self, images: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
-        """Resizes and crops n images [H, W, C] of possibly different sizes, uint8 or floating point
-        in [0, 1].
+        """Resizes and crops n images [H, W, C], uint8 or floating point in [0, 1].
+
+        Their sizes may differ.
 
         Returns:
           float32 [n, S, S, C] in [0, 1], NOT normalised. `normalise` and `Pretrained.apply_fn` do
@@ -68,7 +70,8 @@ class Preprocessing:
               outside [0, 1].
           TypeError: The dtype of an image is neither uint8 nor floating point.
         """
-        prepared = np.empty((len(images), self.size, self.size, len(self.mean)), np.float32)
+        shape = (len(images), self.size, self.size, len(self.mean))
+        prepared = np.empty(shape, np.float32)
         for k, image in enumerate(images):
             prepared[k] = self._prepare(np.asarray(image))
         return prepared
@@ -80,8 +83,9 @@ class Preprocessing:
           ValueError: The shape is another one.
           TypeError: The images are not floating point.
         """
-        if images.ndim != 4 or images.shape[1:] != (self.size, self.size, len(self.mean)):
-            expected = f"[B, {self.size}, {self.size}, {len(self.mean)}]"
+        shape = (self.size, self.size, len(self.mean))
+        if images.ndim != 4 or images.shape[1:] != shape:
+            expected = f"[B, {', '.join(map(str, shape))}]"
             raise ValueError(
                 f"images must be {expected}, got shape {images.shape}. See Preprocessing.prepare."
             )
@@ -90,32 +94,33 @@ class Preprocessing:
                 f"images must be floats in [0, 1], got dtype {images.dtype}. See "
                 "Preprocessing.prepare."
             )
-        mean, std = (
-            jnp.asarray(value, images.dtype).reshape(1, 1, 1, -1) for value in (self.mean, self.std)
-        )
+        mean = jnp.asarray(self.mean, images.dtype).reshape(1, 1, 1, -1)
+        std = jnp.asarray(self.std, images.dtype).reshape(1, 1, 1, -1)
         return (images - mean) / std
 
     def _prepare(self, image: np.ndarray) -> np.ndarray:
+        """Returns one image resized and cropped, float32 [S, S, C] in [0, 1]."""
         if image.ndim != 3 or image.shape[2] != len(self.mean):
             raise ValueError(
                 f"every image must be [H, W, {len(self.mean)}], got shape {image.shape}. "
                 "Make a grey image RGB by np.repeat(image, 3, axis=-1)."
             )
-        whole = image.dtype == np.uint8
-        if not whole and not np.issubdtype(image.dtype, np.floating):
+        is_integer = image.dtype == np.uint8
+        if not is_integer and not np.issubdtype(image.dtype, np.floating):
             raise TypeError(
                 f"images must be uint8 or floating point in [0, 1], got dtype {image.dtype}."
             )
-        if not whole and not (image.min() >= 0 and image.max() <= 1):
+        if not is_integer and not (image.min() >= 0 and image.max() <= 1):
             raise ValueError("floating-point images must be in [0, 1]. Give 0..255 as uint8.")
-        resized = resize(
-            image if whole else image.astype(np.float32),
-            self._target(*image.shape[:2]),
-            self.interpolation,
-        )
-        top, left = (round((extent - self.size) / 2) for extent in resized.shape[:2])
+        if not is_integer:
+            image = image.astype(np.float32)
+        resized = resize(image, self._target(*image.shape[:2]), self.interpolation)
+        top = round((resized.shape[0] - self.size) / 2)
+        left = round((resized.shape[1] - self.size) / 2)
         crop = resized[top : top + self.size, left : left + self.size]
-        return crop / np.float32(255) if whole else np.clip(crop, 0, 1)
+        if is_integer:
+            return crop / np.float32(255)
+        return np.clip(crop, 0, 1)  # A bicubic filter overshoots.
 
     def _target(self, height: int, width: int) -> tuple[int, int]:
         """Returns height and width before the crop."""
@@ -133,12 +138,17 @@ def from_timm(config: Mapping[str, Any]) -> Preprocessing:
       KeyError: An entry is missing.
     """
     size = config["input_size"][-1]
-    scaled = math.floor(size / config["crop_pct"])
+    side = math.floor(size / config["crop_pct"])
     mode = config.get("crop_mode", "center")
     if mode not in ("center", "squash"):
         raise ValueError(f"crop_mode must be 'center' or 'squash', got {mode!r}.")
-    same = {name: config[name] for name in ("mean", "std", "interpolation")}
-    return Preprocessing(size=size, resize=scaled if mode == "center" else (scaled, scaled), **same)
+    return Preprocessing(
+        size=size,
+        mean=config["mean"],
+        std=config["std"],
+        resize=side if mode == "center" else (side, side),
+        interpolation=config["interpolation"],
+    )
 
 
 def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
@@ -161,22 +171,30 @@ def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
                 "normalises."
             )
 
-    def side(entry: Any) -> int:
-        return entry if isinstance(entry, int) else next(value for value in entry.values() if value)
-
-    kind = config.get("image_processor_type", config.get("feature_extractor_type", ""))
-    size = side(config["size"])
-    scaled: int | tuple[int, int] = (size, size)
-    if "crop_pct" in config or kind.startswith("ConvNext"):
-        scaled = int(size / config.get("crop_pct", 224 / 256)) if size < 384 else scaled
+    processor = config.get("image_processor_type", config.get("feature_extractor_type", ""))
+    size = _side(config["size"])
+    target: int | tuple[int, int] = (size, size)
+    if "crop_pct" in config or processor.startswith("ConvNext"):
+        if size < 384:
+            target = int(size / config.get("crop_pct", 224 / 256))
     elif config.get("do_center_crop", False):
-        size = side(config["crop_size"])
-    interpolation = Resampling(
-        config.get("resample", 2 if kind.startswith("ViT") else 3)
-    ).name.lower()
-    constants = {
-        "mean": config["image_mean"],
-        "std": config["image_std"],
-        "interpolation": interpolation,
-    }
-    return Preprocessing(size=size, resize=scaled, **constants)
+        size = _side(config["crop_size"])
+    # Where the file is silent, a ViT's processor takes the bilinear filter, the others bicubic.
+    resample = config.get("resample", 2 if processor.startswith("ViT") else 3)
+    return Preprocessing(
+        size=size,
+        mean=config["image_mean"],
+        std=config["image_std"],
+        resize=target,
+        interpolation=Resampling(resample).name.lower(),
+    )
+
+
+def _side(entry: Any) -> int:
+    """Returns the side of square images.
+
+    Examples of entries: 224, {"height": 224, "width": 224}, {"shortest_edge": 224}.
+    """
+    if isinstance(entry, int):
+        return entry
+    return next(value for value in entry.values() if value)

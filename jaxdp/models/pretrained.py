@@ -12,24 +12,27 @@ from flax.traverse_util import unflatten_dict
 from jaxdp.files import Limits, check_finite, shown, understood, write_durably
 from jaxdp.transforms.clipping import paths_of
 
+# The entry in the metadata of a file whose names are not those of nested dicts.
+_STRUCTURE = "jaxdp_structure"
+
 
 def _flatten(params: Any) -> dict[str, Any]:
     """Returns arrays by their paths, such as "conv/kernel", in the order of the leaves."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for path, leaf in paths_of(params):
-        if path in found:
+        if path in flat:
             raise ValueError(f"params has two leaves with the path {path!r}. Rename a key.")
-        if not isinstance(
-            leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-        ) or _is_key(leaf):
-            kind = "a random key" if _is_key(leaf) else type(leaf).__name__
+        is_key = _is_key(leaf)
+        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+        if is_key or not is_array:
+            content = "a random key" if is_key else type(leaf).__name__
             raise TypeError(
-                f"params must be a pytree of arrays, got {kind} at {path!r}. Keep what is no "
+                f"params must be a pytree of arrays, got {content} at {path!r}. Keep what is no "
                 "parameter apart (NNX: nnx.split(model, nnx.Param, ...), Equinox: "
                 "eqx.partition(model, eqx.is_array))."
             )
-        found[path] = leaf
-    return found
+        flat[path] = leaf
+    return flat
 
 
 def _is_name(key: Any) -> bool:
@@ -37,7 +40,8 @@ def _is_name(key: Any) -> bool:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(getattr(leaf, "dtype", np.dtype(object)), jax.dtypes.prng_key)
+    dtype = getattr(leaf, "dtype", np.dtype(object))
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def save_params(path: str | os.PathLike[str], params: Any) -> None:
@@ -60,11 +64,17 @@ def save_params(path: str | os.PathLike[str], params: Any) -> None:
     from safetensors.flax import save
 
     flat = {key: jax.numpy.asarray(value) for key, value in _flatten(params).items()}
-    keys = {key for keys, _ in jax.tree_util.tree_flatten_with_path(params)[0] for key in keys}
-    nested = all(isinstance(key, jax.tree_util.DictKey) and _is_name(key.key) for key in keys)
-    write_durably(
-        pathlib.Path(path), save(flat, None if nested else {_STRUCTURE: type(params).__name__})
-    )
+    metadata = None if _is_nested_dicts(params) else {_STRUCTURE: type(params).__name__}
+    write_durably(pathlib.Path(path), save(flat, metadata))
+
+
+def _is_nested_dicts(params: Any) -> bool:
+    """Returns whether the paths of the leaves tell the structure of the parameters."""
+    for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]:
+        for key in path:
+            if not (isinstance(key, jax.tree_util.DictKey) and _is_name(key.key)):
+                return False
+    return True
 
 
 def load_params(
@@ -98,48 +108,45 @@ def load_params(
         return _fitted(tensors, like, os.fspath(path))
     with understood(path, remedy):
         with safe_open(os.fspath(path), framework="numpy") as file:
-            kind = (file.metadata() or {}).get(_STRUCTURE)
-        if kind is None:
+            structure = (file.metadata() or {}).get(_STRUCTURE)
+        if structure is None:
             return unflatten_dict(tensors, sep="/")
     raise ValueError(
-        f"{shown(path)} holds a {kind}, whose structure is not in the file. Pass like=, a pytree "
-        "of the same structure, such as freshly initialised parameters."
+        f"{shown(path)} holds a {structure}, whose structure is not in the file. Pass like=, a "
+        "pytree of the same structure, such as freshly initialised parameters."
     )
-
-
-_STRUCTURE = (
-    "jaxdp_structure"  # in the metadata of a file whose names are not those of nested dicts
-)
 
 
 def _fitted(tensors: dict[str, jax.Array], like: Any, path: str) -> Any:
     """Returns the tensors in the structure of `like`."""
-    wanted, problems = _flatten(like), []
-    for name in wanted | tensors:
-        if name not in tensors or name not in wanted:
-            problems.append(
-                f"{shown(name)}: {'missing in the file' if name in wanted else 'not in like'}"
-            )
+    expected = _flatten(like)
+    problems = []
+    for name in expected | tensors:
+        if name not in tensors:
+            problems.append(f"{shown(name)}: missing in the file")
             continue
-        (saved, stated) = ((x.shape, str(x.dtype)) for x in (tensors[name], wanted[name]))
+        if name not in expected:
+            problems.append(f"{shown(name)}: not in like")
+            continue
+        saved = f"{tensors[name].dtype} {tensors[name].shape}"
+        stated = f"{expected[name].dtype} {expected[name].shape}"
         if saved != stated:
-            problems.append(
-                f"{shown(name)}: {saved[1]} {saved[0]} in the file, {stated[1]} {stated[0]} in like"
-            )
+            problems.append(f"{shown(name)}: {saved} in the file, {stated} in like")
     if problems:
         raise ValueError(
             f"{shown(path)} does not fit like. Build the model that was saved:\n  "
             + "\n  ".join(problems)
             + "."
         )
-    return jax.tree.unflatten(jax.tree.structure(like), [tensors[name] for name in wanted])
+    return jax.tree.unflatten(jax.tree.structure(like), [tensors[name] for name in expected])
 
 
 def load_tensors(
     path: str | os.PathLike[str], *, remedy: str, limits: Limits | None = None
 ) -> dict[str, jax.Array]:
-    """Reads a safetensors file as JAX arrays, since NumPy lacks some number formats. Errors as in
-    `load_params`.
+    """Reads a safetensors file as JAX arrays, since NumPy lacks some number formats.
+
+    Errors are those of `load_params`.
     """
     from safetensors.flax import load_file
 
@@ -151,8 +158,7 @@ def load_tensors(
 
 
 def merge_pretrained(params: Any, pretrained: Any, *, exclude: Sequence[str] = ("head",)) -> Any:
-    """Takes every parameter from `pretrained`, except those under `exclude`, which keep their fresh
-    values.
+    """Takes every parameter from `pretrained`, except those under `exclude`, which stay fresh.
 
     A public backbone gets a new head by `merge_pretrained(model.init(key, x)["params"], backbone)`.
 
@@ -170,30 +176,37 @@ def merge_pretrained(params: Any, pretrained: Any, *, exclude: Sequence[str] = (
       ValueError: An excluded path is not in `params`, or a remaining parameter is missing,
         superfluous or of another shape in `pretrained`. The message lists them all.
     """
-    fresh, given = _flatten(params), _flatten(pretrained)
+    fresh = _flatten(params)
+    public = _flatten(pretrained)
     for entry in exclude:
-        if not any(f"{path}/".startswith(f"{entry}/") for path in fresh):
+        if not any(_is_below(path, entry) for path in fresh):
             top = sorted({path.split("/")[0] for path in fresh})
             raise ValueError(
                 f"exclude has {entry!r}, which is not in params. The top levels are {top}."
             )
-    merged, problems = dict(fresh), []
-    for path in fresh | given:
-        if any(f"{path}/".startswith(f"{entry}/") for entry in exclude):
+    merged = dict(fresh)
+    problems = []
+    for path in fresh | public:
+        if any(_is_below(path, entry) for entry in exclude):
             continue
-        if path not in given:
+        if path not in public:
             problems.append(f"{path}: missing in pretrained")
         elif path not in fresh:
             problems.append(f"{path}: not in params")
-        elif fresh[path].shape != given[path].shape:
+        elif fresh[path].shape != public[path].shape:
             problems.append(
-                f"{path}: shape {given[path].shape} in pretrained, {fresh[path].shape} in params"
+                f"{path}: shape {public[path].shape} in pretrained, {fresh[path].shape} in params"
             )
         else:
-            merged[path] = jax.numpy.asarray(given[path], fresh[path].dtype)
+            merged[path] = jax.numpy.asarray(public[path], fresh[path].dtype)
     if problems:
         raise ValueError(
             "pretrained does not fit params. Exclude the parameters to train afresh, or build the "
             "matching model:\n  " + "\n  ".join(problems)
         )
     return jax.tree.unflatten(jax.tree.structure(params), list(merged.values()))
+
+
+def _is_below(path: str, entry: str) -> bool:
+    """Returns whether a path is an entry of `exclude` or below it."""
+    return f"{path}/".startswith(f"{entry}/")

@@ -23,8 +23,14 @@ _Entry = tuple[Callable[..., nn.Module], Mapping[str, Any]]
 
 
 def _vit(patch_size: int, width: int, depth: int, num_heads: int, **attributes: Any) -> _Entry:
-    sizes = {"width": width, "depth": depth, "num_heads": num_heads, "mlp_width": 4 * width}
-    return ViT, {"patch_size": patch_size, **sizes, **attributes}
+    sizes = {
+        "patch_size": patch_size,
+        "width": width,
+        "depth": depth,
+        "num_heads": num_heads,
+        "mlp_width": 4 * width,
+    }
+    return ViT, {**sizes, **attributes}
 
 
 def _convnext(width: int, depth: int) -> _Entry:
@@ -53,24 +59,17 @@ def _llama(width: int, depth: int, num_heads: int, mlp_width: int, **attributes:
     return LanguageModel, {"form": "llama", "positions": 2048, **sizes, **attributes}
 
 
-_DEIT = {
-    "ti": (192, 12, 3),
-    "s": (384, 12, 6),
-    "b": (768, 12, 12),
-}  # width, depth and number of heads
-
 MODELS: Mapping[str, _Entry] = {
     "mlp": (MLP, {}),
     "cnn": (CNN, {}),
     "scattering": (Scattering, {}),
     "squeezenet1_0": (SqueezeNet, {"version": "1.0"}),
     "squeezenet1_1": (SqueezeNet, {"version": "1.1"}),
-    **{
-        f"efficientnet_lite{k}": (EfficientNetLite, {"width": width, "depth": depth})
-        for k, (width, depth) in enumerate(
-            [(1.0, 1.0), (1.0, 1.1), (1.1, 1.2), (1.2, 1.4), (1.4, 1.8)]
-        )
-    },
+    "efficientnet_lite0": (EfficientNetLite, {"width": 1.0, "depth": 1.0}),
+    "efficientnet_lite1": (EfficientNetLite, {"width": 1.0, "depth": 1.1}),
+    "efficientnet_lite2": (EfficientNetLite, {"width": 1.1, "depth": 1.2}),
+    "efficientnet_lite3": (EfficientNetLite, {"width": 1.2, "depth": 1.4}),
+    "efficientnet_lite4": (EfficientNetLite, {"width": 1.4, "depth": 1.8}),
     "resnet18": (ImageNetResNet, {}),
     "resnet34": (ImageNetResNet, {"depths": (3, 4, 6, 3)}),
     "resnet50": (ImageNetResNet, {"depths": (3, 4, 6, 3), "bottleneck": True}),
@@ -80,13 +79,16 @@ MODELS: Mapping[str, _Entry] = {
     "wrn_28_10": (WideResNet, {"depth": 28, "width": 10}),
     "wrn_40_4": (WideResNet, {"depth": 40, "width": 4}),
     "vit_tiny": _vit(4, 64, 4, 4),
-    **{f"vit_{size}16": _vit(16, *numbers) for size, numbers in _DEIT.items()},
+    "vit_ti16": _vit(16, 192, 12, 3),
+    "vit_s16": _vit(16, 384, 12, 6),
+    "vit_b16": _vit(16, 768, 12, 12),
     "vit_l16": _vit(16, 1024, 24, 16),
-    **{f"deit_{size}16": _vit(16, *numbers) for size, numbers in _DEIT.items()},
-    **{
-        f"deit_{size}16_distilled": _vit(16, *numbers, distilled=True)
-        for size, numbers in _DEIT.items()
-    },
+    "deit_ti16": _vit(16, 192, 12, 3),
+    "deit_s16": _vit(16, 384, 12, 6),
+    "deit_b16": _vit(16, 768, 12, 12),
+    "deit_ti16_distilled": _vit(16, 192, 12, 3, distilled=True),
+    "deit_s16_distilled": _vit(16, 384, 12, 6, distilled=True),
+    "deit_b16_distilled": _vit(16, 768, 12, 12, distilled=True),
     "convnext_tiny": _convnext(96, 9),
     "convnext_small": _convnext(96, 27),
     "convnext_base": _convnext(128, 27),
@@ -116,16 +118,18 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
           norm="frozen_batch" is a public CIFAR ResNet with BatchNorm (`load_checkpoint`).
         "scattering" (Bruna and Mallat 2013), a linear head on features without parameters.
         "squeezenet1_0", "squeezenet1_1" (Iandola et al. 2016), "efficientnet_lite0" to
-        "efficientnet_lite4" (Tan and Le 2019), "resnet18", "resnet34", "resnet50", "resnet101" (He
-        et al. 2016), all for ImageNet. Their BatchNorm is frozen. "vit_tiny" (ours, for small
-        images), "vit_ti16", "vit_s16", "vit_b16", "vit_l16" (Dosovitskiy et al. 2021). "deit_ti16",
-        "deit_s16", "deit_b16" (Touvron et al. 2021) are ViTs. Each also exists with "_distilled",
-        which adds the distillation token and its head. "convnext_tiny", "convnext_small",
-        "convnext_base", "convnext_large" (Liu et al. 2022). "swin_tiny", "swin_small", "swin_base",
-        "swin_large" (Liu et al. 2021) for 224x224. window=12 is for 384x384. "lm_tiny" (ours, for
-        bytes), "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl" (Radford et al. 2019), "smollm_135m",
-        "smollm2_135m" (Hugging Face 2024), "tinyllama_1b" (Zhang et al. 2024), "llama2_7b" (Touvron
-        et al. 2023).
+          "efficientnet_lite4" (Tan and Le 2019), "resnet18", "resnet34", "resnet50", "resnet101"
+          (He et al. 2016), all for ImageNet. Their BatchNorm is frozen.
+        "vit_tiny" (ours, for small images), "vit_ti16", "vit_s16", "vit_b16", "vit_l16"
+          (Dosovitskiy et al. 2021).
+        "deit_ti16", "deit_s16", "deit_b16" (Touvron et al. 2021) are ViTs. Each also exists with
+          "_distilled", which adds the distillation token and its head.
+        "convnext_tiny", "convnext_small", "convnext_base", "convnext_large" (Liu et al. 2022).
+        "swin_tiny", "swin_small", "swin_base", "swin_large" (Liu et al. 2021) for 224x224.
+          window=12 is for 384x384.
+        "lm_tiny" (ours, for bytes), "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl" (Radford et al.
+          2019), "smollm_135m", "smollm2_135m" (Hugging Face 2024), "tinyllama_1b" (Zhang et al.
+          2024), "llama2_7b" (Touvron et al. 2023).
       num_classes: The number of logits, at least 2. For a language model it is the size of the
           vocabulary.
       **kwargs: Attributes of the model's class, for example `patch_size=2`. They override the
@@ -145,11 +149,11 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
     if num_classes < 2:
         raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
     family, defaults = MODELS[name]
-    known = set(inspect.signature(family).parameters) - {"num_classes", "parent", "name"}
-    if unknown := sorted(set(kwargs) - known):
+    attributes = set(inspect.signature(family).parameters) - {"num_classes", "parent", "name"}
+    if unknown := sorted(set(kwargs) - attributes):
         raise TypeError(
             f"model {name!r} has no {', '.join(unknown)}. Its attributes are "
-            f"{', '.join(sorted(known))}."
+            f"{', '.join(sorted(attributes))}."
         )
     if isinstance(kwargs.get("activation"), str):
         kwargs["activation"] = getattr(nn, kwargs["activation"])

@@ -10,8 +10,9 @@ from jaxdp.models.layers import Conv, Dense, Norm, WSConv, normalise_channels
 
 
 class ResNet(nn.Module):
-    """Residual network of depth 6 n + 2 with widths 16, 32 and 64. Depth 20 has 0.27 million
-    parameters.
+    """Residual network of depth 6 n + 2 with widths 16, 32 and 64.
+
+    Depth 20 has 0.27 million parameters.
 
     Attributes:
       depth: 6 n + 2, for example 20, 32, 44 or 56.
@@ -52,12 +53,12 @@ class ResNet(nn.Module):
         if x.shape[-1] == width:
             return x
         if self.shortcut == "conv":
-            return self._norm(
-                f"{name}_shortcut_norm", self._conv(f"{name}_shortcut", width, 1, stride, x)
-            )
+            x = self._conv(f"{name}_shortcut", width, 1, stride, x)
+            return self._norm(f"{name}_shortcut_norm", x)
         x = jax.lax.slice(x, (0, 0, 0, 0), x.shape, (1, stride, stride, 1))
-        before = (width - x.shape[-1]) // 2
-        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (before, width - x.shape[-1] - before)))
+        added = width - x.shape[-1]
+        channels = (added // 2, added - added // 2)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), channels))
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -66,15 +67,16 @@ class ResNet(nn.Module):
             raise ValueError(f"depth must be 6 n + 2 with n >= 1, got {self.depth}.")
         if self.shortcut not in ("pad", "conv"):
             raise ValueError(f"shortcut must be 'pad' or 'conv', got {self.shortcut!r}.")
-        x = nn.relu(self._norm("norm", self._conv("conv", 16, 3, 1, x)))
+        x = self._conv("conv", 16, 3, 1, x)
+        x = nn.relu(self._norm("norm", x))
         for stage, width in enumerate((16, 32, 64)):
             for block in range((self.depth - 2) // 6):
                 name = f"stage_{stage}_block_{block}"
                 stride = 2 if stage > 0 and block == 0 else 1
-                y = nn.relu(
-                    self._norm(f"{name}_norm_0", self._conv(f"{name}_conv_0", width, 3, stride, x))
-                )
-                y = self._norm(f"{name}_norm_1", self._conv(f"{name}_conv_1", width, 3, 1, y))
+                y = self._conv(f"{name}_conv_0", width, 3, stride, x)
+                y = nn.relu(self._norm(f"{name}_norm_0", y))
+                y = self._conv(f"{name}_conv_1", width, 3, 1, y)
+                y = self._norm(f"{name}_norm_1", y)
                 x = nn.relu(y + self._shortcut(name, width, stride, x))
         x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
         return Dense(self.num_classes, dtype=jnp.float32, name="head")(x)

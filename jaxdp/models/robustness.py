@@ -1,8 +1,7 @@
-"""The effect of parameter changes on a model's outputs: robust accuracy and rho (Wang et al. 2024,
-section 2.3).
+"""The effect of parameter changes on a model's outputs (Wang et al. 2024, section 2.3).
 
-Both charge nothing. Their data must be public, or held out from all decisions that claim to be
-private.
+It is measured as robust accuracy and as rho. Both charge nothing. Their data must be public, or
+held out from all decisions that claim to be private.
 """
 
 import functools
@@ -43,9 +42,8 @@ def robust_accuracy(
     seed: int = 0,
     batch_size: int = 500,
     draws_per_call: int | None = None,
-) -> np.ndarray:
-    """Computes the accuracy after Gaussian noise on every parameter, for several draws of the
-    noise.
+) -> np.ndarray:  # Nine arguments, of which the last five have defaults that few change.
+    """Computes the accuracy after Gaussian noise on every parameter, for several draws.
 
     The paper writes N(0, 0.1). As a standard deviation, as here, that noise is about as long as the
     weights of a trained ResNet-20 and leaves little of them. As a variance it leaves nothing. Sweep
@@ -75,27 +73,26 @@ def robust_accuracy(
     """
     check_examples(source, batch_size)
     stds = np.atleast_1d(np.asarray(std, np.float32))
-    if not (stds.size and np.all(stds >= 0) and np.all(np.isfinite(stds))):
+    is_valid = np.all(stds >= 0) and np.all(np.isfinite(stds))
+    if not (stds.size and is_valid):
         raise ValueError(f"std must be finite and at least 0, one number or several, got {std}.")
     if draws < 1 or (draws_per_call is not None and draws_per_call < 1):
         raise ValueError(
             f"draws and draws_per_call must be at least 1, got {draws} and {draws_per_call}."
         )
-    at_once = draws_per_call or (1 if forms.platform() == "cpu" else draws)
-    numbers, _ = pad_to_physical(np.arange(draws), min(at_once, draws))
-    counts = np.zeros((3, len(stds), *numbers.shape), np.int64)
+    if draws_per_call is None:
+        draws_per_call = 1 if forms.platform() == "cpu" else draws
+    calls, _ = pad_to_physical(np.arange(draws), min(draws_per_call, draws))
+    counts = np.zeros((3, len(stds), *calls.shape), np.int64)
     key = jax.random.key(seed)
-    batches, total = (
-        labelled_batches(source, batch_size),
-        -(-len(source) // min(batch_size, len(source))),
-    )
+    batches = labelled_batches(source, batch_size)
+    total = -(-len(source) // min(batch_size, len(source)))
     for batch in progress_bar(batches, label="robust accuracy", unit="batch", total=total):
         for i, scale in enumerate(stds):
-            for j, group in enumerate(numbers):
-                noise = jax.device_put((group.astype(np.uint32), scale))
-                counts[:, i, j] += np.asarray(
-                    _counts(predict, relative, params, key, *noise, *batch)
-                )
+            for j, numbers in enumerate(calls):
+                noise = jax.device_put((numbers.astype(np.uint32), scale))
+                result = _counts(predict, relative, params, key, *noise, *batch)
+                counts[:, i, j] += np.asarray(result)
     counts = counts.reshape(3, len(stds), -1)[:, :, :draws]  # drops the padding of the last call
     correct, not_finite, unlabelled = counts
     refuse_unlabelled(int(unlabelled.max()), source)
@@ -118,9 +115,8 @@ def _counts(
     """Returns the `Counts` [3, D] of the models perturbed by the given draws."""
 
     def one(draw: jax.Array) -> jax.Array:
-        logits = predict(
-            _moved(jax.random.fold_in(key, draw), params, std, relative), inputs_of(batch)
-        )
+        moved = _moved(jax.random.fold_in(key, draw), params, std, relative)
+        logits = predict(moved, inputs_of(batch))
         check_logits(logits, name="predict(params, inputs)", count=len(mask))
         return jnp.stack(count(judge(logits, batch["label"]), mask))
 
@@ -128,8 +124,9 @@ def _counts(
 
 
 def _moved(key: jax.Array, params: Any, std: jax.Array, relative: bool = False) -> Any:
-    """Returns params plus Gaussian noise of standard deviation std, or std times the root mean
-    square of each array.
+    """Returns params plus Gaussian noise of standard deviation std.
+
+    With `relative`, it is std times the root mean square of each array.
     """
     leaves, treedef = jax.tree.flatten(params)
     moved = []
@@ -142,8 +139,9 @@ def _moved(key: jax.Array, params: Any, std: jax.Array, relative: bool = False) 
 
 
 class ParameterRobustness(NamedTuple):
-    """Two lower estimates of rho, the largest ||f_{theta+Delta}(x) - f_theta(x)|| / ||Delta||. A
-    small rho is robust.
+    """Two lower estimates of rho, the largest ||f_{theta+Delta}(x) - f_theta(x)|| / ||Delta||.
+
+    A small rho is robust.
 
     Attributes:
       random: The largest ratio among random Gaussian Delta. In P dimensions a random direction has
@@ -167,8 +165,7 @@ def parameter_robustness(
     seed: int = 0,
     batch_size: int = 32,
 ) -> ParameterRobustness:
-    """Estimates rho(f) = max over x and Delta of ||f_{theta+Delta}(x) - f_theta(x)||_2 /
-    ||Delta||_2 (section 2.3).
+    """Estimates rho(f) = max ||f_{theta+Delta}(x) - f_theta(x)|| / ||Delta|| (section 2.3).
 
     Both estimates are lower estimates at the given theta over the given inputs. The maximum over
     all x, theta and Delta cannot be computed for a network.
@@ -197,23 +194,22 @@ def parameter_robustness(
             f"draws, iterations and batch_size must be at least 1, got {draws}, {iterations} and "
             f"{batch_size}."
         )
-    ratios, norms = [], []
-    batches = pad_to_physical(np.arange(len(inputs)), min(batch_size, len(inputs)))[
-        0
-    ]  # padded by repetition
+    ratios = []
+    norms = []
+    # The last batch is padded by repetition, which changes no maximum.
+    batches, _ = pad_to_physical(np.arange(len(inputs)), min(batch_size, len(inputs)))
     for rows in progress_bar(batches, label="parameter robustness", unit="batch"):
         x = jax.device_put(np.asarray(inputs)[rows])
         for draw in range(draws):
             key = jax.random.fold_in(jax.random.key(seed), draw)
             ratios.append(_ratio(predict, params, x, key, jnp.float32(std)))
-        direction = jax.random.normal(
-            jax.random.key(seed), jax.eval_shape(predict, params, x).shape
-        )
+        shape = jax.eval_shape(predict, params, x).shape
+        direction = jax.random.normal(jax.random.key(seed), shape)
         for _ in range(iterations):  # A compiled loop has slow convolutions on CPUs.
             direction, norm = _power_step(predict, params, x, direction)
         norms.append(norm)
     return ParameterRobustness(
-        float(np.max(jax.device_get(ratios))), float(np.max(jax.device_get(norms)))
+        random=float(np.max(jax.device_get(ratios))), local=float(np.max(jax.device_get(norms)))
     )
 
 
@@ -221,26 +217,37 @@ def parameter_robustness(
 def _ratio(
     predict: Predict, params: Any, inputs: jax.Array, key: jax.Array, std: jax.Array
 ) -> jax.Array:
+    """Returns the largest change of the logits over the length of one random Delta."""
+
+    def difference(after: jax.Array, before: jax.Array) -> jax.Array:
+        return after.astype(jnp.float32) - before.astype(jnp.float32)
+
     moved = _moved(key, params, std)
-    delta = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), moved, params)
-    change = jnp.linalg.norm(predict(moved, inputs) - predict(params, inputs), axis=-1).max()
-    return change / optax.tree.norm(delta)
+    delta = jax.tree.map(difference, moved, params)
+    changes = predict(moved, inputs) - predict(params, inputs)
+    largest = jnp.linalg.norm(changes, axis=-1).max()
+    return largest / optax.tree.norm(delta)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _power_step(
     predict: Predict, params: Any, inputs: jax.Array, directions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns J J^T u for each input's Jacobian J and unit u = direction / ||direction||, and the
-    largest ||J^T u||.
+    """Returns J J^T u for each input, and the largest ||J^T u||.
+
+    J is the Jacobian at an input and u = direction / ||direction||.
     """
 
     def one(x: jax.Array, direction: jax.Array) -> tuple[jax.Array, jax.Array]:
         length = jnp.linalg.norm(direction)
         unit = jnp.where(length > 0, direction / length, 0)
-        logits, pull = jax.vjp(lambda p: predict(p, x[None])[0], params)
-        (gradient,) = pull(unit.astype(logits.dtype))
-        _, pushed = jax.jvp(lambda p: predict(p, x[None])[0], (params,), (gradient,))
+
+        def logits_at(params: Any) -> jax.Array:
+            return predict(params, x[None])[0]
+
+        logits, pull = jax.vjp(logits_at, params)
+        (gradient,) = pull(unit.astype(logits.dtype))  # J^T u
+        _, pushed = jax.jvp(logits_at, (params,), (gradient,))
         return pushed, optax.tree.norm(gradient)
 
     directions, norms = jax.vmap(one)(inputs, directions)

@@ -22,55 +22,55 @@ def morlet(size: int, *, scale: int, angle: float, angles: int) -> np.ndarray:
     The Gaussian g has the standard deviation 0.8 * 2**scale along the wave and angles / 4 times
     that across it. The wave number is 3 pi / 4 / 2**scale. The origin is at [0, 0].
     """
-    deviation, slant = 0.8 * 2**scale, 4 / angles
-    rows, columns = _grid(size)
+    deviation = 0.8 * 2**scale
+    slant = 4 / angles
+    # The points of the torus with their copies up to two periods away.
+    coordinates = np.arange(-2 * size, 3 * size, dtype=np.float64)
+    rows = coordinates[:, None]
+    columns = coordinates[None, :]
     along = rows * math.cos(angle) + columns * math.sin(angle)
     across = columns * math.cos(angle) - rows * math.sin(angle)
-    envelope = (
-        np.exp(-(along**2 + slant**2 * across**2) / (2 * deviation**2))
-        * slant
-        / (2 * math.pi * deviation**2)
-    )
-    wave, envelope = (
-        _wrapped(envelope * np.exp(0.75j * math.pi / 2**scale * along)),
-        _wrapped(envelope),
-    )
-    return wave - wave.sum() / envelope.sum() * envelope
-
-
-def _grid(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the coordinates of a point and of its copies two periods around it."""
-    at = np.arange(-2 * size, 3 * size, dtype=np.float64)
-    return at[:, None], at[None, :]
+    squares = along**2 + slant**2 * across**2
+    area = 2 * math.pi * deviation**2
+    gaussian = np.exp(-squares / (2 * deviation**2)) * slant / area
+    carrier = np.exp(0.75j * math.pi / 2**scale * along)
+    wave = _wrapped(gaussian * carrier)
+    envelope = _wrapped(gaussian)
+    beta = wave.sum() / envelope.sum()
+    return wave - beta * envelope
 
 
 def _wrapped(values: np.ndarray) -> np.ndarray:
+    """Adds up the copies of each point of the torus, [5 n, 5 n] to [n, n]."""
     size = len(values) // 5
     return values.reshape(5, size, 5, size).sum((0, 2))
 
 
 @functools.cache
 def _averages(side: int, padding: int, scales: int) -> np.ndarray:
-    """Returns the matrix [side / 2**scales, side + 2 padding] of the Gaussian averages along one
-    axis.
+    """Returns the matrix of Gaussian averages along an axis.
+
+    It is [side / 2**scales, side + 2 padding].
     """
-    size, stride = side + 2 * padding, 2**scales
+    size = side + 2 * padding
+    stride = 2**scales
     deviation = 0.8 * 2 ** (scales - 1)
-    at = np.arange(-2 * size, 3 * size) / deviation
-    kernel = (np.exp(-(at**2) / 2) / (math.sqrt(2 * math.pi) * deviation)).reshape(5, size).sum(0)
+    units = np.arange(-2 * size, 3 * size) / deviation
+    gaussian = np.exp(-(units**2) / 2) / (math.sqrt(2 * math.pi) * deviation)
+    kernel = gaussian.reshape(5, size).sum(0)  # on the circle
     centres = padding + stride * np.arange(side // stride)
     return kernel[(centres[:, None] - np.arange(size)) % size]
 
 
 @functools.cache
 def _wavelets(size: int, scale: int, angles: int) -> np.ndarray:
-    """Returns the Fourier transforms [angles, size, size] of the wavelets of a scale. They are
-    real.
-    """
-    turned = (np.pi * k / angles for k in range(angles))
-    return np.stack(
-        [np.fft.fft2(morlet(size, scale=scale, angle=a, angles=angles)).real for a in turned]
-    )
+    """Returns the Fourier transforms [angles, size, size] of the wavelets of a scale."""
+    transforms = []
+    for k in range(angles):
+        angle = np.pi * k / angles
+        wavelet = morlet(size, scale=scale, angle=angle, angles=angles)
+        transforms.append(np.fft.fft2(wavelet).real)  # The imaginary part is zero.
+    return np.stack(transforms)
 
 
 def scattering(images: jax.Array, *, scales: int = 2, angles: int = 8) -> jax.Array:
@@ -91,49 +91,55 @@ def scattering(images: jax.Array, *, scales: int = 2, angles: int = 8) -> jax.Ar
     Raises:
       ValueError: The images are not square, or 2**scales does not divide their side.
     """
-    side, pad = images.shape[1], 2**scales
+    side = images.shape[1]
+    pad = 2**scales
     if images.shape[2] != side or side % pad:
         raise ValueError(
             f"images must be square with a side that {pad} divides, got "
             f"{images.shape[1]}x{images.shape[2]}. Resize them, or choose fewer scales."
         )
-    padded = jnp.pad(
-        jnp.moveaxis(images, -1, 1), ((0, 0), (0, 0), (pad, pad), (pad, pad)), "reflect"
-    )
-    paths = [padded[:, :, None]]  # [B, C, paths, pixels, pixels]
-    first = [_modulus(paths[0], 0, scale, angles) for scale in range(scales)]
-    second = [_modulus(first[j], j, k, angles) for j in range(scales) for k in range(j + 1, scales)]
-    averaged = [_average(path, side, pad, scales) for path in (*paths, *first, *second)]
-    return jnp.moveaxis(jnp.concatenate(averaged, 2), (1, 2), (3, 4))
+    edges = ((0, 0), (0, 0), (pad, pad), (pad, pad))
+    padded = jnp.pad(jnp.moveaxis(images, -1, 1), edges, "reflect")
+    zeroth = padded[:, :, None]  # [B, C, paths, pixels, pixels]
+    first = [_modulus(zeroth, 0, scale, angles) for scale in range(scales)]
+    second = []
+    for scale in range(scales):
+        for coarser in range(scale + 1, scales):
+            second.append(_modulus(first[scale], scale, coarser, angles))
+    averaged = [_average(paths, side, pad, scales) for paths in (zeroth, *first, *second)]
+    coefficients = jnp.concatenate(averaged, 2)
+    return jnp.moveaxis(coefficients, (1, 2), (3, 4))
 
 
 def _modulus(signal: jax.Array, sampled: int, scale: int, angles: int) -> jax.Array:
-    """Returns |signal * psi| at every 2**scale pixels, for each path and angle. The signal has
-    every 2**sampled.
+    """Returns |signal * psi| at every 2**scale pixels, for each path and angle.
+
+    The signal has every 2**sampled pixels.
     """
     size = signal.shape[-1]
-    # A sampled signal has the Fourier transform of the whole one, folded. So has a sampled wavelet.
-    fold, step = 2**sampled, 2 ** (scale - sampled)
+    # Sampling every n-th pixel folds a Fourier transform n times, that of a wavelet too.
+    fold = 2**sampled
+    step = 2 ** (scale - sampled)
     wavelets = _wavelets(size * fold, scale, angles)
     wavelets = wavelets.reshape(angles, fold, size, fold, size).sum((1, 3))
-    spectrum = (
-        jnp.fft.fft2(signal)[:, :, :, None] * jnp.asarray(wavelets, jnp.float32)[None, None, None]
-    )
-    kept = size // step
-    folded = spectrum.reshape(*spectrum.shape[:-2], step, kept, step, kept).sum((-4, -2)) / step**2
+    transform = jnp.fft.fft2(signal)[:, :, :, None]
+    spectrum = transform * jnp.asarray(wavelets, jnp.float32)[None, None, None]
+    new_size = size // step
+    folds = spectrum.reshape(*spectrum.shape[:-2], step, new_size, step, new_size)
+    folded = folds.sum((-4, -2)) / step**2
     moduli = jnp.abs(jnp.fft.ifft2(folded))
-    return moduli.reshape(*moduli.shape[:2], -1, kept, kept)
+    return moduli.reshape(*moduli.shape[:2], -1, new_size, new_size)
 
 
-def _average(path: jax.Array, side: int, padding: int, scales: int) -> jax.Array:
-    step = (side + 2 * padding) // path.shape[-1]
+def _average(paths: jax.Array, side: int, padding: int, scales: int) -> jax.Array:
+    """Returns Gaussian averages of sampled paths at every 2**scales pixels of the image."""
+    step = (side + 2 * padding) // paths.shape[-1]
     matrix = jnp.asarray(step * _averages(side, padding, scales)[:, ::step], jnp.float32)
-    return jnp.einsum("ih,bcphw,jw->bcpij", matrix, path, matrix)
+    return jnp.einsum("ih,bcphw,jw->bcpij", matrix, paths, matrix)
 
 
 class Scattering(nn.Module):
-    """A linear head on scattering coefficients, of which groups of channels are normalised in each
-    image.
+    """A linear head on scattering coefficients, with groups of channels normalised in each image.
 
     The input of the head has an L2 norm of at most 1.
 
@@ -154,15 +160,19 @@ class Scattering(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps images [B, N, N, C] to logits [B, num_classes]."""
-        found = scattering(x, scales=self.scales, angles=self.angles)
-        channels = found.reshape(*found.shape[:3], -1)
+        coefficients = scattering(x, scales=self.scales, angles=self.angles)
+        channels = coefficients.reshape(*coefficients.shape[:3], -1)
         if channels.shape[-1] % self.groups:
             raise ValueError(
                 f"groups must divide {channels.shape[-1]}, the number of channels, got "
                 f"{self.groups}. Choose a divisor."
             )
         grouped = channels.reshape(*channels.shape[:3], self.groups, -1)
-        mean, var = (f(grouped, axis=(1, 2, 4), keepdims=True) for f in (jnp.mean, jnp.var))
-        features = ((grouped - mean) * jax.lax.rsqrt(var + 1e-5)).reshape(len(x), -1)
+        mean = jnp.mean(grouped, axis=(1, 2, 4), keepdims=True)
+        var = jnp.var(grouped, axis=(1, 2, 4), keepdims=True)
+        standardised = (grouped - mean) * jax.lax.rsqrt(var + 1e-5)
+        features = standardised.reshape(len(x), -1)
+        # The features have mean square 1 at most, so this bounds their norm by 1.
         features /= math.sqrt(features.shape[-1])
-        return Dense(self.num_classes, dtype=self.dtype, name="head")(features).astype(jnp.float32)
+        head = Dense(self.num_classes, dtype=self.dtype, name="head")
+        return head(features).astype(jnp.float32)

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from jaxdp.models.layers import Conv, Dense, max_pool
 
 # (width of the first convolution, its side, the fire modules in front of which the map is pooled)
-_VERSIONS = {"1.0": (96, 7, (2, 5, 9)), "1.1": (64, 3, (2, 4, 6))}
+_VERSIONS = {
+    "1.0": (96, 7, (2, 5, 9)),
+    "1.1": (64, 3, (2, 4, 6)),
+}
 
 
 class SqueezeNet(nn.Module):
-    """SqueezeNet: a convolution, the fire modules 2 to 9, a 1x1 convolution to the classes, and an
-    average.
+    """SqueezeNet: a convolution, fire modules 2 to 9, a 1x1 convolution to classes, an average.
 
     Attributes:
       version: "1.0", or "1.1", which pools earlier and costs 2.4 times less.
@@ -54,14 +56,14 @@ class SqueezeNet(nn.Module):
             if k in pooled:
                 x = max_pool(x, 3, 2, ceil=True)
             squeezed = conv(f"fire_{k}_squeeze", 16 * (k // 2), 1, x)
-            both = [
-                conv(f"fire_{k}_expand_{s}", 64 * (k // 2), s, squeezed, padding="SAME")
-                for s in (1, 3)
-            ]
-            x = jnp.concatenate(both, axis=-1)
+            width = 64 * (k // 2)
+            expanded_1 = conv(f"fire_{k}_expand_1", width, 1, squeezed, padding="SAME")
+            expanded_3 = conv(f"fire_{k}_expand_3", width, 3, squeezed, padding="SAME")
+            x = jnp.concatenate([expanded_1, expanded_3], axis=-1)
         head = Dense(self.num_classes, dtype=jnp.float32, name="head")
         x = x.astype(jnp.float32)
         if self.pool == "features":
             return head(jnp.mean(x, axis=(1, 2)))
-        padding = (self.head_padding, self.head_padding)
-        return jnp.mean(nn.relu(head(jnp.pad(x, ((0, 0), padding, padding, (0, 0))))), axis=(1, 2))
+        edge = (self.head_padding, self.head_padding)
+        padded = jnp.pad(x, ((0, 0), edge, edge, (0, 0)))
+        return jnp.mean(nn.relu(head(padded)), axis=(1, 2))

@@ -27,31 +27,32 @@ def _side(x: jax.Array) -> int:
 
 
 def _relative_positions(window: int) -> np.ndarray:
-    """Returns the row of the table of biases for each query and key of a window, [T, T] with T =
-    window**2.
+    """Returns the row of the table of biases for each query and key of a window.
+
+    The result is [T, T] with T = window**2.
     """
-    offset = (
-        np.arange(window)[:, None] - np.arange(window)[None] + window - 1
-    )  # query minus key, from 0
-    rows, columns = offset[:, None, :, None], offset[None, :, None, :]
+    line = np.arange(window)
+    offset = line[:, None] - line[None] + window - 1  # query minus key, counted from 0
+    rows = offset[:, None, :, None]
+    columns = offset[None, :, None, :]
     return (rows * (2 * window - 1) + columns).reshape(window**2, window**2)
 
 
 def _neighbours(side: int, window: int, shift: int) -> np.ndarray:
-    """Returns which tokens of windows [windows, T, T] are neighbours before the roll by `shift`
-    (section 3.2).
+    """Returns which pairs of tokens in a window are near in the image, bool [windows, T, T].
+
+    The roll by `shift` also brings tokens of opposite edges into one window (section 3.2).
     """
-    line = np.roll(np.arange(side), -shift).reshape(
-        -1, window
-    )  # the rows or columns in each row of windows
+    # The rows of the image in each row of windows. Columns are alike.
+    line = np.roll(np.arange(side), -shift).reshape(-1, window)
     near = np.abs(line[:, :, None] - line[:, None]) < window
-    rows, columns = near[:, None, :, None, :, None], near[None, :, None, :, None, :]
+    rows = near[:, None, :, None, :, None]
+    columns = near[None, :, None, :, None, :]
     return (rows & columns).reshape(-1, window**2, window**2)
 
 
 class WindowAttention(GivenShapes):
-    """Multi-head self-attention within windows, with a learned bias for each relative position
-    (equation 4).
+    """Multi-head self-attention within windows, with a bias for each relative position (Eq. 4).
 
     It computes softmax(Q K^T / sqrt(d) + bias) V.
 
@@ -70,7 +71,8 @@ class WindowAttention(GivenShapes):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps tokens [B, T, D] of a square grid to [B, T, D]."""
         batch, _, width = x.shape
-        side, area = _side(x), self.window**2
+        side = _side(x)
+        area = self.window**2
         per_side = side // self.window
 
         def project(name: str, x: jax.Array) -> jax.Array:
@@ -80,34 +82,32 @@ class WindowAttention(GivenShapes):
             shape = scores.shape
             scores = scores.reshape(batch, per_side**2, self.num_heads, area, area)
             table = self.param("position_bias", _init, ((2 * self.window - 1) ** 2, self.num_heads))
-            scores = scores + table[_relative_positions(self.window)].transpose(2, 0, 1)[None, None]
+            biases = table[_relative_positions(self.window)].transpose(2, 0, 1)
+            scores = scores + biases[None, None]
             if self.shift:
+                near = _neighbours(side, self.window, self.shift)
                 # The authors' constant stands for minus infinity.
-                mask = np.where(
-                    _neighbours(side, self.window, self.shift), np.float32(0), np.float32(-100)
-                )
+                mask = np.where(near, np.float32(0), np.float32(-100))
                 scores = scores + mask[None, :, None]
             return scores.reshape(shape)
 
-        x = jnp.roll(x.reshape(batch, side, side, width), -self.shift, (1, 2))
-        x = x.reshape(batch, per_side, self.window, per_side, self.window, width).swapaxes(2, 3)
-        x = x.reshape(batch, side**2, width)  # window after window
-        query, key, value = (
-            project(name, x).reshape(-1, area, width) for name in ("query", "key", "value")
-        )
-        y = project(
-            "out", attend(query, key, value, self.num_heads, bias).reshape(batch, side**2, width)
-        )
-        y = y.reshape(batch, per_side, per_side, self.window, self.window, width).swapaxes(2, 3)
-        return jnp.roll(y.reshape(batch, side, side, width), self.shift, (1, 2)).reshape(
-            batch, side**2, width
-        )
+        x = x.reshape(batch, side, side, width)
+        x = jnp.roll(x, -self.shift, (1, 2))
+        x = x.reshape(batch, per_side, self.window, per_side, self.window, width)
+        x = x.swapaxes(2, 3).reshape(batch, side**2, width)  # window after window
+        query = project("query", x).reshape(-1, area, width)
+        key = project("key", x).reshape(-1, area, width)
+        value = project("value", x).reshape(-1, area, width)
+        mixed = attend(query, key, value, self.num_heads, bias)
+        y = project("out", mixed.reshape(batch, side**2, width))
+        y = y.reshape(batch, per_side, per_side, self.window, self.window, width)
+        y = y.swapaxes(2, 3).reshape(batch, side, side, width)
+        y = jnp.roll(y, self.shift, (1, 2))
+        return y.reshape(batch, side**2, width)
 
 
 class PatchMerging(nn.Module):
-    """Half the resolution at twice the width, by a linear map of the LayerNorm of four
-    neighbours.
-    """
+    """Half the resolution at twice the width: a linear map of the LayerNorm of four neighbours."""
 
     dtype: Any = None
     norm_epsilon: float = 1e-5
@@ -165,9 +165,7 @@ class Swin(nn.Module):
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks in all stages. The model can be cut after block 1, ..., num_blocks -
-        1.
-        """
+        """The number of blocks in all stages. The model can be cut after each but the last."""
         return sum(self.depths)
 
     @property
@@ -203,25 +201,35 @@ class Swin(nn.Module):
             x = self._embed(x)
         common = {"dtype": self.dtype, "norm_epsilon": self.norm_epsilon}
         block = {**common, "activation": self.activation, "kernel_init": _init}
-        places = [(stage, k) for stage, depth in enumerate(self.depths) for k in range(depth)]
-        for stage, k in places[start:stop]:
+        for stage, k in self._blocks()[start:stop]:
             window, shift = self._window(stage, _side(x))
-            attention = functools.partial(
-                WindowAttention, window=window, shift=shift if k % 2 else 0
-            )
-            width, name = self.mlp_ratio * x.shape[-1], f"stage_{stage}_block_{k}"
-            x = Block(self.num_heads[stage], width, **block, attention=attention, name=name)(x)
-            if k + 1 == self.depths[stage] and stage + 1 < len(self.depths):
+            if k % 2 == 0:
+                shift = 0
+            x = Block(
+                self.num_heads[stage],
+                self.mlp_ratio * x.shape[-1],
+                **block,
+                attention=functools.partial(WindowAttention, window=window, shift=shift),
+                name=f"stage_{stage}_block_{k}",
+            )(x)
+            is_last_of_stage = k + 1 == self.depths[stage]
+            if is_last_of_stage and stage + 1 < len(self.depths):
                 x = PatchMerging(name=f"stage_{stage + 1}_merge", **common)(x)
         if stop is not None:
             return x
         x = LayerNorm(epsilon=self.norm_epsilon, dtype=jnp.float32, name="norm")(x)
         y = jnp.mean(x, axis=1)
+        head = {"dtype": jnp.float32, "kernel_init": _init}
         if self.head_hidden:
-            y = self.activation(
-                Dense(self.head_hidden, dtype=jnp.float32, kernel_init=_init, name="head_hidden")(y)
-            )
-        return Dense(self.num_classes, dtype=jnp.float32, kernel_init=_init, name="head")(y)
+            y = self.activation(Dense(self.head_hidden, name="head_hidden", **head)(y))
+        return Dense(self.num_classes, name="head", **head)(y)
+
+    def _blocks(self) -> list[tuple[int, int]]:
+        """Returns (stage, number in the stage) of every block."""
+        blocks: list[tuple[int, int]] = []
+        for stage, depth in enumerate(self.depths):
+            blocks += [(stage, k) for k in range(depth)]
+        return blocks
 
     def _embed(self, x: jax.Array) -> jax.Array:
         """Maps images [B, S, S, C] to tokens [B, T, D], row by row."""
@@ -236,7 +244,8 @@ class Swin(nn.Module):
             )
         size = (self.patch_size, self.patch_size)
         common = {"strides": size, "padding": "VALID", "dtype": self.dtype, "kernel_init": _init}
-        x = Conv(self.width, size, name="embed", **common)(x).reshape(x.shape[0], -1, self.width)
+        patches = Conv(self.width, size, name="embed", **common)(x)
+        x = patches.reshape(x.shape[0], -1, self.width)
         return LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name="embed_norm")(x)
 
     def _window(self, stage: int, side: int) -> tuple[int, int]:

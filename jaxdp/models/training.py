@@ -31,7 +31,7 @@ def fit_public(
     augment: Callable[[jax.Array, Any], Any] | None = None,
     label: str = "public training",
     progress: bool = True,
-) -> Any:
+) -> Any:  # Ten arguments, since this is the whole of a training without an object that keeps them.
     """Minimises the mean of a per-example loss over shuffled batches of PUBLIC data.
 
     Args:
@@ -52,17 +52,19 @@ def fit_public(
       ValueError: A leaf of params holds NaN or an infinity.
     """
     check_finite(params)
-    if stored := hasattr(data, "gather"):
+    is_source = hasattr(data, "gather")
+    if is_source:
         check_source(data, argument="data")
+        count = len(data)
     else:
         data = jax.tree.map(np.asarray, data)
-    count = len(data) if stored else len(jax.tree.leaves(data)[0])
+        count = len(jax.tree.leaves(data)[0])
     sampler = FixedBatchSampler(count, min(batch_size, count), seed=seed)
 
     def gather(rows: np.ndarray) -> Any:
-        return check_batch(
-            data.gather(rows) if stored else jax.tree.map(lambda leaf: leaf[rows], data), "data"
-        )
+        if is_source:
+            return check_batch(data.gather(rows), "data")
+        return check_batch(jax.tree.map(lambda leaf: leaf[rows], data), "data")
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch).mean()
@@ -70,14 +72,18 @@ def fit_public(
     @jax.jit
     def update(params: Any, opt_state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
         if augment is not None:
-            batch = jax.vmap(augment)(jax.random.split(key, sampler.batch_size), batch)
-        updates, opt_state = optimizer.update(jax.grad(mean_loss)(params, batch), opt_state, params)
+            view_keys = jax.random.split(key, sampler.batch_size)
+            batch = jax.vmap(augment)(view_keys, batch)
+        gradient = jax.grad(mean_loss)(params, batch)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     opt_state = optimizer.init(params)
-    keys = jax.random.split(jax.random.wrap_key_data(jnp.frombuffer(seed[:8], jnp.uint32)), steps)
+    key = jax.random.wrap_key_data(jnp.frombuffer(seed[:8], jnp.uint32))
+    keys = jax.random.split(key, steps)
     for step in progress_bar(range(steps), label=label, unit="step", show=progress):
-        params, opt_state = update(params, opt_state, gather(sampler.batch(step)), keys[step])
+        batch = gather(sampler.batch(step))
+        params, opt_state = update(params, opt_state, batch, keys[step])
     return params
 
 
@@ -98,10 +104,10 @@ def fit_in_memory(
     batch_size: int,
     frozen: Any = None,
 ) -> Any:
-    """Minimises the mean loss by Adam over a small data set in memory, in a new order in every
-    epoch.
+    """Minimises the mean loss by Adam over a small data set in memory.
 
-    Calls with the same `loss_fn`, shapes and batch size compile once for all learning rates.
+    Every epoch has a new order. Calls with the same `loss_fn`, shapes and batch size compile once
+    for all learning rates.
 
     Args:
       loss_fn: `loss_fn(params, frozen, batch, key) -> losses [B]`, hashable, the same object for
@@ -126,11 +132,13 @@ def fit_in_memory(
     count = len(jax.tree.leaves(data)[0])
     if count == 0:
         raise ValueError("data must have at least one example, got none.")
-    state, size = optax.scale_by_adam().init(params), min(batch_size, count)
-    for epoch_key in progress_bar(jax.random.split(key, epochs), label="training", unit="epoch"):
+    state = optax.scale_by_adam().init(params)
+    size = min(batch_size, count)
+    epoch_keys = jax.random.split(key, epochs)
+    for epoch_key in progress_bar(epoch_keys, label="training", unit="epoch"):
         batches = epoch_batches(epoch_key, count, size)
-        ended = _epoch(loss_fn, params, state, frozen, data, batches, jnp.float32(learning_rate))
-        params, state = jax.block_until_ready(ended)
+        after = _epoch(loss_fn, params, state, frozen, data, batches, jnp.float32(learning_rate))
+        params, state = jax.block_until_ready(after)
     return params
 
 
@@ -145,13 +153,16 @@ def _epoch(
     learning_rate: jax.Array,
 ) -> tuple[Any, Any]:
     def mean_loss(params: Any, rows: jax.Array, weight: jax.Array, key: jax.Array) -> jax.Array:
-        losses = loss_fn(params, frozen, jax.tree.map(lambda column: column[rows], data), key)
+        batch = jax.tree.map(lambda column: column[rows], data)
+        losses = loss_fn(params, frozen, batch, key)
         return (losses * weight).sum() / weight.sum()
 
     def step(
         carry: tuple[Any, Any], batch: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[tuple[Any, Any], None]:
-        return adam_step(*carry, jax.grad(mean_loss)(carry[0], *batch), learning_rate), None
+        params, state = carry
+        gradients = jax.grad(mean_loss)(params, *batch)
+        return adam_step(params, state, gradients, learning_rate), None
 
     return jax.lax.scan(step, (params, state), batches)[0]
 
@@ -168,13 +179,15 @@ def epoch_batches(key: jax.Array, count: int, size: int) -> tuple[jax.Array, jax
     order_key, key = jax.random.split(key)
     order = jax.random.permutation(order_key, count)
     rows = jnp.concatenate([order, order])[: steps * size].reshape(steps, size)
-    weights = (jnp.arange(steps * size) < count).reshape(steps, size).astype(jnp.float32)
+    is_new = jnp.arange(steps * size) < count
+    weights = is_new.reshape(steps, size).astype(jnp.float32)
     return rows, weights, jax.random.split(key, steps)
 
 
 def adam_step(params: Any, state: Any, gradients: Any, learning_rate: jax.Array) -> tuple[Any, Any]:
-    """Returns parameters and state after one step of Adam. The array learning rate can change
-    without recompilation.
+    """Returns parameters and state after one step of Adam.
+
+    The learning rate is an array, which can change without recompilation.
     """
     updates, state = optax.scale_by_adam().update(gradients, state)
     return jax.tree.map(lambda p, u: p - learning_rate * u, params, updates), state

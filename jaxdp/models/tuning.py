@@ -1,6 +1,4 @@
-"""Which part of a public model is trained: leaves by name, LoRA, or a new head on features that
-never change.
-"""
+"""Which part of a public model is trained: leaves by name, LoRA, or a new head on features."""
 
 import dataclasses
 import math
@@ -43,46 +41,51 @@ def trainable(choice: str, params: Params) -> Callable[[str, Any], bool]:
         LORA: {path for path in paths if path.startswith(f"{LORA}/")},
     }
     try:
-        chosen = (
-            groups[choice]
-            if choice in groups
-            else {path for path in paths if re.fullmatch(choice, path)}
-        )
+        matches = {path for path in paths if re.fullmatch(choice, path)}
     except re.error as error:
         raise ValueError(
             f"trainable must be a regular expression, got {choice!r} ({error})."
         ) from error
-    if not chosen:
+    if choice in groups:
+        matches = groups[choice]
+    if not matches:
         raise ValueError(
             f"trainable={choice!r} matches no parameter. Give {', '.join(map(repr, groups))}, or a "
             f"regular expression for whole paths among {', '.join(sorted(paths))}."
         )
-    kept = chosen | head if choice in groups else chosen
-    return lambda path, leaf: path in kept
+    if choice in groups:
+        matches = matches | head
+    return lambda path, leaf: path in matches
 
 
 class _WithLoRA(Pretrained):
+    """A model whose dense layers with factors add x A B."""
+
     def apply_fn(self, params: Params, inputs: jax.Array) -> jax.Array:
-        rest = {name: part for name, part in params.items() if name != LORA}
+        weights = {name: subtree for name, subtree in params.items() if name != LORA}
 
         def add(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-            y, layer = call(*args, **kwargs), context.module
+            y = call(*args, **kwargs)
+            layer = context.module
             if context.method_name != "__call__" or not layer.has_variable(LORA, "down"):
                 return y
-            down, up = layer.get_variable(LORA, "down"), layer.get_variable(LORA, "up")
+            down = layer.get_variable(LORA, "down")
+            up = layer.get_variable(LORA, "up")
             x = args[0].astype(layer.dtype or down.dtype)
-            return y + (x @ down.astype(x.dtype) @ up.astype(x.dtype)).astype(y.dtype)
+            added = x @ down.astype(x.dtype) @ up.astype(x.dtype)
+            return y + added.astype(y.dtype)
 
         # The factors are a collection, so that a scan over layers divides them like the weights.
         with nn.intercept_methods(add):
-            return self._applied({"params": rest, LORA: params[LORA]}, inputs)
+            return self._applied({"params": weights, LORA: params[LORA]}, inputs)
 
 
 def with_lora(
     pretrained: Pretrained, *, rank: int, layers: str = ".*attention/(query|value)", seed: int
 ) -> Pretrained:
-    """Returns the model with x W + x A B in place of x W in some dense layers (Hu et al. 2021,
-    arXiv:2106.09685).
+    """Returns the model with x W + x A B in place of x W in some dense layers.
+
+    This is LoRA (Hu et al. 2021, arXiv:2106.09685).
 
     Args:
       pretrained: A model with parameters.
@@ -97,56 +100,59 @@ def with_lora(
     Raises:
       ValueError: The rank is below 1, or no dense layer matches. The message lists them.
     """
-    flat = flatten_dict(dict(pretrained.params), sep="/")
-    dense = {
-        path.removesuffix("/kernel"): leaf
-        for path, leaf in flat.items()
-        if path.endswith("/kernel")
-        and leaf.ndim in (2, 3)
-        and path != "unembed/kernel"  # 3 is a stack of layers
-    }
-    chosen = [path for path in dense if re.fullmatch(layers, path)]
     if rank < 1:
         raise ValueError(f"rank must be at least 1, got {rank}.")
-    if not chosen:
+    dense = _dense_kernels(pretrained.params)
+    paths = [path for path in dense if re.fullmatch(layers, path)]
+    if not paths:
         raise ValueError(
             f"layers must match a dense layer, got {layers!r}. There are "
             f"{', '.join(sorted(dense))}."
         )
     factors = {}
-    for path, key in zip(chosen, jax.random.split(jax.random.key(seed), len(chosen)), strict=True):
-        *layers_of, inputs, outputs = dense[path].shape
-        factors[f"{path}/down"] = jax.random.normal(key, (*layers_of, inputs, rank)) / math.sqrt(
-            inputs
-        )
-        factors[f"{path}/up"] = jnp.zeros((*layers_of, rank, outputs))
-    fields = {
-        field.name: getattr(pretrained, field.name) for field in dataclasses.fields(pretrained)
-    }
-    params = {**pretrained.params, LORA: unflatten_dict(factors, sep="/")}
-    return _WithLoRA(**(fields | {"params": params}))
+    keys = jax.random.split(jax.random.key(seed), len(paths))
+    for path, key in zip(paths, keys, strict=True):
+        *stack, inputs, outputs = dense[path].shape
+        down = jax.random.normal(key, (*stack, inputs, rank))
+        factors[f"{path}/down"] = down / math.sqrt(inputs)
+        factors[f"{path}/up"] = jnp.zeros((*stack, rank, outputs))
+    return _WithLoRA(
+        model=pretrained.model,
+        params={**pretrained.params, LORA: unflatten_dict(factors, sep="/")},
+        preprocessing=pretrained.preprocessing,
+        constants=pretrained.constants,
+    )
+
+
+def _dense_kernels(params: Params) -> dict[str, Any]:
+    """Returns the kernels of dense layers by path, [d, e] or a stack [L, d, e]."""
+    kernels = {}
+    for path, leaf in flatten_dict(dict(params), sep="/").items():
+        # The output layer of a language model is no module that could add the factors.
+        if path.endswith("/kernel") and leaf.ndim in (2, 3) and path != "unembed/kernel":
+            kernels[path.removesuffix("/kernel")] = leaf
+    return kernels
 
 
 def merge_lora(params: Params) -> dict[str, Any]:
     """Returns parameters of the plain model, W + A B in place of W, A and B, to save and serve."""
-    flat = flatten_dict({name: part for name, part in params.items() if name != LORA}, sep="/")
+    weights = {name: subtree for name, subtree in params.items() if name != LORA}
+    flat = flatten_dict(weights, sep="/")
     factors = flatten_dict(dict(params.get(LORA, {})), sep="/")
-    for path in factors:
+    for path, down in factors.items():
         if path.endswith("/down"):
             layer = path.removesuffix("/down")
-            flat[f"{layer}/kernel"] = (
-                flat[f"{layer}/kernel"] + factors[path] @ factors[f"{layer}/up"]
-            )
+            product = down @ factors[f"{layer}/up"]
+            flat[f"{layer}/kernel"] = flat[f"{layer}/kernel"] + product
     return unflatten_dict(flat, sep="/")
 
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """A linear map of the inputs of a model's head, from PUBLIC features. It maps one record at a
-    time.
+    """A linear map of the inputs of a model's head, made from PUBLIC features.
 
-    A head that is trained on mapped features is folded back by `fold`, so that the plain model has
-    the same logits.
+    It maps one record at a time. A head that is trained on mapped features is folded back by
+    `fold`, so that the plain model has the same logits.
 
     Attributes:
       mean: float64 [d].
@@ -160,8 +166,9 @@ class Features:
     def from_public(
         cls, public: np.ndarray, *, dimensions: int = 0, whiten: float = 0.5
     ) -> "Features":
-        """Returns principal components about the mean, divided by std**whiten, of mean squared
-        length 1 on `public`.
+        """Returns the map to principal components about the mean, divided by std**whiten.
+
+        The mapped public features have the mean squared length 1.
 
         Args:
           public: float [m, d], features of PUBLIC images.
@@ -177,52 +184,56 @@ class Features:
                 f"public must hold at least two features [m, d], got shape {public.shape}."
             )
         mean = public.mean(axis=0, dtype=np.float64)
-        _, values, rows = np.linalg.svd(
-            (public - mean) / math.sqrt(len(public)), full_matrices=False
-        )
-        available = int(np.sum(values > 1e-4 * values[0]))
+        centred = (public - mean) / math.sqrt(len(public))
+        _, deviations, components = np.linalg.svd(centred, full_matrices=False)
+        available = int(np.sum(deviations > 1e-4 * deviations[0]))
         if dimensions > available:
             raise ValueError(
                 f"dimensions must be at most {available}, the rank of the public features, got "
                 f"{dimensions}."
             )
-        kept = values[: dimensions or available]
-        lengths = kept ** (1 - whiten)
-        return cls(mean, rows[: len(kept)].T / kept**whiten / np.linalg.norm(lengths))
+        largest = deviations[: dimensions or available]
+        lengths = largest ** (1 - whiten)
+        matrix = components[: len(largest)].T / largest**whiten / np.linalg.norm(lengths)
+        return cls(mean, matrix)
 
     def __call__(self, features: np.ndarray) -> np.ndarray:
         """Maps [n, d] to float32 [n, r]."""
         return ((features - self.mean) @ self.matrix).astype(np.float32)
 
     def fold(self, head: Params) -> dict[str, jax.Array]:
-        """Returns {"kernel": [d, C], "bias": [C]} for plain features, from the same for mapped
-        ones.
+        """Returns the head for plain features from the head for mapped ones.
+
+        It is {"kernel": [d, C], "bias": [C]}.
         """
         kernel = self.matrix @ np.asarray(head["kernel"], np.float64)
         bias = np.asarray(head["bias"], np.float64) - self.mean @ kernel
-        return {"kernel": jnp.asarray(kernel, jnp.float32), "bias": jnp.asarray(bias, jnp.float32)}
+        folded = {"kernel": kernel, "bias": bias}
+        return {name: jnp.asarray(value, jnp.float32) for name, value in folded.items()}
 
 
 def head_inputs(pretrained: Pretrained, images: jax.Array) -> jax.Array:
-    """Returns what the model hands to its last layer, float32 [B, d], for images as
-    `Pretrained.apply_fn` takes.
+    """Returns the inputs of the model's last layer, float32 [B, d].
+
+    The images are as `Pretrained.apply_fn` takes them.
 
     Raises:
       ValueError: The model has not one linear head on one vector per image.
     """
-    found: list[jax.Array] = []
+    inputs: list[jax.Array] = []
 
     def keep(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        if context.module.path in [(name,) for name in HEADS]:
-            found.append(args[0])
+        path = context.module.path
+        if len(path) == 1 and path[0] in HEADS:
+            inputs.append(args[0])
         return call(*args, **kwargs)
 
     with nn.intercept_methods(keep):
         pretrained.apply_fn(pretrained.params, images)
-    if len(found) != 1 or found[0].ndim != 2:
+    if len(inputs) != 1 or inputs[0].ndim != 2:
         raise ValueError(
             "the model must have one linear head on one vector per image to keep its inputs, got "
-            f"{len(found)} heads on {[x.shape[1:] for x in found]}. A SqueezeNet needs "
+            f"{len(inputs)} heads on {[x.shape[1:] for x in inputs]}. A SqueezeNet needs "
             "pool='features', a distilled model distilled_head=False. Or do not keep features."
         )
-    return found[0].astype(jnp.float32)
+    return inputs[0].astype(jnp.float32)

@@ -1,5 +1,6 @@
-"""Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) and DeiT (Touvron et al. 2021,
-arXiv:2012.12877).
+"""Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) and DeiT.
+
+DeiT is by Touvron et al. 2021, arXiv:2012.12877.
 """
 
 from collections.abc import Callable
@@ -15,8 +16,9 @@ _init = nn.initializers.xavier_uniform()
 
 
 class Product(nn.Module):
-    """Product of two activations, a module without parameters so that `nn.intercept_methods` sees
-    it.
+    """Product of two activations.
+
+    It is a module without parameters, so that `nn.intercept_methods` sees it.
 
     Attributes:
       equation: The equation of `jnp.einsum`. The first axis n is images times heads, heads fastest.
@@ -40,10 +42,10 @@ def attend(
     num_heads: int,
     bias: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """Returns softmax(bias(Q K^T / sqrt(d))) V of every head [n, T, D], from [n, T, D] each, inside
-    a compact module.
+    """Returns softmax(bias(Q K^T / sqrt(d))) V of every head, [n, T, D] from [n, T, D] each.
 
-    Scores and softmax are float32. `bias` maps scores [n num_heads, T, T] to scores.
+    It is called inside a compact module. Scores and softmax are float32. `bias` maps scores [n
+    num_heads, T, T] to scores.
 
     Raises:
       ValueError: num_heads does not divide D.
@@ -58,15 +60,15 @@ def attend(
         # under vmap.
         return x.reshape(n * num_heads, tokens, -1)
 
-    scores = Product("nqd,nkd->nqk", num_heads, jnp.float32, name="scores")(
-        heads(query), heads(key)
-    )
-    scores = scores * (width // num_heads) ** -0.5
-    weights = jax.nn.softmax(bias(scores) if bias else scores, axis=-1)
-    y = Product("nqk,nkd->nqd", num_heads, name="mixture")(
-        weights.astype(value.dtype), heads(value)
-    )
-    return y.reshape(n, num_heads, tokens, -1).swapaxes(1, 2).reshape(n, tokens, width)
+    product = Product("nqd,nkd->nqk", num_heads, jnp.float32, name="scores")
+    scores = product(heads(query), heads(key)) * (width // num_heads) ** -0.5
+    if bias is not None:
+        scores = bias(scores)
+    weights = jax.nn.softmax(scores, axis=-1)
+    mixture = Product("nqk,nkd->nqd", num_heads, name="mixture")
+    y = mixture(weights.astype(value.dtype), heads(value))
+    y = y.reshape(n, num_heads, tokens, -1).swapaxes(1, 2)
+    return y.reshape(n, tokens, width)
 
 
 class Attention(nn.Module):
@@ -82,15 +84,14 @@ class Attention(nn.Module):
         def project(name: str, x: jax.Array) -> jax.Array:
             return Dense(x.shape[-1], dtype=self.dtype, kernel_init=_init, name=name)(x)
 
-        return project(
-            "out",
-            attend(project("query", x), project("key", x), project("value", x), self.num_heads),
-        )
+        query = project("query", x)
+        key = project("key", x)
+        value = project("value", x)
+        return project("out", attend(query, key, value, self.num_heads))
 
 
 class Block(nn.Module):
-    """Encoder block of self-attention and a two-layer MLP, each with a residual connection and a
-    LayerNorm.
+    """Encoder block: self-attention and an MLP, each with a residual connection and a LayerNorm.
 
     Attributes:
       norm_order: "pre" is x + f(LayerNorm(x)) for both parts f, "post" is LayerNorm(x + f(x)).
@@ -110,10 +111,8 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps tokens [B, T, D] to [B, T, D]."""
-        norms = [
-            LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name=f"norm_{k}")
-            for k in range(2)
-        ]
+        norm = {"epsilon": self.norm_epsilon, "dtype": self.dtype}
+        norms = [LayerNorm(name="norm_0", **norm), LayerNorm(name="norm_1", **norm)]
         dense = {"dtype": self.dtype, "kernel_init": self.kernel_init}
         attention = self.attention(self.num_heads, dtype=self.dtype, name="attention")
 
@@ -121,8 +120,11 @@ class Block(nn.Module):
             y = self.activation(Dense(self.mlp_width, name="mlp_0", **dense)(x))
             return Dense(x.shape[-1], name="mlp_1", **dense)(y)
 
-        for norm, part in zip(norms, (attention, mlp), strict=True):
-            x = norm(x + part(x)) if self.norm_order == "post" else x + part(norm(x))
+        for layer_norm, branch in zip(norms, (attention, mlp), strict=True):
+            if self.norm_order == "post":
+                x = layer_norm(x + branch(x))
+            else:
+                x = x + branch(layer_norm(x))
         return x
 
 
@@ -194,33 +196,31 @@ class ViT(GivenShapes):
             raise ValueError(f"distilled=True needs pool='token', got pool={self.pool!r}.")
         if start == 0:
             x = self._embed(x)
-        attributes = (
-            self.num_heads,
-            self.mlp_width,
-            self.dtype,
-            self.norm_order,
-            self.norm_epsilon,
-            self.activation,
-        )
         for k in range(self.depth)[start:stop]:
-            x = Block(*attributes, name=f"block_{k}")(x)
+            x = Block(
+                num_heads=self.num_heads,
+                mlp_width=self.mlp_width,
+                dtype=self.dtype,
+                norm_order=self.norm_order,
+                norm_epsilon=self.norm_epsilon,
+                activation=self.activation,
+                name=f"block_{k}",
+            )(x)
         if stop is not None:
             return x
         x = LayerNorm(epsilon=self.norm_epsilon, dtype=jnp.float32, name="norm")(x)
         y = x[:, 0] if self.pool == "token" else jnp.mean(x, axis=1)
         if self.head_hidden:
-            y = self.activation(Dense(self.head_hidden, dtype=jnp.float32, name="head_hidden")(y))
+            hidden = Dense(self.head_hidden, dtype=jnp.float32, name="head_hidden")
+            y = self.activation(hidden(y))
         logits = Dense(self.num_classes, dtype=jnp.float32, name="head")(y)
         if not (self.distilled and self.distilled_head):
             return logits
-        return (
-            logits + Dense(self.num_classes, dtype=jnp.float32, name="head_distilled")(x[:, 1])
-        ) / 2
+        distilled_head = Dense(self.num_classes, dtype=jnp.float32, name="head_distilled")
+        return (logits + distilled_head(x[:, 1])) / 2
 
     def _embed(self, x: jax.Array) -> jax.Array:
-        """Maps images [B, H, W, C] to tokens [B, T, D] with positions. Patches are in row-major
-        order.
-        """
+        """Maps images [B, H, W, C] to tokens [B, T, D] with positions, patches row by row."""
         if x.shape[1] % self.patch_size or x.shape[2] % self.patch_size:
             raise ValueError(
                 f"patch_size must divide the image {x.shape[1]}x{x.shape[2]}, got "
@@ -229,15 +229,20 @@ class ViT(GivenShapes):
         size = (self.patch_size, self.patch_size)
         x = Conv(self.width, size, strides=size, padding="VALID", dtype=self.dtype, name="embed")(x)
         x = x.reshape(x.shape[0], -1, self.width)
-        names = ["class_token"] * (self.pool == "token") + ["distillation_token"] * self.distilled
+        names = []
+        if self.pool == "token":
+            names.append("class_token")
+        if self.distilled:
+            names.append("distillation_token")
         init = nn.initializers.normal(0.02)
-        positions = self.param("positions", init, (1, x.shape[1] + len(names), self.width))
+        tokens_in_all = x.shape[1] + len(names)
+        positions = self.param("positions", init, (1, tokens_in_all, self.width))
         if names:
             # Learned tokens are added to zero rows in front, so that the weights meet the data in
             # one sum.
-            tokens = [self.param(name, nn.initializers.zeros, (1, 1, self.width)) for name in names]
-            positions = positions + jnp.pad(
-                jnp.concatenate(tokens, axis=1), ((0, 0), (0, x.shape[1]), (0, 0))
-            )
+            zeros = nn.initializers.zeros
+            tokens = [self.param(name, zeros, (1, 1, self.width)) for name in names]
+            in_front = jnp.concatenate(tokens, axis=1)
+            positions = positions + jnp.pad(in_front, ((0, 0), (0, x.shape[1]), (0, 0)))
             x = jnp.pad(x, ((0, 0), (len(names), 0), (0, 0)))
         return x + positions.astype(x.dtype)

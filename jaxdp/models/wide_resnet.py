@@ -1,6 +1,4 @@
-"""Wide-ResNet (Zagoruyko and Komodakis 2016) for private training (De et al. 2022,
-arXiv:2204.13650).
-"""
+"""Wide-ResNet (Zagoruyko and Komodakis 2016) as De et al. 2022 (arXiv:2204.13650) train it."""
 
 from typing import Any
 
@@ -32,9 +30,9 @@ class WideResNet(nn.Module):
 
     def _branch(self, name: str, channels: int, size: int, stride: int, x: jax.Array) -> jax.Array:
         x = normalise_channels("group", self.groups, self.dtype, f"{name}_norm", nn.relu(x))
-        return WSConv(
-            channels, (size, size), (stride, stride), dtype=self.dtype, name=f"{name}_conv"
-        )(x)
+        kernel = (size, size)
+        conv = WSConv(channels, kernel, (stride, stride), dtype=self.dtype, name=f"{name}_conv")
+        return conv(x)
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

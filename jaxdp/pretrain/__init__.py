@@ -2,12 +2,13 @@
 
 from jaxdp.models.robustness import ParameterRobustness, parameter_robustness, robust_accuracy
 from jaxdp.pretrain.dpadapter import METHODS, SharpnessState, SharpnessTrainer, amp, dpadapter, sam
-from jaxdp.pretrain.loop import Batches, fit
+from jaxdp.pretrain.loop import Batches, RunOptions, fit
 
 __all__ = [
     "METHODS",
     "Batches",
     "ParameterRobustness",
+    "RunOptions",
     "SharpnessState",
     "SharpnessTrainer",
     "amp",

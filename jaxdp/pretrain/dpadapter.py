@@ -6,11 +6,12 @@ three train theta so that the loss stays low in a ball around it: min over theta
 
     2-3.  draw a large batch B1 and a small batch B2, independently
     4-5.  Delta <- eta1 * grad L_B1(theta)                            (Eq. 6: one step of ascent)
-    6-8.  Delta <- gamma Delta / ||Delta||  if  ||Delta|| > gamma     (the ball of Eq. 1 around 0, as in Eq. 2)
+    6-8.  Delta <- gamma Delta / ||Delta||  if  ||Delta|| > gamma     (Eq. 1, around 0 as in Eq. 2)
     9-10. g <- grad L_B2(theta + Delta)                               (Eq. 4)
-    11-12. theta <- optimizer(theta, g)                               (Eq. 5; Delta is removed, decay acts on theta)
+    11-12. theta <- optimizer(theta, g)                               (Eq. 5)
 
-AMP uses one batch as B1 and B2. SAM does so too and always puts Delta on the sphere.
+In lines 11 and 12 Delta is removed, and weight decay acts on theta. AMP uses one batch as B1 and
+B2. SAM does so too and always puts Delta on the sphere.
 
 Everything here trains on PUBLIC data and charges no ledger. On private data the model is an
 uncharged release.
@@ -25,7 +26,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -60,10 +61,30 @@ class SharpnessState(NamedTuple):
     stats: Any
 
 
+class _Point(NamedTuple):
+    """Where a gradient is taken, theta + Delta, with the running statistics there."""
+
+    params: Any
+    perturbation: Any
+    stats: Any
+
+
+class TrainerOptions(TypedDict, total=False):
+    """The keyword arguments of all methods. `dpadapter` documents them."""
+
+    microbatch_size: int | None
+    stateful: bool
+    mesh: jax.sharding.Mesh | None
+    data_axes: Sequence[str]
+    param_sharding: ParamSharding | None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class SharpnessTrainer:
-    """Sharpness-aware training as pure steps. `dpadapter`, `sam` and `amp` make it and document
-    it.
+    """Sharpness-aware training as pure steps.
+
+    `dpadapter`, `sam` and `amp` make it and document its fields. `zeros`, `gradient`, `ascend` and
+    `descend` are compiled.
     """
 
     batch_loss_fn: Callable[..., Any]
@@ -73,12 +94,12 @@ class SharpnessTrainer:
     ascent_steps: int
     ball: Ball
     rule: Rule
-    microbatch_size: int | None
-    stateful: bool
+    microbatch_size: int | None = None
+    stateful: bool = False
     mesh: jax.sharding.Mesh | None = None
     data_axes: Sequence[str] = ("data",)
     param_sharding: ParamSharding | None = None
-    zeros: Any = dataclasses.field(init=False, repr=False)  # compiled functions of these names
+    zeros: Any = dataclasses.field(init=False, repr=False)
     gradient: Any = dataclasses.field(init=False, repr=False)
     ascend: Any = dataclasses.field(init=False, repr=False)
     descend: Any = dataclasses.field(init=False, repr=False)
@@ -139,12 +160,16 @@ class SharpnessTrainer:
             params = jax.device_put(params, layout.shardings(params, params, params))
         wide = _wide(params)
         opt_state = self.optimizer.init(wide)
-        state = SharpnessState(jnp.zeros((), jnp.int32), params, opt_state, self.zeros(wide), stats)
-        return (
-            state
-            if layout is None
-            else jax.device_put(state, layout.shardings(state, params, params))
+        state = SharpnessState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=opt_state,
+            perturbation=self.zeros(wide),
+            stats=stats,
         )
+        if layout is None:
+            return state
+        return jax.device_put(state, layout.shardings(state, params, params))
 
     def step(
         self, state: SharpnessState, perturbation_batch: Any, update_batch: Any
@@ -167,31 +192,24 @@ class SharpnessTrainer:
           ValueError: A batch is empty, its arrays differ in length, or microbatch_size does not
             divide it. The devices that share a perturbation batch do not divide it.
         """
-        layout = self.layout(state)
-        perturbation, stats, metrics = state.perturbation, state.stats, {}
+        perturbation = state.perturbation
+        stats = state.stats
+        metrics: dict[str, jax.Array] = {}
         if perturbation_batch is not None and self.gamma > 0:
             perturbation = self.zeros(perturbation)  # line 4
             for _ in range(self.ascent_steps):
-                _, gradient, stats = self._mean(
-                    "perturbation_batch",
-                    layout,
-                    state.params,
-                    perturbation,
-                    stats,
-                    perturbation_batch,
-                )
-                perturbation, metrics["ascent_gradient_norm"] = self.ascend(
-                    perturbation, gradient
-                )  # lines 5-8
-        loss, gradient, stats = self._mean(
-            "update_batch", layout, state.params, perturbation, stats, update_batch
-        )
+                point = _Point(state.params, perturbation, stats)
+                _, gradient, stats = self._mean("perturbation_batch", point, perturbation_batch)
+                perturbation, norm = self.ascend(perturbation, gradient)  # lines 5-8
+                metrics["ascent_gradient_norm"] = norm
+        point = _Point(state.params, perturbation, stats)
+        loss, gradient, stats = self._mean("update_batch", point, update_batch)  # lines 9-10
         state = state._replace(perturbation=perturbation, stats=stats)
-        state, norm = self.descend(state, gradient, layout)  # lines 11-12
+        state, norm = self.descend(state, gradient, self.layout(state))  # lines 11-12
         return state, {"loss": loss, "perturbation_norm": norm, **metrics}
 
     def microbatches(self, name: str, size: int) -> int:
-        """Returns the number of microbatches in a batch of this size. The error uses the name.
+        """Returns the number of microbatches in a batch of this size, which an error calls `name`.
 
         Raises:
           ValueError: microbatch_size does not divide a larger size.
@@ -204,46 +222,43 @@ class SharpnessTrainer:
         return size // micro
 
     def check_devices(self, name: str, size: int) -> None:
-        """Raises ValueError if the devices of the mesh cannot share a batch of this size. The error
-        uses the name.
+        """Raises ValueError if the devices of the mesh cannot share a batch of this size.
+
+        The error calls the batch `name`.
         """
-        if size % (count := data_devices(self.mesh, self.data_axes)):
+        count = data_devices(self.mesh, self.data_axes)
+        if size % count:
             raise ValueError(
                 f"{name} must have a multiple of {count} examples, one part for each device, got "
                 f"{size}."
             )
 
     def placed(self, batch: Any) -> Any:
-        """Returns a batch on the devices. They share it where their number divides it. Otherwise
-        each has a copy.
+        """Returns a batch on the devices.
+
+        The devices share the batch where their number divides it. Otherwise each has a copy.
         """
-        if self.mesh is None or len(jax.tree.leaves(batch)[0]) % data_devices(
-            self.mesh, self.data_axes
-        ):
+        size = len(jax.tree.leaves(batch)[0])
+        if self.mesh is None or size % data_devices(self.mesh, self.data_axes):
             return self.everywhere(batch)
-        return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(tuple(self.data_axes))))
+        shared = NamedSharding(self.mesh, PartitionSpec(tuple(self.data_axes)))
+        return jax.device_put(batch, shared)
 
     def everywhere(self, tree: Any) -> Any:
         """Returns arrays with a copy on every device of the mesh, or on the default device."""
-        return jax.device_put(
-            tree, None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-        )
+        replicated = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        return jax.device_put(tree, replicated)
 
     def layout(self, state: SharpnessState) -> Layout | None:
         """Returns where the arrays of a state lie on the mesh, None without a mesh."""
-        return (
-            None if self.mesh is None else Layout.of(state.params, self.mesh, self.data_axes, None)
-        )
+        return self._layout(state.params)
 
-    def _mean(
-        self,
-        name: str,
-        layout: Layout | None,
-        params: Any,
-        perturbation: Any,
-        stats: Any,
-        batch: Any,
-    ) -> tuple[jax.Array, Any, Any]:
+    def _layout(self, params: Any) -> Layout | None:
+        if self.mesh is None:
+            return None
+        return Layout.of(params, self.mesh, self.data_axes, None)
+
+    def _mean(self, name: str, point: "_Point", batch: Any) -> tuple[jax.Array, Any, Any]:
         """Returns mean loss, gradient and statistics over a batch, one microbatch at a time."""
         lengths = {len(x) for x in jax.tree.leaves(batch)}
         if len(lengths) != 1 or 0 in lengths:
@@ -251,22 +266,22 @@ class SharpnessTrainer:
                 f"{name} must be arrays [m, ...] of one length m >= 1, got lengths "
                 f"{sorted(lengths)}."
             )
-        parts = self.microbatches(name, *lengths)
+        count = self.microbatches(name, *lengths)
         if name == "perturbation_batch":
             self.check_devices(name, *lengths)
+        layout = self._layout(point.params)
         batch = self.placed(batch)  # once, not with every microbatch
+
+        def microbatch(number: int) -> tuple[jax.Array, Any, Any]:
+            placed = self.everywhere(np.int32(number))
+            return self.gradient(*point, batch, placed, layout, parts=count)
+
         # A loop in Python: XLA runs convolutions inside a compiled loop several times slower on
         # CPUs.
-        total = self.gradient(
-            params, perturbation, stats, batch, self.everywhere(np.int32(0)), layout, parts=parts
-        )
-        for part in range(1, parts):
-            number = self.everywhere(np.int32(part))
-            total = _add(
-                total,
-                self.gradient(params, perturbation, stats, batch, number, layout, parts=parts),
-            )
-        return total if parts == 1 else _divide(total, parts)
+        total = microbatch(0)
+        for number in range(1, count):
+            total = _add(total, microbatch(number))
+        return total if count == 1 else _divide(total, count)
 
     def _gradient(
         self,
@@ -274,41 +289,45 @@ class SharpnessTrainer:
         perturbation: Any,
         stats: Any,
         batch: Any,
-        part: jax.Array,
+        number: jax.Array,
         layout: Layout | None = None,
         *,
         parts: int,
     ) -> tuple[jax.Array, Any, Any]:
-        """Returns mean loss, gradient at theta + Delta and the new statistics from one part of a
-        batch.
+        """Returns mean loss, gradient at theta + Delta and statistics of one microbatch.
+
+        The batch has `parts` microbatches.
         """
-        # A part takes every parts-th example, so that each device cuts only its own share of a
-        # spread batch.
-        batch = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:])[:, part], batch)
+        # A microbatch takes every parts-th example, so that each device cuts only its own share of
+        # a batch that the devices share.
+
+        def cut(x: jax.Array) -> jax.Array:
+            return x.reshape(-1, parts, *x.shape[1:])[:, number]
+
+        batch = jax.tree.map(cut, batch)
         if layout is not None:  # Each device computes with whole parameters.
-            params, perturbation = layout.whole().constrained(
-                (params, perturbation), params, params
-            )
+            whole = layout.whole()
+            params, perturbation = whole.constrained((params, perturbation), params, params)
         point = jax.tree.map(lambda p, d: (p + d).astype(p.dtype), params, perturbation)
         if self.stateful:
-            (loss, seen), gradient = jax.value_and_grad(self.batch_loss_fn, has_aux=True)(
-                point, stats, batch
-            )
+            value_and_grad = jax.value_and_grad(self.batch_loss_fn, has_aux=True)
+            (loss, new_stats), gradient = value_and_grad(point, stats, batch)
+            # Statistics of a perturbed model are not those of the model that is used.
             clean = optax.tree.norm(perturbation) == 0
-            stats = jax.tree.map(functools.partial(jnp.where, clean), seen, stats)
+            stats = jax.tree.map(functools.partial(jnp.where, clean), new_stats, stats)
         else:
             loss, gradient = jax.value_and_grad(self.batch_loss_fn)(point, batch)
         if layout is not None:
-            gradient = layout.constrained(
-                layout.whole().constrained(gradient, params, params), params, params
-            )
+            gradient = layout.whole().constrained(gradient, params, params)
+            gradient = layout.constrained(gradient, params, params)
         return loss, _wide(gradient), stats
 
     def _ascend(self, perturbation: Any, gradient: Any) -> tuple[Any, jax.Array]:
         """Returns Delta after lines 5 to 8 and the norm of the gradient."""
         moved = jax.tree.map(lambda d, g: d + self.ascent_rate * g, perturbation, gradient)  # Eq. 6
-        moved = self._scaled(moved) if self.ball == "global" else jax.tree.map(self._scaled, moved)
-        return moved, optax.tree.norm(gradient)
+        if self.ball == "global":
+            return self._scaled(moved), optax.tree.norm(gradient)
+        return jax.tree.map(self._scaled, moved), optax.tree.norm(gradient)
 
     def _scaled(self, moved: Any) -> Any:
         """Scales a tree to the ball (project) or the sphere (normalise). Zero stays zero."""
@@ -339,8 +358,8 @@ def _add(left: Any, right: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _divide(total: Any, parts: int) -> Any:
-    return jax.tree.map(lambda x: (x / parts).astype(x.dtype), total)
+def _divide(total: Any, count: int) -> Any:
+    return jax.tree.map(lambda x: (x / count).astype(x.dtype), total)
 
 
 def _zeros(tree: Any) -> Any:
@@ -361,11 +380,7 @@ def dpadapter(
     ascent_steps: int = 1,
     ball: Ball = "global",
     rule: Rule = "project",
-    microbatch_size: int | None = None,
-    stateful: bool = False,
-    mesh: jax.sharding.Mesh | None = None,
-    data_axes: Sequence[str] = ("data",),
-    param_sharding: ParamSharding | None = None,
+    **options: Unpack[TrainerOptions],
 ) -> SharpnessTrainer:
     """Returns a trainer for DPAdapter, which perturbs by a large batch and updates by a small one.
 
@@ -410,18 +425,7 @@ def dpadapter(
       TypeError, ValueError: An argument is out of range or does not describe a mesh.
     """
     return SharpnessTrainer(
-        batch_loss_fn,
-        optimizer,
-        gamma,
-        ascent_rate,
-        ascent_steps,
-        ball,
-        rule,
-        microbatch_size,
-        stateful,
-        mesh,
-        data_axes,
-        param_sharding,
+        batch_loss_fn, optimizer, gamma, ascent_rate, ascent_steps, ball, rule, **options
     )
 
 
@@ -431,11 +435,7 @@ def sam(
     *,
     gamma: float = 0.05,
     ball: Ball = "global",
-    microbatch_size: int | None = None,
-    stateful: bool = False,
-    mesh: jax.sharding.Mesh | None = None,
-    data_axes: Sequence[str] = ("data",),
-    param_sharding: ParamSharding | None = None,
+    **options: Unpack[TrainerOptions],
 ) -> SharpnessTrainer:
     """Returns a trainer for SAM (Foret et al. 2021), in which Delta = gamma g / ||g||.
 
@@ -443,8 +443,7 @@ def sam(
 
     Args:
       gamma: The paper's rho.
-      batch_loss_fn, optimizer, ball, microbatch_size, stateful, mesh, data_axes, param_sharding: As
-      in `dpadapter`.
+      batch_loss_fn, optimizer, ball, options: As in `dpadapter`.
     """
     return dpadapter(
         batch_loss_fn,
@@ -452,11 +451,7 @@ def sam(
         gamma=gamma,
         ball=ball,
         rule="normalise",
-        microbatch_size=microbatch_size,
-        stateful=stateful,
-        mesh=mesh,
-        data_axes=data_axes,
-        param_sharding=param_sharding,
+        **options,
     )
 
 
@@ -468,11 +463,7 @@ def amp(
     ascent_rate: float = 1.0,
     ascent_steps: int = 1,
     ball: Ball = "global",
-    microbatch_size: int | None = None,
-    stateful: bool = False,
-    mesh: jax.sharding.Mesh | None = None,
-    data_axes: Sequence[str] = ("data",),
-    param_sharding: ParamSharding | None = None,
+    **options: Unpack[TrainerOptions],
 ) -> SharpnessTrainer:
     """Returns a trainer for AMP (Zheng et al. 2021), the "vanilla SAM" of DPAdapter.
 
@@ -483,8 +474,7 @@ def amp(
 
     Args:
       gamma, ascent_rate, ascent_steps: The paper's epsilon, zeta and N.
-      batch_loss_fn, optimizer, ball, microbatch_size, stateful, mesh, data_axes, param_sharding: As
-      in `dpadapter`.
+      batch_loss_fn, optimizer, ball, options: As in `dpadapter`.
     """
     return dpadapter(
         batch_loss_fn,
@@ -493,11 +483,7 @@ def amp(
         ascent_rate=ascent_rate,
         ascent_steps=ascent_steps,
         ball=ball,
-        microbatch_size=microbatch_size,
-        stateful=stateful,
-        mesh=mesh,
-        data_axes=data_axes,
-        param_sharding=param_sharding,
+        **options,
     )
 
 

@@ -28,7 +28,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
 from jaxdp import data, finetune, release
-from jaxdp.finetune.trainer import Programs
+from jaxdp.finetune.programs import Programs
 from jaxdp.privacy import Ledger, NoOpDpEvent
 from jaxdp.privacy.events import composition
 from launch import finetune as launched  # noqa: F401

@@ -135,7 +135,7 @@ def arm(kill):
         setattr(owner, name, wrapped)
 
     if kill["at"] == "reserved":
-        before(loop, "_run")
+        before(loop._Run, "_steps")
     elif kill["at"] == "step":
         before(finetune.PrivateTrainer, "step")
     elif kill["at"] == "kept":

@@ -19,8 +19,10 @@ from dp_accounting.pld import PLDAccountant
 from flax import nnx
 
 from jaxdp import data, finetune
-from jaxdp.finetune import trainer as dp_trainer
-from jaxdp.finetune.trainer import FIRST_STEPS
+from jaxdp.data.physical import FIRST_STEPS
+from jaxdp.finetune import batches as dp_batches
+from jaxdp.finetune import programs as dp_programs
+from jaxdp.finetune import step as dp_step
 from jaxdp.privacy import Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.transforms import forms, losses, noise
@@ -654,8 +656,8 @@ def test_other_sizes_are_traced_while_the_first_is_compiled_or_after_its_step(mo
                 traced.set()
             yield name, program
 
-    original, names, traced = finetune.PrivateTrainer.lowered, [], threading.Event()
-    monkeypatch.setattr(finetune.PrivateTrainer, "lowered", lowered)
+    original, names, traced = dp_programs.lowered, [], threading.Event()
+    monkeypatch.setattr(dp_programs, "lowered", lowered)
     monkeypatch.setattr(concurrent.futures, "ThreadPoolExecutor", Compiler)
     trainer, source = trainer_of(data.PoissonSampler(N, 0.5), physical_batch_size=None), source_of()
     state = trainer.init(params_of())
@@ -747,7 +749,7 @@ def test_only_small_batches_are_read_several_at_once(monkeypatch, most):
             read.release()
             return super().gather(indices)
 
-    monkeypatch.setattr(dp_trainer, "_BYTES_AHEAD", most)
+    monkeypatch.setattr(dp_batches, "_BYTES_AHEAD", most)
     trainer, source = trainer_of(data.PoissonSampler(N, 0.35), physical_batch_size=N), source_of()
     state = trainer.init(params_of())
     with trainer.batches(state, Counting(source.arrays), 100) as batches:
@@ -764,7 +766,7 @@ def test_an_update_in_place_copies_no_array():
     of the optimizer."""
     trainer = trainer_of(data.PoissonSampler(N, 0.35))
     state = trainer.init(params_of())
-    large, rest = dp_trainer.apart(state)
+    large, rest = dp_step.apart(state)
     shapes = {
         re.escape(f"f32[{','.join(map(str, x.shape))}]")
         for x in state.params.values()
@@ -775,7 +777,7 @@ def test_an_update_in_place_copies_no_array():
         text = update.lower(large, rest, trainer.zeros(state.params)).compile().as_text()
         return [line for shape in shapes for line in re.findall(rf"= {shape}\S* copy\(.*", text)]
 
-    by_name = dp_trainer.repeatable(
+    by_name = dp_step.repeatable(
         lambda large, rest, sums: trainer._update(rest._replace(**large), sums),
         platform="cpu",
         donate=(0,),

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import stat
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -804,3 +805,25 @@ def test_fit_leaves_the_parameters_that_it_was_given():
     state = fit(trainer, blobs_ledger(delta=1e-5), params=params, steps=4)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
     np.testing.assert_array_equal(state.ema["scale"], params["scale"])
+
+
+def test_options_are_keywords_or_one_value(tmp_path):
+    hints = typing.get_type_hints(finetune.loop.RunKeywords)
+    assert hints == typing.get_type_hints(finetune.RunOptions)
+    options = finetune.RunOptions(workdir=tmp_path, checkpoint_every=3, progress=False)
+    with blobs_ledger(delta=1e-5) as ledger:
+        run = functools.partial(
+            finetune.fit,
+            shared_trainer(),
+            {"w": jnp.zeros(2)},
+            BLOBS,
+            steps=2,
+            account=ledger.account("blobs"),
+            options=options,
+        )
+        run()
+        run(workdir=tmp_path / "other", checkpoint_every=1)
+        with pytest.raises(TypeError, match="checkpoint_evry"):
+            run(checkpoint_evry=2)
+    assert ["epsilon" in row for row in metrics(tmp_path)] == [False, True]
+    assert ["epsilon" in row for row in metrics(tmp_path / "other")] == [True, True]

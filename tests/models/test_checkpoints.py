@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxdp import models
 from jaxdp.models import Preprocessing, load_checkpoint
-from jaxdp.models.checkpoints import NAMINGS
+from jaxdp.models.namings import NAMINGS
 from jaxdp.models.preprocessing import from_hugging_face, from_timm
 from tests.models import test_public_convnets
 

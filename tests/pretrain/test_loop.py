@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import signal
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdp import data
+from jaxdp import data, pretrain
 from jaxdp.pretrain import Batches, dpadapter, fit, sam
 from jaxdp.report import read_metrics
 from tests import forked
@@ -315,3 +316,20 @@ def test_a_batch_that_devices_cannot_share_is_refused_before_anything_is_done(tm
     ):
         fit(trainer(mesh=mesh), PARAMS, SOURCE, workdir=tmp_path / "run", steps=4, **SIZES)
     assert not (tmp_path / "run").exists()
+
+
+def test_options_are_keywords_or_one_value(tmp_path):
+    hints = typing.get_type_hints(pretrain.loop.RunKeywords)
+    assert hints == typing.get_type_hints(pretrain.RunOptions)
+    sizes = {name: value for name, value in SIZES.items() if name != "progress"}
+    options = pretrain.RunOptions(workdir=tmp_path, warmup_steps=1, progress=False)
+    fit(trainer(), PARAMS, SOURCE, steps=2, options=options, **sizes)
+    other = tmp_path / "other"
+    fit(trainer(), PARAMS, SOURCE, steps=2, options=options, workdir=other, warmup_steps=2, **sizes)
+    ascents = [
+        ["ascent_gradient_norm" in row for row in read_metrics(folder / "metrics.jsonl")]
+        for folder in (tmp_path, other)
+    ]
+    assert ascents == [[False, True], [False, False]]
+    with pytest.raises(TypeError, match="warmup"):
+        fit(trainer(), PARAMS, SOURCE, steps=2, warmup=2, **sizes)

@@ -1,0 +1,104 @@
+"""Physical batches on the way from a source to the devices. `jaxdp.data.physical` cuts them."""
+
+import collections
+import concurrent.futures
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxdp.data import Records, Source, check_batch
+from jaxdp.data.physical import RowBytes
+from jaxdp.finetune.query import moving_params
+from jaxdp.finetune.step import StepFunctions, TrainState
+from jaxdp.transforms.meshes import Layout
+from jaxdp.transforms.walker import forward_bytes
+
+# How many batches, and of how many bytes, are read ahead.
+MOST_AHEAD = 16
+_BYTES_AHEAD = 2**24
+
+
+class PhysicalBatch(NamedTuple):
+    """A physical batch on the devices, the arguments of `StepFunctions.part_sum` after the state.
+
+    Attributes:
+      examples: A pytree of arrays [m, ...].
+      mask: bool [m]. False marks padding.
+      number: uint32 scalar, the number of the physical batch within its step.
+    """
+
+    examples: Any
+    mask: jax.Array
+    number: jax.Array
+
+
+def put(
+    layout: Layout | None, source: Source, rows: np.ndarray, mask: np.ndarray, number: int
+) -> PhysicalBatch:
+    """Reads the examples at `rows` that the devices of this process need, and puts them there."""
+    if layout is None:
+        examples = check_batch(source.gather(rows))
+        return PhysicalBatch(*jax.device_put((examples, mask, np.uint32(number))))
+    own = layout.own_rows(len(rows))
+    examples = check_batch(source.gather(rows[own]))
+    examples, own_mask = layout.batch((examples, mask[own]), len(rows))
+    replicated = jax.make_array_from_process_local_data(layout.everywhere, np.uint32(number), ())
+    return PhysicalBatch(examples, own_mask, replicated)
+
+
+@contextlib.contextmanager
+def read_ahead(
+    load: Callable[[int], list[PhysicalBatch]], steps: range
+) -> Iterator[Iterator[list[PhysicalBatch]]]:
+    """Yields the iterator of `load(step)` for each step, which a thread calls ahead of its use."""
+    with concurrent.futures.ThreadPoolExecutor(1, "jaxdp batches") as reader:
+        try:
+            yield _ahead(reader, load, steps)
+        finally:
+            reader.shutdown(cancel_futures=True)
+
+
+def _ahead(
+    reader: concurrent.futures.Executor,
+    load: Callable[[int], list[PhysicalBatch]],
+    steps: range,
+) -> Iterator[list[PhysicalBatch]]:
+    unread = iter(steps)
+    pending = collections.deque[concurrent.futures.Future[list[PhysicalBatch]]]()
+    count = 2
+    while True:
+        # Small batches are read several at once, while the code is in the processor's cache.
+        if len(pending) < 2:
+            for step in itertools.islice(unread, count):
+                pending.append(reader.submit(load, step))
+        if not pending:
+            return
+        batch = pending.popleft().result()
+        if len(pending) < 2:
+            size = sum(array.nbytes for array in jax.tree.leaves(batch))
+            count = max(1, min(MOST_AHEAD, _BYTES_AHEAD // size))
+        yield batch
+
+
+def row_bytes(functions: StepFunctions, state: TrainState, source: Source) -> RowBytes:
+    """Returns the bytes of one example of a source in a step, from the shapes of its first one."""
+    gradient = functions.query.gradient
+    row = source.gather(np.zeros(1, np.int64))
+    views = functions.augmult
+    example = jax.tree.map(lambda x: x[0], row)
+    if isinstance(example, Records):
+        views *= len(example.present)
+        example = jax.tree.map(lambda x: x[0], example.records)
+    key = {"key": state.key} if functions.stochastic else {}
+    jaxpr = jax.make_jaxpr(gradient.loss_fn)(state.params, example, **key).jaxpr
+    moving = jax.tree.leaves(moving_params(gradient, state.params))
+    return RowBytes(
+        forward=views * forward_bytes(jaxpr),
+        gradient=sum(leaf.size * leaf.dtype.itemsize for leaf in moving),
+        # The engine "vmap" forms the gradient of every example, the others do not.
+        gradients_held=functions.query.copies + (gradient.engine == "vmap"),
+    )

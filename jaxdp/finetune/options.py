@@ -1,0 +1,110 @@
+"""The options that all methods share, and the noise that meets a target."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
+
+import jax
+
+from jaxdp.data import PoissonSampler
+from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
+from jaxdp.privacy.accounting import Adjacency, Method
+from jaxdp.privacy.cautions import warn_if_weak
+from jaxdp.report import counting
+from jaxdp.transforms.clipping import Engine
+from jaxdp.transforms.meshes import ParamSharding
+
+CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
+
+
+class Target(TypedDict, total=False):
+    """What the noise is calibrated to if it is not given. `dp_sgd` documents it."""
+
+    epsilon: float
+    delta: float
+    steps: int
+    adjacency: Adjacency
+    accountant: Method
+
+
+class Options(Target, total=False):
+    """The keyword arguments that every method passes on. `dp_sgd` documents them."""
+
+    physical_batch_size: int | None
+    augment: Callable[[jax.Array, Any], Any] | None
+    augmult: int
+    ema_decay: float | None
+    ascent_radius: float
+    stochastic: bool
+    group: bool
+    unit: str
+    mesh: jax.sharding.Mesh | None
+    data_axes: Sequence[str]
+    param_sharding: ParamSharding | None
+    engine: Engine
+    clip_rule: Any
+    trainable: Callable[[str, Any], bool] | None
+
+
+def noise_and_options(
+    noise_multiplier: Any,
+    options: Mapping[str, Any],
+    sampler: PoissonSampler,
+    calibrate: Callable[..., float] | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """Returns the noise multiplier, and the options without the target of the noise.
+
+    A noise multiplier that is not given is calibrated to the target among the options, by
+    `calibrate(sampler, steps=, epsilon=, delta=, adjacency=, method=)`. The default is constant
+    noise.
+
+    Raises:
+      ValueError: Both noise and target are given, or neither, or only a part of the target. No
+          noise meets the target.
+    """
+    target: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in Target.__annotations__:
+            others[name] = value
+        elif value is not None:
+            target[name] = value
+    if noise_multiplier is not None:
+        if target:
+            raise ValueError(
+                f"noise_multiplier must be left out where {' and '.join(target)} are given, got "
+                f"{noise_multiplier}."
+            )
+        return noise_multiplier, others
+    if missing := [name for name in ("epsilon", "delta", "steps") if name not in target]:
+        raise ValueError(
+            "noise_multiplier must be given, or epsilon, delta and steps to calibrate it. "
+            f"Missing: {missing}."
+        )
+    warn_if_weak(epsilon=target["epsilon"], delta=target["delta"], records=sampler.num_examples)
+    if "accountant" in target:
+        target["method"] = target.pop("accountant")
+    return (calibrate or _constant_noise)(sampler, **target), others
+
+
+def _constant_noise(sampler: PoissonSampler, *, steps: int, **target: Any) -> float:
+    """Returns the smallest noise multiplier with which `steps` steps meet a target."""
+    with counting(lambda z: event(z, sampler, steps), label="noise", unit="trial") as tried:
+        return calibrate_noise(tried, **target)
+
+
+def event(noise_multiplier: float, sampler: PoissonSampler, steps: int) -> DpEvent:
+    """Returns the event of `steps` steps of any method, before there is a trainer.
+
+    A schedule of noise needs `PrivateTrainer.event` or `calibrate_schedule`.
+    """
+    return SelfComposedDpEvent(sampler.event(GaussianDpEvent(noise_multiplier)), steps)
+
+
+def check_clip_norm(name: str, value: float) -> None:
+    """Raises ValueError for a clip norm by which float32 cannot divide a contribution."""
+    least, most = CLIP_NORMS
+    if not least <= value <= most:
+        raise ValueError(
+            f"{name} must be between {least:g} and {most:g}, got {value}. Noise cannot hide an "
+            "unbounded gradient, and float32 squares must neither overflow nor underflow."
+        )

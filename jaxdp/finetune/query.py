@@ -1,0 +1,82 @@
+"""`Query`: the part of a step in which the methods differ.
+
+A method says what an example contributes to the sum of a batch, how long that contribution can be,
+and how it reads the noisy sum. `jaxdp.finetune.step` does everything else for all methods.
+"""
+
+import abc
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxdp.transforms.clipping import ClippedGrad
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Query(abc.ABC):
+    """The sum that a method computes on every batch, and how it reads the noisy sum.
+
+    A method's guarantee rests on `sums` alone. It adds one term of L2 norm at most
+    `sensitivity("add_remove")` per unmasked example. Each term is a function of that example, the
+    parameters and `carried`. Other methods see only released or public values.
+
+    Attributes:
+      gradient: The clipped gradient function of the query.
+      public: The pytree of public arrays that `refresh` reads, or None.
+      refresh_every: The number of steps between calls of `refresh`, which begin with step 0. 0 is
+          never. Public.
+      copies: The number of per-example gradients that `sums` holds for each example.
+    """
+
+    gradient: ClippedGrad
+    public: Any = None
+    refresh_every: int = 0
+    copies: int = 0
+
+    @abc.abstractmethod
+    def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:
+        """Returns the L2 norm that no example's contribution exceeds."""
+
+    def init(self, params: Any) -> Any:
+        """Returns the first `carried`, a function of released values and public data, or None."""
+        return None
+
+    def refresh(self, params: Any, carried: Any, step: Any, public: Any) -> Any:
+        """Returns a new `carried`."""
+        return carried
+
+    @abc.abstractmethod
+    def zeros(self, params: Any) -> Any:
+        """Returns the sum over no examples."""
+
+    @abc.abstractmethod
+    def sums(
+        self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
+    ) -> Any:
+        """Returns the sum of the contributions of the unmasked examples of a batch."""
+
+    @abc.abstractmethod
+    def read(self, params: Any, carried: Any, mean: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
+        """Returns (gradient, the new `carried`, metrics) from the noisy mean.
+
+        The gradient is like the trainable parameters.
+        """
+
+
+def moving_params(gradient: ClippedGrad, params: Any) -> Any:
+    """Returns the trained parameters in float32 or wider, as the optimizer sees them."""
+    return jax.tree.map(wide, gradient.trainable_params(params))
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """Returns floating-point numbers in float32 or wider, and other numbers as they are."""
+    if not is_floating(x):
+        return x
+    return x.astype(jnp.promote_types(jnp.float32, x.dtype))
+
+
+def is_floating(x: jax.Array) -> bool:
+    """Returns whether an array holds floating-point numbers."""
+    return jnp.issubdtype(x.dtype, jnp.floating)
