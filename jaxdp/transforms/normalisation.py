@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax.extend.core as jex
 
-from jaxdp.transforms.walker import inner_program, scan_parts
+from jaxdp.transforms.jaxprs import inner_program, scan_parts
 
 Role = Literal["scale", "offset"]
 Statistics = Literal["own", "stored"]

@@ -13,6 +13,8 @@ import jax
 import jax.extend.core as jex
 from jax import lax
 
+from jaxdp.transforms.jaxprs import with_equations
+
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
 
 
@@ -37,21 +39,3 @@ def _precise(eqn: Any) -> Any:
     if eqn.primitive.name not in _PRODUCTS:
         return eqn
     return eqn.replace(params={**eqn.params, "precision": (lax.Precision.HIGHEST,) * 2})
-
-
-def with_equations(jaxpr: jex.Jaxpr, change: Callable[[Any], Any]) -> jex.Jaxpr:
-    """Replaces each equation of a jaxpr and of its inner programs by `change(equation)`."""
-
-    def inner(value: Any) -> Any:
-        if isinstance(value, jex.ClosedJaxpr):
-            return jex.ClosedJaxpr(with_equations(value.jaxpr, change), value.consts)
-        if type(value) is tuple:  # not a named one, such as the numbers of a convolution
-            return tuple(map(inner, value))
-        return with_equations(value, change) if isinstance(value, jex.Jaxpr) else value
-
-    def changed(eqn: Any) -> Any:
-        params = {name: inner(value) for name, value in eqn.params.items()}
-        return change(eqn.replace(params=params))
-
-    replaced: jex.Jaxpr = jaxpr.replace(eqns=list(map(changed, jaxpr.eqns)))
-    return replaced
