@@ -43,16 +43,22 @@ def _replaced(eqn: Any) -> Any:
 def _call_of(function: Callable[..., Any], eqn: Any) -> Any:
     """Returns an equation that calls `function` on the operands of `eqn`."""
     avals = [variable.aval for variable in eqn.invars]
-    (call,) = jax.make_jaxpr(jax.jit(function))(*avals).jaxpr.eqns
+    program = jax.make_jaxpr(jax.jit(function))(*avals)
+    (call,) = program.jaxpr.eqns
     return call.replace(invars=eqn.invars, outvars=eqn.outvars)
 
 
-def _ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+def _ragged_dot(
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+) -> jax.Array:
     """Computes `lax.ragged_dot` as one product of masked rows. JAX cannot batch the primitive."""
     ends = jnp.cumsum(sizes)[None]
     sizes = sizes[None]
     row = jnp.arange(len(x))[:, None]
     is_in_group = (row >= ends - sizes) & (row < ends)
     zero = jnp.zeros((), x.dtype)
-    rows = jnp.where(is_in_group[:, :, None], x[:, None], zero).reshape(len(x), -1)
+    rows = jnp.where(is_in_group[:, :, None], x[:, None], zero)
+    rows = rows.reshape(len(x), -1)
     return rows @ w.reshape(-1, w.shape[-1])

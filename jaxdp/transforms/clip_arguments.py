@@ -38,7 +38,11 @@ class ParamsTree:
         """Returns the trainable ones of all leaves."""
         return [leaf for leaf, trains in zip(leaves, self.trainable, strict=True) if trains]
 
-    def tree(self, trained: Sequence[Any], others: Sequence[Any] | None = None) -> Any:
+    def tree(
+        self,
+        trained: Sequence[Any],
+        others: Sequence[Any] | None = None,
+    ) -> Any:
         """Builds a pytree like params from one value per trainable leaf.
 
         Args:
@@ -93,7 +97,7 @@ def trainable_leaves(params: Any, predicate: Trainable | None) -> list[bool]:
     trainable = []
     for path, leaf in paths_of(params):
         dtype = jnp.result_type(leaf) if is_array(leaf) else np.dtype(object)
-        trains = jnp.issubdtype(dtype, jnp.inexact)
+        trains = jnp.issubdtype(dtype, jnp.inexact)  # integers and keys have no gradient
         if trains and predicate is not None:
             trains = bool(predicate(path, leaf))
         if trains and jnp.issubdtype(dtype, jnp.complexfloating):
@@ -107,7 +111,10 @@ def trainable_leaves(params: Any, predicate: Trainable | None) -> list[bool]:
     return trainable
 
 
-def split_params(params: Any, predicate: Trainable | None) -> tuple[ParamsTree, list[Any]]:
+def split_params(
+    params: Any,
+    predicate: Trainable | None,
+) -> tuple[ParamsTree, list[Any]]:
     """Splits params into what is static and a list of arrays, with None in place of settings.
 
     Raises:
@@ -176,7 +183,13 @@ def check_params(params: Any) -> None:
             )
 
 
-def check_batch(batch: Any, mask: Any, key: Any, *, group: bool) -> None:
+def check_batch(
+    batch: Any,
+    mask: Any,
+    key: Any,
+    *,
+    group: bool,
+) -> None:
     """Checks the shapes of a batch and its mask, and the type of a key.
 
     Raises:

@@ -114,10 +114,8 @@ def _clipped_sums_jvp(
         return _sums_of(options, program, inputs._replace(batch=batch, unmasked=contributes))
 
     def of_none(inputs: SumInputs) -> ClippedSums:
-        def zeros(x: Any) -> jax.Array:
-            return shards.vary(jnp.zeros(x.shape, x.dtype), shards.varying_axes(x))
-
-        sums: ClippedSums = jax.tree.map(zeros, jax.eval_shape(of_contributing, inputs))
+        shapes = jax.eval_shape(of_contributing, inputs)
+        sums: ClippedSums = jax.tree.map(lambda x: _zeros(x, shards.varying_axes(x)), shapes)
         return sums
 
     def differentiated(inputs: SumInputs) -> ClippedSums:
@@ -131,6 +129,11 @@ def _clipped_sums_jvp(
 def _along_rows(flags: jax.Array, x: jax.Array) -> jax.Array:
     """Reshapes flags [B] to [B, 1, ...], with as many axes as `x`."""
     return flags.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _zeros(x: Any, axes: frozenset[str]) -> jax.Array:
+    """Returns zeros of the shape and dtype of `x` that vary over mesh axes."""
+    return shards.vary(jnp.zeros(x.shape, x.dtype), axes)
 
 
 def _zero_tangent(x: jax.Array) -> Any:
@@ -150,7 +153,8 @@ def _sums_on_platform(options: SumOptions, program: Program, inputs: SumInputs) 
     size = options.microbatch_size
     if size is None or size >= len(inputs.unmasked):
         return sums(inputs.batch, inputs.unmasked)
-    axes = shards.varying_axes(*jax.tree.leaves(inputs._replace(consts=[])))
+    values = jax.tree.leaves(inputs._replace(consts=[]))
+    axes = shards.varying_axes(*values)
     return _in_chunks(sums, inputs.batch, inputs.unmasked, size, axes)
 
 
@@ -197,11 +201,8 @@ def _in_chunks(
         added = jax.tree.map(jnp.add, total, (result.leaves, result.nonfinite))
         return added, result.examples
 
-    def zeros(x: Any) -> jax.Array:
-        return shards.vary(jnp.zeros(x.shape, x.dtype), axes)
-
     shapes = jax.eval_shape(sums, *chunk_at(0))
-    start = jax.tree.map(zeros, (shapes.leaves, shapes.nonfinite))
+    start = jax.tree.map(lambda x: _zeros(x, axes), (shapes.leaves, shapes.nonfinite))
     (leaves, nonfinite), by_chunk = lax.scan(add, start, jnp.arange(n_chunks))
 
     def in_rows(x: jax.Array) -> jax.Array:
@@ -231,7 +232,8 @@ def _chunk_sums(options: SumOptions, program: Program, inputs: SumInputs) -> Cli
     losses = jnp.where(unmasked, result.losses, 0)
     norms = jnp.where(unmasked, norms, 0)
     examples = ExampleValues(norms, losses, result.aux, contributes)
-    return ClippedSums(sums, examples, (unmasked & ~finite).sum(dtype=jnp.int32))
+    nonfinite = (unmasked & ~finite).sum(dtype=jnp.int32)
+    return ClippedSums(sums, examples, nonfinite)
 
 
 def _engine_result(
@@ -242,7 +244,11 @@ def _engine_result(
         return engines.by_vmap(*arguments)
     may_keep = options.engine == "auto"
 
-    def choose(component: list[sites.Site], size: int, has_kernel: bool) -> str:
+    def choose(
+        component: list[sites.Site],
+        size: int,
+        has_kernel: bool,
+    ) -> str:
         # A kernel takes a tenth of the time in which XLA forms the gradients of a convolution.
         if has_kernel:
             return "drop"
@@ -264,7 +270,11 @@ def _empty_sums(program: Program, inputs: SumInputs) -> ClippedSums:
 # --- Examples that are not finite ---
 
 
-def _without_rows(rows: Any, keep: jax.Array, needed: jax.Array) -> Any:
+def _without_rows(
+    rows: Any,
+    keep: jax.Array,
+    needed: jax.Array,
+) -> Any:
     """Sets the rows of examples that are not kept to zero, in all floating arrays of a pytree.
 
     Args:
@@ -282,7 +292,11 @@ def _without_rows(rows: Any, keep: jax.Array, needed: jax.Array) -> Any:
 
 
 @jax.custom_jvp
-def _cleared_in_place(xs: list[jax.Array], keep: jax.Array, needed: jax.Array) -> list[jax.Array]:
+def _cleared_in_place(
+    xs: list[jax.Array],
+    keep: jax.Array,
+    needed: jax.Array,
+) -> list[jax.Array]:
     """Applies `sites.rows_kept` in a loop of one turn if it is needed, and of none otherwise.
 
     XLA would copy all arrays that the branches of a conditional read.

@@ -125,6 +125,8 @@ class _Arguments(NamedTuple):
     key: Any
 
 
+# It is compared by identity, since functions cannot be compared. So each object compiles its own
+# program.
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClippedGrad:
     """A clipped gradient function. Use `clipped_grad`, which documents it, to make one."""
@@ -174,7 +176,13 @@ class ClippedGrad:
         result: PerExampleGrads = _per_example_grads(self, *arguments)
         return result
 
-    def plan(self, params: Any, batch: Any, *, key: jax.Array | None = None) -> list[LeafPlan]:
+    def plan(
+        self,
+        params: Any,
+        batch: Any,
+        *,
+        key: jax.Array | None = None,
+    ) -> list[LeafPlan]:
         """Returns how each leaf of params is treated, by counts that do not depend on values.
 
         Nothing is computed. Arguments and errors are as in `__call__`.
@@ -216,8 +224,14 @@ class ClippedGrad:
         result: ClippedSum = _clipped_sum(self, *arguments, self.clip_norm, bound)
         return result
 
-    def _arguments(self, params: Any, batch: Any, mask: Any, key: Any) -> _Arguments:
-        check_options()
+    def _arguments(
+        self,
+        params: Any,
+        batch: Any,
+        mask: Any,
+        key: Any,
+    ) -> _Arguments:
+        check_options()  # before anything is compiled
         check_batch(batch, mask, key, group=self.group)
         tree, arrays = split_params(params, self.trainable)
         if mask is None:
@@ -318,17 +332,18 @@ def clipped_grad(
     | edge case | result |
     |---|---|
     | empty batch, all-masked batch | grads are zero |
-    | NaN or inf in an example, its loss or its gradient | contributes zero, counted in `nonfinite` |
+    | NaN or inf in an example, its loss or gradient | contributes zero, counted in `nonfinite` |
     | no positions, or an axis of length zero | the gradient is zero |
     | gradient norm 0 | contributes zero |
     | squared norm overflows float32 | counts as non-finite |
-    | float32 on a GPU that multiplies in TF32 | factors are rounded as in a plain step, and their products are exact |
-    | bf16, float16 parameters or compute | norms, clipping and sum in float32; overflow counts as non-finite |
+    | float32 on a GPU with TF32 | factors are rounded as in a plain step, products are exact |
+    | bf16, float16 parameters or compute | norms and sum in float32; overflow is non-finite |
     | integer and boolean leaves of params | frozen |
-    | weights that become complex in the loss or enter a `jax.custom_vjp` | their gradients are formed: B x P memory |
-    | weights that are computed from params and not only moved | gradients of these params are kept: B x P memory |
-    | `jax.lax.ragged_dot` | a product over all groups with masked rows, since JAX cannot batch the primitive |
-    | leaves of params that are not arrays (Python scalars, functions) | frozen, and static: a new value recompiles |
+    | weights that become complex in the loss | their gradients are formed: B x P memory |
+    | weights that enter a `jax.custom_vjp` | their gradients are formed: B x P memory |
+    | weights computed from params, not only moved | gradients of these are kept: B x P memory |
+    | `jax.lax.ragged_dot` | a product over all groups with masked rows: JAX cannot batch it |
+    | leaves that are no arrays (Python scalars, functions) | frozen, static: a change recompiles |
     """
     if not isinstance(clip_norm, (int, float, np.ndarray, np.generic, jax.Array)):
         raise TypeError(
@@ -340,6 +355,7 @@ def clipped_grad(
         raise ValueError(
             f"clip_norm must be one number for all examples, got shape {jnp.shape(clip_norm)}."
         )
+    # A traced value has no sign yet. `clip_factors` counts a negative one as 0.
     if not isinstance(clip_norm, jax.core.Tracer) and not np.all(np.asarray(clip_norm) >= 0):
         raise ValueError(
             f"clip_norm must be at least 0, got {clip_norm}. Use float('inf') for no clipping."
@@ -354,15 +370,25 @@ def clipped_grad(
 
 
 def _batched(
-    f: ClippedGrad, tree: ParamsTree, arrays: list[Any], batch: Any, mask: jax.Array, key: Any
+    f: ClippedGrad,
+    tree: ParamsTree,
+    arrays: list[Any],
+    batch: Any,
+    mask: jax.Array,
+    key: Any,
 ) -> BatchedLoss:
     loss_fn = LossFunction(f.loss_fn, f.has_aux, f.group)
     return batched_loss(loss_fn, tree, arrays, batch, mask, key)
 
 
+# The function and the structure of params are static, because they decide the program.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _clipped_sum(
-    f: ClippedGrad, tree: ParamsTree, arrays: list[Any], batch: Any, *others: Any
+    f: ClippedGrad,
+    tree: ParamsTree,
+    arrays: list[Any],
+    batch: Any,
+    *others: Any,
 ) -> ClippedSum:
     rows: Any = row_spec(batch)
     whole: Any = PartitionSpec()
@@ -382,6 +408,7 @@ def _summed(
     clip_norm: Any,
     bound: Any,
 ) -> ClippedSum:
+    """Computes a clipped sum. All mesh axes are Auto here, so that any loss can be divided."""
     batched = _batched(f, tree, arrays, batch, mask, key)
     program, consts = trace_loss(batched.loss, batched.leaves, batched.batch)
     options = SumOptions(f.engine, f.clip_rule, f.microbatch_size)
@@ -399,7 +426,11 @@ def _summed(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _per_example_grads(
-    f: ClippedGrad, tree: ParamsTree, arrays: list[Any], batch: Any, *others: Any
+    f: ClippedGrad,
+    tree: ParamsTree,
+    arrays: list[Any],
+    batch: Any,
+    *others: Any,
 ) -> PerExampleGrads:
     whole: Any = PartitionSpec()
     specs = PerExampleGrads(row_spec(batch), whole)
@@ -409,7 +440,12 @@ def _per_example_grads(
 
 
 def _formed(
-    f: ClippedGrad, tree: ParamsTree, arrays: list[Any], batch: Any, mask: jax.Array, key: Any
+    f: ClippedGrad,
+    tree: ParamsTree,
+    arrays: list[Any],
+    batch: Any,
+    mask: jax.Array,
+    key: Any,
 ) -> PerExampleGrads:
     """Forms the gradients of all examples, and zeros for those that are not finite."""
     batched = _batched(f, tree, arrays, batch, mask, key)
@@ -422,11 +458,18 @@ def _formed(
     return PerExampleGrads(tree.tree(grads), nonfinite)
 
 
-def _formed_grads(engine: Engine, batched: BatchedLoss) -> tuple[list[jax.Array], jax.Array]:
+def _formed_grads(
+    engine: Engine,
+    batched: BatchedLoss,
+) -> tuple[list[jax.Array], jax.Array]:
     """Returns the gradients [B, ...] of the leaves, and whether each example is finite."""
     program, consts = trace_loss(batched.loss, batched.leaves, batched.batch)
 
-    def keep(component: list[sites.Site], size: int, has_kernel: bool) -> str:
+    def keep(
+        component: list[sites.Site],
+        size: int,
+        has_kernel: bool,
+    ) -> str:
         return "keep"
 
     def formed(

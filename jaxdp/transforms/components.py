@@ -103,13 +103,17 @@ def leaves_of(component: Sequence[sites.Site]) -> list[int]:
 
 def sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
     """Computes the squared norms [B] of gradients [B, ...] in the widest of their dtypes."""
-    squares = [jnp.square(g).sum(tuple(range(1, g.ndim))) for g in grads]
+    squares = []
+    for grad in grads:
+        axes = tuple(range(1, grad.ndim))
+        squares.append(jnp.square(grad).sum(axes))
     return total(squares, sites.wide_dtype(*grads))
 
 
 def total(terms: Sequence[jax.Array], dtype: Any) -> jax.Array:
     """Adds up arrays in a given dtype."""
-    return sum((x.astype(dtype) for x in terms), jnp.zeros((), dtype))
+    zero = jnp.zeros((), dtype)
+    return sum((x.astype(dtype) for x in terms), zero)
 
 
 class Component:
@@ -203,7 +207,11 @@ class Component:
             return list(self.kept.values())
         return [(one.record, one.cotangent) for one in self._tapped]
 
-    def weighted_sum(self, rows: Any, factors: jax.Array) -> dict[int, jax.Array]:
+    def weighted_sum(
+        self,
+        rows: Any,
+        factors: jax.Array,
+    ) -> dict[int, jax.Array]:
         """Returns the sum of gradients times factors [B], by leaf.
 
         Args:
@@ -220,7 +228,10 @@ class Component:
         return dict(zip(self._members, sums, strict=True))
 
 
-def contract_rows(xs: list[jax.Array], factors: jax.Array) -> list[jax.Array]:
+def contract_rows(
+    xs: list[jax.Array],
+    factors: jax.Array,
+) -> list[jax.Array]:
     """Computes sum_b factors_b x_b for every array [B, ...]."""
 
     def contract(x: jax.Array) -> jax.Array:
@@ -228,8 +239,9 @@ def contract_rows(xs: list[jax.Array], factors: jax.Array) -> list[jax.Array]:
             # XLA zeroes the rows where the product reads them. Elsewhere the caller has done so.
             x = sites.rows_kept(x, factors != 0)
         # On a CPU one contraction is 5 to 40 times faster than a product and a sum over the batch.
+        factors_of_x = factors.astype(x.dtype)
         rows_with_rows = (((0,), (0,)), ((), ()))
-        return lax.dot_general(factors.astype(x.dtype), x, rows_with_rows, sites.PRECISION)
+        return lax.dot_general(factors_of_x, x, rows_with_rows, sites.PRECISION)
 
     return [contract(x) for x in xs]
 
@@ -256,7 +268,8 @@ def _pull_back(
 
     def pull(of_weights: list[jax.Array]) -> list[jax.Array]:
         pairs = zip(of_weights, primals, strict=True)
-        grads: list[jax.Array] = transpose([dv.astype(v.dtype) for dv, v in pairs])[0]
+        grads: list[jax.Array]
+        (grads,) = transpose([dv.astype(v.dtype) for dv, v in pairs])
         return grads
 
     return pull
@@ -272,9 +285,9 @@ _SHORT = frozenset({"slice", "split", "dynamic_slice", "convert_element_type", *
 def applied(method: str, weights: jex.ClosedJaxpr) -> str:
     """Returns the method for a component: "keep" in place of a "drop" that is not possible.
 
-    If gradients are formed twice, J^T may multiply the difference of the two by any number. So it
-    must only move entries. Nor may it sum them in bfloat16: how much such a sum over the batch
-    rounds a contribution depends on the other examples, so the norm of one cannot cover it.
+    Gradients that are formed twice may be rounded differently. J^T must only move their entries,
+    because it could multiply the difference by any number. Nor may J^T round the sum of a batch to
+    bfloat16: that error depends on all examples, so the norm of no single example covers it.
     """
     return "keep" if method == "drop" and not _only_moves(weights) else method
 
@@ -287,10 +300,11 @@ def _only_moves(weights: jex.ClosedJaxpr) -> bool:
     eqns = list(jaxprs.every_equation(weights.jaxpr))
     if any(eqn.primitive.name not in _SHORT for eqn in eqns):
         return False
-    if any(eqn.outvars[0].aval.size > eqn.invars[0].aval.size for eqn in eqns):  # a broadcast
-        return False
     variables = list(weights.jaxpr.outvars)
     for eqn in eqns:
+        operand, result = eqn.invars[0].aval, eqn.outvars[0].aval
+        if result.size > operand.size:  # the transpose of a broadcast sums
+            return False
         variables += eqn.outvars
     return not any(_is_narrow_float(variable.aval.dtype) for variable in variables)
 

@@ -54,25 +54,39 @@ class EngineResult(NamedTuple):
         return jnp.isfinite(self.squared_norms) & jnp.isfinite(self.losses)
 
 
-def by_vmap(program: Program, consts: list[Any], leaves: list[Any], batch: Any) -> EngineResult:
+def by_vmap(
+    program: Program,
+    consts: list[Any],
+    leaves: list[Any],
+    batch: Any,
+) -> EngineResult:
     """Forms the gradients of all examples."""
     evaluate = program.evaluate(consts)
 
-    def loss(leaves: list[Any], example: list[Any]) -> tuple[jax.Array, Any]:
+    def loss(
+        leaves: list[Any],
+        example: list[Any],
+    ) -> tuple[jax.Array, Any]:
         value, *aux = evaluate(*leaves, *example)
         return value, program.with_aux(aux)
 
     (losses, aux), grads = batched_gradient(loss, leaves, jax.tree.leaves(batch))
+    # XLA may keep more digits of a bfloat16 gradient for its norm than for the sum.
     grads = [sites.settled(g).astype(sites.wide_dtype(g)) for g in grads]
     return EngineResult(losses, aux, sum_of_squares(grads), grads, contract_rows, grads)
 
 
-def tap_plan(program: Program, consts: list[Any], leaves: Sequence[Any]) -> walker.Plan:
+def tap_plan(
+    program: Program,
+    consts: list[Any],
+    leaves: Sequence[Any],
+) -> walker.Plan:
     """Returns where the trainable leaves meet data in the loss of one example."""
     inputs = []
     for number, leaf in enumerate(leaves):
         axes = tuple(range(jnp.ndim(leaf)))
-        inputs.append(walker.Value(data=False, leaves=frozenset({number}), source=axes))
+        weight = walker.Value(data=False, leaves=frozenset({number}), source=axes)
+        inputs.append(weight)
     n_of_example = len(program.jaxpr.invars) - len(leaves)
     inputs += [walker.Value(data=True)] * n_of_example
     # The loss itself must not be a weight: it gets a tap if it does not depend on data.
@@ -80,7 +94,11 @@ def tap_plan(program: Program, consts: list[Any], leaves: Sequence[Any]) -> walk
 
 
 def by_bookkeeping(
-    program: Program, consts: list[Any], leaves: list[Any], batch: Any, choose: Choice
+    program: Program,
+    consts: list[Any],
+    leaves: list[Any],
+    batch: Any,
+    choose: Choice,
 ) -> EngineResult:
     """Computes losses, norms and weighted sums from one backward pass to the taps.
 
@@ -90,6 +108,8 @@ def by_bookkeeping(
       choose: Which method computes the gradients of a component.
     """
     plan = tap_plan(program, consts, leaves)
+    # Gradients are taken with respect to the taps and never to the leaves, which needs no B x P
+    # memory.
     losses, aux, met = _tap_gradients(program, plan, leaves, jax.tree.leaves(batch))
     wide = [x.astype(sites.wide_dtype(x)) for x in leaves]
     weights = plan.weights_program(wide)
@@ -110,7 +130,10 @@ def by_bookkeeping(
 
 
 def _tap_gradients(
-    program: Program, plan: walker.Plan, leaves: list[Any], examples: list[Any]
+    program: Program,
+    plan: walker.Plan,
+    leaves: list[Any],
+    examples: list[Any],
 ) -> tuple[jax.Array, list[Any], list[TappedSite]]:
     """Runs the forward pass, and the backward pass to the taps, of every example.
 
@@ -118,10 +141,14 @@ def _tap_gradients(
       The losses [B], the leaves of aux [B, ...], and each site with its record and cotangent.
     """
 
-    def tapped(taps: list[jax.Array], example: list[Any]) -> tuple[jax.Array, Any]:
+    def tapped(
+        taps: list[jax.Array],
+        example: list[Any],
+    ) -> tuple[jax.Array, Any]:
         (value, *aux), records = plan.forward([*leaves, *example], taps)
         return value, (aux, records)
 
+    # Taps vary over mesh axes as the leaves do. Otherwise JAX sums their cotangents over shards.
     axes = shards.varying_axes(*leaves)
     taps = [shards.vary(site.zero_tap(), axes) for site in plan.sites]
     (losses, (aux, records)), gradients = batched_gradient(tapped, taps, examples)
@@ -145,7 +172,12 @@ class _ComponentSums:
         component.
     """
 
-    def __init__(self, components: list[Component], leaves: list[jax.Array], n_examples: int):
+    def __init__(
+        self,
+        components: list[Component],
+        leaves: list[jax.Array],
+        n_examples: int,
+    ):
         self._components = components
         self._leaves = leaves
         self._n_examples = n_examples
@@ -165,7 +197,11 @@ class _ComponentSums:
         self.squared_norms = total(norms, dtype)
         self.rows = (side_by_side, [component.rows for component in self._large])
 
-    def weighted_sum(self, rows: Any, factors: jax.Array) -> list[jax.Array]:
+    def weighted_sum(
+        self,
+        rows: Any,
+        factors: jax.Array,
+    ) -> list[jax.Array]:
         """Returns the sum of gradients times factors, for each leaf."""
         side_by_side, large_rows = rows
         (small_sums,) = contract_rows([side_by_side], factors)
@@ -178,9 +214,9 @@ class _ComponentSums:
         """Cuts one sum of all columns into sums of leaves."""
         widths = [grads.shape[1] for grads in self._columns.values()]
         cuts = list(itertools.accumulate(widths))
+        *parts, _ = jnp.split(small_sums, cuts)  # behind the last cut is an empty part
         sums = {}
-        # Behind the last cut is an empty part, which belongs to no leaf.
-        for number, part in zip(self._columns, jnp.split(small_sums, cuts), strict=False):
+        for number, part in zip(self._columns, parts, strict=True):
             leaf = self._leaves[number]
             sums[number] = part.reshape(leaf.shape).astype(leaf.dtype)
         return sums
@@ -196,7 +232,9 @@ class _ComponentSums:
         return self._for_each_leaf(grads, (self._n_examples,))
 
     def _for_each_leaf(
-        self, values: dict[int, jax.Array], lead: tuple[int, ...] = ()
+        self,
+        values: dict[int, jax.Array],
+        lead: tuple[int, ...] = (),
     ) -> list[jax.Array]:
         """Returns the values in the order of leaves. A leaf that meets no data has zeros."""
         result = []

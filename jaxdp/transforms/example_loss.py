@@ -55,7 +55,10 @@ def batched_loss(
     leaves = tree.trained(all_leaves)
 
     def loss(
-        leaves: Sequence[Any], example: Any, present: Any, key: jax.Array | None
+        leaves: Sequence[Any],
+        example: Any,
+        present: Any,
+        key: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
         params = tree.tree(leaves, all_leaves)
         if loss_fn.group:
@@ -73,15 +76,23 @@ def batched_loss(
 
 
 def _folded(key: jax.Array, count: int) -> jax.Array:
-    return jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(count))
+    """Returns a key for each of `count` examples."""
+    fold_in = functools.partial(jax.random.fold_in, key)
+    return jax.vmap(fold_in)(jnp.arange(count))
 
 
-def _on_this_shard(loss: Loss, leaves: list[Any], batch: Any, axes: frozenset[str]) -> list[Any]:
+def _on_this_shard(
+    loss: Loss,
+    leaves: list[Any],
+    batch: Any,
+    axes: frozenset[str],
+) -> list[Any]:
     """Types shared leaves as values of this shard.
 
     Otherwise JAX sums their gradients over the shards, before they are clipped.
     """
-    program, _ = trace_loss(loss, [shards.vary(x, axes) for x in leaves], batch)
+    varied = [shards.vary(x, axes) for x in leaves]
+    program, _ = trace_loss(loss, varied, batch)
     axes |= shards.varying_axes(program.value)  # loss_fn may close over values of this shard
     return [shards.vary(x, axes) for x in leaves]
 
@@ -99,7 +110,8 @@ def _group_loss(
     if present is not None:  # 0 * NaN is NaN: put a True member in place of padding
         shown = jnp.where(present, members, jnp.argmax(present))
         group = jax.tree.map(lambda x: x[shown], group)
-    losses, aux = jax.vmap(functools.partial(_one_loss, loss_fn, params))(group, keys)
+    one_loss = functools.partial(_one_loss, loss_fn, params)
+    losses, aux = jax.vmap(one_loss)(group, keys)
     if present is None:
         return losses.mean(), aux
     total = jnp.where(present, losses, 0).sum()
@@ -157,7 +169,11 @@ def _one_loss(
     return value, aux
 
 
-def _check_signature(function: Callable[..., Any], *args: Any, **keys: Any) -> None:
+def _check_signature(
+    function: Callable[..., Any],
+    *args: Any,
+    **keys: Any,
+) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin has no signature

@@ -23,7 +23,10 @@ def is_complex(variable: Any) -> bool:
     return jnp.issubdtype(variable.aval.dtype, jnp.complexfloating)
 
 
-def inner_program(name: str, params: Mapping[str, Any]) -> jex.ClosedJaxpr | None:
+def inner_program(
+    name: str,
+    params: Mapping[str, Any],
+) -> jex.ClosedJaxpr | None:
     """Returns the program that a primitive calls once with all of its operands, or None."""
     return called_program(params) if name in _ONCE else None
 
@@ -68,7 +71,11 @@ def forward_bytes(jaxpr: Any) -> int:
 # --- Loops ---
 
 
-def scan_starts(body: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[int, int]:
+def scan_starts(
+    body: Any,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+) -> tuple[int, int]:
     """Returns where the carries and the scanned arrays begin among the operands of a `scan`.
 
     The parameters that say so differ between releases of JAX. In every release, constants come
@@ -108,7 +115,11 @@ def scan_parts(
 # --- Programs from programs ---
 
 
-def bind_equation(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+def bind_equation(
+    jaxpr: jex.Jaxpr,
+    eqn: jex.JaxprEqn,
+    operands: Sequence[Any],
+) -> list[Any]:
     """Evaluates one equation of a jaxpr as a program of its own.
 
     JAX has no public interface to bind the primitive of an equation.
@@ -116,9 +127,14 @@ def bind_equation(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, operands: Sequence[Any]) 
     pairs = zip(eqn.invars, operands, strict=True)
     values = {variable: x for variable, x in pairs if not isinstance(variable, jex.Literal)}
     program = jaxpr.replace(
-        constvars=[], invars=list(values), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects
+        constvars=[],
+        invars=list(values),
+        outvars=eqn.outvars,
+        eqns=[eqn],
+        effects=eqn.effects,
     )
-    results: list[Any] = jex.jaxpr_as_fun(jex.ClosedJaxpr(program, ()))(*values.values())
+    evaluate = jex.jaxpr_as_fun(jex.ClosedJaxpr(program, ()))
+    results: list[Any] = evaluate(*values.values())
     return results
 
 
@@ -132,10 +148,14 @@ def restricted(program: jex.ClosedJaxpr, results: Sequence[int]) -> jex.ClosedJa
             eqns.append(eqn)
             needed.update(map(id, eqn.invars))
     eqns.reverse()
-    return jex.ClosedJaxpr(program.jaxpr.replace(outvars=outvars, eqns=eqns), program.consts)
+    jaxpr = program.jaxpr.replace(outvars=outvars, eqns=eqns)
+    return jex.ClosedJaxpr(jaxpr, program.consts)
 
 
-def with_equations(jaxpr: jex.Jaxpr, change: Callable[[Any], Any]) -> jex.Jaxpr:
+def with_equations(
+    jaxpr: jex.Jaxpr,
+    change: Callable[[Any], Any],
+) -> jex.Jaxpr:
     """Replaces each equation of a jaxpr and of its inner programs by `change(equation)`."""
 
     def replaced(value: Any) -> Any:

@@ -91,8 +91,13 @@ def _by_vmap(program: Program, leaves: Sequence[Any]) -> list[Treatment]:
 
 
 def _by_bookkeeping(
-    program: Program, consts: list[Any], leaves: list[Any], *, may_keep: bool
+    program: Program,
+    consts: list[Any],
+    leaves: list[Any],
+    *,
+    may_keep: bool,
 ) -> list[Treatment]:
+    # This repeats the choices of `engines.by_bookkeeping`, on shapes.
     plan = tap_plan(program, consts, leaves)
     wide = [jax.ShapeDtypeStruct(jnp.shape(x), sites.wide_dtype(x)) for x in leaves]
     weights = plan.weights_program(wide)
@@ -104,7 +109,8 @@ def _by_bookkeeping(
         choice = choose_method(component, leaf_size, may_keep)
         method = applied(choice, jaxprs.restricted(weights, numbers))
         options, ordinary = method_costs(component, leaf_size, may_keep)
-        work = max(1.0, options.get(method, options["drop"]) / max(ordinary, 1.0))
+        cost = options.get(method, options["drop"])
+        work = max(1.0, cost / max(ordinary, 1.0))
         rules = tuple(sorted({_RULE_NAMES[type(site.rule)] for site in component}))
         for leaf in members:
             if method == "factors":

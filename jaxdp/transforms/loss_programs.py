@@ -28,13 +28,17 @@ class Program(NamedTuple):
     value: jax.ShapeDtypeStruct
     aux: Any
 
-    def evaluate(self, consts: list[Any]) -> Callable[..., list[Any]]:
+    def evaluate(
+        self,
+        consts: list[Any],
+    ) -> Callable[..., list[Any]]:
         """Returns the program as a function.
 
         The constants, on which `loss_fn` closes, are an argument of their own: they may be traced
         values, which a function with a custom derivative must not close over.
         """
-        function: Callable[..., list[Any]] = jex.jaxpr_as_fun(jex.ClosedJaxpr(self.jaxpr, consts))
+        program = jex.ClosedJaxpr(self.jaxpr, consts)
+        function: Callable[..., list[Any]] = jex.jaxpr_as_fun(program)
         return function
 
     def with_aux(self, leaves: Sequence[Any]) -> Any:
@@ -42,14 +46,18 @@ class Program(NamedTuple):
         return jax.tree.unflatten(jax.tree.structure(self.aux), leaves)
 
 
-def trace_loss(loss: Loss, leaves: list[Any], batch: Any) -> tuple[Program, list[Any]]:
+def trace_loss(
+    loss: Loss,
+    leaves: list[Any],
+    batch: Any,
+) -> tuple[Program, list[Any]]:
     """Traces the loss of one example. Returns its program and the constants of the program.
 
     Raises:
       ValueError: One example could see others, or all would share random numbers.
     """
-    traced = jax.make_jaxpr(loss, return_shape=True)(leaves, *_one_example(batch))
-    program, (value, aux) = traced
+    trace = jax.make_jaxpr(loss, return_shape=True)
+    program, (value, aux) = trace(leaves, *_one_example(batch))
     loss_checks.refuse_batch_norm(program.jaxpr)
     loss_checks.refuse_shared_draws(program.jaxpr, len(leaves))
     program = _batchable(program)
@@ -79,7 +87,11 @@ def _batchable(program: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return jex.ClosedJaxpr(batchable(program.jaxpr), program.consts)
 
 
-def batched_gradient(function: Callable[..., Any], weights: Any, examples: list[Any]) -> Any:
+def batched_gradient(
+    function: Callable[..., Any],
+    weights: Any,
+    examples: list[Any],
+) -> Any:
     """Computes `jax.value_and_grad` with an auxiliary output for each example.
 
     The program of one gradient is traced before it is batched. So the backward passes of custom
@@ -91,11 +103,13 @@ def batched_gradient(function: Callable[..., Any], weights: Any, examples: list[
       examples: Arrays with a leading axis B.
     """
     gradient = jax.value_and_grad(function, has_aux=True)
-    program, shapes = jax.make_jaxpr(gradient, return_shape=True)(weights, _one_example(examples))
+    trace = jax.make_jaxpr(gradient, return_shape=True)
+    program, shapes = trace(weights, _one_example(examples))
+    structure = jax.tree.structure(shapes)
     evaluate = jex.jaxpr_as_fun(_batchable(program))
 
     def one(weights: Any, example: list[Any]) -> Any:
-        results = evaluate(*jax.tree.leaves((weights, example)))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        arguments = jax.tree.leaves((weights, example))
+        return jax.tree.unflatten(structure, evaluate(*arguments))
 
     return jax.vmap(one, in_axes=(None, 0))(weights, examples)

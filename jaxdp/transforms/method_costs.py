@@ -41,7 +41,11 @@ class _SiteCosts(NamedTuple):
     gram: float
 
 
-def choose_method(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
+def choose_method(
+    component: list[sites.Site],
+    leaf_size: int,
+    keep: bool,
+) -> str:
     """Returns the cheapest method for a component. Arguments as in `method_costs`."""
     options, _ = method_costs(component, leaf_size, keep)
     return min(options, key=lambda name: options[name])
@@ -87,7 +91,12 @@ def method_costs(
     return options, contract
 
 
-def _site_costs(site: sites.Site, *, alone: bool, lookups_only: bool) -> _SiteCosts:
+def _site_costs(
+    site: sites.Site,
+    *,
+    alone: bool,
+    lookups_only: bool,
+) -> _SiteCosts:
     """Returns the costs at one site.
 
     Args:

@@ -26,7 +26,10 @@ def has_shared_draw(jaxpr: jex.Jaxpr, varies: Sequence[bool]) -> bool:
     return has_shared
 
 
-def _follow(jaxpr: jex.Jaxpr, varies: Sequence[bool]) -> tuple[bool, list[bool]]:
+def _follow(
+    jaxpr: jex.Jaxpr,
+    varies: Sequence[bool],
+) -> tuple[bool, list[bool]]:
     """Returns whether there is a shared draw, and whether each output varies."""
     varying = {v for v, differs in zip(jaxpr.invars, varies, strict=True) if differs}
     has_shared = False
@@ -48,7 +51,11 @@ def _follow(jaxpr: jex.Jaxpr, varies: Sequence[bool]) -> tuple[bool, list[bool]]
     return has_shared, [is_varying(v) for v in jaxpr.outvars]
 
 
-def _follow_body(eqn: Any, body: jex.Jaxpr, inputs: list[bool]) -> tuple[bool, list[bool] | None]:
+def _follow_body(
+    eqn: Any,
+    body: jex.Jaxpr,
+    inputs: list[bool],
+) -> tuple[bool, list[bool] | None]:
     """Follows a program inside of an equation.
 
     Returns:
@@ -69,7 +76,11 @@ def _follow_body(eqn: Any, body: jex.Jaxpr, inputs: list[bool]) -> tuple[bool, l
     return _follow(body, inputs)
 
 
-def _follow_scan(eqn: Any, body: jex.Jaxpr, inputs: list[bool]) -> tuple[bool, list[bool]]:
+def _follow_scan(
+    eqn: Any,
+    body: jex.Jaxpr,
+    inputs: list[bool],
+) -> tuple[bool, list[bool]]:
     """Follows a scan until no further carry turns out to vary."""
     first_carry, first_x = scan_layout(eqn)
     while True:

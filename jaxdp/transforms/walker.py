@@ -130,7 +130,11 @@ class Plan:
     outputs: tuple[Value, ...]
     loops: tuple[int, ...]
 
-    def forward(self, args: Sequence[Any], taps: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def forward(
+        self,
+        args: Sequence[Any],
+        taps: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
         """Evaluates the program with `taps` added.
 
         Returns:
@@ -141,7 +145,7 @@ class Plan:
         records: list[Any] = []
         for step in self.steps:
             operands = _read(values, step.eqn.invars)
-            if step.kind == "meet":
+            if step.kind == "meet":  # the tap is on the result
                 records.append(self.sites[len(records)].rule.record(operands))
                 (result,) = bind_equation(self.jaxpr, step.eqn, operands)
                 results = [tapped(result, next(pending))]
@@ -185,7 +189,10 @@ class Plan:
 
         return jax.make_jaxpr(weights)(leaves)
 
-    def weights(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def weights(
+        self,
+        args: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
         """Computes (values V_j of all sites, outputs) in float32 or wider.
 
         Casts of weights to low precision are skipped, so that J^T sums in float32 under bf16
@@ -216,7 +223,10 @@ class Plan:
         return dict(zip(variables, [*self.consts, *args], strict=True))
 
 
-def _read(values: dict[Any, Any], variables: Sequence[Any]) -> list[Any]:
+def _read(
+    values: dict[Any, Any],
+    variables: Sequence[Any],
+) -> list[Any]:
     """Reads variables.
 
     While weights are evaluated, data have no value. Such a variable reads as None.
@@ -224,7 +234,11 @@ def _read(values: dict[Any, Any], variables: Sequence[Any]) -> list[Any]:
     return [v.val if isinstance(v, jex.Literal) else values.get(v) for v in variables]
 
 
-def _tap_operands(step: _Step, operands: list[Any], pending: Iterator[Any]) -> list[Any]:
+def _tap_operands(
+    step: _Step,
+    operands: list[Any],
+    pending: Iterator[Any],
+) -> list[Any]:
     """Returns the operands of a step, with the next taps on those that are weights."""
     result = list(operands)
     for i in step.weights:
@@ -239,11 +253,14 @@ def _tap_operands(step: _Step, operands: list[Any], pending: Iterator[Any]) -> l
     return result
 
 
-def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _broadcast(
+    x: jax.Array,
+    shape: tuple[int, ...],
+) -> jax.Array:
     """Broadcasts a scalar, or an array to a shape of the same rank.
 
     The transpose sums over no axis of length one. The loss of one example has such an axis in place
-    of a model's batch. Under vmap, XLA on CPU is up to ten times slower if a sum includes this axis.
+    of a model's batch. Under vmap, XLA on CPU is up to ten times slower if a sum includes it.
     """
     if x.shape == shape:
         return x
@@ -256,7 +273,11 @@ def _widen(x: Any) -> Any:
     return x.astype(sites.wide_dtype(x)) if _is_float(x) else x
 
 
-def _bind_wide(jaxpr: jex.Jaxpr, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+def _bind_wide(
+    jaxpr: jex.Jaxpr,
+    eqn: Any,
+    operands: Sequence[Any],
+) -> list[Any]:
     """Evaluates an equation without data, with floats in float32 or wider."""
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands]
     if eqn.primitive.name == "convert_element_type":
@@ -277,7 +298,7 @@ def _forward_inner(
     if step.kind == "call":
         return inner.forward(operands, taps)
     params = step.eqn.params
-    if step.kind == "remat":
+    if step.kind == "remat":  # the values of the body are computed again, as the loss asks
         body = jax.checkpoint(
             inner.forward, prevent_cse=params["prevent_cse"], policy=params["policy"]
         )
@@ -287,7 +308,8 @@ def _forward_inner(
     constants = operands[:first_carry]
 
     def iterate(
-        carry: list[Any], xs: tuple[list[Any], list[Any]]
+        carry: list[Any],
+        xs: tuple[list[Any], list[Any]],
     ) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
         slices, inner_taps = xs
         outputs, records = inner.forward([*constants, *carry, *slices], inner_taps)
@@ -295,11 +317,16 @@ def _forward_inner(
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     start = operands[first_carry:first_x]
-    carry, (stacked, records) = lax.scan(iterate, start, (operands[first_x:], taps), **options)
+    scanned = (operands[first_x:], taps)
+    carry, (stacked, records) = lax.scan(iterate, start, scanned, **options)
     return [*carry, *stacked], records
 
 
-def _weights_of_scan(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any]) -> list[Any]:
+def _weights_of_scan(
+    eqn: jex.JaxprEqn,
+    inner: Plan,
+    operands: list[Any],
+) -> list[Any]:
     """Returns the V_j inside a scan body.
 
     Loop-invariant ones are computed once. Sliced ones are stacked along a leading axis.
@@ -343,6 +370,7 @@ def make_plan(
     for eqn in jaxpr.eqns:
         walk.add(eqn)
     closing = tuple(i for i in close if walk.value(jaxpr.outvars[i]).is_weight)
+    # Their taps come last, as `Plan.forward` adds them.
     walk.sites += [walk.site_on_weight(jaxpr.outvars[i]) for i in closing]
     outputs = [walk.value(variable) for variable in jaxpr.outvars]
     for i in closing:
@@ -361,7 +389,12 @@ def make_plan(
 class _Walk:
     """A walk over the equations of a program, which collects its steps and sites."""
 
-    def __init__(self, jaxpr: jex.Jaxpr, inputs: Sequence[Value], loops: tuple[int, ...]):
+    def __init__(
+        self,
+        jaxpr: jex.Jaxpr,
+        inputs: Sequence[Value],
+        loops: tuple[int, ...],
+    ):
         self.steps: list[_Step] = []
         self.sites: list[sites.Site] = []
         self._loops = loops
@@ -375,6 +408,7 @@ class _Walk:
 
     def add(self, eqn: jex.JaxprEqn) -> None:
         """Adds the step and the sites of the next equation."""
+        # A reference is read and written by later equations, which no operand shows.
         if any(isinstance(v.aval, jax.ref.AbstractRef) for v in eqn.outvars):
             raise NotImplementedError(
                 "loss_fn uses a mutable array (jax.new_ref), and the book-keeping engine cannot "
@@ -395,14 +429,21 @@ class _Walk:
         self.steps.append(step)
         self._known |= dict(zip(eqn.outvars, outputs, strict=True))
 
-    def _step(self, eqn: jex.JaxprEqn, values: list[Value], weights: tuple[int, ...]) -> _Step:
+    def _step(
+        self,
+        eqn: jex.JaxprEqn,
+        values: list[Value],
+        weights: tuple[int, ...],
+    ) -> _Step:
         """Decides how an equation is evaluated. Adds the sites of the equation itself."""
         name = eqn.primitive.name
+        # A call without weights is one equation, so that custom rules inside of it are kept.
         if name in CALLS and weights:
             body = eqn.params[CALLS[name]]
             inner = make_plan(body.jaxpr, body.consts, values, loops=self._loops)
             return _Step("call", eqn, inner=inner)
         has_data = any(v.data for v in values)
+        # Weights that become complex, or enter a custom_vjp, have their tap before that.
         if not has_data and not (weights and _needs_a_tap(eqn)):
             return _Step("bind", eqn, without_data=True)
         if not weights:
@@ -417,7 +458,8 @@ class _Walk:
         rule = _rule(eqn, weights)
         if rule is not None:
             (weight,) = weights
-            self.sites.append(self._site(eqn.invars[weight], rule, tap_on=eqn.outvars[0]))
+            (result,) = eqn.outvars
+            self.sites.append(self._site(eqn.invars[weight], rule, tap_on=result))
             return _Step("meet", eqn, weights=weights)
         # A weight that occurs twice has one tap, at its first place.
         first = tuple(i for i in weights if eqn.invars[i] not in eqn.invars[:i])
@@ -430,7 +472,13 @@ class _Walk:
         rule = sites.OnWeight(weight_shape=shape, cols=math.prod(shape))
         return self._site(variable, rule, tap_on=variable)
 
-    def _site(self, variable: Any, rule: sites.Rule, *, tap_on: Any) -> sites.Site:
+    def _site(
+        self,
+        variable: Any,
+        rule: sites.Rule,
+        *,
+        tap_on: Any,
+    ) -> sites.Site:
         value = self.value(variable)
         shape = (*self._loops, *tap_on.aval.shape)
         tap = jax.ShapeDtypeStruct(shape, tap_on.aval.dtype)
@@ -442,7 +490,11 @@ def _needs_a_tap(eqn: Any) -> bool:
     return any(map(is_complex, eqn.outvars)) or has_custom_vjp(eqn)
 
 
-def _plan_scan(eqn: jex.JaxprEqn, values: Sequence[Value], loops: tuple[int, ...]) -> _Step:
+def _plan_scan(
+    eqn: jex.JaxprEqn,
+    values: Sequence[Value],
+    loops: tuple[int, ...],
+) -> _Step:
     first_carry, first_x = scan_layout(eqn)
     inner_values = []
     for i, value in enumerate(values):
@@ -479,9 +531,11 @@ def _outputs_without_data(
     sliced = tuple(any(v.sliced[depth] for v in values) for depth in range(n_loops))
     leaves = frozenset[int]().union(*(v.leaves for v in values))
     constant = Value(data=False, sliced=sliced)
+    # No gradient flows through a stopped gradient, or through integers and keys.
     if not leaves or eqn.primitive.name == "stop_gradient":
         return (constant,) * len(eqn.outvars)
-    weight = Value(data=False, leaves=leaves, source=_moved_axes(eqn, values[0]), sliced=sliced)
+    source = _moved_axes(eqn, values[0])
+    weight = Value(data=False, leaves=leaves, source=source, sliced=sliced)
     return tuple(weight if _is_float(v.aval) else constant for v in eqn.outvars)
 
 
@@ -503,7 +557,10 @@ def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
     return () if name in MOVES and size_before == size_after else None
 
 
-def _rule(eqn: jex.JaxprEqn, weights: tuple[int, ...]) -> sites.Rule | None:
+def _rule(
+    eqn: jex.JaxprEqn,
+    weights: tuple[int, ...],
+) -> sites.Rule | None:
     """Returns the rule by which the weight operand of `eqn` meets data, or None.
 
     Rules exist for real numbers only.
