@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxdp.transforms.jaxprs import with_equations
 
+# Primitives that multiply floats in the precision of a parameter.
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
 
 
@@ -26,6 +27,7 @@ def in_full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def precise(*args: Any) -> Any:
+        # The setting reaches the products that `jnp` and rules of derivatives add.
         with jax.default_matmul_precision("highest"):
             program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         closed = jex.ClosedJaxpr(with_equations(program.jaxpr, _precise), program.consts)
@@ -36,6 +38,8 @@ def in_full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _precise(eqn: Any) -> Any:
+    """Returns an equation whose product asks for full precision, also if the function does not."""
     if eqn.primitive.name not in _PRODUCTS:
         return eqn
-    return eqn.replace(params={**eqn.params, "precision": (lax.Precision.HIGHEST,) * 2})
+    both_operands = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+    return eqn.replace(params={**eqn.params, "precision": both_operands})
