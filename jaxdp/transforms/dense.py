@@ -64,7 +64,12 @@ def gram_norm(
     """
     slices, positions = u.shape[1:3]
     u_across, w_across = lanes
-    sums = gram.gram_norms(_merged(u), _merged(w), u_across=u_across, w_across=w_across)
+    sums = gram.gram_norms(
+        _merged(u),
+        _merged(w),
+        u_across=u_across,
+        w_across=w_across,
+    )
     length_u = rounding.root(sums.rows_u)
     length_w = rounding.root(sums.rows_w)
     frobenius_u = _frobenius(sums.squares_u, sums.rows_u)
@@ -119,7 +124,9 @@ def weighted_sum(
     u_across, w_across = lanes
     kernel = functools.partial(weighted.weighted_sum, u_across=u_across, w_across=w_across)
     # Loops stack their iterations in front, so the swaps move nothing.
-    return jax.vmap(kernel, in_axes=(0, 0, None))(u.swapaxes(0, 1), w.swapaxes(0, 1), factors)
+    u = u.swapaxes(0, 1)
+    w = w.swapaxes(0, 1)
+    return jax.vmap(kernel, in_axes=(0, 0, None))(u, w, factors)
 
 
 def costs(

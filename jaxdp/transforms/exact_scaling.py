@@ -15,7 +15,10 @@ from jax import lax
 
 # For the itemsizes of float32 and float64: the integer of the same size, and the number of stored
 # bits of the significand.
-_LAYOUTS: dict[int, tuple[Any, int]] = {4: (jnp.int32, 23), 8: (jnp.int64, 52)}
+_LAYOUTS: dict[int, tuple[Any, int]] = {
+    4: (jnp.int32, 23),
+    8: (jnp.int64, 52),
+}
 
 
 def in_units(
@@ -34,7 +37,8 @@ def in_units(
       float are zero too, and those of infinities and NaN are themselves. Powers are integers with
       `axis` kept at length 1.
     """
-    powers = _exponents(x).max(axis, keepdims=True, initial=0) - _bias(x.dtype)
+    largest = _exponents(x).max(axis, keepdims=True, initial=0)
+    powers = largest - _bias(x.dtype)
     return times_power(x, -powers), powers
 
 
@@ -52,8 +56,8 @@ def times_power(x: jax.Array, powers: jax.Array) -> jax.Array:
     words = lax.bitcast_convert_type(x, ints) + powers * ints(1 << stored)
     scaled = lax.bitcast_convert_type(words, x.dtype)
     is_in_range = after < not_finite
-    infinity = jnp.where(x > 0, jnp.inf, -jnp.inf).astype(x.dtype)
-    scaled = jnp.where(is_in_range, scaled, infinity)
+    infinity = jnp.where(x > 0, jnp.inf, -jnp.inf)
+    scaled = jnp.where(is_in_range, scaled, infinity.astype(x.dtype))
     is_normal = (before > 0) & (after > 0)
     scaled = jnp.where(is_normal, scaled, jnp.zeros_like(x))
     return jnp.where(before < not_finite, scaled, x)
@@ -64,10 +68,13 @@ def tree_in_units(tree: Any) -> tuple[Any, jax.Array]:
 
     None leaves stay None. The power is an int32 scalar. That of a tree without leaves is 0.
     """
-    leaves = jax.tree.leaves(tree)
-    powers = [(_exponents(x).max(initial=0) - _bias(x.dtype)).astype(jnp.int32) for x in leaves]
+    powers = []
+    for leaf in jax.tree.leaves(tree):
+        largest = _exponents(leaf).max(initial=0)
+        powers.append((largest - _bias(leaf.dtype)).astype(jnp.int32))
     power = jnp.stack(powers).max() if powers else jnp.int32(0)
-    return jax.tree.map(lambda x: times_power(x, -power), tree), power
+    units = jax.tree.map(lambda leaf: times_power(leaf, -power), tree)
+    return units, power
 
 
 def finite(x: jax.Array) -> jax.Array:

@@ -75,7 +75,8 @@ def next_token(logits: jax.Array, targets: jax.Array) -> jax.Array:
     )[:, 0]
     # A lookup outside of the vocabulary has a gradient of zero, so the loss is multiplied by NaN
     # too.
-    exists = jnp.where(targets < logits.shape[1], 1, jnp.nan).astype(logits.dtype)
+    exists = jnp.where(targets < logits.shape[1], 1, jnp.nan)
+    exists = exists.astype(logits.dtype)
     losses = exists * (jax.nn.logsumexp(logits, axis=1) - logits_of_targets)
     total = jnp.where(known, losses, 0).sum()
     count = jnp.maximum(known.sum(), 1)  # the loss of a text without a known token is 0
@@ -163,7 +164,8 @@ def _softmax_label_gradient(logits: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _sigmoid_value(logits: jax.Array, label: jax.Array) -> jax.Array:
-    return jnp.maximum(logits, 0) - label * logits + jnp.log1p(jnp.exp(-jnp.abs(logits)))
+    linear = jnp.maximum(logits, 0) - label * logits
+    return linear + jnp.log1p(jnp.exp(-jnp.abs(logits)))  # no exponential overflows
 
 
 def _sigmoid_gradient(logits: jax.Array, label: jax.Array) -> jax.Array:
@@ -197,16 +199,20 @@ def _multiclass_hinge_parts(
     weights: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (the loss [...], e_j - e_y [..., K])."""
-    classes = logits.shape[-1]
-    true = jax.nn.one_hot(jnp.argmax(weights, axis=-1), classes, dtype=logits.dtype)
+
+    def one_hot_of_largest(x: jax.Array) -> jax.Array:
+        return jax.nn.one_hot(jnp.argmax(x, axis=-1), logits.shape[-1], dtype=logits.dtype)
+
+    true = one_hot_of_largest(weights)
     others = jnp.where(true > 0, -jnp.inf, logits)
-    rival = jax.nn.one_hot(jnp.argmax(others, axis=-1), classes, dtype=logits.dtype)
+    rival = one_hot_of_largest(others)
     margin = jnp.max(others, axis=-1) - _weighted_sum(true, logits)
     # argmax and one_hot would turn a NaN into an ordinary class.
-    is_nan = jnp.isnan(weights).any(axis=-1) | jnp.isnan(logits).any(axis=-1)
+    nan_weights = jnp.isnan(weights).any(axis=-1)
+    is_nan = nan_weights | jnp.isnan(logits).any(axis=-1)
     loss = jnp.maximum(0, 1 + margin)
-    loss = loss + jnp.where(is_nan, jnp.nan, 0.0).astype(logits.dtype)
-    return loss, rival - true
+    nan = jnp.where(is_nan, jnp.nan, 0.0)
+    return loss + nan.astype(logits.dtype), rival - true
 
 
 def _active(loss: jax.Array) -> jax.Array:
@@ -229,10 +235,10 @@ def _primitive(
         return logits.update(shape=result.shape, weak_type=False)
 
     def batched(operands: Any, axes: Any) -> tuple[jax.Array, int]:
-        sizes = {x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None}
-        (size,) = sizes
+        pairs = list(zip(operands, axes, strict=True))
+        (size,) = {x.shape[axis] for x, axis in pairs if axis is not None}
         moved = []
-        for x, axis in zip(operands, axes, strict=True):
+        for x, axis in pairs:
             if axis is None:
                 moved.append(jnp.broadcast_to(x, (size, *x.shape)))
             else:
@@ -332,7 +338,8 @@ _squared_error.defvjp(_squared_error_fwd, _squared_error_bwd)
 
 def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
     # A zero weight hides an infinite value (a class of probability zero), since 0 * inf is NaN.
-    return jnp.sum(jnp.where(weights == 0, jnp.zeros_like(values), weights * values), axis=-1)
+    products = jnp.where(weights == 0, jnp.zeros_like(values), weights * values)
+    return jnp.sum(products, axis=-1)
 
 
 def _at_least_float32(logits: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ with its remedy.
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -184,6 +185,7 @@ def check(
         about_batches = _written_for_batches(f, params, shapes, key)
         findings += about_batches
         if any(finding.severity == "error" for finding in about_batches):
+            # The other checks go on with the loss as it will be, once that is mended.
             f = dataclasses.replace(f, loss_fn=_per_example(loss_fn, has_aux))
         batch = _made_up(shapes)
         leaves = _plan(f, params, batch, key, n_records if group else None)
@@ -201,7 +203,8 @@ def _plan(
     """Returns the plan of examples, or of groups of equal examples."""
     if group_size is not None:
         f = dataclasses.replace(f, group=True)
-        batch = jax.tree.map(lambda x: jnp.stack([x] * group_size, axis=1), batch)
+        members = [batch] * group_size
+        batch = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *members)
     return f.plan(params, batch, key=key)
 
 
@@ -250,8 +253,12 @@ def _one_record(shapes: Any, group: bool) -> tuple[Any, int]:
             "patients[0].records."
         )
     ((n_records,),) = lengths
-    record = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
-    return record, n_records
+    return _with_lead(shapes), n_records
+
+
+def _with_lead(shapes: Any, *lead: int) -> Any:
+    """Returns shapes with other axes in place of the leading one."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype), shapes)
 
 
 def _made_up(shapes: Any) -> Any:
@@ -261,9 +268,12 @@ def _made_up(shapes: Any) -> Any:
     def leaf(x: jax.ShapeDtypeStruct) -> jax.Array:
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.split(jax.random.key(0), (3, *x.shape))
-        floating = jnp.issubdtype(x.dtype, jnp.inexact)
-        last = random.uniform(size=x.shape) if floating else random.integers(0, 2, x.shape)
-        return jnp.asarray(np.stack([np.zeros(x.shape), np.ones(x.shape), last]), x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            drawn: Any = random.uniform(size=x.shape)
+        else:
+            drawn = random.integers(0, 2, x.shape)
+        examples = np.stack([np.zeros(x.shape), np.ones(x.shape), drawn])
+        return jnp.asarray(examples, x.dtype)
 
     return jax.tree.map(leaf, shapes)
 
@@ -376,8 +386,12 @@ def _returns_scalar(
     """Returns whether a loss takes examples of these shapes, and returns one number."""
     keys = {} if key is None else {"key": key}
     arrays, rebuild = _split(params)
+
+    def loss(arrays: list[Any], example: Any) -> Any:
+        return loss_fn(rebuild(arrays), example, **keys)
+
     try:
-        result = jax.eval_shape(lambda a, e: loss_fn(rebuild(a), e, **keys), arrays, shapes)
+        result = jax.eval_shape(loss, arrays, shapes)
     except Exception:  # whatever the caller's loss raises, it does not take these shapes
         return False
     value = result[0] if has_aux and isinstance(result, tuple) else result
@@ -439,18 +453,15 @@ def _looks_like_a_batch(
     if len(leaves) < 2 or len(lengths) > 1 or lengths == {()}:
         return []
     length = leaves[0].shape[0]
-
-    def with_lead(*lead: int) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype), shapes)
-
-    if not accepts(with_lead(length + 1)):
+    if not accepts(_with_lead(shapes, length + 1)):
         return []
     message = (
         f"All leaves of example have a leading axis of {length}, and loss_fn accepts any length of "
         "it. If it is the axis of a batch, pass ONE example, and a loss_fn for one example."
     )
     # `mixes` compares a batch of three with its rows, each in a batch of one.
-    if accepts(with_lead(1)) and accepts(with_lead(3)) and mixes(with_lead()):
+    takes_both = accepts(_with_lead(shapes, 1)) and accepts(_with_lead(shapes, 3))
+    if takes_both and mixes(_with_lead(shapes)):
         message += f" In that case, {_MIXED}"
     return [Finding("note", message)]
 
@@ -494,7 +505,8 @@ def _mixes(
 
     together, alone = jax.tree.map(np.asarray, losses(arrays, batch))
     expected = [np.stack(alone)] if together.ndim else [np.mean(alone), np.sum(alone)]
-    return not any(np.allclose(together, e, rtol=1e-3, atol=1e-5, equal_nan=True) for e in expected)
+    close = functools.partial(np.allclose, together, rtol=1e-3, atol=1e-5, equal_nan=True)
+    return not any(map(close, expected))
 
 
 def _moved(leaf: Any, seed: int) -> Any:
@@ -511,8 +523,10 @@ def _split(params: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
     def rebuild(arrays: list[Any]) -> Any:
-        by_place = dict(zip(places, arrays, strict=True))
-        return jax.tree.unflatten(structure, [by_place.get(i, x) for i, x in enumerate(leaves)])
+        rebuilt = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            rebuilt[place] = array
+        return jax.tree.unflatten(structure, rebuilt)
 
     return [leaves[i] for i in places], rebuild
 
@@ -527,8 +541,12 @@ def _check_plan(
     """Returns the findings that follow from the program of the loss of one example."""
     arrays, rebuild = _split(params)
     keys = {} if key is None else {"key": key}
-    one = jax.tree.map(lambda x: x[0], batch)
-    program = jax.make_jaxpr(lambda a, e: f.loss_fn(rebuild(a), e, **keys))(arrays, one)
+    first = jax.tree.map(lambda x: x[0], batch)
+
+    def loss(arrays: list[Any], example: Any) -> Any:
+        return f.loss_fn(rebuild(arrays), example, **keys)
+
+    program = jax.make_jaxpr(loss)(arrays, first)
     closed_over = [x for x in program.consts if jnp.size(x) > 1 and _is_floating(x)]
     findings = []
     for leaf in leaves:

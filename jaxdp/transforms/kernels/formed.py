@@ -69,10 +69,8 @@ def _blocks(
         return steps * max(products + _OVERHEAD, squares, read)
 
     most = _STEP * tiles.PRODUCTS_PER_CYCLE / tiles.padded(positions)
-    fitting = []
-    for block_rows, block_cols in itertools.product(tiles.parts(rows), tiles.parts(cols)):
-        if block_rows * block_cols <= most:
-            fitting.append(_Blocks(block_rows, block_cols, cost(block_rows, block_cols)))
+    sides = itertools.product(tiles.parts(rows), tiles.parts(cols))
+    fitting = [_Blocks(r, c, cost(r, c)) for r, c in sides if r * c <= most]
     return min(fitting, key=lambda one: one.cycles, default=_NO_BLOCKS)
 
 
@@ -125,6 +123,8 @@ def _sums(u: jax.Array, w: jax.Array) -> jax.Array:
     cols = w.shape[2]
     blocks = _blocks(positions, rows, cols, u.dtype.itemsize)
     vmem = _vmem(positions, blocks, u.dtype.itemsize)
+    tile = (tiles.SUBLANES, tiles.LANES)
+    # The axes of the grid are examples (i), and blocks of columns (b) and of rows (a).
     sums: jax.Array = pl.pallas_call(
         _kernel,
         grid=(size, cols // blocks.cols, rows // blocks.rows),
@@ -132,8 +132,8 @@ def _sums(u: jax.Array, w: jax.Array) -> jax.Array:
             pl.BlockSpec((1, positions, blocks.rows), lambda i, b, a: (i, 0, a)),
             pl.BlockSpec((1, positions, blocks.cols), lambda i, b, a: (i, 0, b)),
         ],
-        out_specs=pl.BlockSpec((1, tiles.SUBLANES, tiles.LANES), lambda i, b, a: (i, 0, 0)),
-        out_shape=shards.shape_like(u, (size, tiles.SUBLANES, tiles.LANES), jnp.float32),
+        out_specs=pl.BlockSpec((1, *tile), lambda i, b, a: (i, 0, 0)),
+        out_shape=shards.shape_like(u, (size, *tile), jnp.float32),
         compiler_params=tiles.compiler_params(vmem, 1, 2),
     )(u, w)
     return sums
@@ -150,8 +150,10 @@ def _kernel(u: Any, w: Any, sums: Any) -> None:
     total = jnp.zeros((tiles.SUBLANES, tiles.LANES), jnp.float32)
     # The squares of some columns are added while the units multiply the next ones.
     for start in range(0, w.shape[2], tiles.LANES):
-        right = w[0, :, start : start + tiles.LANES].astype(jnp.bfloat16)
-        total += _tile_of_sums(jnp.square(tiles.product(left, right, (0, 0))))
+        columns = slice(start, start + tiles.LANES)
+        right = w[0, :, columns].astype(jnp.bfloat16)
+        product = tiles.product(left, right, (0, 0))
+        total += _tile_of_sums(jnp.square(product))
     sums[0] += total
 
 

@@ -244,7 +244,9 @@ def _sums(
             return (i, part, 0) if operand.on_lanes else (i, 0, part)
 
         shape = (positions, operand.part)
-        return pl.BlockSpec((examples, *(shape[::-1] if operand.on_lanes else shape)), place)
+        if operand.on_lanes:
+            shape = shape[::-1]
+        return pl.BlockSpec((examples, *shape), place)
 
     def result(*shape: int) -> tuple[Any, Any]:
         spec = pl.BlockSpec((examples, *shape), lambda i, step: (i, 0, 0))

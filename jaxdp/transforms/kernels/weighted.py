@@ -167,8 +167,10 @@ def _sum(
     cols = w.shape[2]
     blocks = _blocks(positions, rows, cols)
     steps = pl.cdiv(size, blocks.examples)
+    padding = (0, steps * blocks.examples - size)
+    padded = jnp.pad(factors.astype(jnp.float32), padding)
     # Two axes, because a block of the last axis alone has no place in memory under `jax.vmap`.
-    padded = jnp.pad(factors.astype(jnp.float32), (0, steps * blocks.examples - size))[None]
+    padded = padded[None]
     # The axes of the grid are blocks of rows (a) and of columns (b) of the sum, examples (i), and
     # parts of their positions (t).
     if across:
@@ -212,8 +214,10 @@ def _kernel(
 
     @pl.when(is_used)
     def _() -> None:
-        scaled = [_scaled(factor, u[k], w[k], across) for k, factor in enumerate(own_factors)]
-        total[...] += functools.reduce(jnp.add, scaled)
+        products = []
+        for k, factor in enumerate(own_factors):
+            products.append(_scaled(factor, u[k], w[k], across))
+        total[...] += functools.reduce(jnp.add, products)
 
 
 def _clear(total: Any, first: jax.Array) -> None:
