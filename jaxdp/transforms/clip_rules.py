@@ -15,18 +15,27 @@ _SMALLEST_NORM = 1e-12
 
 @runtime_checkable
 class ClipRule(Protocol):
-    """A hashable object, such as a frozen dataclass, that `jaxdp.clipped_grad` takes as `clip_rule`
-    on every engine.
+    """A hashable object, such as a frozen dataclass, that maps norms to factors.
+
+    `jaxdp.clipped_grad` takes it as `clip_rule` on every engine.
     """
 
-    def factor(self, norms: jax.Array, clip_norm: jax.Array) -> jax.Array:
-        """Computes factors [B] >= 0 of norms [B] >= 0 and clip_norm [] >= 0, with factor * norm <=
-        bound(clip_norm).
+    def factor(
+        self,
+        norms: jax.Array,
+        clip_norm: jax.Array,
+    ) -> jax.Array:
+        """Computes factors [B] >= 0, with factor * norm <= bound(clip_norm).
+
+        Args:
+          norms: [B], at least 0.
+          clip_norm: [], at least 0.
         """
 
     def bound(self, clip_norm: Any) -> Any:
-        """Returns the L2 norm that no clipped gradient exceeds. `ClippedGrad.sensitivity` reports
-        it.
+        """Returns the L2 norm that no clipped gradient exceeds.
+
+        `ClippedGrad.sensitivity` reports it.
         """
 
 
@@ -34,9 +43,16 @@ class ClipRule(Protocol):
 class Global:
     """The rule that scales only gradients longer than C (Abadi et al. 2016, Algorithm 1)."""
 
-    def factor(self, norms: jax.Array, clip_norm: jax.Array) -> jax.Array:
+    def factor(
+        self,
+        norms: jax.Array,
+        clip_norm: jax.Array,
+    ) -> jax.Array:
         """Computes min(1, C / ||g||)."""
-        return jnp.where(norms > clip_norm, clip_norm / jnp.where(norms > 0, norms, 1), 1)
+        is_long = norms > clip_norm
+        # Division by a norm of 0 would pass NaN through the derivative of `where`.
+        divisors = jnp.where(norms > 0, norms, 1)
+        return jnp.where(is_long, clip_norm / divisors, 1)
 
     def bound(self, clip_norm: Any) -> Any:
         """Returns C."""
@@ -45,13 +61,18 @@ class Global:
 
 @dataclasses.dataclass(frozen=True)
 class Automatic:
-    """The rule under which examples count alike, whatever their gradient norm (Bu et al. 2023,
-    arXiv:2206.07136).
+    """The rule under which examples count alike, whatever their gradient norm.
+
+    It is that of Bu et al. (2023, arXiv:2206.07136).
     """
 
     gamma: float = 0.01
 
-    def factor(self, norms: jax.Array, clip_norm: jax.Array) -> jax.Array:
+    def factor(
+        self,
+        norms: jax.Array,
+        clip_norm: jax.Array,
+    ) -> jax.Array:
         """Computes C / (||g|| + gamma), or 1 if C is infinite."""
         return jnp.where(jnp.isinf(clip_norm), 1, clip_norm / (norms + self.gamma))
 
@@ -84,7 +105,12 @@ def find_rule(rule: str | ClipRule) -> ClipRule:
     return rule
 
 
-def clip_factors(rule: ClipRule, norms: jax.Array, clip_norm: Any, bound: Any) -> jax.Array:
+def clip_factors(
+    rule: ClipRule,
+    norms: jax.Array,
+    clip_norm: Any,
+    bound: Any,
+) -> jax.Array:
     """Computes the factors [B] of a rule and caps them at bound / norm.
 
     Negative and NaN factors count as 0. The factor of a norm that is NaN or infinite is 0.
@@ -92,13 +118,17 @@ def clip_factors(rule: ClipRule, norms: jax.Array, clip_norm: Any, bound: Any) -
     # A negative, NaN or unresolvably small clip norm must release nothing, not an unbounded sum.
     clip_norm, bound = (jnp.asarray(x, norms.dtype) for x in (clip_norm, bound))
     clip_norm, bound = (jnp.where(x > _SMALLEST_NORM, x, 0) for x in (clip_norm, bound))
-    factors = jnp.minimum(
-        _factors(rule, norms, clip_norm), bound / jnp.maximum(norms, _SMALLEST_NORM)
-    )
+    factors = _factors(rule, norms, clip_norm)
+    largest = bound / jnp.maximum(norms, _SMALLEST_NORM)
+    factors = jnp.minimum(factors, largest)
     return jnp.where(factors > 0, factors, 0)
 
 
-def _factors(rule: ClipRule, norms: jax.Array, clip_norm: jax.Array) -> jax.Array:
+def _factors(
+    rule: ClipRule,
+    norms: jax.Array,
+    clip_norm: jax.Array,
+) -> jax.Array:
     factors = rule.factor(norms, clip_norm)
     chex.assert_equal_shape(
         [factors, norms], custom_message=f"{rule!r}.factor must return one factor per norm."
@@ -120,15 +150,16 @@ def check_clip_rule(rule: str | ClipRule) -> None:
     """
     rule = find_rule(rule)
     norms = np.append(0, np.logspace(-30, 30, 241)).astype(np.float32)
-    for clip_norm in np.append(0, np.logspace(-10, 30, 41)).astype(np.float32):
+    clip_norms = np.append(0, np.logspace(-10, 30, 41)).astype(np.float32)
+    for clip_norm in clip_norms:
         bound = float(rule.bound(float(clip_norm)))
         factors = np.asarray(_factors(rule, jnp.asarray(norms), jnp.asarray(clip_norm)), np.float64)
-        with np.errstate(invalid="ignore"):
-            wrong = ~((factors >= 0) & (factors * norms <= bound * (1 + 1e-5)))
-        if wrong.any():
-            i = int(wrong.argmax())
+        with np.errstate(invalid="ignore"):  # 0 * inf
+            is_right = (factors >= 0) & (factors * norms <= bound * (1 + 1e-5))
+        if not is_right.all():
+            first = int(is_right.argmin())
             raise ValueError(
-                f"{rule!r} scales a gradient of norm {norms[i]:g} by {factors[i]:g}, but its "
-                "bound at clip_norm="
-                f"{clip_norm:g} is {bound:g}. A factor must lie between 0 and bound / norm."
+                f"{rule!r} scales a gradient of norm {norms[first]:g} by {factors[first]:g}, but "
+                f"its bound at clip_norm={clip_norm:g} is {bound:g}. A factor must lie between 0 "
+                "and bound / norm."
             )

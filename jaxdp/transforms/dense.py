@@ -15,24 +15,30 @@ import jax.numpy as jnp
 from jaxdp.transforms import forms, rounding
 from jaxdp.transforms.kernels import formed, gram, tiles, weighted
 
+# (squared norms [B], bounds on their rounding [B], (lengths of the rows of u, and of w)).
 Norm = tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]
 # Whether XLA lays u, and w, with the positions on the lanes of a TPU. A wrong answer costs a copy.
 Lanes = tuple[bool, bool]
 
 
 def has_gram_norm(parts: Sequence[Any], w: Any) -> bool:
-    """Returns whether `gram_norm` serves the factors of a site: one array u [B, S, T, p], and w [B,
-    S, T, q].
+    """Returns whether `gram_norm` serves the factors of a site.
+
+    It serves one array u [B, S, T, p], and w [B, S, T, q], in bfloat16.
     """
-    kinds = {getattr(x, "dtype", None) for x in (*parts, w)}
-    if forms.platform() != "tpu" or len(parts) != 1 or kinds != {jnp.dtype(jnp.bfloat16)}:
+    if forms.platform() != "tpu" or len(parts) != 1:
         return False
-    return gram.suits(w.shape[2], parts[0].shape[3], w.shape[3])
+    (u,) = parts
+    for factor in (u, w):
+        if getattr(factor, "dtype", None) != jnp.bfloat16:  # the rows of a lookup have no dtype
+            return False
+    return gram.suits(w.shape[2], u.shape[3], w.shape[3])
 
 
 def _merged(x: jax.Array) -> jax.Array:
-    """Reshapes [B, S, ...] to [S * B, ...]. Loops stack their iterations in front, so this moves
-    nothing.
+    """Reshapes [B, S, ...] to [S * B, ...].
+
+    Loops stack their iterations in front, so this moves nothing.
     """
     return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
@@ -42,9 +48,12 @@ def _apart(x: jax.Array, slices: int) -> jax.Array:
     return x.reshape(slices, -1, *x.shape[1:]).swapaxes(0, 1)
 
 
-def gram_norm(u: jax.Array, w: jax.Array, lanes: Lanes) -> Norm:
-    """Returns ||sum_t u_t w_t^T||^2 and a bound on its rounding, E in `rounding`, [B] each, and the
-    lengths of rows.
+def gram_norm(
+    u: jax.Array,
+    w: jax.Array,
+    lanes: Lanes,
+) -> Norm:
+    """Returns ||sum_t u_t w_t^T||^2, E of `rounding`, [B] each, and the lengths of rows.
 
     By Cauchy and Schwarz sum_ts a_t a_s |W_ts| is at most (sum_t a_t^2) ||W||, with the Frobenius
     norm.
@@ -54,25 +63,36 @@ def gram_norm(u: jax.Array, w: jax.Array, lanes: Lanes) -> Norm:
       lanes: Whether the positions of each are on the lanes.
     """
     slices, positions = u.shape[1:3]
-    sums = gram.gram_norms(_merged(u), _merged(w), u_across=lanes[0], w_across=lanes[1])
-    length_u, length_w = (rounding.root(x) for x in (sums.rows_u, sums.rows_w))
+    u_across, w_across = lanes
+    sums = gram.gram_norms(
+        _merged(u),
+        _merged(w),
+        u_across=u_across,
+        w_across=w_across,
+    )
+    length_u = rounding.root(sums.rows_u)
+    length_w = rounding.root(sums.rows_w)
     frobenius_u = _frobenius(sums.squares_u, sums.rows_u)
     frobenius_w = _frobenius(sums.squares_w, sums.rows_w)
-    r_u, r_w = gram.additions(positions, u.shape[-1], w.shape[-1])
-    r_t = 2 * positions + 64
-    spread = r_u * sums.rows_u.sum(1) * frobenius_w
-    spread += r_w * frobenius_u * sums.rows_w.sum(1)
-    spread += r_t * frobenius_u * frobenius_w
-    spread *= rounding.eps(jnp.float32)
-    total, error = (_apart(x, slices).sum(1) for x in (sums.products, spread))
-    return total, error, (_apart(length_u, slices), _apart(length_w, slices))
+    additions_u, additions_w = gram.additions(positions, u.shape[-1], w.shape[-1])
+    additions_of_products = 2 * positions + 64  # as `gram_norms` states
+    error = additions_u * sums.rows_u.sum(1) * frobenius_w
+    error += additions_w * frobenius_u * sums.rows_w.sum(1)
+    error += additions_of_products * frobenius_u * frobenius_w
+    error *= rounding.eps(jnp.float32)
+    squares = _apart(sums.products, slices).sum(1)
+    error = _apart(error, slices).sum(1)
+    return squares, error, (_apart(length_u, slices), _apart(length_w, slices))
 
 
 def _frobenius(squares: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns a bound on the norms [B] of Gram matrices, from the sums of their squares, which may
-    under- or overflow.
+    """Returns a bound on the norms [B] of Gram matrices.
 
-    The trace of a Gram matrix is a bound too.
+    It is the smaller of two: the root of the sum of squares, and the trace.
+
+    Args:
+      squares: [B]. The sums of the squares of all entries, which may under- or overflow.
+      rows: [B, T]. The diagonals.
     """
     positions = rows.shape[1]
     flushed = positions * positions * rounding.FLUSHED
@@ -80,13 +100,20 @@ def _frobenius(squares: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def formed_squares(u: jax.Array, w: jax.Array) -> jax.Array:
-    """Returns the squared norms [B] of gradients that are formed block by block. Arguments as in
-    `gram_norm`.
+    """Returns the squared norms [B] of gradients that are formed block by block.
+
+    Arguments are as in `gram_norm`.
     """
-    return _apart(formed.formed_norms(_merged(u), _merged(w)), u.shape[1]).sum(1)
+    squares = formed.formed_norms(_merged(u), _merged(w))
+    return _apart(squares, u.shape[1]).sum(1)
 
 
-def weighted_sum(u: jax.Array, w: jax.Array, factors: jax.Array, lanes: Lanes) -> jax.Array:
+def weighted_sum(
+    u: jax.Array,
+    w: jax.Array,
+    factors: jax.Array,
+    lanes: Lanes,
+) -> jax.Array:
     """Returns sum_b factors_b u_bs^T w_bs, float32 [S, p, q]. Examples with the factor 0 are not
     read.
 
@@ -94,17 +121,27 @@ def weighted_sum(u: jax.Array, w: jax.Array, factors: jax.Array, lanes: Lanes) -
       u, w, lanes: As in `gram_norm`.
       factors: float32 [B].
     """
-    # Loops stack their iterations in front, so this moves nothing.
-    by_slice = (u.swapaxes(0, 1), w.swapaxes(0, 1))
-    kernel = functools.partial(weighted.weighted_sum, u_across=lanes[0], w_across=lanes[1])
-    return jax.vmap(kernel, in_axes=(0, 0, None))(*by_slice, factors)
+    u_across, w_across = lanes
+    kernel = functools.partial(weighted.weighted_sum, u_across=u_across, w_across=w_across)
+    # Loops stack their iterations in front, so the swaps move nothing.
+    u = u.swapaxes(0, 1)
+    w = w.swapaxes(0, 1)
+    return jax.vmap(kernel, in_axes=(0, 0, None))(u, w, factors)
 
 
-def costs(positions: int, rows: int, cols: int) -> dict[str, float]:
-    """Returns what the kernels that serve a shape cost for one example and slice, in bytes that
-    take the same time.
+def costs(
+    positions: int,
+    rows: int,
+    cols: int,
+) -> dict[str, float]:
+    """Returns what the kernels that serve a shape cost for one example and slice.
+
+    Costs are in bytes that take the same time, by the name of the kernel: "gram", "formed" and
+    "weighted".
     """
-    sizes = (positions, rows, cols)
+    result = {}
     kernels = {"gram": gram, "formed": formed, "weighted": weighted}
-    served = {name: kernel for name, kernel in kernels.items() if kernel.suits(*sizes)}
-    return {name: tiles.BYTES_PER_CYCLE * kernel.cycles(*sizes) for name, kernel in served.items()}
+    for name, kernel in kernels.items():
+        if kernel.suits(positions, rows, cols):
+            result[name] = tiles.BYTES_PER_CYCLE * kernel.cycles(positions, rows, cols)
+    return result

@@ -23,8 +23,10 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # The major number of the compute capability of a CUDA device that is not there. Ampere has 8.
 _MODERN = 8
 
-Forms = tuple[tuple[str, Callable[..., Any]], ...]  # by platform, of flat arguments
+Form = Callable[..., Any]
+Forms = tuple[tuple[str, Form], ...]  # (platform, function of flat arguments)
 
+# The platform for which a form is being traced.
 _traced = contextvars.ContextVar[str | None]("_traced", default=None)
 
 
@@ -34,9 +36,7 @@ def platform() -> str:
 
 
 def own_platform() -> str:
-    """Returns the platform on which this process computes what is not on a device yet, of
-    `PLATFORMS`.
-    """
+    """Returns the platform where this process computes what is on no device yet."""
     device = jax.config.values["jax_default_device"] or jax.local_devices()[0]
     return device if isinstance(device, str) else platform_of(device)
 
@@ -49,17 +49,20 @@ def platform_of(device: jax.Device) -> str:
 
 
 def capability() -> int:
-    """Returns the major number of the compute capability of CUDA devices, by default a modern
-    one.
+    """Returns the major number of the compute capability of CUDA devices.
+
+    Without a CUDA device it is a modern one.
     """
-    known = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")[0]
-    return int(known) if known.isdigit() else _MODERN
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
+    major, _, _ = capability.partition(".")
+    return int(major) if major.isdigit() else _MODERN
 
 
 @contextlib.contextmanager
 def traced_for(name: str) -> Iterator[None]:
-    """Lets `platform` return `name`. What was traced before, such as a compiled function, keeps its
-    forms.
+    """Lets `platform` return `name`.
+
+    What was traced before, such as a compiled function, keeps its forms.
     """
     token = _traced.set(name)
     try:
@@ -68,17 +71,18 @@ def traced_for(name: str) -> Iterator[None]:
         _traced.reset(token)
 
 
-def for_platform(function: Callable[..., Any], *args: Any) -> Any:
+def for_platform(function: Form, *args: Any) -> Any:
     """Returns `function(*args)`, traced apart for each platform that the program is compiled for.
 
     `platform` tells the function which one it is. The function must not close over traced values.
     """
-    if _traced.get() is not None:
+    if _traced.get() is not None:  # an outer call has chosen the platform
         return function(*args)
     own = own_platform()
+    # A form is traced when the program is lowered, where the caller's setting may be gone.
     precision = jax.config.values["jax_default_matmul_precision"]
 
-    def form(name: str) -> Callable[..., Any]:
+    def form(name: str) -> Form:
         def traced(*args: Any) -> Any:
             with traced_for(name), jax.default_matmul_precision(precision):
                 return function(*args)
@@ -86,7 +90,7 @@ def for_platform(function: Callable[..., Any], *args: Any) -> Any:
         return traced
 
     others = {name: form(name) for name in PLATFORMS if name != own}
-    return by_platform(*args, default=form(own), kernels=None, **others)
+    return by_platform(*args, default=form(own), **others)
 
 
 _form = Primitive("jaxdp_form")
@@ -95,12 +99,11 @@ _form.multiple_results = True
 
 def by_platform(
     *args: Any,
-    default: Callable[..., Any],
-    kernels: Mapping[str, Callable[..., Any]] | None = None,
-    **forms: Callable[..., Any],
+    default: Form,
+    kernels: Mapping[str, Form] | None = None,
+    **forms: Form,
 ) -> Any:
-    """Returns `default(*args)`, computed by the form of the platform that the program is compiled
-    for.
+    """Returns `default(*args)`, computed by the form of the platform that is compiled for.
 
     Args:
       args: Pytrees of arrays.
@@ -114,35 +117,48 @@ def by_platform(
     values. Each is traced only in programs for its platform.
     """
     leaves, structure = jax.tree.flatten(args)
+    mesh = jax.sharding.get_abstract_mesh()
 
-    def flat(*leaves: Any) -> Any:
+    def default_of_leaves(*leaves: Any) -> Any:
         return default(*jax.tree.unflatten(structure, leaves))
 
-    mesh = jax.sharding.get_abstract_mesh()
     # With one call in it, the program is not traced equation by equation where it is lowered.
-    program, shapes = jax.make_jaxpr(jax.jit(flat), return_shape=True)(*leaves)
+    trace = jax.make_jaxpr(jax.jit(default_of_leaves), return_shape=True)
+    program, shapes = trace(*leaves)
     if any(isinstance(x, jax.core.Tracer) for x in program.consts):
         raise TypeError(
             "default closes over a traced value. Pass the value as an argument of by_platform."
         )
 
-    def own(functions: Mapping[str, Callable[..., Any]]) -> Forms:
-        return tuple(
-            (name, functools.partial(_flat, f, structure, mesh)) for name, f in functions.items()
-        )
+    def flat_forms(functions: Mapping[str, Form]) -> Forms:
+        items = functions.items()
+        return tuple((name, functools.partial(_flat, f, structure, mesh)) for name, f in items)
 
-    results = _form.bind(*leaves, default=program, forms=own(forms), kernels=own(kernels or {}))
+    results = _form.bind(
+        *leaves, default=program, forms=flat_forms(forms), kernels=flat_forms(kernels or {})
+    )
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def _flat(form: Callable[..., Any], structure: Any, mesh: Any, *leaves: Any) -> list[Any]:
+def _flat(
+    form: Form,
+    structure: Any,
+    mesh: Any,
+    *leaves: Any,
+) -> list[Any]:
+    """Returns the leaves of the result of a form, from the leaves of its arguments."""
     # A form is traced when the program is lowered, where the mesh in context is no longer known.
     with contextlib.nullcontext() if mesh.empty else jax.sharding.use_abstract_mesh(mesh):
         return jax.tree.leaves(form(*jax.tree.unflatten(structure, leaves)))
 
 
 @_form.def_effectful_abstract_eval
-def _shapes(*_: Any, default: Any, forms: Forms, kernels: Forms) -> Any:
+def _shapes(
+    *_: Any,
+    default: Any,
+    forms: Forms,
+    kernels: Forms,
+) -> Any:
     return default.out_avals, default.effects
 
 
@@ -152,16 +168,24 @@ def _computed(*args: Any, **parameters: Any) -> Any:
 
 
 def _lowered(
-    platform: str, context: Any, *args: Any, default: Any, forms: Forms, kernels: Forms
+    platform: str,
+    context: Any,
+    *args: Any,
+    default: Any,
+    forms: Forms,
+    kernels: Forms,
 ) -> Any:
-    possible = {**dict(forms), **(dict(kernels) if _undivided(context) else {})}
-    form = possible.get(platform, jaxpr_as_fun(default))
+    """Lowers the form of a platform: a kernel if there is one, else a form, else the default."""
+    form = dict(forms).get(platform, jaxpr_as_fun(default))
+    if _is_undivided(context):
+        form = dict(kernels).get(platform, form)
     return mlir.lower_fun(form, multiple_results=True)(context, *args)
 
 
-def _undivided(context: Any) -> bool:
-    """Returns whether each device computes all of the program, or a part that `jax.shard_map` tells
-    it.
+def _is_undivided(context: Any) -> bool:
+    """Returns whether XLA divides no work of the program among devices.
+
+    Each device computes all of the program, or the part that `jax.shard_map` gives it.
     """
     devices = context.module_context.axis_context
     if isinstance(devices, mlir.ShardingContext):
@@ -176,25 +200,43 @@ for _platform in PLATFORMS:
     mlir.register_lowering(_form, functools.partial(_lowered, _platform), platform=_platform)
 
 
-def _batched(args: Any, axes: Any, *, default: Any, forms: Forms, kernels: Forms) -> Any:
-    def together(form: Callable[..., Any]) -> Callable[..., Any]:
+def _batched(
+    args: Any,
+    axes: Any,
+    *,
+    default: Any,
+    forms: Forms,
+    kernels: Forms,
+) -> Any:
+    def batched(form: Form) -> Form:
         return jax.vmap(form, axes)
 
-    program = jax.make_jaxpr(together(jaxpr_as_fun(default)))(*args)
-    own = [tuple((name, together(f)) for name, f in functions) for functions in (forms, kernels)]
-    results = _form.bind(*args, default=program, forms=own[0], kernels=own[1])
+    program = jax.make_jaxpr(batched(jaxpr_as_fun(default)))(*args)
+    results = _form.bind(
+        *args,
+        default=program,
+        forms=tuple((name, batched(form)) for name, form in forms),
+        kernels=tuple((name, batched(kernel)) for name, kernel in kernels),
+    )
     return results, [0] * len(results)
 
 
 batching.primitive_batchers[_form] = _batched
 
 
-def _tangents(args: Any, tangents: Any, *, default: Any, forms: Forms, kernels: Forms) -> Any:
-    # The results are computed by the form of the platform, and their derivatives by the default
-    # form.
+def _tangents(
+    args: Any,
+    tangents: Any,
+    *,
+    default: Any,
+    forms: Forms,
+    kernels: Forms,
+) -> Any:
+    # The form of the platform computes the results, and the default form their derivatives.
     results = _form.bind(*args, default=default, forms=forms, kernels=kernels)
-    tangents = [ad.instantiate_zeros(t) for t in tangents]
-    return results, jax.jvp(jaxpr_as_fun(default), tuple(args), tuple(tangents))[1]
+    tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
+    _, derivatives = jax.jvp(jaxpr_as_fun(default), tuple(args), tangents)
+    return results, derivatives
 
 
 ad.primitive_jvps[_form] = _tangents

@@ -67,19 +67,24 @@ def next_token(logits: jax.Array, targets: jax.Array) -> jax.Array:
         )
     if targets.dtype.itemsize < 4:  # it may not hold the size of the vocabulary
         targets = targets.astype(jnp.int32)
-    logits, known = _at_least_float32(logits), targets >= 0
-    place = jnp.maximum(targets, 0)[:, None]
-    chosen = jnp.take_along_axis(logits, place, axis=1, mode="fill", fill_value=jnp.nan)[:, 0]
+    logits = _at_least_float32(logits)
+    known = targets >= 0
+    places = jnp.maximum(targets, 0)[:, None]
+    logits_of_targets = jnp.take_along_axis(
+        logits, places, axis=1, mode="fill", fill_value=jnp.nan
+    )[:, 0]
     # A lookup outside of the vocabulary has a gradient of zero, so the loss is multiplied by NaN
     # too.
-    exists = jnp.where(targets < logits.shape[1], 1, jnp.nan).astype(logits.dtype)
-    losses = jnp.where(known, exists * (jax.nn.logsumexp(logits, axis=1) - chosen), 0)
-    return losses.sum() / jnp.maximum(known.sum(), 1).astype(losses.dtype)
+    exists = jnp.where(targets < logits.shape[1], 1, jnp.nan)
+    exists = exists.astype(logits.dtype)
+    losses = exists * (jax.nn.logsumexp(logits, axis=1) - logits_of_targets)
+    total = jnp.where(known, losses, 0).sum()
+    count = jnp.maximum(known.sum(), 1)  # the loss of a text without a known token is 0
+    return total / count.astype(losses.dtype)
 
 
 def sigmoid_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """Computes the binary cross-entropy between a label and sigmoid(logits), summed over the
-    logits.
+    """Computes the binary cross-entropy of a label and sigmoid(logits), summed over the logits.
 
         loss = sum_k max(z_k, 0) - y_k z_k + log(1 + exp(-|z_k|)),
         dloss/dz = sigmoid(z) - y,     dloss/dy = -z
@@ -96,8 +101,7 @@ def sigmoid_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
 
 
 def squared_error(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """Computes the squared Euclidean distance between a prediction and its target, as a sum without
-    a factor 1/2.
+    """Computes the squared distance between a prediction and its target, without a factor 1/2.
 
         loss = sum_k (z_k - y_k)**2,     dloss/dz = 2 (z - y) = -dloss/dy
 
@@ -113,11 +117,12 @@ def squared_error(logits: jax.Array, label: jax.Array) -> jax.Array:
 
 
 def hinge(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """Computes the hinge loss with margin 1: binary for one logit, Crammer and Singer (2001) for
-    several.
+    """Computes the hinge loss with margin 1.
 
-        one logit:      loss = max(0, 1 - s z),                       dloss/dz = -s [loss > 0]
-        K >= 2 logits:  loss = max(0, 1 + max_{k != y} z_k - z_y),    dloss/dz = (e_j - e_y) [loss > 0]
+    It is the binary loss for one logit, and that of Crammer and Singer (2001) for several.
+
+        one logit:      loss = max(0, 1 - s z),                     dloss/dz = -s [loss > 0]
+        K >= 2 logits:  loss = max(0, 1 + max_{k != y} z_k - z_y),  dloss/dz = (e_j-e_y) [loss > 0]
 
     Here s is 1 if label > 0 and -1 otherwise, and e_k is a unit vector. j is the class with the
     largest logit except y, the first one in a tie. On the kinks this is one of the subgradients.
@@ -140,12 +145,18 @@ def hinge(logits: jax.Array, label: jax.Array) -> jax.Array:
     return _multiclass_hinge(logits, jax.lax.stop_gradient(_class_weights(logits, label)))
 
 
+# Values and gradients, of logits [..., K] and a label. Each is the equation in the docstring of its
+# loss.
+
+
 def _softmax_value(logits: jax.Array, weights: jax.Array) -> jax.Array:
-    return _weighted_sum(weights, jax.nn.logsumexp(logits, axis=-1, keepdims=True) - logits)
+    log_normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return _weighted_sum(weights, log_normaliser - logits)
 
 
 def _softmax_gradient(logits: jax.Array, weights: jax.Array) -> jax.Array:
-    return jnp.sum(weights, axis=-1, keepdims=True) * jax.nn.softmax(logits, axis=-1) - weights
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return total * jax.nn.softmax(logits, axis=-1) - weights
 
 
 def _softmax_label_gradient(logits: jax.Array, weights: jax.Array) -> jax.Array:
@@ -153,7 +164,8 @@ def _softmax_label_gradient(logits: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _sigmoid_value(logits: jax.Array, label: jax.Array) -> jax.Array:
-    return jnp.maximum(logits, 0) - label * logits + jnp.log1p(jnp.exp(-jnp.abs(logits)))
+    linear = jnp.maximum(logits, 0) - label * logits
+    return linear + jnp.log1p(jnp.exp(-jnp.abs(logits)))  # no exponential overflows
 
 
 def _sigmoid_gradient(logits: jax.Array, label: jax.Array) -> jax.Array:
@@ -173,7 +185,8 @@ def _binary_hinge_gradient(logits: jax.Array, sign: jax.Array) -> jax.Array:
 
 
 def _multiclass_hinge_value(logits: jax.Array, weights: jax.Array) -> jax.Array:
-    return _multiclass_hinge_parts(logits, weights)[0]
+    loss, _ = _multiclass_hinge_parts(logits, weights)
+    return loss
 
 
 def _multiclass_hinge_gradient(logits: jax.Array, weights: jax.Array) -> jax.Array:
@@ -181,50 +194,64 @@ def _multiclass_hinge_gradient(logits: jax.Array, weights: jax.Array) -> jax.Arr
     return _active(loss)[..., None] * direction
 
 
-def _multiclass_hinge_parts(logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _multiclass_hinge_parts(
+    logits: jax.Array,
+    weights: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """Returns (the loss [...], e_j - e_y [..., K])."""
-    classes = logits.shape[-1]
-    true = jax.nn.one_hot(jnp.argmax(weights, axis=-1), classes, dtype=logits.dtype)
+
+    def one_hot_of_largest(x: jax.Array) -> jax.Array:
+        return jax.nn.one_hot(jnp.argmax(x, axis=-1), logits.shape[-1], dtype=logits.dtype)
+
+    true = one_hot_of_largest(weights)
     others = jnp.where(true > 0, -jnp.inf, logits)
-    rival = jax.nn.one_hot(jnp.argmax(others, axis=-1), classes, dtype=logits.dtype)
+    rival = one_hot_of_largest(others)
     margin = jnp.max(others, axis=-1) - _weighted_sum(true, logits)
     # argmax and one_hot would turn a NaN into an ordinary class.
-    nan = jnp.isnan(weights).any(axis=-1) | jnp.isnan(logits).any(axis=-1)
-    return jnp.maximum(0, 1 + margin) + jnp.where(nan, jnp.nan, 0.0).astype(
-        logits.dtype
-    ), rival - true
+    nan_weights = jnp.isnan(weights).any(axis=-1)
+    is_nan = nan_weights | jnp.isnan(logits).any(axis=-1)
+    loss = jnp.maximum(0, 1 + margin)
+    nan = jnp.where(is_nan, jnp.nan, 0.0)
+    return loss + nan.astype(logits.dtype), rival - true
 
 
 def _active(loss: jax.Array) -> jax.Array:
+    """Returns 1 where a hinge loss is positive, 0 where it is 0, and NaN where it is NaN."""
     return jnp.where(jnp.isnan(loss), loss, (loss > 0).astype(loss.dtype))
 
 
-def _primitive(name: str, function: Callable[..., jax.Array]) -> jex.Primitive:
-    """Makes a primitive of a function of (logits [..., K], label [..., K]). Transformations find it
-    by its name.
+def _primitive(
+    name: str,
+    function: Callable[..., jax.Array],
+) -> jex.Primitive:
+    """Makes a primitive of a function of (logits [..., K], label [..., K]).
+
+    `jaxdp.interval` finds its rule by the name.
     """
     primitive = jex.Primitive(name)
 
-    def batch(operands: Any, axes: Any) -> tuple[jax.Array, int]:
-        size = next(
-            x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None
-        )
-        moved = (
-            jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-            for x, axis in zip(operands, axes, strict=True)
-        )
+    def shape(logits: Any, label: Any) -> Any:
+        result = jax.eval_shape(function, logits, label)
+        return logits.update(shape=result.shape, weak_type=False)
+
+    def batched(operands: Any, axes: Any) -> tuple[jax.Array, int]:
+        pairs = list(zip(operands, axes, strict=True))
+        (size,) = {x.shape[axis] for x, axis in pairs if axis is not None}
+        moved = []
+        for x, axis in pairs:
+            if axis is None:
+                moved.append(jnp.broadcast_to(x, (size, *x.shape)))
+            else:
+                moved.append(jnp.moveaxis(x, axis, 0))
         return primitive.bind(*moved), 0
 
-    def differentiate(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(function, primals, tuple(ad.instantiate_zeros(t) for t in tangents))
-
-    def out(logits: Any, label: Any) -> Any:
-        return logits.update(shape=jax.eval_shape(function, logits, label).shape, weak_type=False)
+    def differentiated(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(function, primals, tuple(map(ad.instantiate_zeros, tangents)))
 
     primitive.def_impl(jax.jit(function))
-    primitive.def_abstract_eval(out)
-    batching.primitive_batchers[primitive] = batch
-    ad.primitive_jvps[primitive] = differentiate
+    primitive.def_abstract_eval(shape)
+    batching.primitive_batchers[primitive] = batched
+    ad.primitive_jvps[primitive] = differentiated
     mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
     return primitive
 
@@ -237,19 +264,35 @@ def _loss(
     *,
     elementwise: bool = False,
 ) -> Callable[..., jax.Array]:
-    """Builds the loss (logits, label) -> scalar from its parts. An elementwise value is summed."""
-    value_p, gradient_p = _primitive(name, value), _primitive(f"{name}_gradient", gradient)
+    """Builds the loss (logits, label) -> scalar from its parts.
+
+    Args:
+      name: The name of the primitive of its value.
+      value, gradient: The value, and the gradient with respect to the logits.
+      label_gradient: The gradient with respect to the label, or None if that has no gradient.
+      elementwise: Whether the value has the shape of the logits, and is to be summed.
+    """
+    value_p = _primitive(name, value)
+    gradient_p = _primitive(f"{name}_gradient", gradient)
 
     @jax.custom_vjp
     def loss(logits: jax.Array, label: jax.Array) -> jax.Array:
         values = value_p.bind(logits, label)
         return jnp.sum(values) if elementwise else values
 
-    def forward(logits: jax.Array, label: jax.Array) -> tuple[jax.Array, Any]:
+    def forward(
+        logits: jax.Array,
+        label: jax.Array,
+    ) -> tuple[jax.Array, Any]:
         return loss(logits, label), (logits, label)
 
-    def backward(operands: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        d_label = None if label_gradient is None else cotangent * label_gradient(*operands)
+    def backward(
+        operands: Any,
+        cotangent: jax.Array,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        d_label = None
+        if label_gradient is not None:
+            d_label = cotangent * label_gradient(*operands)
         return cotangent * gradient_p.bind(*operands), d_label
 
     loss.defvjp(forward, backward)
@@ -275,11 +318,17 @@ def _squared_error(logits: jax.Array, label: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(logits - label))
 
 
-def _squared_error_fwd(logits: jax.Array, label: jax.Array) -> tuple[jax.Array, Any]:
+def _squared_error_fwd(
+    logits: jax.Array,
+    label: jax.Array,
+) -> tuple[jax.Array, Any]:
     return _squared_error(logits, label), logits - label
 
 
-def _squared_error_bwd(difference: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _squared_error_bwd(
+    difference: Any,
+    cotangent: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     d_logits = cotangent * 2 * difference
     return d_logits, -d_logits
 
@@ -289,7 +338,8 @@ _squared_error.defvjp(_squared_error_fwd, _squared_error_bwd)
 
 def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
     # A zero weight hides an infinite value (a class of probability zero), since 0 * inf is NaN.
-    return jnp.sum(jnp.where(weights == 0, jnp.zeros_like(values), weights * values), axis=-1)
+    products = jnp.where(weights == 0, jnp.zeros_like(values), weights * values)
+    return jnp.sum(products, axis=-1)
 
 
 def _at_least_float32(logits: jax.Array) -> jax.Array:
@@ -307,19 +357,21 @@ def _class_weights(logits: jax.Array, label: jax.Array) -> jax.Array:
         )
     if label.shape == () and jnp.issubdtype(label.dtype, jnp.integer):
         exists = (label >= 0) & (label < logits.size)
-        return jnp.where(exists, jax.nn.one_hot(label, logits.size, dtype=logits.dtype), jnp.nan)
+        one_hot = jax.nn.one_hot(label, logits.size, dtype=logits.dtype)
+        return jnp.where(exists, one_hot, jnp.nan)
     if label.shape != logits.shape:
         raise ValueError(
             "label must be an integer class of shape () or class probabilities of shape "
-            f"{logits.shape},"
-            f" got {label.dtype} of shape {label.shape}."
+            f"{logits.shape}, got {label.dtype} of shape {label.shape}."
         )
     return label.astype(logits.dtype)
 
 
 def _like(label: jax.Array, logits: jax.Array) -> jax.Array:
+    """Converts the label to the dtype and the shape of the logits."""
     label = jnp.asarray(label).astype(logits.dtype)
-    if label.shape != logits.shape and not (label.shape == () and logits.size == 1):
+    is_for_one_logit = label.shape == () and logits.size == 1
+    if label.shape != logits.shape and not is_for_one_logit:
         raise ValueError(
             f"label must have the shape {logits.shape} of the logits, got {label.shape}."
         )

@@ -19,7 +19,7 @@ from jaxdp.transforms import forms
 from jaxdp.transforms.clipping import paths_of
 
 ParamSharding = Callable[[str, Any], PartitionSpec]
-"""A rule from the path of a parameter, such as "Dense_0/kernel", and the parameter to how it lies on the mesh."""
+"""(path of a parameter, such as "Dense_0/kernel", parameter) -> how it lies on the mesh."""
 
 
 def check_mesh(
@@ -29,8 +29,9 @@ def check_mesh(
     *,
     processes: bool = False,
 ) -> None:
-    """Raises TypeError or ValueError if the arguments do not describe a mesh of this process or, if
-    allowed, of all.
+    """Raises TypeError or ValueError if the arguments do not describe a mesh of this process.
+
+    With `processes` it may also be a mesh of all processes.
     """
     if mesh is None:
         if param_sharding is not None:
@@ -41,31 +42,32 @@ def check_mesh(
             f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Make it with "
             "jax.make_mesh."
         )
-    if isinstance(data_axes, str) or not data_axes or not set(data_axes) <= set(mesh.axis_names):
+    is_text = isinstance(data_axes, str)
+    if is_text or not data_axes or not set(data_axes) <= set(mesh.axis_names):
         raise ValueError(
             f"data_axes must be a tuple of names of mesh axes, got {data_axes!r}. The mesh has "
             f"{mesh.axis_names}."
         )
-    if mesh.is_multi_process and not processes:
+    if not mesh.is_multi_process:
+        return
+    if not processes:
         raise ValueError(
             "mesh has devices of other processes, which only jaxdp.finetune divides its work "
             "among. Make it of jax.local_devices()."
         )
-    if (
-        mesh.is_multi_process
-        and len(there := {x.process_index for x in mesh.devices.flat}) < jax.process_count()
-    ):
+    owners = {device.process_index for device in mesh.devices.flat}
+    if len(owners) < jax.process_count():
         raise ValueError(
-            f"mesh has devices of the processes {sorted(there)} only, of {jax.process_count()}. "
+            f"mesh has devices of the processes {sorted(owners)} only, of {jax.process_count()}. "
             "Make it of jax.devices(), or of jax.local_devices() to train in this process alone."
         )
 
 
 def platform_of(mesh: Mesh | None) -> str:
-    """Returns the platform of the devices of a mesh, without one that of this process, of
-    `forms.PLATFORMS`.
-    """
-    return forms.platform() if mesh is None else forms.platform_of(mesh.devices.flat[0])
+    """Returns the platform of the devices of a mesh, or of this process without a mesh."""
+    if mesh is None:
+        return forms.platform()
+    return forms.platform_of(mesh.devices.flat[0])
 
 
 @jax.tree_util.register_static
@@ -85,51 +87,36 @@ class Layout:
 
     @classmethod
     def of(
-        cls, params: Any, mesh: Mesh, data_axes: Sequence[str], rule: ParamSharding | None
+        cls,
+        params: Any,
+        mesh: Mesh,
+        data_axes: Sequence[str],
+        rule: ParamSharding | None,
     ) -> "Layout":
         """Returns the layout of parameters by a rule, or by the shardings that they have.
 
         Raises:
           ValueError: A parameter is on devices outside of the mesh, or its spec does not fit it or
-              the mesh.
+            the mesh.
         """
-        mesh = Mesh(
-            mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names)
-        )
-        specs = []
-        for path, leaf in paths_of(params):
-            own = leaf.sharding if isinstance(leaf, jax.Array) else None
-            if own is not None and leaf.committed and not own.device_set <= set(mesh.devices.flat):
-                raise ValueError(
-                    f"params has {path!r} on devices {sorted(map(str, own.device_set))}, which are "
-                    f"not all in mesh, whose devices are {sorted(map(str, mesh.devices.flat))}. "
-                    "Move it with jax.device_put."
-                )
-            spec = own.spec if isinstance(own, NamedSharding) else PartitionSpec()
-            spec = spec if rule is None else rule(path, leaf)
-            try:
-                NamedSharding(mesh, spec).shard_shape(leaf.shape)
-            except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{'params' if rule is None else 'param_sharding'} gives {path!r} of shape "
-                    f"{leaf.shape} the spec {spec}, which does not fit mesh={dict(mesh.shape)}. "
-                    "Give param_sharding a spec whose axes mesh has and whose sizes divide the "
-                    f"shape. JAX says: {' '.join(str(error).split())[:200].rstrip('.')}."
-                ) from error
-            specs.append(spec)
-        return cls(mesh, tuple(data_axes), tuple(specs))
+        # XLA divides the work along Auto axes, whatever the caller's mesh says.
+        auto = (AxisType.Auto,) * len(mesh.axis_names)
+        mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+        specs = tuple(_spec(path, leaf, mesh, rule) for path, leaf in paths_of(params))
+        return cls(mesh, tuple(data_axes), specs)
 
     def whole(self) -> "Layout":
-        """Returns the layout while gradients are computed: parameters are not divided along the
-        data axes (FSDP).
+        """Returns the layout while gradients are computed.
+
+        Parameters are then not divided along the data axes (FSDP).
         """
 
-        def undivided(spec: PartitionSpec) -> PartitionSpec:
-            axes = [(axis,) if isinstance(axis, str) else tuple(axis or ()) for axis in spec]
-            kept = [tuple(name for name in names if name not in self.data_axes) for names in axes]
-            return PartitionSpec(*(names or None for names in kept))
+        def undivided(axes: Any) -> tuple[str, ...] | None:
+            names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+            return tuple(name for name in names if name not in self.data_axes) or None
 
-        return dataclasses.replace(self, specs=tuple(map(undivided, self.specs)))
+        specs = tuple(PartitionSpec(*map(undivided, spec)) for spec in self.specs)
+        return dataclasses.replace(self, specs=specs)
 
     def constrained(self, tree: Any, params: Any, moving: Any) -> Any:
         """Returns a pytree inside `jax.jit` whose parts lie as in `shardings`."""
@@ -141,20 +128,27 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(self.data_axes))
 
     def own_rows(self, size: int) -> np.ndarray:
-        """Returns the positions of a batch of `size` examples that devices of this process need,
-        ascending.
+        """Returns the positions of a batch that devices of this process need, ascending.
+
+        Args:
+          size: The number of examples of the batch.
         """
-        parts = self.rows.addressable_devices_indices_map((size,)).values()
-        return np.unique(np.concatenate([np.arange(size)[part] for part in parts]))
+        slices = self.rows.addressable_devices_indices_map((size,)).values()
+        positions = np.arange(size)
+        return np.unique(np.concatenate([positions[own] for own in slices]))
 
     def batch(self, tree: Any, size: int) -> Any:
-        """Returns a batch of `size` examples on the devices, from the examples at `own_rows` on the
-        host.
+        """Returns a batch on the devices.
+
+        Args:
+          tree: The examples at `own_rows`, on the host.
+          size: The number of examples of the whole batch.
         """
-        return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(self.rows, x, (size, *x.shape[1:])),
-            jax.device_get(tree),
-        )
+
+        def whole(x: np.ndarray) -> jax.Array:
+            return jax.make_array_from_process_local_data(self.rows, x, (size, *x.shape[1:]))
+
+        return jax.tree.map(whole, jax.device_get(tree))
 
     @property
     def everywhere(self) -> NamedSharding:
@@ -162,60 +156,102 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def shardings(self, tree: Any, params: Any, moving: Any) -> Any:
-        """Returns the shardings of a pytree, whose parts like `params` or `moving` lie like the
-        parameters.
+        """Returns the shardings of a pytree. Its parts that are like params lie like params.
 
         Args:
           tree: The pytree.
           params: The parameters.
           moving: The parameters with None in place of frozen leaves.
         """
-        lie = jax.tree.unflatten(
-            jax.tree.structure(params), [NamedSharding(self.mesh, spec) for spec in self.specs]
+        of_leaves = [NamedSharding(self.mesh, spec) for spec in self.specs]
+        of_params = jax.tree.unflatten(jax.tree.structure(params), of_leaves)
+        of_moving = jax.tree.map(
+            lambda leaf, sharding: None if leaf is None else sharding,
+            moving,
+            of_params,
+            is_leaf=lambda x: x is None,
         )
-        known = [(params, lie)]
-        known += [
-            (
-                moving,
-                jax.tree.map(lambda m, s: None if m is None else s, moving, lie, is_leaf=_is_none),
-            )
-        ]
 
+        # The state of an optimizer has parts like its gradients, which lack frozen leaves.
         def find(part: Any) -> Any:
-            return next((lie for like, lie in known if _alike(part, like)), None)
+            if _alike(part, params):
+                return of_params
+            return of_moving if _alike(part, moving) else None
 
         return jax.tree.map(
-            lambda part: find(part) or self.everywhere, tree, is_leaf=lambda x: find(x) is not None
+            lambda part: find(part) or self.everywhere,
+            tree,
+            is_leaf=lambda part: find(part) is not None,
         )
 
 
-def put(tree: Any, shardings: Any, *, copy: bool = False) -> Any:
-    """Returns a pytree whose arrays lie as given. JAX sends no typed keys to other processes, so
-    their words are sent.
+def _spec(
+    path: str,
+    leaf: Any,
+    mesh: Mesh,
+    rule: ParamSharding | None,
+) -> PartitionSpec:
+    """Returns how a parameter lies on the mesh: as a rule says, or as it lies already."""
+    own = leaf.sharding if isinstance(leaf, jax.Array) else None
+    devices = set(mesh.devices.flat)
+    # JAX moves an array that is not committed, but not one that the user has placed.
+    if own is not None and leaf.committed and not own.device_set <= devices:
+        raise ValueError(
+            f"params has {path!r} on devices {sorted(map(str, own.device_set))}, which are "
+            f"not all in mesh, whose devices are {sorted(map(str, mesh.devices.flat))}. "
+            "Move it with jax.device_put."
+        )
+    if rule is not None:
+        spec = rule(path, leaf)
+    else:
+        spec = own.spec if isinstance(own, NamedSharding) else PartitionSpec()
+    try:
+        NamedSharding(mesh, spec).shard_shape(leaf.shape)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{'params' if rule is None else 'param_sharding'} gives {path!r} of shape "
+            f"{leaf.shape} the spec {spec}, which does not fit mesh={dict(mesh.shape)}. "
+            "Give param_sharding a spec whose axes mesh has and whose sizes divide the "
+            f"shape. JAX says: {' '.join(str(error).split())[:200].rstrip('.')}."
+        ) from error
+    return spec
 
-    All processes have equal arrays on the host. JAX compares them.
+
+def put(
+    tree: Any,
+    shardings: Any,
+    *,
+    copy: bool = False,
+) -> Any:
+    """Returns a pytree whose arrays lie as given.
+
+    All processes have equal arrays on the host. JAX compares them. It sends no typed keys to other
+    processes, so their words are sent.
     """
 
     def is_key(x: Any) -> bool:
         return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
-    words = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
-    there = jax.device_put(words, shardings, may_alias=False if copy else None)
+    def sent(x: Any) -> Any:
+        return jax.random.key_data(x) if is_key(x) else x
 
-    def typed(x: Any, old: Any) -> Any:
-        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(old)) if is_key(old) else x
+    def received(x: Any, before: Any) -> Any:
+        if not is_key(before):
+            return x
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(before))
 
-    return jax.tree.map(typed, there, tree)
+    words = jax.tree.map(sent, tree)
+    placed = jax.device_put(words, shardings, may_alias=False if copy else None)
+    return jax.tree.map(received, placed, tree)
 
 
 def rounded_up(
     sizes: Sequence[int], mesh: Mesh | None, data_axes: Sequence[str]
 ) -> tuple[int, ...]:
-    """Returns the sizes of batches, descending, as multiples of the number of devices that share a
-    batch.
-    """
+    """Returns the sizes of batches, descending, as multiples of the number of their devices."""
     count = data_devices(mesh, data_axes)
-    return tuple(sorted({-(-size // count) * count for size in sizes}, reverse=True))
+    multiples = {-(-size // count) * count for size in sizes}
+    return tuple(sorted(multiples, reverse=True))
 
 
 def data_devices(mesh: Mesh | None, data_axes: Sequence[str]) -> int:
@@ -223,12 +259,10 @@ def data_devices(mesh: Mesh | None, data_axes: Sequence[str]) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in data_axes)
 
 
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
 def _alike(tree: Any, like: Any) -> bool:
-    same: bool = jax.tree.structure(tree) == jax.tree.structure(like)  # type: ignore[operator]
-    if not same:
+    """Returns whether two pytrees have one structure and leaves of equal shapes."""
+    structures = jax.tree.structure(tree), jax.tree.structure(like)
+    if structures[0] != structures[1]:  # type: ignore[operator]
         return False
-    return all(x.shape == y.shape for x, y in zip(*map(jax.tree.leaves, (tree, like)), strict=True))
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(like), strict=True)
+    return all(x.shape == y.shape for x, y in pairs)

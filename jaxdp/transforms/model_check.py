@@ -5,6 +5,7 @@ with its remedy.
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -65,41 +66,27 @@ class ModelCheck:
 
     def explain(self) -> str:
         """Returns a table of rule, method and cost of every leaf."""
-        header = ("leaf", "shape", "dtype", "rule", "method", "work", "memory")
-        rows = [header]
-        for leaf in self.leaves:
-            trained = leaf.method not in ("frozen", "no gradient")
-            work = f"{leaf.work:.1f}x" if trained and not math.isnan(leaf.work) else "-"
-            memory = _in_words(leaf.bytes) if trained else "-"
-            shape = "x".join(map(str, leaf.shape)) or "scalar"
-            rows.append(
-                (
-                    leaf.path,
-                    shape,
-                    leaf.dtype,
-                    ", ".join(leaf.rules) or "-",
-                    leaf.method,
-                    work,
-                    memory,
-                )
-            )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        rows = [("leaf", "shape", "dtype", "rule", "method", "work", "memory")]
+        rows += map(_row, self.leaves)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append("  ".join(cells).rstrip())
         return "\n".join([*lines, _LEGEND])
 
     def __str__(self) -> str:
-        counts = [f"{s}s {sum(f.severity == s for f in self.findings)}" for s in _SEVERITIES]
+        severities = [finding.severity for finding in self.findings]
+        counts = [f"{severity}s {severities.count(severity)}" for severity in _SEVERITIES]
         lines = [f"jaxdp.check: {', '.join(counts)}"]
         lines += [f"  {severity}: {message}" for severity, message in self.findings]
         if self.leaves:
-            trained = [leaf for leaf in self.leaves if leaf.method not in ("frozen", "no gradient")]
+            trained = [leaf for leaf in self.leaves if _is_trained(leaf)]
             numbers = sum(math.prod(leaf.shape) for leaf in trained)
+            extra = sum(leaf.bytes for leaf in trained)
             lines.append(
                 f"  {len(trained)} of {len(self.leaves)} leaves are trained, {numbers:,} numbers. "
-                f"Clipping needs {_in_words(sum(leaf.bytes for leaf in trained))} per example "
+                f"Clipping needs {_in_words(extra)} per example "
                 f"beyond an ordinary gradient (engine 'vmap': {_in_words(4 * numbers)}). explain() "
                 "has a row per leaf."
             )
@@ -109,11 +96,30 @@ class ModelCheck:
         return "\n".join(lines)
 
 
-_LEGEND = """
-rule: how the leaf meets data. "direct": scales, biases, and operations without a rule.
-method: "factors" takes norms from Gram matrices. "keep" and "drop" form per-example gradients, once or twice.
-work: norm and clipped sum over an ordinary gradient, by counted operations and bytes.
-memory: bytes per example beyond an ordinary gradient."""
+def _is_trained(leaf: LeafPlan) -> bool:
+    return leaf.method not in ("frozen", "no gradient")
+
+
+def _row(leaf: LeafPlan) -> tuple[str, ...]:
+    """Returns the cells of a leaf in the table of `explain`."""
+    work = memory = "-"
+    if _is_trained(leaf):
+        memory = _in_words(leaf.bytes)
+        if not math.isnan(leaf.work):  # engine "vmap" counts no work
+            work = f"{leaf.work:.1f}x"
+    shape = "x".join(map(str, leaf.shape)) or "scalar"
+    rules = ", ".join(leaf.rules) or "-"
+    return leaf.path, shape, leaf.dtype, rules, leaf.method, work, memory
+
+
+_LEGEND = (
+    "\n"
+    'rule: how the leaf meets data. "direct": scales, biases, and operations without a rule.\n'
+    'method: "factors" takes norms from Gram matrices. "keep" and "drop" form per-example '
+    "gradients, once or twice.\n"
+    "work: norm and clipped sum over an ordinary gradient, by counted operations and bytes.\n"
+    "memory: bytes per example beyond an ordinary gradient."
+)
 
 
 def check(
@@ -154,51 +160,60 @@ def check(
       The result does not depend on the values of the example, so a private example may be passed.
       The loss is compiled and runs on made-up examples: zeros, ones, and numbers between 0 and 1.
     """
-    found: list[Finding] = []
     try:
         check_params(params)
-        shapes, members = _one_record(jax.tree.map(_shape, example), group)
+        shapes, n_records = _one_record(jax.tree.map(_shape, example), group)
     except (TypeError, ValueError) as error:
         return ModelCheck((Finding("error", str(error)),), ())
+    findings: list[Finding] = []
     if _requires_key(loss_fn) and not stochastic:
-        found.append(Finding("warning", f"loss_fn takes key=. {_PASS_KEY}"))
+        findings.append(Finding("warning", f"loss_fn takes key=. {_PASS_KEY}"))
         stochastic = True
+    findings += _check_leaves(params)
+    if not any(_is_floating(leaf) for _, leaf in paths_of(params)):
+        message = "params has no array of floating dtype, so nothing is trained."
+        return ModelCheck((*findings, Finding("error", message)), ())
+
+    def trains(path: str, leaf: Any) -> bool:
+        # A complex leaf has its own finding. Here it would end the check.
+        return not jnp.iscomplexobj(leaf) and (trainable is None or trainable(path, leaf))
+
+    f = clipped_grad(loss_fn, clip_norm=1.0, engine=engine, trainable=trains, has_aux=has_aux)
     key = jax.random.key(0) if stochastic else None
-    found += _check_leaves(params)
-    if not any(
-        jnp.issubdtype(getattr(leaf, "dtype", object), jnp.floating) for _, leaf in paths_of(params)
-    ):
-        return ModelCheck(
-            (
-                *found,
-                Finding("error", "params has no array of floating dtype, so nothing is trained."),
-            ),
-            (),
-        )
-    kept = trainable or (lambda path, leaf: True)
-    f = clipped_grad(
-        loss_fn,
-        clip_norm=1.0,
-        engine=engine,
-        trainable=lambda path, leaf: not jnp.iscomplexobj(leaf) and kept(path, leaf),
-        has_aux=has_aux,
-    )
     leaves: list[LeafPlan] = []
     try:
-        for_batches = _written_for_batches(f, params, shapes, key)
-        found += for_batches
-        if any(finding.severity == "error" for finding in for_batches):
+        about_batches = _written_for_batches(f, params, shapes, key)
+        findings += about_batches
+        if any(finding.severity == "error" for finding in about_batches):
+            # The other checks go on with the loss as it will be, once that is mended.
             f = dataclasses.replace(f, loss_fn=_per_example(loss_fn, has_aux))
         batch = _made_up(shapes)
-        whole = dataclasses.replace(f, group=group)
-        groups = jax.tree.map(lambda x: jnp.stack([x] * members, axis=1), batch) if group else batch
-        leaves = whole.plan(params, groups, key=key)
-        found += _check_plan(f, params, batch, key, leaves)
-        found += _check_values(f, params, batch, key)
+        leaves = _plan(f, params, batch, key, n_records if group else None)
+        findings += _check_plan(f, params, batch, key, leaves)
+        findings += _check_values(f, params, batch, key)
     except Exception as error:  # the loss is the caller's, and may fail in any way
-        found.append(Finding("error", _explained(error)))
-    found.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
-    return ModelCheck(tuple(found), tuple(leaves))
+        findings.append(Finding("error", _explained(error)))
+    findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
+    return ModelCheck(tuple(findings), tuple(leaves))
+
+
+def _plan(
+    f: ClippedGrad, params: Any, batch: Any, key: Any, group_size: int | None
+) -> list[LeafPlan]:
+    """Returns the plan of examples, or of groups of equal examples."""
+    if group_size is not None:
+        f = dataclasses.replace(f, group=True)
+        members = [batch] * group_size
+        batch = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *members)
+    return f.plan(params, batch, key=key)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", object), jnp.floating)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 _PASS_KEY = (
@@ -215,44 +230,50 @@ def _in_words(size: float) -> str:
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    kind = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-    if jax.dtypes.issubdtype(kind, jax.dtypes.prng_key):
-        return jax.ShapeDtypeStruct(x.shape, kind)
-    if kind.kind in "OSUM":
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+    if dtype.kind in "OSUM":  # objects, bytes, text, dates
         raise TypeError(
             f"example must be a pytree of numeric arrays, got a leaf of type {type(x).__name__} "
-            f"and dtype {kind}. Encode it as numbers, or leave it out."
+            f"and dtype {dtype}. Encode it as numbers, or leave it out."
         )
-    return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(kind))
+    return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _one_record(shapes: Any, group: bool) -> tuple[Any, int]:
     """Returns the shapes of one record of an example, and the number of its records."""
     if not group:
         return shapes, 1
-    counts = {x.shape[:1] for x in jax.tree.leaves(shapes)}
-    if len(counts) != 1 or () in counts or (0,) in counts:
+    lengths = {x.shape[:1] for x in jax.tree.leaves(shapes)}
+    if len(lengths) != 1 or () in lengths or (0,) in lengths:
         raise ValueError(
             "example must have leaves [k, ...] of the k records of ONE group with group=True, got "
-            f"the lengths {sorted(counts)}. Pass the records of one owner, such as "
+            f"the lengths {sorted(lengths)}. Pass the records of one owner, such as "
             "patients[0].records."
         )
-    ((members,),) = counts
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes), members
+    ((n_records,),) = lengths
+    return _with_lead(shapes), n_records
+
+
+def _with_lead(shapes: Any, *lead: int) -> Any:
+    """Returns shapes with other axes in place of the leading one."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype), shapes)
 
 
 def _made_up(shapes: Any) -> Any:
-    """Returns a batch of three examples: zeros, ones, and uniform numbers in [0, 1) (bits for
-    integers).
-    """
+    """Returns a batch of three examples: zeros, ones, and uniform numbers (bits for integers)."""
     random = np.random.default_rng(0)
 
     def leaf(x: jax.ShapeDtypeStruct) -> jax.Array:
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.split(jax.random.key(0), (3, *x.shape))
-        floating = jnp.issubdtype(x.dtype, jnp.inexact)
-        last = random.uniform(size=x.shape) if floating else random.integers(0, 2, x.shape)
-        return jnp.asarray(np.stack([np.zeros(x.shape), np.ones(x.shape), last]), x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            drawn: Any = random.uniform(size=x.shape)
+        else:
+            drawn = random.integers(0, 2, x.shape)
+        examples = np.stack([np.zeros(x.shape), np.ones(x.shape), drawn])
+        return jnp.asarray(examples, x.dtype)
 
     return jax.tree.map(leaf, shapes)
 
@@ -282,91 +303,130 @@ def _explained(error: Exception) -> str:
 
 def _check_leaves(params: Any) -> list[Finding]:
     """Returns the findings that follow from the leaves of params alone."""
-    found = []
+    findings = []
     for path, leaf in paths_of(params):
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
-            number = isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
-            remedy = f"To train it, convert it with jnp.asarray. {_CLOSE}" if number else _CLOSE
-            found.append(
-                Finding(
-                    "error",
-                    f"params has {path!r} of type {type(leaf).__name__}, no array. {remedy}",
-                )
-            )
-        elif jnp.iscomplexobj(leaf):
-            message = (
-                f"params has the complex leaf {path!r}, which cannot be trained. Store its real "
-                "and imaginary part as two leaves and join them in loss_fn with jax.lax.complex, "
-                "or freeze it with `trainable`."
-            )
-            found.append(Finding("error", message))
-        elif jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            message = (
-                f"params has the random key {path!r}, which would be the same in every step. Split "
-                "it off (NNX: nnx.split(model, nnx.Param, ...)), and derive randomness from key= "
-                "of loss_fn."
-            )
-            found.append(Finding("error", message))
-        elif not jnp.issubdtype(leaf.dtype, jnp.floating):
-            message = f"params has {path!r} of dtype {leaf.dtype}, which is never trained. Convert it to train it."
-            found.append(Finding("note", message))
-        elif leaf.dtype.itemsize < 4:
-            message = (
-                f"params has {path!r} of dtype {leaf.dtype}. Updates far smaller than its values "
-                "are rounded away. Keep params in float32 and cast them in loss_fn."
-            )
-            found.append(Finding("warning", message))
+        if not _is_array(leaf):
+            findings.append(_about_no_array(path, leaf))
+        elif finding := _about_dtype(path, leaf):
+            findings.append(finding)
     for path in not_finite(params):
-        found.append(
-            Finding("error", f"params has NaN or infinite values in {path!r}. Initialise it again.")
+        message = f"params has NaN or infinite values in {path!r}. Initialise it again."
+        findings.append(Finding("error", message))
+    return findings
+
+
+_CLOSE = (
+    "Let loss_fn close over what is not trained (Equinox: eqx.partition(model, "
+    "eqx.is_inexact_array))."
+)
+
+
+def _about_no_array(path: str, leaf: Any) -> Finding:
+    message = f"params has {path!r} of type {type(leaf).__name__}, no array. "
+    if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool):
+        message += "To train it, convert it with jnp.asarray. "
+    return Finding("error", message + _CLOSE)
+
+
+def _about_dtype(path: str, leaf: Any) -> Finding | None:
+    """Returns the finding about an array whose dtype is not float32 or wider."""
+    if jnp.iscomplexobj(leaf):
+        message = (
+            f"params has the complex leaf {path!r}, which cannot be trained. Store its real "
+            "and imaginary part as two leaves and join them in loss_fn with jax.lax.complex, "
+            "or freeze it with `trainable`."
         )
-    return found
+        return Finding("error", message)
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        message = (
+            f"params has the random key {path!r}, which would be the same in every step. Split "
+            "it off (NNX: nnx.split(model, nnx.Param, ...)), and derive randomness from key= "
+            "of loss_fn."
+        )
+        return Finding("error", message)
+    if not _is_floating(leaf):
+        message = (
+            f"params has {path!r} of dtype {leaf.dtype}, which is never trained. Convert it to "
+            "train it."
+        )
+        return Finding("note", message)
+    if leaf.dtype.itemsize < 4:
+        message = (
+            f"params has {path!r} of dtype {leaf.dtype}. Updates far smaller than its values "
+            "are rounded away. Keep params in float32 and cast them in loss_fn."
+        )
+        return Finding("warning", message)
+    return None
 
 
-_CLOSE = "Let loss_fn close over what is not trained (Equinox: eqx.partition(model, eqx.is_inexact_array))."
-
-
-def _per_example(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+def _per_example(
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+) -> Callable[..., Any]:
     """Returns the loss of one example from a loss that is written for batches."""
 
     def loss(params: Any, example: Any, **keys: Any) -> Any:
-        out = loss_fn(params, jax.tree.map(lambda x: x[None], example), **keys)
-        value, aux = out if has_aux else (out, None)
-        return (jnp.reshape(value, ()), aux) if has_aux else jnp.reshape(value, ())
+        batch_of_one = jax.tree.map(lambda x: x[None], example)
+        result = loss_fn(params, batch_of_one, **keys)
+        if has_aux:
+            value, aux = result
+            return jnp.reshape(value, ()), aux
+        return jnp.reshape(result, ())
 
     return loss
 
 
-def _written_for_batches(f: ClippedGrad, params: Any, shapes: Any, key: Any) -> list[Finding]:
-    """Returns findings if the loss takes a batch and not one example."""
+def _returns_scalar(
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    params: Any,
+    shapes: Any,
+    key: Any,
+) -> bool:
+    """Returns whether a loss takes examples of these shapes, and returns one number."""
     keys = {} if key is None else {"key": key}
+    arrays, rebuild = _split(params)
 
-    def scalar(loss_fn: Callable[..., Any], shapes: Any = shapes) -> bool:
-        arrays, rebuild = _split(params)
-        try:
-            out = jax.eval_shape(lambda a, e: loss_fn(rebuild(a), e, **keys), arrays, shapes)
-        except (
-            Exception
-        ):  # Any error of the caller's loss means that it does not take these shapes.
-            return False
-        value = out[0] if f.has_aux and isinstance(out, tuple) else out
-        return isinstance(value, jax.ShapeDtypeStruct) and value.shape == ()
+    def loss(arrays: list[Any], example: Any) -> Any:
+        return loss_fn(rebuild(arrays), example, **keys)
+
+    try:
+        result = jax.eval_shape(loss, arrays, shapes)
+    except Exception:  # whatever the caller's loss raises, it does not take these shapes
+        return False
+    value = result[0] if has_aux and isinstance(result, tuple) else result
+    return isinstance(value, jax.ShapeDtypeStruct) and value.shape == ()
+
+
+def _written_for_batches(
+    f: ClippedGrad,
+    params: Any,
+    shapes: Any,
+    key: Any,
+) -> list[Finding]:
+    """Returns findings if the loss takes a batch and not one example."""
+
+    def accepts(shapes: Any) -> bool:
+        return _returns_scalar(f.loss_fn, f.has_aux, params, shapes, key)
+
+    def mixes(shapes: Any) -> bool:
+        # A row alone and a row of a batch draw different numbers, so they cannot be compared.
+        return key is None and _mixes(f, one, params, _made_up(shapes))
 
     one = _per_example(f.loss_fn, f.has_aux)
-    if not scalar(f.loss_fn) and not scalar(one):
+    if accepts(shapes):
+        return _looks_like_a_batch(shapes, accepts, mixes)
+    if not _returns_scalar(one, f.has_aux, params, shapes, key):
         return []
-    if scalar(f.loss_fn):
-        mixes = lambda rows: key is None and _mixes(f, one, params, _made_up(rows))  # noqa: E731
-        return _looks_like_a_batch(shapes, lambda shapes: scalar(f.loss_fn, shapes), mixes)
     message = (
         "loss_fn is written for a batch, not for ONE example without a batch axis. Pass a "
         "function that adds the axis: lambda params, example: loss_fn(params, jax.tree.map(lambda "
         "x: x[None], example)), followed by [0] if it returns one loss per example."
     )
-    found = [Finding("error", message)]
-    if key is None and _mixes(f, one, params, _made_up(shapes)):
-        found.append(Finding("error", _MIXED))
-    return found
+    findings = [Finding("error", message)]
+    if mixes(shapes):
+        findings.append(Finding("error", _MIXED))
+    return findings
 
 
 _MIXED = (
@@ -377,124 +437,171 @@ _MIXED = (
 
 
 def _looks_like_a_batch(
-    shapes: Any, accepts: Callable[[Any], bool], mixes: Callable[[Any], bool]
+    shapes: Any,
+    accepts: Callable[[Any], bool],
+    mixes: Callable[[Any], bool],
 ) -> list[Finding]:
+    """Returns a note if all leaves of an example have a leading axis of any length.
+
+    Args:
+      shapes: The shapes of the example.
+      accepts: Whether the loss takes an example of other shapes.
+      mixes: Whether it then depends on more than the losses along the leading axis.
+    """
     leaves = jax.tree.leaves(shapes)
-    sizes = {x.shape[:1] for x in leaves}
-    if len(leaves) < 2 or len(sizes) > 1 or sizes == {()}:
+    lengths = {x.shape[:1] for x in leaves}
+    if len(leaves) < 2 or len(lengths) > 1 or lengths == {()}:
         return []
     length = leaves[0].shape[0]
-
-    def of(*rows: int) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), x.dtype), shapes)
-
-    if not accepts(of(length + 1)):
+    if not accepts(_with_lead(shapes, length + 1)):
         return []
     message = (
         f"All leaves of example have a leading axis of {length}, and loss_fn accepts any length of "
         "it. If it is the axis of a batch, pass ONE example, and a loss_fn for one example."
     )
-    if accepts(of(1)) and accepts(of(3)) and mixes(of()):
+    # `mixes` compares a batch of three with its rows, each in a batch of one.
+    takes_both = accepts(_with_lead(shapes, 1)) and accepts(_with_lead(shapes, 3))
+    if takes_both and mixes(_with_lead(shapes)):
         message += f" In that case, {_MIXED}"
     return [Finding("note", message)]
 
 
-def _mixes(f: ClippedGrad, one: Callable[..., Any], params: Any, batch: Any) -> bool:
-    # Equal or zero weights can hide a dependence.
-    def moved(x: Any, seed: int) -> Any:
-        floating = isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
-        return (
-            x + 0.1 * np.random.default_rng(seed).normal(size=x.shape).astype(x.dtype)
-            if floating
-            else x
-        )
+def _mixes(
+    f: ClippedGrad,
+    one: Callable[..., Any],
+    params: Any,
+    batch: Any,
+) -> bool:
+    """Returns whether the loss of a batch is neither the mean nor the sum of losses of its rows.
 
+    Args:
+      f: The clipped gradient, whose loss takes a batch.
+      one: The loss of one row.
+      params: The parameters.
+      batch: A batch of three.
+    """
     leaves, structure = jax.tree.flatten(params)
-    arrays, rebuild = _split(
-        jax.tree.unflatten(structure, [moved(x, i) for i, x in enumerate(leaves)])
-    )
+    moved = [_moved(leaf, seed) for seed, leaf in enumerate(leaves)]
+    arrays, rebuild = _split(jax.tree.unflatten(structure, moved))
 
-    def value(loss_fn: Callable[..., Any], arrays: list[Any], examples: Any) -> jax.Array:
-        out = loss_fn(rebuild(arrays), examples)
-        return jnp.asarray(out[0] if f.has_aux else out, jnp.float32)
+    def value(
+        loss_fn: Callable[..., Any],
+        arrays: list[Any],
+        examples: Any,
+    ) -> jax.Array:
+        result = loss_fn(rebuild(arrays), examples)
+        return jnp.asarray(result[0] if f.has_aux else result, jnp.float32)
 
     @jax.jit
-    def both(arrays: list[Any], batch: Any) -> tuple[jax.Array, list[jax.Array]]:
-        examples = [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(3)]
-        return value(f.loss_fn, arrays, batch), [
-            value(one, arrays, example) for example in examples
-        ]
+    def losses(
+        arrays: list[Any],
+        batch: Any,
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        alone = []
+        for row in range(3):
+            example = jax.tree.map(lambda x, row=row: x[row], batch)
+            alone.append(value(one, arrays, example))
+        return value(f.loss_fn, arrays, batch), alone
 
-    together, alone = jax.tree.map(np.asarray, both(arrays, batch))
+    together, alone = jax.tree.map(np.asarray, losses(arrays, batch))
     expected = [np.stack(alone)] if together.ndim else [np.mean(alone), np.sum(alone)]
-    return not any(np.allclose(together, e, rtol=1e-3, atol=1e-5, equal_nan=True) for e in expected)
+    close = functools.partial(np.allclose, together, rtol=1e-3, atol=1e-5, equal_nan=True)
+    return not any(map(close, expected))
+
+
+def _moved(leaf: Any, seed: int) -> Any:
+    """Returns a leaf with noise. Equal or zero weights can hide that a loss mixes examples."""
+    if not isinstance(leaf, jax.Array | np.ndarray) or not _is_floating(leaf):
+        return leaf
+    noise = np.random.default_rng(seed).normal(size=leaf.shape)
+    return leaf + 0.1 * noise.astype(leaf.dtype)
 
 
 def _split(params: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Returns the arrays of params, and a function that puts others in their place."""
     leaves, structure = jax.tree.flatten(params)
-    arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | np.generic)]
+    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
-    def rebuild(values: list[Any]) -> Any:
-        given = dict(zip(arrays, values, strict=True))
-        return jax.tree.unflatten(structure, [given.get(i, x) for i, x in enumerate(leaves)])
+    def rebuild(arrays: list[Any]) -> Any:
+        rebuilt = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            rebuilt[place] = array
+        return jax.tree.unflatten(structure, rebuilt)
 
-    return [leaves[i] for i in arrays], rebuild
+    return [leaves[i] for i in places], rebuild
 
 
 def _check_plan(
-    f: ClippedGrad, params: Any, batch: Any, key: Any, leaves: list[LeafPlan]
+    f: ClippedGrad,
+    params: Any,
+    batch: Any,
+    key: Any,
+    leaves: list[LeafPlan],
 ) -> list[Finding]:
     """Returns the findings that follow from the program of the loss of one example."""
     arrays, rebuild = _split(params)
     keys = {} if key is None else {"key": key}
-    one = jax.tree.map(lambda x: x[0], batch)
-    program = jax.make_jaxpr(lambda a, e: f.loss_fn(rebuild(a), e, **keys))(arrays, one)
-    closed = [
-        x for x in program.consts if jnp.size(x) > 1 and jnp.issubdtype(x.dtype, jnp.floating)
-    ]
-    found = []
+    first = jax.tree.map(lambda x: x[0], batch)
+
+    def loss(arrays: list[Any], example: Any) -> Any:
+        return f.loss_fn(rebuild(arrays), example, **keys)
+
+    program = jax.make_jaxpr(loss)(arrays, first)
+    closed_over = [x for x in program.consts if jnp.size(x) > 1 and _is_floating(x)]
+    findings = []
     for leaf in leaves:
         if leaf.method == "no gradient":
             why = "does not use it, or stops its gradient"
-            if any(jnp.shape(x) == leaf.shape for x in closed):
+            if any(jnp.shape(x) == leaf.shape for x in closed_over):
                 why = "closes over an array of its shape, perhaps in place of the argument params"
             message = (
                 f"params has {leaf.path!r}, which gets no gradient but would get noise, because "
                 f"loss_fn {why}. Use it, or freeze it with `trainable`."
             )
-            found.append(Finding("warning", message))
+            findings.append(Finding("warning", message))
         elif leaf.rules == ("direct",) and leaf.bytes >= _LARGE:
             message = (
                 f"params has {leaf.path!r}, whose per-example gradients of {_in_words(leaf.bytes)} "
                 "are formed, because the loss uses it by an operation without a rule. Use a "
                 "matrix product, a convolution or a lookup, or a smaller physical batch."
             )
-            found.append(Finding("note", message))
-    if closed:
-        shapes = sorted({str(jnp.shape(x)) for x in closed})
+            findings.append(Finding("note", message))
+    if closed_over:
+        shapes = sorted({str(jnp.shape(x)) for x in closed_over})
         message = (
-            f"loss_fn closes over {len(closed)} floating arrays of the shapes "
+            f"loss_fn closes over {len(closed_over)} floating arrays of the shapes "
             f"{', '.join(shapes[:5])}. They are not trained. Move those that are weights into "
             "params."
         )
-        found.append(Finding("note", message))
-    return found
+        findings.append(Finding("note", message))
+    return findings
 
 
-def _check_values(f: ClippedGrad, params: Any, batch: Any, key: Any) -> list[Finding]:
+def _check_values(
+    f: ClippedGrad,
+    params: Any,
+    batch: Any,
+    key: Any,
+) -> list[Finding]:
     """Returns the findings of a run on made-up examples."""
     # The engines agree, and this one compiles fastest.
-    out = jax.device_get(dataclasses.replace(f, engine="vmap")(params, batch, key=key))
-    names = ("zeros", "ones", "uniform numbers")
-    bad = [name for name, norm in zip(names, out.norms, strict=True) if not np.isfinite(norm)]
-    nan = [name for name, loss in zip(names, out.losses, strict=True) if not np.isfinite(loss)]
-    if not bad and not nan:
+    by_vmap = dataclasses.replace(f, engine="vmap")
+    result = jax.device_get(by_vmap(params, batch, key=key))
+    bad_norms = _not_finite_of(result.norms)
+    bad_losses = _not_finite_of(result.losses)
+    if not bad_norms and not bad_losses:
         return []
-    what = "loss" if nan else "gradient"
+    what = "loss" if bad_losses else "gradient"
     message = (
-        f"The {what} is NaN or infinite on made-up examples of {', '.join(nan or bad)}. Such an "
+        f"The {what} is NaN or infinite on made-up examples of "
+        f"{', '.join(bad_losses or bad_norms)}. Such an "
         "example contributes nothing. Guard logarithms, roots and divisions against 0, also in "
         "branches that are not taken."
     )
     return [Finding("warning", message)]
+
+
+def _not_finite_of(values: np.ndarray) -> list[str]:
+    """Returns the names of the made-up examples whose value is NaN or infinite."""
+    names = ("zeros", "ones", "uniform numbers")
+    return [name for name, value in zip(names, values, strict=True) if not np.isfinite(value)]

@@ -1,5 +1,4 @@
-"""Which parameters scale and shift a normalised value. The program of the model shows them, names
-do not count.
+"""Which parameters scale and shift a normalised value, by the program of the model, not by names.
 
 A value is normalised if it is n = (x - a) r in one of two ways:
 
@@ -26,62 +25,67 @@ The walk follows how each value depends on earlier ones. It reads no number exce
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.extend.core as jex
 
-from jaxdp.transforms.walker import inner_program, scan_parts
+from jaxdp.transforms.jaxprs import inner_program, scan_parts
 
 Role = Literal["scale", "offset"]
 Statistics = Literal["own", "stored"]
 
-# Primitives that keep every number, at its place or at another.
+# Primitives that keep every number, up to its sign, at its place or at another.
 _MOVES = {
-    *(
-        "reshape",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-    ),
-    *(
-        "rev",
-        "neg",
-        "real",
-        "stop_gradient",
-        "reduce_precision",
-        "optimization_barrier",
-        "sharding_constraint",
-    ),
-    *("device_put", "pvary", "layout_constraint"),
+    "reshape",
+    "transpose",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "rev",
+    "neg",
+    "real",
+    "stop_gradient",
+    "reduce_precision",
+    "optimization_barrier",
+    "sharding_constraint",
+    "device_put",
+    "pvary",
+    "layout_constraint",
 }
+# Primitives whose result has a part of the numbers, or others beside them.
 _PARTS = {"slice", "dynamic_slice", "gather", "pad", "concatenate", "dynamic_update_slice"}
 _SUMS = {"reduce_sum", "reduce_window_sum", "psum"}
 _ELEMENTWISE = {
-    *(
-        "add",
-        "add_any",
-        "sub",
-        "mul",
-        "div",
-        "max",
-        "min",
-        "clamp",
-        "select_n",
-        "abs",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-    ),
-    *("log1p", "tanh", "logistic", "sqrt", "rsqrt", "square", "integer_pow", "pow"),
+    "add",
+    "add_any",
+    "sub",
+    "mul",
+    "div",
+    "max",
+    "min",
+    "clamp",
+    "select_n",
+    "abs",
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log1p",
+    "tanh",
+    "logistic",
+    "sqrt",
+    "rsqrt",
+    "square",
+    "integer_pow",
+    "pow",
 }
+# The exponents e of primitives that compute x**e.
 _POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5}
-# Primitives whose inside is not visible here.
+# Primitives whose inside is not visible here, by a part of their names.
 _OPAQUE = ("pallas_call", "ffi_call", "custom_call", "callback")
 
 
@@ -108,29 +112,49 @@ class Affine(NamedTuple):
 
 
 class _Parameter(NamedTuple):
-    """An elementwise function of one leaf, or of a slice of it."""
+    """An elementwise function of one leaf, or of a slice of it.
+
+    Attributes:
+      leaf: The number of the leaf.
+      own: Its dimensions before it was broadcast, without those of length one.
+    """
 
     leaf: int
-    own: tuple[int, ...]  # its dimensions before it was broadcast, without those of length one
+    own: tuple[int, ...]
 
 
 class _Stored(NamedTuple):
-    """A power of the root of a stored statistic."""
+    """A power of the root of a stored statistic, such as 1 / sqrt(variance + epsilon).
 
-    power: int  # 1 or -1
-    scale: _Parameter | None = None  # the parameter that multiplies it
-    shifted: bool = False  # whether another vector, such as a stored mean, multiplies it
+    Attributes:
+      power: 1 or -1.
+      scale: The parameter that multiplies it.
+      shifted: Whether another vector, such as a stored mean, multiplies it.
+    """
+
+    power: int
+    scale: _Parameter | None = None
+    shifted: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Constant:
-    """A value that does not depend on data."""
+    """A value that does not depend on data.
+
+    Attributes:
+      shape: Its shape.
+      leaves: The leaves that it depends on.
+      parameter: The one leaf of which it is an elementwise function.
+      plain: Whether it is an elementwise function of leaves and constants, not a statistic of one.
+      number: The number that all entries are known to be.
+      stored: What it is to the root of a stored statistic.
+    """
 
     shape: tuple[int, ...]
     leaves: frozenset[int] = frozenset()
     parameter: _Parameter | None = None
-    plain: bool = True  # an elementwise function of a leaf or a constant, not a statistic of one
-    number: float | None = None  # if all entries are known to be this number
+    plain: bool = True
+    number: float | None = None
     stored: _Stored | None = None
 
     @property
@@ -139,28 +163,48 @@ class _Constant:
 
 
 class _Fact(NamedTuple):
-    """What a value is to an earlier one, its origin x: a product of powers of x and of statistics
-    of x.
+    """What a value is to an earlier one, its origin x.
+
+    It is a product of powers of x and of statistics of x, times a scale, plus an offset.
+
+    Attributes:
+      degree: It grows with this power of x.
+      pointwise: Whether x is a factor itself, and not only statistics of x.
+      rooted: Whether a root of a sum of squares is a factor.
+      scale, offset: The parameters, if there are any.
+      centred: False while a value with stored statistics lacks its mean.
+      statistics: Whether it is normalised by its own statistics or by stored ones.
     """
 
-    degree: float  # it grows with this power of x
-    pointwise: bool  # whether x is a factor itself, and not only statistics of x
-    rooted: bool = False  # whether a root of a sum of squares is a factor
+    degree: float
+    pointwise: bool
+    rooted: bool = False
     scale: _Parameter | None = None
     offset: _Parameter | None = None
-    centred: bool = True  # False while a value with stored statistics lacks its mean
+    centred: bool = True
     statistics: Statistics = "own"
 
     @property
     def is_normalised(self) -> bool:
         return self.degree == 0 and self.rooted
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether it has neither a scale nor an offset."""
+        return self.scale is None and self.offset is None
+
 
 _Facts = Mapping[object, _Fact]
 
 
 class _Data:
-    """A value that depends on data. It is the origin of what is computed from it."""
+    """A value that depends on data. It is the origin of what is computed from it.
+
+    Attributes:
+      facts: What it is to each origin. To itself it is x^1.
+      last: The leaves of the last layer before it.
+      centred: Whether a vector without data was subtracted.
+    """
 
     def __init__(
         self,
@@ -170,8 +214,8 @@ class _Data:
         centred: bool = False,
     ):
         self.facts = {**(facts or {}), self: _Fact(1, pointwise=True)}
-        self.last = last  # the leaves of the last layer
-        self.centred = centred  # whether a vector without data was subtracted
+        self.last = last
+        self.centred = centred
 
 
 _Value = _Constant | _Data
@@ -184,28 +228,38 @@ def normalisation_leaves(program: jex.ClosedJaxpr, count: int) -> Affine:
       program: `jax.make_jaxpr(apply_fn)(params, images)`.
       count: The number of leaves of params, which are the first inputs. The others are data.
     """
-    shapes = [v.aval.shape for v in program.jaxpr.invars]
-    leaves = [_leaf(number, shape) for number, shape in enumerate(shapes[:count])]
+    inputs: list[_Value] = []
+    for number, variable in enumerate(program.jaxpr.invars):
+        is_leaf = number < count
+        inputs.append(_leaf(number, variable.aval.shape) if is_leaf else _Data())
     walk = _Walk({}, set())
-    outputs = walk.evaluate(program, [*leaves, *(_Data() for _ in shapes[count:])])
-    last = outputs[0].last if outputs and isinstance(outputs[0], _Data) else frozenset[int]()
+    outputs = walk.evaluate(program, inputs)
+    last = _last(*outputs[:1])
     return Affine(walk.uses, last, frozenset(walk.opaque))
 
 
 def _leaf(number: int, shape: Sequence[int]) -> _Constant:
-    return _Constant(tuple(shape), frozenset([number]), _Parameter(number, _long(shape)))
+    parameter = _Parameter(number, _long(shape))
+    return _Constant(tuple(shape), frozenset([number]), parameter)
 
 
 def _long(shape: Iterable[int]) -> tuple[int, ...]:
+    """Returns the dimensions that are longer than one."""
     return tuple(n for n in shape if n != 1)
 
 
 @dataclasses.dataclass
 class _Walk:
+    """A walk over the equations of a program, which collects the `uses` of leaves."""
+
     uses: dict[int, Use]
     opaque: set[int]
 
-    def evaluate(self, program: jex.ClosedJaxpr, inputs: Sequence[_Value]) -> list[_Value]:
+    def evaluate(
+        self,
+        program: jex.ClosedJaxpr,
+        inputs: Sequence[_Value],
+    ) -> list[_Value]:
         """Follows the equations of a program and of the programs inside."""
         jaxpr = program.jaxpr
         known: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -217,59 +271,74 @@ class _Walk:
         for eqn in jaxpr.eqns:
             results = self._results(eqn, [value(v) for v in eqn.invars])
             for result in results:
-                self._note(result)
+                if isinstance(result, _Data):
+                    self._note(result)
             known |= dict(zip(eqn.outvars, results, strict=True))
         return [value(v) for v in jaxpr.outvars]
 
-    def _note(self, value: _Value) -> None:
+    def _note(self, value: _Data) -> None:
         """Notes the scale and the offset of a normalised value."""
-        for fact in () if isinstance(value, _Constant) else value.facts.values():
-            if fact.is_normalised and fact.pointwise and fact.centred:
-                for role, parameter in (("scale", fact.scale), ("offset", fact.offset)):
-                    if parameter is not None:
-                        self.uses.setdefault(parameter.leaf, Use(role, fact.statistics))  # type: ignore[arg-type]
+        for fact in value.facts.values():
+            if not (fact.is_normalised and fact.pointwise and fact.centred):
+                continue
+            # A leaf that meets several values counts by its first one.
+            if fact.scale is not None:
+                self.uses.setdefault(fact.scale.leaf, Use("scale", fact.statistics))
+            if fact.offset is not None:
+                self.uses.setdefault(fact.offset.leaf, Use("offset", fact.statistics))
 
-    def _results(self, eqn: Any, operands: list[_Value]) -> list[_Value]:
-        name, shapes = eqn.primitive.name, [tuple(v.aval.shape) for v in eqn.outvars]
+    def _results(
+        self,
+        eqn: Any,
+        operands: list[_Value],
+    ) -> list[_Value]:
+        """Returns the values of the results of an equation."""
+        name = eqn.primitive.name
+        shapes = [tuple(v.aval.shape) for v in eqn.outvars]
+        constants = [x for x in operands if isinstance(x, _Constant)]
         if any(known in name for known in _OPAQUE):
-            self.opaque.update(*(x.leaves for x in operands if isinstance(x, _Constant)))
+            self.opaque.update(*(x.leaves for x in constants))
             return [_Data() for _ in shapes]
-        if (body := inner_program(name, eqn.params)) is not None:
+        body = inner_program(name, eqn.params)
+        if body is not None:
             return self.evaluate(body, operands)
         if name == "scan":
             return self._loop(eqn.params["jaxpr"], scan_parts(eqn, operands), shapes)
         if name == "while":
             first = eqn.params["cond_nconsts"]
             start = first + eqn.params["body_nconsts"]
-            return self._loop(
-                eqn.params["body_jaxpr"], (operands[first:start], operands[start:], []), shapes
-            )
-        if name == "cond":
-            every = [self.evaluate(branch, operands[1:]) for branch in eqn.params["branches"]]
-            return [_Data(last=_last(*results)) for results in zip(*every, strict=True)]
-        if all(isinstance(x, _Constant) for x in operands):
-            return [_constant(eqn, operands, shape) for shape in shapes]  # type: ignore[arg-type]
-        results = [_data(eqn, operands)] if len(shapes) == 1 else [_Data() for _ in shapes]
-        return list(results)
+            parts = (operands[first:start], operands[start:], list[_Value]())
+            return self._loop(eqn.params["body_jaxpr"], parts, shapes)
+        if name == "cond":  # which branch is taken is not known, so no fact is kept
+            branches = [self.evaluate(branch, operands[1:]) for branch in eqn.params["branches"]]
+            return [_Data(last=_last(*results)) for results in zip(*branches, strict=True)]
+        if len(constants) == len(operands):
+            return [_constant(eqn, constants, shape) for shape in shapes]
+        if len(shapes) == 1:
+            return [_data(eqn, operands)]
+        return [_Data() for _ in shapes]
 
     def _loop(
         self, body: jex.ClosedJaxpr, parts: Sequence[list[_Value]], shapes: Any
     ) -> list[_Value]:
         """Follows one iteration of a loop with (constants, carry, scanned arrays)."""
         constants, carry, scanned = parts
-        if all(isinstance(x, _Constant) for part in parts for x in part):
-            leaves = frozenset[int]().union(*(x.leaves for part in parts for x in part))  # type: ignore[union-attr]
+        operands = [*constants, *carry, *scanned]
+        without_data = [x for x in operands if isinstance(x, _Constant)]
+        if len(without_data) == len(operands):
+            leaves = frozenset[int]().union(*(x.leaves for x in without_data))
             return [_Constant(shape, leaves, plain=False) for shape in shapes]
+        # A carry is data, also if its first value is not. Later turns give it others.
         slices = [_slice(x) if isinstance(x, _Constant) else _Data() for x in scanned]
-        results = self.evaluate(body, [*constants, *(_Data() for _ in carry), *slices])
+        carries = [_Data() for _ in carry]
+        results = self.evaluate(body, [*constants, *carries, *slices])
         return [_Data(last=_last(x)) for x in results]
 
 
 def _literal(variable: Any) -> _Constant:
     shape = tuple(variable.aval.shape)
-    return _Constant(
-        shape, number=float(variable.val) if not shape and _is_real(variable) else None
-    )
+    is_number = not shape and _is_real(variable)
+    return _Constant(shape, number=float(variable.val) if is_number else None)
 
 
 def _is_real(variable: Any) -> bool:
@@ -278,34 +347,45 @@ def _is_real(variable: Any) -> bool:
 
 def _slice(x: _Constant) -> _Constant:
     """Returns a slice of a stacked array."""
-    parameter = x.parameter and _Parameter(x.parameter.leaf, _long(x.shape[1:]))
-    return dataclasses.replace(x, shape=x.shape[1:], parameter=parameter)
+    shape = x.shape[1:]
+    parameter = x.parameter and _Parameter(x.parameter.leaf, _long(shape))
+    return dataclasses.replace(x, shape=shape, parameter=parameter)
 
 
 def _last(*values: _Value) -> frozenset[int]:
+    """Returns the leaves of the last layers before values."""
     return frozenset[int]().union(*(x.last for x in values if isinstance(x, _Data)))
 
 
 # --- Values without data ---
 
 
-def _constant(eqn: jex.JaxprEqn, operands: list[_Constant], shape: tuple[int, ...]) -> _Constant:
-    name, leaves = eqn.primitive.name, frozenset[int]().union(*(x.leaves for x in operands))
+def _constant(
+    eqn: jex.JaxprEqn,
+    operands: list[_Constant],
+    shape: tuple[int, ...],
+) -> _Constant:
+    """Returns the result of an equation without data."""
+    name = eqn.primitive.name
+    leaves = frozenset[int]().union(*(x.leaves for x in operands))
     if name in _MOVES:
         return dataclasses.replace(operands[0], shape=shape)
     if name in _PARTS and operands:
-        own = operands[0].parameter
-        moved = own and _Parameter(own.leaf, _long(shape))
-        return _Constant(shape, leaves, moved, plain=operands[0].plain)
+        whole = operands[0].parameter
+        part = whole and _Parameter(whole.leaf, _long(shape))
+        return _Constant(shape, leaves, part, plain=operands[0].plain)
     if name not in _ELEMENTWISE:
         return _Constant(shape, leaves, plain=not leaves)
-    with_leaves = [x for x in operands if x.leaves]
-    parameter = with_leaves[0].parameter if len(with_leaves) == 1 else None
     stored = _stored(name, _exponent(eqn, operands), operands)
     if stored is not None and stored.shifted and name in ("add", "sub"):
         # offset - mean * r
-        (parameter,) = [x.parameter for x in operands if x.stored is None]
-    return _Constant(shape, leaves, parameter, all(x.plain for x in operands), stored=stored)
+        (offset,) = [x for x in operands if x.stored is None]
+        parameter = offset.parameter
+    else:
+        with_leaves = [x for x in operands if x.leaves]
+        parameter = with_leaves[0].parameter if len(with_leaves) == 1 else None
+    plain = all(x.plain for x in operands)
+    return _Constant(shape, leaves, parameter, plain, stored=stored)
 
 
 def _exponent(eqn: jex.JaxprEqn, operands: Sequence[_Value]) -> float | None:
@@ -317,27 +397,33 @@ def _exponent(eqn: jex.JaxprEqn, operands: Sequence[_Value]) -> float | None:
     return float(eqn.params["y"]) if name == "integer_pow" else _POWERS.get(name)
 
 
-def _stored(name: str, exponent: float | None, operands: list[_Constant]) -> _Stored | None:
+def _stored(
+    name: str,
+    exponent: float | None,
+    operands: list[_Constant],
+) -> _Stored | None:
     """Returns what the result of an elementwise operation is to the root of a stored statistic."""
-    first, second = operands[0], operands[-1]
     if exponent is not None:
-        if first.stored is not None:
-            return _Stored(-first.stored.power) if exponent == -1 else None
-        return _Stored(int(2 * exponent)) if abs(exponent) == 0.5 and first.is_vector else None
-    powers = [x for x in (first, second) if x.stored is not None]
-    if len(operands) != 2 or len(powers) != 1:
+        return _stored_power(operands[0], exponent)
+    if len(operands) != 2:
         return None
-    known, other = powers[0], second if powers[0] is first else first
-    stored = known.stored
+    first, second = operands
+    if first.stored is not None and second.stored is None:
+        root, other = first, second
+    elif second.stored is not None and first.stored is None:
+        root, other = second, first
+    else:
+        return None
+    stored = root.stored
     assert stored is not None
     if name in ("add", "sub"):
-        if stored.shifted:
+        if stored.shifted:  # offset - mean * r
             return stored if other.parameter is not None else None
         return stored if stored.power == 1 and not other.leaves else None  # root + epsilon
-    if name == "div" and known is second and stored.power == 1:
-        stored = _Stored(-1)
-    elif name == "max" and not other.leaves:
+    if name == "max" and not other.leaves:  # the smallest root that is allowed
         return stored
+    if name == "div" and root is second and stored.power == 1:
+        stored = _Stored(-1)
     elif name != "mul":
         return None
     if not other.is_vector:
@@ -347,11 +433,24 @@ def _stored(name: str, exponent: float | None, operands: list[_Constant]) -> _St
     return stored._replace(shifted=True)
 
 
+def _stored_power(x: _Constant, exponent: float) -> _Stored | None:
+    """Returns what x**exponent is to the root of a stored statistic.
+
+    For example, 1 / sqrt(variance) is the power -1, and so is the reciprocal of sqrt(variance).
+    """
+    if x.stored is not None:
+        return _Stored(-x.stored.power) if exponent == -1 else None
+    is_root = abs(exponent) == 0.5 and x.is_vector
+    return _Stored(int(2 * exponent)) if is_root else None
+
+
 # --- Values with data ---
 
 
 def _data(eqn: jex.JaxprEqn, operands: list[_Value]) -> _Value:
-    name, first = eqn.primitive.name, operands[0]
+    """Returns the result of an equation with data."""
+    name = eqn.primitive.name
+    first = operands[0]
     data = [x for x in operands if isinstance(x, _Data)]
     constants = [x for x in operands if isinstance(x, _Constant)]
     if name in _MOVES:
@@ -359,8 +458,11 @@ def _data(eqn: jex.JaxprEqn, operands: list[_Value]) -> _Value:
     if name in _SUMS:
         return _reduced(data[0])
     if name in _PARTS:
-        return _Data({k: f for k, f in data[0].facts.items() if not f.pointwise}, last=_last(*data))
-    if (exponent := _exponent(eqn, operands)) is not None and isinstance(first, _Data):
+        # Statistics of x are those of all of x, so they are not moved.
+        statistics = {k: fact for k, fact in data[0].facts.items() if not fact.pointwise}
+        return _Data(statistics, last=_last(*data))
+    exponent = _exponent(eqn, operands)
+    if exponent is not None and isinstance(first, _Data):
         return _Data(_powers(first.facts, exponent))
     if name == "abs":
         return _Data(_powers(data[0].facts, 1))
@@ -370,44 +472,55 @@ def _data(eqn: jex.JaxprEqn, operands: list[_Value]) -> _Value:
         if len(data) == 2:
             return _product(data[0], data[1], 1 if name == "mul" else -1)
         if name == "div" and isinstance(first, _Constant):
-            return _scaled(_Data(_powers(data[0].facts, -1)), first, name="mul")
+            reciprocal = _Data(_powers(data[0].facts, -1))
+            return _scaled(reciprocal, first, name="mul")
         return _scaled(data[0], constants[0], name=name)
     if name in ("add", "sub", "add_any"):
         return _sum(*data) if len(data) == 2 else _shifted(data[0], constants[0])
-    if name in ("max", "min", "clamp", "select_n"):
-        return _chosen(
-            data if name != "select_n" else [x for x in data if x is not first], constants
-        )
+    if name == "select_n":  # the first operand selects among the others
+        return _one_of([x for x in data if x is not first], constants)
+    if name in ("max", "min", "clamp"):
+        return _one_of(data, constants)
     return _Data()
+
+
+def _bare(facts: _Facts) -> dict[object, _Fact]:
+    """Returns the facts without a scale and an offset."""
+    return {origin: fact for origin, fact in facts.items() if fact.is_bare}
 
 
 def _powers(facts: _Facts, exponent: float) -> dict[object, _Fact]:
     """Returns the facts about a power. A root of a sum of squares makes them rooted."""
 
     def power(fact: _Fact) -> _Fact:
-        root = abs(exponent) == 0.5 and fact.degree == 2 and not fact.pointwise
-        return fact._replace(degree=fact.degree * exponent, rooted=fact.rooted or root)
+        is_root = abs(exponent) == 0.5 and fact.degree == 2 and not fact.pointwise
+        return fact._replace(degree=fact.degree * exponent, rooted=fact.rooted or is_root)
 
-    bare = {
-        origin: fact for origin, fact in facts.items() if fact.scale is None and fact.offset is None
-    }
-    return {origin: power(fact) for origin, fact in bare.items()}
+    return {origin: power(fact) for origin, fact in _bare(facts).items()}
 
 
 def _reduced(x: _Data) -> _Data:
     """Returns a sum over axes of a value."""
-    bare = {k: f for k, f in x.facts.items() if f.scale is None and f.offset is None and f.degree}
-    return _Data({k: f._replace(pointwise=False) for k, f in bare.items()}, last=x.last)
+    statistics = {}
+    for origin, fact in _bare(x.facts).items():
+        if fact.degree:
+            statistics[origin] = fact._replace(pointwise=False)
+    return _Data(statistics, last=x.last)
 
 
-def _contracted(eqn: jex.JaxprEqn, data: list[_Data], constants: list[_Constant]) -> _Data:
+def _contracted(
+    eqn: jex.JaxprEqn,
+    data: list[_Data],
+    constants: list[_Constant],
+) -> _Data:
     """Returns a product of matrices or a convolution."""
     if len(data) == 2:
         return _reduced(_product(data[0], data[1], 1))
     factor = constants[0]
-    if not factor.leaves:
+    if not factor.leaves:  # a constant matrix adds up entries, such as those of a group
         return _reduced(data[0])
-    if eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
+    is_product = eqn.primitive.name == "dot_general"
+    if is_product and not eqn.params["dimension_numbers"][0][0]:  # nothing is contracted
         return _scaled(data[0], factor, name="mul")
     return _Data(last=factor.leaves)
 
@@ -415,43 +528,49 @@ def _contracted(eqn: jex.JaxprEqn, data: list[_Data], constants: list[_Constant]
 def _product(a: _Data, b: _Data, sign: int) -> _Data:
     """Returns a b, or a / b with sign -1."""
     facts: dict[object, _Fact] = {}
-    for origin in a.facts.keys() & b.facts.keys():
-        one, other = a.facts[origin], b.facts[origin]
-        scales = [f.scale for f in (one, other) if f.scale is not None]
-        if (
-            one.offset is not None
-            or other.offset is not None
-            or len(scales) > 1
-            or (other.scale and sign < 0)
-        ):
+    for origin, one, other in _shared(a, b):
+        has_offset = one.offset is not None or other.offset is not None
+        two_scales = one.scale is not None and other.scale is not None
+        divides_by_scale = sign < 0 and other.scale is not None
+        if has_offset or two_scales or divides_by_scale:
             continue
         facts[origin] = one._replace(
             degree=one.degree + sign * other.degree,
             pointwise=one.pointwise or other.pointwise,
             rooted=one.rooted or other.rooted,
-            scale=scales[0] if scales else None,
+            scale=one.scale or other.scale,
         )
-    normalised = [f for f in facts.values() if f.is_normalised and f.scale is not None]
-    return _Data(facts, last=frozenset(f.scale.leaf for f in normalised if f.scale is not None))
+    last = set()
+    for fact in facts.values():
+        if fact.is_normalised and fact.scale is not None:
+            last.add(fact.scale.leaf)
+    return _Data(facts, last=frozenset(last))
 
 
 def _sum(a: _Data, b: _Data) -> _Data:
+    """Returns a + b, or a - b."""
     facts: dict[object, _Fact] = {}
-    for origin in a.facts.keys() & b.facts.keys():
-        one, other = a.facts[origin], b.facts[origin]
-        offsets = [f.offset for f in (one, other) if f.offset is not None]
-        if (
-            one.degree != other.degree
-            or _leaf_of(one.scale) != _leaf_of(other.scale)
-            or len(offsets) > 1
-        ):
+    for origin, one, other in _shared(a, b):
+        scales_differ = _leaf_of(one.scale) != _leaf_of(other.scale)
+        two_offsets = one.offset is not None and other.offset is not None
+        if one.degree != other.degree or scales_differ or two_offsets:
             continue
         facts[origin] = one._replace(
             pointwise=one.pointwise or other.pointwise,
             rooted=one.rooted and other.rooted,
-            offset=offsets[0] if offsets else None,
+            offset=one.offset or other.offset,
         )
     return _Data(facts, last=a.last | b.last)
+
+
+def _shared(
+    a: _Data,
+    b: _Data,
+) -> Iterator[tuple[object, _Fact, _Fact]]:
+    """Yields (origin, fact of a, fact of b) for the origins of both."""
+    for origin, fact in a.facts.items():
+        if origin in b.facts:
+            yield origin, fact, b.facts[origin]
 
 
 def _leaf_of(parameter: _Parameter | None) -> int | None:
@@ -459,18 +578,28 @@ def _leaf_of(parameter: _Parameter | None) -> int | None:
 
 
 def _scaled(x: _Data, factor: _Constant, *, name: str) -> _Data:
-    """Returns x times a value without data, or x divided by it."""
+    """Returns x times a value without data ("mul"), or x divided by it ("div")."""
     last = x.last | factor.leaves
     stored = factor.stored
-    if stored is not None and not stored.shifted and stored.power == (-1 if name == "mul" else 1):
-        made = _Fact(0, True, True, scale=stored.scale, centred=x.centred, statistics="stored")
-        return _Data({x: made}, last=last)
-    if not factor.leaves or (factor.parameter is not None and not factor.parameter.own):
+    power = -1 if name == "mul" else 1
+    if stored is not None and not stored.shifted and stored.power == power:
+        fact = _Fact(
+            degree=0,
+            pointwise=True,
+            rooted=True,
+            scale=stored.scale,
+            centred=x.centred,
+            statistics="stored",
+        )
+        return _Data({x: fact}, last=last)
+    is_temperature = factor.parameter is not None and not factor.parameter.own
+    if not factor.leaves or is_temperature:
         return _Data(x.facts, last=last, centred=x.centred)
     if factor.parameter is None or name == "div":
         return _Data(last=last)
-    free = {k: f for k, f in x.facts.items() if f.scale is None and f.offset is None}
-    facts = {k: f._replace(scale=factor.parameter) for k, f in free.items()}
+    facts = {}
+    for origin, fact in _bare(x.facts).items():
+        facts[origin] = fact._replace(scale=factor.parameter)
     return _Data(facts, last=last, centred=x.centred)
 
 
@@ -478,20 +607,26 @@ def _shifted(x: _Data, term: _Constant) -> _Data:
     """Returns x plus or minus a value without data."""
     if term.number == 0:
         return x
-    folded = term.stored is not None and term.stored.shifted  # offset - mean * r
+    has_mean = term.stored is not None and term.stored.shifted  # offset - mean * r
     facts: dict[object, _Fact] = {}
     for origin, fact in x.facts.items():
         if fact.is_normalised:
             if _fits(fact, term.parameter):
-                facts[origin] = fact._replace(offset=term.parameter, centred=fact.centred or folded)
-        elif not term.leaves and (not fact.pointwise or (fact.degree >= 2 and not term.shape)):
-            facts[origin] = fact  # a small number under a root
-    return _Data(facts, last=x.last | term.leaves, centred=term.is_vector and term.stored is None)
+                centred = fact.centred or has_mean
+                facts[origin] = fact._replace(offset=term.parameter, centred=centred)
+            continue
+        # A small number under a root, such as epsilon, keeps what the root is.
+        is_square = fact.degree >= 2 and not term.shape
+        if not term.leaves and (is_square or not fact.pointwise):
+            facts[origin] = fact
+    is_mean = term.is_vector and term.stored is None
+    return _Data(facts, last=x.last | term.leaves, centred=is_mean)
 
 
 def _fits(fact: _Fact, offset: _Parameter | None) -> bool:
-    """Returns whether a parameter can be the offset: it has the size of the scale, or is a
-    vector.
+    """Returns whether a parameter can be the offset.
+
+    It has the size of the scale, or is a vector if there is no scale.
     """
     if offset is None or fact.offset is not None:
         return False
@@ -500,13 +635,18 @@ def _fits(fact: _Fact, offset: _Parameter | None) -> bool:
     return math.prod(offset.own) == math.prod(fact.scale.own)
 
 
-def _chosen(data: Sequence[_Data], constants: Sequence[_Constant]) -> _Data:
-    """Returns one of several values at each place, such as a variance or the smallest that is
-    allowed.
+def _one_of(data: Sequence[_Data], constants: Sequence[_Constant]) -> _Data:
+    """Returns one of several values at each place.
+
+    An example is the larger one of a variance and the smallest that is allowed. What all values
+    are to an origin, the result is too.
     """
     if not data or any(x.leaves for x in constants):
         return _Data(last=_last(*data))
-    shared = set(data[0].facts).intersection(*(x.facts for x in data[1:]))
-    alike = {k for k in shared if len({x.facts[k] for x in data}) == 1}
-    facts = {k: data[0].facts[k] for k in alike if not data[0].facts[k].pointwise}
+    first = data[0]
+    facts: dict[object, _Fact] = {}
+    for origin, fact in first.facts.items():
+        is_shared = all(x.facts.get(origin) == fact for x in data)
+        if is_shared and not fact.pointwise:
+            facts[origin] = fact
     return _Data(facts, last=_last(*data))

@@ -19,27 +19,31 @@ def not_finite(params: Any) -> list[str]:
 
 
 def check_finite(params: Any, *, argument: str = "params") -> None:
-    """Raises ValueError that names the leaves with NaN or infinities. The parameters must be public
-    or released.
+    """Raises ValueError that names the leaves with NaN or infinities.
+
+    The parameters must be public or released.
     """
-    if paths := not_finite(params):
-        shown = ", ".join(map(repr, paths[:3])) + (
-            f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-        )
-        raise ValueError(
-            f"{argument} has NaN or infinite values in {shown}. Nothing can be learned from them, "
-            "and nothing is spent. Initialise or load them again."
-        )
+    paths = not_finite(params)
+    if not paths:
+        return
+    names = ", ".join(map(repr, paths[:3]))
+    if len(paths) > 3:
+        names += f" and {len(paths) - 3} more"
+    raise ValueError(
+        f"{argument} has NaN or infinite values in {names}. Nothing can be learned from them, "
+        "and nothing is spent. Initialise or load them again."
+    )
 
 
 def _parts(leaf: Any) -> list[Any]:
+    """Returns the floating parts of a leaf that this process has, as arrays on the host."""
     if not jnp.issubdtype(getattr(leaf, "dtype", object), jnp.inexact):
         return []
-    if isinstance(leaf, jax.Array):
-        return [
-            jax.device_get(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0
-        ]
-    return [leaf]
+    if not isinstance(leaf, jax.Array):
+        return [leaf]
+    # A replicated array has the same values in each replica.
+    shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    return [jax.device_get(shard.data) for shard in shards]
 
 
 def _finite(array: Any) -> bool:

@@ -13,6 +13,9 @@ import jax
 import jax.extend.core as jex
 from jax import lax
 
+from jaxdp.transforms.jaxprs import with_equations
+
+# Primitives that multiply floats in the precision of a parameter.
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
 
 
@@ -24,6 +27,7 @@ def in_full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def precise(*args: Any) -> Any:
+        # The setting reaches the products that `jnp` and rules of derivatives add.
         with jax.default_matmul_precision("highest"):
             program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         closed = jex.ClosedJaxpr(with_equations(program.jaxpr, _precise), program.consts)
@@ -34,24 +38,8 @@ def in_full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _precise(eqn: Any) -> Any:
+    """Returns an equation whose product asks for full precision, also if the function does not."""
     if eqn.primitive.name not in _PRODUCTS:
         return eqn
-    return eqn.replace(params={**eqn.params, "precision": (lax.Precision.HIGHEST,) * 2})
-
-
-def with_equations(jaxpr: jex.Jaxpr, change: Callable[[Any], Any]) -> jex.Jaxpr:
-    """Replaces each equation of a jaxpr and of its inner programs by `change(equation)`."""
-
-    def inner(value: Any) -> Any:
-        if isinstance(value, jex.ClosedJaxpr):
-            return jex.ClosedJaxpr(with_equations(value.jaxpr, change), value.consts)
-        if type(value) is tuple:  # not a named one, such as the numbers of a convolution
-            return tuple(map(inner, value))
-        return with_equations(value, change) if isinstance(value, jex.Jaxpr) else value
-
-    def changed(eqn: Any) -> Any:
-        params = {name: inner(value) for name, value in eqn.params.items()}
-        return change(eqn.replace(params=params))
-
-    replaced: jex.Jaxpr = jaxpr.replace(eqns=list(map(changed, jaxpr.eqns)))
-    return replaced
+    both_operands = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+    return eqn.replace(params={**eqn.params, "precision": both_operands})

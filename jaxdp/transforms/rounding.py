@@ -45,15 +45,18 @@ _OTHERS = 8
 
 def root(squares: jax.Array) -> jax.Array:
     """Returns the square root, with the derivative 0 where it is 0, and 0 of negative numbers."""
-    positive = squares > 0
-    return jnp.where(
-        positive, jnp.sqrt(jnp.where(positive, squares, 1)), jnp.minimum(squares, 0) * 0
-    )
+    is_positive = squares > 0
+    # The derivative of sqrt is infinite at 0, and would pass through the outer `where` as NaN.
+    roots = jnp.sqrt(jnp.where(is_positive, squares, 1))
+    return jnp.where(is_positive, roots, jnp.minimum(squares, 0) * 0)  # NaN stays NaN
 
 
-def covered(squares: jax.Array, spread: jax.Array, error: jax.Array) -> jax.Array:
-    """Returns the squared norm to report for a gradient whose squared norm was computed as
-    `squares`.
+def covered(
+    squares: jax.Array,
+    spread: jax.Array,
+    error: jax.Array,
+) -> jax.Array:
+    """Returns the squared norm to report for a gradient.
 
     Args:
       squares: The squared norm as computed. The exact one is at most `squares + spread`.
@@ -69,8 +72,11 @@ def eps(dtype: Any) -> float:
 
 
 def of_sum(terms: int, dtype: Any) -> float:
-    """Returns (T + 8) eps: the rounding of an entry of a contribution, relative to the sum of
-    absolute terms.
+    """Returns (T + 8) eps, the rounding of an entry relative to the sum of its absolute terms.
+
+    Args:
+      terms: T, the number of terms.
+      dtype: The dtype of the sum.
     """
     return (terms + _OTHERS) * eps(dtype)
 

@@ -1,5 +1,4 @@
-"""Values on several devices: those that differ inside a `jax.shard_map`, and those on meshes of
-type Explicit.
+"""Values on several devices, inside of a `jax.shard_map` and on meshes of type Explicit.
 
 Under `check_vma=True`, the default, JAX tracks over which mesh axes a value varies. Under
 `check_vma=False` it does not, and these functions report every value as equal on all devices.
@@ -26,29 +25,33 @@ def manual_axes() -> frozenset[str]:
 
 
 def auto_devices() -> int:
-    """Returns how many devices of the mesh in context divide the work by themselves, 1 without a
-    mesh.
-    """
+    """Returns among how many devices of the mesh in context XLA divides work, 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in mesh.auto_axes)
 
 
 def varying_axes(*values: Any) -> frozenset[str]:
     """Returns the mesh axes over which any of the arrays varies."""
-    found: frozenset[str] = frozenset()
+    axes: frozenset[str] = frozenset()
     for value in values:
-        kind = jax.typeof(value)
-        manual = getattr(kind, "manual_axis_type", None)  # `vma` before JAX 0.10.2
-        found |= getattr(kind, "vma", frozenset()) if manual is None else manual.varying
-    return found
+        array_type = jax.typeof(value)
+        manual = _manual_axis_type(array_type)
+        axes |= getattr(array_type, "vma", frozenset()) if manual is None else manual.varying
+    return axes
 
 
-def shape_like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Returns the type of an array [*shape] that varies over the mesh axes of `x`, for a kernel's
-    result.
-    """
-    manual = getattr(jax.typeof(x), "manual_axis_type", None)
-    # `vma` before JAX 0.10.2
+def _manual_axis_type(array_type: Any) -> Any:
+    """Returns what a type says of mesh axes, or None before JAX 0.10.2, which has `vma` instead."""
+    return getattr(array_type, "manual_axis_type", None)
+
+
+def shape_like(
+    x: jax.Array,
+    shape: tuple[int, ...],
+    dtype: Any,
+) -> jax.ShapeDtypeStruct:
+    """Returns the type of a kernel's result [*shape] that varies over the mesh axes of `x`."""
+    manual = _manual_axis_type(jax.typeof(x))
     varies = {"vma": varying_axes(x)} if manual is None else {"manual_axis_type": manual}
     return jax.ShapeDtypeStruct(shape, dtype, **varies)
 
@@ -64,14 +67,17 @@ def untracked_axes() -> frozenset[str]:
 
     They are those of a `jax.pmap`, and of a `jax.shard_map` with `check_vma=False`.
     """
+    # The index of a device along an axis varies over it, if JAX records that.
     return frozenset(
         axis for axis in manual_axes() if axis not in varying_axes(lax.axis_index(axis))
     )
 
 
-def collectives(jaxpr: Any, bound: frozenset[Any] = frozenset()) -> set[tuple[str, str]]:
-    """Returns (primitive, axis) of the equations that combine values along a named axis from
-    outside of a program.
+def collectives(
+    jaxpr: Any,
+    bound: frozenset[Any] = frozenset(),
+) -> set[tuple[str, str]]:
+    """Returns (primitive, axis) of what combines values along a named axis from outside.
 
     Such an axis belongs to an enclosing `jax.vmap(axis_name=)`, `jax.pmap` or `jax.shard_map`.
     Along an axis of a vmap, the place is counted too. A `jax.shard_map` inside of the program has
@@ -83,36 +89,34 @@ def collectives(jaxpr: Any, bound: frozenset[Any] = frozenset()) -> set[tuple[st
     """
     found: set[tuple[str, str]] = set()
     for eqn in jaxpr.eqns:
-        name, own = eqn.primitive.name, _bound_axes(eqn)
-        outside = _named_axes(eqn) - bound - own
-        local = manual_axes() if name in _LOCAL else frozenset()
-        found |= {(name, str(axis)) for axis in outside - local}
+        name = eqn.primitive.name
+        own_axes = _bound_axes(eqn)
+        outside = _named_axes(eqn) - bound - own_axes
+        if name in _LOCAL:
+            outside -= manual_axes()
+        found.update((name, str(axis)) for axis in outside)
         for inner in jex.jaxprs_in_params(eqn.params):
-            found |= collectives(inner, bound | own)
+            found |= collectives(inner, bound | own_axes)
     return found
 
 
 def _named_axes(eqn: Any) -> frozenset[Any]:
     """Returns the named axes among the parameters of an equation. Axes of an array are integers."""
-    values = [eqn.params.get(name, ()) for name in ("axes", "axis_name")]
-    flat = {
-        axis
-        for names in values
-        for axis in (names if isinstance(names, (tuple, list)) else (names,))
-    }
-    return frozenset(
-        axis for axis in flat if axis is not None and not isinstance(axis, int | np.integer)
-    )
+    axes: set[Any] = set()
+    for parameter in ("axes", "axis_name"):
+        value = eqn.params.get(parameter, ())
+        axes.update(value if isinstance(value, (tuple, list)) else (value,))
+    axes.discard(None)
+    return frozenset(axis for axis in axes if not isinstance(axis, int | np.integer))
 
 
 def _bound_axes(eqn: Any) -> frozenset[Any]:
-    """Returns the named axes that the inner program of an equation has, and its surroundings do
-    not.
-    """
+    """Returns the named axes that only the inner program of an equation has."""
     if eqn.primitive.name == "xla_pmap":
         return frozenset({eqn.params["axis_name"]})
     if eqn.primitive.name != "shard_map":
         return frozenset()
+    # The parameter has another name in older releases. None stands for all axes.
     axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
     return frozenset(eqn.params["mesh"].axis_names if axes is None else axes)
 
@@ -123,14 +127,18 @@ def spec_of(x: Any) -> PartitionSpec:
     return spec
 
 
-def automatic(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-    """Returns `function` with all Explicit mesh axes of its arguments as Auto axes inside, where
-    XLA divides the work.
+def automatic(
+    function: Callable[..., Any],
+    out_specs: Any,
+) -> Callable[..., Any]:
+    """Returns `function` with Explicit mesh axes of its arguments as Auto axes inside.
+
+    XLA divides the work along Auto axes.
 
     Args:
       function: A function of pytrees of arrays.
       out_specs: The specs of its result where an axis is Explicit, a prefix of the pytree of the
-          result.
+        result.
     """
 
     def call(*args: Any) -> Any:
@@ -138,8 +146,8 @@ def automatic(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any
         mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
         if mesh is None:
             return function(*args)
-        entered = not jax.sharding.get_abstract_mesh().empty
-        with contextlib.nullcontext() if entered else jax.sharding.use_abstract_mesh(mesh):
+        has_mesh = not jax.sharding.get_abstract_mesh().empty
+        with contextlib.nullcontext() if has_mesh else jax.sharding.use_abstract_mesh(mesh):
             return jax.sharding.auto_axes(function, out_sharding=out_specs)(*args)
 
     return call

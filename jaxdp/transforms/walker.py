@@ -21,31 +21,34 @@ so J^T of a sum may differ from the sum of every example's J^T.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import jax.ref
 from jax import lax
-from jax.interpreters import ad, batching, mlir
 
-from jaxdp.transforms import shards, sites
-from jaxdp.transforms.precision import with_equations
+from jaxdp.transforms import sites
+from jaxdp.transforms.jaxprs import (
+    CALLS,
+    REMATS,
+    bind_equation,
+    has_custom_vjp,
+    is_complex,
+    scan_layout,
+)
 
-# Primitives whose body replaces the call.
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+# These are in `jaxprs`, and are found here under their old names too.
+from jaxdp.transforms.jaxprs import called_program as called_program
+from jaxdp.transforms.jaxprs import forward_bytes as forward_bytes
+from jaxdp.transforms.jaxprs import scan_starts as scan_starts
+from jaxdp.transforms.taps import tapped
+
 # Primitives that only move entries. Their J is a permutation and keeps norms.
 MOVES = frozenset(
     {"transpose", "reshape", "squeeze", "expand_dims", "copy", "rev", "broadcast_in_dim"}
-)
-_REMATS = frozenset({"remat", "remat2", "checkpoint"})
-# Primitives that evaluate a body once, on all of their operands.
-_ONCE = (
-    _CALLS.keys()
-    | _REMATS
-    | {"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "shard_map"}
 )
 # Primitives by which scales and biases meet data. They broadcast scalars and axes of length one.
 _BROADCASTING = {"add": lax.add, "mul": lax.mul}
@@ -53,21 +56,24 @@ _BROADCASTING = {"add": lax.add, "mul": lax.mul}
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """The facts that the walker knows about a variable."""
+    """The facts that the walker knows about a variable.
 
-    data: bool  # whether it depends on the example
-    leaves: frozenset[int] = (
-        frozenset()
-    )  # trainable leaves that it depends on, tracked only while `data` is False
-    # For one leaf with moved entries: the leaf's axis of each dimension, or () after a reshape has
-    # mixed the axes. None if any other operation was applied to the leaf.
+    Attributes:
+      data: Whether it depends on the example.
+      leaves: The trainable leaves that it depends on. Only known while `data` is False.
+      source: For one leaf with moved entries, the leaf's axis of each dimension, or () after a
+        reshape has mixed the axes. None if any other operation was applied to the leaf.
+      sliced: For each enclosing scan, outermost first, whether it changes between iterations.
+    """
+
+    data: bool
+    leaves: frozenset[int] = frozenset()
     source: tuple[int, ...] | None = None
-    sliced: tuple[
-        bool, ...
-    ] = ()  # for each enclosing scan, outermost first, whether it changes between iterations
+    sliced: tuple[bool, ...] = ()
 
     @property
     def is_weight(self) -> bool:
+        """Whether it depends on trainable leaves and not on the example."""
         return not self.data and bool(self.leaves)
 
 
@@ -78,319 +84,183 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def is_complex(variable: Any) -> bool:
-    """Returns whether a variable of a jaxpr is complex."""
-    return jnp.issubdtype(variable.aval.dtype, jnp.complexfloating)
-
-
-def inner_program(name: str, params: Mapping[str, Any]) -> jex.ClosedJaxpr | None:
-    """Returns the program that a primitive calls once with all of its operands, or None."""
-    return called_program(params) if name in _ONCE else None
-
-
-def called_program(params: Mapping[str, Any]) -> jex.ClosedJaxpr:
-    """Returns the program among the parameters of a primitive that calls one."""
-    body = next(params[key] for key in ("jaxpr", "call_jaxpr", "call") if key in params)
-    return body if hasattr(body, "consts") else jex.ClosedJaxpr(body, ())
-
-
-def every_equation(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations of a jaxpr and of its inner programs."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jex.jaxprs_in_params(eqn.params):
-            yield from every_equation(inner)
-
-
-def forward_bytes(jaxpr: Any) -> int:
-    """Returns the bytes of all values that a jaxpr computes, those of a `scan` once for each
-    iteration.
-    """
-    total = 0
-    for eqn in jaxpr.eqns:
-        if inner := list(jex.jaxprs_in_params(eqn.params)):
-            total += eqn.params.get("length", 1) * sum(map(forward_bytes, inner))
-        else:
-            total += sum(v.aval.size * getattr(v.aval.dtype, "itemsize", 0) for v in eqn.outvars)
-    return total
-
-
-def scan_starts(body: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[int, int]:
-    """Returns the positions of the first carry and of the first scanned array among the operands of
-    a `scan`.
-
-    The parameters that say so differ between releases of JAX. In every release, constants come
-    first, and only scanned and stacked arrays have one axis more outside of the body than inside.
-
-    Args:
-      body: The closed jaxpr of one iteration.
-      operands, results: Arrays or shapes, those of the scan.
-    """
-
-    def unscanned(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-        return sum(len(x.shape) == len(v.aval.shape) for x, v in zip(outside, inside, strict=True))
-
-    first_x = unscanned(operands, body.jaxpr.invars)
-    return first_x - unscanned(results, body.jaxpr.outvars), first_x
-
-
-def _starts(scan: jex.JaxprEqn) -> tuple[int, int]:
-    operands, results = ([v.aval for v in variables] for variables in (scan.invars, scan.outvars))
-    return scan_starts(scan.params["jaxpr"], operands, results)
-
-
-def scan_parts(
-    scan: jex.JaxprEqn, operands: Sequence[Any]
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """Returns the operands of a `scan` as constants, initial carry, and scanned arrays."""
-    first_carry, first_x = _starts(scan)
-    return (
-        list(operands[:first_carry]),
-        list(operands[first_carry:first_x]),
-        list(operands[first_x:]),
-    )
-
-
-def _ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Computes `lax.ragged_dot` as one product of masked rows. JAX cannot batch the primitive."""
-    ends, sizes, row = jnp.cumsum(sizes)[None], sizes[None], jnp.arange(len(x))[:, None]
-    inside = (row >= ends - sizes) & (row < ends)
-    rows = jnp.where(inside[:, :, None], x[:, None], jnp.zeros((), x.dtype)).reshape(len(x), -1)
-    return rows @ w.reshape(-1, w.shape[-1])
-
-
-# Primitives that are replaced before a program is batched.
-_REPLACED = frozenset({"ragged_dot_general", "custom_vmap_call"})
-
-
-def batchable(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
-    """Returns the program that JAX itself batches, so that no example can see another one.
-
-    Each `lax.ragged_dot` becomes a product that JAX can batch. Each
-    `jax.custom_batching.custom_vmap` becomes its function of one example, because its own rule is a
-    function of the whole batch.
-    """
-
-    def called(function: Any, eqn: Any) -> Any:
-        (call,) = jax.make_jaxpr(jax.jit(function))(*(v.aval for v in eqn.invars)).jaxpr.eqns
-        return call.replace(invars=eqn.invars, outvars=eqn.outvars)
-
-    def changed(eqn: Any) -> Any:
-        if eqn.primitive.name == "custom_vmap_call":
-            return called(jex.jaxpr_as_fun(eqn.params["call"]), eqn)
-        if eqn.primitive.name != "ragged_dot_general":
-            return eqn
-        numbers, offset = eqn.params["ragged_dot_dimension_numbers"], eqn.params["group_offset"]
-        plain = (numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions), offset)
-        if plain != (
-            (((1,), (1,)), ((), ())),
-            (0,),
-            None,
-        ):  # another product of `lax.ragged_dot_general`
-            return eqn
-        return called(_ragged_dot, eqn)
-
-    if not any(eqn.primitive.name in _REPLACED for eqn in every_equation(jaxpr)):
-        return jaxpr
-    return with_equations(jaxpr, changed)
-
-
-def has_custom_vjp(eqn: Any) -> bool:
-    """Returns whether an equation is or contains a `jax.custom_vjp`."""
-    inner = (e for body in jex.jaxprs_in_params(eqn.params) for e in every_equation(body))
-    return any("custom_vjp" in e.primitive.name for e in (eqn, *inner))
-
-
-def _needs_a_tap(eqn: Any) -> bool:
-    """Returns whether weights need a tap before an equation although it has no data."""
-    return any(map(is_complex, eqn.outvars)) or has_custom_vjp(eqn)
-
-
-def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
-    """Returns the `source` of the output of a weight-only equation with one weight operand, or
-    None.
-    """
-    name, aval, out = eqn.primitive.name, eqn.invars[0].aval, eqn.outvars[0].aval
-    if value.source is None or len(eqn.invars) != 1:
-        return None
-    if name == "convert_element_type":
-        return value.source
-    if name == "transpose" and value.source:
-        return tuple(value.source[i] for i in eqn.params["permutation"])
-    if name in MOVES and math.prod(out.shape) == math.prod(aval.shape):
-        return ()
-    return None
+# --- Plans, and their evaluation ---
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Step:
     """One equation of a plan.
 
-    kind: "bind" evaluates it. "meet" applies a rule, since its one weight meets data. "tap"
-    evaluates it with a tap on each weight operand. "call", "remat" and "scan" walk its body.
+    Attributes:
+      kind: "bind" evaluates it. "meet" applies a rule, since its one weight meets data. "tap"
+        evaluates it with a tap on each weight operand. "call", "remat" and "scan" walk its body.
+      eqn: The equation.
+      without_data: Whether no operand depends on data.
+      weights: The operands that have a tap, which are weights. For "scan" only those that start a
+        carry.
+      inner: The plan of the body.
     """
 
-    kind: str
+    kind: Literal["bind", "meet", "tap", "call", "remat", "scan"]
     eqn: jex.JaxprEqn
     without_data: bool = False
-    weights: tuple[
-        int, ...
-    ] = ()  # operands that are weights, for "scan" only weights that start a carry
+    weights: tuple[int, ...] = ()
     inner: "Plan | None" = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The plan to evaluate a jaxpr with taps. `sites` lists every meeting point in order, with
-    inner programs.
+    """The plan to evaluate a jaxpr with taps.
+
+    Attributes:
+      jaxpr: The program.
+      consts: Its constants.
+      steps: Its equations.
+      sites: Every place where a weight meets data in order, with those of inner programs.
+      closing: Outputs that are weights and get a tap of their own.
+      outputs: What is known about the outputs.
+      loops: The lengths of the enclosing scans, outermost first.
     """
 
     jaxpr: jex.Jaxpr
     consts: tuple[Any, ...]
     steps: tuple[_Step, ...]
     sites: tuple[sites.Site, ...]
-    closing: tuple[int, ...]  # outputs that are weights and get a separate tap
+    closing: tuple[int, ...]
     outputs: tuple[Value, ...]
-    loops: tuple[int, ...]  # lengths of the enclosing scans
+    loops: tuple[int, ...]
 
-    def forward(self, args: Sequence[Any], taps: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Evaluates the program with `taps` added. Returns (outputs, records) with one record per
-        site.
+    def forward(
+        self,
+        args: Sequence[Any],
+        taps: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """Evaluates the program with `taps` added.
+
+        Returns:
+          The outputs, and one record per site.
         """
-        env, pending, records = self._bindings(args), iter(taps), list[Any]()
+        values = self._bindings(args)
+        pending = iter(taps)
+        records: list[Any] = []
         for step in self.steps:
-            operands = _read(env, step.eqn.invars)
-            if step.kind == "meet":
+            operands = _read(values, step.eqn.invars)
+            if step.kind == "meet":  # the tap is on the result
                 records.append(self.sites[len(records)].rule.record(operands))
-                env[step.eqn.outvars[0]] = _tapped(
-                    bind_equation(self.jaxpr, step.eqn, operands)[0], next(pending)
-                )
-                continue
-            for i in step.weights:
-                value, variable = _tapped(operands[i], next(pending)), step.eqn.invars[i]
-                for j, v in enumerate(
-                    step.eqn.invars
-                ):  # one tap serves both places of an operand that occurs twice
-                    if j == i or (step.kind == "tap" and v is variable):
-                        operands[j] = value
-                records.append(())
-            if step.inner is not None:
-                inner_taps = list(itertools.islice(pending, len(step.inner.sites)))
-                outs, inner_records = _forward_inner(step, step.inner, operands, inner_taps)
-                records += inner_records
-            elif step.kind == "tap" and step.eqn.primitive.name in _BROADCASTING:
-                shape = jnp.broadcast_shapes(*(x.shape for x in operands))
-                operands = [_broadcast(x, shape) for x in operands]
-                outs = [_BROADCASTING[step.eqn.primitive.name](*operands)]
+                (result,) = bind_equation(self.jaxpr, step.eqn, operands)
+                results = [tapped(result, next(pending))]
             else:
-                outs = bind_equation(self.jaxpr, step.eqn, operands)
-            env.update(zip(step.eqn.outvars, outs, strict=True))
-        outputs = _read(env, self.jaxpr.outvars)
+                operands = _tap_operands(step, operands, pending)
+                records += [()] * len(step.weights)  # the cotangent alone is the gradient
+                results, inner_records = self._evaluate(step, operands, pending)
+                records += inner_records
+            values.update(zip(step.eqn.outvars, results, strict=True))
+        outputs = _read(values, self.jaxpr.outvars)
         for index in self.closing:
-            outputs[index] = _tapped(outputs[index], next(pending))
+            outputs[index] = tapped(outputs[index], next(pending))
             records.append(())
         return outputs, records
 
-    def weights_program(self, leaves: Sequence[Any]) -> jex.ClosedJaxpr:
-        """Returns the program from the trainable leaves, the first arguments, to the values V_j of
-        all sites.
-        """
-        rest = [None] * (len(self.jaxpr.invars) - len(leaves))
-        return jax.make_jaxpr(lambda leaves: self.weights([*leaves, *rest])[0])(leaves)
+    def _evaluate(
+        self, step: _Step, operands: list[Any], pending: Iterator[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the results of a step, and the records of the sites inside of it."""
+        if step.inner is not None:
+            inner_taps = list(itertools.islice(pending, len(step.inner.sites)))
+            return _forward_inner(step, step.inner, operands, inner_taps)
+        name = step.eqn.primitive.name
+        if step.kind == "tap" and name in _BROADCASTING:
+            shape = jnp.broadcast_shapes(*(x.shape for x in operands))
+            operands = [_broadcast(x, shape) for x in operands]
+            return [_BROADCASTING[name](*operands)], []
+        return bind_equation(self.jaxpr, step.eqn, operands), []
 
-    def weights(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Computes (values V_j of all sites, outputs) in float32 or wider. Entries of `args` that
-        are data are ignored.
+    def weights_program(self, leaves: Sequence[Any]) -> jex.ClosedJaxpr:
+        """Returns the program from the trainable leaves to the values V_j of all sites.
+
+        Args:
+          leaves: The leaves, which are the first arguments of the program.
+        """
+        n_of_example = len(self.jaxpr.invars) - len(leaves)
+
+        def weights(leaves: Sequence[Any]) -> list[Any]:
+            values, _ = self.weights([*leaves, *[None] * n_of_example])
+            return values
+
+        return jax.make_jaxpr(weights)(leaves)
+
+    def weights(
+        self,
+        args: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """Computes (values V_j of all sites, outputs) in float32 or wider.
 
         Casts of weights to low precision are skipped, so that J^T sums in float32 under bf16
-        compute.
+        compute. Entries of `args` that are data are ignored, and outputs that are data are None.
         """
-        env, found = self._bindings(args), list[Any]()
+        values = self._bindings(args)
+        weights: list[Any] = []
         for step in self.steps:
-            operands = _read(env, step.eqn.invars)
-            found += [operands[i] for i in step.weights]
+            operands = _read(values, step.eqn.invars)
+            weights += [operands[i] for i in step.weights]
             if step.without_data:
-                env.update(
-                    zip(step.eqn.outvars, _bind_wide(self.jaxpr, step.eqn, operands), strict=True)
-                )
-            elif step.inner is not None and step.kind == "scan":
-                found += _weights_of_scan(step.eqn, step.inner, operands)
-            elif step.inner is not None:
-                inner_found, outs = step.inner.weights(operands)
-                found += inner_found
-                env.update(zip(step.eqn.outvars, outs, strict=True))
-        outputs = _read(env, self.jaxpr.outvars)
-        return found + [outputs[i] for i in self.closing], outputs
+                results = _bind_wide(self.jaxpr, step.eqn, operands)
+            elif step.inner is None:
+                continue
+            elif step.kind == "scan":  # all of its results are data
+                weights += _weights_of_scan(step.eqn, step.inner, operands)
+                continue
+            else:
+                inner_weights, results = step.inner.weights(operands)
+                weights += inner_weights
+            values.update(zip(step.eqn.outvars, results, strict=True))
+        outputs = _read(values, self.jaxpr.outvars)
+        weights += [outputs[i] for i in self.closing]
+        return weights, outputs
 
     def _bindings(self, args: Sequence[Any]) -> dict[Any, Any]:
-        return dict(
-            zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*self.consts, *args], strict=True)
-        )
+        variables = [*self.jaxpr.constvars, *self.jaxpr.invars]
+        return dict(zip(variables, [*self.consts, *args], strict=True))
 
 
-_tap = jex.Primitive("jaxdp_tap")
-_tap.def_impl(lambda x, tap: x)
-_tap.def_abstract_eval(lambda x, tap: x)
-mlir.register_lowering(_tap, mlir.lower_fun(lambda x, tap: x, multiple_results=False))
+def _read(
+    values: dict[Any, Any],
+    variables: Sequence[Any],
+) -> list[Any]:
+    """Reads variables.
 
-
-def _tapped(x: Any, tap: jax.Array) -> jax.Array:
-    """Returns x + tap for a tap of zeros [1, ...]. It reads no tap, so none takes memory."""
-    tapped: jax.Array = _tap.bind(x, tap)
-    return tapped
-
-
-def _tap_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    x, _ = primals
-    of_x, of_tap = tangents
-    if isinstance(of_tap, ad.Zero):
-        return x, of_x
-    of_tap = shards.vary(of_tap.reshape(x.shape), shards.varying_axes(x))
-    return x, of_tap if isinstance(of_x, ad.Zero) else of_x + of_tap
-
-
-ad.primitive_jvps[_tap] = _tap_tangents
-batching.primitive_batchers[_tap] = lambda args, axes: (args[0], axes[0])
-
-
-def _read(env: dict[Any, Any], variables: Sequence[Any]) -> list[Any]:
-    """Reads variables. An unbound variable reads as None, which means data while weights are
-    evaluated.
+    While weights are evaluated, data have no value. Such a variable reads as None.
     """
-    return [v.val if isinstance(v, jex.Literal) else env.get(v) for v in variables]
+    return [v.val if isinstance(v, jex.Literal) else values.get(v) for v in variables]
 
 
-def restricted(program: jex.ClosedJaxpr, results: Sequence[int]) -> jex.ClosedJaxpr:
-    """Returns the program of some results, without the equations that they do not need."""
-    outvars, eqns = [program.jaxpr.outvars[j] for j in results], list[Any]()
-    needed = set(map(id, outvars))
-    for eqn in reversed(program.jaxpr.eqns):
-        if not needed.isdisjoint(map(id, eqn.outvars)):
-            eqns.append(eqn)
-            needed.update(map(id, eqn.invars))
-    return jex.ClosedJaxpr(program.jaxpr.replace(outvars=outvars, eqns=eqns[::-1]), program.consts)
+def _tap_operands(
+    step: _Step,
+    operands: list[Any],
+    pending: Iterator[Any],
+) -> list[Any]:
+    """Returns the operands of a step, with the next taps on those that are weights."""
+    result = list(operands)
+    for i in step.weights:
+        variable = step.eqn.invars[i]
+        value = tapped(result[i], next(pending))
+        result[i] = value
+        if step.kind == "tap":
+            # One tap serves all places of an operand that occurs twice.
+            for j, other in enumerate(step.eqn.invars):
+                if other is variable:
+                    result[j] = value
+    return result
 
 
-def bind_equation(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation as a separate program, because JAX has no public interface to bind its
-    primitive.
-    """
-    given = {
-        v: x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, jex.Literal)
-    }
-    program = jaxpr.replace(
-        constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects
-    )
-    results: list[Any] = jex.jaxpr_as_fun(jex.ClosedJaxpr(program, ()))(*given.values())
-    return results
+def _broadcast(
+    x: jax.Array,
+    shape: tuple[int, ...],
+) -> jax.Array:
+    """Broadcasts a scalar, or an array to a shape of the same rank.
 
-
-def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts a scalar, or an array to a shape of the same rank. The transpose sums over no axis
-    of length one.
-
-    The loss of one example has such an axis in place of a model's batch. Under vmap, XLA on CPU is
-    up to ten times slower if a sum includes this axis.
+    The transpose sums over no axis of length one. The loss of one example has such an axis in place
+    of a model's batch. Under vmap, XLA on CPU is up to ten times slower if a sum includes it.
     """
     if x.shape == shape:
         return x
@@ -403,66 +273,82 @@ def _widen(x: Any) -> Any:
     return x.astype(sites.wide_dtype(x)) if _is_float(x) else x
 
 
-def _bind_wide(jaxpr: jex.Jaxpr, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+def _bind_wide(
+    jaxpr: jex.Jaxpr,
+    eqn: Any,
+    operands: Sequence[Any],
+) -> list[Any]:
     """Evaluates an equation without data, with floats in float32 or wider."""
-    operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands]
-    if (
-        eqn.primitive.name == "convert_element_type"
-        and _is_float(operands[0])
-        and _is_float(eqn.outvars[0].aval)
-    ):
-        return [operands[0].astype(sites.wide_dtype(eqn.outvars[0].aval))]
-    if eqn.primitive.name in MOVES:
-        return [_widen(x) for x in bind_equation(jaxpr, eqn, operands)]
-    declared = [
-        x.astype(v.aval.dtype) if _is_float(x) else x
-        for x, v in zip(operands, eqn.invars, strict=True)
-    ]
-    return [_widen(x) for x in bind_equation(jaxpr, eqn, declared)]
+    arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands]
+    if eqn.primitive.name == "convert_element_type":
+        to = eqn.outvars[0].aval
+        if _is_float(arrays[0]) and _is_float(to):
+            return [arrays[0].astype(sites.wide_dtype(to))]
+    if eqn.primitive.name not in MOVES:
+        # Other primitives may demand operands of equal dtype, so they get those of the program.
+        pairs = zip(arrays, eqn.invars, strict=True)
+        arrays = [x.astype(v.aval.dtype) if _is_float(x) else x for x, v in pairs]
+    return [_widen(x) for x in bind_equation(jaxpr, eqn, arrays)]
 
 
 def _forward_inner(
     step: _Step, inner: Plan, operands: list[Any], taps: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    params = step.eqn.params
+    """Evaluates the body of a step with taps. Returns (results, records)."""
     if step.kind == "call":
         return inner.forward(operands, taps)
-    if step.kind == "remat":
+    params = step.eqn.params
+    if step.kind == "remat":  # the values of the body are computed again, as the loss asks
         body = jax.checkpoint(
             inner.forward, prevent_cse=params["prevent_cse"], policy=params["policy"]
         )
         result: tuple[list[Any], list[Any]] = body(operands, taps)
         return result
-    first_carry, first_x = _starts(step.eqn)
+    first_carry, first_x = scan_layout(step.eqn)
+    constants = operands[:first_carry]
 
     def iterate(
-        carry: list[Any], xs: tuple[list[Any], list[Any]]
+        carry: list[Any],
+        xs: tuple[list[Any], list[Any]],
     ) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
-        outs, records = inner.forward([*operands[:first_carry], *carry, *xs[0]], xs[1])
-        return outs[: len(carry)], (outs[len(carry) :], records)
+        slices, inner_taps = xs
+        outputs, records = inner.forward([*constants, *carry, *slices], inner_taps)
+        return outputs[: len(carry)], (outputs[len(carry) :], records)
 
-    loop = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, (ys, records) = lax.scan(
-        iterate, operands[first_carry:first_x], (operands[first_x:], taps), **loop
-    )
-    return [*carry, *ys], records
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    start = operands[first_carry:first_x]
+    scanned = (operands[first_x:], taps)
+    carry, (stacked, records) = lax.scan(iterate, start, scanned, **options)
+    return [*carry, *stacked], records
 
 
-def _weights_of_scan(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any]) -> list[Any]:
-    """Returns the V_j inside a scan body: loop-invariant ones once, sliced ones stacked along a
-    leading axis.
+def _weights_of_scan(
+    eqn: jex.JaxprEqn,
+    inner: Plan,
+    operands: list[Any],
+) -> list[Any]:
+    """Returns the V_j inside a scan body.
+
+    Loop-invariant ones are computed once. Sliced ones are stacked along a leading axis.
     """
-    first_carry, first_x = _starts(eqn)
+    first_carry, first_x = scan_layout(eqn)
     # A carry changes after its initial value, so every carry is data inside the body.
-    operands = [None if first_carry <= i < first_x else x for i, x in enumerate(operands)]
-    in_axes = [0 if i >= first_x and x is not None else None for i, x in enumerate(operands)]
+    values = [None if first_carry <= i < first_x else x for i, x in enumerate(operands)]
+    in_axes = [0 if i >= first_x and x is not None else None for i, x in enumerate(values)]
     if not inner.sites or all(axis is None for axis in in_axes):
-        return inner.weights(operands)[0]
+        weights, _ = inner.weights(values)
+        return weights
     depth = len(inner.loops) - 1
     out_axes = [0 if site.sliced[depth] else None for site in inner.sites]
-    return jax.vmap(lambda xs: inner.weights(xs)[0], in_axes=(in_axes,), out_axes=out_axes)(
-        operands
-    )
+
+    def of_slices(values: list[Any]) -> list[Any]:
+        weights, _ = inner.weights(values)
+        return weights
+
+    return jax.vmap(of_slices, in_axes=(in_axes,), out_axes=out_axes)(values)
+
+
+# --- The analysis ---
 
 
 def make_plan(
@@ -480,115 +366,212 @@ def make_plan(
       close: Outputs that must not be weights. An output that is a weight gets a tap.
       loops: Lengths of the enclosing scans, outermost first.
     """
-    constant = Value(data=False, sliced=(False,) * len(loops))
-    known = dict.fromkeys(jaxpr.constvars, constant) | dict(zip(jaxpr.invars, inputs, strict=True))
-    steps: list[_Step] = []
-    found: list[sites.Site] = []
-
-    def look(variable: Any) -> Value:
-        return constant if isinstance(variable, jex.Literal) else known[variable]
-
-    def site(variable: Any, rule: Any = None, out: Any = None) -> sites.Site:
-        """Returns the site of the weight `variable`, with its tap at `out` if there is a rule, else
-        at the weight.
-        """
-        value, place, shape = look(variable), (out or variable).aval, tuple(variable.aval.shape)
-        rule = rule or sites.OnWeight(weight_shape=shape, cols=math.prod(shape))
-        tap = jax.ShapeDtypeStruct((*loops, *place.shape), place.dtype)
-        return sites.Site(rule, value.leaves, value.source, loops, value.sliced, tap)
-
+    walk = _Walk(jaxpr, inputs, loops)
     for eqn in jaxpr.eqns:
+        walk.add(eqn)
+    closing = tuple(i for i in close if walk.value(jaxpr.outvars[i]).is_weight)
+    # Their taps come last, as `Plan.forward` adds them.
+    walk.sites += [walk.site_on_weight(jaxpr.outvars[i]) for i in closing]
+    outputs = [walk.value(variable) for variable in jaxpr.outvars]
+    for i in closing:
+        outputs[i] = _DATA
+    return Plan(
+        jaxpr=jaxpr,
+        consts=tuple(consts),
+        steps=tuple(walk.steps),
+        sites=tuple(walk.sites),
+        closing=closing,
+        outputs=tuple(outputs),
+        loops=loops,
+    )
+
+
+class _Walk:
+    """A walk over the equations of a program, which collects its steps and sites."""
+
+    def __init__(
+        self,
+        jaxpr: jex.Jaxpr,
+        inputs: Sequence[Value],
+        loops: tuple[int, ...],
+    ):
+        self.steps: list[_Step] = []
+        self.sites: list[sites.Site] = []
+        self._loops = loops
+        self._constant = Value(data=False, sliced=(False,) * len(loops))
+        self._known = dict.fromkeys(jaxpr.constvars, self._constant)
+        self._known |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def value(self, variable: Any) -> Value:
+        """Returns what is known about a variable."""
+        return self._constant if isinstance(variable, jex.Literal) else self._known[variable]
+
+    def add(self, eqn: jex.JaxprEqn) -> None:
+        """Adds the step and the sites of the next equation."""
+        # A reference is read and written by later equations, which no operand shows.
         if any(isinstance(v.aval, jax.ref.AbstractRef) for v in eqn.outvars):
             raise NotImplementedError(
                 "loss_fn uses a mutable array (jax.new_ref), and the book-keeping engine cannot "
                 "follow weights through it. Write the loss without it, or use engine='vmap'."
             )
-        values = [look(v) for v in eqn.invars]
+        values = [self.value(v) for v in eqn.invars]
         weights = tuple(i for i, v in enumerate(values) if v.is_weight)
-        outs = (_DATA,) * len(eqn.outvars)
-        if eqn.primitive.name in _CALLS and weights:
-            body = eqn.params[_CALLS[eqn.primitive.name]]
-            inner = make_plan(body.jaxpr, body.consts, values, loops=loops)
-            step, outs = _Step("call", eqn, inner=inner), inner.outputs
-        elif not any(v.data for v in values) and not (weights and _needs_a_tap(eqn)):
-            step, outs = (
-                _Step("bind", eqn, without_data=True),
-                _outputs_without_data(eqn, values, loops),
-            )
-        elif not weights:
-            step = _Step("bind", eqn)
-        elif eqn.primitive.name in _REMATS:
-            inner = make_plan(eqn.params["jaxpr"], (), values, loops=loops)
-            step, outs = _Step("remat", eqn, inner=inner), inner.outputs
-        elif eqn.primitive.name == "scan":
-            step = _plan_scan(eqn, values, loops)
-            found += [site(eqn.invars[i]) for i in step.weights]
-        elif rule := _rule(eqn, weights):
-            step = _Step("meet", eqn, weights=weights)
-            found.append(site(eqn.invars[weights[0]], rule, eqn.outvars[0]))
+        step = self._step(eqn, values, weights)
+        if step.kind in ("call", "remat"):
+            assert step.inner is not None
+            outputs = step.inner.outputs
+        elif step.without_data:
+            outputs = _outputs_without_data(eqn, values, len(self._loops))
         else:
-            first = tuple(i for i in weights if eqn.invars[i] not in eqn.invars[:i])
-            step = _Step("tap", eqn, weights=first)
-            found += [site(eqn.invars[i]) for i in first]
+            outputs = (_DATA,) * len(eqn.outvars)
         if step.inner is not None:
-            found += step.inner.sites
-        steps.append(step)
-        known |= dict(zip(eqn.outvars, outs, strict=True))
+            self.sites += step.inner.sites
+        self.steps.append(step)
+        self._known |= dict(zip(eqn.outvars, outputs, strict=True))
 
-    closing = tuple(i for i in close if look(jaxpr.outvars[i]).is_weight)
-    found += [site(jaxpr.outvars[i]) for i in closing]
-    outputs = tuple(_DATA if i in closing else look(v) for i, v in enumerate(jaxpr.outvars))
-    return Plan(jaxpr, tuple(consts), tuple(steps), tuple(found), closing, outputs, loops)
+    def _step(
+        self,
+        eqn: jex.JaxprEqn,
+        values: list[Value],
+        weights: tuple[int, ...],
+    ) -> _Step:
+        """Decides how an equation is evaluated. Adds the sites of the equation itself."""
+        name = eqn.primitive.name
+        # A call without weights is one equation, so that custom rules inside of it are kept.
+        if name in CALLS and weights:
+            body = eqn.params[CALLS[name]]
+            inner = make_plan(body.jaxpr, body.consts, values, loops=self._loops)
+            return _Step("call", eqn, inner=inner)
+        has_data = any(v.data for v in values)
+        # Weights that become complex, or enter a custom_vjp, have their tap before that.
+        if not has_data and not (weights and _needs_a_tap(eqn)):
+            return _Step("bind", eqn, without_data=True)
+        if not weights:
+            return _Step("bind", eqn)
+        if name in REMATS:
+            inner = make_plan(eqn.params["jaxpr"], (), values, loops=self._loops)
+            return _Step("remat", eqn, inner=inner)
+        if name == "scan":
+            step = _plan_scan(eqn, values, self._loops)
+            self.sites += [self.site_on_weight(eqn.invars[i]) for i in step.weights]
+            return step
+        rule = _rule(eqn, weights)
+        if rule is not None:
+            (weight,) = weights
+            (result,) = eqn.outvars
+            self.sites.append(self._site(eqn.invars[weight], rule, tap_on=result))
+            return _Step("meet", eqn, weights=weights)
+        # A weight that occurs twice has one tap, at its first place.
+        first = tuple(i for i in weights if eqn.invars[i] not in eqn.invars[:i])
+        self.sites += [self.site_on_weight(eqn.invars[i]) for i in first]
+        return _Step("tap", eqn, weights=first)
+
+    def site_on_weight(self, variable: Any) -> sites.Site:
+        """Returns the site of a weight whose tap is on the weight itself."""
+        shape = tuple(variable.aval.shape)
+        rule = sites.OnWeight(weight_shape=shape, cols=math.prod(shape))
+        return self._site(variable, rule, tap_on=variable)
+
+    def _site(
+        self,
+        variable: Any,
+        rule: sites.Rule,
+        *,
+        tap_on: Any,
+    ) -> sites.Site:
+        value = self.value(variable)
+        shape = (*self._loops, *tap_on.aval.shape)
+        tap = jax.ShapeDtypeStruct(shape, tap_on.aval.dtype)
+        return sites.Site(rule, value.leaves, value.source, self._loops, value.sliced, tap)
 
 
-def _plan_scan(eqn: jex.JaxprEqn, values: Sequence[Value], loops: tuple[int, ...]) -> _Step:
-    first_carry, first_x = _starts(eqn)
-    inner_values = [
-        _DATA if v.data or first_carry <= i < first_x else _enter_loop(v, is_slice=i >= first_x)
-        for i, v in enumerate(values)
-    ]
+def _needs_a_tap(eqn: Any) -> bool:
+    """Returns whether weights need a tap before an equation although it has no data."""
+    return any(map(is_complex, eqn.outvars)) or has_custom_vjp(eqn)
+
+
+def _plan_scan(
+    eqn: jex.JaxprEqn,
+    values: Sequence[Value],
+    loops: tuple[int, ...],
+) -> _Step:
+    first_carry, first_x = scan_layout(eqn)
+    inner_values = []
+    for i, value in enumerate(values):
+        is_carry = first_carry <= i < first_x
+        if value.data or is_carry:
+            inner_values.append(_DATA)
+        else:
+            inner_values.append(_enter_loop(value, is_slice=i >= first_x))
     body = eqn.params["jaxpr"]
-    every = range(len(body.jaxpr.outvars))
     inner = make_plan(
-        body.jaxpr, body.consts, inner_values, close=every, loops=(*loops, eqn.params["length"])
+        body.jaxpr,
+        body.consts,
+        inner_values,
+        close=range(len(body.jaxpr.outvars)),  # so that carries and stacked results are data
+        loops=(*loops, eqn.params["length"]),
     )
-    tapped = tuple(i for i in range(first_carry, first_x) if values[i].is_weight)
-    return _Step("scan", eqn, weights=tapped, inner=inner)
+    starts = tuple(i for i in range(first_carry, first_x) if values[i].is_weight)
+    return _Step("scan", eqn, weights=starts, inner=inner)
 
 
 def _enter_loop(value: Value, *, is_slice: bool) -> Value:
-    # A slice of a stacked leaf lacks the leaf's leading axis, so () records only that entries were
-    # moved.
-    source = value.source if not is_slice or value.source is None else ()
+    source = value.source
+    if is_slice and source is not None:
+        # A slice of a stacked leaf lacks the leaf's leading axis, so () records only that entries
+        # were moved.
+        source = ()
     return dataclasses.replace(value, source=source, sliced=(*value.sliced, is_slice))
 
 
 def _outputs_without_data(
-    eqn: jex.JaxprEqn, values: Sequence[Value], loops: tuple[int, ...]
+    eqn: jex.JaxprEqn, values: Sequence[Value], n_loops: int
 ) -> tuple[Value, ...]:
-    sliced = tuple(any(v.sliced[d] for v in values) for d in range(len(loops)))
+    """Returns what is known about the outputs of an equation without data."""
+    sliced = tuple(any(v.sliced[depth] for v in values) for depth in range(n_loops))
     leaves = frozenset[int]().union(*(v.leaves for v in values))
     constant = Value(data=False, sliced=sliced)
+    # No gradient flows through a stopped gradient, or through integers and keys.
     if not leaves or eqn.primitive.name == "stop_gradient":
         return (constant,) * len(eqn.outvars)
-    weight = Value(data=False, leaves=leaves, source=_moved_axes(eqn, values[0]), sliced=sliced)
+    source = _moved_axes(eqn, values[0])
+    weight = Value(data=False, leaves=leaves, source=source, sliced=sliced)
     return tuple(weight if _is_float(v.aval) else constant for v in eqn.outvars)
 
 
-def _rule(eqn: jex.JaxprEqn, weights: tuple[int, ...]) -> Any:
-    """Returns the rule by which the weight operand of `eqn` meets data, or None. Rules exist for
-    real numbers only.
+def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
+    """Returns the `source` of the output of an equation without data.
+
+    For example, it is (1, 0) for the transpose of a matrix that is a leaf, () for the matrix
+    flattened, and None for its square.
+    """
+    if value.source is None or len(eqn.invars) != 1:
+        return None
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        return value.source
+    if name == "transpose" and value.source:
+        return tuple(value.source[i] for i in eqn.params["permutation"])
+    size_before = math.prod(eqn.invars[0].aval.shape)
+    size_after = math.prod(eqn.outvars[0].aval.shape)
+    return () if name in MOVES and size_before == size_after else None
+
+
+def _rule(
+    eqn: jex.JaxprEqn,
+    weights: tuple[int, ...],
+) -> sites.Rule | None:
+    """Returns the rule by which the weight operand of `eqn` meets data, or None.
+
+    Rules exist for real numbers only.
     """
     if any(map(is_complex, eqn.invars)):
         return None
-    if eqn.primitive.name == "dot_general" and len(weights) == 1:
+    name = eqn.primitive.name
+    if name == "dot_general" and len(weights) == 1:
         return sites.Dot.of(eqn, weights[0])
-    if (
-        eqn.primitive.name == "conv_general_dilated"
-        and weights == (1,)
-        and eqn.params["batch_group_count"] == 1
-    ):
-        return sites.Conv.of(eqn)
-    if eqn.primitive.name in ("gather", "dynamic_slice") and weights == (0,):
+    if name == "conv_general_dilated" and weights == (1,):
+        return sites.Conv.of(eqn) if eqn.params["batch_group_count"] == 1 else None
+    if name in ("gather", "dynamic_slice") and weights == (0,):
         return sites.Lookup.of(eqn)
     return None

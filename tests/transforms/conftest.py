@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdp.transforms import clipping
-from jaxdp.transforms.clipping import choose_method
+from jaxdp.transforms import clipped_sums, clipping
+from jaxdp.transforms.components import can_factor
+from jaxdp.transforms.method_costs import choose_method
 
 # Many small programs are compiled once each: LLVM's expensive passes would be most of the time.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -128,9 +129,7 @@ def assert_same_sum(
 def treatment(method: str, component: Any, size: int, keep: bool) -> str:
     """Returns what `method` does with a component: "factors", "keep" or "drop". An engine chooses
     by itself."""
-    if method in ("auto", "bookkeeping") or (
-        method == "factors" and not clipping.can_factor(component)
-    ):
+    if method in ("auto", "bookkeeping") or (method == "factors" and not can_factor(component)):
         return choose_method(component, size, keep)
     return method
 
@@ -146,7 +145,7 @@ def forced(method: str) -> Iterator[list[tuple[Any, int]]]:
         return treatment(method, component, size, keep)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clipping, "choose_method", pick)
+        patch.setattr(clipped_sums, "choose_method", pick)
         yield components
 
 

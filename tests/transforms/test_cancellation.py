@@ -17,7 +17,7 @@ import pytest
 from jax import lax
 
 import jaxdp
-from jaxdp.transforms import clipping
+from jaxdp.transforms import components
 
 LONG = bool(os.environ.get("JAXDP_SLOW"))
 METHODS = ("vmap", "factors", "keep", "drop")
@@ -241,7 +241,7 @@ def test_no_contribution_of_a_long_example_exceeds_the_bound(
 
 @pytest.mark.slow
 def test_a_fixed_floor_for_lookups_is_caught(oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clipping, "_ordered", lambda *column: column)
+    monkeypatch.setattr(components.TappedSite, "with_distinct_rows", lambda self: self)
     monkeypatch.setattr("jaxdp.transforms.rounding.of_sum", lambda terms, dtype: 1e-4)
     assert excess(lookup, 131_072, rising, "factors", oracle) > 1.3
 
@@ -250,5 +250,5 @@ def test_a_fixed_floor_for_lookups_is_caught(oracle: Any, monkeypatch: pytest.Mo
 def test_a_large_gain_that_is_formed_twice_is_caught(
     oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clipping, "_only_moves", lambda program: True)
+    monkeypatch.setattr(components, "_only_moves", lambda program: True)
     assert excess(computed, 512, paired, "drop", oracle) > 2

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxdp
-from jaxdp.transforms import clipping, opaque, rounding, walker
+from jaxdp.transforms import clipping, jaxprs, opaque, rounding, walker
 
 ENGINES = ("vmap", "bookkeeping", "auto")
 every_engine = pytest.mark.parametrize("engine", ENGINES)
@@ -901,7 +901,7 @@ def test_no_sum_of_the_backward_pass_includes_an_axis_of_length_one(
     def slow_sums() -> list[Any]:
         f = jaxdp.clipped_grad(loss, clip_norm=0.5, engine="bookkeeping")
         program = jax.make_jaxpr(lambda p: f(p, x).grads)(params).jaxpr
-        sums = [eqn for eqn in walker.every_equation(program) if eqn.primitive.name == "reduce_sum"]
+        sums = [eqn for eqn in jaxprs.every_equation(program) if eqn.primitive.name == "reduce_sum"]
         return [
             eqn
             for eqn in sums
@@ -1626,7 +1626,7 @@ def test_the_program_grows_in_proportion_to_the_depth() -> None:
             jax.ShapeDtypeStruct((3, 4), jnp.float32),
         )
         program = jax.make_jaxpr(jaxdp.clipped_grad(deep, clip_norm=1.0))(*shapes)
-        return sum(1 for _ in walker.every_equation(program.jaxpr))
+        return sum(1 for _ in jaxprs.every_equation(program.jaxpr))
 
     few, more, many = map(equations, (2, 4, 6))
     assert many - more == more - few

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from benchmarks import bench_programs, programs
-from jaxdp.transforms import clipping, sites
+from jaxdp.transforms import clipped_sums, clipping, method_costs, sites
 
 BATCH = 3
 
@@ -40,16 +40,16 @@ def test_large_programs_are_within_budget_and_small_ones_equal_vmap(
 ) -> None:
     """Gives the weights of the small program, in float64, the treatment that those of the large
     program get."""
-    entry, chosen, choose = programs.PROGRAMS[name], list[str](), clipping.choose_method
+    entry, chosen, choose = programs.PROGRAMS[name], list[str](), method_costs.choose_method
 
     def noted(*args: Any) -> str:
         chosen.append(choose(*args))
         return chosen[-1]
 
-    monkeypatch.setattr(clipping, "choose_method", noted)
+    monkeypatch.setattr(clipped_sums, "choose_method", noted)
     assert not over_budget(entry)
 
-    monkeypatch.setattr(clipping, "choose_method", lambda *args: chosen.pop(0))
+    monkeypatch.setattr(clipped_sums, "choose_method", lambda *args: chosen.pop(0))
     with (
         jax.enable_x64(True),
         jax.numpy_dtype_promotion("standard"),

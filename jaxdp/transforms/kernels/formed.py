@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxdp.transforms import shards
 from jaxdp.transforms.kernels import tiles
@@ -23,66 +22,81 @@ _STEP = 6_500
 _OVERHEAD = 220
 # Cycles in which squares of a tile of 8 x 128 entries are added, if the products take less.
 _SQUARES = 7
-_SUBLANES = 8
 _LONGEST = 4096
 
 
 class _Blocks(NamedTuple):
+    """The rows and columns of the gradient that one step forms, and the cycles of one example."""
+
     rows: int
     cols: int
-    cycles: float  # of one example
+    cycles: float
 
 
-def cycles(positions: int, rows: int, cols: int, itemsize: int = 2) -> float:
-    """Returns the estimated cycles of one example: of its products, of adding squares, or of
-    reading it.
+_NO_BLOCKS = _Blocks(0, 0, math.inf)
+
+
+def cycles(
+    positions: int,
+    rows: int,
+    cols: int,
+    itemsize: int = 2,
+) -> float:
+    """Returns the estimated cycles of one example.
+
+    They are those of its products, of adding squares, or of reading it.
     """
     return _blocks(positions, rows, cols, itemsize).cycles
 
 
 @functools.cache
-def _blocks(positions: int, rows: int, cols: int, itemsize: int) -> _Blocks:
-    """Returns the sizes of the blocks of one step: those of the least cost."""
+def _blocks(
+    positions: int,
+    rows: int,
+    cols: int,
+    itemsize: int,
+) -> _Blocks:
+    """Returns the blocks of the least cost, or `_NO_BLOCKS` if none fits."""
 
-    def block(block_rows: int, block_cols: int) -> _Blocks:
+    def cost(block_rows: int, block_cols: int) -> float:
         entries = tiles.padded(block_rows, tiles.PACKED) * tiles.padded(block_cols)
         products = tiles.padded(positions) * entries / tiles.PRODUCTS_PER_CYCLE
-        squares = _SQUARES * entries / (_SUBLANES * tiles.LANES)
+        squares = _SQUARES * entries / (tiles.SUBLANES * tiles.LANES)
         # The columns stay on the chip while all rows pass.
-        read = (
-            positions
-            * (block_rows + block_cols * block_rows / rows)
-            * itemsize
-            / tiles.BYTES_PER_CYCLE
-        )
+        features = block_rows + block_cols * block_rows / rows
+        read = positions * features * itemsize / tiles.BYTES_PER_CYCLE
         steps = (rows // block_rows) * (cols // block_cols)
-        return _Blocks(block_rows, block_cols, steps * max(products + _OVERHEAD, squares, read))
+        return steps * max(products + _OVERHEAD, squares, read)
 
-    pairs = itertools.product(tiles.parts(rows), tiles.parts(cols))
     most = _STEP * tiles.PRODUCTS_PER_CYCLE / tiles.padded(positions)
-    blocks = [block(*sides) for sides in pairs if sides[0] * sides[1] <= most]
-    return min(blocks, key=lambda one: one.cycles, default=_Blocks(0, 0, math.inf))
+    sides = itertools.product(tiles.parts(rows), tiles.parts(cols))
+    fitting = [_Blocks(r, c, cost(r, c)) for r, c in sides if r * c <= most]
+    return min(fitting, key=lambda one: one.cycles, default=_NO_BLOCKS)
 
 
 def _vmem(positions: int, blocks: _Blocks, itemsize: int) -> float:
+    """Returns the bytes that a step holds on the chip."""
     entries = tiles.padded(positions) * (blocks.rows + blocks.cols)
-    # Two buffers of the input, and what is multiplied. A product of 128 columns.
-    return entries * (2 * itemsize + 4) + 2 * blocks.rows * tiles.LANES * 4
+    read = entries * (2 * itemsize + 4)  # two buffers, and what is multiplied
+    return read + 2 * blocks.rows * tiles.LANES * 4  # a product of 128 columns, twice
 
 
-def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bool:
+def suits(
+    positions: int,
+    rows: int,
+    cols: int,
+    dtype: Any = jnp.bfloat16,
+) -> bool:
     """Returns whether `formed_norms` serves u [B, positions, rows] and w [B, positions, cols].
 
     It serves 8 to 4096 positions, 64 or more rows and columns, bfloat16 and float32. Many rows or
     columns must be a multiple of 128.
     """
-    kind = jnp.dtype(dtype)
-    if kind not in (jnp.bfloat16, jnp.float32) or min(rows, cols) < tiles.LEAST:
+    if not tiles.serves(rows, cols, dtype) or not 8 <= positions <= _LONGEST:
         return False
-    if not 8 <= positions <= _LONGEST:
-        return False
-    blocks = _blocks(positions, rows, cols, kind.itemsize)
-    return blocks.rows > 0 and tiles.fits(_vmem(positions, blocks, kind.itemsize))
+    itemsize = jnp.dtype(dtype).itemsize
+    blocks = _blocks(positions, rows, cols, itemsize)
+    return blocks != _NO_BLOCKS and tiles.fits(_vmem(positions, blocks, itemsize))
 
 
 def formed_norms(u: jax.Array, w: jax.Array) -> jax.Array:
@@ -109,6 +123,8 @@ def _sums(u: jax.Array, w: jax.Array) -> jax.Array:
     cols = w.shape[2]
     blocks = _blocks(positions, rows, cols, u.dtype.itemsize)
     vmem = _vmem(positions, blocks, u.dtype.itemsize)
+    tile = (tiles.SUBLANES, tiles.LANES)
+    # The axes of the grid are examples (i), and blocks of columns (b) and of rows (a).
     sums: jax.Array = pl.pallas_call(
         _kernel,
         grid=(size, cols // blocks.cols, rows // blocks.rows),
@@ -116,8 +132,8 @@ def _sums(u: jax.Array, w: jax.Array) -> jax.Array:
             pl.BlockSpec((1, positions, blocks.rows), lambda i, b, a: (i, 0, a)),
             pl.BlockSpec((1, positions, blocks.cols), lambda i, b, a: (i, 0, b)),
         ],
-        out_specs=pl.BlockSpec((1, _SUBLANES, tiles.LANES), lambda i, b, a: (i, 0, 0)),
-        out_shape=shards.shape_like(u, (size, _SUBLANES, tiles.LANES), jnp.float32),
+        out_specs=pl.BlockSpec((1, *tile), lambda i, b, a: (i, 0, 0)),
+        out_shape=shards.shape_like(u, (size, *tile), jnp.float32),
         compiler_params=tiles.compiler_params(vmem, 1, 2),
     )(u, w)
     return sums
@@ -131,25 +147,21 @@ def _kernel(u: Any, w: Any, sums: Any) -> None:
         sums[...] = jnp.zeros_like(sums)
 
     left = u[0].astype(jnp.bfloat16)
-    total = jnp.zeros((_SUBLANES, tiles.LANES), jnp.float32)
+    total = jnp.zeros((tiles.SUBLANES, tiles.LANES), jnp.float32)
     # The squares of some columns are added while the units multiply the next ones.
     for start in range(0, w.shape[2], tiles.LANES):
-        product = lax.dot_general(
-            left,
-            w[0, :, start : start + tiles.LANES].astype(jnp.bfloat16),
-            (((0,), (0,)), ((), ())),
-            precision=lax.Precision.DEFAULT,
-            preferred_element_type=jnp.float32,
-        )
+        columns = slice(start, start + tiles.LANES)
+        right = w[0, :, columns].astype(jnp.bfloat16)
+        product = tiles.product(left, right, (0, 0))
         total += _tile_of_sums(jnp.square(product))
     sums[0] += total
 
 
 def _tile_of_sums(x: jax.Array) -> jax.Array:
     """Returns sums over parts of x [p, q], as a tile [8, 128]."""
-    rows = [
-        tiles.padded(n, to) - n for n, to in zip(x.shape, (_SUBLANES, tiles.LANES), strict=True)
-    ]
-    x = jnp.pad(x, [(0, extra) for extra in rows])
-    tile_rows, tile_cols = x.shape[0] // _SUBLANES, x.shape[1] // tiles.LANES
-    return x.reshape(tile_rows, _SUBLANES, tile_cols, tiles.LANES).sum((0, 2))
+    extra_rows = tiles.padded(x.shape[0], tiles.SUBLANES) - x.shape[0]
+    extra_cols = tiles.padded(x.shape[1], tiles.LANES) - x.shape[1]
+    x = jnp.pad(x, [(0, extra_rows), (0, extra_cols)])
+    tile_rows = x.shape[0] // tiles.SUBLANES
+    tile_cols = x.shape[1] // tiles.LANES
+    return x.reshape(tile_rows, tiles.SUBLANES, tile_cols, tiles.LANES).sum((0, 2))

@@ -1,9 +1,9 @@
 """Squared norms of per-example gradients of dense layers by Gram matrices, on a TPU.
 
 For one example with the rows u_t [p] and w_t [q], let U = u u^T and W = w w^T, [T, T] each. Then
-||u^T w||^2 = sum_ts U_ts W_ts. The kernel holds U and W in the memory of the chip and writes sums of their entries.
-It computes the blocks on and above the diagonal, 128 columns at a time, because both matrices are
-symmetric.
+||u^T w||^2 = sum_ts U_ts W_ts. The kernel holds U and W in the memory of the chip and writes sums
+of their entries. It computes the blocks on and above the diagonal, 128 columns at a time, because
+both matrices are symmetric.
 """
 
 import functools
@@ -19,13 +19,15 @@ from jaxdp.transforms.kernels import tiles
 
 # Longer examples would need a loop over blocks, and `formed` is then cheaper for most layers.
 _LONGEST = 1024
-# Cycles of products in one step of the grid: at most, which bounds the size of the program, and
-# about at least.
-_STEP, _LEAST_STEP = 10_000, 1_500
+# The most cycles of products in one step of the grid. They bound the size of the program.
+_STEP = 10_000
+# Examples share a step until its products take about this many cycles, and up to a number.
+_LEAST_STEP = 1_500
 _EXAMPLES = 8
-# Cycles that a step takes beside its products, and in which a tile of 8 x 128 entries of both
-# matrices is summed.
-_OVERHEAD, _SUMS = 150, 2
+# Cycles that a step takes beside its products.
+_OVERHEAD = 150
+# Cycles in which a tile of 8 x 128 entries of both matrices is summed.
+_SUMS = 2
 
 
 class GramNorms(NamedTuple):
@@ -46,14 +48,24 @@ class GramNorms(NamedTuple):
     rows_w: jax.Array
 
 
-def cycles(positions: int, rows: int, cols: int, itemsize: int = 2) -> float:
+def cycles(
+    positions: int,
+    rows: int,
+    cols: int,
+    itemsize: int = 2,
+) -> float:
     """Returns the estimated cycles of one example: of its products and sums, or of reading it."""
     entries = _multiplied(positions)
-    products = entries * (rows + cols) / tiles.PRODUCTS_PER_CYCLE
     steps = _parts(positions, rows, cols).steps / _examples(positions, rows, cols)
-    others = _SUMS * entries / (8 * tiles.LANES) + _OVERHEAD * steps
+    sums = _SUMS * entries / (tiles.SUBLANES * tiles.LANES)
+    computed = _products(positions, rows + cols) + sums + _OVERHEAD * steps
     read = positions * (rows + cols) * itemsize
-    return max(products + others, read / tiles.BYTES_PER_CYCLE)
+    return max(computed, read / tiles.BYTES_PER_CYCLE)
+
+
+def _products(positions: int, features: int) -> float:
+    """Returns the cycles of the products of one example."""
+    return _multiplied(positions) * features / tiles.PRODUCTS_PER_CYCLE
 
 
 def _multiplied(positions: int) -> int:
@@ -69,20 +81,27 @@ def _columns(positions: int) -> list[tuple[int, int]]:
 
 
 class _Parts(NamedTuple):
+    """How many rows and columns of an example one step reads, and the number of steps."""
+
     rows: int
     cols: int
     steps: int
 
 
+_NO_PARTS = _Parts(0, 0, 0)
+
+
 @functools.cache
 def _parts(positions: int, rows: int, cols: int) -> _Parts:
-    """Returns how many rows and columns a step reads of an example. They are 0 if its program would
-    be too large.
-    """
+    """Returns the parts of the fewest steps, or `_NO_PARTS` if every program would be too large."""
     most = _STEP * tiles.PRODUCTS_PER_CYCLE / _multiplied(positions)
-    sides = itertools.product(_lengths(rows), _lengths(cols))
-    parts = [_Parts(r, c, max(-(-rows // r), -(-cols // c))) for r, c in sides if r + c <= most]
-    return min(parts, key=lambda one: (one.steps, one.rows + one.cols), default=_Parts(0, 0, 0))
+    fitting = []
+    for part_rows, part_cols in itertools.product(_lengths(rows), _lengths(cols)):
+        if part_rows + part_cols <= most:
+            steps = max(-(-rows // part_rows), -(-cols // part_cols))
+            fitting.append(_Parts(part_rows, part_cols, steps))
+    # Of equally many steps, those with the least padding.
+    return min(fitting, key=lambda one: (one.steps, one.rows + one.cols), default=_NO_PARTS)
 
 
 def _lengths(size: int) -> list[int]:
@@ -91,14 +110,19 @@ def _lengths(size: int) -> list[int]:
     return [*tiles.parts(size, size), *beyond]
 
 
-def additions(positions: int, rows: int, cols: int) -> tuple[int, int]:
-    """Returns how many additions a term of U_ts, and of W_ts, passes at most: those of a part, and
-    of all parts.
-    """
+def additions(
+    positions: int,
+    rows: int,
+    cols: int,
+) -> tuple[int, int]:
+    """Returns how many additions a term of U_ts, and one of W_ts, passes at most."""
     parts = _parts(positions, rows, cols)
-    lengths = ((rows, parts.rows), (cols, parts.cols))
-    counts = [min(size, length) + -(-size // length) for size, length in lengths]
-    return counts[0], counts[1]
+    return _additions(rows, parts.rows), _additions(cols, parts.cols)
+
+
+def _additions(size: int, length: int) -> int:
+    """Returns the additions within a part, and those of all parts."""
+    return min(size, length) + -(-size // length)
 
 
 @functools.cache
@@ -106,34 +130,49 @@ def _examples(positions: int, rows: int, cols: int) -> int:
     """Returns how many examples one step has. Small ones share a step."""
     if _parts(positions, rows, cols).steps != 1:
         return 1
-    products = _multiplied(positions) * (rows + cols) / tiles.PRODUCTS_PER_CYCLE
-    return min(_EXAMPLES, max(1, int(_LEAST_STEP / products)))
+    shared = int(_LEAST_STEP / _products(positions, rows + cols))
+    return min(_EXAMPLES, max(1, shared))
 
 
-def _vmem(positions: int, rows: int, cols: int, itemsize: int) -> float:
-    parts, examples = _parts(positions, rows, cols), _examples(positions, rows, cols)
+def _vmem(
+    positions: int,
+    rows: int,
+    cols: int,
+    itemsize: int,
+) -> float:
+    """Returns the bytes that a step holds on the chip."""
+    parts = _parts(positions, rows, cols)
+    examples = _examples(positions, rows, cols)
     entries = examples * tiles.padded(positions, 2 * tiles.PACKED) * (parts.rows + parts.cols)
-    # Two buffers of the input, and what is multiplied. Two matrices, and a block of products.
+    read = entries * (2 * itemsize + 4)  # two buffers, and what is multiplied
     matrix = tiles.padded(positions) ** 2 * 4
-    return entries * (2 * itemsize + 4) + (2 * examples + 1) * matrix
+    return read + (2 * examples + 1) * matrix  # two matrices each, and a block of products
 
 
-def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bool:
+def suits(
+    positions: int,
+    rows: int,
+    cols: int,
+    dtype: Any = jnp.bfloat16,
+) -> bool:
     """Returns whether `gram_norms` serves u [B, positions, rows] and w [B, positions, cols].
 
     It serves 8 to 1024 positions, 64 or more rows and columns, bfloat16 and float32. Long examples
     of many rows need parts that are multiples of 128.
     """
-    kind = jnp.dtype(dtype)
-    if kind not in (jnp.bfloat16, jnp.float32) or min(rows, cols) < tiles.LEAST:
+    if not tiles.serves(rows, cols, dtype) or not 8 <= positions <= _LONGEST:
         return False
-    if not 8 <= positions <= _LONGEST or not _parts(positions, rows, cols).steps:
+    if _parts(positions, rows, cols) == _NO_PARTS:
         return False
-    return tiles.fits(_vmem(positions, rows, cols, kind.itemsize))
+    return tiles.fits(_vmem(positions, rows, cols, jnp.dtype(dtype).itemsize))
 
 
 def gram_norms(
-    u: jax.Array, w: jax.Array, *, u_across: bool = False, w_across: bool = False
+    u: jax.Array,
+    w: jax.Array,
+    *,
+    u_across: bool = False,
+    w_across: bool = False,
 ) -> GramNorms:
     """Returns sums over the Gram matrices of each example.
 
@@ -159,42 +198,76 @@ def gram_norms(
     return GramNorms(products, squares_u, squares_w, rows_u[:, 0], rows_w[:, 0])
 
 
-def _sums(u: jax.Array, w: jax.Array, across: tuple[bool, bool]) -> tuple[jax.Array, ...]:
+class _Operand(NamedTuple):
+    """How the kernel reads u or w.
+
+    Attributes:
+      features: The number of features of a row.
+      part: The number of features that a step reads.
+      on_lanes: Whether the positions are on the lanes, so that blocks are [features, positions].
+    """
+
+    features: int
+    part: int
+    on_lanes: bool
+
+    @property
+    def count(self) -> int:
+        """The number of steps that read a part."""
+        return -(-self.features // self.part)
+
+
+def _sums(
+    u: jax.Array,
+    w: jax.Array,
+    across: tuple[bool, bool],
+) -> tuple[jax.Array, ...]:
     """Returns the three sums [B, 3, 128], to be added over lanes, and both diagonals [B, 1, T]."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     size, positions, rows = u.shape
     cols = w.shape[2]
-    parts, examples = _parts(positions, rows, cols), _examples(positions, rows, cols)
-    counts = (pl.cdiv(rows, parts.rows), pl.cdiv(cols, parts.cols))
+    parts = _parts(positions, rows, cols)
+    examples = _examples(positions, rows, cols)
+    of_u = _Operand(rows, parts.rows, across[0])
+    of_w = _Operand(cols, parts.cols, across[1])
 
-    def block(features: int, count: int, on_lanes: bool) -> Any:
-        def place(i: jax.Array, k: jax.Array) -> tuple[Any, ...]:
-            part = jnp.minimum(k, count - 1) if count < parts.steps else k
-            return (i, part, 0) if on_lanes else (i, 0, part)
+    def block(operand: _Operand) -> Any:
+        def place(
+            i: jax.Array,
+            step: jax.Array,
+        ) -> tuple[Any, ...]:
+            # An operand of fewer parts stays at its last one, which is then not read again.
+            last = operand.count - 1
+            part = jnp.minimum(step, last) if operand.count < parts.steps else step
+            return (i, part, 0) if operand.on_lanes else (i, 0, part)
 
-        shape = (features, positions) if on_lanes else (positions, features)
+        shape = (positions, operand.part)
+        if operand.on_lanes:
+            shape = shape[::-1]
         return pl.BlockSpec((examples, *shape), place)
 
     def result(*shape: int) -> tuple[Any, Any]:
-        spec = pl.BlockSpec((examples, *shape), lambda i, k: (i, 0, 0))
+        spec = pl.BlockSpec((examples, *shape), lambda i, step: (i, 0, 0))
         return spec, shards.shape_like(u, (size, *shape), jnp.float32)
 
     results = [result(3, tiles.LANES), result(1, positions), result(1, positions)]
     matrices = pltpu.VMEM((examples, positions, positions), jnp.float32)
     vmem = _vmem(positions, rows, cols, u.dtype.itemsize)
     called = pl.pallas_call(
-        functools.partial(_kernel, across=across, counts=counts, sizes=(rows, cols)),
+        functools.partial(_kernel, operands=(of_u, of_w)),
         grid=(pl.cdiv(size, examples), parts.steps),
-        in_specs=[block(parts.rows, counts[0], across[0]), block(parts.cols, counts[1], across[1])],
+        in_specs=[block(of_u), block(of_w)],
         out_specs=[spec for spec, _ in results],
         out_shape=[shape for _, shape in results],
         scratch_shapes=[matrices, matrices],
         compiler_params=tiles.compiler_params(vmem, 1, 1),
     )
-    laid = [x.swapaxes(1, 2) if lanes else x for x, lanes in zip((u, w), across, strict=True)]
-    sums: tuple[jax.Array, ...] = called(*laid)
+    sums: tuple[jax.Array, ...] = called(
+        u.swapaxes(1, 2) if of_u.on_lanes else u,
+        w.swapaxes(1, 2) if of_w.on_lanes else w,
+    )
     return sums
 
 
@@ -207,34 +280,34 @@ def _kernel(
     grams_u: Any,
     grams_w: Any,
     *,
-    across: tuple[bool, bool],
-    counts: tuple[int, int],
-    sizes: tuple[int, int],
+    operands: tuple[_Operand, _Operand],
 ) -> None:
+    """Adds the products of one part to the Gram matrices. The last step writes their sums."""
     from jax.experimental import pallas as pl
 
     step = pl.program_id(1)
     examples = range(u.shape[0])
+    steps = max(operand.count for operand in operands)
 
-    def add(x: Any, grams: Any, on_lanes: bool, count: int, size: int) -> None:
-        axis = 0 if on_lanes else 1
+    def add(x: Any, grams: Any, operand: _Operand) -> None:
+        axis = 0 if operand.on_lanes else 1
         for e in examples:
             part = x[e].astype(jnp.bfloat16)
-            if part.shape[axis] * count > size:  # the last part goes beyond the array
-                place = lax.broadcasted_iota(jnp.int32, part.shape, axis) + step * part.shape[axis]
-                part = jnp.where(place < size, part, 0)
-            _add_gram(part, grams.at[e], on_lanes, first=step == 0, alone=count == 1)
+            length = part.shape[axis]
+            if length * operand.count > operand.features:  # the last part goes beyond the array
+                place = lax.broadcasted_iota(jnp.int32, part.shape, axis) + step * length
+                part = jnp.where(place < operand.features, part, 0)
+            alone = operand.count == 1
+            _add_gram(part, grams.at[e], operand.on_lanes, first=step == 0, alone=alone)
 
-    for x, grams, on_lanes, count, size in zip(
-        (u, w), (grams_u, grams_w), across, counts, sizes, strict=True
-    ):
-        its = functools.partial(add, x, grams, on_lanes, count, size)
-        if count == max(counts):
+    for x, grams, operand in zip((u, w), (grams_u, grams_w), operands, strict=True):
+        its = functools.partial(add, x, grams, operand)
+        if operand.count == steps:
             its()
         else:
-            pl.when(step < count)(its)
+            pl.when(step < operand.count)(its)
 
-    @pl.when(step == max(counts) - 1)
+    @pl.when(step == steps - 1)
     def _() -> None:
         for e in examples:
             _add_entries(grams_u.at[e], grams_w.at[e], sums.at[e])
@@ -242,21 +315,21 @@ def _kernel(
             _diagonal(grams_w.at[e], rows_w.at[e])
 
 
-def _add_gram(x: jax.Array, gram: Any, on_lanes: bool, *, first: jax.Array, alone: bool) -> None:
+def _add_gram(
+    x: jax.Array,
+    gram: Any,
+    on_lanes: bool,
+    *,
+    first: jax.Array,
+    alone: bool,
+) -> None:
     """Adds the products of the rows of x to a matrix, at and above its diagonal."""
     for start, end in _columns(gram.shape[0]):
         if on_lanes:
-            left, right, contracted = x[:, :end], x[:, start:end], 0
+            product = tiles.product(x[:, :end], x[:, start:end], (0, 0))
         else:
-            left, right, contracted = x[:end], x[start:end], 1
-        product = lax.dot_general(
-            left,
-            right,
-            (((contracted,), (contracted,)), ((), ())),
-            precision=lax.Precision.DEFAULT,
-            preferred_element_type=jnp.float32,
-        )
-        if not alone:
+            product = tiles.product(x[:end], x[start:end], (1, 1))
+        if not alone:  # what the matrix holds before the first step is not defined
             product += jnp.where(first, 0, gram[:end, start:end])
         gram[:end, start:end] = product
 
@@ -264,19 +337,24 @@ def _add_gram(x: jax.Array, gram: Any, on_lanes: bool, *, first: jax.Array, alon
 def _add_entries(gram_u: Any, gram_w: Any, sums: Any) -> None:
     """Writes the sums over the rows of U * W, U * U and W * W."""
 
-    def of_rows(begin: int, end: int, columns: slice) -> list[jax.Array]:
+    def over_rows(
+        begin: int,
+        end: int,
+        columns: slice,
+    ) -> list[jax.Array]:
         x, y = gram_u[begin:end, columns], gram_w[begin:end, columns]
         return [product.sum(0, keepdims=True) for product in (x * y, x * x, y * y)]
 
     totals = [jnp.zeros((1, tiles.LANES), jnp.float32) for _ in range(3)]
     for start, end in _columns(gram_u.shape[0]):
         columns = slice(start, end)
-        parts = of_rows(start, end, columns)
+        parts = over_rows(start, end, columns)
         if start:  # a block above the diagonal has an equal one below it
-            above = of_rows(0, start, columns)
+            above = over_rows(0, start, columns)
             parts = [part + 2 * other for part, other in zip(parts, above, strict=True)]
-        empty = jnp.zeros((1, tiles.LANES - (end - start)), jnp.float32)
-        if empty.size:
+        n_empty = tiles.LANES - (end - start)
+        if n_empty:
+            empty = jnp.zeros((1, n_empty), jnp.float32)
             parts = [jnp.concatenate([part, empty], 1) for part in parts]
         totals = [total + part for total, part in zip(totals, parts, strict=True)]
     for k, total in enumerate(totals):
@@ -284,8 +362,10 @@ def _add_entries(gram_u: Any, gram_w: Any, sums: Any) -> None:
 
 
 def _diagonal(gram: Any, entries: Any) -> None:
+    """Writes the diagonal of a matrix [T, T] to a row [1, T]."""
     for start, end in _columns(gram.shape[0]):
         shape = (end - start, end - start)
-        row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        row = lax.broadcasted_iota(jnp.int32, shape, 0)
+        column = lax.broadcasted_iota(jnp.int32, shape, 1)
         block = gram[start:end, start:end]
         entries[:, start:end] = jnp.where(row == column, block, 0).sum(0, keepdims=True)

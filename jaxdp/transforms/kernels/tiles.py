@@ -4,19 +4,22 @@ Costs are in cycles of a TPU v5e. Its four matrix units hold 128 x 128 weights e
 row by them in a cycle. Its memory moves 546 bytes in a cycle.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jaxdp.transforms import shards
 
-LANES = 128
+SUBLANES, LANES = 8, 128
 # Rows of bfloat16 that one instruction multiplies.
 PACKED = 16
 PRODUCTS_PER_CYCLE = 4 * LANES * LANES
 BYTES_PER_CYCLE = 546
 # Fewer rows or columns than this leave more than half of the lanes empty.
-LEAST = 64
+_LEAST = 64
 MEBIBYTE = 2**20
 # What the compiler grants a kernel unless it asks for more, and what a kernel asks for at most.
 VMEM_GRANTED = 16 * MEBIBYTE
@@ -29,11 +32,19 @@ def padded(size: int, to: int = LANES) -> int:
 
 
 def parts(size: int, most: int = 2048) -> list[int]:
-    """Returns lengths of equal parts of an axis: multiples of 128, and the whole axis, of at most
-    `most`.
+    """Returns lengths of equal parts of an axis, of at most `most`.
+
+    They are multiples of 128, and the whole axis.
     """
     lengths = [n for n in range(LANES, min(size, most) + 1, LANES) if size % n == 0]
-    return lengths if size in lengths or size > most else [*lengths, size]
+    if size <= most and size not in lengths:
+        lengths.append(size)
+    return lengths
+
+
+def serves(rows: int, cols: int, dtype: Any) -> bool:
+    """Returns whether the kernels multiply a dtype, and layers of so many rows and columns."""
+    return jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32) and min(rows, cols) >= _LEAST
 
 
 def fits(vmem: float) -> bool:
@@ -45,10 +56,29 @@ def _limit(vmem: float) -> int:
     return max(VMEM_GRANTED, int(1.25 * vmem))
 
 
-def varied(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays, each typed as varying over the mesh axes over which any of them
-    varies.
+def product(
+    x: jax.Array,
+    y: jax.Array,
+    over: Sequence[int],
+) -> jax.Array:
+    """Multiplies two matrices of bfloat16 inside of a kernel, and adds in float32.
+
+    Args:
+      x, y: The matrices.
+      over: The axis of x and the axis of y that are contracted.
     """
+    contracted = ((over[0],), (over[1],))
+    return lax.dot_general(
+        x,
+        y,
+        (contracted, ((), ())),
+        precision=lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def varied(*arrays: jax.Array) -> list[jax.Array]:
+    """Returns the arrays, each typed as varying over the mesh axes of any of them."""
     axes = shards.varying_axes(*arrays)
     return [shards.vary(x, axes) for x in arrays]
 

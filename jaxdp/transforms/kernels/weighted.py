@@ -21,80 +21,104 @@ from jaxdp.transforms.kernels import tiles
 _LONGEST = 1024
 # Below this, padding to 128 positions costs more than two or three products without it.
 _SHORTEST = 48
-# Cycles of products in one step of the grid: at most, which bounds the size of the program, and
-# about at least.
-_STEP, _LEAST_STEP = 6_500, 2_000
+# The most cycles of products in one step of the grid. They bound the size of the program.
+_STEP = 6_500
+# Examples share a step until its products take about this many cycles, and up to a number.
+_LEAST_STEP = 2_000
+_EXAMPLES = 8
 # Cycles that a step takes beside its products.
 _OVERHEAD = 220
-_EXAMPLES = 8
 # The largest block of the sum, and its longest side.
-_ENTRIES, _SIDE = 768 * 1536, 3072
+_ENTRIES = 768 * 1536
+_SIDE = 3072
 # Bytes of an entry of most layers.
 _ITEMSIZE = 2
 
 
 class _Blocks(NamedTuple):
+    """The part of the work that one step does.
+
+    Attributes:
+      rows, cols: The rows and columns of the sum.
+      positions: The positions of an example.
+      examples: The number of examples.
+      cycles: The cycles of one example, in all steps.
+    """
+
     rows: int
     cols: int
     positions: int
     examples: int
-    cycles: float  # of one example
+    cycles: float
+
+
+_NO_BLOCKS = _Blocks(0, 0, 0, 0, math.inf)
 
 
 def cycles(positions: int, rows: int, cols: int) -> float:
-    """Returns the estimated cycles of one example, whose positions are padded to a multiple of
-    128.
-    """
+    """Returns the estimated cycles of one example, whose positions are padded to 128 or more."""
     return _blocks(positions, rows, cols).cycles
 
 
-def suits(positions: int, rows: int, cols: int, dtype: Any = jnp.bfloat16) -> bool:
+def suits(
+    positions: int,
+    rows: int,
+    cols: int,
+    dtype: Any = jnp.bfloat16,
+) -> bool:
     """Returns whether `weighted_sum` serves u [B, positions, rows] and w [B, positions, cols].
 
     It serves 48 to 1024 positions, and multiples of 128 above, 64 or more rows and columns,
     bfloat16 and float32.
     """
-    kind = jnp.dtype(dtype)
-    if kind not in (jnp.bfloat16, jnp.float32) or min(rows, cols) < tiles.LEAST:
+    if not tiles.serves(rows, cols, dtype) or positions < _SHORTEST:
         return False
     blocks = _blocks(positions, rows, cols)
-    if positions < _SHORTEST or not blocks.positions:
-        return False
-    return tiles.fits(_vmem(blocks, kind.itemsize))
+    return blocks != _NO_BLOCKS and tiles.fits(_vmem(blocks, jnp.dtype(dtype).itemsize))
 
 
 @functools.cache
 def _blocks(positions: int, rows: int, cols: int) -> _Blocks:
-    """Returns the sizes of the blocks of one step: those of the least cost. They are 0 if none
-    fits.
-    """
-    whole = [positions] if positions <= _LONGEST else []
-    own = max(whole or tiles.parts(positions, _LONGEST), default=0)
+    """Returns the blocks of the least cost, or `_NO_BLOCKS` if none fits."""
+    length = _positions_at_once(positions)
+    if length == 0:
+        return _NO_BLOCKS
 
     def block(block_rows: int, block_cols: int) -> _Blocks:
-        products = tiles.padded(own) * block_rows * block_cols / tiles.PRODUCTS_PER_CYCLE
-        read = own * (block_rows + block_cols) * _ITEMSIZE / tiles.BYTES_PER_CYCLE
-        examples = min(_EXAMPLES, max(1, int(_LEAST_STEP / products))) if own == positions else 1
-        steps = -(-rows // block_rows) * -(-cols // block_cols) * positions // own
+        products = tiles.padded(length) * block_rows * block_cols / tiles.PRODUCTS_PER_CYCLE
+        read = length * (block_rows + block_cols) * _ITEMSIZE / tiles.BYTES_PER_CYCLE
+        examples = 1
+        if length == positions:
+            examples = min(_EXAMPLES, max(1, int(_LEAST_STEP / products)))
+        steps = -(-rows // block_rows) * -(-cols // block_cols) * positions // length
         cost = steps * max(products + _OVERHEAD / examples, read)
-        return _Blocks(block_rows, block_cols, own, examples, cost)
+        return _Blocks(block_rows, block_cols, length, examples, cost)
 
-    most = _STEP * tiles.PRODUCTS_PER_CYCLE / tiles.padded(max(own, 1))
-    pairs = itertools.product(_sides(rows), _sides(cols)) if own else []
-    blocks = [block(*sides) for sides in pairs if sides[0] * sides[1] <= min(_ENTRIES, most)]
-    return min(blocks, key=lambda one: one.cycles, default=_Blocks(0, 0, 0, 0, math.inf))
+    most = min(_ENTRIES, _STEP * tiles.PRODUCTS_PER_CYCLE / tiles.padded(length))
+    pairs = itertools.product(_sides(rows), _sides(cols))
+    fitting = [block(*sides) for sides in pairs if sides[0] * sides[1] <= most]
+    return min(fitting, key=lambda one: one.cycles, default=_NO_BLOCKS)
+
+
+def _positions_at_once(positions: int) -> int:
+    """Returns the positions of one product, or 0 if a long example has no parts of 128."""
+    if positions <= _LONGEST:
+        return positions
+    return max(tiles.parts(positions, _LONGEST), default=0)
 
 
 def _sides(size: int) -> list[int]:
     """Returns sides of blocks. The last block may go beyond the axis."""
     longest = min(size, _SIDE)
-    return [longest, *range(longest // tiles.LANES * tiles.LANES, 0, -tiles.LANES)]
+    multiples = range(longest // tiles.LANES * tiles.LANES, 0, -tiles.LANES)
+    return [longest, *multiples]
 
 
 def _vmem(blocks: _Blocks, itemsize: int) -> float:
+    """Returns the bytes that a step holds on the chip."""
     entries = blocks.examples * tiles.padded(blocks.positions) * (blocks.rows + blocks.cols)
-    # Two buffers of the input, and what is multiplied. Two buffers of the sum, and a product.
-    return entries * (2 * itemsize + 4) + 3 * blocks.rows * blocks.cols * 4
+    read = entries * (2 * itemsize + 4)  # two buffers, and what is multiplied
+    return read + 3 * blocks.rows * blocks.cols * 4  # two buffers of the sum, and a product
 
 
 def weighted_sum(
@@ -129,10 +153,13 @@ def weighted_sum(
     return _sum(u, w, factors, u_across)
 
 
-def _sum(u: jax.Array, w: jax.Array, factors: jax.Array, across: bool) -> jax.Array:
-    """Returns the sum. The rows of u^T are multiplied by the blocks of w that the matrix units
-    hold.
-    """
+def _sum(
+    u: jax.Array,
+    w: jax.Array,
+    factors: jax.Array,
+    across: bool,
+) -> jax.Array:
+    """Returns the sum. The matrix units hold blocks of w, by which rows of u^T are multiplied."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -140,9 +167,14 @@ def _sum(u: jax.Array, w: jax.Array, factors: jax.Array, across: bool) -> jax.Ar
     cols = w.shape[2]
     blocks = _blocks(positions, rows, cols)
     steps = pl.cdiv(size, blocks.examples)
+    padding = (0, steps * blocks.examples - size)
+    padded = jnp.pad(factors.astype(jnp.float32), padding)
     # Two axes, because a block of the last axis alone has no place in memory under `jax.vmap`.
-    padded = jnp.pad(factors.astype(jnp.float32), (0, steps * blocks.examples - size))[None]
+    padded = padded[None]
+    # The axes of the grid are blocks of rows (a) and of columns (b) of the sum, examples (i), and
+    # parts of their positions (t).
     if across:
+        u = u.swapaxes(1, 2)
         shape = (blocks.examples, blocks.rows, blocks.positions)
         of_u = pl.BlockSpec(shape, lambda a, b, i, t: (i, a, t))
     else:
@@ -150,37 +182,42 @@ def _sum(u: jax.Array, w: jax.Array, factors: jax.Array, across: bool) -> jax.Ar
         of_u = pl.BlockSpec(shape, lambda a, b, i, t: (i, t, a))
     shape = (blocks.examples, blocks.positions, blocks.cols)
     of_w = pl.BlockSpec(shape, lambda a, b, i, t: (i, t, b))
-    grid = (
-        pl.cdiv(rows, blocks.rows),
-        pl.cdiv(cols, blocks.cols),
-        steps,
-        positions // blocks.positions,
-    )
+    sides = (pl.cdiv(rows, blocks.rows), pl.cdiv(cols, blocks.cols))
     total: jax.Array = pl.pallas_call(
         functools.partial(_kernel, across=across),
-        grid=grid,
+        grid=(*sides, steps, positions // blocks.positions),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), of_u, of_w],
         out_specs=pl.BlockSpec((blocks.rows, blocks.cols), lambda a, b, i, t: (a, b)),
         out_shape=shards.shape_like(u, (rows, cols), jnp.float32),
         compiler_params=tiles.compiler_params(_vmem(blocks, u.dtype.itemsize), 2, 2),
-    )(padded, u.swapaxes(1, 2) if across else u, w)
+    )(padded, u, w)
     return total
 
 
-def _kernel(factors: Any, u: Any, w: Any, total: Any, *, across: bool) -> None:
+def _kernel(
+    factors: Any,
+    u: Any,
+    w: Any,
+    total: Any,
+    *,
+    across: bool,
+) -> None:
     from jax.experimental import pallas as pl
 
-    step, part = pl.program_id(2), pl.program_id(3)
+    step = pl.program_id(2)
+    part = pl.program_id(3)
     examples = u.shape[0]
-    own = [factors[0, step * examples + k] for k in range(examples)]
+    own_factors = [factors[0, step * examples + k] for k in range(examples)]
 
     _clear(total, (step == 0) & (part == 0))
-    used = functools.reduce(jnp.logical_or, [factor != 0 for factor in own])
+    is_used = functools.reduce(jnp.logical_or, [factor != 0 for factor in own_factors])
 
-    @pl.when(used)
+    @pl.when(is_used)
     def _() -> None:
-        scaled = [_scaled(factor, u[k], w[k], across) for k, factor in enumerate(own)]
-        total[...] += functools.reduce(jnp.add, scaled)
+        products = []
+        for k, factor in enumerate(own_factors):
+            products.append(_scaled(factor, u[k], w[k], across))
+        total[...] += functools.reduce(jnp.add, products)
 
 
 def _clear(total: Any, first: jax.Array) -> None:
@@ -198,13 +235,13 @@ def _clear(total: Any, first: jax.Array) -> None:
     lax.fori_loop(0, jnp.where(first, rows // at_once, 0), clear, 0)
 
 
-def _scaled(factor: jax.Array, u: jax.Array, w: jax.Array, across: bool) -> jax.Array:
+def _scaled(
+    factor: jax.Array,
+    u: jax.Array,
+    w: jax.Array,
+    across: bool,
+) -> jax.Array:
     """Returns factor u^T w, or zeros if the factor is 0."""
-    product = lax.dot_general(
-        u.astype(jnp.bfloat16),
-        w.astype(jnp.bfloat16),
-        (((1 if across else 0,), (0,)), ((), ())),
-        precision=lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )
+    positions_of_u = 1 if across else 0
+    product = tiles.product(u.astype(jnp.bfloat16), w.astype(jnp.bfloat16), (positions_of_u, 0))
     return jnp.where(factor != 0, factor * product, 0)

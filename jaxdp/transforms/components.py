@@ -1,0 +1,347 @@
+"""Components: sets of leaves and sites whose gradients belong together.
+
+A site's gradient dV belongs to one leaf or, where a weight is computed from several leaves, to all
+of them. A leaf that meets data at several sites joins them. The norm of a component is the norm of
+J^T dV, where J is the Jacobian of the weights of its sites with respect to its leaves. A component
+computes it by one of three methods:
+
+* "factors": dV is not formed. Its norm follows from Gram matrices of its factors, or from the rows
+  that a lookup reads.
+* "keep": the gradients of all examples are formed, and kept for the sum.
+* "drop": they are formed for the norm only, and the sum is one contraction.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdp.transforms import forms, jaxprs, rounding, sites, walker
+
+# (sites of a component, number of entries of its leaves, whether a kernel forms its gradients) ->
+# "factors", "keep" or "drop".
+Choice = Callable[[list[sites.Site], int, bool], str]
+
+
+class TappedSite(NamedTuple):
+    """A site with what a pass over a batch found there.
+
+    Attributes:
+      site: Where a weight meets data.
+      record: The other operand, [B, ...].
+      cotangent: The cotangent of the tap, [B, ...].
+    """
+
+    site: sites.Site
+    record: Any
+    cotangent: jax.Array
+
+    def settled(self, method: str, *, alone: bool) -> "TappedSite":
+        """Returns the site with values as the norm and the sum read them."""
+        record, cotangent = self.site.settled(method, self.record, self.cotangent, alone=alone)
+        return self._replace(record=record, cotangent=cotangent)
+
+    def with_distinct_rows(self) -> "TappedSite":
+        """Adds up the equal rows of a lookup.
+
+        The sum then has one term of an example in each row of the table. The values of other rules
+        stay.
+        """
+        if not isinstance(self.site.rule, sites.Lookup):
+            return self
+        return TappedSite(*sites.summed_rows(self.site, self.record, self.cotangent))
+
+    def per_example(self) -> jax.Array:
+        """Computes dV of every example."""
+        return self.site.per_example(self.record, self.cotangent)
+
+    def factors(self) -> sites.Pair:
+        """Returns the factors of dV of every example, (parts of u, w)."""
+        return self.site.factors(self.record, self.cotangent)
+
+    def without_cancellation(self) -> jax.Array:
+        """Returns the norms [B] that dV would have if its terms had one direction."""
+        return self.site.without_cancellation(self.record, self.cotangent)
+
+    @property
+    def forms_by_convolution(self) -> bool:
+        """Whether a kernel of convolutions forms the gradients for their norms."""
+        norm_kernel, _ = self.site.kernels("drop", self.record, self.cotangent)
+        return norm_kernel == "convolution"
+
+
+def connected(all_sites: Sequence[sites.Site]) -> list[list[int]]:
+    """Groups the numbers of sites so that no leaf belongs to two groups.
+
+    Sites without entries are left out. For example, sites of the leaves {0}, {1}, {0, 2} and {1}
+    are in the groups [0, 2] and [1, 3].
+    """
+    met = [(number, site) for number, site in enumerate(all_sites) if not site.empty]
+    group_of: dict[int, int] = {}  # each leaf's group, named by its first leaf
+    for _, site in met:
+        joined = {group_of.get(leaf, leaf) for leaf in site.leaves}
+        name = min(joined)
+        for leaf, group in group_of.items():
+            if group in joined:
+                group_of[leaf] = name
+        for leaf in site.leaves:
+            group_of[leaf] = name
+    members = collections.defaultdict(list)
+    for number, site in met:
+        members[group_of[min(site.leaves)]].append(number)
+    return list(members.values())
+
+
+def leaves_of(component: Sequence[sites.Site]) -> list[int]:
+    """Returns the numbers of the leaves of a component, ascending."""
+    return sorted(frozenset[int]().union(*(site.leaves for site in component)))
+
+
+def sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
+    """Computes the squared norms [B] of gradients [B, ...] in the widest of their dtypes."""
+    squares = []
+    for grad in grads:
+        axes = tuple(range(1, grad.ndim))
+        squares.append(jnp.square(grad).sum(axes))
+    return total(squares, sites.wide_dtype(*grads))
+
+
+def total(terms: Sequence[jax.Array], dtype: Any) -> jax.Array:
+    """Adds up arrays in a given dtype."""
+    zero = jnp.zeros((), dtype)
+    return sum((x.astype(dtype) for x in terms), zero)
+
+
+class Component:
+    """The gradients of a set of leaves, from all sites at which they meet data.
+
+    Attributes:
+      size: The number of entries of the leaves.
+      squared_norms: [B]. The squared norms of the per-example gradients of the leaves.
+      kept: The gradients [B, ...] by leaf, or None if they are not kept.
+    """
+
+    def __init__(
+        self,
+        tapped: list[TappedSite],
+        weights: jex.ClosedJaxpr,
+        leaves: list[Any],
+        choose: Choice,
+    ):
+        """Computes the norms.
+
+        Args:
+          tapped: The sites of the component.
+          weights: The program from all trainable leaves to the weights at these sites.
+          leaves: All trainable leaves, in float32 or wider.
+          choose: Which method is used.
+        """
+        all_sites = [one.site for one in tapped]
+        self._members = leaves_of(all_sites)
+        self.size = sum(leaves[number].size for number in self._members)
+        self.kept: dict[int, jax.Array] | None = None
+        self._pull = _pull_back(weights, leaves, self._members)
+        alone = len(tapped) == 1
+        has_kernel = alone and tapped[0].forms_by_convolution
+        method = applied(choose(all_sites, self.size, has_kernel), weights)
+        self._tapped = [one.settled(method, alone=alone) for one in tapped]
+        if method != "keep":
+            self._tapped = [one.with_distinct_rows() for one in self._tapped]
+        if method == "factors":
+            lanes = all_sites[0].rule.lanes
+            self.squared_norms = sites.squared_norms(self._oriented_factors(), lanes)
+        elif method == "drop":
+            self.squared_norms = self._norms_of_dropped()
+        else:
+            grads = self._formed()
+            self.squared_norms = sum_of_squares(grads)
+            self.kept = dict(zip(self._members, grads, strict=True))
+
+    def _formed(self) -> list[jax.Array]:
+        """Forms the gradients [B, ...] of the leaves."""
+        of_weights = [one.per_example() for one in self._tapped]
+        return jax.vmap(self._pull)(of_weights)
+
+    def _norms_of_dropped(self) -> jax.Array:
+        """Returns squared norms of gradients that are formed here, and a second time in the sum.
+
+        The two may be rounded differently. So the result covers the longer one, as `rounding`
+        explains.
+        """
+        if len(self._tapped) == 1:  # `_pull` only moves entries, so dV has the norm
+            (one,) = self._tapped
+            squares, spread, apart = one.site.norm_of_formed(one.record, one.cotangent)
+        else:
+            squares = sum_of_squares(self._formed())
+            spread = jnp.zeros_like(squares)
+            lengths = [one.without_cancellation() for one in self._tapped]
+            apart = total(lengths, squares.dtype)
+        most = max(one.site.terms for one in self._tapped)
+        terms = most + len(self._tapped) + sites.lost_in_parts()
+        error = 2 * rounding.of_sum(terms, squares.dtype) * apart
+        return rounding.covered(squares, spread, error)
+
+    def _oriented_factors(self) -> list[sites.Pair]:
+        """Returns the factors of all sites, swapped where a site applies the transposed weight."""
+        pairs = [one.factors() for one in self._tapped]
+        if len(pairs) == 1:
+            return pairs
+        first_axes = _axes(self._tapped[0].site)
+        oriented: list[sites.Pair] = []
+        for one, (parts, w) in zip(self._tapped, pairs, strict=True):
+            if _axes(one.site) == first_axes:
+                oriented.append((parts, w))
+            else:
+                (u,) = parts
+                oriented.append(((w,), u))
+        return oriented
+
+    @property
+    def rows(self) -> Any:
+        """The arrays [B, ...] that the sum reads: kept gradients, or records and cotangents."""
+        if self.kept is not None:
+            return list(self.kept.values())
+        return [(one.record, one.cotangent) for one in self._tapped]
+
+    def weighted_sum(
+        self,
+        rows: Any,
+        factors: jax.Array,
+    ) -> dict[int, jax.Array]:
+        """Returns the sum of gradients times factors [B], by leaf.
+
+        Args:
+          rows: The arrays of `rows`, or others in their place.
+          factors: [B].
+        """
+        if self.kept is not None:
+            sums = contract_rows(rows, factors)
+        else:
+            of_weights = []
+            for one, (record, cotangent) in zip(self._tapped, rows, strict=True):
+                of_weights.append(one.site.contract(record, cotangent, factors))
+            sums = self._pull(of_weights)
+        return dict(zip(self._members, sums, strict=True))
+
+
+def contract_rows(
+    xs: list[jax.Array],
+    factors: jax.Array,
+) -> list[jax.Array]:
+    """Computes sum_b factors_b x_b for every array [B, ...]."""
+
+    def contract(x: jax.Array) -> jax.Array:
+        if forms.platform() == "tpu":
+            # XLA zeroes the rows where the product reads them. Elsewhere the caller has done so.
+            x = sites.rows_kept(x, factors != 0)
+        # On a CPU one contraction is 5 to 40 times faster than a product and a sum over the batch.
+        factors_of_x = factors.astype(x.dtype)
+        rows_with_rows = (((0,), (0,)), ((), ()))
+        return lax.dot_general(factors_of_x, x, rows_with_rows, sites.PRECISION)
+
+    return [contract(x) for x in xs]
+
+
+def _pull_back(
+    weights: jex.ClosedJaxpr, leaves: list[Any], members: list[int]
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """Returns J^T, the map from gradients of weights to gradients of leaves.
+
+    Args:
+      weights: The program from all trainable leaves to weights.
+      leaves: The values of all trainable leaves.
+      members: The numbers of the leaves whose gradients are returned.
+    """
+    evaluate = jex.jaxpr_as_fun(weights)
+
+    def weights_of(values: list[Any]) -> list[jax.Array]:
+        by_number = dict(zip(members, values, strict=True))
+        arguments = [by_number.get(number, leaf) for number, leaf in enumerate(leaves)]
+        results: list[jax.Array] = evaluate(*arguments)
+        return results
+
+    primals, transpose = jax.vjp(weights_of, [leaves[number] for number in members])
+
+    def pull(of_weights: list[jax.Array]) -> list[jax.Array]:
+        pairs = zip(of_weights, primals, strict=True)
+        grads: list[jax.Array]
+        (grads,) = transpose([dv.astype(v.dtype) for dv, v in pairs])
+        return grads
+
+    return pull
+
+
+# --- Which methods are possible ---
+
+# Primitives whose transpose moves entries and lengthens no gradient, if they keep all entries or a
+# part of them.
+_SHORT = frozenset({"slice", "split", "dynamic_slice", "convert_element_type", *walker.MOVES})
+
+
+def applied(method: str, weights: jex.ClosedJaxpr) -> str:
+    """Returns the method for a component: "keep" in place of a "drop" that is not possible.
+
+    Gradients that are formed twice may be rounded differently. J^T must only move their entries,
+    because it could multiply the difference by any number. Nor may J^T round the sum of a batch to
+    bfloat16: that error depends on all examples, so the norm of no single example covers it.
+    """
+    return "keep" if method == "drop" and not _only_moves(weights) else method
+
+
+def _only_moves(weights: jex.ClosedJaxpr) -> bool:
+    """Returns whether J^T only moves entries, in float32 or wider.
+
+    Then it lengthens no rounding error.
+    """
+    eqns = list(jaxprs.every_equation(weights.jaxpr))
+    if any(eqn.primitive.name not in _SHORT for eqn in eqns):
+        return False
+    variables = list(weights.jaxpr.outvars)
+    for eqn in eqns:
+        operand, result = eqn.invars[0].aval, eqn.outvars[0].aval
+        if result.size > operand.size:  # the transpose of a broadcast sums
+            return False
+        variables += eqn.outvars
+    return not any(_is_narrow_float(variable.aval.dtype) for variable in variables)
+
+
+def _is_narrow_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+
+def _axes(site: sites.Site) -> tuple[Any, Any]:
+    """Returns the axes of the leaf that u and w of a site cover."""
+    source = site.source or ()
+    of_u = tuple(source[dim] for dim in site.rule.row_dims)
+    of_w = tuple(source[dim] for dim in site.rule.col_dims)
+    return of_u, of_w
+
+
+def can_factor(component: list[sites.Site]) -> bool:
+    """Returns whether dV has the norm of the leaf's gradient and its factors are available."""
+    if not all(_is_moved_leaf(site) for site in component):
+        return False
+    if len(component) == 1:
+        return True
+    # Gram matrices of two sites need factors that cover the same axes of the leaf, swapped or not.
+    first_axes = _axes(component[0])
+    if not all(_has_plain_factors(site) for site in component):
+        return False
+    return all(_axes(site) in (first_axes, first_axes[::-1]) for site in component)
+
+
+def _is_moved_leaf(site: sites.Site) -> bool:
+    """Returns whether the weight is one leaf with moved entries, which meets data by a rule."""
+    if isinstance(site.rule, sites.OnWeight):
+        return False
+    return site.source is not None and len(site.leaves) == 1
+
+
+def _has_plain_factors(site: sites.Site) -> bool:
+    """Returns whether it is known which axes of the leaf the factors cover, without loops."""
+    has_axes = bool(site.source) and bool(site.rule.row_dims)
+    return has_axes and site.rule.groups == 1 and not site.lengths

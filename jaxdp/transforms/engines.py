@@ -1,0 +1,246 @@
+"""The engines: per-example norms, and sums of per-example gradients times factors.
+
+An engine returns the norms first, because the factors of the sum follow from them, and a function
+that computes the sum.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxdp.transforms import jaxprs, shards, sites, walker
+from jaxdp.transforms.components import (
+    Choice,
+    Component,
+    TappedSite,
+    connected,
+    contract_rows,
+    sum_of_squares,
+    total,
+)
+from jaxdp.transforms.loss_programs import Program, batched_gradient
+
+Engine = Literal["auto", "bookkeeping", "vmap"]
+
+# Kept gradients of components of at most this many entries are contracted together.
+_SMALL = 4096
+
+
+class EngineResult(NamedTuple):
+    """The result of one engine's pass over a batch, before the clip factors are known.
+
+    Attributes:
+      losses: [B].
+      aux: The auxiliary output, [B, ...].
+      squared_norms: [B]. The squared norms of the per-example gradients.
+      rows: The arrays [B, ...] that `weighted_sum` reads, a pytree.
+      weighted_sum: (rows, factors [B]) -> the sum of gradients times factors, for each leaf.
+      grads: The per-example gradients [B, ...] for each leaf, or None if not all were formed.
+    """
+
+    losses: jax.Array
+    aux: Any
+    squared_norms: jax.Array
+    rows: Any
+    weighted_sum: Callable[[Any, jax.Array], list[jax.Array]]
+    grads: list[jax.Array] | None
+
+    @property
+    def finite(self) -> jax.Array:
+        """Whether the loss and the gradient of each example are finite, [B]."""
+        return jnp.isfinite(self.squared_norms) & jnp.isfinite(self.losses)
+
+
+def by_vmap(
+    program: Program,
+    consts: list[Any],
+    leaves: list[Any],
+    batch: Any,
+) -> EngineResult:
+    """Forms the gradients of all examples."""
+    evaluate = program.evaluate(consts)
+
+    def loss(
+        leaves: list[Any],
+        example: list[Any],
+    ) -> tuple[jax.Array, Any]:
+        value, *aux = evaluate(*leaves, *example)
+        return value, program.with_aux(aux)
+
+    (losses, aux), grads = batched_gradient(loss, leaves, jax.tree.leaves(batch))
+    # XLA may keep more digits of a bfloat16 gradient for its norm than for the sum.
+    grads = [sites.settled(g).astype(sites.wide_dtype(g)) for g in grads]
+    return EngineResult(losses, aux, sum_of_squares(grads), grads, contract_rows, grads)
+
+
+def tap_plan(
+    program: Program,
+    consts: list[Any],
+    leaves: Sequence[Any],
+) -> walker.Plan:
+    """Returns where the trainable leaves meet data in the loss of one example."""
+    inputs = []
+    for number, leaf in enumerate(leaves):
+        axes = tuple(range(jnp.ndim(leaf)))
+        weight = walker.Value(data=False, leaves=frozenset({number}), source=axes)
+        inputs.append(weight)
+    n_of_example = len(program.jaxpr.invars) - len(leaves)
+    inputs += [walker.Value(data=True)] * n_of_example
+    # The loss itself must not be a weight: it gets a tap if it does not depend on data.
+    return walker.make_plan(program.jaxpr, consts, inputs, close=(0,))
+
+
+def by_bookkeeping(
+    program: Program,
+    consts: list[Any],
+    leaves: list[Any],
+    batch: Any,
+    choose: Choice,
+) -> EngineResult:
+    """Computes losses, norms and weighted sums from one backward pass to the taps.
+
+    Args:
+      program, consts, leaves: The traced loss, its constants and its trainable leaves.
+      batch: A pytree with a leading axis B.
+      choose: Which method computes the gradients of a component.
+    """
+    plan = tap_plan(program, consts, leaves)
+    # Gradients are taken with respect to the taps and never to the leaves, which needs no B x P
+    # memory.
+    losses, aux, met = _tap_gradients(program, plan, leaves, jax.tree.leaves(batch))
+    wide = [x.astype(sites.wide_dtype(x)) for x in leaves]
+    weights = plan.weights_program(wide)
+    components = []
+    for members in connected(plan.sites):
+        own_sites = [met[number] for number in members]
+        own_weights = jaxprs.restricted(weights, members)
+        components.append(Component(own_sites, own_weights, wide, choose))
+    sums = _ComponentSums(components, wide, n_examples=len(losses))
+    return EngineResult(
+        losses=losses,
+        aux=program.with_aux(aux),
+        squared_norms=sums.squared_norms,
+        rows=sums.rows,
+        weighted_sum=sums.weighted_sum,
+        grads=sums.grads,
+    )
+
+
+def _tap_gradients(
+    program: Program,
+    plan: walker.Plan,
+    leaves: list[Any],
+    examples: list[Any],
+) -> tuple[jax.Array, list[Any], list[TappedSite]]:
+    """Runs the forward pass, and the backward pass to the taps, of every example.
+
+    Returns:
+      The losses [B], the leaves of aux [B, ...], and each site with its record and cotangent.
+    """
+
+    def tapped(
+        taps: list[jax.Array],
+        example: list[Any],
+    ) -> tuple[jax.Array, Any]:
+        (value, *aux), records = plan.forward([*leaves, *example], taps)
+        return value, (aux, records)
+
+    # Taps vary over mesh axes as the leaves do. Otherwise JAX sums their cotangents over shards.
+    axes = shards.varying_axes(*leaves)
+    taps = [shards.vary(site.zero_tap(), axes) for site in plan.sites]
+    (losses, (aux, records)), gradients = batched_gradient(tapped, taps, examples)
+    cotangents = []
+    for site, gradient in zip(plan.sites, gradients, strict=True):
+        cotangents.append(gradient.reshape(len(gradient), *site.tap.shape))
+    met = zip(plan.sites, records, cotangents, strict=True)
+    return losses, aux, [TappedSite(*values) for values in met]
+
+
+class _ComponentSums:
+    """Norms and sums of all components.
+
+    Small gradients that are kept lie side by side in one array: many small contractions take long
+    to compile. A contraction of all columns would take as long as that of the largest gradient, so
+    large ones are contracted one by one.
+
+    Attributes:
+      squared_norms: [B].
+      rows: What `weighted_sum` reads: the array of small gradients, and the rows of each large
+        component.
+    """
+
+    def __init__(
+        self,
+        components: list[Component],
+        leaves: list[jax.Array],
+        n_examples: int,
+    ):
+        self._components = components
+        self._leaves = leaves
+        self._n_examples = n_examples
+        dtype = sites.wide_dtype(*leaves)
+        self._columns: dict[int, jax.Array] = {}
+        self._large: list[Component] = []
+        for component in components:
+            if component.kept is None or component.size > _SMALL:
+                self._large.append(component)
+                continue
+            for leaf, grads in component.kept.items():
+                self._columns[leaf] = grads.reshape(n_examples, -1).astype(dtype)
+        no_column = jnp.zeros((n_examples, 0), dtype)
+        side_by_side = jnp.concatenate([no_column, *self._columns.values()], 1)
+        norms = [sum_of_squares([side_by_side])]
+        norms += [component.squared_norms for component in self._large]
+        self.squared_norms = total(norms, dtype)
+        self.rows = (side_by_side, [component.rows for component in self._large])
+
+    def weighted_sum(
+        self,
+        rows: Any,
+        factors: jax.Array,
+    ) -> list[jax.Array]:
+        """Returns the sum of gradients times factors, for each leaf."""
+        side_by_side, large_rows = rows
+        (small_sums,) = contract_rows([side_by_side], factors)
+        sums = self._cut(small_sums)
+        for component, own_rows in zip(self._large, large_rows, strict=True):
+            sums |= component.weighted_sum(own_rows, factors)
+        return self._for_each_leaf(sums)
+
+    def _cut(self, small_sums: jax.Array) -> dict[int, jax.Array]:
+        """Cuts one sum of all columns into sums of leaves."""
+        widths = [grads.shape[1] for grads in self._columns.values()]
+        cuts = list(itertools.accumulate(widths))
+        *parts, _ = jnp.split(small_sums, cuts)  # behind the last cut is an empty part
+        sums = {}
+        for number, part in zip(self._columns, parts, strict=True):
+            leaf = self._leaves[number]
+            sums[number] = part.reshape(leaf.shape).astype(leaf.dtype)
+        return sums
+
+    @property
+    def grads(self) -> list[jax.Array] | None:
+        """The per-example gradients of each leaf, or None if not all components keep them."""
+        grads: dict[int, jax.Array] = {}
+        for component in self._components:
+            if component.kept is None:
+                return None
+            grads |= component.kept
+        return self._for_each_leaf(grads, (self._n_examples,))
+
+    def _for_each_leaf(
+        self,
+        values: dict[int, jax.Array],
+        lead: tuple[int, ...] = (),
+    ) -> list[jax.Array]:
+        """Returns the values in the order of leaves. A leaf that meets no data has zeros."""
+        result = []
+        for number, leaf in enumerate(self._leaves):
+            if number in values:
+                result.append(values[number])
+            else:
+                result.append(jnp.zeros((*lead, *leaf.shape), leaf.dtype))
+        return result
