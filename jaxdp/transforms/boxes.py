@@ -29,11 +29,12 @@ class Interval:
     upper: Any
 
     def __init__(self, lower: Any, upper: Any):
-        structures = [str(jax.tree.structure(end)) for end in (lower, upper)]
-        if structures[0] != structures[1]:
+        lower_tree = str(jax.tree.structure(lower))
+        upper_tree = str(jax.tree.structure(upper))
+        if lower_tree != upper_tree:
             raise ValueError(
                 "lower and upper must have the same tree structure, got "
-                f"{' and '.join(structures)}."
+                f"{lower_tree} and {upper_tree}."
             )
         self.lower = jax.tree.map(lambda x: _outward(x, -1), lower)
         self.upper = jax.tree.map(lambda x: _outward(x, +1), upper)
@@ -66,18 +67,18 @@ class Interval:
         return jax.tree.map(lambda low, high: high - low, self.lower, self.upper)
 
     def contains(self, value: Any) -> Any:
-        """Returns a boolean []: whether every entry of `value` (shaped like `lower`) lies
-        inside.
-        """
-        inside = jax.tree.map(
-            lambda x, a, b: jnp.all((x >= a) & (x <= b)), value, self.lower, self.upper
-        )
-        return jnp.all(jnp.stack(jax.tree.leaves(inside)))
+        """Returns a boolean []: whether every entry of `value`, shaped like `lower`, is inside."""
+
+        def is_inside(x: Any, low: Any, high: Any) -> jax.Array:
+            return jnp.all((x >= low) & (x <= high))
+
+        leaves = jax.tree.leaves(jax.tree.map(is_inside, value, self.lower, self.upper))
+        return jnp.all(jnp.stack(leaves))
 
     def __getitem__(self, index: Any) -> "Interval":
-        return unchecked(
-            *(jax.tree.map(lambda x: x[index], end) for end in (self.lower, self.upper))
-        )
+        lower = jax.tree.map(lambda x: x[index], self.lower)
+        upper = jax.tree.map(lambda x: x[index], self.upper)
+        return unchecked(lower, upper)
 
     def __repr__(self) -> str:
         return f"Interval(lower={self.lower}, upper={self.upper})"
@@ -89,32 +90,33 @@ class Interval:
 
     @classmethod
     def tree_unflatten(cls, aux: None, children: Any) -> "Interval":
-        """Rebuilds the interval for `jax.tree`, without checks: transformations put arbitrary
-        objects into leaves.
-        """
-        return unchecked(*children)
+        """Rebuilds the interval for `jax.tree`."""
+        return unchecked(*children)  # transformations put arbitrary objects into leaves
 
 
 def unchecked(lower: Any, upper: Any) -> Interval:
     """Returns an `Interval` without the checks of its constructor."""
     interval = object.__new__(Interval)
-    interval.lower, interval.upper = lower, upper
+    interval.lower = lower
+    interval.upper = upper
     return interval
 
 
 def _outward(value: Any, direction: int) -> jax.Array:
-    """Converts `value` to an array and rounds it outward if JAX's dtype is narrower than
-    NumPy's.
+    """Converts `value` to an array, and rounds it outward where that loses digits.
+
+    JAX without x64 converts float64 to float32, to nearest. Direction -1 gives the next number
+    below where the nearest one is above, +1 the reverse.
     """
     array = jnp.asarray(value)
-    if isinstance(value, np.ndarray | np.floating | float) and jnp.issubdtype(
-        array.dtype, jnp.floating
-    ):
-        rounded, exact = np.asarray(array, np.float64), np.asarray(value, np.float64)
-        inward = rounded > exact if direction < 0 else rounded < exact
-        further = np.nextafter(np.asarray(array), np.asarray(direction * np.inf, array.dtype))
-        array = jnp.asarray(np.where(inward, further, np.asarray(array)))
-    return array
+    is_host_float = isinstance(value, np.ndarray | np.floating | float)
+    if not is_host_float or not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    converted = np.asarray(array)
+    rounded, exact = np.asarray(array, np.float64), np.asarray(value, np.float64)
+    is_inward = rounded > exact if direction < 0 else rounded < exact
+    outermost = np.asarray(direction * np.inf, array.dtype)
+    return jnp.asarray(np.where(is_inward, np.nextafter(converted, outermost), converted))
 
 
 def _check_endpoints(lower: jax.Array, upper: jax.Array) -> None:
@@ -125,34 +127,40 @@ def _check_endpoints(lower: jax.Array, upper: jax.Array) -> None:
         )
     if isinstance(lower, jax.core.Tracer) or isinstance(upper, jax.core.Tracer):
         return
-    bad = ~(np.asarray(lower) <= np.asarray(upper))
-    if bad.any():
+    is_wrong = ~(np.asarray(lower) <= np.asarray(upper))  # also where an end is NaN
+    if is_wrong.any():
         raise ValueError(
-            f"lower must be at most upper and neither may be NaN, which fails in {bad.sum()} of "
-            f"{bad.size} entries. For"
-            " a single point set lower == upper."
+            "lower must be at most upper and neither may be NaN, which fails in "
+            f"{is_wrong.sum()} of {is_wrong.size} entries. For a single point set lower == upper."
         )
 
 
 class Box(Interval):
-    """An `Interval` inside the interpreter, with facts that the interpreter knows while it
-    traces.
+    """An `Interval` inside the interpreter, with facts that are known while it traces.
+
+    Facts follow from the structure of the function. None comes from looking at endpoints.
+
+    Attributes:
+      nonnegative: Whether every point is >= 0.
+      zero_sum: Whether the entries of every point sum to zero along the last axis.
+      differences: Computes upper bounds [..., K, K] of z_j - z_c over all points z [..., K]. None
+        if they are not better than differences of endpoints.
     """
 
     __slots__ = ("differences", "nonnegative", "zero_sum")
 
-    nonnegative: bool  # every point is >= 0
-    zero_sum: bool  # the entries of every point sum to zero along the last axis
-    differences: (
-        Callable[[], jax.Array] | None
-    )  # upper bounds [..., K, K] of z_j - z_c over all points z [..., K]
+    nonnegative: bool
+    zero_sum: bool
+    differences: Callable[[], jax.Array] | None
 
     def __init__(
         self, lower: Any, upper: Any, *, nonnegative: bool = False, zero_sum: bool = False
     ) -> None:
         self.lower = jnp.maximum(lower, 0) if nonnegative else lower
         self.upper = upper
-        self.nonnegative, self.zero_sum, self.differences = nonnegative, zero_sum, None
+        self.nonnegative = nonnegative
+        self.zero_sum = zero_sum
+        self.differences = None
 
 
 Operand = jax.Array | Interval  # an array is an exactly known point
@@ -174,32 +182,28 @@ def both(f: Callable[[jax.Array], jax.Array], x: Operand) -> tuple[jax.Array, ja
 
 
 def moved(f: Callable[[jax.Array], jax.Array], x: Operand) -> Operand:
-    """Applies an `f` that only moves, repeats or exactly converts entries, and keeps a known
-    sign.
-    """
-    return (
-        Box(f(x.lower), f(x.upper), nonnegative=is_nonnegative(x))
-        if isinstance(x, Interval)
-        else f(x)
-    )
+    """Applies an `f` that only moves, repeats or exactly converts entries. Keeps a known sign."""
+    if not isinstance(x, Interval):
+        return f(x)
+    return Box(f(x.lower), f(x.upper), nonnegative=is_nonnegative(x))
 
 
 def magnitude(x: Operand) -> jax.Array:
     """Returns the largest |x| in the interval."""
-    return (
-        jnp.maximum(jnp.abs(x.lower), jnp.abs(x.upper)) if isinstance(x, Interval) else jnp.abs(x)
-    )
+    if not isinstance(x, Interval):
+        return jnp.abs(x)
+    return jnp.maximum(jnp.abs(x.lower), jnp.abs(x.upper))
 
 
 def is_nonnegative(x: Operand) -> bool:
     """Returns whether x >= 0 is known while tracing."""
     if isinstance(x, Box):
         return x.nonnegative
-    if isinstance(x, np.ndarray | np.generic | float | int):
+    if isinstance(x, Interval):
+        return False
+    if isinstance(x, np.ndarray | np.generic | float | int):  # a constant of the program
         return bool(np.all(np.asarray(x) >= 0))
-    return not isinstance(x, Interval) and bool(
-        jnp.issubdtype(x.dtype, jnp.unsignedinteger) or x.dtype == jnp.bool_
-    )
+    return bool(jnp.issubdtype(x.dtype, jnp.unsignedinteger) or x.dtype == jnp.bool_)
 
 
 def is_float(x: Any) -> bool:
@@ -210,36 +214,40 @@ def is_float(x: Any) -> bool:
 def slack(dtype: Any, roundings: float) -> float:
     """Returns an upper bound on the relative error of `roundings` operations rounded to nearest.
 
-    Each operation is off by at most u = eps/2. So n roundings change a result by a factor 1 +- g, g
-    = n u / (1 - n u) (Higham 2002, Lemma 3.1). The slack s >= g / (1 - g) satisfies (1 + s)(1 - g)
-    >= 1. Thus it also covers the error of terms that it has enlarged. Two more eps cover the
-    rounding when the slack itself is applied.
+    Each operation is off by at most u = eps/2. So n roundings change a result by a factor 1 +- g
+    with g = n u / (1 - n u) (Higham 2002, Lemma 3.1). The slack s >= g / (1 - g) satisfies
+    (1 + s)(1 - g) >= 1, so it also covers the error of terms that it has enlarged. Two more eps
+    cover the rounding when the slack itself is applied.
     """
     unit = float(jnp.finfo(dtype).eps) / 2
-    if roundings * unit >= 0.25:
+    if roundings * unit >= 0.25:  # beyond 1/2 the bound has no meaning
         return math.inf
     return roundings * unit / (1 - 2 * roundings * unit) + 4 * unit
 
 
 def tiny(dtype: Any) -> float:
-    """Returns the smallest normal number, which bounds the error of underflow, even if subnormals
-    are flushed.
+    """Returns the smallest normal number.
+
+    It bounds the error of underflow, even if subnormals are flushed to zero.
     """
     return float(jnp.finfo(dtype).tiny)
 
 
 def widen(low: jax.Array, high: jax.Array, roundings: float = 1) -> tuple[jax.Array, jax.Array]:
-    """Moves endpoints outward by the error of `roundings` operations and by `tiny`. The computed
-    result is monotone.
+    """Moves endpoints outward by the error of `roundings` operations and by `tiny`.
+
+    The computed result is monotone in the endpoints.
     """
     return outward(low, -1, roundings), outward(high, 1, roundings)
 
 
 def outward(end: jax.Array, sign: int, roundings: float = 1) -> jax.Array:
-    """Moves one endpoint as `widen` does: a lower one, sign -1, or an upper one, sign 1."""
-    error, worst = slack(end.dtype, roundings), jnp.minimum if sign < 0 else jnp.maximum
-    moved = worst(end * (1 - error), end * (1 + error)) + sign * tiny(end.dtype)
-    return _end_without_overflow(moved, sign)
+    """Moves one endpoint as `widen` does: a lower one for sign -1, an upper one for sign 1."""
+    error = slack(end.dtype, roundings)
+    outermost = jnp.minimum if sign < 0 else jnp.maximum
+    # Which of the two factors moves an end outward depends on its sign.
+    scaled = outermost(end * (1 - error), end * (1 + error))
+    return _end_without_overflow(scaled + sign * tiny(end.dtype), sign)
 
 
 def without_overflow(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -248,15 +256,15 @@ def without_overflow(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _end_without_overflow(end: jax.Array, sign: int) -> jax.Array:
-    most = float(jnp.finfo(end.dtype).max)
-    return jnp.minimum(end, most) if sign < 0 else jnp.maximum(end, -most)
+    largest = float(jnp.finfo(end.dtype).max)
+    return jnp.minimum(end, largest) if sign < 0 else jnp.maximum(end, -largest)
 
 
 def inflate(x: Operand, roundings: float, *, keep_sign: bool = False) -> Interval:
     """Widens an operand so that a product with it covers the rounding of `roundings` operations.
 
-    Let |b| be the magnitude, s the slack and b' = [b - s|b|, b + s|b|]. An endpoint of sum_n a_n
-    b'_n lies outside that endpoint of sum_n a_n b_n by s sum_n |a_n||b_n|, which bounds the
+    Let |b| be the magnitude, s the slack and b' = [b - s|b|, b + s|b|]. The endpoints of
+    sum_n a_n b'_n lie outside of those of sum_n a_n b_n by s sum_n |a_n||b_n|, which bounds the
     rounding of the sum. Zeros stay zero.
     """
     size = magnitude(x)
@@ -265,26 +273,46 @@ def inflate(x: Operand, roundings: float, *, keep_sign: bool = False) -> Interva
     return Box(lower(x) - reach, upper(x) + reach, nonnegative=keep_sign and is_nonnegative(x))
 
 
+def at_least_float32(x: Operand) -> Operand:
+    """Converts floats narrower than 32 bits to float32, which is exact."""
+    if is_float(x) and jnp.finfo(x.dtype).bits < 32:
+        return moved(lambda v: lax.convert_element_type(v, jnp.float32), x)
+    return x
+
+
+# --- The registry of rules ----------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One equation of a jaxpr, as a rule receives it."""
+    """One equation of a jaxpr, as a rule receives it.
 
-    name: str  # of the primitive
+    Attributes:
+      name: The name of the primitive, or of the pattern that the rule is for.
+      params: The parameters of the primitive.
+      outputs: The shape and dtype of each result.
+      product: "tight" or "rump", the setting of `jaxdp.interval`.
+      bind: Evaluates the primitive on arrays.
+      evaluate: Bounds an inner program: `evaluate(closed_jaxpr, operands)`.
+    """
+
+    name: str
     params: dict[str, Any]
-    outputs: tuple[jax.ShapeDtypeStruct, ...]  # of each result
-    product: str  # "tight" or "rump", the setting of `jaxdp.interval`
-    bind: Callable[..., list[jax.Array]]  # evaluates the primitive on arrays
-    evaluate: Callable[
-        [Any, Sequence[Operand]], list[Operand]
-    ]  # bounds an inner jaxpr: (closed jaxpr, operands)
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    product: str
+    bind: Callable[..., list[jax.Array]]
+    evaluate: Callable[[Any, Sequence[Operand]], list[Operand]]
 
     def ends(self, *operands: Operand) -> tuple[jax.Array, jax.Array]:
         """Evaluates a primitive of one result at all lower endpoints and at all upper endpoints."""
-        return self.bind(*map(lower, operands))[0], self.bind(*map(upper, operands))[0]
+        low = self.bind(*map(lower, operands))[0]
+        high = self.bind(*map(upper, operands))[0]
+        return low, high
 
 
 Rule = Callable[..., Operand | Sequence[Operand]]
 
+# The rule of each primitive, which the modules of `interval_rules` register.
 RULES: dict[str, Rule] = {}
 
 
@@ -300,9 +328,10 @@ def register_rule(*primitive_names: str) -> Callable[[Rule], Rule]:
 
     Returns:
       A decorator for `rule(eqn, *operands)`. `eqn` is an `Equation`. An operand is an array if its
-      value is known exactly, and otherwise an `Interval`, even if only the rounding is uncertain.
-      `lower` and `upper` accept both. The rule returns one result or a sequence of results. Results
-      must contain the exact value at every point of the operands. Results must be
+      value is known exactly. Otherwise it is an `Interval`, even if only its rounding is uncertain.
+      `lower` and `upper` accept both. The rule returns one result or a sequence of results.
+
+      Results must contain the exact value at every point of the operands. Results must be
       inclusion-isotonic: smaller operands must not give a larger result.
     """
 
@@ -311,10 +340,3 @@ def register_rule(*primitive_names: str) -> Callable[[Rule], Rule]:
         return rule
 
     return register
-
-
-def at_least_float32(x: Operand) -> Operand:
-    """Converts floats narrower than 32 bits to float32, which is exact."""
-    if is_float(x) and jnp.finfo(x.dtype).bits < 32:
-        return moved(lambda v: lax.convert_element_type(v, jnp.float32), x)
-    return x

@@ -532,7 +532,7 @@ def test_gradients_use_that_probabilities_sum_to_one(monkeypatch):
     given = around(params, 0.02)
     tight = bounded(gradient)(given, x)
     assert_inside(tight, in_float64(jax.vmap(gradient, (0, None)), sample(given, 500), x))
-    monkeypatch.setattr(interval_rules, "use_zero_sum", lambda *args: None)
+    monkeypatch.setattr(interval_rules.products, "use_zero_sum", lambda *args: None)
     loose = bounded(lambda *args: gradient(*args))(given, x)
     active = np.asarray(loose.width) > 1e-3
     assert (

@@ -1,0 +1,154 @@
+"""Rules of calls, loops and branches, which bound the programs inside."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdp.transforms.boxes import (
+    Equation,
+    Interval,
+    Operand,
+    lower,
+    register_rule,
+    unchecked,
+    upper,
+)
+from jaxdp.transforms.interval_rules.endpoints import NoRuleError, hull_of_cases
+from jaxdp.transforms.walker import called_program, scan_starts
+
+_CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vmap_call",
+}
+
+
+@register_rule(*_CALLS)
+def _call(eqn: Equation, *operands: Operand) -> list[Operand]:
+    return eqn.evaluate(called_program(eqn.params), operands)
+
+
+# --- Loops --------------------------------------------------------------------------------------
+# The carried state of a loop must be pytrees of one structure in every iteration.
+
+
+def _without_facts(xs: Sequence[Operand]) -> list[Any]:
+    """Replaces boxes by pytrees without facts, which loops can carry."""
+    return [unchecked(x.lower, x.upper) if isinstance(x, Interval) else x for x in xs]
+
+
+def _as_kinds(xs: Sequence[Operand], is_interval: Sequence[bool]) -> list[Any]:
+    """As `_without_facts`, with points as intervals where `is_interval` says so."""
+    pairs = zip(xs, is_interval, strict=True)
+    return [unchecked(lower(x), upper(x)) if flag else x for x, flag in pairs]
+
+
+def _kinds(xs: Sequence[Any]) -> list[bool]:
+    return [isinstance(x, Interval) for x in xs]
+
+
+def _initial_state(
+    body: Callable[[list[Operand]], list[Operand]], init: Sequence[Operand]
+) -> tuple[list[bool], list[Any]]:
+    """Returns which entries of a loop's state are intervals, and the initial state.
+
+    An entry that starts as a point becomes an interval if an iteration makes it one. That may make
+    others intervals, so this is repeated until nothing changes.
+    """
+    kinds = _kinds(init)
+    while True:
+        state = _as_kinds(init, kinds)
+        results = jax.eval_shape(lambda state: _without_facts(body(state)), state)
+        next_kinds = [
+            before or after
+            for before, after in zip(kinds, _kinds(results[: len(init)]), strict=True)
+        ]
+        if next_kinds == kinds:
+            return kinds, jax.tree.map(jnp.asarray, state)
+        kinds = next_kinds
+
+
+@register_rule("scan")
+def _scan(eqn: Equation, *operands: Operand) -> list[Operand]:
+    params = eqn.params
+    body = params["jaxpr"]
+    carry_start, x_start = scan_starts(body, operands, eqn.outputs)
+    constants = operands[:carry_start]
+    init = operands[carry_start:x_start]
+    xs = _without_facts(operands[x_start:])
+    like_x = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), xs)
+    kinds, start = _initial_state(
+        lambda state: eqn.evaluate(body, [*constants, *state, *like_x]), init
+    )
+
+    def step(state: Any, x: Any) -> Any:
+        results = eqn.evaluate(body, [*constants, *state, *x])
+        return _as_kinds(results[: len(init)], kinds), _without_facts(results[len(init) :])
+
+    final, stacked = lax.scan(
+        step,
+        start,
+        xs,
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params.get("unroll", 1),
+    )
+    return [*final, *stacked]
+
+
+@register_rule("while")
+def _while(eqn: Equation, *operands: Operand) -> list[Operand]:
+    params = eqn.params
+    body_start = params["cond_nconsts"]
+    state_start = body_start + params["body_nconsts"]
+    condition_constants = operands[:body_start]
+    body_constants = operands[body_start:state_start]
+
+    def step(state: Sequence[Operand]) -> list[Operand]:
+        return eqn.evaluate(params["body_jaxpr"], [*body_constants, *state])
+
+    def condition(state: Any) -> jax.Array:
+        (result,) = eqn.evaluate(params["cond_jaxpr"], [*condition_constants, *state])
+        if isinstance(result, Interval):
+            raise NoRuleError("The condition of the loop depends on an interval.")
+        return result
+
+    kinds, start = _initial_state(step, operands[state_start:])
+    return lax.while_loop(condition, lambda state: _as_kinds(step(state), kinds), start)
+
+
+# --- Branches -----------------------------------------------------------------------------------
+
+
+@register_rule("cond")
+def _cond(eqn: Equation, index: Operand, *operands: Operand) -> list[Operand]:
+    branches = eqn.params["branches"]
+    if isinstance(index, Interval):
+        results = [eqn.evaluate(branch, operands) for branch in branches]
+        return [hull_of_cases(index, cases) for cases in zip(*results, strict=True)]
+    xs = _without_facts(operands)
+
+    def bounds_of(branch: Any) -> Callable[[Any], list[Any]]:
+        return lambda xs: _without_facts(eqn.evaluate(branch, xs))
+
+    # A result is an interval if it is one in any branch, because branches must agree.
+    shapes = [jax.eval_shape(bounds_of(branch), xs) for branch in branches]
+    kinds = [any(_kinds(cases)) for cases in zip(*shapes, strict=True)]
+
+    def alike(branch: Any) -> Callable[[Any], list[Any]]:
+        return lambda xs: _as_kinds(eqn.evaluate(branch, xs), kinds)
+
+    result: list[Operand] = lax.switch(
+        jnp.asarray(index, jnp.int32), [alike(branch) for branch in branches], xs
+    )
+    return result

@@ -1,0 +1,107 @@
+"""Rules of conversions between dtypes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.transforms.boxes import (
+    Box,
+    Equation,
+    Interval,
+    Operand,
+    is_float,
+    is_nonnegative,
+    lower,
+    register_rule,
+    upper,
+    widen,
+)
+from jaxdp.transforms.interval_rules.endpoints import Ends, empty_hull
+
+
+@register_rule("convert_element_type")
+def _convert(eqn: Equation, x: Operand) -> Operand:
+    low, high = eqn.ends(x)
+    target = jnp.dtype(eqn.outputs[0].dtype)
+    if not jnp.issubdtype(target, jnp.floating):
+        return _to_integer(x, low, high) if isinstance(x, Interval) else low
+    is_exact = _fits(x, target)
+    if is_exact and not isinstance(x, Interval):
+        return low
+    if not is_exact:
+        low, high = _rounded_ends(x.dtype, low, high)
+    result = Box(low, high, nonnegative=is_nonnegative(x) or _is_unsigned(x.dtype))
+    if is_exact and isinstance(x, Box):
+        result.zero_sum = x.zero_sum
+        result.differences = x.differences
+    return result
+
+
+def _is_unsigned(dtype: Any) -> bool:
+    return dtype == jnp.bool_ or bool(jnp.issubdtype(dtype, jnp.unsignedinteger))
+
+
+def _fits(x: Operand, target: Any) -> bool:
+    """Returns whether every value of x is a number of the float dtype `target`."""
+    source = jnp.dtype(x.dtype)
+    to = jnp.finfo(target)
+    if jnp.issubdtype(source, jnp.floating):
+        of = jnp.finfo(source)
+        has_digits = of.nmant <= to.nmant
+        has_smallest = of.minexp - of.nmant >= to.minexp - to.nmant
+        return has_digits and has_smallest and of.maxexp <= to.maxexp
+    if isinstance(x, np.ndarray | np.generic):  # a constant of the program
+        return bool(np.all(np.asarray(x).astype(target).astype(source) == x))
+    return source == jnp.bool_ or source.itemsize * 8 <= to.nmant
+
+
+def _rounded_ends(source: Any, low: jax.Array, high: jax.Array) -> Ends:
+    """Rounds converted ends outward. Ends that are small integers have no error and stay."""
+    below, above = widen(low, high)
+    if not jnp.issubdtype(source, jnp.integer):
+        return below, above
+    to = jnp.finfo(low.dtype)
+    # Integers up to 2^(nmant + 1) are converted exactly. The range of float16 ends earlier.
+    limit = min(2.0 ** (to.nmant + 1), float(to.max))
+    below = jnp.where(
+        low >= limit,
+        jnp.maximum(below, limit),
+        jnp.where(low > -limit, low, below),
+    )
+    above = jnp.where(
+        high <= -limit,
+        jnp.minimum(above, -limit),
+        jnp.where(high < limit, high, above),
+    )
+    return below, above
+
+
+def _to_integer(x: Interval, low: jax.Array, high: jax.Array) -> Box:
+    """Converts endpoints to integers or booleans.
+
+    Where a value does not fit, the result is the whole range, because overflow wraps.
+    """
+    if low.dtype == jnp.bool_:
+        return Box((x.lower > 0) | (x.upper < 0), ~((x.lower == 0) & (x.upper == 0)))
+    if x.dtype == jnp.bool_:
+        return Box(low, high)
+    largest, smallest = empty_hull(low.dtype)
+
+    def fits(end: jax.Array, converted: jax.Array) -> jax.Array:
+        if is_float(end):
+            return (end >= float(smallest)) & (end < float(largest) + 1)
+        return (converted.astype(end.dtype) == end) & ((converted < 0) == (end < 0))
+
+    both_fit = fits(x.lower, low) & fits(x.upper, high)
+    return Box(jnp.where(both_fit, low, smallest), jnp.where(both_fit, high, largest))
+
+
+@register_rule("reduce_precision")
+def _reduce_precision(eqn: Equation, x: Operand) -> Operand:
+    """Bounds both the rounded and the given value, because the rounding is intended."""
+    low, high = eqn.ends(x)
+    below = jnp.minimum(low, lower(x))
+    above = jnp.maximum(high, upper(x))
+    return Box(below, above, nonnegative=is_nonnegative(x))

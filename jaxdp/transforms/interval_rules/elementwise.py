@@ -1,0 +1,303 @@
+"""Rules of elementwise functions: monotone functions, powers, trigonometry and arithmetic."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdp.transforms.boxes import (
+    Box,
+    Equation,
+    Interval,
+    Operand,
+    both,
+    is_float,
+    is_nonnegative,
+    lower,
+    magnitude,
+    outward,
+    register_rule,
+    slack,
+    upper,
+    widen,
+)
+from jaxdp.transforms.interval_rules.endpoints import (
+    NoRuleError,
+    absolute,
+    around,
+    corner_products,
+    least,
+    most,
+    off_diagonal,
+    rounded,
+)
+
+_NO_INTEGER_DIVISION = "It does not support integer division by an interval or of an interval."
+
+
+# --- Monotone functions -------------------------------------------------------------------------
+
+
+def _monotone(
+    ulps: float,
+    below: float = -math.inf,
+    above: float = math.inf,
+    *,
+    start: float = -math.inf,
+    inputs: float = 0,
+    falls: bool = False,
+) -> Callable[..., Operand]:
+    """Builds the rule of an increasing (or falling) function on [start, inf).
+
+    Args:
+      ulps: The error of the function, in units in the last place of the result.
+      below, above: The range of the function.
+      start: The start of its domain.
+      inputs: Roundings of the argument, where implementations round it before they call exp.
+      falls: Whether the function is falling.
+    """
+
+    def rule(eqn: Equation, x: Operand) -> Operand:
+        low, high = lower(x), upper(x)
+        if inputs:
+            low, high = widen(low, high, inputs)
+        if falls:
+            low, high = high, low
+        if start > -math.inf:
+            # Points outside of the domain have no value that a bound could contain.
+            low, high = jnp.maximum(low, start), jnp.maximum(high, start)
+        low, high = widen(eqn.bind(low)[0], eqn.bind(high)[0], 2 * ulps)
+        return Box(jnp.maximum(low, below), jnp.minimum(high, above), nonnegative=below >= 0)
+
+    return rule
+
+
+_MONOTONE_FUNCTIONS = {
+    "exp": _monotone(8, below=0),
+    "exp2": _monotone(8, below=0, inputs=4),
+    "expm1": _monotone(8),
+    "log": _monotone(8, start=0),
+    "log2": _monotone(8, start=0),
+    "log1p": _monotone(8, start=-1),
+    "sqrt": _monotone(1, below=0, start=0),
+    "rsqrt": _monotone(4, below=0, start=0, falls=True),
+    "cbrt": _monotone(8),
+    "sinh": _monotone(8, inputs=4),
+    "asinh": _monotone(8),
+    "atan": _monotone(8),
+    "tanh": _monotone(8, -1, 1),
+    "logistic": _monotone(8, 0, 1),
+    "erf": _monotone(16, -1, 1),
+    "erfc": _monotone(16, 0, 2, inputs=4, falls=True),
+}
+for _name, _rule in _MONOTONE_FUNCTIONS.items():
+    register_rule(_name)(_rule)
+
+
+# --- Powers -------------------------------------------------------------------------------------
+
+
+@register_rule("square", "integer_pow")
+def _integer_pow(eqn: Equation, x: Operand) -> Operand:
+    exponent = eqn.params.get("y", 2)
+    if exponent == 0:
+        return jnp.ones_like(lower(x))
+    if exponent < 0:
+        return _reciprocal(_power(x, -exponent))
+    return _power(x, exponent)
+
+
+def _power(x: Operand, exponent: int) -> Box:
+    base = x if exponent % 2 else absolute(x)  # even powers fall on the left of zero
+    low, high = both(lambda v: lax.integer_pow(v, exponent), base)
+    if is_float(low):
+        low, high = widen(low, high, 2 * exponent)
+    return Box(low, high, nonnegative=is_nonnegative(base))
+
+
+@register_rule("one_minus_square")
+def _one_minus_square(eqn: Equation, x: Operand) -> Operand:
+    """Bounds 1 - x^2, which JAX computes as (1 + x)(1 - x)."""
+    high, low = eqn.ends(absolute(x))
+    return Box(*widen(low, high, 4))
+
+
+@register_rule("exp_neg_sq")
+def _exp_neg_sq(eqn: Equation, x: Operand) -> Operand:
+    """Bounds exp(-x^2)."""
+    square = _power(x, 2)
+    low, high = widen(jnp.exp(-square.upper), jnp.exp(-square.lower), 16)
+    return Box(jnp.maximum(low, 0), high, nonnegative=True)
+
+
+@register_rule("pow")
+def _pow(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    is_known = is_nonnegative(x)
+    base = x if is_known else absolute(x)
+    with_lower = [eqn.bind(lower(base), end(y))[0] for end in (lower, upper)]
+    with_upper = [eqn.bind(upper(base), end(y))[0] for end in (lower, upper)]
+    corners = with_lower + with_upper
+    low, high = widen(least(corners), most(corners), 32)
+    if not is_known:  # the power of a negative base has either sign, or is NaN
+        low = jnp.where(lower(x) >= 0, low, -high)
+    return Box(low, high, nonnegative=is_known)
+
+
+# --- Sums of two exponentials -------------------------------------------------------------------
+
+
+@register_rule("logaddexp", "logaddexp2")
+def _logaddexp(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    """Bounds log(exp(x) + exp(y)), which rises with x and with y."""
+    ends = eqn.ends(x, y)
+    # It is max(x, y) plus a logarithm. The two may cancel, so the error scales with the maximum.
+    scales = jnp.maximum(lower(x), lower(y)), jnp.maximum(upper(x), upper(y))
+    return around(ends, scales, 24)
+
+
+@register_rule("exp_share", "exp2_share")
+def _exp_share(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    """Bounds exp(x) / (exp(x) + exp(y)) = sigmoid(x - y), or the same with powers of two."""
+    low, high = rounded(lower(x) - upper(y), upper(x) - lower(y))
+    if eqn.name == "exp2_share":
+        low, high = widen(low * math.log(2), high * math.log(2), 2)
+    low, high = widen(jax.nn.sigmoid(low), jax.nn.sigmoid(high), 16)
+    return Box(jnp.maximum(low, 0), jnp.minimum(high, 1), nonnegative=True)
+
+
+# --- Trigonometry -------------------------------------------------------------------------------
+
+
+@register_rule("sin", "cos")
+def _sine(eqn: Equation, x: Operand) -> Operand:
+    low, high = widen(lower(x), upper(x), 4)
+    turn = 2 * math.pi
+    top_phase = math.pi / 2 if eqn.name == "sin" else 0.0
+
+    def reaches(phase: float) -> jax.Array:
+        """Returns whether some phase + 2 pi n lies between the ends."""
+        # The margin covers the rounding of this test.
+        margin = 8 * slack(low.dtype, 4) * jnp.maximum(1, magnitude(x))
+        return jnp.ceil((low - phase - margin) / turn) * turn + phase <= high + margin
+
+    ends = eqn.ends(x)
+    bottom, top = widen(least(ends), most(ends), 16)
+    error = slack(low.dtype, 16) * jnp.maximum(1, magnitude(x))  # of reducing a large argument
+    bottom = jnp.where(reaches(top_phase + math.pi), -1, jnp.maximum(bottom - error, -1))
+    top = jnp.where(reaches(top_phase), 1, jnp.minimum(top + error, 1))
+    return Box(bottom, top)
+
+
+# --- Sums and differences -----------------------------------------------------------------------
+
+
+@register_rule("add", "add_any")
+def _add(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    ends = rounded(lower(x) + lower(y), upper(x) + upper(y))
+    result = Box(*ends, nonnegative=is_nonnegative(x) and is_nonnegative(y))
+    for logits, bias in ((x, y), (y, x)):
+        if not isinstance(logits, Box) or logits.differences is None:
+            continue
+        bias_axis = np.shape(lower(bias))[-1:]
+        if logits.shape == result.shape and bias_axis == logits.shape[-1:]:
+            result.differences = functools.partial(_shifted, logits.differences, bias)
+            break
+    return result
+
+
+def _shifted(differences: Callable[[], jax.Array], bias: Operand) -> jax.Array:
+    """Returns upper bounds of (z + b)_j - (z + b)_c."""
+    step = upper(bias)[..., :, None] - lower(bias)[..., None, :]
+    total = differences() + outward(step, 1)
+    return off_diagonal(outward(total, 1))
+
+
+@register_rule("sub")
+def _sub(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    return Box(*rounded(lower(x) - upper(y), upper(x) - lower(y)))
+
+
+# --- Products and quotients ---------------------------------------------------------------------
+
+
+@register_rule("mul")
+def _mul(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    ends = rounded(*corner_products(x, y))
+    result = Box(*ends, nonnegative=is_nonnegative(x) and is_nonnegative(y))
+    for vector, factor in ((x, y), (y, x)):
+        # If all entries have the same factor, their sum stays zero.
+        is_scalar = np.shape(lower(factor))[-1:] in ((), (1,))
+        if isinstance(vector, Box) and vector.zero_sum and is_scalar:
+            result.zero_sum = True
+    return result
+
+
+@register_rule("polynomial")
+def _polynomial(eqn: Equation, x: Operand, *coefficients: Operand) -> Operand:
+    """Bounds c_0 + x (c_1 + x (c_2 + ...))."""
+    total = coefficients[-1]
+    for coefficient in reversed(coefficients[:-1]):
+        total = _add(eqn, _mul(eqn, total, x), coefficient)
+    return total
+
+
+@register_rule("x_plus_xy")
+def _x_plus_xy(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    """Bounds x (1 + y), which is never wider than x + x y."""
+    factor = Box(*widen(1 + lower(y), 1 + upper(y)), nonnegative=is_nonnegative(y))
+    return Box(*widen(*corner_products(x, factor)))
+
+
+@register_rule("div")
+def _div(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    if not is_float(y):
+        raise NoRuleError(_NO_INTEGER_DIVISION)
+    if isinstance(y, Interval):
+        inverse = _reciprocal(y)
+        low, high = corner_products(x, inverse)
+        y_is_nonnegative = inverse.nonnegative
+    else:
+        quotients = lower(x) / y, upper(x) / y
+        low, high = least(quotients), most(quotients)
+        y_is_nonnegative = is_nonnegative(y)
+    return Box(*widen(low, high, 2), nonnegative=is_nonnegative(x) and y_is_nonnegative)
+
+
+def _reciprocal(x: Operand) -> Box:
+    """Bounds 1 / x. The result is (-inf, inf) if x may be zero."""
+    low, high = lower(x), upper(x)
+    if is_nonnegative(x):
+        return Box(*widen(1 / high, 1 / low, 2), nonnegative=True)
+    may_be_zero = ~((low > 0) | (high < 0))
+    below, above = widen(1 / high, 1 / low, 2)
+    return Box(jnp.where(may_be_zero, -jnp.inf, below), jnp.where(may_be_zero, jnp.inf, above))
+
+
+@register_rule("rem")
+def _rem(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    """Bounds the rest of a division, which has the sign of x and is smaller than x and than y."""
+    if not is_float(x):
+        raise NoRuleError(_NO_INTEGER_DIVISION)
+    low, high = lower(x), upper(x)
+    largest_y = magnitude(y)
+    smallest_y = lower(absolute(y)) if isinstance(y, Interval) else largest_y
+    # The rest of a division by zero, or of infinity, is NaN.
+    is_known = (smallest_y > 0) & jnp.isfinite(low) & jnp.isfinite(high)
+    below = jnp.maximum(-largest_y, jnp.minimum(low, 0))
+    above = jnp.minimum(largest_y, jnp.maximum(high, 0))
+    is_monotone = magnitude(x) < smallest_y  # then the rest is x itself
+    rests = low, high
+    if not isinstance(y, Interval):
+        # Between two multiples of y the rest rises with x. There the ends have one sign, are less
+        # than |y| apart, and their rests keep the order.
+        rests = eqn.ends(x, y)
+        has_one_sign = (low >= 0) | (high <= 0)
+        is_short = (high - low) * (1 + 4 * slack(low.dtype, 1)) < largest_y
+        is_monotone |= has_one_sign & is_short & (rests[0] <= rests[1])
+    below = jnp.where(is_monotone, rests[0], below)
+    above = jnp.where(is_monotone, rests[1], above)
+    return Box(jnp.where(is_known, below, -jnp.inf), jnp.where(is_known, above, jnp.inf))

@@ -1,0 +1,190 @@
+"""Formulas on endpoints that rules of several kinds share.
+
+A pair `Ends` is (lower, upper). Every formula is monotone in the endpoints, which makes the rules
+inclusion-isotonic.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.transforms.boxes import (
+    Box,
+    Equation,
+    Interval,
+    Operand,
+    is_float,
+    is_nonnegative,
+    lower,
+    magnitude,
+    moved,
+    slack,
+    upper,
+    widen,
+    without_overflow,
+)
+
+Ends = tuple[jax.Array, jax.Array]  # (lower, upper)
+
+
+class NoRuleError(Exception):
+    """The error of a rule that does not cover its operands."""
+
+
+def check_positions(positions: Sequence[Operand]) -> None:
+    """Raises NoRuleError if an index depends on an interval."""
+    if any(isinstance(x, Interval) for x in positions):
+        raise NoRuleError("Its index or predicate depends on an interval.")
+
+
+# --- Smallest and largest values ----------------------------------------------------------------
+
+
+def least(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns the smallest of several arrays, entry by entry."""
+    return functools.reduce(jnp.minimum, arrays)
+
+
+def most(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns the largest of several arrays, entry by entry."""
+    return functools.reduce(jnp.maximum, arrays)
+
+
+def empty_hull(dtype: Any) -> tuple[Any, Any]:
+    """Returns (largest, smallest) value of a dtype, the endpoints of the hull of no value."""
+    if dtype == jnp.bool_:
+        return True, False
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.inf, -jnp.inf
+    return jnp.iinfo(dtype).max, jnp.iinfo(dtype).min
+
+
+def hull_of_cases(index: Operand, cases: Sequence[Operand]) -> Box:
+    """Returns the hull of the cases that an index (a boolean or an integer) allows."""
+    first = jnp.asarray(lower(index), jnp.int32)
+    last = jnp.asarray(upper(index), jnp.int32)
+    shape, dtype = np.shape(lower(cases[0])), cases[0].dtype
+    low, high = (jnp.full(shape, end, dtype) for end in empty_hull(dtype))
+    for i, case in enumerate(cases):
+        possible = (first <= i) & (last >= i)
+        low = jnp.where(possible, jnp.minimum(low, lower(case)), low)
+        high = jnp.where(possible, jnp.maximum(high, upper(case)), high)
+    return Box(low, high, nonnegative=all(map(is_nonnegative, cases)))
+
+
+def absolute(x: Operand) -> Box:
+    """Bounds |x|."""
+    # The lower end is negative where x may be zero. Box raises it to 0.
+    return Box(jnp.maximum(lower(x), -upper(x)), magnitude(x), nonnegative=True)
+
+
+def without_nan(x: Operand) -> Operand:
+    """Replaces NaN endpoints, where nothing is known, by infinite endpoints."""
+    low, high = lower(x), upper(x)
+    if not is_float(low):
+        return x
+    return Box(jnp.where(jnp.isnan(low), -jnp.inf, low), jnp.where(jnp.isnan(high), jnp.inf, high))
+
+
+# --- Rounding -----------------------------------------------------------------------------------
+
+
+def rounded(low: jax.Array, high: jax.Array) -> Ends:
+    """Widens endpoints by one rounding. Integers have none."""
+    return widen(low, high) if is_float(low) else (low, high)
+
+
+def narrow(eqn: Equation, low: jax.Array, high: jax.Array, *, nonnegative: bool = False) -> Box:
+    """Converts a result computed in float32 to the equation's dtype and rounds it outward."""
+    dtype = eqn.outputs[0].dtype
+    if low.dtype != dtype:
+        low, high = widen(low.astype(dtype), high.astype(dtype))
+    return Box(*without_overflow(low, high), nonnegative=nonnegative)
+
+
+def around(ends: Ends, scales: Ends, roundings: float) -> Box:
+    """Moves each end outward by the error of roundings of 1 + |scale|. An infinite end stays."""
+
+    def moved_end(end: jax.Array, scale: jax.Array, sign: int) -> jax.Array:
+        is_finite = jnp.isfinite(end)
+        error = sign * slack(end.dtype, roundings) * (1 + jnp.abs(scale))
+        return jnp.where(is_finite, end + error, end)
+
+    low = moved_end(ends[0], scales[0], -1)
+    high = moved_end(ends[1], scales[1], +1)
+    return Box(*without_overflow(low, high))
+
+
+# --- Products -----------------------------------------------------------------------------------
+
+
+def corner_products(x: Operand, y: Operand) -> Ends:
+    """Returns the smallest and the largest product of endpoints.
+
+    A product of intervals is extreme at two of its four corners. A known sign or a point says
+    which, and the other corners are not computed.
+    """
+    if is_nonnegative(x) and is_nonnegative(y):
+        return lower(x) * lower(y), upper(x) * upper(y)
+    # The factor with more known about it becomes y if it is a point, and x if only its sign is
+    # known.
+    if not isinstance(x, Interval) or is_nonnegative(y):
+        x, y = y, x
+    if not isinstance(y, Interval):
+        low, high = lower(x) * y, upper(x) * y
+        if is_nonnegative(y):
+            return low, high
+        return jnp.minimum(low, high), jnp.maximum(low, high)
+    if is_nonnegative(x):
+        x_ends = lower(x), upper(x)
+        return least([lower(y) * end for end in x_ends]), most([upper(y) * end for end in x_ends])
+    with_lower = [lower(x) * lower(y), lower(x) * upper(y)]
+    with_upper = [upper(x) * lower(y), upper(x) * upper(y)]
+    corners = with_lower + with_upper
+    return least(corners), most(corners)
+
+
+# --- Axes ---------------------------------------------------------------------------------------
+
+
+def axes_last(x: Operand, axes: Sequence[int]) -> Operand:
+    """Moves axes to the end and merges them: [2, 3, 4] with axes (0, 1) becomes [4, 6]."""
+    others = [axis for axis in range(len(x.shape)) if axis not in axes]
+
+    def move(v: jax.Array) -> jax.Array:
+        shape = [v.shape[axis] for axis in others]
+        return jnp.transpose(v, (*others, *axes)).reshape(*shape, -1)
+
+    return moved(move, x)
+
+
+def sum_of_others(x: jax.Array) -> jax.Array:
+    """Sums over the last axis without the entry itself: [1, 2, 4] becomes [6, 5, 3].
+
+    It adds the sums before and behind each entry. A subtraction from the total would cancel.
+    """
+    size = x.shape[-1]
+    if size == 1:
+        return jnp.zeros_like(x)
+    zero = jnp.zeros((*x.shape[:-1], 1), x.dtype)
+    before = jnp.concatenate([zero, jnp.cumsum(x, axis=-1)[..., :-1]], axis=-1)
+    from_here = jnp.flip(jnp.cumsum(jnp.flip(x, -1), axis=-1), -1)
+    return before + jnp.concatenate([from_here[..., 1:], zero], axis=-1)
+
+
+def off_diagonal(x: jax.Array) -> jax.Array:
+    """Sets the diagonal of the last two axes to zero, since z_c - z_c = 0."""
+    size = x.shape[-1]
+    diagonal = np.eye(size, dtype=bool).reshape(*(1,) * (x.ndim - 2), size, size)
+    return jnp.where(diagonal, jnp.zeros_like(x), x)
+
+
+def log_sum_exp(x: jax.Array, axis: int) -> jax.Array:
+    """Returns log(sum(exp(x))) over an axis. The largest entry is subtracted against overflow."""
+    top = jnp.max(x, axis=axis, keepdims=True)
+    shift = jnp.where(jnp.isfinite(top), top, 0)  # inf - inf would be NaN
+    return jnp.squeeze(shift, axis) + jnp.log(jnp.sum(jnp.exp(x - shift), axis=axis))

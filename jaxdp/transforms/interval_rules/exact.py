@@ -1,0 +1,228 @@
+"""Rules without rounding: movement of entries, monotone selections, signs and comparisons.
+
+Each of them is evaluated at the lower and at the upper endpoints by the primitive itself.
+"""
+
+import math
+
+import jax.numpy as jnp
+
+from jaxdp.transforms.boxes import (
+    Box,
+    Equation,
+    Operand,
+    is_float,
+    is_nonnegative,
+    lower,
+    register_rule,
+    upper,
+)
+from jaxdp.transforms.interval_rules.endpoints import NoRuleError, absolute
+
+_SAME_SHAPE = {
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "optimization_barrier",
+    "sharding_constraint",
+    "name",
+}
+# These keep the entries of the last axis together if its length does not change.
+_KEEP_LAST_AXIS = {"reshape", "squeeze", "expand_dims", "slice", "broadcast_in_dim"}
+_MOVES = {
+    *_SAME_SHAPE,
+    *_KEEP_LAST_AXIS,
+    "transpose",
+    "rev",
+    "tile",
+    "concatenate",
+    "stack",
+    "unstack",
+    "pad",
+    "split",
+    "device_put",
+}
+_MONOTONE = {
+    "min",
+    "clamp",
+    "floor",
+    "ceil",
+    "round",
+    "sign",
+    "reduce_max",
+    "reduce_min",
+    "cummax",
+    "cummin",
+    "reduce_window_max",
+    "reduce_window_min",
+}
+_MONOTONE_BOOLEAN = {"and", "or", "reduce_and", "reduce_or"}
+_INDEXING = {"gather", "dynamic_slice", "dynamic_update_slice", "scatter", "select_n"}
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "is_finite"}
+_ORDERING = {"argmax", "argmin", "sort", "top_k"}
+_SIGNS = {"neg", "abs", "not", "xor", "rem"}
+_BITS = {
+    "bitcast_convert_type",
+    "nextafter",
+    "population_count",
+    "shift_left",
+    "shift_right_arithmetic",
+    "shift_right_logical",
+}
+_RANDOM = {
+    "random_bits",
+    "random_clone",
+    "random_fold_in",
+    "random_seed",
+    "random_split",
+    "random_unwrap",
+    "random_wrap",
+    "rng_bit_generator",
+    "threefry2x32",
+}
+# Exact operands of these give exact results. Every other primitive with float results needs a rule.
+EXACT = {
+    *_MOVES,
+    *_MONOTONE,
+    *_MONOTONE_BOOLEAN,
+    *_INDEXING,
+    *_COMPARISONS,
+    *_ORDERING,
+    *_SIGNS,
+    *_BITS,
+    *_RANDOM,
+    "max",
+    "iota",
+    "empty",
+    "empty2",
+    "select_and_gather_add",
+}
+
+
+def at_both_ends(eqn: Equation, *operands: Operand, nonnegative: bool) -> list[Box]:
+    """Evaluates a monotone primitive at all lower and at all upper endpoints."""
+    lows = eqn.bind(*map(lower, operands))
+    highs = eqn.bind(*map(upper, operands))
+    return [
+        Box(low, high, nonnegative=nonnegative and is_float(low))
+        for low, high in zip(lows, highs, strict=True)
+    ]
+
+
+# --- Movement and monotone selections -----------------------------------------------------------
+
+
+@register_rule(*_MOVES)
+def _move(eqn: Equation, *operands: Operand) -> list[Box]:
+    results = at_both_ends(eqn, *operands, nonnegative=all(map(is_nonnegative, operands)))
+    x = operands[0]
+    if isinstance(x, Box) and len(results) == 1 and _keeps_last_axis(eqn, x, results[0]):
+        _pass_facts(x, results[0])
+    return results
+
+
+def _keeps_last_axis(eqn: Equation, x: Box, result: Box) -> bool:
+    """Returns whether facts about the last axis of x hold for the last axis of the result."""
+    if eqn.name in _SAME_SHAPE:
+        return True
+    return (
+        eqn.name in _KEEP_LAST_AXIS
+        and x.shape[-1:] == result.shape[-1:]
+        and math.prod(x.shape) == math.prod(result.shape)  # no entry is dropped or repeated
+        and x.ndim > 0
+        and x.shape[-1] > 1
+    )
+
+
+def _pass_facts(x: Box, result: Box) -> None:
+    result.zero_sum = x.zero_sum
+    differences = x.differences
+    if differences is not None:
+        shape = (*result.shape, result.shape[-1])
+        result.differences = lambda: differences().reshape(shape)
+
+
+@register_rule(*_MONOTONE)
+def _monotone(eqn: Equation, *operands: Operand) -> list[Box]:
+    return at_both_ends(eqn, *operands, nonnegative=all(map(is_nonnegative, operands)))
+
+
+@register_rule("max")
+def _max(eqn: Equation, *operands: Operand) -> list[Box]:
+    return at_both_ends(eqn, *operands, nonnegative=any(map(is_nonnegative, operands)))
+
+
+@register_rule(*_MONOTONE_BOOLEAN)
+def _monotone_boolean(eqn: Equation, *operands: Operand) -> list[Box]:
+    _check_boolean(operands[0])
+    return at_both_ends(eqn, *operands, nonnegative=False)
+
+
+def _check_boolean(x: Operand) -> None:
+    if x.dtype != jnp.bool_:
+        raise NoRuleError("It does not support bitwise operations on an interval of integers.")
+
+
+# --- Signs --------------------------------------------------------------------------------------
+
+
+@register_rule("neg", "not")
+def _antitone(eqn: Equation, x: Operand) -> Operand:
+    low, high = eqn.ends(x)
+    return Box(high, low, zero_sum=isinstance(x, Box) and x.zero_sum)
+
+
+@register_rule("abs")
+def _abs(eqn: Equation, x: Operand) -> Operand:
+    return absolute(x)
+
+
+@register_rule("xor")
+def _xor(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    _check_boolean(x)
+    unknown = (lower(x) != upper(x)) | (lower(y) != upper(y))
+    value = lower(x) ^ lower(y)
+    return Box(value & ~unknown, value | unknown)
+
+
+# --- Comparisons: [certainly, possibly] ---------------------------------------------------------
+# A comparison with a NaN endpoint is False. So it is not certain, and its negation is possible.
+
+
+@register_rule("gt", "ge", "lt", "le")
+def _order(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    if eqn.name in ("lt", "le"):
+        x, y = y, x
+    if eqn.name in ("gt", "lt"):
+        return Box(lower(x) > upper(y), ~(upper(x) <= lower(y)))
+    return Box(lower(x) >= upper(y), ~(upper(x) < lower(y)))
+
+
+@register_rule("eq", "ne")
+def _equality(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    certain = (lower(x) == upper(y)) & (upper(x) == lower(y))
+    possible = ~((upper(x) < lower(y)) | (lower(x) > upper(y)))
+    if eqn.name == "eq":
+        return Box(certain, possible)
+    return Box(~possible, ~certain)
+
+
+@register_rule("eq_itself", "ne_itself")
+def _equality_to_itself(eqn: Equation, x: Operand) -> Operand:
+    """Bounds x == x, which is False for NaN only. No NaN lies between finite ends."""
+    if is_float(x):
+        certain = jnp.isfinite(lower(x)) & jnp.isfinite(upper(x))
+    else:
+        certain = jnp.ones(x.shape, bool)
+    always = jnp.ones_like(certain)
+    if eqn.name == "eq_itself":
+        return Box(certain, always)
+    return Box(~always, ~certain)
+
+
+@register_rule("is_finite")
+def _is_finite(eqn: Equation, x: Operand) -> Operand:
+    low, high = lower(x), upper(x)
+    certain = jnp.isfinite(low) & jnp.isfinite(high)
+    # No point is finite if the box is {inf} or {-inf}.
+    return Box(certain, ~((low == jnp.inf) | (high == -jnp.inf)))

@@ -1,0 +1,155 @@
+"""Rules of the losses of `jaxdp.losses` and of their gradients, in closed form.
+
+Intervals through the derivative of a log-sum-exp would be uselessly wide.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxdp.transforms.boxes import (
+    Box,
+    Equation,
+    Interval,
+    Operand,
+    both,
+    inflate,
+    lower,
+    magnitude,
+    register_rule,
+    slack,
+    upper,
+    widen,
+)
+from jaxdp.transforms.interval_rules.endpoints import (
+    NoRuleError,
+    corner_products,
+    least,
+    log_sum_exp,
+    most,
+    sum_of_others,
+)
+from jaxdp.transforms.interval_rules.softmax import pairwise_gaps, probabilities
+
+# --- Softmax cross-entropy ----------------------------------------------------------------------
+
+
+@register_rule("softmax_cross_entropy_gradient")
+def _softmax_gradient(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
+    """Bounds (sum_k y_k) softmax(z) - y by differences of logits and the simplex (T2, T3)."""
+    low, high = probabilities(pairwise_gaps(logits, eqn.product))
+    if eqn.product == "tight":
+        # p_c = 1 - the others, whose bounds may be tighter.
+        below, above = widen(1 - sum_of_others(high), 1 - sum_of_others(low), 2)
+        error = slack(low.dtype, low.shape[-1] + 4)
+        above = above + error  # the others sum to at most 1 at any point
+        below = below - error * jnp.maximum(1, sum_of_others(high))
+        low, high = jnp.maximum(low, below), jnp.minimum(high, above)
+    weights_inflated = inflate(weights, low.shape[-1])
+    total = Box(*both(lambda v: jnp.sum(v, axis=-1, keepdims=True), weights_inflated))
+    low, high = widen(*corner_products(Box(low, high, nonnegative=True), total))
+    return Box(*widen(low - upper(weights), high - lower(weights)), zero_sum=True)
+
+
+@register_rule("softmax_cross_entropy")
+def _softmax_value(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
+    """Bounds sum_k y_k log sum_j exp(z_j - z_k)."""
+    gaps = pairwise_gaps(logits, eqn.product)
+    low, high = log_sum_exp(-gaps, axis=-1), log_sum_exp(gaps, axis=-2)
+    error = slack(low.dtype, gaps.shape[-1] + 24)
+    low, high = low - error * (1 + jnp.abs(low)), high + error * (1 + jnp.abs(high))
+    low, high = widen(*corner_products(weights, Box(low, high, nonnegative=True)))
+    # A class without weight adds nothing even if its loss is unbounded.
+    absent = (lower(weights) == 0) & (upper(weights) == 0)
+    low, high = jnp.where(absent, 0, low), jnp.where(absent, 0, high)
+    error = slack(low.dtype, low.shape[-1] + 2)
+    low, high = low - error * jnp.abs(low), high + error * jnp.abs(high)
+    return Box(*widen(jnp.sum(low, axis=-1), jnp.sum(high, axis=-1)))
+
+
+# --- Sigmoid cross-entropy ----------------------------------------------------------------------
+
+
+@register_rule("sigmoid_cross_entropy_gradient")
+def _sigmoid_gradient(eqn: Equation, logits: Operand, label: Operand) -> Operand:
+    """Bounds sigmoid(z) - y."""
+    low, high = widen(*both(jax.nn.sigmoid, logits), 16)
+    return Box(*widen(jnp.maximum(low, 0) - upper(label), jnp.minimum(high, 1) - lower(label)))
+
+
+@register_rule("sigmoid_cross_entropy")
+def _sigmoid_value(eqn: Equation, logits: Operand, label: Operand) -> Operand:
+    """Bounds log(1 + exp(z)) - y z, which is convex in z with its minimum where sigmoid(z) = y."""
+    low, high = lower(logits), upper(logits)
+
+    def value(z: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.maximum(z, 0) - y * z + jnp.log1p(jnp.exp(-jnp.abs(z)))
+
+    # The loss is linear in y, so its ends are at ends of y.
+    labels = [lower(label)]
+    if upper(label) is not lower(label):
+        labels.append(upper(label))
+    tops, bottoms = [], []
+    for y in labels:
+        at_ends = [value(low, y), value(high, y)]
+        turning_point = jnp.log(jnp.clip(y, 0, 1)) - jnp.log1p(-jnp.clip(y, 0, 1))
+        turning_point = jnp.clip(turning_point, low, high)
+        tops += at_ends
+        # An error in the turning point changes the value by the square of the error, far below the
+        # slack.
+        bottoms.append(least([*at_ends, value(turning_point, y)]))
+    error = slack(low.dtype, 32) * (1 + magnitude(logits) * jnp.maximum(1, magnitude(label)))
+    return Box(least(bottoms) - error, most(tops) + error)
+
+
+# --- Hinge --------------------------------------------------------------------------------------
+
+
+@register_rule("binary_hinge", "binary_hinge_gradient")
+def _binary_hinge(eqn: Equation, logits: Operand, sign: Operand) -> Operand:
+    """Bounds max(0, 1 - s z) or -s [1 - s z > 0]."""
+    low, high = widen(*corner_products(sign, logits))
+    low, high = widen(1 - high, 1 - low)
+    if eqn.name == "binary_hinge":
+        return Box(jnp.maximum(low, 0), jnp.maximum(high, 0), nonnegative=True)
+    certain = (low > 0).astype(low.dtype)
+    possible = (~(high <= 0)).astype(low.dtype)
+    low, high = corner_products(Box(certain, possible, nonnegative=True), sign)
+    return Box(-high, -low)
+
+
+@register_rule("multiclass_hinge", "multiclass_hinge_gradient")
+def _multiclass_hinge(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
+    """Bounds max(0, 1 + max_{k != y} z_k - z_y) or (e_j - e_y) [loss > 0]."""
+    if isinstance(weights, Interval):
+        raise NoRuleError("It does not support a label that depends on an interval.")
+    label = jnp.argmax(weights, axis=-1)
+    is_label = jax.nn.one_hot(label, weights.shape[-1], dtype=jnp.bool_)
+    gaps = pairwise_gaps(logits, eqn.product)
+    # Bounds of z_k - z_y for every class k.
+    above = jnp.take_along_axis(gaps, label[..., None, None], axis=-1)[..., 0]
+    below = -jnp.take_along_axis(gaps, label[..., None, None], axis=-2)[..., 0, :]
+    above = jnp.where(is_label, -jnp.inf, above)
+    below = jnp.where(is_label, -jnp.inf, below)
+    has_nan = jnp.isnan(weights).any(axis=-1)
+    low, high = widen(1 + jnp.max(below, axis=-1), 1 + jnp.max(above, axis=-1))
+    low, high = jnp.where(has_nan, jnp.nan, low), jnp.where(has_nan, jnp.nan, high)
+    if eqn.name == "multiclass_hinge":
+        return Box(jnp.maximum(low, 0), jnp.maximum(high, 0), nonnegative=True)
+    return _multiclass_hinge_gradient(gaps, is_label, low, high)
+
+
+def _multiclass_hinge_gradient(
+    gaps: jax.Array, is_label: jax.Array, low: jax.Array, high: jax.Array
+) -> Box:
+    """Bounds (e_j - e_y) [loss > 0], where j is the rival: the largest class besides y."""
+    certain = (low > 0)[..., None]
+    possible = ~(high <= 0)[..., None]
+    # Entry [k, j]: whether z_k < z_j for certain, for another class j than the label.
+    gaps = jnp.where(is_label[..., :, None], jnp.inf, gaps)
+    is_beaten = (gaps < 0) & ~is_label[..., None, :]
+    may_rival = ~jnp.any(is_beaten, axis=-1) & ~is_label
+    is_only_rival = may_rival & (jnp.sum(may_rival, axis=-1, keepdims=True) == 1)
+    dtype = low.dtype
+    low = jnp.where(is_label, -possible.astype(dtype), (is_only_rival & certain).astype(dtype))
+    high = jnp.where(is_label, -certain.astype(dtype), (may_rival & possible).astype(dtype))
+    return Box(low, high, zero_sum=True)

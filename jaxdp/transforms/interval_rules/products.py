@@ -1,0 +1,419 @@
+"""Rules of matrix products and convolutions: sums of products of two operands.
+
+A general bilinear operation is bounded by a few evaluations at endpoints (`bilinear_bounds`). Dot
+products have tighter forms where they are cheap: outer products, short sums, and gradients whose
+entries sum to zero. docs/design/prediction.md has the derivations T1 to T3.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdp.transforms.boxes import (
+    Box,
+    Equation,
+    Interval,
+    Operand,
+    at_least_float32,
+    inflate,
+    is_nonnegative,
+    lower,
+    magnitude,
+    moved,
+    register_rule,
+    slack,
+    tiny,
+    upper,
+    widen,
+)
+from jaxdp.transforms.interval_rules.endpoints import (
+    Ends,
+    axes_last,
+    corner_products,
+    narrow,
+    off_diagonal,
+)
+from jaxdp.transforms.interval_rules.softmax import PAIRWISE
+
+# Sums of at most this many products are unrolled and bounded corner by corner.
+_UNROLLED = 16
+# Sums of at most K = 4 terms are bounded once more with each row subtracted, which takes K times as
+# many products.
+_CENTRED = 4
+# Longer sums of products are summed in blocks, so that the rounding grows with the square root of
+# the length.
+_LONG = 256
+
+Multiply = Callable[[jax.Array, jax.Array], jax.Array]
+Dims = Any  # ((a_contract, b_contract), (a_batch, b_batch)) of lax.dot_general
+
+
+# --- Any bilinear operation (T1) ----------------------------------------------------------------
+
+
+def bilinear_bounds(product: str, multiply: Multiply, a: Operand, b: Operand, terms: int) -> Ends:
+    """Bounds sums of `terms` products by a few evaluations at endpoints (T1).
+
+    The bounds are exact if a factor has a known sign or is a point. Otherwise a = a+ - a-, and both
+    parts are bounded separately. That is exact for entries of either factor that do not cross zero,
+    and else at most twice too wide.
+    """
+    # The second factor becomes an interval, and of two intervals the one whose sign is unknown.
+    if not isinstance(b, Interval) or (is_nonnegative(b) and isinstance(a, Interval)):
+        a, b = b, a
+        multiply = _swapped(multiply)
+    if product == "rump":
+        return _midpoint_radius(multiply, a, b, terms)
+    if not isinstance(b, Interval):
+        return _product_of_points(multiply, lower(a), b, terms)
+    # The second factor is widened by the rounding of the sum, instead of every result.
+    b = inflate(b, terms + 6)
+    if not isinstance(a, Interval):
+        return _point_times_interval(multiply, a, b, a_is_nonnegative=is_nonnegative(a))
+    return _interval_times_interval(multiply, a, b, a_is_nonnegative=is_nonnegative(a))
+
+
+def _swapped(multiply: Multiply) -> Multiply:
+    return lambda x, y: multiply(y, x)
+
+
+def _product_of_points(multiply: Multiply, a: jax.Array, b: jax.Array, terms: int) -> Ends:
+    """Bounds the rounding, which alone is uncertain."""
+    value = multiply(a, b)
+    error = slack(b.dtype, terms + 2) * multiply(jnp.abs(a), jnp.abs(b))
+    return value - error, value + error
+
+
+def _point_times_interval(
+    multiply: Multiply, a: jax.Array, b: Interval, *, a_is_nonnegative: bool
+) -> Ends:
+    positive, negative = jnp.maximum(a, 0), jnp.maximum(-a, 0)
+    low = multiply(positive, b.lower)
+    high = multiply(positive, b.upper)
+    if a_is_nonnegative:
+        return low, high
+    return low - multiply(negative, b.upper), high - multiply(negative, b.lower)
+
+
+def _interval_times_interval(
+    multiply: Multiply, a: Interval, b: Interval, *, a_is_nonnegative: bool
+) -> Ends:
+    # A product of a+ >= 0 is smallest at the lower end of a+ where b is positive, and at the upper
+    # end of a+ where b is negative.
+    b_low_positive, b_high_positive = jnp.maximum(b.lower, 0), jnp.maximum(b.upper, 0)
+    b_low_negative, b_high_negative = jnp.minimum(b.lower, 0), jnp.minimum(b.upper, 0)
+    least, most = jnp.maximum(a.lower, 0), jnp.maximum(a.upper, 0)  # of a+
+    low = multiply(least, b_low_positive) + multiply(most, b_low_negative)
+    high = multiply(most, b_high_positive) + multiply(least, b_high_negative)
+    if a_is_nonnegative:
+        return low, high
+    least, most = jnp.maximum(-a.upper, 0), jnp.maximum(-a.lower, 0)  # of a-
+    return (
+        low - (multiply(most, b_high_positive) + multiply(least, b_high_negative)),
+        high - (multiply(least, b_low_positive) + multiply(most, b_low_negative)),
+    )
+
+
+def _midpoint_radius(multiply: Multiply, a: Operand, b: Operand, terms: int) -> Ends:
+    """Bounds |a b - a_m b_m| <= |a_m| b_r + a_r (|b_m| + b_r) (Rump 1999)."""
+    b_mid = (lower(b) + upper(b)) / 2
+    b_radius = jnp.maximum(upper(b) - b_mid, b_mid - lower(b))
+    # The second term covers the rounding of the midpoints, the products and their sums.
+    b_radius = b_radius + slack(b.dtype, terms + 8) * magnitude(b)
+    if not isinstance(a, Interval):
+        mid = multiply(a, b_mid)
+        radius = multiply(jnp.abs(a), b_radius)
+    else:
+        a_mid = (a.lower + a.upper) / 2
+        a_radius = jnp.maximum(a.upper - a_mid, a_mid - a.lower)
+        mid = multiply(a_mid, b_mid)
+        radius = multiply(jnp.abs(a_mid), b_radius)
+        radius = radius + multiply(a_radius, jnp.abs(b_mid) + b_radius)
+    return mid - radius, mid + radius
+
+
+def _product_result(eqn: Equation, ends: Ends, terms: int, *, nonnegative: bool) -> Box:
+    """Adds the underflow of up to eight sums of products to the ends."""
+    underflow = (8 * terms + 8) * tiny(ends[0].dtype)
+    return narrow(eqn, ends[0] - underflow, ends[1] + underflow, nonnegative=nonnegative)
+
+
+# --- Convolutions -------------------------------------------------------------------------------
+
+_GEOMETRY = (
+    "window_strides",
+    "padding",
+    "lhs_dilation",
+    "rhs_dilation",
+    "dimension_numbers",
+    "feature_group_count",
+    "batch_group_count",
+)
+
+
+@register_rule("conv_general_dilated")
+def _conv(eqn: Equation, a: Operand, b: Operand) -> Operand:
+    geometry = {name: eqn.params[name] for name in _GEOMETRY}
+    kernel_axes = eqn.params["dimension_numbers"].rhs_spec[1:]  # all but the output channels
+    terms = math.prod(b.shape[axis] for axis in kernel_axes)
+
+    def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(x, y, **geometry, precision=lax.Precision.HIGHEST)
+
+    nonnegative = is_nonnegative(a) and is_nonnegative(b)
+    a, b = at_least_float32(a), at_least_float32(b)
+    ends = bilinear_bounds(eqn.product, multiply, a, b, terms)
+    return _product_result(eqn, ends, terms, nonnegative=nonnegative)
+
+
+# --- Dot products -------------------------------------------------------------------------------
+
+
+@register_rule("dot_general")
+def _dot_general(eqn: Equation, a: Operand, b: Operand) -> Operand:
+    a, b = at_least_float32(a), at_least_float32(b)
+    dims = eqn.params["dimension_numbers"]
+    (a_contract, _), (a_batch, _) = dims
+    terms = math.prod(a.shape[axis] for axis in a_contract)
+    if eqn.product != "tight" or a_batch:
+        return _general_product(eqn, a, b, terms)
+    if terms == 1:
+        arrays, multiply = outer_parts(eqn, a, b)
+        result = multiply(*arrays)
+    elif terms <= _UNROLLED and _signs_are_unknown(a, b):
+        ends = _short_sum(a, b, dims)
+        result = _product_result(eqn, ends, terms, nonnegative=False)
+    else:
+        result = _general_product(eqn, a, b, terms)
+    use_zero_sum(eqn, result, a, b, dims)
+    _note_differences(result, a, b, dims)
+    return result
+
+
+def _signs_are_unknown(a: Operand, b: Operand) -> bool:
+    """Returns whether `bilinear_bounds` may be too wide."""
+    known = is_nonnegative(a) or is_nonnegative(b)
+    return not known and isinstance(a, Interval) and isinstance(b, Interval)
+
+
+def _general_product(eqn: Equation, a: Operand, b: Operand, terms: int) -> Box:
+    roundings, multiply = dot_product(eqn.params["dimension_numbers"], terms)
+    ends = bilinear_bounds(eqn.product, multiply, a, b, roundings)
+    nonnegative = is_nonnegative(a) and is_nonnegative(b)
+    return _product_result(eqn, ends, terms, nonnegative=nonnegative)
+
+
+def dot_product(dims: Dims, terms: int) -> tuple[int, Multiply]:
+    """Returns the number of roundings of an entry, and a dot product in full precision."""
+    (a_contract, b_contract), (a_batch, _) = dims
+
+    def plain(x: jax.Array, y: jax.Array) -> jax.Array:
+        return lax.dot_general(x, y, dims, precision=lax.Precision.HIGHEST)
+
+    if terms <= _LONG or len(a_contract) > 1 or a_batch:
+        return terms, plain
+    # About sqrt(terms) blocks. Their number is a power of two, so halves can be added.
+    levels = int(math.log2(math.sqrt(terms)))
+    blocks = 2**levels
+    size = math.ceil(terms / blocks)
+
+    def cut(x: jax.Array, axis: int) -> jax.Array:
+        """Moves the contracted axis to the end, pads it with zeros and cuts it into blocks."""
+        x = jnp.moveaxis(x, axis, -1)
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, blocks * size - terms)])
+        return x.reshape(*x.shape[:-1], blocks, size)
+
+    def blocked(x: jax.Array, y: jax.Array) -> jax.Array:
+        x, y = cut(x, a_contract[0]), cut(y, b_contract[0])
+        contracted = (x.ndim - 1,), (y.ndim - 1,)
+        block_axes = (x.ndim - 2,), (y.ndim - 2,)
+        block_sums = lax.dot_general(
+            x, y, (contracted, block_axes), precision=lax.Precision.HIGHEST
+        )
+        # XLA may merge a reduction over a batch axis into the dot product, so the blocks are added
+        # one by one.
+        for level in reversed(range(levels)):
+            block_sums = block_sums[: 2**level] + block_sums[2**level :]
+        return block_sums[0]
+
+    return size + levels, blocked
+
+
+# --- Short sums ---------------------------------------------------------------------------------
+
+
+def _short_sum(a: Operand, b: Operand, dims: Dims) -> Ends:
+    """Bounds a short sum of exact products."""
+    (a_contract, b_contract), _ = dims
+    a, b = axes_last(a, a_contract), axes_last(b, b_contract)
+    terms = a.shape[-1]
+    b = inflate(b, terms + 2)
+    # Two matrices: all products in one array are slower to compute, and faster to compile.
+    if math.prod(a.shape) > terms and math.prod(b.shape) > terms:
+        low, high = _all_products(a, b, shared=1)
+        return jnp.sum(low, axis=-1), jnp.sum(high, axis=-1)
+    products = [_all_products(_entry(a, i), _entry(b, i)) for i in range(terms)]
+    lows = [low for low, _ in products]
+    highs = [high for _, high in products]
+    return functools.reduce(jnp.add, lows), functools.reduce(jnp.add, highs)
+
+
+def _entry(x: Operand, i: int) -> Operand:
+    return moved(lambda v: v[..., i], x)
+
+
+def _all_products(x: Operand, y: Operand, shared: int = 0) -> Ends:
+    """Pairs every entry of x with every entry of y, except along the last `shared` axes.
+
+    x [3, 7] and y [5, 7] with one shared axis give [3, 5, 7].
+    """
+
+    def with_axes(v: Operand, count: int, behind: int) -> Operand:
+        """Inserts `count` axes of length 1 before the last `behind` axes."""
+        place = len(v.shape) - behind
+        ones = (1,) * count
+        return moved(lambda e: e.reshape(*e.shape[:place], *ones, *e.shape[place:]), v)
+
+    x_axes = len(x.shape) - shared
+    y_axes = len(y.shape)
+    return corner_products(with_axes(x, y_axes - shared, shared), with_axes(y, x_axes, y_axes))
+
+
+# --- Outer products -----------------------------------------------------------------------------
+
+
+def is_outer(eqn: Any) -> bool:
+    """Returns whether each entry of a dot_general is one product."""
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    return not batch and math.prod(shape[axis] for axis in contracted) == 1
+
+
+def outer_parts(
+    eqn: Equation, a: Operand, b: Operand
+) -> tuple[list[jax.Array], Callable[..., Box]]:
+    """Splits the rule of an outer product into arrays and a function of these arrays.
+
+    The arrays have the sizes of the operands. A caller that keeps them in memory prevents XLA from
+    computing them again for every entry.
+    """
+    (a_contract, b_contract), _ = eqn.params["dimension_numbers"]
+    a, b = at_least_float32(a), at_least_float32(b)
+    if a_contract:
+        a, b = _entry(axes_last(a, a_contract), 0), _entry(axes_last(b, b_contract), 0)
+    # One operand is widened by the rounding instead of every entry.
+    if isinstance(a, Interval):
+        a = inflate(a, 2, keep_sign=True)
+    else:
+        b = inflate(b, 2, keep_sign=True)
+    a_is_point, b_is_point = not isinstance(a, Interval), not isinstance(b, Interval)
+    a_sign, b_sign = is_nonnegative(a), is_nonnegative(b)
+
+    def multiply(*arrays: jax.Array) -> Box:
+        x = [v.reshape(*v.shape, *(1,) * arrays[2].ndim) for v in arrays[:2]]
+        y = [v.reshape(*(1,) * arrays[0].ndim, *v.shape) for v in arrays[2:]]
+        if a_is_point:
+            ends = _product_of_parts(y, x)
+        elif b_is_point:
+            ends = _product_of_parts(x, y)
+        else:
+            ends = corner_products(Box(*x, nonnegative=a_sign), Box(*y, nonnegative=b_sign))
+        return _product_result(eqn, ends, 1, nonnegative=a_sign and b_sign)
+
+    return [*_ends_or_parts(a), *_ends_or_parts(b)], multiply
+
+
+def _ends_or_parts(x: Operand) -> list[jax.Array]:
+    """Returns the ends of an interval, or the positive and the negative part of a point."""
+    if isinstance(x, Interval):
+        return [x.lower, x.upper]
+    return [jnp.maximum(x, 0), jnp.minimum(x, 0)]
+
+
+def _product_of_parts(ends: Sequence[jax.Array], parts: Sequence[jax.Array]) -> Ends:
+    """Multiplies an interval with a point that is given as its positive and negative part."""
+    low, high = ends
+    positive, negative = parts
+    # One of two terms is zero. A minimum of two products that keeps NaN would take longer.
+    return low * positive + high * negative, high * positive + low * negative
+
+
+# --- Facts: entries that sum to zero (T3), differences of logits (T2) ---------------------------
+
+
+def use_zero_sum(eqn: Equation, result: Box, a: Operand, b: Operand, dims: Dims) -> None:
+    """Tightens sum_j d_j w_j by sum_j d_j (w_j - w_c) if the entries d_j sum to zero (T3).
+
+    Both sums are equal for every c. All c are tried and the bounds intersected. A c that is chosen
+    by looking at endpoints would not be isotonic.
+    """
+    (a_contract, b_contract), _ = dims
+    if len(a_contract) != 1:
+        return
+    a_axis, b_axis = a_contract[0], b_contract[0]
+    if _sums_to_zero(a, a_axis):
+        rows = axes_last(b, [b_axis])
+    elif _sums_to_zero(b, b_axis):
+        rows = axes_last(a, [a_axis])
+    else:
+        return
+    size = rows.shape[-1]
+    last = (len(rows.shape) - 1,)
+    for c in range(size):
+        centred = _minus_entry(rows, c)
+        if _sums_to_zero(a, a_axis):
+            low, high = _short_sum(a, centred, (((a_axis,), last), ((), ())))
+        else:
+            low, high = _short_sum(centred, b, ((last, (b_axis,)), ((), ())))
+        underflow = 8 * size * tiny(low.dtype)
+        bounds = narrow(eqn, low - underflow, high + underflow)
+        result.lower = jnp.maximum(result.lower, bounds.lower)
+        result.upper = jnp.minimum(result.upper, bounds.upper)
+
+
+def _sums_to_zero(x: Operand, axis: int) -> bool:
+    """Returns whether entries along an axis sum to zero, and are few."""
+    if not isinstance(x, Box) or not x.zero_sum:
+        return False
+    return axis == x.ndim - 1 and x.shape[-1] <= _CENTRED
+
+
+def _minus_entry(rows: Operand, c: int) -> Box:
+    """Bounds w_j - w_c along the last axis, which is exactly 0 for j = c."""
+    low, high = lower(rows), upper(rows)
+    ends = widen(low - high[..., c : c + 1], high - low[..., c : c + 1])
+    size = rows.shape[-1]
+    itself = (np.arange(size) == c).reshape(*(1,) * (len(rows.shape) - 1), size)
+    return Box(jnp.where(itself, 0, ends[0]), jnp.where(itself, 0, ends[1]))
+
+
+def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
+    """Stores how to bound z_j - z_c = sum_n h_n (w_nj - w_nc), for a result z = h w (T2)."""
+    (a_contract, b_contract), _ = dims
+    if len(a_contract) != 1 or len(a.shape) + len(b.shape) - 2 != result.ndim:
+        return
+    hidden, weights = a, b
+    hidden_axis, weights_axis = a_contract[0], b_contract[0]
+    if len(b.shape) == 1 and len(a.shape) == 2:  # w^T h
+        hidden, weights = b, a
+        hidden_axis, weights_axis = weights_axis, hidden_axis
+    if len(weights.shape) != 2 or not 1 < weights.shape[1 - weights_axis] <= PAIRWISE:
+        return
+    terms = hidden.shape[hidden_axis]
+
+    def differences() -> jax.Array:
+        low = jnp.moveaxis(lower(weights), weights_axis, 0)  # [n, K]
+        high = jnp.moveaxis(upper(weights), weights_axis, 0)
+        ends = widen(low[:, :, None] - high[:, None, :], high[:, :, None] - low[:, None, :])
+        gaps = Box(off_diagonal(ends[0]), off_diagonal(ends[1]))  # [n, K, K]
+        roundings, multiply = dot_product((((hidden_axis,), (0,)), ((), ())), terms)
+        _, top = bilinear_bounds("tight", multiply, hidden, gaps, roundings)
+        return off_diagonal(top + 8 * terms * tiny(top.dtype))
+
+    result.differences = differences

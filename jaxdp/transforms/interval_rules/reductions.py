@@ -1,0 +1,162 @@
+"""Rules of sums, products over axes, and max pooling."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdp.transforms.boxes import (
+    Box,
+    Equation,
+    Interval,
+    Operand,
+    at_least_float32,
+    inflate,
+    is_float,
+    is_nonnegative,
+    lower,
+    register_rule,
+    tiny,
+    upper,
+    widen,
+)
+from jaxdp.transforms.interval_rules.endpoints import (
+    Ends,
+    NoRuleError,
+    axes_last,
+    corner_products,
+    most,
+    narrow,
+)
+
+# --- Sums and products --------------------------------------------------------------------------
+
+
+@register_rule("reduce_sum", "cumsum", "reduce_window_sum")
+def _sum(eqn: Equation, x: Operand) -> Operand:
+    """Bounds sums of entries, which may repeat entries. Integers are exact."""
+    if not is_float(x):
+        return Box(*eqn.ends(x))
+    if eqn.name == "reduce_window_sum":
+        terms = math.prod(eqn.params["window_dimensions"])
+    elif eqn.name == "reduce_sum":
+        terms = math.prod(x.shape[axis] for axis in eqn.params["axes"])
+    else:
+        terms = x.shape[eqn.params["axis"]]
+    low, high = eqn.ends(inflate(at_least_float32(x), terms + 2))
+    underflow = (terms + 1) * tiny(low.dtype)
+    return narrow(eqn, low - underflow, high + underflow, nonnegative=is_nonnegative(x))
+
+
+def _check_float(x: Operand) -> None:
+    if not is_float(x):
+        raise NoRuleError("It does not support products over an interval of integers.")
+
+
+@register_rule("reduce_prod")
+def _reduce_prod(eqn: Equation, x: Operand) -> Operand:
+    """Multiplies the first half of the factors with the second half, until one is left."""
+    _check_float(x)
+    nonnegative = is_nonnegative(x)
+    factors = axes_last(at_least_float32(x), eqn.params["axes"])
+    low, high = lower(factors), upper(factors)
+    while (half := low.shape[-1] // 2) > 0:
+        first = Box(low[..., :half], high[..., :half], nonnegative=nonnegative)
+        second = slice(half, 2 * half)
+        others = Box(low[..., second], high[..., second], nonnegative=nonnegative)
+        # Each multiplication bounds its own rounding and underflow.
+        products = widen(*corner_products(first, others))
+        # An odd number of factors leaves one for the next round.
+        low = jnp.concatenate([products[0], low[..., 2 * half :]], -1)
+        high = jnp.concatenate([products[1], high[..., 2 * half :]], -1)
+    return narrow(eqn, low[..., 0], high[..., 0], nonnegative=nonnegative)
+
+
+@register_rule("cumprod")
+def _cumprod(eqn: Equation, x: Operand) -> Operand:
+    """Multiplies neighbours, then pairs of them, and so on."""
+    _check_float(x)
+    nonnegative = is_nonnegative(x)
+    x = at_least_float32(x)
+
+    def multiply(a: Ends, b: Ends) -> Ends:
+        first = Box(*a, nonnegative=nonnegative)
+        second = Box(*b, nonnegative=nonnegative)
+        return widen(*corner_products(first, second))
+
+    ends = lax.associative_scan(
+        multiply, (lower(x), upper(x)), reverse=eqn.params["reverse"], axis=eqn.params["axis"]
+    )
+    return narrow(eqn, *ends, nonnegative=nonnegative)
+
+
+# --- The derivative of max pooling --------------------------------------------------------------
+
+
+@register_rule("select_and_scatter_add")
+def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Operand:
+    """Bounds the derivative of max pooling, given the cotangents `source` of the windows.
+
+    A cotangent may go to any entry that can be the largest of its window. All windows are treated
+    at once, one place in the window after the other.
+    """
+    if eqn.params["select_prim"].name == "le":  # min pooling
+        x = Box(-upper(x), -lower(x)) if isinstance(x, Interval) else -x
+    strides = eqn.params["window_strides"]
+    padding = [(int(a), int(b), 0) for a, b in eqn.params["padding"]]
+    windows = source.shape
+    places = list(np.ndindex(*eqn.params["window_dimensions"]))
+    lows, highs = (
+        lax.pad(end(x), jnp.asarray(-jnp.inf, x.dtype), padding) for end in (lower, upper)
+    )
+    low_entries = [_entries_at(lows, place, windows, strides) for place in places]
+    high_entries = [_entries_at(highs, place, windows, strides) for place in places]
+    low, high = jnp.zeros_like(lows), jnp.zeros_like(lows)
+    cotangents = inflate(source, len(places) + 1)
+    nothing = jnp.full_like(low_entries[0], -jnp.inf)
+    for i, place in enumerate(places):
+        earlier = most([nothing, *low_entries[:i]])
+        later = most([nothing, *low_entries[i + 1 :]])
+        if isinstance(x, Interval):
+            rivals = most([nothing, *high_entries[:i], *high_entries[i + 1 :]])
+            certain = (low_entries[i] > rivals) | jnp.isneginf(rivals)
+            possible = ~(high_entries[i] < jnp.maximum(earlier, later))
+        else:  # ties select the first entry of the window
+            certain = (low_entries[i] > earlier) & (low_entries[i] >= later)
+            possible = certain
+        if_possible = jnp.where(possible, jnp.minimum(cotangents.lower, 0), 0)
+        share_low = jnp.where(certain, cotangents.lower, if_possible)
+        if_possible = jnp.where(possible, jnp.maximum(cotangents.upper, 0), 0)
+        share_high = jnp.where(certain, cotangents.upper, if_possible)
+        spread = _spread_of(place, windows, strides, low.shape)
+        low = low + lax.pad(share_low, jnp.zeros((), low.dtype), spread)
+        high = high + lax.pad(share_high, jnp.zeros((), low.dtype), spread)
+    crop = [(-before, -behind, 0) for before, behind, _ in padding]
+    low = lax.pad(low, jnp.zeros((), low.dtype), crop)
+    high = lax.pad(high, jnp.zeros((), high.dtype), crop)
+    return Box(*widen(low, high))
+
+
+def _entries_at(
+    x: jax.Array, place: tuple[int, ...], windows: Sequence[int], strides: Sequence[int]
+) -> jax.Array:
+    """Returns the entry at one place of every window."""
+    limits = [
+        start + (count - 1) * stride + 1
+        for start, count, stride in zip(place, windows, strides, strict=True)
+    ]
+    return lax.slice(x, place, limits, strides)
+
+
+def _spread_of(
+    place: tuple[int, ...], windows: Sequence[int], strides: Sequence[int], shape: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Returns the padding that puts one value per window at a place of the windows of an array."""
+    axes = zip(place, windows, strides, shape, strict=True)
+    return [
+        (start, size - start - (count - 1) * stride - 1, stride - 1)
+        for start, count, stride, size in axes
+    ]
