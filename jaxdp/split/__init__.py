@@ -6,7 +6,7 @@ from jaxdp.split.augment import augmented_batch, hilbert_augment, patch_augment,
 from jaxdp.split.backbone import Backbone, two_thirds
 from jaxdp.split.client import perturb_params, represent
 from jaxdp.split.copies import Copies, augment_then_noise, noise_then_augment
-from jaxdp.split.costs import METHODS
+from jaxdp.split.methods import METHODS
 from jaxdp.split.noisy_upload import (
     PrivateRelease,
     Projection,

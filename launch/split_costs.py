@@ -7,8 +7,9 @@ All numbers are counted from shapes, so a ViT-L takes seconds and no memory. The
 not counted.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,17 +32,10 @@ from jaxdp.split.baselines import (
     training_loss,
 )
 from jaxdp.split.checks import at_least
-from jaxdp.split.copies import augment_then_noise, noise_then_augment
-from jaxdp.split.noisy_upload import Projection, project, release_privately
+from jaxdp.split.methods import METHODS
+from jaxdp.split.noisy_upload import Projection, project
 from jaxdp.split.quantization import describe_frontend
 
-# By name: a baseline, or the client's treatment of representations in Split Adaptation.
-METHODS: Mapping[str, Callable[..., Any]] = {
-    **BASELINES,
-    "sa": augment_then_noise,
-    "sa_noise_once": noise_then_augment,
-    "sa_private": release_privately,
-}
 _BODIES: Any = (jex.Jaxpr, jex.ClosedJaxpr)
 _FLOAT = 4  # bytes, as of the int32 labels
 
@@ -84,17 +78,40 @@ class Cost(NamedTuple):
     programs: Mapping[str, Program]
 
 
-def cost(
-    method: str,
-    backbone: Backbone,
-    *,
-    images: int,
-    num_classes: int,
-    epochs: int = 100,
-    batch_size: int = 32,
-    copies: int = 64,
-    directions: int = 32,
-) -> Cost:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a client adapts to, and how.
+
+    Attributes:
+      images, num_classes: n and K of the client.
+      epochs, batch_size: Passes over the images by the training party, and images per step or call.
+      copies: N_Aug of Split Adaptation, besides the original.
+      directions: k, the numbers per image in "sa_private".
+
+    Raises:
+      ValueError: A number is not positive (copies: negative).
+    """
+
+    images: int
+    num_classes: int
+    epochs: int = 100
+    batch_size: int = 32
+    copies: int = 64
+    directions: int = 32
+
+    def __post_init__(self) -> None:
+        at_least(1, images=self.images, epochs=self.epochs)
+        at_least(1, batch_size=self.batch_size, directions=self.directions)
+        at_least(2, num_classes=self.num_classes)
+        at_least(0, copies=self.copies)
+
+    @property
+    def batch(self) -> int:
+        """The number of images in a step or call."""
+        return min(self.batch_size, self.images)
+
+
+def cost(method: str, backbone: Backbone, **job: Any) -> Cost:
     """Counts the cost of a method for a client.
 
     - "lp", "ft", "ln": The client downloads the model and uploads nothing. With "lp" it computes
@@ -107,12 +124,9 @@ def cost(
       gradients. "sa_private" uploads a few coordinates and a label.
 
     Args:
-      method: One of `METHODS`.
+      method: One of `jaxdp.split.METHODS`.
       backbone: The model and its cut, without parameters.
-      images, num_classes: n and K of the client.
-      epochs, batch_size: Passes over the images by the training party, and images per step or call.
-      copies, directions: N_Aug of Split Adaptation, besides the original, and k numbers per image
-          in "sa_private".
+      job: The attributes of `Job`, such as images=500, num_classes=100.
 
     Raises:
       ValueError: The method is unknown, a number is not positive (copies: negative), or as the
@@ -120,22 +134,25 @@ def cost(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
-    at_least(1, images=images, epochs=epochs, batch_size=batch_size, directions=directions)
-    at_least(2, num_classes=num_classes)
-    at_least(0, copies=copies)
-    job = _Job(images, num_classes, epochs, min(batch_size, images), copies, directions)
+    counted_job = Job(**job)
     quantised = method.startswith("sa")
-    build = _split_adaptation if quantised else _split_learning if method == "sl" else _whole_model
-    params, programs, upload, download = build(method, backbone, job)
-    counted = {name: 2 * count_macs(p.run, *p.args) // p.images for name, p in programs.items()}
+    if quantised:
+        client = _split_adaptation(method, backbone, counted_job)
+    elif method == "sl":
+        client = _split_learning(method, backbone, counted_job)
+    else:
+        client = _whole_model(method, backbone, counted_job)
+    programs = client.programs
+    flops = {name: 2 * count_macs(p.run, *p.args) // p.images for name, p in programs.items()}
+    passes = sum(flops[name] * program.passes for name, program in programs.items())
     return Cost(
-        parameters=_size(params),
-        parameter_bytes=_size(params) * (1 if quantised else _FLOAT),
-        forward_flops=counted["forward"],
-        training_flops=counted.get("training", 0),
-        total_flops=sum(flops * images * programs[name].passes for name, flops in counted.items()),
-        upload=upload,
-        download=download,
+        parameters=_size(client.params),
+        parameter_bytes=_size(client.params) * (1 if quantised else _FLOAT),
+        forward_flops=flops["forward"],
+        training_flops=flops.get("training", 0),
+        total_flops=passes * counted_job.images,
+        upload=client.upload,
+        download=client.download,
         programs=programs,
     )
 
@@ -150,74 +167,61 @@ def count_macs(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def _macs(jaxpr: Any) -> int:
-    total = 0
-    for eqn in jaxpr.eqns:
-        shapes: list[Any] = [variable.aval for variable in (*eqn.invars, *eqn.outvars)]
-        name, params, first, out = eqn.primitive.name, eqn.params, shapes[0], shapes[-1]
-        inner = [
-            _macs(getattr(x, "jaxpr", x))
-            for x in jax.tree.leaves(list(params.values()))
-            if isinstance(x, _BODIES)
-        ]
-        if name == "dot_general":
-            (contracted, _), _ = params["dimension_numbers"]
-            total += math.prod(out.shape) * math.prod(first.shape[axis] for axis in contracted)
-        elif name == "conv_general_dilated":
-            kernel = shapes[1].shape
-            total += (
-                math.prod(out.shape)
-                * math.prod(kernel)
-                // kernel[params["dimension_numbers"].rhs_spec[0]]
-            )
-        elif name == "while" and any(inner):
-            raise ValueError(
-                "a while_loop has an unknown number of steps, so its products are not counted. "
-                "Use scan."
-            )
-        else:
-            total += (
-                max(inner)
-                if name == "cond"
-                else sum(inner) * (params["length"] if name == "scan" else 1)
-            )
-    return total
+    return sum(map(_macs_of_equation, jaxpr.eqns))
+
+
+def _macs_of_equation(eqn: Any) -> int:
+    name = eqn.primitive.name
+    outputs = math.prod(eqn.outvars[-1].aval.shape) if eqn.outvars else 0
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return outputs * math.prod(shape[axis] for axis in contracted)
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        features_axis = eqn.params["dimension_numbers"].rhs_spec[0]
+        return outputs * math.prod(kernel) // kernel[features_axis]
+    bodies = [x for x in jax.tree.leaves(list(eqn.params.values())) if isinstance(x, _BODIES)]
+    inner = [_macs(getattr(body, "jaxpr", body)) for body in bodies]
+    if name == "while" and any(inner):
+        raise ValueError(
+            "a while_loop has an unknown number of steps, so its products are not counted. Use "
+            "scan."
+        )
+    if name == "cond":
+        return max(inner)
+    return sum(inner) * (eqn.params["length"] if name == "scan" else 1)
 
 
 # --- The clients of the methods -----------------------------------------------------------------
 
 
-class _Job(NamedTuple):
-    images: int
-    num_classes: int
-    epochs: int
-    batch: int
-    copies: int
-    directions: int
+class _Client(NamedTuple):
+    """What a client holds, computes and exchanges. `params` and `programs` are by path and name."""
+
+    params: Mapping[str, Any]
+    programs: Mapping[str, Program]
+    upload: int
+    download: int
 
 
-# Parameters by path, programs by name, bytes of the upload and of the download.
-_Client = tuple[Mapping[str, Any], Mapping[str, Program], int, int]
-
-
-def _whole_model(method: str, backbone: Backbone, job: _Job) -> _Client:
+def _whole_model(method: str, backbone: Backbone, job: Job) -> _Client:
     recipe, _, held = _begin(method, backbone, job)
     trained, frozen = divide_trained(recipe, unflatten_dict(held, sep="/"))
     images, labels = _batch(backbone, job)
-    forward, features = _forward(*recipe.features, *recipe.training), _forward(*recipe.features)
+    forward = _forward((*recipe.features, *recipe.training))
+    features = _forward(recipe.features)
     loss = training_loss(recipe.training)
 
     def step(trained: Any, state: Any, frozen: Any, batch: Any) -> Any:
-        gradients = jax.grad(
-            lambda trained: loss(trained, frozen, batch, jax.random.key(0)).mean()
-        )(trained)
-        return adam_step(trained, state, gradients, jnp.float32(1e-3))
+        def mean_loss(trained: Any) -> jax.Array:
+            return loss(trained, frozen, batch, jax.random.key(0)).mean()
 
-    args = (
-        trained,
-        jax.eval_shape(optax.scale_by_adam().init, trained),
-        frozen,
-        (jax.eval_shape(features, held, images), labels),
-    )
+        return adam_step(trained, state, jax.grad(mean_loss)(trained), jnp.float32(1e-3))
+
+    state = jax.eval_shape(optax.scale_by_adam().init, trained)
+    batch = (jax.eval_shape(features, held, images), labels)
+    args = (trained, state, frozen, batch)
     programs = {
         "forward": Program(forward, (held, images), job.batch, 0),
         "training": Program(step, args, job.batch, job.epochs),
@@ -225,17 +229,18 @@ def _whole_model(method: str, backbone: Backbone, job: _Job) -> _Client:
     if recipe.features:
         programs["features"] = Program(features, (held, images), job.batch, 1)
     upload = _FLOAT * _size(trained) if method.startswith("ot") else 0
-    return held, programs, upload, _FLOAT * _size(_without_head(held))
+    return _Client(held, programs, upload, download=_FLOAT * _size(_without_head(held)))
 
 
-def _split_learning(method: str, backbone: Backbone, job: _Job) -> _Client:
+def _split_learning(method: str, backbone: Backbone, job: Job) -> _Client:
     recipe, params, held = _begin(method, backbone, job)
     whole: Any = recipe.training[0]
     model, last = whole.backbone, backbone.model.num_blocks
     images, labels = _batch(backbone, job)
-    forward = _forward(Blocks(model, 0, backbone.cut))
-    read = _forward(Blocks(model, 0, last), FirstTokens(backbone.prefix_tokens))
-    cut, tokens = jax.eval_shape(forward, held, images), jax.eval_shape(read, params, images)
+    forward = _forward([Blocks(model, 0, backbone.cut)])
+    to_head = _forward([Blocks(model, 0, last), FirstTokens(backbone.prefix_tokens)])
+    cut = jax.eval_shape(forward, held, images)
+    tokens = jax.eval_shape(to_head, params, images)
     # The last LayerNorm belongs to the server. It may stay here, since it has no product.
     norm = {path: leaf for path, leaf in params.items() if path.startswith("norm/")}
     loss = training_loss((Blocks(model, last, None),))
@@ -248,22 +253,16 @@ def _split_learning(method: str, backbone: Backbone, job: _Job) -> _Client:
             representations.
             """
             sent = forward(held, images)
-            return (sent * received).sum() + loss(
-                held, norm, (tokens, labels), jax.random.key(0)
-            ).mean(), sent
+            head_loss = loss(held, norm, (tokens, labels), jax.random.key(0)).mean()
+            return (sent * received).sum() + head_loss, sent
 
-        (of_held, of_tokens), sent = jax.grad(surrogate, argnums=(0, 1), has_aux=True)(held, tokens)
-        return adam_step(held, state, of_held, jnp.float32(1e-3)), sent, of_tokens
+        gradient = jax.grad(surrogate, argnums=(0, 1), has_aux=True)
+        (held_gradient, token_gradient), sent = gradient(held, tokens)
+        update = adam_step(held, state, held_gradient, jnp.float32(1e-3))
+        return update, sent, token_gradient
 
-    args = (
-        held,
-        jax.eval_shape(optax.scale_by_adam().init, held),
-        norm,
-        images,
-        cut,
-        tokens,
-        labels,
-    )
+    state = jax.eval_shape(optax.scale_by_adam().init, held)
+    args = (held, state, norm, images, cut, tokens, labels)
     front = _without_head(held)
     programs = {
         "forward": Program(forward, (front, images), job.batch, 0),
@@ -273,40 +272,34 @@ def _split_learning(method: str, backbone: Backbone, job: _Job) -> _Client:
     # gradients.
     numbers = math.prod(cut.shape[1:]) + (backbone.prefix_tokens or 1) * tokens.shape[2]
     exchanged = _FLOAT * job.epochs * job.images * numbers
-    return held, programs, exchanged, _FLOAT * _size(front) + exchanged
+    return _Client(held, programs, exchanged, _FLOAT * _size(front) + exchanged)
 
 
-def _split_adaptation(method: str, backbone: Backbone, job: _Job) -> _Client:
+def _split_adaptation(method: str, backbone: Backbone, job: Job) -> _Client:
     (tokens, width), shapes, _ = describe_frontend(backbone)
     held = {path: _floats(*shape) for path, shape in shapes.items()}
-    forward = _forward(Blocks(backbone, 0, backbone.cut))
-    programs = {"forward": Program(forward, (held, _batch(backbone, job)[0]), job.batch, 1)}
+    forward = _forward([Blocks(backbone, 0, backbone.cut)])
+    images, _ = _batch(backbone, job)
+    programs = {"forward": Program(forward, (held, images), job.batch, 1)}
     package = _size(held)  # int8 codes
     if method == "sa_private":
         projection = Projection(_floats(tokens, width), _floats(tokens * width, job.directions))
-        programs["projection"] = Program(
-            project, (projection, _floats(job.batch, tokens, width)), job.batch, 1
-        )
-        # The upload is k numbers and an int32 label.
-        return (
-            held,
-            programs,
-            _FLOAT * job.images * (job.directions + 1),
-            package + _FLOAT * _size(projection),
-        )
+        args = (projection, _floats(job.batch, tokens, width))
+        programs["projection"] = Program(project, args, job.batch, 1)
+        upload = _FLOAT * job.images * (job.directions + 1)  # k numbers and an int32 label
+        return _Client(held, programs, upload, package + _FLOAT * _size(projection))
     upload = _FLOAT * job.images * tokens * width
     if method == "sa":
-        programs["retrieval"] = Program(
-            retrieve_neighbors, (_floats(job.images, tokens, width),), job.images, 1
-        )
+        representations = _floats(job.images, tokens, width)
+        programs["retrieval"] = Program(retrieve_neighbors, (representations,), job.images, 1)
         upload *= 1 + job.copies
     # The client downloads logits and uploads gradients of the loss (section 3.5, Eq. 14).
     exchanged = _FLOAT * job.epochs * job.images * (1 + job.copies) * job.num_classes
-    return held, programs, upload + exchanged, package + exchanged
+    return _Client(held, programs, upload + exchanged, package + exchanged)
 
 
 def _begin(
-    method: str, backbone: Backbone, job: _Job
+    method: str, backbone: Backbone, job: Job
 ) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
     """Returns the recipe of a baseline, and by path the shapes of all parameters and of the
     client's parameters.
@@ -316,17 +309,17 @@ def _begin(
         backbone, shapes, num_classes=job.num_classes, key=jax.random.key(0)
     )
     flat = {path: _floats(*leaf.shape) for path, leaf in flatten_dict(params, sep="/").items()}
-    return recipe, flat, {path: leaf for path, leaf in flat.items() if path in recipe.client}
+    held = {path: leaf for path, leaf in flat.items() if path in recipe.client}
+    return recipe, flat, held
 
 
-def _forward(*pieces: Piece) -> Callable[..., Any]:
+def _forward(pieces: Sequence[Piece]) -> Callable[..., Any]:
     return lambda params, x: run(pieces, unflatten_dict(params, sep="/"), x)
 
 
-def _batch(backbone: Backbone, job: _Job) -> tuple[Any, Any]:
-    return _floats(job.batch, *backbone.images.shape[1:]), jax.ShapeDtypeStruct(
-        (job.batch,), jnp.int32
-    )
+def _batch(backbone: Backbone, job: Job) -> tuple[Any, Any]:
+    images = _floats(job.batch, *backbone.images.shape[1:])
+    return images, jax.ShapeDtypeStruct((job.batch,), jnp.int32)
 
 
 def _floats(*shape: int) -> Any:
