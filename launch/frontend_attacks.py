@@ -27,8 +27,9 @@ from jaxdp.split.quantization import QuantizedFrontend, quantized_front
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """The quantised frontend in params["frontend"], from images to [B, T, D]. It quantises
-    activations.
+    """The quantised frontend in params["frontend"], from images to [B, T, D].
+
+    It quantises activations.
     """
 
     backbone: Backbone
@@ -69,9 +70,7 @@ class Linear:
 def probe_quantized_frontend(
     backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array
 ) -> RecipeAndParams:
-    """Trains a head on the representations of the quantised frontend: "Quant. Frontend" of Table
-    3.
-    """
+    """Trains a head on the quantised frontend: "Quant. Frontend" of Table 3."""
     params = {"frontend": _checked(frontend), "head": _linear_head(backbone, num_classes, key)}
     features = (Quantized(backbone), Pool(backbone.prefix_tokens))
     return recipe_for(params, (Linear(num_classes),), is_head, features=features)
@@ -80,8 +79,9 @@ def probe_quantized_frontend(
 def probe_original_frontend(
     backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
 ) -> RecipeAndParams:
-    """Trains a head on the frontend of `params`, which no client has: "Original Frontend" of Table
-    3.
+    """Trains a head on the original frontend: "Original Frontend" of Table 3.
+
+    No client has that frontend.
     """
     front, _ = backbone.divide(params)
     params = {**front, "head": _linear_head(backbone, num_classes, key)}
@@ -92,8 +92,9 @@ def probe_original_frontend(
 def tune_quantized_frontend(
     backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array
 ) -> RecipeAndParams:
-    """Trains a head and all weights of the dequantised frontend. This is stronger than the paper's
-    test.
+    """Trains a head and all weights of the dequantised frontend.
+
+    This is stronger than the paper's test.
 
     Activations are not rounded here, since a client need not round them.
     """
@@ -103,8 +104,7 @@ def tune_quantized_frontend(
 
 
 def probe_auxiliary_backend(auxiliary: Backbone, auxiliary_params: Params) -> Baseline:
-    """Trains the head of another public model behind the quantised frontend: "Auxiliary Backend" of
-    Table 3.
+    """Trains the head of another model behind the frontend: "Auxiliary Backend" of Table 3.
 
     The last blocks of the other model follow the frontend. Its cut is where its backend begins. The
     paper takes the last third of DINOv2-L. `auxiliary_params` belong to the whole model. The

@@ -37,8 +37,9 @@ def ssim(
     *,
     window: Window = "gaussian11",
 ) -> jax.Array:
-    """Computes structural similarity (Wang et al. 2004, Eq. 13), the mean over channels and windows
-    inside the image.
+    """Computes structural similarity (Wang et al. 2004, Eq. 13).
+
+    It is the mean over channels and over windows inside the image.
 
     Args:
       images, references: Floating point [n, H, W, C] in [0, 1].
@@ -83,8 +84,9 @@ def ssim(
 
 @jax.jit
 def psnr(images: jax.Array, references: jax.Array) -> jax.Array:
-    """Computes the peak signal-to-noise ratio [n] in decibels, -10 log10 of the mean squared error.
-    As in `ssim`.
+    """Computes the peak signal-to-noise ratio [n] in decibels.
+
+    It is -10 log10 of the mean squared error. Arguments and errors are as in `ssim`.
     """
     x, y = _pair(images, references)
     return -10 * jnp.log10(jnp.mean((x - y) ** 2, axis=(1, 2, 3)))

@@ -1,5 +1,6 @@
-"""Attacks on uploaded representations: FORA (Xu et al. 2024) in the form of Split Adaptation
-(section A.2).
+"""Attacks on uploaded representations: FORA in the form of Split Adaptation (section A.2).
+
+FORA is that of Xu et al. (2024).
 
 The server owns the frontend that it shipped. It simulates a client's representations on PUBLIC
 images, trains a decoder to return the images, and applies the decoder to the client's uploads. A
@@ -70,9 +71,7 @@ class Simulation:
             raise ValueError(f"copies must be an integer of at least 1, got {self.copies!r}.")
 
     def __call__(self, front: Any, key: jax.Array, images: jax.Array) -> jax.Array:
-        """Draws representations [B, T, D] of images [B, S, S, C] with a frontend of parameters
-        `front`.
-        """
+        """Draws representations [B, T, D] of images [B, S, S, C] by a frontend."""
         model_key, release_key = jax.random.split(key)
         if self.model_noise is not None:
             front = self.model_noise(model_key, front)
@@ -89,9 +88,7 @@ class Simulation:
 
 
 class Attacker(NamedTuple):
-    """A server's simulation, and the parameters of the frontend that it attributes to the
-    client.
-    """
+    """A server's simulation, and the parameters that it attributes to the client's frontend."""
 
     simulation: Simulation
     front: Any
@@ -125,8 +122,7 @@ def standard_attackers(
 
 
 class Decoder(nn.Module):
-    """Encoder blocks on the tokens of a representation, then one linear map from every patch token
-    to its pixels.
+    """Encoder blocks, then one linear map from every patch token to its pixels.
 
     Attributes:
       side, channels: S and C of the images.
@@ -142,8 +138,9 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps representations [B, T, D], a grid of g x g patch tokens in row-major order, to
-        images [B, S, S, C].
+        """Maps representations [B, T, D] to images [B, S, S, C].
+
+        The patch tokens are a grid of g x g in row-major order.
 
         Raises:
           ValueError: T - prefix_tokens is not g^2, or g does not divide S.
@@ -228,8 +225,9 @@ _init = jax.jit(Decoder.init, static_argnums=0)
 
 @functools.lru_cache
 def _loss(represent: Represent, decoder: Decoder) -> Loss:
-    """Returns the mean squared error per image. Equal arguments give one object, so that it
-    compiles once.
+    """Returns the mean squared error per image.
+
+    Equal arguments give one object, so that it compiles once.
     """
 
     def loss(params: Any, front: Any, images: jax.Array, key: jax.Array) -> jax.Array:
@@ -250,8 +248,9 @@ def decode(decoder: Decoder, params: Any, representations: Any) -> jax.Array:
 
 
 class Discriminator(nn.Module):
-    """Tells the client's representations [B, T, D] from simulated ones: two layers on every token,
-    and their mean.
+    """Tells the client's representations [B, T, D] from simulated ones.
+
+    It has two layers on every token, and takes their mean.
     """
 
     hidden: int = 128
@@ -297,8 +296,7 @@ def align(
     public: Any,
     **options: Any,
 ) -> Any:
-    """Moves a frontend to the distribution of a client's uploads, the substitute of FORA (Xu et al.
-    2024, section 4).
+    """Moves a frontend to the distribution of a client's uploads (Xu et al. 2024, section 4).
 
     Adam minimises `mmd_weight` times the multi-kernel maximum mean discrepancy between simulated
     and uploaded representations, and the rest of the weight times the loss that a discriminator
@@ -396,8 +394,7 @@ def _aligned(
 
 
 def discrepancy(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Computes the squared maximum mean discrepancy of two samples [n, ...] and [m, ...], biased,
-    with five kernels.
+    """Computes the squared maximum mean discrepancy of samples [n, ...] and [m, ...], biased.
 
     They are Gaussian, with 1/8, 1/4, 1/2, 1 and 2 times the mean squared distance of all pairs as
     their width.
@@ -414,9 +411,7 @@ def discrepancy(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 class Estimate(NamedTuple):
-    """A mean over images and its standard error, NaN if there is none (one image, infinite
-    values).
-    """
+    """A mean over images and its standard error, NaN for one image or infinite values."""
 
     mean: float
     error: float
@@ -434,8 +429,9 @@ class Reconstruction(NamedTuple):
     lpips: np.ndarray | None = None
 
     def summary(self) -> dict[str, Estimate]:
-        """Returns means over the images: "psnr", "ssim_" with the name of each window, and "lpips"
-        if it is known.
+        """Returns means over the images by score.
+
+        The scores are "psnr", "ssim_" with the name of each window, and "lpips" if it is known.
         """
         scores = {"psnr": self.psnr}
         scores |= {f"ssim_{window}": ssim for window, ssim in self.ssim.items()}
@@ -462,8 +458,9 @@ def attack(
     perceptual: bool = False,
     **training: Any,
 ) -> dict[str, Reconstruction]:
-    """Returns what every attacker reconstructs from a client's uploads, by name, and the floor as
-    "mean image".
+    """Returns what every attacker reconstructs from a client's uploads.
+
+    The results are by name. "mean image" is the floor.
 
     Args:
       key: A typed PRNG key, the same for all attackers, so that only their knowledge differs.
@@ -515,8 +512,9 @@ def attack(
 
 
 def median_of_copies(copies: Any) -> np.ndarray:
-    """Computes the median over the copies of every image by coordinate, on the host: [c, n, T, D]
-    to [n, T, D].
+    """Computes the median over the copies of every image: [c, n, T, D] to [n, T, D].
+
+    It is by coordinate, on the host.
 
     The median is the maximum likelihood estimate under Laplace noise. It hardly moves if fewer than
     half of the copies have another token in a place. It keeps the dtype and reads one image at a
@@ -530,8 +528,9 @@ def median_of_copies(copies: Any) -> np.ndarray:
 
 
 def _median(copies: jax.Array) -> jax.Array:
-    """Computes the median over the first axis, to 2^-24 of the range. It bisects, since sorting is
-    slow on a CPU.
+    """Computes the median over the first axis, to 2^-24 of the range.
+
+    It bisects, since sorting is slow on a CPU.
     """
     values = jnp.moveaxis(copies, 0, -1)
     count = values.shape[-1]

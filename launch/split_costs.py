@@ -1,5 +1,4 @@
-"""The cost of an adaptation for one client: Table 2, and uploads and downloads, which the paper
-omits.
+"""The cost of an adaptation for one client: Table 2, and uploads and downloads.
 
     cost("sa", backbone, images=500, num_classes=100).upload
 
@@ -41,8 +40,9 @@ _FLOAT = 4  # bytes, as of the int32 labels
 
 
 class Program(NamedTuple):
-    """A program of the client, shapes of its arguments, images per call, and how often each image
-    passes through it.
+    """A program of the client, as its cost counts it.
+
+    `images` pass in each call, and each image passes `passes` times.
     """
 
     run: Callable[..., Any]
@@ -52,8 +52,9 @@ class Program(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """The cost of an adaptation for one client. FLOPs count matrix products and convolutions, two
-    per multiplication.
+    """The cost of an adaptation for one client.
+
+    FLOPs count matrix products and convolutions, two per multiplication.
 
     Attributes:
       parameters: The number of parameters that the client holds.
@@ -158,8 +159,7 @@ def cost(method: str, backbone: Backbone, **job: Any) -> Cost:
 
 
 def count_macs(fn: Callable[..., Any], *args: Any) -> int:
-    """Counts multiplications with an addition in all products and convolutions of a function of
-    arrays or shapes.
+    """Counts the multiply-adds in all products and convolutions of a function.
 
     Of branches the costliest counts. A `while_loop` with a product raises ValueError.
     """
@@ -249,8 +249,9 @@ def _split_learning(method: str, backbone: Backbone, job: Job) -> _Client:
         held: Any, state: Any, norm: Any, images: Any, received: Any, tokens: Any, labels: Any
     ) -> Any:
         def surrogate(held: Any, tokens: Any) -> tuple[jax.Array, jax.Array]:
-            """Has the same gradients as the loss. The server sends the gradients with respect to
-            representations.
+            """Has the same gradients as the loss.
+
+            The server sends the gradients with respect to representations.
             """
             sent = forward(held, images)
             head_loss = loss(held, norm, (tokens, labels), jax.random.key(0)).mean()
@@ -301,9 +302,7 @@ def _split_adaptation(method: str, backbone: Backbone, job: Job) -> _Client:
 def _begin(
     method: str, backbone: Backbone, job: Job
 ) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
-    """Returns the recipe of a baseline, and by path the shapes of all parameters and of the
-    client's parameters.
-    """
+    """Returns the recipe of a baseline, and the shapes of all parameters and of the client's."""
     shapes = jax.eval_shape(backbone.model.init, jax.random.key(0), backbone.images)["params"]
     recipe, params = BASELINES[method](
         backbone, shapes, num_classes=job.num_classes, key=jax.random.key(0)

@@ -1,5 +1,6 @@
-"""Split Adaptation: a client adapts a server's transformer and keeps its images (Wang et al.,
-arXiv:2503.00441).
+"""Split Adaptation: a client adapts a server's transformer and keeps its images.
+
+The method is that of Wang et al. (CVPR 2025, arXiv:2503.00441).
 """
 
 from jaxdp.split.augment import augmented_batch, hilbert_augment, patch_augment, retrieve_neighbors

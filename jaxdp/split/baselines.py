@@ -24,6 +24,7 @@ from jaxdp.data import labels as shapes
 from jaxdp.models.training import Loss, fit_in_memory
 from jaxdp.split.backbone import Backbone, Params, in_batches
 from jaxdp.split.checks import check_labels, one_of
+from jaxdp.split.training import Training
 from jaxdp.transforms import losses
 
 # --- Pieces of a network -------------------------------------------------------------------------
@@ -66,8 +67,9 @@ class FirstTokens:
 
 
 class Recipe(NamedTuple):
-    """The pieces that a baseline runs and trains. Hashable, so that equal recipes share compiled
-    programs.
+    """The pieces that a baseline runs and trains.
+
+    Hashable, so that equal recipes share compiled programs.
 
     Attributes:
       features: Pieces before everything that is trained. They run once per image.
@@ -87,21 +89,6 @@ class Recipe(NamedTuple):
 RecipeAndParams = tuple[Recipe, dict[str, Any]]
 # `baseline(backbone, params, num_classes=, key=)` returns a recipe and its initial parameters.
 Baseline = Callable[..., RecipeAndParams]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Training:
-    """The training of a baseline: arguments of `fit_in_memory`.
-
-    Attributes:
-      learning_rate: The constant rate of Adam.
-      epochs: Passes over the images. The paper has 100, and 50 for offsite tuning.
-      batch_size: Images of a step, and of a call that computes features.
-    """
-
-    learning_rate: float
-    epochs: int = 100
-    batch_size: int = 32
 
 
 def linear_probing(
@@ -125,8 +112,9 @@ def full_fine_tuning(
 def layer_norm_tuning(
     backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
 ) -> RecipeAndParams:
-    """Trains scales and biases of all LayerNorms, and the head: LN-TUNE (Basu et al. 2024,
-    arXiv:2304.01917).
+    """Trains scales and biases of all LayerNorms, and the head: LN-TUNE.
+
+    LN-TUNE is that of Basu et al. (2024, arXiv:2304.01917).
     """
     backbone, params = backbone.with_head(key, params, num_classes)
     # Only LayerNorms have a scale in a transformer.
@@ -143,8 +131,7 @@ def layer_norm_tuning(
 def split_learning(
     backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
 ) -> RecipeAndParams:
-    """Trains frontend and head at the client, through the server's frozen backend, as in section
-    A.2.
+    """Trains frontend and head at the client, through the server's frozen backend (section A.2).
 
     Vanilla split learning (Vepakomma et al. 2018, arXiv:1812.00564) trains both sides. The exchange
     of the two parties is part of one backward pass, so this may run in one process.
@@ -167,8 +154,9 @@ def offsite_tuning(
     drop: Literal["uniform", "random"] = "uniform",
     seed: int = 0,
 ) -> RecipeAndParams:
-    """Trains adapters around an emulator of the middle: offsite tuning (Xiao et al. 2023,
-    arXiv:2302.04870).
+    """Trains adapters around an emulator of the middle: offsite tuning.
+
+    Offsite tuning is that of Xiao et al. (2023, arXiv:2302.04870).
 
     The adapters are the first two and the last two blocks, or one and one of fewer than 6 blocks.
     The emulator is the middle without half of its blocks, rounded up. Blocks of a Swin that merge
@@ -247,6 +235,7 @@ def adapt(
     labels: jax.Array,
     *,
     num_classes: int,
+    learning_rate: float,
     key: jax.Array,
     **training: Any,
 ) -> Adapted:
@@ -260,14 +249,16 @@ def adapt(
       params: The initial parameters of the whole model, or a `QuantizedFrontend`.
       images: The client's images, float32 [n, S, S, C] in [0, 1].
       labels: int [n] in [0, num_classes), with num_classes at least 2.
+      learning_rate: The constant learning rate of Adam.
       key: Typed PRNG key of the head and the order of the images.
-      training: The attributes of `Training`: learning_rate, and if you like epochs and batch_size.
+      training: The other attributes of `Training`: epochs and batch_size. The paper has 100 epochs,
+        and 50 for offsite tuning. Features are computed in batches of this size too.
 
     Raises:
       ValueError: Images are empty, of another shape or outside [0, 1], labels do not match them or
         [0, num_classes), a number is not positive, or as the baseline.
     """
-    options = Training(**training)
+    options = Training(learning_rate=learning_rate, **training)
     backbone.check_images(images)
     check_labels(labels, len(images), num_classes)
     head_key, key = jax.random.split(key)
@@ -282,10 +273,8 @@ def adapt(
         trained,
         (inputs, jnp.asarray(labels)),
         key=key,
-        learning_rate=options.learning_rate,
-        epochs=options.epochs,
-        batch_size=options.batch_size,
         frozen=frozen,
+        **dataclasses.asdict(options),
     )
     return Adapted(recipe, unflatten_dict({**frozen, **trained}, sep="/"))
 
@@ -322,8 +311,9 @@ def divide_trained(recipe: Recipe, params: Params) -> tuple[dict[str, Any], dict
 
 @functools.lru_cache
 def training_loss(pieces: tuple[Piece, ...]) -> Loss:
-    """Returns the cross-entropy of (inputs, labels) behind `pieces` for `fit_in_memory`, cached for
-    equal pieces.
+    """Returns the cross-entropy of (inputs, labels) behind `pieces`, for `fit_in_memory`.
+
+    Equal pieces give one function, which compiles once.
     """
 
     def loss(trained: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
