@@ -21,7 +21,7 @@ import optax
 import pytest
 from scipy import optimize, special, stats
 
-import jaxdp.tta.adapter
+import jaxdp.tta.step
 from jaxdp import tta
 from jaxdp.models.layers import FrozenBatchNorm
 from jaxdp.privacy import GaussianDpEvent, NonPrivateDpEvent
@@ -65,13 +65,13 @@ def known_noise(key, tree, std, *, number):
 @pytest.fixture(autouse=True, scope="module")
 def noise_is_known():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxdp.tta.adapter, "gaussian", known_noise)
+        patch.setattr(jaxdp.tta.step, "gaussian", known_noise)
         yield
 
 
 @pytest.fixture
 def real_noise(monkeypatch):
-    monkeypatch.setattr(jaxdp.tta.adapter, "gaussian", gaussian)
+    monkeypatch.setattr(jaxdp.tta.step, "gaussian", gaussian)
 
 
 def apply_fn(params, images):
