@@ -1,7 +1,7 @@
 """What a client makes of the frontend alone (section 4.3 and Table 3 of Split Adaptation).
 
-    baseline = probe_quantized_frontend
-    adapted = adapt(baseline, backbone, frontend, images, labels, num_classes=5, learning_rate=1e-3, key=key)
+    options = {"num_classes": 5, "learning_rate": 1e-3, "key": key}
+    adapted = adapt(probe_quantized_frontend, backbone, frontend, images, labels, **options)
 
 Each attack has the form of a baseline of `jaxdp.split.baselines`, whose `adapt` runs it.
 """

@@ -1,6 +1,8 @@
 """The methods that Split Adaptation is compared with (sections 4.1 and A.2).
 
-    adapted = adapt(BASELINES["lp"], backbone, params, images, labels, num_classes=5, learning_rate=1e-3, key=key)
+    baseline = BASELINES["lp"]
+    options = {"num_classes": 5, "learning_rate": 1e-3, "key": key}
+    adapted = adapt(baseline, backbone, params, images, labels, **options)
     accuracy(adapted, test_images, test_labels)
 
 A `Baseline` makes a `Recipe`: the blocks that run, and the parameters that are trained. All

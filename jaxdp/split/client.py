@@ -1,10 +1,12 @@
 """The client's side of Split Adaptation (Wang et al. 2025), in the paper's order.
 
     model_key, key = jax.random.split(key)
-    params = perturb_params(model_key, frontend.params)                # section 3.4: Eq. 12
+    params = perturb_params(model_key, frontend.params)       # section 3.4: Eq. 12
     x = represent(backbone, frontend, params, images)
-    copies = augment_then_noise(key, x, laplace_scale=0.8)             # section 3.5: Eq. 13, then Laplace on every copy
-    copies = noise_then_augment(key, x, laplace_scale=0.8)             # our advice: one noisy copy, augmented
+    # section 3.5: Eq. 13, then Laplace noise on every copy
+    copies = augment_then_noise(key, x, laplace_scale=0.8)
+    # our advice: one noisy copy, augmented
+    copies = noise_then_augment(key, x, laplace_scale=0.8)
 
 Neither order has a privacy guarantee (docs/design/split.md). `jaxdp.split.noisy_upload` has one.
 """

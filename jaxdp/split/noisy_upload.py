@@ -4,10 +4,10 @@ The published method has no guarantee. Nothing bounds the representations, so La
 is not differential privacy. Labels leave the client unchanged, and 65 noisy copies of an image
 average out (`published_event`). Here the client
 
-    projects    z_i = P^T (x_i - m)            onto k directions from public data (`public_projection`)
-    clips       ||z_i|| <= C                   in L2 norm for Gaussian, in L1 norm for Laplace noise
-    adds noise  z_i + noise of scale sigma C   once
-    randomises  y_i                            by K-ary randomised response, once
+    projects    z_i = P^T (x_i - m), onto k directions from public data (`public_projection`)
+    clips       ||z_i|| <= C, in L2 norm for Gaussian, in L1 norm for Laplace noise
+    adds noise  z_i + noise of scale sigma C, once
+    randomises  y_i by K-ary randomised response, once
 
 and sends only the results. All further work of the server is post-processing: `lift`, patch
 retrieval, augmentation, and training, which corrects for noisy labels by `label_noise_matrix`. The
@@ -16,7 +16,8 @@ replacing one image. The number of images is public.
 
     release = PrivateRelease.calibrated(epsilon=8.0, delta=1e-5, clip_norm=4.0, num_classes=10)
     account = ledger.account("scans")
-    released = release_privately(account, release=release, representations=x, labels=y, projection=projection)
+    data = {"representations": x, "labels": y, "projection": projection}
+    released = release_privately(account, release=release, **data)
 """
 
 import dataclasses

@@ -373,9 +373,9 @@ def _check_gradients(largest: Mapping[str, float]) -> None:
         roundoff = ["the logits"]
     if roundoff:
         raise ValueError(
-            f"the gradients of the loss with respect to {roundoff[0]} are numerically zero, so they "
-            "select no scale. Check that the head in params is trained for these labels and the "
-            "loss is not zero, or take metric='mse'."
+            f"the gradients of the loss with respect to {roundoff[0]} are numerically zero, so "
+            "they select no scale. Check that the head in params is trained for these labels and "
+            "the loss is not zero, or take metric='mse'."
         )
 
 

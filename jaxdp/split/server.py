@@ -1,9 +1,13 @@
 """The server's side of Split Adaptation (Wang et al. 2025), in the paper's order.
 
-    images, labels = merge_hilbert(images, labels)                          # section 3.3.1: D_u = D_S + HT(D_S)
-    frontends = calibrate_frontends(key, backbone, params, images, labels)  # 3.3.1 and 3.3.2: F_0 is shipped
-    back = tune_backend(key, backbone, params, frontends, images, labels)   # 3.3.2: Eq. 10, 11
-    backbone, back = adapt(key, backbone, back, copies, labels, num_classes=...)   # 3.5: Eq. 14
+    # section 3.3.1: D_u = D_S + HT(D_S)
+    images, labels = merge_hilbert(images, labels)
+    # 3.3.1 and 3.3.2: F_0 is shipped
+    frontends = calibrate_frontends(key, backbone, params, images, labels)
+    # 3.3.2: Eq. 10, 11
+    back = tune_backend(key, backbone, params, frontends, images, labels)
+    # 3.5: Eq. 14
+    backbone, back = adapt(key, backbone, back, copies, labels, num_classes=...)
 
 All images here are the server's own. A client's representations come from `jaxdp.split.client`.
 """
