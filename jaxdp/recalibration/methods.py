@@ -128,7 +128,7 @@ class NllT(TemperatureSearch):
       bound: The clip bound on one record's negative log likelihood, in nats.
     """
 
-    bound: float = 10.0
+    bound: float = 10.0  # public. The largest value seen, as published, is no bound.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -222,7 +222,8 @@ class Binning:
 
     def summand(self: Any, k: int, records: Records, temperature: jax.Array) -> jax.Array:
         """Returns one-hot counts [n, 2 cells] of correct records, then of incorrect ones."""
-        cell = jax.nn.one_hot(self.cell(self.score(records.logits)), self.cells)
+        score = self.score(records.logits)
+        cell = jax.nn.one_hot(self.cell(score), self.cells)
         correct = records.correct[:, None]
         return jnp.concatenate([cell * correct, cell * ~correct], 1)
 
@@ -416,9 +417,11 @@ class LogisticBinning(Binning):
 
     def score(self, logits: jax.Array) -> jax.Array:
         """Computes log p_1(x) / (1 - p_1(x)), without cancellation for p_1(x) close to 1."""
-        top = jax.nn.one_hot(jnp.argmax(logits, 1), logits.shape[1], dtype=bool)
-        below = jnp.where(top, -jnp.inf, logits - logits.max(1, keepdims=True))
-        return -jax.nn.logsumexp(jnp.maximum(below, -1e4), 1)
+        largest = jnp.argmax(logits, 1)
+        top = jax.nn.one_hot(largest, logits.shape[1], dtype=bool)
+        below_largest = logits - logits.max(1, keepdims=True)
+        others = jnp.where(top, -jnp.inf, below_largest)
+        return -jax.nn.logsumexp(jnp.maximum(others, -1e4), 1)
 
     def cell(self, score: jax.Array) -> jax.Array:
         """Finds the bin [low, high) between edges."""

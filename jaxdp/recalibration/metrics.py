@@ -161,7 +161,8 @@ def ece(
     table = _tabulate(confidence, correct, bin_of, counted, bins)
     gap = jnp.abs(table.accuracy - table.confidence)
     if debiased:
-        variance = table.accuracy * (1 - table.accuracy) / jnp.maximum(table.counts - 1, 1)
+        variance = table.accuracy * (1 - table.accuracy)
+        variance /= jnp.maximum(table.counts - 1, 1)
         deviation = jnp.sqrt(jnp.maximum(variance, 1e-30))  # avoids 0 / 0, and the bias tends to 0
         z = gap / deviation
         excess = jax.scipy.stats.norm.pdf(z) - z * jax.scipy.stats.norm.cdf(-z)
@@ -307,7 +308,8 @@ def _sum_by_bin(confidence: jax.Array, bin_of: jax.Array, bins: int) -> jax.Arra
     confidences become whole multiples of 2^-24. Their digits are cut into parts, whose sums of n
     numbers fit in int32.
     """
-    whole = jnp.round(jnp.clip(confidence, 0, 1) * _FIXED).astype(jnp.int32)
+    fixed = jnp.clip(confidence, 0, 1) * _FIXED
+    whole = jnp.round(fixed).astype(jnp.int32)
     digits = 31 - len(confidence).bit_length()
     total = jnp.zeros(bins, jnp.float32)
     for shift in reversed(range(0, _FIXED.bit_length(), digits)):
@@ -319,7 +321,8 @@ def _sum_by_bin(confidence: jax.Array, bin_of: jax.Array, bins: int) -> jax.Arra
 
 def _all_fractions(values: jax.Array, counted: jax.Array | bool) -> jax.Array:
     """Returns whether all values that count are in [0, 1] up to rounding, bool []. NaN is not."""
-    return jnp.all((values >= -_ROUNDING) & (values <= 1 + _ROUNDING) | ~jnp.asarray(counted))
+    fractions = (values >= -_ROUNDING) & (values <= 1 + _ROUNDING)
+    return jnp.all(fractions | ~jnp.asarray(counted))
 
 
 def _equal_mass_bin(confidence: jax.Array, bins: int, counted: jax.Array) -> jax.Array:
@@ -336,7 +339,8 @@ def _equal_mass_bin(confidence: jax.Array, bins: int, counted: jax.Array) -> jax
 
 def _mean(values: jax.Array, labels: jax.Array, classes: int) -> jax.Array:
     """Returns the mean of values [n], NaN if a label is out of range."""
-    return jnp.mean(jnp.where((labels >= 0) & (labels < classes), values, jnp.nan))
+    in_range = (labels >= 0) & (labels < classes)
+    return jnp.mean(jnp.where(in_range, values, jnp.nan))
 
 
 def _check_bins(bins: int) -> None:

@@ -169,7 +169,8 @@ def recalibrate(
     def compute(secret: bytes) -> dict[str, Any]:
         noise_key = stream(secret, "recalibration")
         parameters = converse(method, parties, noise_key, epsilon=epsilon, adjacency=adjacency)
-        return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(parameters))}
+        leaves = jax.tree.leaves(parameters)
+        return {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)}
 
     def facts() -> list[Any]:
         _, records, source, _, _, _, *owner = inputs
@@ -303,54 +304,60 @@ def _confidence(method: Method, parameters: Any, logits: jax.Array) -> jax.Array
 
 # --- By name ------------------------------------------------------------------------------------
 
-# Each function makes its method from the method's own options, and passes the terms of the release
-# on to `recalibrate`.
+# Each function is the flat form of `recalibrate(method, sources, ...)`: the options of the method and
+# the terms of the release are its keywords. That is why some have more than eight parameters.
 
 
 def acc_t(
     sources: Sources,
     *,
     epsilon: float,
-    bracket: Sequence[float] = (0.5, 3.0),
-    spacing: Spacing = "log",
+    key: jax.Array | None = None,
     iterations: int = 5,
+    bracket: tuple[float, float] = (0.5, 3.0),
+    spacing: Spacing = "log",
     search: Literal["golden", "bisection"] = "golden",
     split: bool | None = None,
-    **terms: Any,
+    adjacency: Adjacency = "add_remove",
+    workdir: Workdir = None,
 ) -> Recalibration:
     """Runs Acc-T: the temperature at which mean confidence equals accuracy (Section 4).
 
     Args:
-      sources, epsilon: As in `recalibrate`.
+      sources, epsilon, key, adjacency, workdir: As in `recalibrate`.
+      iterations: K, reductions of the bracket: K + 1 releases with golden-section search, K with
+          bisection.
       bracket: Public range of temperatures. Very over-confident models need more than the published
           (0.5, 3).
       spacing: "log" searches over log T, "linear" over T as published.
-      iterations: K, reductions of the bracket: K + 1 releases with golden-section search, K with
-          bisection.
       search: "golden" is Algorithm 1. "bisection" needs less noise for a finer answer
           (`AccBisection`).
       split: Whether to ask for accuracy once and for confidence in the other rounds. The default is
         True under "replace_one", where that needs much less noise (`AccT`).
-      terms: key, adjacency and workdir, as in `recalibrate`.
     """
     if search not in ("golden", "bisection"):
         raise ValueError(f"search must be 'golden' or 'bisection', got {search!r}.")
-    if split is None:
-        split = terms.get("adjacency") == "replace_one"
     kind = AccT if search == "golden" else AccBisection
+    if split is None:
+        # Under "add_remove" this would be less noise with two classes only.
+        split = adjacency == "replace_one"
     method = kind(bracket=Bracket.of(bracket, spacing), iterations=iterations, split=split)
-    return recalibrate(method, sources, epsilon=epsilon, **terms)
+    return recalibrate(
+        method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
+    )
 
 
 def nll_t(
     sources: Sources,
     *,
     epsilon: float,
-    bracket: Sequence[float] = (0.5, 3.0),
-    spacing: Spacing = "log",
+    key: jax.Array | None = None,
     iterations: int = 5,
+    bracket: tuple[float, float] = (0.5, 3.0),
+    spacing: Spacing = "log",
     bound: float = 10.0,
-    **terms: Any,
+    adjacency: Adjacency = "add_remove",
+    workdir: Workdir = None,
 ) -> Recalibration:
     """Runs NLL-T: the temperature of least negative log likelihood (Section 3.3, C.2.1).
 
@@ -358,51 +365,70 @@ def nll_t(
     Other arguments are as in `acc_t`.
     """
     method = NllT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bound=bound)
-    return recalibrate(method, sources, epsilon=epsilon, **terms)
+    return recalibrate(
+        method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
+    )
 
 
 def ece_t(
     sources: Sources,
     *,
     epsilon: float,
-    bracket: Sequence[float] = (0.5, 3.0),
-    spacing: Spacing = "log",
+    key: jax.Array | None = None,
     iterations: int = 5,
+    bracket: tuple[float, float] = (0.5, 3.0),
+    spacing: Spacing = "log",
     bins: int = 15,
-    **terms: Any,
+    adjacency: Adjacency = "add_remove",
+    workdir: Workdir = None,
 ) -> Recalibration:
     """Runs ECE-T: the temperature of least error in bins of equal width (Section 3.3, C.2.2).
 
     Arguments are as in `acc_t`.
     """
     method = EceT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bins=bins)
-    return recalibrate(method, sources, epsilon=epsilon, **terms)
+    return recalibrate(
+        method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
+    )
 
 
 def histogram_binning(
-    sources: Sources, *, epsilon: float, bins: int = 15, form: Form = "split", **terms: Any
+    sources: Sources,
+    *,
+    epsilon: float,
+    key: jax.Array | None = None,
+    bins: int = 15,
+    form: Form = "split",
+    adjacency: Adjacency = "add_remove",
+    workdir: Workdir = None,
 ) -> Recalibration:
     """Runs `HistogramBinning`: each bin's confidence becomes its accuracy (Section 3.3, C.2.3).
 
-    `terms` are as in `acc_t`.
+    Other arguments are as in `recalibrate`.
     """
     method = HistogramBinning(bins=bins, form=form)
-    return recalibrate(method, sources, epsilon=epsilon, **terms)
+    return recalibrate(
+        method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
+    )
 
 
 def logistic_binning(
     sources: Sources,
     *,
     epsilon: float,
+    key: jax.Array | None = None,
     edges: Sequence[float] = LogisticBinning.edges,
-    **terms: Any,
+    adjacency: Adjacency = "add_remove",
+    workdir: Workdir = None,
 ) -> Recalibration:
     """Fits two numbers to all noisy bins at once, beyond the paper. See `LogisticBinning`.
 
-    `terms` are as in `acc_t`.
+    Other arguments are as in `recalibrate`.
     """
     method = LogisticBinning(edges=tuple(edges))
-    return recalibrate(method, sources, epsilon=epsilon, **terms)
+    return recalibrate(
+        method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
+    )
 
 
 def none() -> Recalibration:

@@ -155,6 +155,7 @@ class GoldenSection(NamedTuple):
         values = self.values.at[self.probe].set(observation.value)
         if k == 0:
             return self._replace(values=values, probe=jnp.int32(1))
+        # Without records an objective is flat, and both values are equal.
         tied = values[0] == values[1]
         # Line 5: the minimum is not left of the left probe.
         upper = jnp.where(tied, _keeps_upper(self, observation), values[0] > values[1])
