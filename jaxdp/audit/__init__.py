@@ -5,8 +5,9 @@ mechanism runs with it and without it. Every run gets a score, which is higher i
 to be there. A guess compares a score with a threshold. An (epsilon, delta)-DP mechanism limits the
 quality of guesses, so good guesses refute small epsilons.
 
-    found = audit.multi_run(scores_with, scores_without, upper=ledger.epsilon("train", delta=1e-5), delta=1e-5)
-    print(found.describe())
+    upper = ledger.epsilon("train", delta=1e-5)
+    result = audit.multi_run(scores_with, scores_without, upper=upper, delta=1e-5)
+    print(result.describe())
 
 The verdict is "VIOLATED", "consistent" or "cannot tell", see `Audit`. `multi_run` needs one canary
 and many runs. `one_run` needs many canaries and one run. The modules `jaxdp.audit.finetune`, `tta`,
