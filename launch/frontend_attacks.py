@@ -51,7 +51,8 @@ class Pool:
     def __call__(self, params: Params, x: jax.Array) -> jax.Array:
         """Maps [B, T, D] to [B, D]."""
         tokens = x[:, :1] if self.prefix_tokens else x
-        normalised: Any = nn.LayerNorm(use_bias=False, use_scale=False).apply({}, tokens)
+        norm = nn.LayerNorm(use_bias=False, use_scale=False)
+        normalised: Any = norm.apply({}, tokens)
         return jnp.mean(normalised, axis=1)
 
 
@@ -99,7 +100,8 @@ def tune_quantized_frontend(
     Activations are not rounded here, since a client need not round them.
     """
     params = {**_checked(frontend).params, "head": _linear_head(backbone, num_classes, key)}
-    pieces = (Blocks(backbone, 0, backbone.cut), Pool(backbone.prefix_tokens), Linear(num_classes))
+    front = Blocks(backbone, 0, backbone.cut)
+    pieces = (front, Pool(backbone.prefix_tokens), Linear(num_classes))
     return recipe_for(params, pieces, lambda path: True)
 
 
@@ -137,7 +139,8 @@ def probe_auxiliary_backend(auxiliary: Backbone, auxiliary_params: Params) -> Ba
 
 
 def _linear_head(backbone: Backbone, num_classes: int, key: jax.Array) -> Any:
-    return nn.Dense(num_classes).init(key, jnp.zeros((1, backbone.tokens[1])))["params"]
+    _, width = backbone.tokens
+    return nn.Dense(num_classes).init(key, jnp.zeros((1, width)))["params"]
 
 
 def _checked(frontend: Any) -> QuantizedFrontend:

@@ -89,7 +89,8 @@ def psnr(images: jax.Array, references: jax.Array) -> jax.Array:
     It is -10 log10 of the mean squared error. Arguments and errors are as in `ssim`.
     """
     x, y = _pair(images, references)
-    return -10 * jnp.log10(jnp.mean((x - y) ** 2, axis=(1, 2, 3)))
+    error = jnp.mean((x - y) ** 2, axis=(1, 2, 3))
+    return -10 * jnp.log10(error)
 
 
 def lpips(images: Any, references: Any) -> np.ndarray:
@@ -129,7 +130,8 @@ def lpips(images: Any, references: Any) -> np.ndarray:
 
 def _in_colour(images: jax.Array) -> jax.Array:
     """Returns float32 [n, H, W, 3] in [-1, 1], the range of the package."""
-    return jnp.broadcast_to(2 * images.astype(jnp.float32) - 1, (*images.shape[:3], 3))
+    shape = (*images.shape[:3], 3)
+    return jnp.broadcast_to(2 * images.astype(jnp.float32) - 1, shape)
 
 
 @functools.cache
@@ -158,6 +160,5 @@ def _pair(images: jax.Array, references: jax.Array) -> tuple[jax.Array, jax.Arra
 
 def _band(weights: np.ndarray, size: int) -> np.ndarray:
     """Returns [size - taps + 1, size], where row i weighs the window that starts at i."""
-    return sum(
-        weight * np.eye(size - len(weights) + 1, size, k) for k, weight in enumerate(weights)
-    )
+    rows = size - len(weights) + 1
+    return sum(weight * np.eye(rows, size, k) for k, weight in enumerate(weights))

@@ -40,6 +40,9 @@ from jaxdp.report import progress_bar
 from .image_similarity import fitting_windows, lpips, psnr, ssim
 
 Represent = Callable[[Any, jax.Array, jax.Array], jax.Array]
+Extract = Callable[[Any, jax.Array], jax.Array]
+ModelNoise = Callable[[jax.Array, Any], Any]
+Release = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +64,9 @@ class Simulation:
           uploads.
     """
 
-    extract: Callable[[Any, jax.Array], jax.Array]
-    model_noise: Callable[[jax.Array, Any], Any] | None = None
-    release: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
+    extract: Extract
+    model_noise: ModelNoise | None = None
+    release: Release | None = None
     copies: int = 1
 
     def __post_init__(self) -> None:
@@ -95,12 +98,12 @@ class Attacker(NamedTuple):
 
 
 def standard_attackers(
-    extract: Callable[[Any, jax.Array], jax.Array],
+    extract: Extract,
     *,
     shipped: Any,
     true: Any,
-    model_noise: Callable[[jax.Array, Any], Any] | None,
-    release: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None,
+    model_noise: ModelNoise | None,
+    release: Release | None,
     copies: int,
 ) -> dict[str, Attacker]:
     """Returns the attackers of the module's docstring that train a decoder.
@@ -153,13 +156,15 @@ class Decoder(nn.Module):
                 f"grid of patches of {self.side}x{self.side} images. Pass the prefix_tokens of the "
                 "backbone."
             )
-        x = x + self.param("positions", nn.initializers.normal(0.02), (1, tokens, width))
+        normal = nn.initializers.normal(0.02)
+        x = x + self.param("positions", normal, (1, tokens, width))
         for k in range(self.depth):
             x = Block(self.num_heads, 4 * width, name=f"block_{k}")(x)
         x = nn.LayerNorm(name="norm")(x[:, self.prefix_tokens :])
         patch = self.side // grid
         x = nn.Dense(patch * patch * self.channels, name="pixels")(x)
-        x = x.reshape(batch, grid, grid, patch, patch, self.channels).swapaxes(2, 3)
+        x = x.reshape(batch, grid, grid, patch, patch, self.channels)
+        x = x.swapaxes(2, 3)
         return x.reshape(batch, self.side, self.side, self.channels)
 
 
@@ -242,7 +247,8 @@ def decode(decoder: Decoder, params: Any, representations: Any) -> jax.Array:
     """Maps representations [n, T, D] to images float32 [n, S, S, C], clipped to [0, 1]."""
 
     def one(representation: jax.Array) -> Any:
-        return jnp.clip(decoder.apply({"params": params}, representation[None])[0], 0, 1)
+        decoded: Any = decoder.apply({"params": params}, representation[None])
+        return jnp.clip(decoded[0], 0, 1)
 
     return jax.lax.map(one, representations, batch_size=64)
 
@@ -374,11 +380,15 @@ def _aligned(
         detected = jnp.mean(jax.nn.softplus(-logits(params, simulated)))
         return weights["mmd"] * discrepancy(simulated, uploaded) + (1 - weights["mmd"]) * detected
 
+    def drawn(key: jax.Array, rows: Any) -> Any:
+        numbers = jax.random.randint(key, (size,), 0, len(rows))
+        return rows[numbers]
+
     def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
         front, front_state, params, state = carry
         image_key, upload_key, simulation_key, mixing_key = jax.random.split(key, 4)
-        images = public[jax.random.randint(image_key, (size,), 0, len(public))]
-        uploaded = samples[jax.random.randint(upload_key, (size,), 0, len(samples))]
+        images = drawn(image_key, public)
+        uploaded = drawn(upload_key, samples)
         simulated = simulation(front, simulation_key, images)
         gradient = jax.grad(discriminator_loss)(params, uploaded, simulated, mixing_key)
         params, state = adam_step(params, state, gradient, weights["discriminator_rate"])
@@ -399,14 +409,17 @@ def discrepancy(x: jax.Array, y: jax.Array) -> jax.Array:
     They are Gaussian, with 1/8, 1/4, 1/2, 1 and 2 times the mean squared distance of all pairs as
     their width.
     """
-    both = jnp.concatenate([x.reshape(len(x), -1), y.reshape(len(y), -1)])
+    rows = (x.reshape(len(x), -1), y.reshape(len(y), -1))
+    both = jnp.concatenate(rows)
     squares = jnp.square(both).sum(1)
     products = jnp.matmul(both, both.T, precision="highest")
     # Rounding can make the squared distance of equal rows negative.
     distance = jnp.maximum(squares[:, None] + squares[None] - 2 * products, 0)
     width = jax.lax.stop_gradient(distance.mean())
     kernel = sum(jnp.exp(-distance / (width * 2.0**k)) for k in range(-3, 2))
-    sign = jnp.concatenate([jnp.full(len(x), 1 / len(x)), jnp.full(len(y), -1 / len(y))])
+    of_x = jnp.full(len(x), 1 / len(x))
+    of_y = jnp.full(len(y), -1 / len(y))
+    sign = jnp.concatenate([of_x, of_y])
     return jnp.einsum("i,ij,j->", sign, kernel, sign, precision="highest")
 
 
@@ -527,6 +540,9 @@ def median_of_copies(copies: Any) -> np.ndarray:
     return medians
 
 
+_Ends = tuple[jax.Array, jax.Array]
+
+
 def _median(copies: jax.Array) -> jax.Array:
     """Computes the median over the first axis, to 2^-24 of the range.
 
@@ -536,17 +552,19 @@ def _median(copies: jax.Array) -> jax.Array:
     count = values.shape[-1]
 
     def smallest(rank: int) -> jax.Array:
-        def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def halve(_: int, ends: _Ends) -> _Ends:
             low, high = ends
             middle = (low + high) / 2
             enough = jnp.sum(values <= middle[..., None], axis=-1) >= rank
             return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
 
-        _, value = jax.lax.fori_loop(0, 24, halve, (values.min(-1), values.max(-1)))
+        ends = (values.min(-1), values.max(-1))
+        _, value = jax.lax.fori_loop(0, 24, halve, ends)
         return value
 
     ranks = {(count + 1) // 2, count // 2 + 1}  # an even number of copies has two
-    return jnp.mean(jnp.stack([smallest(rank) for rank in ranks]), axis=0)
+    middles = jnp.stack([smallest(rank) for rank in ranks])
+    return jnp.mean(middles, axis=0)
 
 
 def _measure(images: np.ndarray, references: np.ndarray, perceptual: bool) -> Reconstruction:

@@ -50,6 +50,11 @@ class Program(NamedTuple):
     images: int
     passes: int
 
+    @property
+    def flops(self) -> int:
+        """FLOPs per image."""
+        return 2 * count_macs(self.run, *self.args) // self.images
+
 
 class Cost(NamedTuple):
     """The cost of an adaptation for one client.
@@ -144,14 +149,14 @@ def cost(method: str, backbone: Backbone, **job: Any) -> Cost:
     else:
         client = _whole_model(method, backbone, counted_job)
     programs = client.programs
-    flops = {name: 2 * count_macs(p.run, *p.args) // p.images for name, p in programs.items()}
-    passes = sum(flops[name] * program.passes for name, program in programs.items())
+    flops = {name: program.flops for name, program in programs.items()}
+    of_image = sum(program.flops * program.passes for program in programs.values())
     return Cost(
         parameters=_size(client.params),
         parameter_bytes=_size(client.params) * (1 if quantised else _FLOAT),
         forward_flops=flops["forward"],
         training_flops=flops.get("training", 0),
-        total_flops=passes * counted_job.images,
+        total_flops=of_image * counted_job.images,
         upload=client.upload,
         download=client.download,
         programs=programs,
@@ -181,7 +186,8 @@ def _macs_of_equation(eqn: Any) -> int:
         kernel = eqn.invars[1].aval.shape
         features_axis = eqn.params["dimension_numbers"].rhs_spec[0]
         return outputs * math.prod(kernel) // kernel[features_axis]
-    bodies = [x for x in jax.tree.leaves(list(eqn.params.values())) if isinstance(x, _BODIES)]
+    leaves = jax.tree.leaves(list(eqn.params.values()))
+    bodies = [leaf for leaf in leaves if isinstance(leaf, _BODIES)]
     inner = [_macs(getattr(body, "jaxpr", body)) for body in bodies]
     if name == "while" and any(inner):
         raise ValueError(
@@ -271,7 +277,9 @@ def _split_learning(method: str, backbone: Backbone, job: Job) -> _Client:
     }
     # The head's inputs and the representations cross once in each direction, as values or as
     # gradients.
-    numbers = math.prod(cut.shape[1:]) + (backbone.prefix_tokens or 1) * tokens.shape[2]
+    of_cut = math.prod(cut.shape[1:])
+    of_head = (backbone.prefix_tokens or 1) * tokens.shape[2]
+    numbers = of_cut + of_head
     exchanged = _FLOAT * job.epochs * job.images * numbers
     return _Client(held, programs, exchanged, _FLOAT * _size(front) + exchanged)
 
@@ -303,11 +311,13 @@ def _begin(
     method: str, backbone: Backbone, job: Job
 ) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
     """Returns the recipe of a baseline, and the shapes of all parameters and of the client's."""
-    shapes = jax.eval_shape(backbone.model.init, jax.random.key(0), backbone.images)["params"]
+    variables = jax.eval_shape(backbone.model.init, jax.random.key(0), backbone.images)
+    shapes = variables["params"]
     recipe, params = BASELINES[method](
         backbone, shapes, num_classes=job.num_classes, key=jax.random.key(0)
     )
-    flat = {path: _floats(*leaf.shape) for path, leaf in flatten_dict(params, sep="/").items()}
+    leaves = flatten_dict(params, sep="/")
+    flat = {path: _floats(*leaf.shape) for path, leaf in leaves.items()}
     held = {path: leaf for path, leaf in flat.items() if path in recipe.client}
     return recipe, flat, held
 

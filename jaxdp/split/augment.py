@@ -78,7 +78,8 @@ def hilbert_augment(
     # The Nyquist frequency is not positive: NumPy counts it as negative.
     positive = np.fft.fftfreq(pixels.shape[axis]) > 0
     positive = np.expand_dims(positive, [k for k in range(4) if k != axis % 4])
-    half = jnp.fft.ifft(jnp.where(positive, jnp.fft.fft(pixels, axis=axis), 0), axis=axis)
+    frequencies = jnp.fft.fft(pixels, axis=axis)
+    half = jnp.fft.ifft(jnp.where(positive, frequencies, 0), axis=axis)
     # Eq. 5: F^-1{-i sgn(xi) F(I)} = -i (half - its conjugate), since I is real.
     transformed = jnp.abs(half) if mode == "figure" else 2 * half.imag
     amplitude = jnp.abs(jnp.fft.rfft2(pixels, axes=(1, 2)))
@@ -132,7 +133,8 @@ def retrieve_neighbors(representations: jax.Array) -> jax.Array:
         norm = jnp.linalg.norm(token, axis=1, keepdims=True)
         token = token / jnp.where(norm > 0, norm, 1)
         cosine = jnp.matmul(token, token.T, precision="highest")
-        return jnp.argmax(jnp.where(itself, -jnp.inf, cosine), axis=1).astype(jnp.int32)  # Eq. 13
+        others = jnp.where(itself, -jnp.inf, cosine)
+        return jnp.argmax(others, axis=1).astype(jnp.int32)  # Eq. 13
 
     return jax.lax.map(nearest, jnp.arange(tokens))
 
@@ -186,7 +188,8 @@ def augmented_batch(
         return jnp.pad((order < n_patches) & (copy > 0), (prefix_tokens, 0))
 
     # The image that gives each token, [B, tokens].
-    source = jnp.where(jax.vmap(replaced)(rows, copies), neighbors[:, rows].T, rows[:, None])
+    from_neighbour = jax.vmap(replaced)(rows, copies)
+    source = jnp.where(from_neighbour, neighbors[:, rows].T, rows[:, None])
     return representations[source, jnp.arange(tokens)[None]]
 
 

@@ -153,8 +153,9 @@ class Backbone:
 
 @functools.partial(jax.jit, static_argnums=0)  # under jit only the head is drawn
 def _draw_head(backbone: Backbone, key: jax.Array) -> dict[str, Any]:
-    fresh = backbone.model.init(key, jnp.zeros((1, *backbone.tokens)), backbone.cut)["params"]
-    return {name: value for name, value in fresh.items() if name.startswith("head")}
+    representation = jnp.zeros((1, *backbone.tokens))
+    params = backbone.model.init(key, representation, backbone.cut)["params"]
+    return {name: value for name, value in params.items() if name.startswith("head")}
 
 
 def two_thirds(model: Any) -> int:
@@ -181,7 +182,8 @@ def in_batches(run: Callable[[Any], jax.Array], x: Any, batch_size: int) -> jax.
     results = []
     for start in range(0, len(x), size):
         batch = np.asarray(x[start : start + size], np.float32)
-        padding = np.zeros((size - len(batch), *batch.shape[1:]), np.float32)
+        missing = size - len(batch)
+        padding = np.zeros((missing, *batch.shape[1:]), np.float32)
         padded = np.concatenate([batch, padding])
         results.append(run(padded)[: len(batch)])
     return jnp.concatenate(results)

@@ -189,14 +189,13 @@ def offsite_tuning(
         )
     dropped = set(candidates) - set(_half(candidates, drop, seed))
     emulator = [Blocks(backbone, k, k + 1) for k in middle if k not in dropped]
-    training = (Blocks(backbone, 0, ends), *emulator, Blocks(backbone, len(blocks) - ends, None))
-    adapters: frozenset[str] = frozenset().union(
-        *(block.modules for block in (*blocks[:ends], *blocks[-ends:]))
-    )
-    absent: frozenset[str] = frozenset().union(*(blocks[k].modules for k in dropped))
+    first = Blocks(backbone, 0, ends)
+    last = Blocks(backbone, len(blocks) - ends, None)
+    adapters = _modules_of([*blocks[:ends], *blocks[-ends:]])
+    absent = _modules_of([blocks[k] for k in dropped])
     return recipe_for(
         params,
-        training,
+        (first, *emulator, last),
         lambda path: is_head(path) or _top(path) in adapters,
         client=lambda path: _top(path) not in absent,
         evaluation=(Blocks(backbone, 0, None),),
@@ -380,6 +379,13 @@ class _Block(NamedTuple):
 
     modules: frozenset[str]
     keeps_shape: bool
+
+
+def _modules_of(blocks: Iterable[_Block]) -> set[str]:
+    modules: set[str] = set()
+    for block in blocks:
+        modules |= block.modules
+    return modules
 
 
 @functools.lru_cache

@@ -70,6 +70,7 @@ def _perturbed(mode: NoiseMode, key: jax.Array, params: Params, alpha: float) ->
         case "rms":
             means, _ = ravel_pytree(jax.tree.map(_root_mean_squares, params))
             std = alpha * means
+    # The noise acts on dequantised weights. 1 % of a code would be rounded away.
     factor, term = noise.gaussian(key, (theta, theta), 1.0)
     return unravel((1 + std * factor) * theta + std * term)  # Eq. 12
 

@@ -156,6 +156,7 @@ def noise_then_augment(
     """
     not_negative(laplace_scale=laplace_scale)
     noise_key, patch_key = jax.random.split(key)
+    # The server could augment this by itself, so what follows is post-processing.
     noisy = representations + noise.laplace(noise_key, representations, laplace_scale)
     return augment_then_noise(
         patch_key,

@@ -53,11 +53,15 @@ _ACTIVATIONS: Mapping[str, Any] = {
 # Attributes that are not sent: they describe the head, which stays with the server, or never
 # differ.
 _NOT_SENT = {"num_classes", "head_hidden", "distilled_head", "dtype", "parent", "name"}
-_Expected = Mapping[str, tuple[tuple[int, ...], Any]]  # shape and dtype of every array
+_Form = tuple[tuple[int, ...], Any]  # shape and dtype of an array
+_Expected = Mapping[str, _Form]
 
 
 def _pack(
-    kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Any], understand: Callable[..., Any]
+    kind: str,
+    fields: Mapping[str, Any],
+    arrays: Mapping[str, Any],
+    understand: Callable[..., Any],
 ) -> bytes:
     """Returns a package if `understand` accepts it."""
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
@@ -112,7 +116,8 @@ class Shipment(NamedTuple):
 
         It shows the server which packages were made with its own frontend.
         """
-        digest = hashlib.sha256(repr((self.copies, self.n_patches, self.clip_norm)).encode())
+        numbers = (self.copies, self.n_patches, self.clip_norm)
+        digest = hashlib.sha256(repr(numbers).encode())
         for leaf in jax.tree.leaves((self.frontend, self.projection)):
             digest.update(np.asarray(leaf).tobytes())
         return digest.hexdigest()
@@ -204,10 +209,10 @@ def _shipment(package: Package, limits: Limits) -> Shipment:
     return Shipment(backbone, frontend, copies, n_patches, projection, clip_norm)
 
 
-def _expected_codes(backbone: Backbone) -> dict[str, tuple[tuple[int, ...], Any]]:
+def _expected_codes(backbone: Backbone) -> dict[str, _Form]:
     """Returns shape and dtype of the codes and scales of a frontend."""
     _, shapes, sites = describe_frontend(backbone)
-    expected: dict[str, tuple[tuple[int, ...], Any]] = {"output": ((), np.float32)}
+    expected: dict[str, _Form] = {"output": ((), np.float32)}
     for path, shape in shapes.items():
         # Only the kernel of the patch embedding is a convolution. It has a scale per channel.
         channels = shape[3:] if path.endswith("/kernel") else ()
@@ -285,7 +290,8 @@ def _defaults(family: Any) -> dict[str, Any]:
 
 
 def _describe_model(model: Any) -> dict[str, Any]:
-    name = next((name for name, family in _MODELS.items() if type(model) is family), None)
+    names = {family: name for name, family in _MODELS.items()}
+    name = names.get(type(model))
     if name is None:
         raise ValueError(
             f"model must be one of {', '.join(_MODELS)} to be sent, got {type(model).__name__}."
@@ -334,8 +340,10 @@ def _read_attribute(name: str, value: Any, default: Any, limits: Limits) -> Any:
     like = default[0] if isinstance(default, tuple) else default
 
     def fits(number: Any) -> bool:
-        right = type(number) is type(like) or (type(like) is float and type(number) is int)
-        return right and (isinstance(number, bool | str) or number > 0)
+        whole = type(like) is float and type(number) is int  # JSON writes 4.0 as 4
+        if type(number) is not type(like) and not whole:
+            return False
+        return isinstance(number, bool | str) or number > 0
 
     if isinstance(default, tuple) != is_list or not numbers or not all(map(fits, numbers)):
         raise ValueError(f"{name} must be like {default!r}, got {value!r}.")
@@ -497,7 +505,8 @@ def _private_upload(package: Package, shipment: Shipment) -> Private:
         )
     count = _length(arrays, "features")
     k = shipment.projection.directions.shape[1]
-    check_arrays(arrays, {"features": ((count, k), np.float32), "labels": ((count,), np.int32)})
+    expected = {"features": ((count, k), np.float32), "labels": ((count,), np.int32)}
+    check_arrays(arrays, expected)
     shipment.check_count(count)
     check_labels(arrays["labels"], count, fields["num_classes"])
     names = [field.name for field in dataclasses.fields(PrivateRelease)]
@@ -532,7 +541,8 @@ def loss_gradients(labels: Any, num_classes: int) -> Gradients:
     def gradients(logits: Any, images: Any) -> np.ndarray:
         logits = np.asarray(logits)
         images = np.asarray(images)
-        if logits.shape != (len(images), num_classes) or not np.isfinite(logits).all():
+        shape = (len(images), num_classes)
+        if logits.shape != shape or not np.isfinite(logits).all():
             raise ValueError(
                 f"logits must be finite and [B, {num_classes}], one row per image, got "
                 f"{logits.shape}."

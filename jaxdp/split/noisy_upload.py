@@ -113,13 +113,15 @@ def public_projection(representations: Any, k: int) -> Projection:
 def project(projection: Projection, x: Any) -> jax.Array:
     """Computes coordinates P^T (x - mean), float32 [n, k], of representations [n, T, D]."""
     centred = jnp.asarray(x, jnp.float32) - projection.mean[None]
-    return jnp.dot(centred.reshape(len(centred), -1), projection.directions, precision=_PRECISION)
+    rows = centred.reshape(len(centred), -1)
+    return jnp.dot(rows, projection.directions, precision=_PRECISION)
 
 
 @jax.jit
 def lift(projection: Projection, z: Any) -> jax.Array:
     """Computes representations float32 [n, T, D] from coordinates [n, k]: mean + P z."""
-    offsets = jnp.dot(jnp.asarray(z, jnp.float32), projection.directions.T, precision=_PRECISION)
+    z = jnp.asarray(z, jnp.float32)
+    offsets = jnp.dot(z, projection.directions.T, precision=_PRECISION)
     return projection.mean[None] + offsets.reshape(-1, *projection.mean.shape)
 
 
@@ -166,7 +168,8 @@ def _below(clip_norm: float, k: int) -> float:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _clip(x: jax.Array, bound: Any, order: int) -> jax.Array:
-    x = jnp.where(lengths.finite(x).all(1, keepdims=True), x, 0)
+    finite = lengths.finite(x).all(1, keepdims=True)
+    x = jnp.where(finite, x, 0)
     units, powers = lengths.in_units(x, 1)
     # In units of the largest entry, squares cannot overflow. That entry is now in [1, 2), so
     # dividing by it is safe.
@@ -221,7 +224,8 @@ def _respond(words: Any, labels: np.ndarray, num_classes: int, threshold: int) -
     # The first K - 1 runs of `threshold` numbers stand for the other labels, the rest of 2**64 for
     # the true one.
     run = number // np.uint64(threshold)
-    shift = np.where(run < num_classes - 1, run + np.uint64(1), np.uint64(0)).astype(np.int64)
+    others = run < num_classes - 1
+    shift = np.where(others, run + np.uint64(1), np.uint64(0)).astype(np.int64)
     return ((labels + shift) % num_classes).astype(np.int32)
 
 
@@ -464,7 +468,8 @@ def _check_projection(projection: Projection, shape: tuple[int, ...]) -> None:
             f"projection must be real, got a complex array of dtype {directions.dtype}. Fit it "
             "again."
         )
-    if not (np.isfinite(mean).all() and np.isfinite(directions).all()):
+    finite = np.isfinite(mean).all() and np.isfinite(directions).all()
+    if not finite:
         raise ValueError("projection has NaN or infinite entries. Fit it again.")
 
 
@@ -483,6 +488,7 @@ def _release(
     They are coordinates [n, k], the order of the images [n], and random words [2, n] for their
     labels.
     """
+    # One program draws everything, the words of the labels too. So the token hashes all that runs.
     order_key, feature_key, label_key = jax.random.split(key, 3)
     count = len(x)
     order = jax.random.permutation(order_key, count) if shuffle else jnp.arange(count)

@@ -145,11 +145,14 @@ def search_scales(
         observed.append(observe(backbone, params, images[rows], labels[rows]))
     observations, largest = _joined(observed)
     if search.metric == "hessian":
+        # The public code of this metric takes the KL divergence to the model itself. Its gradient
+        # is zero, so rounding errors choose its scales.
         _check_gradients({path: float(value) for path, value in largest.items()})
     weights = flatten_dict(params, sep="/")
     candidates = search.candidates
     first = {}
     second = {}
+    # Every site sees inputs in full precision, so the order of the sites does not matter.
     for path, site in describe_frontend(backbone).sites.items():
         operands, g = observations[path]
         if site.kind != "product":  # the other operand is a weight
@@ -209,9 +212,11 @@ def quantize_frontend(front: Params, scales: Scales, *, bits: int = 8) -> Quanti
             leaf_bits = bits
             units[path] = scales.second[site]
         else:
-            # The largest entry is a code, so LayerNorm scales of one stay one.
+            # The paper leaves these in floating point. The package would then hold original
+            # weights. The largest entry is a code, so LayerNorm scales of one stay one.
             leaf_bits = _VECTOR_BITS
-            units[path] = _unit(jnp.max(jnp.abs(leaf)), 2 ** (_VECTOR_BITS - 1) - 1)
+            largest_code = 2 ** (_VECTOR_BITS - 1) - 1
+            units[path] = _unit(jnp.max(jnp.abs(leaf)), largest_code)
         codes[path] = quantize(leaf, _per_output(units[path], leaf), leaf_bits)
     return QuantizedFrontend(codes, units, scales, bits)
 
@@ -256,10 +261,13 @@ def quantized_front(
 # --- Sites --------------------------------------------------------------------------------------
 
 
+_Operands = tuple[jax.Array, ...]
+
+
 class Observation(NamedTuple):
     """The operands at a site that are activations, and the gradient with respect to its output."""
 
-    operands: tuple[jax.Array, ...]
+    operands: _Operands
     gradient: jax.Array
 
 
@@ -303,7 +311,8 @@ def describe_frontend(backbone: Backbone) -> Description:
     with nn.intercept_methods(note):
         # `run` is a new function in each call. A cached trace would make no calls to `note`.
         representation, variables = jax.eval_shape(run)
-    shapes = {path: leaf.shape for path, leaf in flatten_dict(variables["params"], sep="/").items()}
+    params = flatten_dict(variables["params"], sep="/")
+    shapes = {path: leaf.shape for path, leaf in params.items()}
     return Description(representation.shape[1:], shapes, sites)
 
 
@@ -327,10 +336,10 @@ def observe(
     paths = (*describe_frontend(backbone).sites, _OUTPUT, _LOGITS)
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
 
-    def loss(taps: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, tuple[jax.Array, ...]]]:
-        operands_of: dict[str, tuple[jax.Array, ...]] = {}
+    def loss(taps: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, _Operands]]:
+        operands_of: dict[str, _Operands] = {}
 
-        def tapped(path: str, operands: tuple[jax.Array, ...], y: jax.Array) -> jax.Array:
+        def tapped(path: str, operands: _Operands, y: jax.Array) -> jax.Array:
             operands_of[path] = operands
             shapes[path] = jax.ShapeDtypeStruct(y.shape, y.dtype)
             return y + taps[path]
@@ -348,7 +357,8 @@ def observe(
         return cross_entropy.sum(), operands_of
 
     # A trace with scalar taps finds the shapes of the real taps.
-    jax.eval_shape(lambda: loss({path: jnp.zeros(()) for path in paths})[0])
+    scalars = {path: jnp.zeros(()) for path in paths}
+    jax.eval_shape(lambda: loss(scalars)[0])
     taps = {path: jnp.zeros(y.shape, y.dtype) for path, y in shapes.items()}
     gradients, operands_of = jax.grad(loss, has_aux=True)(taps)
     return {path: Observation(x, gradients[path]) for path, x in operands_of.items()}
@@ -401,8 +411,10 @@ def _search(
         g = g.reshape(*a.shape[:-1], b.shape[-1])
     y = _multiply(site, a, b)
     # The scales under which the largest entries are just not clamped.
-    base_a = _unit(_grouped(jnp.max, jnp.abs(a), site, per_channel=False), _highest(bits))
-    base_b = _unit(_grouped(jnp.max, jnp.abs(b), site), _highest(bits))
+    largest_a = _grouped(jnp.max, jnp.abs(a), site, per_channel=False)
+    largest_b = _grouped(jnp.max, jnp.abs(b), site)
+    base_a = _unit(largest_a, _highest(bits))
+    base_b = _unit(largest_b, _highest(bits))
 
     def rounded(x: jax.Array, scale: jax.Array) -> jax.Array:
         return _round(x, _spread(scale, site, x), bits)
@@ -428,8 +440,16 @@ def _search(
         first = best(lambda c: _multiply(site, rounded(a, c * base_a), right))
         return _Turn(first, second, state.count + 1, jnp.any(first != state.first))
 
-    start = _Turn(jnp.ones_like(base_a), jnp.ones_like(base_b), jnp.array(0), jnp.array(True))
-    end = jax.lax.while_loop(lambda s: (s.count < rounds) & s.changed, turn, start)
+    def goes_on(state: _Turn) -> jax.Array:
+        return (state.count < rounds) & state.changed
+
+    start = _Turn(
+        first=jnp.ones_like(base_a),
+        second=jnp.ones_like(base_b),
+        count=jnp.array(0),
+        changed=jnp.array(True),
+    )
+    end = jax.lax.while_loop(goes_on, turn, start)
     return end.first * base_a, end.second * base_b
 
 

@@ -45,8 +45,9 @@ def merge_hilbert(images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.
 
     Images are float32 [n, S, S, C] in [0, 1], and labels [n].
     """
-    # Batches bound the memory of the spectra.
-    transformed = [hilbert_augment(images[i : i + 256]) for i in range(0, len(images), 256)]
+    transformed = []
+    for start in range(0, len(images), 256):  # batches bound the memory of the spectra
+        transformed.append(hilbert_augment(images[start : start + 256]))
     return jnp.concatenate([images, *transformed]), jnp.concatenate([labels, labels])
 
 

@@ -92,7 +92,10 @@ class StepConstants(NamedTuple):
 def fresh_state(
     program: StepProgram, constants: StepConstants, step: jax.Array, key: jax.Array
 ) -> AdaptState:
-    """Returns the state of the source model."""
+    """Returns the state of the source model.
+
+    A reset to it clears momentum, previous gradient and unfinished sum, and does not rewind `step`.
+    """
     zeros = jax.tree.map(jnp.zeros_like, widened(constants.moving))
     return AdaptState(
         step=step,
@@ -320,6 +323,7 @@ def _private_step(
         fixed = jax.lax.stop_gradient(sample)
         weight = method.weight(fixed)
         if program.filters == "keep":
+            # A factor 0 or 1, inside the clip of its own image.
             weight = jnp.where(method.reliable(fixed), weight, 0)
         return weight * sample.uncertainty, logits
 
@@ -338,6 +342,7 @@ def _private_step(
     if program.accumulate > 1:
         total = _add(state.pending, total)
 
+    # Every update gets its full noise and the public divisor, also if all images are padding.
     def release(total: Any) -> AdaptState:
         noisy_sum = total
         if program.noisy:
