@@ -37,7 +37,7 @@ import jaxdp
 from benchmarks import timing
 from jaxdp import models, tta
 from jaxdp.memory import keep_freed_memory
-from jaxdp.tta import adapter as program
+from jaxdp.tta.step import compiled_step
 
 
 class Shape(NamedTuple):
@@ -85,7 +85,7 @@ def adapter_step(adapter: tta.Adapter, images: jax.Array) -> Step:
         jnp.ones(len(images), bool),
         state.key,
     )
-    return compiled(program._step.lower(adapter._program, len(images), *args), *args)
+    return compiled(compiled_step.lower(adapter._program, len(images), *args), *args)
 
 
 def steps_of(shape: Shape, batch_size: int, methods: list[str]) -> dict[str, Step]:
@@ -250,7 +250,7 @@ def stream_case(batch_size: int) -> dict[str, Any]:
     and by hand."""
     adapter = small_adapter(reset_every=50)
     images = np.random.default_rng(0).random((STREAM, 8, 8, 3), np.float32)
-    before = program._step._cache_size()
+    before = compiled_step._cache_size()
     state, seen, batches = adapter.init(), 0, math.ceil(STREAM / batch_size)
     start = time.perf_counter()
     for i in range(batches):
@@ -263,7 +263,7 @@ def stream_case(batch_size: int) -> dict[str, Any]:
             state = adapter.reset(state)
     jax.block_until_ready(state)
     seconds = time.perf_counter() - start
-    compilations = program._step._cache_size() - before
+    compilations = compiled_step._cache_size() - before
     if compilations != 1:
         raise AssertionError(
             f"A stream of {batches} batches compiled its step {compilations} times."

@@ -12,7 +12,7 @@ from benchmarks import timing
 from jaxdp.files import write_json
 from jaxdp.models import Preprocessing, create
 from jaxdp.split.backbone import Backbone
-from jaxdp.split.costs import cost
+from launch.split_costs import cost
 
 # The paper's peak memory in MB and minutes. Its hardware, data and number of images are not stated.
 PAPER = {

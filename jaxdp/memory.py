@@ -6,12 +6,14 @@ import pathlib
 import sys
 
 # The parameters of mallopt(3) in glibc.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
 
 
 def keep_freed_memory() -> bool:
-    """Makes this process keep the memory that it frees, for the next step, in place of giving it
-    back to the system.
+    """Makes this process keep the memory that it frees, for the next step.
+
+    Otherwise it gives the memory back to the system.
 
     XLA on CPU allocates the temporaries of a compiled call when it starts and frees them when it
     ends. glibc returns blocks of more than 32 MB to the system, which then clears every page again.
@@ -60,13 +62,13 @@ def forget_programs() -> None:
     jax.block_until_ready(jax.live_arrays())  # a program that still runs must not be freed
     jax.clear_caches()
     gc.collect()
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc keeps freed memory otherwise
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc keeps freed memory otherwise
         libc.malloc_trim(0)
 
 
 def make_room_for_programs() -> bool:
-    """Calls `forget_programs` if this process has more than half of the memory mappings that Linux
-    allows.
+    """Calls `forget_programs` if this process has over half of the mappings that Linux allows.
 
     JAX keeps every program that it compiles, and XLA on CPU takes several mappings for each. Every
     trainer has programs of its own, some 300 mappings. The default limit (`vm.max_map_count`) is

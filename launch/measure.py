@@ -1,4 +1,4 @@
-"""The measured cost of the programs of a `jaxdp.split.costs.Cost` on this device, beside the
+"""The measured cost of the programs of a `split_costs.Cost` on this device, beside the
 counted cost (Table 2).
 """
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdp.split.costs import Program
+from .split_costs import Program
 
 _REPEATS = 3
 

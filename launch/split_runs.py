@@ -13,14 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import split
-from jaxdp.audit import representations as attacks
 from jaxdp.data import Examples
 from jaxdp.privacy import Account
 from jaxdp.release import Till, stream
-from jaxdp.split import baselines, copies, costs
+from jaxdp.split import baselines, copies
 from jaxdp.transforms import noise
 
-from . import data, models
+from . import data, frontend_attacks, models
+from . import representation_attacks as attacks
+from . import split_costs as costs
 from .measure import measure
 
 ServerVariant = Literal["full", "without Hilbert", "F_0 only", "untuned"]
@@ -47,7 +48,7 @@ class Variant(NamedTuple):
     copies: float = 1.0
 
 
-# Names in configs, and names in `jaxdp.split.costs`.
+# Names in configs, and names in `launch.split_costs`.
 SA, SA_ONCE, SA_CLEAN, PRIVATE = (
     "Split Adaptation",
     "SA, noise once",
@@ -64,9 +65,9 @@ BASELINES = {
 COSTS = {**BASELINES, SA: "sa", SA_ONCE: "sa_noise_once", PRIVATE: "sa_private"}
 # Table 3: a client uses the frontend alone. The auxiliary backend comes from another public model.
 STOLEN: Mapping[str, Any] = {
-    "Quantised frontend": baselines.probe_quantized_frontend,
-    "Original frontend": baselines.probe_original_frontend,
-    "Quantised frontend, all of it tuned": baselines.tune_quantized_frontend,
+    "Quantised frontend": frontend_attacks.probe_quantized_frontend,
+    "Original frontend": frontend_attacks.probe_original_frontend,
+    "Quantised frontend, all of it tuned": frontend_attacks.tune_quantized_frontend,
     "Auxiliary backend": None,
 }
 PUBLISHED, ONCE, CLEAN = Variant(), Variant(order="once"), Variant(laplace=0.0, alpha=0.0)
@@ -295,7 +296,7 @@ class Bench:
         config = self.config.auxiliary
         model = models.source_model(config, self._images, self.root, "auxiliary")
         cut = config.cut or split.two_thirds(model.model)
-        return baselines.probe_auxiliary_backend(
+        return frontend_attacks.probe_auxiliary_backend(
             split.Backbone(model.model, model.preprocessing, cut), model.params
         )
 

@@ -5,13 +5,13 @@ mechanism runs with it and without it. Every run gets a score, which is higher i
 to be there. A guess compares a score with a threshold. An (epsilon, delta)-DP mechanism limits the
 quality of guesses, so good guesses refute small epsilons.
 
-    found = audit.multi_run(scores_with, scores_without, upper=ledger.epsilon("train", delta=1e-5), delta=1e-5)
-    print(found.describe())
+    upper = ledger.epsilon("train", delta=1e-5)
+    result = audit.multi_run(scores_with, scores_without, upper=upper, delta=1e-5)
+    print(result.describe())
 
 The verdict is "VIOLATED", "consistent" or "cannot tell", see `Audit`. `multi_run` needs one canary
 and many runs. `one_run` needs many canaries and one run. The modules `jaxdp.audit.finetune`, `tta`,
-`prediction`, `recalibration`, `split` and `accuracy` attack jaxdp's own releases. `representations`
-inverts uploads without a guarantee.
+`prediction`, `recalibration`, `split` and `accuracy` attack jaxdp's own releases.
 """
 
 from jaxdp.audit.bounds import Audit, Claim, Verdict, audit_mechanism, multi_run, one_run

@@ -1,6 +1,7 @@
 """The audit of `charged_accuracy`, a noisy count of right answers.
 
-    print(audit_accuracy(predict, params, source, noise_multiplier=5.0, trials=2000, delta=1e-5).describe())
+    terms = {"noise_multiplier": 5.0, "trials": 2000, "delta": 1e-5}
+    print(audit_accuracy(predict, params, source, **terms).describe())
 
 A trial is one estimate, of data with a canary or with its neighbour. The canary is an example that
 changes the count.
@@ -28,8 +29,7 @@ def audit_accuracy(
     rows: Sequence[int] | np.ndarray | None = None,
     **terms: Any,
 ) -> bounds.Audit:
-    """Audits `charged_accuracy` by many estimates with a canary among the examples and as many
-    without it.
+    """Audits `charged_accuracy` by many estimates with and without a canary.
 
     Args:
       predict, params, noise_multiplier: As in `charged_accuracy`.
@@ -54,21 +54,27 @@ def audit_accuracy(
     runs = Trials(charge=GaussianDpEvent(noise_multiplier), **terms)
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
     runs.check_candidates("rows must name", len(rows), "examples")
-    # With two candidates, the data without one of them contain the other.
-    without = [
-        count_correct(predict, params, take(source, np.delete(np.arange(len(source)), row)))
-        for row in rows
-    ]
+    everything = np.arange(len(source))
+    without = []
+    for row in rows:
+        others = take(source, np.delete(everything, row))
+        without.append(count_correct(predict, params, others))
     replaced = runs.adjacency == "replace_one"
-    fewer, more = min(without), max(without) if replaced else count_correct(predict, params, source)
+    fewer = min(without)
+    # With two candidates, the data without one of them contain the other.
+    more = max(without) if replaced else count_correct(predict, params, source)
     if more <= fewer:
         raise ValueError(
             "rows must name an example that changes the count. Name some that are answered right."
         )
     total = len(source) - replaced
 
+    # An estimate rises with the likelihood ratio of the two counts, so it is its own score.
     def scores(count: int, purpose: str) -> np.ndarray:
-        estimate = jax.vmap(lambda key: noisy_fraction(key, count, total, noise_multiplier))
-        return np.asarray(estimate(runs.keys(purpose, runs.trials)))
+        def estimate(key: jax.Array) -> jax.Array:
+            return noisy_fraction(key, count, total, noise_multiplier)
+
+        keys = runs.keys(purpose, runs.trials)
+        return np.asarray(jax.vmap(estimate)(keys))
 
     return runs.judge(scores, more, fewer)

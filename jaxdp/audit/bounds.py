@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import dp_accounting
 import numpy as np
@@ -13,7 +13,6 @@ from scipy import stats
 Claim = Literal["approximate", "gaussian"]
 Verdict = Literal["VIOLATED", "consistent", "cannot tell"]
 Output = TypeVar("Output")
-Bound = Callable[[np.ndarray, np.ndarray, float, float, Claim], float]
 
 # One run guesses this fraction of the canaries from both ends of the ranks, or half of it from the
 # upper end.
@@ -85,8 +84,9 @@ def multi_run(
     confidence: float = 0.95,
     claim: Claim = "approximate",
 ) -> Audit:
-    """Audits a mechanism by many runs with a canary and many without it. The `Audit` has n + m
-    trials.
+    """Audits a mechanism by many runs with a canary and many without it.
+
+    The `Audit` has n + m trials.
 
     Args:
         scores_with: Real [n], the scores of independent runs on data with the canary. They should
@@ -118,9 +118,10 @@ def multi_run(
         ValueError: An argument is out of range, a score is NaN, or there are fewer than two scores
             of a kind.
     """
-    check(upper, delta, confidence, claim)
+    terms = Terms(delta, confidence, claim)
+    terms.check(upper)
     scores = _ranks(scores_with=scores_with, scores_without=scores_without)
-    return _audit(_multi_lower, "multi-run", scores, upper, delta, confidence, claim)
+    return _audit(_multi_lower, "multi-run", scores, upper, terms)
 
 
 def one_run(
@@ -132,8 +133,9 @@ def one_run(
     confidence: float = 0.95,
     claim: Claim = "approximate",
 ) -> Audit:
-    """Audits a mechanism by one run with many canaries, each in or out by a fair coin. The `Audit`
-    has n + m trials.
+    """Audits a mechanism by one run with many canaries, each in or out by a fair coin.
+
+    The `Audit` has n + m trials.
 
     Args:
         scores_in: Real [n], the scores of the canaries that were in. They should be higher. Scores
@@ -153,9 +155,10 @@ def one_run(
     Raises:
         ValueError: As in `multi_run`.
     """
-    check(upper, delta, confidence, claim)
+    terms = Terms(delta, confidence, claim)
+    terms.check(upper)
     scores = _ranks(scores_in=scores_in, scores_out=scores_out)
-    return _audit(_one_lower, "one run", scores, upper, delta, confidence, claim)
+    return _audit(_one_lower, "one run", scores, upper, terms)
 
 
 def audit_mechanism(
@@ -181,112 +184,130 @@ def audit_mechanism(
     Raises:
         ValueError: As in `multi_run`. Bad arguments raise before anything runs.
     """
-    check(upper, delta, confidence, claim)
-    if isinstance(trials, bool) or not isinstance(trials, int | np.integer) or trials < 2:
+    Terms(delta, confidence, claim).check(upper)
+    whole = isinstance(trials, int | np.integer) and not isinstance(trials, bool)
+    if not whole or trials < 2:
         raise ValueError(f"trials must be an integer >= 2, got {trials!r}.")
-    pairs = [[float(score(run(i))) for run in (run_with, run_without)] for i in range(trials)]
-    present, absent = zip(*pairs, strict=True)
+    present = []
+    absent = []
+    for i in range(trials):
+        present.append(float(score(run_with(i))))
+        absent.append(float(score(run_without(i))))
     return multi_run(present, absent, upper=upper, delta=delta, confidence=confidence, claim=claim)
 
 
-def check(upper: float, delta: float, confidence: float, claim: str = "approximate") -> None:
-    """Raises ValueError for terms of an audit that are out of range."""
-    if not upper >= 0:
-        raise ValueError(
-            f"upper must be an epsilon >= 0, got {upper!r}. Use math.inf if nothing is proven."
-        )
-    if not 0 <= delta < 1:
-        raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
-    if not 0.5 < confidence < 1:
-        raise ValueError(f"confidence must be in (0.5, 1), got {confidence!r}.")
-    if claim not in ("approximate", "gaussian"):
-        raise ValueError(f"claim must be 'approximate' or 'gaussian', got {claim!r}.")
-    if claim == "gaussian" and delta == 0:
-        raise ValueError(
-            "claim='gaussian' needs delta > 0: no Gaussian mechanism is pure. Use "
-            "claim='approximate'."
-        )
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """The terms of a lower bound, as in `multi_run`."""
+
+    delta: float
+    confidence: float = 0.95
+    claim: Claim = "approximate"
+
+    def check(self, upper: float) -> None:
+        """Raises ValueError if a term, or the ledger's epsilon, is out of range."""
+        if not upper >= 0:
+            raise ValueError(
+                f"upper must be an epsilon >= 0, got {upper!r}. Use math.inf if nothing is proven."
+            )
+        if not 0 <= self.delta < 1:
+            raise ValueError(f"delta must be in [0, 1), got {self.delta!r}.")
+        if not 0.5 < self.confidence < 1:
+            raise ValueError(f"confidence must be in (0.5, 1), got {self.confidence!r}.")
+        if self.claim not in ("approximate", "gaussian"):
+            raise ValueError(f"claim must be 'approximate' or 'gaussian', got {self.claim!r}.")
+        if self.claim == "gaussian" and self.delta == 0:
+            raise ValueError(
+                "claim='gaussian' needs delta > 0: no Gaussian mechanism is pure. Use "
+                "claim='approximate'."
+            )
+
+
+# `bound(present, absent, terms)` is a lower bound from the ranks of the scores of both kinds.
+Bound = Callable[[np.ndarray, np.ndarray, Terms], float]
 
 
 def _audit(
-    bound: Bound,
-    name: str,
-    scores: Sequence[np.ndarray],
-    upper: float,
-    delta: float,
-    confidence: float,
-    claim: Claim,
+    bound: Bound, name: str, scores: Sequence[np.ndarray], upper: float, terms: Terms
 ) -> Audit:
     present, absent = scores
-    ceiling = _ceiling(bound, len(present), len(absent), delta, confidence, claim)
-    lower = min(bound(present, absent, delta, confidence, claim), ceiling)
-    method = f"{name}, Gaussian" if claim == "gaussian" else name
+    ceiling = _ceiling(bound, len(present), len(absent), terms)
     return Audit(
-        lower, float(upper), ceiling, delta, confidence, method, len(present) + len(absent)
+        lower=min(bound(present, absent, terms), ceiling),
+        upper=float(upper),
+        ceiling=ceiling,
+        delta=terms.delta,
+        confidence=terms.confidence,
+        method=f"{name}, Gaussian" if terms.claim == "gaussian" else name,
+        trials=len(present) + len(absent),
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _ceiling(
-    bound: Bound, present: int, absent: int, delta: float, confidence: float, claim: Claim
-) -> float:
+def _ceiling(bound: Bound, present: int, absent: int, terms: Terms) -> float:
     """Returns the bound for scores that separate the two kinds."""
     order = np.arange(1.0, present + absent + 1)
-    return bound(order[absent:], order[:absent], delta, confidence, claim)
+    return bound(order[absent:], order[:absent], terms)
 
 
-def _multi_lower(
-    present: np.ndarray, absent: np.ndarray, delta: float, confidence: float, claim: Claim
-) -> float:
-    if claim == "gaussian":
-        return _gaussian_lower(present, absent, delta, 1 - confidence)
+def _multi_lower(present: np.ndarray, absent: np.ndarray, terms: Terms) -> float:
+    if terms.claim == "gaussian":
+        return _gaussian_lower(present, absent, terms)
     # jax_privacy pulls in JAX, which bounds do not need.
     from jax_privacy import auditing
 
-    # Its other strategy, Bonferroni, chooses thresholds by the same scores that it judges.
-    found = auditing.CanaryScoreAuditor(present, absent).epsilon_clopper_pearson(
-        1 - confidence, delta, one_sided=False, threshold_strategy=auditing.Split(seed=0)
+    epsilon = auditing.CanaryScoreAuditor(present, absent).epsilon_clopper_pearson(
+        1 - terms.confidence,
+        terms.delta,
+        one_sided=False,
+        # The other strategy, Bonferroni, chooses thresholds by the same scores that it judges.
+        threshold_strategy=auditing.Split(seed=0),
     )
-    return float(found)
+    return float(epsilon)
 
 
-def _one_lower(
-    inside: np.ndarray, outside: np.ndarray, delta: float, confidence: float, claim: Claim
-) -> float:
+class _Guesses(NamedTuple):
+    """Guesses about canaries: how sure each is, and whether it is right.
+
+    `share` of the canaries are guessed at most.
+    """
+
+    certainty: np.ndarray
+    right: np.ndarray
+    share: float
+
+
+def _one_lower(inside: np.ndarray, outside: np.ndarray, terms: Terms) -> float:
     from jax_privacy import auditing
 
     rank = np.concatenate([inside, outside])
     present = np.arange(len(rank)) < len(inside)
     centred = rank - (len(rank) + 1) / 2
+    from_both_ends = _Guesses(np.abs(centred), (centred > 0) == present, 1.0)
+    from_upper_end = _Guesses(rank, present, 0.5)
     lower = 0.0
-    # A row has the certainty and correctness of guesses and their share, from both ends or from the
-    # upper end.
-    for sure, right, share in (
-        (np.abs(centred), (centred > 0) == present, 1.0),
-        (rank, present, 0.5),
-    ):
+    for guesses in (from_both_ends, from_upper_end):
         # A threshold counts only by (guesses, right guesses, canaries). Two artificial canaries,
         # which are never guessed, keep both lists filled.
-        auditor = auditing.CanaryScoreAuditor(
-            np.append(sure[right], -np.inf), np.append(sure[~right], -np.inf)
-        )
-        lower_bound = (
-            auditor.epsilon_one_run_fdp if claim == "gaussian" else auditor.epsilon_one_run
-        )
+        right = np.append(guesses.certainty[guesses.right], -np.inf)
+        wrong = np.append(guesses.certainty[~guesses.right], -np.inf)
+        auditor = auditing.CanaryScoreAuditor(right, wrong)
+        lower_bound = auditor.epsilon_one_run
+        if terms.claim == "gaussian":
+            lower_bound = auditor.epsilon_one_run_fdp
         for fraction in _FRACTIONS:
-            threshold = np.sort(sure)[-math.ceil(share * fraction * len(sure))]
-            found = lower_bound(
-                (1 - confidence) / _TESTS,
-                max(delta, _SMALLEST_DELTA),
+            count = math.ceil(guesses.share * fraction * len(rank))
+            threshold = np.sort(guesses.certainty)[-count]
+            epsilon = lower_bound(
+                (1 - terms.confidence) / _TESTS,
+                max(terms.delta, _SMALLEST_DELTA),
                 threshold_strategy=auditing.Explicit(threshold),
             )
-            lower = max(lower, float(found))
+            lower = max(lower, float(epsilon))
     return lower
 
 
-def _gaussian_lower(
-    present: np.ndarray, absent: np.ndarray, delta: float, significance: float
-) -> float:
+def _gaussian_lower(present: np.ndarray, absent: np.ndarray, terms: Terms) -> float:
     """Returns the epsilon of the largest mu that the errors of one threshold refute.
 
     jax_privacy's `epsilon_from_gdp` also reads upper bounds of the error rates as lower ones. It is
@@ -294,26 +315,36 @@ def _gaussian_lower(
     """
     # The threshold is the score half way between the kinds by rank, which is nearly the best for
     # Gaussians.
-    first = [present[::_CHOOSING], absent[::_CHOOSING]]
-    order = stats.rankdata(np.concatenate(first))
-    middle = np.mean([np.median(part) for part in np.split(order, [len(first[0])])])
-    threshold = np.concatenate(first)[order >= middle].min()
-    present, absent = (np.delete(scores, np.s_[::_CHOOSING]) for scores in (present, absent))
-    # Clopper and Pearson's interval leaves significance / 2 on either side.
-    fnr, fpr = (
-        stats.binomtest(int(errors.sum()), len(errors)).proportion_ci(1 - significance).high
-        for errors in (present < threshold, absent >= threshold)
-    )
+    choosing_present = present[::_CHOOSING]
+    choosing = np.concatenate([choosing_present, absent[::_CHOOSING]])
+    order = stats.rankdata(choosing)
+    of_present, of_absent = np.split(order, [len(choosing_present)])
+    middle = np.mean([np.median(of_present), np.median(of_absent)])
+    threshold = choosing[order >= middle].min()
+    missed = np.delete(present, np.s_[::_CHOOSING]) < threshold
+    false_alarms = np.delete(absent, np.s_[::_CHOOSING]) >= threshold
+    fnr = _largest_rate(missed, terms.confidence)
+    fpr = _largest_rate(false_alarms, terms.confidence)
     mu = stats.norm.isf(fpr) - stats.norm.ppf(fnr)
     if mu <= 0:
         return 0.0
-    with np.errstate(divide="ignore"):  # A tiny mu has a delta whose logarithm underflows.
-        return dp_accounting.get_epsilon_gaussian(1 / mu, delta)
+    with np.errstate(divide="ignore"):  # a tiny mu has a delta whose logarithm underflows
+        return dp_accounting.get_epsilon_gaussian(1 / mu, terms.delta)
+
+
+def _largest_rate(errors: np.ndarray, confidence: float) -> float:
+    """Returns Clopper and Pearson's upper bound of a rate of errors.
+
+    The interval leaves (1 - confidence) / 2 on either side.
+    """
+    test = stats.binomtest(int(errors.sum()), len(errors))
+    return float(test.proportion_ci(confidence).high)
 
 
 def _ranks(**scores: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ranks of both kinds of scores among all. Only the order counts, also of infinite
-    scores.
+    """Returns the ranks of both kinds of scores among all.
+
+    Only the order counts, also of infinite scores.
     """
     arrays = {name: np.asarray(values, np.float64) for name, values in scores.items()}
     for name, array in arrays.items():

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +52,7 @@ def audit_step(
     step: int = 1,
     **terms: Any,
 ) -> bounds.Audit:
-    """Audits the Gaussian of one step by many noisy sums over a batch with a canary and as many
-    over one without it.
+    """Audits the Gaussian of one step by many noisy sums with and without a canary.
 
     The batch is given. The claim is therefore the epsilon of the inner Gaussian, larger than the
     epsilon of the sampled step. `audit_sampling` audits the sampling. Sums and noise are the
@@ -90,9 +89,9 @@ def audit_step(
     """
     if step < 1:
         raise ValueError(f"step must be at least 1, got {step}.")
-    runs = Trials(
-        charge=trainer.privatizer.event_at(step), allowed=("add_remove", "replace_one"), **terms
-    )
+    privatizer = trainer.privatizer
+    event = privatizer.event_at(step)
+    runs = Trials(charge=event, allowed=("add_remove", "replace_one"), **terms)
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
     runs.check_candidates("rows must name", len(rows), "examples")
 
@@ -101,42 +100,55 @@ def audit_step(
     for _ in range(step):
         state = trainer.refreshed(state)
         state, _ = trainer.update(state, trainer.sums(state, source, others))
+    # The sums of the audited step, without and with each candidate.
     state = trainer.refreshed(state)
     base = trainer.sums(state, source, others)
-    tried = [trainer.sums(state, source, np.append(others, row)) for row in rows]
+    batches = [np.append(others, row) for row in rows]
+    candidates = [trainer.sums(state, source, batch) for batch in batches]
 
-    privatizer = trainer.privatizer
     observe = functools.partial(
         _observe, privatizer.update, privatizer.divisor, state.noise.step, base
     )
-    variances, foretold = _noise(observe, base, stream(runs.seed, "what the noise is like"))
-    distance = functools.partial(_distance, variances)
-    present, absent = runs.farthest(tried, [base], distance)
+    noise = _noise(observe, base, stream(runs.seed, "what the noise is like"))
+    distance = functools.partial(_distance, noise.variances)
+    present, absent = runs.farthest(candidates, [base], distance)
     if not distance(present, absent) > 0:
         raise ValueError(
             "rows must name an example that changes the sum. The gradients of these are equal or "
             "zero."
         )
-    weights = [
-        (x - y) / v for x, y, v in zip(_leaves(present), _leaves(absent), variances, strict=True)
-    ]
-    largest = max((np.abs(leaf).max(initial=0) for leaf in weights), default=0) or 1.0
-    weights = [np.float32(leaf / largest) for leaf in weights]
+    weights = _weights(present, absent, noise.variances)
 
     def scores(sums: Any, purpose: str) -> np.ndarray:
-        return _runs(observe, sums, weights, foretold, stream(runs.seed, purpose), runs.trials)[0]
+        key = stream(runs.seed, purpose)
+        of_runs, _ = _runs(observe, sums, weights, noise.predicted, key, runs.trials)
+        return of_runs
 
     return runs.judge(scores, present, absent)
+
+
+def _weights(present: Any, absent: Any, variances: np.ndarray) -> list[np.ndarray]:
+    """Returns the direction of the attack, float32, with 1 as its largest entry.
+
+    For noise of one variance the score is the likelihood ratio of the two sums. Tensors with little
+    noise count more.
+    """
+    weights = []
+    for one, other, variance in zip(_leaves(present), _leaves(absent), variances, strict=True):
+        weights.append((one - other) / variance)
+    sizes = [np.abs(leaf).max(initial=0) for leaf in weights]
+    largest = max(sizes, default=0) or 1.0
+    return [np.float32(leaf / largest) for leaf in weights]
 
 
 def audit_sampling(
     trainer: PrivateTrainer, *, trials: int, confidence: float = 0.95, seed: bytes | None = None
 ) -> bounds.Audit:
-    """Audits the sampling of batches. A step that reveals its batch is (0, q)-DP for one example
-    added or removed.
+    """Audits the sampling of batches.
 
-    With the canary in the data, a batch has it with probability q, otherwise never. The distance of
-    the two is q, the delta at epsilon 0. Amplification by sampling rests on it.
+    A step that reveals its batch is (0, q)-DP for one example added or removed. With the canary in
+    the data, a batch has it with probability q, otherwise never. The distance of the two is q, the
+    delta at epsilon 0. Amplification by sampling rests on it.
 
     Args:
       trainer: A trainer from `dp_sgd` or another method, with a sampling probability below 1.
@@ -163,19 +175,18 @@ def audit_sampling(
         )
     if trials < 2:
         raise ValueError(f"trials must be at least 2, got {trials}.")
-    bounds.check(0.0, delta, confidence)
+    bounds.Terms(delta, confidence).check(0.0)
     key = stream(new_seed() if seed is None else seed, "batches")
     everybody = np.arange(trainer.sampler.num_examples)
-    before, scores = everybody[:0], np.zeros(0)
+    per_step = max(1, int(trainer.sampler.expected_batch_size))
+    before = everybody[:0]
+    scores = np.zeros(0)
     for step in itertools.count():
-        at = jnp.int32(step)
-        batch = trainer.drawn(
-            TrainState(at, None, None, None, None, None, PrivatizeState(key, at), key)
-        )
-        wanted = np.append(before, np.setdiff1d(everybody, before))[
-            : max(1, int(trainer.sampler.expected_batch_size))
-        ]
-        scores = np.append(scores, np.isin(wanted, batch))
+        batch = trainer.drawn(_state_at(step, key))
+        # Examples of the batch before come first, so that a batch that is used twice shows.
+        rest = np.setdiff1d(everybody, before)
+        canaries = np.append(before, rest)[:per_step]
+        scores = np.append(scores, np.isin(canaries, batch))
         if len(scores) >= trials:
             break
         before = batch
@@ -185,22 +196,28 @@ def audit_sampling(
     )
 
 
+def _state_at(step: int, key: jax.Array) -> TrainState:
+    """Returns a state that suffices to draw the batch of a step."""
+    at = jnp.int32(step)
+    return TrainState(at, None, None, None, None, None, PrivatizeState(key, at), key)
+
+
 def loss(params: Any, example: Any) -> jax.Array:
-    """Computes a loss whose gradient is the example's first feature in the direction of its label,
-    for `worst_case`.
+    """Computes a loss for `worst_case`.
+
+    Its gradient is the example's first feature in the direction of its label.
     """
     return example["features"][0] * params["direction"][example["label"]]
 
 
 def worst_case(count: int, *, norm: float) -> tuple[dict[str, jax.Array], Source]:
-    """Returns `count` parameters and canaries for `loss`. Their gradients are orthogonal and of one
-    norm.
+    """Returns `count` parameters and canaries for `loss`.
 
-    No canary hides another. A norm far above the clip norm reveals missing clipping.
+    Their gradients are orthogonal and of one norm. No canary hides another. A norm far above the
+    clip norm reveals missing clipping.
     """
-    canaries = from_arrays(
-        features=np.full((count, 1), norm), label=np.arange(count), num_classes=count
-    )
+    features = np.full((count, 1), norm)
+    canaries = from_arrays(features=features, label=np.arange(count), num_classes=count)
     return {"direction": jnp.zeros(count)}, canaries
 
 
@@ -210,11 +227,9 @@ def audit_run(
     source: Source,
     *,
     steps: int,
-    delta: float,
     rows: Sequence[int] | np.ndarray | None = None,
-    confidence: float = 0.95,
-    claim: bounds.Claim = "approximate",
     seed: bytes | None = None,
+    **terms: Any,
 ) -> bounds.Audit:
     """Audits private training by one run with many canaries.
 
@@ -225,9 +240,9 @@ def audit_run(
       source: The training set with all canaries.
       steps: The number of steps of the run.
       rows: The examples that are canaries, by default all.
-      delta, confidence, claim: As in `jaxdp.audit.one_run`. "gaussian" needs a sampling probability
-          of 1.
       seed: As in `jaxdp.audit.trials.Trials`, for coins, batches and noise.
+      terms: delta, confidence and claim, as in `jaxdp.audit.one_run`. "gaussian" needs a sampling
+        probability of 1.
 
     Returns:
       The `Audit`, for one example added or removed, with the ledger's epsilon of `trainer.event(0,
@@ -242,34 +257,35 @@ def audit_run(
         )
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
+    bound = bounds.Terms(**terms)
     event = trainer.event(0, steps)
-    if claim == "gaussian" and not all(
-        isinstance(leaf, GaussianDpEvent) for leaf in composition(event)
-    ):
+    gaussian = all(isinstance(leaf, GaussianDpEvent) for leaf in composition(event))
+    if bound.claim == "gaussian" and not gaussian:
         raise ValueError(
             "claim='gaussian' needs noise and a sampling probability of 1. Use claim='approximate'."
         )
-    upper = claimed(event, adjacency="add_remove", delta=delta)
-    bounds.check(upper, delta, confidence, claim)
+    upper = claimed(event, adjacency="add_remove", delta=bound.delta)
+    bound.check(upper)
     seed = new_seed() if seed is None else seed
-    rows = np.arange(len(source)) if rows is None else np.asarray(rows)
-    coins = np.random.default_rng(int.from_bytes(seed, "little")).random(len(rows)) < 0.5
-    members, examples = (
-        take(source, np.setdiff1d(np.arange(len(source)), rows[~coins])),
-        source.gather(rows),
-    )
+    everything = np.arange(len(source))
+    rows = everything if rows is None else np.asarray(rows)
+    generator = np.random.default_rng(int.from_bytes(seed, "little"))
+    coins = generator.random(len(rows)) < 0.5
+    members = take(source, np.setdiff1d(everything, rows[~coins]))
+    canaries = source.gather(rows)
     # Batches are drawn from the members. The divisor stays the trainer's.
-    trainer = dataclasses.replace(
-        trainer, sampler=dataclasses.replace(trainer.sampler, num_examples=len(members))
-    )
+    sampler = dataclasses.replace(trainer.sampler, num_examples=len(members))
+    trainer = dataclasses.replace(trainer, sampler=sampler)
     state = _started(trainer, params, seed, "noise one run", "views one run")
     for _ in progress_bar(range(steps), label="audited run", unit="step"):
         state, _ = trainer.step(state, members)
     losses = jax.vmap(functools.partial(_loss, trainer), in_axes=(None, 0))
-    scores = np.asarray(losses(params, examples) - losses(state.params, examples))
-    return bounds.one_run(
-        scores[coins], scores[~coins], upper=upper, delta=delta, confidence=confidence, claim=claim
-    )
+    before = losses(params, canaries)
+    after = losses(state.params, canaries)
+    scores = np.asarray(before - after)
+    inside = scores[coins]
+    outside = scores[~coins]
+    return bounds.one_run(inside, outside, upper=upper, **dataclasses.asdict(bound))
 
 
 def _loss(trainer: PrivateTrainer, params: Any, example: Any) -> jax.Array:
@@ -277,8 +293,8 @@ def _loss(trainer: PrivateTrainer, params: Any, example: Any) -> jax.Array:
     loss_fn = trainer.query.gradient.loss_fn
     if not trainer.group:
         return loss_fn(params, example)
-    each = jax.vmap(loss_fn, in_axes=(None, 0))(params, example.records)
-    return jnp.mean(each, where=example.present)
+    of_records = jax.vmap(loss_fn, in_axes=(None, 0))(params, example.records)
+    return jnp.mean(of_records, where=example.present)
 
 
 def _started(
@@ -286,8 +302,8 @@ def _started(
 ) -> TrainState:
     """Returns the state before the first step, with keys from the seed."""
     state = trainer.init(params)
-    key = stream(seed, views, impl="threefry2x32")
-    return state._replace(noise=state.noise._replace(key=stream(seed, noise)), key=key)
+    noise_state = state.noise._replace(key=stream(seed, noise))
+    return state._replace(noise=noise_state, key=stream(seed, views, impl="threefry2x32"))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -298,74 +314,87 @@ def _observe(
     base: Any,
     sums: Any,
     weights: list[jax.Array],
-    foretold: jax.Array,
+    predicted: jax.Array,
     keys: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns for every key [R] the score [R] of the noisy sums, and moments [R, leaves, 3] of
-    their noise.
+    """Returns for every key [R] the score [R] of the noisy sums, and moments of their noise.
 
     A run releases noisy sums twice: over `base` in the step before, over `sums` in the audited
-    step. The moments are the mean squares of the two noises and the mean of their product.
+    step. `predicted` [leaves] is the share of the first noise that is subtracted from the second.
+    The moments [R, leaves, 3] are the mean squares of the two noises and the mean of their product.
     """
 
     def release(noise: PrivatizeState, sums: Any) -> tuple[PrivatizeState, Any]:
         noisy, noise = update(sums, noise)
-        return noise, jax.tree.map(lambda seen, known: divisor * seen - known, noisy, base)
+        return noise, jax.tree.map(lambda mean, known: divisor * mean - known, noisy, base)
 
-    def one(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         # A scan compiles the noise once for both steps.
-        both = jax.tree.map(lambda x, y: jnp.stack([x, y]), base, sums)
-        _, seen = jax.lax.scan(release, PrivatizeState(key, step - 1), both)
-        first, second = zip(*jax.tree.leaves(seen), strict=True)
-        parts = list(zip(weights, first, second, foretold, strict=True))
-        score = jnp.stack([jnp.vdot(w, b - share * a) for w, a, b, share in parts]).sum()
-        moments = [
-            jnp.stack([jnp.mean(a * a), jnp.mean(b * b), jnp.mean(a * b)]) for _, a, b, _ in parts
-        ]
-        return score, jnp.stack(moments)
+        both = jax.tree.map(lambda *x: jnp.stack(x), base, sums)
+        _, residuals = jax.lax.scan(release, PrivatizeState(key, step - 1), both)
+        scores = []
+        moments = []
+        leaves = jax.tree.leaves(residuals)
+        for weight, (before, now), share in zip(weights, leaves, predicted, strict=True):
+            scores.append(jnp.vdot(weight, now - share * before))
+            squares = (before * before, now * now, before * now)
+            moments.append(jnp.stack([jnp.mean(square) for square in squares]))
+        return jnp.stack(scores).sum(), jnp.stack(moments)
 
-    return jax.lax.map(one, keys)
+    return jax.lax.map(run, keys)
 
 
 def _runs(
     observe: Any,
     sums: Any,
     weights: list[np.ndarray],
-    foretold: np.ndarray,
+    predicted: np.ndarray,
     key: jax.Array,
     runs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns scores [runs] and mean moments [leaves, 3]."""
-    found = []
+    scores = []
+    moments = []
     for i in progress_bar(range(0, runs, _RUNS), label="audited step", unit=f"{_RUNS} runs"):
         keys = jax.random.split(jax.random.fold_in(key, i), _RUNS)
-        found.append(jax.device_get(observe(sums, weights, foretold, keys)))
-    scores, moments = (np.concatenate(part).astype(np.float64) for part in zip(*found, strict=True))
-    mean: np.ndarray = moments.sum(0) / len(moments)
-    return scores[:runs], mean
+        some_scores, some_moments = observe(sums, weights, predicted, keys)
+        scores.append(jax.device_get(some_scores))
+        moments.append(jax.device_get(some_moments))
+    every_moment = np.concatenate(moments).astype(np.float64)
+    mean: np.ndarray = every_moment.sum(0) / len(every_moment)
+    return np.concatenate(scores).astype(np.float64)[:runs], mean
 
 
-def _noise(observe: Any, base: Any, key: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the variance [leaves] of tensors' noise given the step before, and prediction factors
-    [leaves].
+class _Noise(NamedTuple):
+    """What separate draws show of the noise of each tensor, [leaves].
+
+    `predicted` is the share of the noise of the step before that is in the noise of a step.
+    `variances` are those of the rest.
     """
+
+    variances: np.ndarray
+    predicted: np.ndarray
+
+
+def _noise(observe: Any, base: Any, key: jax.Array) -> _Noise:
     leaves = _leaves(base)
-    nothing = (
-        [np.zeros(leaf.shape, np.float32) for leaf in leaves],
-        np.zeros(len(leaves), np.float32),
-    )
-    before, now, both = _runs(observe, base, *nothing, key, _RUNS)[1].T
-    foretold = np.divide(both, before, out=np.zeros_like(both), where=before > 0)
-    variances = np.maximum(now - foretold * both, _LEAST_VARIANCE * now)
-    return np.where(variances > 0, variances, np.finfo(np.float32).tiny), foretold.astype(
-        np.float32
-    )
+    no_weights = [np.zeros(leaf.shape, np.float32) for leaf in leaves]
+    no_shares = np.zeros(len(leaves), np.float32)
+    _, moments = _runs(observe, base, no_weights, no_shares, key, _RUNS)
+    before, now, both = moments.T
+    predicted = np.divide(both, before, out=np.zeros_like(both), where=before > 0)
+    variances = np.maximum(now - predicted * both, _LEAST_VARIANCE * now)
+    # A tensor without noise would divide by 0.
+    variances = np.where(variances > 0, variances, np.finfo(np.float32).tiny)
+    return _Noise(variances, predicted.astype(np.float32))
 
 
 def _distance(variances: np.ndarray, one: Any, other: Any) -> float:
     """Returns the squared distance of two sums in standard deviations of the noise."""
-    parts = zip(_leaves(one), _leaves(other), variances, strict=True)
-    return float(sum(np.square(x - y).sum() / v for x, y, v in parts))
+    distance = 0.0
+    for x, y, variance in zip(_leaves(one), _leaves(other), variances, strict=True):
+        distance += float(np.square(x - y).sum() / variance)
+    return distance
 
 
 def _leaves(sums: Any) -> list[np.ndarray]:

@@ -1,7 +1,8 @@
 """Audits of private answers to one query.
 
     def ask(data, queries, **terms):
-        bounds = train_with_bounds(loss_fn, params, data, ks=20, clip=0.1, learning_rate=0.5, batch_size=n, epochs=1)
+        options = {"clip": 0.1, "learning_rate": 0.5, "batch_size": n, "epochs": 1}
+        bounds = train_with_bounds(loss_fn, params, data, ks=20, **options)
         return private_predict(bounds, apply_fn, queries, epsilon=0.5, **terms)
 
     print(audit_answers(ask, event(1, epsilon=0.5), query, data, records, trials=5000).describe())
@@ -15,8 +16,8 @@ The canary sits anywhere among the records, so all records behind it have other 
 without it. This shows batches or parts that follow from positions.
 """
 
-import itertools
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ import numpy as np
 
 from jaxdp import release
 from jaxdp.audit import bounds
+from jaxdp.audit.trials import Trials
 from jaxdp.prediction.checks import count_rows
 from jaxdp.privacy import DpEvent, Ledger
 from jaxdp.privacy.accounting import Adjacency
@@ -39,12 +41,9 @@ def audit_answers(
     data: Any,
     candidates: Any,
     *,
-    trials: int,
     delta: float = 0.0,
     claim: bounds.Claim = "approximate",
-    adjacency: Adjacency = "add_remove",
-    confidence: float = 0.95,
-    seed: bytes | None = None,
+    **terms: Any,
 ) -> bounds.Audit:
     """Audits the private answers to one query by models of data with and without a canary.
 
@@ -58,14 +57,12 @@ def audit_answers(
         data: A pytree of arrays [n, ...], the training set without the canary.
         candidates: A pytree of arrays [N, ...], records that may be the canary, N >= 1, for
             "replace_one" N >= 2.
-        trials: The number of judged answers of either kind, at least 2. As many others choose
-            canary and score.
         delta, claim: As in `jaxdp.audit.multi_run`. PATE is audited at delta > 0 by the "gaussian"
             claim.
-        adjacency: "add_remove" compares the canary with no record, "replace_one" with another
-            candidate in its place.
-        confidence: In (0.5, 1).
-        seed: 16 secret bytes of the noise and of the places, for tests. The default is OS entropy.
+        terms: trials, adjacency ("add_remove" or "replace_one"), confidence and seed, as in
+            `jaxdp.audit.trials.Trials`. `trials` answers of either kind are judged. As many others
+            choose canary and score. Under "replace_one" another candidate is in the canary's place.
+            The seed is that of the noise and of the places.
 
     Returns:
         The `Audit` of 2 `trials` answers, for one record, with the ledger's epsilon of one answer.
@@ -78,63 +75,87 @@ def audit_answers(
     Raises:
         ValueError: An argument is out of range. Nothing runs. Otherwise as in `ask`.
     """
-    if adjacency not in ("add_remove", "replace_one"):
-        raise ValueError(f"adjacency must be 'add_remove' or 'replace_one', got {adjacency!r}.")
-    if trials < 2:
-        raise ValueError(f"trials must be at least 2, got {trials}.")
-    upper = release.claim(event, adjacency=adjacency, delta=delta)
-    bounds.check(upper, delta, confidence, claim)
-    count, least = count_rows(candidates, "candidates"), 2 if adjacency == "replace_one" else 1
-    if count < least:
-        raise ValueError(
-            f"candidates must hold at least {least} records under {adjacency!r}, got {count}."
-        )
-    seed = release.new_seed() if seed is None else seed
-    sets = [
-        jax.tree.map(
-            lambda leaf, some, i=i, place=place: np.insert(leaf, place, some[i], axis=0),
-            data,
-            candidates,
-        )
-        for i, place in enumerate(_places(seed, count_rows(data, "data"), count, adjacency))
-    ]
-    neighbours = range(count)
-    if adjacency == "add_remove":
-        sets, neighbours = [*sets, data], range(count, count + 1)
-
-    queries = jax.tree.map(
-        lambda leaf: np.repeat(np.asarray(leaf)[None], 2 * trials, axis=0), query
+    runs = Trials(
+        charge=event, delta=delta, claim=claim, allowed=("add_remove", "replace_one"), **terms
     )
-    with Ledger.in_memory() as ledger:
-        ledger.register("audited", adjacency=adjacency, unit="record")
-        account = ledger.account("audited", label="audit")
-        # With one seed, equal models are one release.
-        seeds = [release.derive(seed, f"model {i}") for i in range(len(sets))]
-        heard = [
-            ask(one, queries, account=account, seed=own)
-            for one, own in zip(sets, seeds, strict=True)
-        ]
-    tried = np.stack(heard)[:, :trials]
-    levels = np.unique(tried)
-    if len(levels) > _RANGES:
-        levels = np.unique(np.quantile(tried, np.arange(_RANGES) / _RANGES))
-    cells = [np.searchsorted(levels, answers, side="right") for answers in heard]
+    count = count_rows(candidates, "candidates")
+    runs.check_candidates("candidates must hold", count, "records")
+    sets = []
+    records = count_rows(data, "data")
+    places = _places(runs.seed, records, count, runs.adjacency)
+    for i, place in enumerate(places):
+        insert = functools.partial(_with_candidate, i, place)
+        sets.append(jax.tree.map(insert, data, candidates))
+    if runs.adjacency == "add_remove":
+        sets.append(data)
+    answers = _answers(ask, sets, query, runs)
+    cells = _cells(answers, runs.trials)
+    # Half of the answers choose canary and score, the others are judged.
+    choosing = [cell[: runs.trials] for cell in cells]
+    kinds = max(cell.max() for cell in cells) + 1
     # Laplace's rule gives unseen answers a positive probability.
-    rates = np.log([np.bincount(cell[:trials], minlength=len(levels) + 1) + 1 for cell in cells])
-    pairs = itertools.product(range(count), neighbours)
-    canary, neighbour = max(pairs, key=lambda pair: np.abs(rates[pair[0]] - rates[pair[1]]).max())
-    present, absent = (
-        (rates[canary] - rates[neighbour])[cells[i][trials:]] for i in (canary, neighbour)
-    )
-    return bounds.multi_run(
-        present, absent, upper=upper, delta=delta, confidence=confidence, claim=claim
-    )
+    counts = [np.bincount(cell, minlength=kinds) + 1 for cell in choosing]
+    rates = np.log(counts)
+
+    def distance(one: int, other: int) -> float:
+        return float(np.abs(rates[one] - rates[other]).max())
+
+    # The last model of "add_remove" is without a candidate.
+    without = len(sets) - 1
+    canary, neighbour = runs.farthest(list(range(count)), [without], distance)
+    ratio = rates[canary] - rates[neighbour]
+
+    def scores(model: int, purpose: str) -> np.ndarray:
+        return ratio[cells[model][runs.trials :]]
+
+    return runs.judge(scores, canary, neighbour)
+
+
+def _with_candidate(i: int, place: int, data: Any, candidates: Any) -> np.ndarray:
+    return np.insert(data, place, candidates[i], axis=0)
+
+
+def _answers(
+    ask: Callable[..., np.ndarray], sets: Sequence[Any], query: Any, runs: Trials
+) -> list[np.ndarray]:
+    """Returns the answers [2 trials] of the model of each data set to one query."""
+
+    def repeated(leaf: Any) -> np.ndarray:
+        return np.repeat(np.asarray(leaf)[None], 2 * runs.trials, axis=0)
+
+    queries = jax.tree.map(repeated, query)
+    answers = []
+    with Ledger.in_memory() as ledger:
+        ledger.register("audited", adjacency=runs.adjacency, unit="record")
+        account = ledger.account("audited", label="audit")
+        for i, data in enumerate(sets):
+            # Each model has a seed of its own. With one seed, equal models are one release.
+            seed = release.derive(runs.seed, f"model {i}")
+            answers.append(ask(data, queries, account=account, seed=seed))
+    return answers
+
+
+def _cells(answers: Sequence[np.ndarray], trials: int) -> list[np.ndarray]:
+    """Returns answers as integers: the number of their value, or of their range of equal frequency.
+
+    The first `trials` answers of each model choose values and ranges.
+    """
+    choosing = np.stack(answers)[:, :trials]
+    levels = np.unique(choosing)
+    if len(levels) > _RANGES:
+        shares = np.arange(_RANGES) / _RANGES
+        levels = np.unique(np.quantile(choosing, shares))
+    return [np.searchsorted(levels, of_model, side="right") for of_model in answers]
 
 
 def _places(seed: bytes, records: int, candidates: int, adjacency: Adjacency) -> np.ndarray:
-    """Returns the position of each candidate among the records. A record and its replacement have
-    one position.
+    """Returns the position of each candidate among the records.
+
+    A record and its replacement have one position.
     """
     key = int.from_bytes(release.derive(seed, "places"), "little")
-    places = np.random.Generator(np.random.Philox(key=key)).integers(records + 1, size=candidates)
-    return np.full_like(places, places[0]) if adjacency == "replace_one" else places
+    generator = np.random.Generator(np.random.Philox(key=key))
+    places = generator.integers(records + 1, size=candidates)
+    if adjacency == "replace_one":
+        return np.full_like(places, places[0])
+    return places

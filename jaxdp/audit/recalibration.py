@@ -8,7 +8,7 @@ canary and its neighbour.
 """
 
 import dataclasses
-import functools
+import itertools
 import math
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.audit import bounds
-from jaxdp.audit.trials import Trials
+from jaxdp.audit.trials import Exact, Trials
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration.protocol import Method, Party, Records, event
 from jaxdp.recalibration.recalibrate import converse
@@ -73,8 +73,7 @@ def audit_source(
     temperature: float = 1.0,
     **terms: Any,
 ) -> bounds.Audit:
-    """Audits a source's answers by many conversations with a canary among its records and as many
-    without it.
+    """Audits a source's answers by many conversations with and without a canary.
 
     Args:
       method: The method of the calibrator.
@@ -100,50 +99,61 @@ def audit_source(
       ValueError, TypeError: As in `recalibrate`.
     """
     runs = Trials(charge=event(epsilon), delta=0.0, claim="approximate", **terms)
-    logits, labels = np.asarray(logits, np.float32), np.asarray(labels, np.int32)
-    canaries = (
-        _extremes(logits.shape[1]) if candidates is None else list(zip(*candidates, strict=True))
-    )
-    absent: Any = (
-        (np.zeros(logits.shape[1], np.float32), -1) if runs.adjacency == "zero_out" else None
-    )
+    logits = np.asarray(logits, np.float32)
+    labels = np.asarray(labels, np.int32)
+    if candidates is None:
+        canaries = _extremes(logits.shape[1])
+    else:
+        canaries = list(zip(*candidates, strict=True))
+    absent: Any = None
+    num_classes = logits.shape[1]
+    if runs.adjacency == "zero_out":
+        absent = (np.zeros(num_classes, np.float32), -1)  # an invalid record
     calibrator = _Transcript(method, temperature)
 
     def answers(record: Any, epsilon: float, purpose: str, count: int) -> np.ndarray:
         """Returns all answers of each of `count` conversations, float64 [count, numbers]."""
-        more = (logits, labels)
-        if (
-            record is not None
-        ):  # among the others, so that half of them have another position than without it
+        party = Party(logits, labels)
+        if record is not None:
+            # Among the others, so that half of them have another position than without it.
             place = len(labels) // 2
-            more = np.insert(logits, place, record[0], axis=0), np.insert(labels, place, record[1])
-        parties, talk = (
-            [Party(*more)],
-            functools.partial(converse, epsilon=epsilon, adjacency=runs.adjacency),
-        )
-        talks = jax.vmap(lambda key: talk(calibrator, parties, key))
-        return np.asarray(talks(runs.keys(purpose, count)), np.float64)
+            record_logits, label = record
+            with_logits = np.insert(logits, place, record_logits, axis=0)
+            party = Party(with_logits, np.insert(labels, place, label))
 
-    exact, without = (
-        [(answers(record, math.inf, "no noise", 1)[0], record) for record in records]
-        for records in (canaries, [absent])
-    )
-    pair = runs.farthest(exact, without, lambda one, other: np.abs(one[0] - other[0]).sum())
-    (one, canary), (other, neighbour) = pair
+        def talk(key: jax.Array) -> jax.Array:
+            answers: jax.Array = converse(
+                calibrator, [party], key, epsilon=epsilon, adjacency=runs.adjacency
+            )
+            return answers
+
+        keys = runs.keys(purpose, count)
+        return np.asarray(jax.vmap(talk)(keys), np.float64)
+
+    def without_noise(record: Any) -> Exact:
+        (result,) = answers(record, math.inf, "no noise", 1)
+        return Exact(record, result)
+
+    def distance(one: Exact, other: Exact) -> float:
+        return float(np.abs(one.result - other.result).sum())
+
+    exact = [without_noise(record) for record in canaries]
+    canary, neighbour = runs.farthest(exact, [without_noise(absent)], distance)
 
     def scores(record: Any, purpose: str) -> np.ndarray:
-        heard = answers(record, epsilon, purpose, runs.trials)
-        return np.abs(heard - other).sum(1) - np.abs(heard - one).sum(1)
+        noisy = answers(record, epsilon, purpose, runs.trials)
+        from_neighbour = np.abs(noisy - neighbour.result).sum(1)
+        from_canary = np.abs(noisy - canary.result).sum(1)
+        return from_neighbour - from_canary
 
-    return runs.judge(scores, canary, neighbour)
+    return runs.judge(scores, canary.data, neighbour.data)
 
 
 def _extremes(num_classes: int) -> list[tuple[np.ndarray, int]]:
-    """Returns records far inside the first class and undecided records, each with a right and with
-    a wrong label.
+    """Returns a record far inside the first class, and an undecided one.
+
+    Each comes with a right and with a wrong label.
     """
-    return [
-        (scale * np.eye(num_classes, dtype=np.float32)[0], label)
-        for scale in (50.0, 0.0)
-        for label in (0, 1)
-    ]
+    first_class = np.eye(num_classes, dtype=np.float32)[0]
+    logits = (50.0 * first_class, 0.0 * first_class)
+    return [(row, label) for row, label in itertools.product(logits, (0, 1))]

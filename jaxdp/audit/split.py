@@ -9,7 +9,8 @@ upload get independent noise, so one upload with many rows gives as many trials.
 """
 
 import dataclasses
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -29,12 +30,12 @@ def audit_upload(
     projection: Projection,
     part: Part,
     trials: int,
-    delta: float,
-    confidence: float = 0.95,
     seed: bytes | None = None,
+    **terms: Any,
 ) -> bounds.Audit:
-    """Audits features or labels of uploads in which a canary is one of two images, by 2 `trials`
-    scores.
+    """Audits features or labels of uploads, by 2 `trials` scores.
+
+    A canary is one of two images.
 
     It compares with the ledger's epsilon of the part, for replacing one image with its label. Every
     other image of an upload is the canary or its neighbour. The attacker knows the image before it,
@@ -48,9 +49,9 @@ def audit_upload(
       part: The part of the upload that is attacked.
       trials: The number of judged canaries of either kind, at least 2. As many before them train
           the attacker.
-      delta, confidence: The terms of the bounds. delta is in (0, 1) for Gaussian features and 0 for
-          pure mechanisms.
       seed: 16 secret bytes of the noise, for tests. The default is OS entropy.
+      terms: delta and confidence of the bound, as in `jaxdp.audit.multi_run`. delta is in (0, 1)
+        for Gaussian features and 0 for pure mechanisms.
 
     Formal guarantees:
       As `bounds.multi_run`, with the Gaussian claim for Gaussian features. Under the claim rows are
@@ -65,67 +66,95 @@ def audit_upload(
     one_of(get_args(Part), part=part)
     at_least(2, trials=trials)
     release.check(representations, labels=labels, projection=projection)
-    x, y, seed = (
-        np.asarray(representations),
-        np.asarray(labels),
-        new_seed() if seed is None else seed,
-    )
+    x = np.asarray(representations)
+    y = np.asarray(labels)
+    seed = new_seed() if seed is None else seed
     gaussian = part == "features" and release.mechanism == "gaussian"
     law: bounds.Claim = "gaussian" if gaussian else "approximate"
-    features, answers = release.event.events
-    upper = claim(features if part == "features" else answers, adjacency="replace_one", delta=delta)
-    bounds.check(upper, delta, confidence, law)
+    feature_event, label_event = release.event.events
+    charge = feature_event if part == "features" else label_event
+    bound = bounds.Terms(claim=law, **terms)
+    upper = claim(charge, adjacency="replace_one", delta=bound.delta)
+    bound.check(upper)
+    # The attacker knows projection and clip norm, and so the coordinates of any image.
     noiseless = dataclasses.replace(release, noise_multiplier=0.0)
-    exact = np.asarray(
-        noiseless.release(stream(seed, "no noise"), x, labels=y, projection=projection).features
-    )
+    key = stream(seed, "no noise")
+    released = noiseless.release(key, x, labels=y, projection=projection)
+    exact = np.asarray(released.features)
 
-    order = 2 if release.mechanism == "gaussian" else 1
-    apart = (
-        np.linalg.norm(exact[:, None] - exact, ord=order, axis=-1)
-        if part == "features"
-        else y[:, None] != y
-    )
-    canary, other = map(int, np.unravel_index(np.argmax(apart), apart.shape))
-    if not apart[canary, other] > 0:
+    if part == "features":
+        order = 2 if release.mechanism == "gaussian" else 1
+        differences = exact[:, None] - exact
+        distances = np.linalg.norm(differences, ord=order, axis=-1)
+    else:
+        distances = y[:, None] != y
+    farthest = np.argmax(distances)
+    canary, other = map(int, np.unravel_index(farthest, distances.shape))
+    if not distances[canary, other] > 0:
         raise ValueError(
             f"representations and labels must hold two images that differ in their {part}."
         )
 
-    def upload(image: int, purpose: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the known value before and the seen value of `image`, [trials, ...] each."""
+    def upload(image: int, purpose: str) -> _Seen:
+        """Returns what `trials` uploads show of `image`, and of the known image before it."""
+        # A known image before each attacked one shows whether noise or answers repeat.
         rows = np.tile([other, image], trials)
-        released = release.release(
-            stream(seed, purpose), x[rows], labels=y[rows], projection=projection
-        )
+        key = stream(seed, purpose)
+        released = release.release(key, x[rows], labels=y[rows], projection=projection)
         if part == "labels":
-            return released.labels[::2], released.labels[1::2]
-        seen = np.asarray(released.features, np.float64)
-        return seen[::2] - exact[other], seen[1::2]
+            return _Seen(released.labels[::2], released.labels[1::2])
+        features = np.asarray(released.features, np.float64)
+        return _Seen(features[::2] - exact[other], features[1::2])
 
-    before = [upload(image, f"before, {image}") for image in (canary, other)]
+    with_canary = upload(canary, f"before, {canary}")
+    with_other = upload(other, f"before, {other}")
     if part == "labels":
-        counts = np.ones((2, release.num_classes, release.num_classes))
-        for count, pair in zip(counts, before, strict=True):
-            np.add.at(count, pair, 1)
-        table = np.log(counts[0] / counts[1])
-
-        def score(known: Any, seen: Any) -> np.ndarray:
-            """Returns the log ratio of how often the two answers come together with and without the
-            canary.
-            """
-            return table[known, seen]
-
+        score = _label_score(with_canary, with_other, release.num_classes)
     else:
-        known, seen = before[1]
-        foretold = np.vdot(known, seen - exact[other]) / (np.vdot(known, known) or 1.0)
+        score = _feature_score(with_other, exact[canary], exact[other], gaussian=gaussian)
+    present = score(upload(canary, f"judged, {canary}"))
+    absent = score(upload(other, f"judged, {other}"))
+    return bounds.multi_run(present, absent, upper=upper, **dataclasses.asdict(bound))
 
-        def score(known: Any, seen: Any) -> np.ndarray:
-            """Returns the log likelihood ratio of the noise up to its scale."""
-            rest = seen - foretold * known
-            if gaussian:
-                return rest @ (exact[canary] - exact[other])
-            return np.abs(rest - exact[other]).sum(1) - np.abs(rest - exact[canary]).sum(1)
 
-    scores = [score(*upload(image, f"judged, {image}")) for image in (canary, other)]
-    return bounds.multi_run(*scores, upper=upper, delta=delta, confidence=confidence, claim=law)
+class _Seen(NamedTuple):
+    """What uploads show: the known noise or answer before an image, and the row of that image.
+
+    Both have one entry for each upload.
+    """
+
+    known: np.ndarray
+    seen: np.ndarray
+
+
+_Score = Callable[[_Seen], np.ndarray]
+
+
+def _label_score(with_canary: _Seen, with_other: _Seen, num_classes: int) -> _Score:
+    """Returns the log ratio of how often two answers come together with and without the canary."""
+    counts = np.ones((2, num_classes, num_classes))  # Laplace's rule
+    np.add.at(counts[0], with_canary, 1)
+    np.add.at(counts[1], with_other, 1)
+    table = np.log(counts[0] / counts[1])
+    return lambda uploads: table[uploads.known, uploads.seen]
+
+
+def _feature_score(
+    before: _Seen, canary: np.ndarray, other: np.ndarray, *, gaussian: bool
+) -> _Score:
+    """Returns the log likelihood ratio of the noise up to its scale.
+
+    What the noise of the row before predicts is subtracted. Under the claim it predicts nothing.
+    """
+    square = np.vdot(before.known, before.known) or 1.0
+    slope = np.vdot(before.known, before.seen - other) / square
+
+    def score(uploads: _Seen) -> np.ndarray:
+        rest = uploads.seen - slope * uploads.known
+        if gaussian:
+            return rest @ (canary - other)
+        from_other = np.abs(rest - other).sum(1)
+        from_canary = np.abs(rest - canary).sum(1)
+        return from_other - from_canary
+
+    return score

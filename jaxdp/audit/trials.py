@@ -1,13 +1,15 @@
-"""The shared parts of audits by many runs: checked terms, a pair to tell apart, keys, and a
-verdict.
+"""The shared parts of audits by many runs.
+
+They are checked terms, a pair to tell apart, keys, and a verdict.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 
 from jaxdp.audit import bounds
 from jaxdp.privacy import Account, DpEvent
@@ -15,6 +17,13 @@ from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import claim, new_seed, stream
 
 T = TypeVar("T")
+
+
+class Exact(NamedTuple):
+    """Data of a run, and the result of the run without noise."""
+
+    data: Any
+    result: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,40 +62,45 @@ class Trials:
             )
         if self.trials < 2:
             raise ValueError(f"trials must be at least 2, got {self.trials}.")
-        object.__setattr__(
-            self, "upper", claim(self.charge, adjacency=self.adjacency, delta=self.delta)
-        )
-        bounds.check(self.upper, self.delta, self.confidence, self.claim)
+        upper = claim(self.charge, adjacency=self.adjacency, delta=self.delta)
+        object.__setattr__(self, "upper", upper)
+        self.terms.check(self.upper)
         object.__setattr__(self, "seed", self.seed or new_seed())
+
+    @property
+    def terms(self) -> bounds.Terms:
+        """The terms of the bound."""
+        return bounds.Terms(self.delta, self.confidence, self.claim)
 
     def check_candidates(self, field: str, count: int, what: str) -> None:
         """Raises ValueError for too few candidates."""
-        if count < (least := 2 if self.adjacency == "replace_one" else 1):
+        least = 2 if self.adjacency == "replace_one" else 1
+        if count < least:
             raise ValueError(
                 f"{field} at least {least} {what} under {self.adjacency!r}, got {count}."
             )
 
     def keys(self, purpose: str, count: int) -> jax.Array:
-        """Returns a key for each of `count` runs [count], of a kind that is independent under
-        `jax.vmap`.
+        """Returns a key for each of `count` runs [count].
+
+        The keys are of a kind that is independent under `jax.vmap`.
         """
-        return jax.random.split(stream(self.seed, purpose, impl="threefry2x32"), count)
+        key = stream(self.seed, purpose, impl="threefry2x32")
+        return jax.random.split(key, count)
 
     def farthest(
         self, canaries: Sequence[T], absent: Sequence[T], distance: Callable[[T, T], float]
     ) -> tuple[T, T]:
-        """Returns the canary and neighbour that are farthest apart. `absent` has the neighbours but
-        candidates.
+        """Returns the canary and the neighbour that are farthest apart.
+
+        `absent` are the neighbours, unless they are other candidates ("replace_one").
         """
         neighbours = canaries if self.adjacency == "replace_one" else absent
-        return max(itertools.product(canaries, neighbours), key=lambda pair: distance(*pair))
+        pairs = itertools.product(canaries, neighbours)
+        return max(pairs, key=lambda pair: distance(*pair))
 
     def judge(self, scores: Callable[[Any, str], Any], canary: Any, neighbour: Any) -> bounds.Audit:
         """Returns the `Audit` of `scores(data, purpose) -> [trials]` for the two data."""
-        present, absent = scores(canary, "with the canary"), scores(neighbour, "without the canary")
-        terms: dict[str, Any] = {
-            "delta": self.delta,
-            "confidence": self.confidence,
-            "claim": self.claim,
-        }
-        return bounds.multi_run(present, absent, upper=self.upper, **terms)
+        present = scores(canary, "with the canary")
+        absent = scores(neighbour, "without the canary")
+        return bounds.multi_run(present, absent, upper=self.upper, **dataclasses.asdict(self.terms))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.audit import bounds
-from jaxdp.audit.trials import Trials
+from jaxdp.audit.trials import Exact, Trials
 from jaxdp.privacy import Account
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.tta.accounts import StreamAccount
@@ -36,8 +36,7 @@ def audit_stream(
     adjacency: Adjacency = "replace_one",
     **terms: Any,
 ) -> bounds.Audit:
-    """Audits the update of a private adapter by many updates with a canary in the batch and as many
-    without it.
+    """Audits the update of a private adapter by many updates with and without a canary.
 
     Args:
       adapter: An adapter of a private method. The attack sees its parameters after the update.
@@ -68,7 +67,8 @@ def audit_stream(
             f"adapter must have a private method, got {type(adapter.method).__name__}. Use "
             "tta.private()."
         )
-    batch, candidates = np.asarray(batch), np.asarray(candidates)
+    batch = np.asarray(batch)
+    candidates = np.asarray(candidates)
     if not len(batch) or batch.shape[1:] != candidates.shape[1:]:
         raise ValueError(
             f"batch and candidates must be images of one shape, got {batch.shape} and "
@@ -78,8 +78,9 @@ def audit_stream(
 
     def charge(account: Account) -> None:
         stream_account = StreamAccount(account, event=event)
-        for part in range(adapter.accumulate):
-            with stream_account.spend([(part, row) for row in range(len(batch))], release=0):
+        for number in range(adapter.accumulate):
+            records = [(number, row) for row in range(len(batch))]
+            with stream_account.spend(records, release=0):
                 pass
 
     runs = Trials(charge=charge, adjacency=adjacency, **terms)
@@ -89,37 +90,52 @@ def audit_stream(
     def ends(image: Any, purpose: str, count: int) -> np.ndarray:
         """Returns the adapted parameters after `count` updates, float64 [count, P]."""
         keys = runs.keys(purpose, count)
-        # Parts of one size compile the update once.
-        parts = [keys[np.arange(i, i + size) % count] for i in range(0, count, size)]
-        updates = jax.vmap(lambda key: _end(adapter, batch, image, key))
-        return np.concatenate([np.asarray(updates(part), np.float64) for part in parts])[:count]
+        updates = jax.vmap(lambda key: _updated(adapter, batch, image, key))
+        params = []
+        for start in range(0, count, size):
+            # Calls of one size compile the update once, so the last one repeats some runs.
+            rows = np.arange(start, start + size) % count
+            updated = updates(keys[rows])
+            params.append(np.asarray(updated, np.float64))
+        return np.concatenate(params)[:count]
 
-    # Two updates with the same noise differ without noise. None is padding.
-    tried, empty = (
-        [(ends(image, "choice", 1)[0], image) for image in images]
-        for images in (candidates, [None])
-    )
-    pair = runs.farthest(tried, empty, lambda one, other: float(np.linalg.norm(one[0] - other[0])))
-    (one, canary), (other, neighbour) = pair
+    def same_noise(image: Any) -> Exact:
+        # All results have the same noise, so their differences have none.
+        (result,) = ends(image, "choice", 1)
+        return Exact(image, result)
+
+    def distance(one: Exact, other: Exact) -> float:
+        return float(np.linalg.norm(one.result - other.result))
+
+    results = [same_noise(image) for image in candidates]
+    empty = same_noise(None)  # padding
+    canary, neighbour = runs.farthest(results, [empty], distance)
+    direction = canary.result - neighbour.result
 
     def scores(image: Any, purpose: str) -> np.ndarray:
-        return (ends(image, purpose, runs.trials) - other) @ (one - other)
+        params = ends(image, purpose, runs.trials)
+        return (params - neighbour.result) @ direction
 
-    return runs.judge(scores, canary, neighbour)
+    return runs.judge(scores, canary.data, neighbour.data)
 
 
-def _end(adapter: Adapter, batch: np.ndarray, image: Any, key: jax.Array) -> jax.Array:
+def _updated(adapter: Adapter, batch: np.ndarray, image: Any, key: jax.Array) -> jax.Array:
     """Returns the adapted parameters [P] after one update from the source model.
 
     The image takes the place of the first image of the update's first batch. None leaves that place
     empty.
     """
-    images, mask = batch.copy(), np.ones(len(batch), bool)
-    mask[0] = image is not None
-    images[0] = images[0] if image is None else image
+    images = batch.copy()
+    mask = np.ones(len(batch), bool)
+    if image is None:
+        mask[0] = False
+    else:
+        images[0] = image
     state = adapter.init(key)
     for _ in range(adapter.accumulate):
         state, _ = adapter.step(state, jnp.asarray(images), mask=jnp.asarray(mask))
-        images, mask = batch, np.ones(len(batch), bool)
-    leaves = jax.tree.leaves(trainable_part(state.params, frozenset(adapter.adapted_paths)))
+        images = batch
+        mask = np.ones(len(batch), bool)
+    adapted = trainable_part(state.params, frozenset(adapter.adapted_paths))
+    leaves = jax.tree.leaves(adapted)
     return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves])

@@ -1,5 +1,6 @@
-"""What the compilers of a TPU or a GPU that is not there say about a program: its memory, and what
-a step would take.
+"""What the compilers of a TPU or a GPU that is not there say about a program.
+
+They say its memory, and what a step would take.
 
 The extra `compilers` has them. They run on any machine. What they say is an estimate, not a time.
 """

@@ -1,5 +1,6 @@
-"""Reads a program that XLA has compiled, and counts the work of one device in it: operations, bytes
-and collectives.
+"""Reads a program that XLA has compiled, and counts the work of one device in it.
+
+The work is operations, bytes and collectives.
 
 XLA's own cost analysis counts the body of a loop once. Here it counts as often as it runs. Of the
 branches of a conditional the dearest counts.
@@ -8,9 +9,10 @@ branches of a conditional the dearest counts.
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 COLLECTIVES = (
@@ -37,6 +39,7 @@ FREE = {
     "call",
     "after-all",
 }
+# Instructions that move, but do not compute by themselves.
 _MOVES = {
     "broadcast",
     "reshape",
@@ -46,8 +49,6 @@ _MOVES = {
     "dynamic-slice",
     "dynamic-update-slice",
     "concatenate",
-}
-_MOVES |= {
     "pad",
     "reverse",
     "gather",
@@ -77,13 +78,15 @@ class Count:
 
     def plus(self, other: "Count", times: float = 1) -> "Count":
         """Returns this work and `times` the other."""
-        kinds = collections.ChainMap(self.collectives, other.collectives)
-        pairs = {
-            kind: (self.collectives.get(kind, (0, 0)), other.collectives.get(kind, (0, 0)))
-            for kind in kinds
-        }
-        added = {kind: (a[0] + times * b[0], a[1] + times * b[1]) for kind, (a, b) in pairs.items()}
-        return Count(self.flops + times * other.flops, self.bytes + times * other.bytes, added)
+        collectives = dict(self.collectives)
+        for kind, (number, size) in other.collectives.items():
+            number_here, size_here = collectives.get(kind, (0.0, 0.0))
+            collectives[kind] = (number_here + times * number, size_here + times * size)
+        return Count(
+            flops=self.flops + times * other.flops,
+            bytes=self.bytes + times * other.bytes,
+            collectives=collectives,
+        )
 
     @property
     def messages(self) -> float:
@@ -93,10 +96,8 @@ class Count:
     @property
     def moved(self) -> float:
         """The bytes that a ring of many devices sends from one device: twice for an all-reduce."""
-        return sum(
-            (2 if kind == "all-reduce" else 1) * size
-            for kind, (_, size) in self.collectives.items()
-        )
+        sizes = {kind: size for kind, (_, size) in self.collectives.items()}
+        return sum(sizes.values()) + sizes.get("all-reduce", 0.0)
 
 
 @dataclasses.dataclass
@@ -152,8 +153,9 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass
 class Loop:
-    """A loop of a program: the JAX operation from which it comes, and its turns, None where they
-    depend on data.
+    """A loop of a program: the JAX operation from which it comes, and its turns.
+
+    The turns are None where they depend on data.
     """
 
     source: str
@@ -181,13 +183,19 @@ class Program:
         computations: dict[str, list[Instruction]] = {}
         entry, current = "", None
         for line in text.splitlines():
-            if head := _COMPUTATION.match(line):
-                current = computations.setdefault(head[2], [])
-                entry = head[2] if head[1] else entry
+            head = _COMPUTATION.match(line)
+            if head:
+                is_entry, name = head.groups()
+                current = computations.setdefault(name, [])
+                if is_entry:
+                    entry = name
             elif line.startswith("}"):
                 current = None
-            elif current is not None and (found := _LINE.match(line)):
-                current.append(_instruction(found[2], found[3], root=bool(found[1])))
+            elif current is not None:
+                match = _LINE.match(line)
+                if match:
+                    is_root, name, definition = match.groups()
+                    current.append(_instruction(name, definition, root=bool(is_root)))
         return cls(computations, entry)
 
     @functools.cached_property
@@ -209,6 +217,9 @@ class Program:
         """
         loops: dict[str, Loop] = {}
 
+        def weight(steps: list[Step]) -> float:
+            return sum(step.times * weigh(step.instruction) for step in steps)
+
         def walk(
             name: str, times: float, around: tuple[str, ...], values: Mapping[int, int]
         ) -> list[Step]:
@@ -219,17 +230,16 @@ class Program:
                     start = self._start(name, instruction, constants)
                     turns = self._turns(instruction, start)
                     loops[instruction.name] = Loop(instruction.source, turns)
-                    kept = self._kept(instruction.called("body")[0], start)
+                    unchanged = self._unchanged(instruction.called("body")[0], start)
                     inner = (*around, instruction.name)
+                    runs = times if turns is None else times * turns
                     for body in instruction.called("body") + instruction.called("condition"):
-                        steps += walk(body, times * (1 if turns is None else turns), inner, kept)
+                        steps += walk(body, runs, inner, unchanged)
                 elif instruction.opcode == "conditional":
-                    branches = instruction.called("branch_computations")
-                    branches += instruction.called("(?:true|false)_computation")
-                    ways = [walk(branch, times, around, {}) for branch in branches]
-                    steps += max(
-                        ways, key=lambda way: sum(s.times * weigh(s.instruction) for s in way)
-                    )
+                    branches = [
+                        walk(branch, times, around, {}) for branch in _branches(instruction)
+                    ]
+                    steps += max(branches, key=weight)
                 elif instruction.opcode in ("call", "async-start"):
                     for called in instruction.called("(?:calls|to_apply)"):
                         steps += walk(called, times, around, {})
@@ -240,24 +250,30 @@ class Program:
         return walk(self.entry, 1.0, (), {}), loops
 
     def _constants(self, computation: str, values: Mapping[int, int]) -> dict[str, int]:
-        """Returns the integers of a computation, some elements of whose parameter are known."""
-        inside, known = self.by_name[computation], dict[str, int]()
+        """Returns the integers of a computation, by the names of their instructions.
+
+        `values` are the known elements of its parameter, by their places.
+        """
+        inside = self.by_name[computation]
+        known: dict[str, int] = {}
         for instruction in self.computations[computation]:
+            value = None
             first = inside.get(instruction.operands[0]) if instruction.operands else None
-            if instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.argument):
-                known[instruction.name] = int(instruction.argument)
-            elif (
-                instruction.opcode in ("copy", "bitcast", "convert", "reshape")
-                and first
-                and first.name in known
-            ):
-                known[instruction.name] = known[first.name]
-            elif instruction.opcode == "get-tuple-element" and first:
+            if instruction.opcode == "constant":
+                if re.fullmatch(r"-?\d+", instruction.argument):
+                    value = int(instruction.argument)
+            elif first is None:
+                continue
+            elif instruction.opcode in ("copy", "bitcast", "convert", "reshape"):
+                value = known.get(first.name)
+            elif instruction.opcode == "get-tuple-element":
                 place = _index(instruction)
-                if first.opcode == "parameter" and place in values:
-                    known[instruction.name] = values[place]
-                elif first.opcode == "tuple" and first.operands[place] in known:
-                    known[instruction.name] = known[first.operands[place]]
+                if first.opcode == "parameter":
+                    value = values.get(place)
+                elif first.opcode == "tuple":
+                    value = known.get(first.operands[place])
+            if value is not None:
+                known[instruction.name] = value
         return known
 
     def _start(self, computation: str, loop: Instruction, constants: Constants) -> dict[int, int]:
@@ -266,99 +282,113 @@ class Program:
         names = packed.operands if packed.opcode == "tuple" else []
         return {place: constants[name] for place, name in enumerate(names) if name in constants}
 
-    def _kept(self, body: str, start: Mapping[int, int]) -> dict[int, int]:
-        """Returns those integers that no turn of a loop changes."""
+    def _unchanged(self, body: str, start: Mapping[int, int]) -> dict[int, int]:
+        """Returns those integers that no turn of a loop changes, by their places."""
         inside = self.by_name[body]
         root = next(i for i in self.computations[body] if i.root)
-        kept = {}
-        for place, name in enumerate(root.operands if root.opcode == "tuple" else ()):
+        unchanged: dict[int, int] = {}
+        if root.opcode != "tuple":
+            return unchanged
+        for place, name in enumerate(root.operands):
             element = inside[name]
             while element.opcode == "copy":
                 element = inside[element.operands[0]]
-            passed = (
-                element.opcode == "get-tuple-element"
-                and inside[element.operands[0]].opcode == "parameter"
-            )
-            if passed and _index(element) == place and place in start:
-                kept[place] = start[place]
-        return kept
+            if place not in start or element.opcode != "get-tuple-element":
+                continue
+            of_parameter = inside[element.operands[0]].opcode == "parameter"
+            if of_parameter and _index(element) == place:
+                unchanged[place] = start[place]
+        return unchanged
 
     def _turns(self, loop: Instruction, start: Mapping[int, int]) -> int | None:
         """Returns the turns of a loop that counts up by one, or None where they depend on data."""
-        if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
-            return int(known[1])
+        known = _trip_count(loop)
+        if known is not None:
+            return known
         condition = loop.called("condition")[0]
         constants = self._constants(condition, start)
-        inside = self.by_name[condition]
         test = next(i for i in self.computations[condition] if i.root)
         names = test.operands
         if test.opcode == "fusion":  # of the comparison alone, with a convert
-            fused = self.computations[test.called("calls")[0]]
-            test = next(i for i in fused if i.root)
-            places = {i.name: int(i.argument) for i in fused if i.opcode == "parameter"}
-            constants |= {
-                i.name: int(i.argument)
-                for i in fused
-                if i.opcode == "constant" and i.argument.isdigit()
-            }
-            names = [names[places[name]] if name in places else name for name in test.operands]
-        counted = (
-            inside.get(names[0])
-            if test.opcode == "compare" and "direction=LT" in test.rest
-            else None
-        )
-        if counted is None or counted.opcode != "get-tuple-element" or names[1] not in constants:
+            test, names = self._unfused(test, constants)
+        if test.opcode != "compare" or "direction=LT" not in test.rest:
+            return None
+        counter, bound = names
+        counted = self.by_name[condition].get(counter)
+        if counted is None or counted.opcode != "get-tuple-element" or bound not in constants:
             return None
         first = start.get(_index(counted))
-        return None if first is None else max(0, constants[names[1]] - first)
+        if first is None:
+            return None
+        return max(0, constants[bound] - first)
+
+    def _unfused(
+        self, fusion: Instruction, constants: dict[str, int]
+    ) -> tuple[Instruction, list[str]]:
+        """Returns the root of a fusion, and its operands by their names outside.
+
+        It adds the constants inside the fusion to `constants`.
+        """
+        inside = self.computations[fusion.called("calls")[0]]
+        outside = {}
+        for instruction in inside:
+            if instruction.opcode == "parameter":
+                outside[instruction.name] = fusion.operands[int(instruction.argument)]
+            elif instruction.opcode == "constant" and instruction.argument.isdigit():
+                constants[instruction.name] = int(instruction.argument)
+        root = next(i for i in inside if i.root)
+        return root, [outside.get(name, name) for name in root.operands]
 
 
 def count(compiled: Any) -> Count:
-    """Returns the work of one device in a compiled function, such as of
-    `jax.jit(f).lower(...).compile()`.
-    """
+    """Returns the work of one device in a function that `jax.jit(f).lower(...).compile()` made."""
     program = Program.parsed(compiled.as_text())
-    known: dict[str, Count] = {}
+    totals: dict[str, Count] = {}
 
     def total(name: str, fused: bool = False) -> Count:
-        if name not in known:
+        if name not in totals:
             shapes = {i.name: i.shape for i in program.computations[name]}
-            found = Count()
+            work = Count()
             for instruction in program.computations[name]:
-                found = found.plus(one(instruction, shapes, fused))
-            known[name] = found
-        return known[name]
+                work = work.plus(work_of(instruction, shapes, fused))
+            totals[name] = work
+        return totals[name]
 
-    def one(instruction: Instruction, shapes: dict[str, str], fused: bool) -> Count:
+    def work_of(instruction: Instruction, shapes: dict[str, str], fused: bool) -> Count:
         opcode = instruction.opcode
-        inside = [shapes[operand] for operand in instruction.operands if operand in shapes]
-        found = Count(flops=_flops(instruction, inside))
-        if opcode.removesuffix("-start") in COLLECTIVES:
-            kind = opcode.removesuffix("-start")
-            size = (
-                byte_size(instruction.shape)
-                if kind != "reduce-scatter"
-                else sum(map(byte_size, inside))
-            )
-            found.collectives[kind] = (1.0, size)
+        operands = [shapes[operand] for operand in instruction.operands if operand in shapes]
+        work = Count(flops=_flops(instruction, operands))
+        kind = opcode.removesuffix("-start")
+        if kind == "reduce-scatter":  # its result is one device's part
+            work.collectives[kind] = (1.0, sum(map(byte_size, operands)))
+        elif kind in COLLECTIVES:
+            work.collectives[kind] = (1.0, byte_size(instruction.shape))
         if not fused and opcode not in FREE:
-            found.bytes = _moved(instruction, inside)
+            work.bytes = _moved(instruction, operands)
         if opcode == "while":
-            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.rest)
+            trips = _trip_count(instruction)
             for called in instruction.called("(?:body|condition)"):
-                found = found.plus(total(called), float(trips[1]) if trips else 1.0)
+                work = work.plus(total(called), 1.0 if trips is None else trips)
         elif opcode == "conditional":
-            branches = instruction.called("branch_computations") + instruction.called(
-                "(?:true|false)_computation"
-            )
-            costs = [total(name) for name in branches]
-            found = found.plus(max(costs, key=lambda c: (c.messages, c.flops, c.bytes)))
+            costs = [total(name) for name in _branches(instruction)]
+            work = work.plus(max(costs, key=lambda c: (c.messages, c.flops, c.bytes)))
         elif opcode in ("fusion", "call"):
             for called in instruction.called("(?:calls|to_apply)"):
-                found = found.plus(total(called, fused=opcode == "fusion"))
-        return found
+                work = work.plus(total(called, fused=opcode == "fusion"))
+        return work
 
     return total(program.entry)
+
+
+def _trip_count(loop: Instruction) -> int | None:
+    """Returns the turns of a loop that XLA knows."""
+    known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest)
+    return int(known[1]) if known else None
+
+
+def _branches(conditional: Instruction) -> list[str]:
+    branches = conditional.called("branch_computations")
+    return branches + conditional.called("(?:true|false)_computation")
 
 
 class Work(NamedTuple):
@@ -373,42 +403,41 @@ class Work(NamedTuple):
 
 def work(program: Program, step: Step) -> Work:
     """Returns the work of one run of a step."""
-    instruction, shapes = step.instruction, program.operands(step)
-    if instruction.opcode != "fusion":
-        moved = (
-            _moved(instruction, shapes)
-            if instruction.opcode != "custom-call"
-            else _used(instruction, shapes)
-        )
-        return Work(moved, _by_type(instruction, shapes))
-    name = instruction.called("calls")[0]
-    inside = program.by_name[name]
+    instruction = step.instruction
+    operands = program.operands(step)
+    if instruction.opcode == "fusion":
+        return _work_of_fusion(program, instruction.called("calls")[0])
+    if instruction.opcode == "custom-call":
+        return Work(_used(instruction, operands), _by_type(instruction, operands))
+    return Work(_moved(instruction, operands), _by_type(instruction, operands))
+
+
+def _work_of_fusion(program: Program, computation: str) -> Work:
+    inside = program.by_name[computation]
     flops = collections.Counter[str]()
     users: dict[str, list[Instruction]] = collections.defaultdict(list)
-    for one in program.computations[name]:
-        flops.update(
-            _by_type(one, [inside[operand].shape for operand in one.operands if operand in inside])
-        )
-        for operand in one.operands:
-            users[operand].append(one)
+    for instruction in program.computations[computation]:
+        operands = [inside[name].shape for name in instruction.operands if name in inside]
+        flops.update(_by_type(instruction, operands))
+        for operand in instruction.operands:
+            users[operand].append(instruction)
     moved = 0.0
-    for one in program.computations[name]:
-        if one.opcode == "parameter":
-            moved += (
-                sum(_read(one, user, inside) for user in users[one.name][:1])
-                if len(users[one.name]) == 1
-                else (byte_size(one.shape))
-            )
-        if one.root:
-            results = (
-                [inside[operand] for operand in one.operands] if one.opcode == "tuple" else [one]
-            )
+    for instruction in program.computations[computation]:
+        if instruction.opcode == "parameter":
+            moved += _read(instruction, users[instruction.name])
+        if instruction.root:
+            results = [instruction]
+            if instruction.opcode == "tuple":
+                results = [inside[operand] for operand in instruction.operands]
             moved += sum(_written(result, inside) for result in results)
     return Work(moved, dict(flops))
 
 
-def _read(array: Instruction, user: Instruction, inside: Mapping[str, Instruction]) -> float:
-    """Returns the bytes that a fusion reads of an array with one user. A slice is not the array."""
+def _read(array: Instruction, users: Sequence[Instruction]) -> float:
+    """Returns the bytes that a fusion reads of an array. A slice is not the array."""
+    if len(users) != 1:
+        return byte_size(array.shape)
+    (user,) = users
     first = bool(user.operands) and user.operands[0] == array.name
     if first and user.opcode in ("slice", "dynamic-slice", "gather"):
         return byte_size(user.shape)
@@ -433,35 +462,53 @@ def _used(call: Instruction, operands: list[str]) -> float:
 
 
 def _by_type(instruction: Instruction, operands: list[str]) -> dict[str, float]:
-    kinds = [kind for text in operands for kind, _ in _shapes(text)]
+    """Returns the operations of an instruction, by the type of the operands of a product."""
     if instruction.opcode == "custom-call":
         flops = _library_flops(instruction, operands)
-        return {kinds[0]: flops} if flops else {}
-    flops = _flops(instruction, operands)
-    product = instruction.opcode in ("dot", "convolution")
-    return {kinds[0] if product else "other": flops} if flops else {}
+    else:
+        flops = _flops(instruction, operands)
+    if not flops:
+        return {}
+    if instruction.opcode not in ("custom-call", "dot", "convolution"):
+        return {"other": flops}
+    kind, _ = next(itertools.chain.from_iterable(map(_shapes, operands)))
+    return {kind: flops}
 
 
 def _library_flops(call: Instruction, operands: list[str]) -> float:
     """Returns the operations of a product or a convolution by cuBLAS or cuDNN."""
-    arrays = [dims for text in (call.shape, *operands) for _, dims in list(_shapes(text))[:1]]
-    if contracted := re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', call.rest):
-        out, left = arrays[:2]
-        return (
-            2.0
-            * math.prod(out)
-            * math.prod(left[int(d)] for d in re.findall(r"\d+", contracted[1]))
-        )
+    arrays = []
+    for text in (call.shape, *operands):
+        # The first element of a tuple is the result, the others are scratch memory.
+        arrays += [dims for _, dims in itertools.islice(_shapes(text), 1)]
+    contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', call.rest)
+    if contracted:
+        out, left, *_ = arrays
+        sizes = [left[int(d)] for d in re.findall(r"\d+", contracted[1])]
+        return 2.0 * math.prod(out) * math.prod(sizes)
     labels = re.search(r"dim_labels=\w+_(\w+)->", call.rest)
     if labels is None or "conv" not in call.rest:
         return 0.0
-    out, first, second = arrays[:3]
-    kernel, result = second, out
+    # The operands are (images, kernel), for the gradient of the kernel (images, gradient of the
+    # result), and for that of the images (gradient of the result, kernel).
+    out, first, second, *_ = arrays
+    kernel = second
+    result = out
     if "convBackwardFilter" in call.rest:
-        kernel, result = out, second
+        kernel = out
+        result = second
     elif "convBackwardInput" in call.rest:
         result = first
-    return 2.0 * math.prod(result) * math.prod(kernel) / kernel[labels[1].index("o")]
+    return _convolution_flops(result, kernel, labels[1])
+
+
+def _convolution_flops(result: Sequence[int], kernel: Sequence[int], kernel_labels: str) -> float:
+    """Returns two operations for each element of the result and each one of the kernel behind it.
+
+    The label "o" marks the axis of the result's features.
+    """
+    features = kernel[kernel_labels.index("o")]
+    return 2.0 * math.prod(result) * math.prod(kernel) / features
 
 
 def _index(instruction: Instruction) -> int:
@@ -477,11 +524,18 @@ def _instruction(name: str, text: str, *, root: bool) -> Instruction:
     close = _closing("(" + rest) - 1
     argument = rest[:close]
     return Instruction(
-        name, text[:end], opcode, argument, re.findall(r"%([\w.-]+)", argument), rest[close:], root
+        name=name,
+        shape=text[:end],
+        opcode=opcode,
+        argument=argument,
+        operands=re.findall(r"%([\w.-]+)", argument),
+        rest=rest[close:],
+        root=root,
     )
 
 
 def _closing(text: str) -> int:
+    """Returns the place of the parenthesis that closes the first one."""
     depth = 0
     for place, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -491,20 +545,24 @@ def _closing(text: str) -> int:
 
 
 def _shapes(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields type and dimensions of each array: ("f32", (2, 3)) for "f32[2,3]"."""
     for kind, dims in _SHAPE.findall(text):
         yield kind, tuple(int(n) for n in dims.split(",") if n)
 
 
 def byte_size(text: str) -> float:
     """Returns the bytes of a shape as a program writes it, of all elements of a tuple."""
-    return float(sum(_width(kind) * math.prod(dims) for kind, dims in _shapes(text)))
+    sizes = [_width(kind) * math.prod(dims) for kind, dims in _shapes(text)]
+    return float(sum(sizes))
 
 
 def _moved(instruction: Instruction, operands: list[str]) -> float:
-    """Returns the bytes that an instruction reads and writes. A slice of an array is not the
-    array.
+    """Returns the bytes that an instruction reads and writes.
+
+    A slice of an array is not the array.
     """
-    out, sizes = byte_size(instruction.shape), list(map(byte_size, operands))
+    out = byte_size(instruction.shape)
+    sizes = list(map(byte_size, operands))
     if "dynamic-update-slice" in instruction.name:
         return 2 * sum(size for size in sizes if size != out)
     if "dynamic-slice" in instruction.name:
@@ -517,24 +575,24 @@ def _width(kind: str) -> float:
 
 
 def _flops(instruction: Instruction, operands: list[str]) -> float:
-    opcode, (kind, out) = instruction.opcode, next(_shapes(instruction.shape), ("s32", ()))
-    if (
-        opcode in FREE | _MOVES
-        or opcode.startswith(COLLECTIVES)
-        or not kind.startswith(("f", "bf", "c"))
-    ):
+    opcode = instruction.opcode
+    kind, out = next(_shapes(instruction.shape), ("s32", ()))
+    if opcode in FREE | _MOVES or opcode.startswith(COLLECTIVES):
         return 0.0
-    dims = [shape for text in operands for _, shape in _shapes(text)]
+    if not kind.startswith(("f", "bf", "c")):  # integers are not counted
+        return 0.0
+    arrays = []
+    for text in operands:
+        arrays += [dims for _, dims in _shapes(text)]
     if opcode == "dot":
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
         assert contracted
-        return (
-            2.0 * math.prod(out) * math.prod(dims[0][int(d)] for d in contracted[1].split(",") if d)
-        )
+        sizes = [arrays[0][int(d)] for d in contracted[1].split(",") if d]
+        return 2.0 * math.prod(out) * math.prod(sizes)
     if opcode == "convolution":
         labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.rest)
         assert labels
-        return 2.0 * math.prod(out) * math.prod(dims[1]) / dims[1][labels[1].index("o")]
-    return float(
-        max(math.prod(out), math.prod(dims[0]) if opcode.startswith("reduce") and dims else 0)
-    )
+        return _convolution_flops(out, arrays[1], labels[1])
+    if opcode.startswith("reduce") and arrays:
+        return float(max(math.prod(out), math.prod(arrays[0])))
+    return float(math.prod(out))

@@ -1,5 +1,4 @@
-"""Compiles a program for a machine that is not there, in a process with the environment that its
-compiler needs.
+"""Compiles a program for a machine that is not there, in a process of its own.
 
 This process traces the program and writes it into a file by `jax.export`. The other one loads the
 compiler, which reads its options from the environment as it loads, compiles the file, and writes
@@ -23,19 +22,21 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxdp.compilers import targets
 
-PROGRAM, QUESTION, ANSWER = "program.bin", "question.json", "answer.json"
+PROGRAM = "program.bin"
+QUESTION = "question.json"
+ANSWER = "answer.json"
 # What the compiler of a TPU says of a program that does not fit: "Used 17.90G of 15.75G hbm", or
 # that the memory "required for HLO temporaries (640.00G) exceeds" what there is.
 _REFUSED = re.compile(
-    r"(?:Used |required for HLO temporaries \()([\d.]+)([KMGT]?)(?: of [\d.]+[KMGT]? hbm|\) exceeds)"
+    r"(?:Used |required for HLO temporaries \()"
+    r"([\d.]+)([KMGT]?)"
+    r"(?: of [\d.]+[KMGT]? hbm|\) exceeds)"
 )
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class NotCompiled(RuntimeError):
-    """The compiler of a target refused a program for another reason than its memory, or it took too
-    long.
-    """
+    """The compiler of a target took too long, or refused a program, but not for its memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +83,12 @@ def estimate(
       NotCompiled: The compiler refused the program, or it took too long. The message has what it
           said.
     """
-    chosen = targets.require(target)
-    answer = _answer(target, *exported(target, function, args), seconds)
+    machine = targets.require(target)
+    program, donated = exported(target, function, args)
+    answer = _answer(target, program, donated, seconds)
     if "error" in answer:
-        if (needed := needed_memory(answer["error"])) is None:
+        needed = needed_memory(answer["error"])
+        if needed is None:
             raise NotCompiled(
                 f"the compiler of {target} refused the program: {answer['error'][:400]}."
             )
@@ -93,61 +96,68 @@ def estimate(
     sizes = answer["memory"]
     memory = sizes["argument"] + sizes["output"] + sizes["temp"] - sizes["alias"]
     # `total` is in cycles for a TPU, and in seconds for a GPU.
-    taken = answer["total"] / chosen.clock if chosen.clock else answer["total"]
-    return Estimate(target, memory, taken, answer)
+    time = answer["total"] / machine.clock if machine.clock else answer["total"]
+    return Estimate(target, memory, time, answer)
 
 
 def exported(
     target: str, function: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[bytes, tuple[int, ...]]:
-    """Returns a program of flat arrays for a target, as `jax.export` writes it, and the numbers of
-    donated arguments.
+    """Returns a program of flat arrays for a target, and the numbers of donated arguments.
 
-    Keys become their words, since a file knows only the kinds of keys of JAX. The form is that of
-    the target.
+    The program is as `jax.export` writes it. Keys become their words, since a file knows only the
+    kinds of keys of JAX. The form is that of the target.
     """
     if any(_devices(x) > 1 for x in jax.tree.leaves(args)):
         raise ValueError("args must be for one device, got an array that is divided among several.")
-    traced = (function if hasattr(function, "trace") else jax.jit(function)).trace(*args)
+    jitted: Any = function if hasattr(function, "trace") else jax.jit(function)
+    traced = jitted.trace(*args)
     run = jaxpr_as_fun(traced.jaxpr)
     shapes = traced.jaxpr.in_avals
     arguments = jax.tree.leaves(traced.args_info)
     donated = tuple(i for i, argument in enumerate(arguments) if argument.donated)
 
     def flat(*words: Any) -> list[Any]:
-        results = run(*(_key(x, shape.dtype) for x, shape in zip(words, shapes, strict=True)))
+        arguments = [_key(x, shape.dtype) for x, shape in zip(words, shapes, strict=True)]
+        results = run(*arguments)
         return [jax.random.key_data(x) if _is_key(x.dtype) else x for x in results]
 
-    words = [_words(shape) for shape in shapes]
     platform = targets.TARGETS[target].platform
     # What the step does not read lies on the chip all the same.
-    file = jax.export.export(jax.jit(flat, keep_unused=True), platforms=[platform])(*words)
+    program = jax.jit(flat, keep_unused=True)
+    file = jax.export.export(program, platforms=[platform])(*map(_words, shapes))
     return bytes(file.serialize()), donated
 
 
 def compiled(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns what the compiler says about the program in a folder, or its error. Runs in the
-    process of `estimate`.
+    """Returns what the compiler says about the program in a folder, or its error.
+
+    It runs in the other process.
     """
     root = pathlib.Path(folder)
     question = json.loads((root / QUESTION).read_text())
-    target, donated = question["target"], question["donated"]
+    target = question["target"]
+    donated = question["donated"]
     program = jax.export.deserialize(bytearray((root / PROGRAM).read_bytes()))
     try:
-        found, _, taken = targets.compile_for(
+        executable, _, seconds = targets.compile_for(
             target, program.call, program.in_avals, donated, keep_unused=True
         )
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error)}
-    return {**targets.estimate(target, found, str(root)), "compile_s": taken}
+    return {**targets.estimate(target, executable, str(root)), "compile_s": seconds}
 
 
 def needed_memory(message: str) -> int | None:
-    """Returns the bytes that a refused program takes, from the message of the compiler, None if it
-    is about others.
+    """Returns the bytes that a refused program takes, by the message of the compiler.
+
+    It is None if the message is about something else.
     """
     refused = _REFUSED.search(message)
-    return int(float(refused[1]) * _UNITS[refused[2]]) if refused else None
+    if refused is None:
+        return None
+    number, unit = refused.groups()
+    return int(float(number) * _UNITS[unit])
 
 
 @functools.cache  # several parts of a run have the same program
@@ -156,31 +166,40 @@ def _answer(
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         environment = targets.environment(target, folder)
+        question = json.dumps({"target": target, "donated": donated})
         pathlib.Path(folder, PROGRAM).write_bytes(program)
-        pathlib.Path(folder, QUESTION).write_text(
-            json.dumps({"target": target, "donated": donated})
-        )
-        return _asked(folder, environment, seconds)
+        pathlib.Path(folder, QUESTION).write_text(question)
+        return _run_compiler(folder, environment, seconds)
 
 
-def _asked(folder: str, environment: Mapping[str, str], seconds: float | None) -> dict[str, Any]:
+def _run_compiler(
+    folder: str, environment: Mapping[str, str], seconds: float | None
+) -> dict[str, Any]:
+    """Runs the other process on a folder, and returns its answer, or an error."""
     command = [sys.executable, "-m", "jaxdp.compilers", folder]
     package = str(pathlib.Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
-    how: dict[str, Any] = {"env": {**environment, "PYTHONPATH": path}, "timeout": seconds}
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, **how)
+        process = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={**environment, "PYTHONPATH": path},
+            timeout=seconds,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"it was not compiled in {seconds:g} s"}
-    answer = pathlib.Path(folder, ANSWER)
-    if ended.returncode or not answer.exists():
-        lines = [line for line in ended.stderr.splitlines() if line.strip()]
-        return {"error": lines[-1] if lines else f"its process ended with {ended.returncode}"}
-    found: dict[str, Any] = json.loads(answer.read_text())
-    return found
+    file = pathlib.Path(folder, ANSWER)
+    if process.returncode or not file.exists():
+        lines = [line for line in process.stderr.splitlines() if line.strip()]
+        return {"error": lines[-1] if lines else f"its process ended with {process.returncode}"}
+    answer: dict[str, Any] = json.loads(file.read_text())
+    return answer
 
 
 def _devices(x: Any) -> int:
+    """Returns the number of devices that hold an array."""
     sharding = getattr(x, "sharding", None)
     return 1 if sharding is None else len(sharding.device_set)
 
@@ -193,7 +212,8 @@ def _words(shape: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape of an array, or of the words of keys."""
     if not _is_key(shape.dtype):
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype)
-    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape.shape, shape.dtype))
+    keys = jax.ShapeDtypeStruct(shape.shape, shape.dtype)
+    words = jax.eval_shape(jax.random.key_data, keys)
     return jax.ShapeDtypeStruct(words.shape, words.dtype)
 
 
@@ -202,7 +222,10 @@ def _key(words: Any, dtype: Any) -> Any:
     if not _is_key(dtype):
         return words
     kinds: list[Any] = []
-    jax.eval_shape(
-        lambda key: kinds.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype)
-    )
+
+    def note(key: jax.Array) -> None:
+        kinds.append(jax.random.key_impl(key))
+
+    # Only a key knows its kind, and tracing makes one of a type.
+    jax.eval_shape(note, jax.ShapeDtypeStruct((), dtype))
     return jax.random.wrap_key_data(words, impl=kinds[0])

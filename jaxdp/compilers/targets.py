@@ -78,11 +78,14 @@ class Target:
 
 
 def _tpu(topology_name: str, *, clock: float, bandwidth: float, memory: float) -> Target:
-    """Returns a TPU with a clock in GHz, a bandwidth in GB/s, and GiB of memory that its compiler
-    gives to programs.
-    """
-    options = {"topology_name": topology_name, "chips_per_host_bounds": (2, 2, 1)}
-    return Target("tpu", options, bandwidth / clock, int(memory * 2**30), clock * 1e9)
+    """Returns a TPU with a clock in GHz, a bandwidth in GB/s, and GiB of memory for programs."""
+    return Target(
+        platform="tpu",
+        options={"topology_name": topology_name, "chips_per_host_bounds": (2, 2, 1)},
+        bandwidth=bandwidth / clock,  # bytes per cycle
+        memory=int(memory * 2**30),
+        clock=clock * 1e9,
+    )
 
 
 # The clock of a TPU is that at which its matrix units reach the peak that Google Cloud states in
@@ -121,42 +124,57 @@ def require(name: str) -> Target:
       ValueError: There is no such target. The message has the names.
       ImportError: Its compiler is not installed. The message names the extra.
     """
-    chosen = target(name)
-    module = COMPILERS[chosen.platform]
+    machine = target(name)
+    module = COMPILERS[machine.platform]
     if importlib.util.find_spec(module) is None:
         raise ImportError(
-            f"{module} is not installed, which compiles for {chosen.platform}. It comes with the "
+            f"{module} is not installed, which compiles for {machine.platform}. It comes with the "
             f"extra compilers: {INSTALL}."
         )
-    return chosen
+    return machine
 
 
 def environment(name: str, dump: str) -> dict[str, str]:
-    """Returns the variables of a process that compiles for a target. `dump` is a folder for
-    schedules of kernels.
+    """Returns the variables of a process that compiles for a target.
+
+    `dump` is a folder for schedules of kernels.
 
     Raises:
       ValueError, ImportError: As in `require`.
     """
-    target = require(name)
-    found = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    found["JAX_TRACEBACK_FILTERING"] = "off"  # the last line of an error is its message
-    for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):  # of the tests, for a CPU
-        found.pop(name, None)
-    if target.platform == "tpu":
-        found |= {
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        }
-        options = {"to": dump, "llo_text": "true", "llo_pass_label_regex": "final_bundles"}
-        flags = [f"--xla_jf_dump_{name}={value}" for name, value in options.items()]
-        return found | {"LIBTPU_INIT_ARGS": " ".join([*flags, "--xla_jf_emit_annotations=true"])}
+    machine = require(name)
+    variables = dict(os.environ)
+    variables["JAX_PLATFORMS"] = "cpu"
+    variables["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    variables["JAX_TRACEBACK_FILTERING"] = "off"  # the last line of an error is its message
+    for of_tests in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):  # for a CPU
+        variables.pop(of_tests, None)
+    if machine.platform == "tpu":
+        return variables | _tpu_variables(dump)
+    # No card is there on which kernels could be tried.
+    variables["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
     nvidia = importlib.util.find_spec("nvidia")
     folders = list(nvidia.submodule_search_locations or ()) if nvidia else []
     assemblers = [os.path.join(folder, "cuda_nvcc", "bin") for folder in folders]
-    path = os.pathsep.join([*assemblers, os.environ.get("PATH", "")])
-    return found | {"XLA_FLAGS": "--xla_gpu_autotune_level=0", "PATH": path}
+    folders = [*assemblers, os.environ.get("PATH", "")]
+    variables["PATH"] = os.pathsep.join(folders)
+    return variables
+
+
+def _tpu_variables(dump: str) -> dict[str, str]:
+    flags = [
+        f"--xla_jf_dump_to={dump}",
+        "--xla_jf_dump_llo_text=true",
+        "--xla_jf_dump_llo_pass_label_regex=final_bundles",
+        "--xla_jf_emit_annotations=true",
+    ]
+    return {
+        # The compiler asks no service for the machine on which it runs.
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "LIBTPU_INIT_ARGS": " ".join(flags),
+    }
 
 
 def version(target: Target) -> str:
@@ -179,19 +197,20 @@ def compile_for(
     function: Callable[..., Any],
     args: Sequence[Any],
     donate: Sequence[int] = (),
-    **how: Any,
+    **options: Any,
 ) -> tuple[Any, float, float]:
-    """Returns (the compiled program, seconds of tracing, seconds of compiling) of a function of
-    abstract arguments.
+    """Returns (the compiled program, seconds of tracing, seconds of compiling) of a function.
 
-    Call it in a process with `environment`. `how` goes to `jax.jit`.
+    Its arguments are abstract. Call it in a process with `environment`. `options` go to `jax.jit`.
     """
     sharding = jax.sharding.SingleDeviceSharding(device_of(name))
-    placed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args)
-    )
+
+    def on_target(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    arguments = jax.tree.map(on_target, tuple(args))
     started = time.perf_counter()
-    lowered = jax.jit(function, donate_argnums=tuple(donate), **how).lower(*placed)
+    lowered = jax.jit(function, donate_argnums=tuple(donate), **options).lower(*arguments)
     traced = time.perf_counter()
     return lowered.compile(), traced - started, time.perf_counter() - traced
 
@@ -200,16 +219,14 @@ def estimate(name: str, compiled: Any, dump: str) -> dict[str, Any]:
     """Returns what the compiler of a target says about a program, as numbers for JSON."""
     program = hlo.Program.parsed(compiled.as_text())
     memory = compiled.memory_analysis()
-    sizes = {
-        kind: getattr(memory, f"{kind}_size_in_bytes")
-        for kind in ("temp", "output", "argument", "alias")
-    }
-    found = (
-        of_tpu(program, TARGETS[name], dump)
-        if TARGETS[name].platform == "tpu"
-        else of_gpu(program, TARGETS[name])
-    )
-    return found | {"memory": sizes}
+    kinds = ("temp", "output", "argument", "alias")
+    sizes = {kind: getattr(memory, f"{kind}_size_in_bytes") for kind in kinds}
+    machine = TARGETS[name]
+    if machine.platform == "tpu":
+        numbers = of_tpu(program, machine, dump)
+    else:
+        numbers = of_gpu(program, machine)
+    return numbers | {"memory": sizes}
 
 
 # --- TPU ---
@@ -223,23 +240,23 @@ def of_tpu(program: hlo.Program, target: Target, dump: str = "") -> dict[str, An
     steps, loops = program.steps(_cycles)
     by_source: dict[str, float] = collections.defaultdict(float)
     kernels: dict[str, dict[str, Any]] = {}
-    silent = collections.Counter[str]()
+    without_estimate = collections.Counter[str]()
     schedules = {} if not dump else _schedules(dump)
     # The compiler schedules equal kernels once.
-    of_body = {
-        _body(s.instruction): schedules[s.instruction.name]
-        for s in steps
-        if s.instruction.name in schedules
-    }
+    of_body = {}
+    for step in steps:
+        if step.instruction.name in schedules:
+            of_body[_body(step.instruction)] = schedules[step.instruction.name]
     for step in steps:
         instruction = step.instruction
+        expected = _cycles(instruction)
         if target_of(instruction) == "tpu_custom_call":
             bundles = schedules.get(instruction.name, of_body.get(_body(instruction)))
             kernels[instruction.name] = _kernel(program, step, target, bundles)
-        elif cycles := _cycles(instruction):
-            by_source[instruction.source or instruction.opcode] += step.times * cycles
+        elif expected:
+            by_source[instruction.source or instruction.opcode] += step.times * expected
         elif instruction.opcode not in hlo.FREE:
-            silent[target_of(instruction) or instruction.opcode] += 1
+            without_estimate[target_of(instruction) or instruction.opcode] += 1
     kernel_cycles = sum(kernel["cycles"] for kernel in kernels.values())
     cycles = float(sum(by_source.values()))
     return {
@@ -248,20 +265,22 @@ def of_tpu(program: hlo.Program, target: Target, dump: str = "") -> dict[str, An
         "total": cycles + kernel_cycles,
         "pallas": list(kernels.values()),
         "loops": [dataclasses.asdict(loop) for loop in loops.values()],
-        "without_estimate": dict(silent),
+        "without_estimate": dict(without_estimate),
         "costliest": _costliest(by_source, cycles + kernel_cycles),
     }
 
 
 def _cycles(instruction: hlo.Instruction) -> float:
-    found = re.search(r'"estimated_cycles":"(\d+)"', instruction.rest)
-    return float(found[1]) if found else 0.0
+    estimated = re.search(r'"estimated_cycles":"(\d+)"', instruction.rest)
+    return float(estimated[1]) if estimated else 0.0
 
 
 def target_of(instruction: hlo.Instruction) -> str:
     """Returns the target of a custom call, "" for another instruction."""
-    found = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
-    return found[1] if instruction.opcode == "custom-call" and found else ""
+    if instruction.opcode != "custom-call":
+        return ""
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
+    return target[1] if target else ""
 
 
 def _costliest(by_source: Mapping[str, float], total: float) -> list[dict[str, Any]]:
@@ -273,11 +292,9 @@ def _costliest(by_source: Mapping[str, float], total: float) -> list[dict[str, A
 
 
 def _body(instruction: hlo.Instruction) -> str:
-    """Returns the program of a Pallas kernel as the compiler was given it, or the name of another
-    instruction.
-    """
-    found = re.search(r'"body":"([^"]*)"', instruction.rest)
-    return found[1] if found else instruction.name
+    """Returns the program of a Pallas kernel, or the name of another instruction."""
+    body = re.search(r'"body":"([^"]*)"', instruction.rest)
+    return body[1] if body else instruction.name
 
 
 def _kernel(
@@ -297,18 +314,17 @@ def _kernel(
 
 
 def _schedules(folder: str) -> dict[str, float]:
-    """Returns the bundles of custom calls by the names of their instructions, from a dump of their
-    schedules.
-    """
-    found = {}
+    """Returns the bundles of custom calls, by the names of their instructions, from a dump."""
+    counts = {}
     for path in glob.glob(os.path.join(glob.escape(folder), "*final_bundles.txt")):
         if "schedule-analysis" in path:
             continue
         with open(path) as file:
             text = file.read()
-        if entry := re.search(r"/\* entry bundle: %([\w.-]+) = custom-call\(", text):
-            found[entry[1]] = bundles(text)
-    return found
+        entry = re.search(r"/\* entry bundle: %([\w.-]+) = custom-call\(", text)
+        if entry:
+            counts[entry[1]] = bundles(text)
+    return counts
 
 
 _EXIT = re.compile(
@@ -349,8 +365,7 @@ def bundles(text: str) -> float:
 
 
 def of_gpu(program: hlo.Program, target: Target) -> dict[str, Any]:
-    """Returns the bytes, operations and kernels of a program, and its time if each kernel met the
-    roofline.
+    """Returns the bytes, operations and kernels of a program, and its time at the roofline.
 
     A loop whose turns depend on data counts once, and is listed.
     """
@@ -371,17 +386,14 @@ def of_gpu(program: hlo.Program, target: Target) -> dict[str, Any]:
         total["bytes"] += step.times * work.bytes
         total["flops"] += step.times * sum(work.flops.values())
         total["total"] += step.times * seconds
+    names = ("total", "bytes", "flops", "kernels", "launched", "library_calls")
     return {
-        **{
-            name: total[name]
-            for name in ("total", "bytes", "flops", "kernels", "launched", "library_calls")
-        },
+        **{name: total[name] for name in names},
         "loops": [dataclasses.asdict(loop) for loop in loops.values()],
         "costliest": _costliest(by_source, total["total"]),
     }
 
 
 def _seconds(flops: Mapping[str, float], target: Target) -> float:
-    return math.fsum(
-        count / target.peaks.get(kind, target.peaks["other"]) for kind, count in flops.items()
-    )
+    other = target.peaks["other"]
+    return math.fsum(count / target.peaks.get(kind, other) for kind, count in flops.items())

@@ -1,12 +1,12 @@
-"""Private recalibration: confidences that fit a new site, from noisy answers of many private
-sources.
+"""Private recalibration: confidences that fit a new site.
+
+They come from noisy answers of many private sources.
 """
 
 from jaxdp.recalibration.methods import (
     METHODS,
     AccBisection,
     AccT,
-    Bracket,
     EceT,
     HistogramBinning,
     LogisticBinning,
@@ -33,6 +33,7 @@ from jaxdp.recalibration.recalibrate import (
     one_source,
     recalibrate,
 )
+from jaxdp.recalibration.search import Bracket
 
 __all__ = [
     "METHODS",

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax
@@ -20,199 +20,35 @@ import numpy as np
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration.metrics import equal_width_bin
 from jaxdp.recalibration.protocol import Method, Records
+from jaxdp.recalibration.search import (
+    Bisection,
+    Bracket,
+    FoundTemperature,
+    GoldenSection,
+    Observation,
+)
 
-Spacing = Literal["log", "linear"]
 Form = Literal["split", "published"]
-_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def confidence(logits: jax.Array, temperature: jax.Array | float = 1.0) -> jax.Array:
-    """Computes Equation 3: p_T(x), the largest softmax probability of logits [n, m] / T, float32
-    [n] in [1 / m, 1].
+    """Computes p_T(x), the largest softmax probability of logits [n, m] / T (Equation 3).
+
+    The result is float32 [n] in [1 / m, 1].
     """
-    above = logits - logits.max(1, keepdims=True)
-    return 1 / jnp.exp(above / temperature).sum(1)
+    below_largest = logits - logits.max(1, keepdims=True)
+    return 1 / jnp.exp(below_largest / temperature).sum(1)
 
 
 def _in_one_bin(adjacency: Adjacency) -> float:
-    """Returns the sensitivity of bins if a record changes one bin by at most 1. A replacement may
-    change two.
+    """Returns the sensitivity of bins if a record changes one bin by at most 1.
+
+    A replacement may change two bins.
     """
     return 2.0 if adjacency == "replace_one" else 1.0
 
 
-# --- Temperatures -------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Bracket:
-    """The public range of temperatures of a search.
-
-    Attributes:
-      low, high: The ends.
-      spacing: "log" searches over log T, "linear" over T as published.
-    """
-
-    low: float = 0.5
-    high: float = 3.0
-    spacing: Spacing = "log"
-
-    def __post_init__(self) -> None:
-        if not 0 < np.float32(self.low) < np.float32(self.high) < np.inf:
-            ends = (self.low, self.high)
-            raise ValueError(
-                f"bracket must be (low, high) with 0 < low < high in float32, got {ends}."
-            )
-        if self.spacing not in get_args(Spacing):
-            raise ValueError(f"spacing must be 'log' or 'linear', got {self.spacing!r}.")
-
-    @classmethod
-    def of(cls, ends: "Bracket | Sequence[Any]", spacing: Spacing = "log") -> "Bracket":
-        """Returns the bracket of (low, high) and a spacing, or of (low, high, spacing) as in a
-        config.
-        """
-        if isinstance(ends, Bracket):
-            return ends
-        try:
-            *temperatures, spacing = ends if isinstance(ends[-1], str) else (*ends, spacing)
-            low, high = map(float, temperatures)
-        except (IndexError, TypeError, ValueError):
-            raise ValueError(
-                f"bracket must be two temperatures (low, high), got {ends!r}."
-            ) from None
-        return cls(low=low, high=high, spacing=spacing)
-
-    @property
-    def ends(self) -> tuple[jax.Array, jax.Array]:
-        """Positions of the ends, float32 []."""
-        return self._position(self.low), self._position(self.high)
-
-    @property
-    def unchanged(self) -> jax.Array:
-        """The position of T = 1, which changes no confidence, float32 []. It may be outside of the
-        bracket.
-        """
-        return self._position(1.0)
-
-    def _position(self, temperature: float) -> jax.Array:
-        return jnp.float32(temperature if self.spacing == "linear" else math.log(temperature))
-
-    def temperature(self, position: jax.Array) -> jax.Array:
-        """Returns the temperature at a position between the ends."""
-        return position if self.spacing == "linear" else jnp.exp(position)
-
-
-class Told(NamedTuple):
-    """What a search is told of a position. Both numbers are float32 []."""
-
-    value: jax.Array  # the objective
-    lean: (
-        jax.Array
-    )  # decides a tie: > 0 if T is too high, < 0 if it is too low, 0 if the answer does not tell
-
-
-class Found(NamedTuple):
-    """The result of a search."""
-
-    temperature: jax.Array  # the middle of the last bracket, float32 []
-    low: (
-        jax.Array
-    )  # bool [], whether the last bracket has the first one's lower end: the best T may be outside
-    high: jax.Array
-
-
-class GoldenSection(NamedTuple):
-    """Golden-section search (C.1) for the minimum of a function that falls and then rises.
-    Positions are float32 [].
-
-    It reduces the bracket K times with exactly K + 1 values. The published loop takes one more
-    value and never reads it (Algorithm 1, k = K - 1).
-
-    A tie of both probes says that the minimum is between them, or that the objective is flat.
-    Either part of the bracket holds what is between them. The published loop always keeps the upper
-    part (line 5), so that a flat objective ends at the highest temperature. Here `Told.lean`
-    decides, and without a lean the search keeps the part that is nearer to T = 1.
-    """
-
-    unchanged: jax.Array  # the position of T = 1
-    low: jax.Array  # ends of the current bracket
-    high: jax.Array
-    probes: jax.Array  # two positions inside the bracket, [2]
-    values: jax.Array  # the function at the probes, [2]
-    asked: jax.Array  # index of the probe to evaluate next
-
-    @classmethod
-    def start(cls, bracket: Bracket) -> "GoldenSection":
-        """Runs Algorithm 1, line 2."""
-        return cls(
-            bracket.unchanged, *bracket.ends, _probes(*bracket.ends), jnp.zeros(2), jnp.int32(0)
-        )
-
-    def position(self) -> jax.Array:
-        """Returns the position to evaluate next."""
-        return self.probes[self.asked]
-
-    def tell(self, k: int, told: Told) -> "GoldenSection":
-        """Takes the value at `position()`, the k-th from 0. All but the first shrink the bracket.
-
-        These are lines 5 to 11, with the new ends in lines 6 and 9. With the old ends both probes
-        would coincide.
-        """
-        values = self.values.at[self.asked].set(told.value)
-        if k == 0:
-            return self._replace(values=values, asked=jnp.int32(1))
-        tied = values[0] == values[1]
-        # Line 5: the minimum is not left of the left probe.
-        rise_is_right = jnp.where(tied, _leans_up(self, told), values[0] > values[1])
-        low = jnp.where(rise_is_right, self.probes[0], self.low)
-        high = jnp.where(rise_is_right, self.high, self.probes[1])
-        # By the golden ratio the remaining probe is exactly at the other probe's new position.
-        kept = jnp.where(rise_is_right, self.probes[1], self.probes[0])
-        value = jnp.where(rise_is_right, values[1], values[0])
-        asked = rise_is_right.astype(jnp.int32)
-        probes = _probes(low, high).at[1 - asked].set(kept)
-        return GoldenSection(self.unchanged, low, high, probes, jnp.full(2, value), asked)
-
-
-def _leans_up(search: "GoldenSection | Bisection", told: Told) -> jax.Array:
-    """Returns whether a search without other evidence keeps the upper part of its bracket, bool
-    [].
-    """
-    nearer_to_one = search.unchanged > (search.low + search.high) / 2
-    return jnp.where(told.lean == 0, nearer_to_one, told.lean < 0)
-
-
-def _probes(low: jax.Array, high: jax.Array) -> jax.Array:
-    return jnp.stack([high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)])
-
-
-class Bisection(NamedTuple):
-    """Search for the sign change of a rising function. K values halve the bracket K times.
-    Positions are float32 [].
-
-    A value of 0 says that the middle is right, or that no answer tells anything. The search then
-    keeps the half that is nearer to T = 1.
-    """
-
-    unchanged: jax.Array
-    low: jax.Array
-    high: jax.Array
-
-    @classmethod
-    def start(cls, bracket: Bracket) -> "Bisection":
-        """Starts with the whole bracket."""
-        return cls(bracket.unchanged, *bracket.ends)
-
-    def position(self) -> jax.Array:
-        """Returns the middle."""
-        return (self.low + self.high) / 2
-
-    def tell(self, k: int, told: Told) -> "Bisection":
-        """Takes the value in the middle, whose sign is the lean."""
-        middle, upper = self.position(), _leans_up(self, told)
-        return self._replace(
-            low=jnp.where(upper, middle, self.low), high=jnp.where(upper, self.high, middle)
-        )
+# --- Temperature scaling ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,7 +61,7 @@ class TemperatureSearch:
           with bisection.
     """
 
-    bracket: Any = Bracket()
+    bracket: Any = dataclasses.field(default_factory=Bracket)
     iterations: int = 5
 
     search: ClassVar[Any] = GoldenSection
@@ -245,33 +81,38 @@ class TemperatureSearch:
         raise NotImplementedError
 
     def lean(self, answer: jax.Array) -> jax.Array:
-        """Returns the number that decides a tie, see `Told`. It is post-processing of the
-        answer.
+        """Returns the number that decides a tie, see `Observation`.
+
+        It is post-processing of the answer.
         """
         return jnp.float32(0)
 
     def init(self, variance: float | jax.Array) -> Any:
-        """Starts the search with the whole bracket."""
+        """Returns the search of the whole bracket, and the answer that later ones need: 0."""
         return self.search.start(self.bracket), jnp.float32(0)
 
     def question(self, k: int, state: Any) -> jax.Array:
         """Returns the temperature at the next position."""
-        return self.bracket.temperature(state[0].position())
+        search, _ = state
+        return self.bracket.temperature(search.position())
 
     def update(self, k: int, state: Any, answer: jax.Array) -> Any:
         """Runs lines 4 to 12."""
-        search, added = state
+        search, needed = state
         if k < self.split:
             return search, answer[0]
-        total = added + answer
-        return search.tell(k - self.split, Told(self.objective(total), self.lean(total))), added
+        total = needed + answer
+        observation = Observation(self.objective(total), self.lean(total))
+        return search.observed(k - self.split, observation), needed
 
-    def finish(self, state: Any) -> Found:
+    def finish(self, state: Any) -> FoundTemperature:
         """Runs line 13."""
-        (low, high), (first, last) = (state[0].low, state[0].high), self.bracket.ends
-        return Found(self.bracket.temperature((low + high) / 2), low == first, high == last)
+        search, _ = state
+        first_low, first_high = self.bracket.ends
+        temperature = self.bracket.temperature((search.low + search.high) / 2)
+        return FoundTemperature(temperature, search.low == first_low, search.high == first_high)
 
-    def confidence(self, parameters: Found, logits: jax.Array) -> jax.Array:
+    def confidence(self, parameters: FoundTemperature, logits: jax.Array) -> jax.Array:
         """Computes p_T(x)."""
         return confidence(logits, parameters.temperature)
 
@@ -287,7 +128,7 @@ class NllT(TemperatureSearch):
       bound: The clip bound on one record's negative log likelihood, in nats.
     """
 
-    bound: float = 10.0
+    bound: float = 10.0  # public. The largest value seen, as published, is no bound.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -299,11 +140,11 @@ class NllT(TemperatureSearch):
 
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
         """Returns clipped -log softmax(l / T)_y, [n, 1]."""
-        above = (
-            records.logits - records.logits.max(1, keepdims=True)
-        ) / temperature  # at most 0, so exp is safe
-        chosen = jnp.take_along_axis(above, records.labels[:, None], 1)
-        return jnp.clip(jnp.log(jnp.exp(above).sum(1, keepdims=True)) - chosen, 0, self.bound)
+        # At most 0, so exp is safe.
+        logits = (records.logits - records.logits.max(1, keepdims=True)) / temperature
+        of_label = jnp.take_along_axis(logits, records.labels[:, None], 1)
+        loss = jnp.log(jnp.exp(logits).sum(1, keepdims=True)) - of_label
+        return jnp.clip(loss, 0, self.bound)
 
     def objective(self, answer: jax.Array) -> jax.Array:
         """Returns the sum of losses."""
@@ -312,8 +153,7 @@ class NllT(TemperatureSearch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EceT(TemperatureSearch):
-    """ECE-T (Section 3.3, C.2.2): the temperature of least calibration error in bins of equal
-    width.
+    """ECE-T (Section 3.3, C.2.2): the temperature of least error in bins of equal width.
 
     The objective may have several minima, since records change bins with T.
 
@@ -334,18 +174,17 @@ class EceT(TemperatureSearch):
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
         """Returns 1[phi(x) = y] - p_T(x) in the record's bin, [n, bins]."""
         p = confidence(records.logits, temperature)
-        return (
-            jax.nn.one_hot(equal_width_bin(p, self.bins), self.bins)
-            * (records.correct - p)[:, None]
-        )
+        bin_of_record = jax.nn.one_hot(equal_width_bin(p, self.bins), self.bins)
+        return bin_of_record * (records.correct - p)[:, None]
 
     def objective(self, answer: jax.Array) -> jax.Array:
         """Returns Equation 6 times the number of records: the sum over bins of absolute values."""
         return jnp.abs(answer).sum()
 
     def lean(self, answer: jax.Array) -> jax.Array:
-        """Returns accuracy less mean confidence, times the number of records. It rises with T
-        (Proposition 2).
+        """Returns accuracy less mean confidence, times the number of records.
+
+        It rises with T (Proposition 2).
         """
         return answer.sum()
 
@@ -355,12 +194,11 @@ class EceT(TemperatureSearch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Binning:
-    """A confidence that is a function of one public score, from one release of noisy counts per bin
-    of that score.
+    """A confidence that is a function of one public score.
 
-    A method has `cells`, the number of bins, and `score(logits)`, float32 [n]. `cell(score)` is the
-    bin of each score, int32 [n]. `curve(parameters, score)` is the recalibrated confidence at
-    scores [n].
+    It comes from one release of noisy counts in bins of that score. A method has `cells`, the
+    number of bins, and `score(logits)`, float32 [n]. `cell(score)` is the bin of each score, int32
+    [n]. `curve(parameters, score)` is the recalibrated confidence at scores [n].
     """
 
     rounds = 1
@@ -379,13 +217,15 @@ class Binning:
 
     def update(self, k: int, state: Any, answer: jax.Array) -> Any:
         """Stores the noisy counts."""
-        return state[0], answer
+        variance, _ = state
+        return variance, answer
 
     def summand(self: Any, k: int, records: Records, temperature: jax.Array) -> jax.Array:
         """Returns one-hot counts [n, 2 cells] of correct records, then of incorrect ones."""
-        cell = jax.nn.one_hot(self.cell(self.score(records.logits)), self.cells)
-        right = records.correct[:, None]
-        return jnp.concatenate([cell * right, cell * ~right], 1)
+        score = self.score(records.logits)
+        cell = jax.nn.one_hot(self.cell(score), self.cells)
+        correct = records.correct[:, None]
+        return jnp.concatenate([cell * correct, cell * ~correct], 1)
 
     def confidence(self: Any, parameters: Any, logits: jax.Array) -> jax.Array:
         """Evaluates the curve at the score."""
@@ -425,29 +265,30 @@ class HistogramBinning(Binning):
         return equal_width_bin(score, self.bins)
 
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
-        """Returns the number of counts that hold a record, or twice that number for a
-        replacement.
-        """
-        return _in_one_bin(adjacency) * (1 if self.form == "split" else 2)
+        """Returns the number of counts that hold a record, doubled for a replacement."""
+        counts = 1 if self.form == "split" else 2
+        return _in_one_bin(adjacency) * counts
 
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
-        """Returns one-hot counts [n, 2 bins] of correct records, then of incorrect or of all
-        records.
-        """
+        """Returns one-hot counts [n, 2 bins] of correct records, then of incorrect or of all."""
         counts = super().summand(k, records, temperature)
         if self.form == "split":
             return counts
-        right, wrong = jnp.split(counts, 2, axis=1)
-        return jnp.concatenate([right, right + wrong], 1)
+        correct, incorrect = jnp.split(counts, 2, axis=1)
+        return jnp.concatenate([correct, correct + incorrect], 1)
 
     def finish(self, state: Any) -> jax.Array:
-        """Returns the accuracy per bin [bins], in [0, 1]. A bin without (noisy) records gets its
-        middle.
+        """Returns the accuracy per bin [bins], in [0, 1].
+
+        A bin without (noisy) records gets its middle.
         """
-        right, other = jnp.split(state[1], 2)
-        total = right + other if self.form == "split" else other
+        _, counts = state
+        correct, other = jnp.split(counts, 2)
+        total = correct + other if self.form == "split" else other
         middle = (jnp.arange(self.bins) + 0.5) / self.bins
-        return jnp.where(total > 0, jnp.clip(right / jnp.where(total > 0, total, 1), 0, 1), middle)
+        present = total > 0
+        accuracy = jnp.clip(correct / jnp.where(total > 0, total, 1), 0, 1)
+        return jnp.where(present, accuracy, middle)
 
     def curve(self, parameters: jax.Array, score: jax.Array) -> jax.Array:
         """Returns the accuracy of the score's bin."""
@@ -471,25 +312,28 @@ class AccT(TemperatureSearch):
     split: bool = False
 
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
-        """Returns the range of the summand for replacements, and its largest size for additions and
-        removals.
+        """Returns the range of the summand for replacements, else its largest size.
 
         1[phi(x) = y] - p_T(x) is in [-1, 1 - 1/m]. With `split`, 1[phi(x) = y] - 1/m is in [-1/m, 1
         - 1/m], and 1/m - p_T(x) in [-(1 - 1/m), 0].
         """
+        replace = adjacency == "replace_one"
         if not self.split:
-            return 2 - 1 / num_classes if adjacency == "replace_one" else 1.0
-        return 1.0 if k == 0 and adjacency == "replace_one" else 1 - 1 / num_classes
+            return 2 - 1 / num_classes if replace else 1.0
+        return 1.0 if k == 0 and replace else 1 - 1 / num_classes
 
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
-        """Computes line 3, [n, 1]. With `split` both parts are less 1/m, which cancels, so both
-        ranges contain 0.
+        """Computes line 3, [n, 1].
+
+        With `split` both parts are less 1/m, which cancels, so both ranges contain 0.
         """
-        right, p = records.correct.astype(jnp.float32), confidence(records.logits, temperature)
+        correct = records.correct.astype(jnp.float32)
+        p = confidence(records.logits, temperature)
         if not self.split:
-            return (right - p)[:, None]
+            return (correct - p)[:, None]
         chance = 1 / records.logits.shape[1]
-        return (right - chance if k == 0 else chance - p)[:, None]
+        part = correct - chance if k == 0 else chance - p
+        return part[:, None]
 
     def objective(self, answer: jax.Array) -> jax.Array:
         """Returns |v|, which line 5 compares."""
@@ -505,10 +349,10 @@ class AccT(TemperatureSearch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AccBisection(AccT):
-    """Acc-T by bisection. By Proposition 2, accuracy less mean confidence rises with T, so its sign
-    shows the side.
+    """Acc-T by bisection.
 
-    K releases halve the bracket K times. Golden-section search needs K + 1 releases to leave
+    By Proposition 2, accuracy less mean confidence rises with T, so its sign shows the side. K
+    releases halve the bracket K times. Golden-section search needs K + 1 releases to leave
     0.618^K of it, and compares two noisy values instead of one.
     """
 
@@ -528,13 +372,12 @@ class Logistic(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogisticBinning(Binning):
-    """Two numbers fitted to noisy bins: sigmoid(a s + b) of the log-odds s, by penalised
-    quasi-likelihood.
+    """The confidence sigmoid(a s + b) of the log-odds s, with a and b fitted to noisy bins.
 
-    Histogram binning treats every bin separately. Here all bins fit one straight line in log-odds
-    (Platt 1999). The weight of a bin follows from two known variances of its counts, of Laplace
-    noise and of sampling. Log-odds have no upper end, so their bins can separate the records of an
-    over-confident model.
+    The fit is by penalised quasi-likelihood. Histogram binning treats every bin separately. Here
+    all bins fit one straight line in log-odds (Platt 1999). The weight of a bin follows from two
+    known variances of its counts, of Laplace noise and of sampling. Log-odds have no upper end, so
+    their bins can separate the records of an over-confident model.
 
     Attributes:
       edges: Public ascending edges between the bins of the log-odds.
@@ -565,17 +408,20 @@ class LogisticBinning(Binning):
 
     @property
     def places(self) -> tuple[float, ...]:
-        """The log-odds that represent each bin: its middle, or a point a little beyond the first or
-        last edge.
+        """The log-odds that represent each bin.
+
+        They are the middle of a bin, or a point a little beyond the first or last edge.
         """
         middles = [(low + high) / 2 for low, high in itertools.pairwise(self.edges)]
         return (self.edges[0] - 0.7, *middles, self.edges[-1] + 2.0)
 
     def score(self, logits: jax.Array) -> jax.Array:
         """Computes log p_1(x) / (1 - p_1(x)), without cancellation for p_1(x) close to 1."""
-        top = jax.nn.one_hot(jnp.argmax(logits, 1), logits.shape[1], dtype=bool)
-        below = jnp.where(top, -jnp.inf, logits - logits.max(1, keepdims=True))
-        return -jax.nn.logsumexp(jnp.maximum(below, -1e4), 1)
+        largest = jnp.argmax(logits, 1)
+        top = jax.nn.one_hot(largest, logits.shape[1], dtype=bool)
+        below_largest = logits - logits.max(1, keepdims=True)
+        others = jnp.where(top, -jnp.inf, below_largest)
+        return -jax.nn.logsumexp(jnp.maximum(others, -1e4), 1)
 
     def cell(self, score: jax.Array) -> jax.Array:
         """Finds the bin [low, high) between edges."""
@@ -588,8 +434,8 @@ class LogisticBinning(Binning):
         In a bin of confidence q the residual (1 - q) right - q wrong has mean 0 and variance
         variance ((1 - q)^2 + q^2) + total q (1 - q).
         """
-        variance, answer = state
-        right, wrong = jnp.split(answer, 2)
+        variance, counts = state
+        right, wrong = jnp.split(counts, 2)
         total = jnp.maximum(right + wrong, 0)
         design = jnp.stack([jnp.array(self.places), jnp.ones(self.cells)], 1)
         prior = jnp.array([1.0, 0.0])
@@ -599,13 +445,11 @@ class LogisticBinning(Binning):
             q = jax.nn.sigmoid(design @ line)
             slope = total * q * (1 - q)  # derivative of the expected residual in the log-odds
             weight = slope / jnp.maximum(variance * ((1 - q) ** 2 + q**2) + slope, 1e-6)
-            gradient = design.T @ (weight * ((1 - q) * right - q * wrong)) - precision @ (
-                line - prior
-            )
+            gradient = design.T @ (weight * ((1 - q) * right - q * wrong))
+            gradient -= precision @ (line - prior)
             curvature = (design * (weight * slope)[:, None]).T @ design + precision
-            return line + 0.7 * jnp.clip(
-                _solve(curvature, gradient), -1, 1
-            )  # damped, since full steps may circle
+            # Damped, since full steps may circle.
+            return line + 0.7 * jnp.clip(_solve(curvature, gradient), -1, 1)
 
         return Logistic(*jax.lax.fori_loop(0, self.steps, step, prior))
 
@@ -617,9 +461,9 @@ class LogisticBinning(Binning):
 def _solve(matrix: jax.Array, vector: jax.Array) -> jax.Array:
     """Solves a positive definite 2 x 2 system."""
     (a, b), (_, d) = matrix
-    return jnp.stack([d * vector[0] - b * vector[1], a * vector[1] - b * vector[0]]) / (
-        a * d - b * b
-    )
+    first = d * vector[0] - b * vector[1]
+    second = a * vector[1] - b * vector[0]
+    return jnp.stack([first, second]) / (a * d - b * b)
 
 
 def _check_count(name: str, value: int) -> None:
@@ -629,8 +473,9 @@ def _check_count(name: str, value: int) -> None:
 
 def _check_positive(method: Any, *names: str) -> None:
     for name in names:
-        if not 0 < getattr(method, name) < math.inf:
-            raise ValueError(f"{name} must be finite and > 0, got {getattr(method, name)!r}.")
+        value = getattr(method, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be finite and > 0, got {value!r}.")
 
 
 METHODS: dict[str, Callable[..., Method]] = {

@@ -1,5 +1,4 @@
-"""The calibration of a classifier: expected calibration errors, Brier score, negative log
-likelihood.
+"""The calibration of a classifier: errors of calibration, Brier score, log likelihood.
 
 NOT private. These metrics have no noise. A value on a private data set is a release outside every
 ledger: never publish it.
@@ -28,16 +27,18 @@ from jaxdp.data.labels import check_labelled
 
 _Binning = Literal["equal_width", "equal_mass"]
 
-_FIXED = 2**24  # a fixed-point number 1, which holds all digits of a float32 in [0.5, 1]
+# 1 as a fixed-point number, which holds all digits of a float32 in [0.5, 1].
+_FIXED = 2**24
 _MOST_BINS = 2**15
 # Probabilities of 16 bits, and means of several models, can exceed 1 by rounding. They are cut to
 # [0, 1].
 _ROUNDING = 1e-3
 
 
-def _compiled(
-    *static: str, fraction: str = ""
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _compiled(*static: str, fraction: str = "") -> _Decorator:
     """Compiles a metric of arrays. It converts lists and arrays of other libraries.
 
     `fraction` is the name of a first argument whose values must be in [0, 1].
@@ -48,13 +49,13 @@ def _compiled(
 
         @functools.wraps(function)
         def metric(*args: Any, **options: Any) -> Any:
-            options = {name: x if name in static else _array(x) for name, x in options.items()}
             arrays = [_array(x) for x in args]
+            for name in options.keys() - set(static):
+                options[name] = _array(options[name])
             value = compiled(*arrays, **options)
             if fraction:
-                _check_fractions(
-                    fraction, arrays[0] if arrays else options[fraction], options.get("mask")
-                )
+                values = arrays[0] if arrays else options[fraction]
+                _check_fractions(fraction, values, options.get("mask"))
             return value
 
         return metric
@@ -63,15 +64,19 @@ def _compiled(
 
 
 def _check_fractions(name: str, values: Any, mask: Any) -> None:
-    """Raises ValueError if a value that counts is outside of [0, 1]. It cannot read arrays that are
-    being traced.
+    """Raises ValueError if a value that counts is outside of [0, 1].
+
+    It cannot read arrays that are being traced.
     """
     if isinstance(values, jax.core.Tracer) or isinstance(mask, jax.core.Tracer):
         return
-    values = np.asarray(values) if mask is None else np.asarray(values)[np.asarray(mask)]
+    values = np.asarray(values)
+    if mask is not None:
+        values = values[np.asarray(mask)]
     if not values.size:
         return
-    low, high = float(values.min()), float(values.max())
+    low = float(values.min())
+    high = float(values.max())
     if low < -_ROUNDING or high > 1 + _ROUNDING:  # False for NaN
         raise ValueError(
             f"{name} must be in [0, 1], got values from {low:g} to {high:g}. Divide percent by "
@@ -80,12 +85,15 @@ def _check_fractions(name: str, values: Any, mask: Any) -> None:
 
 
 def _array(x: Any) -> Any:
-    return x if x is None or isinstance(x, jax.Array) else np.asarray(x)
+    if x is None or isinstance(x, jax.Array):
+        return x
+    return np.asarray(x)
 
 
 class Reliability(NamedTuple):
-    """A reliability diagram: accuracy against confidence, bin by bin. Both are NaN for an empty
-    bin.
+    """A reliability diagram: accuracy against confidence, bin by bin.
+
+    Both are NaN for an empty bin.
 
     Attributes:
       counts: int32 [bins], the number of examples.
@@ -108,8 +116,9 @@ def ece(
     debiased: bool = False,
     mask: Bool[Array, " n"] | None = None,
 ) -> Float[Array, ""]:
-    """Computes the expected calibration error (App. A.1): the mean of |accuracy - confidence| of
-    each example's bin.
+    """Computes the expected calibration error (App. A.1).
+
+    It is the mean of |accuracy - confidence| of each example's bin.
 
         ECE = sum_b n_b / n |acc_b - conf_b|
 
@@ -144,21 +153,23 @@ def ece(
     if binning not in get_args(_Binning):
         raise ValueError(f'binning must be "equal_width" or "equal_mass", got {binning!r}.')
     confidence = jnp.asarray(confidence, jnp.float32)
-    kept = jnp.ones(confidence.shape, bool) if mask is None else jnp.asarray(mask)
-    index = (
-        equal_width_bin(confidence, bins)
-        if binning == "equal_width"
-        else _equal_mass_bin(confidence, bins, kept)
-    )
-    table = _tabulate(confidence, correct, index, kept, bins)
+    counted = jnp.ones(confidence.shape, bool) if mask is None else jnp.asarray(mask)
+    if binning == "equal_width":
+        bin_of = equal_width_bin(confidence, bins)
+    else:
+        bin_of = _equal_mass_bin(confidence, bins, counted)
+    table = _tabulate(confidence, correct, bin_of, counted, bins)
     gap = jnp.abs(table.accuracy - table.confidence)
     if debiased:
-        variance = table.accuracy * (1 - table.accuracy) / jnp.maximum(table.counts - 1, 1)
+        variance = table.accuracy * (1 - table.accuracy)
+        variance /= jnp.maximum(table.counts - 1, 1)
         deviation = jnp.sqrt(jnp.maximum(variance, 1e-30))  # avoids 0 / 0, and the bias tends to 0
         z = gap / deviation
-        gap -= 2 * deviation * (jax.scipy.stats.norm.pdf(z) - z * jax.scipy.stats.norm.cdf(-z))
-    error = jnp.sum(jnp.where(table.counts > 0, table.counts * gap, 0)) / jnp.sum(table.counts)
-    return jnp.where(_all_fractions(confidence, kept), jnp.maximum(error, 0), jnp.nan)
+        excess = jax.scipy.stats.norm.pdf(z) - z * jax.scipy.stats.norm.cdf(-z)
+        gap -= 2 * deviation * excess
+    gaps = jnp.where(table.counts > 0, table.counts * gap, 0)
+    error = jnp.sum(gaps) / jnp.sum(table.counts)
+    return jnp.where(_all_fractions(confidence, counted), jnp.maximum(error, 0), jnp.nan)
 
 
 @_compiled("bins", "binning", fraction="probabilities")
@@ -169,8 +180,9 @@ def classwise_ece(
     bins: int = 15,
     binning: _Binning = "equal_width",
 ) -> Float[Array, ""]:
-    """Computes the mean over classes k of the ECE of probability k as a confidence in 1[k = y]
-    (Kull et al. 2019).
+    """Computes the mean over classes k of the ECE of probability k (Kull et al. 2019).
+
+    Probability k is taken as a confidence in 1[k = y].
 
     With binning="equal_mass" it is the adaptive calibration error (Nixon et al. 2019,
     arXiv:1904.01685). One class is taken after the other, so memory beyond the input is that of one
@@ -182,37 +194,44 @@ def classwise_ece(
       bins, binning: As in `ece`.
     """
     check_labelled(probabilities, labels, names=("probabilities", "labels"), least=2)
-    probabilities, labels = jnp.asarray(probabilities), jnp.asarray(labels)
+    probabilities = jnp.asarray(probabilities)
+    labels = jnp.asarray(labels)
+    classes = probabilities.shape[1]
 
     def of_class(k: jax.Array) -> jax.Array:
         column = jax.lax.dynamic_index_in_dim(probabilities, k, axis=1, keepdims=False)
         return ece(column, labels == k, bins=bins, binning=binning)
 
-    errors = jax.lax.map(of_class, jnp.arange(probabilities.shape[1], dtype=labels.dtype))
-    return _mean(jnp.broadcast_to(errors.mean(), labels.shape), labels, probabilities.shape[1])
+    errors = jax.lax.map(of_class, jnp.arange(classes, dtype=labels.dtype))
+    # NaN if a label is out of range.
+    return _mean(jnp.broadcast_to(errors.mean(), labels.shape), labels, classes)
 
 
 @_compiled("bins", fraction="confidence")
 def reliability(
     confidence: Float[Array, " n"], correct: Bool[Array, " n"], *, bins: int = 15
 ) -> Reliability:
-    """Computes the reliability diagram over bins of equal width, for
-    `jaxdp.report.plot_reliability`.
+    """Computes the reliability diagram over bins of equal width, for `plot_reliability`.
 
     Arguments are as in `ece`. If a confidence is NaN or outside of [0, 1], means and accuracies are
     NaN in all bins.
     """
     _check_examples(confidence, correct)
     confidence = jnp.asarray(confidence, jnp.float32)
-    kept = jnp.ones(confidence.shape, bool)
-    counts, *means = _tabulate(confidence, correct, equal_width_bin(confidence, bins), kept, bins)
-    valid = _all_fractions(confidence, kept)
-    return Reliability(counts, *(jnp.where(valid, mean, jnp.nan) for mean in means))
+    counted = jnp.ones(confidence.shape, bool)
+    table = _tabulate(confidence, correct, equal_width_bin(confidence, bins), counted, bins)
+    valid = _all_fractions(confidence, counted)
+    return Reliability(
+        counts=table.counts,
+        confidence=jnp.where(valid, table.confidence, jnp.nan),
+        accuracy=jnp.where(valid, table.accuracy, jnp.nan),
+    )
 
 
 def equal_width_bin(confidence: Float[Array, "..."], bins: int) -> Int[Array, "..."]:
-    """Returns the index of the bin of each confidence: [0, 1/bins), [1/bins, 2/bins), ..., [1 -
-    1/bins, 1].
+    """Returns the index of the bin of each confidence.
+
+    The bins are [0, 1/bins), [1/bins, 2/bins), ..., [1 - 1/bins, 1].
 
     The result is int32, shaped like `confidence`. The last bin includes both ends (Sec. 2.1). Edges
     are k / bins rounded to float32. A confidence equal to an edge belongs to the bin above it.
@@ -220,19 +239,16 @@ def equal_width_bin(confidence: Float[Array, "..."], bins: int) -> Int[Array, ".
     in the last one.
     """
     _check_bins(bins)
-    edges = np.arange(1, bins, dtype=np.float32) / np.float32(
-        bins
-    )  # XLA's division is not correctly rounded
-    index = jnp.searchsorted(
-        edges, jnp.asarray(confidence, jnp.float32), side="right", method="scan_unrolled"
-    )
+    # In NumPy, because XLA's division is not correctly rounded.
+    edges = np.arange(1, bins, dtype=np.float32) / np.float32(bins)
+    confidence = jnp.asarray(confidence, jnp.float32)
+    index = jnp.searchsorted(edges, confidence, side="right", method="scan_unrolled")
     return index.astype(jnp.int32)
 
 
 @_compiled(fraction="probabilities")
 def brier(probabilities: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, ""]:
-    """Computes the Brier score of several classes: the mean squared distance of probabilities from
-    the one-hot label.
+    """Computes the Brier score: the mean squared distance of probabilities from the one-hot label.
 
         BS = 1/n sum_i sum_k (p_ik - 1[k = y_i])^2,   in [0, 2]
 
@@ -244,18 +260,20 @@ def brier(probabilities: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float
       labels: int [n] in 0 .. m - 1.
     """
     check_labelled(probabilities, labels, names=("probabilities", "labels"), least=2)
-    probabilities, labels = jnp.asarray(probabilities, jnp.float32), jnp.asarray(labels)
-    distances = jnp.square(
-        probabilities - jax.nn.one_hot(labels, probabilities.shape[1], dtype=jnp.float32)
-    )
-    score = _mean(jnp.sum(distances, axis=1), labels, probabilities.shape[1])
+    probabilities = jnp.asarray(probabilities, jnp.float32)
+    labels = jnp.asarray(labels)
+    classes = probabilities.shape[1]
+    one_hot = jax.nn.one_hot(labels, classes, dtype=jnp.float32)
+    distances = jnp.sum(jnp.square(probabilities - one_hot), axis=1)
+    score = _mean(distances, labels, classes)
     return jnp.where(_all_fractions(probabilities, True), score, jnp.nan)
 
 
 @_compiled()
 def nll(logits: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, ""]:
-    """Computes the mean negative log likelihood of labels under softmax(logits), in nats. Huge
-    logits are safe.
+    """Computes the mean negative log likelihood of labels under softmax(logits), in nats.
+
+    Huge logits are safe.
 
     The result is float32 []. It is inf if a label has probability 0 (its logit is -inf).
 
@@ -264,59 +282,65 @@ def nll(logits: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, "
       labels: int [n] in 0 .. m - 1.
     """
     check_labelled(logits, labels, least=2)
-    logits, labels = jnp.asarray(logits, jnp.float32), jnp.asarray(labels)
+    logits = jnp.asarray(logits, jnp.float32)
+    labels = jnp.asarray(labels)
     # log_softmax subtracts the largest logit first and keeps all digits of large logits, unlike
     # logsumexp(z) - z_y.
     log_p = jax.nn.log_softmax(logits)
-    return -_mean(
-        jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0], labels, logits.shape[1]
-    )
+    of_label = jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0]
+    return -_mean(of_label, labels, logits.shape[1])
 
 
 def _tabulate(
-    confidence: jax.Array, correct: jax.Array, index: jax.Array, kept: jax.Array, bins: int
+    confidence: jax.Array, correct: jax.Array, bin_of: jax.Array, counted: jax.Array, bins: int
 ) -> Reliability:
-    """Counts and averages the kept examples by bin."""
-    index = jnp.where(kept, index, bins)  # `segment_sum` leaves out an index beyond its end
-    counts = jax.ops.segment_sum(jnp.ones_like(index), index, bins)
-    right = jax.ops.segment_sum(jnp.asarray(correct, jnp.int32), index, bins)
-    return Reliability(counts, _sum_by_bin(confidence, index, bins) / counts, right / counts)
+    """Counts and averages by bin the examples that count."""
+    bin_of = jnp.where(counted, bin_of, bins)  # `segment_sum` leaves out an index beyond its end
+    counts = jax.ops.segment_sum(jnp.ones_like(bin_of), bin_of, bins)
+    right = jax.ops.segment_sum(jnp.asarray(correct, jnp.int32), bin_of, bins)
+    return Reliability(counts, _sum_by_bin(confidence, bin_of, bins) / counts, right / counts)
 
 
-def _sum_by_bin(confidence: jax.Array, index: jax.Array, bins: int) -> jax.Array:
+def _sum_by_bin(confidence: jax.Array, bin_of: jax.Array, bins: int) -> jax.Array:
     """Sums confidences [n] by bin, float32 [bins].
 
     Scattered sums of floats add one by one and lose three digits over 10^5 examples. So the
     confidences become whole multiples of 2^-24. Their digits are cut into parts, whose sums of n
     numbers fit in int32.
     """
-    whole = jnp.round(jnp.clip(confidence, 0, 1) * _FIXED).astype(jnp.int32)
+    fixed = jnp.clip(confidence, 0, 1) * _FIXED
+    whole = jnp.round(fixed).astype(jnp.int32)
     digits = 31 - len(confidence).bit_length()
     total = jnp.zeros(bins, jnp.float32)
     for shift in reversed(range(0, _FIXED.bit_length(), digits)):
         part = (whole >> shift) & (2**digits - 1)
-        total += jax.ops.segment_sum(part, index, bins).astype(jnp.float32) * (2.0**shift / _FIXED)
+        sums = jax.ops.segment_sum(part, bin_of, bins).astype(jnp.float32)
+        total += sums * (2.0**shift / _FIXED)
     return total
 
 
-def _all_fractions(values: jax.Array, kept: jax.Array | bool) -> jax.Array:
+def _all_fractions(values: jax.Array, counted: jax.Array | bool) -> jax.Array:
     """Returns whether all values that count are in [0, 1] up to rounding, bool []. NaN is not."""
-    return jnp.all((values >= -_ROUNDING) & (values <= 1 + _ROUNDING) | ~jnp.asarray(kept))
+    fractions = (values >= -_ROUNDING) & (values <= 1 + _ROUNDING)
+    return jnp.all(fractions | ~jnp.asarray(counted))
 
 
-def _equal_mass_bin(confidence: jax.Array, bins: int, kept: jax.Array) -> jax.Array:
-    """Returns floor(rank * bins / n) among the kept examples. The others get any number."""
-    confidence = jnp.where(kept, confidence, jnp.nan)  # sorted behind all numbers
+def _equal_mass_bin(confidence: jax.Array, bins: int, counted: jax.Array) -> jax.Array:
+    """Returns floor(rank * bins / n) among the examples that count. The others get any number."""
+    confidence = jnp.where(counted, confidence, jnp.nan)  # sorted behind all numbers
     rank = jnp.searchsorted(jnp.sort(confidence), confidence)
     # The bin is the number of k >= 1 with rank >= k n / bins. Neither product here leaves int32, as
     # rank * bins may.
-    n, k = jnp.sum(kept), jnp.arange(1, bins)
+    n = jnp.sum(counted)
+    k = jnp.arange(1, bins)
     starts = k * (n // bins) + (k * (n % bins) + bins - 1) // bins
     return jnp.searchsorted(starts, rank, side="right", method="scan_unrolled").astype(jnp.int32)
 
 
 def _mean(values: jax.Array, labels: jax.Array, classes: int) -> jax.Array:
-    return jnp.mean(jnp.where((labels >= 0) & (labels < classes), values, jnp.nan))
+    """Returns the mean of values [n], NaN if a label is out of range."""
+    in_range = (labels >= 0) & (labels < classes)
+    return jnp.mean(jnp.where(in_range, values, jnp.nan))
 
 
 def _check_bins(bins: int) -> None:
@@ -327,9 +351,7 @@ def _check_bins(bins: int) -> None:
 
 
 def _check_examples(confidence: Any, correct: Any, mask: Any = None) -> None:
-    """Raises TypeError or ValueError unless confidence is floating point [n], and the others bool
-    [n].
-    """
+    """Raises unless confidence is floating point [n], and the others are bool [n]."""
     shape = jnp.shape(confidence)
     if len(shape) != 1:
         raise ValueError(
@@ -350,9 +372,7 @@ def _check_examples(confidence: Any, correct: Any, mask: Any = None) -> None:
                 f"{jnp.shape(value)}."
             )
         if value.dtype != bool:
-            remedy = (
-                "Give predicted == labels, not classes."
-                if name == "correct"
-                else "Compare, or use astype(bool)."
-            )
+            remedy = "Compare, or use astype(bool)."
+            if name == "correct":
+                remedy = "Give predicted == labels, not classes."
             raise TypeError(f"{name} must be bool, got dtype {value.dtype}. {remedy}")

@@ -1,5 +1,6 @@
-"""The two parties of Section 3.2: a calibrator that sees only noisy answers, and sources that
-answer on their own data.
+"""The two parties of Section 3.2: a calibrator and private sources.
+
+The calibrator sees only noisy answers. A source answers on its own data.
 
 A `Method` is the calibrator: its questions in each round, and its use of the answers. `play` runs
 the conversation. A `Party` is a private source. It sums a bounded number per record, adds discrete
@@ -7,9 +8,12 @@ Laplace noise, and pays from its own account. The calibrator learns nothing else
 size, no label, and no error that depends on them. This holds if every source itself checks that it
 has at most the public limit of records. Over a network:
 
-    talks = [party.begin(method, epsilon=1.0, workdir=its_folder) for party in parties]  # at each source
+    # at each source
+    talk = party.begin(method, epsilon=1.0, workdir=its_folder)
+    # at the calibrator
     scale = noise_scale(method, epsilon=1.0, adjacency="add_remove", num_classes=10)
-    found = play(method, lambda k, t: sum(talk.answer(t, round=k) for talk in talks), scale.variance * len(talks))
+    ask = lambda k, t: sum(talk.answer(t, round=k) for talk in talks)
+    parameters = play(method, ask, scale.variance * len(talks))
 """
 
 import dataclasses
@@ -56,15 +60,17 @@ class Records(NamedTuple):
 
     @property
     def correct(self) -> jax.Array:
-        """Bool [n], phi(x) = y: whether the (first) largest logit is at the label. An invalid
-        record is wrong.
+        """Bool [n], phi(x) = y: whether the first largest logit is at the label.
+
+        An invalid record is wrong.
         """
         return judge(self.logits, self.labels).correct
 
 
 class Method(Protocol):
-    """An algorithm of the calibrator, a frozen dataclass of public constants. Rounds k count from
-    0.
+    """An algorithm of the calibrator, a frozen dataclass of public constants.
+
+    Rounds k count from 0.
     """
 
     @property
@@ -80,8 +86,9 @@ class Method(Protocol):
         """
 
     def init(self, variance: float | jax.Array) -> Any:
-        """Returns the state before the first round, a pytree. `variance` is the variance of the
-        noise in an answer.
+        """Returns the state before the first round, a pytree.
+
+        `variance` is the variance of the noise in an answer.
         """
 
     def question(self, k: int, state: Any) -> jax.Array:
@@ -97,9 +104,7 @@ class Method(Protocol):
         """Returns the public parameters of the recalibrated confidence, a pytree of arrays."""
 
     def confidence(self, parameters: Any, logits: jax.Array) -> jax.Array:
-        """Returns the recalibrated confidence in the largest logit, float32 [n], for logits [n,
-        m].
-        """
+        """Returns the recalibrated confidence in the largest of logits [n, m], float32 [n]."""
 
 
 def play(
@@ -128,8 +133,9 @@ class Scale(NamedTuple):
 
     @property
     def variance(self) -> float:
-        """Variance of one source's noise in one number, in the method's units, up to a relative 1 /
-        (12 noise^2).
+        """Variance of one source's noise in one number, in the method's units.
+
+        It is exact up to a relative 1 / (12 noise^2).
         """
         return 2 * (self.noise * self.step) ** 2
 
@@ -137,8 +143,9 @@ class Scale(NamedTuple):
 def noise_scale(
     method: Method, *, epsilon: float, adjacency: Adjacency, num_classes: int
 ) -> Scale | None:
-    """Returns the smallest noise that makes all answers of a source together epsilon-DP, None for
-    epsilon = inf.
+    """Returns the smallest noise that makes all answers of a source together epsilon-DP.
+
+    It is None for epsilon = inf.
 
     The scale is the same in all rounds: the sum of their sensitivities over epsilon. A round is
     then (its sensitivity over that scale)-DP for any earlier answers. The rounds add up to epsilon,
@@ -165,17 +172,18 @@ def noise_scale(
         raise ValueError(
             f"epsilon={epsilon!r} needs more noise than exact sums hold. Use at least {smallest!r}."
         )
-    wanted = math.floor(math.log2(sum(sensitivities) / epsilon / _STEPS_PER_SCALE))
-    needed = math.ceil(math.log2(max(sensitivities) / _LARGEST_CONTRIBUTION))
-    step = min(max(2.0**wanted, 2.0**needed, _FINEST), _COARSEST)
+    fine_enough = math.floor(math.log2(sum(sensitivities) / epsilon / _STEPS_PER_SCALE))
+    coarse_enough = math.ceil(math.log2(max(sensitivities) / _LARGEST_CONTRIBUTION))
+    step = min(max(2.0**fine_enough, 2.0**coarse_enough, _FINEST), _COARSEST)
     # Rounding is monotone, and ranges of contributions start or end at a whole number of steps. So
     # contributions at most s apart stay at most ceil(s / step) steps apart.
     return Scale(step, sum(math.ceil(s / step) for s in sensitivities) / epsilon)
 
 
 def event(epsilon: float) -> DpEvent:
-    """Returns the charge of a source for all its answers in one conversation. Raises ValueError
-    unless epsilon > 0.
+    """Returns the charge of a source for all its answers in one conversation.
+
+    Raises ValueError unless epsilon > 0.
     """
     if not epsilon > 0:
         raise ValueError(f"epsilon must be > 0 (math.inf for no noise), got {epsilon!r}.")
@@ -189,10 +197,9 @@ def summands(method: Method, k: int, records: Records, temperature: jax.Array) -
     is not a number becomes zero too. A forged temperature can cause one.
     """
     valid = records.valid
-    safe = Records(
-        jnp.where(valid[:, None], records.logits, 0.0), jnp.where(valid, records.labels, 0)
-    )
-    added = method.summand(k, safe, temperature)
+    logits = jnp.where(valid[:, None], records.logits, 0.0)
+    labels = jnp.where(valid, records.labels, 0)
+    added = method.summand(k, Records(logits, labels), temperature)
     return jnp.where(valid[:, None] & jnp.isfinite(added), added, 0.0)
 
 
@@ -219,23 +226,22 @@ def exact_sums(
     if owner is not None:
         total = jax.ops.segment_sum(added, owner, len(source))  # at most 2^17 records of 2^13 steps
         count = jax.ops.segment_sum(jnp.ones_like(owner), owner, len(source))
-        # Each record changes the sum by at most s steps, and rounding towards 0 makes no mean of
-        # such longer.
-        added = jax.lax.div(
-            total, jnp.broadcast_to(count[:, None], total.shape).astype(total.dtype)
-        )
+        # A record adds at most s steps. So a mean of records is at most s steps, also after
+        # rounding towards 0.
+        count = jnp.broadcast_to(count[:, None], total.shape).astype(total.dtype)
+        added = jax.lax.div(total, count)
     return jax.ops.segment_sum(added, source, sources)
 
 
 def with_noise(key: jax.Array, exact: jax.Array, scale: Scale | None, number: Any = 0) -> jax.Array:
-    """Adds the noise of round `number` to exact answers in steps. The result is float32 in the
-    method's units.
+    """Adds the noise of round `number` to exact answers in steps.
+
+    The result is float32 in the method's units.
     """
     if scale is None:
         return exact
-    return (exact + noise.discrete_laplace(key, exact, scale.noise, number=number)).astype(
-        jnp.float32
-    ) * scale.step
+    noisy_sum = exact + noise.discrete_laplace(key, exact, scale.noise, number=number)
+    return noisy_sum.astype(jnp.float32) * scale.step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -266,7 +272,8 @@ class Party:
                 f"account must be ledger.account(name) or None, got {type(self.account).__name__}."
             )
         name = "a source" if self.account is None else repr(self.account.name)
-        logits, labels = np.asarray(self.logits), np.asarray(self.labels)
+        logits = np.asarray(self.logits)
+        labels = np.asarray(self.labels)
         if labels.size == 0:
             labels = labels.astype(np.int32)  # NumPy reads an empty list as floats
         check_labelled(logits, labels, names=(f"logits of {name}", f"labels of {name}"), least=2)
@@ -274,13 +281,11 @@ class Party:
             raise ValueError(
                 f"{name} has more than {_MOST_RECORDS} records. Divide it into several sources."
             )
-        with np.errstate(
-            over="ignore"
-        ):  # A logit beyond float32 becomes infinite and its record invalid.
-            logits = logits.astype(np.float32)  # a copy: rounds read it later
-        labels = np.clip(
-            labels.astype(np.int64), -1, logits.shape[1]
-        )  # A label beyond int32 must not become a class.
+        # A logit beyond float32 becomes infinite and its record invalid.
+        with np.errstate(over="ignore"):
+            logits = logits.astype(np.float32)  # a copy, because rounds read it later
+        # A label beyond int32 must not become a class.
+        labels = np.clip(labels.astype(np.int64), -1, logits.shape[1])
         object.__setattr__(self, "logits", immutable(logits))
         object.__setattr__(self, "labels", immutable(labels.astype(np.int32)))
         if self.group is not None:
@@ -289,12 +294,12 @@ class Party:
     @property
     def units(self) -> int:
         """The number of owners, or of records."""
-        return len(self.labels) if self.group is None else int(self.group.max(initial=-1)) + 1
+        if self.group is None:
+            return len(self.labels)
+        return int(self.group.max(initial=-1)) + 1
 
     def check_adjacency(self, adjacency: Adjacency) -> None:
-        """Raises ValueError if the account has another adjacency, or one that owners of several
-        records cannot have.
-        """
+        """Raises ValueError for another adjacency than the account's, or none that owners have."""
         if self.group is not None and adjacency == "replace_one":
             raise ValueError(
                 "group needs the adjacency 'add_remove' or 'zero_out', got 'replace_one', for "
@@ -336,151 +341,61 @@ class Party:
         )
         self.check_adjacency(adjacency)
         records = Records(jnp.asarray(self.logits), jnp.asarray(self.labels))
-        units = (np.zeros(self.units, np.int32), *([] if self.group is None else [self.group]))
+        owners = () if self.group is None else (self.group,)
+        source = np.zeros(self.units, np.int32)
+        answerer = _Answerer(method, records, scale, (source, *owners))
+        settings = [epsilon, adjacency, list(scale or ())]
         what = Release(
             label=type(method).__name__,
             charges=[] if self.account is None else [(self.account, event(epsilon))],
-            facts=lambda: [
-                self.logits,
-                self.labels,
-                epsilon,
-                adjacency,
-                list(scale or ()),
-                *units[1:],
-            ],
-            programs=lambda: _programs(method, records, scale, *units),
+            facts=lambda: [self.logits, self.labels, *settings, *owners],
+            programs=answerer.programs,
             compute=lambda secret: stream(secret, "recalibration"),
         )
         till = Till(workdir, forget="run")  # all rounds share one secret
         try:
-            kept = till.kept(what) or {}
-            key = None if len(kept) == 2 * method.rounds else till.release(what)
-            return Conversation(method, records, units, scale, key, till, till.keeper(what), kept)
+            rounds = till.kept(what) or {}
+            key = None
+            if len(rounds) < 2 * method.rounds:  # a question and an answer for each
+                key = till.release(what)
+            return Conversation(answerer, key, till, till.keeper(what), rounds)
         except BaseException:
             till.close(failed=True)
             raise
 
 
-class Conversation:
-    """The answers of a source in one conversation: every round once, in order, with fresh noise.
+class _Answerer(NamedTuple):
+    """A source that answers a method's questions.
 
-    It is a context manager. Only one process at a time may have the conversation of a workdir open.
-    Its threads may share it. A process that is forked from it may not, and gets a RuntimeError.
+    `units` are the source of each unit, and the owner of each record if it has owners, as for
+    `exact_sums`.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        records: Records,
-        units: tuple[np.ndarray, ...],
-        scale: Scale | None,
-        key: jax.Array | None,
-        till: Till,
-        keep: Callable[[dict[str, Any]], None],
-        kept: Mapping[str, np.ndarray],
-    ):
-        self._method, self._records, self._units, self._scale, self._key = (
-            method,
-            records,
-            units,
-            scale,
-            key,
-        )
-        self._till, self._keep, self._kept = till, keep, dict(kept)
-        self._lock = threading.RLock()
-        if self.answered == method.rounds:
-            self.close()
+    method: Method
+    records: Records
+    scale: Scale | None
+    units: tuple[np.ndarray, ...]
 
-    @property
-    def answered(self) -> int:
-        """The number of answered rounds, which is also the index of the next round."""
-        return len(self._kept) // 2
+    def answer(self, k: int, temperature: np.ndarray, key: jax.Array) -> np.ndarray:
+        """Returns the noisy sum of a round."""
+        exact = _exact(self.method, k, self.records, temperature, self.scale, *self.units)
+        # Two questions in one round, as from a workdir that was restored from a copy, must not
+        # share noise.
+        round_key = jax.random.fold_in(key, k)
+        question_key = jax.random.fold_in(round_key, int(temperature.view(np.uint32)))
+        return np.array(_noisy(question_key, exact, self.scale))
 
-    def answer(self, temperature: Any, *, round: int | None = None) -> np.ndarray:
-        """Returns the noisy sum of one round, float32 [s], at the temperature that the calibrator
-        asks about.
-
-        Args:
-          temperature: The question.
-          round: Its index from 0, by default the next round. An answered round repeats its answer
-              to the same question.
-
-        Raises:
-          RuntimeError: All paid rounds are answered, the conversation is closed, or another process
-              began it.
-          ValueError: The round was answered at another temperature, or an earlier round is not
-              answered.
-        """
-        # before JAX and the lock, either of which would hang in a forked process
-        self._till.check_process()
-        asked = np.asarray(jnp.float32(temperature))
-        with self._lock:
-            k = self.answered if round is None else operator.index(round)
-            if 0 <= k < self.answered:
-                if self._kept[f"question {k}"].tobytes() != asked.tobytes():
-                    raise ValueError(
-                        f"round={k} is answered at temperature {self._kept[f'question {k}']}, not "
-                        f"at {asked}. A round is answered once. Repeat the same question, or ask "
-                        "the next round."
-                    )
-                return self._kept[f"answer {k}"].copy()
-            if k >= self._method.rounds:
-                raise RuntimeError(
-                    f"all {self._method.rounds} rounds are answered. Begin and pay for another "
-                    "conversation."
-                )
-            if k != self.answered:
-                raise ValueError(
-                    f"round={k} cannot be answered before round {self.answered}. Ask in order."
-                )
-            if self._key is None:
-                raise RuntimeError(
-                    "the conversation was closed. Begin it again with the same workdir to go on."
-                )
-            found = _answer(
-                self._method, k, self._records, asked, self._key, self._scale, self._units
-            )
-            now = {**self._kept, f"question {k}": asked, f"answer {k}": found}
-            self._keep(now)  # before the answer is returned
-            self._kept = now
-            if self.answered == self._method.rounds:
-                self.close()
-            return found.copy()
-
-    def close(self) -> None:
-        """Closes the workdir. It deletes the secret if all rounds are answered, and otherwise keeps
-        it for later.
-
-        In a forked process it closes nothing but the files of that process.
-        """
-        if self._till.forked:
-            self._till.close()
-            return
-        with self._lock:
-            self._key = None
-            self._till.close(failed=self.answered < self._method.rounds)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-def _answer(
-    method: Method,
-    k: int,
-    records: Records,
-    temperature: np.ndarray,
-    key: jax.Array,
-    scale: Scale | None,
-    units: tuple[np.ndarray, ...],
-) -> np.ndarray:
-    exact = _exact(method, k, records, temperature, scale, *units)
-    # Two questions in one round, as from a workdir that was restored from a copy, must not share
-    # noise.
-    key = jax.random.fold_in(jax.random.fold_in(key, k), int(temperature.view(np.uint32)))
-    return np.array(_noisy(key, exact, scale))
+    def programs(self) -> list[str]:
+        """Returns the texts of all programs that `answer` runs in any round."""
+        texts = []
+        sums = {}
+        for k in range(self.method.rounds):
+            arguments = (self.method, k, self.records, jnp.float32(1), self.scale, *self.units)
+            texts.append(program(_exact, *arguments))
+            exact = _exact.eval_shape(*arguments)
+            sums[exact.shape, exact.dtype] = exact
+        key = stream(bytes(16), "shapes")
+        return texts + [program(_noisy, key, exact, self.scale) for exact in sums.values()]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -493,19 +408,109 @@ def _exact(
     source: Any,
     owner: Any = None,
 ) -> jax.Array:
-    return exact_sums(summands(method, k, records, temperature), source, 1, scale, owner)[0]
+    added = summands(method, k, records, temperature)
+    return exact_sums(added, source, 1, scale, owner)[0]
 
 
 _noisy = jax.jit(with_noise)  # a separate program is compiled once for all rounds
 
 
-def _programs(
-    method: Method, records: Records, scale: Scale | None, *units: np.ndarray
-) -> list[str]:
-    """Returns the texts of all programs that `_answer` runs in any round."""
-    rounds = [(method, k, records, jnp.float32(1), scale, *units) for k in range(method.rounds)]
-    sums = {(x.shape, x.dtype): x for x in (_exact.eval_shape(*one) for one in rounds)}.values()
-    key = stream(bytes(16), "shapes")
-    return [program(_exact, *one) for one in rounds] + [
-        program(_noisy, key, exact, scale) for exact in sums
-    ]
+class Conversation:
+    """The answers of a source in one conversation: every round once, in order, with fresh noise.
+
+    It is a context manager. Only one process at a time may have the conversation of a workdir open.
+    Its threads may share it. A process that is forked from it may not, and gets a RuntimeError.
+    """
+
+    def __init__(
+        self,
+        answerer: _Answerer,
+        key: jax.Array | None,
+        till: Till,
+        keep: Callable[[dict[str, Any]], None],
+        rounds: Mapping[str, np.ndarray],
+    ):
+        self._answerer = answerer
+        self._key = key
+        self._till = till
+        self._keep = keep
+        self._rounds = dict(rounds)  # "question k" and "answer k" of each round k
+        self._lock = threading.RLock()
+        if self.answered == answerer.method.rounds:
+            self.close()
+
+    @property
+    def answered(self) -> int:
+        """The number of answered rounds, which is also the index of the next round."""
+        return len(self._rounds) // 2
+
+    def answer(self, temperature: Any, *, round: int | None = None) -> np.ndarray:
+        """Returns the noisy sum of one round, float32 [s], at a temperature.
+
+        Args:
+          temperature: The question.
+          round: Its index from 0, by default the next round. An answered round repeats its answer
+              to the same question.
+
+        Raises:
+          RuntimeError: All paid rounds are answered, the conversation is closed, or another process
+              began it.
+          ValueError: The round was answered at another temperature, or an earlier round is not
+              answered.
+        """
+        # Before JAX and the lock, either of which would hang in a forked process.
+        self._till.check_process()
+        question = np.asarray(jnp.float32(temperature))
+        with self._lock:
+            k = self.answered if round is None else operator.index(round)
+            if 0 <= k < self.answered:
+                return self._repeated(k, question)
+            if k >= self._answerer.method.rounds:
+                raise RuntimeError(
+                    f"all {self._answerer.method.rounds} rounds are answered. Begin and pay for "
+                    "another conversation."
+                )
+            if k != self.answered:
+                raise ValueError(
+                    f"round={k} cannot be answered before round {self.answered}. Ask in order."
+                )
+            if self._key is None:
+                raise RuntimeError(
+                    "the conversation was closed. Begin it again with the same workdir to go on."
+                )
+            answer = self._answerer.answer(k, question, self._key)
+            rounds = {**self._rounds, f"question {k}": question, f"answer {k}": answer}
+            self._keep(rounds)  # before the answer is returned
+            self._rounds = rounds
+            if self.answered == self._answerer.method.rounds:
+                self.close()
+            return answer.copy()
+
+    def _repeated(self, k: int, question: np.ndarray) -> np.ndarray:
+        """Returns the answer of an earlier round to the same question."""
+        earlier = self._rounds[f"question {k}"]
+        if earlier.tobytes() != question.tobytes():
+            raise ValueError(
+                f"round={k} is answered at temperature {earlier}, not at {question}. A round is "
+                "answered once. Repeat the same question, or ask the next round."
+            )
+        return self._rounds[f"answer {k}"].copy()
+
+    def close(self) -> None:
+        """Closes the workdir.
+
+        It deletes the secret if all rounds are answered, and otherwise keeps it for later. In a
+        forked process it closes nothing but the files of that process.
+        """
+        if self._till.forked:
+            self._till.close()
+            return
+        with self._lock:
+            self._key = None
+            self._till.close(failed=self.answered < self._answerer.method.rounds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,5 +1,6 @@
-"""Recalibration over many private sources in one process: a function per method, a payment per
-source.
+"""Recalibration over many private sources in one process.
+
+There is a function per method, and a payment per source.
 """
 
 import dataclasses
@@ -20,14 +21,11 @@ from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration.methods import (
     AccBisection,
     AccT,
-    Bracket,
     EceT,
     Form,
-    Found,
     HistogramBinning,
     LogisticBinning,
     NllT,
-    Spacing,
 )
 from jaxdp.recalibration.protocol import (
     Method,
@@ -41,6 +39,7 @@ from jaxdp.recalibration.protocol import (
     summands,
     with_noise,
 )
+from jaxdp.recalibration.search import Bracket, FoundTemperature, Spacing
 from jaxdp.release import Release, Till, digest, program, stream
 from jaxdp.transforms.noise import check_key
 
@@ -50,8 +49,9 @@ Workdir = str | os.PathLike[str] | None
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recalibration:
-    """The calibrator's result. It depends on noisy answers only, so it is free to publish if
-    `event` is private.
+    """The calibrator's result.
+
+    It depends on noisy answers only, so it is free to publish if `event` is private.
 
     Attributes:
       method: The algorithm with its public constants.
@@ -64,22 +64,23 @@ class Recalibration:
     event: DpEvent
 
     def apply(self, logits: Any) -> np.ndarray:
-        """Returns the confidence in the largest of logits [n, m], float32 [n], NaN for logits that
-        are not finite.
+        """Returns the confidence in the largest of logits [n, m], float32 [n].
+
+        It is NaN for logits that are not finite.
 
         Raises:
           TypeError, ValueError: The logits are not floating point [n, m] with m >= 2.
         """
-        logits = logits if isinstance(logits, jax.Array) else np.asarray(logits)
+        if not isinstance(logits, jax.Array):
+            logits = np.asarray(logits)
         check_logits(logits, least=2)
-        return np.asarray(
-            _confidence(self.method, self.parameters, jnp.asarray(logits, jnp.float32))
-        )
+        logits = jnp.asarray(logits, jnp.float32)
+        return np.asarray(_confidence(self.method, self.parameters, logits))
 
     @property
     def temperature(self) -> float:
         """T of a temperature method. Other methods raise AttributeError."""
-        return float(self._of(isinstance(self.parameters, Found), "temperature").temperature)
+        return float(self._found.temperature)
 
     @property
     def at_end(self) -> Literal["low", "high"] | None:
@@ -88,22 +89,28 @@ class Recalibration:
         An objective that is flat and does not say whether T is too high, as without records, leads
         to T near 1.
         """
-        found = self._of(isinstance(self.parameters, Found), "temperature")
-        return "low" if found.low else "high" if found.high else None
+        if self._found.low:
+            return "low"
+        return "high" if self._found.high else None
 
     @property
     def bins(self) -> np.ndarray:
-        """The confidence in each bin of histogram binning, float32 [bins]. Other methods raise
-        AttributeError.
-        """
-        return self._of(isinstance(self.method, HistogramBinning), "confidences of bins")
+        """The confidence in each bin of histogram binning, float32 [bins].
 
-    def _of(self, known: bool, what: str) -> Any:
-        if not known:
-            raise AttributeError(
-                f"{type(self.method).__name__} has {self.parameters!r}, no {what}."
-            )
+        Other methods raise AttributeError.
+        """
+        if not isinstance(self.method, HistogramBinning):
+            raise self._lacks("confidences of bins")
         return self.parameters
+
+    @property
+    def _found(self) -> FoundTemperature:
+        if not isinstance(self.parameters, FoundTemperature):
+            raise self._lacks("temperature")
+        return self.parameters
+
+    def _lacks(self, name: str) -> AttributeError:
+        return AttributeError(f"{type(self.method).__name__} has {self.parameters!r}, no {name}.")
 
 
 def recalibrate(
@@ -149,51 +156,53 @@ def recalibrate(
       BudgetExceeded: A source cannot pay. Nothing is computed or charged anywhere.
     """
     parties = _parties(sources)
-    scale = noise_scale(
-        method, epsilon=epsilon, adjacency=adjacency, num_classes=parties[0].logits.shape[1]
-    )
+    num_classes = parties[0].logits.shape[1]
+    scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=num_classes)
     for party in parties:
         party.check_adjacency(adjacency)
     if key is not None:
         check_key(key)
-    paid = event(epsilon)
+    charge = event(epsilon)
     inputs = _inputs(method, parties, stream(bytes(16), "shapes"), scale)
     structure = jax.tree.structure(_play.eval_shape(*inputs))
 
     def compute(secret: bytes) -> dict[str, Any]:
-        found = converse(
-            method, parties, stream(secret, "recalibration"), epsilon=epsilon, adjacency=adjacency
-        )
-        return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(found))}
+        noise_key = stream(secret, "recalibration")
+        parameters = converse(method, parties, noise_key, epsilon=epsilon, adjacency=adjacency)
+        leaves = jax.tree.leaves(parameters)
+        return {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)}
+
+    def facts() -> list[Any]:
+        _, records, source, _, _, _, *owner = inputs
+        return [records, source, epsilon, adjacency, list(scale or ()), *owner]
 
     what = Release(
         label=type(method).__name__,
-        charges=_charges(parties, paid),
-        facts=lambda: [*inputs[1:3], epsilon, adjacency, list(scale or ()), *inputs[6:]],
-        programs=lambda: [
-            program(_play, *inputs)
-        ],  # a result depends on the method only through this
+        charges=_charges(parties, charge),
+        facts=facts,
+        # A result depends on the method only through its program.
+        programs=lambda: [program(_play, *inputs)],
         compute=compute,
     )
     with Till(workdir, seed=None if key is None else _seed(key)) as till:
-        leaves = till.once(what)
-    return Recalibration(
-        method, jax.tree.unflatten(structure, [leaves[str(i)] for i in range(len(leaves))]), paid
-    )
+        kept = till.once(what)
+    leaves = [kept[str(i)] for i in range(len(kept))]
+    return Recalibration(method, jax.tree.unflatten(structure, leaves), charge)
 
 
 def _parties(sources: Sources) -> list[Party]:
     parties = []
     for i, source in enumerate(sources):
-        if not isinstance(source, Party) and not (
-            isinstance(source, (tuple, list)) and len(source) == 2
-        ):
+        if isinstance(source, Party):
+            parties.append(source)
+            continue
+        if not isinstance(source, tuple | list) or len(source) != 2:
             raise TypeError(
                 f"sources[{i}] must be a pair (logits, labels) or a Party, got "
                 f"{type(source).__name__}."
             )
         try:
-            parties.append(source if isinstance(source, Party) else Party(*source))
+            parties.append(Party(*source))
         except (TypeError, ValueError) as error:
             raise type(error)(f"sources[{i}]: {error}") from None
     if not parties:
@@ -207,7 +216,7 @@ def _parties(sources: Sources) -> list[Party]:
     return parties
 
 
-def _charges(parties: Sequence[Party], paid: DpEvent) -> list[tuple[Account, DpEvent]]:
+def _charges(parties: Sequence[Party], charge: DpEvent) -> list[tuple[Account, DpEvent]]:
     """Returns each account once. An account of several sources pays for each of them."""
     accounts = [party.account for party in parties if party.account is not None]
     if len(accounts) not in (0, len(parties)):
@@ -216,38 +225,42 @@ def _charges(parties: Sequence[Party], paid: DpEvent) -> list[tuple[Account, DpE
             f"sources {without} have no account but others do. Give every source an account, or "
             "none."
         )
-    each = {(id(account.ledger), account.name): account for account in accounts}
-    times = Counter((id(account.ledger), account.name) for account in accounts)
-    return [
-        (each[name], paid if count == 1 else SelfComposedDpEvent(paid, count))
-        for name, count in times.items()
-    ]
+    by_name = {(id(account.ledger), account.name): account for account in accounts}
+    sources_of = Counter((id(account.ledger), account.name) for account in accounts)
+    charges: list[tuple[Account, DpEvent]] = []
+    for name, count in sources_of.items():
+        total = charge if count == 1 else SelfComposedDpEvent(charge, count)
+        charges.append((by_name[name], total))
+    return charges
 
 
 def _seed(key: jax.Array) -> bytes:
-    return bytes.fromhex(digest([str(jax.random.key_impl(key)), jax.random.key_data(key)]))[:16]
+    """Returns 16 secret bytes that are a function of a key."""
+    kind = str(jax.random.key_impl(key))
+    return bytes.fromhex(digest([kind, jax.random.key_data(key)]))[:16]
 
 
 def _inputs(
     method: Method, parties: Sequence[Party], key: jax.Array, scale: Scale | None
 ) -> tuple[Any, ...]:
     """Returns the arguments of `_play`."""
-    logits, labels = (
-        np.concatenate([getattr(p, name) for p in parties]) for name in ("logits", "labels")
-    )
+    logits = np.concatenate([party.logits for party in parties])
+    labels = np.concatenate([party.labels for party in parties])
     records = Records(jnp.asarray(logits), jnp.asarray(labels))
-    source = np.repeat(np.arange(len(parties), dtype=np.int32), [party.units for party in parties])
-    inputs = method, records, source, len(parties), key, scale
+    units = [party.units for party in parties]
+    source = np.repeat(np.arange(len(parties), dtype=np.int32), units)
+    inputs = (method, records, source, len(parties), key, scale)
     if all(party.group is None for party in parties):
         return inputs
-    starts = np.cumsum([0, *(party.units for party in parties)], dtype=np.int32)
-    mine = [
-        np.arange(party.units, dtype=np.int32) if party.group is None else party.group
-        for party in parties
-    ]
-    return *inputs, np.concatenate(
-        [start + owners for start, owners in zip(starts, mine, strict=False)]
-    )
+    owners = []
+    start = 0  # of the numbers of a source's owners among those of all sources
+    for party in parties:
+        own = party.group
+        if own is None:  # each record is an owner
+            own = np.arange(party.units, dtype=np.int32)
+        owners.append(np.int32(start) + own)
+        start += party.units
+    return (*inputs, np.concatenate(owners))
 
 
 def converse(
@@ -275,18 +288,24 @@ def _play(
     owner: jax.Array | None = None,
 ) -> Any:
     def ask(k: int, temperature: jax.Array) -> jax.Array:
-        exact = exact_sums(summands(method, k, records, temperature), source, sources, scale, owner)
+        added = summands(method, k, records, temperature)
+        exact = exact_sums(added, source, sources, scale, owner)
         return with_noise(key, exact, scale, k).sum(0)
 
-    return play(method, ask, 0.0 if scale is None else scale.variance * sources)
+    variance = 0.0 if scale is None else scale.variance * sources
+    return play(method, ask, variance)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _confidence(method: Method, parameters: Any, logits: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isfinite(logits).all(1), method.confidence(parameters, logits), jnp.nan)
+    finite = jnp.isfinite(logits).all(1)
+    return jnp.where(finite, method.confidence(parameters, logits), jnp.nan)
 
 
 # --- By name ------------------------------------------------------------------------------------
+
+# Each function is the flat form of `recalibrate(method, sources, ...)`: the options of the method and
+# the terms of the release are its keywords. That is why some have more than eight parameters.
 
 
 def acc_t(
@@ -302,8 +321,7 @@ def acc_t(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """Runs Acc-T: the temperature at which mean confidence equals accuracy (Section 4, Algorithm
-    1).
+    """Runs Acc-T: the temperature at which mean confidence equals accuracy (Section 4).
 
     Args:
       sources, epsilon, key, adjacency, workdir: As in `recalibrate`.
@@ -320,7 +338,9 @@ def acc_t(
     if search not in ("golden", "bisection"):
         raise ValueError(f"search must be 'golden' or 'bisection', got {search!r}.")
     kind = AccT if search == "golden" else AccBisection
-    split = adjacency == "replace_one" if split is None else split
+    if split is None:
+        # Under "add_remove" this would be less noise with two classes only.
+        split = adjacency == "replace_one"
     method = kind(bracket=Bracket.of(bracket, spacing), iterations=iterations, split=split)
     return recalibrate(
         method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
@@ -339,10 +359,10 @@ def nll_t(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """Runs NLL-T: the temperature of least negative log likelihood, clipped per record to `bound`
-    (Section 3.3, C.2.1).
+    """Runs NLL-T: the temperature of least negative log likelihood (Section 3.3, C.2.1).
 
-    Other arguments are as in `acc_t`. `bound`, in nats, must not depend on the sources.
+    The loss of each record is clipped to `bound`, in nats, which must not depend on the sources.
+    Other arguments are as in `acc_t`.
     """
     method = NllT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bound=bound)
     return recalibrate(
@@ -362,8 +382,9 @@ def ece_t(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """Runs ECE-T: the temperature of least error in bins of equal width (Section 3.3, C.2.2). See
-    `acc_t`.
+    """Runs ECE-T: the temperature of least error in bins of equal width (Section 3.3, C.2.2).
+
+    Arguments are as in `acc_t`.
     """
     method = EceT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bins=bins)
     return recalibrate(
@@ -381,7 +402,10 @@ def histogram_binning(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """Runs `HistogramBinning`: each bin's confidence becomes its accuracy (Section 3.3, C.2.3)."""
+    """Runs `HistogramBinning`: each bin's confidence becomes its accuracy (Section 3.3, C.2.3).
+
+    Other arguments are as in `recalibrate`.
+    """
     method = HistogramBinning(bins=bins, form=form)
     return recalibrate(
         method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
@@ -397,7 +421,10 @@ def logistic_binning(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """Fits two numbers to all noisy bins at once, beyond the paper. See `LogisticBinning`."""
+    """Fits two numbers to all noisy bins at once, beyond the paper. See `LogisticBinning`.
+
+    Other arguments are as in `recalibrate`.
+    """
     method = LogisticBinning(edges=tuple(edges))
     return recalibrate(
         method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
@@ -406,7 +433,7 @@ def logistic_binning(
 
 def none() -> Recalibration:
     """Returns the baseline without recalibration: T = 1, no question."""
-    unchanged = Found(jnp.float32(1), jnp.bool_(False), jnp.bool_(False))
+    unchanged = FoundTemperature(jnp.float32(1), jnp.bool_(False), jnp.bool_(False))
     return Recalibration(AccT(), jax.tree.map(np.asarray, unchanged), NoOpDpEvent())
 
 
@@ -417,12 +444,10 @@ def one_source(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """Runs the baseline of one source that recalibrates for itself, by default with temperature
-    scaling, `NllT()`.
+    """Runs the baseline of one source that recalibrates for itself (Guo et al. 2017).
 
-    NOT private: without noise, its event makes the epsilon of the source's account infinite (Guo et
-    al. 2017).
+    The default is temperature scaling, `NllT()`. NOT private: without noise, its event makes the
+    epsilon of the source's account infinite.
     """
-    return recalibrate(
-        method or NllT(), [source], epsilon=math.inf, adjacency=adjacency, workdir=workdir
-    )
+    method = method or NllT()
+    return recalibrate(method, [source], epsilon=math.inf, adjacency=adjacency, workdir=workdir)

@@ -10,6 +10,7 @@ import dataclasses
 import decimal
 import functools
 import hashlib
+import itertools
 import math
 import os
 import pathlib
@@ -62,19 +63,17 @@ def _templates(folder: pathlib.Path) -> Any:
 
 
 def round_up(value: float, digits: int = 3) -> str:
-    """Returns a number with at most `digits` significant digits, never less than the number: for
-    epsilons and deltas.
+    """Returns a number with at most `digits` significant digits, never less than the number.
 
-    Infinity is "infinite".
+    It is for epsilons and deltas. Infinity is "infinite".
     """
     return _rounded(value, digits, decimal.ROUND_CEILING)
 
 
 def round_down(value: float, digits: int = 3) -> str:
-    """Returns a number with at most `digits` significant digits, never more than the number: for
-    proven lower bounds.
+    """Returns a number with at most `digits` significant digits, never more than the number.
 
-    Infinity is "infinite".
+    It is for proven lower bounds. Infinity is "infinite".
     """
     return _rounded(value, digits, decimal.ROUND_FLOOR)
 
@@ -82,17 +81,14 @@ def round_down(value: float, digits: int = 3) -> str:
 def _rounded(value: float, digits: int, direction: str) -> str:
     if math.isinf(value):
         return "infinite"
-    exact = decimal.Decimal(
-        f"{value:.12g}"
-    )  # as exact as budgets are, so that 1e-5 and 3 * 0.1 stay themselves
-    # Whole numbers keep all their digits.
-    place = min(exact.adjusted() + 1 - digits, 0)
-    found = (
-        float(exact.quantize(decimal.Decimal(1).scaleb(place), rounding=direction))
-        if exact
-        else 0.0
-    )
-    return f"{found:.0f}" if abs(found) >= 1000 else f"{found:.{digits}g}"
+    # As exact as budgets are, so that 1e-5 and 3 * 0.1 stay themselves.
+    exact = decimal.Decimal(f"{value:.12g}")
+    rounded = 0.0
+    if exact:
+        # Whole numbers keep all their digits.
+        place = min(exact.adjusted() + 1 - digits, 0)
+        rounded = float(exact.quantize(decimal.Decimal(1).scaleb(place), rounding=direction))
+    return f"{rounded:.0f}" if abs(rounded) >= 1000 else f"{rounded:.{digits}g}"
 
 
 def _percent(value: float) -> str:
@@ -144,24 +140,29 @@ class Chart:
         return self.height - 44
 
     @functools.cached_property
+    def _points(self) -> list[tuple[float, float]]:
+        return list(itertools.chain.from_iterable(self.curves.values()))
+
+    @functools.cached_property
     def _high(self) -> float:
-        shown = [y for points in self.curves.values() for _, y in points] + list(
-            self.limits.values()
-        )
-        return self.top or max(filter(math.isfinite, shown), default=0.0) or 1.0
+        if self.top:
+            return self.top
+        heights = [*(y for _, y in self._points), *self.limits.values()]
+        return max(filter(math.isfinite, heights), default=0.0) or 1.0
 
     @functools.cached_property
     def _ends(self) -> tuple[float, float]:
-        found = [x for points in self.curves.values() for x, _ in points]
-        return (
-            (min(found), max(found))
-            if min(found) < max(found)
-            else (found[0] - 0.5, found[0] + 0.5)
-        )
+        places = [x for x, _ in self._points]
+        low = min(places)
+        high = max(places)
+        if low == high:  # one moment has no width
+            return low - 0.5, high + 0.5
+        return low, high
 
     def _x(self, x: float) -> float:
         low, high = self._ends
-        return round(self.left + (self.right - self.left) * (x - low) / (high - low), 1)
+        share = (self.right - self.left) * (x - low) / (high - low)
+        return round(self.left + share, 1)
 
     def _y(self, y: float) -> float:
         return round(self.bottom - (self.bottom - 28) * y / self._high, 1)
@@ -178,21 +179,20 @@ class Chart:
 
     @property
     def xmarks(self) -> list[tuple[float, str]]:
-        """The places and texts of the marks of the x axis, in round steps, whole ones if every x is
-        whole.
+        """The places and texts of the marks of the x axis.
 
-        With `mark` they are quarters of the axis.
+        They are in round steps, and in whole ones if every x is whole. With `mark` they are
+        quarters of the axis.
         """
         low, high = self._ends
         if self.mark is not None:
-            marks = {
-                self.mark(x): self._x(x) for x in (low + k * (high - low) / 4 for k in range(5))
-            }
-            return [
-                (min(x, self.width - 4.0 * len(text)), text) for text, x in marks.items()
-            ]  # ends inside
-        whole = all(float(x).is_integer() for points in self.curves.values() for x, _ in points)
-        return [(self._x(x), self.text(x)) for x in _marks(low, high, least=1.0 if whole else 0.0)]
+            quarters = [low + k * (high - low) / 4 for k in range(5)]
+            places = {self.mark(x): self._x(x) for x in quarters}
+            # A text is centred at its mark. The last one must end inside.
+            return [(min(x, self.width - 4.0 * len(text)), text) for text, x in places.items()]
+        whole = all(float(x).is_integer() for x, _ in self._points)
+        marks = _marks(low, high, least=1.0 if whole else 0.0)
+        return [(self._x(x), self.text(x)) for x in marks]
 
     @property
     def ymarks(self) -> list[tuple[float, str]]:
@@ -205,22 +205,25 @@ class Chart:
     @property
     def paths(self) -> list[str]:
         """The curves as paths of SVG."""
-        found = []
-        for points in self.curves.values():
-            drawn, pen = "", "M"
-            for x, y in points:
-                if not math.isfinite(y):
-                    pen = "M"
-                    continue
-                place = (self._x(x), self._y(min(y, self._high)))
-                drawn += (
-                    "{}{} {}".format(pen, *place)
-                    if pen == "M" or not self.steps
-                    else "H{}V{}".format(*place)
-                )
-                pen = "L"
-            found.append(drawn)
-        return found
+        return [self._path(points) for points in self.curves.values()]
+
+    def _path(self, points: Sequence[tuple[float, float]]) -> str:
+        path = ""
+        gap = True  # whether the pen is up
+        for x, y in points:
+            if not math.isfinite(y):
+                gap = True
+                continue
+            across = self._x(x)
+            down = self._y(min(y, self._high))
+            if gap:
+                path += f"M{across} {down}"
+            elif self.steps:
+                path += f"H{across}V{down}"
+            else:
+                path += f"L{across} {down}"
+            gap = False
+        return path
 
     @property
     def headings(self) -> list[str]:
@@ -230,18 +233,20 @@ class Chart:
     @property
     def rows(self) -> list[list[str]]:
         """The rows of the table of the chart's numbers, one for each x."""
-        values = [dict(points) for points in self.curves.values()]
-        places = sorted({x for points in values for x in points})
-        return [
-            [self.text(x), *(self._value(points[x]) if x in points else "" for points in values)]
-            for x in places
-        ]
+        curves = [dict(points) for points in self.curves.values()]
+        rows = []
+        for x in sorted({x for x, _ in self._points}):
+            values = [self._value(curve[x]) if x in curve else "" for curve in curves]
+            rows.append([self.text(x), *values])
+        return rows
 
 
 def _marks(low: float, high: float, least: float = 0.0) -> list[float]:
     """Returns about five multiples of a round step from `low` to `high`."""
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
-    step = max(next(power * k for k in (1, 2, 2.5, 5, 10) if power * k >= 0.999 * rough), least)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    steps = [power * k for k in (1, 2, 2.5, 5, 10)]
+    step = max(next(step for step in steps if step >= 0.999 * rough), least)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
     return [round(k * step, 12) for k in range(first, last + 1)]

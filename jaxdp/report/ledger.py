@@ -1,13 +1,15 @@
-"""The page of a ledger: every account, what was spent by whom and when, what is left, and whether
-the file is whole.
+"""The page of a ledger: its accounts, spends and state.
+
+It shows what was spent by whom and when, what is left, and whether the file is whole.
 """
 
 import datetime
+import functools
 import math
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import write_durably
@@ -31,8 +33,9 @@ def write_ledger_page(
     delta: float = 1e-5,
     timezone: datetime.tzinfo = datetime.UTC,
 ) -> None:
-    """Writes the page of a ledger: one HTML file without scripts or requests, for a browser and for
-    paper.
+    """Writes the page of a ledger: one HTML file without scripts or requests.
+
+    It is for a browser and for paper.
 
     Epsilons are rounded up, and what is left is rounded down. The element `data` around such a
     number has the exact one of `Ledger.report` as its `value`.
@@ -68,25 +71,23 @@ def ledger_page(
     def time(text: str) -> str:
         return f"{local(text, timezone):%Y-%m-%d %H:%M:%S}"
 
-    made = datetime.datetime.now(datetime.UTC).isoformat()
-    about = {
+    common = {
         "title": "Privacy ledger",
         "version": __version__,
-        "made": time(made),
+        "made": time(datetime.datetime.now(datetime.UTC).isoformat()),
         "timezone": timezone,
     }
     try:
-        found = ledger_facts(path, delta=delta)
+        facts = ledger_facts(path, delta=delta)
     except LedgerDamaged as error:
-        return render_page(
-            _PAGES / "damaged.html.jinja", path=os.fspath(path), error=str(error), **about
-        ), error
-    shown = {
-        "charts": [_chart(found, group, timezone) for group in found["groups"]],
-        "verdicts": [verdict(group["account"]) for group in found["groups"]],
-        "limit": max(3, min(ROWS, 300 // max(len(found["groups"]), 1))),
-    }
-    return render_page(_PAGES / "ledger.html.jinja", **found, **shown, time=time, **about), None
+        damaged = {"path": os.fspath(path), "error": str(error)}
+        return render_page(_PAGES / "damaged.html.jinja", **damaged, **common), error
+    groups = facts["groups"]
+    facts["charts"] = [_chart(facts, group, timezone) for group in groups]
+    facts["verdicts"] = [verdict(group["account"]) for group in groups]
+    # About 300 rows in all tables together, so that the page of many accounts can be read.
+    facts["limit"] = max(3, min(ROWS, 300 // max(len(groups), 1)))
+    return render_page(_PAGES / "ledger.html.jinja", **facts, time=time, **common), None
 
 
 def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[str, Any]:
@@ -107,65 +108,83 @@ def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[s
         ledger.backup(f"{folder}/copy")
         with Ledger(f"{folder}/copy", read_only=True) as copy:
             report = copy.report(delta=delta) | {"path": os.fspath(path)}
-            groups: list[dict[str, Any]] = [
-                {
-                    "names": [entry["name"] for entry in same],
-                    "account": same[0],
-                    "share": _share(same[0]),
-                }
-                for same in grouped(report)
-            ]
-            groups.sort(
-                key=lambda group: -1.0 if group["share"] is None else group["share"], reverse=True
-            )
-            drawn = [group["account"]["name"] for group in groups if group["account"]["rows"]][
-                :CHARTS
-            ]
+            groups = [_group(accounts) for accounts in grouped(report)]
+            groups.sort(key=_spent, reverse=True)
+            touched = [group["account"] for group in groups if group["account"]["rows"]]
+            drawn = [account["name"] for account in touched[:CHARTS]]
             for group in groups:
-                name, at = group["account"]["name"], group["account"]["delta"]
-                points = min(40, POINTS // len(drawn)) if name in drawn else 0
-                group["growth"] = copy.growth(name, delta=at, points=points) if points else []
-            newest = copy.history()[: -NEWEST - 1 : -1]
+                account = group["account"]
+                group["growth"] = []
+                if account["name"] in drawn:
+                    group["growth"] = copy.growth(
+                        account["name"],
+                        delta=account["delta"],
+                        points=min(40, POINTS // len(drawn)),
+                    )
+            newest = copy.history()[-NEWEST:][::-1]
         return {"report": report, "has_head": ledger.has_head, "groups": groups, "newest": newest}
 
 
+def _group(accounts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first = accounts[0]
+    names = [account["name"] for account in accounts]
+    return {"names": names, "account": first, "share": _share(first)}
+
+
+def _spent(group: Mapping[str, Any]) -> float:
+    """Returns the share that is spent, by which groups are sorted. No budget is below any share."""
+    return -1.0 if group["share"] is None else group["share"]
+
+
 def _share(account: Mapping[str, Any]) -> float | None:
-    """Returns the share of the budget that is spent, infinite if a release has no proof, or None
-    without a budget.
+    """Returns the share of the budget that is spent, or None without a budget.
+
+    It is infinite if a release has no proof.
     """
     if account["headline"].startswith("inf"):
         return math.inf
-    return None if account["budget"] is None else 1 - account["remaining"] / account["budget"]
+    if account["budget"] is None:
+        return None
+    return 1 - account["remaining"] / account["budget"]
 
 
 def _chart(
-    found: Mapping[str, Any], group: Mapping[str, Any], timezone: datetime.tzinfo
+    facts: Mapping[str, Any], group: Mapping[str, Any], timezone: datetime.tzinfo
 ) -> Chart | None:
-    """Returns epsilon over the time from the ledger's first to its last spend, or None if that is
-    one moment.
+    """Returns epsilon over the time from the ledger's first to its last spend.
+
+    It is None if that is one moment.
     """
     if not group["growth"]:
         return None
-    starts = [
-        entry["spends"][0]["first_at"] for entry in found["report"]["datasets"] if entry["spends"]
-    ]
-    points = [(_seconds(min(starts)), 0.0)]
+    spends = [entry["spends"] for entry in facts["report"]["datasets"] if entry["spends"]]
+    first = _seconds(min(of_dataset[0]["first_at"] for of_dataset in spends))
+    last = _seconds(facts["newest"][0]["reserved_at"])
+    now = first
+    epsilon = 0.0
+    points = [(now, epsilon)]
     for row in group["growth"]:
         # A row counts from its first spend on, so that the curve is never too low. Clocks may go
         # back.
-        points.append((max(_seconds(row["first_at"]), points[-1][0]), row["epsilon"]))
-    points.append((max(_seconds(found["newest"][0]["reserved_at"]), points[-1][0]), points[-1][1]))
-    seconds = points[-1][0] - points[0][0]
-    if not seconds:
+        now = max(_seconds(row["first_at"]), now)
+        epsilon = row["epsilon"]
+        points.append((now, epsilon))
+    now = max(last, now)
+    points.append((now, epsilon))
+    if now == first:
         return None
     budget = group["account"]["budget"]
+
+    def text(form: str, x: float) -> str:
+        return datetime.datetime.fromtimestamp(x, timezone).strftime(form)
+
     return Chart(
         curves={"spent": points},
         limits={} if budget is None else {f"budget {budget:g}": budget},
         xlabel=f"time ({timezone})",
         ylabel="epsilon",
-        text=lambda x: f"{datetime.datetime.fromtimestamp(x, timezone):%Y-%m-%d %H:%M:%S}",
-        mark=lambda x: f"{datetime.datetime.fromtimestamp(x, timezone):{_mark(seconds)}}",
+        text=functools.partial(text, "%Y-%m-%d %H:%M:%S"),
+        mark=functools.partial(text, _mark(now - first)),
         steps=True,
     )
 
@@ -176,4 +195,6 @@ def _seconds(text: str) -> float:
 
 def _mark(seconds: float) -> str:
     """Returns the format of the marks of an axis of time."""
-    return "%H:%M:%S" if seconds < 3600 else "%H:%M" if seconds < 86400 else "%Y-%m-%d"
+    if seconds < 3600:
+        return "%H:%M:%S"
+    return "%H:%M" if seconds < 86400 else "%Y-%m-%d"

@@ -66,13 +66,16 @@ class MetricsWriter:
             TypeError: A value has no JSON form.
             ValueError: A metric is called "step", "time" or "seconds", or an array is not a scalar.
         """
-        if reserved := {"step", "time", "seconds"} & set(metrics):
+        reserved = {"step", "time", "seconds"} & set(metrics)
+        if reserved:
             raise ValueError(
                 f"metrics must not be named {sorted(reserved)}, which every line has. Rename them."
             )
-        ended = time.time() if ended is None else ended
-        times = {"time": ended, "seconds": self._before + ended - self._opened}
-        record = {"step": int(step), **times, **tree.map_structure_with_path(_to_json, metrics)}
+        if ended is None:
+            ended = time.time()
+        seconds = self._before + ended - self._opened
+        record: dict[str, Any] = {"step": int(step), "time": ended, "seconds": seconds}
+        record |= tree.map_structure_with_path(_to_json, metrics)
         # One write per line: a crash leaves at most the last line incomplete, and the next opening
         # removes it.
         self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
@@ -83,22 +86,25 @@ class MetricsWriter:
     def truncate_after(self, step: int) -> int:
         """Drops the lines of later steps, which a resumed run writes again. Returns their number.
 
-        "seconds" continues from the last kept line.
-        The file is replaced in one rename. A crash leaves the old file or the new one.
+        "seconds" continues from the last line that stays. The file is replaced in one rename. A
+        crash leaves the old file or the new one.
         """
         lines = list(_lines(self.path))
-        kept = [(line, record) for line, record in lines if record["step"] <= step]
-        if len(kept) == len(lines):
+        earlier = [(line, record) for line, record in lines if record["step"] <= step]
+        if len(earlier) == len(lines):
             return 0
         self._file.close()
-        write_durably(self.path, b"".join(line for line, _ in kept))
+        write_durably(self.path, b"".join(line for line, _ in earlier))
         self._file = self._open()
-        self._start_clock(kept)
-        return len(lines) - len(kept)
+        self._start_clock(earlier)
+        return len(lines) - len(earlier)
 
     def _start_clock(self, lines: Sequence[tuple[bytes, dict[str, Any]]]) -> None:
-        # Lines of earlier releases have no "seconds".
-        self._opened, self._before = time.time(), lines[-1][1].get("seconds", 0.0) if lines else 0.0
+        self._opened = time.time()
+        self._before = 0.0
+        if lines:
+            _, last = lines[-1]
+            self._before = last.get("seconds", 0.0)  # lines of earlier releases have none
 
     def _open(self) -> BinaryIO:
         return open(self.path, "ab")
@@ -115,8 +121,9 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads the lines of a metrics file in order, without an incomplete last line (of a run killed
-    or still writing).
+    """Reads the lines of a metrics file in order.
+
+    An incomplete last line, of a run that was killed or still writes, is left out.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -152,7 +159,8 @@ def _to_json(path: tuple[Any, ...], value: Any) -> Any:
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if not isinstance(value, float):
-        array, name = np.asarray(value), ".".join(map(str, path))
+        array = np.asarray(value)
+        name = ".".join(map(str, path))
         if array.ndim != 0:
             raise ValueError(
                 f"metric {name!r} is an array of shape {array.shape}. Reduce it or pass a list."
@@ -161,7 +169,9 @@ def _to_json(path: tuple[Any, ...], value: Any) -> Any:
         if not isinstance(value, (bool, int, float)):
             raise TypeError(f"metric {name!r} is a {type(value).__name__}, which has no JSON form.")
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        if math.isnan(value):
+            return "NaN"
+        return "Infinity" if value > 0 else "-Infinity"
     return value
 
 

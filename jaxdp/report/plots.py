@@ -6,13 +6,14 @@ the panels. matplotlib loads on use. Colours are from Okabe and Ito's palette, w
 readers can tell apart. Every line is named beside it.
 """
 
+import dataclasses
 import itertools
 import math
 import os
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -22,17 +23,29 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BLUE, _VERMILION, _GREEN, _INK, _GREY = "#0072B2", "#D55E00", "#009E73", "#222222", "#6E6E6E"
+_BLUE = "#0072B2"
+_VERMILION = "#D55E00"
+_GREEN = "#009E73"
+_INK = "#222222"
+_GREY = "#6E6E6E"
 _GAP = "#F2B591"  # vermilion on white, opaque to look the same on a bar
 _REFERENCE_COLOURS = (_GREEN, _VERMILION, "#CC79A7", "#E69F00")
 _CURVE_COLOURS = (_BLUE, _VERMILION, _GREEN, "#CC79A7", "#E69F00", "#56B4E9", _GREY)
 _FONT = 11.5
 _TEXT: dict[str, Any] = {"fontsize": _FONT, "color": _INK}
 _DASHED: dict[str, Any] = {"linewidth": 1.6, "linestyle": (0, (5, 3)), "zorder": 2}
-_PERCENT, _PERMILLE = "{x:.0%}", "{x:.1%}"
+_PERCENT = "{x:.0%}"
+_PERMILLE = "{x:.1%}"
 
 Curves = Mapping[str, Sequence[tuple[float, float]]]
-Label = tuple[float, str, str]  # the height of a name, the name, its colour
+
+
+class Label(NamedTuple):
+    """A name at the right of a panel, at the height of a value."""
+
+    height: float
+    text: str
+    colour: str
 
 
 def plot_training(
@@ -65,43 +78,76 @@ def plot_training(
             "run."
         )
     references = dict(references or {})
-    final_accuracy, final_epsilon = accuracy[-1][1], epsilon[-1][1]
+    last_step, final_accuracy = accuracy[-1]
+    last_spend, final_epsilon = epsilon[-1]
     title = f"{dataset}: {_percent(final_accuracy)} accuracy at ε = {_number(final_epsilon)}"
-    gaps = (f", {_gap(final_accuracy - value)} {name}" for name, value in references.items())
+    gaps = [f", {_gap(final_accuracy - value)} {name}" for name, value in references.items()]
     subtitle = f"Private training at δ = {_power(delta)}{''.join(gaps)}"
     grid = {"top": 0.825, "bottom": 0.095, "height_ratios": [2.0, 1.0], "hspace": 0.24}
-    figure, ((upper,), (lower,)) = _page(title, subtitle, (7.6, 6.6), 2, 1, grid)
-
-    labels = [(final_accuracy, f"private  {_percent(final_accuracy)}", _BLUE)]
-    for (name, value), colour in zip(
-        references.items(), itertools.cycle(_REFERENCE_COLOURS), strict=False
-    ):
-        labels.append((value, f"{name}  {_percent(value)}", colour))
-    values = _progress(upper, accuracy, labels)
-    shown = [value for value in (*values, *references.values()) if math.isfinite(value)]
-    low, high = min(shown, default=0.0), max(shown, default=1.0)
-    margin = max(0.08 * (high - low), 0.01)
-    upper.set_ylim(max(0.0, low - margin), min(1.0, high + margin) + 0.004)
-    _round_marks(upper.yaxis, 6, _PERCENT if high - low > 0.05 else _PERMILLE)
-    _finish(upper, "Test accuracy", labels)
-
-    labels = [
-        (final_epsilon, f"spent  {_number(final_epsilon)}", _BLUE),
-        (budget, f"budget  {_number(budget)}", _INK),
-    ]
-    values = _progress(lower, epsilon, labels)
-    lower.fill_between([step for step, _ in epsilon], values, color=_BLUE, alpha=0.12, linewidth=0)
-    if not any(map(math.isfinite, values)):
-        place = {"transform": lower.transAxes, "ha": "center", "va": "center"}
-        lower.text(0.5, 0.5, "no finite ε holds for this run", color=_GREY, fontsize=_FONT, **place)
-    top = max(filter(math.isfinite, (*values, budget)), default=1.0)
-    lower.set_ylim(0, 1.12 * top if top > 0 else 1.0)
-    _round_marks(lower.yaxis, 4)
+    figure, panels = _page(title, subtitle, (7.6, 6.6), 2, 1, grid)
+    upper, lower = panels[:, 0]
+    _accuracy_panel(upper, accuracy, references)
+    _epsilon_panel(lower, epsilon, budget)
     _round_marks(lower.xaxis, 6, integer=True)
-    lower.set_xlim(0, max(accuracy[-1][0], epsilon[-1][0], 1))
+    lower.set_xlim(0, max(last_step, last_spend, 1))
     lower.set_xlabel("step", **_TEXT)
+    labels = [
+        Label(final_epsilon, f"spent  {_number(final_epsilon)}", _BLUE),
+        Label(budget, f"budget  {_number(budget)}", _INK),
+    ]
     _finish(lower, f"Privacy spent: ε at δ = {_power(delta)}", labels)
     return _save(figure, path)
+
+
+def _accuracy_panel(
+    axes: "Axes", accuracy: Sequence[tuple[int, float]], references: Mapping[str, float]
+) -> None:
+    _, final = accuracy[-1]
+    labels = [Label(final, f"private  {_percent(final)}", _BLUE)]
+    colours = itertools.cycle(_REFERENCE_COLOURS)
+    for (name, value), colour in zip(references.items(), colours, strict=False):
+        labels.append(Label(value, f"{name}  {_percent(value)}", colour))
+        _reference_line(axes, value, colour)
+    values = [*_progress(axes, accuracy), *references.values()]
+    finite = list(filter(math.isfinite, values))
+    low = min(finite, default=0.0)
+    high = max(finite, default=1.0)
+    margin = max(0.08 * (high - low), 0.01)
+    axes.set_ylim(max(0.0, low - margin), min(1.0, high + margin) + 0.004)
+    _round_marks(axes.yaxis, 6, _PERCENT if high - low > 0.05 else _PERMILLE)
+    _finish(axes, "Test accuracy", labels)
+
+
+def _epsilon_panel(axes: "Axes", epsilon: Sequence[tuple[int, float]], budget: float) -> None:
+    _reference_line(axes, budget, _INK)
+    values = _progress(axes, epsilon)
+    steps = [step for step, _ in epsilon]
+    axes.fill_between(steps, values, color=_BLUE, alpha=0.12, linewidth=0)
+    if not any(map(math.isfinite, values)):
+        place = {"transform": axes.transAxes, "ha": "center", "va": "center"}
+        axes.text(0.5, 0.5, "no finite ε holds for this run", color=_GREY, fontsize=_FONT, **place)
+    top = max(filter(math.isfinite, (*values, budget)), default=1.0)
+    axes.set_ylim(0, 1.12 * top if top > 0 else 1.0)
+    _round_marks(axes.yaxis, 4)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurveAxes:
+    """The axes of `plot_curves`.
+
+    Attributes:
+        xlabel, ylabel: The names of the axes. The name of y is above the panel.
+        xscale, yscale: "linear" or "log".
+        percent: Whether a linear y axis has percentages.
+        xticks: x to the text of the marks on the x axis. Long texts are slanted. None chooses them.
+    """
+
+    xlabel: str
+    ylabel: str
+    xscale: Literal["linear", "log"] = "linear"
+    yscale: Literal["linear", "log"] = "linear"
+    percent: bool = True
+    xticks: Mapping[float, str] | None = None
 
 
 def plot_curves(
@@ -110,13 +156,8 @@ def plot_curves(
     *,
     title: str,
     subtitle: str,
-    xlabel: str,
-    ylabel: str,
-    xscale: Literal["linear", "log"] = "linear",
-    yscale: Literal["linear", "log"] = "linear",
-    percent: bool = True,
-    xticks: Mapping[float, str] | None = None,
     references: Mapping[str, float] | None = None,
+    **axes: Any,
 ) -> Path:
     """Draws named curves in one panel, each with its name at its right end.
 
@@ -125,36 +166,44 @@ def plot_curves(
         curves: Name to (x, y) pairs in the order of x. Non-finite y leave a gap, and so do y <= 0
           on a log scale. The first curve is the thickest. With more than seven the colours repeat,
           with dashes.
-        xlabel, ylabel: The names of the axes. The name of y is above the panel.
-        xscale, yscale: "linear" or "log".
-        percent: Whether a linear y axis has percentages.
-        xticks: x to the text of the marks on the x axis. Long texts are slanted. None chooses them.
         references: Name to y of dashed horizontal lines.
+        axes: The attributes of `CurveAxes`, such as xlabel and ylabel.
 
     Raises:
         ValueError: There is no curve or an empty one.
     """
-    if not curves or not all(curves.values()):
+    if not _has_points(curves):
         raise ValueError("curves needs at least one curve and at least one (x, y) pair in each.")
-    figure, ((axes,),) = _page(title, subtitle)
-    axes.set_xscale(xscale)
-    if xscale == "log":
-        marked = [x for points in curves.values() for x, _ in points]
-        _log_marks(axes.xaxis, min(marked), max(marked))
-    labels = list(_curves(axes, curves, list(curves), yscale).values())
+    described = CurveAxes(**axes)
+    figure, panels = _page(title, subtitle)
+    panel = panels[0, 0]
+    panel.set_xscale(described.xscale)
+    if described.xscale == "log":
+        places = [x for x, _ in itertools.chain.from_iterable(curves.values())]
+        _log_marks(panel.xaxis, min(places), max(places))
+    labels = list(_curves(panel, curves, list(curves), described.yscale).values())
     for name, value in (references or {}).items():
-        axes.axhline(value, color=_INK, **_DASHED)
-        labels.append((value, name, _INK))
-    axes.set_xlabel(xlabel, **_TEXT)
-    if xticks is not None:
-        axes.set_xticks(list(xticks), list(xticks.values()))
-        axes.set_xticks([], minor=True)
-        if max(map(len, xticks.values())) > 6:
-            for mark in axes.get_xticklabels():
-                mark.set(rotation=35, ha="right", rotation_mode="anchor")
-    _y_marks(axes, percent=percent)
-    _finish(axes, ylabel, labels)
+        panel.axhline(value, color=_INK, **_DASHED)
+        labels.append(Label(value, name, _INK))
+    panel.set_xlabel(described.xlabel, **_TEXT)
+    if described.xticks is not None:
+        _named_marks(panel, described.xticks)
+    _y_marks(panel, percent=described.percent)
+    _finish(panel, described.ylabel, labels)
     return _save(figure, path)
+
+
+def _has_points(curves: Mapping[str, Sequence[Any]]) -> bool:
+    return bool(curves) and all(curves.values())
+
+
+def _named_marks(axes: "Axes", xticks: Mapping[float, str]) -> None:
+    axes.set_xticks(list(xticks), list(xticks.values()))
+    axes.set_xticks([], minor=True)
+    if max(map(len, xticks.values())) <= 6:
+        return
+    for mark in axes.get_xticklabels():
+        mark.set(rotation=35, ha="right", rotation_mode="anchor")
 
 
 def plot_panels(
@@ -167,8 +216,9 @@ def plot_panels(
     yscale: Literal["linear", "log"] = "linear",
     percent: bool = False,
 ) -> Path:
-    """Draws panels of named curves side by side over one y axis, with the names at the right of the
-    last panel.
+    """Draws panels of named curves side by side over one y axis.
+
+    Names are at the right of the last panel.
 
     A name has the same colour in every panel.
 
@@ -184,15 +234,19 @@ def plot_panels(
     Raises:
         ValueError: There is no panel, or one without curves or with an empty one.
     """
-    if not panels or not all(curves and all(curves.values()) for _, curves in panels.values()):
+    if not panels or not all(_has_points(curves) for _, curves in panels.values()):
         raise ValueError(
             "panels needs at least one panel, one curve in each and one (x, y) pair in each curve."
         )
-    names = list(dict.fromkeys(name for _, curves in panels.values() for name in curves))
+    names: list[str] = []
+    for _, curves in panels.values():
+        names += [name for name in curves if name not in names]
     grid = {"top": 0.755, "bottom": 0.135, "wspace": 0.09}
-    figure, (row,) = _page(title, subtitle, (1.6 + 3.6 * len(panels), 4.6), 1, len(panels), grid)
+    size = (1.6 + 3.6 * len(panels), 4.6)
+    figure, (row,) = _page(title, subtitle, size, 1, len(panels), grid)
     labels: dict[str, Label] = {}
-    for axes, (panel, (xlabel, curves)) in zip(row, panels.items(), strict=True):
+    for axes, (panel, described) in zip(row, panels.items(), strict=True):
+        xlabel, curves = described
         # A curve without a number in the last panel is named at the height of its last number.
         labels |= _curves(axes, curves, names, yscale)
         _round_marks(axes.xaxis, 5)
@@ -223,17 +277,18 @@ def plot_points(
     Raises:
         ValueError: There is no group or an empty one.
     """
-    if not points or not all(points.values()):
+    if not _has_points(points):
         raise ValueError("points needs at least one group and at least one point in each.")
-    figure, ((axes,),) = _page(title, subtitle)
+    figure, panels = _page(title, subtitle)
+    axes = panels[0, 0]
     labels = []
-    for (name, group), colour in zip(points.items(), itertools.cycle(_CURVE_COLOURS), strict=False):
+    look = {"fmt": "o", "markersize": 7, "elinewidth": 1.3, "capsize": 2.5, "zorder": 3}
+    colours = itertools.cycle(_CURVE_COLOURS)
+    for (name, group), colour in zip(points.items(), colours, strict=False):
         x, y, dx, dy = zip(*group, strict=True)
         bars = {"xerr": np.nan_to_num(dx), "yerr": np.nan_to_num(dy)}
-        axes.errorbar(
-            x, y, **bars, fmt="o", color=colour, markersize=7, elinewidth=1.3, capsize=2.5, zorder=3
-        )
-        labels.append((y[-1], name, colour))
+        axes.errorbar(x, y, **bars, **look, color=colour)
+        labels.append(Label(y[-1], name, colour))
     axes.xaxis.set_major_formatter(_PERCENT)
     axes.set_xlabel(xlabel, **_TEXT)
     _y_marks(axes, percent=True)
@@ -244,8 +299,9 @@ def plot_points(
 def plot_reliability(
     path: str | os.PathLike[str], diagrams: Mapping[str, Any], *, title: str, subtitle: str
 ) -> Path:
-    """Draws reliability diagrams side by side: accuracy against confidence above, shares of the
-    examples below.
+    """Draws reliability diagrams side by side.
+
+    Accuracy against confidence is above, shares of the examples are below.
 
     A bar ends in a blue line at the accuracy of its bin. The gap between it and the mean confidence
     of the bin, next to the diagonal, is what the expected calibration error (ECE) averages. The ECE
@@ -274,32 +330,46 @@ def plot_reliability(
     size = (1.0 + 3.1 * len(diagrams), 5.6)
     figure, (upper, lower) = _page(title, subtitle, size, 2, len(diagrams), grid)
     for above, below, (name, diagram) in zip(upper, lower, diagrams.items(), strict=True):
-        used = np.asarray(diagram.counts) > 0
-        if not used.any():
+        if not np.any(diagram.counts):
             raise ValueError(f"diagrams[{name!r}] counts no examples. Leave it out.")
-        counts, confidence, accuracy = (
-            np.asarray(values, np.float64)[used]
-            for values in (diagram.counts, diagram.confidence, diagram.accuracy)
-        )
-        share, gap = counts / counts.sum(), confidence - accuracy
-        middle, width = (np.flatnonzero(used) + 0.5) / len(used), 0.92 / len(used)
-        bars = {"x": middle, "width": width, "linewidth": 0}
-        above.bar(height=accuracy, color=_BLUE, **bars)
-        above.bar(height=gap, bottom=accuracy, color=_GAP, **bars)
-        above.hlines(accuracy, middle - width / 2, middle + width / 2, color=_BLUE, linewidth=2.4)
-        above.plot((0, 1), (0, 1), color=_INK, linewidth=1.4, linestyle=(0, (5, 3)))
-        below.bar(height=share, color=_GREY, **bars)
-        below.set_xlabel("confidence", **_TEXT)
-        _finish(above, f"{name}\nECE {np.sum(share * np.abs(gap)):.3f}")
-    for axes, ylabel, count in ((upper[0], "accuracy", 6), (lower[0], "examples", 3)):
-        axes.set_ylabel(ylabel, **_TEXT)
-        _round_marks(axes.yaxis, count, _PERCENT)
+        labels = _diagram(above, below, name, diagram)
+    upper[0].set_ylabel("accuracy", **_TEXT)
+    lower[0].set_ylabel("examples", **_TEXT)
+    _round_marks(upper[0].yaxis, 6, _PERCENT)
+    _round_marks(lower[0].yaxis, 3, _PERCENT)
     upper[0].set(xlim=(0, 1), ylim=(0, 1))
     upper[0].set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
-    names = [(accuracy[-1], "accuracy", _BLUE), (accuracy[-1] + gap[-1] / 2, "gap", _VERMILION)]
-    _label_right(upper[-1], [*names, (1.0, "calibrated", _INK)])
+    # Names are at the bars of the last diagram.
+    _label_right(upper[-1], [*labels, Label(1.0, "calibrated", _INK)])
     figure.align_ylabels()
     return _save(figure, path)
+
+
+def _diagram(above: "Axes", below: "Axes", name: str, diagram: Any) -> list[Label]:
+    """Draws one reliability diagram, and returns the names at the height of its last bar."""
+    used = np.asarray(diagram.counts) > 0
+    counts = np.asarray(diagram.counts, np.float64)[used]
+    confidence = np.asarray(diagram.confidence, np.float64)[used]
+    accuracy = np.asarray(diagram.accuracy, np.float64)[used]
+    share = counts / counts.sum()
+    gap = confidence - accuracy
+    middle = (np.flatnonzero(used) + 0.5) / len(used)
+    width = 0.92 / len(used)
+    bars: dict[str, Any] = {"x": middle, "width": width, "linewidth": 0}
+    above.bar(height=accuracy, color=_BLUE, **bars)
+    above.bar(height=gap, bottom=accuracy, color=_GAP, **bars)
+    left = middle - width / 2
+    right = middle + width / 2
+    above.hlines(accuracy, left, right, color=_BLUE, linewidth=2.4)
+    diagonal: dict[str, Any] = {"linewidth": 1.4, "linestyle": (0, (5, 3))}
+    above.plot((0, 1), (0, 1), color=_INK, **diagonal)
+    below.bar(height=share, color=_GREY, **bars)
+    below.set_xlabel("confidence", **_TEXT)
+    _finish(above, f"{name}\nECE {np.sum(share * np.abs(gap)):.3f}")
+    return [
+        Label(accuracy[-1], "accuracy", _BLUE),
+        Label(accuracy[-1] + gap[-1] / 2, "gap", _VERMILION),
+    ]
 
 
 def plot_images(
@@ -325,34 +395,26 @@ def plot_images(
           are not in [0, 1], or a note has no row.
     """
     images = {name: np.asarray(value) for name, value in rows.items()}
-    shapes = {value.shape for value in images.values()}
-    shape = next(iter(shapes), ())
-    if len(shapes) != 1 or len(shape) != 4 or shape[3] not in (1, 3) or 0 in shape:
-        raise ValueError(
-            "rows needs images [n, H, W, C] of one shape, n > 0 and C 1 or 3, got "
-            f"{sorted(shapes)}."
-        )
-    for name, value in images.items():
-        if not np.issubdtype(value.dtype, np.floating) or not (
-            value.min() >= 0 and value.max() <= 1
-        ):
-            raise ValueError(f"rows[{name!r}] must be floating point in [0, 1]. Clip other values.")
-    if unknown := sorted(set(notes or {}) - set(rows)):
+    notes = notes or {}
+    count, height, width = _checked_images(images)
+    unknown = sorted(set(notes) - set(rows))
+    if unknown:
         raise ValueError(f"notes has {', '.join(map(repr, unknown))}, but rows does not.")
-
-    count, height, width, _ = shape
-    step = 1.08 * width / height  # from image to image, in units of their height
-    across = (count - 1) * step + width / height
-    inches = min(0.95, 9.0 / across)  # the height of an image
-    bottom, top = 0.1, 0.95 if subtitle else 0.64
-    size = (inches * across, bottom + top + inches * (1.08 * len(rows) - 0.08))
+    # Lengths within a row are in units of the height of an image.
+    step = 1.08 * width / height
+    row_width = (count - 1) * step + width / height
+    inches = min(0.95, 9.0 / row_width)  # the height of an image
+    bottom = 0.1
+    top = 0.95 if subtitle else 0.64
+    page_height = bottom + top + inches * (1.08 * len(rows) - 0.08)
     grid = {
         "left": 0,
         "right": 1,
-        "bottom": bottom / size[1],
-        "top": 1 - top / size[1],
+        "bottom": bottom / page_height,
+        "top": 1 - top / page_height,
         "hspace": 0.08,
     }
+    size = (inches * row_width, page_height)
     figure, panels = _page(title, subtitle, size, len(rows), 1, grid)
     label = {
         "fontsize": _FONT,
@@ -360,18 +422,36 @@ def plot_images(
         "annotation_clip": False,
         "textcoords": "offset points",
     }
-    for (axes,), (name, value) in zip(panels, images.items(), strict=True):
-        for k, image in enumerate(value):
-            extent = (k * step, k * step + width / height, 0, 1)
-            axes.imshow(image, cmap="gray", vmin=0, vmax=1, interpolation="nearest", extent=extent)
-        axes.set(xlim=(0, across), ylim=(0, 1), aspect="auto")
+    name_look = {**label, "ha": "right", "color": _INK, "fontweight": "bold"}
+    note_look = {**label, "ha": "left", "color": _GREY}
+    squares = {"cmap": "gray", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
+    for axes, (name, row) in zip(panels[:, 0], images.items(), strict=True):
+        for k, image in enumerate(row):
+            left = k * step
+            axes.imshow(image, extent=(left, left + width / height, 0, 1), **squares)
+        axes.set(xlim=(0, row_width), ylim=(0, 1), aspect="auto")
         axes.set_axis_off()
-        axes.annotate(
-            name, (0, 0.5), xytext=(-10, 0), ha="right", color=_INK, fontweight="bold", **label
-        )
-        note = (notes or {}).get(name, "")
-        axes.annotate(note, (across, 0.5), xytext=(10, 0), ha="left", color=_GREY, **label)
+        axes.annotate(name, (0, 0.5), xytext=(-10, 0), **name_look)
+        axes.annotate(notes.get(name, ""), (row_width, 0.5), xytext=(10, 0), **note_look)
     return _save(figure, path)
+
+
+def _checked_images(rows: Mapping[str, np.ndarray]) -> tuple[int, int, int]:
+    """Returns the number of images in a row, their height and their width."""
+    shapes = {images.shape for images in rows.values()}
+    shape = next(iter(shapes), ())
+    fits = len(shape) == 4 and 0 not in shape and shape[3] in (1, 3)
+    if len(shapes) != 1 or not fits:
+        raise ValueError(
+            "rows needs images [n, H, W, C] of one shape, n > 0 and C 1 or 3, got "
+            f"{sorted(shapes)}."
+        )
+    for name, images in rows.items():
+        floating = np.issubdtype(images.dtype, np.floating)
+        if not (floating and images.min() >= 0 and images.max() <= 1):
+            raise ValueError(f"rows[{name!r}] must be floating point in [0, 1]. Clip other values.")
+    count, height, width, _ = shape
+    return count, height, width
 
 
 def check_figures() -> None:
@@ -387,8 +467,9 @@ def _page(
     columns: int = 1,
     grid: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> tuple["Figure", Any]:
-    """Returns a figure with two lines at a fixed distance from its top, and its panels
-    [rows][columns].
+    """Returns a figure with a title and a subtitle, and its panels [rows][columns].
+
+    The two lines are at a fixed distance from the top of the page.
     """
     check_figures()
     from matplotlib.figure import Figure
@@ -398,18 +479,11 @@ def _page(
     panels = figure.subplots(
         rows, columns, sharex=rows > 1, sharey="row", squeeze=False, gridspec_kw=grid
     )
-    figure.text(
-        grid["left"],
-        1 - 0.286 / size[1],
-        title,
-        fontsize=17,
-        fontweight="bold",
-        color=_INK,
-        va="center",
-    )
-    figure.text(
-        grid["left"], 1 - 0.598 / size[1], subtitle, fontsize=_FONT, color=_GREY, va="center"
-    )
+    _, height = size
+    title_look: dict[str, Any] = {"fontsize": 17, "fontweight": "bold", "color": _INK}
+    subtitle_look: dict[str, Any] = {"fontsize": _FONT, "color": _GREY}
+    figure.text(grid["left"], 1 - 0.286 / height, title, va="center", **title_look)
+    figure.text(grid["left"], 1 - 0.598 / height, subtitle, va="center", **subtitle_look)
     for axes in panels.flat:
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
@@ -420,21 +494,18 @@ def _page(
     return figure, panels
 
 
-def _progress(
-    axes: "Axes", points: Sequence[tuple[int, float]], labels: Sequence[Label]
-) -> list[float]:
-    """Draws the curve of a run, labelled first, and lines at the other labels. Returns its values,
-    or NaN.
-    """
-    for value, _, colour in labels[1:]:
-        if math.isfinite(value):
-            axes.axhline(value, color=colour, **_DASHED)
+def _reference_line(axes: "Axes", value: float, colour: str) -> None:
+    if math.isfinite(value):
+        axes.axhline(value, color=colour, **_DASHED)
+
+
+def _progress(axes: "Axes", points: Sequence[tuple[int, float]]) -> list[float]:
+    """Draws the curve of a run. Returns its values, NaN for those that are not finite."""
     values = [value if math.isfinite(value) else math.nan for _, value in points]
-    marker = "o" if len(points) <= 40 else None
     look: dict[str, Any] = {
         "color": _BLUE,
         "linewidth": 2.4,
-        "marker": marker,
+        "marker": "o" if len(points) <= 40 else None,  # more would merge
         "markersize": 4.5,
         "zorder": 3,
     }
@@ -443,28 +514,36 @@ def _progress(
 
 
 def _curves(axes: "Axes", curves: Curves, names: Sequence[str], yscale: str) -> dict[str, Label]:
-    """Draws each curve in the style of its place among all names. Returns labels at the last finite
-    values.
+    """Draws each curve in the style of its place among all names.
+
+    Returns labels at the last values that can be drawn.
     """
     axes.set_yscale(yscale)
     labels = {}
     for name, points in curves.items():
-        drawable = [
-            (x, y if math.isfinite(y) and (y > 0 or yscale == "linear") else math.nan)
-            for x, y in points
-        ]
+        values = [_drawable(y, yscale) for _, y in points]
         i = names.index(name)
-        colour, dashed = _CURVE_COLOURS[i % len(_CURVE_COLOURS)], i >= len(_CURVE_COLOURS)
+        colour = _CURVE_COLOURS[i % len(_CURVE_COLOURS)]
+        dashed = i >= len(_CURVE_COLOURS)
         look: dict[str, Any] = {
+            "color": colour,
             "linestyle": "--" if dashed else "-",
             "linewidth": 1.9 if i else 2.8,
             "zorder": 3 if i else 4,
         }
-        axes.plot(*zip(*drawable, strict=True), color=colour, **look)
-        if numbers := [y for _, y in drawable if not math.isnan(y)]:
-            labels[name] = (numbers[-1], f"– – {name}" if dashed else name, colour)
+        axes.plot([x for x, _ in points], values, **look)
+        numbers = [y for y in values if not math.isnan(y)]
+        if numbers:
+            labels[name] = Label(numbers[-1], f"– – {name}" if dashed else name, colour)
     axes.margins(x=0)
     return labels
+
+
+def _drawable(y: float, yscale: str) -> float:
+    """Returns y, or NaN if the axis has no place for it."""
+    if not math.isfinite(y) or (yscale == "log" and y <= 0):
+        return math.nan
+    return y
 
 
 def _log_marks(axis: Any, low: float, high: float) -> None:
@@ -487,16 +566,21 @@ def _round_marks(axis: Any, count: int, form: str = "", *, integer: bool = False
 def _y_marks(axes: "Axes", *, percent: bool) -> None:
     """Sets round marks on the y axis. Percentages end at 0 and 100% unless values exceed them."""
     limits = [panel.dataLim.intervaly for panel in axes.get_shared_y_axes().get_siblings(axes)]
-    low, high = min(low for low, _ in limits), max(high for _, high in limits)
+    low = min(low for low, _ in limits)
+    high = max(high for _, high in limits)
     if axes.get_yscale() == "log":
         _log_marks(axes.yaxis, low, high)
         return
-    _round_marks(axes.yaxis, 6, "" if not percent else _PERCENT if high - low > 0.05 else _PERMILLE)
-    if percent:
-        bottom, top = axes.get_ylim()
-        axes.set_ylim(
-            max(bottom, -0.015) if low >= 0 else bottom, min(top, 1.015) if high <= 1 else top
-        )
+    if not percent:
+        _round_marks(axes.yaxis, 6)
+        return
+    _round_marks(axes.yaxis, 6, _PERCENT if high - low > 0.05 else _PERMILLE)
+    bottom, top = axes.get_ylim()
+    if low >= 0:
+        bottom = max(bottom, -0.015)
+    if high <= 1:
+        top = min(top, 1.015)
+    axes.set_ylim(bottom, top)
 
 
 def _save(figure: "Figure", path: str | os.PathLike[str]) -> Path:
@@ -514,20 +598,20 @@ def _finish(axes: "Axes", title: str, labels: Sequence[Label] = ()) -> None:
 
 
 def _label_right(axes: "Axes", labels: Sequence[Label]) -> None:
-    """Names each line at its right end and moves overlapping names apart, inside the panel's height
-    if they fit.
+    """Names each line at its right end.
+
+    Overlapping names are moved apart, inside the panel's height if they fit.
     """
-    labels = sorted(
-        (label for label in labels if math.isfinite(label[0])), key=lambda label: label[0]
-    )
+    labels = [label for label in labels if math.isfinite(label.height)]
+    labels = sorted(labels, key=lambda label: label.height)
     scale = axes.yaxis.get_transform().transform
-    bottom, top, *places = (
-        float(scale(value)) for value in (*axes.get_ylim(), *(value for value, _, _ in labels))
-    )
-    heights = [(place - bottom) / (top - bottom) for place in places]
+    bottom, top = (float(scale(value)) for value in axes.get_ylim())
+    # From 0 at the bottom of the panel to 1 at its top.
+    heights = [(float(scale(label.height)) - bottom) / (top - bottom) for label in labels]
     box = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())
-    gap, left = 1.5 * _FONT / (72 * box.height), 1 + 0.17 / box.width
-    for _ in range(100):
+    gap = 1.5 * _FONT / (72 * box.height)  # a line and a half, since an inch has 72 points
+    left = 1 + 0.17 / box.width
+    for _ in range(100):  # each pass moves overlapping neighbours half of their overlap
         for i in range(1, len(heights)):
             overlap = gap - (heights[i] - heights[i - 1])
             if overlap > 0:
@@ -535,9 +619,9 @@ def _label_right(axes: "Axes", labels: Sequence[Label]) -> None:
                 heights[i] += overlap / 2
         if gap * (len(heights) - 1) <= 1:
             heights = [min(max(height, 0.0), 1.0) for height in heights]
-    for height, (_, text, colour) in zip(heights, labels, strict=True):
-        name = axes.text(left, height, text, transform=axes.transAxes, va="center")
-        name.set(color=colour, fontsize=_FONT, fontweight="bold")
+    for height, label in zip(heights, labels, strict=True):
+        name = axes.text(left, height, label.text, transform=axes.transAxes, va="center")
+        name.set(color=label.colour, fontsize=_FONT, fontweight="bold")
 
 
 def _percent(value: float) -> str:
@@ -545,8 +629,9 @@ def _percent(value: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Returns epsilon with three significant digits, rounded up, so that a report does not
-    understate the cost.
+    """Returns epsilon with three significant digits.
+
+    It is rounded up, so that a report does not understate the cost.
     """
     if not math.isfinite(value):
         return "∞" if value == math.inf else "unknown"

@@ -60,8 +60,9 @@ def progress_bar(
 def counting(
     function: Callable[[float], Any], *, label: str, unit: str
 ) -> Iterator[Callable[[float], Any]]:
-    """Yields `function` with a bar that counts its calls, for a search whose length nobody
-    knows.
+    """Yields `function` with a bar that counts its calls.
+
+    It is for a search whose length nobody knows.
     """
     with progress_bar(label=label, unit=unit) as bar:
 

@@ -1,5 +1,6 @@
 """Tables for terminals and for Markdown documents."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -34,29 +35,33 @@ def format_table(
     if style not in ("plain", "markdown"):
         raise ValueError(f"style={style!r} is unknown. Use 'plain' or 'markdown'.")
     if columns is None:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
+        columns = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
     headings = dict(columns) if isinstance(columns, Mapping) else {key: key for key in columns}
     if not headings:
         raise ValueError("the table has no columns. Name them in columns.")
-    texts = [
-        list(map(shown, headings.values())),
-        *([_cell(row.get(key), digits) for key in headings] for row in rows),
-    ]
+    lines = [list(map(shown, headings.values()))]
+    for row in rows:
+        lines.append([_cell(row.get(key), digits) for key in headings])
     if style == "markdown":
-        texts = [[cell.replace("|", r"\|") for cell in line] for line in texts]
-    widths = [max(3, *(len(line[i]) for line in texts)) for i in range(len(headings))]
-    numeric = [all(_is_number(row.get(key)) for row in rows) and bool(rows) for key in headings]
+        lines = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+    widths = [max(3, *map(len, cells)) for cells in zip(*lines, strict=True)]
+    numeric = [bool(rows) and all(_is_number(row.get(key)) for row in rows) for key in headings]
 
     def layout(cells: Sequence[str]) -> str:
-        sides = zip(cells, widths, numeric, strict=True)
-        aligned = [
-            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in sides
-        ]
-        return f"| {' | '.join(aligned)} |" if style == "markdown" else "  ".join(aligned).rstrip()
+        aligned = []
+        for cell, width, right in zip(cells, widths, numeric, strict=True):
+            aligned.append(cell.rjust(width) if right else cell.ljust(width))
+        if style == "markdown":
+            return f"| {' | '.join(aligned)} |"
+        return "  ".join(aligned).rstrip()
 
-    ends = [":" if right and style == "markdown" else "-" for right in numeric]
-    rule = ["-" * (width - 1) + end for width, end in zip(widths, ends, strict=True)]
-    return "\n".join(layout(line) for line in (texts[0], rule, *texts[1:]))
+    rule = []
+    for width, right in zip(widths, numeric, strict=True):
+        # In Markdown a colon aligns the column to the right.
+        end = ":" if right and style == "markdown" else "-"
+        rule.append("-" * (width - 1) + end)
+    heading, *body = map(layout, lines)
+    return "\n".join([heading, layout(rule), *body])
 
 
 def _is_number(value: Any) -> bool:

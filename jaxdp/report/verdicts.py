@@ -13,7 +13,7 @@ GRADES = {"strong": 0.75, "moderate": 0.9, "weak": 0.99, "practically none": 1.0
 # used.
 EXPOSED = {0.1: "weak", 1.0: "practically none"}
 
-# The difference between neighbouring data sets, and the question of an attacker.
+# The difference between neighbouring data sets, and the question of an attacker, by adjacency.
 _NEIGHBOURS = {
     "add_remove": ("adding or removing one {}", "whether a certain {} was in it"),
     "replace_one": ("replacing one {} by another", "which of two possible {}s was in it"),
@@ -22,8 +22,9 @@ _NEIGHBOURS = {
 
 
 def guess_rate(epsilon: float, delta: float = 0.0) -> float:
-    """Returns the largest share of right guesses of an attacker who could only toss a coin before
-    the release.
+    """Returns the largest share of right guesses of an attacker.
+
+    Before the release the attacker could only toss a coin.
 
     The guarantee is tight: some mechanism with this (epsilon, delta) permits it.
 
@@ -36,8 +37,9 @@ def guess_rate(epsilon: float, delta: float = 0.0) -> float:
 
 
 def grade(epsilon: float, delta: float = 0.0, records: int | None = None) -> str:
-    """Returns how much protection a proven guarantee is: "strong", "moderate", "weak" or
-    "practically none".
+    """Returns how much protection a proven guarantee is, in a word.
+
+    The words are "strong", "moderate", "weak" and "practically none".
 
     The guess of an attacker is right in at most 75, 90, 99 or 100 % of cases. With delta times
     `records` of 0.1 or more no word is better than "weak", and with 1 or more none is better than
@@ -50,13 +52,11 @@ def grade(epsilon: float, delta: float = 0.0, records: int | None = None) -> str
     """
     words = list(GRADES)
     rate = guess_rate(epsilon, delta)
-    found = next((word for word, most in GRADES.items() if rate <= most), words[-1])
-    limits = [
-        word
-        for exposed, word in EXPOSED.items()
-        if records is not None and delta * records >= exposed
-    ]
-    return max([found, *limits], key=words.index)
+    fitting = [word for word, most in GRADES.items() if rate <= most]
+    grades = [fitting[0] if fitting else words[-1]]
+    if records is not None:
+        grades += [word for exposed, word in EXPOSED.items() if delta * records >= exposed]
+    return max(grades, key=words.index)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +100,12 @@ class Verdict:
 
 def verdict(account: Mapping[str, Any]) -> Verdict:
     """Returns the verdict on one of the datasets of `Ledger.report`."""
-    unit, delta, records, budget = (account[key] for key in ("unit", "delta", "records", "budget"))
+    unit = account["unit"]
+    delta = account["delta"]
+    records = account["records"]
+    budget = account["budget"]
     change, question = (text.format(unit) for text in _NEIGHBOURS[account["adjacency"]])
-    proven, left = account["proven_epsilon"], account["remaining"]
+    proven = account["proven_epsilon"]
     unproven = "inf" in account["headline"] or proven is None
     epsilon = math.inf if unproven else proven
     rate = _percent(guess_rate(epsilon, delta))
@@ -110,14 +113,13 @@ def verdict(account: Mapping[str, Any]) -> Verdict:
         word, protection = "no proof", "No guarantee"
         meaning = "a release about it has no proof of privacy."
     elif not account["rows"]:
-        word, protection, meaning = "untouched", "Untouched", "nothing was released about it."
+        word, protection = "untouched", "Untouched"
+        meaning = "nothing was released about it."
     else:
         word = grade(epsilon, delta, records)
-        protection = (
-            "Practically no protection"
-            if word == "practically none"
-            else f"{word.capitalize()} protection"
-        )
+        protection = f"{word.capitalize()} protection"
+        if word == "practically none":
+            protection = "Practically no protection"
         meaning = (
             f"a coin toss over {question} becomes a guess that is right in up to {rate} % of cases."
         )
@@ -131,13 +133,15 @@ def verdict(account: Mapping[str, Any]) -> Verdict:
         exposed="unknown" if records is None else round_up(delta * records, 2),
         change=change,
         budget="none" if budget is None else f"{budget:g}",
-        left="none"
-        if budget is None or left is None
-        else round_down(left)
-        if left >= 0.001
-        else "0",
+        left=_left(budget, account["remaining"]),
         used=0.0 if not budget or not account["rows"] else min(epsilon / budget, 1.0),
     )
+
+
+def _left(budget: float | None, remaining: float | None) -> str:
+    if budget is None or remaining is None:
+        return "none"
+    return round_down(remaining) if remaining >= 0.001 else "0"
 
 
 def _percent(rate: float) -> str:

@@ -41,12 +41,14 @@ class TensorBoardWriter(_Writer):
         Raises:
           ImportError: The extra `tensorboard` is not installed.
         """
-        self._library, self._folder = optional("tensorboardX", "tensorboard"), folder
+        self._library = optional("tensorboardX", "tensorboard")
+        self._folder = folder
         self._writer: Any = None
 
     def __call__(self, step: int, metrics: Mapping[str, float], params: Any = None) -> None:
-        """Writes the metrics of a step, which are in the file a second later. `params` are not
-        written.
+        """Writes the metrics of a step, which are in the file a second later.
+
+        `params` are not written.
         """
         if self._writer is None:
             self._writer = self._library.SummaryWriter(

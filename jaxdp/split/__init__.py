@@ -1,12 +1,13 @@
-"""Split Adaptation: a client adapts a server's transformer and keeps its images (Wang et al.,
-arXiv:2503.00441).
+"""Split Adaptation: a client adapts a server's transformer and keeps its images.
+
+The method is that of Wang et al. (CVPR 2025, arXiv:2503.00441).
 """
 
 from jaxdp.split.augment import augmented_batch, hilbert_augment, patch_augment, retrieve_neighbors
 from jaxdp.split.backbone import Backbone, two_thirds
 from jaxdp.split.client import perturb_params, represent
 from jaxdp.split.copies import Copies, augment_then_noise, noise_then_augment
-from jaxdp.split.costs import METHODS
+from jaxdp.split.methods import METHODS
 from jaxdp.split.noisy_upload import (
     PrivateRelease,
     Projection,

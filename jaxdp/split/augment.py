@@ -28,8 +28,9 @@ def hilbert_augment(
     output: Literal["abs", "real"] = "abs",
     clip: tuple[float, float] | None = (0.0, 1.0),
 ) -> jax.Array:
-    """Makes images outside the distribution that keep their edges, by exchange of phases with a
-    Hilbert transform.
+    """Makes images outside the distribution that keep their edges (section 3.3.1).
+
+    A Hilbert transform gives the phases of the result.
 
     It takes a one-dimensional Hilbert transform of every channel along an axis. The result has the
     two-dimensional phases of the transform and the two-dimensional amplitudes of the original. With
@@ -74,33 +75,40 @@ def hilbert_augment(
     one_of(("figure", "eq5"), mode=mode)
     one_of(("abs", "real"), output=output)
     pixels = images.astype(jnp.promote_types(images.dtype, jnp.float32))
-    positive = (
-        np.fft.fftfreq(pixels.shape[axis]) > 0
-    )  # Nyquist is not in it: NumPy counts it as negative
-    kept = np.expand_dims(positive, [k for k in range(4) if k != axis % 4])
-    half = jnp.fft.ifft(jnp.where(kept, jnp.fft.fft(pixels, axis=axis), 0), axis=axis)
+    # The Nyquist frequency is not positive: NumPy counts it as negative.
+    positive = np.fft.fftfreq(pixels.shape[axis]) > 0
+    positive = np.expand_dims(positive, [k for k in range(4) if k != axis % 4])
+    frequencies = jnp.fft.fft(pixels, axis=axis)
+    half = jnp.fft.ifft(jnp.where(positive, frequencies, 0), axis=axis)
     # Eq. 5: F^-1{-i sgn(xi) F(I)} = -i (half - its conjugate), since I is real.
     transformed = jnp.abs(half) if mode == "figure" else 2 * half.imag
     amplitude = jnp.abs(jnp.fft.rfft2(pixels, axes=(1, 2)))
-    spectrum = jnp.fft.rfft2(transformed, axes=(1, 2))
+    phase = _phase(jnp.fft.rfft2(transformed, axes=(1, 2)), amplitude)
+    exchanged = jnp.fft.irfft2(amplitude * phase, s=pixels.shape[1:3], axes=(1, 2))
+    if output == "abs":
+        exchanged = jnp.abs(exchanged)
+    if clip is not None:
+        exchanged = jnp.clip(exchanged, *clip)
+    return exchanged.astype(images.dtype)
+
+
+def _phase(spectrum: jax.Array, amplitude: jax.Array) -> jax.Array:
+    """Returns the phases of a transform, and phase 0 where it may be a rounding error.
+
+    `amplitude` belongs to the original image. Its rounding is all that the transform of an image
+    without edges shows.
+    """
     magnitude = jnp.abs(spectrum)
     largest = functools.partial(jnp.max, axis=(1, 2), keepdims=True)
-    rounding = (
-        8 * jnp.finfo(pixels.dtype).eps * largest(amplitude)
-    )  # level of the transform of an image without edges
-    present = magnitude > jnp.maximum(
-        (1e-8 if pixels.dtype == jnp.float64 else 1e-5) * largest(magnitude), rounding
-    )
-    phase = jnp.where(present, spectrum / jnp.where(present, magnitude, 1), 1)
-    result = jnp.fft.irfft2(amplitude * phase, s=pixels.shape[1:3], axes=(1, 2))
-    result = jnp.abs(result) if output == "abs" else result
-    return (result if clip is None else jnp.clip(result, *clip)).astype(images.dtype)
+    rounding = 8 * jnp.finfo(amplitude.dtype).eps * largest(amplitude)
+    share = 1e-8 if amplitude.dtype == jnp.float64 else 1e-5
+    present = magnitude > jnp.maximum(share * largest(magnitude), rounding)
+    return jnp.where(present, spectrum / jnp.where(present, magnitude, 1), 1)
 
 
 @jax.jit
 def retrieve_neighbors(representations: jax.Array) -> jax.Array:
-    """Finds for every token the other image whose token at the same position is most similar (Eq.
-    13).
+    """Finds the most similar token of another image at the same position, for every token (Eq. 13).
 
     The representations are real [n, tokens, d]. The cosine measures similarity, so a common factor
     does not matter. The first of equally similar images wins. A token of zeros has similarity 0
@@ -125,7 +133,8 @@ def retrieve_neighbors(representations: jax.Array) -> jax.Array:
         norm = jnp.linalg.norm(token, axis=1, keepdims=True)
         token = token / jnp.where(norm > 0, norm, 1)
         cosine = jnp.matmul(token, token.T, precision="highest")
-        return jnp.argmax(jnp.where(itself, -jnp.inf, cosine), axis=1).astype(jnp.int32)  # Eq. 13
+        others = jnp.where(itself, -jnp.inf, cosine)
+        return jnp.argmax(others, axis=1).astype(jnp.int32)  # Eq. 13
 
     return jax.lax.map(nearest, jnp.arange(tokens))
 
@@ -167,6 +176,26 @@ def augmented_batch(
           no neighbour.
     """
     check_key(key)
+    _check_copies(representations, neighbors, rows, copies)
+    _, tokens, _ = representations.shape
+    _check_patches(representations, n_patches, prefix_tokens)
+    key = batchable(key)
+
+    def replaced(row: jax.Array, copy: jax.Array) -> jax.Array:
+        """Returns which tokens of a copy another image gives, [tokens]."""
+        copy_key = jax.random.fold_in(jax.random.fold_in(key, row), copy)
+        order = jax.random.permutation(copy_key, tokens - prefix_tokens)
+        return jnp.pad((order < n_patches) & (copy > 0), (prefix_tokens, 0))
+
+    # The image that gives each token, [B, tokens].
+    from_neighbour = jax.vmap(replaced)(rows, copies)
+    source = jnp.where(from_neighbour, neighbors[:, rows].T, rows[:, None])
+    return representations[source, jnp.arange(tokens)[None]]
+
+
+def _check_copies(
+    representations: jax.Array, neighbors: jax.Array, rows: jax.Array, copies: jax.Array
+) -> None:
     n, tokens, _ = _shape(representations)
     for name, value in (("neighbors", neighbors), ("rows", rows), ("copies", copies)):
         if not jnp.issubdtype(value.dtype, jnp.integer):
@@ -174,13 +203,17 @@ def augmented_batch(
     if neighbors.shape != (tokens, n):
         raise ValueError(
             f"neighbors has shape {neighbors.shape}, but representations of shape "
-            f"{representations.shape} need"
-            f" [tokens, n] = {(tokens, n)}. Use retrieve_neighbors(representations)."
+            f"{representations.shape} need [tokens, n] = {(tokens, n)}. Use "
+            "retrieve_neighbors(representations)."
         )
     if rows.ndim != 1 or copies.shape != rows.shape:
         raise ValueError(
             f"rows and copies must both be [B], got shapes {rows.shape} and {copies.shape}."
         )
+
+
+def _check_patches(representations: jax.Array, n_patches: int, prefix_tokens: int) -> None:
+    n, tokens, _ = representations.shape
     if not 0 <= prefix_tokens <= tokens:
         raise ValueError(
             f"prefix_tokens must be in [0, {tokens}] for {tokens} tokens, got {prefix_tokens!r}."
@@ -193,27 +226,14 @@ def augmented_batch(
     if n_patches > patches:
         raise ValueError(
             f"n_patches={n_patches} is more than the {patches} patch positions of {tokens} tokens "
-            "with"
-            f" prefix_tokens={prefix_tokens}. Use at most {patches}. The paper replaces about a "
-            "quarter of the patches."
+            f"with prefix_tokens={prefix_tokens}. Use at most {patches}. The paper replaces about "
+            "a quarter of the patches."
         )
     if n == 1 and n_patches > 0:
         raise ValueError(
             f"n_patches={n_patches} needs a neighbour, but there is only one image. Use "
             "n_patches=0, or more images."
         )
-    key = batchable(key)
-
-    def replaced(row: jax.Array, copy: jax.Array) -> jax.Array:
-        order = jax.random.permutation(
-            jax.random.fold_in(jax.random.fold_in(key, row), copy), patches
-        )
-        return jnp.pad((order < n_patches) & (copy > 0), (prefix_tokens, 0))
-
-    source = jnp.where(
-        jax.vmap(replaced)(rows, copies), neighbors[:, rows].T, rows[:, None]
-    )  # [B, tokens]
-    return representations[source, jnp.arange(tokens)[None]]
 
 
 def patch_augment(
@@ -224,19 +244,23 @@ def patch_augment(
     *,
     prefix_tokens: int = 1,
 ) -> jax.Array:
-    """Makes one augmented copy of every image: copy 1 of `augmented_batch`. Another key makes
-    another copy.
+    """Makes one augmented copy of every image: copy 1 of `augmented_batch`.
+
+    Another key makes another copy.
     """
-    rows = jnp.arange(_shape(representations)[0])
+    count, _, _ = _shape(representations)
+    rows = jnp.arange(count)
     options = {"n_patches": n_patches, "prefix_tokens": prefix_tokens}
     return augmented_batch(key, representations, neighbors, rows, jnp.ones_like(rows), **options)
 
 
 def batchable(key: jax.Array) -> jax.Array:
-    """Returns a Threefry key drawn from `key`. Unlike RBG, its bits under `jax.vmap` do not depend
-    on the batch.
+    """Returns a Threefry key drawn from `key`.
+
+    Unlike RBG, its bits under `jax.vmap` do not depend on the batch.
     """
-    return jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
+    words = jax.random.bits(key, (2,), jnp.uint32)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def _shape(representations: jax.Array) -> tuple[int, int, int]:

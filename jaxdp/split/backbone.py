@@ -1,6 +1,4 @@
-"""A pre-trained transformer cut in two: a frontend for the client and a backend for the server
-(section 3.3).
-"""
+"""A pre-trained transformer cut in two: a frontend and a backend (section 3.3)."""
 
 import dataclasses
 import functools
@@ -60,67 +58,74 @@ class Backbone:
     @property
     def images(self) -> jax.ShapeDtypeStruct:
         """One image as a batch: float32 [1, S, S, C]."""
-        side, channels = self.preprocessing.size, len(self.preprocessing.mean)
+        side = self.preprocessing.size
+        channels = len(self.preprocessing.mean)
         return jax.ShapeDtypeStruct((1, side, side, channels), jnp.float32)
 
     @property
     def tokens(self) -> tuple[int, int]:
         """The shape [T, D] of the representation of one image at the cut."""
-        return self._front_shapes[0].shape[1:]
+        representations, _ = self._front_shapes
+        return representations.shape[1:]
 
     def front(self, params: Params, images: jax.Array) -> jax.Array:
-        """Maps images [B, S, S, C] in [0, 1] to representations [B, T, D]. It needs the parameters
-        of the frontend.
+        """Maps images [B, S, S, C] in [0, 1] to representations [B, T, D].
+
+        It needs the parameters of the frontend.
         """
         normalised = self.preprocessing.normalise(images)
         representations: Any = self.model.apply({"params": params}, normalised, 0, self.cut)
         return representations
 
     def back(self, params: Params, representations: jax.Array) -> jax.Array:
-        """Maps representations [B, T, D] to float32 logits [B, num_classes]. It needs the
-        parameters of the backend.
+        """Maps representations [B, T, D] to float32 logits [B, num_classes].
+
+        It needs the parameters of the backend.
         """
         logits: Any = self.model.apply({"params": params}, representations, self.cut)
         return logits
 
     def divide(self, params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Divides the parameters of the model. The first result is for the frontend, the second for
-        backend and head.
+        """Divides the parameters of the model.
+
+        The first result is for the frontend, the second for backend and head.
 
         Raises:
           ValueError: Parameters of the frontend are missing.
         """
-        names = self._front_shapes[1]["params"].keys()
-        if missing := sorted(set(names) - set(params)):
+        _, variables = self._front_shapes
+        names = variables["params"].keys()
+        missing = sorted(set(names) - set(params))
+        if missing:
             raise ValueError(
                 f"params have no {', '.join(map(repr, missing))}. Give the parameters of this "
                 "model."
             )
-        return {name: params[name] for name in names}, {
-            k: v for k, v in params.items() if k not in names
-        }
+        front = {name: params[name] for name in names}
+        back = {name: leaf for name, leaf in params.items() if name not in names}
+        return front, back
 
     def with_head(
         self, key: jax.Array, back: Params, num_classes: int
     ) -> tuple["Backbone", dict[str, Any]]:
-        """Returns the backbone for another task, and the backend's parameters `back` with a new
-        random head.
+        """Returns the backbone for another task, and `back` with a new random head.
 
         Raises:
           ValueError: `num_classes` is less than 2.
         """
         at_least(2, num_classes=num_classes)
-        cut = dataclasses.replace(
-            self, model=self.model.clone(num_classes=num_classes, head_hidden=self.head_hidden)
-        )
-        kept = {name: value for name, value in back.items() if not name.startswith("head")}
-        return cut, {**kept, **_draw_head(cut, key)}
+        model = self.model.clone(num_classes=num_classes, head_hidden=self.head_hidden)
+        backbone = dataclasses.replace(self, model=model)
+        blocks = {name: value for name, value in back.items() if not name.startswith("head")}
+        return backbone, {**blocks, **_draw_head(backbone, key)}
 
     def check_images(self, images: Any) -> None:
-        """Raises ValueError unless images are floating point [n, S, S, C] in [0, 1] with n >= 1. It
-        shows no pixel.
+        """Raises ValueError unless images are floating point [n, S, S, C] in [0, 1] with n >= 1.
+
+        It shows no pixel.
         """
-        images, expected = np.asarray(images), self.images.shape[1:]
+        images = np.asarray(images)
+        expected = self.images.shape[1:]
         if images.ndim != 4 or images.shape[1:] != expected or not len(images):
             raise ValueError(
                 f"images must be [n, {', '.join(map(str, expected))}] with n >= 1, got "
@@ -138,8 +143,9 @@ class Backbone:
 
     @functools.cached_property
     def _front_shapes(self) -> tuple[Any, Params]:
-        """The shapes of an image's representation and of the frontend's variables, kept because
-        tracing takes long.
+        """The shapes of an image's representation and of the frontend's variables.
+
+        They are kept because tracing takes long.
         """
         begin = functools.partial(nn.Module.init_with_output, self.model, start=0, stop=self.cut)
         return jax.eval_shape(begin, jax.random.key(0), self.images)
@@ -147,32 +153,37 @@ class Backbone:
 
 @functools.partial(jax.jit, static_argnums=0)  # under jit only the head is drawn
 def _draw_head(backbone: Backbone, key: jax.Array) -> dict[str, Any]:
-    fresh = backbone.model.init(key, jnp.zeros((1, *backbone.tokens)), backbone.cut)["params"]
-    return {name: value for name, value in fresh.items() if name.startswith("head")}
+    representation = jnp.zeros((1, *backbone.tokens))
+    params = backbone.model.init(key, representation, backbone.cut)["params"]
+    return {name: value for name, value in params.items() if name.startswith("head")}
 
 
 def two_thirds(model: Any) -> int:
-    """Returns how many blocks precede the paper's cut: 16 of 24 in ViT-L, 8 of 12 in DeiT-B, stages
-    1-3 of Swin-L.
+    """Returns how many blocks precede the paper's cut.
+
+    These are 16 of 24 in ViT-L, 8 of 12 in DeiT-B, and stages 1-3 of Swin-L.
     """
     if hasattr(model, "depths"):
+        # A Swin of one stage has no stages before the last.
         return sum(model.depths[:-1]) or round(2 * model.depths[0] / 3)
     return round(2 * model.num_blocks / 3)
 
 
 def in_batches(run: Callable[[Any], jax.Array], x: Any, batch_size: int) -> jax.Array:
-    """Applies `run` to float32 rows [n, ...] batch by batch. Zeros pad the last batch, so that
-    `run` compiles once.
+    """Applies `run` to float32 rows [n, ...] batch by batch.
+
+    Zeros pad the last batch, so that `run` compiles once.
 
     Raises:
       ValueError: `batch_size` is less than 1.
     """
     at_least(1, batch_size=batch_size)
-    size, parts = min(batch_size, len(x)), []
+    size = min(batch_size, len(x))
+    results = []
     for start in range(0, len(x), size):
         batch = np.asarray(x[start : start + size], np.float32)
-        padded = np.concatenate(
-            [batch, np.zeros((size - len(batch), *batch.shape[1:]), np.float32)]
-        )
-        parts.append(run(padded)[: len(batch)])
-    return jnp.concatenate(parts)
+        missing = size - len(batch)
+        padding = np.zeros((missing, *batch.shape[1:]), np.float32)
+        padded = np.concatenate([batch, padding])
+        results.append(run(padded)[: len(batch)])
+    return jnp.concatenate(results)

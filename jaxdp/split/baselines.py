@@ -1,15 +1,15 @@
-"""The methods that Split Adaptation is compared with (sections 4.1 and A.2), and attacks by a
-client on its frontend.
+"""The methods that Split Adaptation is compared with (sections 4.1 and A.2).
 
-    adapted = adapt(BASELINES["lp"], backbone, params, images, labels, num_classes=5, learning_rate=1e-3, key=key)
+    baseline = BASELINES["lp"]
+    options = {"num_classes": 5, "learning_rate": 1e-3, "key": key}
+    adapted = adapt(baseline, backbone, params, images, labels, **options)
     accuracy(adapted, test_images, test_labels)
 
-The attacks measure the use of the frontend alone (section 4.3, Table 3). A `Baseline` makes a
-`Recipe`: the blocks that run, and the parameters that are trained. All baselines draw a new linear
-head and use Adam at a constant learning rate. Tune that rate per baseline on another task. None
-protects images or model. Linear probing, full fine-tuning and LN-TUNE need both in one place. Split
-learning uploads exact representations in every step. Offsite tuning hands out more than half of the
-model.
+A `Baseline` makes a `Recipe`: the blocks that run, and the parameters that are trained. All
+baselines draw a new linear head and use Adam at a constant learning rate. Tune that rate per
+baseline on another task. None protects images or model. Linear probing, full fine-tuning and
+LN-TUNE need both in one place. Split learning uploads exact representations in every step. Offsite
+tuning hands out more than half of the model.
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,18 +26,20 @@ from jaxdp.data import labels as shapes
 from jaxdp.models.training import Loss, fit_in_memory
 from jaxdp.split.backbone import Backbone, Params, in_batches
 from jaxdp.split.checks import check_labels, one_of
-from jaxdp.split.quantization import QuantizedFrontend, quantized_front
+from jaxdp.split.training import Training
 from jaxdp.transforms import losses
 
-# --- Pieces of a network: hashable functions of all parameters and the result of the previous piec
+# --- Pieces of a network -------------------------------------------------------------------------
 
+# A piece is a hashable function of all parameters and of the result of the piece before it.
 Piece = Callable[[Any, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks start, ..., stop - 1 of a model. Block 0 takes images [B, S, S, C] in [0, 1].
-    stop=None ends at logits.
+    """Blocks start, ..., stop - 1 of a model.
+
+    Block 0 takes images [B, S, S, C] in [0, 1]. With stop=None the last block returns logits.
     """
 
     backbone: Backbone
@@ -47,29 +48,15 @@ class Blocks:
 
     def __call__(self, params: Params, x: jax.Array) -> jax.Array:
         """Runs the blocks."""
-        x = x if self.start else self.backbone.preprocessing.normalise(x)
+        if self.start == 0:
+            x = self.backbone.preprocessing.normalise(x)
         y: Any = self.backbone.model.apply({"params": params}, x, self.start, self.stop)
         return y
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantized:
-    """The quantised frontend in params["frontend"], with quantised activations: from images to [B,
-    T, D].
-    """
-
-    backbone: Backbone
-
-    def __call__(self, params: Params, x: jax.Array) -> jax.Array:
-        """Runs the frontend."""
-        return quantized_front(self.backbone, params["frontend"], x)
-
-
-@dataclasses.dataclass(frozen=True)
 class FirstTokens:
-    """The tokens that the head of a model reads: the tokens before the patches, or all if there are
-    none.
-    """
+    """The tokens that the head of a model reads: those before the patches, or all without them."""
 
     prefix_tokens: int
 
@@ -78,39 +65,13 @@ class FirstTokens:
         return x[:, : self.prefix_tokens] if self.prefix_tokens else x
 
 
-@dataclasses.dataclass(frozen=True)
-class Pool:
-    """The first token, or the mean of all, after a LayerNorm without parameters, which suffices for
-    a linear head.
-    """
-
-    prefix_tokens: int
-
-    def __call__(self, params: Params, x: jax.Array) -> jax.Array:
-        """Maps [B, T, D] to [B, D]."""
-        tokens = x[:, :1] if self.prefix_tokens else x
-        normalised: Any = nn.LayerNorm(use_bias=False, use_scale=False).apply({}, tokens)
-        return jnp.mean(normalised, axis=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Linear:
-    """A linear head for pooled representations."""
-
-    num_classes: int
-
-    def __call__(self, params: Params, x: jax.Array) -> jax.Array:
-        """Maps [B, D] to logits [B, num_classes]."""
-        logits: Any = nn.Dense(self.num_classes).apply({"params": params["head"]}, x)
-        return logits
-
-
 # --- The baselines ------------------------------------------------------------------------------
 
 
 class Recipe(NamedTuple):
-    """The pieces that a baseline runs and trains. Hashable, so that equal recipes share compiled
-    programs.
+    """The pieces that a baseline runs and trains.
+
+    Hashable, so that equal recipes share compiled programs.
 
     Attributes:
       features: Pieces before everything that is trained. They run once per image.
@@ -127,52 +88,52 @@ class Recipe(NamedTuple):
     client: frozenset[str]
 
 
-Begun = tuple[Recipe, dict[str, Any]]
+RecipeAndParams = tuple[Recipe, dict[str, Any]]
 # `baseline(backbone, params, num_classes=, key=)` returns a recipe and its initial parameters.
-Baseline = Callable[..., Begun]
+Baseline = Callable[..., RecipeAndParams]
 
 
 def linear_probing(
     backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
-) -> Begun:
+) -> RecipeAndParams:
     """Trains only the head. The frozen transformer sees every image once."""
     backbone, params = backbone.with_head(key, params, num_classes)
     last = backbone.model.num_blocks
     features = (Blocks(backbone, 0, last), FirstTokens(backbone.prefix_tokens))
-    return _begin(params, (Blocks(backbone, last, None),), _is_head, features=features)
+    return recipe_for(params, (Blocks(backbone, last, None),), is_head, features=features)
 
 
 def full_fine_tuning(
     backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
-) -> Begun:
+) -> RecipeAndParams:
     """Trains all parameters."""
     backbone, params = backbone.with_head(key, params, num_classes)
-    return _begin(params, (Blocks(backbone, 0, None),), lambda path: True)
+    return recipe_for(params, (Blocks(backbone, 0, None),), lambda path: True)
 
 
 def layer_norm_tuning(
     backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
-) -> Begun:
-    """Trains scales and biases of all LayerNorms, and the head: LN-TUNE (Basu et al. 2024,
-    arXiv:2304.01917).
+) -> RecipeAndParams:
+    """Trains scales and biases of all LayerNorms, and the head: LN-TUNE.
+
+    LN-TUNE is that of Basu et al. (2024, arXiv:2304.01917).
     """
     backbone, params = backbone.with_head(key, params, num_classes)
     # Only LayerNorms have a scale in a transformer.
-    norms = {
-        path.removesuffix("/scale")
-        for path in flatten_dict(params, sep="/")
-        if path.endswith("/scale")
-    }
-    return _begin(
-        params, (Blocks(backbone, 0, None),), lambda p: _is_head(p) or p.rpartition("/")[0] in norms
-    )
+    scales = [path for path in flatten_dict(params, sep="/") if path.endswith("/scale")]
+    norms = {path.removesuffix("/scale") for path in scales}
+
+    def tuned(path: str) -> bool:
+        module, _, _ = path.rpartition("/")
+        return is_head(path) or module in norms
+
+    return recipe_for(params, (Blocks(backbone, 0, None),), tuned)
 
 
 def split_learning(
     backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
-) -> Begun:
-    """Trains frontend and head at the client, through the server's frozen backend, as in section
-    A.2.
+) -> RecipeAndParams:
+    """Trains frontend and head at the client, through the server's frozen backend (section A.2).
 
     Vanilla split learning (Vepakomma et al. 2018, arXiv:1812.00564) trains both sides. The exchange
     of the two parties is part of one backward pass, so this may run in one process.
@@ -181,9 +142,9 @@ def split_learning(
     front, _ = backbone.divide(params)
 
     def at_client(path: str) -> bool:
-        return _is_head(path) or _top(path) in front
+        return is_head(path) or _top(path) in front
 
-    return _begin(params, (Blocks(backbone, 0, None),), at_client, client=at_client)
+    return recipe_for(params, (Blocks(backbone, 0, None),), at_client, client=at_client)
 
 
 def offsite_tuning(
@@ -194,9 +155,10 @@ def offsite_tuning(
     key: jax.Array,
     drop: Literal["uniform", "random"] = "uniform",
     seed: int = 0,
-) -> Begun:
-    """Trains adapters around an emulator of the middle: offsite tuning (Xiao et al. 2023,
-    arXiv:2302.04870).
+) -> RecipeAndParams:
+    """Trains adapters around an emulator of the middle: offsite tuning.
+
+    Offsite tuning is that of Xiao et al. (2023, arXiv:2302.04870).
 
     The adapters are the first two and the last two blocks, or one and one of fewer than 6 blocks.
     The emulator is the middle without half of its blocks, rounded up. Blocks of a Swin that merge
@@ -218,21 +180,23 @@ def offsite_tuning(
     blocks = _describe_blocks(backbone)
     ends = 2 if len(blocks) >= 6 else 1
     middle = range(ends, len(blocks) - ends)
-    candidates = [k for k in middle if blocks[k][1]]
+    # A block that changes the shape cannot be left out.
+    candidates = [k for k in middle if blocks[k].keeps_shape]
     if not candidates:
         raise ValueError(
             f"offsite tuning needs a block to drop between {ends} first and {ends} last ones. The "
             f"model has only {len(blocks)} blocks."
         )
     dropped = set(candidates) - set(_half(candidates, drop, seed))
-    kept = tuple(Blocks(backbone, k, k + 1) for k in middle if k not in dropped)
-    training = (Blocks(backbone, 0, ends), *kept, Blocks(backbone, len(blocks) - ends, None))
-    adapters = {name for k, (names, _) in enumerate(blocks) if k not in middle for name in names}
-    absent = {name for k in dropped for name in blocks[k][0]}
-    return _begin(
+    emulator = [Blocks(backbone, k, k + 1) for k in middle if k not in dropped]
+    first = Blocks(backbone, 0, ends)
+    last = Blocks(backbone, len(blocks) - ends, None)
+    adapters = _modules_of([*blocks[:ends], *blocks[-ends:]])
+    absent = _modules_of([blocks[k] for k in dropped])
+    return recipe_for(
         params,
-        training,
-        lambda path: _is_head(path) or _top(path) in adapters,
+        (first, *emulator, last),
+        lambda path: is_head(path) or _top(path) in adapters,
         client=lambda path: _top(path) not in absent,
         evaluation=(Blocks(backbone, 0, None),),
     )
@@ -246,74 +210,6 @@ BASELINES: Mapping[str, Baseline] = {
     "ot": offsite_tuning,
     "ot_random": functools.partial(offsite_tuning, drop="random"),
 }
-
-
-# --- Attacks by a client that has the frontend only ---------------------------------------------
-
-
-def probe_quantized_frontend(
-    backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array
-) -> Begun:
-    """Trains a head on the representations of the quantised frontend: "Quant. Frontend" of Table
-    3.
-    """
-    params = {"frontend": _checked(frontend), "head": _linear_head(backbone, num_classes, key)}
-    features = (Quantized(backbone), Pool(backbone.prefix_tokens))
-    return _begin(params, (Linear(num_classes),), _is_head, features=features)
-
-
-def probe_original_frontend(
-    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
-) -> Begun:
-    """Trains a head on the frontend of `params`, which no client has: "Original Frontend" of Table
-    3.
-    """
-    params = {**backbone.divide(params)[0], "head": _linear_head(backbone, num_classes, key)}
-    features = (Blocks(backbone, 0, backbone.cut), Pool(backbone.prefix_tokens))
-    return _begin(params, (Linear(num_classes),), _is_head, features=features)
-
-
-def tune_quantized_frontend(
-    backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array
-) -> Begun:
-    """Trains a head and all weights of the dequantised frontend. This is stronger than the paper's
-    test.
-
-    Activations are not rounded here, since a client need not round them.
-    """
-    params = {**_checked(frontend).params, "head": _linear_head(backbone, num_classes, key)}
-    pieces = (Blocks(backbone, 0, backbone.cut), Pool(backbone.prefix_tokens), Linear(num_classes))
-    return _begin(params, pieces, lambda path: True)
-
-
-def probe_auxiliary_backend(auxiliary: Backbone, auxiliary_params: Params) -> Baseline:
-    """Trains the head of another public model behind the quantised frontend: "Auxiliary Backend" of
-    Table 3.
-
-    The last blocks of the other model follow the frontend. Its cut is where its backend begins. The
-    paper takes the last third of DINOv2-L. `auxiliary_params` belong to the whole model. The
-    baseline raises ValueError if the tokens of the two models do not fit together.
-    """
-
-    def baseline(backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array) -> Begun:
-        ours, theirs = ((b.tokens[1], b.prefix_tokens) for b in (backbone, auxiliary))
-        if ours != theirs:
-            raise ValueError(
-                f"auxiliary must take tokens of width {ours[0]} with {ours[1]} in front of the "
-                f"patches, as the frontend returns, got width {theirs[0]} with {theirs[1]}. Choose "
-                "another model or another cut."
-            )
-        other, back = auxiliary.with_head(key, auxiliary.divide(auxiliary_params)[1], num_classes)
-        last = other.model.num_blocks
-        params = {"frontend": _checked(frontend), **back}
-        features = (
-            Quantized(backbone),
-            Blocks(other, other.cut, last),
-            FirstTokens(other.prefix_tokens),
-        )
-        return _begin(params, (Blocks(other, last, None),), _is_head, features=features)
-
-    return baseline
 
 
 # --- Adaptation ---------------------------------------------------------------------------------
@@ -341,45 +237,45 @@ def adapt(
     *,
     num_classes: int,
     learning_rate: float,
-    epochs: int = 100,
-    batch_size: int = 32,
     key: jax.Array,
+    **training: Any,
 ) -> Adapted:
     """Adapts a public model to a client's task.
 
     Calls that differ only in data, learning rate or key compile once.
 
     Args:
-      baseline: An entry of `BASELINES`, or one of the functions for a frontend.
+      baseline: An entry of `BASELINES`, or a function like them.
       backbone: The public model.
       params: The initial parameters of the whole model, or a `QuantizedFrontend`.
       images: The client's images, float32 [n, S, S, C] in [0, 1].
       labels: int [n] in [0, num_classes), with num_classes at least 2.
-      learning_rate, batch_size: As in `fit_in_memory`.
-      epochs: Passes over the images. The paper has 100, and 50 for offsite tuning.
+      learning_rate: The constant learning rate of Adam.
       key: Typed PRNG key of the head and the order of the images.
+      training: The other attributes of `Training`: epochs and batch_size. The paper has 100 epochs,
+        and 50 for offsite tuning. Features are computed in batches of this size too.
 
     Raises:
       ValueError: Images are empty, of another shape or outside [0, 1], labels do not match them or
         [0, num_classes), a number is not positive, or as the baseline.
     """
+    options = Training(learning_rate=learning_rate, **training)
     backbone.check_images(images)
     check_labels(labels, len(images), num_classes)
     head_key, key = jax.random.split(key)
     recipe, params = baseline(backbone, params, num_classes=num_classes, key=head_key)
     inputs = jnp.asarray(images)
     if recipe.features:
-        inputs = in_batches(functools.partial(_run, recipe.features, params), images, batch_size)
+        features = functools.partial(_run, recipe.features, params)
+        inputs = in_batches(features, images, options.batch_size)
     trained, frozen = divide_trained(recipe, params)
     trained = fit_in_memory(
         training_loss(recipe.training),
         trained,
         (inputs, jnp.asarray(labels)),
         key=key,
-        learning_rate=learning_rate,
-        epochs=epochs,
-        batch_size=batch_size,
         frozen=frozen,
+        **dataclasses.asdict(options),
     )
     return Adapted(recipe, unflatten_dict({**frozen, **trained}, sep="/"))
 
@@ -416,8 +312,9 @@ def divide_trained(recipe: Recipe, params: Params) -> tuple[dict[str, Any], dict
 
 @functools.lru_cache
 def training_loss(pieces: tuple[Piece, ...]) -> Loss:
-    """Returns the cross-entropy of (inputs, labels) behind `pieces` for `fit_in_memory`, cached for
-    equal pieces.
+    """Returns the cross-entropy of (inputs, labels) behind `pieces`, for `fit_in_memory`.
+
+    Equal pieces give one function, which compiles once.
     """
 
     def loss(trained: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
@@ -441,7 +338,7 @@ _run = jax.jit(run, static_argnums=0)
 # --- Parameters ---------------------------------------------------------------------------------
 
 
-def _begin(
+def recipe_for(
     params: Params,
     training: tuple[Piece, ...],
     trained: Callable[[str], bool],
@@ -449,60 +346,75 @@ def _begin(
     features: tuple[Piece, ...] = (),
     evaluation: tuple[Piece, ...] | None = None,
     client: Callable[[str], bool] = lambda path: True,
-) -> Begun:
-    """Returns a recipe and parameters. `evaluation` is `training` by default."""
-    chosen = (
-        frozenset(filter(choose, flatten_dict(params, sep="/"))) for choose in (trained, client)
+) -> RecipeAndParams:
+    """Returns a recipe and its initial parameters.
+
+    Args:
+      params: The initial parameters.
+      training, features, evaluation: As in `Recipe`. `evaluation` is `training` by default.
+      trained, client: Whether a path is a trained parameter, and whether the client holds it.
+    """
+    paths = flatten_dict(params, sep="/")
+    recipe = Recipe(
+        features=features,
+        training=training,
+        evaluation=evaluation or training,
+        trained=frozenset(filter(trained, paths)),
+        client=frozenset(filter(client, paths)),
     )
-    return Recipe(features, training, evaluation or training, *chosen), dict(params)
+    return recipe, dict(params)
 
 
 def _top(path: str) -> str:
     return path.partition("/")[0]
 
 
-def _is_head(path: str) -> bool:
+def is_head(path: str) -> bool:
+    """Returns whether a path is a parameter of the head."""
     return path.startswith("head")
 
 
-def _linear_head(backbone: Backbone, num_classes: int, key: jax.Array) -> Any:
-    return nn.Dense(num_classes).init(key, jnp.zeros((1, backbone.tokens[1])))["params"]
+class _Block(NamedTuple):
+    """The names of the modules of a block, and whether its output has the shape of its input."""
+
+    modules: frozenset[str]
+    keeps_shape: bool
 
 
-def _checked(frontend: Any) -> QuantizedFrontend:
-    if not isinstance(frontend, QuantizedFrontend):
-        raise ValueError(
-            f"params must be the client's QuantizedFrontend, got {type(frontend).__name__}."
-        )
-    return frontend
+def _modules_of(blocks: Iterable[_Block]) -> set[str]:
+    modules: set[str] = set()
+    for block in blocks:
+        modules |= block.modules
+    return modules
 
 
 @functools.lru_cache
-def _describe_blocks(backbone: Backbone) -> tuple[tuple[frozenset[str], bool], ...]:
-    """Returns for each block the names of its parameters, and whether its output has the shape of
-    its input.
-    """
-    found = []
+def _describe_blocks(backbone: Backbone) -> tuple[_Block, ...]:
+    blocks = []
 
     def describe() -> None:
         key, images = jax.random.key(0), jnp.zeros(backbone.images.shape)
         x, embedding = backbone.model.init_with_output(key, images, 0, 0)
         for k in range(backbone.model.num_blocks):
-            y, block = backbone.model.init_with_output(key, x if k else images, k, k + 1)
-            found.append(
-                (frozenset(block["params"]) - frozenset(embedding["params"]), y.shape == x.shape)
-            )
+            # The first block embeds the images too.
+            y, variables = backbone.model.init_with_output(key, x if k else images, k, k + 1)
+            modules = frozenset(variables["params"]) - frozenset(embedding["params"])
+            blocks.append(_Block(modules, y.shape == x.shape))
             x = y
 
     jax.eval_shape(describe)
-    return tuple(found)
+    return tuple(blocks)
 
 
 def _half(candidates: list[int], drop: str, seed: int) -> list[int]:
+    """Returns half of the candidates, rounded down: random ones, or evenly spaced ones."""
     count = len(candidates) // 2
     if drop == "random":
-        # RandomState: its stream is the same in every version of NumPy.
-        return sorted(np.random.RandomState(seed).permutation(candidates)[:count].tolist())
+        # RandomState, because its stream is the same in every version of NumPy.
+        permuted = np.random.RandomState(seed).permutation(candidates)
+        return sorted(permuted[:count].tolist())
     if count < 2:
-        return candidates[len(candidates) // 2 :][:count]
-    return [candidates[round(i * (len(candidates) - 1) / (count - 1))] for i in range(count)]
+        middle = len(candidates) // 2
+        return candidates[middle:][:count]
+    step = (len(candidates) - 1) / (count - 1)
+    return [candidates[round(i * step)] for i in range(count)]

@@ -1,11 +1,12 @@
-"""The client's side of Split Adaptation (Wang et al., CVPR 2025, arXiv:2503.00441), in the paper's
-order.
+"""The client's side of Split Adaptation (Wang et al. 2025), in the paper's order.
 
     model_key, key = jax.random.split(key)
-    params = perturb_params(model_key, frontend.params)                # section 3.4: Eq. 12
+    params = perturb_params(model_key, frontend.params)       # section 3.4: Eq. 12
     x = represent(backbone, frontend, params, images)
-    copies = augment_then_noise(key, x, laplace_scale=0.8)             # section 3.5: Eq. 13, then Laplace on every copy
-    copies = noise_then_augment(key, x, laplace_scale=0.8)             # our advice: one noisy copy, augmented
+    # section 3.5: Eq. 13, then Laplace noise on every copy
+    copies = augment_then_noise(key, x, laplace_scale=0.8)
+    # our advice: one noisy copy, augmented
+    copies = noise_then_augment(key, x, laplace_scale=0.8)
 
 Neither order has a privacy guarantee (docs/design/split.md). `jaxdp.split.noisy_upload` has one.
 """
@@ -28,8 +29,10 @@ NoiseMode = Literal["rel", "abs", "var", "rms"]
 def perturb_params(
     key: jax.Array, params: Params, *, alpha: float = 0.01, mode: NoiseMode = "rel"
 ) -> Any:
-    """Returns theta' = n_x theta + n_+ with n_x ~ N(1, s) and n_+ ~ N(0, s), drawn once for every
-    parameter (Eq. 12).
+    """Draws noise on every parameter: theta' = n_x theta + n_+ (Eq. 12).
+
+    The factor is n_x ~ N(1, s), and the term is n_+ ~ N(0, s). Both are drawn once for every
+    parameter.
 
     The paper writes s = alpha theta, which can be neither a variance nor a standard deviation.
     `mode` selects a reading.
@@ -57,15 +60,23 @@ def perturb_params(
 @functools.partial(jax.jit, static_argnums=0)
 def _perturbed(mode: NoiseMode, key: jax.Array, params: Params, alpha: float) -> Any:
     theta, unravel = ravel_pytree(params)
-    if mode == "rms":
-        means = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.sqrt(jnp.mean(leaf**2))), params)
-        std = alpha * ravel_pytree(means)[0]
-    elif mode == "var":
-        std = jnp.sqrt(alpha * jnp.abs(theta))
-    else:
-        std = alpha * (jnp.abs(theta) if mode == "rel" else jnp.ones_like(theta))
+    match mode:
+        case "rel":
+            std = alpha * jnp.abs(theta)
+        case "abs":
+            std = alpha * jnp.ones_like(theta)
+        case "var":
+            std = jnp.sqrt(alpha * jnp.abs(theta))
+        case "rms":
+            means, _ = ravel_pytree(jax.tree.map(_root_mean_squares, params))
+            std = alpha * means
+    # The noise acts on dequantised weights. 1 % of a code would be rounded away.
     factor, term = noise.gaussian(key, (theta, theta), 1.0)
     return unravel((1 + std * factor) * theta + std * term)  # Eq. 12
+
+
+def _root_mean_squares(leaf: jax.Array) -> jax.Array:
+    return jnp.full_like(leaf, jnp.sqrt(jnp.mean(leaf**2)))
 
 
 def represent(

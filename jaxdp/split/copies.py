@@ -1,5 +1,6 @@
-"""The client's uploads: every representation, and copies with patches of other images (sections 3.4
-and 3.5).
+"""The client's uploads: representations, and copies with patches of other images.
+
+The paper's sections are 3.4 and 3.5.
 """
 
 import dataclasses
@@ -18,8 +19,9 @@ from jaxdp.transforms import noise
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Augmented copies of n representations. A batch of copies is made on demand, so memory never
-    holds all of them.
+    """Augmented copies of n representations.
+
+    A batch of copies is made on demand, so memory never holds all of them.
 
     An object is the client's secret: `representations` are exact before `augment_then_noise`. The
     client sends `batch`.
@@ -48,8 +50,9 @@ class Copies:
         return index_of_copies(len(self.representations), 1 + self.copies)
 
     def batch(self, images: jax.Array, numbers: jax.Array) -> jax.Array:
-        """Returns copies [B, T, D]: copy `numbers[b]` of image `images[b]`. Every call gives the
-        same values.
+        """Returns copies [B, T, D]: copy `numbers[b]` of image `images[b]`.
+
+        Every call gives the same values.
         """
         patch_key, noise_key = jax.random.split(self.key)
         noise_key = batchable(noise_key)
@@ -58,25 +61,26 @@ class Copies:
             patch_key, self.representations, self.neighbors, images, numbers, **options
         )
 
-        def one(image: jax.Array, number: jax.Array) -> jax.Array:
+        def unit_noise(image: jax.Array, number: jax.Array) -> jax.Array:
             key = jax.random.fold_in(jax.random.fold_in(noise_key, image), number)
             return noise.laplace(key, x[0], 1.0)
 
-        return jax.lax.cond(
-            self.laplace_scale > 0,
-            lambda: x + self.laplace_scale * jax.vmap(one)(images, numbers),
-            lambda: x,
-        )
+        def with_noise() -> jax.Array:
+            return x + self.laplace_scale * jax.vmap(unit_noise)(images, numbers)
+
+        return jax.lax.cond(self.laplace_scale > 0, with_noise, lambda: x)
 
     def materialized(self) -> np.ndarray:
-        """Returns all copies [1 + copies, n, T, D] in host memory. It makes one number of all
-        images at a time.
+        """Returns all copies [1 + copies, n, T, D] in host memory.
+
+        It makes one number of all images at a time.
         """
         images = jnp.arange(len(self.representations), dtype=jnp.int32)
-        numbers = range(1 + self.copies)
-        return np.stack(
-            [np.asarray(_batch(self, images, jnp.full_like(images, number))) for number in numbers]
-        )
+        copies = [
+            np.asarray(_batch(self, images, jnp.full_like(images, number)))
+            for number in range(1 + self.copies)
+        ]
+        return np.stack(copies)
 
 
 jax.tree_util.register_dataclass(
@@ -88,11 +92,9 @@ _batch = jax.jit(Copies.batch)
 
 
 def index_of_copies(images: int, each: int) -> tuple[jax.Array, jax.Array]:
-    """Returns image and number of every copy for `each` copies of every image, int32 [images *
-    each] both.
-    """
-    found, numbers = jnp.divmod(jnp.arange(images * each, dtype=jnp.int32), each)
-    return found, numbers
+    """Returns image and number of every copy, int32 [images * each] both."""
+    image, number = jnp.divmod(jnp.arange(images * each, dtype=jnp.int32), each)
+    return image, number
 
 
 def augment_then_noise(
@@ -104,8 +106,9 @@ def augment_then_noise(
     n_patches: int,
     prefix_tokens: int,
 ) -> Copies:
-    """Makes copies in the published order: retrieval on exact representations, then Laplace(0, b)
-    on every copy.
+    """Makes copies in the published order: retrieval first, then noise on every copy.
+
+    Retrieval reads exact representations. The noise is Laplace(0, b).
 
     The original counts as a copy. Each image is sent 1 + copies times with fresh noise, so the
     median of its copies removes most of the noise.
@@ -114,7 +117,7 @@ def augment_then_noise(
       key: Typed PRNG key of shape (), from the client's secret seed.
       representations: float32 [n, T, D] of `represent`.
       laplace_scale, copies, n_patches, prefix_tokens: As in `Copies`. b is in units of the
-      representation.
+        representation.
 
     Raises:
       ValueError: A scale or number is negative, n_patches exceeds the patches, or a single image
@@ -123,7 +126,7 @@ def augment_then_noise(
     not_negative(laplace_scale=laplace_scale)
     at_least(0, copies=copies)
     neighbors = retrieve_neighbors(representations)  # Eq. 13
-    made = Copies(
+    augmented = Copies(
         representations,
         neighbors,
         key,
@@ -133,8 +136,8 @@ def augment_then_noise(
         prefix_tokens,
     )
     first = jax.ShapeDtypeStruct((1,), jnp.int32)
-    jax.eval_shape(made.batch, first, first)  # raises errors of arguments now
-    return made
+    jax.eval_shape(augmented.batch, first, first)  # raises errors of arguments now
+    return augmented
 
 
 def noise_then_augment(
@@ -146,14 +149,14 @@ def noise_then_augment(
     n_patches: int,
     prefix_tokens: int,
 ) -> Copies:
-    """Makes one noisy representation of every image, then retrieves and augments as the server
-    could do.
+    """Makes one noisy representation of every image, then retrieves and augments.
 
     The upload is 65 times smaller, and averaging cannot remove the noise. The effect of an image on
     copies of other images is post-processing. Arguments and errors are as in `augment_then_noise`.
     """
     not_negative(laplace_scale=laplace_scale)
     noise_key, patch_key = jax.random.split(key)
+    # The server could augment this by itself, so what follows is post-processing.
     noisy = representations + noise.laplace(noise_key, representations, laplace_scale)
     return augment_then_noise(
         patch_key,
@@ -178,8 +181,7 @@ def plan_copies(
     prefix_tokens: int,
     label: str,
 ) -> Release[np.ndarray]:
-    """Returns all copies of `augment_then_noise`, float32 [1 + copies, n, T, D], as a release for a
-    till.
+    """Returns all copies of `augment_then_noise`, float32 [1 + copies, n, T, D], for a till.
 
     It spends nothing, and copies the representations. The account pays `published_event`: nothing
     about this upload is proven. The ledger shows `label` to people, so it must not hold data. Other
@@ -187,21 +189,18 @@ def plan_copies(
     """
     not_negative(laplace_scale=laplace_scale)
     at_least(0, copies=copies)
-    x, images = (
-        jnp.array(representations),
-        jax.ShapeDtypeStruct(np.shape(representations)[:1], jnp.int32),
-    )
+    x = jnp.array(representations)
+    images = jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)
     # Tracing comes before the payment, so that a program that cannot run costs nothing.
-    neighbors, key = (
-        jax.eval_shape(retrieve_neighbors, x),
-        stream(bytes(16), "copies", impl="threefry2x32"),
-    )
+    neighbors = jax.eval_shape(retrieve_neighbors, x)
+    key = stream(bytes(16), "copies", impl="threefry2x32")
     traced = Copies(x, neighbors, key, jnp.float32(laplace_scale), copies, n_patches, prefix_tokens)
     texts = [program(retrieve_neighbors, x), program(_batch, traced, images, images)]
 
     def compute(secret: bytes) -> np.ndarray:
         key = stream(secret, "copies", impl="threefry2x32")
-        return dataclasses.replace(traced, neighbors=retrieve_neighbors(x), key=key).materialized()
+        drawn = dataclasses.replace(traced, neighbors=retrieve_neighbors(x), key=key)
+        return drawn.materialized()
 
     return Release(
         label=label,
@@ -215,12 +214,14 @@ def plan_copies(
 def plan_noisy(
     account: Account, *, representations: jax.Array, laplace_scale: float, label: str
 ) -> Release[jax.Array]:
-    """Returns one noisy copy of every representation, float32 [n, T, D], as a release for a till.
-    It spends nothing.
+    """Returns one noisy copy of every representation, float32 [n, T, D], for a till.
+
+    The call spends nothing.
 
     Arguments and errors are as in `plan_copies`.
     """
-    x, event = jnp.array(representations), published_event(laplace_scale)
+    x = jnp.array(representations)
+    event = published_event(laplace_scale)
     text = program(_noisy, stream(bytes(16), "noise"), x, laplace_scale)
     return Release(
         label=label,

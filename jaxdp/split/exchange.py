@@ -52,12 +52,16 @@ _ACTIVATIONS: Mapping[str, Any] = {
 }
 # Attributes that are not sent: they describe the head, which stays with the server, or never
 # differ.
-_UNTOLD = {"num_classes", "head_hidden", "distilled_head", "dtype", "parent", "name"}
-_Expected = Mapping[str, tuple[tuple[int, ...], Any]]  # shape and dtype of every array
+_NOT_SENT = {"num_classes", "head_hidden", "distilled_head", "dtype", "parent", "name"}
+_Form = tuple[tuple[int, ...], Any]  # shape and dtype of an array
+_Expected = Mapping[str, _Form]
 
 
 def _pack(
-    kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Any], understand: Callable[..., Any]
+    kind: str,
+    fields: Mapping[str, Any],
+    arrays: Mapping[str, Any],
+    understand: Callable[..., Any],
 ) -> bytes:
     """Returns a package if `understand` accepts it."""
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
@@ -108,10 +112,12 @@ class Shipment(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of its numbers. It shows the server which packages were made with its own
-        frontend.
+        """SHA-256 of its numbers.
+
+        It shows the server which packages were made with its own frontend.
         """
-        digest = hashlib.sha256(repr((self.copies, self.n_patches, self.clip_norm)).encode())
+        numbers = (self.copies, self.n_patches, self.clip_norm)
+        digest = hashlib.sha256(repr(numbers).encode())
         for leaf in jax.tree.leaves((self.frontend, self.projection)):
             digest.update(np.asarray(leaf).tobytes())
         return digest.hexdigest()
@@ -143,19 +149,16 @@ def pack_frontend(shipment: Shipment) -> bytes:
     arrays: dict[str, Any] = {f"codes/{path}": codes for path, codes in frontend.codes.items()}
     arrays |= {f"units/{path}": unit for path, unit in frontend.units.items()}
     arrays |= {f"first/{site}": scale for site, scale in first.items()}
-    # The second scale of a linear map is the unit of its kernel.
-    arrays |= {
-        f"second/{site}": scale
-        for site, scale in second.items()
-        if f"{site}/kernel" not in frontend.codes
-    }
+    for site, scale in second.items():
+        # The second scale of a linear map is the unit of its kernel, which is sent already.
+        if f"{site}/kernel" not in frontend.codes:
+            arrays[f"second/{site}"] = scale
     arrays["output"] = output
     if shipment.projection is not None:
-        arrays |= {
-            f"projection/{name}": array for name, array in shipment.projection._asdict().items()
-        }
+        arrays["projection/mean"] = shipment.projection.mean
+        arrays["projection/directions"] = shipment.projection.directions
     fields = {
-        "model": _told_model(backbone.model),
+        "model": _describe_model(backbone.model),
         "preprocessing": dataclasses.asdict(backbone.preprocessing),
         "cut": backbone.cut,
         "bits": frontend.bits,
@@ -168,10 +171,9 @@ def pack_frontend(shipment: Shipment) -> bytes:
 
 def unpack_frontend(data: bytes, *, limits: Limits | None = None) -> Shipment:
     """Reads a package of `pack_frontend`. It checks all numbers before it traces the model."""
+    limits = limits or Limits()
     fields = ("model", "preprocessing", "cut", "bits", "copies", "n_patches", "clip_norm")
-    return _unpack(
-        data, "frontend", fields, lambda package: _shipment(package, limits or Limits()), limits
-    )
+    return _unpack(data, "frontend", fields, lambda package: _shipment(package, limits), limits)
 
 
 def _shipment(package: Package, limits: Limits) -> Shipment:
@@ -179,71 +181,90 @@ def _shipment(package: Package, limits: Limits) -> Shipment:
     model = _read_model(fields["model"], limits)
     backbone = Backbone(model, _read_preprocessing(fields["preprocessing"]), fields["cut"])
     _check_declared(backbone, arrays, limits)
-    bits, copies, n_patches, clip_norm = (
-        fields[name] for name in ("bits", "copies", "n_patches", "clip_norm")
-    )
+    bits = fields["bits"]
+    copies = fields["copies"]
+    n_patches = fields["n_patches"]
+    clip_norm = fields["clip_norm"]
     if type(bits) is not int or not 2 <= bits <= 8:
         raise ValueError(f"bits must be an integer in [2, 8], got {bits!r}.")
     limits.check("copies", copies if type(copies) is int else 0, "the frontend")
-    (tokens, width), shapes, sites = describe_frontend(backbone)
     check_augmentation(backbone, copies=copies, n_patches=n_patches)
-    expected: dict[str, tuple[tuple[int, ...], Any]] = {"output": ((), np.float32)}
-    for path, shape in shapes.items():
-        # Only the kernel of the patch embedding is a convolution. It has a scale per channel.
-        channels = shape[3:] if path.endswith("/kernel") else ()
-        expected |= {f"codes/{path}": (shape, np.int8), f"units/{path}": (channels, np.float32)}
-    for path, site in sites.items():
-        expected[f"first/{path}"] = ((site.heads,) if site.kind == "product" else (), np.float32)
-        if site.kind == "product":
-            expected[f"second/{path}"] = expected[f"first/{path}"]
+    expected = _expected_codes(backbone)
     scales = [name for name, (_, dtype) in expected.items() if dtype == np.float32]
     if clip_norm is not None:
-        directions = arrays.get("projection/directions", np.zeros((0, 1)))
-        k = directions.shape[1] if directions.ndim == 2 and directions.size else 1
-        expected["projection/mean"] = ((tokens, width), np.float32)
-        expected["projection/directions"] = ((tokens * width, k), np.float32)
         _check_positive("clip_norm", clip_norm)
+        expected |= _expected_projection(backbone, arrays)
     check_arrays(arrays, expected)
     for name in scales:
         if not (arrays[name] > 0).all():
             raise ValueError(f"scale {name!r} must be positive.")
-
-    def under(prefix: str) -> dict[str, jax.Array]:
-        return {
-            name.removeprefix(prefix): jnp.asarray(x)
-            for name, x in arrays.items()
-            if name.startswith(prefix)
-        }
-
-    units = under("units/")
-    kernels = {
-        path: units[f"{path}/kernel"] for path, site in sites.items() if site.kind != "product"
-    }
-    found = Scales(under("first/"), {**kernels, **under("second/")}, jnp.asarray(arrays["output"]))
-    projection = None if clip_norm is None else Projection(**under("projection/"))
-    frontend = QuantizedFrontend(under("codes/"), units, found, bits)
+    units = _under("units/", arrays)
+    second = _under("second/", arrays)
+    for path, site in describe_frontend(backbone).sites.items():
+        if site.kind != "product":
+            second[path] = units[f"{path}/kernel"]
+    searched = Scales(_under("first/", arrays), second, jnp.asarray(arrays["output"]))
+    projection = None if clip_norm is None else Projection(**_under("projection/", arrays))
+    frontend = QuantizedFrontend(_under("codes/", arrays), units, searched, bits)
     return Shipment(backbone, frontend, copies, n_patches, projection, clip_norm)
 
 
+def _expected_codes(backbone: Backbone) -> dict[str, _Form]:
+    """Returns shape and dtype of the codes and scales of a frontend."""
+    _, shapes, sites = describe_frontend(backbone)
+    expected: dict[str, _Form] = {"output": ((), np.float32)}
+    for path, shape in shapes.items():
+        # Only the kernel of the patch embedding is a convolution. It has a scale per channel.
+        channels = shape[3:] if path.endswith("/kernel") else ()
+        expected[f"codes/{path}"] = (shape, np.int8)
+        expected[f"units/{path}"] = (channels, np.float32)
+    for path, site in sites.items():
+        if site.kind == "product":
+            expected[f"first/{path}"] = ((site.heads,), np.float32)
+            expected[f"second/{path}"] = ((site.heads,), np.float32)
+        else:
+            expected[f"first/{path}"] = ((), np.float32)
+    return expected
+
+
+def _expected_projection(backbone: Backbone, arrays: Mapping[str, np.ndarray]) -> _Expected:
+    """Returns shape and dtype of the arrays of a projection.
+
+    The sender chooses the number of directions.
+    """
+    tokens, width = describe_frontend(backbone).tokens
+    directions = arrays.get("projection/directions", np.zeros((0, 1)))
+    k = directions.shape[1] if directions.ndim == 2 and directions.size else 1
+    return {
+        "projection/mean": ((tokens, width), np.float32),
+        "projection/directions": ((tokens * width, k), np.float32),
+    }
+
+
+def _under(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Returns the arrays whose names start with a prefix, without it."""
+    names = [name for name in arrays if name.startswith(prefix)]
+    return {name.removeprefix(prefix): jnp.asarray(arrays[name]) for name in names}
+
+
 def _check_declared(backbone: Backbone, arrays: Mapping[str, np.ndarray], limits: Limits) -> None:
-    """Refuses numbers that the arrays contradict, before a trace of the model, which takes time for
-    every block.
+    """Refuses numbers that the arrays contradict.
+
+    It comes before a trace of the model, which takes time for every block.
     """
     limits.check("blocks", backbone.model.num_blocks, "the frontend")
     codes = sum(name.startswith("codes/") for name in arrays)
     if backbone.cut > codes:
         raise ValueError(f"cut={backbone.cut} blocks cannot have only {codes} arrays of codes.")
-    size, resize = (
-        backbone.preprocessing.size,
-        backbone.preprocessing.resize or backbone.preprocessing.size,
-    )
+    size = backbone.preprocessing.size
+    resize = backbone.preprocessing.resize or size
     pixels = math.prod(resize) if isinstance(resize, tuple) else resize**2
     limits.check("pixels", pixels, "the preprocessing of the frontend")
-    if isinstance(backbone.model, Swin):  # a mask has an entry per token and token of its window
+    if isinstance(backbone.model, Swin):
         side = size // backbone.model.patch_size
-        limits.check(
-            "pixels", (side * min(backbone.model.window, side)) ** 2, "the windows of the frontend"
-        )
+        # A mask has an entry for every token and every token of its window.
+        entries = (side * min(backbone.model.window, side)) ** 2
+        limits.check("pixels", entries, "the windows of the frontend")
 
 
 def check_augmentation(backbone: Backbone, *, copies: Any, n_patches: Any) -> None:
@@ -264,15 +285,13 @@ def check_augmentation(backbone: Backbone, *, copies: Any, n_patches: Any) -> No
 
 def _defaults(family: Any) -> dict[str, Any]:
     """Returns the attributes that are sent, with their defaults."""
-    return {
-        field.name: field.default
-        for field in dataclasses.fields(family)
-        if field.name not in _UNTOLD
-    }
+    sent = [field for field in dataclasses.fields(family) if field.name not in _NOT_SENT]
+    return {field.name: field.default for field in sent}
 
 
-def _told_model(model: Any) -> dict[str, Any]:
-    name = next((name for name, family in _MODELS.items() if type(model) is family), None)
+def _describe_model(model: Any) -> dict[str, Any]:
+    names = {family: name for name, family in _MODELS.items()}
+    name = names.get(type(model))
     if name is None:
         raise ValueError(
             f"model must be one of {', '.join(_MODELS)} to be sent, got {type(model).__name__}."
@@ -292,17 +311,20 @@ def _told_model(model: Any) -> dict[str, Any]:
 def _read_model(described: Any, limits: Limits) -> Any:
     if not isinstance(described, dict) or set(described) != {"class", "attributes"}:
         raise ValueError("model must have the fields 'class' and 'attributes'.")
-    name, given = described["class"], described["attributes"]
+    name = described["class"]
+    attributes = described["attributes"]
     if not isinstance(name, str) or name not in _MODELS:
         raise ValueError(f"model must be one of {', '.join(_MODELS)}, got {name!r}.")
     defaults = _defaults(_MODELS[name])
-    if not isinstance(given, dict) or set(given) != set(defaults):
-        wrong = sorted(set(given) ^ set(defaults)) if isinstance(given, dict) else [given]
+    wrong = [attributes]
+    if isinstance(attributes, dict):
+        wrong = sorted(set(attributes) ^ set(defaults))
+    if wrong:
         raise ValueError(
             f"attributes of {name} must be {', '.join(defaults)}. Missing or unknown: {wrong}."
         )
     values = {
-        key: _read_attribute(key, value, defaults[key], limits) for key, value in given.items()
+        key: _read_attribute(key, value, defaults[key], limits) for key, value in attributes.items()
     }
     return _MODELS[name](num_classes=2, **values)
 
@@ -313,45 +335,51 @@ def _read_attribute(name: str, value: Any, default: Any, limits: Limits) -> Any:
         if not isinstance(value, str) or value not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {value!r}.")
         return _ACTIVATIONS[value]
-    several, listed = isinstance(default, tuple), isinstance(value, list | tuple)
-    numbers, like = value if listed else [value], default[0] if several else default
+    is_list = isinstance(value, list | tuple)
+    numbers = value if is_list else [value]
+    like = default[0] if isinstance(default, tuple) else default
 
     def fits(number: Any) -> bool:
-        right = type(number) is type(like) or (type(like) is float and type(number) is int)
-        return right and (isinstance(number, bool | str) or number > 0)
+        whole = type(like) is float and type(number) is int  # JSON writes 4.0 as 4
+        if type(number) is not type(like) and not whole:
+            return False
+        return isinstance(number, bool | str) or number > 0
 
-    if several != listed or not numbers or not all(map(fits, numbers)):
+    if isinstance(default, tuple) != is_list or not numbers or not all(map(fits, numbers)):
         raise ValueError(f"{name} must be like {default!r}, got {value!r}.")
-    for number in numbers:  # far above every width or side, and products of two stay exact
-        limits.check(
-            "pixels",
-            number if type(number) is int else 0,
-            f"the attribute {name!r} of the frontend",
-        )
-    return tuple(numbers) if several else value
+    for number in numbers:
+        # The limit is far above every width or side, and a product of two below it is exact.
+        size = number if type(number) is int else 0
+        limits.check("pixels", size, f"the attribute {name!r} of the frontend")
+    return tuple(numbers) if is_list else value
 
 
-def _read_preprocessing(given: Any) -> Preprocessing:
+def _read_preprocessing(fields: Any) -> Preprocessing:
     names = {field.name for field in dataclasses.fields(Preprocessing)}
-    if not isinstance(given, dict) or set(given) != names:
+    if not isinstance(fields, dict) or set(fields) != names:
         raise ValueError(f"preprocessing must have the fields {', '.join(sorted(names))}.")
-    resize, sizes, colours = given["resize"], [given["size"]], [given["mean"], given["std"]]
-    if resize is not None:
-        sizes += resize if isinstance(resize, list | tuple) and len(resize) == 2 else [resize]
-    numbers = all(
-        isinstance(x, list | tuple) and all(type(n) in (int, float) for n in x) for x in colours
-    )
-    if not numbers or not all(type(n) is int and n > 0 for n in sizes):
+    resize = fields["resize"]
+    sizes = [fields["size"]]
+    if isinstance(resize, list | tuple) and len(resize) == 2:
+        sizes += resize
+    elif resize is not None:
+        sizes.append(resize)
+    positive = all(type(n) is int and n > 0 for n in sizes)
+    if not (positive and _is_numbers(fields["mean"]) and _is_numbers(fields["std"])):
         raise ValueError(
-            f"preprocessing must have positive integer sizes and lists of numbers, got {given}."
+            f"preprocessing must have positive integer sizes and lists of numbers, got {fields}."
         )
-    if not given["mean"] or not isinstance(given["interpolation"], str):
+    if not fields["mean"] or not isinstance(fields["interpolation"], str):
         raise ValueError(
-            f"preprocessing must have channels and the name of an interpolation, got {given}."
+            f"preprocessing must have channels and the name of an interpolation, got {fields}."
         )
-    return Preprocessing(
-        **{**given, "resize": tuple(resize) if isinstance(resize, list) else resize}
-    )
+    if isinstance(resize, list):  # JSON has no tuples
+        resize = tuple(resize)
+    return Preprocessing(**{**fields, "resize": resize})
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(type(n) in (int, float) for n in value)
 
 
 # --- The upload ---------------------------------------------------------------------------------
@@ -359,8 +387,9 @@ def _read_preprocessing(given: Any) -> Preprocessing:
 
 @dataclasses.dataclass(frozen=True)
 class Uploaded:
-    """The published upload: every copy with fresh noise, float32 [1 + N_Aug, n, T, D]. Labels stay
-    with the client.
+    """The published upload: every copy with fresh noise, float32 [1 + N_Aug, n, T, D].
+
+    Labels stay with the client.
 
     The number of classes is a public declaration, in all three uploads.
     """
@@ -387,8 +416,9 @@ jax.tree_util.register_dataclass(Uploaded, data_fields=["copies"], meta_fields=[
 
 
 class NoisyOnce(NamedTuple):
-    """One noisy representation of every image, float32 [n, T, D], without labels. The server makes
-    the copies.
+    """One noisy representation of every image, float32 [n, T, D], without labels.
+
+    The server makes the copies.
     """
 
     representations: Any
@@ -396,8 +426,9 @@ class NoisyOnce(NamedTuple):
 
 
 class Private(NamedTuple):
-    """The result of `release_privately`, with labels, and its settings. The client's work ends with
-    it.
+    """The result of `release_privately`, with labels, and its settings.
+
+    The client's work ends with it.
     """
 
     released: Released
@@ -434,59 +465,63 @@ def pack_upload(upload: Upload, shipment: Shipment) -> bytes:
 
 def unpack_upload(data: bytes, shipment: Shipment, *, limits: Limits | None = None) -> Upload:
     """Reads a package of `pack_upload` for the same shipment. A private upload must have noise."""
+    limits = limits or Limits()
     fields = ("frontend", "mode", "num_classes")
     return _unpack(
-        data,
-        "upload",
-        fields,
-        lambda package: _upload(package, shipment, limits or Limits()),
-        limits,
+        data, "upload", fields, lambda package: _upload(package, shipment, limits), limits
     )
 
 
 def _upload(package: Package, shipment: Shipment, limits: Limits) -> Upload:
     _, fields, arrays = package
     _check_made_with(fields["frontend"], shipment)
-    mode, num_classes, projection = fields["mode"], fields["num_classes"], shipment.projection
+    mode = fields["mode"]
+    num_classes = fields["num_classes"]
     if type(num_classes) is not int or num_classes < 2:
         raise ValueError(f"num_classes must be an integer of at least 2, got {num_classes!r}.")
     limits.check("num_classes", num_classes, "the upload")
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}.")
-    if mode == "private" and projection is None:
+    if mode == "private":
+        return _private_upload(package, shipment)
+    tokens = describe_frontend(shipment.backbone).tokens
+    if mode == "published":
+        count = _length(arrays, "copies", 1)
+        shape = (1 + shipment.copies, count, *tokens)
+        check_arrays(arrays, {"copies": (shape, np.float32)})
+        shipment.check_count(count)
+        return Uploaded(arrays["copies"], num_classes)
+    count = _length(arrays, "representations")
+    check_arrays(arrays, {"representations": ((count, *tokens), np.float32)})
+    shipment.check_count(count)
+    return NoisyOnce(arrays["representations"], num_classes)
+
+
+def _private_upload(package: Package, shipment: Shipment) -> Private:
+    _, fields, arrays = package
+    if shipment.projection is None:
         raise ValueError(
             "mode='private' needs a frontend with a projection. Ask the server for one."
         )
-    main, axis = {
-        "published": ("copies", 1),
-        "noise_once": ("representations", 0),
-        "private": ("features", 0),
-    }[mode]
-    count, tokens = _length(arrays, main, axis), describe_frontend(shipment.backbone).tokens
-    if projection is not None and mode == "private":
-        k = projection.directions.shape[1]
-        check_arrays(arrays, {"features": ((count, k), np.float32), "labels": ((count,), np.int32)})
-    else:
-        copies = (1 + shipment.copies,) if mode == "published" else ()
-        check_arrays(arrays, {main: ((*copies, count, *tokens), np.float32)})
+    count = _length(arrays, "features")
+    k = shipment.projection.directions.shape[1]
+    expected = {"features": ((count, k), np.float32), "labels": ((count,), np.int32)}
+    check_arrays(arrays, expected)
     shipment.check_count(count)
-    if mode != "private":
-        return MODES[mode](arrays[main], num_classes)
-    check_labels(arrays["labels"], count, num_classes)
-    numbers: Any = {
-        field.name: fields.get(field.name) for field in dataclasses.fields(PrivateRelease)
-    }
+    check_labels(arrays["labels"], count, fields["num_classes"])
+    names = [field.name for field in dataclasses.fields(PrivateRelease)]
+    settings: Any = {name: fields.get(name) for name in names}
+    # An upload without noise would have no guarantee, so 0 is refused here.
     for name in ("clip_norm", "noise_multiplier", "label_epsilon"):
-        _check_positive(f"{name} of a private upload", numbers[name])
-    return Private(Released(**arrays), PrivateRelease(**numbers))  # type: ignore[arg-type]
+        _check_positive(f"{name} of a private upload", settings[name])
+    return Private(Released(**arrays), PrivateRelease(**settings))  # type: ignore[arg-type]
 
 
 # --- The client's loss --------------------------------------------------------------------------
 
 
 def loss_gradients(labels: Any, num_classes: int) -> Gradients:
-    """Returns the client's side of the loss of Eq. 14: gradients of the cross-entropy of every row
-    by its logits.
+    """Returns the client's side of the loss of Eq. 14: the gradients of every row by its logits.
 
     It protects NO label. The gradient is softmax - onehot, whose only negative entry is the label.
     So the server knows every label after one epoch, as it would from the loss of a single example
@@ -504,22 +539,23 @@ def loss_gradients(labels: Any, num_classes: int) -> Gradients:
     check_labels(labels, len(labels), num_classes)
 
     def gradients(logits: Any, images: Any) -> np.ndarray:
-        logits, images = np.asarray(logits), np.asarray(images)
-        if logits.shape != (len(images), num_classes) or not np.isfinite(logits).all():
+        logits = np.asarray(logits)
+        images = np.asarray(images)
+        shape = (len(images), num_classes)
+        if logits.shape != shape or not np.isfinite(logits).all():
             raise ValueError(
                 f"logits must be finite and [B, {num_classes}], one row per image, got "
                 f"{logits.shape}."
             )
-        if (
-            not np.issubdtype(images.dtype, np.integer)
-            or ((images < 0) | (images >= len(labels))).any()
-        ):
+        whole = np.issubdtype(images.dtype, np.integer)
+        if not whole or ((images < 0) | (images >= len(labels))).any():
             raise ValueError(
                 f"images must be integers in [0, {len(labels)}), the images of the upload."
             )
-        result = scipy.special.softmax(logits.astype(np.float64), axis=1)
-        result[np.arange(len(images)), labels[images]] -= 1
-        return result.astype(np.float32)
+        # softmax - onehot
+        gradient = scipy.special.softmax(logits.astype(np.float64), axis=1)
+        gradient[np.arange(len(images)), labels[images]] -= 1
+        return gradient.astype(np.float32)
 
     return gradients
 
@@ -528,10 +564,12 @@ def loss_gradients(labels: Any, num_classes: int) -> Gradients:
 
 
 def pack_queries(representations: Any, shipment: Shipment) -> bytes:
-    """Returns the package "queries": representations float32 [m, T, D] to classify. No guarantee
-    covers them.
+    """Returns the package "queries": representations float32 [m, T, D] to classify.
+
+    No guarantee covers them.
     """
-    fields, arrays = {"frontend": shipment.fingerprint}, {"representations": representations}
+    fields = {"frontend": shipment.fingerprint}
+    arrays = {"representations": representations}
     return _pack("queries", fields, arrays, lambda package: _queries(package, shipment))
 
 
@@ -544,10 +582,8 @@ def unpack_queries(data: bytes, shipment: Shipment, *, limits: Limits | None = N
 
 def _queries(package: Package, shipment: Shipment) -> np.ndarray:
     _check_made_with(package.fields["frontend"], shipment)
-    count, tokens = (
-        _length(package.arrays, "representations"),
-        describe_frontend(shipment.backbone).tokens,
-    )
+    count = _length(package.arrays, "representations")
+    tokens = describe_frontend(shipment.backbone).tokens
     check_arrays(package.arrays, {"representations": ((count, *tokens), np.float32)})
     return package.arrays["representations"]
 
@@ -562,14 +598,14 @@ def _check_made_with(fingerprint: Any, shipment: Shipment) -> None:
 
 def _length(arrays: Mapping[str, np.ndarray], name: str, axis: int = 0) -> int:
     """Returns the length of an axis of an array, or 0 if there is no such array or axis."""
-    return (*np.shape(arrays.get(name, ()))[axis:], 0)[0]
+    shape = np.shape(arrays.get(name, ()))
+    return shape[axis] if axis < len(shape) else 0
 
 
 def check_arrays(arrays: Mapping[str, np.ndarray], expected: _Expected) -> None:
-    """Raises ValueError unless these are the names, shapes and dtypes of the arrays of a
-    package.
-    """
-    if wrong := sorted(set(arrays) ^ set(expected)):
+    """Raises ValueError unless the arrays have these names, shapes and dtypes."""
+    wrong = sorted(set(arrays) ^ set(expected))
+    if wrong:
         what = "is missing" if wrong[0] in expected else "does not belong there"
         raise ValueError(f"array {wrong[0]!r} {what}.")
     for name, (shape, dtype) in expected.items():

@@ -1,14 +1,13 @@
-"""Split Adaptation with a guarantee: one noisy release per image, in a few public directions, and
-noisy labels.
+"""Split Adaptation with a guarantee: one noisy release per image, and noisy labels.
 
 The published method has no guarantee. Nothing bounds the representations, so Laplace noise on them
 is not differential privacy. Labels leave the client unchanged, and 65 noisy copies of an image
 average out (`published_event`). Here the client
 
-    projects    z_i = P^T (x_i - m)            onto k directions from public data (`public_projection`)
-    clips       ||z_i|| <= C                   in L2 norm for Gaussian, in L1 norm for Laplace noise
-    adds noise  z_i + noise of scale sigma C   once
-    randomises  y_i                            by K-ary randomised response, once
+    projects    z_i = P^T (x_i - m), onto k directions from public data (`public_projection`)
+    clips       ||z_i|| <= C, in L2 norm for Gaussian, in L1 norm for Laplace noise
+    adds noise  z_i + noise of scale sigma C, once
+    randomises  y_i by K-ary randomised response, once
 
 and sends only the results. All further work of the server is post-processing: `lift`, patch
 retrieval, augmentation, and training, which corrects for noisy labels by `label_noise_matrix`. The
@@ -17,7 +16,8 @@ replacing one image. The number of images is public.
 
     release = PrivateRelease.calibrated(epsilon=8.0, delta=1e-5, clip_norm=4.0, num_classes=10)
     account = ledger.account("scans")
-    released = release_privately(account, release=release, representations=x, labels=y, projection=projection)
+    data = {"representations": x, "labels": y, "projection": projection}
+    released = release_privately(account, release=release, **data)
 """
 
 import dataclasses
@@ -45,18 +45,21 @@ Mechanism = Literal["gaussian", "laplace"]
 _PRECISION = jax.lax.Precision.HIGHEST
 # Singular values below this share of the largest are rounding of float32 data, not directions.
 _SMALLEST_DIRECTION = 1e-5
-# Between these norms clipping neither overflows nor underflows. Wider rows would leave no room for
-# rounding.
-_SMALLEST_NORM, _LARGEST_NORM, _WIDEST = 1e-30, 1e30, 2**20
-_BITS, _MOST_CLASSES = 64, 2**16
+# Between these norms clipping neither overflows nor underflows.
+_SMALLEST_NORM = 1e-30
+_LARGEST_NORM = 1e30
+_WIDEST = 2**20  # numbers of a row. Wider rows would leave no room for rounding.
+_BITS = 64  # random bits of a label
+_MOST_CLASSES = 2**16
 
 
 # --- Public directions --------------------------------------------------------------------------
 
 
 class Projection(NamedTuple):
-    """Directions in which public representations vary most: float32 mean [T, D], orthonormal
-    directions [T D, k].
+    """The directions in which public representations vary most.
+
+    They are a float32 mean [T, D] and orthonormal directions [T D, k].
     """
 
     mean: jax.Array
@@ -81,7 +84,8 @@ def public_projection(representations: Any, k: int) -> Projection:
         raise ValueError(
             "representations must be finite. Leave out the images with NaN or infinite values."
         )
-    count, size = len(x), x[:1].size
+    count = len(x)
+    size = x[:1].size
     if not 1 <= k <= min(count - 1, size):
         raise ValueError(
             f"k={k} must be in [1, {min(count - 1, size)}]: {count} centred representations of "
@@ -89,31 +93,35 @@ def public_projection(representations: Any, k: int) -> Projection:
         )
     mean = x.mean(0)
     x = (x - mean).reshape(count, size)
+    # Both Gram matrices have the same eigenvalues. The smaller one is cheaper.
     gram = x @ x.T if count < size else x.T @ x
-    values, vectors = scipy.linalg.eigh(gram, subset_by_index=[len(gram) - k, len(gram) - 1])
+    largest = [len(gram) - k, len(gram) - 1]  # eigh sorts by rising eigenvalue
+    values, vectors = scipy.linalg.eigh(gram, subset_by_index=largest)
     if not values[0] > _SMALLEST_DIRECTION**2 * values[-1]:
         raise ValueError(
             f"k={k}: public representations vary in fewer directions. Take a smaller k or more "
             "images."
         )
-    values, vectors = values[::-1], vectors[:, ::-1]
-    directions = x.T @ vectors / np.sqrt(values) if count < size else vectors
+    values = values[::-1]
+    directions = vectors[:, ::-1]
+    if count < size:
+        directions = x.T @ directions / np.sqrt(values)
     return Projection(jnp.asarray(mean, jnp.float32), jnp.asarray(directions, jnp.float32))
 
 
 @jax.jit
 def project(projection: Projection, x: Any) -> jax.Array:
-    """Computes coordinates float32 [n, k] of representations [n, T, D], row by row: P^T (x -
-    mean).
-    """
+    """Computes coordinates P^T (x - mean), float32 [n, k], of representations [n, T, D]."""
     centred = jnp.asarray(x, jnp.float32) - projection.mean[None]
-    return jnp.dot(centred.reshape(len(centred), -1), projection.directions, precision=_PRECISION)
+    rows = centred.reshape(len(centred), -1)
+    return jnp.dot(rows, projection.directions, precision=_PRECISION)
 
 
 @jax.jit
 def lift(projection: Projection, z: Any) -> jax.Array:
     """Computes representations float32 [n, T, D] from coordinates [n, k]: mean + P z."""
-    offsets = jnp.dot(jnp.asarray(z, jnp.float32), projection.directions.T, precision=_PRECISION)
+    z = jnp.asarray(z, jnp.float32)
+    offsets = jnp.dot(z, projection.directions.T, precision=_PRECISION)
     return projection.mean[None] + offsets.reshape(-1, *projection.mean.shape)
 
 
@@ -151,22 +159,26 @@ def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -
 
 
 def _below(clip_norm: float, k: int) -> float:
-    """Returns the norm to which rows of k numbers are scaled, so that rounding leaves them below
-    clip_norm.
+    """Returns the norm to which rows of k numbers are scaled.
+
+    It is so far below clip_norm that rounding cannot bring a row above that.
     """
     return clip_norm * (1 - (k + 8) * 2.0**-23)
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _clip(x: jax.Array, bound: Any, order: int) -> jax.Array:
-    x = jnp.where(lengths.finite(x).all(1, keepdims=True), x, 0)
+    finite = lengths.finite(x).all(1, keepdims=True)
+    x = jnp.where(finite, x, 0)
     units, powers = lengths.in_units(x, 1)
     # In units of the largest entry, squares cannot overflow. That entry is now in [1, 2), so
     # dividing by it is safe.
     largest = jnp.maximum(jnp.abs(units).max(1, keepdims=True), 1)
     unit = units / largest
-    total = (jnp.square(unit) if order == 2 else jnp.abs(unit)).sum(1, keepdims=True)
-    norm = jnp.sqrt(total) if order == 2 else total
+    if order == 2:
+        norm = jnp.sqrt(jnp.square(unit).sum(1, keepdims=True))
+    else:
+        norm = jnp.abs(unit).sum(1, keepdims=True)
     length = lengths.times_power(norm * largest, powers)
     # Rows that are too long have norm >= 0.8. In the others the floor avoids 0 / 0.
     return jnp.where(length > bound, unit * (bound / jnp.maximum(norm, 0.5)), x)
@@ -199,20 +211,21 @@ def randomized_response(
     noise.check_key(key)
     threshold = response_threshold(num_classes, epsilon)
     labels = _check_labels(labels, num_classes)
-    return _respond(
-        jax.random.bits(key, (2, len(labels)), jnp.uint32), labels, num_classes, threshold
-    )
+    words = jax.random.bits(key, (2, len(labels)), jnp.uint32)
+    return _respond(words, labels, num_classes, threshold)
 
 
 def _respond(words: Any, labels: np.ndarray, num_classes: int, threshold: int) -> np.ndarray:
     """Returns noisy labels int32 [n] from words uint32 [2, n], in integer arithmetic."""
     if threshold == 0:
         return labels
-    words = np.asarray(words).astype(np.uint64)
+    high, low = np.asarray(words).astype(np.uint64)
+    number = high << np.uint64(32) | low
     # The first K - 1 runs of `threshold` numbers stand for the other labels, the rest of 2**64 for
     # the true one.
-    run = (words[0] << np.uint64(32) | words[1]) // np.uint64(threshold)
-    shift = np.where(run < num_classes - 1, run + np.uint64(1), np.uint64(0)).astype(np.int64)
+    run = number // np.uint64(threshold)
+    others = run < num_classes - 1
+    shift = np.where(others, run + np.uint64(1), np.uint64(0)).astype(np.int64)
     return ((labels + shift) % num_classes).astype(np.int32)
 
 
@@ -230,17 +243,15 @@ def label_noise_matrix(num_classes: int, epsilon: float) -> np.ndarray:
 
 
 def response_threshold(num_classes: int, epsilon: float) -> int:
-    """Returns how many of 2**64 numbers stand for each other label: the least r that is exactly
-    epsilon-DP, 0 for inf.
+    """Returns how many of 2**64 numbers stand for each other label, 0 for an infinite epsilon.
+
+    It is the least number r that is exactly epsilon-DP.
 
     With own = 2**64 - (K - 1) r for the true label and a rational E below e^epsilon: own <= E r and
     r <= E own.
     """
-    if (
-        isinstance(num_classes, bool)
-        or not isinstance(num_classes, int)
-        or not 2 <= num_classes <= _MOST_CLASSES
-    ):
+    whole = isinstance(num_classes, int) and not isinstance(num_classes, bool)
+    if not whole or not 2 <= num_classes <= _MOST_CLASSES:
         raise ValueError(
             f"num_classes must be an integer in [2, {_MOST_CLASSES}], got {num_classes!r}."
         )
@@ -251,8 +262,10 @@ def response_threshold(num_classes: int, epsilon: float) -> int:
         )
     if math.isinf(epsilon):
         return 0
-    # math.exp is right to 2**-52. Above e^55 one number in 2**64 for each other label is enough.
-    ratio = fractions.Fraction(math.exp(min(epsilon, 55.0))) * (1 - fractions.Fraction(1, 2**50))
+    # E is rational and below e^epsilon, because math.exp is right to 2**-52. Above e^55 one number
+    # in 2**64 for each other label is enough.
+    power = fractions.Fraction(math.exp(min(epsilon, 55.0)))
+    ratio = power * (1 - fractions.Fraction(1, 2**50))
     others = num_classes - 1
     threshold = math.ceil(2**_BITS / (ratio + others))
     if ratio <= 1 or threshold > ratio * (2**_BITS - others * threshold):
@@ -267,8 +280,9 @@ def response_threshold(num_classes: int, epsilon: float) -> int:
 
 
 class Released(NamedTuple):
-    """The server's input: clipped noisy coordinates float32 [n, k], for `lift`, and noisy labels
-    int32 [n].
+    """The server's input: clipped noisy coordinates and noisy labels.
+
+    Coordinates are float32 [n, k], for `lift`. Labels are int32 [n].
     """
 
     features: jax.Array
@@ -319,12 +333,12 @@ class PrivateRelease:
         label_share: float = 0.5,
         mechanism: Mechanism = "gaussian",
     ) -> "PrivateRelease":
-        """Returns the release with the least noise whose features and labels together are (epsilon,
-        delta)-DP.
+        """Returns the release with the least noise that is (epsilon, delta)-DP with its labels.
 
         An infinite epsilon adds no noise. delta may be 0 for "laplace". Labels get `label_share *
-        epsilon`, with the share in (0, 1). Features get what the composition then leaves of
-        (epsilon, delta). That is more than epsilon less the share of the labels.
+        epsilon`, with the share in (0, 1). Features get the least noise with which both parts
+        together cost (epsilon, delta). That is never more noise than `(1 - label_share) * epsilon`
+        on its own would need, because a composition never costs more than the sum of its epsilons.
 
         Raises:
           ValueError: An argument is out of range.
@@ -332,20 +346,21 @@ class PrivateRelease:
         one_of(get_args(Mechanism), mechanism=mechanism)
         if not 0 < label_share < 1:
             raise ValueError(f"label_share must be in (0, 1), got {label_share!r}.")
-        label_epsilon, multiplier = label_share * epsilon, 0.0
+        label_epsilon = label_share * epsilon
+        noise_multiplier = 0.0
         if epsilon != math.inf:
             if mechanism == "gaussian" and delta == 0:
                 raise ValueError(
                     "delta=0 needs mechanism='laplace'. Gaussian noise needs a positive delta."
                 )
             make_event = functools.partial(event, label_epsilon=label_epsilon, mechanism=mechanism)
-            with counting(make_event, label="noise", unit="trial") as tried:
-                multiplier = privacy.calibrate_noise(
-                    tried, epsilon=epsilon, delta=delta, adjacency="replace_one"
+            with counting(make_event, label="noise", unit="trial") as counted:
+                noise_multiplier = privacy.calibrate_noise(
+                    counted, epsilon=epsilon, delta=delta, adjacency="replace_one"
                 )
         return cls(
             clip_norm=clip_norm,
-            noise_multiplier=multiplier,
+            noise_multiplier=noise_multiplier,
             label_epsilon=label_epsilon,
             num_classes=num_classes,
             mechanism=mechanism,
@@ -353,9 +368,7 @@ class PrivateRelease:
 
     @property
     def noise_scale(self) -> float:
-        """Standard deviation (gaussian) or scale (laplace) of the noise in each coordinate, sigma
-        C.
-        """
+        """The standard deviation (gaussian) or scale (laplace) of the noise: sigma C."""
         return self.noise_multiplier * self.clip_norm
 
     @property
@@ -365,7 +378,8 @@ class PrivateRelease:
 
     def check(self, representations: Any, *, labels: Any, projection: Projection) -> None:
         """Raises the errors of `release` for these arguments, before anything is spent."""
-        shape, dtype = np.shape(representations), jnp.result_type(representations)
+        shape = np.shape(representations)
+        dtype = jnp.result_type(representations)
         if len(shape) != 3 or shape[0] == 0:
             raise ValueError(
                 f"representations must be [n, T, D] with n >= 1 images, got shape {shape}."
@@ -374,28 +388,7 @@ class PrivateRelease:
             raise TypeError(
                 f"representations must be floating point, got {dtype}. Dequantise them first."
             )
-        mean, directions = np.asarray(projection.mean), np.asarray(projection.directions)
-        if (
-            mean.shape != shape[1:]
-            or directions.ndim != 2
-            or len(directions) != mean.size
-            or directions.shape[1] == 0
-        ):
-            raise ValueError(
-                f"projection with mean {mean.shape} and directions {directions.shape} does not fit "
-                f"representations {shape}. Fit it on representations of the same frontend."
-            )
-        if directions.shape[1] > _WIDEST:
-            raise ValueError(
-                f"projection must have at most {_WIDEST} directions, got {directions.shape[1]}."
-            )
-        if np.iscomplexobj(mean) or np.iscomplexobj(directions):
-            raise TypeError(
-                f"projection must be real, got a complex array of dtype {directions.dtype}. Fit "
-                "it again."
-            )
-        if not (np.isfinite(mean).all() and np.isfinite(directions).all()):
-            raise ValueError("projection has NaN or infinite entries. Fit it again.")
+        _check_projection(projection, shape)
         if np.shape(labels) != shape[:1]:
             raise ValueError(
                 f"labels must be [n] for the {shape[0]} images, got shape {np.shape(labels)}."
@@ -405,8 +398,9 @@ class PrivateRelease:
     def release(
         self, key: jax.Array, representations: Any, *, labels: Any, projection: Projection
     ) -> Released:
-        """Projects and clips rows, then adds noise, once. It charges nothing: `release_privately`
-        charges.
+        """Projects and clips rows, then adds noise, once.
+
+        It charges nothing: `release_privately` charges.
 
         Args:
           key: Typed noise key, used for this call only.
@@ -451,12 +445,32 @@ class PrivateRelease:
 
     def _arguments(self, x: Any, projection: Projection) -> tuple[Any, ...]:
         """Returns the arguments of `_release` after the key."""
-        return (
-            _float32(x),
-            projection,
-            _below(self.clip_norm, np.shape(projection.directions)[1]),
-            self.noise_scale,
+        bound = _below(self.clip_norm, np.shape(projection.directions)[1])
+        return _float32(x), projection, bound, self.noise_scale
+
+
+def _check_projection(projection: Projection, shape: tuple[int, ...]) -> None:
+    """Raises unless a projection is real, finite, and for representations of a shape [n, T, D]."""
+    mean = np.asarray(projection.mean)
+    directions = np.asarray(projection.directions)
+    matrix = directions.ndim == 2 and directions.shape[1] > 0
+    if mean.shape != shape[1:] or not matrix or len(directions) != mean.size:
+        raise ValueError(
+            f"projection with mean {mean.shape} and directions {directions.shape} does not fit "
+            f"representations {shape}. Fit it on representations of the same frontend."
         )
+    if directions.shape[1] > _WIDEST:
+        raise ValueError(
+            f"projection must have at most {_WIDEST} directions, got {directions.shape[1]}."
+        )
+    if np.iscomplexobj(mean) or np.iscomplexobj(directions):
+        raise TypeError(
+            f"projection must be real, got a complex array of dtype {directions.dtype}. Fit it "
+            "again."
+        )
+    finite = np.isfinite(mean).all() and np.isfinite(directions).all()
+    if not finite:
+        raise ValueError("projection has NaN or infinite entries. Fit it again.")
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
@@ -469,9 +483,12 @@ def _release(
     mechanism: Mechanism,
     shuffle: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes all floating-point results of a release: coordinates [n, k], order [n], words [2, n]
-    for labels.
+    """Computes the floating-point results of a release.
+
+    They are coordinates [n, k], the order of the images [n], and random words [2, n] for their
+    labels.
     """
+    # One program draws everything, the words of the labels too. So the token hashes all that runs.
     order_key, feature_key, label_key = jax.random.split(key, 3)
     count = len(x)
     order = jax.random.permutation(order_key, count) if shuffle else jnp.arange(count)
@@ -500,11 +517,12 @@ def release_privately(
     Args:
       account: `ledger.account(name)` of the client's data set, registered with the adjacency
           "replace_one".
-      release, representations, labels, projection: As in `PrivateRelease.release`. workdir: A
-      folder for this release only. It keeps the released values, which are then not made or paid
-      for again. seed: 16 secret bytes, to reproduce a release in a test. By default the operating
-      system draws them. The same release of the same data by the same programs under the same seed
-      is paid once. Any other release gets other noise.
+      release, representations, labels, projection: As in `PrivateRelease.release`.
+      workdir: A folder for this release only. It keeps the released values, which are then not made
+        or paid for again.
+      seed: 16 secret bytes, to reproduce a release in a test. By default the operating system draws
+        them. The same release of the same data by the same programs under the same seed is paid
+        once. Any other release gets other noise.
 
     Returns:
       The release. Its rows are in a random secret order, since the order of a client's files may
@@ -543,8 +561,9 @@ def plan_release(
     projection: Projection,
     label: str = "split adaptation",
 ) -> Release[dict[str, Any]]:
-    """Returns the release of `release_privately`, with the fields of `Released`, for a till. It
-    spends nothing.
+    """Returns the release of `release_privately`, with the fields of `Released`, for a till.
+
+    It spends nothing.
 
     It copies its arrays, so a later change of the given ones does not reach the release. Arguments
     and errors are as in `release_privately`. The ledger shows `label` to people: never put data in
@@ -557,8 +576,9 @@ def plan_release(
             "adjacency='replace_one'."
         )
     release.check(representations, labels=labels, projection=projection)
-    # The till reads them when it releases, which may be long after this call.
-    representations, projection = jax.tree.map(jnp.array, (representations, projection))
+    # Copies, because the till reads them when it releases, which may be long after this call.
+    representations = jnp.array(representations)
+    projection = jax.tree.map(jnp.array, projection)
     labels = np.array(labels)
     arguments = release._arguments(representations, projection)
     # Tracing comes before the payment, so that a program that cannot run costs nothing.
@@ -568,15 +588,11 @@ def plan_release(
         key = stream(secret, "images")
         return release._draw(key, representations, labels, projection, shuffle=True)._asdict()
 
+    settings = dataclasses.asdict(release)
     return Release(
         label=label,
         charges=[(account, release.event)],
-        facts=lambda: [
-            dataclasses.asdict(release),
-            representations,
-            np.asarray(labels),
-            *projection,
-        ],
+        facts=lambda: [settings, representations, labels, *projection],
         programs=lambda: [text],
         compute=compute,
     )
@@ -585,29 +601,29 @@ def plan_release(
 def event(
     noise_multiplier: float, label_epsilon: float, *, mechanism: Mechanism = "gaussian"
 ) -> privacy.DpEvent:
-    """Returns the privacy event of one release under "replace_one". Arguments are as in
-    `PrivateRelease`.
+    """Returns the privacy event of one release under "replace_one".
+
+    Arguments are as in `PrivateRelease`.
     """
-    labels = (
-        privacy.NonPrivateDpEvent()
-        if math.isinf(label_epsilon)
-        else privacy.PureDpEvent(label_epsilon)
-    )
+    labels: privacy.DpEvent = privacy.NonPrivateDpEvent()
+    if not math.isinf(label_epsilon):
+        labels = privacy.PureDpEvent(label_epsilon)
+    features: privacy.DpEvent
     if noise_multiplier == 0:
-        return privacy.ComposedDpEvent([privacy.NonPrivateDpEvent(), labels])
-    # The privacy loss of a vector differs from the loss of one Laplace number. Its pure epsilon for
-    # 2 C is a bound.
-    gaussian, laplace = (
-        privacy.GaussianDpEvent(noise_multiplier),
-        privacy.PureDpEvent(2 / noise_multiplier),
-    )
-    features = gaussian if mechanism == "gaussian" else laplace
+        features = privacy.NonPrivateDpEvent()
+    elif mechanism == "gaussian":
+        features = privacy.GaussianDpEvent(noise_multiplier)
+    else:
+        # The privacy loss of a vector differs from the loss of one Laplace number. Its pure epsilon
+        # for 2 C is a bound.
+        features = privacy.PureDpEvent(2 / noise_multiplier)
     return privacy.ComposedDpEvent([features, labels])
 
 
 def published_event(laplace_scale: float) -> privacy.UnprovenDpEvent:
-    """Returns the event of the published mode with Laplace(0, b) noise: epsilon is infinite
-    ("empirical only").
+    """Returns the event of the published mode with Laplace(0, b) noise.
+
+    Its epsilon is infinite ("empirical only").
 
     Raises:
       ValueError: b is negative or not finite.
@@ -627,9 +643,8 @@ def published_event(laplace_scale: float) -> privacy.UnprovenDpEvent:
 
 
 def _float32(x: Any) -> jax.Array:
-    with np.errstate(
-        over="ignore"
-    ):  # A value beyond float32 becomes infinite, and clipping makes its row zero.
+    # A value beyond float32 becomes infinite, and clipping makes its row zero.
+    with np.errstate(over="ignore"):
         return jnp.asarray(x, jnp.float32)
 
 

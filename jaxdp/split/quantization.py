@@ -1,5 +1,4 @@
-"""Uniform symmetric quantisation of a frontend, with scales that a task loss chooses (section
-3.3.1, Eq. 6 to 9).
+"""Uniform symmetric quantisation of a frontend, with scales by a task loss (Eq. 6 to 9).
 
 A *site* is a place where the frontend multiplies: a linear map, the patch embedding, or one of the
 two products of attention. Both operands of a site are quantised, except the images under the patch
@@ -32,8 +31,9 @@ _VECTOR_BITS = 8
 
 
 def quantize(x: jax.Array, scale: float | jax.Array, bits: int = 8) -> jax.Array:
-    """Rounds to int8 in units of `scale`, half to even: clamp(round(x / scale), -2^(k-1), 2^(k-1) -
-    1) (Eq. 6).
+    """Rounds to int8 in units of `scale`, half to even (Eq. 6).
+
+    The result is clamp(round(x / scale), -2^(k-1), 2^(k-1) - 1).
 
     x is floating point of any shape. The scale is positive and broadcasts against x.
 
@@ -50,8 +50,9 @@ def dequantize(q: jax.Array, scale: float | jax.Array) -> jax.Array:
 
 
 class Scales(NamedTuple):
-    """The scales of a quantised frontend. Keys are paths of sites such as
-    "block_0/attention/query".
+    """The scales of a quantised frontend.
+
+    Keys are paths of sites such as "block_0/attention/query".
 
     Attributes:
       first: Scale of the activation operand, or of the first of two: [], or [heads] in attention.
@@ -66,17 +67,51 @@ class Scales(NamedTuple):
     output: jax.Array
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleSearch:
+    """The options of `search_scales`.
+
+    Attributes:
+      bits: Bits of weights and activations, in [2, 8].
+      metric: "hessian" is Eq. 8. "mse" sets the gradient in it to one.
+      fractions: The lowest fraction, an upper bound (not reached), and their number.
+      rounds: The largest number of turns of both operands.
+      batch_size: Images per backward pass.
+
+    Raises:
+      ValueError: An option is out of range.
+    """
+
+    bits: int = 8
+    metric: Literal["hessian", "mse"] = "hessian"
+    fractions: tuple[float, float, int] = (0.01, 1.2, 100)
+    rounds: int = 3
+    batch_size: int = 4
+
+    def __post_init__(self) -> None:
+        _check_bits(self.bits)
+        one_of(("hessian", "mse"), metric=self.metric)
+        low, high, count = self.fractions
+        if not (0 < low < high and count >= 1):
+            raise ValueError(
+                "fractions must be (low, high, count) with 0 < low < high and count >= 1, got "
+                f"{self.fractions}."
+            )
+        at_least(1, rounds=self.rounds, batch_size=self.batch_size)
+
+    @property
+    def candidates(self) -> np.ndarray:
+        """The fractions, float32 [count]."""
+        low, high, count = self.fractions
+        return low + (high - low) / count * np.arange(count, dtype=np.float32)
+
+    def weights(self, gradient: jax.Array) -> jax.Array:
+        """Returns the weights of the errors of a site's output."""
+        return gradient if self.metric == "hessian" else jnp.ones_like(gradient)
+
+
 def search_scales(
-    backbone: Backbone,
-    params: Params,
-    images: jax.Array,
-    labels: jax.Array,
-    *,
-    bits: int = 8,
-    metric: Literal["hessian", "mse"] = "hessian",
-    fractions: tuple[float, float, int] = (0.01, 1.2, 100),
-    rounds: int = 3,
-    batch_size: int = 4,
+    backbone: Backbone, params: Params, images: jax.Array, labels: jax.Array, **options: Any
 ) -> Scales:
     """Chooses the scales of all sites of a frontend on labelled PUBLIC images.
 
@@ -91,11 +126,7 @@ def search_scales(
       backbone, params: The whole model, with a head for `labels`.
       images: float32 [n, S, S, C] in [0, 1]. The paper uses 32.
       labels: int [n] in [0, num_classes).
-      bits: Bits of weights and activations, in [2, 8].
-      metric: "hessian" is Eq. 8. "mse" sets g to one.
-      fractions: The lowest fraction, an upper bound (not reached), and their number.
-      rounds: The largest number of turns of both operands.
-      batch_size: Images per backward pass.
+      options: The attributes of `ScaleSearch`.
 
     Returns:
       Positive scales: one per site and operand, per head in attention, per channel in the patch
@@ -106,33 +137,33 @@ def search_scales(
         candidates. Or labels do not match the images or their range, there are no images, or a
         setting is out of range.
     """
-    _check_bits(bits)
-    one_of(("hessian", "mse"), metric=metric)
-    low, high, count = fractions
-    if not (0 < low < high and count >= 1):
-        raise ValueError(
-            "fractions must be (low, high, count) with 0 < low < high and count >= 1, got "
-            f"{fractions}."
-        )
-    at_least(1, rounds=rounds, batch_size=batch_size)
+    search = ScaleSearch(**options)
     check_labels(labels, len(images), backbone.num_classes)
-    candidates = low + (high - low) / count * np.arange(count, dtype=np.float32)
-
-    batches = [slice(i, i + batch_size) for i in range(0, len(images), batch_size)]
-    observed = [observe(backbone, params, images[rows], labels[rows]) for rows in batches]
-    sites, largest = _joined(observed)
-    weights, specs, found = flatten_dict(params, sep="/"), describe_frontend(backbone).sites, {}
-    if metric == "hessian":
+    observed = []
+    for start in range(0, len(images), search.batch_size):
+        rows = slice(start, start + search.batch_size)
+        observed.append(observe(backbone, params, images[rows], labels[rows]))
+    observations, largest = _joined(observed)
+    if search.metric == "hessian":
+        # The public code of this metric takes the KL divergence to the model itself. Its gradient
+        # is zero, so rounding errors choose its scales.
         _check_gradients({path: float(value) for path, value in largest.items()})
-    del sites[_LOGITS]
-    for path, (operands, g) in sites.items():
-        g = g if metric == "hessian" else jnp.ones_like(g)
-        if path == _OUTPUT:
-            output = _search_output(bits, *operands, g, candidates)
-        else:
-            pair = operands if len(operands) == 2 else (*operands, weights[f"{path}/kernel"])
-            found[path] = _search(specs[path], bits, rounds, pair, g, candidates)
-    return Scales({k: v[0] for k, v in found.items()}, {k: v[1] for k, v in found.items()}, output)
+    weights = flatten_dict(params, sep="/")
+    candidates = search.candidates
+    first = {}
+    second = {}
+    # Every site sees inputs in full precision, so the order of the sites does not matter.
+    for path, site in describe_frontend(backbone).sites.items():
+        operands, g = observations[path]
+        if site.kind != "product":  # the other operand is a weight
+            operands = (*operands, weights[f"{path}/kernel"])
+        g = search.weights(g)
+        first[path], second[path] = _search(
+            site, search.bits, search.rounds, operands, g, candidates
+        )
+    (representations,), g = observations[_OUTPUT]
+    output = _search_output(search.bits, representations, search.weights(g), candidates)
+    return Scales(first, second, output)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,23 +202,22 @@ jax.tree_util.register_dataclass(
 
 @functools.partial(jax.jit, static_argnames="bits")
 def quantize_frontend(front: Params, scales: Scales, *, bits: int = 8) -> QuantizedFrontend:
-    """Quantises all parameters of a frontend (`Backbone.divide`) with scales of `search_scales` for
-    the same bits.
-    """
+    """Quantises all parameters of a frontend with scales of `search_scales` for the same bits."""
     _check_bits(bits)
-    codes, units = {}, {}
+    codes = {}
+    units = {}
     for path, leaf in flatten_dict(front, sep="/").items():
         site = path.removesuffix("/kernel")
-        searched = site in scales.second
-        # Without a searched scale the largest entry is a code, so LayerNorm scales of one stay one.
-        units[path] = (
-            scales.second[site]
-            if searched
-            else _unit(jnp.max(jnp.abs(leaf)), 2 ** (_VECTOR_BITS - 1) - 1)
-        )
-        codes[path] = quantize(
-            leaf, _per_output(units[path], leaf), bits if searched else _VECTOR_BITS
-        )
+        if site in scales.second:
+            leaf_bits = bits
+            units[path] = scales.second[site]
+        else:
+            # The paper leaves these in floating point. The package would then hold original
+            # weights. The largest entry is a code, so LayerNorm scales of one stay one.
+            leaf_bits = _VECTOR_BITS
+            largest_code = 2 ** (_VECTOR_BITS - 1) - 1
+            units[path] = _unit(jnp.max(jnp.abs(leaf)), largest_code)
+        codes[path] = quantize(leaf, _per_output(units[path], leaf), leaf_bits)
     return QuantizedFrontend(codes, units, scales, bits)
 
 
@@ -198,8 +228,7 @@ def quantized_front(
     *,
     params: Params | None = None,
 ) -> jax.Array:
-    """Computes dequantised representations float32 [B, T, D] of a frontend whose products have
-    quantised operands.
+    """Computes dequantised representations float32 [B, T, D] by products of quantised operands.
 
     Args:
       backbone, frontend: The model and its cut, and the frontend's weights and scales.
@@ -207,20 +236,22 @@ def quantized_front(
       params: The client's noisy parameters, which replace the dequantised ones. They stay in
         floating point: rounding them to codes again would erase most of the noise.
     """
-    scales, bits = frontend.scales, frontend.bits
-    specs = describe_frontend(
-        backbone
-    ).sites  # outside the interceptor, which would intercept its calls as well
+    scales = frontend.scales
+    bits = frontend.bits
+    # Outside the interceptor, which would intercept its calls as well.
+    sites = describe_frontend(backbone).sites
 
     def operands_quantised(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         path = _path(context)
-        if path not in scales.first or specs[path].kind == "embed":
+        if path not in scales.first or sites[path].kind == "embed":
             return next_fun(*args, **kwargs)
         # A linear map has one argument, and its weight is already quantised.
-        both = zip(args, (scales.first[path], scales.second[path]), strict=False)
-        return next_fun(
-            *(_round(x, _spread(scale, specs[path], x), bits) for x, scale in both), **kwargs
-        )
+        scales_of_operands = (scales.first[path], scales.second[path])
+        rounded = [
+            _round(x, _spread(scale, sites[path], x), bits)
+            for x, scale in zip(args, scales_of_operands, strict=False)
+        ]
+        return next_fun(*rounded, **kwargs)
 
     with nn.intercept_methods(operands_quantised):
         representations = backbone.front(frontend.params if params is None else params, images)
@@ -229,8 +260,15 @@ def quantized_front(
 
 # --- Sites --------------------------------------------------------------------------------------
 
-# The operands that are activations, and the gradient with respect to the output.
-_Observed = tuple[tuple[jax.Array, ...], jax.Array]
+
+_Operands = tuple[jax.Array, ...]
+
+
+class Observation(NamedTuple):
+    """The operands at a site that are activations, and the gradient with respect to its output."""
+
+    operands: _Operands
+    gradient: jax.Array
 
 
 class Site(NamedTuple):
@@ -242,8 +280,9 @@ class Site(NamedTuple):
 
 
 class Description(NamedTuple):
-    """The shape [T, D] of a representation, and by path the frontend's parameter shapes and its
-    sites in order.
+    """The shape of a representation, and by path the parameter shapes and sites of a frontend.
+
+    `tokens` is [T, D]. The sites are in the order in which they run.
     """
 
     tokens: tuple[int, int]
@@ -257,7 +296,8 @@ def describe_frontend(backbone: Backbone) -> Description:
     sites: dict[str, Site] = {}
 
     def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        path, module = _path(context), context.module
+        path = _path(context)
+        module = context.module
         if isinstance(module, Product):
             sites[path] = Site("product", module.equation, module.num_heads)
         elif path:
@@ -269,18 +309,17 @@ def describe_frontend(backbone: Backbone) -> Description:
         return backbone.model.init_with_output(jax.random.key(0), images, 0, backbone.cut)
 
     with nn.intercept_methods(note):
-        representation, variables = jax.eval_shape(
-            run
-        )  # a new function, since a cached trace makes no calls to note
-    shapes = {path: leaf.shape for path, leaf in flatten_dict(variables["params"], sep="/").items()}
+        # `run` is a new function in each call. A cached trace would make no calls to `note`.
+        representation, variables = jax.eval_shape(run)
+    params = flatten_dict(variables["params"], sep="/")
+    shapes = {path: leaf.shape for path, leaf in params.items()}
     return Description(representation.shape[1:], shapes, sites)
 
 
 def _path(context: Any) -> str:
     """Returns the path of the site of a call, or "" if the call is at no site."""
-    if context.method_name != "__call__" or not isinstance(
-        context.module, nn.Dense | nn.Conv | Product
-    ):
+    multiplies = isinstance(context.module, nn.Dense | nn.Conv | Product)
+    if context.method_name != "__call__" or not multiplies:
         return ""
     return "/".join(context.module.path)
 
@@ -288,17 +327,21 @@ def _path(context: Any) -> str:
 @functools.partial(jax.jit, static_argnums=0)
 def observe(
     backbone: Backbone, params: Params, images: jax.Array, labels: jax.Array
-) -> dict[str, _Observed]:
-    """Runs the model once forward and once backward. Returns operands and gradients by site."""
+) -> dict[str, Observation]:
+    """Runs the model once forward and once backward, and returns what is at its sites.
+
+    The representation and the logits count as sites here.
+    """
     front, back = backbone.divide(params)
     paths = (*describe_frontend(backbone).sites, _OUTPUT, _LOGITS)
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
 
-    def loss(taps: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, tuple[jax.Array, ...]]]:
-        seen: dict[str, tuple[jax.Array, ...]] = {}
+    def loss(taps: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, _Operands]]:
+        operands_of: dict[str, _Operands] = {}
 
-        def tapped(path: str, operands: tuple[jax.Array, ...], y: jax.Array) -> jax.Array:
-            seen[path], shapes[path] = operands, jax.ShapeDtypeStruct(y.shape, y.dtype)
+        def tapped(path: str, operands: _Operands, y: jax.Array) -> jax.Array:
+            operands_of[path] = operands
+            shapes[path] = jax.ShapeDtypeStruct(y.shape, y.dtype)
             return y + taps[path]
 
         def tap(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -310,42 +353,39 @@ def observe(
             representations = backbone.front(front, images)
         logits = backbone.back(back, tapped(_OUTPUT, (representations,), representations))
         logits = tapped(_LOGITS, (), logits)
-        return jax.vmap(losses.softmax_cross_entropy)(logits, labels).sum(), seen
+        cross_entropy = jax.vmap(losses.softmax_cross_entropy)(logits, labels)
+        return cross_entropy.sum(), operands_of
 
     # A trace with scalar taps finds the shapes of the real taps.
-    jax.eval_shape(lambda: loss({path: jnp.zeros(()) for path in paths})[0])
-    gradients, seen = jax.grad(loss, has_aux=True)(
-        {path: jnp.zeros(y.shape, y.dtype) for path, y in shapes.items()}
-    )
-    return {path: (seen[path], gradients[path]) for path in seen}
+    scalars = {path: jnp.zeros(()) for path in paths}
+    jax.eval_shape(lambda: loss(scalars)[0])
+    taps = {path: jnp.zeros(y.shape, y.dtype) for path, y in shapes.items()}
+    gradients, operands_of = jax.grad(loss, has_aux=True)(taps)
+    return {path: Observation(x, gradients[path]) for path, x in operands_of.items()}
 
 
 @jax.jit
 def _joined(
-    observed: Sequence[dict[str, _Observed]],
-) -> tuple[dict[str, _Observed], dict[str, jax.Array]]:
+    observed: Sequence[dict[str, Observation]],
+) -> tuple[dict[str, Observation], dict[str, jax.Array]]:
     """Returns what all batches observed, and the largest |gradient|, by site."""
-    sites: dict[str, _Observed] = jax.tree.map(lambda *parts: jnp.concatenate(parts), *observed)
-    return sites, {path: jnp.max(jnp.abs(g)) for path, (_, g) in sites.items()}
+    sites: dict[str, Observation] = jax.tree.map(lambda *x: jnp.concatenate(x), *observed)
+    return sites, {path: jnp.max(jnp.abs(site.gradient)) for path, site in sites.items()}
 
 
 def _check_gradients(largest: Mapping[str, float]) -> None:
     """Raises ValueError if the largest gradient of a site is only round-off."""
     of_sites = {path: value for path, value in largest.items() if path != _LOGITS}
+    least = _NO_GRADIENT * max(of_sites.values())
+    # A comparison with NaN is false, so a NaN counts as round-off.
+    roundoff = [path for path, value in of_sites.items() if not value > least]
     if not largest[_LOGITS] > _NO_GRADIENT:
-        site = "the logits"
-    else:
-        found = (
-            path
-            for path, value in of_sites.items()
-            if not value > _NO_GRADIENT * max(of_sites.values())
-        )
-        site = next(found, "")
-    if site:
+        roundoff = ["the logits"]
+    if roundoff:
         raise ValueError(
-            f"the gradients of the loss with respect to {site} are numerically zero, so they "
-            "select no scale. Check that the head in params is trained for these labels and the "
-            "loss is not zero, or take metric='mse'."
+            f"the gradients of the loss with respect to {roundoff[0]} are numerically zero, so "
+            "they select no scale. Check that the head in params is trained for these labels and "
+            "the loss is not zero, or take metric='mse'."
         )
 
 
@@ -357,62 +397,88 @@ def _search(
     site: Site,
     bits: int,
     rounds: int,
-    operands: tuple[jax.Array, jax.Array],
+    operands: tuple[jax.Array, ...],
     g: jax.Array,
     candidates: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the scales of both operands of a site (Eq. 8)."""
-    (a, b), g = operands, _in_units(g)
+    a, b = operands
+    g = _in_units(g)
     if site.kind == "embed":
-        a, b = _patches(a, b), b.reshape(-1, b.shape[-1])
-    g = g.reshape(*a.shape[:-1], b.shape[-1]) if site.kind != "product" else g
+        a = _patches(a, b)
+        b = b.reshape(-1, b.shape[-1])
+    if site.kind != "product":
+        g = g.reshape(*a.shape[:-1], b.shape[-1])
     y = _multiply(site, a, b)
-    largest = (_grouped(jnp.max, jnp.abs(x), site, per_channel=x is b) for x in (a, b))
-    bases = tuple(_unit(x, _highest(bits)) for x in largest)
+    # The scales under which the largest entries are just not clamped.
+    largest_a = _grouped(jnp.max, jnp.abs(a), site, per_channel=False)
+    largest_b = _grouped(jnp.max, jnp.abs(b), site)
+    base_a = _unit(largest_a, _highest(bits))
+    base_b = _unit(largest_b, _highest(bits))
 
-    def best(which: int, other: jax.Array) -> jax.Array:
-        """Returns the best fraction of the largest scale for one operand, given the other one
-        quantised.
-        """
-        x = (a, b)[which]
+    def rounded(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return _round(x, _spread(scale, site, x), bits)
+
+    def best(output: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Returns the best of the candidates, where `output` returns the site's output for one."""
 
         def score(candidate: jax.Array) -> jax.Array:
-            rounded = _round(x, _spread(candidate * bases[which], site, x), bits)
-            yhat = (
-                _multiply(site, rounded, other) if which == 0 else _multiply(site, other, rounded)
-            )
-            return _grouped(jnp.mean, (g * (yhat - y)) ** 2, site)  # Eq. 8
+            return _grouped(jnp.mean, (g * (output(candidate) - y)) ** 2, site)  # Eq. 8
 
         scores = jax.lax.map(score, candidates)
         # A head or channel without gradients keeps the scale that clamps nothing.
         indifferent = jnp.max(scores, axis=0) == jnp.min(scores, axis=0)
         return jnp.where(indifferent, 1.0, candidates[jnp.argmin(scores, axis=0)])
 
-    def turn(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        first, _, count, _ = state
-        left = a if site.kind == "embed" else _round(a, _spread(first * bases[0], site, a), bits)
-        second = best(1, left)
-        if site.kind == "embed":
-            return first, second, count + 1, jnp.array(False)
-        new = best(0, _round(b, _spread(second * bases[1], site, b), bits))
-        return new, second, count + 1, jnp.any(new != first)
+    def turn(state: _Turn) -> _Turn:
+        images = site.kind == "embed"  # which are not quantised
+        left = a if images else rounded(a, state.first * base_a)
+        second = best(lambda c: _multiply(site, left, rounded(b, c * base_b)))
+        if images:
+            return _Turn(state.first, second, state.count + 1, jnp.array(False))
+        right = rounded(b, second * base_b)
+        first = best(lambda c: _multiply(site, rounded(a, c * base_a), right))
+        return _Turn(first, second, state.count + 1, jnp.any(first != state.first))
 
-    start = (*(jnp.ones_like(base) for base in bases), jnp.array(0), jnp.array(True))
-    first, second, *_ = jax.lax.while_loop(lambda s: (s[2] < rounds) & s[3], turn, start)
-    return first * bases[0], second * bases[1]
+    def goes_on(state: _Turn) -> jax.Array:
+        return (state.count < rounds) & state.changed
+
+    start = _Turn(
+        first=jnp.ones_like(base_a),
+        second=jnp.ones_like(base_b),
+        count=jnp.array(0),
+        changed=jnp.array(True),
+    )
+    end = jax.lax.while_loop(goes_on, turn, start)
+    return end.first * base_a, end.second * base_b
+
+
+class _Turn(NamedTuple):
+    """The fractions of both operands after `count` turns, and whether the last one changed any."""
+
+    first: jax.Array
+    second: jax.Array
+    count: jax.Array
+    changed: jax.Array
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _search_output(bits: int, y: jax.Array, g: jax.Array, candidates: jax.Array) -> jax.Array:
     """Returns the scale of the representation, which has no operands."""
-    base, g = _unit(jnp.max(jnp.abs(y)), _highest(bits)), _in_units(g)
-    scores = jax.lax.map(lambda c: jnp.mean((g * (_round(y, c * base, bits) - y)) ** 2), candidates)
+    base = _unit(jnp.max(jnp.abs(y)), _highest(bits))
+    g = _in_units(g)
+
+    def score(candidate: jax.Array) -> jax.Array:
+        return jnp.mean((g * (_round(y, candidate * base, bits) - y)) ** 2)
+
+    scores = jax.lax.map(score, candidates)
     return candidates[jnp.argmin(scores)] * base
 
 
 def _in_units(g: jax.Array) -> jax.Array:
-    """Divides by the largest |g|. Squares of small gradients would underflow. The minimum stays the
-    same.
+    """Divides by the largest |g|.
+
+    Squares of small gradients would underflow. The minimum stays the same.
     """
     g, _ = in_units(g)
     return g / jnp.max(jnp.abs(g))
@@ -423,38 +489,39 @@ def _multiply(site: Site, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _patches(images: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Reshapes images [B, H, W, C] to patches [B, T, p p C] of a kernel [p, p, C, D] with stride
-    p.
-    """
+    """Reshapes images [B, H, W, C] to patches [B, T, p p C] of a kernel [p, p, C, D]."""
     batch, height, width, channels = images.shape
-    p, q = kernel.shape[:2]
-    x = images.reshape(batch, height // p, p, width // q, q, channels).swapaxes(2, 3)
-    return x.reshape(batch, -1, p * q * channels)
+    p, q, *_ = kernel.shape
+    grid = images.reshape(batch, height // p, p, width // q, q, channels)
+    return grid.swapaxes(2, 3).reshape(batch, -1, p * q * channels)
 
 
 def _per_output(scale: jax.Array, kernel: jax.Array) -> jax.Array:
     """Reshapes a scale of the tensor, or scales of its last axis, to broadcast against it."""
-    return scale if scale.ndim == 0 else scale.reshape((1,) * (kernel.ndim - 1) + scale.shape)
+    if scale.ndim == 0:
+        return scale
+    return scale.reshape((1,) * (kernel.ndim - 1) + scale.shape)
 
 
 def _grouped(
     reduce: Callable[..., jax.Array], x: jax.Array, site: Site, *, per_channel: bool = True
 ) -> jax.Array:
-    """Reduces over the entries that share a scale: of a head, of a channel of the embedding, or
-    all.
+    """Reduces over the entries that share a scale.
+
+    They are those of a head, of a channel of the embedding, or all.
     """
     if site.kind == "product":
-        return reduce(x.reshape(-1, site.heads, x.shape[1] * x.shape[2]), axis=(0, 2))
-    return (
-        reduce(x, axis=tuple(range(x.ndim - 1)))
-        if site.kind == "embed" and per_channel
-        else reduce(x)
-    )
+        by_head = x.reshape(-1, site.heads, x.shape[1] * x.shape[2])
+        return reduce(by_head, axis=(0, 2))
+    if site.kind == "embed" and per_channel:
+        return reduce(x, axis=tuple(range(x.ndim - 1)))
+    return reduce(x)
 
 
 def _unit(largest: jax.Array, highest: float) -> jax.Array:
-    """Returns the scale under which `largest` is `highest` units. For 0 any scale fits, and the
-    function returns 1.
+    """Returns the scale under which `largest` is `highest` units.
+
+    For 0 any scale fits, and the function returns 1.
     """
     return jnp.where(largest > 0, largest / highest, 1.0)
 
@@ -472,7 +539,8 @@ def _round(x: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
 
 
 def _codes(x: jax.Array, scale: float | jax.Array, bits: int) -> jax.Array:
-    return jnp.clip(jnp.round(x / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    half = 2 ** (bits - 1)
+    return jnp.clip(jnp.round(x / scale), -half, half - 1)
 
 
 def _highest(bits: int) -> float:

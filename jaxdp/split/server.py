@@ -1,14 +1,18 @@
-"""The server's side of Split Adaptation (Wang et al., CVPR 2025, arXiv:2503.00441), in the paper's
-order.
+"""The server's side of Split Adaptation (Wang et al. 2025), in the paper's order.
 
-    images, labels = merge_hilbert(images, labels)                          # section 3.3.1: D_u = D_S + HT(D_S)
-    frontends = calibrate_frontends(key, backbone, params, images, labels)  # 3.3.1 and 3.3.2: F_0 is shipped
-    back = tune_backend(key, backbone, params, frontends, images, labels)   # 3.3.2: Eq. 10, 11
-    backbone, back = adapt(key, backbone, back, copies, labels, num_classes=...)   # 3.5: Eq. 14
+    # section 3.3.1: D_u = D_S + HT(D_S)
+    images, labels = merge_hilbert(images, labels)
+    # 3.3.1 and 3.3.2: F_0 is shipped
+    frontends = calibrate_frontends(key, backbone, params, images, labels)
+    # 3.3.2: Eq. 10, 11
+    back = tune_backend(key, backbone, params, frontends, images, labels)
+    # 3.5: Eq. 14
+    backbone, back = adapt(key, backbone, back, copies, labels, num_classes=...)
 
 All images here are the server's own. A client's representations come from `jaxdp.split.client`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -25,20 +29,25 @@ from jaxdp.split.backbone import Backbone, Params
 from jaxdp.split.checks import at_least, check_labels, one_of
 from jaxdp.split.quantization import (
     QuantizedFrontend,
+    ScaleSearch,
     quantize_frontend,
     quantized_front,
     search_scales,
 )
+from jaxdp.split.training import Training
 from jaxdp.transforms import losses
 
 Partition = Literal["random", "domain", "class"]
 
 
 def merge_hilbert(images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Appends Hilbert transforms to the server's images, float32 [n, S, S, C] in [0, 1], and
-    repeats labels [n].
+    """Appends Hilbert transforms to the server's images, and repeats their labels.
+
+    Images are float32 [n, S, S, C] in [0, 1], and labels [n].
     """
-    transformed = [hilbert_augment(images[i : i + 256]) for i in range(0, len(images), 256)]
+    transformed = []
+    for start in range(0, len(images), 256):  # batches bound the memory of the spectra
+        transformed.append(hilbert_augment(images[start : start + 256]))
     return jnp.concatenate([images, *transformed]), jnp.concatenate([labels, labels])
 
 
@@ -52,8 +61,7 @@ def calibrate_frontends(
     frontends: int = 3,
     samples: int = 32,
     partition: Partition = "random",
-    bits: int = 8,
-    metric: Literal["hessian", "mse"] = "hessian",
+    **search: Any,
 ) -> tuple[QuantizedFrontend, ...]:
     """Quantises the frontend once for all data and once for each of M parts of the data.
 
@@ -65,10 +73,9 @@ def calibrate_frontends(
       samples: Images per scale search, drawn without replacement. A smaller part is used whole.
       partition: How images are divided into parts of equal size. The paper does not say. "random"
         draws the parts, but independent draws of 32 images give frontends that hardly differ.
-        "domain" follows the order of `images`:
-        originals, then transformed ones. With an odd number of parts the middle one has both.
-        "class" sorts by label.
-      bits, metric: As in `search_scales`.
+        "domain" follows the order of `images`: originals, then transformed ones. With an odd number
+        of parts the middle one has both. "class" sorts by label.
+      search: The attributes of `ScaleSearch`, such as bits and metric.
 
     Returns:
       F_0, which the client gets, and F_1, ..., F_M.
@@ -83,6 +90,7 @@ def calibrate_frontends(
             f"frontends must be in [0, {len(images)}], the number of images, got {frontends}."
         )
     at_least(1, samples=samples)
+    options = ScaleSearch(**search)
     check_labels(labels, len(images), backbone.num_classes)
     order_key, *keys = jax.random.split(key, 2 + frontends)
     order = np.arange(len(images))
@@ -90,18 +98,18 @@ def calibrate_frontends(
         order = np.asarray(jax.random.permutation(order_key, len(images)))
     elif partition == "class":
         order = np.argsort(np.asarray(labels), kind="stable")
-    parts = [order, *(np.array_split(order, frontends) if frontends else [])]
+    parts = [order]
+    if frontends:
+        parts += np.array_split(order, frontends)
     front, _ = backbone.divide(params)
-    found = []
-    for part, part_key in progress_bar(
-        list(zip(parts, keys, strict=True)), label="scales of the frontend", unit="search"
-    ):
-        rows = part[np.asarray(jax.random.permutation(part_key, len(part)))[:samples]]
-        scales = search_scales(
-            backbone, params, images[rows], labels[rows], bits=bits, metric=metric
-        )
-        found.append(quantize_frontend(front, scales, bits=bits))
-    return tuple(found)
+    quantized = []
+    searches = list(zip(parts, keys, strict=True))
+    for part, part_key in progress_bar(searches, label="scales of the frontend", unit="search"):
+        shuffled = np.asarray(jax.random.permutation(part_key, len(part)))
+        rows = part[shuffled[:samples]]
+        scales = search_scales(backbone, params, images[rows], labels[rows], **search)
+        quantized.append(quantize_frontend(front, scales, bits=options.bits))
+    return tuple(quantized)
 
 
 def mixup_representations(
@@ -125,13 +133,11 @@ def tune_backend(
     images: jax.Array,
     labels: jax.Array,
     *,
-    learning_rate: float = 1e-5,
     epochs: int = 1,
-    batch_size: int = 32,
     beta: float = 0.75,
+    **training: Any,
 ) -> dict[str, Any]:
-    """Tunes backend and head on mixed representations of the original and the quantised frontends
-    (Eq. 11).
+    """Tunes backend and head on representations of the original and quantised frontends (Eq. 11).
 
     The frontends do not change. The loss is the mean over them, where the paper has a sum. The
     function returns the parameters of the backend, with the head.
@@ -139,8 +145,8 @@ def tune_backend(
     Args:
       key: Typed PRNG key of the order and the mixing.
       backbone, params, images, labels: As in `calibrate_frontends`, which made the frontends.
-      learning_rate, epochs, batch_size: As in `fit_in_memory`.
       beta: As in `mixup_representations`.
+      epochs, training: The attributes of `Training`.
 
     Raises:
       ValueError: Labels do not match images or [0, num_classes), images or frontends are empty, or
@@ -149,16 +155,15 @@ def tune_backend(
     if not frontends:
         raise ValueError("frontends must not be empty. Make them with calibrate_frontends.")
     check_labels(labels, len(images), backbone.num_classes)
+    options = Training(epochs=epochs, **training)
     front, back = backbone.divide(params)
     return fit_in_memory(
         mixup_loss(backbone, beta),
         back,
         (jnp.asarray(images), jnp.asarray(labels)),
         key=key,
-        learning_rate=learning_rate,
-        epochs=epochs,
-        batch_size=batch_size,
         frozen=(front, tuple(frontends)),
+        **dataclasses.asdict(options),
     )
 
 
@@ -167,19 +172,17 @@ def mixup_loss(backbone: Backbone, beta: float) -> Loss:
     """Returns the loss of Eq. 11 per image, for `fit_in_memory`."""
 
     def loss(back: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
-        (front, frontends), (images, labels) = frozen, batch
+        front, frontends = frozen
+        images, labels = batch
         exact = backbone.front(front, images)
         keys = jax.random.split(key, len(frontends))
-        mixed = [
-            mixup_representations(
-                k, quantized_front(backbone, frontend, images), exact, beta=beta
-            )  # Eq. 10
-            for k, frontend in zip(keys, frontends, strict=True)
-        ]
+        mixed = []
+        for mixing_key, frontend in zip(keys, frontends, strict=True):
+            quantized = quantized_front(backbone, frontend, images)
+            mixed.append(mixup_representations(mixing_key, quantized, exact, beta=beta))  # Eq. 10
         cross_entropy = jax.vmap(losses.softmax_cross_entropy)
-        return jnp.mean(
-            jnp.stack([cross_entropy(backbone.back(back, x), labels) for x in mixed]), axis=0
-        )  # Eq. 11
+        by_frontend = [cross_entropy(backbone.back(back, x), labels) for x in mixed]
+        return jnp.mean(jnp.stack(by_frontend), axis=0)  # Eq. 11
 
     return loss
 
@@ -199,9 +202,7 @@ class Uploads(Protocol):
 
 
 class Adapted(NamedTuple):
-    """A backend for the client's task: the model with its number of classes, and parameters of
-    backend and head.
-    """
+    """A backend for the client's task: the model with its classes, and its parameters."""
 
     backbone: Backbone
     back: dict[str, Any]
@@ -225,12 +226,9 @@ def adapt(
     *,
     num_classes: int,
     label_noise: jax.Array | None = None,
-    learning_rate: float = 1e-5,
-    epochs: int = 100,
-    batch_size: int = 32,
+    **training: Any,
 ) -> Adapted:
-    """Tunes the backend and a new head on the client's representations, all copies of every image
-    (Eq. 14).
+    """Tunes the backend and a new head on all copies of the client's representations (Eq. 14).
 
     The server has the labels here. In `adapt_by_client` they stay with the client.
 
@@ -243,12 +241,13 @@ def adapt(
       label_noise: [K, K] of `label_noise_matrix`: probabilities of an observed label (column) given
         the true one (row). The loss is then the loss of the observed labels (Patrini et al. 2017,
         arXiv:1609.03683).
-      learning_rate, epochs, batch_size: As in `fit_in_memory`, over all copies.
+      training: The attributes of `Training`, over all copies.
 
     Raises:
       ValueError: Labels are outside [0, num_classes) or do not match the images, there are fewer
         than 2 classes, or label_noise has another shape.
     """
+    options = Training(**training)
     check_labels(labels, len(copies.representations), num_classes)
     if label_noise is not None and jnp.shape(label_noise) != (num_classes, num_classes):
         raise ValueError(
@@ -264,10 +263,8 @@ def adapt(
         back,
         copies.index(),
         key=key,
-        learning_rate=learning_rate,
-        epochs=epochs,
-        batch_size=batch_size,
         frozen=(copies, jnp.asarray(labels), label_noise),
+        **dataclasses.asdict(options),
     )
     return Adapted(backbone, tuned)
 
@@ -277,7 +274,8 @@ def copies_loss(backbone: Backbone) -> Loss:
     """Returns the loss of Eq. 14 per copy, corrected for label noise, for `fit_in_memory`."""
 
     def loss(back: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
-        (copies, labels, label_noise), (images, numbers) = frozen, batch
+        copies, labels, label_noise = frozen
+        images, numbers = batch
         log_p = jax.nn.log_softmax(backbone.back(back, copies.batch(images, numbers)))
         observed = jnp.log(label_noise.T[labels[images]])  # [B, K]: log P(observed label | class)
         return -jax.nn.logsumexp(log_p + observed, axis=-1)
@@ -297,18 +295,17 @@ def adapt_by_client(
     gradients: Gradients,
     *,
     num_classes: int,
-    learning_rate: float = 1e-5,
-    epochs: int = 100,
-    batch_size: int = 32,
+    **training: Any,
 ) -> Adapted:
-    """Adapts as `adapt` does while labels stay with the client, who returns gradients in every step
-    (Eq. 14).
+    """Adapts as `adapt` does, but asks the client for the gradients of every step (Eq. 14).
+
+    The labels stay with the client.
 
     With the same key, head, batches and steps are the same as in `adapt`. It protects no label: a
     gradient shows it.
 
     Args:
-      key, backbone, back, copies, num_classes, learning_rate, epochs, batch_size: As in `adapt`.
+      key, backbone, back, copies, num_classes, training: As in `adapt`.
       gradients: `gradients(logits, images)` asks the client. It takes logits float32 [B, K], and
       int32 [B], the image of each row. It returns the gradients of all rows' losses with respect to
       their logits, float32 [B, K]. Use `jaxdp.split.exchange.loss_gradients`, or a function that
@@ -318,26 +315,30 @@ def adapt_by_client(
       ValueError: There are fewer than 2 classes, or a learning rate, number of epochs or batch size
         is not positive. Or an answer has another shape, or NaN or infinite entries.
     """
-    check_positive(learning_rate=learning_rate, epochs=epochs, batch_size=batch_size)
+    options = Training(**training)
     head_key, key = jax.random.split(key)
     backbone, tuned = backbone.with_head(head_key, back, num_classes)
     state = optax.scale_by_adam().init(tuned)
-    images, numbers = (np.asarray(column) for column in copies.index())
-    for epoch_key in progress_bar(jax.random.split(key, epochs), label="training", unit="epoch"):
-        batches = epoch_batches(epoch_key, len(images), min(batch_size, len(images)))[:2]
-        for rows, weights in zip(*map(np.asarray, batches), strict=True):
-            shown, numbered = images[rows], numbers[rows]
-            logits = np.asarray(_copies_logits(backbone, tuned, copies, shown, numbered))
-            answer = np.asarray(gradients(logits, shown))
+    images, numbers = map(np.asarray, copies.index())
+    size = min(options.batch_size, len(images))
+    epoch_keys = jax.random.split(key, options.epochs)
+    for epoch_key in progress_bar(epoch_keys, label="training", unit="epoch"):
+        rows_of_batches, weights_of_batches, *_ = epoch_batches(epoch_key, len(images), size)
+        batches = zip(np.asarray(rows_of_batches), np.asarray(weights_of_batches), strict=True)
+        for rows, weights in batches:
+            batch = (copies, images[rows], numbers[rows])
+            logits = np.asarray(_copies_logits(backbone, tuned, *batch))
+            answer = np.asarray(gradients(logits, images[rows]))
             if answer.shape != logits.shape or not np.isfinite(answer).all():
                 raise ValueError(
                     f"gradients must be finite and {list(logits.shape)}, one row per row of "
                     f"logits. The client's answer has shape {list(answer.shape)}, or NaN or "
                     "infinite entries."
                 )
-            of_mean = answer.astype(np.float32) * (weights / weights.sum())[:, None]
+            # Rows that fill up the last batch weigh 0.
+            cotangent = answer.astype(np.float32) * (weights / weights.sum())[:, None]
             tuned, state = _pull_back(
-                backbone, tuned, state, copies, shown, numbered, of_mean, learning_rate
+                backbone, tuned, state, batch, cotangent, options.learning_rate
             )
     return Adapted(backbone, tuned)
 
@@ -354,13 +355,11 @@ def _pull_back(
     backbone: Backbone,
     back: Any,
     state: Any,
-    copies: Uploads,
-    images: Any,
-    numbers: Any,
+    batch: tuple[Uploads, Any, Any],
     cotangent: Any,
     rate: Any,
 ) -> tuple[Any, Any]:
     """Takes one step of Adam along the gradient that the cotangent of the logits gives."""
-    _, vjp = jax.vjp(lambda back: _copies_logits(backbone, back, copies, images, numbers), back)
+    _, vjp = jax.vjp(lambda back: _copies_logits(backbone, back, *batch), back)
     (gradient,) = vjp(cotangent)
     return adam_step(back, state, gradient, rate)

@@ -1,5 +1,6 @@
-"""Test-time adaptation of a model to a private stream: Tent, EATA, SAR, DeYO, COME, and the private
-form of each.
+"""Test-time adaptation of a model to a private stream, and the private form of each method.
+
+The methods are Tent, EATA, SAR, DeYO and COME.
 """
 
 from collections.abc import Callable

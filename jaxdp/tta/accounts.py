@@ -1,5 +1,6 @@
-"""The cost of a stream of private updates: disjoint batches compose in parallel, visits of one unit
-sequentially.
+"""The cost of a stream of private updates.
+
+Disjoint batches compose in parallel, and visits of one unit sequentially.
 
     ledger.register("ward 3", adjacency="replace_one", unit="patient", epsilon=8.0, delta=1e-6)
     account = StreamAccount(ledger.account("ward 3"), event=method.event)
@@ -13,6 +14,7 @@ noise multiplier of 0.619 gives epsilon 20 at delta 1e-6 for a sample, and 137 f
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import threading
 from collections import Counter
@@ -40,10 +42,10 @@ Units = tuple[Hashable, ...]
 class Sum:
     """A noisy sum that batches of a stream enter."""
 
-    release: Hashable  # its name among the releases that a unit visits
-    batches: tuple[Units, ...] = dataclasses.field(
-        default=(), repr=False
-    )  # units of the records of each batch in it
+    # Its name among the releases that a unit visits.
+    release: Hashable
+    # The units of the records of each batch in it.
+    batches: tuple[Units, ...] = dataclasses.field(default=(), repr=False)
 
 
 @dataclasses.dataclass
@@ -70,19 +72,23 @@ class Visits:
 
     def copy(self) -> "Visits":
         """Returns a copy that does not change with this one."""
-        counts = {unit: dict(releases) for unit, releases in self.counts.items()}
         return Visits(
-            counts, dict(self.lengths), dict(self.tokens), dict(self.unfinished), self.run
+            counts={unit: dict(releases) for unit, releases in self.counts.items()},
+            lengths=dict(self.lengths),
+            tokens=dict(self.tokens),
+            unfinished=dict(self.unfinished),
+            run=self.run,
         )
 
     def under_way(self, state: str) -> Sum | None:
-        """Returns the sum that an unfinished state holds, unless it was not charged here or has
-        grown since.
+        """Returns the sum that an unfinished state holds.
+
+        It is None if the sum was not charged here, or has grown since.
         """
         held = self.unfinished.get(state)
-        return (
-            held if held is not None and self.lengths[held.release] == len(held.batches) else None
-        )
+        if held is None or self.lengths[held.release] != len(held.batches):
+            return None
+        return held
 
 
 class StreamAccount:
@@ -126,7 +132,9 @@ class StreamAccount:
         (McSherry 2009: parallel composition). Adaptive composition of the others (Dong, Roth, Su
         2022, arXiv:1905.02383) makes the transcript mu-GDP with
 
-            mu = (2 / sigma) sqrt(s_u),  s_u = sum_t m_t^2     (replace_one, half of it under zero_out).
+            mu = (2 / sigma) sqrt(s_u),  s_u = sum_t m_t^2
+
+        under replace_one, and half of it under zero_out.
 
         The data set owes the largest s_u. Two records in one release cost four visits, not two,
         because their contributions may point the same way. Gaussians compose exactly. So each
@@ -152,9 +160,13 @@ class StreamAccount:
     ):
         check_adjacency(account.adjacency, f"adjacency of dataset {account.name!r}")
         check_name("unit", unit, Unit)
-        self.event, self.unit, self.ledger = _one_release(event), unit, account.ledger
-        self._account, self._adjacency = account, account.adjacency
-        self._lock, self._process = threading.Lock(), OwnProcess()
+        self.event = _one_release(event)
+        self.unit = unit
+        self.ledger = account.ledger
+        self._account = account
+        self._adjacency = account.adjacency
+        self._lock = threading.Lock()
+        self._process = OwnProcess()
         self._visits = Visits() if visits is None else _identified(visits)
         self.worst = max(map(_cost, self._visits.counts.values()), default=0)
         if not self._is_charged():
@@ -195,14 +207,16 @@ class StreamAccount:
             yield
 
     def _check_process(self) -> None:
-        """Refuses a forked copy. Two accounts that continue the same visits would both call a visit
-        the first one.
+        """Refuses a forked copy.
+
+        Two accounts that continue the same visits would both call a visit the first one.
         """
         self._process.check(f"the StreamAccount of {self._account.name!r}")
 
     def check_run(self, run: str | None) -> None:
-        """Raises ValueError if any counted visit belongs to another workdir. None stands for no
-        workdir.
+        """Raises ValueError if any counted visit belongs to another workdir.
+
+        None stands for no workdir.
         """
         if self._visits.counts and self._visits.run != run:
             raise ValueError(
@@ -212,15 +226,16 @@ class StreamAccount:
             )
 
     def leave_unfinished(self, state: str, held: Sum) -> None:
-        """Notes the sum that a state holds when `serve` ends in the middle of an update. Drops sums
-        that have grown.
+        """Notes the sum that a state holds when `serve` ends in the middle of an update.
+
+        It drops sums that have grown.
         """
         self._check_process()
         with self._lock:
-            here = self._visits
-            here.unfinished = {
-                name: sum_ for name in here.unfinished if (sum_ := here.under_way(name))
-            } | {state: held}
+            visits = self._visits
+            sums = {name: visits.under_way(name) for name in visits.unfinished}
+            current = {name: held for name, held in sums.items() if held is not None}
+            visits.unfinished = current | {state: held}
 
     def epsilons(self, *, delta: float) -> "Epsilons":
         """Returns `epsilons` of this account's visits so far."""
@@ -229,28 +244,30 @@ class StreamAccount:
     def _enter(
         self, payment: "BatchPayment", reservation: contextlib.ExitStack, label: str, token: str
     ) -> tuple[Sum, Sequence[tuple[Account, DpEvent]]]:
-        """Charges for a batch that enters a sum, unless its token was counted. Returns the new sum
-        and the charges.
+        """Charges for a batch that enters a sum, unless its token was counted.
+
+        Returns the new sum and the charges.
         """
-        entering, charged = payment.entering, []
+        entering = payment.entering
         batches = (*entering.batches, payment.units)
         self._check_process()
         with self._lock:
-            tokens, lengths = self._visits.tokens, self._visits.lengths
-            release = tokens.get(token)
-            if release is None:
-                release, units = entering.release, payment.units
-                if lengths.get(release, len(entering.batches)) != len(entering.batches):
-                    # Another batch has entered the sum since. With this batch it is another sum of
-                    # all its records.
-                    release, units = (
-                        f"{release}+{token[:16]}",
-                        tuple(unit for batch in batches for unit in batch),
-                    )
-                charged = self._count(
-                    units, release, reservation, label=label, token=token, run=payment.run
-                )
-                tokens[token], lengths[release] = release, len(batches)
+            tokens = self._visits.tokens
+            lengths = self._visits.lengths
+            if token in tokens:
+                return Sum(tokens[token], batches), []
+            release = entering.release
+            units = payment.units
+            if lengths.get(release, len(entering.batches)) != len(entering.batches):
+                # Another batch has entered the sum since. With this batch it is another sum of all
+                # its records.
+                release = f"{release}+{token[:16]}"
+                units = tuple(itertools.chain.from_iterable(batches))
+            charged = self._count(
+                units, release, reservation, label=label, token=token, run=payment.run
+            )
+            tokens[token] = release
+            lengths[release] = len(batches)
         return Sum(release, batches), charged
 
     def _count(
@@ -276,11 +293,13 @@ class StreamAccount:
             charge = _composed(self.event, worst - self.worst)
             # A token is free the second time. That is right only for visits of one workdir: others
             # count afresh.
-            token = token if run is not None else None
+            if run is None:
+                token = None
             reservation.enter_context(self._account.spend(charge, label=label, token=token))
             charged.append((self._account, charge))
         self._visits.counts.update(after)
-        self.worst, self._visits.run = worst, run
+        self._visits.run = run
+        self.worst = worst
         return charged
 
     def _is_charged(self) -> bool:
@@ -289,10 +308,13 @@ class StreamAccount:
             return True
         if not isinstance(self.event, GaussianDpEvent):
             return False
-        precision = math.fsum(
-            n / e.noise_multiplier**2 for e, n in spent.items() if isinstance(e, GaussianDpEvent)
-        )
-        return precision * self.event.noise_multiplier**2 >= self.worst * (1 - 1e-9)
+        precisions = [
+            count / event.noise_multiplier**2
+            for event, count in spent.items()
+            if isinstance(event, GaussianDpEvent)
+        ]
+        visits = math.fsum(precisions) * self.event.noise_multiplier**2
+        return visits >= self.worst * (1 - 1e-9)  # up to rounding
 
 
 @dataclasses.dataclass
@@ -300,17 +322,20 @@ class BatchPayment:
     """The payment of one batch of a stream, for a release of the till."""
 
     account: StreamAccount
-    units: Units  # of each record of the batch
-    entering: Sum  # the noisy sum before the batch enters it
-    run: str | None = None  # the workdir in whose notes the visits are
-    entered: Sum = dataclasses.field(
-        init=False
-    )  # the noisy sum with the batch in it, set by `reserve`
+    # The unit of each record of the batch.
+    units: Units
+    # The noisy sum before the batch enters it.
+    entering: Sum
+    # The workdir in whose notes the visits are.
+    run: str | None = None
+    # The noisy sum with the batch in it, set by `reserve`.
+    entered: Sum = dataclasses.field(init=False)
 
     @contextlib.contextmanager
     def reserve(self, *, label: str, token: str) -> Iterator[Sequence[tuple[Account, DpEvent]]]:
-        """Charges the batch, unless the token was counted, and yields the charges. Raises the
-        errors of `spend`.
+        """Charges the batch, unless the token was counted, and yields the charges.
+
+        Raises the errors of `spend`.
         """
         with contextlib.ExitStack() as reservation:
             self.entered, charged = self.account._enter(self, reservation, label, token)
@@ -330,11 +355,10 @@ def event(
         stream: A `Stream`, of which no image is read, or any iterable of `Batch`.
         accumulate: The `accumulate` of the `Adapter`.
     """
-    visitors = (
-        stream.visitors(unit)
-        if isinstance(stream, Stream)
-        else (batch.visitors(unit) for batch in stream)
-    )
+    if isinstance(stream, Stream):
+        visitors = stream.visitors(unit)
+    else:
+        visitors = (batch.visitors(unit) for batch in stream)
     with Ledger.in_memory() as ledger:
         ledger.register("stream", adjacency="replace_one", unit=unit)
         account = StreamAccount(ledger.account("stream"), event=release)
@@ -352,8 +376,7 @@ class Epsilons(NamedTuple):
 
 
 def epsilons(event: DpEvent, *, visits: int, delta: float, adjacency: Adjacency) -> Epsilons:
-    """Returns the epsilon of one visit and of `visits` visits. Raises ValueError for arguments out
-    of range.
+    """Returns the epsilon of one visit and of `visits` visits.
 
     Args:
         event: One release, `GaussianDpEvent(noise_multiplier)` or `NonPrivateDpEvent()`.
@@ -364,11 +387,11 @@ def epsilons(event: DpEvent, *, visits: int, delta: float, adjacency: Adjacency)
     check_adjacency(adjacency)
     if visits < 0:
         raise ValueError(f"visits must be at least 0, got {visits}.")
-    once = _one_release(event)
-    of = [
-        epsilon(_composed(once, times), delta=delta, adjacency=adjacency) for times in (1, visits)
-    ]
-    return Epsilons(*of)
+    release = _one_release(event)
+    return Epsilons(
+        sample=epsilon(release, delta=delta, adjacency=adjacency),
+        unit=epsilon(_composed(release, visits), delta=delta, adjacency=adjacency),
+    )
 
 
 def check_adjacency(adjacency: Adjacency, field: str = "adjacency") -> None:
@@ -392,14 +415,11 @@ def _composed(release: DpEvent, times: int) -> DpEvent:
 def _identified(visits: Visits) -> Visits:
     """Returns a copy whose units are identifiers. Visits of units that become one add up."""
     copy = visits.copy()
-    counts: dict[Hashable, dict[Hashable, int]] = {}
-    for unit, releases in zip(
-        identifiers(copy.counts, "visits"), copy.counts.values(), strict=True
-    ):
-        mine = counts.setdefault(unit, {})
-        for release, count in releases.items():
-            mine[release] = mine.get(release, 0) + count
-    copy.counts = counts
+    counts: dict[Hashable, Counter[Hashable]] = {}
+    names = identifiers(copy.counts, "visits")
+    for unit, releases in zip(names, copy.counts.values(), strict=True):
+        counts.setdefault(unit, Counter()).update(releases)
+    copy.counts = {unit: dict(releases) for unit, releases in counts.items()}
     return copy
 
 

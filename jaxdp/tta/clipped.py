@@ -1,5 +1,4 @@
-"""A published method with clipped gradients: the clip-only ablation of arXiv:2606.01908. It is not
-private.
+"""A published method with clipped gradients: the clip-only ablation of arXiv:2606.01908.
 
     G_t = (1/|S|) sum_{i in S} clip_C( grad [w_i u_i](theta_t + e_t) )
 
@@ -14,8 +13,9 @@ from jaxdp.tta.method import Method
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Clipped:
-    """A published method whose gradients are clipped image by image. `clipped` makes and documents
-    it.
+    """A published method whose gradients are clipped image by image.
+
+    `clipped` makes and documents it.
     """
 
     method: Method
@@ -23,8 +23,9 @@ class Clipped:
 
 
 def clipped(method: Method, clip_norm: float) -> Clipped:
-    """Returns a published method that clips the gradient of each image. `Adapter` accepts it in
-    place of a method.
+    """Returns a published method that clips the gradient of each image.
+
+    `Adapter` accepts it in place of a method.
 
     It keeps all operators of the method: filters, memory, ascent, regulariser, skipped steps and
     recovery. The only change is the gradient that the parameters follow: the mean over the selected

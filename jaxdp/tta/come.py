@@ -1,13 +1,15 @@
-"""COME (Zhang et al. 2025, arXiv:2410.10894): conservative minimisation of entropy, over any other
-method.
+"""COME (Zhang et al. 2025, arXiv:2410.10894): conservative minimisation of entropy.
+
+It works over any other method.
 
 A prediction with logits f is an opinion of belief b and uncertainty mass u, with Dirichlet evidence
 exp(logit):
 
-    l_k = f_k sg(||f||) / ||f||            same value, but no gradient along f: the loss cannot reward larger logits
+    l_k = f_k sg(||f||) / ||f||
     b_k = exp(l_k) / S,  u = K / S,  S = sum_k exp(l_k) + K
-    loss = -sum_k b_k log b_k - u log u    with 1e-7 added to every b_k and u
+    loss = -sum_k b_k log b_k - u log u,  with 1e-7 added to every b_k and u
 
+l has the value of f, but no gradient along f, so the loss cannot reward larger logits.
 This loss replaces the entropy in losses, weights and filters. K is the number of classes. The
 public code uses 1000 for every data set. The exponentials here are shifted. In the public code
 logits above 88 give NaN.
@@ -50,7 +52,8 @@ def COME(base_method: Method, num_classes: int) -> Method:
 
 def opinion_entropy(logits: jax.Array, *, num_classes: int) -> jax.Array:
     """Computes COME's entropy of the opinion (b, u)."""
-    if logits.shape[-1] < num_classes:  # apply_fn may have more, with some of them masked by -inf
+    # apply_fn may return more logits, with some of them masked by -inf.
+    if logits.shape[-1] < num_classes:
         raise ValueError(
             f"num_classes={num_classes}, but apply_fn returns {logits.shape[-1]} logits."
         )
@@ -59,7 +62,9 @@ def opinion_entropy(logits: jax.Array, *, num_classes: int) -> jax.Array:
     squared = jnp.vdot(f, f)
     norm = jnp.sqrt(jnp.where(squared > 0, squared, 1))
     l = f * (jax.lax.stop_gradient(norm) / norm)  # noqa: E741
+    # Evidence and K are both divided by exp(shift), so that no exponential overflows.
     shift = jax.lax.stop_gradient(jnp.maximum(l.max(), 0))
-    evidence, prior = jnp.where(masked, 0, jnp.exp(l - shift)), num_classes * jnp.exp(-shift)
+    evidence = jnp.where(masked, 0, jnp.exp(l - shift))
+    prior = num_classes * jnp.exp(-shift)
     opinion = jnp.append(evidence, prior) / (evidence.sum() + prior) + 1e-7
     return -jnp.vdot(opinion, jnp.log(opinion))

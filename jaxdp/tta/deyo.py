@@ -1,9 +1,11 @@
-"""DeYO (Lee et al. 2024, arXiv:2403.07366): a filter that keeps images whose confidence depends on
-the object's shape.
+"""DeYO (Lee et al. 2024, arXiv:2403.07366): a filter on the shape of the object.
 
-S1 = {i: H_i < tau_ent},  PLPD_i = p_i[y] - p'_i[y],  y = argmax p_i, p' of the transformed image  (their Eq. 5)
-S2 = {i in S1: PLPD_i > tau}
-loss = 1/|S2| sum_{S2} (exp(E0 - H_i) + exp(PLPD_i)) H_i                                         (their Eq. 6-8)
+It keeps images whose confidence depends on the object's shape.
+
+    S1 = {i: H_i < tau_ent}
+    PLPD_i = p_i[y] - p'_i[y],  y = argmax p_i,  p' of the transformed image    (their Eq. 5)
+    S2 = {i in S1: PLPD_i > tau}
+    loss = 1/|S2| sum_{S2} (exp(E0 - H_i) + exp(PLPD_i)) H_i                  (their Eq. 6-8)
 """
 
 import dataclasses
@@ -17,7 +19,8 @@ import jax.numpy as jnp
 from jaxdp.tta.method import Method, Sample, check_constants, check_name
 
 Destruction = Literal["patch", "pixel", "occlusion"]
-_CHANNELS = (1, 3)  # by which images of the other form are recognised
+# Numbers of channels, by which images of the other form are recognised.
+_CHANNELS = (1, 3)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,9 +70,8 @@ class DeYO(Method):
 
     def weight(self, sample: Sample) -> jax.Array:
         """Weighs images by exp(E0 - H) + exp(PLPD)."""
-        return jnp.exp(self.margin * math.log(self.num_classes) - sample.uncertainty) + jnp.exp(
-            sample.drop
-        )
+        threshold = self.margin * math.log(self.num_classes)
+        return jnp.exp(threshold - sample.uncertainty) + jnp.exp(sample.drop)
 
     def reliable(self, sample: Sample) -> jax.Array:
         """Keeps images with entropy H < tau_ent and PLPD > tau."""
@@ -80,10 +82,12 @@ class DeYO(Method):
         """Destroys the object's shape in a second view, for PLPD."""
         if callable(self.augmentation):
             return self.augmentation(key, image)
-        axis, other = self.channel_axis, -1 - self.channel_axis
-        if image.ndim != 3 or (
-            image.shape[axis] not in _CHANNELS and image.shape[other] in _CHANNELS
-        ):
+        axis = self.channel_axis
+        other = -1 - axis
+        fits = image.ndim == 3
+        if fits:
+            fits = image.shape[axis] in _CHANNELS or image.shape[other] not in _CHANNELS
+        if not fits:
             raise ValueError(
                 f"channel_axis={axis} does not suit images of shape {image.shape}. Give images [H, "
                 "W, C], images [C, H, W] with channel_axis=0, or an augmentation of your own."
@@ -101,24 +105,27 @@ class DeYO(Method):
 
 def _permute_patches(key: jax.Array, image: jax.Array, grid: int) -> jax.Array:
     height, width, channels = image.shape
-    h, w = height // grid, width // grid
+    h = height // grid
+    w = width // grid
     if not h or not w:
         raise ValueError(
             f"patches={grid} does not fit an image of {height}x{width}. Use fewer patches."
         )
+    # The size that the grid divides.
     exact = (h * grid, w * grid, channels)
-    x = image if exact == image.shape else jax.image.resize(image, exact, "bilinear")
-    x = (
-        x.reshape(grid, h, grid, w, channels)
-        .transpose(0, 2, 1, 3, 4)
-        .reshape(grid * grid, h, w, channels)
-    )
-    x = x[jax.random.permutation(key, grid * grid)]
-    x = x.reshape(grid, grid, h, w, channels).transpose(0, 2, 1, 3, 4).reshape(exact)
-    return x if exact == image.shape else jax.image.resize(x, image.shape, "bilinear")
+    resized = exact != image.shape
+    x = jax.image.resize(image, exact, "bilinear") if resized else image
+    by_row = x.reshape(grid, h, grid, w, channels)
+    patches = by_row.transpose(0, 2, 1, 3, 4).reshape(grid * grid, h, w, channels)
+    patches = patches[jax.random.permutation(key, grid * grid)]
+    by_place = patches.reshape(grid, grid, h, w, channels)
+    x = by_place.transpose(0, 2, 1, 3, 4).reshape(exact)
+    return jax.image.resize(x, image.shape, "bilinear") if resized else x
 
 
 def _occlude(image: jax.Array) -> jax.Array:
+    """Returns an image whose middle half of rows and columns has its mean colour."""
     height, width, _ = image.shape
-    rows, columns = (slice(n // 4, n // 4 + n // 2) for n in (height, width))
+    rows = slice(height // 4, height // 4 + height // 2)
+    columns = slice(width // 4, width // 4 + width // 2)
     return image.at[rows, columns].set(image.mean((0, 1), keepdims=True))

@@ -1,12 +1,15 @@
-"""EATA (Niu et al. 2022, arXiv:2204.02610): adaptation on reliable and non-redundant samples with a
-Fisher anchor.
+"""EATA (Niu et al. 2022, arXiv:2204.02610): two filters and a Fisher anchor.
 
-S1 = {i: H_i < E0},  S2 = {i in S1: |cos(m, p_i)| < d}                                     filters (their Eq. 3-5)
-loss = 1/|S2| sum_{S2} exp(E0 - H_i) H_i  +  alpha sum_k F_k (theta_k - theta_0,k)^2       (their Eq. 2, 8)
-m <- 0.9 m + 0.1 mean_{S2} p_i                                                             moving average (Eq. 6)
+It adapts on reliable and non-redundant samples.
+
+    S1 = {i: H_i < E0},  S2 = {i in S1: |cos(m, p_i)| < d}                  (their Eq. 3-5)
+    loss = 1/|S2| sum_{S2} exp(E0 - H_i) H_i
+           + alpha sum_k F_k (theta_k - theta_0,k)^2                        (their Eq. 2, 8)
+    m <- 0.9 m + 0.1 mean_{S2} p_i                                          (their Eq. 6)
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import warnings
@@ -15,7 +18,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxdp.transforms.clipping import paths_of
 from jaxdp.tta.finite import all_finite, without_bad_rows
@@ -78,9 +80,9 @@ class EATA(Method):
         """Adds the Fisher anchor 2 alpha F (theta - theta_0)."""
         if self.fisher is None:
             return None
-        if [path for path, _ in paths_of(self.fisher)] != [
-            path for path, _ in paths_of(displacement)
-        ]:
+        known = [path for path, _ in paths_of(self.fisher)]
+        adapted = [path for path, _ in paths_of(displacement)]
+        if known != adapted:
             raise ValueError(
                 "fisher holds other parameters than the adapter adapts. Give both the same "
                 "`adapted`."
@@ -90,10 +92,13 @@ class EATA(Method):
         )
 
     def overrides(self, hook: str) -> bool:
-        """Returns whether this method has its own `hook`. Without Fisher information it has no
-        pull.
+        """Returns whether this method has its own `hook`.
+
+        Without Fisher information it has no pull.
         """
-        return super().overrides(hook) and not (hook == "pull" and self.fisher is None)
+        if hook == "pull" and self.fisher is None:
+            return False
+        return super().overrides(hook)
 
     def start(self) -> Average:
         """Returns an empty moving average m of predictions."""
@@ -103,12 +108,15 @@ class EATA(Method):
         """Keeps images with diversity |cos(m, p)| < d."""
         mean, started = memory
         p = jax.nn.softmax(sample.logits.astype(jnp.float32))
-        cosine = jnp.vdot(mean, p) / jnp.maximum(jnp.linalg.norm(mean) * jnp.linalg.norm(p), 1e-8)
+        product = jnp.vdot(mean, p)
+        norms = jnp.linalg.norm(mean) * jnp.linalg.norm(p)
+        cosine = product / jnp.maximum(norms, 1e-8)
         return ~started | (jnp.abs(cosine) < self.diversity)
 
     def remember(self, memory: Average, samples: Sample, kept: jax.Array) -> Average:
         """Updates the moving average m of the kept predictions."""
-        return moving_average(memory, jax.nn.softmax(samples.logits.astype(jnp.float32)), kept)
+        predictions = jax.nn.softmax(samples.logits.astype(jnp.float32))
+        return moving_average(memory, predictions, kept)
 
 
 def fisher(
@@ -119,8 +127,9 @@ def fisher(
     *,
     gradients: Gradients = "batch",
 ) -> Any:
-    """Computes the importance of each adapted parameter for the source model's predictions (Niu et
-    al. 2022, Eq. 9).
+    """Computes the importance of each adapted parameter (Niu et al. 2022, Eq. 9).
+
+    It is the importance for the predictions of the source model.
 
     Args:
       apply_fn: `apply_fn(params, images [B, ...]) -> logits [B, C]`.
@@ -135,9 +144,8 @@ def fisher(
 
     Returns:
       A pytree like params: float32 importances at adapted leaves, None elsewhere. Images whose
-          prediction or gradient
-      is not finite are left out, and a warning says how many. With "batch", a gradient that is not
-      finite although all predictions are leaves its batch out.
+      prediction or gradient is not finite are left out, and a warning says how many. With "batch",
+      a gradient that is not finite although all predictions are leaves its batch out.
 
     Raises:
       ValueError: batches is empty or has no image with a finite prediction, `gradients` is unknown,
@@ -149,42 +157,23 @@ def fisher(
     if not first:
         raise ValueError("batches is empty. Give at least one batch of public source images.")
     paths = adapting(apply_fn, params, adapted, first[0])
-
-    def mean(
-        moving: Any, params: Any, images: jax.Array, present: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        logits = apply_fn(merge(moving, params), images).astype(jnp.float32)
-        check_logits(logits)
-        losses = -jax.nn.log_softmax(logits).max(-1)  # the predicted label is the most probable one
-        return jnp.where(present, losses, 0).sum() / jnp.maximum(present.sum(), 1), jnp.isfinite(
-            losses
-        )
-
-    gradient = jax.grad(mean, has_aux=True)
+    mean_loss = functools.partial(_mean_loss, apply_fn)
+    square = _squared_batch if gradients == "batch" else _squared_examples
 
     @jax.jit
     def squared(params: Any, images: jax.Array) -> tuple[Any, jax.Array]:
-        moving, everything = trainable_part(params, paths), jnp.ones(len(images), bool)
-        if gradients == "batch":
-            _, mean_gradient, present = without_bad_rows(
-                lambda images, present: gradient(moving, params, images, present),
-                images,
-                everything,
-            )
-            present &= all_finite(mean_gradient)
-            return jax.tree.map(
-                lambda g: jnp.where(present.any(), jnp.square(g), 0), mean_gradient
-            ), present
-        rows = (images[:, None], everything[:, None])
-        each, finite = jax.vmap(gradient, in_axes=(None, None, 0, 0))(moving, params, *rows)
-        present = finite[:, 0] & jax.vmap(all_finite)(each)
-        return jax.tree.map(lambda g: _mean_square(g, present), each), present
+        gradient = jax.grad(mean_loss, has_aux=True)
+        return square(gradient, trainable_part(params, paths), params, images)
 
-    squares, presence = zip(
-        *[squared(params, images) for images in itertools.chain(first, arrays)], strict=True
-    )
-    counts = np.array([[np.sum(present), len(present)] for present in jax.device_get(presence)])
-    (used, total), filled = counts.sum(axis=0), int(np.sum(counts[:, 0] > 0))
+    squares = []
+    presence = []
+    for images in itertools.chain(first, arrays):
+        batch_squares, present = squared(params, images)
+        squares.append(batch_squares)
+        presence.append(present)
+    presence = jax.device_get(presence)
+    used = sum(int(present.sum()) for present in presence)
+    total = sum(len(present) for present in presence)
     if not used:
         raise ValueError(
             "batches has no image with a finite prediction and gradient. Check the images and the "
@@ -196,7 +185,49 @@ def fisher(
             "leaves them out. Check batches for NaN.",
             stacklevel=2,
         )
-    return jax.tree.map(lambda *each: sum(each) / filled, *squares)
+    # A batch of which nothing is used has no mean.
+    batches_used = sum(bool(present.any()) for present in presence)
+    return jax.tree.map(lambda *each: sum(each) / batches_used, *squares)
+
+
+def _mean_loss(
+    apply_fn: Callable[[Any, jax.Array], jax.Array],
+    moving: Any,
+    params: Any,
+    images: jax.Array,
+    present: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean cross entropy to the predicted labels, and which losses are finite."""
+    logits = apply_fn(merge(moving, params), images).astype(jnp.float32)
+    check_logits(logits)
+    losses = -jax.nn.log_softmax(logits).max(-1)  # the predicted label is the most probable one
+    mean = jnp.where(present, losses, 0).sum() / jnp.maximum(present.sum(), 1)
+    return mean, jnp.isfinite(losses)
+
+
+def _squared_batch(
+    gradient: Callable[..., Any], moving: Any, params: Any, images: jax.Array
+) -> tuple[Any, jax.Array]:
+    """Returns the squared gradient of a batch's mean loss, and which images are in it [B]."""
+
+    def of_rows(images: jax.Array, present: jax.Array) -> Any:
+        return gradient(moving, params, images, present)
+
+    _, mean_gradient, present = without_bad_rows(of_rows, images, jnp.ones(len(images), bool))
+    present &= all_finite(mean_gradient)
+    squares = jax.tree.map(lambda g: jnp.where(present.any(), jnp.square(g), 0), mean_gradient)
+    return squares, present
+
+
+def _squared_examples(
+    gradient: Callable[..., Any], moving: Any, params: Any, images: jax.Array
+) -> tuple[Any, jax.Array]:
+    """Returns the mean of the squared gradients of images, and which images are in it [B]."""
+    batches_of_one = (images[:, None], jnp.ones((len(images), 1), bool))
+    by_image = jax.vmap(gradient, in_axes=(None, None, 0, 0))
+    gradients, finite = by_image(moving, params, *batches_of_one)
+    present = finite[:, 0] & jax.vmap(all_finite)(gradients)
+    return jax.tree.map(lambda g: _mean_square(g, present), gradients), present
 
 
 def _mean_square(g: jax.Array, present: jax.Array) -> jax.Array:

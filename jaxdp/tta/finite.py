@@ -1,6 +1,4 @@
-"""Gradients of batches in which some records have no finite loss. Such records contribute
-nothing.
-"""
+"""Gradients of batches in which some records have no finite loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,10 +25,11 @@ def without_bad_rows(compute: Compute, rows: Any, present: jax.Array) -> tuple[A
     """
     first, finite = compute(rows, present)
 
-    def again() -> tuple[Any, jax.Array]:
+    def with_replacements() -> tuple[Any, jax.Array]:
         source = jnp.where(finite, jnp.arange(len(finite)), jnp.argmax(finite))
-        result, still = compute(jax.tree.map(lambda x: x[source], rows), present & finite)
-        return result, still & finite
+        replaced = jax.tree.map(lambda x: x[source], rows)
+        result, still_finite = compute(replaced, present & finite)
+        return result, still_finite & finite
 
-    last, finite = jax.lax.cond(finite.all(), lambda: (first, finite), again)
+    last, finite = jax.lax.cond(finite.all(), lambda: (first, finite), with_replacements)
     return first, last, finite

@@ -16,14 +16,14 @@ Uncertainty = Callable[[jax.Array], jax.Array]
 
 
 class Sample(NamedTuple):
-    """The values of one image that weights and filters read, at the same parameters and without
-    gradient.
+    """The values of one image that weights and filters read.
+
+    They are taken at the same parameters and without gradient.
     """
 
     logits: jax.Array  # [C]
-    uncertainty: (
-        jax.Array
-    )  # scalar, the method's loss before weighting, such as the entropy in nats
+    # scalar, the method's loss before weighting, such as the entropy in nats
+    uncertainty: jax.Array
     # scalar, by how much the second view lowers the probability of the predicted class (PLPD), or 0
     drop: jax.Array
 
@@ -37,15 +37,15 @@ def entropy(logits: jax.Array) -> jax.Array:
     check_logits(logits)
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
     p = jnp.exp(log_p)
-    return -jnp.vdot(
-        p, jnp.where(p > 0, log_p, 0)
-    )  # classes masked by -inf add nothing, in the gradient too
+    # Classes masked by -inf add nothing, in the gradient too.
+    return -jnp.vdot(p, jnp.where(p > 0, log_p, 0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Method:
-    """A method: its public constants, and the hooks that it overrides. The hooks of this class do
-    nothing.
+    """A method: its public constants, and the hooks that it overrides.
+
+    The hooks of this class do nothing.
 
     Hooks on one image are `uncertainty`, `weight`, `reliable`, `augment`. Hooks across images or
     steps are `start`, `novel`, `remember`, `lost`. Hooks on parameters only are `radius`, `pull`.
@@ -57,10 +57,10 @@ class Method:
 
     uncertainty: Uncertainty = dataclasses.field(default=entropy, kw_only=True)
 
-    lower_blocks_only = (
-        False  # adapt the normalisation layers of the lower three quarters of the blocks only
-    )
-    skips_empty = True  # a batch from which nothing is selected makes no step
+    # Whether only the normalisation layers of the lower three quarters of the blocks adapt.
+    lower_blocks_only = False
+    # Whether a batch from which nothing is selected makes no step.
+    skips_empty = True
 
     def weight(self, sample: Sample) -> jax.Array:
         """Returns the factor of an image's uncertainty in the loss, without gradient."""
@@ -101,16 +101,16 @@ class Method:
         return getattr(type(self), hook) is not getattr(Method, hook)
 
     def explain(self, hook: str) -> str:
-        """Returns the first line of the docstring of `hook` without its full stop, or the hook's
-        name.
+        """Returns the first line of a hook's docstring without its full stop.
+
+        It is the hook's name if there is no docstring.
         """
         operator = self.uncertainty if hook == "uncertainty" else getattr(type(self), hook)
-        documented = (
-            None
-            if isinstance(operator, float)
-            else inspect.getdoc(getattr(operator, "func", operator))
-        )
-        return (documented or hook).splitlines()[0].removesuffix(".")
+        operator = getattr(operator, "func", operator)  # of a partial
+        if isinstance(operator, float):  # radius may be a number
+            return hook
+        summary, *_ = (inspect.getdoc(operator) or hook).splitlines()
+        return summary.removesuffix(".")
 
     def __call__(self, logits: jax.Array, view_logits: jax.Array | None = None) -> Sample:
         """Returns the sample of one image, from the logits [C] of its views at the same parameters.
@@ -124,10 +124,13 @@ class Method:
             )
         drop = jnp.zeros((), jnp.float32)
         if view_logits is not None:
-            before, after = (jax.nn.softmax(x.astype(jnp.float32)) for x in (logits, view_logits))
+            before = jax.nn.softmax(logits.astype(jnp.float32))
+            after = jax.nn.softmax(view_logits.astype(jnp.float32))
             drop = before.max() - after[jnp.argmax(before)]
         return Sample(
-            jax.lax.stop_gradient(logits), self.uncertainty(logits), jax.lax.stop_gradient(drop)
+            logits=jax.lax.stop_gradient(logits),
+            uncertainty=self.uncertainty(logits),
+            drop=jax.lax.stop_gradient(drop),
         )
 
 
@@ -135,14 +138,14 @@ Average = tuple[jax.Array, jax.Array]  # the average, and whether anything is in
 
 
 def moving_average(memory: Average, values: jax.Array, kept: jax.Array) -> Average:
-    """Returns 0.9 average + 0.1 mean of the kept values [B, ...]. The first average is the first
-    mean.
+    """Returns 0.9 average + 0.1 mean of the kept values [B, ...].
+
+    The first average is the first mean.
     """
     average, started = memory
     count = kept.sum()
-    mean = jnp.where(kept.reshape(-1, *[1] * (values.ndim - 1)), values, 0).sum(0) / jnp.maximum(
-        count, 1
-    )
+    weights = kept.reshape(-1, *[1] * (values.ndim - 1))
+    mean = jnp.where(weights, values, 0).sum(0) / jnp.maximum(count, 1)
     updated = jnp.where(started, 0.9 * average + 0.1 * mean, mean)
     return jnp.where(count > 0, updated, average), started | (count > 0)
 
@@ -158,8 +161,9 @@ def check_logits(logits: jax.Array) -> None:
 
 
 def check_constants(num_classes: int, **fractions: float) -> None:
-    """Checks a method's number of classes, and its thresholds as fractions of ln(num_classes), the
-    largest entropy.
+    """Checks a method's number of classes, and its thresholds.
+
+    Thresholds are fractions of ln(num_classes), the largest entropy.
     """
     if num_classes < 2:
         raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
@@ -173,6 +177,7 @@ def check_constants(num_classes: int, **fractions: float) -> None:
 
 def check_name(field: str, value: Any, names: Any, alternative: str = "") -> None:
     """Raises ValueError unless `value` is one of the names of a `Literal` type."""
-    if value not in (known := get_args(names)):
-        listed = ", ".join(map(repr, known[:-1]))
-        raise ValueError(f"{field} must be {listed} or {known[-1]!r}{alternative}, got {value!r}.")
+    *others, last = get_args(names)
+    if value not in (*others, last):
+        listed = ", ".join(map(repr, others))
+        raise ValueError(f"{field} must be {listed} or {last!r}{alternative}, got {value!r}.")

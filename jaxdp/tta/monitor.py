@@ -23,9 +23,8 @@ class CollapseReport:
     divided by the source's norm. Distance and norm cover the leaves that changed.
     """
 
-    agreement: (
-        float  # fraction of probe images that get the source model's class, with finite logits
-    )
+    # Fraction of probe images that get the source model's class, with finite logits.
+    agreement: float
     entropy: float
     drift: float
     collapsed: bool  # whether agreement or entropy is below its threshold or not a number
@@ -78,13 +77,16 @@ class CollapseMonitor:
             raise ValueError(f"every must be at least 1, got {every}.")
         if not len(probe_images):
             raise ValueError("probe_images must hold at least one image.")
-        self.every, self.reset = every, reset
-        self._thresholds = (min_agreement, min_entropy)
-        self._apply_fn, self._params, self._images = apply_fn, params, jnp.asarray(probe_images)
+        self.every = every
+        self.reset = reset
+        self._min_agreement = min_agreement
+        self._min_entropy = min_entropy
+        self._apply_fn = apply_fn
+        self._params = params
+        self._images = jnp.asarray(probe_images)
         logits = jax.jit(apply_fn)(params, self._images)
-        check_logits(
-            logits, name="apply_fn(params, probe_images)", count=len(self._images), least=2
-        )
+        name = "apply_fn(params, probe_images)"
+        check_logits(logits, name=name, count=len(self._images), least=2)
         self._expected = predicted(logits)
         self.source = self(params)
         if self.source.not_finite:
@@ -101,10 +103,16 @@ class CollapseMonitor:
     def __call__(self, params: Any) -> CollapseReport:
         """Returns the report of adapted parameters with the source's structure and shapes."""
         measured = _measure(self._apply_fn, params, self._params, self._images, self._expected)
-        agreement, entropy, drift, not_finite = (float(value) for value in measured)
-        min_agreement, min_entropy = self._thresholds
-        healthy = agreement >= min_agreement and entropy >= min_entropy  # False for NaN
-        return CollapseReport(agreement, entropy, drift, not healthy, int(not_finite))
+        agreement, entropy, drift, not_finite = map(float, measured)
+        # False for NaN.
+        healthy = agreement >= self._min_agreement and entropy >= self._min_entropy
+        return CollapseReport(
+            agreement=agreement,
+            entropy=entropy,
+            drift=drift,
+            collapsed=not healthy,
+            not_finite=int(not_finite),
+        )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -115,7 +123,8 @@ def _measure(
     judged = judge(logits, expected)
     p = jax.nn.softmax(logits.astype(jnp.float32)).mean(axis=0)
     entropy = jax.scipy.special.entr(p).sum() / jnp.log(logits.shape[-1])
-    moved, norm = jnp.zeros(()), jnp.zeros(())
+    moved = jnp.zeros(())
+    norm = jnp.zeros(())
     for new, old in zip(jax.tree.leaves(params), jax.tree.leaves(source), strict=True):
         old = old.astype(jnp.float32)
         distance = jnp.square(new.astype(jnp.float32) - old).sum()

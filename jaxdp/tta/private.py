@@ -1,13 +1,16 @@
-"""The private form of a method ("Private and Stable Test-Time Adaptation with Differential
-Privacy", arXiv:2606.01908).
+"""The private form of a method (arXiv:2606.01908).
+
+The paper is "Private and Stable Test-Time Adaptation with Differential Privacy".
 
 The paper derives it from the method's operators. Operators that break privacy are removed.
 Operators that are post-processing move outside. The others are absorbed into the clipped per-sample
 loss.
 
-    G_t = (1/B) ( sum_i clip_C( grad [w_i u_i](theta_t + e_t) ) + sigma C Z_t ),   Z_t ~ N(0, I)
-    e_t = rho G_{t-1} / (||G_{t-1}|| + 1e-12),  e_0 = 0                                            if the method has rho
-    theta_{t+1} = optimizer(theta_t, G_t + pull(theta_t - theta_0))                                post-processing
+    G_t = (1/B) ( sum_i clip_C( grad [w_i u_i](theta_t + e_t) ) + sigma C Z_t ),  Z_t ~ N(0, I)
+    e_t = rho G_{t-1} / (||G_{t-1}|| + 1e-12),  e_0 = 0
+    theta_{t+1} = optimizer(theta_t, G_t + pull(theta_t - theta_0))
+
+e_t is for methods that have rho. The optimizer and the pull are post-processing of G_t.
 """
 
 import dataclasses
@@ -29,7 +32,9 @@ _ABSORBED = "absorbed: inside the clipped loss of its own image"
 RULES = {
     "uncertainty": _ABSORBED,
     "weight": _ABSORBED,
-    "augment": "absorbed: a forward pass on the same image at the same parameters, without gradient",
+    "augment": (
+        "absorbed: a forward pass on the same image at the same parameters, without gradient"
+    ),
     "reliable": "removed: the step would depend on how many images pass",
     "radius": "moved outside: e is made of the previous private gradient",
     "pull": "moved outside: added after the noise, it reads parameters only",
@@ -53,17 +58,16 @@ class Private:
 
     @property
     def event(self) -> DpEvent:
-        """The event of one batch for the records in it. `jaxdp.tta.StreamAccount` composes it over
-        a stream.
+        """The event of one batch for the records in it.
+
+        `jaxdp.tta.StreamAccount` composes it over a stream.
         """
-        return (
-            GaussianDpEvent(self.noise_multiplier) if self.noise_multiplier else NonPrivateDpEvent()
-        )
+        if self.noise_multiplier == 0:
+            return NonPrivateDpEvent()
+        return GaussianDpEvent(self.noise_multiplier)
 
     def sensitivity(self, adjacency: Adjacency = "replace_one") -> float:
-        """Returns the L2 sensitivity of the clipped sum of a batch, as `clipped_grad`: 2 C, or C
-        under "zero_out".
-        """
+        """Returns the L2 sensitivity of the clipped sum of a batch: 2 C, or C under "zero_out"."""
         check_adjacency(adjacency)
         gradient = clipped_grad(
             self.method.uncertainty, clip_norm=self.clip_norm, clip_rule=self.clip_rule
@@ -72,16 +76,16 @@ class Private:
 
     @property
     def noise_std(self) -> float:
-        """The standard deviation of the noise: sigma times the largest norm that a record
-        contributes.
+        """The standard deviation of the noise.
+
+        It is sigma times the largest norm that a record contributes.
         """
         return self.noise_multiplier * self.sensitivity("zero_out")
 
     def epsilon(
         self, *, delta: float, adjacency: Adjacency = "replace_one", visits: int = 1
     ) -> float:
-        """Returns the epsilon of the whole transcript for a unit that is in `visits` batches, once
-        in each.
+        """Returns the epsilon of the whole transcript for a unit in `visits` batches, once in each.
 
         The transcript is mu-GDP with mu = 2 sqrt(visits) / sigma under "replace_one", half of it
         under "zero_out". Without noise epsilon is inf.
@@ -92,14 +96,18 @@ class Private:
 
     def describe(self) -> str:
         """Returns text with one line for each operator of the method and its treatment."""
-        method, noise = self.method, self.noise_multiplier
+        method = self.method
         rule = "" if self.clip_rule == "global" else f" by the rule {self.clip_rule!r}"
-        kind = f"noise {noise:g} x clip norm" if noise else "clipped only, no noise: epsilon = inf"
-        lines = [f"private {type(method).__name__}, clip norm {self.clip_norm:g}{rule}, {kind}"]
-        for hook, fate in RULES.items():
+        noise = "clipped only, no noise: epsilon = inf"
+        if self.noise_multiplier:
+            noise = f"noise {self.noise_multiplier:g} x clip norm"
+        lines = [f"private {type(method).__name__}, clip norm {self.clip_norm:g}{rule}, {noise}"]
+        treatments = dict(RULES)
+        if self.filters == "keep":
+            treatments["reliable"] = _KEPT_FILTER
+        for hook, treatment in treatments.items():
             if hook == "uncertainty" or method.overrides(hook):
-                fate = _KEPT_FILTER if hook == "reliable" and self.filters == "keep" else fate
-                lines.append(f"  {method.explain(hook)}: {fate}")
+                lines.append(f"  {method.explain(hook)}: {treatment}")
         divisor = "B" if self.kept_fraction == 1 else f"{self.kept_fraction:g} B"
         lines.append(
             f"  mean over the images that take part: replaced, the divisor is {divisor} whatever "
@@ -122,8 +130,9 @@ def private(
     kept_fraction: float = 1.0,
     clip_rule: Any = "global",
 ) -> Private:
-    """Returns the private form of a test-time adaptation method. `Adapter` accepts it in place of a
-    method.
+    """Returns the private form of a test-time adaptation method.
+
+    `Adapter` accepts it in place of a method.
 
     Args:
       method: One of `jaxdp.tta.METHODS`, or your `Method`.

@@ -1,9 +1,12 @@
-"""SAR (Niu et al. 2023, arXiv:2302.12400): reliable entropy minimisation at a sharpness-aware
-point, with recovery.
+"""SAR (Niu et al. 2023, arXiv:2302.12400): reliable entropy minimisation, with recovery.
 
-    S1 = {i: H_i < E0},  g1 = grad mean_{S1} H_i,  e = rho g1 / (||g1|| + 1e-12)               (their Eq. 2, 5)
-    S2 = {i in S1: H_i(theta + e) < E0},  descend along grad at theta + e of mean_{S2} H_i     (their Eq. 6)
-    average <- 0.9 average + 0.1 mean_{S2} H_i(theta + e),  reset the model when it is below 0.2
+The minimisation is at a sharpness-aware point.
+
+    S1 = {i: H_i < E0},  g1 = grad mean_{S1} H_i,  e = rho g1 / (||g1|| + 1e-12)  (their Eq. 2, 5)
+    S2 = {i in S1: H_i(theta + e) < E0},
+    descend along grad at theta + e of mean_{S2} H_i                              (their Eq. 6)
+    average <- 0.9 average + 0.1 mean_{S2} H_i(theta + e),
+    reset the model when the average is below 0.2
 
 Two bugs of the public code are fixed here. There the line after a reset restores the average, and
 the optimizer's momentum survives a reset.

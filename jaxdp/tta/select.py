@@ -1,5 +1,4 @@
-"""The choice of the parameters that adapt. The default is scale and offset of the normalisation
-layers.
+"""The choice of the parameters that adapt: by default those of normalisation layers.
 
 They are found in the program of the model (`jaxdp.transforms.normalisation`). Names decide only
 where the program hides what a layer does, and a warning lists what they chose.
@@ -21,13 +20,13 @@ from jaxdp.transforms.normalisation import normalisation_leaves
 Adapted = Callable[[str, Any], bool]
 
 _AFFINE = ("scale", "offset", "bias", "weight", "gamma", "beta")
-_WORD = re.compile(
-    r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+"
-)  # of names such as "BatchNorm2d", "layernorm_before" and "ln_1"
+# The words of names such as "BatchNorm2d", "layernorm_before" and "ln_1".
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+# A word that ends in "norm", but none such as "denorm" or "weightnorm". Or an abbreviation.
 _NORMALISATION = re.compile(
     r"(?!(?:de|un|weight|spectral)?norm$)[a-z]*norms?|norm|normali[sz]ation|ln|bn|gn|rms"
 )
-_OF_WEIGHTS = {"weight", "spectral"}
+_OF_WEIGHTS = {"weight", "spectral"}  # what weight and spectral normalisation normalise
 _BLOCK = re.compile(r"(?:^|[/.])(?:block|layer|encoderblock)s?[/._](\d+)(?=[/.]|$)", re.IGNORECASE)
 
 _UNTIL = "suggested by its name, until the first batch or `prepare` looks at the program"
@@ -35,7 +34,7 @@ _HIDDEN = "by its name, because an operation hides what is computed"
 _UNSEEN = "by its name, because the program shows no normalisation"
 
 
-class Chosen(NamedTuple):
+class AdaptedLeaf(NamedTuple):
     """A parameter that adapts, and how it was found."""
 
     path: str
@@ -44,10 +43,10 @@ class Chosen(NamedTuple):
 
 
 def normalisation(path: str, leaf: Any) -> bool:
-    """Returns whether a path such as "block_0/norm_1/scale" is named like the scale or offset of a
-    normalisation layer.
+    """Returns whether a path is named like the scale or offset of a normalisation layer.
 
-    As `adapted` of an `Adapter` or of `fisher` it is the default, which does not go by names.
+    "block_0/norm_1/scale" is one. As `adapted` of an `Adapter` or of `fisher` it is the default,
+    which does not go by names.
     """
     *modules, name = re.split("[/.]", path)
     modules = [module for module in modules if module.strip("~0123456789")]
@@ -74,37 +73,45 @@ class LowerBlocks:
 
 
 def lower_blocks(params: Any) -> LowerBlocks:
-    """Returns the rule of SAR and DeYO: normalisation layers in the lower three quarters of the
-    blocks.
+    """Returns the rule of SAR and DeYO: normalisation layers in the lower blocks.
+
+    These are the lower three quarters of the blocks.
 
     The public code skips blocks 9 to 11 and the final LayerNorm of a 12-block ViT by name. A
     network without one flat list of blocks ("block_0", "blocks/0", "layer.0", ...), such as a
     ConvNeXt with stages, keeps all its layers. As `adapted` of an `Adapter` or of `fisher` the rule
     takes blocks by names, and their layers from the program.
     """
-    blocks = [found for path, _ in paths_of(params) if (found := _BLOCK.search(path))]
-    if len({found.string[: found.start()] for found in blocks}) != 1:
+    matches = [_BLOCK.search(path) for path, _ in paths_of(params)]
+    blocks = [match for match in matches if match is not None]
+    lists = {match.string[: match.start()] for match in blocks}
+    if len(lists) != 1:
         return LowerBlocks(None)
-    depth = 1 + max(int(found[1]) for found in blocks)
+    depth = 1 + max(int(match[1]) for match in blocks)
     return LowerBlocks(depth - (depth + 2) // 4)  # without a quarter, rounded half up
 
 
-def suggested(params: Any, adapted: Adapted | None, reason: str = _UNTIL) -> tuple[Chosen, ...]:
+def leaves_by_name(
+    params: Any, adapted: Adapted | None, reason: str = _UNTIL
+) -> tuple[AdaptedLeaf, ...]:
     """Returns the parameters that a rule takes by their paths."""
     rule = adapted or normalisation
-    taken = [
-        (path, leaf) for path, leaf in paths_of(params) if _is_floating(leaf) and rule(path, leaf)
-    ]
-    return tuple(Chosen(path, jnp.shape(leaf), reason) for path, leaf in taken)
+    return tuple(
+        AdaptedLeaf(path, jnp.shape(leaf), reason)
+        for path, leaf in paths_of(params)
+        if _is_floating(leaf) and rule(path, leaf)
+    )
 
 
 def selected(params: Any, adapted: Adapted | None) -> frozenset[str]:
-    """Returns the paths of the parameters that a rule takes by their paths. Raises ValueError if
-    there are none.
+    """Returns the paths of the parameters that a rule takes by their paths.
+
+    Raises ValueError if there are none.
     """
-    if paths := frozenset(leaf.path for leaf in suggested(params, adapted)):
-        return paths
-    raise ValueError(_nothing(params))
+    paths = frozenset(leaf.path for leaf in leaves_by_name(params, adapted))
+    if not paths:
+        raise ValueError(_nothing(params))
+    return paths
 
 
 def goes_by_structure(adapted: Adapted | None) -> bool:
@@ -113,9 +120,7 @@ def goes_by_structure(adapted: Adapted | None) -> bool:
 
 
 def traced(apply_fn: Callable[..., Any], params: Any, images: Any) -> tuple[jex.ClosedJaxpr, Any]:
-    """Returns the program of a model for two images of the shape and dtype of `images`, and the
-    form of its result.
-    """
+    """Returns the program of a model for two images like `images`, and the form of its result."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
     two = jax.ShapeDtypeStruct((2, *images.shape[1:]), images.dtype)
     result: tuple[jex.ClosedJaxpr, Any] = jax.make_jaxpr(apply_fn, return_shape=True)(shapes, two)
@@ -125,14 +130,16 @@ def traced(apply_fn: Callable[..., Any], params: Any, images: Any) -> tuple[jex.
 def adapting(
     apply_fn: Callable[..., Any], params: Any, adapted: Adapted | None, images: Any
 ) -> frozenset[str]:
-    """Returns the paths of the parameters of a model that adapt. Raises what `chosen` raises."""
-    program = traced(apply_fn, params, images)[0] if goes_by_structure(adapted) else None
-    return frozenset(leaf.path for leaf in chosen(params, adapted, program))
+    """Returns the paths of the parameters that adapt. Raises the errors of `adapted_leaves`."""
+    program = None
+    if goes_by_structure(adapted):
+        program, _ = traced(apply_fn, params, images)
+    return frozenset(leaf.path for leaf in adapted_leaves(params, adapted, program))
 
 
-def chosen(
+def adapted_leaves(
     params: Any, adapted: Adapted | None, program: jex.ClosedJaxpr | None
-) -> tuple[Chosen, ...]:
+) -> tuple[AdaptedLeaf, ...]:
     """Returns the parameters that adapt.
 
     Args:
@@ -147,26 +154,30 @@ def chosen(
     """
     if program is None:
         selected(params, adapted)  # refuses a rule that takes nothing
-        return suggested(params, adapted, "by adapted=")
+        return leaves_by_name(params, adapted, "by adapted=")
     leaves = paths_of(params)
-    found = normalisation_leaves(program, len(leaves))
-    takes = adapted.holds if isinstance(adapted, LowerBlocks) else lambda path: True
-    result, heads, by_name = list[Chosen](), list[str](), list[str]()
+    layers = normalisation_leaves(program, len(leaves))
+    adapting = []
+    heads = []
+    by_name = []
     for number, (path, leaf) in enumerate(leaves):
-        if not _is_floating(leaf) or not takes(path):
+        if isinstance(adapted, LowerBlocks) and not adapted.holds(path):
             continue
-        if number in found.uses:
-            role, statistics = found.uses[number]
+        if not _is_floating(leaf):
+            continue
+        if number in layers.uses:
+            role, statistics = layers.uses[number]
             reason = f"{role} of a normalisation by {statistics} statistics"
-        elif normalisation(path, leaf) and (number in found.opaque or not found.uses):
-            reason = _HIDDEN if number in found.opaque else _UNSEEN
+        elif normalisation(path, leaf) and (number in layers.opaque or not layers.uses):
+            # The program does not show what this leaf does, so its name decides.
+            reason = _HIDDEN if number in layers.opaque else _UNSEEN
             by_name.append(path)
         else:
             continue
-        result.append(Chosen(path, jnp.shape(leaf), reason))
-        if number in found.last:
+        adapting.append(AdaptedLeaf(path, jnp.shape(leaf), reason))
+        if number in layers.last:
             heads.append(path)
-    if not result:
+    if not adapting:
         raise ValueError(_nothing(params))
     if heads:
         raise ValueError(
@@ -180,7 +191,7 @@ def chosen(
             "follow a normalisation. Pass adapted=lambda path, leaf: ... to choose the layers.",
             stacklevel=2,
         )
-    return tuple(result)
+    return tuple(adapting)
 
 
 def _nothing(params: Any) -> str:
@@ -198,12 +209,9 @@ def _is_floating(leaf: Any) -> bool:
 
 def trainable_part(params: Any, paths: frozenset[str]) -> Any:
     """Returns `params` with None in place of parameters that do not adapt."""
-    leaves, structure = jax.tree.flatten(params)
-    kept = [
-        leaf if path in paths else None
-        for (path, _), leaf in zip(paths_of(params), leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, kept)
+    structure = jax.tree.structure(params)
+    moving = [leaf if path in paths else None for path, leaf in paths_of(params)]
+    return jax.tree.unflatten(structure, moving)
 
 
 def merge(moving: Any, params: Any) -> Any:

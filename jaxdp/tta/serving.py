@@ -37,14 +37,19 @@ from jaxdp.tta.private import Private
 from jaxdp.tta.streams import Batch
 
 _LABEL = "test-time adaptation"
-_STATE, _ROWS = "state.safetensors", "served.jsonl"
-_DAMAGED = "Restore the workdir from a copy, or use a new one. A new one serves and charges all batches again."
+_STATE = "state.safetensors"
+_ROWS = "served.jsonl"
+_DAMAGED = (
+    "Restore the workdir from a copy, or use a new one. A new one serves and charges all batches "
+    "again."
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Served:
-    """The results of a stream. Everything but `state.params`, `resets` and `reports` is NOT
-    protected.
+    """The results of a stream.
+
+    Everything but `state.params`, `resets` and `reports` is NOT protected.
 
     The prediction of a record is for its owner only. Accuracies and counts reveal more about single
     records than the ledger accounts for. Publish them for public benchmarks, or pay for them
@@ -73,6 +78,23 @@ class Served:
     evaluated: tuple[dict[str, float], ...] = dataclasses.field(repr=False)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Observers:
+    """What `serve` calls after each batch.
+
+    Attributes:
+        monitor: A monitor that measures the parameters after every `monitor.every` batches.
+        deliver: `deliver(batch, logits [B, C])` after every batch. Give each row to the owner of
+            its record only. After a crash the call is repeated for the interrupted batch only.
+        evaluate: `evaluate(batch, params) -> {name: number}` after every batch. It may read public
+            or held-out images under the batch's domain, never the stream itself.
+    """
+
+    monitor: CollapseMonitor | None = None
+    deliver: Callable[[Batch, np.ndarray], None] | None = None
+    evaluate: Callable[[Batch, Any], dict[str, float]] | None = None
+
+
 def serve(
     adapter: Any,
     stream: Iterable[Batch],
@@ -81,9 +103,7 @@ def serve(
     workdir: str | os.PathLike[str] | None = None,
     state: Any = None,
     seed: bytes | None = None,
-    monitor: CollapseMonitor | None = None,
-    deliver: Callable[[Batch, np.ndarray], None] | None = None,
-    evaluate: Callable[[Batch, Any], dict[str, float]] | None = None,
+    **observers: Any,
 ) -> Served:
     """Adapts to a stream batch by batch. Pays for each batch before reading it.
 
@@ -103,11 +123,7 @@ def serve(
             workdir wins.
         seed: 16 secret bytes that reproduce the noise, for tests. None draws fresh bytes from the
             operating system for every batch.
-        monitor: A monitor that measures the parameters after every `monitor.every` batches.
-        deliver: `deliver(batch, logits [B, C])` after every batch. Give each row to the owner of
-            its record only. After a crash the call is repeated for the interrupted batch only.
-        evaluate: `evaluate(batch, params) -> {name: number}` after every batch. It may read public
-            or held-out images under the batch's domain, never the stream itself.
+        observers: The attributes of `Observers`: monitor, deliver, and evaluate.
 
     Returns:
         `Served`. A record without a label (-1), or with a label that is no class, counts as wrong.
@@ -137,21 +153,20 @@ def serve(
         one. If an interrupted batch cannot be repeated, for example because the model calls back to
         Python, its update is charged again with all of its batches.
     """
-    if account is not None and account.event != (event := _event(adapter)):
+    observing = Observers(**observers)
+    if account is not None and account.event != _event(adapter):
         raise ValueError(
-            f"account charges {account.event} for a release, but the method has {event}. "
+            f"account charges {account.event} for a release, but the method has {_event(adapter)}. "
             "Make a StreamAccount with event=method.event."
         )
     if workdir is not None:
         pathlib.Path(workdir).mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         till = stack.enter_context(release.Till(workdir, seed=seed))
-        files = (
-            None
-            if till.workdir is None
-            else stack.enter_context(contextlib.closing(_Files(till.workdir)))
-        )
-        loop = _Loop(adapter, account, till, files, monitor, deliver, evaluate)
+        files = None
+        if till.workdir is not None:
+            files = stack.enter_context(contextlib.closing(_Files(till.workdir)))
+        loop = _Loop(adapter, account, till, files, observing)
         try:
             batches = iter(progress_bar(stream, label="stream", unit="batch"))
             first = list(itertools.islice(batches, 1))
@@ -175,54 +190,59 @@ class _Loop:
     account: StreamAccount | None
     till: release.Till
     files: "_Files | None"
-    monitor: CollapseMonitor | None
-    deliver: Callable[[Batch, np.ndarray], None] | None
-    evaluate: Callable[[Batch, Any], dict[str, float]] | None
+    observers: Observers
 
     state: Any = dataclasses.field(init=False)
-    step: int = dataclasses.field(init=False)  # of the state
-    name: str = dataclasses.field(init=False)  # of the updates: the workdir's, or the first state's
-    entering: Sum = dataclasses.field(init=False)  # the sum that the next batch enters
-    rows: list[dict[str, Any]] = dataclasses.field(
-        default_factory=list
-    )  # the results of each batch
-    run: str | None = None  # the workdir, for the account
-    noted: dict[int, str] = dataclasses.field(
-        default_factory=dict
-    )  # the records of finished batches
-    seen: int = 0  # batches of the stream
-    fitting: set[Any] = dataclasses.field(
-        default_factory=set
-    )  # shapes and dtypes of images with fitting logits
+    # The number of the state's step.
+    step: int = dataclasses.field(init=False)
+    # The name of the updates: the workdir's, or the first state's.
+    name: str = dataclasses.field(init=False)
+    # The sum that the next batch enters.
+    entering: Sum = dataclasses.field(init=False)
+    # The results of each batch.
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    # The name of the workdir, for the account.
+    run: str | None = None
+    # The records of finished batches, as the workdir notes them.
+    noted: dict[int, str] = dataclasses.field(default_factory=dict)
+    # The number of batches that the stream has yielded.
+    seen: int = 0
+    # Shapes and dtypes of images for which the logits were checked.
+    checked: set[Any] = dataclasses.field(default_factory=set)
 
     def begin(self, state: Any) -> None:
         """Continues the workdir's state, or begins with the given one."""
-        kept = self.files.load(self.adapter, self._terms) if self.files else None
-        if kept is not None:
-            state, self.run, self.rows = kept
-        else:
-            state = self.adapter.init() if state is None else state
+        stored = self.files.load(self.adapter, self._terms) if self.files else None
+        if stored is not None:
+            state, self.run, self.rows = stored
+        elif state is None:
+            state = self.adapter.init()
         check_finite(state.params, argument="params of the state")
-        self.step, self.name = int(state.step), self.run or _name(self.adapter, state)
+        self.step = int(state.step)
+        self.name = self.run or _name(self.adapter, state)
         self.entering = self._next(None, self.step)
-        if kept is None and self.account is not None:
+        if stored is None and self.account is not None:
             self.entering = self._admit(state, self.account)
         # A new key gives the returned state another name, and fixes the kind of key that the
         # program is compiled for.
         self.state = state._replace(key=release.stream(release.new_seed(), _LABEL))
-        if kept is not None:
+        if stored is not None:
             self._recount()
         elif self.files is not None:
-            if self.till.notes():
-                raise ValueError(
-                    f"{shown(self.files.workdir)} holds notes of a stream, but its state is "
-                    "missing. Use a new workdir."
-                )
-            self.run = self.name = release.new_seed().hex()
-            self.entering = self._next(None, self.step)
-            if self.account is not None:
-                self.account.check_run(self.run)
-            self._save()
+            self._begin_workdir(self.files)
+
+    def _begin_workdir(self, files: "_Files") -> None:
+        if self.till.notes():
+            raise ValueError(
+                f"{shown(files.workdir)} holds notes of a stream, but its state is missing. Use a "
+                "new workdir."
+            )
+        self.run = release.new_seed().hex()
+        self.name = self.run
+        self.entering = self._next(None, self.step)
+        if self.account is not None:
+            self.account.check_run(self.run)
+        self._save()
 
     def serve(self, number: int, batch: Batch) -> None:
         """Serves one batch, unless it is finished."""
@@ -239,73 +259,71 @@ class _Loop:
             return
         self._check_shapes(batch)
         before = self.adapter.reset(self.state) if batch.reset else self.state
-        payment = (
-            None
-            if self.account is None
-            else BatchPayment(self.account, units, self.entering, self.run)
+        payment = None
+        if self.account is not None:
+            payment = BatchPayment(self.account, units, self.entering, self.run)
+
+        def facts() -> list[Any]:
+            parts = self.adapter.parts(before)
+            return [self._constants, parts, batch.images, batch.mask, repr(units)]
+
+        what = release.Release(
+            label=_LABEL,
+            charges=() if payment is None else payment,
+            compute=lambda secret: self._step(number, batch, before, secret),
+            facts=facts,
+            programs=lambda: [self.adapter.lowered_text(before, batch.images)],
+            keep=lambda result: self._keep(batch, *result),
+            note={"batch": number, "at": self.step, "records": records},
+            once_in=self.run or "",
         )
-
-        def compute(secret: bytes) -> tuple[Any, np.ndarray, dict[str, Any]]:
-            key = release.stream(secret, "noise and second views")
-            after, logits = self.adapter.step(before, batch.images, key=key, mask=batch.mask)
-            logits = np.asarray(logits)
-            row: dict[str, Any] = {
-                **_compared(batch, logits),
-                "resets": [number] if batch.reset else [],
-                "report": None,
-                "evaluated": None if self.evaluate is None else self.evaluate(batch, after.params),
-            }
-            if self.monitor is not None and (number + 1) % self.monitor.every == 0:
-                report = self.monitor(after.params)
-                row["report"] = dataclasses.asdict(report)
-                if self.monitor.reset and report.collapsed:
-                    after = self.adapter.reset(after)
-                    row["resets"].append(number + 1)
-            return after, logits, row
-
-        def keep(made: tuple[Any, np.ndarray, dict[str, Any]]) -> None:
-            self.state, logits, row = made
-            if self.deliver is not None:
-                self.deliver(batch, logits)
-            self.step += 1
-            self.rows.append(row)
-            if self.files is not None:
-                self.files.add(len(self.rows), row)
-                self._save()
-
-        self.till.release(
-            release.Release(
-                label=_LABEL,
-                charges=() if payment is None else payment,
-                compute=compute,
-                facts=lambda: [
-                    self._constants,
-                    self.adapter.parts(before),
-                    batch.images,
-                    batch.mask,
-                    repr(units),
-                ],
-                programs=lambda: [self.adapter.lowered_text(before, batch.images)],
-                keep=keep,
-                note={"batch": number, "at": self.step, "records": records},
-                once_in=self.run or "",
-            )
-        )
+        self.till.release(what)
         self.entering = self._next(None if payment is None else payment.entered, self.step)
 
+    def _step(
+        self, number: int, batch: Batch, before: Any, secret: bytes
+    ) -> tuple[Any, np.ndarray, dict[str, Any]]:
+        """Returns the state after a batch, its logits, and the row of its results."""
+        key = release.stream(secret, "noise and second views")
+        after, logits = self.adapter.step(before, batch.images, key=key, mask=batch.mask)
+        logits = np.asarray(logits)
+        row = _compared(batch, logits)
+        row["resets"] = [number] if batch.reset else []
+        row["report"] = None
+        row["evaluated"] = None
+        if self.observers.evaluate is not None:
+            row["evaluated"] = self.observers.evaluate(batch, after.params)
+        monitor = self.observers.monitor
+        if monitor is not None and (number + 1) % monitor.every == 0:
+            report = monitor(after.params)
+            row["report"] = dataclasses.asdict(report)
+            if monitor.reset and report.collapsed:
+                after = self.adapter.reset(after)
+                row["resets"].append(number + 1)
+        return after, logits, row
+
+    def _keep(self, batch: Batch, after: Any, logits: np.ndarray, row: dict[str, Any]) -> None:
+        self.state = after
+        # A crash after the delivery repeats the batch and its delivery.
+        if self.observers.deliver is not None:
+            self.observers.deliver(batch, logits)
+        self.step += 1
+        self.rows.append(row)
+        if self.files is not None:
+            self.files.add(len(self.rows), row)
+            self._save()
+
     def _check_shapes(self, batch: Batch) -> None:
-        """Raises TypeError or ValueError for labels or logits of another shape or dtype, before the
-        batch is paid.
-        """
+        """Raises for labels or logits of another shape or dtype, before the batch is paid."""
         count = len(batch.mask)
         check_labels(np.asarray(batch.labels), count, name="labels of a batch")
         kind = (batch.images.shape, batch.images.dtype)
-        if isinstance(self.adapter, Adapter) and kind not in self.fitting:
-            logits = jax.eval_shape(
-                self.adapter.apply_fn, self.state.params, jnp.asarray(batch.images)
-            )
-            check_logits(logits, name="apply_fn(params, images)", count=count)
-            self.fitting.add(kind)
+        if not isinstance(self.adapter, Adapter) or kind in self.checked:
+            return
+        images = jnp.asarray(batch.images)
+        logits = jax.eval_shape(self.adapter.apply_fn, self.state.params, images)
+        check_logits(logits, name="apply_fn(params, images)", count=count)
+        self.checked.add(kind)
 
     def end(self) -> None:
         """Refuses a stream that ended too early. Drops an unfinished sum from the workdir."""
@@ -318,9 +336,8 @@ class _Loop:
                 "workdir."
             )
         if self.step % self.adapter.accumulate:
-            self.state = self.state._replace(
-                pending=jax.tree.map(jnp.zeros_like, self.state.pending)
-            )
+            dropped = jax.tree.map(jnp.zeros_like, self.state.pending)
+            self.state = self.state._replace(pending=dropped)
             self._save()
 
     def served(self) -> Served:
@@ -328,36 +345,41 @@ class _Loop:
         if self.account is not None and self.files is None and self.entering.batches:
             self.account.leave_unfinished(_name(self.adapter, self.state), self.entering)
         hits: dict[str, Any] = {}
-        for row in self.rows:
-            for domain, found in row["hits"].items():
-                hits[domain] = np.add(hits.get(domain, 0), found)
-        reports = [
-            (number, row["report"])
-            for number, row in enumerate(self.rows)
-            if row["report"] is not None
-        ]
+        reports = []
+        evaluated = []
+        resets: list[int] = []
+        for number, row in enumerate(self.rows):
+            for domain, correct_and_count in row["hits"].items():
+                hits[domain] = np.add(hits.get(domain, 0), correct_and_count)
+            resets += row["resets"]
+            if row["report"] is not None:
+                reports.append((number, CollapseReport(**row["report"])))
+            if row["evaluated"] is not None:
+                evaluated.append(row["evaluated"])
         return Served(
             state=self.state,
-            accuracy={domain: float(right / count) for domain, (right, count) in hits.items()},
+            accuracy={domain: float(correct / count) for domain, (correct, count) in hits.items()},
             correct=np.array([row["correct"] for row in self.rows], np.int64),
             # Rows of version 0.1 lack the number.
             not_finite=np.array([row.get("not_finite", 0) for row in self.rows], np.int64),
             count=np.array([row["count"] for row in self.rows], np.int64),
-            resets=tuple(number for row in self.rows for number in row["resets"]),
-            reports=tuple((number, CollapseReport(**report)) for number, report in reports),
-            evaluated=tuple(row["evaluated"] for row in self.rows if row["evaluated"] is not None),
+            resets=tuple(resets),
+            reports=tuple(reports),
+            evaluated=tuple(evaluated),
         )
 
     def _admit(self, state: Any, account: StreamAccount) -> Sum:
-        """Returns the sum that a state holds. Refuses a state whose next update would be charged
-        too little.
+        """Returns the sum that a state holds.
+
+        Raises ValueError for a state whose next update would be charged too little.
         """
-        visits, unfinished = account.visits, self.step % self.adapter.accumulate != 0
-        if unfinished and (held := visits.under_way(self.name)) is not None:
+        visits = account.visits
+        unfinished = self.step % self.adapter.accumulate != 0
+        held = visits.under_way(self.name)
+        if unfinished and held is not None:
             return held
-        if unfinished and any(
-            np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(getattr(state, "pending", None))
-        ):
+        pending = jax.tree.leaves(getattr(state, "pending", None))
+        if unfinished and any(np.any(np.asarray(leaf)) for leaf in pending):
             raise ValueError(
                 "state is in the middle of an update, but it is not the newest state that this "
                 "account has charged for that update. Its pending sum would be in two updates and "
@@ -374,28 +396,28 @@ class _Loop:
 
     def _recount(self) -> None:
         """Counts the visits in the workdir's notes. This charges them if the ledger lacks them."""
-        last, entered = -1, None
+        last = -1
+        entered = None
         if self.account is not None:
             release.check_history(self.till.notes(), self.account.ledger)
-        for row in self.till.notes():
-            number, token = row["batch"], row["token"]
+        for note in self.till.notes():
+            number = note["batch"]
+            # A batch that was released again has a note for each time, and enters one sum.
             if number != last:
-                last, self.entering = number, self._next(entered, row["at"])
+                last = number
+                self.entering = self._next(entered, note["at"])
             if number < len(self.rows):
-                self.noted[number] = row["records"]
+                self.noted[number] = note["records"]
             if self.account is not None:
-                payment = BatchPayment(
-                    self.account, _units_of(row["records"]), self.entering, self.run
-                )
-                with payment.reserve(label="charged again on resuming", token=token):
+                units = _units_of(note["records"])
+                payment = BatchPayment(self.account, units, self.entering, self.run)
+                with payment.reserve(label="charged again on resuming", token=note["token"]):
                     entered = payment.entered
         if last < len(self.rows):
             self.entering = self._next(entered, self.step)
 
     def _next(self, entered: Sum | None, step: int) -> Sum:
-        """Returns the sum that the batch at a step enters: the sum of the batch before it, or a new
-        one.
-        """
+        """Returns the sum that the batch at a step enters. It may be that of the batch before."""
         if entered is None or step % self.adapter.accumulate == 0:
             return Sum(f"{self.name}/{step // self.adapter.accumulate}")
         return entered
@@ -440,51 +462,38 @@ class _Files:
         self._rows.write(number, **row)
 
     def save(self, parts: Any, terms: dict[str, str]) -> None:
-        """Replaces the state atomically. Only its owner may read it, because a pending sum has no
-        noise yet.
+        """Replaces the state atomically.
+
+        Only its owner may read it, because a pending sum has no noise yet.
         """
-        arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(parts))]
-        # Number formats that NumPy lacks, such as bfloat16, are stored as integers of the same
-        # size.
-        plain = [x if x.dtype.isbuiltin == 1 else x.view(f"u{x.dtype.itemsize}") for x in arrays]
-        named = {str(number): np.asarray(array, order="C") for number, array in enumerate(plain)}
-        described = terms | {"kind": _kind(parts)}
-        data = safetensors.numpy.save(
-            named, described | {"digest": release.digest([named, described])}
-        )
+        arrays = {}
+        for number, leaf in enumerate(jax.tree.leaves(jax.device_get(parts))):
+            array = np.asarray(leaf, order="C")
+            # Number formats that NumPy lacks, such as bfloat16, are stored as integers of the same
+            # size.
+            if array.dtype.isbuiltin != 1:
+                array = array.view(f"u{array.dtype.itemsize}")
+            arrays[str(number)] = array
+        facts = terms | {"kind": _kind(parts)}
+        digest = release.digest([arrays, facts])
+        data = safetensors.numpy.save(arrays, facts | {"digest": digest})
         write_durably(self.workdir / _STATE, data, mode=0o600)
 
     def load(
         self, adapter: Any, terms: dict[str, str]
     ) -> tuple[Any, str, list[dict[str, Any]]] | None:
-        """Returns the stored state, the name of the run and the rows of its batches, or None
-        without a state.
-        """
-        if not (path := self.workdir / _STATE).exists():
+        """Returns the stored state, the name of the run and its rows, or None without a state."""
+        path = self.workdir / _STATE
+        if not path.exists():
             return None
-        (self.workdir / f"{_STATE}.tmp").unlink(
-            missing_ok=True
-        )  # left by a process that was killed
-        with understood(path, _DAMAGED), safetensors.safe_open(path, framework="numpy") as file:
-            found = file.metadata()
-            named = {
-                str(number): file.get_tensor(str(number)) for number in range(len(file.keys()))
-            }
-            stated = found.pop("digest", None)  # files of the first version have none
-            names = (*terms, "kind", "run", "batches", "step")
-            if stated not in (None, release.digest([named, found])) or not found.keys() <= set(
-                names
-            ):
-                raise ValueError("it does not hold the state that was written.")
-            if missing := [name for name in names if name not in found]:
-                raise ValueError(f"it lacks {', '.join(missing)}.")
+        # Left by a process that was killed.
+        (self.workdir / f"{_STATE}.tmp").unlink(missing_ok=True)
+        with understood(path, _DAMAGED):
+            arrays, facts = _read_state(path, {*terms, "kind", "run", "batches", "step"})
+        different = [name for name in terms if terms[name] != facts[name]]
         # An unfinished sum was clipped to the old norm, and needs noise for that norm.
-        unfinished = int(found["step"]) % adapter.accumulate != 0
-        different = [
-            name
-            for name in terms
-            if terms[name] != found[name] and (name != "clip_norm" or unfinished)
-        ]
+        if int(facts["step"]) % adapter.accumulate == 0 and "clip_norm" in different:
+            different.remove("clip_norm")
         if different:
             raise ValueError(
                 f"{shown(self.workdir)} holds a stream with another {', '.join(different)}. Use a "
@@ -492,22 +501,40 @@ class _Files:
             )
         empty = adapter.init()
         leaves, structure = jax.tree.flatten(adapter.parts(empty))
-        if found["kind"] != _kind(adapter.parts(empty)):
+        if facts["kind"] != _kind(adapter.parts(empty)):
             raise ValueError(
                 f"{shown(path)} holds the state of another adapter. Use a new workdir."
             )
-        arrays = [
-            jax.device_put(array.view(x.dtype))
-            for array, x in zip(named.values(), leaves, strict=True)
+        parts = [
+            jax.device_put(array.view(leaf.dtype))
+            for array, leaf in zip(arrays, leaves, strict=True)
         ]
-        self._rows.truncate_after(int(found["batches"]))
+        state = adapter.whole(jax.tree.unflatten(structure, parts), empty.key)
+        # A batch whose row was written, but not its state, is served again.
+        self._rows.truncate_after(int(facts["batches"]))
         rows = read_metrics(self.workdir / _ROWS)
-        if len(rows) != int(found["batches"]):
+        if len(rows) != int(facts["batches"]):
             raise ValueError(
                 f"{shown(self.workdir / _ROWS)} is damaged: it has {len(rows)} of "
-                f"{found['batches']} rows. {_DAMAGED}"
+                f"{facts['batches']} rows. {_DAMAGED}"
             )
-        return adapter.whole(jax.tree.unflatten(structure, arrays), empty.key), found["run"], rows
+        return state, facts["run"], rows
+
+
+def _read_state(path: pathlib.Path, names: set[str]) -> tuple[list[np.ndarray], dict[str, str]]:
+    """Returns the arrays of a file and its facts, which must be those of `names`."""
+    with safetensors.safe_open(path, framework="numpy") as file:
+        facts = file.metadata()
+        keys = [str(number) for number in range(len(file.keys()))]
+        arrays = {key: file.get_tensor(key) for key in keys}
+    digest = facts.pop("digest", None)  # files of the first version have none
+    intact = digest in (None, release.digest([arrays, facts]))
+    if not intact or not facts.keys() <= names:
+        raise ValueError("it does not hold the state that was written.")
+    missing = sorted(names - facts.keys())
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}.")
+    return list(arrays.values()), facts
 
 
 def _event(adapter: Any) -> DpEvent:
@@ -515,25 +542,25 @@ def _event(adapter: Any) -> DpEvent:
 
 
 def _clip_norm(adapter: Any) -> float | None:
-    """Returns the largest norm of a record's contribution, or None for a method that is not
-    private.
-    """
-    return adapter.method.sensitivity("zero_out") if isinstance(adapter.method, Private) else None
+    """Returns the largest norm of a record's contribution, or None for a method without privacy."""
+    if not isinstance(adapter.method, Private):
+        return None
+    return adapter.method.sensitivity("zero_out")
 
 
 def _compared(batch: Batch, logits: np.ndarray) -> dict[str, Any]:
     """Compares predictions with labels. Nothing here raises because of a record's values."""
     judged = judge(logits, np.asarray(batch.labels))
-    right = judged.correct[batch.mask]
-    of = {
-        domain: right[np.array(batch.domains) == domain] for domain in dict.fromkeys(batch.domains)
-    }
-    hits = {domain: [int(part.sum()), len(part)] for domain, part in of.items()}
-    not_finite = int((~judged.finite[batch.mask]).sum())
+    correct = judged.correct[batch.mask]
+    domains = np.array(batch.domains)
+    hits = {}
+    for domain in dict.fromkeys(batch.domains):
+        of_domain = correct[domains == domain]
+        hits[domain] = [int(of_domain.sum()), len(of_domain)]
     return {
-        "correct": int(right.sum()),
-        "not_finite": not_finite,
-        "count": len(right),
+        "correct": int(correct.sum()),
+        "not_finite": int((~judged.finite[batch.mask]).sum()),
+        "count": len(correct),
         "hits": hits,
     }
 
@@ -541,16 +568,15 @@ def _compared(batch: Batch, logits: np.ndarray) -> dict[str, Any]:
 def _name(adapter: Any, state: Any) -> str:
     """Names a state and the clip norm of its pending sum without revealing its key."""
     key = np.asarray(jax.random.key_data(state.key)).tobytes()
-    return hashlib.sha256(key + f"{int(state.step)} {_clip_norm(adapter)!r}".encode()).hexdigest()[
-        :16
-    ]
+    place = f"{int(state.step)} {_clip_norm(adapter)!r}"
+    return hashlib.sha256(key + place.encode()).hexdigest()[:16]
 
 
 def _kind(parts: Any) -> str:
-    leaves = jax.tree_util.tree_flatten_with_path(parts)[0]
-    return json.dumps(
-        [[jax.tree_util.keystr(path), str(leaf.dtype), leaf.shape] for path, leaf in leaves]
-    )
+    """Returns the path, dtype and shape of each array of a state, as text."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(parts)
+    rows = [(jax.tree_util.keystr(path), str(leaf.dtype), leaf.shape) for path, leaf in leaves]
+    return json.dumps(rows)
 
 
 def _as_text(units: Sequence[Hashable], domains: Sequence[str]) -> str:
@@ -559,18 +585,23 @@ def _as_text(units: Sequence[Hashable], domains: Sequence[str]) -> str:
     def plain(unit: Hashable) -> Any:
         named = identifier(unit, "units")
         if isinstance(unit, tuple):
-            return [plain(part) for part in unit]
+            return [plain(element) for element in unit]
         # Texts and numbers are noted as they are given. The notes of a run from before identifiers
         # have both.
-        if isinstance(unit, str | int | np.integer):
-            return str(unit) if isinstance(unit, str) else int(unit)
+        if isinstance(unit, str):
+            return str(unit)
+        if isinstance(unit, int | np.integer):
+            return int(unit)
         return named
 
-    return json.dumps([[plain(unit) for unit in units], [str(domain) for domain in domains]])
+    return json.dumps([list(map(plain, units)), list(map(str, domains))])
 
 
 def _units_of(records: str) -> tuple[Hashable, ...]:
+    """Returns the units in a text of `_as_text`. JSON has lists in place of tuples."""
+
     def unit(noted: Any) -> Hashable:
         return tuple(map(unit, noted)) if isinstance(noted, list) else noted
 
-    return tuple(map(unit, parse_json(records)[0]))
+    units, _ = parse_json(records)
+    return tuple(map(unit, units))

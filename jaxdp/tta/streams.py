@@ -56,21 +56,21 @@ class Batch:
     def __post_init__(self) -> None:
         records = int(np.sum(self.mask))
         for name in ("units", "domains", "positions"):
-            if (count := len(getattr(self, name))) != records:
+            count = len(getattr(self, name))
+            if count != records:
                 raise ValueError(
                     f"{name} must name each of the {records} records under mask, got {count}."
                 )
 
     def visitors(self, unit: Unit) -> tuple[Hashable, ...]:
-        """Returns the [m] ids that an account charges: `units`, or for "sample" pairs (domain,
-        position).
+        """Returns the [m] ids that an account charges.
+
+        They are `units` for "photograph", and pairs (domain, position) for "sample".
         """
         check_name("unit", unit, Unit)
-        return (
-            self.units
-            if unit == "photograph"
-            else tuple(zip(self.domains, self.positions.tolist(), strict=True))
-        )
+        if unit == "photograph":
+            return self.units
+        return tuple(zip(self.domains, self.positions.tolist(), strict=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,11 +79,11 @@ class Stream:
 
     Orders:
       "continual": Domain after domain, each shuffled by the same seed. No batch spans two domains.
-      "mixed": The records of all domains shuffled together. "label_shifted": As "continual", but
-      each domain has one phase for each class in turn. A record is in the phase of its class with
-      odds `imbalance` : 1 against each other phase, independently of other records. The order in a
-      phase is random. Infinite odds give strictly one class after another, odds of 1 give
-      "continual".
+      "mixed": The records of all domains shuffled together.
+      "label_shifted": As "continual", but each domain has one phase for each class in turn. A
+        record is in the phase of its class with odds `imbalance` : 1 against each other phase,
+        independently of other records. The order in a phase is random. Infinite odds give strictly
+        one class after another, odds of 1 give "continual".
 
     Attributes:
       domains: {name: source} in stream order, with one image shape and one number of classes.
@@ -138,8 +138,21 @@ class Stream:
     )
 
     def __post_init__(self) -> None:
-        for name, choices in (("order", Order), ("reset", Reset), ("remainder", Remainder)):
-            check_name(name, getattr(self, name), choices)
+        check_name("order", self.order, Order)
+        check_name("reset", self.reset, Reset)
+        check_name("remainder", self.remainder, Remainder)
+        self._check_numbers()
+        self._check_domains()
+        self._check_units()
+        names = ["the stream"] if self.order == "mixed" else list(self.domains)
+        for name, batches in zip(names, self._sections, strict=True):
+            if not batches:
+                raise ValueError(
+                    f"{name!r} has too few records for batch_size={self.batch_size}. Use a smaller "
+                    "batch_size, or remainder='pad'."
+                )
+
+    def _check_numbers(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}.")
         if not 0 <= self.seed < 2**128:
@@ -154,6 +167,8 @@ class Stream:
             raise ValueError(
                 "reset='domain' has no meaning with order='mixed'. Use reset='never' or 'batch'."
             )
+
+    def _check_domains(self) -> None:
         if not self.domains:
             raise ValueError("domains must hold at least one source.")
         classes = [getattr(source, "num_classes", 0) for source in self.domains.values()]
@@ -166,26 +181,26 @@ class Stream:
             raise ValueError(
                 "order='label_shifted' needs domains with a column 'label' and num_classes."
             )
+
+    def _check_units(self) -> None:
         sizes = {name: len(source) for name, source in self.domains.items()}
-        if isinstance(self.units, Mapping):
-            if sizes != (given := {name: len(units) for name, units in self.units.items()}):
+        if self.units is None:
+            return
+        if not isinstance(self.units, Mapping):
+            longest = max(sizes.values())
+            if len(self.units) != longest:
                 raise ValueError(
-                    f"units must name each position of each domain, {sizes}, got {given}."
+                    f"units must name each of the {longest} positions, got {len(self.units)}."
                 )
-        elif self.units is not None and len(self.units) != max(sizes.values()):
+            identifiers(self.units, "units")
+            return
+        lengths = {name: len(units) for name, units in self.units.items()}
+        if sizes != lengths:
             raise ValueError(
-                f"units must name each of the {max(sizes.values())} positions, got "
-                f"{len(self.units)}."
+                f"units must name each position of each domain, {sizes}, got {lengths}."
             )
-        for units in self.units.values() if isinstance(self.units, Mapping) else [self.units or ()]:
+        for units in self.units.values():
             identifiers(units, "units")
-        sections = ["the stream"] if self.order == "mixed" else self.domains
-        for name, batches in zip(sections, self._sections, strict=True):
-            if not batches:
-                raise ValueError(
-                    f"{name!r} has too few records for batch_size={self.batch_size}. Use a smaller "
-                    "batch_size, or remainder='pad'."
-                )
 
     def __len__(self) -> int:
         return len(self._schedule)
@@ -198,104 +213,116 @@ class Stream:
         if not 0 <= index < len(self):
             raise IndexError(f"index must be in [0, {len(self)}), got {index}.")
         rows, reset = self._schedule[index]
-        owner, positions = rows.T
+        domain_numbers, positions = rows.T
         sources = list(self.domains.values())
         images = np.zeros((self.batch_size, *self._shapes[0]), np.float32)
         labels = np.full(self.batch_size, -1, np.int32)
-        for domain in np.unique(owner):
-            here = np.flatnonzero(owner == domain)
-            examples = sources[domain].gather(positions[here])
-            images[here], labels[here] = examples["image"], examples.get("label", -1)
+        for number in np.unique(domain_numbers):
+            here = np.flatnonzero(domain_numbers == number)
+            examples = sources[number].gather(positions[here])
+            images[here] = examples["image"]
+            labels[here] = examples.get("label", -1)
         mask = np.arange(self.batch_size) < len(rows)
-        return Batch(images, labels, mask, *self._named(rows), reset)
+        return self._batch(images, labels, mask, rows, reset)
 
     def visitors(self, unit: Unit) -> Iterator[tuple[Hashable, ...]]:
         """Yields `Batch.visitors` of every batch. Reads no image."""
         nothing = np.zeros(0, np.float32)
         for rows, reset in self._schedule:
-            yield Batch(
-                nothing, nothing, np.ones(len(rows), bool), *self._named(rows), reset
-            ).visitors(unit)
+            mask = np.ones(len(rows), bool)
+            yield self._batch(nothing, nothing, mask, rows, reset).visitors(unit)
 
-    def _named(self, rows: np.ndarray) -> tuple[tuple[str, ...], np.ndarray, tuple[Hashable, ...]]:
-        owner, positions = rows.T
-        names, numbers = list(self.domains), positions.tolist()
-        domains = tuple(names[i] for i in owner)
-        if isinstance(self.units, Mapping):
-            return (
-                domains,
-                positions,
-                tuple(self.units[name][i] for name, i in zip(domains, numbers, strict=True)),
-            )
-        return (
-            domains,
-            positions,
-            tuple(numbers if self.units is None else [self.units[i] for i in numbers]),
-        )
+    def _batch(
+        self,
+        images: np.ndarray,
+        labels: np.ndarray,
+        mask: np.ndarray,
+        rows: np.ndarray,
+        reset: bool,
+    ) -> Batch:
+        """Returns the batch of rows (domain number, position), int64 [m, 2]."""
+        domain_numbers, positions = rows.T
+        names = list(self.domains)
+        domains = tuple(names[number] for number in domain_numbers)
+        units: Sequence[Hashable]
+        if self.units is None:
+            units = positions.tolist()
+        elif isinstance(self.units, Mapping):
+            units = [self.units[name][i] for name, i in zip(domains, positions, strict=True)]
+        else:
+            units = [self.units[i] for i in positions]
+        return Batch(images, labels, mask, domains, positions, tuple(units), reset)
 
     @functools.cached_property
     def _shapes(self) -> list[tuple[int, ...]]:
         """The shape of an image of each domain."""
-        named = self.domains.items()
-        return [
-            check_source(source, "image", argument=f"domains[{k!r}]")["image"].shape
-            for k, source in named
-        ]
+        shapes = []
+        for name, source in self.domains.items():
+            example = check_source(source, "image", argument=f"domains[{name!r}]")
+            shapes.append(example["image"].shape)
+        return shapes
 
     @functools.cached_property
     def _schedule(self) -> list[tuple[np.ndarray, bool]]:
-        """For each batch, the (domain number, position) of its records, int64 [m, 2], and whether
-        it starts anew.
-        """
-        return [
-            (rows, self.reset == "batch" or (self.reset == "domain" and number == 0))
-            for batches in self._sections
-            for number, rows in enumerate(batches)
-        ]
+        """The rows (domain number, position) of each batch, int64 [m, 2], and whether it resets."""
+        schedule = []
+        for batches in self._sections:
+            for number, rows in enumerate(batches):
+                first_of_domain = self.reset == "domain" and number == 0
+                schedule.append((rows, self.reset == "batch" or first_of_domain))
+        return schedule
 
     @functools.cached_property
     def _sections(self) -> list[list[np.ndarray]]:
-        """The batches of each section: a domain, or the whole stream if mixed. No batch spans two
-        sections.
+        """The batches of each section: a domain, or the whole stream if mixed.
+
+        No batch spans two sections.
         """
-        orders = {
-            "continual": lambda source: _shuffled(self.seed, len(source)),
-            "mixed": lambda source: np.arange(len(source)),
-            "label_shifted": self._label_shifted,
-        }
-        order = map(orders[self.order], self.domains.values())
-        sections = [
-            np.stack([np.full_like(rows, number), rows], axis=1)
-            for number, rows in enumerate(order)
-        ]
+        sections = []
+        for number, source in enumerate(self.domains.values()):
+            positions = self._order_of(source)
+            sections.append(np.stack([np.full_like(positions, number), positions], axis=1))
         if self.order == "mixed":
-            everything = np.concatenate(sections)
-            sections = [everything[_shuffled(self.seed, len(everything))]]
+            rows = np.concatenate(sections)
+            sections = [rows[_shuffled(self.seed, len(rows))]]
         return [self._cut(rows) for rows in sections]
 
+    def _order_of(self, source: Source) -> np.ndarray:
+        """Returns the positions of a domain in their order."""
+        match self.order:
+            case "continual":
+                return _shuffled(self.seed, len(source))
+            case "mixed":  # all domains are shuffled together later
+                return np.arange(len(source))
+            case "label_shifted":
+                return self._label_shifted(source)
+
     def _cut(self, rows: np.ndarray) -> list[np.ndarray]:
-        stop = len(rows) if self.remainder == "pad" else len(rows) - len(rows) % self.batch_size
-        return [
-            rows[start : min(stop, start + self.batch_size)]
-            for start in range(0, stop, self.batch_size)
-        ]
+        stop = len(rows)
+        if self.remainder == "drop":
+            stop -= len(rows) % self.batch_size
+        starts = range(0, stop, self.batch_size)
+        return [rows[start : min(stop, start + self.batch_size)] for start in starts]
 
     def _label_shifted(self, source: Source) -> np.ndarray:
-        labels, classes = read_column(source, "label"), getattr(source, "num_classes", 0)
-        own, count = 1 / (1 + (classes - 1) / self.imbalance), len(labels)
+        labels = read_column(source, "label")
+        classes = getattr(source, "num_classes", 0)
+        count = len(labels)
         order = _shuffled(self.seed, count)
         # The shuffle uses the first `count` words. Later words make phases independent of the order
         # in a phase.
-        words = _words(self.seed, 3 * count)[count:]
-        strays = (words[:count] >> np.uint64(11)) * 2.0**-53 >= own
-        other = 1 + (words[count:] % np.uint64(classes - 1)).astype(np.int64)
-        phase = (labels + np.where(strays, other, 0)) % classes
+        _, stray_words, phase_words = _words(self.seed, 3 * count).reshape(3, count)
+        in_own_phase = 1 / (1 + (classes - 1) / self.imbalance)  # the probability
+        uniform = (stray_words >> np.uint64(11)) * 2.0**-53  # 53 bits fit a float64
+        other = 1 + (phase_words % np.uint64(classes - 1)).astype(np.int64)
+        phase = (labels + np.where(uniform >= in_own_phase, other, 0)) % classes
         return order[np.argsort(phase[order], kind="stable")]
 
 
 def _words(seed: int, count: int) -> np.ndarray:
-    """Returns public random uint64 [count]. NumPy guarantees that the raw stream of a bit generator
-    never changes.
+    """Returns public random uint64 [count].
+
+    NumPy guarantees that the raw stream of a bit generator never changes.
     """
     return np.random.Philox(key=seed).random_raw(count)
 

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-import jaxdp.tta.adapter
+import jaxdp.tta.step
 from jaxdp import tta
 from jaxdp.audit import tta as canaries
 from jaxdp.privacy import GaussianDpEvent, epsilon
@@ -69,7 +69,7 @@ def test_a_private_stream_passes_and_most_of_epsilon_is_found(adjacency):
 @pytest.mark.slow
 def test_half_the_noise_is_caught(monkeypatch):
     half = lambda key, tree, std, number: gaussian(key, tree, std / 2, number=number)  # noqa: E731
-    monkeypatch.setattr(jaxdp.tta.adapter, "gaussian", half)
+    monkeypatch.setattr(jaxdp.tta.step, "gaussian", half)
     found = audit(adapter_of(optimizer=optax.sgd(1.0)))
     assert found.violated and found.upper == pytest.approx(
         epsilon(GaussianDpEvent(SIGMA), delta=DELTA)
@@ -81,7 +81,7 @@ def test_a_forgotten_clip_is_caught(monkeypatch):
     def unclipped(loss, *, clip_norm, **options):
         return clipped_grad(loss, clip_norm=1e6 * clip_norm, **options)
 
-    monkeypatch.setattr(jaxdp.tta.adapter, "clipped_grad", unclipped)
+    monkeypatch.setattr(jaxdp.tta.step, "clipped_grad", unclipped)
     assert audit(
         adapter_of(optimizer=optax.sgd(1.0)),
     ).violated
@@ -110,7 +110,7 @@ def test_a_filter_passes_inside_the_clip_and_is_caught_outside(outside, monkeypa
         return grads_of
 
     if outside:
-        monkeypatch.setattr(jaxdp.tta.adapter, "clipped_grad", mean_over_the_kept)
+        monkeypatch.setattr(jaxdp.tta.step, "clipped_grad", mean_over_the_kept)
     method = tta.private(EATA, clip_norm=0.01, noise_multiplier=SIGMA, filters="keep")
     found = audit(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, optax.sgd(1.0)))
     assert found.lower > 0 and found.violated == outside

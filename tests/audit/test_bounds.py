@@ -48,7 +48,7 @@ def exceeds(bounds, truth, confidence):
     return stats.binom.sf(np.sum(np.array(bounds) > truth) - 1, len(bounds), 1 - confidence) < 1e-4
 
 
-# ------------------------------------------------------------------------------------------------------- many runs
+# --- Many runs ------------------------------------------------------------------------------------
 
 MULTI = [
     pytest.param(gaussian, 0.0, {"delta": DELTA}, 0.0, id="nothing to find"),
@@ -117,7 +117,7 @@ def test_only_the_order_of_scores_counts(run, claim):
     assert run(np.full(40, np.inf), np.full(40, -np.inf), **terms).violated
 
 
-# --------------------------------------------------------------------------------------------------------- one run
+# --- One run --------------------------------------------------------------------------------------
 
 ONE = [
     pytest.param(gaussian, 0.0, {"delta": 1e-5}, 0.0, 0.95, id="nothing to find"),
@@ -182,7 +182,7 @@ def test_canaries_that_are_all_told_by_one_secret_do_not_deceive_one_run():
     assert not exceeds(bounds, 0.0, 0.95)
 
 
-# ------------------------------------------------------------------------------------------------------ mechanisms
+# --- Mechanisms -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("scale", "violated"), [(1.0, False), (0.5, True)])
@@ -256,7 +256,7 @@ def test_methods_are_named():
         assert run(*scores, claim="gaussian", **terms).method == f"{name}, Gaussian"
 
 
-# ------------------------------------------------------------------------------------------------------- arguments
+# --- Arguments ------------------------------------------------------------------------------------
 
 SCORES = np.arange(4.0)
 

@@ -96,7 +96,8 @@ def test_an_estimate_is_cycles_over_the_clock_and_all_of_the_memory(monkeypatch)
             17.5,
         ),
         (
-            "the total memory required for HLO temporaries (640.00G) exceeds available HBM (15.75G)",
+            "the total memory required for HLO temporaries (640.00G) exceeds available HBM "
+            "(15.75G)",
             640,
         ),
         ("Used 512.0M of 15.75G hbm", 0.5),

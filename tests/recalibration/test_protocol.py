@@ -515,7 +515,8 @@ from jaxdp.release import Till
 path, workdir, dies_after = sys.argv[1], sys.argv[2], int(sys.argv[3])
 rng = np.random.default_rng(0)
 with Ledger(path) as ledger:
-    source = Party(rng.normal(size=(20, 3)), rng.integers(0, 3, 20), account=ledger.account("clinic"))
+    logits, labels = rng.normal(size=(20, 3)), rng.integers(0, 3, 20)
+    source = Party(logits, labels, account=ledger.account("clinic"))
     if dies_after == 0:  # as soon as an answer is to be kept
         Till.keeper = lambda till, what: lambda arrays: os.kill(os.getpid(), signal.SIGKILL)
     with source.begin(AccT(iterations=2), epsilon=1.0, workdir=workdir) as talk:

@@ -15,7 +15,8 @@ PAGE = """{% extends "page.html.jinja" %}
 {% from "parts.html.jinja" import bar, figure, small, table %}
 {% block body %}
 <h1>{{ title }}</h1>
-{{ table(title, [title, title], [[title, bar(0.5, title)]]) }}{{ small(title) }}{{ figure(chart, title, title) }}
+{{ table(title, [title, title], [[title, bar(0.5, title)]]) }}
+{{ small(title) }}{{ figure(chart, title, title) }}
 {% endblock %}
 """
 FORGED = """"'><script>alert(1)</script>"""

@@ -18,13 +18,15 @@ from jaxdp.split.baselines import (
     accuracy,
     adapt,
     offsite_tuning,
+    run,
+)
+from jaxdp.split.quantization import Scales, quantize_frontend, quantized_front
+from launch.frontend_attacks import (
     probe_auxiliary_backend,
     probe_original_frontend,
     probe_quantized_frontend,
-    run,
     tune_quantized_frontend,
 )
-from jaxdp.split.quantization import Scales, quantize_frontend, quantized_front
 
 pytestmark = pytest.mark.slow
 

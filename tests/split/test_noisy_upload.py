@@ -701,7 +701,8 @@ def test_another_adjacency_is_refused(projection, adjacency):
     with registered(adjacency=adjacency) as ledger:
         with pytest.raises(
             ValueError,
-            match=rf"registered with '{adjacency}'.*Register the dataset with adjacency='replace_one'",
+            match=rf"registered with '{adjacency}'.*"
+            "Register the dataset with adjacency='replace_one'",
         ):
             call(ledger, projection)
         assert ledger.epsilon("scans") == 0
@@ -831,14 +832,16 @@ def dying(**fields):
 if file == "lost.npz":
     noisy_upload.Release = dying
 rng = np.random.default_rng(0)
-x = np.broadcast_to(rng.normal(size=(1, 8, 32)), (64, 8, 32)).astype(np.float32)  # equal, so that order is nothing
-projection = Projection(np.zeros((8, 32), np.float32), rng.normal(size=(256, 5)).astype(np.float32) / 16)
+# All images are equal, so that their order is nothing.
+x = np.broadcast_to(rng.normal(size=(1, 8, 32)), (64, 8, 32)).astype(np.float32)
+directions = rng.normal(size=(256, 5)).astype(np.float32) / 16
+projection = Projection(np.zeros((8, 32), np.float32), directions)
 release = PrivateRelease(clip_norm=2.0, noise_multiplier=3.0, label_epsilon=0.5, num_classes=4)
 with Ledger(folder / "ledger.sqlite") as ledger:
     ledger.register("scans", adjacency="replace_one", unit="image")
     released = release_privately(
-        ledger.account("scans"), release=release, representations=x, labels=np.zeros(64, int), projection=projection,
-        workdir=folder / "run", seed=bytes(range(16)),
+        ledger.account("scans"), release=release, representations=x, labels=np.zeros(64, int),
+        projection=projection, workdir=folder / "run", seed=bytes(range(16)),
     )
     np.savez(folder / file, **released._asdict())
 """

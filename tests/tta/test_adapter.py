@@ -61,7 +61,7 @@ def close(a, b, atol=2e-6):
     np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), atol=atol)
 
 
-# -------------------------------------------------------------------------------------------------------- compilation
+# --- Compilation ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_changed_clip_norm_noise_and_learning_rate_share_a_program():
     assert len({theta.tobytes() for theta in thetas}) == 4
 
 
-# --------------------------------------------------------------------------------------------- the model is left alone
+# --- The model is left alone ----------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_any_optimizer():
     assert 0 < np.abs(tiny.theta_of(states[-1].params) - tiny.THETA).max() < 0.05
 
 
-# --------------------------------------------------------------------------------------------------------------- masks
+# --- Masks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_padding_may_hold_anything(method, junk):
     jax.tree.map(same, state, expected)
 
 
-# -------------------------------------------------------------------------------------------------------- accumulation
+# --- Accumulation ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_accumulation_is_for_private_methods():
             adapter_of(method, accumulate=accumulate)
 
 
-# ------------------------------------------------------------------------------------------------- resets, predictions
+# --- Resets, predictions --------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def test_batches_of_one(method):
     assert np.abs(tiny.theta_of(states[-1].params) - tiny.THETA).max() > 0
 
 
-# -------------------------------------------------------------------------------------------------------------- formats
+# --- Formats --------------------------------------------------------------------------------------
 
 
 def bf16_apply(params, images):
@@ -323,7 +323,7 @@ def test_images_may_be_bytes():
     close(tiny.theta_of(state.params), tiny.theta_of(expected[0].params))
 
 
-# ---------------------------------------------------------------------------------------------------------------- keys
+# --- Keys -----------------------------------------------------------------------------------------
 
 
 def test_keys():
@@ -341,7 +341,7 @@ def test_keys():
         same(adapter.init().key, adapter.init().key)
 
 
-# -------------------------------------------------------------------------------------------------------------- meshes
+# --- Meshes ---------------------------------------------------------------------------------------
 
 
 def mesh_of(count=4):
@@ -391,7 +391,7 @@ def test_each_device_gets_its_part_of_a_batch():
     assert any(sharding.shard_shape((8, 4, 4, 3)) == (2, 4, 4, 3) for sharding in seen)
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
+# --- Errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,8 @@ def test_each_device_gets_its_part_of_a_batch():
         (
             {"method": "tent"},
             TypeError,
-            r"method must be a jaxdp.tta.Method, or private\(...\) or clipped\(...\) of one, got str",
+            r"method must be a jaxdp.tta.Method, or private\(...\) or clipped\(...\) of one, "
+            "got str",
         ),
         ({"reset_every": 0}, ValueError, "reset_every must be at least 1 or None, got 0"),
         ({"predict": "now"}, ValueError, "predict must be 'before' or 'after', got 'now'"),

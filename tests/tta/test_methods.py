@@ -85,7 +85,7 @@ def moved(reference):
     return np.abs(reference.theta - reference.source).max()
 
 
-# ------------------------------------------------------------------------------------------------- every row of METHODS
+# --- Every row of METHODS -------------------------------------------------------------------------
 
 GIVEN = {"num_classes": tiny.CLASSES, "base_method": tta.Tent()}
 HOOKS = (
@@ -264,7 +264,7 @@ def test_every_method_conforms(name):
     conforms(name)
 
 
-# ------------------------------------------------------------------------------------------------ the oracle itself
+# --- The oracle itself ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("uncertainty", [published.entropy, published.opinion])
@@ -288,7 +288,7 @@ def test_the_oracles_gradients_are_those_of_its_losses(uncertainty):
         np.testing.assert_allclose(by_hand[:, *k], numeric, atol=1e-9)
 
 
-# -------------------------------------------------------------------------------------------------------------- Tent
+# --- Tent -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -300,7 +300,7 @@ def test_tent(come):
     assert moved(reference) > 0.05
 
 
-# -------------------------------------------------------------------------------------------------------------- EATA
+# --- EATA -----------------------------------------------------------------------------------------
 
 EATA = {"num_classes": tiny.CLASSES, "margin": 1.1 / LN, "diversity": 0.7}
 
@@ -404,7 +404,7 @@ def test_fisher_errors():
         tta.fisher(tiny.apply_fn, tiny.PARAMS, tiny.stream(9), gradients="sample")
 
 
-# --------------------------------------------------------------------------------------------------------------- SAR
+# --- SAR ------------------------------------------------------------------------------------------
 
 
 def sar(come=False, **changes):
@@ -482,7 +482,7 @@ def test_sar_resets_parameters_momentum_and_average_when_the_loss_is_low():
     same_average(states[-1], reference)
 
 
-# -------------------------------------------------------------------------------------------------------------- DeYO
+# --- DeYO -----------------------------------------------------------------------------------------
 
 
 def deyo(augmentation, come=False, **changes):
@@ -660,7 +660,7 @@ def test_deyo_with_nothing_selected_makes_no_step():
         assert states[-1].step == 4
 
 
-# -------------------------------------------------------------------------------------------------------------- COME
+# --- COME -----------------------------------------------------------------------------------------
 
 
 def naive_opinion(f, num_classes=1000):
@@ -720,7 +720,7 @@ def test_come_keeps_the_method_it_is_put_over():
         tta.COME(tta.Tent(), 1)
 
 
-# ---------------------------------------------------------------------------------------------------------- the rest
+# --- The rest -------------------------------------------------------------------------------------
 
 
 def test_masked_classes_count_nothing_and_large_logits_are_finite():

@@ -1,11 +1,17 @@
-"""The private forms: equal to an oracle in float64, bounded against any record, noised whatever the
-batch holds.
+"""The private forms equal an oracle in float64, and are bounded and noised whatever a batch holds.
 
 A test named after a condition shows it of the steps themselves:
 
-    1 no image touches another    2 weights inside the clip, constant divisor    3 one clip over what is noised
-    4 NaN counts as zero    5 noise always    6 no memory of images    7 fresh noise keys
-    12 other images' predictions go through the release only    13 one release a step    14 keys of second views apart
+    1 no image touches another
+    2 weights inside the clip, constant divisor
+    3 one clip over what is noised
+    4 NaN counts as zero
+    5 noise always
+    6 no memory of images
+    7 fresh noise keys
+    12 other images' predictions go through the release only
+    13 one release a step
+    14 keys of second views apart
 """
 
 import dataclasses
@@ -21,7 +27,7 @@ import optax
 import pytest
 from scipy import optimize, special, stats
 
-import jaxdp.tta.adapter
+import jaxdp.tta.step
 from jaxdp import tta
 from jaxdp.models.layers import FrozenBatchNorm
 from jaxdp.privacy import GaussianDpEvent, NonPrivateDpEvent
@@ -65,13 +71,13 @@ def known_noise(key, tree, std, *, number):
 @pytest.fixture(autouse=True, scope="module")
 def noise_is_known():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxdp.tta.adapter, "gaussian", known_noise)
+        patch.setattr(jaxdp.tta.step, "gaussian", known_noise)
         yield
 
 
 @pytest.fixture
 def real_noise(monkeypatch):
-    monkeypatch.setattr(jaxdp.tta.adapter, "gaussian", gaussian)
+    monkeypatch.setattr(jaxdp.tta.step, "gaussian", gaussian)
 
 
 def apply_fn(params, images):
@@ -169,7 +175,7 @@ def only(*images):
     return np.isin(np.arange(SIZE), images)
 
 
-# ------------------------------------------------------------------------------------------------- against the oracle
+# --- Against the oracle ---------------------------------------------------------------------------
 
 CLIPS = {"Tent": 0.8, "EATA": 0.9, "SAR": 0.4, "DeYO": 1.5, "COME": 0.25, "DeYO-COME": 0.6}
 
@@ -231,7 +237,7 @@ def test_the_oracle_would_notice_a_missing_operator():
         assert np.abs(end(name) - end(name, clip_norm=1e9)).max() > 1e-3, name
 
 
-# -------------------------------------------------------------------------------------------- what one record can do
+# --- What one record can do -----------------------------------------------------------------------
 
 X = np.random.default_rng(1).normal(size=(tiny.SIDE, tiny.SIDE, 3)).astype(np.float32)
 RECORDS = {
@@ -288,7 +294,7 @@ def test_the_published_methods_fail_that_check(name):
     assert replaced.max() > 10 * 0.06
 
 
-# ----------------------------------------------------------------------------------------- conditions of the guarantee
+# --- Conditions of the guarantee ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["published", "private"])
@@ -438,7 +444,7 @@ def same(a, b):
 
 
 @pytest.mark.slow
-def test_condition_6_resets_follow_the_public_schedule_and_clear_momentum_and_the_previous_gradient():
+def test_condition_6_resets_follow_the_public_schedule_and_clear_momentum_and_old_gradients():
     scheduled = dataclasses.replace(adapter_of("SAR"), reset_every=3)
     # Losses of 0, which the published SAR would take for a collapse, do not reset; the schedule
     # does.
@@ -576,7 +582,7 @@ def test_condition_14_second_views_have_keys_of_their_own_that_no_image_changes(
     assert seen[0] == seen[1] and len(set(seen[0])) == 2 * SIZE, "one for each image and step"
 
 
-# --------------------------------------------------------------------------------------------- what is said about them
+# --- What is said about them ----------------------------------------------------------------------
 
 # Note the factor of 2 between the columns: epsilon at delta = 1e-6 of one visit under replace-one
 # and under zero-out, then of 2, 3, 5 and 15 visits under replace-one.

@@ -108,7 +108,7 @@ def same_served(one, other):
     same((one.correct, one.count), (other.correct, other.count))
 
 
-# --------------------------------------------------------------------------------------------------------- repetition
+# --- Repetition -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -203,7 +203,8 @@ rng = np.random.default_rng(0)
 image = rng.uniform(size=(24, tiny.SIDE, tiny.SIDE, 3)).astype(np.float32)
 data = from_arrays(image=image, label=np.zeros(24, int), num_classes=tiny.CLASSES)
 method = tta.private(tta.Tent(), clip_norm=1.0, noise_multiplier=2.0)
-adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, optax.sgd(0.5), accumulate=2, predict="after")
+options = {"accumulate": 2, "predict": "after"}
+adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, optax.sgd(0.5), **options)
 ledger = Ledger(root / "ledger.sqlite")
 ledger.register("stream", adjacency="replace_one", unit="photograph")
 
@@ -239,7 +240,7 @@ def test_a_process_that_was_killed_is_charged_once_and_repeats_what_it_delivered
     assert not (tmp_path / "run" / "secret_seed").exists()
 
 
-# ----------------------------------------------------------------------------------------------- what is charged again
+# --- What is charged again ------------------------------------------------------------------------
 
 
 def with_other_image(stream, index):
@@ -371,7 +372,7 @@ def test_a_repeated_pending_sum_in_another_update_is_charged_again():
     assert cost == dict.fromkeys(map(str, range(8)), 2) and charged(ledger) == 2
 
 
-# ------------------------------------------------------------------------------------------------ states are used once
+# --- States are used once -------------------------------------------------------------------------
 
 
 def test_one_state_under_two_accounts_gets_two_noises():
@@ -437,7 +438,7 @@ def test_an_overspend_in_the_middle_of_an_update_returns_a_state_to_go_on_from()
     )
 
 
-# ------------------------------------------------------------------------------------------- what is kept, and refused
+# --- What is kept, and refused --------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -627,7 +628,7 @@ def test_a_step_is_lowered_once_for_every_kind_of_batch(tmp_path, monkeypatch):
     assert len(lowered) == 2
 
 
-# ------------------------------------------------------------------------------------------------------------- planning
+# --- Planning -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -662,7 +663,7 @@ def test_an_event_reads_no_image(monkeypatch):
             tta.event(EVENT, given, unit="patient")
 
 
-# ------------------------------------------------------------------------------------------------------------ damage
+# --- Damage ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from jaxdp import models, tta
 from jaxdp.transforms.clipping import paths_of
-from jaxdp.tta.select import chosen, merge, selected, trainable_part
+from jaxdp.tta.select import adapted_leaves, merge, selected, trainable_part
 
 
 @functools.cache
@@ -373,7 +373,7 @@ def test_what_a_kernel_hides_goes_by_names_with_a_warning():
     with pytest.warns(
         UserWarning, match=r"\['norm/bias', 'norm/weight'\] adapt because of their names only"
     ):
-        found = chosen(params, None, program)
+        found = adapted_leaves(params, None, program)
     assert [leaf.reason for leaf in found] == [
         "by its name, because an operation hides what is computed"
     ] * 2

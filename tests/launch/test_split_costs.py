@@ -10,8 +10,8 @@ from jax import lax
 
 from jaxdp.models import Preprocessing, ViT, create
 from jaxdp.split.backbone import Backbone
-from jaxdp.split.costs import cost, count_macs
 from launch.measure import measure
+from launch.split_costs import cost, count_macs
 
 
 def backbone_of(model, size, channels, cut):
