@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxdp.transforms import sites, walker
+from jaxdp.transforms import factored_norms, sites, walker
 
 SLOW = os.environ.get("JAXDP_SLOW") == "1"
 PROGRAMS, CANDIDATES = (3_000, 3_000) if SLOW else (20, 2_000)
@@ -614,8 +614,8 @@ def wrapping_record(rule: Any, operands: Any) -> Any:
     return jnp.where((index >= 0) & (index <= last), index, nothing)
 
 
-def apart(x: Any, y: Any, precision: Any = None, inner: Any = sites.inner_products) -> Any:
-    """Replaces `sites.inner_products`, without the products of two different uses of a weight."""
+def apart(x: Any, y: Any, precision: Any = None, inner: Any = factored_norms.inner_products) -> Any:
+    """Replaces `inner_products`, without the products of two different uses of a weight."""
     return inner(x, y, precision) if x is y else 0 * inner(x, y, precision)
 
 
@@ -627,7 +627,7 @@ TWINS: dict[str, tuple[Any, str, Any, Callable[[Program], bool]]] = {
         lambda p: "uint8" in p.index_type and "(300" in str(p.shapes) and "jnp.take(p['" in p.source,
     ),
     "uses of a weight are apart": (
-        sites, "inner_products", apart,
+        factored_norms, "inner_products", apart,
         lambda p: len(p.shapes) == 1 and "softmax((h @ p['w0']) @ (h @ p['w0'])" in p.source,
     ),
 }  # fmt: skip

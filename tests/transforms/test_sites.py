@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxdp.transforms import convolutions as convolution_rule
 from jaxdp.transforms import forms, rounding, sites
 
 N = 3
@@ -327,8 +328,10 @@ def test_gradients_of_kernels_by_parts_of_examples(
     rule, xs, gs, truth = conv_site(features, size, dtype)
     found = set()
     for most in range(1, size + 1):
-        monkeypatch.setattr(sites, "_PART", most * xs.dtype.itemsize * rule.positions * rule.rows)
-        found.add(sites._parts(size, xs.dtype.itemsize * rule.positions * rule.rows)[1])
+        monkeypatch.setattr(
+            convolution_rule, "_PART", most * xs.dtype.itemsize * rule.positions * rule.rows
+        )
+        found.add(convolution_rule._parts(size, xs.dtype.itemsize * rule.positions * rule.rows)[1])
         got = jax.jit(lambda *pair: rule.weight_grads(*pair))(xs[:, None], gs[:, None])
         np.testing.assert_allclose(got, truth, rtol=1e-5, atol=1e-4)
     assert found == lengths
@@ -337,7 +340,7 @@ def test_gradients_of_kernels_by_parts_of_examples(
 def test_gradients_of_kernels_have_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
     rule, xs, gs, _ = conv_site(3, 5)
     xs, gs = xs[:, None], gs[:, None]
-    monkeypatch.setattr(sites, "_PART", 2 * 4 * rule.positions * rule.rows)
+    monkeypatch.setattr(convolution_rule, "_PART", 2 * 4 * rule.positions * rule.rows)
 
     def derivatives(f: Any) -> Any:
         backward = jax.grad(lambda *pair: jnp.square(f(*pair)).sum(), argnums=(0, 1))(xs, gs)

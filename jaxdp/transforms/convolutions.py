@@ -1,0 +1,410 @@
+"""The rule of convolutions: factors, and gradients by the kernel in the forms of each platform.
+
+Let x be the padded and dilated data of an example and g its cotangents [positions, features]. The
+gradient at the kernel position k is x_k^T g, where x_k are the rows of x that position k meets.
+The patches of a position are x_k for all k, one after the other.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdp.transforms import forms, opaque, shards
+from jaxdp.transforms.kernels import cells
+from jaxdp.transforms.products import contracted, outer_sum, settled_precision, wide, wide_dtype
+from jaxdp.transforms.weight_rules import Factor, Rule, entries_along, transposed_back
+
+# Patches of a convolution of few channels are formed up to this many entries.
+_PATCH_ROWS = 64
+
+# Rows of fewer entries than this are copied and multiplied slowly.
+_FEW_ENTRIES = 8
+
+# On a CPU, patches of whole examples are formed by parts of about this many bytes, which stay in
+# the cache.
+_PART = 2**22
+
+# XLA on CPU fills vectors with the last dimension of a product. So many features fill them.
+_FULL_VECTORS = 32
+
+
+def _parts(count: int, size: int) -> tuple[int, int]:
+    """Returns (number of parts, length of a part) of `count` things of `size` bytes.
+
+    Parts may overlap: 7 things in 4 parts of 2 are the things 0-1, 2-3, 4-5 and 5-6.
+    """
+    least = math.ceil(count / max(1, _PART // size))
+    numbers = range(least, min(2 * least, count) + 1)
+    # Of several numbers of parts, that with the fewest things in two parts.
+    number = min(numbers, key=lambda n: n * math.ceil(count / n))
+    return number, math.ceil(count / number)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conv(Rule):
+    """The rule for `conv_general_dilated` of data (lhs) with a kernel (rhs).
+
+    It serves every geometry except batch groups.
+
+    Attributes:
+      numbers: ConvDimensionNumbers, the layouts of data, kernel and output.
+      strides, padding, data_dilation, kernel_dilation: As in `lax.conv_general_dilated`.
+      window: The spatial shape of the kernel.
+      out_window: The spatial shape of the output.
+    """
+
+    numbers: Any
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    data_dilation: tuple[int, ...]
+    kernel_dilation: tuple[int, ...]
+    window: tuple[int, ...]
+    out_window: tuple[int, ...]
+
+    @classmethod
+    def of(cls, eqn: Any) -> "Conv":
+        params = eqn.params
+        kernel = eqn.invars[1].aval.shape
+        out = eqn.outvars[0].aval.shape
+        numbers = params["dimension_numbers"]
+        groups = params["feature_group_count"]
+        out_feature, in_feature, *spatial = numbers.rhs_spec
+        batch, _, *out_spatial = numbers.out_spec
+        return cls(
+            weight_shape=tuple(kernel),
+            positions=entries_along(out, (batch, *out_spatial)),
+            rows=entries_along(kernel, (*spatial, in_feature)),
+            cols=kernel[out_feature] // groups,
+            groups=groups,
+            numbers=numbers,
+            strides=tuple(params["window_strides"]),
+            padding=tuple(params["padding"]),
+            data_dilation=tuple(params["lhs_dilation"]),
+            kernel_dilation=tuple(params["rhs_dilation"]),
+            window=tuple(kernel[d] for d in spatial),
+            out_window=tuple(out[d] for d in out_spatial),
+        )
+
+    @property
+    def channels(self) -> int:
+        """The number of channels that an entry of the output sees."""
+        return self.rows // math.prod(self.window)
+
+    # --- Factors ---
+
+    @property
+    def _looped(self) -> int:
+        """The number of leading window dimensions whose positions form separate parts of u.
+
+        The positions along later dimensions are in the rows of a part.
+        """
+        if self.groups == 1 and self.window == self.strides:  # patches do not overlap
+            return 0
+        if self.groups > 1 or self.channels >= _FEW_ENTRIES:
+            return len(self.window)
+        for looped in range(len(self.window)):
+            if self._part_rows(looped) <= _PATCH_ROWS:
+                return looped
+        return len(self.window)
+
+    def _part_rows(self, looped: int) -> int:
+        """Returns the number of rows of a part of u, where `looped` dimensions are in parts."""
+        return self.rows // math.prod(self.window[:looped])
+
+    @property
+    def is_dense(self) -> bool:
+        return self.groups == 1 and self._looped == 0
+
+    def as_weight(self, grad: jax.Array) -> jax.Array:
+        return self._as_weight(grad.reshape(*self.window, -1, self.cols))
+
+    def _as_weight(self, grad: jax.Array) -> jax.Array:
+        """Moves the dimensions of dV [*window, in, out] to their places in the weight."""
+        out_feature, in_feature, *spatial = self.numbers.rhs_spec
+        return transposed_back(grad, (*spatial, in_feature, out_feature))
+
+    def record(self, operands: Sequence[Any]) -> Any:
+        return operands[0]
+
+    def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
+        x = self._channels_last(record, self._looped)
+        return tuple(self._patch(x, offset) for offset in self._offsets), self._cotangent(g)
+
+    @property
+    def _offsets(self) -> list[tuple[int, ...]]:
+        """The kernel positions along the looped dimensions."""
+        return list(itertools.product(*map(range, self.window[: self._looped])))
+
+    def _channels_last(self, record: jax.Array, joined: int) -> jax.Array:
+        """Returns padded and dilated data [M, *spatial, channels].
+
+        From dimension `joined` on, patches along the window are part of the channels.
+        """
+        batch, feature, *spatial = self.numbers.lhs_spec
+        x = record.transpose((batch, *spatial, feature))
+        padding = zip(self.padding, self.data_dilation, strict=True)
+        interior = [(low, high, dilation - 1) for (low, high), dilation in padding]
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *interior, (0, 0, 0)])
+        for d in reversed(range(joined, len(self.window))):
+            x = self._patches_along(x, d)
+        return x
+
+    def _patches_along(self, x: jax.Array, d: int) -> jax.Array:
+        """Moves the kernel positions of dimension d into the channels, in front of the old ones."""
+        stride = self.strides[d]
+        positions = self.window[d]
+        span = self._span(d)
+        if self._folds(d):  # fewer and longer runs are copied in two thirds of the time
+            x = self._folded(x, d)
+            positions //= stride
+            stride = 1
+            span = self.out_window[d]
+        starts = (i * self.kernel_dilation[d] for i in range(positions))
+        slices = [lax.slice_in_dim(x, start, start + span, stride, 1 + d) for start in starts]
+        return jnp.concatenate(slices, axis=-1)
+
+    def _folds(self, d: int) -> bool:
+        """Returns whether whole strides of dimension d make up the window, without dilation."""
+        return self.kernel_dilation[d] == 1 and self.window[d] % self.strides[d] == 0
+
+    def _folded(self, x: jax.Array, d: int) -> jax.Array:
+        """Moves the entries of each stride of dimension d into the channels, before the old ones."""
+        axis = 1 + d
+        stride = self.strides[d]
+        used = self._span(d) + self.window[d] - 1
+        x = lax.slice_in_dim(x, 0, used, axis=axis)
+        x = x.reshape(*x.shape[:axis], used // stride, stride, *x.shape[axis + 1 :])
+        x = jnp.moveaxis(x, axis + 1, -2)
+        return x.reshape(*x.shape[:-2], -1)
+
+    def _span(self, d: int) -> int:
+        """Returns the number of entries from the first to the last that a kernel position meets."""
+        return (self.out_window[d] - 1) * self.strides[d] + 1
+
+    def _patch(self, x: jax.Array, offset: Any) -> jax.Array:
+        """Slices the data at a kernel position: [groups, T, rows of a part].
+
+        `offset` is the position along the looped dimensions. It may be traced.
+        """
+        # Convolutions that extract patches are many times slower.
+        looped = range(len(offset))
+        rest = x.shape[1 + len(offset) :]
+        start = [offset[d] * self.kernel_dilation[d] for d in looped]
+        spans = [self._span(d) for d in looped]
+        met = lax.dynamic_slice(x, (0, *start, *(0 for _ in rest)), (len(x), *spans, *rest))
+        steps = [1, *(self.strides[d] for d in looped), *(1 for _ in rest)]
+        return self._split(lax.slice(met, [0] * x.ndim, met.shape, steps))
+
+    def _split(self, x: jax.Array) -> jax.Array:
+        return x.reshape(self.positions, self.groups, -1).swapaxes(0, 1)
+
+    def _cotangent(self, g: jax.Array) -> jax.Array:
+        batch, feature, *spatial = self.numbers.out_spec
+        return self._split(g.transpose((batch, *spatial, feature)))
+
+    # --- Gradients ---
+
+    def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
+        x = jax.vmap(lambda record: self._channels_last(record, self._looped))(record)
+        w = jax.vmap(self._cotangent)(g)
+        # Each device adds up its own block of examples. Otherwise they exchange a sum for each
+        # kernel position.
+        blocks = math.gcd(len(w), shards.auto_devices()) if self._looped else 1
+        x, w = (y.reshape(blocks, -1, *y.shape[1:]) for y in (x, w))
+
+        def at(offset: Any) -> jax.Array:  # [blocks, groups, in, out] or [blocks, groups, out, in]
+            u = jax.vmap(jax.vmap(lambda x: self._patch(x, offset)))(x)
+            return jax.vmap(outer_sum)(w, u) if self._wide_part else jax.vmap(outer_sum)(u, w)
+
+        if self._looped:
+            # The loop over kernel positions takes less memory and time than joining the patches of
+            # the whole batch.
+            grad = lax.map(at, jnp.asarray(self._offsets)).sum(1)
+        else:
+            grad = at(())[None].sum(1)
+        looped = self.window[: self._looped]
+        rest = self.window[self._looped :]
+        if self._wide_part:
+            grad = grad.reshape(*looped, self.groups, self.cols, *rest, -1)
+            grad = jnp.moveaxis(grad, (len(looped), len(looped) + 1), (-2, -1))
+        else:
+            grad = grad.reshape(*looped, self.groups, *rest, -1, self.cols)
+            grad = jnp.moveaxis(grad, len(looped), -2)
+        return self._as_weight(grad.reshape(*self.window, -1, self.groups * self.cols))
+
+    @property
+    def _wide_part(self) -> bool:
+        """Whether a part of u has more rows than w has.
+
+        XLA on CPU multiplies faster if the longer one comes last.
+        """
+        return self._part_rows(self._looped) > self.cols
+
+    def weight_grad_by_primitive(self, record: Any, g: jax.Array) -> jax.Array:
+        """Computes `weight_grad` by the transpose of the primitive.
+
+        It is one convolution for the whole batch.
+        """
+        record, g = wide(record), wide(g)
+
+        def apply(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            return lax.conv_general_dilated(
+                x,
+                kernel,
+                self.strides,
+                self.padding,
+                lhs_dilation=self.data_dilation,
+                rhs_dilation=self.kernel_dilation,
+                dimension_numbers=self.numbers,
+                feature_group_count=self.groups,
+                precision=settled_precision(),
+            )
+
+        def forward(kernel: jax.Array) -> jax.Array:
+            return jax.vmap(apply, (0, None))(record, kernel)
+
+        kernel = jax.ShapeDtypeStruct(self.weight_shape, g.dtype)
+        grad: jax.Array = jax.linear_transpose(forward, kernel)(g)[0]
+        return grad
+
+    def weight_grads(self, record: Any, g: jax.Array) -> jax.Array:
+        """Computes dV of M examples."""
+        if self._has_rows_of_patches and g.size and forms.platform() == "cpu":
+            return self._grads_from_rows_of_patches(record, g)
+        return super().weight_grads(record, g)
+
+    # --- Gradients of examples on a CPU ---
+    #
+    # XLA copies whole rows of an array many times faster than it joins slices. So patches are rows
+    # of the data, of the channels and of the kernel positions along later dimensions where channels
+    # are few. The patches of a few examples at a time stay in the cache.
+
+    @property
+    def _joined(self) -> int:
+        """The first dimension along which patches are part of a row."""
+        return max(1, self._looped)
+
+    @property
+    def _fold(self) -> int:
+        """The number of entries of the first dimension that are part of a row."""
+        return self.strides[0] if self._joined == 1 and self._folds(0) else 1
+
+    @property
+    def _row_entries(self) -> int:
+        """The number of entries of a row of patches."""
+        return self._fold * self._part_rows(self._joined)
+
+    @property
+    def _has_rows_of_patches(self) -> bool:
+        """Whether patches overlap and are rows of the data, on one device."""
+        overlap = self.window != self.strides
+        one_block = self.groups == 1 and shards.auto_devices() == 1
+        return overlap and one_block and self._row_entries >= _FEW_ENTRIES
+
+    def _grads_from_rows_of_patches(self, record: Any, g: jax.Array) -> jax.Array:
+        """Computes dV of M examples. It forms all patches of a few examples at a time."""
+        zero = opaque.zero(g)
+        x = self._rows_of_data(record, zero)
+        lengths = x.shape[1:-1]
+        w = jax.vmap(jax.vmap(self._cotangent))(g).reshape(len(x), -1, self.cols)
+        examples, positions, _ = w.shape
+        number, size = _parts(examples, positions * self.rows * x.dtype.itemsize)
+        rows = self._patch_rows(size, lengths)
+        rows_of_one = math.prod(lengths)
+        x = x.reshape(-1, self._row_entries)
+        whole_row = lax.GatherDimensionNumbers((1,), (0,), (0,))
+
+        def turn(i: jax.Array, grads: jax.Array) -> jax.Array:
+            # The last turns may have examples in common.
+            start = jnp.minimum(i * size, examples - size)
+            patches = lax.gather(
+                x,
+                start * rows_of_one + rows,
+                whole_row,
+                (1, self._row_entries),
+                mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+            )
+            u = opaque.formed(patches, zero).reshape(size, positions, self.rows)
+            cotangents = lax.dynamic_slice_in_dim(w, start, size)
+            pair = (u, cotangents) if self._cotangent_last else (cotangents, u)
+            return lax.dynamic_update_slice_in_dim(grads, contracted(*pair, [1], [0]), start, 0)
+
+        shape = (self.rows, self.cols) if self._cotangent_last else (self.cols, self.rows)
+        zeros = jnp.full((examples, *shape), zero.astype(wide_dtype(x, w)))
+        grads = lax.fori_loop(0, number, turn, shards.vary(zeros, shards.varying_axes(x, w)))
+        window = (*self.window, self.channels)
+        if self._cotangent_last:
+            grads = grads.reshape(examples, *window, self.cols)
+        else:
+            grads = jnp.moveaxis(grads.reshape(examples, self.cols, *window), 1, -1)
+        return jax.vmap(self._as_weight)(grads)
+
+    def _rows_of_data(self, record: jax.Array, zero: jax.Array) -> jax.Array:
+        """Returns the data of M examples [M, repeats, batch, *spatial, entries of a row].
+
+        It is formed after `zero`. XLA would pad long before there is a cotangent, and hold the
+        memory.
+        """
+        record = record + zero.astype(record.dtype)
+        x = jax.vmap(jax.vmap(lambda x: self._channels_last(x, self._joined)))(record)
+        if self._joined < len(self.window):
+            x = opaque.formed(x, zero)
+        if self._fold > 1:
+            x = opaque.formed(jax.vmap(jax.vmap(lambda x: self._folded(x, 0)))(x), zero)
+        return x
+
+    @property
+    def _cotangent_last(self) -> bool:
+        """Whether a product of all patches ends with w."""
+        return self.cols >= _FULL_VECTORS
+
+    def _patch_rows(self, size: int, lengths: Sequence[int]) -> jax.Array:
+        """Returns the rows of the patches of `size` examples, [rows, 1] int32.
+
+        Rows are numbered in [size, *lengths], where `lengths` are (repeats, batch, *spatial). The
+        result is in the order of positions and, within each, of kernel positions along the
+        dimensions before `joined`.
+        """
+        joined, fold = self._joined, self._fold
+        window = [self.window[d] // fold for d in range(joined)]
+        counts = [size, *lengths[:2], *self.out_window[:joined], *lengths[2 + joined :], *window]
+        # How far apart entries are along size, repeats, batch and *spatial.
+        pitches = [math.prod(lengths[d:]) for d in range(len(lengths) + 1)]
+        along_positions = [pitches[3 + d] * self.strides[d] // fold for d in range(joined)]
+        along_kernel = [pitches[3 + d] * self.kernel_dilation[d] for d in range(joined)]
+        steps = [*pitches[:3], *along_positions, *pitches[3 + joined :], *along_kernel]
+        rows = jnp.zeros(counts, jnp.int32)
+        for d, step in enumerate(steps):
+            rows += step * lax.broadcasted_iota(jnp.int32, counts, d)
+        return rows.reshape(-1, 1)
+
+    # --- Kernels of a TPU ---
+
+    @property
+    def geometry(self) -> cells.Geometry:
+        """The arguments of the kernels of convolutions."""
+        return cells.Geometry(self.window, self.strides, self.padding, self.kernel_dilation)
+
+    def of_pictures(self, record: Any) -> bool:
+        """Returns whether each example is one picture, whose channels are one group."""
+        if self.groups > 1 or set(self.data_dilation) != {1} or len(self.window) != 2:
+            return False
+        if min(itertools.chain(*self.padding)) < 0:
+            return False
+        return bool(record.shape[1 + self.numbers.lhs_spec[0]] == 1)
+
+    def pictures(self, record: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns x [B, H, W, C] and the cotangents [B, OH, OW, K]."""
+
+        def channels_last(x: jax.Array, spec: Sequence[int]) -> jax.Array:
+            batch, feature, *spatial = spec
+            x = x.transpose((0, *(1 + d for d in (batch, *spatial, feature))))
+            return x.reshape(len(x), *x.shape[2:])
+
+        return channels_last(record, self.numbers.lhs_spec), channels_last(g, self.numbers.out_spec)

@@ -1,0 +1,361 @@
+"""Norms of per-example gradients from their factors, without forming a gradient.
+
+For one example with dV = sum_t u_t w_t^T
+
+    ||dV||^2 = sum_{t,t'} <u_t, u_t'> <w_t, w_t'>                                          (Gram form)
+
+Goodfellow (2015, arXiv:1510.01799) has it for one position and Li et al. (2022, arXiv:2110.05679)
+for sequences. Equal rows of a table are added up instead. `jaxdp.transforms.rounding` has the
+bounds that the norms cover.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdp.transforms import dense, forms, rounding
+from jaxdp.transforms.products import (
+    PRECISION,
+    contracted,
+    multiplies_bfloat16,
+    settled,
+    square,
+    wide,
+    wide_dtype,
+)
+from jaxdp.transforms.weight_rules import Factor, OneHot, Pair
+
+# Longer inner products are summed in blocks of this many terms, which rounds less.
+_BLOCK = 2048
+
+# Gram matrices of more positions are computed by blocks of at most this many rows. A TPU would copy
+# the rows of each block.
+_GRAM_ROWS, _GRAM_ROWS_TPU = 256, 1024
+
+# Gram matrices of at most this many blocks are computed without a loop on a GPU.
+_UNROLLED = 10
+
+Lengths = tuple[jax.Array, jax.Array]  # of u and w, [B, S, T] each
+
+
+def squared_norms(pairs: Sequence[Pair], lanes: dense.Lanes = (False, False)) -> jax.Array:
+    """Computes ||sum_j sum_t u_jt w_jt^T||^2 [B] from the factors of the sites of one weight.
+
+    Args:
+      pairs: The factors of each site, as of `Site.factors`.
+      lanes: How XLA lays those of a single site, as in `dense`.
+
+    Formal guarantees:
+      The root of the result times 1 + `rounding.SLACK` is at least the norm of the exact gradient,
+      and that of the sum of its terms in float32, whatever their order and however they cancel.
+      Squares that underflow count at their upper bound, so a tiny u and a huge w cannot hide a
+      gradient. A norm of 0 is reported as up to about 1e-16.
+    """
+    if _all_lookups(pairs):
+        return _squared_norms_of_rows(pairs)
+    if len(pairs) == 1 and pairs[0][1].shape[2] == 1:
+        return _squared_norms_of_one_position(pairs[0])
+    rows, cols = _sizes(pairs)
+    kind = wide_dtype(*jax.tree.leaves(pairs))
+    total, spread, lengths_u, lengths_w = jnp.zeros((4, 1), kind)
+    apart = jnp.zeros((1, 1), kind)
+    lengths: list[Lengths] = []
+    for pair in pairs:
+        norm, own_spread, own_lengths = _gram_norm(pair, kind, lanes)
+        total, spread = total + norm, spread + own_spread
+        # The gradients of two sites have a product too, which counts twice.
+        for other, other_lengths in zip(pairs, lengths, strict=False):
+            grams = _grams(pair, other, kind)
+            counts = _counts(pair, other)
+            product, its_spread = _gram_sums(grams, own_lengths, other_lengths, counts)
+            total, spread = total + 2 * product, spread + 2 * its_spread
+        lengths.append(own_lengths)
+        length_u, length_w = own_lengths
+        apart = apart + (length_u * length_w).sum(2)
+        lengths_u = lengths_u + length_u.sum((1, 2))
+        lengths_w = lengths_w + length_w.sum((1, 2))
+    flushed = rounding.FLUSHED * (rows * jnp.square(lengths_w) + cols * jnp.square(lengths_u))
+    error = rounding.of_sum(_terms(pairs), kind) * rounding.root(jnp.square(apart).sum(1))
+    return rounding.covered(total, spread, error) + flushed
+
+
+def _squared_norms_of_one_position(pair: Pair) -> jax.Array:
+    """Computes the squared norms [B] of outer products, |u|^2 |w|^2."""
+    rows, cols = _sizes([pair])
+    parts, w = pair
+    square_u = sum(square(part).sum((2, 3)) for part in parts) + rows * rounding.FLUSHED
+    return (square_u * (square(w).sum((2, 3)) + cols * rounding.FLUSHED)).sum(1)
+
+
+def _sizes(pairs: Sequence[Pair]) -> tuple[int, int]:
+    """Returns the largest numbers of entries of u and of w."""
+    rows = max(sum(map(_width, parts)) for parts, _ in pairs)
+    return rows, max(_width(w) for _, w in pairs)
+
+
+def _width(x: Factor) -> int:
+    return 1 if isinstance(x, OneHot) else x.shape[-1]
+
+
+def lost_in_parts() -> int:
+    """Returns the rounding of a cotangent in two parts, as additions of `rounding.of_sum`.
+
+    A cotangent times a factor has 24 bits. Two parts in bfloat16 have 16 of them.
+    """
+    return 2**7 if multiplies_bfloat16() else 0  # 2**-16, in units of 2**-23
+
+
+# --- Inner products ---
+
+
+def inner_products(x: Factor, y: Factor, precision: lax.Precision | None = None) -> jax.Array:
+    """Computes the inner products [B, S, T, T'] of all rows.
+
+    The factors are settled, unless a precision is given.
+    """
+    if isinstance(x, OneHot) and isinstance(y, OneHot):
+        same = (x.index[..., :, None] == y.index[..., None, :]) & (x.index >= 0)[..., :, None]
+        return same.astype(jnp.float32)
+    if isinstance(x, OneHot):
+        return inner_products(y, x).swapaxes(-1, -2)
+    if isinstance(y, OneHot):
+        columns = jnp.where(y.index < 0, x.shape[-1], y.index)[..., None, :]
+        picked = jnp.take_along_axis(x, columns, axis=-1, mode="fill", fill_value=0)
+        return wide(picked)
+    terms = x.shape[-1]
+    blocks, rest = divmod(terms, _BLOCK)
+    if blocks < 2:
+        return contracted(x, y, [3], [0, 1], precision)
+
+    def product(start: Any, size: int) -> jax.Array:
+        u, w = (lax.dynamic_slice_in_dim(z, start, size, axis=-1) for z in (x, y))
+        return contracted(u, w, [3], [0, 1], precision)
+
+    def add(total: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+        return total + product(start, _BLOCK), None
+
+    first = product(terms - rest, rest) if rest else jnp.zeros_like(product(0, _BLOCK))
+    return lax.scan(add, first, jnp.arange(blocks) * _BLOCK)[0]
+
+
+def _additions(xs: Sequence[Factor], ys: Sequence[Factor]) -> int:
+    """Returns how many additions a term of the inner products of two factors passes."""
+
+    def of_part(x: Factor, y: Factor) -> int:
+        if isinstance(x, OneHot) or isinstance(y, OneHot):
+            return 0  # a row of a table is picked
+        terms: int = x.shape[-1]
+        return terms if terms < 2 * _BLOCK else _BLOCK + terms // _BLOCK + 1
+
+    return max(map(of_part, xs, ys)) + len(xs) - 1
+
+
+# --- Rows of tables ---
+
+
+def _all_lookups(pairs: Sequence[Pair]) -> bool:
+    """Returns whether all sites look up rows."""
+
+    def is_lookup(pair: Pair) -> bool:
+        parts, w = pair
+        return len(parts) == 1 and isinstance(parts[0], OneHot) and not isinstance(w, OneHot)
+
+    return all(map(is_lookup, pairs))
+
+
+def _squared_norms_of_rows(pairs: Sequence[Pair]) -> jax.Array:
+    """Computes the squared norms [B] of tables to which the rows of all pairs are added.
+
+    Equal rows are added in a table of T rows. Its cost is that of the rows, where Gram matrices
+    cost T times as much.
+    """
+    index, w = _all_rows(pairs)
+    looked_up = (index >= 0).sum((1, 2)).astype(w.dtype)
+    flushed = rounding.FLUSHED * w.shape[-1] * looked_up
+    if len(pairs) == 1 and (pairs[0][0][0].distinct or w.shape[2] == 1):
+        return square(w).sum((1, 2, 3)) + flushed
+    _, total = sums_of_equal_rows(index, w)
+    apart = rounding.root(square(w).sum(-1)).sum(2)
+    error = rounding.of_sum(_terms(pairs), w.dtype) * rounding.root(jnp.square(apart).sum(1))
+    squares = square(total).sum((1, 2, 3))
+    return rounding.covered(squares, jnp.zeros_like(squares), error) + flushed
+
+
+def _all_rows(pairs: Sequence[Pair]) -> tuple[jax.Array, jax.Array]:
+    """Returns the rows (index [B, S, T], w [B, S, T, cols]) of all sites.
+
+    Rows of no index are zero.
+    """
+    kind = wide_dtype(*(w for _, w in pairs))
+    index = jnp.concatenate([parts[0].index for parts, _ in pairs], 2)
+    w = jnp.concatenate([w.astype(kind) for _, w in pairs], 2)
+    return index, jnp.where((index >= 0)[..., None], w, 0)
+
+
+def sums_of_equal_rows(index: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Adds up the rows w [B, S, T, cols] of equal index [B, S, T].
+
+    Returns distinct indices and the sums of their rows, in the same shapes. Places without a row
+    have the index -1. The indices 3 7 3 become 3 7 -1.
+    """
+    w = jnp.where((index >= 0)[..., None], w, 0)
+    if w.shape[2] <= 1:
+        return index, w
+
+    def of_one(index: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        order = jnp.argsort(index)
+        ranked = index[order]
+        is_new = jnp.concatenate([jnp.zeros(1, bool), ranked[1:] != ranked[:-1]])
+        number = jnp.cumsum(is_new).astype(order.dtype)
+        place = jnp.zeros_like(order).at[order].set(number, unique_indices=True)
+        distinct = jnp.full_like(index, -1).at[number].set(ranked, indices_are_sorted=True)
+        return distinct, jnp.zeros_like(w).at[place].add(w)
+
+    return jax.vmap(jax.vmap(of_one))(index, w)
+
+
+# --- Gram matrices ---
+
+
+def gram_rows(positions: int) -> int:
+    """Returns the number of rows of the blocks of Gram matrices, which divides that of positions."""
+    most = _GRAM_ROWS_TPU if forms.platform() == "tpu" else _GRAM_ROWS
+    sizes = range(most, most // 2, -1)
+    return next((size for size in sizes if positions % size == 0), positions)
+
+
+def _gram_norm(pair: Pair, kind: Any, lanes: dense.Lanes) -> dense.Norm:
+    """Returns ||sum_t u_t w_t^T||^2 and E of it, [B] each, and the lengths of u and w."""
+    if not dense.has_gram_norm(*pair):
+        return _gram_norm_by_xla(pair, kind)
+
+    def by_xla(pair: Pair) -> dense.Norm:
+        return _gram_norm_by_xla(jax.tree.map(settled, pair), kind)
+
+    def by_kernel(pair: Pair) -> dense.Norm:
+        ((u,), w) = pair
+        return dense.gram_norm(u, w, lanes)
+
+    norm: dense.Norm = forms.by_platform(pair, default=by_xla, kernels={"tpu": by_kernel})
+    return norm
+
+
+def _gram_norm_by_xla(pair: Pair, kind: Any) -> dense.Norm:
+    """Returns what `_gram_norm` does.
+
+    Gram matrices are symmetric. Of long ones the blocks of one half are computed, one after the
+    other.
+    """
+    positions = _positions(pair)
+    size = gram_rows(positions)
+    counts = _counts(pair, pair)
+    if size == positions:
+        grams = _grams(pair, pair, kind)
+        squares = (jnp.diagonal(gram, axis1=2, axis2=3) for gram in grams)
+        length_u, length_w = map(rounding.root, squares)
+        lengths = (length_u, length_w)
+        total, error = _gram_sums(grams, lengths, lengths, counts)
+        return total, error, lengths
+
+    lengths = _lengths(pair, kind)
+
+    def rows_of_block(k: Any) -> tuple[Pair, Lengths]:
+        rows: tuple[Pair, Lengths] = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, k * size, size, axis=2), (pair, lengths)
+        )
+        return rows
+
+    def block(place: Any) -> tuple[jax.Array, jax.Array]:
+        (x, lengths_x), (y, lengths_y) = map(rows_of_block, place)
+        return _gram_sums(_grams(x, y, kind), lengths_x, lengths_y, counts)
+
+    places = list(itertools.combinations_with_replacement(range(positions // size), 2))
+    twice = jnp.array([1 if i == j else 2 for i, j in places], kind)[:, None]
+    # A loop on an accelerator copies what it reads and writes.
+    if forms.platform() != "cpu" and len(places) <= _UNROLLED:
+        sums = [jnp.stack(xs) for xs in zip(*map(block, places), strict=True)]
+    else:
+        sums = list(lax.map(block, jnp.array(places)))
+    total, spread = ((twice * x).sum(0) for x in sums)
+    return total, spread, lengths
+
+
+def _grams(x: Pair, y: Pair, kind: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the inner products <u_t, u'_t'> and <w_t, w'_t'> [B, S, T, T'] of two pairs."""
+    parts_x, w_x = x
+    parts_y, w_y = y
+    factors = (*parts_x, w_x, *parts_y, w_y)
+    # The sums of rows of a lookup are not settled.
+    precision = PRECISION if any(isinstance(f, OneHot) for f in factors) else None
+    products = [
+        inner_products(p, q, precision).astype(kind) for p, q in zip(parts_x, parts_y, strict=True)
+    ]
+    gram_u = functools.reduce(jnp.add, products)
+    return gram_u, inner_products(w_x, w_y, precision).astype(kind)
+
+
+def _gram_sums(
+    grams: Sequence[jax.Array],
+    x: Lengths,
+    y: Lengths,
+    counts: Sequence[int],
+) -> tuple[jax.Array, jax.Array]:
+    """Returns sum_ts U_ts W_ts and a bound on its rounding, E in `rounding`, [B] each.
+
+    Args:
+      grams: U and W, [B, S, T, T'].
+      x, y: The lengths of u and w, [B, S, T] and [B, S, T'] each.
+      counts: r_u, r_w and r_T.
+    """
+    gram_u, gram_w = grams
+    square_u, square_w = (a[..., :, None] * b[..., None, :] for a, b in zip(x, y, strict=True))
+    products = gram_u * gram_w
+    abs_u, abs_w = jnp.abs(gram_u), jnp.abs(gram_w)
+    r_u, r_w, r_t = (rounding.eps(gram_u.dtype) * count for count in counts)
+    spread = r_u * square_u * abs_w + r_w * square_w * abs_u + r_t * abs_u * abs_w
+    return products.sum((1, 2, 3)), spread.sum((1, 2, 3))
+
+
+def without_cancellation(pair: Pair) -> jax.Array:
+    """Returns the norms [B] that dV would have if its terms had one direction, M in `rounding`."""
+    length_u, length_w = _lengths(pair, wide_dtype(pair[1]))
+    return rounding.root(jnp.square((length_u * length_w).sum(2)).sum(1))
+
+
+def _lengths(pair: Pair, kind: Any) -> Lengths:
+    def squares(x: Factor) -> jax.Array:
+        if isinstance(x, OneHot):
+            return (x.index >= 0).astype(kind)
+        return square(x).sum(-1).astype(kind)
+
+    parts, w = pair
+    squares_u = functools.reduce(jnp.add, map(squares, parts))
+    return rounding.root(squares_u), rounding.root(squares(w))
+
+
+def _positions(pair: Pair) -> int:
+    """Returns the number of positions T of a pair."""
+    return int(jax.tree.leaves(pair[1])[0].shape[2])
+
+
+def _terms(pairs: Sequence[Pair]) -> int:
+    """Returns how many terms an entry of the gradient may be a sum of, one after the other."""
+
+    def terms(pair: Pair) -> int:
+        parts, w = pair
+        if any(isinstance(x, OneHot) and x.distinct for x in (*parts, w)):
+            return 1
+        return _positions(pair)
+
+    return max(map(terms, pairs)) + len(pairs) + lost_in_parts()
+
+
+def _counts(x: Pair, y: Pair) -> tuple[int, int, int]:
+    """Returns r_u, r_w and r_T of `rounding` for two pairs."""
+    entries = rounding.additions(_positions(x) * _positions(y))
+    return _additions(x[0], y[0]), _additions([x[1]], [y[1]]), entries
