@@ -29,11 +29,13 @@ from jaxdp.data.sources import (
     read_ids,
     take,
 )
+from jaxdp.data.spec import DataSpec, open
 from jaxdp.data.tfds import check_disjoint, from_tfds
 
 __all__ = [
     "CORRUPTIONS",
     "HELD_OUT_CORRUPTIONS",
+    "DataSpec",
     "ExampleReader",
     "Examples",
     "FixedBatchSampler",
@@ -62,6 +64,7 @@ __all__ = [
     "identifiers",
     "imagenet_r_classes",
     "normalise",
+    "open",
     "pad_to_physical",
     "random_crop",
     "random_flip",

@@ -23,6 +23,7 @@ import tree
 
 from jaxdp.data.ids import Identifier, identifiers
 from jaxdp.data.numbers import check_digits, native
+from jaxdp.data.order import shuffled
 from jaxdp.data.pictures import scaled
 from jaxdp.data.protocol import Source
 from jaxdp.data.storage import ExampleReader, Watched, immutable, raw, stored
@@ -195,9 +196,7 @@ class Examples:
             raise ValueError(
                 f"fractions must be positive and sum to at most 1, got {list(fractions)}."
             )
-        # NumPy never changes the raw stream of a bit generator, unlike the output of
-        # Generator.permutation.
-        order = np.argsort(np.random.Philox(key=seed).random_raw(len(self)), kind="stable")
+        order = shuffled(len(self), seed=seed)
         ends = [min(len(self), round(len(self) * part)) for part in np.cumsum(fractions)]
         bounds = zip([0, *ends[:-1]], ends, strict=True)
         return tuple(

@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 
 from jaxdp.data import Source, check_source, identifiers, read_column
+from jaxdp.data.order import shuffled
 from jaxdp.tta.method import check_name
 
 Order = Literal["continual", "mixed", "label_shifted"]
@@ -259,7 +260,7 @@ class Stream:
         sections.
         """
         orders = {
-            "continual": lambda source: _shuffled(self.seed, len(source)),
+            "continual": lambda source: shuffled(len(source), seed=self.seed),
             "mixed": lambda source: np.arange(len(source)),
             "label_shifted": self._label_shifted,
         }
@@ -270,7 +271,7 @@ class Stream:
         ]
         if self.order == "mixed":
             everything = np.concatenate(sections)
-            sections = [everything[_shuffled(self.seed, len(everything))]]
+            sections = [everything[shuffled(len(everything), seed=self.seed)]]
         return [self._cut(rows) for rows in sections]
 
     def _cut(self, rows: np.ndarray) -> list[np.ndarray]:
@@ -283,7 +284,7 @@ class Stream:
     def _label_shifted(self, source: Source) -> np.ndarray:
         labels, classes = read_column(source, "label"), getattr(source, "num_classes", 0)
         own, count = 1 / (1 + (classes - 1) / self.imbalance), len(labels)
-        order = _shuffled(self.seed, count)
+        order = shuffled(count, seed=self.seed)
         # The shuffle uses the first `count` words. Later words make phases independent of the order
         # in a phase.
         words = _words(self.seed, 3 * count)[count:]
@@ -298,7 +299,3 @@ def _words(seed: int, count: int) -> np.ndarray:
     never changes.
     """
     return np.random.Philox(key=seed).random_raw(count)
-
-
-def _shuffled(seed: int, count: int) -> np.ndarray:
-    return np.argsort(_words(seed, count), kind="stable")
