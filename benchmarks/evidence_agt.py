@@ -25,9 +25,10 @@ import numpy as np
 
 from jaxdp import finetune, prediction
 from jaxdp.data import from_arrays
+from jaxdp.data.selection import choose
 from jaxdp.files import write_json
 from jaxdp.report import format_table, plot_panels
-from launch import data, frame, results
+from launch import frame, results
 from launch.predict import dp_sgd
 from launch.teachers import GLOBAL, OURS, SMOOTH, Bench, Pool
 
@@ -74,7 +75,7 @@ def draws(name: str, options: argparse.Namespace, root: pathlib.Path) -> Iterato
             bench = Bench(config, root)
             whole = bench.train
         if not (name.startswith("Blobs") or name == "digits"):
-            rows = data.choose(len(whole["label"]), len(whole["label"]) * 4 // 5, seed=draw)
+            rows = choose(len(whole["label"]), len(whole["label"]) * 4 // 5, seed=draw)
             bench.train = {key: array[rows] for key, array in whole.items()}
         config.training.records = len(bench.train["label"])
         bench.config, bench.plan = config, config.prediction

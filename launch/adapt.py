@@ -22,7 +22,10 @@ import numpy as np
 import optax
 
 from jaxdp import tta
-from jaxdp.data import Examples, imagenet_r_classes, restrict_classes
+from jaxdp.data import DataSpec, Examples, imagenet_r_classes, restrict_classes
+from jaxdp.data import open as open_spec
+from jaxdp.data.order import shuffled
+from jaxdp.data.shifts import Shift
 from jaxdp.files import write_durably
 from jaxdp.models import Pretrained
 from jaxdp.privacy import GaussianDpEvent, NonPrivateDpEvent, calibrate_noise
@@ -69,10 +72,13 @@ class _Task:
         self.public, test, tuning = found["public"], found.get("test"), found.get("tuning")
         streams, images = config.protocol.seeds // config.protocol.sources, config.data.images
         used = images if config.protocol.domain_order == "shuffled" else streams * images
-        self._mine = self._photographs(test, config.data.corruptions, np.arange(used))
+        self._domains = data.domains(config.data, config.data.corruptions)
+        self._mine = self._photographs(test, self._domains, np.arange(used))
         held_out = np.arange(config.tuning.images) + (used if tuning is None else 0)
         self.tuning = self._photographs(
-            test if tuning is None else tuning, config.tuning.corruptions, held_out
+            test if tuning is None else tuning,
+            data.domains(config.data, config.tuning.corruptions),
+            held_out,
         )
         self._counted: dict[tta.Method, tta.Method] = {}
         self.source, self.method = functools.cache(self._source), functools.cache(self._method)
@@ -156,7 +162,7 @@ class _Task:
         how = {name: protocol[name] for name in ("batch_size", "order", "reset", "remainder")}
         if protocol.domain_order == "shuffled":
             names = list(self._mine)
-            order = data.choose(len(names), len(names), seed=number)
+            order = shuffled(len(names), seed=number)
             mine = {names[k]: self._mine[names[k]] for k in order}
         else:
             n = self.config.data.images
@@ -164,34 +170,44 @@ class _Task:
                 name: source.take(np.arange(number * n, (number + 1) * n))
                 for name, source in self._mine.items()
             }
-        others = self.config.data.get("others", {})
-        units = {
-            k: [f"{k} {i}" if k in others else i for i in range(len(source))]
-            for k, source in mine.items()
-        }
+        units = {name: self._units(name, len(source)) for name, source in mine.items()}
         return tta.Stream(mine, seed=number, units=units, **how)
 
+    def _units(self, name: str, count: int) -> Sequence[Any]:
+        """Returns the photograph behind each record of a domain.
+
+        Shifts show the same photographs, so a photograph has the same number in all of them.
+        Another set has photographs of its own.
+        """
+        if isinstance(self._domains[name], DataSpec):
+            return [f"{name} {i}" for i in range(count)]
+        return range(count)
+
     def _photographs(
-        self, test: Examples | None, shifts: Sequence[str], rows: np.ndarray
+        self,
+        test: Examples | None,
+        domains: Mapping[str, Shift | DataSpec],
+        rows: np.ndarray,
     ) -> dict[str, Examples]:
         """Returns the same photographs under each shift. Reads one shift at a time and keeps only
         these photographs.
         """
-        found, config = {}, self.config.data
-        for name in progress_bar(shifts, label="reading", unit="corruption"):
-            if name in (others := config.get("others", {})):
-                other = models.resize(self._network, data.read(others[name]))
-                found[name] = data.in_memory(other.take(rows[rows < len(other)]))
+        photographs = {}
+        for name in progress_bar(list(domains), label="reading", unit="corruption"):
+            domain = domains[name]
+            if isinstance(domain, DataSpec):  # it may have fewer images
+                images = models.resize(self._network, open_spec(domain))
+                photographs[name] = data.in_memory(images.take(rows[rows < len(images)]))
                 continue
-            domain = data.under(test, config, name)
-            if rows[-1] >= len(domain):
+            images = data.under(test, domain)
+            if rows[-1] >= len(images):
                 raise ValueError(
                     "config.data.images for each of config.protocol.seeds, and "
                     f"config.tuning.images, together need {rows[-1] + 1} photographs, but "
-                    f"{domain.name} has {len(domain)}."
+                    f"{images.name} has {len(images)}."
                 )
-            found[name] = data.in_memory(domain.take(rows))
-        return found
+            photographs[name] = data.in_memory(images.take(rows))
+        return photographs
 
 
 def _counting(method: tta.Method) -> tta.Method:

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxdp.data.shifts import CLEAN
 from jaxdp.recalibration.metrics import Reliability
 from jaxdp.report import format_table, plot_panels, plot_reliability
 
-from . import data, frame
+from . import frame
 from .simulation import Setting
 
 # The factor that varies, its name in figures, and the fixed factors.
@@ -29,7 +30,7 @@ def _shifted(result: Mapping[str, Any]) -> list[str]:
     """Returns the shifts for medians and means: no clean images, since row 1 of Table 1 is a mean
     of Table 4.
     """
-    return [shift for shift in result["cells"] if shift != data.CLEAN] or [data.CLEAN]
+    return [shift for shift in result["cells"] if shift != CLEAN] or [CLEAN]
 
 
 def _overall(result: Mapping[str, Any], *factors: str) -> list[dict[str, str]]:
@@ -120,9 +121,7 @@ def figures(result: Mapping[str, Any], work: frame.Work) -> None:
         "all_shifts": _shifted(result),
     }.items():
         where = (
-            "clean images"
-            if shifts == [data.CLEAN]
-            else f"images under {shifts[0].replace('_', ' ')}"
+            "clean images" if shifts == [CLEAN] else f"images under {shifts[0].replace('_', ' ')}"
         )
         plot_panels(
             work.root / "figures" / f"{file}.png",

@@ -43,7 +43,7 @@ def _private(config: Any, epsilon: float) -> Any:
 
 def _open(config: Any, root: pathlib.Path) -> _Opened:
     task = tasks.open_task(config, root)
-    trainer = functools.cache(lambda epsilon: task.trainer(_private(config, epsilon), config.data))
+    trainer = functools.cache(lambda epsilon: task.trainer(_private(config, epsilon)))
     for epsilon in config.curve.epsilons:
         trainer(epsilon)
     return _Opened(task, trainer)
@@ -64,7 +64,7 @@ def _cells(config: Any) -> Iterator[Point]:
 def _run(cell: Point, work: frame.Work) -> dict[str, Any]:
     task, trainer = work.shared.task, work.shared.trainer(cell.epsilon)
     private, folder = _private(work.config, cell.epsilon), work.folder(cell)
-    terms = task.terms(private, work.config.data)
+    terms = task.terms(private)
     start = models.fresh(task.network, work.config.init_seed)
     with (
         frame.account(
@@ -167,7 +167,7 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
             start,
             steps=private.steps,
             every=private.checkpoint_every,
-            terms=task.terms(private, config.data),
+            terms=task.terms(private),
             runs=config.curve.runs,
             ledger="the point's own",
         )

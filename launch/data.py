@@ -1,147 +1,166 @@
-"""Which data a study reads. All configs describe it with the same fields.
+"""The `data` part of a study's config: parsed here once, to a `jaxdp.data.DataSpec` for each role.
 
-A *set of images* has the fields
+A *set of images* has the fields of `DataSpec`, with these differences:
 
-    source      "bundled"  a set of scikit-learn
-                "tfds"     TensorFlow Datasets
-                "npz"      .npz files
-                "hf"       a data set of the library `datasets` (Hugging Face)
-                "folder"   a folder of images with CSV files, see `jaxdp.data.from_folder`
-                "package.module:function", which returns the examples of a part: function(part, **options)
-    name        the name of the set, also for messages and the ledger
-    path        npz: the path of a file as MedMNIST distributes it, with the arrays {part}_images and {part}_labels, or
-                a folder of .npz files; hf: a folder of `save_to_disk`, or "" to load `name`; folder: the folder
-    data_dir    tfds: the folder of the data; "" is the default folder of TFDS
-    split_seed  bundled: the seed of the division into parts
-    parts       the part of each role, one of `ROLES`. Several parts in a tuple are several sources or streams.
-                bundled  a share of the set (below 1), or a number of records
-                tfds     a split of `name`, or of another set as "cifar100/train[:8000]"; "" for none
-                npz      a part of the file, a file of the folder such as "train.npz", or a split of TFDS as above
-                hf       a whole split
-                folder   a CSV file in the folder
-    columns     npz, hf: {column: name in the file}; without it all by their own names
-    num_classes npz, hf, folder: the number of classes
-    class_names folder: the names of the classes in the CSV files, if they are not numbers
-    in_memory   hf, folder, function: whether to keep all examples in memory (True), or to read them on demand
-    options     function: its keyword arguments
-    limits      the fields of `jaxdp.files.Limits`
-    prepare     tfds, folder: whether images differ in size and are resized and cut as the model's preprocessing says
-    group       the column with the owner of each record, such as a patient. Each owner is then one unit of privacy with
-                its records. Its values are texts or whole numbers, see `jaxdp.data.ids`: "007" and "7" are two owners.
-                Studies of single records refuse it.
-    pixel_range folder: (low, high), the pixel values that become 0 and 1, see `jaxdp.data.from_folder`; without it the
-                range of the pixel type
-    max_records with group: the largest number of records of one owner that count, see `jaxdp.data.by_group`
-    unit        the unit of privacy in the ledger, see `terms`
-    adjacency   the neighbouring relation in the ledger, see `terms`
-    crop_padding, flip   of the augmentation, see `augmentation`
+    source     a key of `jaxdp.data.spec.FORMATS`, or "package.module:function"
+    parts      the part of each role, one of `ROLES`. Several parts in a tuple are several sources or
+               streams.
+                   bundled  a share of the set (below 1), or a number of records
+                   tfds     a split of `name`, or of another set as "cifar100/train[:8000]"; "" for none
+                   npz      a part of the file, a file of the folder, or a split of TFDS as above
+                   hf, folder, function   `part` of the spec
+    split      in place of parts, for one whole set: `part` of the spec
+    limits     the fields of `jaxdp.files.Limits`
 
 A set under domain shift also has the fields
 
     severity        1 to 5
     corruptions     names of shifts; "clean" means no shift
     corrupted_name  tfds: a set of images that are corrupted already; "" corrupts the test images here
-    strengths       {shift: strength}: shifts of `launch.shifts`, computed here
-    others          {shift: a whole set of images, see `read`}: shifts that are other sets with the same classes
+    strengths       {shift: strength}: shifts of `jaxdp.data.shifts.STRENGTHS`
+    others          {shift: a whole set of images}: shifts that are other sets with the same classes
+
+Errors name the field of the config. Sources come from specs by `jaxdp.data.open`.
 """
 
-import dataclasses
 import functools
-import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxdp import data
-from jaxdp.data import Examples
+from jaxdp.data import DataSpec, Examples
 from jaxdp.data import tfds as prepared
-from jaxdp.data.ids import owners_of
-from jaxdp.data.tables import read_table
-from jaxdp.files import Limits, npz_names, optional, read_npz, shown
+from jaxdp.data.apart import check_records_apart
+from jaxdp.data.selection import everything, held, load_pixels
+from jaxdp.data.shifts import CLEAN, STRENGTHS, Shift, shifted
+from jaxdp.data.spec import Prepare, format_of, medmnist_arrays, open_parts
+from jaxdp.files import Limits, optional, read_npz
 from jaxdp.report import progress_bar
 
-from . import settings, shifts
+__all__ = [
+    "CLEAN",
+    "ROLES",
+    "arrays",
+    "check_group",
+    "domains",
+    "everything",
+    "held",
+    "in_memory",
+    "labels",
+    "only_adjacency",
+    "parts",
+    "shift",
+    "specs",
+    "terms",
+    "texts",
+    "under",
+    "whole",
+]
 
-Prepare = Callable[[Any], Any]
-CLEAN = "clean"  # no shift
-SOURCES = ("bundled", "tfds", "npz", "hf", "folder")
 # A bundled set is divided in this order, so studies with the same parts have the same division.
 ROLES = ("upstream", "public", "private", "sources", "stream", "client", "test", "tuning")
+# Fields that a config and a spec share, by name and meaning.
+_SHARED = (
+    *("name", "path", "data_dir", "num_classes", "in_memory", "prepare", "split_seed"),
+    *("group", "max_records", "crop_padding", "flip"),
+)
+_NOT_OWNERS = ("example", "image", "record")
 
 
-def parts(
-    config: Any, *roles: str, prepare: Prepare | None = None, grouped: bool = False
-) -> dict[str, Examples]:
-    """Returns the sources of some roles, with names such as "digits/private".
+# --- From a config to specs ---------------------------------------------------------------------
 
-    The division into parts does not depend on the records.
+
+def specs(
+    config: Any, *roles: str, grouped: bool = False, unit: str = "example", source: str = ""
+) -> dict[str, DataSpec]:
+    """Returns the specs of some roles. A role with several parts has "sources 0", "sources 1", ...
+
+    The division into parts does not depend on the records. All parts are checked, also those of
+    other roles.
 
     Args:
       config: The `data` part of a study's config, see above.
-      roles: The wanted roles. A role without a part is left out.
-      prepare: As in `jaxdp.data.from_tfds`. It is used if config.prepare is True.
-      grouped: Whether the study can protect the owners of several records, with `units` and
-          `one_each`.
+      roles: The roles. A role without a part is left out.
+      grouped: Whether the study can protect the owners of several records.
+      unit, source: The defaults of config.unit and config.source.
+
+    Raises:
+      ValueError: The source is unknown, or the parts do not fit the data or share a record. Or
+        config.data.group is set for a study that protects records.
+      FileNotFoundError: Data is missing whose splits or names are compared. The message says how
+        to get it.
+    """
+    source = config.get("source", source)
+    format_of(source, where="config.data")  # raises if the source is unknown
+    check_group(config, grouped=grouped)
+    parts = _parts(config)
+    shared = _shared_fields(config) | terms(config, unit=unit) | {"source": source}
+    if source == "bundled":
+        places = _bundled_places(config, parts)
+    else:
+        places = {role: _place(config, source, role, part) for role, part in parts.items()}
+    every = {
+        role: DataSpec(role=role, where="config.data", **{**shared, **place})
+        for role, place in places.items()
+    }
+    check_records_apart(every)
+    return {name: every[name] for role in roles for name in every if _kind(name) == role}
+
+
+def parts(
+    config: Any,
+    *roles: str,
+    prepare: Prepare | None = None,
+    grouped: bool = False,
+    images: bool = False,
+) -> dict[str, Examples]:
+    """Returns the sources of some roles, with names such as "digits/private".
+
+    Args:
+      config, roles, grouped: As in `specs`.
+      prepare, images: As in `jaxdp.data.spec.open_parts`.
 
     Raises:
       FileNotFoundError: The data is missing. The message says how to get it.
-      ValueError: The parts do not fit the data or share a record or an owner, or the source is
-        unknown. Or config.data.group is set for a study that protects records.
+      ValueError: As in `specs`, or two parts share an owner.
     """
-    if config.source not in SOURCES and ":" not in config.source:
-        known = ", ".join(map(repr, SOURCES))
-        raise ValueError(
-            f"config.data.source must be {known} or 'package.module:function', got "
-            f"{config.source!r}."
-        )
-    check_group(config, grouped=grouped)
-    wanted = _wanted(config)
-    chosen = [name for role in roles for name in wanted if _role(name) == role]
-    if config.source == "bundled":
-        whole = _bundled(config)
-        shares = [_share(role, part, len(whole)) for role, part in wanted.items()]
-        if sum(shares) > 1 + 1e-9:
-            raise ValueError(
-                f"config.data.parts must add up to at most {len(whole)} records of "
-                f"{config.name!r}, or to 1 in shares, got {dict(wanted)}."
-            )
-        cut = dict(zip(wanted, whole.split(shares, seed=config.split_seed), strict=True))
-        return {k: dataclasses.replace(cut[k], name=f"{config.name}/{k}") for k in chosen}
-    how = prepare if config.get("prepare", False) else None
-    where = splits(config) if config.source in ("tfds", "npz") else {}
-    _check_apart(config, {name: part for name, part in wanted.items() if name not in where})
-    found = {
-        name: _read(*where[name], config.data_dir or None, how)
-        if name in where
-        else _opened(config, wanted[name], how)
-        for name in chosen
+    return open_parts(specs(config, *roles, grouped=grouped), prepare=prepare, images=images)
+
+
+def whole(config: Any, where: str = "config.data") -> DataSpec:
+    """Returns the spec of one whole set, or of some classes of it.
+
+    Args:
+      config: Has the fields of a set of images, `split` in place of parts, and `classes`, the
+        labels to keep. They are renumbered in this order. () keeps all.
+      where: The field of the config with the set, for errors.
+    """
+    format_of(config.source, where=where)
+    check_group(config, where=where)
+    part = "" if config.source == "bundled" else config.split
+    _check_part(config, config.source, part, where)
+    return DataSpec(
+        source=config.source,
+        part=part,
+        classes=tuple(config.classes),
+        where=where,
+        **_shared_fields(config),
+    )
+
+
+def _shared_fields(config: Any) -> dict[str, Any]:
+    """Returns the fields of a spec that do not depend on its role."""
+    fields = {name: config[name] for name in _SHARED if name in config}
+    return fields | {
+        "columns": dict(config.get("columns", {})) or None,
+        "class_names": tuple(config.get("class_names", ())),
+        "options": dict(config.get("options", {})),
+        "limits": Limits(**config.get("limits", {})),
+        "pixel_range": config.get("pixel_range", None),
     }
-    _check_owners(config, found)
-    return found
-
-
-def _bundled(config: Any) -> Examples:
-    with settings.named("data", config):
-        return data.bundled(config.name)
-
-
-def _wanted(config: Any) -> dict[str, Any]:
-    """Returns the parts by role. Several parts of a role have the names "role 0", "role 1", ..."""
-    given = {role: config.parts[role] for role in ROLES if config.parts.get(role)}
-    several = {role: part for role, part in given.items() if isinstance(part, list | tuple)}
-    return {
-        name: each
-        for role, part in given.items()
-        for name, each in (
-            [(f"{role} {k}", x) for k, x in enumerate(part)] if role in several else [(role, part)]
-        )
-    }
-
-
-def _role(name: str) -> str:
-    return name.partition(" ")[0]
 
 
 def terms(config: Any, *, unit: str = "example", adjacency: str = "add_remove") -> dict[str, Any]:
@@ -157,107 +176,86 @@ def terms(config: Any, *, unit: str = "example", adjacency: str = "add_remove") 
     return {"unit": config.get("unit", unit), "adjacency": config.get("adjacency", adjacency)}
 
 
-def units(config: Any, images: Examples, records: Any = None) -> Any:
-    """Returns private records by unit of privacy: their owners if config.data.group is set,
-    otherwise the records.
-
-    Args:
-      config: The `data` part of a study's config.
-      images: The records as `parts` returns them.
-      records: What is computed from each, in their order. None takes the images.
-    """
-    records = images if records is None else records
-    if not config.get("group", ""):
-        return records
-    owners = config.group if records is images else data.read_ids(images, config.group)
-    return data.by_group(records, owners, max_records=config.max_records)
-
-
-def held(units: Any) -> tuple[Examples, np.ndarray]:
-    """Returns the records of `units` that count, in their order, and the number of the owner of
-    each.
-    """
-    if not isinstance(units, data.Groups):
-        return units, np.arange(len(units))
-    records: Any = units.source
-    owners, columns = np.nonzero(units.rows >= 0)
-    rows = units.rows[owners, columns]
-    order = np.argsort(rows)
-    return records.take(rows[order]), owners[order]
-
-
-def one_each(config: Any, records: Examples) -> Examples:
-    """Returns the first record of each owner if config.data.group is set, for a guarantee that is
-    for one record.
-    """
-    if not config.get("group", ""):
-        return records
-    return records.take(data.by_group(records, config.group, max_records=1).rows[:, 0])
-
-
-def check_group(config: Any, *, grouped: bool = False) -> None:
-    """Raises ValueError for a group of a study that protects single records, or one that lacks a
-    unit or a limit.
-    """
-    if not (group := config.get("group", "")):
-        return
-    if not grouped:
-        raise ValueError(
-            "config.data.group must be '' for this study, which protects single records, got "
-            f"{group!r}."
-        )
-    if config.source == "bundled":
-        raise ValueError(
-            f"config.data.group={group!r} needs other data: no bundled set says who owns a record."
-        )
-    if config.get("unit", "example") in ("example", "image", "record"):
-        raise ValueError(
-            f"config.data.unit must name an owner of records, such as 'patient', with {group=}."
-        )
-    if config.get("max_records", 0) < 1:
-        raise ValueError(f"config.data.max_records must be at least 1 with {group=}.")
-
-
-def _check_owners(config: Any, found: Mapping[str, Examples]) -> None:
-    """Refuses parts that share an owner of records."""
-    if not (group := config.get("group", "")):
-        return
-    first = dict[Any, str]()
-    for name, records in found.items():
-        if _role(name) in ("upstream", "public", "test") and group not in _columns(records):
-            continue
-        for owner in set(data.read_ids(records, group)):
-            if first.setdefault(owner, name) != name:
-                raise ValueError(
-                    f"config.data.parts.{first[owner]} and config.data.parts.{name} share a "
-                    f"{config.unit}. No account counts both uses of its records. Put all records "
-                    f"of a {config.unit} into one part."
-                )
-
-
-def _columns(records: Examples) -> set[str]:
-    """Returns the names of the columns of records, with those of texts."""
-    example = data.check_source(records)
-    return set(records.text_names) | (set(example) if isinstance(example, Mapping) else set())
-
-
 def only_adjacency(config: Any, adjacency: str) -> None:
     """Raises ValueError if the `data` part of a config has another adjacency than a study's proofs
     are for.
     """
-    if (given := config.get("adjacency", adjacency)) != adjacency:
+    declared = config.get("adjacency", adjacency)
+    if declared != adjacency:
         raise ValueError(
-            f"config.data.adjacency must be {adjacency!r} for this study, got {given!r}."
+            f"config.data.adjacency must be {adjacency!r} for this study, got {declared!r}."
         )
 
 
+def check_group(config: Any, *, grouped: bool = False, where: str = "config.data") -> None:
+    """Raises ValueError for a group of a study that protects single records, or one that lacks a
+    unit or a limit.
+    """
+    group = config.get("group", "")
+    if not group:
+        return
+    if not grouped:
+        raise ValueError(
+            f"{where}.group must be '' for this study, which protects single records, got "
+            f"{group!r}."
+        )
+    if config.source == "bundled":
+        raise ValueError(
+            f"{where}.group={group!r} needs other data: no bundled set says who owns a record."
+        )
+    if config.get("unit", "example") in _NOT_OWNERS:
+        raise ValueError(
+            f"{where}.unit must name an owner of records, such as 'patient', with {group=}."
+        )
+    if config.get("max_records", 0) < 1:
+        raise ValueError(f"{where}.max_records must be at least 1 with {group=}.")
+
+
+def _parts(config: Any) -> dict[str, Any]:
+    """Returns the parts by role, in the order of `ROLES`: {"private": 0.5, "sources": (0.1, 0.2)}
+    becomes {"private": 0.5, "sources 0": 0.1, "sources 1": 0.2}.
+    """
+    parts = dict[str, Any]()
+    for role in ROLES:
+        part = config.parts.get(role)
+        if not part:
+            continue
+        if isinstance(part, list | tuple):
+            parts |= {f"{role} {k}": one for k, one in enumerate(part)}
+        else:
+            parts[role] = part
+    return parts
+
+
+def _kind(role: str) -> str:
+    """Returns "sources" for "sources 0"."""
+    return role.partition(" ")[0]
+
+
+def _bundled_places(config: Any, parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the fields of a spec with the rows of each part, one part after the other."""
+    if not parts:
+        raise ValueError(f"config.data.parts must name a part of {config.name!r}, got none.")
+    records = len(data.open(DataSpec(source="bundled", name=config.name, where="config.data")))
+    shares = [_share(role, part, records) for role, part in parts.items()]
+    if sum(shares) > 1 + 1e-9:
+        raise ValueError(
+            f"config.data.parts must add up to at most {records} records of {config.name!r}, or "
+            f"to 1 in shares, got {dict(parts)}."
+        )
+    places, first = {}, 0
+    for role, end in zip(parts, np.cumsum(shares), strict=True):
+        # Ends are rounded, not sizes, so that shares that add up to 1 take every record.
+        last = min(records, round(records * end))
+        places[role] = {"part": role, "rows": (first, last)}
+        first = last
+    return places
+
+
 def _share(role: str, part: Any, records: int) -> float:
-    if (
-        isinstance(part, bool)
-        or not isinstance(part, int | float)
-        or part <= 0
-        or (part > 1 and part % 1)
-    ):
+    """Returns a part of a bundled set as a share of its records."""
+    is_number = isinstance(part, int | float) and not isinstance(part, bool)
+    if not is_number or part <= 0 or (part > 1 and part % 1):
         raise ValueError(
             f"config.data.parts.{role} must be a share in (0, 1) or a number of records of a "
             f"bundled set, got {part!r}."
@@ -265,114 +263,43 @@ def _share(role: str, part: Any, records: int) -> float:
     return part if part < 1 else part / records
 
 
-def splits(config: Any) -> dict[str, tuple[str, str]]:
-    """Returns (set, split) of each role whose part is a split of TFDS.
-
-    Raises:
-      ValueError: Two parts share a record, or a part is not a string.
-      FileNotFoundError: As in `parts`.
-    """
-    found, wanted = {}, _wanted(config)
-    for role, part in wanted.items():
-        if not isinstance(part, str):
-            raise ValueError(
-                f"config.data.parts.{role} must be a split such as 'train[:500]', got {part!r}."
-            )
-        name, _, split = part.rpartition("/")
-        if name or config.get("source") != "npz":
-            found[role] = (name or config.name, split)
-    if found:
-        data.check_disjoint(
-            {
-                f"config.data.parts.{role}": (*at, config.data_dir or None)
-                for role, at in found.items()
-            }
-        )
-    return found
-
-
-def _opened(config: Any, part: str, prepare: Prepare | None) -> Examples:
-    """Returns a part of npz, hf, folder or a function."""
+def _place(config: Any, source: str, role: str, part: Any) -> dict[str, Any]:
+    """Returns the fields of a spec that say where a part of a set that is not bundled lies."""
     if not isinstance(part, str):
+        must = "a split such as 'train[:500]'" if source in ("tfds", "npz") else "a text"
         raise ValueError(
-            f"config.data.parts must have texts for config.data.source={config.source!r}, got "
+            f"config.data.parts.{role} must be {must} for config.data.source={source!r}, got "
             f"{part!r}."
         )
-    name, path = f"{config.name}/{part}", config.get("path", "")
-    columns, limits = dict(config.get("columns", {})) or None, Limits(**config.get("limits", {}))
-    group = config.get("group", "")
-    how: dict[str, Any] = {"name": name, "num_classes": config.get("num_classes", 0)}
-    match config.source:
-        case "npz" if part.endswith(".npz"):
-            where = os.path.join(path, part)
-            texts = [group] if group and group in (columns or npz_names(where)) else []
-            return data.from_npz(where, columns=columns, texts=texts, limits=limits, **how)
-        case "npz":
-            image, label = arrays(
-                config, "path", (f"{part}_images", f"{part}_labels"), "as MedMNIST distributes it"
-            ).values()
-            return data.from_arrays(image=image, label=label.reshape(-1), **how)
-        case "hf":
-            if set("[+") & set(part):
-                raise ValueError(
-                    f"config.data.parts must have whole splits for 'hf', got {part!r}. Cut them "
-                    "before."
-                )
-            texts = [group] if group else []
-            found = data.from_hf(path or config.name, part, columns=columns, texts=texts, **how)
-        case "folder":
-            classes = tuple(config.get("class_names", ())) or None
-            texts = (
-                [group] if group and group in read_table(os.path.join(path, part)).columns else []
-            )
-            found = data.from_folder(
-                path,
-                part,
-                classes=classes,
-                texts=texts,
-                prepare=prepare,
-                pixel_range=config.get("pixel_range", None),
-                limits=limits,
-                **how,
-            )
-        case _:
-            found = _called(config, part)
-    return found.load() if config.get("in_memory", True) else found
+    name, _, split = part.rpartition("/")
+    if source == "tfds" or (source == "npz" and name):
+        return {"source": "tfds", "name": name or config.name, "part": split}
+    _check_part(config, source, part, "config.data")
+    return {"part": part}
 
 
-def _called(config: Any, part: str) -> Examples:
-    module, _, function = config.source.partition(":")
-    try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+# --- Files and texts ----------------------------------------------------------------------------
+
+
+def _check_part(config: Any, source: str, part: str, where: str) -> None:
+    """Raises an error if a part cannot be read: a missing file, or some records of a split of
+    Hugging Face.
+    """
+    if source == "npz" and not part.endswith(".npz"):
+        content = f"{', '.join(medmnist_arrays(part))} (as MedMNIST distributes it)"
+        _check_file(config.path, f"{where}.path", content)
+    if source == "hf" and set("[+") & set(part):
         raise ValueError(
-            f"config.data.source={config.source!r} cannot be imported: {shown(error)}."
-        ) from error
-    found = make(part, **dict(config.get("options", {})))
-    if not isinstance(found, Examples):
-        raise TypeError(
-            f"config.data.source={config.source!r} must return jaxdp.data.Examples, as from_arrays "
-            f"and from_grain do, got {type(found).__name__}."
+            f"{where}.parts must have whole splits for 'hf', got {part!r}. Cut them before."
         )
-    return dataclasses.replace(found, name=f"{config.name}/{part}")
 
 
-def _check_apart(config: Any, wanted: Mapping[str, Any]) -> None:
-    """Refuses parts that share a file of records, or an image of a folder."""
-    for part in (parts := list(wanted.values())):
-        if parts.count(part) > 1:
-            raise ValueError(
-                f"config.data.parts has {part!r} for several roles, which would share all records."
-            )
-    owner = dict[str, str]()
-    for name in wanted if config.source == "folder" else ():
-        table = read_table(os.path.join(config.path, wanted[name]), needed=("path",))
-        for path in map(os.path.normpath, table.columns["path"]):
-            if owner.setdefault(path, name) != name:
-                raise ValueError(
-                    f"config.data.parts.{owner[path]} and config.data.parts.{name} share an image. "
-                    "No account counts both uses of a record. List every image in one part."
-                )
+def _check_file(path: str, field: str, content: str) -> None:
+    if not path or not os.path.exists(path):
+        raise FileNotFoundError(
+            f"File {path!r} does not exist. An .npz file with the arrays {content} is needed. Give "
+            f"its path with --{field}=..., or run the config of the digits, which needs no file."
+        )
 
 
 def arrays(config: Any, field: str, keys: Sequence[str], what: str) -> dict[str, np.ndarray]:
@@ -389,20 +316,13 @@ def arrays(config: Any, field: str, keys: Sequence[str], what: str) -> dict[str,
       FileNotFoundError: The file does not exist.
       ValueError: The file is damaged or lacks an array.
     """
-    path, content = config[field], f"{', '.join(keys)} ({what})"
-    if not path or not os.path.exists(path):
-        raise FileNotFoundError(
-            f"File {path!r} does not exist. An .npz file with the arrays {content} is needed. Give "
-            f"its path with --config.data.{field}=..., or run the config of the digits, which "
-            "needs no file."
-        )
+    content = f"{', '.join(keys)} ({what})"
+    _check_file(config[field], f"config.data.{field}", content)
     limits = Limits(**config.get("limits", {}))
-    return read_npz(path, keys, remedy=f"Make it again with {content}.", limits=limits)
+    return read_npz(config[field], keys, remedy=f"Make it again with {content}.", limits=limits)
 
 
-def texts(
-    name: str, split: str, field: str, *, data_dir: str | None = None, labelled: bool = True
-) -> tuple[list[str], np.ndarray]:
+def texts(spec: DataSpec, field: str, *, labelled: bool = True) -> tuple[list[str], np.ndarray]:
     """Returns the texts of a field, and the labels int32 [n] (without `labelled` zeros), of a split
     of TFDS.
 
@@ -412,193 +332,75 @@ def texts(
     """
     tfds = optional("tensorflow_datasets", "tfds")
 
+    data_dir = spec.data_dir or os.environ.get("TFDS_DATA_DIR") or None
     with prepared._quiet_array_record():
-        builder = prepared._prepared_builder(
-            tfds, name, data_dir or os.environ.get("TFDS_DATA_DIR") or None
-        )
-        records = builder.as_data_source(split=split)
+        builder = prepared._prepared_builder(tfds, spec.name, data_dir)
+        records = builder.as_data_source(split=spec.part)
         rows = records.__getitems__(list(range(len(records))))
     if rows and field not in rows[0]:
-        raise ValueError(
-            f"field must be one of {', '.join(map(repr, sorted(rows[0])))}, got {field!r}."
-        )
+        known = ", ".join(map(repr, sorted(rows[0])))
+        raise ValueError(f"{spec.where}.field must be one of {known}, got {field!r}.")
     label = np.array([row["label"] if labelled else 0 for row in rows], np.int32)
     if (label < 0).any():
         raise ValueError(
-            f"split {split!r} of data set {name!r} has no labels (they are stored as -1)."
+            f"split {spec.part!r} of data set {spec.name!r} has no labels (they are stored as -1)."
         )
     return [row[field].decode("utf-8", "replace") for row in rows], label
 
 
-@functools.lru_cache(maxsize=8)
-def _read(name: str, split: str, data_dir: str | None, prepare: Prepare | None) -> Examples:
-    return data.from_tfds(name, split, data_dir=data_dir, prepare=prepare)
+# --- Shifts -------------------------------------------------------------------------------------
 
 
-def read(spec: Any, prepare: Prepare | None = None) -> Examples:
-    """Returns one whole set, or some classes of it.
+def shift(config: Any, name: str) -> Shift:
+    """Returns the shift of a name in the `data` part of a config.
 
-    Args:
-      spec: Has the fields of a set of images, `split` in place of parts, and `classes`, the labels
-        to keep. They are renumbered in this order. () keeps all.
-      prepare: As in `parts`.
+    Raises:
+      ValueError: config.data.strengths has a strength for an unknown shift.
     """
-    check_group(spec)
-    if spec.source == "bundled":
-        source = _bundled(spec)
-    elif spec.source == "tfds":
-        source = _read(
-            spec.name, spec.split, spec.data_dir or None, prepare if spec.prepare else None
-        )
-    else:
-        source = _opened(spec, spec.split, prepare if spec.prepare else None)
-    return source.of_classes(spec.classes) if spec.classes else source
+    published = config.get("corrupted_name", "")
+    strength = None if published else config.get("strengths", {}).get(name)
+    if strength is not None and name not in STRENGTHS:
+        raise ValueError(f"config.data.strengths must name {', '.join(STRENGTHS)}, got {name!r}.")
+    return Shift(
+        name,
+        severity=config.get("severity", 5),
+        strength=strength,
+        published=published,
+        data_dir=config.get("data_dir", ""),
+    )
 
 
-def check_apart(sets: Any, first: str, *others: str) -> None:
-    """Raises ValueError if another set, each as in `read`, shares a record with the first.
-
-    Args:
-      sets: The `data` part of a config, by name. Only sets of TFDS are compared. A set without a
-          name is skipped.
-      first, others: Names of sets.
-    """
-    mine = sets[first]
-    for name in others:
-        other = sets[name]
-        known = other.name and mine.source == other.source == "tfds"
-        if known and not (
-            mine.classes and other.classes and set(mine.classes).isdisjoint(other.classes)
-        ):
-            parts = {first: mine, name: other}
-            data.check_disjoint(
-                {
-                    f"config.data.{part}": (spec.name, spec.split, spec.data_dir or None)
-                    for part, spec in parts.items()
-                }
-            )
+def domains(config: Any, names: Sequence[str]) -> dict[str, Shift | DataSpec]:
+    """Returns the shift of each name, or the other set that stands for it in config.data.others."""
+    others = config.get("others", {})
+    return {
+        name: whole(others[name], f"config.data.others.{name}")
+        if name in others
+        else shift(config, name)
+        for name in names
+    }
 
 
-def under(test: Examples | None, config: Any, shift: str) -> Examples:
-    """Returns test images under a shift, `CLEAN` or a corruption, always in the same order.
-
-    Corruptions that are computed here are computed whenever an image is read. `in_memory` keeps
-    them.
-
-    Args:
-      test: The images without a shift. Published corrupted sets need none.
-      config: The `data` part of a study's config, see above.
-      shift: The name of the shift.
+def under(test: Examples | None, shift: Shift) -> Examples:
+    """Returns test images under a shift, always in the same order.
 
     Raises:
       ValueError: The shift is unknown, or the test images are missing.
       FileNotFoundError: As in `parts`.
     """
-    if config.get("corrupted_name", "") and shift != CLEAN:
-        return data.corrupted_tfds(
-            config.corrupted_name, shift, config.severity, data_dir=config.data_dir or None
-        )
-    if test is None:
+    if test is None and shift.reads_images:
         raise ValueError(
-            f"config.data.parts.test must name the images for the shift {shift!r}, got none."
+            f"config.data.parts.test must name the images for the shift {shift.name!r}, got none."
         )
-    if shift in (strengths := config.get("strengths", {})):
-        return shifts.shifted(test, shift, strengths[shift])
-    return test if shift == CLEAN else data.corrupt(test, shift, severity=config.severity)
+    return shifted(test, shift)
 
 
 def in_memory(source: Examples, name: str = "") -> Examples:
-    """Returns a source with all images in memory as uint8. A corruption is thus computed once."""
-    parts = np.split(np.arange(len(source)), range(256, len(source), 256))
-    read = [
-        source.gather(rows)
-        for rows in progress_bar(parts, label=f"images of {source.name}", unit="batch")
-    ]
-    image = np.concatenate([np.rint(255 * columns["image"]).astype(np.uint8) for columns in read])
-    label = np.concatenate([columns["label"] for columns in read])
-    return data.from_arrays(
-        image=image, label=label, num_classes=source.num_classes, name=name or source.name
-    )
-
-
-def everything(source: Examples) -> dict[str, np.ndarray]:
-    """Returns all columns of a source."""
-    return source.gather(np.arange(len(source)))
+    """Returns a source with all images in memory, and shows the progress. See `load_pixels`."""
+    bar = functools.partial(progress_bar, label=f"images of {source.name}", unit="batch")
+    return load_pixels(source, name=name, progress=bar)
 
 
 def labels(source: Examples) -> np.ndarray:
     """Returns all labels of a source without reading an image."""
     return data.read_column(source, "label")
-
-
-def choose(count: int, chosen: int, *, seed: int) -> np.ndarray:
-    """Returns a public choice of `chosen` of `count` rows in a random order, int64 [chosen]."""
-    return np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable")[:chosen]
-
-
-def at_most(source: Examples, count: int, *, seed: int) -> Examples:
-    """Returns a public choice of `count` records in a random order. 0 takes all records."""
-    return source.take(choose(len(source), count or len(source), seed=seed))
-
-
-def smallest_class(source: Examples) -> int:
-    """Returns the number of records of the rarest class."""
-    return int(np.bincount(labels(source), minlength=source.num_classes).min())
-
-
-def few_shots(source: Examples, shots: int, *, seed: int) -> dict[str, np.ndarray]:
-    """Returns `shots` records of every class, class by class, drawn without replacement.
-
-    Raises:
-      ValueError: A class has fewer records.
-    """
-    if (most := smallest_class(source)) < shots:
-        raise ValueError(
-            f"shots must be at most {most}, the size of the smallest class, got {shots}."
-        )
-    rng, known = np.random.Generator(np.random.Philox(key=seed)), labels(source)
-    rows = [
-        rng.choice(np.flatnonzero(known == k), shots, replace=False)
-        for k in range(source.num_classes)
-    ]
-    return source.gather(np.concatenate(rows))
-
-
-def turned(source: Examples, quarters: int) -> Examples:
-    """Returns a source with its images rotated by quarter turns."""
-    if quarters % 4 == 0:
-        return source
-    columns = everything(source)
-    image = np.rot90(columns["image"], quarters, axes=(1, 2))
-    return data.from_arrays(
-        image=image, label=columns["label"], num_classes=source.num_classes, name=source.name
-    )
-
-
-def cut(config: Any, source: Examples, pieces: int) -> Sequence[Examples]:
-    """Returns a source in pieces of nearly equal numbers of units, in its order. No two pieces
-    share an owner.
-
-    The division follows from positions, so each piece is a data set of its own. A neighbour differs
-    in one piece.
-    """
-    owners = np.arange(len(source))
-    if group := config.get("group", ""):
-        owners = owners_of(data.read_ids(source, group), len(source))
-    parts = np.array_split(np.arange(owners.max(initial=-1) + 1), pieces)
-    return [source.take(np.flatnonzero(np.isin(owners, part))) for part in parts]
-
-
-def require_images(sources: Mapping[str, Examples]) -> None:
-    """Raises ValueError for a source without images."""
-    for source in sources.values():
-        image_shape(source)
-
-
-def image_shape(source: Examples) -> tuple[int, ...]:
-    """Returns (height, width, channels) of the images. Raises ValueError for a source without
-    images.
-    """
-    return data.check_source(source, "image", argument=f"config.data: {source.name!r}")[
-        "image"
-    ].shape

@@ -20,7 +20,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxdp import finetune
-from jaxdp.data import Examples
+from jaxdp.data import DataSpec, Examples
+from jaxdp.data.spec import open_parts
 from jaxdp.models import Pretrained, load_params, merge_pretrained
 from jaxdp.models.robustness import robust_accuracy
 from jaxdp.report import plot_panels, plot_points
@@ -53,6 +54,7 @@ class _Bench:
     def __init__(self, config: Any, root: pathlib.Path):
         self.config, self.root = config, root
         self.network = models.network(config.pretrain.model, 2)
+        self.specs = functools.cache(self._specs)
         self.task = functools.cache(self._task)
         self.trainer = functools.cache(self._trainer)
 
@@ -82,10 +84,14 @@ class _Bench:
             images.update(mine)
         return images
 
+    def _specs(self, dataset: str) -> dict[str, DataSpec]:
+        return data.specs(self.images(dataset), "private", "test")
+
     def _task(self, dataset: str) -> tuple[Pretrained, Examples, Examples]:
-        found = data.parts(self.images(dataset), "private", "test")
-        network = models.with_classes(self.network, found["private"].num_classes)
-        private, test = (models.resize(network, found[role]) for role in ("private", "test"))
+        sources = open_parts(self.specs(dataset))
+        network = models.with_classes(self.network, sources["private"].num_classes)
+        private = models.resize(network, sources["private"])
+        test = models.resize(network, sources["test"])
         return network, dataclasses.replace(private, name=dataset), test
 
     def _trainer(self, method: str, epsilon: float, dataset: str, rate: float | None = None) -> Any:
@@ -95,10 +101,8 @@ class _Bench:
             public = models.resize(
                 network, data.parts(self.config.pretrain.data, "public")["public"]
             )
-        images = self.images(dataset)
-        return trainers.make(
-            private, network, source, public, images, unit=data.terms(images)["unit"]
-        )
+        spec = self.specs(dataset)["private"]
+        return trainers.make(private, network, source, public, spec, unit=spec.unit)
 
     def upstream(self, name: str, seed: int) -> tuple[Params, Mapping[str, Any]]:
         """Returns the parameters of an upstream model and its results. Trains the model first if it
@@ -115,7 +119,7 @@ class _Bench:
             "epsilon": private.epsilon,
             "delta": private.delta,
         }
-        return data.terms(self.images(dataset)) | budget
+        return self.specs(dataset)["private"].terms | budget
 
     def upstream_config(self, name: str, seed: int) -> Any:
         """Returns the config of an upstream model."""

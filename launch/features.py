@@ -22,7 +22,8 @@ import jax
 import numpy as np
 import optax
 
-from jaxdp.data import Examples, bundled, from_arrays
+from jaxdp.data import Examples, bundled, from_arrays, read_column
+from jaxdp.data.selection import everything, image_shape
 from jaxdp.models import Preprocessing, Pretrained, load_params
 from jaxdp.prediction.features import FeatureMap
 
@@ -165,7 +166,6 @@ def images(config: Any) -> Opened:
     both.
     """
     found = _read(config)
-    data.require_images(found)
     public, private, test = (
         _some_classes(found[role], config) for role in ("public", "private", "test")
     )
@@ -178,7 +178,7 @@ def images(config: Any) -> Opened:
         project = FeatureMap.from_public(_vectors(params, public), **config.features)
         parts = []
         for name, source in (("train", private), ("test", test)):
-            features, label = project(_vectors(params, source)), data.labels(source)
+            features, label = project(_vectors(params, source)), read_column(source, "label")
             name = f"{config.name}/{name}" if config.source == "bundled" else source.name
             parts.append(
                 from_arrays(
@@ -197,13 +197,13 @@ def _read(config: Any) -> dict[str, Examples]:
     """
     roles = ("upstream", "public", "private", "test")
     try:
-        return data.parts(config, *roles)
+        return data.parts(config, *roles, images=True)
     except FileNotFoundError:
         if not config.parts.get("upstream"):
             raise
         others = copy.deepcopy(config)
         others.parts.upstream = ""
-        found = data.parts(others, *roles)  # raises if one of them is missing
+        found = data.parts(others, *roles, images=True)  # raises if one of them is missing
         print(
             f"{config.parts.upstream} is missing. The frozen network is trained on the bundled "
             "digits instead."
@@ -225,7 +225,7 @@ def _some_classes(source: Examples, config: Any) -> Examples:
             f"config.data.keep must have a share for each of {len(config.classes)} classes, or be "
             "()."
         )
-    columns, stay = data.everything(chosen), []
+    columns, stay = everything(chosen), []
     for row, (image, label) in enumerate(zip(columns["image"], columns["label"], strict=True)):
         digest = hashlib.blake2b(image.tobytes(), digest_size=8).digest()
         if int.from_bytes(digest, "little") < config.keep[label] * 2**64:
@@ -234,7 +234,7 @@ def _some_classes(source: Examples, config: Any) -> Examples:
 
 
 def _network(source: Examples, num_classes: int) -> Pretrained:
-    channels = data.image_shape(source)[-1]
+    channels = image_shape(source)[-1]
     preprocessing = Preprocessing(size=28, mean=channels * (0.0,), std=channels * (1.0,))
     return Pretrained(Convolutions(num_classes), {}, preprocessing)
 
@@ -259,7 +259,7 @@ def _pretrained(how: Any, upstream: Examples, path: pathlib.Path) -> Mapping[str
 def _vectors(params: Mapping[str, Any] | None, source: Examples) -> np.ndarray:
     """Returns activations of the network, or pixels, [n, d]."""
     if params is None:
-        return data.everything(source)["image"].reshape(len(source), -1)
+        return everything(source)["image"].reshape(len(source), -1)
     network = _network(source, 0)
     return models.logits(network, params, models.resize(network, source))
 
@@ -300,11 +300,8 @@ def text(config: Any) -> Opened:
     words, vectors, counts = data.arrays(
         config, "word_vectors", keys, "public word vectors"
     ).values()
-    where = data.splits(config)
-    found = {
-        role: data.texts(*where[role], config.field, data_dir=config.data_dir)
-        for role in ("private", "test")
-    }
+    specs = data.specs(config, "private", "test", source="tfds")
+    found = {role: data.texts(specs[role], config.field) for role in ("private", "test")}
 
     def compute(_: pathlib.Path) -> Task:
         frequency = counts.astype(np.float64) / counts.sum()
@@ -325,9 +322,7 @@ def text(config: Any) -> Opened:
         for role, (texts, label) in found.items():
             features = project(np.stack([mean(sentence) for sentence in texts]))
             parts.append(
-                from_arrays(
-                    features=features, label=label, num_classes=2, name="/".join(where[role])
-                )
+                from_arrays(features=features, label=label, num_classes=2, name=specs[role].title)
             )
         origin = f"weighted mean of {len(words)} public word vectors, centred and scaled under public word counts"
         return Task(parts[0], parts[1], origin)

@@ -21,7 +21,7 @@ from jaxdp.models import load_params, merge_pretrained, save_params
 from jaxdp.release import Hosts
 from jaxdp.report import Callback, format_table, plot_training
 
-from . import curve, data, dpadapter, frame, models, plans, results, tasks, trainers
+from . import curve, dpadapter, frame, models, plans, results, tasks, trainers
 
 Params = Any
 
@@ -49,7 +49,7 @@ def _open(config: Any, root: pathlib.Path, *, mesh: Any = None) -> _Opened:
         config = config.copy_and_resolve_references()
         config.model.features.keep = "memory"  # Process 0 alone writes into the workdir.
     task = tasks.open_task(config, root)
-    return _Opened(task, task.trainer(config.private, config.data, mesh))
+    return _Opened(task, task.trainer(config.private, mesh))
 
 
 def _cells(config: Any) -> Iterator[Model]:
@@ -77,7 +77,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             task.private,
             config.no_privacy,
             seed=config.init_seed,
-            augment=augmentation(config.data),
+            augment=augmentation(task.spec),
             optimizer=functools.partial(models.adam_on, chosen=task.chosen),
             label="no privacy",
         )
@@ -88,7 +88,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     private = config.private
     label, terms, folder = (
         cell.model.replace("_", " "),
-        task.terms(private, config.data),
+        task.terms(private),
         work.folder(cell),
     )
     with contextlib.ExitStack() as opened:
@@ -148,7 +148,7 @@ def _backbone(config: Any, task: tasks.Task, work: frame.Work) -> Params | None:
             config.pretrain,
             work.root / "pretrained.safetensors",
             seed=config.init_seed,
-            augment=augmentation(config.data),
+            augment=augmentation(task.spec),
             label="public pre-training",
         ).params
 
@@ -170,7 +170,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "method": work.config.private.method,
         "noise_multiplier": float(work.shared.trainer.privatizer.event_at(0).noise_multiplier),
         "steps": work.config.private.steps,
-        **data.terms(work.config.data),
+        **work.shared.task.spec.terms,
         "dataset": work.shared.task.private.name,
     }
 
@@ -217,7 +217,7 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
     loss, start = models.loss(task.network), models.fresh(task.network, config.init_seed)
     records, units = task.blank()
     how: dict[str, Any] = {"steps": private.steps, "every": private.checkpoint_every}
-    how["terms"] = task.terms(private, config.data)
+    how["terms"] = task.terms(private)
     if task.public is not None and not (
         config.pretrain.weights or models.has_backbone(config.model)
     ):

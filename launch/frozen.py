@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data import Examples, from_arrays
+from jaxdp.data import DataSpec, Examples, from_arrays, read_column
 from jaxdp.files import read_npz, write_durably
 from jaxdp.models import Features, Pretrained, head_inputs
 
-from . import data, frame, models
+from . import frame, models
 
 _BATCH = 100
 
@@ -62,7 +62,7 @@ class FeatureSource:
     @functools.cached_property
     def kept(self) -> Examples:
         """The features in memory."""
-        label = data.labels(self.source)
+        label = read_column(self.source, "label")
         return from_arrays(
             features=self.find(), label=label, num_classes=self.num_classes, name=self.name
         )
@@ -158,13 +158,16 @@ class Frozen:
         return digest.hexdigest()
 
 
-def check(config: Any) -> None:
+def check(model: Any, private: Any, images: DataSpec) -> None:
     """Refuses a config whose features cannot be kept.
+
+    Args:
+      model, private: Parts of a config.
+      images: The spec of the private images.
 
     Raises:
       ValueError: More than the head is trained, there is no checkpoint, or images are augmented.
     """
-    model, private, images = config.model, config.private, config.data
     frame.known("model.features.keep", [model.features.keep], ("", "memory", "workdir"))
     if not model.features.keep:
         return

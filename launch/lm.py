@@ -15,12 +15,13 @@ import numpy as np
 
 from jaxdp import finetune
 from jaxdp.data import Examples, from_texts, pad_to_physical
+from jaxdp.data.order import shuffled
 from jaxdp.files import optional, understood
 from jaxdp.models import LanguageModel, Pretrained, generate, merge_lora, save_params
 from jaxdp.models.registry import MODELS
 from jaxdp.report import format_table
 
-from . import data, frame, models, plans, settings, trainers
+from . import data, frame, models, plans, trainers
 
 Params = Any
 BYTES = "bytes"
@@ -75,12 +76,9 @@ def _texts(config: Any) -> dict[str, list[str]]:
     """Returns the private and the test texts of the data part of a config, one per record."""
     roles, found = ("private", "test"), {}
     if config.source == "tfds":
-        where = data.splits(config)
+        specs = data.specs(config, *roles)
         for role in roles:
-            with settings.named("data", config):
-                found[role], _ = data.texts(
-                    *where[role], config.field, data_dir=config.data_dir, labelled=False
-                )
+            found[role], _ = data.texts(specs[role], config.field, labelled=False)
     elif config.source == "lines":
         for role in roles:
             path = pathlib.Path(config.path, config.parts[role])
@@ -99,7 +97,7 @@ def _texts(config: Any) -> dict[str, list[str]]:
             line.strip() for page in pages for line in page.read_text(encoding="utf-8").splitlines()
         ]
         whole = [line for line in lines if len(line) >= 20]
-        order = data.choose(len(whole), len(whole), seed=config.split_seed)
+        order = shuffled(len(whole), seed=config.split_seed)
         cut = round(config.parts.private * len(whole))
         found = {
             "private": [whole[i] for i in order[:cut]],

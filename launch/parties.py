@@ -25,7 +25,9 @@ import numpy as np
 
 from jaxdp import split
 from jaxdp.data import Examples, resize_images
+from jaxdp.data import open as open_spec
 from jaxdp.data.labels import judge, predicted
+from jaxdp.data.selection import everything, few_shots
 from jaxdp.files import (
     Limits,
     Package,
@@ -546,17 +548,9 @@ def _client_images(
         few = {"image": preprocessing.prepare(arrays["image"]), "label": arrays["label"]}
         test = {"image": preprocessing.prepare(arrays.get("test_image", few["image"][:0]))}
         return few, test | ({"label": arrays["test_label"]} if "test_label" in arrays else {})
-    halves = _read(config.data, preprocessing).split((0.5, 0.5), seed=config.data_seed)
-    pool, test = (half.gather(np.arange(len(half))) for half in halves)
-    found = [
-        np.flatnonzero(pool["label"] == k)[: config.shots] for k in range(halves[0].num_classes)
-    ]
-    if (fewest := min(map(len, found))) < config.shots:
-        raise ValueError(
-            f"shots must be at most {fewest}, the size of the smallest class, got {config.shots}."
-        )
-    rows = np.concatenate(found)
-    return {name: array[rows] for name, array in pool.items()}, test
+    images = _read(config.data, preprocessing)
+    pool, test_images = images.split((0.5, 0.5), seed=config.data_seed)
+    return few_shots(pool, config.shots, seed=None), everything(test_images)
 
 
 def _check_same_images(arrays: dict[str, Any], path: pathlib.Path) -> None:
@@ -572,7 +566,7 @@ def _check_same_images(arrays: dict[str, Any], path: pathlib.Path) -> None:
     write_json(path, sums)
 
 
-def _read(spec: Any, preprocessing: Preprocessing) -> Examples:
-    """Returns the images that a config names, in the size of the model."""
-    source = data.read(spec, preprocessing.prepare)
+def _read(config: Any, preprocessing: Preprocessing) -> Examples:
+    """Returns the images of the `data` part of a config, in the size of the model."""
+    source = open_spec(data.whole(config), prepare=preprocessing.prepare)
     return resize_images(source, preprocessing.size, len(preprocessing.mean))

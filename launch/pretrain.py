@@ -17,7 +17,9 @@ import numpy as np
 import optax
 
 from jaxdp import pretrain
-from jaxdp.data import Examples, augmentation
+from jaxdp.data import DataSpec, Examples, augmentation
+from jaxdp.data.selection import image_shape
+from jaxdp.data.spec import open_parts
 from jaxdp.models import Pretrained, save_params
 from jaxdp.report import format_table, plot_panels, read_metrics
 
@@ -32,6 +34,7 @@ class Model(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
+    spec: DataSpec  # of the training images
     train: Examples
     test: Examples
     network: Pretrained
@@ -40,9 +43,11 @@ class _Task:
 
 
 def _open(config: Any, root: pathlib.Path) -> _Task:
-    found = data.parts(config.data, "public", "test")
-    network = models.network(config.model, found["public"].num_classes)
-    train, test = (models.resize(network, found[role]) for role in ("public", "test"))
+    specs = data.specs(config.data, "public", "test")
+    sources = open_parts(specs, images=True)
+    network = models.network(config.model, sources["public"].num_classes)
+    train = models.resize(network, sources["public"])
+    test = models.resize(network, sources["test"])
     sizes = {
         "perturbation_batch_size": "ascent.batch_size",
         "update_batch_size": "train.batch_size",
@@ -50,13 +55,13 @@ def _open(config: Any, root: pathlib.Path) -> _Task:
     with settings.named("ascent", config.ascent, **sizes):
         trainer, batches = _trainer(config, network), _batches(config, train)
         batches.check_microbatches(trainer)
-    shape = "x".join(map(str, data.image_shape(train)))
+    shape = "x".join(map(str, image_shape(train)))
     print(
         f"{config.method.name}: {len(train)} public examples ({train.name}), {len(test)} test "
         f"({test.name}), images {shape}, {train.num_classes} classes.",
         flush=True,
     )
-    return _Task(train, test, network, trainer, batches)
+    return _Task(specs["public"], train, test, network, trainer, batches)
 
 
 def _trainer(config: Any, network: Pretrained) -> pretrain.SharpnessTrainer:
@@ -107,7 +112,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             models.fresh(task.network, config.seed),
             task.train,
             **{name: value for name, value in vars(batches).items() if name != "num_examples"},
-            augment=augmentation(config.data),
+            augment=augmentation(task.spec),
             evaluate=lambda state: {
                 "accuracy": float(judge(state.params, task.test, std=0.0, draws=1)[0])
             },

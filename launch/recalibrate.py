@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxdp import recalibration
 from jaxdp.data import CORRUPTIONS, HELD_OUT_CORRUPTIONS, Examples
+from jaxdp.data import open as open_spec
 from jaxdp.models import Pretrained
 from jaxdp.privacy import Ledger, SelfComposedDpEvent
 from jaxdp.recalibration import Records
@@ -150,8 +151,10 @@ class Bench:
     def __init__(self, config: Any, root: pathlib.Path):
         self.config, self.root = config, root
         self.prepare = models.network(config.model).preprocessing.prepare
-        self.test = data.parts(config.data, "test", prepare=self.prepare)["test"]
+        self.specs = data.specs(config.data, "public", "test")
+        self.test = open_spec(self.specs["test"], prepare=self.prepare)
         sweep, settings, shifts = config.sweep, _settings(config), config.data.corruptions
+        self.shifts = {name: data.shift(config.data, name) for name in shifts}
         records = len(self.images(shifts[0]))
         self.order = simulation.Order.draw(
             sweep.seed, records=records, trials=sweep.trials, settings=settings
@@ -164,13 +167,14 @@ class Bench:
 
     def images(self, shift: str) -> Examples:
         """Returns the test images under a shift."""
-        return data.under(self.test, self.config.data, shift)
+        return data.under(self.test, self.shifts[shift])
 
     @functools.cached_property
     def network(self) -> Pretrained:
         """The classifier."""
-        public = functools.partial(data.parts, self.config.data, "public", prepare=self.prepare)
-        return models.source_model(self.config, lambda: public()["public"], self.root)
+        return models.source_model(
+            self.config, lambda: open_spec(self.specs["public"], prepare=self.prepare), self.root
+        )
 
 
 def _records(work: frame.Work, shift: str) -> Records:
@@ -233,7 +237,7 @@ def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
     """
     config, records = work.config, _records(work, cell.shift)
     adjacency, ((sources, samples, epsilon),) = config.sweep.adjacency, parts(config)[CENTRE]
-    unit = data.terms(config.data)["unit"]
+    unit = work.shared.specs["test"].unit
     rows = np.asarray(work.shared.order.rows[0])[: sources * samples]
     logits, labels = np.asarray(records.logits), np.asarray(records.labels)
     found, parties = {"before": recalibration.none()}, []

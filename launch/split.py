@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxdp.data.selection import few_shots, smallest_class
 from jaxdp.files import optional, read_npz, write_durably
 from jaxdp.privacy import Ledger
 from jaxdp.report import format_table, plot_curves, plot_images, plot_panels
@@ -183,7 +184,7 @@ def _run(cell: Any, work: frame.Work) -> dict[str, Any]:
 
 def client_of(task: Task, shots: int, seed: int, rate: float = 0.0) -> Client:
     """Returns a client with some of the images of a task, drawn by the seed."""
-    return Client(task, data.few_shots(task.pool, shots, seed=seed), seed, rate)
+    return Client(task, few_shots(task.pool, shots, seed=seed), seed, rate)
 
 
 def _tried(bench: Bench, cell: Rate, seed: int) -> dict[str, float]:
@@ -193,9 +194,7 @@ def _tried(bench: Bench, cell: Rate, seed: int) -> dict[str, float]:
             cell.method, client_of(task, bench.config.ablation.shots, seed, cell.rate)
         )
     # The largest epsilon shows the differences between rates best.
-    client = client_of(
-        task, min(max(options.shots), data.smallest_class(task.pool)), seed, cell.rate
-    )
+    client = client_of(task, min(max(options.shots), smallest_class(task.pool)), seed, cell.rate)
     with Ledger.in_memory() as ledger:  # the images are the server's own
         ledger.register("tuning", **_terms(bench.config), delta=options.delta)
         account = ledger.account("tuning")

@@ -13,7 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import split
-from jaxdp.data import Examples
+from jaxdp.data import Examples, read_column
+from jaxdp.data import open as open_spec
+from jaxdp.data.apart import check_sets_apart
+from jaxdp.data.selection import at_most, everything, turned
+from jaxdp.models import Pretrained
 from jaxdp.privacy import Account
 from jaxdp.release import Till, stream
 from jaxdp.split import baselines, copies
@@ -127,6 +131,75 @@ class Client(NamedTuple):
         return stream(self.secret, name, impl="threefry2x32")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sets:
+    """The images of the server and of the client, in the size of the network.
+
+    Attributes:
+      pretraining: The server's images on which the backbone is trained here. None with a
+        checkpoint.
+      server: The server's other images.
+      client: The client's task.
+      tuning: A task of the server, on other images than the client's.
+    """
+
+    pretraining: Examples | None
+    server: Examples
+    client: Task
+    tuning: Task
+
+    @classmethod
+    def open(cls, config: Any, network: Pretrained) -> "_Sets":
+        """Reads the sets of config.data: client, server, and if they have a name client_test and
+        tuning.
+        """
+        sets, seed = config.data, config.data.split_seed
+        specs = {
+            name: data.whole(sets[name], f"config.data.{name}")
+            for name in ("client", "server", "tuning", "client_test")
+            if sets[name].name
+        }
+        client_spec = specs["client"]
+        check_sets_apart(client_spec, *(spec for spec in specs.values() if spec != client_spec))
+        images = {
+            name: models.resize(network, open_spec(spec, prepare=network.preprocessing.prepare))
+            for name, spec in specs.items()
+        }
+        server, pretraining = images["server"], None
+        if server.num_classes != config.model.num_classes:
+            raise ValueError(
+                f"config.model.num_classes must be {server.num_classes}, the classes of "
+                f"config.data.server, got {config.model.num_classes}."
+            )
+        if not config.model.checkpoint:
+            share = sets.pretrain_fraction
+            if not 0 < share < 1:
+                raise ValueError(
+                    "config.data.pretrain_fraction must be in (0, 1) without a checkpoint, got "
+                    f"{share}."
+                )
+            pretraining, server = server.split((share, 1 - share), seed=seed)
+
+        if "client_test" in images:
+            pool, test = images["client"], images["client_test"]
+        else:
+            pool, test = images["client"].split((0.5, 0.5), seed=seed)
+        if test.num_classes != pool.num_classes:
+            raise ValueError(
+                f"config.data.client_test must have {pool.num_classes} classes, got "
+                f"{test.num_classes}."
+            )
+        client = Task(
+            at_most(pool, sets.client.images, seed=seed),
+            at_most(test, sets.client_test.images, seed=seed),
+        )
+        # Another seed than the client's: both may divide one set.
+        halves = images.get("tuning", server).split((0.5, 0.5), seed=seed + 1)
+        some = [at_most(half, sets.tuning.images, seed=seed) for half in halves]
+        tuning = Task(*(turned(half, sets.tuning.rotate) for half in some))
+        return cls(pretraining, at_most(server, sets.server_images, seed=seed), client, tuning)
+
+
 class Bench:
     """The server's model and images, the client's task, and everything that can be run on them.
 
@@ -144,63 +217,19 @@ class Bench:
 
     def __init__(self, config: Any, root: pathlib.Path):
         self.config, self.root = config, root
-        sets, seed = config.data, config.data.split_seed
         self._network = network = models.network(config.model)
-        data.check_apart(sets, "client", "server", "tuning", "client_test")
-
-        def read(spec: Any) -> Examples:
-            return models.resize(network, data.read(spec, network.preprocessing.prepare))
-
-        def task(halves: Sequence[Examples], *most: int) -> Task:
-            return Task(
-                *(
-                    data.at_most(half, count, seed=seed)
-                    for half, count in zip(halves, most, strict=True)
-                )
-            )
-
-        server, self._pretraining = read(sets.server), None
-        if server.num_classes != config.model.num_classes:
-            raise ValueError(
-                f"config.model.num_classes must be {server.num_classes}, the classes of "
-                f"config.data.server, got {config.model.num_classes}."
-            )
-        if not config.model.checkpoint:
-            share = sets.pretrain_fraction
-            if not 0 < share < 1:
-                raise ValueError(
-                    "config.data.pretrain_fraction must be in (0, 1) without a checkpoint, got "
-                    f"{share}."
-                )
-            self._pretraining, server = server.split((share, 1 - share), seed=seed)
+        sets = _Sets.open(config, network)
+        self._pretraining, self.public = sets.pretraining, everything(sets.server)
+        self.client, self.tuning = sets.client, sets.tuning
+        self.num_classes = self.client.pool.num_classes
         cut = config.cut or split.two_thirds(network.model)
         self.backbone = split.Backbone(
             network.model, network.preprocessing, cut, config.head_hidden
         )
-        self.public = data.everything(data.at_most(server, sets.server_images, seed=seed))
-        client, known = read(sets.client), (read(sets.tuning) if sets.tuning.name else server)
-        halves = (
-            (client, read(sets.client_test))
-            if sets.client_test.name
-            else client.split((0.5, 0.5), seed=seed)
-        )
-        self.client = task(halves, sets.client.images, sets.client_test.images)
-        self.num_classes, theirs = self.client.pool.num_classes, self.client.test.num_classes
-        if theirs != self.num_classes:
-            raise ValueError(
-                f"config.data.client_test must have {self.num_classes} classes, got {theirs}."
-            )
-        halves = task(
-            known.split((0.5, 0.5), seed=seed + 1), sets.tuning.images, sets.tuning.images
-        )
-        self.tuning = Task(*(data.turned(half, sets.tuning.rotate) for half in halves))
-        self.server, self._projection = (
-            functools.cache(self._server),
-            functools.cache(self._public_projection),
-        )
-        self._extract = functools.cache(
-            self._make_extract
-        )  # one object, so that decoders compile once
+        self.server = functools.cache(self._server)
+        self._projection = functools.cache(self._public_projection)
+        # One extractor of a variant is one object, so that decoders compile once.
+        self._extract = functools.cache(self._make_extract)
 
     # --- The server ------------------------------------------------------------------------------
 
@@ -281,7 +310,7 @@ class Bench:
             batch_size=self.config.baselines.batch_size,
             key=jax.random.key(client.seed),
         )
-        test: Any = data.everything(client.task.test)
+        test: Any = everything(client.task.test)
         return {"accuracy": baselines.accuracy(adapted, test["image"], test["label"])}
 
     def _epochs(self, method: str) -> int:
@@ -308,7 +337,7 @@ class Bench:
         labels, (x, params) = client.few["label"], self._noisily(variant, client)
         steps = self.config.adaptation.epochs * self._batches(labels, self.config.client.copies)
         right = self._adapted(variant, client, self._copies(variant, client, x), labels, steps)
-        x = self._represent(data.everything(client.task.test)["image"], variant, params)
+        x = self._represent(everything(client.task.test)["image"], variant, params)
         noisy = x + noise.laplace(stream(client.secret, "test images"), x, self._scale(variant))
         return {"accuracy": right(x), "noisy": right(noisy)}
 
@@ -380,7 +409,7 @@ class Bench:
             epochs=max(1, round(steps / self._batches(labels, made.copies))),
             batch_size=self.config.adaptation.batch_size,
         )
-        right = data.labels(client.task.test)
+        right = read_column(client.task.test, "label")
 
         def accuracy(x: jax.Array) -> float:
             parts = [adapted.logits(x[i : i + 256]) for i in range(0, len(x), 256)]
@@ -434,9 +463,7 @@ class Bench:
         matrix = split.label_noise_matrix(client.task.pool.num_classes, release.label_epsilon)
         right = self._adapted(variant, client, made, released.labels, options.steps, matrix)
         # The backend was adapted in the subspace of the projection only.
-        test = split.project(
-            projection, self._represent(data.everything(client.task.test)["image"])
-        )
+        test = split.project(projection, self._represent(everything(client.task.test)["image"]))
         return {"accuracy": right(split.lift(projection, test)), "epsilon": account.epsilon()}
 
     # --- Attacks ---------------------------------------------------------------------------------

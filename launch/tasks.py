@@ -2,12 +2,14 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxdp.data import Examples, Groups, by_group, from_arrays
+from jaxdp.data import DataSpec, Examples, Groups, by_group, from_arrays
+from jaxdp.data.selection import units
+from jaxdp.data.spec import open_parts
 from jaxdp.models import Pretrained, load_params, merge_lora
 
 from . import data, frozen, models, trainers
@@ -20,49 +22,63 @@ class Task:
     """What a config trains: on images, or on the features of a frozen network (`head`).
 
     Attributes:
+      spec: What the private records are: their terms in the ledger and their augmentation.
+      public, private, test: The images, or their features. Public ones may be missing.
       units: What is protected and trained on: the private records, or their owners.
-      unit: The name of one of them in the ledger.
+      network: The trained network.
       chosen: The choice of trained parameters, as in `jaxdp.clipped_grad`, or None for all.
+      head: The frozen network, of which only the head is trained, or None.
     """
 
+    spec: DataSpec
     public: Examples | None
     private: Any
     units: Any
-    unit: str
     test: Any
     network: Pretrained
     chosen: Callable[[str, Any], bool] | None
     head: frozen.Frozen | None
 
-    def trainer(self, private: Any, images: Any, mesh: Any = None) -> Any:
+    def trainer(self, private: Any, mesh: Any = None) -> Any:
         """Returns the trainer of the `private` part of a config, on one device or a mesh with the
         axis "data".
         """
-        public: Any = (
-            self.head.source("public", self.public) if self.head and self.public else self.public
+        public: Any = self.public
+        if self.head and self.public:
+            public = self.head.source("public", self.public)
+        return trainers.make(
+            private,
+            self.network,
+            self.units,
+            public,
+            self.spec,
+            unit=self.spec.unit,
+            trainable=self.chosen,
+            mesh=mesh,
         )
-        given = private, self.network, self.units, public, images
-        return trainers.make(*given, unit=self.unit, trainable=self.chosen, mesh=mesh)
 
-    def terms(self, private: Any, images: Any) -> dict[str, Any]:
+    def terms(self, private: Any) -> dict[str, Any]:
         """Returns the terms of the private records in a ledger, with the budget of the `private`
         part of a config.
         """
         budget = {"epsilon": private.epsilon, "delta": private.delta}
-        return data.terms(images) | {"records": len(self.units)} | budget
+        return self.spec.terms | {"records": len(self.units)} | budget
 
     def blank(self) -> tuple[Any, Any]:
-        """Returns records and units with the shapes of the private ones, for a plan. It computes no
-        feature.
+        """Returns records and units with the shapes of the private ones, for a plan.
+
+        It computes no feature.
         """
         if self.head is None:
             return self.private, self.units
-        features, label = (
-            np.zeros((1, self.network.params["head"]["kernel"].shape[0])),
-            np.zeros(1, int),
+        width = self.network.params["head"]["kernel"].shape[0]
+        label = np.zeros(1, int)
+        records = from_arrays(
+            features=np.zeros((1, width)),
+            label=label,
+            num_classes=self.private.num_classes,
+            name=self.private.name,
         )
-        classes, name = self.private.num_classes, self.private.name
-        records = from_arrays(features=features, label=label, num_classes=classes, name=name)
         if not isinstance(self.units, Groups):
             return records, records
         return records, by_group(records, label, max_records=self.units.rows.shape[1])
@@ -74,13 +90,49 @@ class Task:
 
 def open_task(config: Any, root: pathlib.Path) -> Task:
     """Reads the data and the network of a config, and refuses what cannot work."""
-    found = data.parts(config.data, "public", "private", "test", grouped=True)
-    data.require_images(found)
-    model, loaded = config.model, models.has_backbone(config.model)
-    frozen.check(config)
-    network = models.network(model, found["private"].num_classes, new_head=config.pretrain.new_head)
-    found = {role: models.resize(network, source) for role, source in found.items()}
-    public = found.get("public")
+    specs = data.specs(config.data, "public", "private", "test", grouped=True)
+    sources = open_parts(specs, images=True)
+    spec = specs["private"]
+    frozen.check(config.model, config.private, spec)
+    network = models.network(
+        config.model, sources["private"].num_classes, new_head=config.pretrain.new_head
+    )
+    sources = {role: models.resize(network, source) for role, source in sources.items()}
+    _check_start(config, sources)
+    sizes = [f"{len(source)} {role} ({source.name})" for role, source in sources.items()]
+    print(f"{', '.join(sizes)}.", flush=True)
+
+    public, private, test = sources.get("public"), sources["private"], sources["test"]
+    if models.has_backbone(config.model) and config.model.features.keep:
+        head = frozen.Frozen(network, public, config.model.features, root)
+        features = head.source("private", private)
+        return Task(
+            spec=spec,
+            public=public,
+            private=features,
+            # Features have no column of owners. The images say whose they are.
+            units=units(private, spec.group, max_records=spec.max_records, computed=features),
+            test=head.source("test", test),
+            network=head.head(),
+            chosen=None,
+            head=head,
+        )
+    network, chosen = models.adapted(network, config.model, seed=config.init_seed)
+    return Task(
+        spec=spec,
+        public=public,
+        private=private,
+        units=units(private, spec.group, max_records=spec.max_records),
+        test=test,
+        network=network,
+        chosen=chosen,
+        head=None,
+    )
+
+
+def _check_start(config: Any, sources: Mapping[str, Examples]) -> None:
+    """Raises ValueError if a config gives two starts of training, or a public set without steps."""
+    loaded = models.has_backbone(config.model)
     if loaded and config.pretrain.weights:
         raise ValueError(
             "config.model.checkpoint and config.pretrain.weights both give a start. Empty one of "
@@ -88,19 +140,8 @@ def open_task(config: Any, root: pathlib.Path) -> Task:
         )
     if config.pretrain.weights:
         load_params(config.pretrain.weights)  # raises before the workdir is bound
-    elif public is not None and not loaded and not config.pretrain.steps:
+    elif "public" in sources and not loaded and not config.pretrain.steps:
         raise ValueError(
             "config.pretrain.steps must be at least 1 with public examples, got 0. Or name no "
             "public examples."
         )
-    unit = data.terms(config.data)["unit"]
-    sizes = [f"{len(source)} {role} ({source.name})" for role, source in found.items()]
-    print(f"{', '.join(sizes)}.", flush=True)
-    if loaded and model.features.keep:
-        head = frozen.Frozen(network, public, model.features, root)
-        private, test = (head.source(role, found[role]) for role in ("private", "test"))
-        units = data.units(config.data, found["private"], private)
-        return Task(public, private, units, unit, test, head.head(), None, head)
-    network, chosen = models.adapted(network, model, seed=config.init_seed)
-    units = data.units(config.data, found["private"])
-    return Task(public, found["private"], units, unit, found["test"], network, chosen, None)

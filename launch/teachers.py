@@ -14,10 +14,11 @@ import optax
 
 from jaxdp import prediction
 from jaxdp.data.labels import check_labels
+from jaxdp.data.selection import choose, everything
 from jaxdp.prediction import ensembles, mechanisms
 from jaxdp.report import progress_bar
 
-from . import data, features, models
+from . import features, models
 
 Examples = Mapping[str, np.ndarray]
 
@@ -131,7 +132,7 @@ class Bench:
         opened = features.read(config.data)
         check(config, opened)
         self.task = opened.compute(root / "network.safetensors")
-        self.train, self.test = data.everything(self.task.train), data.everything(self.task.test)
+        self.train, self.test = everything(self.task.train), everything(self.task.test)
         self.classes = self.task.train.num_classes
         self.model = models.Dense(self.train["features"].shape[1], self.classes, **config.model)
         self.epsilon = prediction.query_epsilon(**self.plan)
@@ -182,9 +183,7 @@ class Bench:
     def asked(self, number: int) -> np.ndarray:
         """Returns a public choice of test inputs, sorted int64 [queries]."""
         return np.sort(
-            data.choose(
-                len(self.task.test), self.plan.queries, seed=self.config.query_seed + number
-            )
+            choose(len(self.task.test), self.plan.queries, seed=self.config.query_seed + number)
         )
 
     def student(self, rows: np.ndarray, answers: np.ndarray) -> tuple[Any, float]:

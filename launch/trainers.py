@@ -2,7 +2,7 @@
 
 import inspect
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from jaxdp.models import Pretrained
 from jaxdp.privacy import Account
 from jaxdp.report import Callback, read_metrics
 
-from . import data, frame, models, settings
+from . import frame, models, settings
 
 Params = Any
 
@@ -28,8 +28,7 @@ def make(
     *,
     unit: str,
     part: str = "private",
-    trainable: Callable[[str, Any], bool] | None = None,
-    mesh: Any = None,
+    **options: Any,
 ) -> Any:
     """Returns the trainer with the smallest noise at which all steps cost at most the target
     epsilon.
@@ -48,56 +47,69 @@ def make(
       network: The network to train.
       private: The private images, or `Groups` of them.
       public: PUBLIC images, from which GEP takes its anchors.
-      images: The `data` part of the study's config, for the augmentation and the adjacency.
+      images: The `DataSpec` of the private images, for the augmentation and the adjacency. A
+        lifecycle gives its part `augmentation`. It proves its training for "add_remove" only.
       unit: The unit of privacy in the ledger.
       part: The name of the part in the study's config, for errors.
-      trainable: As in `jaxdp.clipped_grad`.
-      mesh: As in `jaxdp.finetune.dp_sgd`, with the axis "data".
+      **options: `trainable` and `mesh` of `jaxdp.finetune.dp_sgd`. The axis of the mesh is "data".
 
     Raises:
       ValueError: The config is inconsistent.
     """
     frame.known(f"{part}.method", [config.method], finetune.METHODS)
-    options = dict(config.method_options.get(config.method, {}))
-    if config.batch_size > len(private):
-        raise ValueError(
-            f"config.{part}.batch_size must be at most {len(private)}, the number of private "
-            f"examples, got {config.batch_size}."
-        )
-    share, most = config.batch_size / len(private), config.get("truncated_batch_size") or None
-    sampler = PoissonSampler(len(private), share, truncated_batch_size=most)
-    if config.method == "adp_alloc":
-        frame.known(
-            f"{part}.method_options.adp_alloc.schedule.kind",
-            [options["schedule"].kind],
-            finetune.SCHEDULES,
-        )
-        kind = options["schedule"].kind
-        options["schedule"] = finetune.SCHEDULES[kind](**dict(options["schedule"][kind]))
-    if config.method == "gep":
-        options["anchors"] = _anchors(public, options["anchors"], private.num_classes, part)
-    made = optimizer(config, part)
-    mine = f"{part}.method_options.{config.method}"
-    with settings.named(mine, options), settings.named(part, config, method=f"{part}.accountant"):
+    method_options = _method_options(config, private, public, part)
+    with (
+        settings.named(f"{part}.method_options.{config.method}", method_options),
+        settings.named(part, config, method=f"{part}.accountant"),
+    ):
         return finetune.METHODS[config.method](
             models.loss(network),
-            made,
-            sampler=sampler,
+            optimizer(config, part),
+            sampler=_sampler(config, private, part),
             clip_norm=config.clip_norm,
             clip_rule=config.get("clip_rule", "global"),
-            **{name: config[name] for name in ("epsilon", "delta", "steps", "accountant")},
-            adjacency=data.terms(images)["adjacency"],
+            epsilon=config.epsilon,
+            delta=config.delta,
+            steps=config.steps,
+            accountant=config.accountant,
+            adjacency=getattr(images, "adjacency", "add_remove"),
             physical_batch_size=config.physical_batch_size or None,
             augment=augmentation(images) if config.augmult else None,
             augmult=config.augmult or 1,
             ema_decay=config.ema_decay or None,
             ascent_radius=config.ascent_radius,
-            trainable=trainable,
             group=isinstance(private, Groups),
             unit=unit,
-            mesh=mesh,
             **options,
+            **method_options,
         )
+
+
+def _sampler(config: Any, private: Any, part: str) -> PoissonSampler:
+    if config.batch_size > len(private):
+        raise ValueError(
+            f"config.{part}.batch_size must be at most {len(private)}, the number of private "
+            f"examples, got {config.batch_size}."
+        )
+    return PoissonSampler(
+        len(private),
+        config.batch_size / len(private),
+        truncated_batch_size=config.get("truncated_batch_size") or None,
+    )
+
+
+def _method_options(config: Any, private: Any, public: Any, part: str) -> dict[str, Any]:
+    """Returns the arguments of the method beyond those of `dp_sgd`, as objects of the library."""
+    options = dict(config.method_options.get(config.method, {}))
+    if config.method == "adp_alloc":
+        schedule = options["schedule"]
+        frame.known(
+            f"{part}.method_options.adp_alloc.schedule.kind", [schedule.kind], finetune.SCHEDULES
+        )
+        options["schedule"] = finetune.SCHEDULES[schedule.kind](**dict(schedule[schedule.kind]))
+    if config.method == "gep":
+        options["anchors"] = _anchors(public, options["anchors"], private.num_classes, part)
+    return options
 
 
 def optimizer(config: Any, part: str = "private") -> optax.GradientTransformation:

@@ -24,12 +24,14 @@ from jaxdp.data.physical import PhysicalSizes, pad_to_physical
 from jaxdp.data.protocol import Source, check_source
 from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler
 from jaxdp.data.sources import Examples, read_column, read_ids, take
+from jaxdp.data.spec import DataSpec, open
 from jaxdp.data.storage import ExampleReader
 from jaxdp.data.tfds import check_disjoint, from_tfds
 
 __all__ = [
     "CORRUPTIONS",
     "HELD_OUT_CORRUPTIONS",
+    "DataSpec",
     "ExampleReader",
     "Examples",
     "FixedBatchSampler",
@@ -58,6 +60,7 @@ __all__ = [
     "identifiers",
     "imagenet_r_classes",
     "normalise",
+    "open",
     "pad_to_physical",
     "random_crop",
     "random_flip",

@@ -20,6 +20,7 @@ import numpy as np
 import tree
 
 from jaxdp.data.ids import Identifier, identifiers
+from jaxdp.data.order import shuffled
 from jaxdp.data.pictures import scaled
 from jaxdp.data.protocol import Source
 from jaxdp.data.storage import ExampleReader, Watched, immutable, raw, stored
@@ -212,10 +213,7 @@ class Examples:
             raise ValueError(
                 f"fractions must be positive and sum to at most 1, got {list(fractions)}."
             )
-        # NumPy never changes the raw stream of a bit generator, unlike the output of
-        # Generator.permutation.
-        raw_stream = np.random.Philox(key=seed).random_raw(len(self))
-        order = np.argsort(raw_stream, kind="stable")
+        order = shuffled(len(self), seed=seed)
         sources = []
         start = 0
         for number, fraction in enumerate(np.cumsum(fractions)):

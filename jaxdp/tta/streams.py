@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 
 from jaxdp.data import Source, check_source, identifiers, read_column
+from jaxdp.data.order import shuffled
 from jaxdp.tta.method import check_name
 
 Order = Literal["continual", "mixed", "label_shifted"]
@@ -284,14 +285,14 @@ class Stream:
             sections.append(np.stack([np.full_like(positions, number), positions], axis=1))
         if self.order == "mixed":
             rows = np.concatenate(sections)
-            sections = [rows[_shuffled(self.seed, len(rows))]]
+            sections = [rows[shuffled(len(rows), seed=self.seed)]]
         return [self._cut(rows) for rows in sections]
 
     def _order_of(self, source: Source) -> np.ndarray:
         """Returns the positions of a domain in their order."""
         match self.order:
             case "continual":
-                return _shuffled(self.seed, len(source))
+                return shuffled(len(source), seed=self.seed)
             case "mixed":  # all domains are shuffled together later
                 return np.arange(len(source))
             case "label_shifted":
@@ -308,7 +309,7 @@ class Stream:
         labels = read_column(source, "label")
         classes = getattr(source, "num_classes", 0)
         count = len(labels)
-        order = _shuffled(self.seed, count)
+        order = shuffled(count, seed=self.seed)
         # The shuffle uses the first `count` words. Later words make phases independent of the order
         # in a phase.
         _, stray_words, phase_words = _words(self.seed, 3 * count).reshape(3, count)
@@ -325,7 +326,3 @@ def _words(seed: int, count: int) -> np.ndarray:
     NumPy guarantees that the raw stream of a bit generator never changes.
     """
     return np.random.Philox(key=seed).random_raw(count)
-
-
-def _shuffled(seed: int, count: int) -> np.ndarray:
-    return np.argsort(_words(seed, count), kind="stable")

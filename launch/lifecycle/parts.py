@@ -7,8 +7,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxdp import data as sources
-from jaxdp.data import Examples, Groups, Source
+from jaxdp.data import DataSpec, Examples, Groups, Source, resize_images
+from jaxdp.data.selection import cut, image_shape, one_each, units
+from jaxdp.data.shifts import CLEAN, Shift
+from jaxdp.data.spec import open_parts
 
 from .. import data
 
@@ -80,62 +82,82 @@ def load(config: Any) -> Parts:
       FileNotFoundError: The data is missing. The message says how to get it.
       ValueError: The parts do not fit the data, or two of them share a record.
     """
-    if missing := [role for role in ROLES if not config.parts.get(role)]:
+    missing = [role for role in ROLES if not config.parts.get(role)]
+    if missing:
         raise ValueError(
             f"config.data.parts must also name {', '.join(missing)}, got {dict(config.parts)}."
         )
-    found = data.parts(config, *ROLES, grouped=True)
-    data.require_images(found)
-    shifts, source_shift, test = (
-        _stream(config),
-        config.get("source_shift", data.CLEAN),
-        found["test"],
-    )
-    side, _, channels = data.image_shape(found["private"])
-    for field, count, role in (
-        ("sources", hospitals(config), "sources"),
-        ("stream_shifts", len(shifts), "stream"),
-    ):
-        if role in found and not 1 <= count <= len(found[role]):
-            raise ValueError(
-                f"config.data has {len(found[role])} images for the {count} of "
-                f"config.data.{field}. Every one needs an image."
-            )
+    specs = data.specs(config, *ROLES, grouped=True, unit="image")
+    sources = open_parts(specs, images=True)
+    # The ledger's name, also where the part is of another set of TFDS.
+    sources["private"] = dataclasses.replace(sources["private"], name=f"{config.name}/private")
+    source_shift = data.shift(config, config.get("source_shift", CLEAN))
+    shifts = {domain: data.shift(config, name) for domain, name in _stream(config).items()}
+    _check_enough(sources, "sources", "sources", hospitals(config))
+    _check_enough(sources, "stream", "stream_shifts", len(shifts))
+    return _divided(specs["private"], sources, hospitals(config), source_shift, shifts)
 
-    training = dataclasses.replace(found["private"], name=f"{config.name}/private")
 
-    def several(role: str, count: int) -> Sequence[Examples]:
-        return (
-            data.cut(config, found[role], count)
-            if role in found
-            else [found[f"{role} {k}"] for k in range(count)]
+def _check_enough(sources: Mapping[str, Examples], role: str, field: str, parties: int) -> None:
+    """Refuses a role whose one part is to be divided among more parties than it has images."""
+    if role in sources and not 1 <= parties <= len(sources[role]):
+        raise ValueError(
+            f"config.data has {len(sources[role])} images for the {parties} of "
+            f"config.data.{field}. Every one needs an image."
         )
 
-    def shifted(source: Examples, shift: str, name: str = "") -> Examples:
-        name = name or source.name
-        if shift == data.CLEAN:
-            return dataclasses.replace(source, name=name)
-        return data.in_memory(data.under(source, config, shift), name)
 
-    def by_unit(source: Examples, shift: str, name: str) -> Examples | Groups:
-        return data.units(config, source, shifted(source, shift, name))
+def _divided(
+    spec: DataSpec,
+    sources: Mapping[str, Examples],
+    hospitals: int,
+    source_shift: Shift,
+    shifts: Mapping[str, Shift],
+) -> Parts:
+    """Returns the parts from the sources by role.
 
-    held = several("sources", hospitals(config))
+    Args:
+      spec: The spec of the private images, for the units of all parts.
+      sources: The sources by role.
+      hospitals: Their number.
+      source_shift: The shift of the hospitals.
+      shifts: The shift of each domain of the stream.
+    """
+
+    def several(role: str, count: int) -> Sequence[Examples]:
+        """Returns the images of each party of a role."""
+        if role in sources:
+            return cut(sources[role], count, group=spec.group)
+        return [sources[f"{role} {k}"] for k in range(count)]
+
+    def by_unit(images: Examples, shift: Shift, name: str) -> Examples | Groups:
+        shown = _shifted(images, shift, name)
+        return units(images, spec.group, max_records=spec.max_records, computed=shown)
+
+    training, test = sources["private"], sources["test"]
+    upload = one_each(sources["client"], spec.group)
+    side, _, channels = image_shape(training)
+    held = enumerate(several("sources", hospitals))
     stream = zip(shifts.items(), several("stream", len(shifts)), strict=True)
     return Parts(
-        public=sources.resize_images(found["public"], side, channels),
+        public=resize_images(sources["public"], side, channels),
         private=training,
-        sources=tuple(
-            by_unit(images, source_shift, f"hospital {k}") for k, images in enumerate(held)
-        ),
+        sources=tuple(by_unit(images, source_shift, f"hospital {k}") for k, images in held),
         stream={domain: by_unit(images, shift, "stream") for (domain, shift), images in stream},
-        client=dataclasses.replace(data.one_each(config, found["client"]), name="clinic"),
+        client=dataclasses.replace(upload, name="clinic"),
         test=test,
-        source_test={source_shift: shifted(test, source_shift)},
-        stream_test={domain: shifted(test, shift) for domain, shift in shifts.items()},
-        units=data.units(config, training),
-        unit=unit_of(config),
+        source_test={source_shift.name: _shifted(test, source_shift, test.name)},
+        stream_test={domain: _shifted(test, shift, test.name) for domain, shift in shifts.items()},
+        units=units(training, spec.group, max_records=spec.max_records),
+        unit=spec.unit,
     )
+
+
+def _shifted(images: Examples, shift: Shift, name: str) -> Examples:
+    """Returns images under a shift, computed once."""
+    if shift.name == CLEAN:
+        return dataclasses.replace(images, name=name)
+    return data.in_memory(data.under(images, shift), name)
 
 
 def unit_of(config: Any) -> str:
@@ -157,5 +179,5 @@ def _stream(config: Any) -> dict[str, str]:
     """
     given = config.parts.stream
     if isinstance(given, list | tuple):
-        return {pathlib.Path(str(part)).stem: data.CLEAN for part in given}
-    return {shift: shift for shift in config.get("stream_shifts", (data.CLEAN,))}
+        return {pathlib.Path(str(part)).stem: CLEAN for part in given}
+    return {shift: shift for shift in config.get("stream_shifts", (CLEAN,))}

@@ -14,8 +14,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxdp.data import check_disjoint, from_tfds
+from jaxdp.data.apart import check_sets_apart
 from jaxdp.files import Limits
-from launch.data import ROLES, check_apart, parts
+from launch.data import ROLES, parts, whole
 
 EXPECTED = {
     ("fashion_mnist", "train"): (60000, 10, (28, 28, 1)),
@@ -254,6 +255,11 @@ def test_parts_that_share_a_record_are_refused(data_dir):
     }
 
 
+def check_apart(config, *others):
+    sets = {name: whole(config[name], f"config.data.{name}") for name in ("client", *others)}
+    check_sets_apart(sets["client"], *(sets[name] for name in others))
+
+
 @pytest.mark.parametrize("name", ["server", "tuning", "client_test"])
 def test_the_client_of_split_adaptation_shares_no_image(data_dir, name):
     def images(split, *classes):
@@ -271,11 +277,11 @@ def test_the_client_of_split_adaptation_shares_no_image(data_dir, name):
     with pytest.raises(
         ValueError, match=rf"config.data.client=.* and config.data.{name}=.* share 1 record,"
     ):
-        check_apart(config, "client", *others)
+        check_apart(config, *others)
     others[name] = images("train", 2)  # other classes, other images
-    check_apart(ConfigDict({**config, **others}), "client", *others)
+    check_apart(ConfigDict({**config, **others}), *others)
     others[name] = {**images("train"), "source": "bundled"}
-    check_apart(ConfigDict({**config, **others}), "client", *others)
+    check_apart(ConfigDict({**config, **others}), *others)
 
 
 def test_data_sets_that_are_not_handled_are_refused(data_dir):

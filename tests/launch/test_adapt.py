@@ -9,13 +9,15 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from scipy.special import log_ndtr
 
 from configs.tta import cifar10, cifar10_batch_one, imagenet_c, imagenet_r, usps_shift
 from jaxdp import data
+from jaxdp.data.shifts import STRENGTHS, Shift, shifted
 from jaxdp.privacy import Ledger
 from jaxdp.tta.adapter import Adapter
-from launch import adapt, frame, shifts
+from launch import adapt, frame
 from tests.launch import golden, program, tiny
 
 pytestmark = pytest.mark.slow
@@ -226,7 +228,7 @@ def test_given_hyper_parameters_are_not_tuned():
 def test_configs_name_known_corruptions_methods_and_settings(config):
     others, strengths = config.data.get("others", {}), config.data.get("strengths", {})
     assert set(config.data.corruptions) <= {*data.CORRUPTIONS, "clean", *others, *strengths}
-    assert set(strengths) <= set(shifts.SHIFTS) and not {*config.tuning.corruptions} & {
+    assert set(strengths) <= set(STRENGTHS) and not {*config.tuning.corruptions} & {
         *config.data.corruptions
     }
     assert strengths or set(config.tuning.corruptions) == set(data.HELD_OUT_CORRUPTIONS)
@@ -296,10 +298,11 @@ def test_protocols_that_do_not_fit(changes, message):
         list(adapt.STUDY.cells(config))
 
 
-@pytest.mark.parametrize("name", shifts.SHIFTS)
+@pytest.mark.parametrize("name", STRENGTHS)
 def test_shifts_keep_labels_and_change_images_alike_each_time(name):
     source = data.bundled("digits").take(np.arange(8))
-    first, again = (shifts.shifted(source, name, 0.7).gather(np.arange(8)) for _ in range(2))
+    shift = Shift(name, strength=0.7)
+    first, again = (shifted(source, shift).gather(np.arange(8)) for _ in range(2))
     np.testing.assert_array_equal(first["image"], again["image"])
     clean = source.gather(np.arange(8))
     np.testing.assert_array_equal(first["label"], clean["label"])
@@ -310,8 +313,10 @@ def test_shifts_keep_labels_and_change_images_alike_each_time(name):
 
 
 def test_an_unknown_shift_is_refused():
-    with pytest.raises(ValueError, match="strengths must name noise, impulse"):
-        shifts.shifted(data.bundled("digits").take(np.arange(8)), "fog", 1.0)
+    with pytest.raises(ValueError, match="name must be one of noise, impulse"):
+        shifted(data.bundled("digits").take(np.arange(8)), Shift("fog", strength=1.0))
+    with pytest.raises(ValueError, match=r"config\.data\.strengths must name noise, impulse"):
+        adapt.data.shift(ConfigDict({"strengths": {"fog": 1.0}}), "fog")
 
 
 def test_an_unknown_variant_is_refused():

@@ -1,5 +1,6 @@
 """Features of private prediction: each depends on one record, for data of every kind."""
 
+import dataclasses
 import os
 import pathlib
 from collections import Counter
@@ -9,6 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxdp import data
+from jaxdp.data import apart as checks
 from jaxdp.models import save_params
 from jaxdp.prediction.features import FeatureMap
 from launch import data as studies
@@ -256,13 +258,13 @@ def text_config(tmp_path, monkeypatch):
         monkeypatch.setattr(
             studies,
             "texts",
-            lambda name, split, field, data_dir: (
-                read[split],
-                np.arange(len(read[split]), dtype=np.int32) % 2,
+            lambda spec, field: (
+                read[spec.part],
+                np.arange(len(read[spec.part]), dtype=np.int32) % 2,
             ),
         )
         apart = []
-        monkeypatch.setattr(data, "check_disjoint", lambda parts: apart.append(list(parts)))
+        monkeypatch.setattr(checks, "check_disjoint", lambda parts: apart.append(list(parts)))
         found = rows(features.read(ConfigDict(config)).compute(tmp_path / "none").train)["features"]
         assert apart == [["config.data.parts.private", "config.data.parts.test"]]
         return found
@@ -324,13 +326,13 @@ def test_text_is_read_from_tfds_without_tensorflow(tmp_path):
     # on.
     Builder.__module__ = "__main__"
     Builder(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
-    where = {"field": "sentence", "data_dir": str(tmp_path)}
-    sentences, label = studies.texts("tiny_reviews", "train", **where)
+    spec = data.DataSpec(source="tfds", name="tiny_reviews", part="train", data_dir=str(tmp_path))
+    sentences, label = studies.texts(spec, "sentence")
     assert sorted(zip(sentences, label.tolist(), strict=True)) == [("bad", 0), ("good — film", 1)]
     with pytest.raises(
         ValueError, match="split 'unlabelled' of data set 'tiny_reviews' has no labels"
     ):
-        studies.texts("tiny_reviews", "unlabelled", **where)
+        studies.texts(dataclasses.replace(spec, part="unlabelled"), "sentence")
 
 
 # --- Embeddings ---------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxdp.data import bundled, read_column
+from jaxdp.data.selection import cut, held, one_each, units
 from jaxdp.privacy import Ledger, epsilon
 from jaxdp.privacy.events import composition
 from launch import data, finetune, frame
@@ -65,18 +66,16 @@ def patients(folder, part):
 def test_the_patients_of_a_folder(folder, in_memory):
     given, owners = config(folder, in_memory=in_memory), patients(folder, "private")
     found = data.parts(given, "private", "test", grouped=True)
-    units, first = data.units(given, found["private"]), data.one_each(given, found["private"])
-    assert len(units) == len(first) == len(set(owners)) == 45
+    people = units(found["private"], "patient", max_records=2)
+    first = one_each(found["private"], "patient")
+    assert len(people) == len(first) == len(set(owners)) == 45
     starts = [owners.index(owner) for owner in dict.fromkeys(owners)]
-    np.testing.assert_array_equal(units.rows[:, 0], starts)
-    np.testing.assert_array_equal(data.labels(first), data.labels(found["private"])[starts])
-    assert sorted(units.gather(np.array([1])).records) == ["image", "label"]
-    given.group = ""
-    assert (
-        data.units(given, found["private"])
-        is data.one_each(given, found["private"])
-        is found["private"]
-    )
+    np.testing.assert_array_equal(people.rows[:, 0], starts)
+    labels = read_column(found["private"], "label")
+    np.testing.assert_array_equal(read_column(first, "label"), labels[starts])
+    assert sorted(people.gather(np.array([1])).records) == ["image", "label"]
+    assert units(found["private"], "", max_records=2) is found["private"]
+    assert one_each(found["private"], "") is found["private"]
 
 
 def read_again(folder, source, path, end):
@@ -85,9 +84,8 @@ def read_again(folder, source, path, end):
     parts = {role: role + end for role in found}
     given = config(folder, source=source, path=str(path), parts=ConfigDict(parts))
     again = data.parts(given, "private", "test", grouped=True)["private"]
-    np.testing.assert_array_equal(
-        data.units(given, again).rows, data.units(config(folder), found["private"]).rows
-    )
+    expected = units(found["private"], "patient", max_records=2)
+    np.testing.assert_array_equal(units(again, "patient", max_records=2).rows, expected.rows)
 
 
 def test_the_patients_of_numpy(folder, tmp_path):
@@ -179,10 +177,10 @@ def test_parts_hold_patients_and_the_upload_has_one_image_of_each(folder):
     """Broken twin: an upload with all images, of which a patient has two, under an account of
     patients."""
     loaded = parts.load(lifecycle(folder).data)
-    held = {"private": loaded.units, "site_0": loaded.sources[0]}
-    held |= {name.replace(" ", "_"): source for name, source in loaded.stream.items()}
-    for name, source in held.items():
-        images, numbers = data.held(source)
+    people = {"private": loaded.units, "site_0": loaded.sources[0]}
+    people |= {name.replace(" ", "_"): source for name, source in loaded.stream.items()}
+    for name, source in people.items():
+        images, numbers = held(source)
         owners = patients(folder, name)
         count = [k for k, owner in enumerate(owners) if owners[:k].count(owner) < 2]
         known = list(dict.fromkeys(owners))
@@ -202,7 +200,7 @@ def test_parties_of_one_part_share_no_patient(folder):
         "sources"
     ]
     pieces = [
-        set(read_column(piece, "patient").tolist()) for piece in data.cut(config(folder), whole, 4)
+        set(read_column(piece, "patient").tolist()) for piece in cut(whole, 4, group="patient")
     ]
     assert [len(piece) for piece in pieces] == [12, 11, 11, 11] and len(set.union(*pieces)) == 45
 

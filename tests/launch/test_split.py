@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from configs.split import cifar10, cifar100, deit_b, digits, swin_l, vit_l
+from jaxdp.data.selection import few_shots, smallest_class
 from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import composition
-from launch import data, frame, split, split_runs
+from launch import frame, split, split_runs
 from tests.launch import golden, tiny
 
 pytestmark = pytest.mark.slow
@@ -131,7 +132,7 @@ def test_what_was_paid_for_and_lost_is_made_again_and_not_paid_again(finished, t
 
 def test_few_shots_are_drawn_from_the_pool(tmp_path):
     task = split_runs.Bench(tiny.split(), tmp_path).client
-    few = data.few_shots(task.pool, 3, seed=1)
+    few = few_shots(task.pool, 3, seed=1)
     np.testing.assert_array_equal(np.bincount(few["label"]), [3] * 5)
     pool, test = (
         {image.tobytes() for image in part.gather(np.arange(len(part)))["image"]}
@@ -139,18 +140,18 @@ def test_few_shots_are_drawn_from_the_pool(tmp_path):
     )
     drawn = [image.tobytes() for image in few["image"]]
     assert set(drawn) <= pool and len(set(drawn)) == 15 and not set(drawn) & test
-    assert (data.few_shots(task.pool, 3, seed=2)["image"] != few["image"]).any()
+    assert (few_shots(task.pool, 3, seed=2)["image"] != few["image"]).any()
     with pytest.raises(
-        ValueError, match=f"shots must be at most {data.smallest_class(task.pool)}, .* got 1000"
+        ValueError, match=f"shots must be at most {smallest_class(task.pool)}, .* got 1000"
     ):
-        data.few_shots(task.pool, 1000, seed=1)
+        few_shots(task.pool, 1000, seed=1)
 
 
 def test_known_images_turned_make_another_task(tmp_path):
     known, turned = (
         split_runs.Bench(tiny.split(data__tuning__rotate=k), tmp_path).tuning for k in (0, 1)
     )
-    first, second = (data.few_shots(task.pool, 2, seed=1) for task in (known, turned))
+    first, second = (few_shots(task.pool, 2, seed=1) for task in (known, turned))
     np.testing.assert_array_equal(first["label"], second["label"])
     np.testing.assert_array_equal(np.rot90(first["image"], axes=(1, 2)), second["image"])
 

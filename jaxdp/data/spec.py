@@ -1,0 +1,296 @@
+"""What a study reads, as data: a `DataSpec` for each role, and `open`, which makes the source.
+
+    spec = DataSpec(source="folder", path="xrays", part="site_0.csv", num_classes=2)
+    images = jaxdp.data.open(spec)
+
+A launcher parses the `data` part of its config to specs once (`launch.data`). Below that nobody
+sees a config. A new format is one function and one row of `FORMATS`.
+"""
+
+import dataclasses
+import functools
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxdp.data.adapters import from_folder, from_hf, from_npz
+from jaxdp.data.apart import check_owners_apart
+from jaxdp.data.arrays import from_arrays
+from jaxdp.data.bundled_sets import bundled
+from jaxdp.data.order import shuffled
+from jaxdp.data.selection import image_shape
+from jaxdp.data.sources import Examples
+from jaxdp.data.tables import read_table
+from jaxdp.data.tfds import from_tfds
+from jaxdp.files import Limits, npz_names, read_npz, shown
+
+Prepare = Callable[[Sequence[np.ndarray]], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """One set of records, or one part of it for a role in a study.
+
+    Attributes:
+      source: The format, a key of `FORMATS`, or "package.module:function", which returns the
+        examples of a part as function(part, **options).
+
+            "bundled"  a set of scikit-learn
+            "tfds"     TensorFlow Datasets
+            "npz"      .npz files
+            "hf"       a data set of the library `datasets` (Hugging Face)
+            "folder"   a folder of images with CSV files, see `from_folder`
+
+      name: The name of the set, also in messages and the ledger.
+      part: What is read of the set.
+
+            bundled   a word for the rows, such as a role; "" for all rows
+            tfds, hf  a split; hf takes a whole one
+            npz       a file of the folder `path`, such as "train.npz", or a part of the file `path`
+            folder    a CSV file in the folder `path`
+            function  its first argument
+
+      rows: bundled: The first and the last row of the part (excluded) in the order of
+        `split_seed`. None takes the whole set as it is.
+      split_seed: bundled: The seed of the order.
+      path: npz: The path of a file as MedMNIST distributes it, with the arrays {part}_images and
+        {part}_labels, or of a folder of .npz files. hf: A folder of `save_to_disk`, or "" to load
+        `name`. folder: The folder.
+      data_dir: tfds: The folder of the data. "" is the default folder of TFDS.
+      columns: npz, hf: {column: name in the file}. None takes all by their own names.
+      num_classes: npz, hf, folder: The number of classes.
+      class_names: folder: The names of the classes in the CSV files, if they are not numbers.
+      classes: The labels to keep, which become 0, 1, ... in this order. () keeps all.
+      in_memory: hf, folder, function: Whether all examples are kept in memory, or read on demand.
+      options: function: Its keyword arguments.
+      limits: npz, folder: The limits on what is read. None is `Limits()`.
+      prepare: tfds, folder: Whether images differ in size and are resized and cut as the model's
+        preprocessing says.
+      pixel_range: folder: (low, high), the pixel values that become 0 and 1, see `from_folder`.
+        None is the range of the pixel type.
+      group: The column with the owner of each record, such as a patient. Each owner is then one
+        unit of privacy with its records. Its values are texts or whole numbers, see
+        `jaxdp.data.ids`: "007" and "7" are two owners. "" makes each record a unit.
+      max_records: With a group: The largest number of records of one owner that count, see
+        `by_group`.
+      unit: The word for the unit of privacy in the ledger.
+      adjacency: The neighbouring relation in the ledger.
+      crop_padding, flip: The augmentation of the training images, see `augmentation`.
+      role: The role of the part in the study, such as "private". "" for a whole set.
+      where: What errors put before the name of a field, such as "config.data".
+    """
+
+    source: str
+    name: str = ""
+    part: str = ""
+    rows: tuple[int, int] | None = None
+    split_seed: int = 0
+    path: str = ""
+    data_dir: str = ""
+    columns: Mapping[str, str] | None = None
+    num_classes: int = 0
+    class_names: tuple[str, ...] = ()
+    classes: tuple[int, ...] = ()
+    in_memory: bool = True
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    limits: Limits | None = None
+    prepare: bool = False
+    pixel_range: tuple[float, float] | None = None
+    group: str = ""
+    max_records: int = 0
+    unit: str = "example"
+    adjacency: str = "add_remove"
+    crop_padding: int = 0
+    flip: bool = False
+    role: str = ""
+    where: str = "spec"
+
+    @property
+    def title(self) -> str:
+        """The name of the source in messages and the ledger, such as "digits/private"."""
+        return f"{self.name}/{self.part}" if self.part else self.name
+
+    @property
+    def field(self) -> str:
+        """What errors call the part, such as "config.data.parts.private"."""
+        return f"{self.where}.parts.{self.role}" if self.role else self.where
+
+    @property
+    def terms(self) -> dict[str, str]:
+        """Unit and adjacency, for `Ledger.register`."""
+        return {"unit": self.unit, "adjacency": self.adjacency}
+
+
+def open(spec: DataSpec, *, prepare: Prepare | None = None) -> Examples:
+    """Returns the source that a spec describes.
+
+    Args:
+      spec: The spec.
+      prepare: As in `from_tfds`. It is used if `spec.prepare` is True.
+
+    Raises:
+      ValueError: The source is unknown, or the data does not fit the spec.
+      FileNotFoundError: The data is missing. The message says how to get it.
+    """
+    read = format_of(spec.source, where=spec.where)
+    records = read(spec, prepare if spec.prepare else None)
+    return records.of_classes(spec.classes) if spec.classes else records
+
+
+def open_parts(
+    specs: Mapping[str, DataSpec], *, prepare: Prepare | None = None, images: bool = False
+) -> dict[str, Examples]:
+    """Returns the sources of some parts of a set, by role.
+
+    Args:
+      specs: The specs by role. The check of their records is `check_records_apart`.
+      prepare: As in `open`.
+      images: Whether each source must have images.
+
+    Raises:
+      ValueError: Two parts share an owner, or a source has no images. Or as `open`.
+    """
+    sources = {role: open(spec, prepare=prepare) for role, spec in specs.items()}
+    check_owners_apart(specs, sources)
+    if images:
+        for role, source in sources.items():
+            image_shape(source, argument=specs[role].where)
+    return sources
+
+
+# --- Formats ------------------------------------------------------------------------------------
+
+
+@functools.cache  # A set is read once for all of its parts. Sources do not change.
+def _whole_bundled(name: str) -> Examples:
+    return bundled(name)
+
+
+def _open_bundled(spec: DataSpec, prepare: Prepare | None) -> Examples:
+    try:
+        whole = _whole_bundled(spec.name)
+    except ValueError as error:
+        raise ValueError(f"{spec.where}.{error}") from error  # "name must be one of ..."
+    if spec.rows is None:
+        return whole
+    first, last = spec.rows
+    order = shuffled(len(whole), seed=spec.split_seed)
+    return whole.take(order[first:last], name=spec.title)
+
+
+@functools.lru_cache(maxsize=8)  # decoding CIFAR-10 takes seconds, and several specs may name it
+def _split_of_tfds(name: str, split: str, data_dir: str, prepare: Prepare | None) -> Examples:
+    return from_tfds(name, split, data_dir=data_dir or None, prepare=prepare)
+
+
+def _open_tfds(spec: DataSpec, prepare: Prepare | None) -> Examples:
+    return _split_of_tfds(spec.name, spec.part, spec.data_dir, prepare)
+
+
+def _open_npz(spec: DataSpec, prepare: Prepare | None) -> Examples:
+    if not spec.part.endswith(".npz"):
+        return _open_medmnist(spec)
+    path = os.path.join(spec.path, spec.part)
+    # A part without owners, such as public images, need not have their column.
+    in_file = spec.group and spec.group in (spec.columns or npz_names(path))
+    return from_npz(
+        path,
+        columns=spec.columns,
+        texts=[spec.group] if in_file else [],
+        num_classes=spec.num_classes,
+        name=spec.title,
+        limits=spec.limits,
+    )
+
+
+def medmnist_arrays(part: str) -> tuple[str, str]:
+    """Returns the names of a part's images and labels in a file as MedMNIST distributes it."""
+    return f"{part}_images", f"{part}_labels"
+
+
+def _open_medmnist(spec: DataSpec) -> Examples:
+    keys = medmnist_arrays(spec.part)
+    remedy = f"Make it again with {', '.join(keys)} (as MedMNIST distributes it)."
+    images, labels = read_npz(spec.path, keys, remedy=remedy, limits=spec.limits).values()
+    return from_arrays(
+        image=images,
+        label=labels.reshape(-1),
+        num_classes=spec.num_classes,
+        name=spec.title,
+    )
+
+
+def _open_hf(spec: DataSpec, prepare: Prepare | None) -> Examples:
+    source = from_hf(
+        spec.path or spec.name,
+        spec.part,
+        columns=spec.columns,
+        texts=[spec.group] if spec.group else [],
+        num_classes=spec.num_classes,
+        name=spec.title,
+    )
+    return source.load() if spec.in_memory else source
+
+
+def _open_folder(spec: DataSpec, prepare: Prepare | None) -> Examples:
+    in_table = spec.group and spec.group in read_table(os.path.join(spec.path, spec.part)).columns
+    source = from_folder(
+        spec.path,
+        spec.part,
+        classes=spec.class_names or None,
+        texts=[spec.group] if in_table else [],
+        num_classes=spec.num_classes,
+        prepare=prepare,
+        pixel_range=spec.pixel_range,
+        limits=spec.limits,
+        name=spec.title,
+    )
+    return source.load() if spec.in_memory else source
+
+
+def _open_function(spec: DataSpec, prepare: Prepare | None) -> Examples:
+    module, _, function = spec.source.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{spec.where}.source={spec.source!r} cannot be imported: {shown(error)}."
+        ) from error
+    source = make(spec.part, **spec.options)
+    if not isinstance(source, Examples):
+        raise TypeError(
+            f"{spec.where}.source={spec.source!r} must return jaxdp.data.Examples, as from_arrays "
+            f"and from_grain do, got {type(source).__name__}."
+        )
+    named = dataclasses.replace(source, name=spec.title)
+    return named.load() if spec.in_memory else named
+
+
+Format = Callable[[DataSpec, Prepare | None], Examples]
+
+FORMATS: Mapping[str, Format] = {
+    "bundled": _open_bundled,
+    "tfds": _open_tfds,
+    "npz": _open_npz,
+    "hf": _open_hf,
+    "folder": _open_folder,
+}
+
+
+def format_of(source: str, *, where: str = "spec") -> Format:
+    """Returns what opens a spec of a source.
+
+    Raises:
+      ValueError: The source is unknown. The message names the field source of `where`.
+    """
+    if source in FORMATS:
+        return FORMATS[source]
+    if ":" in source:
+        return _open_function
+    known = ", ".join(map(repr, FORMATS))
+    raise ValueError(
+        f"{where}.source must be {known} or 'package.module:function', got {source!r}."
+    )
