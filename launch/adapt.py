@@ -603,6 +603,8 @@ def _summary(result: Mapping[str, Any]) -> str:
 
 STUDY = frame.Study(
     name="adapt",
+    about="private test-time adaptation",
+    needs=("protocol",),
     open=_Task,
     cells=_cells,
     run=_run,
@@ -615,6 +617,7 @@ STUDY = frame.Study(
         "The accuracies are functions of the stream's records, and no ledger pays for them. Use "
         "jaxdp.tta.serve to adapt to a private stream."
     ),
+    report=frame.Report(title="test-time adaptation, compared"),
 )
 
 if __name__ == "__main__":

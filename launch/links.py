@@ -18,7 +18,7 @@ from absl import flags
 
 from jaxdp.files import Limits, read_package, shown, write_package
 
-from . import flower, frame
+from . import flower
 
 EXCHANGE = flags.DEFINE_list(
     "exchange", [], "Without a network: a folder for each pair of parties, and nobody else."
@@ -78,8 +78,21 @@ def serve() -> Serve:
 
 def limits() -> Limits:
     """Returns the limits on packages of other parties."""
-    found: Limits = frame.limits(LIMITS.value)
-    return found
+    return parsed_limits(LIMITS.value)
+
+
+def parsed_limits(pairs: Sequence[str]) -> Limits:
+    """Returns the limits of NAME=NUMBER pairs, as in ["bytes=17179869184"]."""
+    try:
+        numbers = {}
+        for pair in pairs:
+            name, _, number = pair.partition("=")
+            numbers[name] = int(number)
+        return Limits(**numbers)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"--limits must be NAME=NUMBER pairs, for example bytes=17179869184. {error}"
+        ) from error
 
 
 def _check() -> None:

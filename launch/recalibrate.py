@@ -315,6 +315,8 @@ def _cost(config: Any, name: str, method: Any) -> dict[str, Any]:
 
 STUDY = frame.Study(
     name="recalibrate",
+    about="private recalibration from many sources",
+    needs=("sweep",),
     open=Bench,
     cells=_cells,
     run=_run,
@@ -326,6 +328,9 @@ STUDY = frame.Study(
     benchmark=(
         "Calibration errors and reliability diagrams are functions of test labels, and no ledger "
         "pays for them. Use jaxdp.recalibration.recalibrate for private sources."
+    ),
+    report=frame.Report(
+        title="recalibration, compared", released={"source.safetensors": "public classifier"}
     ),
 )
 

@@ -6,6 +6,13 @@
 data, and `document` writes the report.
 """
 
+from ..study import Program
 from .life import Interrupted, run, show_plan
 
-__all__ = ["Interrupted", "run", "show_plan"]
+STUDY = Program(
+    name="lifecycle",
+    about="every stage of a model's life under one ledger, and a report",
+    needs=("budgets",),
+)
+
+__all__ = ["STUDY", "Interrupted", "run", "show_plan"]
