@@ -605,6 +605,7 @@ STUDY = frame.Study(
     name="adapt",
     about="private test-time adaptation",
     needs=("protocol",),
+    life=".lifecycle.adapt",
     open=_Task,
     cells=_cells,
     run=_run,

@@ -209,7 +209,7 @@ def show(workdir: str | os.PathLike[str], *headings: str) -> None:
             rf"<(h[23])>{re.escape(heading)}</\1>.*?(?=<h2>|<h3>|</section>)", page, flags=re.DOTALL
         )
         if found is None:
-            states = json.loads((root / "lifecycle.json").read_text())["stages"]
+            states = json.loads((root / "result.json").read_text())["stages"]
             bad = [
                 f"{name} {s['status']}, {s['message']}"
                 for name, s in states.items()

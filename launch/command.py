@@ -95,7 +95,8 @@ def _launch(name: str, *arguments: str) -> None:
     sys.argv = [f"jaxdp {name}", *arguments]
     # The list of studies may have imported the launcher, which then runs a second time as a program.
     warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
-    runpy.run_module(f"{__package__}.{name}", run_name="__main__", alter_sys=True)
+    module = name if "." in name else f"{__package__}.{name}"
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _add_configs(groups: Any) -> None:

@@ -245,6 +245,7 @@ STUDY = frame.Study(
     name="finetune",
     about="private fine-tuning, and the table of DPAdapter",
     needs=("private",),
+    life=".lifecycle.finetune",
     open=_open,
     cells=_cells,
     run=_run,

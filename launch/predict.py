@@ -426,6 +426,7 @@ STUDY = frame.Study(
     name="predict",
     about="certified private answers",
     needs=("prediction",),
+    life=".lifecycle.predict",
     open=Bench,
     cells=_cells,
     run=_run,

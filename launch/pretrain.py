@@ -239,6 +239,7 @@ STUDY = frame.Study(
     name="pretrain",
     about="robust pre-training on public images",
     needs=("ascent",),
+    life=".lifecycle.pretrain",
     open=_open,
     cells=lambda config: [Model(config.method.name)],
     run=_run,

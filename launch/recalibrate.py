@@ -317,6 +317,7 @@ STUDY = frame.Study(
     name="recalibrate",
     about="private recalibration from many sources",
     needs=("sweep",),
+    life=".lifecycle.recalibrate",
     open=Bench,
     cells=_cells,
     run=_run,

@@ -36,10 +36,6 @@ def write(
       ValueError: A file is damaged.
     """
     root = pathlib.Path(workdir)
-    if (root / "lifecycle.json").exists():
-        from .lifecycle import document as life
-
-        return life.write(root)
     for name in ("config.json", "result.json"):
         if not (root / name).exists():
             raise FileNotFoundError(

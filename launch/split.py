@@ -566,6 +566,7 @@ STUDY = frame.Study(
     name="split",
     about="Split Adaptation",
     needs=("ablation", "server", "client"),
+    life=".lifecycle.split",
     open=Bench,
     cells=_cells,
     run=_run,

@@ -55,8 +55,13 @@ def _has(config: Any, parts: tuple[str, ...]) -> bool:
     return all(part in config for part in parts)
 
 
+def module(name: str) -> Any:
+    """Returns a module. A name that begins with a dot is below this package."""
+    return importlib.import_module(name, __package__)
+
+
 @functools.cache
 def _load(name: str) -> Program:
-    module, _, attribute = name.partition(":")
-    study: Program = getattr(importlib.import_module(module, __package__), attribute)
+    path, _, attribute = name.partition(":")
+    study: Program = getattr(module(path), attribute)
     return study

@@ -52,8 +52,11 @@ class Program:
       about: What the launcher does, for `jaxdp --help`.
       needs: The parts of a config by which it is recognised. A config may have the parts of several
           studies. It belongs to the one that needs most of them.
-      launcher: The module of the launcher, by default `name`.
+      launcher: The module of the launcher in `launch`, by default `name`. A name with a dot is that
+          of a module from elsewhere.
       report: What a report tells about its runs.
+      life: The module with its stages of a lifecycle, for example ".lifecycle.finetune". A name
+          that begins with a dot is below this package.
     """
 
     name: str
@@ -61,10 +64,11 @@ class Program:
     needs: tuple[str, ...] = ()
     launcher: str = ""
     report: Report | None = None
+    life: str = ""
 
     @property
     def module(self) -> str:
-        """The name of the launcher's module in the package of launchers."""
+        """The name by which the launcher is called."""
         return self.launcher or self.name
 
 
@@ -88,8 +92,6 @@ class Study(Program):
       plan: `plan(config, opened)` returns what a dry run tells. `opened()` is what `open` returns.
       rows: `rows(work, cells)` returns a row for each cell, for a study whose cells build on each
           other. By default each cell is run on its own.
-      life: The module with the stages that the study has in a lifecycle, for example
-          "launch.lifecycle.finetune". A name that begins with a dot is below this package.
     """
 
     open: Callable[[Any, pathlib.Path], Any]
@@ -103,4 +105,3 @@ class Study(Program):
     grows: Callable[[Any], Any] | None = None
     plan: Callable[[Any, Callable[[], Any]], Iterable["plans.Item"]] = lambda config, opened: ()
     rows: Callable[["Work", Sequence[Any]], list[dict[str, Any]]] | None = None
-    life: str = ""

@@ -29,7 +29,7 @@ from .fields import check_watch, known, some, watching
 from .launcher import main
 from .program import MISTAKES, keep_compiled, start, tell
 from .running import Work, compute, distinct, run
-from .workdir import bind, check_same_config, file_name, versions
+from .workdir import bind, cell_folder, check_same_config, file_name, versions
 
 __all__ = [
     "MISTAKES",
@@ -40,6 +40,7 @@ __all__ = [
     "Work",
     "account",
     "bind",
+    "cell_folder",
     "check_same_config",
     "check_watch",
     "compute",

@@ -15,12 +15,15 @@ _PACKAGE = (__package__ or "").rpartition(".")[0]  # launch, or jaxdp.launch in 
 
 
 def launcher() -> str:
-    """Returns the name of the running launcher, or "" if no launcher runs."""
+    """Returns the name of the running program, as `Program.module` has it. "" if it has none.
+
+    launch.lifecycle.__main__ gives "lifecycle", and my.study gives "my.study".
+    """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
         return ""
-    package, _, name = spec.name.removesuffix(".__main__").rpartition(".")
-    return name if package == _PACKAGE else ""
+    name: str = spec.name.removesuffix(".__main__")
+    return name.removeprefix(f"{_PACKAGE}.")
 
 
 def check_launcher(config: Any) -> None:
@@ -37,18 +40,24 @@ def check_launcher(config: Any) -> None:
     if owners:
         name = catalogue.given(sys.argv)
         raise ValueError(
-            f"this is a config of launch.{owners[0]}, not of launch.{mine}. Run: "
+            f"this is a config of {_title(owners[0])}, not of {_title(mine)}. Run: "
             f"{_command(owners[0])} --config {name} --workdir ..."
         )
     missing = ", ".join(part for part in own[0].needs if part not in config)
     raise ValueError(
-        f"config.{missing} is missing, so this is no config of launch.{mine}. --help lists its "
+        f"config.{missing} is missing, so this is no config of {_title(mine)}. --help lists its "
         "configs."
     )
 
 
+def _title(name: str) -> str:
+    return name if "." in name else f"launch.{name}"
+
+
 def _command(name: str) -> str:
-    return f"python -m launch.{name}" if _PACKAGE == "launch" else f"jaxdp {name}"
+    if _PACKAGE == "launch" or "." in name:
+        return f"python -m {_title(name)}"
+    return f"jaxdp {name}"  # who has the wheel has this command
 
 
 def text(arguments: Sequence[str]) -> str:
@@ -58,13 +67,14 @@ def text(arguments: Sequence[str]) -> str:
     about = sys.modules["__main__"].__doc__ or ""
     sections = [about.strip(), flags.FLAGS.main_module_help().strip()]
     configs = catalogue.known(launcher())
+    name = catalogue.given(arguments)
     if configs:
         width = max(len(config.name) for config in configs)
         lines = [f"  {config.name:{width}}  {config.about}" for config in configs]
         sections.append("\n".join(["Configs:", *lines]))
         # Digits are bundled, so a newcomer can run such a config.
-        example = min(configs, key=lambda config: "digits" not in config.name).name
-        name = catalogue.given(arguments) or example
+        name = name or min(configs, key=lambda config: "digits" not in config.name).name
+    if name:
         defaults = flat(json.loads(catalogue.load(name).to_json()))
         lines = [f"  --config.{field}={value!r}" for field, value in defaults.items()]
         sections.append("\n".join([f"Fields of {name}:", *lines]))

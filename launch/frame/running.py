@@ -23,13 +23,13 @@ from .. import plans, results, run_report
 from ..settings import check_numbers
 from ..study import Row, Study, nothing
 from . import fields
-from .workdir import bind, check_same_config, file_name
+from .workdir import bind, cell_folder, check_same_config, file_name
 
 _AGAIN = (
     "Delete it. The command then makes it again from the other files of the workdir, which costs "
     "nothing twice."
 )
-_HIDDEN = (".lock", ".head", ".sqlite-shm", ".sqlite-wal")  # files that no user opens
+_HIDDEN = ("lock", ".head", ".sqlite-shm", ".sqlite-wal")  # ends of files that no user opens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Work:
 
     def folder(self, cell: Any) -> pathlib.Path:
         """Returns the folder of a cell."""
-        return self.root.joinpath("cells", *map(file_name, cell))
+        return cell_folder(self.root, cell)
 
     def is_done(self, cell: Any) -> bool:
         """Returns whether a cell has a row."""
@@ -167,7 +167,7 @@ def run(
         print(f"{root} holds a finished run. There is nothing to do.\n\n{study.summary(result)}")
         return result
     run_report.write(root, report=study.report)
-    names = sorted(path.name for path in root.iterdir() if path.suffix not in _HIDDEN)
+    names = sorted(path.name for path in root.iterdir() if not path.name.endswith(_HIDDEN))
     print(f"\n{study.summary(result)}\n\nIn {root}: {', '.join(names)}.")
     return result
 

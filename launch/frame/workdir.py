@@ -24,6 +24,11 @@ def file_name(coordinate: Any) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in text)
 
 
+def cell_folder(root: pathlib.Path, cell: Any) -> pathlib.Path:
+    """Returns the folder of a cell in a workdir."""
+    return root.joinpath("cells", *map(file_name, cell))
+
+
 def check_same_config(study: str, config: Any, root: pathlib.Path) -> None:
     """Refuses to mix two experiments in one workdir.
 
