@@ -99,10 +99,13 @@ def resolve(arguments: Sequence[str]) -> list[str]:
     if config is None:
         return list(arguments)
     path = find(config)
-    return [
-        path if one == config else one.replace(f"config={config}", f"config={path}")
-        for one in arguments
-    ]
+
+    def resolved(argument: str) -> str:
+        if argument == config:
+            return path
+        return argument.replace(f"config={config}", f"config={path}")
+
+    return list(map(resolved, arguments))
 
 
 def importable() -> None:

@@ -16,8 +16,8 @@ from jaxdp import data, finetune, tta
 from jaxdp.privacy import Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
 from jaxdp.transforms.clip_rules import CLIP_RULES
-from launch import audit, audits, catalogue, frame, lifecycle, report, studies
-from launch import command as command_line
+from launch import audits, catalogue, frame, lifecycle, report, studies
+from launch.audits.case import judge
 from tests.launch import program, tiny
 
 # --- A clipping rule -----------------------------------------------------------------------------
@@ -175,7 +175,9 @@ def test_the_study_of_a_stage_runs_as_a_launcher_and_pays_once(tmp_path, registe
     refused = program.call(other)
     assert refused.returncode == 2
     assert "a config of tests.extension.study, not of launch.finetune" in refused.stderr
-    command_line.main(["tests.extension.study", "--config", str(config), "--dry_run"])
+    plan = ["-m", "launch.command", "plan", "--config", str(config)]
+    planned = program.call([*program.PYTHON, *plan])
+    assert planned.returncode == 0 and "No ledger is charged." in planned.stdout, planned.stderr
 
 
 @pytest.mark.slow
@@ -193,7 +195,7 @@ def test_its_report_has_its_title_tables_and_accounts(tmp_path, registered):
 def test_its_audit_has_power(registered):
     """Honest noise is consistent with the claim, and its twins are VIOLATED."""
     (found,) = (case for case in audits.cases() if case.mechanism == "noisy mean")
-    row, is_good = audit.judge(found, bytes(range(16)), None)
+    row, is_good = judge(found, bytes(range(16)), None)
     assert is_good, row
 
 

@@ -3,6 +3,7 @@ clean."""
 
 import ast
 import functools
+import graphlib
 import subprocess
 import sys
 import tomllib
@@ -178,6 +179,39 @@ def _absolute(node: ast.Import | ast.ImportFrom) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     return [node.module] if node.module and not node.level else []
+
+
+def launch_imports(path: Path, modules: dict[str, Path]) -> set[str]:
+    """Return the modules of launch that a file of launch imports at its top level."""
+    package = list(path.relative_to(ROOT).parent.parts)
+    found = set()
+    for node in parsed(path).body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names = {f"{module}.{alias.name}" for alias in node.names} & modules.keys()
+            found |= names or {module}
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> list[str] | None:
+    """Return the modules of an import circle, or None if there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return None
+
+
+def test_no_launcher_is_in_an_import_circle():
+    modules = {}
+    for path in (ROOT / "launch").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts).removesuffix(".__init__")] = path
+    graph = {name: launch_imports(path, modules) for name, path in modules.items()}
+    assert len(graph) > 60 and "launch.run_report" in graph["launch.frame.running"]
+    assert circle(graph) is None
+    assert circle(graph | {"launch.run_report": {"launch.frame"}}) is not None
 
 
 @pytest.mark.parametrize("stage", sorted(STAGES))

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import pathlib
 import platform
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ def file_name(coordinate: Any) -> str:
         text = f"{coordinate:g}"
     else:
         text = str(coordinate)
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in text)
+    return re.sub(r"[^\w.-]", "_", text)
 
 
 def cell_folder(root: pathlib.Path, cell: Any) -> pathlib.Path:

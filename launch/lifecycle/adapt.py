@@ -109,7 +109,7 @@ def audit(job: Job) -> dict[str, Any]:
     images = test.gather(np.arange(size) % len(test))["image"]
     candidates = test.gather(np.arange(size, size + options.candidates) % len(test))["image"]
     method = _method(job.config.adapt, job.before["adapt"].result["visits"])
-    found = canaries.audit_stream(
+    attack = canaries.audit_stream(
         tta.Adapter(model.apply_fn, params, method, optax.sgd(1.0)),
         images,
         candidates,
@@ -117,7 +117,7 @@ def audit(job: Job) -> dict[str, Any]:
         delta=job.config.adapt.delta,
         confidence=CONFIDENCE,
     )
-    return audited([(found, "adaptation")], [_ACCOUNT])
+    return audited([(attack, "adaptation")], [_ACCOUNT])
 
 
 STAGES = (

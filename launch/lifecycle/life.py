@@ -27,7 +27,7 @@ from .stage import Accounts, Done, Job, Stage
 from .stages import known as stages
 
 _State = dict[str, Any]
-_MOVED_FOLDER = "error.txt in its folder has the message for the owners"
+_FOR_OWNERS = "error.txt in its folder has the message for the owners"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -111,7 +111,9 @@ class Life:
     """The stages of one run: which are done, their states, and what the others will spend."""
 
     def __init__(self, config: Any, data: parts.Parts, root: pathlib.Path):
-        self.config, self.data, self.root = config, data, root
+        self.config = config
+        self.data = data
+        self.root = root
         self.stages = stages()
         self.done: dict[str, Done] = {}
         waiting = {"status": "waiting", "message": "not run yet", "folder": ""}
@@ -275,7 +277,7 @@ def _advance(stage: Stage, work: frame.Work) -> _State:
 def _run(step: Step, work: frame.Work) -> dict[str, Any]:
     """Returns the row of a stage."""
     life: Life = work.shared
-    (stage,) = (stage for stage in life.stages if stage.name == step.stage)
+    stage = {stage.name: stage for stage in life.stages}[step.stage]
     folder = work.folder(step)
     fields = {part: life.config[part].copy_and_resolve_references() for part in stage.config}
     assert life.hold is not None
@@ -297,7 +299,7 @@ def _failed(stage: Stage, error: Exception, folder: pathlib.Path, root: pathlib.
     state = _say(stage, "failed", f"{kind}: {error}", folder, root)
     if stage.is_private and not isinstance(error, BudgetExceeded):
         # Others read the report, and an error may depend on private images.
-        state["message"] = f"{kind}: {_MOVED_FOLDER}"
+        state["message"] = f"{kind}: {_FOR_OWNERS}"
     return state
 
 

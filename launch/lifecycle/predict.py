@@ -157,7 +157,7 @@ def audit(job: Job) -> dict[str, Any]:
         bounds = _bounds(job.config.predict, options.images, test.num_classes, records)
         return prediction.private_predict(bounds, _linear, queries, epsilon=epsilon, **terms)
 
-    found = canaries.audit_answers(
+    attack = canaries.audit_answers(
         ask,
         prediction.event(1, epsilon=epsilon),
         candidates["x"][0],
@@ -166,7 +166,7 @@ def audit(job: Job) -> dict[str, Any]:
         trials=options.trials,
         confidence=CONFIDENCE,
     )
-    return audited([(found, "one certified answer")], [job.data.private.name])
+    return audited([(attack, "one certified answer")], [job.data.private.name])
 
 
 _DATA = ("public", "private", "test")

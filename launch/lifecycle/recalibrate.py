@@ -98,7 +98,7 @@ def audit(job: Job) -> dict[str, Any]:
     model, params = tuned(job)
     (test,) = job.data.source_test.values()
     others = test.take(np.arange(min(_OTHERS, len(test))))
-    found = canaries.audit_source(
+    attack = canaries.audit_source(
         recalibration.LogisticBinning(),
         models.logits(model, params, others),
         data.labels(others),
@@ -106,7 +106,7 @@ def audit(job: Job) -> dict[str, Any]:
         trials=job.config.audit_recalibrate.trials,
         confidence=CONFIDENCE,
     )
-    return audited([(found, "recalibration")], [source.name for source in job.data.sources])
+    return audited([(attack, "recalibration")], [source.name for source in job.data.sources])
 
 
 STAGES = (

@@ -67,15 +67,18 @@ def release(job):
 
 def attack(job):
     def means(values, first):
-        found = []
-        for seed in range(first, first + 50):
+        outputs = []
+        for trial in range(first, first + 50):
             with Ledger.in_memory() as ledger:
                 ledger.register("x", **TERMS)
-                account = ledger.account("x")
-                epsilon = job.config.means.epsilon
-                seed = seed.to_bytes(16, "little")
-                found.append(noisy_mean(values, epsilon=epsilon, account=account, seed=seed))
-        return np.array(found)
+                mean = noisy_mean(
+                    values,
+                    epsilon=job.config.means.epsilon,
+                    account=ledger.account("x"),
+                    seed=trial.to_bytes(16, "little"),
+                )
+                outputs.append(mean)
+        return np.array(outputs)
 
     audit = multi_run(
         means(np.ones(1), 0),
