@@ -51,7 +51,7 @@ def one() -> dict[str, float]:
         states = life.run(get_config(), folder)
 
         def result(stage: str) -> Any:
-            path = pathlib.Path(folder, states[stage]["folder"], "stage.json")
+            path = pathlib.Path(folder, states[stage]["folder"], "row.json")
             return json.loads(path.read_text(encoding="utf-8"))["result"]
 
         tuned, ((_, models),) = result("finetune"), result("deploy")["models"].items()

@@ -1,12 +1,14 @@
 """jaxdp: private machine learning over a model's whole life, in JAX, under one privacy ledger."""
 
 import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from jaxdp.version import __version__
 
+# For type checkers only. A package that is missing here still loads, and they see it as Any.
 if TYPE_CHECKING:
-    from jaxdp import (
+    from jaxdp import (  # noqa: F401
         audit,
         compilers,
         data,
@@ -40,23 +42,14 @@ _ATTRIBUTES = {
     "Ledger": "jaxdp.privacy.ledger",
     "BudgetExceeded": "jaxdp.privacy.ledger",
 }
-_MODULES = {
-    "losses": "jaxdp.transforms.losses",
-    "audit": "jaxdp.audit",
-    "compilers": "jaxdp.compilers",
-    "privacy": "jaxdp.privacy",
-    "transforms": "jaxdp.transforms",
-    "models": "jaxdp.models",
-    "data": "jaxdp.data",
-    "finetune": "jaxdp.finetune",
-    "prediction": "jaxdp.prediction",
-    "pretrain": "jaxdp.pretrain",
-    "recalibration": "jaxdp.recalibration",
-    "release": "jaxdp.release",
-    "report": "jaxdp.report",
-    "split": "jaxdp.split",
-    "tta": "jaxdp.tta",
+# A wheel has the launchers and the configs, which are no part of the library's face.
+_APART = ("files", "launch", "configs")
+_PACKAGES = {
+    found.name: f"jaxdp.{found.name}"
+    for found in pkgutil.iter_modules(__path__)
+    if found.ispkg and found.name not in _APART
 }
+_MODULES = {"losses": "jaxdp.transforms.losses", **_PACKAGES}
 
 __all__ = [
     "BudgetExceeded",
@@ -64,26 +57,13 @@ __all__ = [
     "Ledger",
     "ModelCheck",
     "__version__",
-    "audit",
     "check",
     "clipped_grad",
-    "compilers",
-    "data",
-    "finetune",
     "interval",
     "losses",
-    "models",
-    "prediction",
-    "pretrain",
-    "privacy",
     "privatize",
-    "recalibration",
-    "release",
-    "report",
-    "split",
-    "transforms",
-    "tta",
 ]
+__all__ += sorted(_PACKAGES)
 
 
 def __getattr__(name: str) -> Any:

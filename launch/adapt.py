@@ -619,6 +619,9 @@ def _summary(result: Mapping[str, Any]) -> str:
 
 STUDY = frame.Study(
     name="adapt",
+    about="private test-time adaptation",
+    needs=("protocol",),
+    life=".lifecycle.adapt",
     open=_Task,
     cells=_cells,
     run=_run,
@@ -631,6 +634,7 @@ STUDY = frame.Study(
         "The accuracies are functions of the stream's records, and no ledger pays for them. Use "
         "jaxdp.tta.serve to adapt to a private stream."
     ),
+    report=frame.Report(title="test-time adaptation, compared"),
 )
 
 if __name__ == "__main__":

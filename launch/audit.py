@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from jaxdp.report import format_table, progress_bar
+
 from . import audits, frame
-from .audits.case import Case
+from .audits.case import Case, judge
 
 _MECHANISM = flags.DEFINE_string(
     "mechanism", None, "The only mechanism to audit, for example DP-SGD."
@@ -51,51 +53,19 @@ none.
 """
 
 
-def judge(case: Case, seed: bytes, trials: int | None) -> tuple[dict[str, str], bool]:
-    """Returns the row of a case, and whether the honest mechanism is consistent and all twins are
-    caught.
-    """
-    honest = case.honest(seed, trials)
-    twins, caught = [], True
-    for name, twin in case.twins.items():
-        found = case.broken(name, seed, trials)
-        if isinstance(twin, str) or isinstance(found, str):
-            continue
-        caught &= found.violated
-        twins.append(
-            f"{name} {found.lower:.3g}" + ("" if found.violated else f" ({found.verdict})")
-        )
-    row = {
-        "mechanism": case.mechanism,
-        "claim": case.claim,
-        "proof": case.proof,
-        "epsilon claimed": f"{honest.upper:.4g} at delta {honest.delta:g}",
-        "audited bound": f"{honest.lower:.3g}",
-        "ceiling": f"{honest.ceiling:.3g}",
-        "verdict": honest.verdict,
-        "twins caught, bound of each": "; ".join(twins),
-    }
-    return row, caught and honest.verdict == "consistent"
-
-
 def main(argv: Sequence[str]) -> None:
     """Runs the audits."""
-    from jaxdp.report import format_table, progress_bar
-
     if len(argv) > 1:
         raise ValueError(f"unexpected arguments {argv[1:]}. Use --mechanism=NAME.")
-    found, seed = audits.cases(), bytes.fromhex(_SEED.value)
-    if _MECHANISM.value is not None:
-        names = sorted({case.mechanism for case in found})
-        found = tuple(case for case in found if case.mechanism == _MECHANISM.value)
-        if not found:
-            raise ValueError(f"--mechanism must be one of {names}, got {_MECHANISM.value!r}.")
+    cases = _cases()
+    seed = bytes.fromhex(_SEED.value)
     rows: list[dict[str, str]] = []
-    good = True
-    bar = progress_bar(found, label="audits", unit="case")
+    all_good = True
+    bar = progress_bar(cases, label="audits", unit="case")
     for case in bar:
-        row, fine = judge(case, seed, _TRIALS.value)
-        rows, good = [*rows, row], good and fine
+        row, is_good = judge(case, seed, _TRIALS.value)
+        rows.append(row)
+        all_good &= is_good
         bar.clear()
         print("\n".join(f"{name}: {value}" for name, value in row.items()), end="\n\n", flush=True)
     if _OUTPUT.value is not None:
@@ -105,19 +75,36 @@ def main(argv: Sequence[str]) -> None:
             command=" ".join(["python -m launch.audit", *sys.argv[1:]]),
             seed=_SEED.value,
             table=format_table(rows, style="markdown"),
-            notes="\n".join(note for case in found for note in _notes(case)) or "None.",
+            notes="\n".join(_notes(cases)) or "None.",
         )
         path.write_text(page, encoding="utf-8")
         print(f"wrote {path}")
-    if not good:
+    if not all_good:
         sys.exit(
             "An honest mechanism is not consistent, or a twin is not caught. See the rows above."
         )
 
 
-def _notes(case: Case) -> list[str]:
-    reasons = {name: reason for name, reason in case.twins.items() if isinstance(reason, str)}
-    return [f"- {case.mechanism}, no “{name}”: {reason}." for name, reason in reasons.items()]
+def _cases() -> tuple[Case, ...]:
+    """Returns the cases of --mechanism."""
+    every = audits.cases()
+    if _MECHANISM.value is None:
+        return every
+    cases = tuple(case for case in every if case.mechanism == _MECHANISM.value)
+    if not cases:
+        names = sorted({case.mechanism for case in every})
+        raise ValueError(f"--mechanism must be one of {names}, got {_MECHANISM.value!r}.")
+    return cases
+
+
+def _notes(cases: Sequence[Case]) -> list[str]:
+    """Returns why some twins have no meaning."""
+    notes = []
+    for case in cases:
+        for name, twin in case.twins.items():
+            if isinstance(twin, str):
+                notes.append(f"- {case.mechanism}, no “{name}”: {twin}.")
+    return notes
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ defaults.
 
 import ast
 import pathlib
-import re
 import runpy
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from . import studies
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "configs"
 
@@ -18,7 +19,7 @@ class Known(NamedTuple):
 
     Attributes:
       name: Its path below the folder of configs, without ".py".
-      launchers: The launchers in the commands of its docstring.
+      launchers: The launchers that run it.
       about: The first line of its docstring.
     """
 
@@ -29,16 +30,17 @@ class Known(NamedTuple):
 
 def known(launcher: str | None = None) -> list[Known]:
     """Returns the configs of a launcher, or of all, by name."""
-    found = []
+    importable()
+    configs = []
     for path in sorted(FOLDER.rglob("*.py")):
-        doc = _doc(path)
-        if (names := _launchers(doc)) and launcher in (None, *names):
-            found.append(
-                Known(
-                    path.relative_to(FOLDER).with_suffix("").as_posix(), names, doc.splitlines()[0]
-                )
-            )
-    return found
+        name = path.relative_to(FOLDER).with_suffix("").as_posix()
+        module = runpy.run_path(str(path))
+        if "get_config" not in module:  # what several configs share
+            continue
+        launchers = _launchers(module["get_config"]())
+        if launchers and launcher in (None, *launchers):
+            configs.append(Known(name, launchers, _first_line(path)))
+    return configs
 
 
 def find(config: str) -> str:
@@ -53,32 +55,33 @@ def find(config: str) -> str:
         return config
     named = FOLDER / f"{path.removeprefix('configs/').removesuffix('.py')}.py"
     if not named.is_file():
-        names = ", ".join(found.name for found in known())
+        names = ", ".join(one.name for one in known())
         raise FileNotFoundError(f"--config={config} is neither a file nor one of {names}.")
     return f"{named}{colon}{variant}"
 
 
 def launcher(config: str) -> str:
-    """Returns the launcher of a config, from the command in its docstring.
+    """Returns the launcher of a config, which its parts tell.
 
     Raises:
       FileNotFoundError: As in `find`.
-      ValueError: The docstring has no command.
+      ValueError: No study needs the parts of the config.
     """
-    names = _launchers(_doc(pathlib.Path(find(config).partition(":")[0])))
-    if not names:
+    importable()
+    launchers = _launchers(load(config))
+    if not launchers:
         raise ValueError(
-            f"--config={config} does not say its launcher. Put the command into its docstring, for "
-            "example 'python -m launch.finetune --config my.py --workdir run', or run the "
-            "launcher with --dry_run."
+            f"--config={config} has the parts of no study, so its launcher is not known. Compare "
+            "it with a config of `jaxdp configs list`, or run the launcher with --dry_run."
         )
-    return names[0]
+    return launchers[0]
 
 
 def load(config: str) -> Any:
     """Returns the `ConfigDict` of a config, by path or name, with its variant."""
     path, colon, variant = find(config).partition(":")
-    return runpy.run_path(path)["get_config"](*([variant] if colon else []))
+    arguments = [variant] if colon else []
+    return runpy.run_path(path)["get_config"](*arguments)
 
 
 def given(arguments: Sequence[str]) -> str | None:
@@ -96,10 +99,13 @@ def resolve(arguments: Sequence[str]) -> list[str]:
     if config is None:
         return list(arguments)
     path = find(config)
-    return [
-        path if one == config else one.replace(f"config={config}", f"config={path}")
-        for one in arguments
-    ]
+
+    def resolved(argument: str) -> str:
+        if argument == config:
+            return path
+        return argument.replace(f"config={config}", f"config={path}")
+
+    return list(map(resolved, arguments))
 
 
 def importable() -> None:
@@ -112,11 +118,11 @@ def importable() -> None:
         sys.modules.setdefault("configs", configs)
 
 
-def _doc(path: pathlib.Path) -> str:
-    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+def _launchers(config: Any) -> tuple[str, ...]:
+    launchers = (study.module for study in studies.recognised(config))
+    return tuple(dict.fromkeys(launchers))
 
 
-def _launchers(doc: str) -> tuple[str, ...]:
-    return tuple(
-        dict.fromkeys(re.findall(r"(?:-m (?:jaxdp\.)?launch\.|jaxdp )(\w+) --config", doc))
-    )
+def _first_line(path: pathlib.Path) -> str:
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0]

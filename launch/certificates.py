@@ -19,7 +19,7 @@ import os
 import pathlib
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -27,7 +27,9 @@ from jaxdp.files import optional, shown, write_durably
 
 from . import frame
 
-SUPERLINK, PARTIES = "superlink", "parties"
+SUPERLINK = "superlink"
+PARTIES = "parties"
+_ISSUER = "jaxdp parties"
 _HOST = flags.DEFINE_list(
     "host", ["localhost", "127.0.0.1"], "Names and addresses of the SuperLink for its parties."
 )
@@ -57,12 +59,13 @@ def make(
                 f"--party must be letters, digits, '-' and '_', not {SUPERLINK!r}, got {name!r}."
             )
     link = folder / SUPERLINK
+    # The private key is written last, so a folder that has it is complete.
     if not (link / "server.key").exists():
-        authority, certificate, key = _certificates(hosts, days)
-        for name, data in (("ca.crt", authority), ("server.crt", certificate)):
-            _write(link / name, data, 0o644)
+        certificates = _certificates(hosts, days)
+        _write(link / "ca.crt", certificates.authority, 0o644)
+        _write(link / "server.crt", certificates.server, 0o644)
         _write(link / "secret", secrets.token_bytes(32))
-        _write(link / "server.key", key)
+        _write(link / "server.key", certificates.key)
     for name in parties:
         if not (folder / name / "key").exists():
             public, private = _key_pair()
@@ -87,52 +90,78 @@ def _key_pair() -> tuple[bytes, bytes]:
     )
 
 
-def _certificates(hosts: Sequence[str], days: int) -> tuple[bytes, bytes, bytes]:
-    """Returns a certificate authority, a certificate that it signed, and the private key of the
-    latter, in PEM.
+class _Certificates(NamedTuple):
+    """A certificate authority, a certificate that it signed, and the private key of the latter, in
+    PEM.
     """
+
+    authority: bytes
+    server: bytes
+    key: bytes
+
+
+def _certificates(hosts: Sequence[str], days: int) -> _Certificates:
     x509 = optional("cryptography.x509", "flower")
     ec = optional("cryptography.hazmat.primitives.asymmetric.ec", "flower")
     form = optional("cryptography.hazmat.primitives.serialization", "flower")
-    sha256 = optional("cryptography.hazmat.primitives.hashes", "flower").SHA256()
-    root, key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-    start = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)  # clocks differ
-    uses = {
-        name: False
-        for name in ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
-    }
-    uses |= {name: False for name in ("crl_sign", "encipher_only", "decipher_only")}
-    above = x509.SubjectKeyIdentifier.from_public_key(root.public_key())
-
-    def signed(name: str, public: Any, authority: bool, *extensions: Any) -> bytes:
-        issuer, subject = (
-            x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, one)])
-            for one in ("jaxdp parties", name)
-        )
-        builder = (
-            x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(public)
-        )
-        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(start)
-        builder = builder.not_valid_after(start + datetime.timedelta(days=days))
-        builder = builder.add_extension(
-            x509.BasicConstraints(authority, 0 if authority else None), critical=True
-        )
-        allowed = x509.KeyUsage(**uses, digital_signature=not authority, key_cert_sign=authority)
-        builder = builder.add_extension(allowed, critical=True)
-        for extension in extensions:
-            builder = builder.add_extension(extension, critical=False)
-        return builder.sign(root, sha256).public_bytes(form.Encoding.PEM)
-
-    server = signed(
-        hosts[0],
-        key.public_key(),
-        False,
+    root_key = ec.generate_private_key(ec.SECP384R1())
+    server_key = ec.generate_private_key(ec.SECP384R1())
+    root_name = x509.SubjectKeyIdentifier.from_public_key(root_key.public_key())
+    authority = _signed(_ISSUER, root_key.public_key(), root_key, days, [root_name], is_root=True)
+    extensions = [
         x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]),
         x509.SubjectAlternativeName([_alternative(x509, host) for host in hosts]),
-        x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(above),
+        x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(root_name),
+    ]
+    server = _signed(hosts[0], server_key.public_key(), root_key, days, extensions)
+    key = server_key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
+    return _Certificates(authority, server, key)
+
+
+def _signed(
+    name: str,
+    public_key: Any,
+    root_key: Any,
+    days: int,
+    extensions: Sequence[Any],
+    *,
+    is_root: bool = False,
+) -> bytes:
+    """Returns the certificate of a public key, signed with the key of the authority, in PEM."""
+    x509 = optional("cryptography.x509", "flower")
+    form = optional("cryptography.hazmat.primitives.serialization", "flower")
+    sha256 = optional("cryptography.hazmat.primitives.hashes", "flower").SHA256()
+    start = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)  # clocks differ
+    usage = x509.KeyUsage(
+        digital_signature=not is_root,
+        key_cert_sign=is_root,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
     )
-    private = key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
-    return signed("jaxdp parties", root.public_key(), True, above), server, private
+    # The authority signs certificates of servers, and no further authority.
+    constraints = x509.BasicConstraints(is_root, 0 if is_root else None)
+    builder = x509.CertificateBuilder()
+    builder = builder.issuer_name(_common_name(x509, _ISSUER))
+    builder = builder.subject_name(_common_name(x509, name))
+    builder = builder.public_key(public_key)
+    builder = builder.serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(start)
+    builder = builder.not_valid_after(start + datetime.timedelta(days=days))
+    builder = builder.add_extension(constraints, critical=True)
+    builder = builder.add_extension(usage, critical=True)
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=False)
+    certificate: bytes = builder.sign(root_key, sha256).public_bytes(form.Encoding.PEM)
+    return certificate
+
+
+def _common_name(x509: Any, name: str) -> Any:
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
 
 
 def _alternative(x509: Any, host: str) -> Any:

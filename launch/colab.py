@@ -5,6 +5,7 @@ Before jaxdp is installed, this needs only the standard library and `packaging`,
 kernel has.
 """
 
+import html
 import importlib
 import importlib.metadata
 import json
@@ -54,7 +55,8 @@ def install() -> None:
         )
     importlib.invalidate_caches()
     after = installed()
-    if stale := in_use(name for name, version in before.items() if after.get(name) != version):
+    stale = in_use(name for name, version in before.items() if after.get(name) != version)
+    if stale:
         raise RuntimeError(
             f"jaxdp is installed, but pip replaced {', '.join(stale)}, which this kernel had "
             "loaded. Choose Runtime > Restart session, then run all cells again."
@@ -67,22 +69,18 @@ def install() -> None:
 
 def installed() -> dict[str, str]:
     """Returns the versions of all installed distributions by their normalised names."""
-    found = importlib.metadata.distributions()
-    # Of two distributions with one name, Python imports the first.
-    return {
-        _normalised(d.metadata["Name"]): d.version
-        for d in reversed(list(found))
-        if d.metadata["Name"]
-    }
+    versions: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:  # Of two distributions with one name, Python imports the first.
+            versions.setdefault(_normalised(name), distribution.version)
+    return versions
 
 
 def constraints(versions: Mapping[str, str]) -> str:
     """Returns a file of constraints with which pip fails instead of replacing jax."""
-    return "".join(
-        f"{name}=={version}\n"
-        for name, version in sorted(versions.items())
-        if _RUNTIME.fullmatch(name)
-    )
+    held = sorted(name for name in versions if _RUNTIME.fullmatch(name))
+    return "".join(f"{name}=={versions[name]}\n" for name in held)
 
 
 def command(constraints: pathlib.Path, *, root: pathlib.Path = ROOT) -> list[str]:
@@ -103,10 +101,9 @@ def command(constraints: pathlib.Path, *, root: pathlib.Path = ROOT) -> list[str
 
 def check_jax(versions: Mapping[str, str], *, root: pathlib.Path = ROOT) -> None:
     """Raises RuntimeError if the installed jax, if there is one, is older than jaxdp needs."""
-    listed = map(
-        Requirement, tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
-    )
-    [needed] = [requirement.specifier for requirement in listed if requirement.name == "jax"]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    requirements = map(Requirement, project["dependencies"])
+    needed = {one.name: one.specifier for one in requirements}["jax"]
     if "jax" not in versions or needed.contains(versions["jax"], prereleases=True):
         return
     extra = next((f"[{extra}]" for plugin, extra in _EXTRAS.items() if plugin in versions), "")
@@ -122,14 +119,11 @@ def check_jax(versions: Mapping[str, str], *, root: pathlib.Path = ROOT) -> None
 
 def in_use(names: Iterable[str]) -> list[str]:
     """Returns the distributions of `names` that have a loaded module."""
-    changed = set(names)
-    loaded = {
-        _normalised(name)
-        for module, distributions in importlib.metadata.packages_distributions().items()
-        if module in sys.modules
-        for name in distributions
-    }
-    return sorted(changed & loaded)
+    loaded: set[str] = set()
+    for module, distributions in importlib.metadata.packages_distributions().items():
+        if module in sys.modules:
+            loaded |= set(map(_normalised, distributions))
+    return sorted(loaded & set(names))
 
 
 def _normalised(name: str) -> str:
@@ -159,7 +153,8 @@ def expect(devices: Sequence[Any]) -> None:
             "without a change."
         )
     target = "h100" if platform in ("gpu", "cuda", "rocm") else "v5e"
-    if rows := estimates(target):
+    rows = estimates(target)
+    if rows:
         from jaxdp.compilers import CAVEAT
         from jaxdp.report import format_table
 
@@ -179,13 +174,13 @@ def estimates(target: str) -> list[dict[str, Any]]:
     clock = TARGETS[target].clock or 1.0  # a GPU's report has seconds
     rows = []
     for case, steps in json.loads(path.read_text())["cases"].items():
-        plain, clipped = (
-            1e3 * steps.get(step, {}).get("total", 0.0) / clock for step in ("plain", "clipped")
-        )
+        if not {"plain", "clipped"} <= steps.keys():
+            continue
+        plain = 1e3 * steps["plain"].get("total", 0.0) / clock
+        clipped = 1e3 * steps["clipped"].get("total", 0.0) / clock
         if plain and clipped:
-            rows.append(
-                {"case": case, "plain, ms": plain, "clipped, ms": clipped, "ratio": clipped / plain}
-            )
+            row = {"case": case, "plain, ms": plain, "clipped, ms": clipped}
+            rows.append(row | {"ratio": clipped / plain})
     return rows
 
 
@@ -205,16 +200,16 @@ def show(workdir: str | os.PathLike[str], *headings: str) -> None:
     style = re.search(r"<style>(.*?)</style>", page, flags=re.DOTALL)
     assert style is not None
     for heading in headings:
-        found = re.search(
-            rf"<(h[23])>{re.escape(heading)}</\1>.*?(?=<h2>|<h3>|</section>)", page, flags=re.DOTALL
+        title = re.escape(html.escape(heading).replace("&#x27;", "&#39;"))  # as Jinja writes it
+        section = re.search(
+            rf"<(h[23])>{title}</\1>.*?(?=<h2>|<h3>|</section>)", page, flags=re.DOTALL
         )
-        if found is None:
-            states = json.loads((root / "lifecycle.json").read_text())["stages"]
-            bad = [
-                f"{name} {s['status']}, {s['message']}"
-                for name, s in states.items()
-                if s["message"]
-            ]
+        if section is None:
+            states = json.loads((root / "result.json").read_text())["stages"]
+            bad = []
+            for name, state in states.items():
+                if state["message"]:
+                    bad.append(f"{name} {state['status']}, {state['message']}")
             raise ValueError(
                 f"The report has no {heading!r}. Stages that are not done: "
                 f"{'; '.join(bad) or 'none'}."
@@ -222,7 +217,7 @@ def show(workdir: str | os.PathLike[str], *headings: str) -> None:
         # The style is nested, so that it changes nothing else in the notebook. Its colours belong
         # to the piece.
         nested = f".jaxdp-report {{{style[1].replace(':root', '&')}}}"
-        display(HTML(f'<style>{nested}</style><div class="jaxdp-report">{found[0]}</div>'))
+        display(HTML(f'<style>{nested}</style><div class="jaxdp-report">{section[0]}</div>'))
 
 
 def show_images(

@@ -175,6 +175,8 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
 
 STUDY = frame.Study(
     name="curve",
+    needs=("private", "curve"),
+    launcher="finetune",
     open=_open,
     cells=_cells,
     run=_run,
@@ -186,5 +188,10 @@ STUDY = frame.Study(
     benchmark=(
         "It trains many models on one private set and compares them on its test set. For private "
         "data fine-tune one model, with a config without config.curve."
+    ),
+    report=frame.Report(
+        title="accuracy over epsilon",
+        released={"cells/*/*/params.safetensors": "a model of its own"},
+        ledgers=("cells/*/*/ledger.sqlite",),
     ),
 )

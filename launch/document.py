@@ -22,32 +22,26 @@ from . import results
 PAGES = pathlib.Path(__file__).parent / "pages"
 _NUMBER = (float, type(None))
 _TEXT = (str, type(None))
-_ACCOUNTS = {
-    "head": (dict, type(None)),
-    "datasets": [
-        {
-            **dict.fromkeys(("name", "adjacency", "unit", "headline"), str),
-            **{"delta": float, "rows": int, "records": (int, type(None))},
-            **dict.fromkeys(("budget", "proven_epsilon", "remaining"), _NUMBER),
-            "open": list,
-            "runs": [
-                dict.fromkeys(("who", "host", "run", "version", "first_at", "last_at"), _TEXT)
-            ],
-            "spends": [
-                {
-                    **{
-                        "event": object,
-                        "spends": int,
-                        "description": str,
-                        "first_at": str,
-                        "open": (int, type(None)),
-                    },
-                    **dict.fromkeys(("first_label", "last_label"), _TEXT),
-                }
-            ],
-        }
-    ],
+_RUN = dict.fromkeys(("who", "host", "run", "version", "first_at", "last_at"), _TEXT)
+_SPEND = {
+    "event": object,
+    "spends": int,
+    "description": str,
+    "first_at": str,
+    "open": (int, type(None)),
+    **dict.fromkeys(("first_label", "last_label"), _TEXT),
 }
+_ACCOUNT = {
+    **dict.fromkeys(("name", "adjacency", "unit", "headline"), str),
+    "delta": float,
+    "rows": int,
+    "records": (int, type(None)),
+    **dict.fromkeys(("budget", "proven_epsilon", "remaining"), _NUMBER),
+    "open": list,
+    "runs": [_RUN],
+    "spends": [_SPEND],
+}
+_ACCOUNTS = {"head": (dict, type(None)), "datasets": [_ACCOUNT]}
 
 
 def checked(
@@ -58,10 +52,10 @@ def checked(
     Raises:
       ValueError: The file is damaged. The message names it and the remedy.
     """
-    found = read_json(path, remedy=remedy, kind=type(shape), keys=keys)
+    content = read_json(path, remedy=remedy, kind=type(shape), keys=keys)
     with understood(path, remedy):
-        check(found, shape, name)
-    return found
+        check(content, shape, name)
+    return content
 
 
 def check(value: Any, shape: Any, name: str) -> None:
@@ -86,11 +80,17 @@ def check(value: Any, shape: Any, name: str) -> None:
             check(item, shape[0], f"an entry of {name}")
     else:
         kinds = shape if isinstance(shape, tuple) else (shape,)
-        allowed = (*kinds, int) if float in kinds else kinds
-        if not isinstance(value, allowed) or (
-            isinstance(value, bool) and bool not in kinds and object not in kinds
-        ):
+        if not _is_one_of(value, kinds):
             raise TypeError(f"{name} is a {type(value).__name__}, not a {kinds[0].__name__}")
+
+
+def _is_one_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Returns whether a value of JSON has one of some types."""
+    if isinstance(value, bool):  # In Python a bool is an int, and here it is no number.
+        return bool in kinds or object in kinds
+    if isinstance(value, int) and float in kinds:  # JSON writes 1.0 as 1.
+        return True
+    return isinstance(value, kinds)
 
 
 # --- Accounts -----------------------------------------------------------------------------------
@@ -125,27 +125,33 @@ class Books:
           ValueError: A ledger lacks an account, or the copy is damaged.
         """
         copy = root / "ledger.json"
-        found: dict[str, Any] = {"head": None, "datasets": []}
-        if reports := {
-            prefix: _report(path, names) for prefix, path in ledgers.items() if path.exists()
-        }:
-            heads = [report["head"] for report in reports.values()]
-            found["head"] = heads[0] if len(heads) == 1 else None
-            for prefix, report in reports.items():
-                found["datasets"] += [
-                    entry | {"name": prefix + entry["name"]} for entry in report["datasets"]
-                ]
-            write_json(copy, found)
-        if copy.exists():
-            found = checked(copy, _ACCOUNTS, "ledger", remedy=remedy)
+        heads = []
+        entries: list[dict[str, Any]] = []
+        for prefix, path in ledgers.items():
+            if path.exists():
+                report = _report(path, names)
+                heads.append(report["head"])
+                for entry in report["datasets"]:
+                    entries.append(entry | {"name": prefix + entry["name"]})
+        self.head = heads[0] if len(heads) == 1 else None
+        self.entries = entries
+        if heads:
+            write_json(copy, {"head": self.head, "datasets": entries})
+        if copy.exists():  # It is read in any case, so that both ways give the same page.
+            content = checked(copy, _ACCOUNTS, "ledger", remedy=remedy)
+            self.head = content["head"]
+            self.entries = content["datasets"]
         with understood(copy, remedy):
-            if found["head"] is not None:
-                check(found["head"], {"spend": int, "link": str}, "ledger.head")
-            for entry in found["datasets"]:
-                verdict(entry)
-                for row in entry["spends"]:
-                    from_json(json.dumps(row["event"]))
-        self.head, self.entries = found["head"], found["datasets"]
+            self._check()
+
+    def _check(self) -> None:
+        """Raises an error for accounts that a page cannot show."""
+        if self.head is not None:
+            check(self.head, {"spend": int, "link": str}, "ledger.head")
+        for entry in self.entries:
+            verdict(entry)
+            for row in entry["spends"]:
+                from_json(json.dumps(row["event"]))
 
     @property
     def groups(self) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -154,12 +160,9 @@ class Books:
         """
         groups: dict[str, list[dict[str, Any]]] = {}
         for entry in self.entries:
-            spends = [[row[key] for key in ("event", "spends", "open")] for row in entry["spends"]]
-            alike = {
-                key: entry[key]
-                for key in ("adjacency", "unit", "records", "budget", "delta", "headline")
-            }
-            groups.setdefault(json.dumps([alike, spends]), []).append(entry)
+            spends = [_picked(row, ("event", "spends", "open")) for row in entry["spends"]]
+            account = json.dumps([_picked(entry, _ALIKE), spends])
+            groups.setdefault(account, []).append(entry)
         return [(_together([entry["name"] for entry in group]), group) for group in groups.values()]
 
     @property
@@ -170,16 +173,26 @@ class Books:
     @property
     def when(self) -> str:
         """The time of the first and the last spend."""
-        times = sorted(run[key] for run in self._runs for key in ("first_at", "last_at"))
-        return (
-            " to ".join(dict.fromkeys(_minute(time) for time in (times[0], times[-1]))) + " UTC"
-            if times
-            else ""
-        )
+        if not self._runs:
+            return ""
+        first = _minute(min(run["first_at"] for run in self._runs))
+        last = _minute(max(run["last_at"] for run in self._runs))
+        return f"{first} UTC" if first == last else f"{first} to {last} UTC"
 
     @property
     def _runs(self) -> list[dict[str, Any]]:
-        return [run for entry in self.entries for run in entry["runs"]]
+        runs: list[dict[str, Any]] = []
+        for entry in self.entries:
+            runs += entry["runs"]
+        return runs
+
+
+# Accounts with equal fields are shown as one.
+_ALIKE = ("adjacency", "unit", "records", "budget", "delta", "headline")
+
+
+def _picked(row: Mapping[str, Any], keys: Sequence[str]) -> list[Any]:
+    return [row[key] for key in keys]
 
 
 def _report(ledger: pathlib.Path, names: Sequence[str] | None) -> dict[str, Any]:
@@ -207,24 +220,28 @@ def _minute(time: str) -> str:
 
 def _spends(names: str, group: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
     """Yields a row for each kind of release. The labels are those of all accounts of the group."""
-    for row, *others in zip(*(entry["spends"] for entry in group), strict=True):
+    first = group[0]
+    for rows in zip(*(entry["spends"] for entry in group), strict=True):
+        row = rows[0]
         event = SelfComposedDpEvent(from_json(json.dumps(row["event"])), row["spends"])
-        alone = epsilon(event, delta=group[0]["delta"], adjacency=group[0]["adjacency"])
-        labels = [
-            same[key]
-            for same in (row, *others)
-            for key in ("first_label", "last_label")
-            if same[key]
-        ]
-        ends = dict.fromkeys((labels[0], labels[-1])) if labels else ()
+        alone = epsilon(event, delta=first["delta"], adjacency=first["adjacency"])
         yield [
             names,
-            " … ".join(ends),
+            _labels(rows),
             f"{row['spends']} × {row['description']}",
             round_up(alone),
             f"{_minute(row['first_at'])} UTC",
             str(row["open"] or "none"),
         ]
+
+
+def _labels(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the first and the last label of some spends: "epoch 1 … epoch 9"."""
+    labels = []
+    for row in rows:
+        labels += [row["first_label"], row["last_label"]]
+    labels = list(filter(None, labels))
+    return " … ".join(dict.fromkeys((labels[0], labels[-1]))) if labels else ""
 
 
 # --- The page -----------------------------------------------------------------------------------
@@ -253,25 +270,28 @@ def write(
       audits: The attacks on releases, as the lifecycle keeps them.
       **facts: What the template shows besides.
     """
-    accounts = [
-        {
+    accounts = []
+    spends: list[list[str]] = []
+    for names, group in books.groups:
+        entry = group[0]
+        account = {
             "names": names,
-            "entry": group[0],
-            "verdict": verdict(group[0]),
-            "audited": audited(audits, group[0]["name"]),
+            "entry": entry,
+            "verdict": verdict(entry),
+            "audited": audited(audits, entry["name"]),
         }
-        for names, group in books.groups
-    ]
-    units = list(dict.fromkeys(entry["unit"] for entry in books.entries))
+        accounts.append(account)
+        spends += _spends(names, group)
+    units = {entry["unit"] for entry in books.entries}
     page = render_page(
         PAGES / template,
         **facts,
         books=books,
         accounts=accounts,
         audits=audits,
-        spends=[row for names, group in books.groups for row in _spends(names, group)],
+        spends=spends,
         unfinished=sum(len(entry["open"]) for entry in books.entries),
-        unit=units[0] if len(units) == 1 else "record",
+        unit=units.pop() if len(units) == 1 else "record",
         released=[_file(root, path, what) for path, what in released.items() if path.exists()],
         config=json.dumps(config, indent=1),
         versions=[f"{name} {version}" for name, version in versions.items()],
@@ -288,11 +308,11 @@ def audited(audits: Sequence[Mapping[str, Any]], account: str) -> str:
     """Returns the worst verdict on a release about a data set. Bounds of several releases are not
     compared.
     """
-    found = {audit["verdict"] for audit in audits if account in audit["accounts"]}
-    return next(
-        (verdict for verdict in ("VIOLATED", "cannot tell", "consistent") if verdict in found),
-        "none",
-    )
+    verdicts = {audit["verdict"] for audit in audits if account in audit["accounts"]}
+    for word in ("VIOLATED", "cannot tell", "consistent"):
+        if word in verdicts:
+            return word
+    return "none"
 
 
 def _file(root: pathlib.Path, path: pathlib.Path, what: str) -> list[str]:
@@ -307,14 +327,15 @@ def _interval(share: float, count: int) -> str:
     return f"{100 * share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 
 
-def _chance(found: Mapping[str, Any]) -> str:
+def _chance(changes: Mapping[str, Any]) -> str:
     """Returns what the change of an accuracy on the same inputs means."""
-    gained, lost = found["gained"], found["lost"]
-    p, counts = (
-        results.mcnemar(gained, lost),
-        f"{gained} answers became right and {lost} became wrong",
-    )
+    gained, lost = changes["gained"], changes["lost"]
+    p = results.mcnemar(gained, lost)
+    counts = f"{gained} answers became right and {lost} became wrong"
     if p >= 0.05:
-        return f"This change is inside the noise: {counts}, which chance alone explains (McNemar's exact p = {p:.2g})."
+        return (
+            f"This change is inside the noise: {counts}, which chance alone explains (McNemar's "
+            f"exact p = {p:.2g})."
+        )
     better = "improvement" if gained > lost else "loss"
     return f"This {better} is larger than chance explains: {counts} (McNemar's exact p = {p:.1g})."

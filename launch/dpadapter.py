@@ -450,6 +450,8 @@ def _grows(config: Any) -> Any:
 
 STUDY = frame.Study(
     name="table",
+    needs=("private", "grids"),
+    launcher="finetune",
     open=_Bench,
     cells=_cells,
     run=_run,
@@ -459,4 +461,5 @@ STUDY = frame.Study(
     figures=_figures,
     grows=_grows,
     plan=_plan,
+    report=frame.Report(title="private fine-tuning, compared", ledgers=("cells/**/ledger.sqlite",)),
 )

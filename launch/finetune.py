@@ -243,6 +243,9 @@ def _ledger(cell: Model) -> pathlib.Path:
 
 STUDY = frame.Study(
     name="finetune",
+    about="private fine-tuning, and the table of DPAdapter",
+    needs=("private",),
+    life=".lifecycle.finetune",
     open=_open,
     cells=_cells,
     run=_run,
@@ -250,6 +253,22 @@ STUDY = frame.Study(
     summary=_summary,
     figures=_figures,
     plan=_plan,
+    report=frame.Report(
+        title="private fine-tuning",
+        page="finetune.html.jinja",
+        shape={
+            **dict.fromkeys(("before", "after", "epsilon", "delta", "noise_multiplier"), float),
+            **dict.fromkeys(("gained", "lost", "tested", "steps"), int),
+            "method": str,
+            "dataset": str,
+            "curves": {"accuracy": [[float]], "epsilon": [[float]]},
+        },
+        released={
+            "params.safetensors": "fine-tuned model",
+            "pretrained.safetensors": "public backbone",
+        },
+        references=True,
+    ),
 )
 
 

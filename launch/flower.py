@@ -24,11 +24,11 @@ from jaxdp.files import optional
 
 from .certificates import PARTIES
 
-_REFUSED = (
-    "the party refused, and its own output says why"  # an error's text could depend on private data
-)
+# The text of an error could depend on private data, so it is not sent.
+_REFUSED = "the party refused, and its own output says why"
 _UNAUTHORIZED = 401
-_POLL_SECONDS, _AGAIN_SECONDS = 0.5, 10.0  # a SuperNode looks for messages every 3 seconds
+_POLL_SECONDS = 0.5
+_AGAIN_SECONDS = 10.0  # A SuperNode looks for messages every 3 seconds.
 _FAB = b"""[project]
 name = "parties"
 version = "1.0.0"
@@ -80,17 +80,17 @@ def client_app(
           apart.
       failed: A function that is called with an error.
     """
-    app, common = _flwr("clientapp").ClientApp(), _flwr("app")
+    app = _flwr("clientapp").ClientApp()
+    common = _flwr("app")
 
     @app.query()  # type: ignore[untyped-decorator, unused-ignore]
     def reply(message: Any, context: Any) -> Any:
         try:
-            return common.Message(
-                _content(answer(_data(message), context.node_config)), reply_to=message
-            )
+            content = _content(answer(_data(message), context.node_config))
         except Exception as error:
             failed(error)
-            return common.Message(common.Error(code=0, reason=_REFUSED), reply_to=message)
+            content = common.Error(code=0, reason=_REFUSED)
+        return common.Message(content, reply_to=message)
 
     return app
 
@@ -103,7 +103,9 @@ class Nodes:
     """
 
     def __init__(self, grid: Any, find: Callable[[Any], Mapping[str, int]], names: Sequence[str]):
-        self._grid, self._find, self.names = grid, find, tuple(names)
+        self._grid = grid
+        self._find = find
+        self.names = tuple(names)
 
     def ask(
         self, questions: Mapping[str, bytes], *, timeout: float, again: float = _AGAIN_SECONDS
@@ -115,27 +117,27 @@ class Nodes:
         twice as many, and so on, because a node may have lost it. So a party must answer a repeated
         question as before.
         """
-        message, kind = _flwr("app").Message, _flwr("app").MessageType.QUERY
-        pending, due, wait = (
-            dict(questions),
-            dict.fromkeys(questions, 0.0),
-            dict.fromkeys(questions, again),
-        )
-        sent, answers = dict[str, str](), dict[str, bytes]()
+        message = _flwr("app").Message
+        kind = _flwr("app").MessageType.QUERY
+        pending = dict(questions)
+        due = dict.fromkeys(questions, 0.0)  # when a question is sent next
+        wait = dict.fromkeys(questions, again)
+        party_of: dict[str, str] = {}  # by the id of a message
+        answers: dict[str, bytes] = {}
         end = time.monotonic() + timeout
         while pending and (now := time.monotonic()) < end:
-            there = self._find(self._grid)
-            names = [name for name in pending if name in there and due[name] <= now]
-            if names:
-                new = [
-                    message(_content(pending[name]), there[name], kind, ttl=timeout)
-                    for name in names
-                ]
-                sent |= zip(self._grid.push_messages(new), names, strict=True)
-                due |= {name: now + wait[name] for name in names}
-                wait |= {name: 2 * wait[name] for name in names}
-            for reply in self._grid.pull_messages(list(sent)):
-                name = sent.pop(reply.metadata.reply_to_message_id)
+            nodes = self._find(self._grid)
+            names = [name for name in pending if name in nodes and due[name] <= now]
+            messages = []
+            for name in names:
+                content = _content(pending[name])
+                messages.append(message(content, nodes[name], kind, ttl=timeout))
+                due[name] = now + wait[name]
+                wait[name] *= 2
+            if messages:
+                party_of |= zip(self._grid.push_messages(messages), names, strict=True)
+            for reply in self._grid.pull_messages(list(party_of)):
+                name = party_of.pop(reply.metadata.reply_to_message_id)
                 if reply.has_error() and reply.error.reason != _REFUSED:
                     due[name] = now + 1.0
                 elif pending.pop(name, None) is not None and not reply.has_error():
@@ -163,25 +165,13 @@ def serve(
     Raises:
       TimeoutError: `until()` is false `timeout` seconds after the last message.
     """
-    run, errors = _flwr("supernode.runtime.run_clientapp"), list[Exception]()
-    broken = optional(
-        "httpx", "flower"
-    ).HTTPError  # of a SuperNode that has died, or that knows nothing of the task
-    app, last = client_app(lambda question, _: answer(question), errors.append), time.monotonic()
+    errors: list[Exception] = []
+    app = client_app(lambda question, _: answer(question), errors.append)
+    last = time.monotonic()
     with contextlib.closing(_executor(address, keys, None)) as executor:
         while not until():
             if token := _acquire(executor, "CLIENT_APP"):
-                try:
-                    with contextlib.closing(_runtime(address, None, token)) as client:
-                        with _heartbeat(client):
-                            message, context, _, _ = run.pull_task_input(client)
-                            run.push_message(client, app(message, context), context)
-                        run.push_task_output(client, context, "completed", "")
-                except broken as error:
-                    print(
-                        f"party: a question was lost with its SuperNode ({type(error).__name__}). "
-                        "It comes again."
-                    )
+                _answer_one(app, address, token)
                 last = time.monotonic()
                 if errors:
                     raise errors[0]
@@ -195,6 +185,23 @@ def serve(
                 time.sleep(_POLL_SECONDS)
 
 
+def _answer_one(app: Any, address: str, token: str) -> None:
+    """Answers the message of a task."""
+    run = _flwr("supernode.runtime.run_clientapp")
+    try:
+        with contextlib.closing(_runtime(address, None, token)) as client:
+            with _heartbeat(client):
+                message, context, _, _ = run.pull_task_input(client)
+                run.push_message(client, app(message, context), context)
+            run.push_task_output(client, context, "completed", "")
+    # The SuperNode has died, or it was started again and knows nothing of the task.
+    except optional("httpx", "flower").HTTPError as error:
+        print(
+            f"party: a question was lost with its SuperNode ({type(error).__name__}). It comes "
+            "again."
+        )
+
+
 @contextlib.contextmanager
 def running(address: str, keys: pathlib.Path) -> Iterator[Nodes]:
     """Registers the parties at a SuperLink, begins a run there, and yields its nodes.
@@ -205,7 +212,6 @@ def running(address: str, keys: pathlib.Path) -> Iterator[Nodes]:
     Raises:
       ConnectionError: The SuperLink has given up the run.
     """
-    runtime, serde = _flwr("proto.runtime_pb2"), _flwr("common.serde")
     authority = (keys / "ca.crt").read_bytes()
     read = _flwr("cli.supernode.register").try_load_public_key
     names = {read(path): path.stem for path in sorted((keys / PARTIES).glob("*.pub"))}
@@ -218,32 +224,21 @@ def running(address: str, keys: pathlib.Path) -> Iterator[Nodes]:
             if node.public_key in names
         }
 
-    grids, identity = (
-        _flwr("superlink.grid"),
-        _flwr("supercore.task_identity"),
-    )  # before the token, which soon lapses
+    # These imports take time, and a token soon lapses.
+    grids = _flwr("superlink.grid")
+    _flwr("supercore.task_identity")
     with contextlib.closing(_executor(address, keys, authority)) as executor:
         while not (token := _acquire(executor, "SERVER_APP", run)):
             time.sleep(_POLL_SECONDS)
     grid = grids.HttpGrid(address, root_certificates=authority, token=token)
     try:
-        with contextlib.closing(_runtime(address, authority, token)) as client:
-            done = "failed"
-            try:
-                with _heartbeat(client), contextlib.closing(grid):
-                    given = client.PullTaskInput(runtime.PullTaskInputRequest())
-                    identity.TaskIdentity.task_id, identity.TaskIdentity.run_id = (
-                        given.task_id,
-                        given.run.run_id,
-                    )
-                    identity.TaskIdentity.node_id = (
-                        given.context.node_id
-                    )  # flwr gives them to all messages from here
-                    grid.set_run(serde.run_from_proto(given.run))
-                    yield Nodes(grid, find, list(names.values()))
-                done = "completed"
-            finally:
-                client.PushTaskOutput(runtime.PushTaskOutputRequest(sub_status=done, details=""))
+        with (
+            contextlib.closing(_runtime(address, authority, token)) as client,
+            _task(client),
+            contextlib.closing(grid),
+        ):
+            _take_run(client, grid)
+            yield Nodes(grid, find, list(names.values()))
     except optional("httpx", "flower").HTTPStatusError as error:
         if error.response.status_code != _UNAUTHORIZED:
             raise
@@ -254,9 +249,34 @@ def running(address: str, keys: pathlib.Path) -> Iterator[Nodes]:
         ) from error
 
 
+@contextlib.contextmanager
+def _task(client: Any) -> Iterator[None]:
+    """Tells that the task is alive for the time of the body, and how it ended."""
+    runtime = _flwr("proto.runtime_pb2")
+    status = "failed"
+    try:
+        with _heartbeat(client):
+            yield
+        status = "completed"
+    finally:
+        client.PushTaskOutput(runtime.PushTaskOutputRequest(sub_status=status, details=""))
+
+
+def _take_run(client: Any, grid: Any) -> None:
+    """Gives a grid the run of the task. flwr puts the ids of the task into all messages from here."""
+    runtime = _flwr("proto.runtime_pb2")
+    identity = _flwr("supercore.task_identity").TaskIdentity
+    task = client.PullTaskInput(runtime.PullTaskInputRequest())
+    identity.task_id = task.task_id
+    identity.run_id = task.run.run_id
+    identity.node_id = task.context.node_id
+    grid.set_run(_flwr("common.serde").run_from_proto(task.run))
+
+
 def _begin(address: str, authority: bytes, public_keys: Iterable[bytes]) -> int:
     """Registers the public keys and begins a run, whose code is empty. Returns its id."""
-    control, fabs = _flwr("proto.control_pb2"), _flwr("supercore.fab")
+    control = _flwr("proto.control_pb2")
+    fabs = _flwr("supercore.fab")
     content, _ = _flwr("cli.build").build_fab_from_files({"pyproject.toml": _FAB})
     fab = fabs.Fab(_flwr("cli.utils").get_sha256_hash(content), content, {})
     kind = _flwr("supercore.control").ControlHttpClient
@@ -277,12 +297,13 @@ def _acquire(executor: Any, kind: str, run: int | None = None) -> str:
     """Returns the token of a waiting task, or "". A run of somebody else is left to end without an
     answer.
     """
-    runtime, types = _flwr("proto.runtime_pb2"), _flwr("supercore.constant").TaskType
+    runtime = _flwr("proto.runtime_pb2")
+    types = _flwr("supercore.constant").TaskType
     try:
-        got = executor.AcquireTask(runtime.AcquireTaskRequest(supported_task_types=[types[kind]]))
+        task = executor.AcquireTask(runtime.AcquireTaskRequest(supported_task_types=[types[kind]]))
     except optional("httpx", "flower").TransportError:  # nobody listens there yet, or not any more
         return ""
-    return got.token if run in (None, got.task.run_id) else ""
+    return task.token if run in (None, task.task.run_id) else ""
 
 
 def _executor(address: str, keys: pathlib.Path, authority: bytes | None) -> Any:

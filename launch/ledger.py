@@ -6,7 +6,7 @@
 
 import sys
 
-from jaxdp.command import main
+from .command import main
 
 if __name__ == "__main__":
     main(["ledger", "show", *sys.argv[1:]])

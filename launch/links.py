@@ -12,13 +12,13 @@ import hashlib
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from absl import flags
 
 from jaxdp.files import Limits, read_package, shown, write_package
 
-from . import flower, frame
+from . import flower
 
 EXCHANGE = flags.DEFINE_list(
     "exchange", [], "Without a network: a folder for each pair of parties, and nobody else."
@@ -66,20 +66,30 @@ def serve() -> Serve:
     _check()
     if len(EXCHANGE.value) > 1:
         raise ValueError(f"--exchange must be one folder, got {EXCHANGE.value}.")
-    how: Any = {"timeout": TIMEOUT.value}
     if EXCHANGE.value:
-        return functools.partial(
-            serve_folder, pathlib.Path(EXCHANGE.value[0]), limits=limits(), **how
-        )
-    return functools.partial(
-        flower.serve, address=ADDRESS.value, keys=pathlib.Path(KEYS.value), **how
-    )
+        folder = pathlib.Path(EXCHANGE.value[0])
+        return functools.partial(serve_folder, folder, limits=limits(), timeout=TIMEOUT.value)
+    keys = pathlib.Path(KEYS.value)
+    return functools.partial(flower.serve, address=ADDRESS.value, keys=keys, timeout=TIMEOUT.value)
 
 
 def limits() -> Limits:
     """Returns the limits on packages of other parties."""
-    found: Limits = frame.limits(LIMITS.value)
-    return found
+    return parsed_limits(LIMITS.value)
+
+
+def parsed_limits(pairs: Sequence[str]) -> Limits:
+    """Returns the limits of NAME=NUMBER pairs, as in ["bytes=17179869184"]."""
+    try:
+        numbers = {}
+        for pair in pairs:
+            name, _, number = pair.partition("=")
+            numbers[name] = int(number)
+        return Limits(**numbers)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"--limits must be NAME=NUMBER pairs, for example bytes=17179869184. {error}"
+        ) from error
 
 
 def _check() -> None:
@@ -97,7 +107,8 @@ class Folders:
     """Parties behind folders, which have the names of the folders."""
 
     def __init__(self, folders: Sequence[pathlib.Path], *, limits: Limits | None = None):
-        self._folders, self._limits = {folder.name: folder for folder in folders}, limits
+        self._folders = {folder.name: folder for folder in folders}
+        self._limits = limits
         self.names = tuple(self._folders)
 
     def ask(self, questions: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes]:
@@ -108,16 +119,18 @@ class Folders:
         }
         for name, data in questions.items():
             write_package(stems[name].with_suffix(".question"), data)
-        end, found = time.monotonic() + timeout, dict[str, bytes]()
-        while len(found) < len(questions) and time.monotonic() <= end:
-            for name in questions.keys() - found.keys():
-                if (path := stems[name].with_suffix(".answer")).exists():
-                    found[name] = read_package(path, limits=self._limits)
+        end = time.monotonic() + timeout
+        answers: dict[str, bytes] = {}
+        while len(answers) < len(questions) and time.monotonic() <= end:
+            for name in questions.keys() - answers.keys():
+                path = stems[name].with_suffix(".answer")
+                if path.exists():
+                    answers[name] = read_package(path, limits=self._limits)
             time.sleep(_POLL_SECONDS)
-        for name in found:  # the question first, or it would be answered again
+        for name in answers:  # the question first, or it would be answered again
             stems[name].with_suffix(".question").unlink()
             stems[name].with_suffix(".answer").unlink()
-        return found
+        return answers
 
 
 def serve_folder(
@@ -138,9 +151,8 @@ def serve_folder(
         for question in folder.glob("*.question"):
             reply = question.with_suffix(".answer")
             if not reply.exists():
-                with contextlib.suppress(
-                    FileNotFoundError
-                ):  # the server has read the answer and removed both
+                # The server may have read the answer and removed both files in the meantime.
+                with contextlib.suppress(FileNotFoundError):
                     data = read_package(question, limits=limits)
                     write_package(reply, answer(data))
                     last = time.monotonic()

@@ -325,6 +325,8 @@ def _plan(config: Any, opened: Callable[[], Opened]) -> Iterator[plans.Item]:
 
 STUDY = frame.Study(
     name="lm",
+    about="private training of a language model",
+    needs=("private", "generation"),
     open=_open,
     cells=_cells,
     run=_run,
@@ -332,6 +334,10 @@ STUDY = frame.Study(
     summary=_summary,
     tables=lambda result, work: {"Bits per token of held-out texts": _table(result)},
     plan=_plan,
+    report=frame.Report(
+        title="private training of a language model",
+        released={"params.safetensors": "language model"},
+    ),
 )
 
 

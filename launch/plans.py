@@ -76,13 +76,12 @@ def training(
     Args:
       what, terms, **where: As in `Item`.
     """
-    sampler, first, last = (
-        trainer.sampler,
-        *(trainer.privatizer.event_at(step) for step in (0, steps - 1)),
-    )
-    noise = f"{first.noise_multiplier:.6g}" + (
-        "" if first == last else f" to {last.noise_multiplier:.6g}"
-    )
+    sampler = trainer.sampler
+    first = trainer.privatizer.event_at(0)
+    last = trainer.privatizer.event_at(steps - 1)
+    noise = f"{first.noise_multiplier:.6g}"
+    if first != last:
+        noise += f" to {last.noise_multiplier:.6g}"
     rows = facts(
         trainer.event,
         records=sampler.num_examples,
@@ -97,14 +96,18 @@ def training(
     def programs(memory: int | None) -> Programs:
         state = trainer.init(params)
         sizes = trainer.physical(state, source, memory=memory)
-        drawn = [sizes.counts(len(sampler.batch(k))) for k in range(_DRAWS)]
-        calls = {
-            f"sum {m}": steps * float(np.mean([counts[m] for counts in drawn])) for m in sizes.sizes
-        }
-        refreshes = steps / trainer.query.refresh_every if trainer.query.refresh_every else 0
-        calls |= {"add": sum(calls.values()) - steps, "refresh": refreshes, "update": float(steps)}
+        batches = [sizes.counts(len(sampler.batch(k))) for k in range(_DRAWS)]
+        calls: dict[str, float] = {}
+        for size in sizes.sizes:
+            each = float(np.mean([counts[size] for counts in batches]))
+            calls[f"sum {size}"] = steps * each
+        # A step adds up the sums of its physical batches, so there is one addition fewer than sums.
+        calls["add"] = sum(calls.values()) - steps
+        every_steps = trainer.query.refresh_every
+        calls["refresh"] = steps / every_steps if every_steps else 0.0
+        calls["update"] = float(steps)
         functions = trainer.programs(state, source, memory=memory)
-        return [(*program, float(calls[name])) for name, program in functions.items()]
+        return [(*program, calls[name]) for name, program in functions.items()]
 
     event = trainer.event(0, steps)
     return Item(what, source.name, event, terms, rows, programs=programs, steps=steps, **where)
@@ -133,9 +136,11 @@ def outstanding(charges: Mapping[str, DpEvent], folder: pathlib.Path) -> dict[st
             counts = left.get(name, {})
             for leaf, count in composition(from_json(event)).items():
                 counts[leaf] = max(0, counts.get(leaf, 0) - count)
-    return {
-        name: compose({leaf: n for leaf, n in counts.items() if n}) for name, counts in left.items()
-    }
+    return {name: _composed(counts) for name, counts in left.items()}
+
+
+def _composed(counts: Mapping[DpEvent, int]) -> DpEvent:
+    return compose({leaf: count for leaf, count in counts.items() if count})
 
 
 def show(items: Iterable[Item], root: pathlib.Path | None, target: str = "") -> None:
@@ -154,7 +159,8 @@ def show(items: Iterable[Item], root: pathlib.Path | None, target: str = "") -> 
     if target:
         compilers.require(target)
     print("Dry run: nothing is written, and nothing is spent.", flush=True)
-    items, seconds = list(items), 0.0
+    items = list(items)
+    seconds = 0.0
     if target and not any(item.steps for item in items):
         raise ValueError(
             "--target compiles the private steps of a training, and this config has none. Leave "
@@ -163,8 +169,9 @@ def show(items: Iterable[Item], root: pathlib.Path | None, target: str = "") -> 
     for item in items:
         print(f"\n{item.what}" + (f", {item.runs} times" if item.runs > 1 else ""), flush=True)
         rows = list(item.rows) if item.event is None else _charged(item, item.event, root)
-        estimated, more = _elsewhere(item, target) if target else _here(item)
-        rows, seconds = [*rows, *estimated], seconds + more
+        estimate = _elsewhere(item, target) if target else _here(item)
+        rows += estimate.rows
+        seconds += estimate.seconds
         print(*(f"  {line}" for line in aligned(rows)), sep="\n", flush=True)
     if all(item.event is None for item in items):
         print("\nNo ledger is charged.")
@@ -182,7 +189,7 @@ def show(items: Iterable[Item], root: pathlib.Path | None, target: str = "") -> 
 
 def _charged(item: Item, event: DpEvent, root: pathlib.Path | None) -> list[tuple[str, str]]:
     terms = {"adjacency": "add_remove", "unit": "example", **item.terms}
-    delta, path = terms.get("delta") or 0.0, (root or pathlib.Path()) / item.ledger
+    delta = terms.get("delta") or 0.0
     name = item.dataset or "private records"
     rows = [("data set", f"{name}, {terms['adjacency']}, unit {terms['unit']}"), *item.rows]
     if not any(name == "epsilon" for name, _ in item.rows):
@@ -193,40 +200,48 @@ def _charged(item: Item, event: DpEvent, root: pathlib.Path | None) -> list[tupl
     if root is not None and item.folder:
         event = outstanding({item.dataset: event}, root / item.folder)[item.dataset]
     with contextlib.ExitStack() as opened:
-        where = "new"
-        ledger = opened.enter_context(Ledger.in_memory())
+        path = (root or pathlib.Path()) / item.ledger
         if (root is not None or path.is_absolute()) and path.exists():
-            found = opened.enter_context(Ledger(path, read_only=True))
-            names = [row["name"] for row in found.report()["datasets"]]
-            if name in names or (not item.dataset and len(names) == 1):
-                ledger, name, where = found, (name if name in names else names[0]), str(path)
-        if where == "new":
-            ledger.register(name, **terms)
-        return [*rows, ("ledger", f"{where}: {left_after(ledger.account(name), event)}")]
+            ledger = opened.enter_context(Ledger(path, read_only=True))
+            names = [row["name"] for row in ledger.report()["datasets"]]
+            if not item.dataset and len(names) == 1:
+                name = names[0]
+            if name in names:
+                return [*rows, ("ledger", f"{path}: {left_after(ledger.account(name), event)}")]
+        ledger = opened.enter_context(Ledger.in_memory())
+        ledger.register(name, **terms)
+        return [*rows, ("ledger", f"new: {left_after(ledger.account(name), event)}")]
 
 
-def _here(item: Item) -> tuple[Rows, float]:
-    """Compiles programs ahead of time and runs each on zeros. Returns the estimates, and the
-    seconds of all runs.
-    """
-    memory, compiling, running = 0, 0.0, 0.0
+class _Estimate(NamedTuple):
+    """What the programs of an item take: rows for people, and the seconds of all runs."""
+
+    rows: Rows = ()
+    seconds: float = 0.0
+
+
+def _here(item: Item) -> _Estimate:
+    """Compiles programs ahead of time and runs each on zeros."""
+    memory = 0
+    compiling = 0.0
+    running = 0.0
     programs = item.programs(None)
     for function, arguments, calls in programs:
         started = time.perf_counter()
         compiled = function.lower(*arguments).compile()
         compiling += time.perf_counter() - started
-        if (needs := compiled.memory_analysis()) is not None:
-            total = (
-                needs.temp_size_in_bytes + needs.argument_size_in_bytes + needs.output_size_in_bytes
-            )
-            memory = max(memory, total - needs.alias_size_in_bytes)
+        needs = compiled.memory_analysis()
+        if needs is not None:
+            arrays = needs.argument_size_in_bytes + needs.output_size_in_bytes
+            total = needs.temp_size_in_bytes + arrays - needs.alias_size_in_bytes
+            memory = max(memory, total)
         # The first run warms up. A program may write over its arguments.
         for zeros in (_zeros(arguments), _zeros(arguments)):
             started = time.perf_counter()
             jax.block_until_ready(compiled(*zeros))
         running += calls * (time.perf_counter() - started)
     if not programs:
-        return [], 0.0
+        return _Estimate()
     rows = [
         (
             "memory (estimate)",
@@ -238,15 +253,13 @@ def _here(item: Item) -> tuple[Rows, float]:
             f"{_duration(running)}, from one step on zeros on {jax.devices()[0].device_kind}",
         ),
     ]
-    return rows, compiling + item.runs * running
+    return _Estimate(rows, compiling + item.runs * running)
 
 
-def _elsewhere(item: Item, target: str) -> tuple[Rows, float]:
-    """Compiles private steps for a chip that is not there. Returns the estimates, and the seconds
-    of all runs.
-    """
+def _elsewhere(item: Item, target: str) -> _Estimate:
+    """Compiles private steps for a chip that is not there."""
     if not item.steps:
-        return [], 0.0
+        return _Estimate()
     chip = compilers.target(target)
     estimates, calls = [], []
     for function, arguments, times in item.programs(chip.memory):
@@ -264,38 +277,40 @@ def _elsewhere(item: Item, target: str) -> tuple[Rows, float]:
         rows.append(
             ("remedy", "a smaller physical_batch_size, fewer trained parameters, or several chips")
         )
-        return rows, 0.0
+        return _Estimate(rows)
 
     def a_step(name: str) -> float:
-        return math.fsum(
-            n * estimate.details[name] for n, estimate in zip(calls, estimates, strict=True)
-        )
+        terms = [n * estimate.details[name] for n, estimate in zip(calls, estimates, strict=True)]
+        return math.fsum(terms)
 
     seconds = a_step("total") / (chip.clock or 1.0)
+    milliseconds = f"{1e3 * seconds:.3g} ms"
     if chip.clock:
-        text = f"{a_step('total') / 1e6:,.3g} million cycles, {1e3 * seconds:.3g} ms at {chip.clock / 1e9:g} GHz"
+        cycles = f"{a_step('total') / 1e6:,.3g} million cycles"
+        text = f"{cycles}, {milliseconds} at {chip.clock / 1e9:g} GHz"
     else:
-        moved, launched = f"{a_step('bytes') / 1e9:,.3g} GB", f"{a_step('launched'):,.0f} kernels"
-        text = f"{moved} in {launched}, {1e3 * seconds:.3g} ms if each is at its roofline"
+        moved = f"{a_step('bytes') / 1e9:,.3g} GB in {a_step('launched'):,.0f} kernels"
+        text = f"{moved}, {milliseconds} if each is at its roofline"
     rows.append(("a step", f"{text}: {compilers.CAVEAT}"))
-    if chip.clock and (kernels := a_step("kernel_cycles")):
+    kernels = a_step("kernel_cycles") if chip.clock else 0.0
+    if kernels:
         own = "million cycles of Pallas kernels, by an estimate of their own"
         rows.append(("of these", f"{kernels / 1e6:,.3g} {own}"))
     whole = item.steps * seconds
     rows.append(
         ("all steps", f"{whole / 3600:.3g} hours ({_duration(whole)}) for {item.steps:,} of them")
     )
-    if loops := sum(
-        loop["turns"] is None for estimate in estimates for loop in estimate.details["loops"]
-    ):
+    loops = sum(map(_open_loops, estimates))
+    if loops:
         rows.append(("counted once", f"loops whose turns depend on data: {loops}"))
-    rows.append(
-        (
-            "compilation",
-            f"{math.fsum(e.details['compile_s'] for e in estimates):.0f} s on this machine",
-        )
-    )
-    return rows, item.runs * whole
+    compiling = math.fsum(estimate.details["compile_s"] for estimate in estimates)
+    rows.append(("compilation", f"{compiling:.0f} s on this machine"))
+    return _Estimate(rows, item.runs * whole)
+
+
+def _open_loops(estimate: Any) -> int:
+    """Returns the number of loops whose turns the compiler does not know."""
+    return sum(loop["turns"] is None for loop in estimate.details["loops"])
 
 
 def _megabytes(count: float) -> str:
@@ -303,9 +318,10 @@ def _megabytes(count: float) -> str:
 
 
 def _zeros(arguments: Any) -> Any:
-    return jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, _ZEROS) else jnp.copy(x), arguments
-    )
+    def zeros(x: Any) -> jax.Array:
+        return jnp.zeros(x.shape, x.dtype) if isinstance(x, _ZEROS) else jnp.copy(x)
+
+    return jax.tree.map(zeros, arguments)
 
 
 def _duration(seconds: float) -> str:

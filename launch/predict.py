@@ -424,6 +424,9 @@ def _percent(values: Sequence[float]) -> str:
 
 STUDY = frame.Study(
     name="predict",
+    about="certified private answers",
+    needs=("prediction",),
+    life=".lifecycle.predict",
     open=Bench,
     cells=_cells,
     run=_run,
@@ -432,6 +435,22 @@ STUDY = frame.Study(
     tables=lambda result, _: {"Accuracy in percent": _table(result)} if "rows" in result else {},
     figures=_figures,
     plan=_plan,
+    report=frame.Report(
+        title="private answers",
+        page="predict.html.jinja",
+        shape={
+            **dict.fromkeys(("epsilon", "delta", "epsilon_per_query"), float),
+            **dict.fromkeys(("queries", "tested"), int),
+            "dataset": str,
+            "released": {"per_query": float, "student": float},
+        },
+        released={
+            "answers.npz": "private answers",
+            "student.safetensors": "student of the answers",
+            "network.safetensors": "frozen public network",
+        },
+        references=True,
+    ),
 )
 
 if __name__ == "__main__":

@@ -238,8 +238,13 @@ def _calls(batches: pretrain.Batches) -> tuple[int, int]:
     return ascents, batches.steps
 
 
+_SOURCE_SHAPE = {"name": str, "fingerprint": str, "examples": int}
+
 STUDY = frame.Study(
     name="pretrain",
+    about="robust pre-training on public images",
+    needs=("ascent",),
+    life=".lifecycle.pretrain",
     open=_open,
     cells=lambda config: [Model(config.method.name)],
     run=_run,
@@ -247,6 +252,17 @@ STUDY = frame.Study(
     summary=_summary,
     figures=_figures,
     plan=plan,
+    report=frame.Report(
+        title="public pre-training",
+        page="pretrain.html.jinja",
+        shape={
+            "accuracy": float,
+            "method": str,
+            "provenance": {"train": _SOURCE_SHAPE, "test": _SOURCE_SHAPE},
+        },
+        released={"params.safetensors": "public backbone"},
+        no_account="No private record was read, so there is nothing to protect.",
+    ),
 )
 
 if __name__ == "__main__":

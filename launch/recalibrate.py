@@ -319,6 +319,9 @@ def _cost(config: Any, name: str, method: Any) -> dict[str, Any]:
 
 STUDY = frame.Study(
     name="recalibrate",
+    about="private recalibration from many sources",
+    needs=("sweep",),
+    life=".lifecycle.recalibrate",
     open=Bench,
     cells=_cells,
     run=_run,
@@ -330,6 +333,9 @@ STUDY = frame.Study(
     benchmark=(
         "Calibration errors and reliability diagrams are functions of test labels, and no ledger "
         "pays for them. Use jaxdp.recalibration.recalibrate for private sources."
+    ),
+    report=frame.Report(
+        title="recalibration, compared", released={"source.safetensors": "public classifier"}
     ),
 )
 

@@ -30,18 +30,20 @@ class Moments(NamedTuple):
 
 def moments(values: Iterable[float]) -> Moments:
     """Returns the moments of at least one number."""
-    found = [float(value) for value in values]
-    deviation = statistics.stdev(found) if len(found) > 1 else math.nan
-    return Moments(statistics.fmean(found), deviation, deviation / math.sqrt(len(found)))
+    numbers = [float(value) for value in values]
+    deviation = statistics.stdev(numbers) if len(numbers) > 1 else math.nan
+    return Moments(statistics.fmean(numbers), deviation, deviation / math.sqrt(len(numbers)))
 
 
 def select(rows: Iterable[Row], **coordinates: Any) -> list[Row]:
     """Returns the rows with these coordinates. A tuple of values allows any of them."""
 
     def fits(row: Row) -> bool:
-        return all(
-            row[k] in v if isinstance(v, tuple) else row[k] == v for k, v in coordinates.items()
-        )
+        for name, value in coordinates.items():
+            values = value if isinstance(value, tuple) else (value,)
+            if row[name] not in values:
+                return False
+        return True
 
     return [row for row in rows if fits(row)]
 
@@ -53,10 +55,9 @@ def over_seeds(rows: Iterable[Row], value: str | Callable[[Row], float] = "accur
     """
     by_seed: dict[Any, list[float]] = {}
     for row in rows:
-        by_seed.setdefault(row.get("seed"), []).append(
-            value(row) if callable(value) else row[value]
-        )
-    return moments(statistics.fmean(values) for values in by_seed.values())
+        number = value(row) if callable(value) else row[value]
+        by_seed.setdefault(row.get("seed"), []).append(number)
+    return moments(map(statistics.fmean, by_seed.values()))
 
 
 class Difference(NamedTuple):
@@ -94,11 +95,16 @@ def paired_difference(
       ValueError: No two rows form a pair.
     """
     others = [name for name in coordinates if name != key]
-    found = {(row[key], *(row[name] for name in others)): row for row in rows}
+
+    def place(row: Row) -> tuple[Any, ...]:
+        return tuple(row[name] for name in others)
+
+    starts = {place(row): row for row in rows if row[key] == first}
+    ends = {place(row): row for row in rows if row[key] == second}
     gaps = []
-    for (at, *place), row in found.items():
-        if at == first and (second, *place) in found:
-            gaps.append({"seed": row.get("seed"), "gap": found[second, *place][value] - row[value]})
+    for at, row in starts.items():
+        if at in ends:
+            gaps.append({"seed": row.get("seed"), "gap": ends[at][value] - row[value]})
     if not gaps:
         raise ValueError(
             f"no cell has a partner in which {key} is {second!r} instead of {first!r}."
@@ -112,12 +118,10 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     cases.
     """
     z = statistics.NormalDist().inv_cdf(0.975)
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = (
-        z
-        / (1 + z * z / count)
-        * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    )
+    scale = 1 + z * z / count
+    middle = (share + z * z / (2 * count)) / scale
+    variance = share * (1 - share) / count + z * z / (4 * count * count)
+    half = z / scale * math.sqrt(variance)
     return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
@@ -140,9 +144,12 @@ def changes(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
       The accuracies "before" and "after", and how many wrong answers became right ("gained") and
       the reverse ("lost").
     """
-    found = {"gained": ~before & after, "lost": before & ~after}
-    counts = {name: int(np.sum(cases)) for name, cases in found.items()}
-    return {"before": float(before.mean()), "after": float(after.mean()), **counts}
+    return {
+        "before": float(before.mean()),
+        "after": float(after.mean()),
+        "gained": int(np.sum(~before & after)),
+        "lost": int(np.sum(before & ~after)),
+    }
 
 
 def best(rows: Iterable[Row], by: str = "accuracy") -> Row:
@@ -171,37 +178,39 @@ def pivot(
     table = []
     for name in dict.fromkeys(row[index] for row in rows):
         line = {index: name}
-        for at, title in headings.items():
-            if here := select(rows, **{index: name, columns: at}):
-                line[title] = cell(here)
+        for column, title in headings.items():
+            shared = select(rows, **{index: name, columns: column})
+            if shared:
+                line[title] = cell(shared)
         table.append(line)
     return table
 
 
 def percent(mean: float, spread: float | None = None, *, sign: str = "") -> str:
     """Returns "81.2 ± 0.4" for shares, without the second part if the spread is None or NaN."""
-    known = spread is not None and math.isfinite(spread)
-    return f"{100 * mean:{sign}.1f}" + (
-        f" ± {100 * spread:.1f}" if known and spread is not None else ""
-    )
+    text = f"{100 * mean:{sign}.1f}"
+    if spread is None or not math.isfinite(spread):
+        return text
+    return f"{text} ± {100 * spread:.1f}"
 
 
 def number(mean: float, spread: float | None = None) -> str:
     """Returns "20.8 ± 0.12", without the second part if the spread is None or NaN."""
-    known = spread is not None and math.isfinite(spread)
-    return f"{mean:.3g}" + (f" ± {spread:.2g}" if known else "")
+    text = f"{mean:.3g}"
+    if spread is None or not math.isfinite(spread):
+        return text
+    return f"{text} ± {spread:.2g}"
 
 
 def markdown(tables: Mapping[str, Any]) -> str:
     """Returns a document with a section per table. A str among the tables becomes a paragraph."""
-    parts = []
+    sections = []
     for title, rows in tables.items():
-        parts.append(
-            rows
-            if isinstance(rows, str)
-            else f"## {title}\n\n{format_table(rows, style='markdown')}"
-        )
-    return "\n\n".join(parts) + "\n"
+        if isinstance(rows, str):
+            sections.append(rows)
+        else:
+            sections.append(f"## {title}\n\n{format_table(rows, style='markdown')}")
+    return "\n\n".join(sections) + "\n"
 
 
 def write_tables(root: pathlib.Path, tables: Mapping[str, Any]) -> None:
@@ -226,12 +235,15 @@ _ESCAPED = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | _SYMBOLS)
 
 def _tabular(rows: Sequence[Row]) -> str:
     """Returns a LaTeX table. The cells come from the Markdown table, which rounds the numbers."""
-    lines = [
-        line.strip("|").split(" | ") for line in format_table(rows, style="markdown").splitlines()
-    ]
-    head, _, *body = (
-        [cell.strip().replace(r"\|", "|").translate(_ESCAPED) for cell in line] for line in lines
-    )
-    written = [" & ".join(line) + r" \\" for line in (head, *body)]
-    inside = "\n".join([r"\toprule", written[0], r"\midrule", *written[1:], r"\bottomrule"])
-    return f"\\begin{{tabular}}{{{'l' * len(head)}}}\n{inside}\n\\end{{tabular}}"
+    lines = format_table(rows, style="markdown").splitlines()
+    del lines[1]  # the line of Markdown below the headings
+    cells = [_latex_cells(line) for line in lines]
+    head, *body = (" & ".join(row) + r" \\" for row in cells)
+    inside = "\n".join([r"\toprule", head, r"\midrule", *body, r"\bottomrule"])
+    return f"\\begin{{tabular}}{{{'l' * len(cells[0])}}}\n{inside}\n\\end{{tabular}}"
+
+
+def _latex_cells(line: str) -> list[str]:
+    r"""Returns the cells of a line of a Markdown table: "| a_b | 5 % |" gives [r"a\_b", r"5 \%"]."""
+    cells = line.strip("|").split(" | ")
+    return [cell.strip().replace(r"\|", "|").translate(_ESCAPED) for cell in cells]

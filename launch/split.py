@@ -563,6 +563,9 @@ def _grows(config: Any) -> Any:
 
 STUDY = frame.Study(
     name="split",
+    about="Split Adaptation",
+    needs=("ablation", "server", "client"),
+    life=".lifecycle.split",
     open=Bench,
     cells=_cells,
     run=_run,
@@ -574,6 +577,10 @@ STUDY = frame.Study(
     benchmark=(
         "Accuracies and reconstructions are functions of the client's images, and no ledger pays "
         "for them. Use launch/split_client.py for private images."
+    ),
+    report=frame.Report(
+        title="Split Adaptation, compared",
+        released={"backbone.safetensors": "model of the server"},
     ),
 )
 

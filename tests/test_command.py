@@ -24,6 +24,7 @@ from jaxdp.privacy import (
     store,
 )
 from jaxdp.privacy.events import describe, parse
+from launch import catalogue, studies
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.1))
@@ -382,6 +383,28 @@ def test_configs_are_listed_and_copied(tmp_path, capsys, monkeypatch):
         with pytest.raises(SystemExit, match="2"):
             main(["configs", "copy", name])
         assert words in capsys.readouterr().err
+
+
+def test_the_parts_of_a_config_name_the_launchers_that_its_docstring_names():
+    for config in catalogue.known():
+        text = pathlib.Path(catalogue.find(config.name)).read_text()
+        commands = re.findall(r"-m launch\.(\w+) --config", text)
+        assert config.launchers == tuple(dict.fromkeys(commands)), config.name
+
+
+def test_a_config_belongs_to_the_study_that_needs_most_of_its_parts(tmp_path):
+    def owners(*parts):
+        return {study.name for study in studies.recognised(dict.fromkeys(parts))}
+
+    assert owners("private") == {"finetune"}
+    assert owners("private", "generation") == {"lm"}
+    assert owners("server", "client") == {"split server", "split client"}
+    assert owners("private", "server", "client", "ablation") == {"split"}
+    assert owners("method") == set()
+    path = tmp_path / "mine.py"
+    path.write_text("def get_config():\n    return {'steps': 1}\n")
+    with pytest.raises(ValueError, match="has the parts of no study, so its launcher is not known"):
+        catalogue.launcher(str(path))
 
 
 @pytest.mark.slow

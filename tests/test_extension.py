@@ -2,7 +2,7 @@
 package do."""
 
 import dataclasses
-from typing import NamedTuple
+import json
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,12 @@ from ml_collections import ConfigDict
 
 import jaxdp
 from jaxdp import data, finetune, tta
-from jaxdp.audit import multi_run
 from jaxdp.privacy import Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
-from jaxdp.release import Release, Till, stream
-from jaxdp.transforms import noise
 from jaxdp.transforms.clip_rules import CLIP_RULES
-from launch import data as images
-from launch import frame
+from launch import audits, catalogue, frame, lifecycle, report, studies
+from launch.audits.case import judge
+from tests.launch import program, tiny
 
 # --- A clipping rule -----------------------------------------------------------------------------
 
@@ -139,88 +137,80 @@ def test_a_method_adapts_privately_and_is_served(monkeypatch):
     assert int(served.state.step) == 2 and (served.state.params["norm"]["scale"] != 1).any()
 
 
-# --- A stage and its study ----------------------------------------------------------------------
+# --- A stage, its study and its audit: tests/extension --------------------------------------------
+
+STUDY = "tests.extension.study:STUDY"
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config():
+    data = {"source": "bundled", "name": "digits", "split_seed": 0, "parts": {"private": 0.5}}
+    return ConfigDict({"data": data, "epsilons": (0.5, 50.0)})
+"""
 
 
-def event(epsilon):
-    """What a mean costs."""
-    return PureDpEvent(epsilon)
-
-
-def noisy_mean(values, *, epsilon, account, workdir=None, seed=None):
-    """The mean of numbers in [0, 1] with Laplace noise; their number is public."""
-
-    def compute(secret):
-        zero = jnp.float32(0)
-        return {
-            "mean": np.mean(values)
-            + noise.laplace(stream(secret, "mean"), zero, 1 / (epsilon * len(values)))
-        }
-
-    what = Release(
-        label="noisy mean",
-        charges=[(account, event(epsilon))],
-        facts=lambda: [values, epsilon],
-        compute=compute,
-    )
-    with Till(workdir, seed=seed) as till:
-        return float(till.once(what)["mean"])
-
-
-class Cell(NamedTuple):
-    epsilon: float
-
-
-def run_one(cell, work):
-    values = np.clip(images.everything(work.shared["private"])["image"].mean((1, 2, 3)), 0, 1)
-    terms = {"adjacency": "replace_one", "unit": "image", "records": len(values)}
-    with frame.account(work.root / "ledger.sqlite", f"digits {cell.epsilon:g}", **terms) as account:
-        found = noisy_mean(
-            values, epsilon=cell.epsilon, account=account, workdir=work.folder(cell) / "scratch"
-        )
-    return {"error": abs(found - float(values.mean()))}
-
-
-STUDY = frame.Study(
-    name="means",
-    open=lambda config, root: images.parts(config.data, "private"),
-    cells=lambda config: map(Cell, config.epsilons),
-    run=run_one,
-    result=lambda rows, work: {f"{row['epsilon']:g}": row["error"] for row in rows},
-    summary=str,
-    tables=lambda result, work: {"Errors": [{"epsilon": k, "error": v} for k, v in result.items()]},
-)
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(studies, "STUDIES", [*studies.STUDIES, STUDY])
+    monkeypatch.setattr(audits, "MODULES", [*audits.MODULES, "tests.extension.audit"])
 
 
 @pytest.mark.slow
-def test_a_stage_pays_once_and_its_study_runs_in_the_frame(tmp_path):
-    shared = {"source": "bundled", "name": "digits", "split_seed": 0, "parts": {"private": 0.5}}
-    config = ConfigDict({"data": shared, "epsilons": (0.5, 50.0)})
-    result = frame.run(STUDY, config, tmp_path)
-    assert result["50"] < 0.01 and frame.run(STUDY, config, tmp_path) == result
-    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+def test_the_study_of_a_stage_runs_as_a_launcher_and_pays_once(tmp_path, registered):
+    config, workdir = tmp_path / "config.py", tmp_path / "run"
+    config.write_text(CONFIG)
+    assert [study.name for study in studies.recognised(catalogue.load(str(config)))] == ["means"]
+    command = [*program.PYTHON, "-m", "tests.extension.study", "--config", str(config)]
+    command += ["--workdir", str(workdir)]
+    helped, ran, again = (program.call([*command, *more]) for more in (["--help"], [], []))
+    assert "--config.epsilons" in helped.stdout, helped.stderr
+    assert ran.returncode == again.returncode == 0, ran.stderr + again.stderr
+    assert "There is nothing to do" in again.stdout
+    assert json.loads((workdir / "result.json").read_text())["50"] < 0.01
+    with Ledger(workdir / "ledger.sqlite") as ledger:
         assert composition(ledger.events("digits 0.5")[None]) == {PureDpEvent(0.5): 1}
-    assert "## Errors" in (tmp_path / "tables.md").read_text() and not list(
-        tmp_path.rglob("secret_seed")
-    )
+    assert not list(workdir.rglob("secret_seed"))
+
+    other = program.command("finetune", str(config), workdir, {})
+    refused = program.call(other)
+    assert refused.returncode == 2
+    assert "a config of tests.extension.study, not of launch.finetune" in refused.stderr
+    plan = ["-m", "launch.command", "plan", "--config", str(config)]
+    planned = program.call([*program.PYTHON, *plan])
+    assert planned.returncode == 0 and "No ledger is charged." in planned.stdout, planned.stderr
 
 
 @pytest.mark.slow
-def test_its_audit_has_power():
-    """Honest noise is consistent with the claim. An eighth of it is VIOLATED.
+def test_its_report_has_its_title_tables_and_accounts(tmp_path, registered):
+    config = tmp_path / "config.py"
+    config.write_text(CONFIG)
+    study = studies.named("means")
+    frame.run(study, catalogue.load(str(config)), tmp_path / "run")
+    page = report.write(tmp_path / "run")
+    text = page.read_text()
+    assert "Privacy report: noisy means" in text and "Errors" in text and "digits 0.5" in text
 
-    The noise depends on the host. A wrong verdict has a probability below 0.001.
-    """
 
-    def outputs(epsilon, values, seed):
-        with Ledger.in_memory() as ledger:
-            ledger.register("x", adjacency="replace_one", unit="number")
-            return noisy_mean(values, epsilon=epsilon, account=ledger.account("x"), seed=seed)
+@pytest.mark.slow
+def test_its_audit_has_power(registered):
+    """Honest noise is consistent with the claim, and its twins are VIOLATED."""
+    (found,) = (case for case in audits.cases() if case.mechanism == "noisy mean")
+    row, is_good = judge(found, bytes(range(16)), None)
+    assert is_good, row
 
-    def audit(epsilon):
-        seeds = [number.to_bytes(16, "little") for number in range(200)]
-        near = np.array([outputs(epsilon, np.zeros(1), seed) for seed in seeds[:100]])
-        far = np.array([outputs(epsilon, np.ones(1), seed) for seed in seeds[100:]])
-        return multi_run(far, near, upper=1.0, delta=0.0, confidence=0.999)
 
-    assert audit(1.0).verdict == "consistent" and audit(8.0).verdict == "VIOLATED"
+@pytest.mark.slow
+def test_a_lifecycle_runs_its_stages(tmp_path, monkeypatch):
+    monkeypatch.setattr(studies, "STUDIES", [STUDY])
+    config = tiny.lifecycle()
+    config.means = ConfigDict({"epsilon": 0.5})
+    for _ in range(2):
+        states = lifecycle.run(config, tmp_path)
+        assert {name: state["status"] for name, state in states.items()} == {
+            "means": "done",
+            "audit_means": "done",
+        }
+        with Ledger(tmp_path / "ledger.sqlite") as ledger:
+            assert composition(ledger.events("clinic")[None]) == {PureDpEvent(0.5): 1}
+    text = (tmp_path / "report.html").read_text()
+    assert "<h3>A noisy mean</h3>" in text and "clinic" in text and "consistent" in text

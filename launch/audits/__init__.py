@@ -1,8 +1,8 @@
 """The study of audits: which claims are audited, and which broken twins of each mechanism the
 audits catch.
 
-Every module here defines `CASES`, a tuple of `Case`s. `python -m launch.audit` runs all cases and
-writes the table.
+Every module of `MODULES` defines `CASES`, a tuple of `Case`s. `python -m launch.audit` runs all
+cases and writes the table.
 """
 
 import importlib
@@ -10,11 +10,14 @@ import pkgutil
 
 from .case import Case
 
+# The modules of this package by name. A module from elsewhere is added by its whole name.
+MODULES = [f".{found.name}" for found in pkgutil.iter_modules(__path__)]
+
 
 def cases() -> tuple[Case, ...]:
-    """Returns the cases of all modules of this package, in the order of the modules' names."""
-    modules = [
-        importlib.import_module(f"{__name__}.{found.name}")
-        for found in pkgutil.iter_modules(__path__)
-    ]
-    return tuple(case for module in modules for case in getattr(module, "CASES", ()))
+    """Returns the cases of all modules in their order."""
+    found: list[Case] = []
+    for name in MODULES:
+        module = importlib.import_module(name, __name__)
+        found += getattr(module, "CASES", ())
+    return tuple(found)

@@ -24,11 +24,12 @@ from jaxdp.release import claim
 from . import case, inputs
 from .case import Case, Run, under
 
-SIGMA, DELTA, COUNT = 1.0, 1e-5, 40
+SIGMA = 1.0
+DELTA = 1e-5
+COUNT = 40  # of examples
 CLAIMED = claim(GaussianDpEvent(SIGMA), adjacency="add_remove", delta=DELTA)
-FEATURES = np.tile(
-    np.array([[1.0, 0.0, -1.0]], np.float32), (COUNT, 1)
-)  # class 0 is the answer to all
+# Class 0 is the answer to all.
+FEATURES = np.tile(np.array([[1.0, 0.0, -1.0]], np.float32), (COUNT, 1))
 QUARTER = np.minimum(np.arange(COUNT) % 4, 1).astype(np.int32)
 ALONE = (np.arange(COUNT) > 0).astype(np.int32)
 ROWS = [0, 1]  # a right answer, and a wrong one
@@ -69,18 +70,17 @@ def moves(attack: Attack) -> float:
     """Returns how far an example moves the estimate, in examples. It is 0 if the count refuses the
     form.
     """
-    everyone = np.arange(COUNT)
+
+    def count(source: Examples) -> Any:
+        right = auditing.count_correct(attack.predict, None, source)
+        return np.clip(right, 0, COUNT)
+
     try:
-        whole, *others = (
-            auditing.count_correct(attack.predict, None, part)
-            for part in (
-                attack.source,
-                *(take(attack.source, np.delete(everyone, row)) for row in ROWS),
-            )
-        )
+        whole = count(attack.source)
+        others = [count(take(attack.source, np.delete(np.arange(COUNT), row))) for row in ROWS]
     except (TypeError, ValueError):
         return 0.0
-    return max(abs(np.clip(whole, 0, COUNT) - np.clip(other, 0, COUNT)) for other in others)
+    return max(abs(whole - other) for other in others)
 
 
 def estimates(sigma: float = SIGMA, patch: Callable[[], Any] = contextlib.nullcontext) -> Run:
@@ -95,10 +95,10 @@ def estimates(sigma: float = SIGMA, patch: Callable[[], Any] = contextlib.nullco
         }
         with patch():
             worst = max(attacks(), key=moves)
-            found = auditing.audit_accuracy(
+            audit = auditing.audit_accuracy(
                 worst.predict, None, worst.source, noise_multiplier=sigma, trials=trials, **terms
             )
-        return under(found, CLAIMED)
+        return under(audit, CLAIMED)
 
     return run
 

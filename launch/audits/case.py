@@ -82,3 +82,32 @@ class Case:
 def under(found: Audit, claimed: float) -> Audit:
     """Returns the audit of a twin with the claim of the honest mechanism at the same delta."""
     return dataclasses.replace(found, upper=claimed)
+
+
+def judge(case: Case, seed: bytes, trials: int | None) -> tuple[dict[str, str], bool]:
+    """Returns the row of a case, and whether the honest mechanism is consistent and all twins are
+    caught.
+    """
+    honest = case.honest(seed, trials)
+    is_good = honest.verdict == "consistent"
+    twins = []
+    for name in case.twins:
+        broken = case.broken(name, seed, trials)
+        if isinstance(broken, str):  # why the twin has no meaning
+            continue
+        if broken.violated:
+            twins.append(f"{name} {broken.lower:.3g}")
+        else:
+            is_good = False
+            twins.append(f"{name} {broken.lower:.3g} ({broken.verdict})")
+    row = {
+        "mechanism": case.mechanism,
+        "claim": case.claim,
+        "proof": case.proof,
+        "epsilon claimed": f"{honest.upper:.4g} at delta {honest.delta:g}",
+        "audited bound": f"{honest.lower:.3g}",
+        "ceiling": f"{honest.ceiling:.3g}",
+        "verdict": honest.verdict,
+        "twins caught, bound of each": "; ".join(twins),
+    }
+    return row, is_good

@@ -27,7 +27,9 @@ from jaxdp.transforms.noise import Privatizer, PrivatizeState
 from . import case, inputs
 from .case import Case, Run, under
 
-DELTA, CLIP, SIGMA = 1e-5, 0.5, 1.0
+DELTA = 1e-5
+CLIP = 0.5
+SIGMA = 1.0
 SAMPLER = PoissonSampler(100, 0.2)
 FAR = 1e4  # times the clip norm: what a forgotten clip lets through
 
@@ -39,9 +41,9 @@ EXAMPLES = from_arrays(
 # identifiers are those that numbers would merge, such as "007" and "7", in all their spellings.
 RECORDS = 4
 _rows = np.repeat(np.arange(12), RECORDS)
-_owners = [
-    inputs.PEOPLE[row][n % len(inputs.PEOPLE[row])] for row in range(12) for n in range(RECORDS)
-]
+_owners: list[Any] = []
+for _spellings in inputs.PEOPLE[:12]:
+    _owners += [_spellings[n % len(_spellings)] for n in range(RECORDS)]
 PATIENTS = by_group(
     take(EXAMPLES, np.where(np.arange(48) % RECORDS, _rows, 0)), _owners, max_records=RECORDS
 )
@@ -117,8 +119,8 @@ class UnclippedQuantile(QuantileClipping):
     def sums(
         self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
     ) -> Any:
-        found = super().sums(params, FAR * carried, batch, mask, key)
-        return found._replace(grads=jax.tree.map(lambda g: FAR * g, found.grads))
+        sums = super().sums(params, FAR * carried, batch, mask, key)
+        return sums._replace(grads=jax.tree.map(lambda g: FAR * g, sums.grads))
 
 
 class UnclippedEmbedding(GradientEmbedding):
@@ -132,8 +134,8 @@ class UnclippedEmbedding(GradientEmbedding):
             "gradient": gradient,
             "residual_clip_norm": FAR * self.residual_clip_norm,
         }
-        found = GradientEmbedding(**fields).sums(params, carried, batch, mask, key)
-        return jax.tree.map(lambda x: FAR * x, found)
+        sums = GradientEmbedding(**fields).sums(params, carried, batch, mask, key)
+        return jax.tree.map(lambda x: FAR * x, sums)
 
 
 UNCLIPPED: Mapping[type, type] = {

@@ -105,11 +105,18 @@ def one_model(data: Data, *, clip: float = CLIP) -> Bounds:
 
 def forgetful(data: Data) -> Bounds:
     """Returns bounds for clipped gradients, moved to a model that was trained without the clip."""
-    said, done = one_model(data), one_model(data, clip=20.0)
-    lower, upper = (
-        {"w": end["w"] - said.params["w"] + done.params["w"]} for end in (said.lower, said.upper)
+    clipped = one_model(data)
+    unclipped = one_model(data, clip=20.0)
+
+    def moved(end: Any) -> Any:
+        return {"w": end["w"] - clipped.params["w"] + unclipped.params["w"]}
+
+    return dataclasses.replace(
+        clipped,
+        params=unclipped.params,
+        lower=moved(clipped.lower),
+        upper=moved(clipped.upper),
     )
-    return dataclasses.replace(said, params=done.params, lower=lower, upper=upper)
 
 
 def ensemble(parts: int, one: Train = one_model) -> Train:
@@ -126,10 +133,13 @@ def overlapping(parts: int, one: Train = one_model) -> Train:
     def train(data: Data) -> Any:
         ones = (data["part"] == parts - 1) & (data["y"] == 1)
         canary = ones & (np.cumsum(ones) > ROWS // 2)
-        return [
-            one(_part(data, (data["part"] == t) | (canary & (t == parts - 2))))
-            for t in range(parts)
-        ]
+        members = []
+        for t in range(parts):
+            rows = data["part"] == t
+            if t == parts - 2:
+                rows |= canary
+            members.append(one(_part(data, rows)))
+        return members
 
     return train
 
@@ -182,8 +192,8 @@ def doubled_distances() -> Any:
     """
 
     def broken(*args: Any) -> Any:
-        found = certify(*args)
-        return found._replace(distance=2 * found.distance)
+        certificates = certify(*args)
+        return certificates._replace(distance=2 * certificates.distance)
 
     return mock.patch.object(answering, "certify", broken)
 
@@ -243,16 +253,17 @@ def answers(
         }
         cost = event(1, epsilon=each, mechanism=mechanism)
         with patch():
-            found = audit_answers(
+            audit = audit_answers(
                 ask, cost, QUERY, records(surpluses), candidates, trials=trials, **terms
             )
-        return under(found, claimed)
+        return under(audit, claimed)
 
     return run
 
 
 ANY_LABEL = "any other label costs the same: there is no distance or norm to be wrong about"
-ONE_FROM, ONE_TO = _records([0, 1], [0, 0]), _records([1], [0])
+ONE_FROM = _records([0, 1], [0, 0])
+ONE_TO = _records([1], [0])
 OUTLIER = _records([1], [0], x=50.0)
 
 
@@ -425,7 +436,8 @@ def pate(gnmax: ensembles.ConfidentGNMax) -> Any:
     threshold.
     """
     claimed = claim(gnmax.event(1, max_answers=1), adjacency="add_remove", delta=DELTA)
-    last, voters = _records([1], [4]), ensemble(5, voter)
+    last = _records([1], [4])
+    voters = ensemble(5, voter)
 
     def audit(
         *,
@@ -449,7 +461,7 @@ def pate(gnmax: ensembles.ConfidentGNMax) -> Any:
             }
             cost = mechanism.event(1, max_answers=1)
             with patch():
-                found = audit_answers(
+                audited = audit_answers(
                     ask,
                     cost,
                     QUERY,
@@ -459,7 +471,7 @@ def pate(gnmax: ensembles.ConfidentGNMax) -> Any:
                     confidence=case.CONFIDENCE,
                     **terms,
                 )
-            return under(found, claimed)
+            return under(audited, claimed)
 
         return run
 
@@ -493,7 +505,8 @@ def pate(gnmax: ensembles.ConfidentGNMax) -> Any:
     return audit(), twins
 
 
-def _cases() -> Iterator[Case]:
+def _pure() -> dict[str, tuple[float, Any, str]]:
+    """Returns epsilon, audits and proof of each mechanism with a pure epsilon."""
     family = "`jaxdp.prediction.mechanisms`, proof for {}"
     nissim = (
         "its constants leave room: half the noise, or two changes for one, cost less than epsilon"
@@ -504,7 +517,7 @@ def _cases() -> Iterator[Case]:
     doubled = answers(
         "randomised_response", surpluses=[0], candidates=ONE_TO, claimed=1.0, epsilon=2.0
     )
-    pure: dict[str, tuple[float, Any, str]] = {
+    return {
         "randomised response": (
             1.0,
             certified("randomised_response", 1.0, half=doubled),
@@ -551,7 +564,10 @@ def _cases() -> Iterator[Case]:
             "Dwork and Roth 2014, Theorem 3.6; `jaxdp.prediction.mechanisms.laplace_values`",
         ),
     }
-    for name, (epsilon, (run, twins), proof) in pure.items():
+
+
+def _cases() -> Iterator[Case]:
+    for name, (epsilon, (run, twins), proof) in _pure().items():
         trials = 4 * TRIALS if name in RARE else TRIALS
         yield Case(
             name,

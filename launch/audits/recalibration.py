@@ -21,7 +21,9 @@ from jaxdp.recalibration.protocol import Method, Records
 from . import case
 from .case import Case, Run, under
 
-EPSILON, CLASSES, BOUND = 2.0, 10, 10.0
+EPSILON = 2.0
+CLASSES = 10
+BOUND = 10.0  # of a loss
 TRIALS = 10_000
 # Surely right, surely wrong and undecided. The loss of the second is a hundred times the bound.
 CANDIDATES = (
@@ -61,7 +63,7 @@ def conversations(
                 for target, name in ((kind, "sensitivity"), (auditing, "converse")):
                     if name in broken:
                         stack.enter_context(mock.patch.object(target, name, broken[name]))
-                found = auditing.audit_source(
+                audit = auditing.audit_source(
                     method,
                     *OTHERS,
                     epsilon=epsilon,
@@ -71,7 +73,7 @@ def conversations(
                     confidence=case.CONFIDENCE,
                     seed=seed,
                 )
-            return under(found, EPSILON)
+            return under(audit, EPSILON)
 
         return run
 

@@ -20,7 +20,9 @@ from jaxdp.split.noisy_upload import PrivateRelease, Projection, Released
 from . import case
 from .case import Case, Run, under
 
-DELTA, CLIP, CLASSES = 1e-5, 0.5, 3
+DELTA = 1e-5
+CLIP = 0.5
+CLASSES = 3
 FAR = 1e4  # times the clip norm: what a forgotten clip lets through
 PROJECTION = Projection(jnp.zeros((2, 2)), jnp.eye(4))
 IMAGES = 100 * CLIP * np.concatenate([np.eye(4), -np.eye(4)]).reshape(8, 2, 2).astype(np.float32)

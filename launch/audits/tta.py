@@ -22,9 +22,13 @@ from jaxdp.release import claim
 from . import case
 from .case import Case, Run, under
 
-DELTA, CLIP, SIGMA = 1e-5, 0.01, 1.0
+DELTA = 1e-5
+CLIP = 0.01
+SIGMA = 1.0
 FAR = 1e4  # times the clip norm: what a forgotten clip lets through
-CLASSES, WIDTH, SIDE = 4, 6, 4
+CLASSES = 4
+WIDTH = 6
+SIDE = 4
 OPTIMIZER = optax.sgd(1.0)
 
 _random = np.random.default_rng(0)

@@ -2,10 +2,17 @@
 
     python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir workdir/lifecycle
 
-`stages` computes and charges, `life` orders the stages, `cache` keeps results, `parts` divides the
-data, and `document` writes the report.
+    life       the study: the order of the stages, and the ledger's permission
+    stages     the list of the stages; `stage` says what one is
+    pretrain, finetune, recalibrate, adapt, split, deploy, predict     the stages, with their audits
+    cache      how finished stages are found, and what is kept
+    parts      who holds which data
+    networks   the networks that several stages use
+    document   the report
+
+A stage is one file. The lifecycle finds it by the list of studies (`launch.studies`).
 """
 
-from .life import Interrupted, run, show_plan
+from .life import STUDY, Interrupted, run, show_plan
 
-__all__ = ["Interrupted", "run", "show_plan"]
+__all__ = ["STUDY", "Interrupted", "run", "show_plan"]

@@ -1,94 +1,28 @@
-"""The report of a lifecycle, made from the workdir alone. `certificates.html` is a separate file.
-
-`_SHAPES` states the types of everything that is read from a file.
-"""
+"""The report of a lifecycle, made from the workdir alone. `certificates.html` is a separate file."""
 
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import understood, write_durably
 from jaxdp.report import Chart, format_table, render_page, verdict
 
 from .. import document
+from . import stages
+from .stage import Stage
 
-_REMEDY = "Restore it from a copy, or delete it and run launch.lifecycle again. Paid releases are not paid again."
-_PAIR = {"before": float, "after": float}
-_CHANGE = {**_PAIR, "gained": int, "lost": int}
-_CURVE = [[float]]
-# The types of each file by name.
-_SHAPES: Mapping[str, Any] = {
-    "lifecycle": {
-        "version": str,
-        "versions": {str: str},
-        "config": {"ledger": str, "data": {"name": str}},
-        "accounts": [str],
-        "stages": {str: {"status": str, "message": str, "folder": str}},
-    },
-    "pretrain": {
-        "images": int,
-        "accuracy": float,
-        "tested": int,
-        "judged_on_test": bool,
-        "noise": _CURVE,
-    },
-    "finetune": {
-        **dict.fromkeys(("noise_multiplier", "epsilon", "delta"), float),
-        **_CHANGE,
-        **{
-            "tested": int,
-            "steps": int,
-            "method": str,
-            "curves": {"accuracy": _CURVE, "epsilon": _CURVE},
-        },
-    },
-    "recalibrate": {
-        **{"shift": str, "sources": int, "epsilon": float, "accuracy": float, "tested": int},
-        **{"ece": _PAIR, "brier": _PAIR, "reliability": {"before": _CURVE, "after": _CURVE}},
-    },
-    "adapt": {
-        **{
-            "images": int,
-            "epsilon": float,
-            "delta": float,
-            "tested": {str: int},
-            "accuracy": {str: _CHANGE},
-        },
-        "stream": {"adapted": _CURVE, "not adapted": _CURVE},
-    },
-    "split": {
-        **dict.fromkeys(("images", "directions", "bytes"), int),
-        **dict.fromkeys(("epsilon", "delta"), float),
-    },
-    "deploy": {
-        "tested": {str: int},
-        "models": {str: {str: dict.fromkeys(("accuracy", "ece", "low", "high"), float)}},
-    },
-    "predict": {
-        "queries": int,
-        **dict.fromkeys(("epsilon", "delta", "epsilon_per_query", "accuracy"), float),
-    },
-    "certificates": {"without_noise": float, "shares": _CURVE},
-    "audit": {
-        "audits": [
-            {
-                **dict.fromkeys(("lower", "upper", "ceiling", "delta", "confidence"), float),
-                **{"trials": int, "method": str, "verdict": str, "accounts": [str], "release": str},
-            }
-        ]
-    },
+_REMEDY = (
+    "Restore it from a copy, or delete it and run launch.lifecycle again. Paid releases are not "
+    "paid again."
+)
+# The types of what the report reads from result.json and config.json.
+_RESULT = {
+    "config": {"ledger": str, "data": {"name": str}},
+    "accounts": [str],
+    "stages": {str: {"status": str, "message": str, "folder": str}},
 }
-# What each stage releases.
-_RELEASED = {
-    "pretrain": {"backbone.safetensors": "public backbone"},
-    "finetune": {"model.safetensors": "fine-tuned model"},
-    "recalibrate": {"confidence.safetensors": "its confidence"},
-    "adapt": {"adapted.safetensors": "adapted model"},
-    "split": {"upload.safetensors": "the clinic's upload"},
-    "deploy": {"deployed.safetensors": "model in use"},
-    "predict": {"released.safetensors": "certified answers"},
-}
+_BOUND = {"versions": {str: str}}
 
 
 def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
@@ -110,21 +44,17 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
     root = pathlib.Path(workdir)
     with understood(root, _REMEDY):
         life = Life(root)
-        data = life.config["data"]["name"]
-        _write_certificates(life, data)
+        name = life.config["data"]["name"]
+        _write_certificates(life, name)
+        bound = document.checked(root / "config.json", _BOUND, "config", remedy=_REMEDY)
         return document.write(
             root,
             "lifecycle.html.jinja",
-            title=f"Privacy report: a model's life on {data}",
+            title=f"Privacy report: a model's life on {name}",
             books=life.books,
-            released={
-                life.folder(stage) / name: what
-                for stage, files in _RELEASED.items()
-                if life.done(stage)
-                for name, what in files.items()
-            },
+            released=life.released,
             config=life.config,
-            versions=life.versions,
+            versions=bound["versions"],
             audits=life.audits,
             life=life,
             nothing="No private data set was registered.",
@@ -133,95 +63,134 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
         )
 
 
-def _write_certificates(life: "Life", data: str) -> None:
-    apart = life.root / "certificates.html"
-    if not (found := life.result("certificates")):
-        return apart.unlink(missing_ok=True)
-    half = max((k for k, share in found["shares"] if share >= 0.5), default=None)
-    title, shares = f"Certificates without noise: {data}", {"certified": found["shares"]}
+def _write_certificates(life: "Life", name: str) -> None:
+    page = life.root / "certificates.html"
+    certificates = life.result("certificates")
+    if not certificates:
+        page.unlink(missing_ok=True)
+        return
+    shares = certificates["shares"]
     chart = Chart(
-        curves=shares,
+        curves={"certified": shares},
         xlabel=f"training {life.config['data'].get('unit') or 'image'}s added or removed, k",
         ylabel="share of answers that no such change alters",
         top=1.0,
         percent=True,
     )
-    template = document.PAGES / "certificates.html.jinja"
-    write_durably(apart, render_page(template, title=title, found=found, half=half, chart=chart))
+    content = render_page(
+        document.PAGES / "certificates.html.jinja",
+        title=f"Certificates without noise: {name}",
+        found=certificates,
+        half=max((k for k, share in shares if share >= 0.5), default=None),
+        chart=chart,
+    )
+    write_durably(page, content)
 
 
-def summary(workdir: str | os.PathLike[str]) -> str:
-    """Returns a table for the terminal: the spends and audits of every private data set."""
-    life = Life(pathlib.Path(workdir))
-    rows = [
-        {
+def protection(root: pathlib.Path, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns a row for each private data set: its verdict, and the worst verdict of attacks."""
+    life = Life(root, result)
+    rows = []
+    for entry in life.books.entries:
+        words = verdict(entry)
+        row = {
             "data set": entry["name"],
-            "protection": verdict(entry).word,
-            "epsilon": verdict(entry).epsilon,
-            "delta": verdict(entry).delta,
+            "protection": words.word,
+            "epsilon": words.epsilon,
+            "delta": words.delta,
             "budget": entry["budget"],
             "audits": document.audited(life.audits, entry["name"]),
         }
-        for entry in life.books.entries
-    ]
+        rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the rows of `protection` for the terminal."""
     return format_table(rows)
 
 
 class Life:
-    """The stages, results and accounts of a workdir."""
+    """The stages, results and accounts of a workdir.
 
-    def __init__(self, root: pathlib.Path):
-        path = root / "lifecycle.json"
-        if not path.exists():
+    Attributes:
+      root: The workdir.
+      config: The config of the last run.
+      stages: The states of the stages.
+      books: The accounts.
+    """
+
+    def __init__(self, root: pathlib.Path, result: Mapping[str, Any] | None = None):
+        """Reads a workdir.
+
+        Args:
+          root: The workdir.
+          result: The content of result.json, if it is not written yet.
+        """
+        path = root / "result.json"
+        if result is None and not path.exists():
             raise FileNotFoundError(f"{path} does not exist. Give the workdir of launch.lifecycle.")
-        found = _read(path, "lifecycle")
-        self.root, self.config, self.stages, self.versions = (
-            root,
-            found["config"],
-            found["stages"],
-            found["versions"],
-        )
+        if result is None:
+            result = document.checked(path, _RESULT, "lifecycle", remedy=_REMEDY)
+        self.root = root
+        self.config = result["config"]
+        self.stages = result["stages"]
+        self._known = {stage.name: stage for stage in stages.known()}
         ledger = pathlib.Path(self.config["ledger"] or root / "ledger.sqlite")
-        self.books = document.Books(root, {"": ledger}, remedy=_REMEDY, names=found["accounts"])
+        self.books = document.Books(root, {"": ledger}, remedy=_REMEDY, names=result["accounts"])
 
-    def done(self, stage: str) -> bool:
+    def is_done(self, stage: str) -> bool:
         """Returns whether a stage is done."""
         return stage in self.stages and self.stages[stage]["status"] == "done"
 
     def result(self, stage: str) -> dict[str, Any] | None:
         """Returns the result of a stage that is done, otherwise None."""
-        return _read(self.folder(stage) / "stage.json", stage) if self.done(stage) else None
+        if not self.is_done(stage) or stage not in self._known:
+            return None
+        path = self.folder(stage) / "row.json"
+        result: dict[str, Any] = document.checked(path, {"result": dict}, stage, remedy=_REMEDY)[
+            "result"
+        ]
+        with understood(path, _REMEDY):
+            if result:  # Certificates that nobody asked for have none.
+                document.check(result, self._known[stage].shape, stage)
+        return result
 
     def folder(self, stage: str) -> pathlib.Path:
         """Returns the folder of a stage.
 
         Raises:
-          ValueError: lifecycle.json names a folder outside of the workdir.
+          ValueError: result.json names a folder outside of the workdir.
         """
         folder = self.root / self.stages[stage]["folder"]
         if not folder.resolve().is_relative_to(self.root.resolve()):
             raise ValueError(
-                f"{self.root / 'lifecycle.json'} names a folder outside of it for {stage!r}. "
-                f"{_REMEDY}"
+                f"{self.root / 'result.json'} names a folder outside of it for {stage!r}. {_REMEDY}"
             )
         return folder
 
     @property
+    def shown(self) -> list[Stage]:
+        """The stages that have a part of the report, in the order of these parts."""
+        titled = [stage for stage in self._known.values() if stage.title]
+        return sorted(titled, key=lambda stage: not stage.opens)
+
+    @property
+    def released(self) -> dict[pathlib.Path, str]:
+        """What each released file is, by its path."""
+        files: dict[pathlib.Path, str] = {}
+        for stage in self._known.values():
+            if self.is_done(stage.name):
+                folder = self.folder(stage.name)
+                files |= {folder / name: what for name, what in stage.released.items()}
+        return files
+
+    @property
     def audits(self) -> list[dict[str, Any]]:
         """The audits of all releases that were audited."""
-        results = [self.result(name) for name in self.stages if name.startswith("audit_")]
-        return [audit for result in results if result for audit in result["audits"]]
-
-
-def _read(path: pathlib.Path, what: str) -> Any:
-    """Returns the checked content of a file of the workdir. For a stage this is its result, or {}
-    without one.
-    """
-    shape = _SHAPES["audit" if what.startswith("audit_") else what]
-    if path.name != "stage.json":
-        return document.checked(path, shape, what, remedy=_REMEDY)
-    found = document.checked(path, {"result": dict}, what, remedy=_REMEDY)["result"]
-    with understood(path, _REMEDY):
-        if found:
-            document.check(found, shape, what)
-    return found
+        audits: list[dict[str, Any]] = []
+        for stage in self._known.values():
+            result = self.result(stage.name) if stage.is_audit else None
+            if result:
+                audits += result["audits"]
+        return audits

@@ -1,4 +1,4 @@
-"""The order of the stages, and the ledger's permission before they run.
+"""The lifecycle as a study: the order of the stages, and the ledger's permission before they run.
 
 The config is an `ml_collections.ConfigDict` as in `configs/lifecycle_digits.py`, whose comments
 explain each field.
@@ -12,26 +12,33 @@ import os
 import pathlib
 import tempfile
 import traceback
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from jaxdp.files import write_json
 from jaxdp.privacy import BudgetExceeded, ComposedDpEvent, DpEvent, Hold, Ledger
 from jaxdp.release import alone
-from jaxdp.version import __version__
 
 from .. import frame, plans
 from ..settings import check_numbers
 from . import cache, document, parts
-from .stages import STAGES, accounts, computations
+from .stage import Accounts, Done, Job, Stage
+from .stages import known as stages
 
-# Only the owners of these parts may read errors about them.
-_PRIVATE = {"private", "sources", "stream", "client"}
+_State = dict[str, Any]
+_FOR_OWNERS = "error.txt in its folder has the message for the owners"
 
 
 class Interrupted(KeyboardInterrupt):
     """A user stopped the lifecycle. The message names the stage and says how to continue."""
+
+
+class Step(NamedTuple):
+    """A cell: a stage with the key by which its result is found. Only a run knows the keys."""
+
+    stage: str
+    key: str = ""
 
 
 def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -42,17 +49,18 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     If a stage fails, the finished ones stay usable. The stages that build on it are skipped, and so
     are all later stages that would spend. The next call tries again. A stage with the same config,
     data and predecessors is not run again, and nothing is paid for twice (`cache`). The report and
-    lifecycle.json are written after every stage.
+    result.json are written after every stage.
 
     Args:
       config: The config of the lifecycle.
-      workdir: The folder of the lifecycle, made if it is missing. Afterwards it holds:
+      workdir: The folder of the lifecycle, made if it is missing. Afterwards it holds the files of
+          a study (`launch.frame`), of which these are of interest:
           report.html      for people
           certificates.html  certificates without noise, NOT private, only with `config.certificates.show`
           ledger.sqlite    the spends of every private data set (`python -m launch.ledger`). `config.ledger` can name
                            another place, which several lifecycles may share
-          lifecycle.json   the config, and the state and folder of each stage
-          <stage>/<key>/   its result (stage.json), metrics (metrics.jsonl), checkpoints and parameters
+          result.json      the config, and the state and folder of each stage
+          cells/<stage>/<key>/   its result (row.json), metrics (metrics.jsonl), checkpoints and parameters
 
     Returns:
       {stage: {"status": "done", "failed" or "skipped", "message": why, "folder": relative to the
@@ -69,48 +77,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       Interrupted: The user pressed Ctrl-C. The ledger counts all reservations. Another call
           continues.
     """
-    root = pathlib.Path(workdir)
-    check_numbers(config)
-    frame.check_watch(config)
-    cache.check_release(root / "lifecycle.json")
-    data = parts.load(config.data)
-    with alone(root), Ledger(config.ledger or root / "ledger.sqlite") as ledger:
-        for name, terms in accounts(config).items():
-            ledger.register(name, records=data.records(name), **terms)
-        cache.settle(root, ledger, data.private.name)
-        plan = _Plan(config, data, root)
-        states = {
-            stage.name: {"status": "waiting", "message": "not run yet", "folder": ""}
-            for stage in STAGES
-        }
-        done: dict[str, cache.Done] = {}
-        with contextlib.ExitStack() as held:
-            hold, first = held.enter_context(plan.hold(ledger, done)), True
-            for stage in STAGES:
-                try:
-                    if first and stage.charges is not None:  # the public stages before it are done
-                        hold, first = held.enter_context(plan.hold(ledger, done)), False
-                    states[stage.name] = _advance(stage, plan, done, states, hold)
-                except KeyboardInterrupt as error:
-                    message = "stopped by the user, and the next run continues"
-                    states[stage.name] |= {"status": "interrupted", "message": message}
-                    _write(config, states, root)
-                    raise Interrupted(
-                        f"Interrupted in stage {stage.name!r}. The stages before it are kept, and "
-                        "the ledger counts all reservations. The same command continues from here "
-                        "and pays nothing twice."
-                    ) from error
-                _write(config, states, root)
-    bad = [name for name, state in states.items() if state["status"] != "done"]
-    print(
-        f"\n{document.summary(root)}\n\nIn {root}: report.html, lifecycle.json and a folder for "
-        "each stage."
-    )
-    if bad:
-        print(
-            f"Not done: {', '.join(bad)}. The same command tries again, with or without another "
-            "config."
-        )
+    states: dict[str, Any] = frame.run(STUDY, config, workdir)["stages"]
     return states
 
 
@@ -123,152 +90,271 @@ def show_plan(config: Any, workdir: str | os.PathLike[str] | None, target: str =
     Raises:
       ValueError, FileNotFoundError: As `run`.
     """
-    root = None if workdir is None else pathlib.Path(workdir)
     check_numbers(config)
     data = parts.load(config.data)
+    root = None if workdir is None else pathlib.Path(workdir)
     with tempfile.TemporaryDirectory() as nowhere:
-        asked = _Plan(config, data, pathlib.Path(nowhere) if root is None else root).requests({})
-    charged: dict[str, list[DpEvent]] = {}
-    for name, event in asked:
-        charged.setdefault(name, []).append(event)
-    items: list[plans.Item] = [
-        plans.Item(
-            f"{name}, by all stages that are not done",
-            name,
-            ComposedDpEvent(charged[name]),
-            {"records": data.records(name), **terms},
-            ledger=config.ledger or "ledger.sqlite",
-        )
-        for name, terms in accounts(config).items()
-        if name in charged
-    ]
-    if data.private.name in charged:
-        items += computations(config, data)
-    plans.show(items, root, target)
+        life = Life(config, data, pathlib.Path(nowhere) if root is None else root)
+        plans.show(list(life.plan()), root, target)
 
 
-class _Plan:
-    """The spends of the stages that are not done."""
+def accounts(config: Any) -> Accounts:
+    """Returns the terms of the private data sets by their name in the ledger."""
+    named: Accounts = {}
+    for stage in stages():
+        if stage.accounts is not None:
+            named |= stage.accounts(config)
+    return named
+
+
+class Life:
+    """The stages of one run: which are done, their states, and what the others will spend."""
 
     def __init__(self, config: Any, data: parts.Parts, root: pathlib.Path):
-        self.config, self.data, self.root = config, data, root
+        self.config = config
+        self.data = data
+        self.root = root
+        self.stages = stages()
+        self.done: dict[str, Done] = {}
+        waiting = {"status": "waiting", "message": "not run yet", "folder": ""}
+        self.states: dict[str, _State] = {stage.name: dict(waiting) for stage in self.stages}
+        self.hold: Hold | None = None
         self._charges = functools.cache(lambda stage: stage.charges(config, data))
 
-    def folder(self, stage: cache.Stage, done: dict[str, cache.Done]) -> pathlib.Path:
-        """Returns the folder of a stage's result. The stages that it builds on must be in
-        `done`.
-        """
+    def step(self, stage: Stage, done: dict[str, Done]) -> Step:
+        """Returns the cell of a stage. The stages that it builds on must be in `done`."""
         before = {name: done[name] for name in stage.after}
-        return self.root / stage.name / stage.key(self.config, self.data, before)
+        return Step(stage.name, stage.key(self.config, self.data, before))
 
-    def requests(self, done: dict[str, cache.Done]) -> list[tuple[str, DpEvent]]:
-        """Returns the (account, event) pairs of all stages that are not done and cannot turn out to
-        be done.
+    def folder(self, step: Step) -> pathlib.Path:
+        """Returns the folder of a cell."""
+        return frame.cell_folder(self.root, step)
+
+    def requests(self) -> list[tuple[str, DpEvent]]:
+        """Returns the (account, event) pairs of all stages that will run and spend.
 
         A stage may have a finished folder while a public stage before it has not run yet. If that
-        public stage repeats its earlier result, the folder is found.
+        public stage repeats its earlier result, the folder is found. So such a stage asks for
+        nothing now, and is held before the first private stage.
         """
-        done, private, asked = dict(done), set[str](), list[tuple[str, DpEvent]]()
-        for stage in STAGES:
-            fresh = not private.isdisjoint(stage.after)  # fresh noise gives a new result
+        done = dict(self.done)
+        noisy = set[str]()  # will run with fresh noise, or build on such a stage
+        pairs: list[tuple[str, DpEvent]] = []
+        for stage in self.stages:
+            builds_on_noise = not noisy.isdisjoint(stage.after)
             folder = None
-            if not fresh and all(name in done for name in stage.after):
-                folder = self.folder(stage, done)
-                if (found := cache.find(folder)) is not None:
-                    done[stage.name] = found
+            if not builds_on_noise and all(name in done for name in stage.after):
+                folder = self.folder(self.step(stage, done))
+                finished = cache.find(folder)
+                if finished is not None:
+                    done[stage.name] = finished
                     continue
-            elif not fresh and any(self.root.glob(f"{stage.name}/*/stage.json")):
+            elif not builds_on_noise and any(self.root.glob(f"cells/{stage.name}/*/row.json")):
                 continue
-            if fresh or stage.charges is not None:
-                private.add(stage.name)
+            if builds_on_noise or stage.charges is not None:
+                noisy.add(stage.name)
             if stage.charges is not None:
                 charges = self._charges(stage)
-                asked += (charges if folder is None else plans.outstanding(charges, folder)).items()
-        return asked
+                if folder is not None:
+                    charges = plans.outstanding(charges, folder)
+                pairs += charges.items()
+        return pairs
 
-    def hold(self, ledger: Ledger, done: dict[str, cache.Done]) -> Hold:
+    def hold_all(self, ledger: Ledger) -> Hold:
         """Holds the room of all requests. It replaces the room that this workdir's lifecycle held
         before.
         """
         key = hashlib.sha256(os.fspath(self.root.resolve()).encode()).hexdigest()
-        return ledger.hold(self.requests(done), key=f"lifecycle {key}", label="lifecycle")
+        return ledger.hold(self.requests(), key=f"lifecycle {key}", label="lifecycle")
+
+    def plan(self) -> Iterator[plans.Item]:
+        """Yields what all stages that are not done would charge together, and what they compute."""
+        charged: dict[str, list[DpEvent]] = {}
+        for name, event in self.requests():
+            charged.setdefault(name, []).append(event)
+        for name, terms in accounts(self.config).items():
+            if name in charged:
+                yield plans.Item(
+                    f"{name}, by all stages that are not done",
+                    name,
+                    ComposedDpEvent(charged[name]),
+                    {"records": self.data.records(name), **terms},
+                    ledger=self.config.ledger or "ledger.sqlite",
+                )
+        if self.data.private.name in charged:
+            for stage in self.stages:
+                if stage.plan is not None:
+                    yield from stage.plan(self.config, self.data)
 
 
-def _advance(
-    stage: cache.Stage,
-    plan: _Plan,
-    done: dict[str, cache.Done],
-    states: dict[str, dict[str, str]],
-    hold: Hold,
-) -> dict[str, str]:
-    """Runs one stage if it is possible and not done. Puts it into `done` and returns its state."""
-    if missing := [name for name in stage.after if name not in done]:
-        return _say(
-            stage, "skipped", f"it builds on {' and '.join(missing)}, which failed or was skipped"
-        )
-    folder = plan.folder(stage, done)
-    if (found := cache.find(folder)) is not None:
-        done[stage.name] = found
-        return _say(stage, "done", "done before with this config and data", folder, plan.root)
+# --- The study ----------------------------------------------------------------------------------
+
+
+def _open(config: Any, root: pathlib.Path) -> Life:
+    cache.check_release(root)
+    return Life(config, parts.load(config.data), root)
+
+
+def _rows(work: frame.Work, cells: Sequence[Any]) -> list[_State]:
+    """Runs the stages in their order. Returns their states, and publishes them after every stage."""
+    life: Life = work.shared
+    with contextlib.ExitStack() as held:
+        held.enter_context(alone(work.root))
+        path = work.config.ledger or work.root / "ledger.sqlite"
+        ledger = held.enter_context(Ledger(path))
+        for name, terms in accounts(work.config).items():
+            ledger.register(name, records=life.data.records(name), **terms)
+        cache.settle(work.root, ledger, life.data.private.name)
+        life.hold = held.enter_context(life.hold_all(ledger))
+        is_first = True
+        for stage in life.stages:
+            try:
+                # All public stages before the first private one are done, so their results are
+                # known, and with them which later stages are done.
+                if is_first and stage.charges is not None:
+                    life.hold = held.enter_context(life.hold_all(ledger))
+                    is_first = False
+                life.states[stage.name] = _advance(stage, work)
+            except KeyboardInterrupt as error:
+                life.states[stage.name] |= {
+                    "status": "interrupted",
+                    "message": "stopped by the user, and the next run continues",
+                }
+                _publish(work)
+                raise Interrupted(
+                    f"Interrupted in stage {stage.name!r}. The stages before it are kept, and "
+                    "the ledger counts all reservations. The same command continues from here "
+                    "and pays nothing twice."
+                ) from error
+            _publish(work)
+    return _listed(life)
+
+
+def _listed(life: Life) -> list[_State]:
+    return [{"stage": name, **state} for name, state in life.states.items()]
+
+
+def _publish(work: frame.Work) -> None:
+    work.publish(_listed(work.shared))
+    document.write(work.root)
+
+
+def _advance(stage: Stage, work: frame.Work) -> _State:
+    """Runs one stage if it is possible and not done. Returns its state."""
+    life: Life = work.shared
+    missing = [name for name in stage.after if name not in life.done]
+    if missing:
+        reason = f"it builds on {' and '.join(missing)}, which failed or was skipped"
+        return _say(stage, "skipped", reason)
+    step = life.step(stage, life.done)
+    folder = work.folder(step)
+    finished = cache.find(folder)
+    if finished is not None:
+        life.done[stage.name] = finished
+        return _say(stage, "done", "done before with this config and data", folder, work.root)
     failed = [
         other.name
-        for other in STAGES
-        if other.charges is not None and states[other.name]["status"] == "failed"
+        for other in life.stages
+        if other.charges is not None and life.states[other.name]["status"] == "failed"
     ]
     if stage.charges is not None and failed:
-        return _say(
-            stage, "skipped", f"nothing more is spent until {' and '.join(failed)} can be done"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    config = ConfigDict(
-        {part: plan.config[part].copy_and_resolve_references() for part in stage.config}
-    )
-
+        reason = f"nothing more is spent until {' and '.join(failed)} can be done"
+        return _say(stage, "skipped", reason)
+    # The row of a stage whose files have changed is no result.
+    (folder / "row.json").unlink(missing_ok=True)
     print(f"{stage.name}: running", flush=True)
     try:
-        before = {name: done[name] for name in stage.after}
-        account = functools.partial(hold.account, label=stage.name)
-        watching = functools.partial(frame.watching, plan.config, folder)
-        result = stage.run(cache.Job(config, plan.data, before, folder, account, watching))
-        done[stage.name] = cache.keep(folder, result)
+        work.row(step)
     except Exception as error:
-        with contextlib.suppress(OSError):  # the disk may be what failed
-            (folder / "error.txt").write_text(traceback.format_exc())
-        state = _say(stage, "failed", f"{type(error).__name__}: {error}", folder, plan.root)
-        if _PRIVATE.isdisjoint(stage.data) or isinstance(error, BudgetExceeded):
-            return state
-        # Others read the report, and an error may depend on private images.
-        return state | {
-            "message": f"{type(error).__name__}: error.txt in its folder has the message for the "
-            "owners"
-        }
+        return _failed(stage, error, folder, work.root)
+    finished = cache.find(folder)
+    assert finished is not None
+    life.done[stage.name] = finished
     (folder / "error.txt").unlink(missing_ok=True)
-    return _say(stage, "done", "", folder, plan.root)
+    return _say(stage, "done", "", folder, work.root)
+
+
+def _run(step: Step, work: frame.Work) -> dict[str, Any]:
+    """Returns the row of a stage."""
+    life: Life = work.shared
+    stage = {stage.name: stage for stage in life.stages}[step.stage]
+    folder = work.folder(step)
+    fields = {part: life.config[part].copy_and_resolve_references() for part in stage.config}
+    assert life.hold is not None
+    job = Job(
+        config=ConfigDict(fields),
+        data=life.data,
+        before={name: life.done[name] for name in stage.after},
+        folder=folder,
+        account=functools.partial(life.hold.account, label=stage.name),
+        watching=functools.partial(frame.watching, life.config, folder),
+    )
+    return cache.described(folder, stage.run(job))
+
+
+def _failed(stage: Stage, error: Exception, folder: pathlib.Path, root: pathlib.Path) -> _State:
+    with contextlib.suppress(OSError):  # the disk may be what failed
+        (folder / "error.txt").write_text(traceback.format_exc())
+    kind = type(error).__name__
+    state = _say(stage, "failed", f"{kind}: {error}", folder, root)
+    if stage.is_private and not isinstance(error, BudgetExceeded):
+        # Others read the report, and an error may depend on private images.
+        state["message"] = f"{kind}: {_FOR_OWNERS}"
+    return state
 
 
 def _say(
-    stage: cache.Stage,
+    stage: Stage,
     status: str,
     message: str,
     folder: pathlib.Path | None = None,
     root: pathlib.Path | None = None,
-) -> dict[str, str]:
+) -> _State:
     print(f"{stage.name}: {status}" + (f", {message}" if message else ""), flush=True)
-    where = "" if folder is None or root is None else str(folder.relative_to(root))
-    return {"status": status, "message": "" if status == "done" else message, "folder": where}
+    place = "" if folder is None or root is None else str(folder.relative_to(root))
+    return {"status": status, "message": "" if status == "done" else message, "folder": place}
 
 
-def _write(config: Any, states: dict[str, dict[str, str]], root: pathlib.Path) -> None:
-    """Writes the state, the accounts and the report."""
-    write_json(
-        root / "lifecycle.json",
-        {
-            "version": __version__,
-            "versions": frame.versions(),
-            "format": cache.FORMAT,
-            "config": json.loads(config.to_json()),
-            "accounts": list(accounts(config)),
-            "stages": states,
-        },
-    )
-    document.write(root)
+def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+    states = {}
+    for row in rows:
+        states[row["stage"]] = {key: row[key] for key in ("status", "message", "folder")}
+    result = {
+        "config": json.loads(work.config.to_json()),
+        "accounts": list(accounts(work.config)),
+        "stages": states,
+    }
+    return result | {"protection": document.protection(work.root, result)}
+
+
+def _summary(result: Any) -> str:
+    text: str = document.table(result["protection"])
+    bad = [name for name, state in result["stages"].items() if state["status"] != "done"]
+    if bad:
+        text += (
+            f"\n\nNot done: {', '.join(bad)}. The same command tries again, with or without "
+            "another config."
+        )
+    return text
+
+
+def _unbound(config: Any) -> ConfigDict:
+    """Returns no part of the config: a workdir takes any, since stages are found by content."""
+    return ConfigDict()
+
+
+STUDY = frame.Study(
+    name="lifecycle",
+    about="every stage of a model's life under one ledger, and a report",
+    needs=("budgets",),
+    open=_open,
+    cells=lambda config: [Step(stage.name) for stage in stages()],
+    run=_run,
+    rows=_rows,
+    result=_result,
+    summary=_summary,
+    grows=_unbound,
+    plan=lambda config, opened: opened().plan(),
+    report=frame.Report(title="a model's life", write=document.write),
+    life=".lifecycle.deploy",
+)

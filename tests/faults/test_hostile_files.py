@@ -125,7 +125,7 @@ KINDS = {
     "arrays.npz": (good_npz, lambda path: read_npz(path, ["image", "label"], limits=LIMITS)),
     "params.safetensors": (good_tensors, lambda path: models.load_params(path, limits=LIMITS)),
     "checkpoint.safetensors": (good_tensors, checkpoint),
-    "stage.json": (good_json, lambda path: read_json(path, keys=["result", "content"])),
+    "row.json": (good_json, lambda path: read_json(path, keys=["result", "content"])),
     "metrics.jsonl": (good_metrics, read_metrics),
     "image.png": (good_image, read_image),
     "package": (good_package, read_upload),

@@ -17,7 +17,7 @@ import jax
 from absl import flags
 from absl.testing import flagsaver
 
-from launch import frame
+from launch.frame import running
 from tests import forked
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -125,13 +125,13 @@ def call(arguments):
 
 def study(module, config, workdir, overrides):
     """Runs a study by its launcher in this process. Returns its result and what was printed."""
-    found, run_study = [], frame.run
+    found, compute = [], running.compute
 
     def recorded(*arguments, **options):
-        found.append(run_study(*arguments, **options))
+        found.append(compute(*arguments, **options))
         return found[-1]
 
-    with mock.patch.object(frame, "run", recorded):
+    with mock.patch.object(running, "compute", recorded):
         process = call(command(module, config, workdir, overrides))
     assert process.returncode == 0, process.stderr
     return found[-1], process.stdout

@@ -79,20 +79,17 @@ def root(tmp_path):
     """Returns the workdir of a finished lifecycle."""
     states = {}
     for stage, result in RESULTS.items():
-        folder = tmp_path / stage / "key"
-        write_json(folder / "stage.json", {"result": result, "content": ""})
+        folder = tmp_path / "cells" / stage / "key"
+        write_json(folder / "row.json", {"result": result, "content": ""})
         (folder / "model.safetensors").write_bytes(b"a model")
-        states[stage] = {"status": "done", "message": "", "folder": f"{stage}/key"}
+        states[stage] = {"status": "done", "message": "", "folder": f"cells/{stage}/key"}
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         ledger.register("data", adjacency="add_remove", unit="image", epsilon=4.0, delta=1e-5)
         with ledger.spend("data", GaussianDpEvent(2.0), label="fine-tuning"):
             pass
-    found = {
-        "version": "1",
-        "versions": {"jax": "1"},
-        "config": {"ledger": "", "data": {"name": "digits"}},
-    }
-    write_json(tmp_path / "lifecycle.json", found | {"accounts": ["data"], "stages": states})
+    write_json(tmp_path / "config.json", {"study": "lifecycle", "versions": {"jax": "1"}})
+    found = {"config": {"ledger": "", "data": {"name": "digits"}}}
+    write_json(tmp_path / "result.json", found | {"accounts": ["data"], "stages": states})
     return tmp_path
 
 
@@ -117,7 +114,8 @@ def test_nothing_that_is_forged_becomes_markup(root):
     shown = refused = 0
     document.write(root)  # writes ledger.json
     (root / "ledger.sqlite").unlink()
-    places = [root / "lifecycle.json", root / "ledger.json", *sorted(root.glob("*/*/stage.json"))]
+    rows = sorted(root.glob("cells/*/*/row.json"))
+    places = [root / "config.json", root / "result.json", root / "ledger.json", *rows]
     for path in places:
         text = path.read_text()
         for where, value in leaves(json.loads(text)):
@@ -142,7 +140,7 @@ def test_nothing_that_is_forged_becomes_markup(root):
 
 
 def test_names_are_text_too(root):
-    path = root / "adapt" / "key" / "stage.json"
+    path = root / "cells" / "adapt" / "key" / "row.json"
     path.write_text(path.read_text().replace('"fog"', json.dumps(FORGED)))
     assert "Accuracy under &lt;script&gt;" in document.write(root).read_text()
 
@@ -166,19 +164,19 @@ def test_the_policy_allows_the_style_and_nothing_else(root):
 
 def test_a_folder_outside_of_the_workdir_is_not_read(root):
     outside = root.parent / "outside"
-    write_json(outside / "stage.json", {"result": RESULTS["pretrain"]})
+    write_json(outside / "row.json", {"result": RESULTS["pretrain"]})
     for folder in ("../outside", str(outside)):
-        found = json.loads((root / "lifecycle.json").read_text())
+        found = json.loads((root / "result.json").read_text())
         put(found, ("stages", "pretrain", "folder"), folder)
-        write_json(root / "lifecycle.json", found)
+        write_json(root / "result.json", found)
         with pytest.raises(
-            ValueError, match=r"lifecycle\.json names a folder outside of it for 'pretrain'"
+            ValueError, match=r"result\.json names a folder outside of it for 'pretrain'"
         ):
             document.write(root)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lifecycle.json", "adapt/key/stage.json"])
+@pytest.mark.parametrize("name", ["result.json", "cells/adapt/key/row.json"])
 def test_a_truncated_file_is_named(root, name):
     path = root / name
     text = path.read_bytes()
@@ -188,7 +186,7 @@ def test_a_truncated_file_is_named(root, name):
             ValueError, match=rf"{re.escape(str(path))} is damaged: .*Restore it from a copy"
         ):
             document.write(root)
-        if path.name == "stage.json":
+        if path.name == "row.json":
             with pytest.raises(
                 ValueError, match=rf"{re.escape(str(path))} is damaged: .* makes it again"
             ):

@@ -588,7 +588,7 @@ def no_cache_of_programs():
 
 def test_the_oldest_compiled_programs_are_deleted(tmp_path, monkeypatch, no_cache_of_programs):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(frame, "LARGEST_CACHE", 25)
+    monkeypatch.setattr(frame.program, "LARGEST_CACHE", 25)
     frame.keep_compiled()
     folder = pathlib.Path(jax.config.values["jax_compilation_cache_dir"])
     for day, name in enumerate(("old", "new", "middle")):

@@ -209,7 +209,7 @@ def test_the_noise_of_a_stream_is_for_all_images_of_a_patient(folder):
     """Broken twin: the noise of one visit, for which a patient with two images would owe more than
     epsilon."""
     study = lifecycle(folder)
-    (adapt,) = (stage for stage in life.STAGES if stage.name == "adapt")
+    (adapt,) = (stage for stage in life.stages() if stage.name == "adapt")
     charge, how = adapt.charges(study, parts.load(study.data))["stream"], study.adapt
     assert (
         0.99 * how.epsilon
@@ -228,10 +228,10 @@ def test_a_whole_life_on_images_of_five_sites_protects_patients(folder, tmp_path
     assert "split: only the first image of each patient is uploaded" in said
     watched = {
         path.parent.parent.parent.name
-        for path in (tmp_path / "life").glob("*/*/tensorboard/events*")
+        for path in (tmp_path / "life").glob("cells/*/*/tensorboard/events*")
     }
     assert watched == ({"pretrain", "finetune"} if study.watch else set())
-    (adapted,) = (tmp_path / "life" / "adapt").glob("*/stage.json")
+    (adapted,) = (tmp_path / "life" / "cells" / "adapt").glob("*/row.json")
     assert json.loads(adapted.read_text())["result"]["visits"] in (
         2,
         4,

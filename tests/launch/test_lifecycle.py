@@ -25,6 +25,7 @@ from jaxdp.release import Release, Till, alone, kept_arrays, load_arrays, secret
 from jaxdp.report import round_down, round_up
 from launch import data, frame
 from launch import document as parts_of_reports
+from launch.frame import running
 from launch.lifecycle import Interrupted, cache, document, life, parts, stages
 from launch.lifecycle.__main__ import experiment
 from tests import forked
@@ -34,7 +35,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-NAMES = [stage.name for stage in stages.STAGES]
+STAGES = stages.known()
+NAMES = [stage.name for stage in STAGES]
 PAID = ("digits/private", "hospital 0", "hospital 1", "stream", "clinic")
 
 
@@ -48,7 +50,7 @@ def test_what_no_noise_is_in_is_what_it_was(finished):
     root, states = finished
     folders = {name: root / states[name]["folder"] for name in ("pretrain", "finetune")}
     found = {
-        name: json.loads((folder / "stage.json").read_text())["result"]
+        name: json.loads((folder / "row.json").read_text())["result"]
         for name, folder in folders.items()
     }
     assert golden.differences("lifecycle", found) == []
@@ -70,16 +72,15 @@ def ran(monkeypatch):
             stage, run=lambda job: (names.append(stage.name), stage.run(job))[1]
         )
 
-    monkeypatch.setattr(life, "STAGES", tuple(map(watched, stages.STAGES)))
+    monkeypatch.setattr(life, "stages", lambda: tuple(map(watched, STAGES)))
     return names
 
 
 def replaced(monkeypatch, name, run):
     wanted = [
-        dataclasses.replace(stage, run=run) if stage.name == name else stage
-        for stage in stages.STAGES
+        dataclasses.replace(stage, run=run) if stage.name == name else stage for stage in STAGES
     ]
-    monkeypatch.setattr(life, "STAGES", tuple(wanted))
+    monkeypatch.setattr(life, "stages", lambda: tuple(wanted))
 
 
 def spent(root):
@@ -146,14 +147,14 @@ def test_a_second_run_does_nothing(copied, ran, capsys):
     before = (
         spent(copied),
         (copied / "report.html").read_bytes(),
-        (copied / "lifecycle.json").read_bytes(),
+        (copied / "result.json").read_bytes(),
     )
     life.run(tiny.lifecycle(), copied)
     assert ran == []
     assert before == (
         spent(copied),
         (copied / "report.html").read_bytes(),
-        (copied / "lifecycle.json").read_bytes(),
+        (copied / "result.json").read_bytes(),
     )
     assert capsys.readouterr().out.count("done before with this config and data") == len(NAMES)
 
@@ -212,7 +213,7 @@ def test_changed_data_is_noticed(finished):
     keys = []
     for config in configs:
         loaded = parts.load(config.data)
-        keys.append({stage.name: stage.key(config, loaded, done) for stage in stages.STAGES})
+        keys.append({stage.name: stage.key(config, loaded, done) for stage in STAGES})
     assert {name for name in NAMES if keys[0][name] != keys[1][name]} == {
         "adapt",
         "deploy",
@@ -228,7 +229,7 @@ def test_a_changed_stage_fails_and_is_tried_again_with_what_depends_on_it_only(
         raise RuntimeError("the line to <hospital> 3 is dead")
 
     before, changed = spent(copied), tiny.lifecycle(recalibrate__epsilon=0.5)
-    shutil.rmtree(copied / "audit_finetune")
+    shutil.rmtree(copied / "cells" / "audit_finetune")
     with monkeypatch.context() as patch:
         replaced(patch, "recalibrate", fail)
         states = life.run(changed, copied)
@@ -250,7 +251,7 @@ def test_a_changed_stage_fails_and_is_tried_again_with_what_depends_on_it_only(
     assert (
         "hospital&gt; 3" not in report and "<hospital>" not in report
     )  # it may depend on what hospitals have
-    (written,) = copied.glob("recalibrate/*/error.txt")
+    (written,) = copied.glob("cells/recalibrate/*/error.txt")
     assert "the line to <hospital> 3 is dead" in written.read_text()
     assert spent(copied) == before
 
@@ -268,7 +269,7 @@ def test_a_changed_stage_fails_and_is_tried_again_with_what_depends_on_it_only(
 def test_two_lifecycles_share_a_ledger(copied, tmp_path):
     shared = str(copied / "ledger.sqlite")
     second = tmp_path / "second"
-    shutil.copytree(copied / "pretrain", second / "pretrain")
+    shutil.copytree(copied / "cells" / "pretrain", second / "cells" / "pretrain")
     before = spent(copied)
     with pytest.raises(BudgetExceeded, match="digits/private"):
         life.run(tiny.lifecycle(ledger=shared), second)
@@ -301,7 +302,7 @@ def refused(config, root, words):
     if (root / "ledger.sqlite").exists():
         with Ledger(root / "ledger.sqlite") as ledger:
             assert all(not ledger.events(name) for name in PAID)
-    assert not list(root.glob("*/*/charges.jsonl"))
+    assert not list(root.glob("cells/*/*/charges.jsonl"))
     return error
 
 
@@ -318,7 +319,7 @@ def test_a_plan_that_does_not_fit_spends_nothing(tmp_path, finished, ran, monkey
     )
     assert ran == []
     leave_out_audits(monkeypatch)
-    shutil.copytree(finished[0] / "pretrain", root / "pretrain")
+    shutil.copytree(finished[0] / "cells" / "pretrain", root / "cells" / "pretrain")
     states = life.run(
         tiny.lifecycle(budgets__private__epsilon=5.0, finetune__epsilon=0.5, predict__epsilon=0.5),
         root,
@@ -353,7 +354,7 @@ def test_after_a_private_stage_has_failed_nothing_more_is_spent(tmp_path, finish
         raise RuntimeError("no memory left")
 
     root = tmp_path / "run"
-    shutil.copytree(finished[0] / "pretrain", root / "pretrain")
+    shutil.copytree(finished[0] / "cells" / "pretrain", root / "cells" / "pretrain")
     with monkeypatch.context() as patch:
         replaced(patch, "finetune", fail)
         states = life.run(tiny.lifecycle(), root)
@@ -380,13 +381,17 @@ def test_a_lifecycle_goes_on_with_a_budget_that_is_all_reserved(tmp_path, finish
         "budgets__stream__epsilon": exact["stream"],
     }
     root = tmp_path / "run"
-    shutil.copytree(finished[0] / "pretrain", root / "pretrain")
+    shutil.copytree(finished[0] / "cells" / "pretrain", root / "cells" / "pretrain")
 
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
     leave_out_audits(monkeypatch)
-    for place in ((finetune.loop._Files, "save"), (kept_arrays, "save_arrays"), (cache, "keep")):
+    for place in (
+        (finetune.loop._Files, "save"),
+        (kept_arrays, "save_arrays"),
+        (cache, "described"),
+    ):
         with monkeypatch.context() as patch, pytest.raises(Interrupted):
             patch.setattr(*place, stop)
             life.run(tiny.lifecycle(**changes), root)
@@ -411,10 +416,10 @@ def test_a_lost_ledger_is_told_everything_again(copied, ran):
 
 
 def test_a_spoilt_folder_is_not_taken_for_a_finished_stage(copied):
-    (path,) = copied.glob("pretrain/*/backbone.safetensors")
+    (path,) = copied.glob("cells/pretrain/*/backbone.safetensors")
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert cache.find(path.parent) is None
-    (figure,) = copied.glob("finetune/*/metrics.jsonl")
+    (figure,) = copied.glob("cells/finetune/*/metrics.jsonl")
     assert cache.find(figure.parent) is not None
     figure.unlink()
     assert cache.find(figure.parent) is None
@@ -460,6 +465,16 @@ def test_a_workdir_of_an_earlier_release_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["lifecycle.json"]
 
 
+def test_a_workdir_of_an_earlier_release_that_was_killed_early_is_refused(tmp_path):
+    """Its paid stages would not be found, and would pay once more."""
+    notes = tmp_path / "finetune" / "0123456789abcdef" / "charges.jsonl"
+    notes.parent.mkdir(parents=True)
+    notes.write_text('{"token": "x", "charges": []}\n')
+    with pytest.raises(ValueError, match="made by another release of jaxdp"):
+        life.run(tiny.lifecycle(), tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [notes]
+
+
 # --- Ctrl-C, kill -9, full disks, and two at once -----------------------------------------------
 
 
@@ -483,15 +498,15 @@ def wait_for(path, process):
 
 
 def first_stages(monkeypatch, number):
-    monkeypatch.setattr(life, "STAGES", stages.STAGES[:number])
+    monkeypatch.setattr(life, "stages", lambda: STAGES[:number])
 
 
 def leave_out_audits(monkeypatch):
     """Leaves out the audits, which read no private data and pay nothing."""
     monkeypatch.setattr(
         life,
-        "STAGES",
-        tuple(stage for stage in stages.STAGES if not stage.name.startswith("audit")),
+        "stages",
+        lambda: tuple(stage for stage in STAGES if not stage.is_audit),
     )
 
 
@@ -513,9 +528,9 @@ def paying(monkeypatch):
         dataclasses.replace(stage, charges=lambda config, data: {"hospital 0": PureDpEvent(1.0)})
         if stage.name == "deploy"
         else stage
-        for stage in life.STAGES
+        for stage in life.stages()
     ]
-    monkeypatch.setattr(life, "STAGES", tuple(wanted))
+    monkeypatch.setattr(life, "stages", lambda: tuple(wanted))
 
 
 @contextlib.contextmanager
@@ -537,7 +552,7 @@ def test_ctrl_c_in_any_stage(copied, monkeypatch):
         raise KeyboardInterrupt
 
     for name in NAMES:
-        (finished,) = copied.glob(f"{name}/*/stage.json")
+        (finished,) = copied.glob(f"cells/{name}/*/row.json")
         with monkeypatch.context() as patch:
             finished.rename(copied / "away")
             replaced(patch, name, interrupted)
@@ -560,7 +575,7 @@ def test_ctrl_c_in_any_stage(copied, monkeypatch):
     [
         (Ledger, "register"),
         (cache, "settle"),
-        (life, "write_json"),
+        (running, "write_json"),
         (parts_of_reports, "render_page"),
         (os, "replace"),
     ],
@@ -581,10 +596,10 @@ def test_ctrl_c_between_stages(copied, monkeypatch, place):
 
 def test_ctrl_c_at_the_launcher_and_the_same_command_again(tmp_path, finished, monkeypatch):
     root = tmp_path / "run"
-    shutil.copytree(finished[0] / "pretrain", root / "pretrain")
+    shutil.copytree(finished[0] / "cells" / "pretrain", root / "cells" / "pretrain")
     changes = {"finetune__steps": 16, "finetune__checkpoint_every": 1}
     running, printed, errors = program.start(command(root, **changes), tmp_path)
-    wait_for(lambda: list(root.glob("finetune/*/charges.jsonl")), running)
+    wait_for(lambda: list(root.glob("cells/finetune/*/charges.jsonl")), running)
     dropped = lambda: errors.read_text().count("Exception ignored in")  # noqa: E731
     while (
         running.poll() is None
@@ -642,7 +657,7 @@ life.run(config, workdir)
 
 
 def test_kill_9_in_the_middle_of_a_release(copied, tmp_path, monkeypatch):
-    shutil.rmtree(copied / "recalibrate")
+    shutil.rmtree(copied / "cells" / "recalibrate")
     lose(copied)
     killed = forked.run(
         KILLED, copied, tmp_path / "seen", repr(tiny.LIFECYCLE), modules=program.MODULES
@@ -656,7 +671,7 @@ def test_kill_9_in_the_middle_of_a_release(copied, tmp_path, monkeypatch):
     states = life.run(tiny.lifecycle(), copied)
     assert {state["status"] for state in states.values()} == {"done"}
     assert spent(copied)["hospital 0"] == 1 and unfinished(copied) == 0 and not seed.exists()
-    (path,) = copied.glob("recalibrate/*/released.safetensors")
+    (path,) = copied.glob("cells/recalibrate/*/released.safetensors")
     seen, released = load_arrays(tmp_path / "seen"), load_arrays(path)
     assert seen.keys() == released.keys() and released
     for name, value in seen.items():
@@ -666,7 +681,7 @@ def test_kill_9_in_the_middle_of_a_release(copied, tmp_path, monkeypatch):
 def test_a_disk_that_is_full_when_the_ledger_is_written(copied, monkeypatch, capsys):
     derive = secrets.stored
     paying(monkeypatch)
-    shutil.rmtree(copied / "deploy")
+    shutil.rmtree(copied / "cells" / "deploy")
     with contextlib.ExitStack() as full, monkeypatch.context() as patch:
         patch.setattr(
             secrets, "stored", lambda *args: (derive(*args), full.enter_context(full_disk()))[0]
@@ -687,7 +702,7 @@ def test_a_disk_that_is_full_when_the_ledger_is_written(copied, monkeypatch, cap
 def test_a_disk_that_is_full_when_a_release_ends(copied, monkeypatch, capsys):
     write = kept_arrays.write_durably
     paying(monkeypatch)
-    shutil.rmtree(copied / "deploy")
+    shutil.rmtree(copied / "cells" / "deploy")
     with contextlib.ExitStack() as full, monkeypatch.context() as patch:
 
         def fills(path, content):
@@ -709,12 +724,12 @@ def test_a_lifecycle_holds_its_room_against_another_one(tmp_path, finished, monk
     first, second, shared = tmp_path / "first", tmp_path / "second", tmp_path / "ledger.sqlite"
     changes = {"ledger": str(shared), "finetune__checkpoint_every": 1}
     for root in (first, second):
-        shutil.copytree(finished[0] / "pretrain", root / "pretrain")
+        shutil.copytree(finished[0] / "cells" / "pretrain", root / "cells" / "pretrain")
     leave_out_audits(monkeypatch)
     others, accuracy = [], finetune.accuracy
 
     def once_started(*args):
-        if not others and list(first.glob("finetune/*/charges.jsonl")):
+        if not others and list(first.glob("cells/finetune/*/charges.jsonl")):
             others.append(program.run(command(second, **changes)))
         return accuracy(*args)
 
@@ -723,7 +738,7 @@ def test_a_lifecycle_holds_its_room_against_another_one(tmp_path, finished, monk
     errors = others[0].stderr
     assert others[0].returncode == 2 and "Traceback" not in errors, errors
     assert re.search(r"dataset 'digits/private', .* room that others hold", errors), errors
-    assert not list(second.glob("*/*/charges.jsonl"))
+    assert not list(second.glob("cells/*/*/charges.jsonl"))
     assert {state["status"] for state in states.values()} == {"done"}
     with Ledger(shared) as ledger:
         assert {name: ledger.epsilon(name) for name in PAID} == pytest.approx(spent(finished[0]))
@@ -815,7 +830,7 @@ def test_the_report_is_made_again_byte_for_byte_anywhere(copied, tmp_path):
 
 
 def test_a_refuted_claim_is_said_first(copied):
-    (path,) = copied.glob("audit_adapt/*/stage.json")
+    (path,) = copied.glob("cells/audit_adapt/*/row.json")
     path.write_text(re.sub('"verdict": "[^"]*"', '"verdict": "VIOLATED"', path.read_text()))
     plain, _, rest = document.write(copied).read_text().partition("<h2>What was bought</h2>")
     assert "An attack on adaptation told more than it should" in plain and "VIOLATED" in rest

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 def report(tmp_path):
     """Writes the report of a lifecycle whose pre-training is done and whose fine-tuning failed
     after it had paid."""
-    folder = tmp_path / "pretrain" / "key"
+    folder = tmp_path / "cells" / "pretrain" / "key"
     result = {
         "images": 60,
         "accuracy": 0.875,
@@ -33,7 +33,7 @@ def report(tmp_path):
         "judged_on_test": True,
         "noise": [[0, 0.9], [1, 0.2]],
     }
-    write_json(folder / "stage.json", {"result": result})
+    write_json(folder / "row.json", {"result": result})
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         ledger.register(
             "digits/private", adjacency="add_remove", unit="image", epsilon=4.0, delta=1e-5
@@ -41,7 +41,7 @@ def report(tmp_path):
         with ledger.spend("digits/private", GaussianDpEvent(2.0), label="fine-tuning"):
             pass
     states = {
-        "pretrain": {"status": "done", "message": "", "folder": "pretrain/key"},
+        "pretrain": {"status": "done", "message": "", "folder": "cells/pretrain/key"},
         "finetune": {
             "status": "failed",
             "message": "RuntimeError: a <b>bold</b> claim",
@@ -49,13 +49,12 @@ def report(tmp_path):
         },
     }
     found = {
-        "version": "1",
-        "versions": {"jax": "1"},
         "config": {"ledger": "", "data": {"name": "digits"}},
         "accounts": ["digits/private"],
         "stages": states,
     }
-    write_json(tmp_path / "lifecycle.json", found)
+    write_json(tmp_path / "config.json", {"study": "lifecycle", "versions": {"jax": "1"}})
+    write_json(tmp_path / "result.json", found)
     return document.write(tmp_path)
 
 
@@ -102,4 +101,4 @@ def test_the_page_is_not_blank(report):
 def test_the_report_prints(report):
     browse(report, f"--print-to-pdf={report.parent / 'report.pdf'}")
     assert (report.parent / "report.pdf").read_bytes().startswith(b"%PDF")
-    assert json.loads((report.parent / "lifecycle.json").read_text())["version"] == "1"
+    assert json.loads((report.parent / "config.json").read_text())["study"] == "lifecycle"

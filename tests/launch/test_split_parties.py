@@ -202,13 +202,13 @@ def test_the_jail_is_one(tmp_path):
 
 def test_limits_come_from_the_command_line():
     from jaxdp.files import Limits
-    from launch import frame
+    from launch import links
 
-    assert frame.limits([]) == Limits() and frame.limits(["bytes=5", "copies=7"]) == Limits(
-        bytes=5, copies=7
-    )
+    assert links.parsed_limits([]) == Limits() and links.parsed_limits(
+        ["bytes=5", "copies=7"]
+    ) == Limits(bytes=5, copies=7)
     for wrong in ("bytes", "bytes=x", "byts=5", "bytes=0"):
         with pytest.raises(
             ValueError, match="--limits must be NAME=NUMBER pairs, for example bytes=17179869184"
         ):
-            frame.limits([wrong])
+            links.parsed_limits([wrong])

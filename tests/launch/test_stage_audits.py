@@ -12,7 +12,7 @@ from jaxdp import audit, models
 from jaxdp.finetune.dp_sgd import GradientSum
 from jaxdp.transforms import noise
 from launch import models as networks
-from launch.lifecycle import parts, stages
+from launch.lifecycle import finetune, parts, split
 
 pytestmark = pytest.mark.slow
 
@@ -72,14 +72,14 @@ def verdicts(result):
 
 
 def test_the_audits_of_fine_tuning_and_of_the_upload_pass(job):
-    assert verdicts(stages.audit_finetune(job)) == ["consistent", "consistent"]
-    assert verdicts(stages.audit_split(job)) == ["consistent", "consistent"]
+    assert verdicts(finetune.audit(job)) == ["consistent", "consistent"]
+    assert verdicts(split.audit(job)) == ["consistent", "consistent"]
 
 
 def test_half_the_noise_is_caught(job, half_the_noise):
-    assert verdicts(stages.audit_finetune(job)) == ["VIOLATED", "consistent"]
-    assert verdicts(stages.audit_split(job)) == ["VIOLATED", "consistent"]
+    assert verdicts(finetune.audit(job)) == ["VIOLATED", "consistent"]
+    assert verdicts(split.audit(job)) == ["VIOLATED", "consistent"]
 
 
 def test_a_forgotten_clip_is_caught(job, no_clipping):
-    assert verdicts(stages.audit_finetune(job))[0] == "VIOLATED"
+    assert verdicts(finetune.audit(job))[0] == "VIOLATED"

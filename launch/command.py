@@ -1,0 +1,232 @@
+"""The command `jaxdp`: plans, ledgers, configs and launchers, from a terminal.
+
+    jaxdp plan --records 50000 --batch-size 500 --steps 1000 --epsilon 3 --delta 1e-6     the noise of a training run
+    jaxdp plan --config digits_dpsgd                  what the run of a config would cost and take
+    jaxdp plan --config digits_dpsgd --target v5e     the memory and time that a compiler expects on a TPU
+
+    jaxdp configs list                                the configs of all launchers
+    jaxdp configs copy digits_dpsgd my_config.py      a config to change
+    jaxdp finetune --config digits_dpsgd --workdir workdir/digits     a launcher, here of private fine-tuning
+    jaxdp finetune --help                             its configs, and their fields with defaults
+
+    jaxdp ledger show PATH                            what every dataset has spent
+    jaxdp ledger show PATH --if "data: 100 * Gaussian(5)"     and what it would have spent after that
+    jaxdp ledger show PATH --html page.html           the same as a page, with the growth of every account
+    jaxdp ledger history PATH --csv                   every spend
+    jaxdp ledger history PATH --by-day                how epsilon grew
+    jaxdp ledger verify PATH                          whether the file holds everything that was spent
+    jaxdp ledger backup PATH COPY                     a copy, which appears whole
+    jaxdp ledger accept PATH                          an older copy becomes valid, if no newer one is left
+
+Of the ledger commands only `accept` writes to the ledger. `python -m jaxdp.command` is the same
+command.
+"""
+
+import argparse
+import contextlib
+import math
+import pathlib
+import runpy
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from jaxdp.files import shown, shown_lines
+from jaxdp.privacy import Account, Ledger
+from jaxdp.privacy.planning import facts, left_after, plan_training
+from jaxdp.privacy.readout import aligned
+
+from . import catalogue, ledger_commands, studies
+
+_COMMANDS = ("ledger", "plan", "configs")
+# Launchers that run no study.
+_TOOLS = {
+    "certificates": "keys for parties over a network",
+    "audit": "attacks on every mechanism and its broken twins",
+    "report": "the report of any run, written again from its workdir",
+}
+_PLAN = (
+    "Leave out one of --batch-size, --noise-multiplier, --steps and --epsilon: it is found. Or "
+    "give a --config, and a --target, whose compiler says what a private step takes."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command. A user's mistake becomes a sentence and the exit status 2."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # The list of launchers imports JAX, and questions to a ledger do without.
+    launchers = {} if arguments and arguments[0] in _COMMANDS else _launchers()
+    if arguments and arguments[0] in launchers:
+        return _launch(*arguments)
+    if arguments[:1] == ["plan"] and any(argument.startswith("--config") for argument in arguments):
+        return _plan_config(arguments[1:])
+    options = _parser(launchers).parse_args(arguments)
+    warnings.formatwarning = lambda message, *_: f"Warning: {shown_lines(str(message))}\n"
+    try:
+        options.run(options)
+    except (ValueError, TypeError, OSError) as error:
+        print(shown(str(error)), file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _parser(launchers: dict[str, str]) -> argparse.ArgumentParser:
+    about: Any = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(prog="jaxdp", **about)
+    groups = parser.add_subparsers(required=True, metavar="COMMAND")
+    ledger_commands.add(groups.add_parser("ledger", help="questions to a ledger", **about))
+    _add_plan(groups)
+    _add_configs(groups)
+    for name, what in launchers.items():  # only for --help
+        groups.add_parser(name, help=what)
+    return parser
+
+
+# --- Launchers and configs ----------------------------------------------------------------------
+
+
+def _launchers() -> dict[str, str]:
+    """Returns what each launcher does, by its name."""
+    names = {study.module: study.about for study in studies.known() if study.about}
+    return names | _TOOLS
+
+
+def _launch(name: str, *arguments: str) -> None:
+    sys.argv = [f"jaxdp {name}", *arguments]
+    # The list of studies may have imported the launcher, which then runs a second time as a program.
+    warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
+    module = name if "." in name else f"{__package__}.{name}"
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _add_configs(groups: Any) -> None:
+    configs = groups.add_parser("configs", help="lists and copies configs")
+    commands = configs.add_subparsers(required=True, metavar="list | copy")
+    commands.add_parser("list", help="lists the configs").set_defaults(run=_list)
+    copy = commands.add_parser("copy", help="copies a config, to change it")
+    copy.add_argument("name", help="for example digits_dpsgd")
+    copy.add_argument("path", nargs="?", help="the new file, by default with the config's name")
+    copy.set_defaults(run=_copy)
+
+
+def _list(options: argparse.Namespace) -> None:
+    configs = catalogue.known()
+    rows = [(config.name, ", ".join(config.launchers), config.about) for config in configs]
+    for line in aligned(rows):
+        print(line)
+
+
+def _copy(options: argparse.Namespace) -> None:
+    source = pathlib.Path(catalogue.find(options.name))
+    path = pathlib.Path(options.path or source.name)
+    with open(path, "x", encoding="utf-8") as file:  # never over another file
+        file.write(source.read_text(encoding="utf-8"))
+    print(f"{path}: a copy of {options.name}")
+
+
+# --- Plans --------------------------------------------------------------------------------------
+
+
+def _add_plan(groups: Any) -> None:
+    plan = groups.add_parser(
+        "plan", help="noise, steps, batch size or epsilon from the other three", epilog=_PLAN
+    )
+    plan.add_argument("--records", type=int, help="n, by default as declared in the ledger")
+    plan.add_argument("--batch-size", type=float, help="the expected size of a batch")
+    plan.add_argument(
+        "--noise-multiplier", type=float, help="standard deviation of the noise over the clip norm"
+    )
+    plan.add_argument("--steps", type=int)
+    plan.add_argument("--epsilon", type=float)
+    plan.add_argument("--delta", type=float, help="by default as registered in the ledger")
+    plan.add_argument(
+        "--adjacency", choices=["add_remove", "replace_one", "zero_out"], default="add_remove"
+    )
+    plan.add_argument(
+        "--every", type=int, help="steps of a chunk, whose epsilons are listed; by default a tenth"
+    )
+    plan.add_argument("--ledger", help="a ledger, to say what the run would leave of it")
+    plan.add_argument("--dataset", help="the dataset in the ledger, if it has several")
+    plan.add_argument(
+        "--target", help="with --config: a TPU or GPU, such as v5e, whose compiler is asked"
+    )
+    plan.set_defaults(run=_plan)
+
+
+def _plan_config(arguments: Sequence[str]) -> None:
+    """Runs the launcher of a config with --dry_run."""
+    parser = argparse.ArgumentParser(prog="jaxdp plan", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", required=True)
+    options, _ = parser.parse_known_args(arguments)
+    try:
+        launcher = catalogue.launcher(options.config)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from error
+    _launch(launcher, "--dry_run", *arguments)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    if options.target:
+        raise ValueError(
+            f"--target={options.target} compiles the private steps of a config. Give its --config "
+            "too."
+        )
+    with contextlib.ExitStack() as opened:
+        account = None
+        if options.ledger:
+            ledger = opened.enter_context(Ledger(options.ledger, read_only=True))
+            account, row = _dataset(ledger, options.dataset)
+            options.records = options.records or row["records"]
+            options.adjacency = row["adjacency"]
+            options.delta = options.delta or account.delta
+        for line in aligned(_planned(options, account)):
+            print(line)
+
+
+def _planned(options: argparse.Namespace, account: Account | None) -> list[tuple[str, str]]:
+    """Returns the facts of a plan, with what it would leave of an account."""
+    missing = [f"--{name}" for name in ("records", "delta") if getattr(options, name) is None]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} must be given, since no --ledger declares them.")
+    plan = plan_training(
+        records=options.records,
+        delta=options.delta,
+        adjacency=options.adjacency,
+        batch_size=options.batch_size,
+        noise_multiplier=options.noise_multiplier,
+        steps=options.steps,
+        epsilon=options.epsilon,
+    )
+    rows = facts(
+        plan.event,
+        records=plan.records,
+        batch_size=plan.batch_size,
+        noise_multiplier=f"{plan.noise_multiplier:.6g}",
+        steps=plan.steps,
+        every=options.every or math.ceil(plan.steps / 10),
+        delta=plan.delta,
+        adjacency=plan.adjacency,
+    )
+    if account is not None:
+        left = left_after(account, plan.event(0, plan.steps))
+        rows.append(("ledger", f"{shown(options.ledger)}, dataset {shown(account.name)}: {left}"))
+    return rows
+
+
+def _dataset(ledger: Ledger, name: str | None) -> tuple[Account, dict[str, Any]]:
+    """Returns the account of a dataset and its terms. Without a name the ledger must have only
+    one.
+    """
+    rows = {row["name"]: row for row in ledger.report()["datasets"]}
+    if name is None and len(rows) != 1:
+        raise ValueError(
+            f"--dataset must be one of {', '.join(map(shown, rows)) or 'none'}, got none."
+        )
+    name = name or next(iter(rows))
+    account = ledger.account(name)  # raises for an unknown name
+    return account, rows[name]
+
+
+if __name__ == "__main__":
+    main()

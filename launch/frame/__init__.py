@@ -1,0 +1,59 @@
+"""The frame of all studies: a config is bound to a workdir, each cell is computed once, results are
+written.
+
+A `Study` defines its cells, how one is run, and its tables and figures. `run` does the rest:
+
+    config.json            the study and its config; another config in the same workdir is refused
+    cells/<a>/<b>/row.json the row of the finished cell (a, b)
+    cells/<a>/<b>/...      files of the cell's run; `scratch` in it is deleted once the row is written
+    rows.jsonl             all rows, one per line
+    tables.md, tables.tex  the tables
+    result.json            the result of the finished study
+
+Several processes may run one study in one workdir. Each takes cells that no other process holds. A
+process that dies loses its current cell. The same command then continues, and does not pay again
+for a paid release.
+
+With `--devices` the processes of `jax.distributed` compute each cell together
+(`jaxdp.release.Hosts`). Process 0 alone writes the files above.
+
+    running   a run of a study           workdir   to which config a workdir belongs
+    launcher  the flags of a launcher    accounts  the accounts of the ledgers
+    program   errors become sentences    fields    checks of single fields of a config
+    guide     --help, and what to say about the config of another launcher
+"""
+
+from ..study import Program, Report, Row, Study
+from .accounts import account, own_account
+from .fields import check_watch, known, some, watching
+from .launcher import main
+from .program import MISTAKES, keep_compiled, start, tell
+from .running import Work, compute, distinct, run
+from .workdir import bind, cell_folder, check_same_config, file_name, versions
+
+__all__ = [
+    "MISTAKES",
+    "Program",
+    "Report",
+    "Row",
+    "Study",
+    "Work",
+    "account",
+    "bind",
+    "cell_folder",
+    "check_same_config",
+    "check_watch",
+    "compute",
+    "distinct",
+    "file_name",
+    "keep_compiled",
+    "known",
+    "main",
+    "own_account",
+    "run",
+    "some",
+    "start",
+    "tell",
+    "versions",
+    "watching",
+]

@@ -1,0 +1,55 @@
+"""Checks of single fields of a config, and the writers that config.watch names."""
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from jaxdp.report import Callback, TensorBoardWriter, WandbWriter
+
+
+def known(field: str, names: Iterable[Any], choices: Iterable[Any]) -> None:
+    """Raises ValueError for a name in config.`field` that is not one of the choices."""
+    choices = list(choices)
+    for name in names:
+        if name not in choices:
+            raise ValueError(
+                f"config.{field} has {name!r}, which is not one of {', '.join(map(str, choices))}."
+            )
+
+
+def some(field: str, entries: Any) -> Any:
+    """Returns the entries of config.`field`. Raises ValueError if there are none."""
+    if not len(entries):
+        raise ValueError(f"config.{field} must have at least one entry, got none.")
+    return entries
+
+
+def _tensorboard(folder: pathlib.Path) -> Any:
+    return TensorBoardWriter(folder / "tensorboard")
+
+
+def _wandb(folder: pathlib.Path) -> Any:
+    return WandbWriter(dir=folder)
+
+
+_WRITERS: Mapping[str, Callable[[pathlib.Path], Any]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+}
+
+
+@contextlib.contextmanager
+def watching(config: Any, folder: pathlib.Path) -> Iterator[list[Callback]]:
+    """Yields the writers that config.watch names, as callbacks of `fit` for a run in a folder."""
+    with contextlib.ExitStack() as opened:
+        yield [opened.enter_context(_WRITERS[name](folder)) for name in _watch(config)]
+
+
+def check_watch(config: Any) -> None:
+    """Raises ValueError if config.watch names an unknown writer."""
+    known("watch", _watch(config), _WRITERS)
+
+
+def _watch(config: Any) -> list[str]:
+    return list(filter(None, config.get("watch", "").split(",")))

@@ -1,0 +1,268 @@
+"""A run of a study: each cell is computed once, and then the results are written."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxdp import memory
+from jaxdp.files import read_json, read_npz, understood, write_durably, write_json
+from jaxdp.privacy import BudgetExceeded
+from jaxdp.release import Hosts, locked
+from jaxdp.report import check_figures, progress_bar
+
+from .. import plans, results, run_report
+from ..settings import check_numbers
+from ..study import Row, Study, nothing
+from . import fields
+from .workdir import bind, cell_folder, check_same_config, file_name
+
+_AGAIN = (
+    "Delete it. The command then makes it again from the other files of the workdir, which costs "
+    "nothing twice."
+)
+_HIDDEN = ("lock", ".head", ".sqlite-shm", ".sqlite-wal")  # ends of files that no user opens
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One run of a study in a workdir.
+
+    Attributes:
+      study: The study.
+      config: Its config.
+      root: The workdir.
+      shared: What `Study.open` returned.
+      hosts: The processes that run the study together, by default this one alone.
+    """
+
+    study: Study
+    config: Any
+    root: pathlib.Path
+    shared: Any
+    hosts: Hosts = dataclasses.field(default_factory=Hosts)
+
+    def folder(self, cell: Any) -> pathlib.Path:
+        """Returns the folder of a cell."""
+        return cell_folder(self.root, cell)
+
+    def is_done(self, cell: Any) -> bool:
+        """Returns whether a cell has a row."""
+        return (self.folder(cell) / "row.json").exists()
+
+    def row(self, cell: Any, *, wait: bool = True) -> dict[str, Any]:
+        """Returns the row of a cell. Runs the cell first if it is not done.
+
+        Raises:
+          BlockingIOError: Another process runs the cell, and `wait` is False.
+        """
+        folder = self.folder(cell)
+        path = folder / "row.json"
+        with contextlib.ExitStack() as held:
+
+            def begin() -> bool:
+                if not path.exists():
+                    held.enter_context(locked(folder.with_name(f"{folder.name}.lock"), wait=wait))
+                return path.exists()  # Another process may have run it while this one waited.
+
+            def end() -> dict[str, Any]:
+                shutil.rmtree(folder / "scratch", ignore_errors=True)
+                return read_json(path, remedy="Delete it. The same command makes it again.")
+
+            if not self.hosts.first(begin):
+                row = cell._asdict() | self._run(cell, folder)
+                self.hosts.first(lambda: write_json(path, row))
+            return self.hosts.first(end)
+
+    def _run(self, cell: Any, folder: pathlib.Path) -> Row:
+        folder.mkdir(parents=True, exist_ok=True)
+        memory.make_room_for_programs()
+        try:
+            return self.study.run(cell, self)
+        except BudgetExceeded as error:
+            error.add_note(
+                f"If {folder} was interrupted and another machine or version cannot continue it, "
+                "nothing of it was released. Then delete the folder and the ledger that only this "
+                "cell uses, and run the cell again."
+            )
+            raise
+
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """Returns the content of the JSON file `name` in the workdir. One process makes the file if
+        it is missing.
+        """
+        path = self._once(name, lambda path: write_json(path, make()))
+        return read_json(path, kind=object)
+
+    def arrays(self, name: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, np.ndarray]:
+        """Returns the arrays of the .npz file `name` in the workdir, as `kept` does."""
+
+        def write(path: pathlib.Path) -> None:
+            arrays = make()
+            write_durably(path, lambda file: np.savez(file, **arrays))
+
+        return read_npz(self._once(name, write))
+
+    def _once(self, name: str, write: Callable[[pathlib.Path], None]) -> pathlib.Path:
+        path = self.root / name
+        if not path.exists():
+            with locked(path.with_name(f"{path.name}.lock"), wait=True):
+                if not path.exists():
+                    write(path)
+        return path
+
+    def publish(self, rows: Sequence[Row]) -> Any:
+        """Writes rows, tables, figures and result.json. Returns the result."""
+        with locked(self.root / "summary.lock", wait=True):
+            result = self.study.result(rows, self)
+            lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+            write_durably(self.root / "rows.jsonl", lines.encode())
+            results.write_tables(self.root, self.study.tables(result, self))
+            self.study.figures(result, self)
+            # It comes last, since a workdir with this file is taken for finished.
+            write_json(self.root / "result.json", result)
+        return result
+
+
+def run(
+    study: Study,
+    config: Any,
+    workdir: Any,
+    *,
+    dry_run: bool = False,
+    target: str = "",
+    hosts: Hosts | None = None,
+) -> Any:
+    """Runs the unfinished cells of a study, prints its summary and returns its result.
+
+    With `dry_run` it prints what the study would charge, take and need, and writes nothing. Then
+    workdir may be None. With `target`, an accelerator of `jaxdp.compilers`, it says so for that.
+    `hosts` are the processes that run it together, by default this one alone. Process 0 prints.
+
+    Raises:
+      ValueError: The config is inconsistent, the workdir belongs to another config, study or
+        release, or the data is not declared a public benchmark. Nothing is written.
+      FileNotFoundError: Data or a checkpoint is missing. The message says how to get it.
+      BudgetExceeded: A ledger has no room for what a cell would spend.
+    """
+    if dry_run:
+        _dry_run(study, config, None if workdir is None else pathlib.Path(workdir), target)
+        return None
+    root = pathlib.Path(workdir)
+    hosts = hosts or Hosts()
+    if not hosts.leads:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return compute(study, config, root, hosts)
+    was_done = (root / "result.json").exists() and study.grows is None
+    result = compute(study, config, root, hosts)
+    if was_done:
+        print(f"{root} holds a finished run. There is nothing to do.\n\n{study.summary(result)}")
+        return result
+    run_report.write(root, report=study.report)
+    names = sorted(path.name for path in root.iterdir() if not path.name.endswith(_HIDDEN))
+    print(f"\n{study.summary(result)}\n\nIn {root}: {', '.join(names)}.")
+    return result
+
+
+def compute(study: Study, config: Any, root: pathlib.Path, hosts: Hosts | None = None) -> Any:
+    """Returns the result of a study, as `run` does, without its summary."""
+    hosts = hosts or Hosts()
+    bound = hosts.together(lambda: _checked(study, config, root))
+    hosts.agree(lambda: {"config": config.to_json()})
+    result = hosts.first(lambda: _finished(study, root))
+    if result is not None:
+        return result
+    if study.figures is not nothing:
+        hosts.together(check_figures)  # before anything is computed or paid
+    cells = distinct(study.cells(config))
+    shared = hosts.together(lambda: study.open(config, root))
+    work = Work(study, config, root, shared, hosts)
+    with contextlib.ExitStack() as opened:
+        hosts.first(lambda: opened.enter_context(bind(study.name, bound, root)))
+        rows = (study.rows or _rows)(work, cells)
+        return hosts.first(lambda: work.publish(rows))
+
+
+def _finished(study: Study, root: pathlib.Path) -> Any:
+    """Returns the result of a finished study, or None if there may be more to run."""
+    path = root / "result.json"
+    if not path.exists() or study.grows is not None:
+        return None
+    result = read_json(path, remedy=_AGAIN, kind=object)
+    with understood(path, _AGAIN):
+        study.summary(result)
+    return result
+
+
+def _checked(study: Study, config: Any, root: pathlib.Path | None) -> Any:
+    """Returns the part of a config to which a workdir is bound. Raises ValueError for a mistake in
+    the config.
+    """
+    if study.benchmark and not config.public_benchmark:
+        raise ValueError(f"config.public_benchmark must be True for this study. {study.benchmark}")
+    bound = study.grows(config) if study.grows else config
+    check_numbers(config)
+    fields.check_watch(config)
+    if root is not None:
+        check_same_config(study.name, bound, root)
+    return bound
+
+
+def _dry_run(study: Study, config: Any, root: pathlib.Path | None, target: str) -> None:
+    _checked(study, config, root)
+    distinct(study.cells(config))
+    with tempfile.TemporaryDirectory() as nowhere:
+        opened = functools.cache(lambda: study.open(config, pathlib.Path(nowhere)))
+        plans.show(study.plan(config, opened), root, target)
+    if study.benchmark:
+        print(f"\n{study.benchmark}")
+
+
+def distinct(cells: Iterable[Any]) -> list[Any]:
+    """Returns the cells, each once.
+
+    Raises:
+      ValueError: Two different cells would have the same folder.
+    """
+    by_folder: dict[tuple[str, ...], Any] = {}
+    for cell in cells:
+        first = by_folder.setdefault(tuple(map(file_name, cell)), cell)
+        if first != cell:
+            raise ValueError(
+                f"config has two cells with the same folder name: {tuple(first)} and "
+                f"{tuple(cell)}. Rename one."
+            )
+    return list(by_folder.values())
+
+
+def _rows(work: Work, cells: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns the rows of all cells. Each cell is run on its own."""
+    missing = [cell for cell in cells if not work.is_done(cell)]
+    if missing != cells and work.hosts.leads:
+        done = len(cells) - len(missing)
+        print(f"{len(cells)} cells, {done} of them are done already.", flush=True)
+    if work.hosts.count == 1:  # Hosts that share a cell go through all cells in one order.
+        _run_missing(work, missing)
+    return [work.row(cell) for cell in cells]
+
+
+def _run_missing(work: Work, missing: Sequence[Any]) -> None:
+    bar = progress_bar(
+        total=len(missing), label=work.study.name, unit="cell", show=len(missing) > 1
+    )
+    with bar:
+        # Cells that another process holds come last: by then it has probably run them.
+        for wait in (False, True):
+            for cell in missing:
+                if not work.is_done(cell):
+                    with contextlib.suppress(BlockingIOError):
+                        work.row(cell, wait=wait)
+                bar.update(sum(map(work.is_done, missing)) - bar.n)

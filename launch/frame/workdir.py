@@ -1,0 +1,118 @@
+"""A workdir belongs to one study, one config and one layout of files."""
+
+import contextlib
+import importlib.metadata
+import json
+import pathlib
+import platform
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from jaxdp.files import read_json, shown, write_json
+from jaxdp.version import __version__
+
+FORMAT = 3  # The first releases wrote no number.
+_REMEDY = "Restore it from a copy, or use a new workdir."
+
+
+def file_name(coordinate: Any) -> str:
+    """Returns a coordinate of a cell as the name of a file or folder."""
+    if isinstance(coordinate, float):
+        text = f"{coordinate:g}"
+    else:
+        text = str(coordinate)
+    return re.sub(r"[^\w.-]", "_", text)
+
+
+def cell_folder(root: pathlib.Path, cell: Any) -> pathlib.Path:
+    """Returns the folder of a cell in a workdir."""
+    return root.joinpath("cells", *map(file_name, cell))
+
+
+def check_same_config(study: str, config: Any, root: pathlib.Path) -> None:
+    """Refuses to mix two experiments in one workdir.
+
+    Raises:
+      ValueError: The workdir is of another study, config or release, which the message names. Or
+        its config.json is damaged.
+    """
+    path = root / "config.json"
+    if not path.exists():
+        return
+    stored = read_json(path, remedy=_REMEDY)
+    if stored.get("format") != FORMAT:
+        raise ValueError(
+            f"{shown(root)} was made by another release of jaxdp with another layout. Use a new "
+            "workdir."
+        )
+    if stored["study"] != study:
+        raise ValueError(
+            f"{shown(root)} belongs to the study {stored['study']!r}, not to {study!r}. Use a new "
+            "workdir."
+        )
+    before = flat(stored["config"])
+    after = flat(json.loads(config.to_json()))
+    for fields in (before, after):
+        fields.pop("watch", None)  # It changes how a run is shown, and nothing in its results.
+    changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
+    # A field that is None and a missing field are two configs, though `get` gives None for both.
+    changed |= before.keys() ^ after.keys()
+    if changed:
+        listed = ", ".join(map(shown, sorted(changed)))
+        raise ValueError(
+            f"{shown(root)} belongs to an experiment with another {listed}. Use a new workdir."
+        )
+
+
+@contextlib.contextmanager
+def bind(study: str, config: Any, root: pathlib.Path) -> Iterator[None]:
+    """Binds a workdir to a config for the body. Unbinds it if the body fails before it makes a
+    file.
+
+    So after a late error, such as a model that does not fit the images, a corrected config can use
+    the same workdir.
+    """
+    path = root / "config.json"
+    is_new = not path.exists()
+    write_json(
+        path,
+        {
+            "study": study,
+            "format": FORMAT,
+            "versions": versions(),
+            "config": json.loads(config.to_json()),
+        },
+    )
+    try:
+        yield
+    except BaseException:
+        if is_new and not _has_results(root):
+            path.unlink()
+        raise
+
+
+def _has_results(root: pathlib.Path) -> bool:
+    """Returns whether a workdir has a file besides config.json and locks."""
+    files = (path for path in root.rglob("*") if path.is_file())
+    return any(path != root / "config.json" and not path.name.endswith("lock") for path in files)
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python, this library, and those that it computes with."""
+    libraries = ("jax", "flax", "optax", "numpy")
+    return {
+        "jaxdp": __version__,
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in libraries},
+    }
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the leaves of nested dicts by their dotted names: {"a": {"b": 1}} gives {"a.b": 1}."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    leaves: dict[str, Any] = {}
+    for name, branch in tree.items():
+        leaves |= flat(branch, f"{prefix}.{name}" if prefix else name)
+    return leaves

@@ -1,0 +1,250 @@
+"""The commands `jaxdp ledger`: questions to a ledger, which is opened for reading only.
+
+`accept` alone writes to it.
+"""
+
+import argparse
+import csv
+import datetime
+import json
+import math
+import pathlib
+import sys
+import zoneinfo
+from typing import Any
+
+from jaxdp.files import shown
+from jaxdp.privacy import BudgetExceeded, Ledger
+from jaxdp.privacy.events import describe, parse
+from jaxdp.privacy.readout import aligned, finite, local
+from jaxdp.privacy.store import accept
+
+_VERDICTS = {
+    True: "the budget allows it",
+    False: "the budget does not allow it",
+    None: "it has no budget",
+}
+_OF_A_SPEND = (
+    "spend",
+    "reserved_at",
+    "dataset",
+    "partition",
+    "event",
+    "label",
+    "status",
+    "who",
+    "host",
+    "run",
+    "version",
+    "finished_at",
+    "token",
+    "link",
+)
+_OF_A_DAY = ("day", "dataset", "spends", "epsilon", "delta")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the commands to the parser of `jaxdp ledger`."""
+    commands = parser.add_subparsers(
+        required=True, metavar="show | history | verify | backup | accept"
+    )
+    show = _command(commands, "show", _show)
+    show.add_argument(
+        "--delta", type=float, default=1e-5, help="for datasets that have none registered"
+    )
+    show.add_argument(
+        "--if",
+        dest="events",
+        action="append",
+        default=[],
+        metavar="'DATASET: EVENT'",
+        help="what if",
+    )
+    form = show.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON instead of text")
+    form.add_argument("--html", metavar="PAGE", help="write a page for a browser instead of text")
+
+    history = _command(commands, "history", _history)
+    history.add_argument("--dataset", help="the dataset to list, by default all")
+    history.add_argument(
+        "--by-day", action="store_true", help="one row per day, with epsilon at its end"
+    )
+    history.add_argument("--csv", action="store_true", help="print CSV instead of text")
+    history.add_argument("--delta", type=float, help="for --by-day, by default the registered one")
+    for command in (show, history):
+        command.add_argument(
+            "--timezone", type=_timezone, default=datetime.UTC, help="for example Europe/Berlin"
+        )
+
+    _command(commands, "verify", _verify)
+    _command(commands, "backup", _backup).add_argument("copy", help="the new file")
+    _command(commands, "accept", _accept)
+
+
+def _command(commands: Any, name: str, run: Any) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=run.__doc__.rstrip("."))
+    command.add_argument("path", help="the ledger's file")
+    command.set_defaults(run=run)
+    return command
+
+
+def _timezone(name: str) -> datetime.tzinfo:
+    try:
+        return zoneinfo.ZoneInfo(name)
+    except (zoneinfo.ZoneInfoNotFoundError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"no time zone {name!r}. Use a name such as Europe/Berlin."
+        ) from error
+
+
+# --- What was spent -----------------------------------------------------------------------------
+
+
+def _show(options: argparse.Namespace) -> None:
+    """Shows what every dataset has spent."""
+    if options.html is not None:
+        return _write_page(options)
+    with Ledger(options.path, read_only=True) as ledger:
+        answers = [_what_if(ledger, text, options.delta) for text in options.events]
+        if options.json:
+            report = ledger.report(delta=options.delta)
+            if answers:
+                report["if"] = answers
+            print(json.dumps(report, indent=2))
+            return
+        print(ledger.report_text(delta=options.delta, timezone=options.timezone))
+        for answer in answers:
+            print(f"\n{_sentence(answer)}")
+
+
+def _write_page(options: argparse.Namespace) -> None:
+    page = pathlib.Path(options.html)
+    if options.events:
+        raise ValueError(
+            "--html shows what is spent, and --if what would be. Leave one of them out."
+        )
+    is_ledger = page.resolve() == pathlib.Path(options.path).resolve()
+    if page.suffix != ".html" or is_ledger:
+        raise ValueError(f"--html must name a new page that ends in .html, got {options.html!r}.")
+    from jaxdp.report import write_ledger_page  # other commands do without NumPy and Jinja
+
+    write_ledger_page(options.path, page, delta=options.delta, timezone=options.timezone)
+    print(f"{shown(options.html)}: the page of {shown(options.path)}")
+
+
+def _what_if(ledger: Ledger, text: str, default_delta: float) -> dict[str, Any]:
+    """Returns what "DATASET: EVENT" would cost."""
+    name, colon, description = text.rpartition(": ")
+    if not colon:
+        raise ValueError(
+            f"--if takes 'DATASET: EVENT', for example 'data: 100 * Gaussian(5)', got {text!r}."
+        )
+    event = parse(description)
+    registered = ledger.delta(name)
+    delta = default_delta if registered is None else registered
+    allowed = True if math.isfinite(ledger.remaining(name)) else None
+    try:
+        ledger.check([(name, event)])
+    except BudgetExceeded:
+        allowed = False
+    return {
+        "dataset": name,
+        "event": describe(event),
+        "delta": delta,
+        "before": finite(ledger.epsilon(name, delta=delta)),
+        "epsilon": finite(ledger.would_cost(name, event, delta=delta)),
+        "allowed": allowed,
+    }
+
+
+def _sentence(answer: dict[str, Any]) -> str:
+    after = _epsilon(answer["epsilon"])
+    before = _epsilon(answer["before"])
+    return (
+        f"If {shown(answer['event'])} were spent on {shown(answer['dataset'])}: epsilon {after} at "
+        f"delta {answer['delta']:g}, after {before}; {_VERDICTS[answer['allowed']]}"
+    )
+
+
+def _epsilon(value: float | None) -> str:
+    return "inf" if value is None else f"{value:.6g}"
+
+
+def _history(options: argparse.Namespace) -> None:
+    """Lists every spend, or the growth of epsilon by the day."""
+    with Ledger(options.path, read_only=True) as ledger:
+        rows = _days(ledger, options) if options.by_day else _spends(ledger, options)
+    columns = _OF_A_DAY if options.by_day else _OF_A_SPEND
+    if options.csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows([_cell(row[column]) for column in columns] for row in rows)
+        return
+    shorter = columns[:10]  # A terminal has no room for token and link.
+    lines = [[_cell(row[column]) or "-" for column in shorter] for row in rows]
+    for line in aligned([shorter, *lines]):
+        print(line)
+
+
+def _days(ledger: Ledger, options: argparse.Namespace) -> list[dict[str, Any]]:
+    names = [options.dataset]
+    if not options.dataset:
+        names = [entry["name"] for entry in ledger.report()["datasets"]]
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        rows += ledger.by_day(name, delta=options.delta, timezone=options.timezone)
+    return rows
+
+
+def _spends(ledger: Ledger, options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = ledger.history(options.dataset)
+    for row in rows:
+        for key in ("reserved_at", "finished_at"):
+            if row[key]:
+                row[key] = local(row[key], options.timezone).isoformat()
+    return rows
+
+
+def _cell(value: Any) -> str:
+    """Returns a value for a terminal or a spreadsheet, which would read some texts as formulas."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = shown(str(value))
+    is_formula = isinstance(value, str) and text[:1] in ("=", "+", "-", "@")
+    return f"'{text}" if is_formula else text
+
+
+# --- The file -----------------------------------------------------------------------------------
+
+
+def _verify(options: argparse.Namespace) -> None:
+    """Checks whether the file holds everything that was spent."""
+    with Ledger(options.path, read_only=True) as ledger:
+        head = ledger.head
+        print(
+            f"{shown(options.path)}: {head.spend} spend(s), each linked to all before it. Totals "
+            "equal their sums."
+        )
+        if ledger.has_head:
+            print(f"The head beside it agrees. Its last spend is {head.spend}, link {head.link}.")
+        else:
+            print("No head lies beside it, so missing last spends cannot be detected.")
+
+
+def _backup(options: argparse.Namespace) -> None:
+    """Makes a copy, which appears whole."""
+    with Ledger(options.path, read_only=True) as ledger:
+        ledger.backup(options.copy)
+    with Ledger(options.copy, read_only=True) as copy:
+        print(f"{shown(options.copy)}: {copy.head.spend} spend(s), verified")
+
+
+def _accept(options: argparse.Namespace) -> None:
+    """Makes an older copy valid, if no newer one is left."""
+    head = accept(options.path)
+    print(
+        f"{shown(options.path)} is valid up to its spend {head.spend}. Resume every run that was "
+        "charged later. Its workdir charges the spends that this copy lacks."
+    )

@@ -1,0 +1,152 @@
+"""The stage of adaptation: the model follows a private stream under drift."""
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import optax
+
+from jaxdp import finetune, privacy, tta
+from jaxdp.audit import tta as canaries
+from jaxdp.models import save_params
+from jaxdp.privacy import GaussianDpEvent
+from jaxdp.privacy.events import composition
+
+from .. import data, models, results
+from .networks import tuned
+from .parts import Parts
+from .stage import AUDITS, CHANGE, CONFIDENCE, CURVE, Accounts, Charges, Job, Stage, audited, terms
+
+_ACCOUNT = "stream"
+
+
+def adapt(job: Job) -> dict[str, Any]:
+    """Adapts the model's normalisation layers to a stream, batch by batch. Every image comes once.
+
+    The noise is for all images of an owner together.
+    """
+    options = job.config.adapt
+    tests = job.data.stream_test
+    model, params = tuned(job)
+    batches = _batches(job.config, job.data)
+    visits = _visits(batches)
+    method = _method(options, visits)
+    optimizer = optax.sgd(options.learning_rate, momentum=0.9)
+    accuracy = functools.partial(finetune.accuracy, model.apply_fn)
+    served = tta.serve(
+        tta.Adapter(model.apply_fn, params, method, optimizer),
+        batches,
+        account=tta.StreamAccount(job.account(_ACCOUNT), event=method.event),
+        workdir=job.folder,
+        evaluate=lambda batch, params: {"accuracy": accuracy(params, tests[batch.domains[0]])},
+    )
+    adapted = served.state.params
+    save_params(job.folder / "adapted.safetensors", adapted)
+
+    before = {shift: models.right(model, params, test) for shift, test in tests.items()}
+    after = {shift: models.right(model, adapted, test) for shift, test in tests.items()}
+    curves: dict[str, list[tuple[int, float]]] = {"adapted": [], "not adapted": []}
+    for k, (batch, row) in enumerate(zip(batches, served.evaluated, strict=True), 1):
+        images = k * options.batch_size
+        curves["adapted"].append((images, row["accuracy"]))
+        curves["not adapted"].append((images, float(before[batch.domains[0]].mean())))
+    return {
+        "images": len(batches) * options.batch_size,
+        "epsilon": method.epsilon(visits=visits, delta=options.delta),
+        "delta": options.delta,
+        "noise_multiplier": method.noise_multiplier,
+        "visits": visits,
+        "method": method.describe(),
+        "tested": {shift: len(test) for shift, test in tests.items()},
+        "accuracy": {shift: results.changes(before[shift], after[shift]) for shift in tests},
+        "stream": curves,
+    }
+
+
+def _accounts(config: Any) -> Accounts:
+    return {_ACCOUNT: terms(config, "replace_one", config.budgets.stream)}
+
+
+def _charges(config: Any, parts: Parts) -> Charges:
+    batches = _batches(config, parts)
+    method = _method(config.adapt, _visits(batches))
+    return {_ACCOUNT: tta.event(method.event, batches)}
+
+
+def _batches(config: Any, parts: Parts) -> tta.Stream:
+    domains, units = {}, {}
+    for domain, source in parts.stream.items():  # no owner has images in two domains
+        domains[domain], owners = data.held(source)
+        units[domain] = [(domain, owner) for owner in owners.tolist()]
+    return tta.Stream(
+        domains, batch_size=config.adapt.batch_size, seed=config.adapt.seed, units=units
+    )
+
+
+def _visits(batches: tta.Stream) -> int:
+    """Returns the visits of the unit that comes most often, as `tta.StreamAccount` counts them."""
+    counts = composition(tta.event(GaussianDpEvent(1.0), batches))
+    # v visits with noise 1 are one Gaussian with noise 1 / sqrt(v).
+    return round(sum(count / event.noise_multiplier**2 for event, count in counts.items()))
+
+
+def _method(options: Any, visits: int) -> tta.Private:
+    """Returns the method with the noise for all visits of a unit together."""
+    one_visit = privacy.calibrate_noise(
+        GaussianDpEvent, epsilon=options.epsilon, delta=options.delta, adjacency="replace_one"
+    )
+    noise_multiplier = one_visit * math.sqrt(visits)
+    return tta.private(tta.Tent(), clip_norm=options.clip_norm, noise_multiplier=noise_multiplier)
+
+
+def audit(job: Job) -> dict[str, Any]:
+    """Attacks an update of the adaptation by the test images that move it most."""
+    options = job.config.audit_adapt
+    test = next(iter(job.data.stream_test.values()))
+    model, params = tuned(job)
+    size = job.config.adapt.batch_size
+    images = test.gather(np.arange(size) % len(test))["image"]
+    candidates = test.gather(np.arange(size, size + options.candidates) % len(test))["image"]
+    method = _method(job.config.adapt, job.before["adapt"].result["visits"])
+    attack = canaries.audit_stream(
+        tta.Adapter(model.apply_fn, params, method, optax.sgd(1.0)),
+        images,
+        candidates,
+        trials=options.trials,
+        delta=job.config.adapt.delta,
+        confidence=CONFIDENCE,
+    )
+    return audited([(attack, "adaptation")], [_ACCOUNT])
+
+
+STAGES = (
+    Stage(
+        "adapt",
+        adapt,
+        after=("finetune",),
+        data=("stream", "stream_test"),
+        config=("model", "adapt"),
+        charges=_charges,
+        accounts=_accounts,
+        shape={
+            "images": int,
+            "epsilon": float,
+            "delta": float,
+            "tested": {str: int},
+            "accuracy": {str: CHANGE},
+            "stream": {"adapted": CURVE, "not adapted": CURVE},
+        },
+        released={"adapted.safetensors": "adapted model"},
+        title="Adaptation to a private stream",
+        page="life_adapt.html.jinja",
+    ),
+    Stage(
+        "audit_adapt",
+        audit,
+        after=("finetune", "adapt"),
+        data=("stream_test",),
+        config=("model", "adapt", "audit_adapt"),
+        shape=AUDITS,
+    ),
+)

@@ -1,0 +1,207 @@
+"""The stages of certified answers: private ones, and certificates without noise, which are NOT
+private.
+
+The answers come from a linear model on the public backbone's outputs. Its training bounds are
+tight, and the network's would be loose.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp import prediction, privacy
+from jaxdp.audit import prediction as canaries
+from jaxdp.data import Examples, Groups, Records, from_arrays
+from jaxdp.prediction import checks
+from jaxdp.prediction.features import FeatureMap
+from jaxdp.transforms import losses
+
+from .. import data, models
+from .finetune import private_account
+from .networks import Params, backbone
+from .parts import Parts
+from .stage import AUDITS, CONFIDENCE, CURVE, Charges, Job, Stage, audited
+
+_Featurise = Callable[[Examples], dict[str, np.ndarray]]
+
+
+def answer(job: Job) -> dict[str, Any]:
+    """Answers queries about test images privately. Certificates let little noise be enough."""
+    options = job.config.predict
+    private, test = job.data.private, job.data.test
+    records = _featurise(job)
+    queries = records(test.take(np.arange(options.queries)))  # the test images are in random order
+    epsilon = _query_epsilon(options)
+    answers = prediction.private_predict(
+        _trained(job, records),
+        _linear,
+        queries["x"],
+        account=job.account(private.name),
+        epsilon=epsilon,
+        workdir=job.folder,
+    )
+    event = prediction.event(options.queries, epsilon=epsilon)
+    return {
+        "queries": options.queries,
+        "epsilon": privacy.epsilon(event, delta=options.delta, adjacency="add_remove"),
+        "delta": options.delta,
+        "epsilon_per_query": epsilon,
+        "answers": answers.tolist(),
+        "accuracy": float(np.mean(answers == queries["y"])),
+    }
+
+
+def _query_epsilon(options: Any) -> float:
+    return prediction.query_epsilon(options.epsilon, options.delta, options.queries)
+
+
+def _charges(config: Any, parts: Parts) -> Charges:
+    options = config.predict
+    checks.positive("predict.clip", options.clip, "the per-coordinate bound of a record's gradient")
+    checks.positive("predict.learning_rate", options.learning_rate, "the step size")
+    checks.distances(options.max_distance)
+    event = prediction.event(options.queries, epsilon=_query_epsilon(options))
+    return {parts.private.name: event}
+
+
+def certify(job: Job) -> dict[str, Any]:
+    """Counts the test images whose answers k changed training images cannot alter, without noise:
+    NOT private.
+    """
+    if not job.config.certificates.show:
+        return {}
+    records = _featurise(job)
+    test = records(job.data.test)
+    certificates = prediction.certify(_trained(job, records), _linear, test["x"])
+    distance = np.asarray(certificates.distance)
+    ks = range(job.config.predict.max_distance + 1)
+    return {
+        "without_noise": float(np.mean(np.asarray(certificates.label) == test["y"])),
+        "shares": [(k, float(np.mean(distance >= k))) for k in ks],
+    }
+
+
+def _featurise(job: Job) -> _Featurise:
+    """Returns `records(source) -> {"x" [n, d], "y" [n]}`: scaled outputs of the public backbone,
+    and labels.
+    """
+    options = job.config.predict
+    network, params = backbone(job)
+    features = FeatureMap.from_public(
+        models.logits(network, params, job.data.public),
+        dimensions=options.dimensions,
+        whiten=options.whiten,
+    )
+
+    def records(source: Examples) -> dict[str, np.ndarray]:
+        return {
+            "x": features(models.logits(network, params, source)),
+            "y": data.labels(source),
+        }
+
+    return records
+
+
+def _trained(job: Job, featurise: _Featurise) -> prediction.Bounds:
+    """Returns the linear model of the private training set, with bounds."""
+    columns = featurise(job.data.private)
+    units = job.data.units
+    records: Any = columns
+    if isinstance(units, Groups):
+        owned = dataclasses.replace(units, source=from_arrays(**columns))
+        records = owned.gather(np.arange(len(units)))
+    return _bounds(job.config.predict, len(units), job.data.private.num_classes, records)
+
+
+def _bounds(options: Any, units: int, num_classes: int, records: Any) -> prediction.Bounds:
+    """Trains with bounds in one step of a full batch. `units` is the public number of images, or of
+    their owners.
+    """
+    group = isinstance(records, Records)
+    x = records.records["x"] if group else records["x"]
+    return prediction.train_with_bounds(
+        _linear_loss,
+        jnp.zeros((x.shape[-1], num_classes)),
+        records,
+        ks=min(options.max_distance, units),
+        clip=options.clip,
+        learning_rate=options.learning_rate,
+        batch_size=units,
+        epochs=1,
+        group=group,
+    )
+
+
+def _linear(params: Params, x: jax.Array) -> jax.Array:
+    return params.T @ x
+
+
+def _linear_loss(params: Params, record: Mapping[str, jax.Array]) -> jax.Array:
+    return losses.softmax_cross_entropy(_linear(params, record["x"]), record["y"])
+
+
+def audit(job: Job) -> dict[str, Any]:
+    """Attacks one answer of a model of a few test images, by the image that changes it most."""
+    options = job.config.audit_predict
+    test = job.data.test
+    records = _featurise(job)(test.take(np.arange(options.images + options.candidates)))
+    others = {name: column[: options.images] for name, column in records.items()}
+    candidates = {name: column[options.images :] for name, column in records.items()}
+    epsilon = _query_epsilon(job.config.predict)
+
+    def ask(records: Any, queries: Any, **terms: Any) -> np.ndarray:
+        bounds = _bounds(job.config.predict, options.images, test.num_classes, records)
+        return prediction.private_predict(bounds, _linear, queries, epsilon=epsilon, **terms)
+
+    attack = canaries.audit_answers(
+        ask,
+        prediction.event(1, epsilon=epsilon),
+        candidates["x"][0],
+        others,
+        candidates,
+        trials=options.trials,
+        confidence=CONFIDENCE,
+    )
+    return audited([(attack, "one certified answer")], [job.data.private.name])
+
+
+_DATA = ("public", "private", "test")
+
+STAGES = (
+    Stage(
+        "predict",
+        answer,
+        after=("pretrain",),
+        data=_DATA,
+        config=("model", "predict"),
+        charges=_charges,
+        accounts=private_account,
+        shape={
+            "queries": int,
+            **dict.fromkeys(("epsilon", "delta", "epsilon_per_query", "accuracy"), float),
+        },
+        released={"released.safetensors": "certified answers"},
+        title="Certified private answers",
+        page="life_predict.html.jinja",
+    ),
+    Stage(
+        "certificates",
+        certify,
+        after=("pretrain",),
+        data=_DATA,
+        config=("model", "predict", "certificates"),
+        shape={"without_noise": float, "shares": CURVE},
+    ),
+    Stage(
+        "audit_predict",
+        audit,
+        after=("pretrain", "predict"),
+        data=("public", "test"),
+        config=("model", "predict", "audit_predict"),
+        shape=AUDITS,
+    ),
+)

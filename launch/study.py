@@ -1,0 +1,107 @@
+"""What a study is: the functions that compute it, and the facts by which others know it."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import plans
+    from .frame import Work
+
+Row = Mapping[str, Any]
+
+
+def nothing(*_: Any) -> Any:
+    """Returns no tables, or draws no figures."""
+    return {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a report tells about the finished runs of a study.
+
+    Attributes:
+      title: What the run did.
+      page: The template in `launch/pages`. By default it shows the tables of the study.
+      shape: The types of the fields of result.json that the page reads, as in
+          `launch.document.check`.
+      released: What the released files are, by their patterns in the workdir.
+      ledgers: The patterns of the ledgers in the workdir.
+      references: Whether config.references adds models that no ledger counts.
+      no_account: The verdict on a run that charged no ledger.
+      write: `write(workdir)` writes a report of another form and returns its path.
+    """
+
+    title: str
+    page: str = "run.html.jinja"
+    shape: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    released: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ledgers: Sequence[str] = ("ledger.sqlite",)
+    references: bool = False
+    no_account: str = "No ledger was charged."
+    write: Callable[[pathlib.Path], pathlib.Path] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """What others know about a launcher without running it.
+
+    Attributes:
+      name: The name of the study, which is kept in config.json of its workdirs.
+      about: What the launcher does, for `jaxdp --help`.
+      needs: The parts of a config by which it is recognised. A config may have the parts of several
+          studies. It belongs to the one that needs most of them.
+      launcher: The module of the launcher in `launch`, by default `name`. A name with a dot is that
+          of a module from elsewhere.
+      report: What a report tells about its runs.
+      life: The module with its stages of a lifecycle, for example ".lifecycle.finetune". A name
+          that begins with a dot is below this package.
+    """
+
+    name: str
+    about: str = ""
+    needs: tuple[str, ...] = ()
+    launcher: str = ""
+    report: Report | None = None
+    life: str = ""
+
+    @property
+    def module(self) -> str:
+        """The name by which the launcher is called."""
+        return self.launcher or self.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study(Program):
+    """An experiment as data.
+
+    Attributes:
+      open: `open(config, root)` reads data and models and refuses a config that cannot work. It
+          writes nothing.
+      cells: `cells(config)` yields named tuples, in the order in which they are run.
+      run: `run(cell, work) -> row`, a JSON-able dict.
+      result: `result(rows, work)`, the content of result.json.
+      summary: `summary(result)`, the text for the terminal.
+      tables: `tables(result, work)`, rows by title. A str among them is a paragraph.
+      figures: `figures(result, work)` draws into `work.root`.
+      benchmark: Which data the results read without payment to a ledger, and what to use for
+          private data instead. A study with this text needs config.public_benchmark.
+      grows: `grows(config)` returns the part of the config to which a workdir is bound. A finished
+          study with this function takes more cells.
+      plan: `plan(config, opened)` returns what a dry run tells. `opened()` is what `open` returns.
+      rows: `rows(work, cells)` returns a row for each cell, for a study whose cells build on each
+          other. By default each cell is run on its own.
+    """
+
+    open: Callable[[Any, pathlib.Path], Any]
+    cells: Callable[[Any], Iterable[Any]]
+    run: Callable[[Any, "Work"], Row]
+    result: Callable[[Sequence[Row], "Work"], Any]
+    summary: Callable[[Any], str]
+    tables: Callable[[Any, "Work"], Mapping[str, Any]] = nothing
+    figures: Callable[[Any, "Work"], None] = nothing
+    benchmark: str = ""
+    grows: Callable[[Any], Any] | None = None
+    plan: Callable[[Any, Callable[[], Any]], Iterable["plans.Item"]] = lambda config, opened: ()
+    rows: Callable[["Work", Sequence[Any]], list[dict[str, Any]]] | None = None

@@ -1,0 +1,57 @@
+"""Its audit: the claim, and the broken twins that violate it."""
+
+import numpy as np
+
+from jaxdp.audit import multi_run
+from jaxdp.privacy import Ledger
+from jaxdp.release import derive
+from launch.audits import case
+from tests.extension.means import noisy_mean
+
+EPSILON = 1.0
+
+
+def audit(epsilon, *, one_seed=False):
+    """Returns an audit of means that are released with `epsilon`, under the claim of EPSILON."""
+
+    def outputs(value, trials, seed):
+        means = []
+        for trial in range(trials):
+            with Ledger.in_memory() as ledger:
+                ledger.register("x", adjacency="replace_one", unit="number")
+                own = seed if one_seed else derive(seed, f"{value}, trial {trial}")
+                mean = noisy_mean(
+                    np.full(1, value), epsilon=epsilon, account=ledger.account("x"), seed=own
+                )
+                means.append(mean)
+        return np.array(means)
+
+    def run(trials, seed):
+        return multi_run(
+            outputs(1.0, trials, seed),
+            outputs(0.0, trials, seed),
+            upper=EPSILON,
+            delta=0.0,
+            confidence=0.999,
+        )
+
+    return run
+
+
+CASES = (
+    case.Case(
+        mechanism="noisy mean",
+        claim="one mean, epsilon 1",
+        proof="the Laplace mechanism, tests/extension/means",
+        run=audit(EPSILON),
+        twins={
+            case.HALF_THE_NOISE: "an eighth of the noise takes fewer runs",
+            "an eighth of the noise": audit(8 * EPSILON),
+            case.NO_CLIPPING: "the numbers are in [0, 1] by construction",
+            case.SENSITIVITY_OFF_BY_TWO: "it is twice the noise",
+            case.REUSED_KEY: audit(EPSILON, one_seed=True),
+            case.ADD_REMOVE_FOR_REPLACE_ONE: "the number of records is public",
+        },
+        trials=60,
+    ),
+)
