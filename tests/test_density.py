@@ -1,0 +1,60 @@
+"""The code is read once: limits on how dense it is. `python tests/density.py` shows the numbers."""
+
+import pytest
+
+from tests import density
+
+# The aim of every folder is 9 tokens a line and 12 nodes a statement. A folder above an aim has its
+# own limit, which only goes down.
+TOKENS_A_LINE = 9.0
+NODES_A_STATEMENT = 12.0
+ABOVE: dict[str, tuple[float, float]] = {}
+FOLDERS = dict(density.folders())
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return {name: density.measured(files) for name, files in FOLDERS.items()}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_is_not_denser_than_its_limit(measured, folder):
+    tokens, nodes = ABOVE.get(folder, (TOKENS_A_LINE, NODES_A_STATEMENT))
+    assert measured[folder].tokens_a_line <= tokens
+    assert measured[folder].nodes_a_statement <= nodes
+
+
+def test_no_line_is_wide_and_no_file_is_large(measured):
+    assert not [place for found in measured.values() for place in found.wide]
+    assert not [place for found in measured.values() for place in found.large]
+
+
+DENSE = """
+def f(a, b, c, d, e, f, g, h, i):
+    found = [x + y for x in a for y in b if x if y] if c else {k: v for k, v in zip(d, e)}
+    return found
+"""
+
+
+def test_the_measure_sees_dense_code():
+    """The twin: what each limit is about."""
+    twin = density.Density()
+    body = "\n".join(f"    x{k} = {k}" for k in range(70))
+    twin.add(
+        "twin.py", f"{DENSE}\n\ndef long():\n{body}\n# {'wide ' * 30}\n{'#' * 3}\n" + "\n" * 700
+    )
+    assert twin.parameters == ["twin.py:2: f, 9 parameters"]
+    assert [place.split(":")[2].strip() for place in twin.vague] == ["found"]
+    assert len(twin.loops) == len(twin.wide) == len(twin.long) == len(twin.large) == 1
+    alone = density.Density()
+    alone.add("dense.py", DENSE)
+    assert alone.tokens_a_line > TOKENS_A_LINE and alone.nodes_a_statement > NODES_A_STATEMENT
+
+
+def test_docstrings_do_not_count():
+    plain, told = density.Density(), density.Density()
+    plain.add("a.py", "def f():\n    return 1\n")
+    told.add(
+        "a.py", 'def f():\n    """Returns one.\n\n    It is a number.\n    """\n    return 1\n'
+    )
+    assert (plain.lines, plain.tokens) == (told.lines, told.tokens)
