@@ -90,6 +90,7 @@ class Admission:
             dataset = dataset_of(db, name)
             own = [request for request in requests if request.name == name]
             held_by_others, with_own_holds = _beside(holds.held(db, dataset), own)
+            # It is an exception, because a PLD must not run while the transaction holds the lock.
             question = Undecided(
                 self._check_of(dataset),
                 self._spends.tallies(db, dataset, partition),

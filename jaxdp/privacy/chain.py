@@ -127,6 +127,7 @@ def link_at(db: sqlite3.Connection, spend: int, origin: str) -> str | None:
 
 def relinked(db: sqlite3.Connection, ledger: str) -> Iterator[tuple[sqlite3.Row, str]]:
     """Yields each spend with the link that follows from all spends until it."""
+    # Hashed once a dataset, and not once a spend.
     terms = {row["id"]: terms_of(row) for row in db.execute(f"SELECT id, {TERMS} FROM datasets")}
     link = origin_of(ledger)
     for row in db.execute(

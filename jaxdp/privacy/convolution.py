@@ -135,7 +135,7 @@ def losses_of(
 # --- Bounds by moments --------------------------------------------------------------------------
 
 
-def _lost(order: float) -> float:
+def _log_moment_factor(order: float) -> float:
     """Returns log of the largest (1 - exp(-x)) exp(-order x), by which a moment bounds delta."""
     return -order * math.log1p(1 / order) - math.log1p(order)
 
@@ -172,7 +172,7 @@ def moment_epsilon(losses: Losses, delta: float) -> tuple[float, float]:
     log_room = math.log(room)
 
     def cost(order: float) -> float:
-        return (losses.log_moment(order) + _lost(order) - log_room) / order
+        return (losses.log_moment(order) + _log_moment_factor(order) - log_room) / order
 
     # Near the best order of a Gaussian of this deviation.
     start = math.sqrt(2 + 2 * abs(math.log(delta))) / losses.deviation
@@ -187,7 +187,7 @@ def moment_log_delta(losses: Losses, epsilon: float) -> tuple[float, float]:
     """
 
     def cost(order: float) -> float:
-        return losses.log_moment(order) - order * epsilon + _lost(order)
+        return losses.log_moment(order) - order * epsilon + _log_moment_factor(order)
 
     order = _best_order(losses, cost, 1 / losses.deviation)
     return cost(order) + _MOMENT_MARGIN, order

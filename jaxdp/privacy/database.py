@@ -105,9 +105,8 @@ def _appearing(path: pathlib.Path) -> Iterator[pathlib.Path]:
 def acquire(path: pathlib.Path) -> int:
     """Opens a file and waits until this process alone holds it.
 
-    The system queues waiting processes.
-
-    SQLite's own lock polls instead. With 8 writers it gave one of them 21 of 200 turns.
+    The system queues waiting processes. SQLite's own lock polls instead. With 8 writers it gave one
+    of them 21 of 200 turns.
     """
     # Opened anew each time, so that forked children share no lock.
     file = os.open(path, os.O_RDWR)

@@ -194,10 +194,9 @@ class Ledger(LedgerReader):
     ) -> Reservation[Spend]:
         """Charges `event` to a dataset.
 
-        `with` runs the body that it pays for, and marks the charge committed.
-
-        Check and reservation are one transaction, on disk before this returns. If the body raises,
-        the process dies or `with` is never entered, the reservation stays spent.
+        `with` runs the body that it pays for, and marks the charge committed. Check and reservation
+        are one transaction, on disk before this returns. If the body raises, the process dies or
+        `with` is never entered, the reservation stays spent.
 
         Args:
             name: A registered dataset, or an account of this ledger.
@@ -346,7 +345,7 @@ class Ledger(LedgerReader):
         unpaid = [
             request for request, replay in zip(requests, replays, strict=True) if replay is None
         ]
-        # All are admitted before the first one is charged.
+        # All are admitted before the first one is charged, so that none is charged alone.
         self._admission.admit(db, unpaid, partition, more_follow=True)
         charged = iter([self._charge(db, request, partition, token) for request in unpaid])
         return tuple(replay or next(charged) for replay in replays)

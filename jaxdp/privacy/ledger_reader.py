@@ -42,18 +42,19 @@ class LedgerReader:
 
     def adjacency(self, name: str) -> Adjacency:
         """Returns a dataset's neighbouring relation."""
-        with self._transaction("DEFERRED") as db:
-            return dataset_of(db, name).adjacency
+        return self._dataset(name).adjacency
 
     def unit(self, name: str) -> str:
         """Returns a dataset's unit of privacy."""
-        with self._transaction("DEFERRED") as db:
-            return dataset_of(db, name).unit
+        return self._dataset(name).unit
 
     def delta(self, name: str) -> float | None:
         """Returns a dataset's registered delta, or None."""
+        return self._dataset(name).delta
+
+    def _dataset(self, name: str) -> Dataset:
         with self._transaction("DEFERRED") as db:
-            return dataset_of(db, name).delta
+            return dataset_of(db, name)
 
     def paid(self, name: str, token: str) -> bool:
         """Returns whether a spend with this token was charged to a dataset.
@@ -93,10 +94,9 @@ class LedgerReader:
     ) -> float:
         """Returns `epsilon(name, delta=, partition=)` as it would be after spending `event`.
 
-        It spends nothing.
-
-        The budget does not count here, but `check` tests it. For a "renyi_filter" dataset the
-        answer is the epsilon of its bound, or more if the bound does not allow the event.
+        It spends nothing. The budget does not count here, but `check` tests it. For a
+        "renyi_filter" dataset the answer is the epsilon of its bound, or more if the bound does not
+        allow the event.
 
         Raises:
             ValueError: As in `epsilon`. The event is unknown or has no accounting rule for the
@@ -147,11 +147,9 @@ class LedgerReader:
     def remaining(self, name: str, *, partition: str | None = None) -> float:
         """Returns the budget's epsilon minus the spent epsilon, at the budget's delta.
 
-        It is infinite without a budget.
-
-        The next event may cost less than its own epsilon. Room that is held counts as free, and
-        unproven releases do not count. For a "renyi_filter" dataset it is the share of the Renyi
-        bound that is left, times the budget's epsilon.
+        It is infinite without a budget. The next event may cost less than its own epsilon. Room
+        that is held counts as free, and unproven releases do not count. For a "renyi_filter"
+        dataset it is the share of the Renyi bound that is left, times the budget's epsilon.
         """
         with self._transaction("DEFERRED") as db:
             dataset = dataset_of(db, name)

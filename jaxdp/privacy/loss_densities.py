@@ -217,12 +217,10 @@ def two_sided(weight: float, sigma: float, q: float, depth: float) -> Piece:
 def truncated_batches(
     leaf: TruncatedSubsampledGaussianDpEvent, adjacency: Adjacency, depth: float
 ) -> list[Piece]:
-    """Returns the mixture of two pairs that dominates truncated batches (Ganesh et al.
-
-    2025, arXiv 2508.15089).
+    """Returns the mixture of two pairs that dominates truncated batches.
 
     A batch that is truncated replaces a record by another one. Any other batch gains or loses a
-    record.
+    record (Ganesh et al. 2025, arXiv 2508.15089).
     """
     records = leaf.dataset_size
     most = leaf.truncated_batch_size

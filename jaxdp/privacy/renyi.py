@@ -56,10 +56,9 @@ def delta_from_rdp(rdp: np.ndarray, epsilon: float) -> float:
 def renyi_bound(epsilon: float, delta: float, order: float) -> float:
     """Returns the Renyi DP at `order` that converts to (epsilon, delta).
 
-    It is <= 0 if the order is too small.
-
-    The bound inverts epsilon = rdp + log(1 - 1/order) - log(delta order) / (order - 1) (Canonne,
-    Kamath, Steinke 2020, arXiv 2004.00010, Proposition 12).
+    It is <= 0 if the order is too small. The bound inverts epsilon = rdp + log(1 - 1/order) -
+    log(delta order) / (order - 1) (Canonne, Kamath, Steinke 2020, arXiv 2004.00010, Proposition
+    12).
     """
     return epsilon - math.log1p(-1 / order) + math.log(delta * order) / (order - 1)
 

@@ -58,9 +58,8 @@ os.register_at_fork(after_in_child=_renew_locks)
 class Store:
     """One open ledger file, or ":memory:", shared by the threads of a process.
 
-    Its errors are the errors of `Ledger`.
-
-    With `read_only` it writes nothing to the file or beside it, and takes no lock.
+    Its errors are the errors of `Ledger`. With `read_only` it writes nothing to the file or beside
+    it, and takes no lock.
     """
 
     def __init__(self, path: str, *, read_only: bool = False):
@@ -125,7 +124,9 @@ class Store:
             unread_log = wal.read_bytes()
         try:
             self._connect(files, self.path)
+            # Before the head is made, because another program's file gets none.
             schema.version_of(self.db, self.path)
+            # Writers lock the head, so it exists from here on, if only empty.
             os.close(os.open(self._head_path, os.O_RDWR | os.O_CREAT, 0o666))
             with self._locked():
                 # Another process may have migrated the file meanwhile.
@@ -169,6 +170,7 @@ class Store:
     def _migrate(self) -> None:
         """Migrates a file of version 1 to this version. An unchanged copy stays beside it."""
         old_copy = pathlib.Path(f"{self.path}.version1")
+        # It exists if a process died while it migrated.
         if not old_copy.exists():
             database.copy_database(self.db, old_copy)
         with self.db:
@@ -209,6 +211,7 @@ class Store:
             if self._pid != os.getpid():
                 self._after_fork()
             try:
+                # Readers need no turn: WAL shows them one instant while others write.
                 with self._locked() if writes else contextlib.nullcontext():
                     self.db.execute(f"BEGIN {mode}")
                     if writes:
@@ -314,6 +317,7 @@ class Store:
         """
         if self._in_memory:
             return
+        # Other processes may have written it since this one did.
         head = self._read_head()
         if head is None:
             raise damaged(self.path, "has lost its head, the file that records its last spend")
@@ -348,6 +352,7 @@ class Store:
         if last == self._seen or self._in_memory:
             return
         try:
+            # Not synced, because an older head after a power failure is accepted too.
             os.pwrite(self._head_file, chain.head_text(last), 0)
         except OSError as error:
             raise OSError(
@@ -373,6 +378,7 @@ class Store:
 
         Returns its number.
         """
+        # Equal events have equal texts, and each is stored once.
         self.db.execute("INSERT INTO events (json) VALUES (?) ON CONFLICT DO NOTHING", (json,))
         (event,) = self.db.execute("SELECT id FROM events WHERE json = ?", (json,)).fetchone()
         terms = self.db.execute("SELECT * FROM datasets WHERE id = ?", (dataset,)).fetchone()
@@ -380,6 +386,7 @@ class Store:
         who, host = _author()
         reserved_at = now()
         row = {
+            # Without gaps, so that a missing spend shows.
             "id": last.spend + 1,
             "partition": partition,
             "json": json,
@@ -424,6 +431,7 @@ class Store:
             # The first query fixes the instant that the copy is of.
             head = self.last()
             database.copy_database(db, target)
+        # After the database, because a head without one would look like a lost ledger.
         write_durably(pathlib.Path(f"{target}.head"), chain.head_text(head))
 
 
@@ -440,10 +448,8 @@ def _author() -> tuple[str, str]:
 def accept(path: str | os.PathLike[str]) -> Head:
     """Makes an intact database valid whose head is missing or ahead.
 
-    Returns the head of this new branch.
-
-    Nothing is undone. A workdir that spent more sees that the branch is not the one in its notes.
-    It charges the missing spends when it is resumed.
+    Returns the head of this new branch. Nothing is undone. A workdir that spent more sees that the
+    branch is not the one in its notes. It charges the missing spends when it is resumed.
 
     Raises:
         LedgerDamaged: The database is inconsistent.
@@ -463,6 +469,8 @@ def accept(path: str | os.PathLike[str]) -> Head:
             problem = find_problem(db)
             if problem is not None:
                 raise damaged(path, problem)
+            # A crash before the head is written leaves one of the old branch. Accepting again
+            # begins another branch.
             head = _begin_branch(db)
             os.pwrite(head_file, chain.head_text(head), 0)
             os.fsync(head_file)

@@ -33,10 +33,8 @@ def notes(workdir: pathlib.Path) -> list[dict[str, Any]]:
 def settle(rows: Sequence[Mapping[str, Any]], account_of: Callable[[str], Account | None]) -> None:
     """Charges accounts for rows of `notes` that they lack.
 
-    A last row that was only reserved is committed.
-
-    `account_of` returns the account for a noted name, with "" for a charge of the first release.
-    None omits the charge.
+    A last row that was only reserved is committed. `account_of` returns the account for a noted
+    name, with "" for a charge of the first release. None omits the charge.
 
     Raises:
       BudgetExceeded: An account has no room.
@@ -74,6 +72,7 @@ def _ledgers(
 
 def check_history(rows: Sequence[Mapping[str, Any]], ledger: Ledger) -> None:
     """Raises LedgerDamaged if a ledger's history lacks the newest of its heads in `notes`."""
+    # The newest head that the ledger knows vouches for all earlier ones, because spends are linked.
     for row in reversed(rows):
         known = ledger.contains(Head(*row["head"])) if "head" in row else None
         if known is False:

@@ -97,6 +97,7 @@ class Checkpoints:
     def save(self, step: int, state: Any) -> None:
         """Saves a state durably."""
         self._manager.save(step, args=self._args.StandardSave(state))
+        # The list names the checkpoint when all processes have written their parts.
         self._hosts.first(lambda: self._name(step, state))
 
     def _name(self, step: int, state: Any) -> None:

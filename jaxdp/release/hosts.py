@@ -99,9 +99,7 @@ class Hosts:
     def later(self, function: Callable[[], None]) -> None:
         """Calls a function on this process, and waits for nobody.
 
-        The next `each` raises its error on all.
-
-        After an error it calls nothing more.
+        The next `each` raises its error on all. After an error it calls nothing more.
         """
         if self._late is not None:
             return

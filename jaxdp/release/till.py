@@ -166,15 +166,15 @@ class Till:
     def close(self, *, failed: bool = False) -> None:
         """Deletes the seed unless a paid release needs it or the "run" failed.
 
-        Releases the workdir.
-
-        In a forked process it closes this process's files and leaves the run to the process that
-        opened the till.
+        Releases the workdir. In a forked process it closes this process's files and leaves the run
+        to the process that opened the till.
         """
         if self.forked:
             self._files.close()
             return
-        if not self._unfinished and not (failed and self._forget == "run"):
+        # Releases of a "run" share the seed, so a run that failed needs it when it is resumed.
+        run_goes_on = failed and self._forget == "run"
+        if not self._unfinished and not run_goes_on:
             self._delete_seed()
         self._files.close()
 
@@ -229,18 +229,19 @@ class Till:
     def token(self, what: Release[Any]) -> str:
         """Returns a hash of all that determines a release, keyed by the seed.
 
-        It reveals nothing about private data.
-
-        Only process 0 has it. It covers the facts of every process.
+        It reveals nothing about private data. Only process 0 has it. It covers the facts of every
+        process.
         """
         self.check_process()
-        # A seed that only this process has is of no use to a repetition.
-        never_repeated = self.workdir is None and self._given_seed is None
-        if never_repeated or not what.deterministic or any(map(identity.calls_host, what.texts)):
+        # A random token is charged again after a crash. It is right where the same bits cannot
+        # come again: without the seed, or where a program may compute others.
+        seed_is_lost = self.workdir is None and self._given_seed is None
+        if seed_is_lost or not what.deterministic or any(map(identity.calls_host, what.texts)):
             return entropy.token_hex(32)
         facts = self._hosts.each(lambda: self._facts(what))
         if not self._hosts.leads:
             return ""
+        # The events only. An account may be renamed, and the release stays the same.
         charges = []
         if isinstance(what.charges, Sequence):
             charges = [to_json(event) for _, event in what.charges]

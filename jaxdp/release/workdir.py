@@ -23,6 +23,7 @@ def locked(path: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
         BlockingIOError: Another process holds it, and `wait` is False.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # The file is never deleted. Otherwise two processes could hold two files of this name.
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
@@ -54,6 +55,7 @@ class OwnProcess:
     """
 
     def __init__(self) -> None:
+        # A forked process has another number.
         self._number = os.getpid()
 
     @property

@@ -61,8 +61,7 @@ def correlation(a, b):
     return abs(np.corrcoef(np.ravel(a), np.ravel(b))[0, 1])
 
 
-# ---------------------------------------------------------------------------------------------- seeds and
-# keys
+# --- seeds and keys ------------------------------------------------------------------------------
 
 
 def test_new_seeds_are_128_bits_and_differ():
@@ -140,8 +139,7 @@ def test_the_noise_of_a_constant_key_is_computed_when_a_program_runs():
     assert " xor(" in text
 
 
-# ------------------------------------------------------------------------------------------ the three
-# mechanisms
+# --- the three mechanisms ------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -237,7 +235,7 @@ def test_wrong_keys_scales_and_leaves_are_refused():
         noise.gaussian(KEY, jax.ShapeDtypeStruct((2**31,), jnp.float32), 1.0)
 
 
-# ------------------------------------------------------------- the same normals, in NumPy and float64
+# --- the same normals, in NumPy and float64 ------------------------------------------------------
 
 NOISE, SPLIT = 3, 1  # word 15 of the cipher's input
 
@@ -388,7 +386,7 @@ def test_128_bits_make_almost_every_value_distinct():
     assert repeats(one_draw) > 8_000 > 4_000 > repeats(values)
 
 
-# --------------------------------------------------------------------------------------- discrete Laplace
+# --- discrete Laplace ----------------------------------------------------------------------------
 
 
 def cell_p_value(values, law, cells=40):
@@ -612,8 +610,7 @@ def test_discrete_laplace_takes_a_traced_scale_and_refuses_impossible_ones():
         noise.discrete_laplace(jax.random.split(KEY), jnp.zeros(3), 1.0)
 
 
-# ------------------------------------------------------------------------------------------------
-# privatize
+# --- privatize -----------------------------------------------------------------------------------
 
 GRADS = {"w": jnp.full((300, 100), 2.0), "b": jnp.full((10_000,), 2.0), "frozen": None}
 

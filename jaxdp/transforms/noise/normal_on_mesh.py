@@ -40,7 +40,6 @@ def divided_normals(
         sharding.shard_shape(shape) for sharding, shape in zip(shardings, shapes, strict=True)
     ]
     local_ends = np.cumsum([math.prod(shape) for shape in local_shapes])
-    values_of_block = 2 * normals.PAIRS[dtype.itemsize]
 
     def draw_part(number: jax.Array, cipher_key: jax.Array) -> tuple[jax.Array, ...]:
         """Returns this device's part of each array."""
@@ -50,16 +49,7 @@ def divided_normals(
                 for shape, sharding, start in zip(shapes, shardings, starts, strict=True)
             ]
         )
-        positions = jnp.pad(positions, (0, -len(positions) % BLOCKS_TOGETHER))
-        counters, place = (x.astype(jnp.uint32) for x in jnp.divmod(positions, values_of_block))
-        values = forms.by_platform(
-            cipher_key,
-            number,
-            counters,
-            place,
-            default=functools.partial(_normals_at, dtype=dtype),
-            cpu=functools.partial(_normals_at, dtype=dtype, on_cpu=True),
-        )
+        values = _normals_at_positions(cipher_key, number, positions, dtype)
         pieces = jnp.split(values[: local_ends[-1]], local_ends[:-1])
         return tuple(
             piece.reshape(shape) for piece, shape in zip(pieces, local_shapes, strict=True)
@@ -90,6 +80,24 @@ def _positions(shape: tuple[int, ...], sharding: NamedSharding, start: int) -> j
         index = first + lax.broadcasted_iota(jnp.int32, local_shape, d)
         positions += index * math.prod(shape[d + 1 :])
     return positions.reshape(-1)
+
+
+def _normals_at_positions(
+    cipher_key: jax.Array, number: jax.Array, positions: jax.Array, dtype: Any
+) -> jax.Array:
+    """Returns the values of a vector of normals at int32 positions [n], and a few more."""
+    values_of_block = 2 * normals.PAIRS[dtype.itemsize]
+    positions = jnp.pad(positions, (0, -len(positions) % BLOCKS_TOGETHER))
+    counters, place = jnp.divmod(positions, values_of_block)
+    values: jax.Array = forms.by_platform(
+        cipher_key,
+        number,
+        counters.astype(jnp.uint32),
+        place.astype(jnp.uint32),
+        default=functools.partial(_normals_at, dtype=dtype),
+        cpu=functools.partial(_normals_at, dtype=dtype, on_cpu=True),
+    )
+    return values
 
 
 def _normals_at(

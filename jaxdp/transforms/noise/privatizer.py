@@ -188,11 +188,7 @@ def privatize(
     clip_norm = _clip_norm_of(clipped_or_sensitivity)
     if not callable(noise_multiplier):
         noise_multiplier = check_scale("noise_multiplier", noise_multiplier)
-    divisor = check_number("divisor", divisor)
-    if divisor == 0 or math.isinf(divisor):
-        raise ValueError(
-            f"divisor must be positive and finite, got {divisor}. Use the expected batch size."
-        )
+    divisor = _check_divisor(divisor)
     if math.isinf(clip_norm) and noise_multiplier != 0:
         raise ValueError(
             "The clip norm is infinite, so no finite noise hides one example. Clip to a finite "
@@ -207,16 +203,8 @@ def privatize(
         check_key(key)
 
     def init(params: Any) -> PrivatizeState:
-        if key is not None:
-            return PrivatizeState(key, jnp.zeros((), jnp.int32))
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
-            raise ValueError(
-                "privatize.init draws its key from the operating system, and under tracing the "
-                "key would be a constant of the program. Call init outside jit, or pass "
-                "key=stream(seed, 'gradient noise')."
-            )
-        own_key = stream(new_seed(), "gradient noise")
-        return PrivatizeState(own_key, jnp.zeros((), jnp.int32))
+        noise_key = _new_key(params) if key is None else key
+        return PrivatizeState(noise_key, jnp.zeros((), jnp.int32))
 
     def update(
         updates: Any,
@@ -251,6 +239,26 @@ def _clip_norm_of(clipped_or_sensitivity: HasSensitivity | float) -> float:
         sensitivity = clipped_or_sensitivity.sensitivity("add_remove")
         return check_number("sensitivity('add_remove')", sensitivity)
     return check_number("clipped_or_sensitivity", clipped_or_sensitivity)
+
+
+def _check_divisor(divisor: float) -> float:
+    divisor = check_number("divisor", divisor)
+    if divisor == 0 or math.isinf(divisor):
+        raise ValueError(
+            f"divisor must be positive and finite, got {divisor}. Use the expected batch size."
+        )
+    return divisor
+
+
+def _new_key(params: Any) -> jax.Array:
+    """Returns a random key. Raises ValueError where `params` are traced."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+        raise ValueError(
+            "privatize.init draws its key from the operating system, and under tracing the "
+            "key would be a constant of the program. Call init outside jit, or pass "
+            "key=stream(seed, 'gradient noise')."
+        )
+    return stream(new_seed(), "gradient noise")
 
 
 def _multiplier_of(

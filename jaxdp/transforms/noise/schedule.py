@@ -23,9 +23,8 @@ _BLOCK_OF_STEPS = 2**10
 class NoiseSchedule:
     """A public schedule of noise multipliers.
 
-    Charge and noise of a step have one value, which Python computes once.
-
-    A program that computed it too could differ: `1 + t**2 / 1e10` overflows int32 at t = 46,341.
+    Charge and noise of a step have one value, which Python computes once. A program that computed
+    it too could differ: `1 + t**2 / 1e10` overflows int32 at t = 46,341.
 
     """
 
