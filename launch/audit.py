@@ -32,18 +32,21 @@ _PAGE = """# Audits
 
 `{command}` writes this page. The seed is `{seed}`.
 
-Each row is one claim of one mechanism. An audit runs the mechanism many times with a canary in its data and many times
-without it. It tells the runs apart, and proves with a confidence of 99.9 % that epsilon is at least the audited bound.
-The ceiling is the largest bound that the audit could have proved: the bound if it tells the runs apart every time.
+Each row is one claim of one mechanism. An audit runs the mechanism many times with a canary in
+its data and many times without it. It tells the runs apart, and proves with a confidence of 99.9
+% that epsilon is at least the audited bound. The ceiling is the largest bound that the audit
+could have proved: the bound if it tells the runs apart every time.
 
-- **VIOLATED**: the bound is above the claim. The proof, the code or the accounting is wrong, except for a chance of
-  0.1 %.
-- **consistent**: the bound is not above the claim, but the ceiling is. It proves nothing: another attack may find more.
-- **cannot tell**: the ceiling is not above the claim. The audit could not have found any mechanism VIOLATED.
+- **VIOLATED**: the bound is above the claim. The proof, the code or the accounting is wrong,
+  except for a chance of 0.1 %.
+- **consistent**: the bound is not above the claim, but the ceiling is. It proves nothing: another
+  attack may find more.
+- **cannot tell**: the ceiling is not above the claim. The audit could not have found any
+  mechanism VIOLATED.
 
-A broken twin is the mechanism with one mistake. It is audited under the claim of the honest mechanism and must be
-VIOLATED. The number beside it is the proved bound. Twins show the power of an audit: an audit that catches no twin has
-none.
+A broken twin is the mechanism with one mistake. It is audited under the claim of the honest
+mechanism and must be VIOLATED. The number beside it is the proved bound. Twins show the power of
+an audit: an audit that catches no twin has none.
 
 {table}
 

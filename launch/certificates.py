@@ -4,8 +4,8 @@
 It makes a folder for the SuperLink and one for each party. Give every party its own folder and no
 other.
 
-    keys/superlink    ca.crt, server.crt and server.key for TLS, secret for its server program, the public keys of all
-                      parties in parties/
+    keys/superlink    ca.crt, server.crt and server.key for TLS, secret for its server program, the
+                      public keys of all parties in parties/
     keys/clinic-1     ca.crt, the private key of its SuperNode, secret for its client program
 
 The key of the certificate authority is not kept, so nobody can make another certificate that the

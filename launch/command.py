@@ -1,22 +1,26 @@
 """The command `jaxdp`: plans, ledgers, configs and launchers, from a terminal.
 
-    jaxdp plan --records 50000 --batch-size 500 --steps 1000 --epsilon 3 --delta 1e-6     the noise of a training run
-    jaxdp plan --config digits_dpsgd                  what the run of a config would cost and take
-    jaxdp plan --config digits_dpsgd --target v5e     the memory and time that a compiler expects on a TPU
+    jaxdp plan --records 50000 --batch-size 500 --steps 1000 --epsilon 3 --delta 1e-6
+                                                  the noise of a training run
+    jaxdp plan --config digits_dpsgd              what the run of a config would cost and take
+    jaxdp plan --config digits_dpsgd --target v5e
+                                                  what a compiler expects of a TPU
 
-    jaxdp configs list                                the configs of all launchers
-    jaxdp configs copy digits_dpsgd my_config.py      a config to change
-    jaxdp finetune --config digits_dpsgd --workdir workdir/digits     a launcher, here of private fine-tuning
-    jaxdp finetune --help                             its configs, and their fields with defaults
+    jaxdp configs list                            the configs of all launchers
+    jaxdp configs copy digits_dpsgd my_config.py  a config to change
+    jaxdp finetune --config digits_dpsgd --workdir workdir/digits
+                                                  a launcher, here of private fine-tuning
+    jaxdp finetune --help                         its configs, and their fields with defaults
 
-    jaxdp ledger show PATH                            what every dataset has spent
-    jaxdp ledger show PATH --if "data: 100 * Gaussian(5)"     and what it would have spent after that
-    jaxdp ledger show PATH --html page.html           the same as a page, with the growth of every account
-    jaxdp ledger history PATH --csv                   every spend
-    jaxdp ledger history PATH --by-day                how epsilon grew
-    jaxdp ledger verify PATH                          whether the file holds everything that was spent
-    jaxdp ledger backup PATH COPY                     a copy, which appears whole
-    jaxdp ledger accept PATH                          an older copy becomes valid, if no newer one is left
+    jaxdp ledger show PATH                        what every dataset has spent
+    jaxdp ledger show PATH --if "data: 100 * Gaussian(5)"
+                                                  and what it would have spent after that
+    jaxdp ledger show PATH --html page.html       the same as a page, with how accounts grew
+    jaxdp ledger history PATH --csv               every spend
+    jaxdp ledger history PATH --by-day            how epsilon grew
+    jaxdp ledger verify PATH                      whether the file holds everything that was spent
+    jaxdp ledger backup PATH COPY                 a copy, which appears whole
+    jaxdp ledger accept PATH                      makes an older copy valid, if no newer one is left
 
 Of the ledger commands only `accept` writes to the ledger. `python -m jaxdp.command` is the same
 command.
@@ -93,7 +97,7 @@ def _launchers() -> dict[str, str]:
 
 def _launch(name: str, *arguments: str) -> None:
     sys.argv = [f"jaxdp {name}", *arguments]
-    # The list of studies may have imported the launcher, which then runs a second time as a program.
+    # The list of studies may have imported the launcher, which now runs as a program.
     warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
     module = name if "." in name else f"{__package__}.{name}"
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -263,7 +263,7 @@ def _task(client: Any) -> Iterator[None]:
 
 
 def _take_run(client: Any, grid: Any) -> None:
-    """Gives a grid the run of the task. flwr puts the ids of the task into all messages from here."""
+    """Gives a grid the run of the task. flwr puts its ids into all messages from here."""
     runtime = _flwr("proto.runtime_pb2")
     identity = _flwr("supercore.task_identity").TaskIdentity
     task = client.PullTaskInput(runtime.PullTaskInputRequest())

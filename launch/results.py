@@ -244,6 +244,6 @@ def _tabular(rows: Sequence[Row]) -> str:
 
 
 def _latex_cells(line: str) -> list[str]:
-    r"""Returns the cells of a line of a Markdown table: "| a_b | 5 % |" gives [r"a\_b", r"5 \%"]."""
+    r"""Returns the cells of a line of Markdown: "| a_b | 5 % |" gives [r"a\_b", r"5 \%"]."""
     cells = line.strip("|").split(" | ")
     return [cell.strip().replace(r"\|", "|").translate(_ESCAPED) for cell in cells]

@@ -1,6 +1,7 @@
 """The command `jaxdp ledger`: what it prints, that it writes nothing, and what it refuses."""
 
 import csv
+import importlib.util
 import io
 import json
 import pathlib
@@ -24,7 +25,8 @@ from jaxdp.privacy import (
     store,
 )
 from jaxdp.privacy.events import describe, parse
-from launch import catalogue, studies
+from launch import catalogue, document, studies
+from launch.lifecycle import stages as lifecycle_stages
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.1))
@@ -390,6 +392,20 @@ def test_the_parts_of_a_config_name_the_launchers_that_its_docstring_names():
         text = pathlib.Path(catalogue.find(config.name)).read_text()
         commands = re.findall(r"-m launch\.(\w+) --config", text)
         assert config.launchers == tuple(dict.fromkeys(commands)), config.name
+
+
+def test_what_the_list_of_studies_names_exists():
+    known = studies.known()
+    assert len({study.name for study in known}) == len(known) == len(studies.STUDIES)
+    for study in known:
+        assert importlib.util.find_spec(f"launch.{study.module}"), study.name
+        assert study.report is None or (document.PAGES / study.report.page).exists()
+    stages = lifecycle_stages.known()
+    assert all((document.PAGES / stage.page).exists() for stage in stages)
+    names = [stage.name for stage in stages]
+    for number, stage in enumerate(stages):
+        assert set(stage.after) <= set(names[:number]), stage.name  # they are run in this order
+        assert (stage.charges is None) == (stage.accounts is None), stage.name
 
 
 def test_a_config_belongs_to_the_study_that_needs_most_of_its_parts(tmp_path):

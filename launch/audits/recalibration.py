@@ -134,7 +134,10 @@ def _cases() -> Iterator[Case]:
     for name, (method, unclipped, replaced, where) in methods.items():
         run, twins = conversations(method, unclipped=unclipped, replaced=replaced)
         rounds = f"{method.rounds} round{'s' if method.rounds > 1 else ''}"
-        claim = f"all answers of a source in {rounds}: pure epsilon {EPSILON:g}, for a record made invalid"
+        claim = (
+            f"all answers of a source in {rounds}: pure epsilon {EPSILON:g}, for a record made "
+            "invalid"
+        )
         yield Case(name, claim, proof.format(where), run, twins, trials=TRIALS)
 
 

@@ -5,7 +5,7 @@ A `Study` defines its cells, how one is run, and its tables and figures. `run` d
 
     config.json            the study and its config; another config in the same workdir is refused
     cells/<a>/<b>/row.json the row of the finished cell (a, b)
-    cells/<a>/<b>/...      files of the cell's run; `scratch` in it is deleted once the row is written
+    cells/<a>/<b>/...      files of the cell's run; `scratch` is deleted once the row is written
     rows.jsonl             all rows, one per line
     tables.md, tables.tex  the tables
     result.json            the result of the finished study

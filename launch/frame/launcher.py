@@ -88,7 +88,7 @@ def main(
 
 
 def _check_target(target: str, *, dry_run: bool, trains: bool) -> None:
-    """Raises ValueError where --target says nothing. Then this process computes on its processor."""
+    """Raises ValueError where --target says nothing. This process then computes on its CPU."""
     import jax
 
     compilers.require(target)

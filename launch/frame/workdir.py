@@ -109,7 +109,7 @@ def versions() -> dict[str, str]:
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the leaves of nested dicts by their dotted names: {"a": {"b": 1}} gives {"a.b": 1}."""
+    """Returns the leaves of nested dicts by dotted names: {"a": {"b": 1}} gives {"a.b": 1}."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     leaves: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The report of a lifecycle, made from the workdir alone. `certificates.html` is a separate file."""
+"""The report of a lifecycle, made from the workdir alone. certificates.html is a separate file."""
 
 import os
 import pathlib

@@ -55,12 +55,15 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       config: The config of the lifecycle.
       workdir: The folder of the lifecycle, made if it is missing. Afterwards it holds the files of
           a study (`launch.frame`), of which these are of interest:
-          report.html      for people
-          certificates.html  certificates without noise, NOT private, only with `config.certificates.show`
-          ledger.sqlite    the spends of every private data set (`python -m launch.ledger`). `config.ledger` can name
-                           another place, which several lifecycles may share
-          result.json      the config, and the state and folder of each stage
-          cells/<stage>/<key>/   its result (row.json), metrics (metrics.jsonl), checkpoints and parameters
+          report.html            for people
+          certificates.html      certificates without noise, NOT private, only with
+                                 `config.certificates.show`
+          ledger.sqlite          the spends of every private data set (`python -m launch.ledger`).
+                                 `config.ledger` can name another place, which several lifecycles
+                                 may share
+          result.json            the config, and the state and folder of each stage
+          cells/<stage>/<key>/   its result (row.json), metrics (metrics.jsonl), checkpoints and
+                                 parameters
 
     Returns:
       {stage: {"status": "done", "failed" or "skipped", "message": why, "folder": relative to the
@@ -168,7 +171,7 @@ class Life:
         return ledger.hold(self.requests(), key=f"lifecycle {key}", label="lifecycle")
 
     def plan(self) -> Iterator[plans.Item]:
-        """Yields what all stages that are not done would charge together, and what they compute."""
+        """Yields what all stages that are not done would charge together and compute."""
         charged: dict[str, list[DpEvent]] = {}
         for name, event in self.requests():
             charged.setdefault(name, []).append(event)
@@ -196,7 +199,7 @@ def _open(config: Any, root: pathlib.Path) -> Life:
 
 
 def _rows(work: frame.Work, cells: Sequence[Any]) -> list[_State]:
-    """Runs the stages in their order. Returns their states, and publishes them after every stage."""
+    """Runs the stages in their order. Publishes their states after every stage."""
     life: Life = work.shared
     with contextlib.ExitStack() as held:
         held.enter_context(alone(work.root))

@@ -1,14 +1,15 @@
 """The stages of a model's life, in the order in which they are run.
 
-    pretrain     public images                  a backbone on which noise hurts less (DPAdapter)
-    finetune     the private training set       a model, by DP-SGD or one of its relatives
-    recalibrate  several private sources        confidences that fit their images, from noisy answers
-    adapt        a private stream under drift   an adapted model (DP test-time adaptation)
-    split        a client's private images      noisy representations and labels of them (Split Adaptation, DP mode)
-    deploy       no data                        the model in use: the adapted model with recalibrated confidences
-    predict      the private training set       certified, private answers of a small model to some queries
-    certificates the private training set       how many changed records leave answers as they are, NOT private
-    audit_*      canaries                       what attackers can prove about each of these releases
+    pretrain      public images             a backbone on which noise hurts less (DPAdapter)
+    finetune      the private training set  a model, by DP-SGD or one of its relatives
+    recalibrate   several private sources   confidences that fit their images
+    adapt         a private stream          a model that follows the drift of the stream
+    split         a client's images         noisy representations and labels (Split Adaptation)
+    deploy        no data                   the adapted model with recalibrated confidences
+    predict       the private training set  certified, private answers to some queries
+    certificates  the private training set  how far the data may change before answers do,
+                                            NOT private
+    audit_*       canaries                  what attackers can prove about each of these releases
 
 Each study names the module that has its stages (`launch.study.Program.life`): what they compute,
 charge and release, their accounts, and their audit. A private stage touches private data through
