@@ -113,7 +113,8 @@ def _outward(value: Any, direction: int) -> jax.Array:
     if not is_host_float or not jnp.issubdtype(array.dtype, jnp.floating):
         return array
     converted = np.asarray(array)
-    rounded, exact = np.asarray(array, np.float64), np.asarray(value, np.float64)
+    rounded = np.asarray(array, np.float64)
+    exact = np.asarray(value, np.float64)
     is_inward = rounded > exact if direction < 0 else rounded < exact
     outermost = np.asarray(direction * np.inf, array.dtype)
     return jnp.asarray(np.where(is_inward, np.nextafter(converted, outermost), converted))

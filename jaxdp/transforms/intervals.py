@@ -94,9 +94,9 @@ def interval(fun: Callable[..., Any], *, product: str = "tight") -> Callable[...
       elementary functions that are not monotone. On XLA's CPU these fail by 10 units in the last
       place for erf, 6 for tanh, at most 3 for others, 0 for exp, log and logistic.
 
-      =============================  ==================================================================
+      =============================  ===============================================================
       case                           behaviour
-      =============================  ==================================================================
+      =============================  ===============================================================
       no argument is an interval     contains the exact value, and is as wide as the rounding
       division by zero, log of 0     infinite endpoints
       points outside of a domain     log and sqrt of negative points are ignored
@@ -104,7 +104,7 @@ def interval(fun: Callable[..., Any], *, product: str = "tight") -> Callable[...
       boolean results                [False, True] where both occur
       integer arithmetic             exact, no rounding
       bfloat16, float16              products and sums in float32, results rounded outward
-      =============================  ==================================================================
+      =============================  ===============================================================
 
     Raises:
       UnsupportedPrimitive: When called: a primitive has no rule. The message names it, its line and

@@ -69,10 +69,8 @@ def _initial_state(
     while True:
         state = _as_kinds(init, kinds)
         results = jax.eval_shape(lambda state: _without_facts(body(state)), state)
-        next_kinds = [
-            before or after
-            for before, after in zip(kinds, _kinds(results[: len(init)]), strict=True)
-        ]
+        of_results = _kinds(results[: len(init)])
+        next_kinds = [a or b for a, b in zip(kinds, of_results, strict=True)]
         if next_kinds == kinds:
             return kinds, jax.tree.map(jnp.asarray, state)
         kinds = next_kinds

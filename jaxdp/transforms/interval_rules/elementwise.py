@@ -69,8 +69,10 @@ def _monotone(
             low, high = high, low
         if start > -math.inf:
             # Points outside of the domain have no value that a bound could contain.
-            low, high = jnp.maximum(low, start), jnp.maximum(high, start)
-        low, high = widen(eqn.bind(low)[0], eqn.bind(high)[0], 2 * ulps)
+            low = jnp.maximum(low, start)
+            high = jnp.maximum(high, start)
+        low, high = eqn.bind(low)[0], eqn.bind(high)[0]
+        low, high = widen(low, high, 2 * ulps)
         return Box(jnp.maximum(low, below), jnp.minimum(high, above), nonnegative=below >= 0)
 
     return rule
@@ -138,9 +140,8 @@ def _exp_neg_sq(eqn: Equation, x: Operand) -> Operand:
 def _pow(eqn: Equation, x: Operand, y: Operand) -> Operand:
     is_known = is_nonnegative(x)
     base = x if is_known else absolute(x)
-    with_lower = [eqn.bind(lower(base), end(y))[0] for end in (lower, upper)]
-    with_upper = [eqn.bind(upper(base), end(y))[0] for end in (lower, upper)]
-    corners = with_lower + with_upper
+    corners = [eqn.bind(lower(base), end(y))[0] for end in (lower, upper)]
+    corners += [eqn.bind(upper(base), end(y))[0] for end in (lower, upper)]
     low, high = widen(least(corners), most(corners), 32)
     if not is_known:  # the power of a negative base has either sign, or is NaN
         low = jnp.where(lower(x) >= 0, low, -high)
@@ -182,7 +183,8 @@ def _sine(eqn: Equation, x: Operand) -> Operand:
         """Returns whether some phase + 2 pi n lies between the ends."""
         # The margin covers the rounding of this test.
         margin = 8 * slack(low.dtype, 4) * jnp.maximum(1, magnitude(x))
-        return jnp.ceil((low - phase - margin) / turn) * turn + phase <= high + margin
+        first = jnp.ceil((low - phase - margin) / turn) * turn + phase
+        return first <= high + margin
 
     ends = eqn.ends(x)
     bottom, top = widen(least(ends), most(ends), 16)

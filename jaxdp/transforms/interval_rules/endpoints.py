@@ -67,7 +67,8 @@ def hull_of_cases(index: Operand, cases: Sequence[Operand]) -> Box:
     """Returns the hull of the cases that an index (a boolean or an integer) allows."""
     first = jnp.asarray(lower(index), jnp.int32)
     last = jnp.asarray(upper(index), jnp.int32)
-    shape, dtype = np.shape(lower(cases[0])), cases[0].dtype
+    shape = np.shape(lower(cases[0]))
+    dtype = cases[0].dtype
     low, high = (jnp.full(shape, end, dtype) for end in empty_hull(dtype))
     for i, case in enumerate(cases):
         possible = (first <= i) & (last >= i)
@@ -87,7 +88,9 @@ def without_nan(x: Operand) -> Operand:
     low, high = lower(x), upper(x)
     if not is_float(low):
         return x
-    return Box(jnp.where(jnp.isnan(low), -jnp.inf, low), jnp.where(jnp.isnan(high), jnp.inf, high))
+    low = jnp.where(jnp.isnan(low), -jnp.inf, low)
+    high = jnp.where(jnp.isnan(high), jnp.inf, high)
+    return Box(low, high)
 
 
 # --- Rounding -----------------------------------------------------------------------------------
@@ -140,11 +143,12 @@ def corner_products(x: Operand, y: Operand) -> Ends:
             return low, high
         return jnp.minimum(low, high), jnp.maximum(low, high)
     if is_nonnegative(x):
-        x_ends = lower(x), upper(x)
-        return least([lower(y) * end for end in x_ends]), most([upper(y) * end for end in x_ends])
-    with_lower = [lower(x) * lower(y), lower(x) * upper(y)]
-    with_upper = [upper(x) * lower(y), upper(x) * upper(y)]
-    corners = with_lower + with_upper
+        x_low, x_high = lower(x), upper(x)
+        low = least([lower(y) * x_low, lower(y) * x_high])
+        high = most([upper(y) * x_low, upper(y) * x_high])
+        return low, high
+    corners = [lower(x) * lower(y), lower(x) * upper(y)]
+    corners += [upper(x) * lower(y), upper(x) * upper(y)]
     return least(corners), most(corners)
 
 
@@ -171,15 +175,18 @@ def sum_of_others(x: jax.Array) -> jax.Array:
     if size == 1:
         return jnp.zeros_like(x)
     zero = jnp.zeros((*x.shape[:-1], 1), x.dtype)
-    before = jnp.concatenate([zero, jnp.cumsum(x, axis=-1)[..., :-1]], axis=-1)
+    up_to_here = jnp.cumsum(x, axis=-1)
+    before = jnp.concatenate([zero, up_to_here[..., :-1]], axis=-1)
     from_here = jnp.flip(jnp.cumsum(jnp.flip(x, -1), axis=-1), -1)
-    return before + jnp.concatenate([from_here[..., 1:], zero], axis=-1)
+    behind = jnp.concatenate([from_here[..., 1:], zero], axis=-1)
+    return before + behind
 
 
 def off_diagonal(x: jax.Array) -> jax.Array:
     """Sets the diagonal of the last two axes to zero, since z_c - z_c = 0."""
     size = x.shape[-1]
-    diagonal = np.eye(size, dtype=bool).reshape(*(1,) * (x.ndim - 2), size, size)
+    lead = (1,) * (x.ndim - 2)
+    diagonal = np.eye(size, dtype=bool).reshape(*lead, size, size)
     return jnp.where(diagonal, jnp.zeros_like(x), x)
 
 
@@ -187,4 +194,5 @@ def log_sum_exp(x: jax.Array, axis: int) -> jax.Array:
     """Returns log(sum(exp(x))) over an axis. The largest entry is subtracted against overflow."""
     top = jnp.max(x, axis=axis, keepdims=True)
     shift = jnp.where(jnp.isfinite(top), top, 0)  # inf - inf would be NaN
-    return jnp.squeeze(shift, axis) + jnp.log(jnp.sum(jnp.exp(x - shift), axis=axis))
+    squeezed = jnp.squeeze(shift, axis)
+    return squeezed + jnp.log(jnp.sum(jnp.exp(x - shift), axis=axis))

@@ -125,13 +125,10 @@ def _keeps_last_axis(eqn: Equation, x: Box, result: Box) -> bool:
     """Returns whether facts about the last axis of x hold for the last axis of the result."""
     if eqn.name in _SAME_SHAPE:
         return True
-    return (
-        eqn.name in _KEEP_LAST_AXIS
-        and x.shape[-1:] == result.shape[-1:]
-        and math.prod(x.shape) == math.prod(result.shape)  # no entry is dropped or repeated
-        and x.ndim > 0
-        and x.shape[-1] > 1
-    )
+    if eqn.name not in _KEEP_LAST_AXIS or x.ndim == 0 or x.shape[-1] == 1:
+        return False
+    keeps_all_entries = math.prod(x.shape) == math.prod(result.shape)
+    return keeps_all_entries and x.shape[-1:] == result.shape[-1:]
 
 
 def _pass_facts(x: Box, result: Box) -> None:

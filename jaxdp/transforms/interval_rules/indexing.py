@@ -153,7 +153,8 @@ def _sort(eqn: Equation, *operands: Operand) -> list[Box]:
     for x in others:
         # The hull of all entries that may stand at a place.
         largest, smallest = (jnp.asarray(end, x.dtype) for end in empty_hull(x.dtype))
-        low, high = lower(x)[..., None, :], upper(x)[..., None, :]
+        low = lower(x)[..., None, :]
+        high = upper(x)[..., None, :]
         hull_low = jnp.where(may_stand, low, largest).min(-1)
         hull_high = jnp.where(may_stand, high, smallest).max(-1)
         results.append((hull_low, hull_high))

@@ -43,27 +43,34 @@ def _softmax_gradient(eqn: Equation, logits: Operand, weights: Operand) -> Opera
         error = slack(low.dtype, low.shape[-1] + 4)
         above = above + error  # the others sum to at most 1 at any point
         below = below - error * jnp.maximum(1, sum_of_others(high))
-        low, high = jnp.maximum(low, below), jnp.minimum(high, above)
+        low = jnp.maximum(low, below)
+        high = jnp.minimum(high, above)
     weights_inflated = inflate(weights, low.shape[-1])
     total = Box(*both(lambda v: jnp.sum(v, axis=-1, keepdims=True), weights_inflated))
     low, high = widen(*corner_products(Box(low, high, nonnegative=True), total))
-    return Box(*widen(low - upper(weights), high - lower(weights)), zero_sum=True)
+    low, high = widen(low - upper(weights), high - lower(weights))
+    return Box(low, high, zero_sum=True)
 
 
 @register_rule("softmax_cross_entropy")
 def _softmax_value(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
     """Bounds sum_k y_k log sum_j exp(z_j - z_k)."""
     gaps = pairwise_gaps(logits, eqn.product)
-    low, high = log_sum_exp(-gaps, axis=-1), log_sum_exp(gaps, axis=-2)
+    low = log_sum_exp(-gaps, axis=-1)
+    high = log_sum_exp(gaps, axis=-2)
     error = slack(low.dtype, gaps.shape[-1] + 24)
-    low, high = low - error * (1 + jnp.abs(low)), high + error * (1 + jnp.abs(high))
+    low = low - error * (1 + jnp.abs(low))
+    high = high + error * (1 + jnp.abs(high))
     low, high = widen(*corner_products(weights, Box(low, high, nonnegative=True)))
     # A class without weight adds nothing even if its loss is unbounded.
     absent = (lower(weights) == 0) & (upper(weights) == 0)
-    low, high = jnp.where(absent, 0, low), jnp.where(absent, 0, high)
+    low = jnp.where(absent, 0, low)
+    high = jnp.where(absent, 0, high)
     error = slack(low.dtype, low.shape[-1] + 2)
-    low, high = low - error * jnp.abs(low), high + error * jnp.abs(high)
-    return Box(*widen(jnp.sum(low, axis=-1), jnp.sum(high, axis=-1)))
+    low = low - error * jnp.abs(low)
+    high = high + error * jnp.abs(high)
+    low, high = jnp.sum(low, axis=-1), jnp.sum(high, axis=-1)
+    return Box(*widen(low, high))
 
 
 # --- Sigmoid cross-entropy ----------------------------------------------------------------------
@@ -73,7 +80,9 @@ def _softmax_value(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
 def _sigmoid_gradient(eqn: Equation, logits: Operand, label: Operand) -> Operand:
     """Bounds sigmoid(z) - y."""
     low, high = widen(*both(jax.nn.sigmoid, logits), 16)
-    return Box(*widen(jnp.maximum(low, 0) - upper(label), jnp.minimum(high, 1) - lower(label)))
+    below = jnp.maximum(low, 0) - upper(label)
+    above = jnp.minimum(high, 1) - lower(label)
+    return Box(*widen(below, above))
 
 
 @register_rule("sigmoid_cross_entropy")
@@ -91,8 +100,8 @@ def _sigmoid_value(eqn: Equation, logits: Operand, label: Operand) -> Operand:
     tops, bottoms = [], []
     for y in labels:
         at_ends = [value(low, y), value(high, y)]
-        turning_point = jnp.log(jnp.clip(y, 0, 1)) - jnp.log1p(-jnp.clip(y, 0, 1))
-        turning_point = jnp.clip(turning_point, low, high)
+        log_odds = jnp.log(jnp.clip(y, 0, 1)) - jnp.log1p(-jnp.clip(y, 0, 1))
+        turning_point = jnp.clip(log_odds, low, high)
         tops += at_ends
         # An error in the turning point changes the value by the square of the error, far below the
         # slack.
@@ -131,8 +140,11 @@ def _multiclass_hinge(eqn: Equation, logits: Operand, weights: Operand) -> Opera
     above = jnp.where(is_label, -jnp.inf, above)
     below = jnp.where(is_label, -jnp.inf, below)
     has_nan = jnp.isnan(weights).any(axis=-1)
-    low, high = widen(1 + jnp.max(below, axis=-1), 1 + jnp.max(above, axis=-1))
-    low, high = jnp.where(has_nan, jnp.nan, low), jnp.where(has_nan, jnp.nan, high)
+    low = 1 + jnp.max(below, axis=-1)
+    high = 1 + jnp.max(above, axis=-1)
+    low, high = widen(low, high)
+    low = jnp.where(has_nan, jnp.nan, low)
+    high = jnp.where(has_nan, jnp.nan, high)
     if eqn.name == "multiclass_hinge":
         return Box(jnp.maximum(low, 0), jnp.maximum(high, 0), nonnegative=True)
     return _multiclass_hinge_gradient(gaps, is_label, low, high)

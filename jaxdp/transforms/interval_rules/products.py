@@ -86,14 +86,16 @@ def _swapped(multiply: Multiply) -> Multiply:
 def _product_of_points(multiply: Multiply, a: jax.Array, b: jax.Array, terms: int) -> Ends:
     """Bounds the rounding, which alone is uncertain."""
     value = multiply(a, b)
-    error = slack(b.dtype, terms + 2) * multiply(jnp.abs(a), jnp.abs(b))
+    magnitudes = multiply(jnp.abs(a), jnp.abs(b))
+    error = slack(b.dtype, terms + 2) * magnitudes
     return value - error, value + error
 
 
 def _point_times_interval(
     multiply: Multiply, a: jax.Array, b: Interval, *, a_is_nonnegative: bool
 ) -> Ends:
-    positive, negative = jnp.maximum(a, 0), jnp.maximum(-a, 0)
+    positive = jnp.maximum(a, 0)
+    negative = jnp.maximum(-a, 0)
     low = multiply(positive, b.lower)
     high = multiply(positive, b.upper)
     if a_is_nonnegative:
@@ -106,18 +108,19 @@ def _interval_times_interval(
 ) -> Ends:
     # A product of a+ >= 0 is smallest at the lower end of a+ where b is positive, and at the upper
     # end of a+ where b is negative.
-    b_low_positive, b_high_positive = jnp.maximum(b.lower, 0), jnp.maximum(b.upper, 0)
-    b_low_negative, b_high_negative = jnp.minimum(b.lower, 0), jnp.minimum(b.upper, 0)
+    b_low_positive = jnp.maximum(b.lower, 0)
+    b_high_positive = jnp.maximum(b.upper, 0)
+    b_low_negative = jnp.minimum(b.lower, 0)
+    b_high_negative = jnp.minimum(b.upper, 0)
     least, most = jnp.maximum(a.lower, 0), jnp.maximum(a.upper, 0)  # of a+
     low = multiply(least, b_low_positive) + multiply(most, b_low_negative)
     high = multiply(most, b_high_positive) + multiply(least, b_high_negative)
     if a_is_nonnegative:
         return low, high
     least, most = jnp.maximum(-a.upper, 0), jnp.maximum(-a.lower, 0)  # of a-
-    return (
-        low - (multiply(most, b_high_positive) + multiply(least, b_high_negative)),
-        high - (multiply(least, b_low_positive) + multiply(most, b_low_negative)),
-    )
+    low = low - (multiply(most, b_high_positive) + multiply(least, b_high_negative))
+    high = high - (multiply(least, b_low_positive) + multiply(most, b_low_negative))
+    return low, high
 
 
 def _midpoint_radius(multiply: Multiply, a: Operand, b: Operand, terms: int) -> Ends:
@@ -226,7 +229,8 @@ def dot_product(dims: Dims, terms: int) -> tuple[int, Multiply]:
     def cut(x: jax.Array, axis: int) -> jax.Array:
         """Moves the contracted axis to the end, pads it with zeros and cuts it into blocks."""
         x = jnp.moveaxis(x, axis, -1)
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, blocks * size - terms)])
+        padding = [(0, 0)] * (x.ndim - 1) + [(0, blocks * size - terms)]
+        x = jnp.pad(x, padding)
         return x.reshape(*x.shape[:-1], blocks, size)
 
     def blocked(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -251,7 +255,8 @@ def dot_product(dims: Dims, terms: int) -> tuple[int, Multiply]:
 def _short_sum(a: Operand, b: Operand, dims: Dims) -> Ends:
     """Bounds a short sum of exact products."""
     (a_contract, b_contract), _ = dims
-    a, b = axes_last(a, a_contract), axes_last(b, b_contract)
+    a = axes_last(a, a_contract)
+    b = axes_last(b, b_contract)
     terms = a.shape[-1]
     b = inflate(b, terms + 2)
     # Two matrices: all products in one array are slower to compute, and faster to compile.
@@ -277,8 +282,8 @@ def _all_products(x: Operand, y: Operand, shared: int = 0) -> Ends:
     def with_axes(v: Operand, count: int, behind: int) -> Operand:
         """Inserts `count` axes of length 1 before the last `behind` axes."""
         place = len(v.shape) - behind
-        ones = (1,) * count
-        return moved(lambda e: e.reshape(*e.shape[:place], *ones, *e.shape[place:]), v)
+        shape = (*v.shape[:place], *(1,) * count, *v.shape[place:])
+        return moved(lambda ends: ends.reshape(shape), v)
 
     x_axes = len(x.shape) - shared
     y_axes = len(y.shape)
@@ -306,18 +311,22 @@ def outer_parts(
     (a_contract, b_contract), _ = eqn.params["dimension_numbers"]
     a, b = at_least_float32(a), at_least_float32(b)
     if a_contract:
-        a, b = _entry(axes_last(a, a_contract), 0), _entry(axes_last(b, b_contract), 0)
+        a = _entry(axes_last(a, a_contract), 0)
+        b = _entry(axes_last(b, b_contract), 0)
     # One operand is widened by the rounding instead of every entry.
     if isinstance(a, Interval):
         a = inflate(a, 2, keep_sign=True)
     else:
         b = inflate(b, 2, keep_sign=True)
-    a_is_point, b_is_point = not isinstance(a, Interval), not isinstance(b, Interval)
+    a_is_point = not isinstance(a, Interval)
+    b_is_point = not isinstance(b, Interval)
     a_sign, b_sign = is_nonnegative(a), is_nonnegative(b)
 
     def multiply(*arrays: jax.Array) -> Box:
-        x = [v.reshape(*v.shape, *(1,) * arrays[2].ndim) for v in arrays[:2]]
-        y = [v.reshape(*(1,) * arrays[0].ndim, *v.shape) for v in arrays[2:]]
+        y_axes = (1,) * arrays[2].ndim
+        x_axes = (1,) * arrays[0].ndim
+        x = [v.reshape(*v.shape, *y_axes) for v in arrays[:2]]
+        y = [v.reshape(*x_axes, *v.shape) for v in arrays[2:]]
         if a_is_point:
             ends = _product_of_parts(y, x)
         elif b_is_point:
@@ -386,11 +395,13 @@ def _sums_to_zero(x: Operand, axis: int) -> bool:
 
 def _minus_entry(rows: Operand, c: int) -> Box:
     """Bounds w_j - w_c along the last axis, which is exactly 0 for j = c."""
-    low, high = lower(rows), upper(rows)
-    ends = widen(low - high[..., c : c + 1], high - low[..., c : c + 1])
-    size = rows.shape[-1]
-    itself = (np.arange(size) == c).reshape(*(1,) * (len(rows.shape) - 1), size)
-    return Box(jnp.where(itself, 0, ends[0]), jnp.where(itself, 0, ends[1]))
+    entry = slice(c, c + 1)
+    below = lower(rows) - upper(rows)[..., entry]
+    above = upper(rows) - lower(rows)[..., entry]
+    below, above = widen(below, above)
+    lead = (1,) * (len(rows.shape) - 1)
+    itself = (np.arange(rows.shape[-1]) == c).reshape(*lead, -1)
+    return Box(jnp.where(itself, 0, below), jnp.where(itself, 0, above))
 
 
 def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
@@ -399,7 +410,8 @@ def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
     if len(a_contract) != 1 or len(a.shape) + len(b.shape) - 2 != result.ndim:
         return
     hidden, weights = a, b
-    hidden_axis, weights_axis = a_contract[0], b_contract[0]
+    hidden_axis = a_contract[0]
+    weights_axis = b_contract[0]
     if len(b.shape) == 1 and len(a.shape) == 2:  # w^T h
         hidden, weights = b, a
         hidden_axis, weights_axis = weights_axis, hidden_axis
@@ -410,8 +422,10 @@ def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
     def differences() -> jax.Array:
         low = jnp.moveaxis(lower(weights), weights_axis, 0)  # [n, K]
         high = jnp.moveaxis(upper(weights), weights_axis, 0)
-        ends = widen(low[:, :, None] - high[:, None, :], high[:, :, None] - low[:, None, :])
-        gaps = Box(off_diagonal(ends[0]), off_diagonal(ends[1]))  # [n, K, K]
+        below = low[:, :, None] - high[:, None, :]  # [n, K, K]
+        above = high[:, :, None] - low[:, None, :]
+        below, above = widen(below, above)
+        gaps = Box(off_diagonal(below), off_diagonal(above))
         roundings, multiply = dot_product((((hidden_axis,), (0,)), ((), ())), terms)
         _, top = bilinear_bounds("tight", multiply, hidden, gaps, roundings)
         return off_diagonal(top + 8 * terms * tiny(top.dtype))

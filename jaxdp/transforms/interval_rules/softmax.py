@@ -85,7 +85,8 @@ def _softmax(eqn: Equation, x: Operand) -> Operand:
     low, high = widen(lower(x) - shift, upper(x) - shift)
     low, high = widen(jnp.exp(low), jnp.exp(high), 16 + 2 * x.shape[-1])
     low = jnp.maximum(low, 0)
-    others_low, others_high = sum_of_others(low), sum_of_others(high)
+    others_low = sum_of_others(low)
+    others_high = sum_of_others(high)
     # If all exponentials underflow, 0 / 0 becomes 0 or 1. A NaN logit stays NaN.
     low = jnp.where((low == 0) & (others_high == 0), 0, low / (low + others_high))
     high = jnp.where((high == 0) & (others_low == 0), 1, high / (high + others_low))
@@ -102,8 +103,11 @@ def _log_softmax(eqn: Equation, x: Operand) -> Operand:
         ends = -log_sum_exp(gaps, -2), -log_sum_exp(-gaps, -1)
         scales = ends
     else:  # the entry at one end, and all others at the other end
-        others_low, others_high = _log_sum_of_others(lower(x)), _log_sum_of_others(upper(x))
-        ends = -jnp.logaddexp(others_high - lower(x), 0), -jnp.logaddexp(others_low - upper(x), 0)
+        others_low = _log_sum_of_others(lower(x))
+        others_high = _log_sum_of_others(upper(x))
+        low = -jnp.logaddexp(others_high - lower(x), 0)
+        high = -jnp.logaddexp(others_low - upper(x), 0)
+        ends = low, high
         largest = 2 * jnp.max(magnitude(x), -1, keepdims=True)
         scales = largest, largest
     result = around(ends, scales, x.shape[-1] + 24)
