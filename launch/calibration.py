@@ -1,5 +1,6 @@
 """Tables and figures of a recalibration study, computed from its result."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,27 +37,28 @@ def _shifted(result: Mapping[str, Any]) -> list[str]:
 def _overall(result: Mapping[str, Any], *factors: str) -> list[dict[str, str]]:
     """Returns rows of Table 1."""
     rows = []
-    for name in (cost["method"] for cost in result["costs"]):
-        row, cells = {"method": name}, [result["cells"][shift][name] for shift in _shifted(result)]
+    for cost in result["costs"]:
+        name = cost["method"]
+        cells = [result["cells"][shift][name] for shift in _shifted(result)]
+        row = {"method": name}
         for score, heading in (("ece", "ECE"), ("brier", "Brier")):
-            values = [
-                value for cell in cells for factor in factors for value in cell[factor][score]
-            ]
-            row |= {
-                f"median {heading}": f"{np.median(values):.4f}",
-                f"mean {heading}": f"{np.mean(values):.4f}",
-            }
+            values = list[float]()
+            for cell, factor in itertools.product(cells, factors):
+                values += cell[factor][score]
+            row[f"median {heading}"] = f"{np.median(values):.4f}"
+            row[f"mean {heading}"] = f"{np.mean(values):.4f}"
         rows.append(row)
     return rows
 
 
 def _per_shift(result: Mapping[str, Any], part: str) -> list[dict[str, str]]:
     """Returns rows of Table 4, with the accuracies of Table 3."""
-    return [
-        {"shift": shift.replace("_", " "), "accuracy": f"{result['accuracy'][shift]:.4f}"}
-        | {name: f"{cell[part]['ece'][0]:.4f}" for name, cell in cells.items()}
-        for shift, cells in result["cells"].items()
-    ]
+    rows = []
+    for shift, cells in result["cells"].items():
+        errors = {name: f"{cell[part]['ece'][0]:.4f}" for name, cell in cells.items()}
+        accuracy = f"{result['accuracy'][shift]:.4f}"
+        rows.append({"shift": shift.replace("_", " "), "accuracy": accuracy, **errors})
+    return rows
 
 
 def _centre(result: Mapping[str, Any]) -> str:
@@ -74,8 +76,10 @@ _CONSTANT = (
 def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
     """Returns Tables 1 and 4, and the costs."""
     centre, over = _centre(result), f"Calibration over {len(_shifted(result))} shifts"
-    cells = [cell for cells in result["cells"].values() for cell in cells.values()]
-    error = max(error for cell in cells for part in cell.values() for error in part["ece_error"])
+    standard_errors = list[float]()
+    for cells in result["cells"].values():
+        for cell in cells.values():
+            standard_errors += itertools.chain(*(part["ece_error"] for part in cell.values()))
     costs = [
         {
             "method": cost["method"],
@@ -85,7 +89,10 @@ def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
         }
         for cost in result["costs"]
     ]
-    trials = f"Scores are means of {result['trials']} trials. The standard error of an ECE is at most {error:.2g}."
+    trials = (
+        f"Scores are means of {result['trials']} trials. The standard error of an ECE is at most "
+        f"{max(standard_errors):.2g}."
+    )
     return {
         f"{over} and all numbers of sources, samples and epsilon": _overall(result, *FACTORS),
         "trials": trials,
@@ -106,29 +113,22 @@ def figures(result: Mapping[str, Any], work: frame.Work) -> None:
 
     def panel(factor: str, shifts: Sequence[str]) -> tuple[str, tuple[str, Any]]:
         """Returns the mean ECE over some shifts against a factor, by method."""
-        (label, fixed), settings = (
-            FACTORS[factor],
-            [Setting(*point) for point in result["settings"][factor]],
-        )
-        axis, curves = [getattr(setting, factor) for setting in settings], {}
+        label, fixed = FACTORS[factor]
+        settings = [Setting(*point) for point in result["settings"][factor]]
+        axis = [getattr(setting, factor) for setting in settings]
+        curves = {}
         for name in work.config.figures.methods:
-            means = np.mean([result["cells"][shift][name][factor]["ece"] for shift in shifts], 0)
-            curves[name] = list(zip(axis, means.tolist(), strict=True))
+            errors = [result["cells"][shift][name][factor]["ece"] for shift in shifts]
+            curves[name] = list(zip(axis, np.mean(errors, 0).tolist(), strict=True))
         return fixed.format(**settings[0]._asdict()), (label, curves)
 
-    for file, shifts in {
-        **{shift: [shift] for shift in result["cells"]},
-        "all_shifts": _shifted(result),
-    }.items():
-        where = (
-            "clean images" if shifts == [CLEAN] else f"images under {shifts[0].replace('_', ' ')}"
-        )
+    drawn = {shift: (_title(shift), [shift]) for shift in result["cells"]}
+    drawn["all_shifts"] = "Calibration under all shifts", _shifted(result)
+    for file, (title, shifts) in drawn.items():
         plot_panels(
             work.root / "figures" / f"{file}.png",
             dict(panel(factor, shifts) for factor in FACTORS),
-            title="Calibration under all shifts"
-            if file == "all_shifts"
-            else f"Calibration on {where}",
+            title=title,
             subtitle=f"{result['images']} test images, means of {result['trials']} trials",
             ylabel="expected calibration error",
         )
@@ -140,25 +140,27 @@ def figures(result: Mapping[str, Any], work: frame.Work) -> None:
     )
 
 
+def _title(shift: str) -> str:
+    if shift == CLEAN:
+        return "Calibration on clean images"
+    return f"Calibration on images under {shift.replace('_', ' ')}"
+
+
 def summary(result: Mapping[str, Any]) -> str:
     """Returns the text for the terminal."""
-    shown, rows = ("median ECE", "mean ECE", "mean Brier"), []
-    for cost, all_, centre in zip(
-        result["costs"], _overall(result, *FACTORS), _overall(result, CENTRE), strict=True
-    ):
+    overall, at_centre = _overall(result, *FACTORS), _overall(result, CENTRE)
+    rows = []
+    for cost, everywhere, centre in zip(result["costs"], overall, at_centre, strict=True):
         row = {"method": cost["method"], "releases": cost["releases"], "epsilon": _paid(cost)}
-        rows.append(
-            row
-            | {name: all_[name] for name in shown}
-            | {f"centre: {name}": centre[name] for name in shown}
-        )
+        scores = ("median ECE", "mean ECE", "mean Brier")
+        row |= {name: everywhere[name] for name in scores}
+        row |= {f"centre: {name}": centre[name] for name in scores}
+        rows.append(row)
     return (
         f"{format_table(rows)}\n\n"
         f"The centre is {_centre(result)}. The other scores are over all settings and shifts. "
-        "Every source pays "
-        f"PureDpEvent(epsilon) for one record ({result['adjacency']}), for any number of sources. "
-        "With epsilon = inf "
-        "it has no privacy. The classifier, the settings and the noisy answers are public. Scores "
-        "and diagrams read "
-        "test labels without noise, so they are for public benchmarks only."
+        f"Every source pays PureDpEvent(epsilon) for one record ({result['adjacency']}), for any "
+        "number of sources. With epsilon = inf it has no privacy. The classifier, the settings "
+        "and the noisy answers are public. Scores and diagrams read test labels without noise, so "
+        "they are for public benchmarks only."
     )

@@ -12,6 +12,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import itertools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -142,23 +143,19 @@ def _cells(config: Any) -> Iterator[Cell]:
     sweep = "relative_std" if config.robust.relative else "std"
     frame.known("robust.std", [config.robust.std], config.pretrain.robustness[sweep])
     for name, grid in config.grids.items():
-        for field, choices in (
-            ("upstreams", upstreams),
-            ("methods", config.methods),
-            ("sets", config.sets),
-        ):
-            frame.known(f"grids.{name}.{field}", grid[field], choices)
+        frame.known(f"grids.{name}.upstreams", grid.upstreams, upstreams)
+        frame.known(f"grids.{name}.methods", grid.methods, config.methods)
+        frame.known(f"grids.{name}.sets", grid.sets, config.sets)
         for key, *pair in grid.comparisons:
-            frame.known(
-                f"grids.{name}.comparisons", pair, config.methods if key == "method" else upstreams
-            )
-    for seed in config.seeds:
-        for grid in config.grids.values():
-            for dataset in grid.sets if seed in _seeds(grid, config) else ():
-                for method in grid.methods:
-                    for epsilon in grid.epsilons:
-                        for upstream in grid.upstreams:
-                            yield Cell(dataset, method, float(epsilon), upstream, int(seed))
+            choices = config.methods if key == "method" else upstreams
+            frame.known(f"grids.{name}.comparisons", pair, choices)
+    for seed, grid in itertools.product(config.seeds, config.grids.values()):
+        if seed not in _seeds(grid, config):
+            continue
+        for dataset, method, epsilon, upstream in itertools.product(
+            grid.sets, grid.methods, grid.epsilons, grid.upstreams
+        ):
+            yield Cell(dataset, method, float(epsilon), upstream, int(seed))
 
 
 def _tuned(cell: Cell, work: frame.Work) -> float | None:
@@ -168,10 +165,9 @@ def _tuned(cell: Cell, work: frame.Work) -> float | None:
     tuning = work.config.get("tuning")
     if not tuning or cell.method in tuning.methods:
         return None
-    tried = [
-        work.row(cell._replace(dataset=tuning.set, method=method)) for method in tuning.methods
-    ]
-    return results.best(tried)["learning_rate"]
+    on_public = cell._replace(dataset=tuning.set)
+    rows = [work.row(on_public._replace(method=method)) for method in tuning.methods]
+    return results.best(rows)["learning_rate"]
 
 
 def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
@@ -179,22 +175,17 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     network, source, test = bench.task(cell.dataset)
     rate = _tuned(cell, work)
     private = bench.private(cell.method, cell.epsilon, cell.dataset, rate)
-    made = bench.trainer(cell.method, cell.epsilon, cell.dataset, rate)
+    trainer = bench.trainer(cell.method, cell.epsilon, cell.dataset, rate)
     start = models.fresh(network, cell.seed)
     if cell.upstream != SCRATCH:
-        start = merge_pretrained(
-            start, bench.upstream(cell.upstream, cell.seed)[0], exclude=("head",)
-        )
+        backbone, _ = bench.upstream(cell.upstream, cell.seed)
+        start = merge_pretrained(start, backbone, exclude=("head",))
     folder = work.folder(cell)
     terms = bench.terms(cell.dataset, private)
-    with (
-        frame.account(
-            folder / "ledger.sqlite", cell.dataset, label=cell.method, **terms
-        ) as account,
-        frame.watching(work.config, folder) as writers,
-    ):
+    ledger = frame.account(folder / "ledger.sqlite", cell.dataset, label=cell.method, **terms)
+    with ledger as account, frame.watching(work.config, folder) as writers:
         params, cost = trainers.fit(
-            made, start, source, private, account, folder / "scratch", writers
+            trainer, start, source, private, account, folder / "scratch", writers
         )
     noise = {"std": robust.std, "relative": robust.relative, "draws": robust.draws}
     return {
@@ -207,56 +198,54 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
-    config, kind = work.config, "relative" if work.config.robust.relative else "absolute"
-    upstreams = []
-    for name, seed in dict.fromkeys((row["upstream"], row["seed"]) for row in rows):
-        if name != SCRATCH:
-            _, known = work.shared.upstream(name, seed)
-            method, sweep = known["method"], known["robust_accuracy"][kind]
-            upstreams.append(
-                {
-                    "upstream": name,
-                    "seed": seed,
-                    "family": method,
-                    "gamma": known["provenance"]["config"]["method"][method].get("gamma", 0.0),
-                    "batch size": known["provenance"]["config"]["train"]["batch_size"],
-                    "accuracy": known["accuracy"],
-                    "robust_accuracy": float(
-                        np.mean(sweep["draws"][sweep["std"].index(config.robust.std)])
-                    ),
-                    "rho": known["rho"]["local"],
-                    "perturbation_norm": known["perturbation_norm"]["last"],
-                }
-            )
-    grids = {}
-    for name, grid in config.grids.items():
-        mine = _of_grid(rows, grid, config)
-        # A grid with fewer methods or upstreams has fewer comparisons.
-        compared = [c for c in grid.comparisons if {*c[1:]} <= {*grid.upstreams, *grid.methods}]
-        differences = [_difference(mine, *c) for c in compared]
-        robust = layout(mine, grid, "robust_accuracy") if grid.get("figures", False) else []
-        grids[name] = {
-            "seeds": len(_seeds(grid, config)),
-            "table": layout(mine, grid),
-            "robust_accuracy": robust,
-        }
-        grids[name]["differences"] = differences
-    columns = ("accuracy", "robust_accuracy", "rho", "perturbation_norm")
-    means = [
-        {
-            "upstream": name,
-            **{
-                key: results.over_seeds(results.select(upstreams, upstream=name), key).mean
-                for key in columns
-            },
-        }
-        for name in dict.fromkeys(row["upstream"] for row in upstreams)
-    ]
+    models_by_seed = dict.fromkeys((row["upstream"], row["seed"]) for row in rows)
+    upstreams = [_upstream(work, *pair) for pair in models_by_seed if pair[0] != SCRATCH]
+    means = []
+    for name in dict.fromkeys(row["upstream"] for row in upstreams):
+        mine, mean = results.select(upstreams, upstream=name), {"upstream": name}
+        for key in ("accuracy", "robust_accuracy", "rho", "perturbation_norm"):
+            mean[key] = results.over_seeds(mine, key).mean
+        means.append(mean)
+    config = work.config
     return {
         "seeds": len(config.seeds),
-        "grids": grids,
+        "grids": {name: _grid_result(rows, grid, config) for name, grid in config.grids.items()},
         "upstreams": upstreams,
         "upstream_means": means,
+    }
+
+
+def _upstream(work: frame.Work, name: str, seed: int) -> dict[str, Any]:
+    """Returns what is known of an upstream model of a seed."""
+    robust = work.config.robust
+    _, known = work.shared.upstream(name, seed)
+    sweep = known["robust_accuracy"]["relative" if robust.relative else "absolute"]
+    draws = sweep["draws"][sweep["std"].index(robust.std)]
+    method, config = known["method"], known["provenance"]["config"]
+    return {
+        "upstream": name,
+        "seed": seed,
+        "family": method,
+        "gamma": config["method"][method].get("gamma", 0.0),
+        "batch size": config["train"]["batch_size"],
+        "accuracy": known["accuracy"],
+        "robust_accuracy": float(np.mean(draws)),
+        "rho": known["rho"]["local"],
+        "perturbation_norm": known["perturbation_norm"]["last"],
+    }
+
+
+def _grid_result(rows: Sequence[frame.Row], grid: Any, config: Any) -> dict[str, Any]:
+    mine = _of_grid(rows, grid, config)
+    # A grid with fewer methods or upstreams has fewer comparisons.
+    known = {*grid.upstreams, *grid.methods}
+    compared = [comparison for comparison in grid.comparisons if known.issuperset(comparison[1:])]
+    has_figures = grid.get("figures", False)
+    return {
+        "seeds": len(_seeds(grid, config)),
+        "table": layout(mine, grid),
+        "robust_accuracy": layout(mine, grid, "robust_accuracy") if has_figures else [],
+        "differences": [_difference(mine, *comparison) for comparison in compared],
     }
 
 
@@ -266,13 +255,14 @@ def _seeds(grid: Any, config: Any) -> tuple[int, ...]:
 
 
 def _of_grid(rows: Sequence[frame.Row], grid: Any, config: Any) -> list[frame.Row]:
-    epsilons = tuple(map(float, grid.epsilons))
-    names = {
-        "upstream": tuple(grid.upstreams),
-        "method": tuple(grid.methods),
-        "dataset": tuple(grid.sets),
-    }
-    return results.select(rows, epsilon=epsilons, seed=_seeds(grid, config), **names)
+    return results.select(
+        rows,
+        epsilon=tuple(map(float, grid.epsilons)),
+        seed=_seeds(grid, config),
+        upstream=tuple(grid.upstreams),
+        method=tuple(grid.methods),
+        dataset=tuple(grid.sets),
+    )
 
 
 def layout(rows: Sequence[frame.Row], grid: Any, value: str = "accuracy") -> list[dict[str, str]]:
@@ -280,21 +270,17 @@ def layout(rows: Sequence[frame.Row], grid: Any, value: str = "accuracy") -> lis
     last.
     """
     table = []
-    for method in grid.methods:
-        for upstream in grid.upstreams:
-            line = {"method": method, "upstream": upstream}
-            for epsilon in grid.epsilons:
-                found = results.select(
-                    rows, method=method, upstream=upstream, epsilon=float(epsilon)
-                )
-                columns = {name: results.select(found, dataset=name) for name in grid.sets} | {
-                    "average": found
-                }
-                for name, cells in columns.items():
-                    mean, deviation, _ = results.over_seeds(cells, value)
-                    spread = f" ± {deviation:.3f}" if np.isfinite(deviation) else ""
-                    line[f"{name} ε={epsilon:g}"] = f"{mean:.3f}{spread}"
-            table.append(line)
+    for method, upstream in itertools.product(grid.methods, grid.upstreams):
+        line = {"method": method, "upstream": upstream}
+        for epsilon in grid.epsilons:
+            every = results.select(rows, method=method, upstream=upstream, epsilon=float(epsilon))
+            columns = {name: results.select(every, dataset=name) for name in grid.sets}
+            columns["average"] = every
+            for name, cells in columns.items():
+                mean, deviation, _ = results.over_seeds(cells, value)
+                spread = f" ± {deviation:.3f}" if np.isfinite(deviation) else ""
+                line[f"{name} ε={epsilon:g}"] = f"{mean:.3f}{spread}"
+        table.append(line)
     return table
 
 
@@ -338,76 +324,115 @@ def _draw(
     """Draws Figures 1 to 3, 5 and 6, at the grid's first method and epsilon."""
     method, epsilon, seeds = grid.methods[0], float(grid.epsilons[0]), _seeds(grid, config)
     known = results.select(known, seed=seeds)
-    rows = results.select(rows, method=method, epsilon=epsilon)
-    noise = f"noise of {config.robust.std:g}{' of each tensor' if config.robust.relative else ' on every parameter'}"
     several = len(seeds) > 1
-    text = f"{method}, ε = {epsilon:g}; robust: under {noise}; seed{'s' * several} {', '.join(map(str, seeds))}"
-    spread = ", bars: standard error" * several
-    families = {
-        row["upstream"]: row["family"] for row in known if row["upstream"] in grid.upstreams
-    }
+    on = " of each tensor" if config.robust.relative else " on every parameter"
+    drawn = _Drawn(
+        stem=stem,
+        grid=grid,
+        rows=results.select(rows, method=method, epsilon=epsilon),
+        known=known,
+        families={
+            row["upstream"]: row["family"] for row in known if row["upstream"] in grid.upstreams
+        },
+        text=f"{method}, ε = {epsilon:g}; robust: under noise of {config.robust.std:g}{on}; "
+        f"seed{'s' * several} {', '.join(map(str, seeds))}",
+        spread=", bars: standard error" * several,
+    )
+    _draw_robustness(drawn)
+    _draw_magnitude(drawn)
 
-    def point(upstream: str, key: str, sets: Sequence[str]) -> tuple[float, float, float, float]:
-        x = results.over_seeds(results.select(known, upstream=upstream), "robust_accuracy")
-        y = results.over_seeds(results.select(rows, upstream=upstream, dataset=tuple(sets)), key)
+
+class _Drawn(NamedTuple):
+    """What the figures of a grid show.
+
+    Attributes:
+      stem: The beginning of the names of the files.
+      rows, known: The rows of the private models and of the upstream models.
+      families: The family of each upstream model.
+      text, spread: What the subtitles say of the grid, and of the bars.
+    """
+
+    stem: pathlib.Path
+    grid: Any
+    rows: Sequence[frame.Row]
+    known: Sequence[frame.Row]
+    families: Mapping[str, str]
+    text: str
+    spread: str
+
+    def point(
+        self, upstream: str, key: str, sets: Sequence[str]
+    ) -> tuple[float, float, float, float]:
+        """Returns x, y and their standard errors: the robust accuracy of an upstream model, and a
+        value of the private models on some sets.
+        """
+        of_upstream = results.select(self.known, upstream=upstream)
+        private = results.select(self.rows, upstream=upstream, dataset=tuple(sets))
+        x = results.over_seeds(of_upstream, "robust_accuracy")
+        y = results.over_seeds(private, key)
         return x.mean, y.mean, x.error, y.error
 
-    plot_points(  # Fig. 6
-        stem.with_name(f"{stem.name}_robustness.png"),
-        {
-            _FAMILIES[family]: [
-                point(name, "accuracy", grid.sets) for name in families if families[name] == family
-            ]
-            for family in dict.fromkeys(families.values())
-        },
+    def file(self, name: str) -> pathlib.Path:
+        """Returns the path of a figure."""
+        return self.stem.with_name(f"{self.stem.name}_{name}.png")
+
+
+def _draw_robustness(drawn: _Drawn) -> None:
+    """Draws Figures 6 and 2: private models against the robust accuracy of their upstream model."""
+    families, sets = drawn.families, drawn.grid.sets
+    by_family = dict[str, Any]()
+    for upstream, family in families.items():
+        points = by_family.setdefault(_FAMILIES[family], [])
+        points.append(drawn.point(upstream, "accuracy", sets))
+    xlabel = "robust accuracy of the upstream model"
+    plot_points(
+        drawn.file("robustness"),
+        by_family,
         title="Robustness of the upstream model, and private accuracy",
-        subtitle=text + spread,
-        xlabel="robust accuracy of the upstream model",
+        subtitle=drawn.text + drawn.spread,
+        xlabel=xlabel,
         ylabel="private accuracy, mean of the data sets",
     )
-    plot_points(  # Fig. 2
-        stem.with_name(f"{stem.name}_transfer.png"),
-        {
-            dataset: [point(name, "robust_accuracy", [dataset]) for name in families]
-            for dataset in grid.sets
-        },
+    plot_points(
+        drawn.file("transfer"),
+        {name: [drawn.point(up, "robust_accuracy", [name]) for up in families] for name in sets},
         title="Robustness before and after private fine-tuning",
-        subtitle=text + spread,
-        xlabel="robust accuracy of the upstream model",
+        subtitle=drawn.text + drawn.spread,
+        xlabel=xlabel,
         ylabel="robust accuracy of the private model",
     )
-    field = grid.get("field", "gamma")
-    magnitude = {row["upstream"]: row[field] for row in known}
-    shown: dict[str, tuple[Sequence[frame.Row], str]] = {
-        **{name: (results.select(rows, dataset=name), "accuracy") for name in grid.sets},
-        **{"upstream": (known, "accuracy"), "upstream, robust": (known, "robust_accuracy")},
+
+
+def _draw_magnitude(drawn: _Drawn) -> None:
+    """Draws Figures 1, 3 and 5: accuracies against gamma or another field of the upstream
+    models.
+    """
+    field = drawn.grid.get("field", "gamma")
+    magnitude = {row["upstream"]: row[field] for row in drawn.known}
+    curves: dict[str, tuple[Sequence[frame.Row], str]] = {
+        name: (results.select(drawn.rows, dataset=name), "accuracy") for name in drawn.grid.sets
     }
+    curves["upstream"] = drawn.known, "accuracy"
+    curves["upstream, robust"] = drawn.known, "robust_accuracy"
+    xlabel = "γ (0 is standard pre-training)" if field == "gamma" else field
 
     def panel(family: str) -> tuple[str, dict[str, list[tuple[float, float]]]]:
-        start = "standard" if field == "gamma" else family
-        names = sorted(
-            (name for name in families if families[name] in (start, family)),
-            key=magnitude.__getitem__,
-        )
-        return {"gamma": "γ (0 is standard pre-training)"}.get(field, field), {
-            label: [
-                (
-                    magnitude[name],
-                    results.over_seeds(results.select(found, upstream=name), key).mean,
-                )
-                for name in names
+        start = "standard" if field == "gamma" else family  # gamma 0 is standard pre-training
+        mine = [name for name, other in drawn.families.items() if other in (start, family)]
+        points = dict[str, list[tuple[float, float]]]()
+        for label, (rows, key) in curves.items():
+            points[label] = [
+                (magnitude[name], results.over_seeds(results.select(rows, upstream=name), key).mean)
+                for name in sorted(mine, key=magnitude.__getitem__)
             ]
-            for label, (found, key) in shown.items()
-        }
+        return xlabel, points
 
-    plot_panels(  # Figures 1, 3 and 5
-        stem.with_name(f"{stem.name}_{field.replace(' ', '_')}.png"),
-        {
-            _FAMILIES[family]: panel(family)
-            for family in sorted({*families.values()} - {"standard"}) or ["standard"]
-        },
+    families = sorted({*drawn.families.values()} - {"standard"}) or ["standard"]
+    plot_panels(
+        drawn.file(field.replace(" ", "_")),
+        {_FAMILIES[family]: panel(family) for family in families},
         title="Perturbation magnitude" if field == "gamma" else f"The {field}",
-        subtitle=text,
+        subtitle=drawn.text,
         ylabel="accuracy",
         percent=True,
     )

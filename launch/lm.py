@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import finetune
-from jaxdp.data import Examples, from_texts, pad_to_physical
+from jaxdp.data import DataSpec, Examples, from_texts, pad_to_physical
 from jaxdp.data.order import shuffled
 from jaxdp.files import optional, understood
 from jaxdp.models import LanguageModel, Pretrained, generate, merge_lora, save_params
@@ -40,11 +40,13 @@ class Opened(NamedTuple):
     """The records as tokens, the model, and what translates tokens.
 
     Attributes:
+      spec: Of the private texts: their terms in the ledger.
       chosen: As `Task.chosen` in launch/tasks.py.
       prompts: Those of the config, as tokens.
       decode: Token ids to text.
     """
 
+    spec: DataSpec
     private: Examples
     test: Examples
     network: Pretrained
@@ -74,42 +76,57 @@ def _tokenizer(
 
 def _texts(config: Any) -> dict[str, list[str]]:
     """Returns the private and the test texts of the data part of a config, one per record."""
-    roles, found = ("private", "test"), {}
-    if config.source == "tfds":
-        specs = data.specs(config, *roles)
-        for role in roles:
-            found[role], _ = data.texts(specs[role], config.field, labelled=False)
-    elif config.source == "lines":
-        for role in roles:
-            path = pathlib.Path(config.path, config.parts[role])
-            if not path.is_file():
-                raise FileNotFoundError(
-                    f"config.data.parts.{role} must be a file of texts, got {str(path)!r}."
-                )
-            found[role] = path.read_text(encoding="utf-8").splitlines()
-    elif config.source == "bundled":
-        folder = importlib.resources.files("sklearn.datasets.descr")
-        pages = sorted(
-            (page for page in folder.iterdir() if page.name.endswith(".rst")),
-            key=lambda page: page.name,
-        )
-        lines = [
-            line.strip() for page in pages for line in page.read_text(encoding="utf-8").splitlines()
-        ]
-        whole = [line for line in lines if len(line) >= 20]
-        order = shuffled(len(whole), seed=config.split_seed)
-        cut = round(config.parts.private * len(whole))
-        found = {
-            "private": [whole[i] for i in order[:cut]],
-            "test": [whole[i] for i in order[cut:]],
-        }
-    else:
-        raise ValueError(
-            f"config.data.source must be 'tfds', 'lines' or 'bundled', got {config.source!r}."
-        )
-    if empty := [role for role in roles if not found[role]]:
-        raise ValueError(f"config.data.parts.{empty[0]} has no text.")
-    return found
+    if config.source not in _SOURCES:
+        known = "'tfds', 'lines' or 'bundled'"
+        raise ValueError(f"config.data.source must be {known}, got {config.source!r}.")
+    texts = _SOURCES[config.source](config)
+    for role in _ROLES:
+        if not texts[role]:
+            raise ValueError(f"config.data.parts.{role} has no text.")
+    return texts
+
+
+def _texts_of_tfds(config: Any) -> dict[str, list[str]]:
+    specs = data.specs(config, *_ROLES)
+    return {role: data.texts(spec, config.field, labelled=False)[0] for role, spec in specs.items()}
+
+
+def _lines(config: Any) -> dict[str, list[str]]:
+    """Returns the lines of a file for each role."""
+    texts = {}
+    for role in _ROLES:
+        path = pathlib.Path(config.path, config.parts[role])
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"config.data.parts.{role} must be a file of texts, got {str(path)!r}."
+            )
+        texts[role] = path.read_text(encoding="utf-8").splitlines()
+    return texts
+
+
+def _bundled_texts(config: Any) -> dict[str, list[str]]:
+    """Returns long lines of the descriptions of scikit-learn's data sets."""
+    folder = importlib.resources.files("sklearn.datasets.descr")
+    pages = [page for page in folder.iterdir() if page.name.endswith(".rst")]
+    lines = []
+    for page in sorted(pages, key=lambda page: page.name):
+        lines += map(str.strip, page.read_text(encoding="utf-8").splitlines())
+    records = [line for line in lines if len(line) >= _SHORTEST]
+    order = shuffled(len(records), seed=config.split_seed)
+    end = round(config.parts.private * len(records))
+    return {
+        "private": [records[i] for i in order[:end]],
+        "test": [records[i] for i in order[end:]],
+    }
+
+
+_ROLES = ("private", "test")
+_SHORTEST = 20  # characters of a bundled record, which leaves out headings and rules
+_SOURCES: Mapping[str, Callable[[Any], dict[str, list[str]]]] = {
+    "tfds": _texts_of_tfds,
+    "lines": _lines,
+    "bundled": _bundled_texts,
+}
 
 
 def _check(config: Any, vocabulary: int) -> None:
@@ -131,19 +148,20 @@ def _prompts(
     config: Any, encode: Callable[[str], Sequence[int]], positions: int
 ) -> list[list[int]]:
     """Returns the prompts of a config as tokens. Refuses those to which no token can be added."""
-    found, length = [list(encode(prompt)) for prompt in config.prompts], config.length
+    encoded = [list(encode(prompt)) for prompt in config.prompts]
+    length = config.length
     if length > positions:
         raise ValueError(
             f"config.generation.length must be at most {positions}, the model's positions, got "
             f"{length}."
         )
-    for prompt, tokens in zip(config.prompts, found, strict=True):
+    for prompt, tokens in zip(config.prompts, encoded, strict=True):
         if not 1 <= len(tokens) < length:
             raise ValueError(
                 f"config.generation.prompts must have 1 to {length - 1} tokens each, which is "
                 f"below config.generation.length, got {len(tokens)} in {prompt!r}."
             )
-    return found
+    return encoded
 
 
 def _open(config: Any, root: pathlib.Path) -> Opened:
@@ -159,19 +177,24 @@ def _open(config: Any, root: pathlib.Path) -> Opened:
         )
     prompts = _prompts(config.generation, encode or (lambda text: [0, *text.encode()]), positions)
     network, chosen = models.adapted(network, config.model, seed=config.init_seed)
-    how = {"length": config.data.length, "encode": encode, "num_classes": vocabulary}
-    found = {
-        role: from_texts(texts, name=f"{config.data.name}/{role}", **how)
+    sources = {
+        role: from_texts(
+            texts,
+            length=config.data.length,
+            encode=encode,
+            num_classes=vocabulary,
+            name=f"{config.data.name}/{role}",
+        )
         for role, texts in _texts(config.data).items()
     }
-    sizes = [f"{len(source)} {role} ({source.name})" for role, source in found.items()]
+    sizes = [f"{len(source)} {role} ({source.name})" for role, source in sources.items()]
     print(f"{', '.join(sizes)}.", flush=True)
-    private, test = found["private"], found["test"]
-    unit = data.terms(config.data)["unit"]
+    private = sources["private"]
+    spec = DataSpec(source=config.data.source, role="private", **data.terms(config.data))
     trainer = trainers.make(
-        config.private, network, private, None, config.data, unit=unit, trainable=chosen
+        config.private, network, private, None, spec, unit=spec.unit, trainable=chosen
     )
-    return Opened(private, test, network, chosen, prompts, decode, trainer)
+    return Opened(spec, private, sources["test"], network, chosen, prompts, decode, trainer)
 
 
 def _cells(config: Any) -> Iterator[Model]:
@@ -185,19 +208,22 @@ def _nats(
     network: Pretrained, params: Params, tokens: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (sum of the losses, number) of the known tokens of a batch."""
-    logits, targets = network.apply_fn(params, tokens[:, :-1]), tokens[:, 1:]
-    known = (targets >= 0) & mask[:, None]
-    chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], 2)[..., 0]
-    return jnp.where(known, jax.nn.logsumexp(logits, -1) - chosen, 0).sum(), known.sum()
+    targets = tokens[:, 1:]
+    logits = network.apply_fn(params, tokens[:, :-1])
+    known = (targets >= 0) & mask[:, None]  # -1 is padding
+    labels = jnp.maximum(targets, 0)[..., None]
+    of_targets = jnp.take_along_axis(logits, labels, 2)[..., 0]
+    nats = jax.nn.logsumexp(logits, -1) - of_targets
+    return jnp.where(known, nats, 0).sum(), known.sum()
 
 
 def bits(network: Pretrained, params: Params, source: Examples, *, batch_size: int = 64) -> float:
     """Returns the mean bits per token of held-out texts. Nothing is charged."""
-    batches = zip(
-        *pad_to_physical(np.arange(len(source)), min(batch_size, len(source))), strict=True
-    )
-    found = [_nats(network, params, source.gather(rows)["tokens"], mask) for rows, mask in batches]
-    losses, count = np.array(found, np.float64).sum(0)
+    rows, masks = pad_to_physical(np.arange(len(source)), min(batch_size, len(source)))
+    sums = []
+    for batch, mask in zip(rows, masks, strict=True):
+        sums.append(_nats(network, params, source.gather(batch)["tokens"], mask))
+    losses, count = np.array(sums, np.float64).sum(0)
     return float(losses / max(count, 1) / math.log(2))
 
 
@@ -206,25 +232,11 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     network, start = opened.network, models.fresh(opened.network, config.init_seed)
     judge = functools.partial(bits, network, source=opened.test)
     if cell.model == "no_privacy":
-
-        def optimizer(
-            rate: Callable[[Any], Any],
-        ) -> Any:  # a transformer needs a warm-up without privacy too
-            first = max(1, config.no_privacy.steps // 10)
-            return models.adam_on(
-                lambda step: rate(step) * jnp.minimum(1, (step + 1) / first), chosen=opened.chosen
-            )
-
-        how = {"seed": config.init_seed, "optimizer": optimizer, "label": "no privacy"}
-        params = models.train(network, start, opened.private, config.no_privacy, **how)
+        params = _without_privacy(config, opened, start)
         return {"bits": judge(params), "samples": _samples(config, opened, params)}
     private, folder, terms = config.private, work.folder(cell), _terms(config, opened)
-    with (
-        frame.account(
-            root / "ledger.sqlite", opened.private.name, label="private", **terms
-        ) as account,
-        frame.watching(config, folder) as writers,
-    ):
+    ledger = frame.account(root / "ledger.sqlite", opened.private.name, label="private", **terms)
+    with ledger as account, frame.watching(config, folder) as writers:
         state = finetune.fit(
             opened.trainer,
             start,
@@ -244,26 +256,50 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     return {**written, "samples": _samples(config, opened, params)}
 
 
+def _without_privacy(config: Any, opened: Opened, start: Params) -> Params:
+    warm_up = max(1, config.no_privacy.steps // 10)
+
+    def optimizer(rate: Callable[[Any], Any]) -> Any:
+        # A transformer needs a warm-up without privacy too.
+        def rising(step: Any) -> Any:
+            return rate(step) * jnp.minimum(1, (step + 1) / warm_up)
+
+        return models.adam_on(rising, chosen=opened.chosen)
+
+    return models.train(
+        opened.network,
+        start,
+        opened.private,
+        config.no_privacy,
+        seed=config.init_seed,
+        optimizer=optimizer,
+        label="no privacy",
+    )
+
+
 def _terms(config: Any, opened: Opened) -> dict[str, Any]:
     budget = {"epsilon": config.private.epsilon, "delta": config.private.delta}
-    return data.terms(config.data) | {"records": len(opened.private)} | budget
+    return opened.spec.terms | {"records": len(opened.private)} | budget
 
 
 def _samples(config: Any, opened: Opened, params: Params) -> list[str]:
     """Returns a continuation of every prompt. A model is post-processing of what was paid for
     it.
     """
-    how, found = config.generation, []
+    options, samples = config.generation, []
     for seed, prompt in enumerate(opened.prompts):
-        options = {"length": how.length, "seed": seed, "temperature": how.temperature}
-        tokens = generate(opened.network.apply_fn, params, prompt, **options).tolist()
-        end = (
-            tokens.index(0, 1)
-            if config.data.tokenizer == BYTES and 0 in tokens[1:]
-            else len(tokens)
-        )
-        found.append(opened.decode(tokens[:end]))
-    return found
+        tokens = generate(
+            opened.network.apply_fn,
+            params,
+            prompt,
+            length=options.length,
+            seed=seed,
+            temperature=options.temperature,
+        ).tolist()
+        if config.data.tokenizer == BYTES and 0 in tokens[1:]:  # a zero ends a text
+            tokens = tokens[: tokens.index(0, 1)]
+        samples.append(opened.decode(tokens))
+    return samples
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
@@ -275,7 +311,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "delta": config.private.delta,
         "noise_multiplier": float(opened.trainer.privatizer.event_at(0).noise_multiplier),
         "steps": config.private.steps,
-        **data.terms(config.data),
+        **opened.spec.terms,
         "dataset": opened.private.name,
     }
 

@@ -60,13 +60,15 @@ class Diagrams(NamedTuple):
 
 def _cells(config: Any) -> Iterator[Cell | Diagrams]:
     figures, shifts = config.figures, config.data.corruptions
-    asked = [
-        name for name, one in methods(config).items() if one and _kind(config, name) != "one_source"
+    private = [
+        name
+        for name, method in methods(config).items()
+        if method and _kind(config, name) != "one_source"
     ]
     frame.known("data.corruptions", shifts, (data.CLEAN, *CORRUPTIONS, *HELD_OUT_CORRUPTIONS))
     frame.known("figures.methods", figures.methods, config.methods)
     frame.known("figures.reliability_shift", [figures.reliability_shift], shifts)
-    frame.known("figures.reliability_methods", figures.reliability_methods, asked)
+    frame.known("figures.reliability_methods", figures.reliability_methods, private)
     if not 1 <= len(figures.reliability_methods) <= 3:
         count = len(figures.reliability_methods)
         raise ValueError(f"config.figures.reliability_methods must be one to three, got {count}.")
@@ -75,15 +77,16 @@ def _cells(config: Any) -> Iterator[Cell | Diagrams]:
             "config.data.parts.public must name images to train the classifier on, without a "
             "checkpoint."
         )
-    for name, setting in itertools.product(asked, _settings(config)):
+    for name, setting in itertools.product(private, _settings(config)):
         _scale(config, name, setting.epsilon)  # raises if the method has no noise scale
-    yield from (Cell(shift, name) for shift in shifts for name in config.methods)
+    for shift, name in itertools.product(shifts, config.methods):
+        yield Cell(shift, name)
     yield Diagrams("reliability", figures.reliability_shift)
 
 
 def parts(config: Any) -> dict[str, list[Setting]]:
     """Returns the settings in which each factor varies, and the centre with and without privacy."""
-    found, centre = {}, dict(config.sweep.centre)
+    settings, centre = {}, dict(config.sweep.centre)
     for factor in FACTORS:
         fields = dict(config.sweep[factor])
         values = fields.pop("values", ())
@@ -92,15 +95,14 @@ def parts(config: Any) -> dict[str, list[Setting]]:
                 f"config.sweep.{factor} must have values, the {factor} to try, and fix the other "
                 "two factors."
             )
-        found[factor] = [Setting(**{factor: value, **fields}) for value in values]
+        settings[factor] = [Setting(**{factor: value, **fields}) for value in values]
     if set(centre) != set(FACTORS):
         raise ValueError(
             f"config.sweep.centre must fix {', '.join(FACTORS)}, but it names {', '.join(centre)}."
         )
-    return found | {
-        CENTRE: [Setting(**centre)],
-        NO_PRIVACY: [Setting(**{**centre, "epsilon": math.inf})],
-    }
+    settings[CENTRE] = [Setting(**centre)]
+    settings[NO_PRIVACY] = [Setting(**{**centre, "epsilon": math.inf})]
+    return settings
 
 
 def _settings(config: Any) -> list[Setting]:
@@ -115,19 +117,24 @@ def methods(config: Any) -> dict[str, Any]:
     }
 
 
-def method(field: str, given: Mapping[str, Any]) -> Any:
+def method(field: str, declared: Mapping[str, Any]) -> Any:
     """Returns the method of config.`field`, which has its kind and options. None means no
     recalibration.
     """
-    options = dict(given)
-    frame.known(f"{field}.kind", [kind := options.pop("kind", None)], _KINDS)
-    fields = {field.name for field in dataclasses.fields(_KINDS[kind])} if kind != "none" else set()
-    frame.known(field, options, sorted(fields | {"spacing"} if "bracket" in fields else fields))
+    options = dict(declared)
+    kind = options.pop("kind", None)
+    frame.known(f"{field}.kind", [kind], _KINDS)
+    if kind == "none":
+        frame.known(field, options, ())
+        return None
+    fields = {field.name for field in dataclasses.fields(_KINDS[kind])}
+    if "bracket" in fields:
+        fields.add("spacing")
+    frame.known(field, options, sorted(fields))
     if "bracket" in options:
-        options["bracket"] = recalibration.Bracket.of(
-            options["bracket"], options.pop("spacing", "log")
-        )
-    return None if kind == "none" else _KINDS[kind](**options)
+        spacing = options.pop("spacing", "log")
+        options["bracket"] = recalibration.Bracket.of(options["bracket"], spacing)
+    return _KINDS[kind](**options)
 
 
 def _kind(config: Any, name: str) -> str:
@@ -135,32 +142,39 @@ def _kind(config: Any, name: str) -> str:
 
 
 def _scale(config: Any, name: str, epsilon: float) -> Any:
-    how: dict[str, Any] = {
-        "adjacency": config.sweep.adjacency,
-        "num_classes": config.model.num_classes,
-    }
-    return recalibration.noise_scale(methods(config)[name], epsilon=epsilon, **how)
+    return recalibration.noise_scale(
+        methods(config)[name],
+        epsilon=epsilon,
+        adjacency=config.sweep.adjacency,
+        num_classes=config.model.num_classes,
+    )
 
 
 # --- Cells --------------------------------------------------------------------------------------
 
 
 class Bench:
-    """What the cells share: images, the classifier, and the order of records in each trial."""
+    """What the cells share: images, the classifier, and the order of records in each trial.
+
+    Attributes:
+      specs, shifts: What the images are, by role, and their shifts by name.
+      test: The test images without a shift.
+      order: The order of the records in each trial.
+    """
 
     def __init__(self, config: Any, root: pathlib.Path):
         self.config, self.root = config, root
         self.prepare = models.network(config.model).preprocessing.prepare
         self.specs = data.specs(config.data, "public", "test")
         self.test = open_spec(self.specs["test"], prepare=self.prepare)
-        sweep, settings, shifts = config.sweep, _settings(config), config.data.corruptions
-        self.shifts = {name: data.shift(config.data, name) for name in shifts}
-        records = len(self.images(shifts[0]))
+        names = config.data.corruptions
+        self.shifts = {name: data.shift(config.data, name) for name in names}
+        records, settings = len(self.images(names[0])), _settings(config)
         self.order = simulation.Order.draw(
-            sweep.seed, records=records, trials=sweep.trials, settings=settings
+            config.sweep.seed, records=records, trials=config.sweep.trials, settings=settings
         )
         print(
-            f"{len(config.methods)} methods under {len(shifts)} shifts of {records} test images, "
+            f"{len(config.methods)} methods under {len(names)} shifts of {records} test images, "
             f"{len(settings)} settings of sources, samples and epsilon.",
             flush=True,
         )
@@ -191,31 +205,27 @@ def _records(work: frame.Work, shift: str) -> Records:
             )
         return {"logits": logits, "labels": data.labels(images)}
 
-    found = work.arrays(f"logits/{frame.file_name(shift)}.npz", classify)
-    return Records(jnp.asarray(found["logits"]), jnp.asarray(found["labels"]))
+    arrays = work.arrays(f"logits/{frame.file_name(shift)}.npz", classify)
+    return Records(jnp.asarray(arrays["logits"]), jnp.asarray(arrays["labels"]))
 
 
 def _run(cell: Cell | Diagrams, work: frame.Work) -> dict[str, Any]:
     if isinstance(cell, Diagrams):
         return _diagrams(cell, work)
-    config, settings, method = (
-        work.config,
-        _settings(work.config),
-        methods(work.config)[cell.method],
-    )
+    config, settings = work.config, _settings(work.config)
+    method = methods(config)[cell.method]
     task = _records(work, cell.shift), work.shared.order, settings
     if method is None:
         outcomes = simulation.unchanged(*task)
     elif _kind(config, cell.method) == "one_source":
         outcomes = simulation.simulate(method, *task, key=None)
     else:
-        key = stream(
-            config.sweep.seed.to_bytes(16, "little"), f"{cell.shift}, {cell.method}"
-        )  # not secret
+        seed = config.sweep.seed.to_bytes(16, "little")  # not secret
+        key = stream(seed, f"{cell.shift}, {cell.method}")
         outcomes = simulation.simulate(method, *task, key=key, adjacency=config.sweep.adjacency)
-    found = dict(zip(settings, outcomes, strict=True))
+    by_setting = dict(zip(settings, outcomes, strict=True))
     return {
-        part: _moments([found[setting] for setting in points])
+        part: _moments([by_setting[point] for point in points])
         for part, points in parts(config).items()
     }
 
@@ -236,39 +246,54 @@ def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
     source has.
     """
     config, records = work.config, _records(work, cell.shift)
-    adjacency, ((sources, samples, epsilon),) = config.sweep.adjacency, parts(config)[CENTRE]
-    unit = work.shared.specs["test"].unit
-    rows = np.asarray(work.shared.order.rows[0])[: sources * samples]
-    logits, labels = np.asarray(records.logits), np.asarray(records.labels)
-    found, parties = {"before": recalibration.none()}, []
+    (centre,) = parts(config)[CENTRE]
+    rows = np.asarray(work.shared.order.rows[0])[: centre.sources * centre.samples]
+    logits = np.asarray(records.logits)
+    recalibrations = {"before": recalibration.none()}
     with Ledger(work.root / "ledger.sqlite") as ledger:
-        for i, owned in enumerate(np.split(rows, sources)):
-            ledger.register(
-                f"source {i}", adjacency=adjacency, unit=unit, records=len(owned), delta=0.0
-            )
-            parties.append(
-                recalibration.Party(
-                    logits[owned], labels[owned], account=ledger.account(f"source {i}")
-                )
-            )
+        parties = _parties(work, records, np.split(rows, centre.sources), ledger)
         for name in config.figures.reliability_methods:
-            folder = work.folder(cell) / "scratch" / frame.file_name(name)
-            how: dict[str, Any] = {"epsilon": epsilon, "adjacency": adjacency, "workdir": folder}
-            found[name] = recalibration.recalibrate(methods(config)[name], parties, **how)
-    test = np.setdiff1d(np.arange(len(labels)), rows)
-    right, diagrams = records.correct[test], {}
-    for name, one in found.items():
-        curve = recalibration.reliability(jnp.asarray(one.apply(logits[test])), right)._asdict()
-        numbers = {key: np.asarray(values).tolist() for key, values in curve.items()}
-        diagrams[name] = {
-            k: [None if math.isnan(x) else x for x in v] for k, v in numbers.items()
-        }  # JSON has no NaN
-    searched = {
-        name: one.temperature
-        for name, one in found.items()
-        if isinstance(one.method, TemperatureSearch)
-    }
-    return {"diagrams": diagrams, "temperatures": searched}
+            recalibrations[name] = recalibration.recalibrate(
+                methods(config)[name],
+                parties,
+                epsilon=centre.epsilon,
+                adjacency=config.sweep.adjacency,
+                workdir=work.folder(cell) / "scratch" / frame.file_name(name),
+            )
+    test = np.setdiff1d(np.arange(len(logits)), rows)
+    right, diagrams, temperatures = records.correct[test], {}, {}
+    for name, one in recalibrations.items():
+        confidences = jnp.asarray(one.apply(logits[test]))
+        curve = recalibration.reliability(confidences, right)._asdict()
+        diagrams[name] = {score: _numbers(values) for score, values in curve.items()}
+        if isinstance(one.method, TemperatureSearch):
+            temperatures[name] = one.temperature
+    return {"diagrams": diagrams, "temperatures": temperatures}
+
+
+def _parties(
+    work: frame.Work, records: Records, owned: Sequence[np.ndarray], ledger: Ledger
+) -> list[recalibration.Party]:
+    """Returns sources with some rows of the records each, and an account of their own."""
+    logits, labels = np.asarray(records.logits), np.asarray(records.labels)
+    parties = []
+    for number, rows in enumerate(owned):
+        name = f"source {number}"
+        ledger.register(
+            name,
+            adjacency=work.config.sweep.adjacency,
+            unit=work.shared.specs["test"].unit,
+            records=len(rows),
+            delta=0.0,
+        )
+        party = recalibration.Party(logits[rows], labels[rows], account=ledger.account(name))
+        parties.append(party)
+    return parties
+
+
+def _numbers(values: Any) -> list[float | None]:
+    """Returns numbers for JSON, which has no NaN."""
+    return [None if math.isnan(value) else value for value in np.asarray(values).tolist()]
 
 
 def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
@@ -287,19 +312,17 @@ def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     config, (*rows, example) = work.config, rows
     records = {shift: _records(work, shift) for shift in config.data.corruptions}
+    settings = parts(config)
     cells: dict[str, Any] = {shift: {} for shift in records}
     for row in rows:
-        cells[row["shift"]][row["method"]] = {part: row[part] for part in parts(config)}
+        cells[row["shift"]][row["method"]] = {part: row[part] for part in settings}
+    del settings[NO_PRIVACY]  # its settings are those of the centre
     return {
         "images": len(work.shared.order.rank[0]),
         "trials": config.sweep.trials,
         "adjacency": config.sweep.adjacency,
-        "settings": {
-            part: [list(s) for s in points]
-            for part, points in parts(config).items()
-            if part != NO_PRIVACY
-        },
-        "accuracy": {shift: float(found.correct.mean()) for shift, found in records.items()},
+        "settings": {part: [list(s) for s in points] for part, points in settings.items()},
+        "accuracy": {shift: float(of.correct.mean()) for shift, of in records.items()},
         "cells": cells,
         "costs": [_cost(config, name, method) for name, method in methods(config).items()],
         "example": {key: example[key] for key in ("shift", "diagrams", "temperatures")},

@@ -25,6 +25,7 @@ from jaxdp.recalibration.protocol import Method, Records, Scale, noise_scale, pl
 from jaxdp.report import progress_bar
 
 _ECE_BINS = 15
+_ROUNDS_AT_ONCE = 3  # of `reach`, because each program takes a while to compile
 
 
 class Setting(NamedTuple):
@@ -59,40 +60,52 @@ def reach(method: Any) -> tuple[list[np.ndarray], np.ndarray]:
     followed once, so that a search of K steps follows some K 2^K states and not 4^K scripts of
     answers. A method that ends with bins has no final temperatures.
     """
-    nobody = Records(jnp.zeros((1, 2)), jnp.zeros(1, jnp.int32))
-    width = jax.eval_shape(lambda: method.summand(0, nobody, jnp.float32(1))).shape[1]
+    one_record = Records(jnp.zeros((1, 2)), jnp.zeros(1, jnp.int32))
+    answer = jax.eval_shape(lambda: method.summand(0, one_record, jnp.float32(1)))
+    width = answer.shape[1]
 
     @functools.partial(jax.jit, static_argnums=0)
     @functools.partial(jax.vmap, in_axes=(None, 0, 0))
     def played(rounds: range, state: Any, script: jax.Array) -> tuple[list[jax.Array], Any]:
-        asked = []
+        questions = []
         for i, k in enumerate(rounds):
-            asked.append(method.question(k, state))
+            questions.append(method.question(k, state))
             state = method.update(k, state, jnp.full(width, script[i]))
-        return asked, state
+        return questions, state
 
-    states, asked = (
-        jax.tree.map(lambda x: np.asarray(x)[None], method.init(0.0)),
-        list[np.ndarray](),
-    )
-    for start in range(
-        0, method.rounds, 3
-    ):  # three rounds at a time, because each program takes a while to compile
-        rounds = range(start, min(start + 3, method.rounds))
-        sizes = [
-            [-(10.0**-k), -(10.0**k), 10.0**-k, 10.0**k]
-            for k in range(3 + rounds.start, 3 + rounds.stop)
-        ]
-        scripts = np.asarray(list(itertools.product(*sizes)), np.float32)
+    states = jax.tree.map(lambda x: np.asarray(x)[None], method.init(0.0))
+    questions = list[np.ndarray]()
+    for start in range(0, method.rounds, _ROUNDS_AT_ONCE):
+        rounds = range(start, min(start + _ROUNDS_AT_ONCE, method.rounds))
+        scripts = _scripts(rounds)
         count = len(jax.tree.leaves(states)[0])
-        every = jax.tree.map(lambda x, scripts=scripts: np.repeat(x, len(scripts), axis=0), states)
+        every = jax.tree.map(functools.partial(np.repeat, repeats=len(scripts), axis=0), states)
         temperatures, states = jax.device_get(played(rounds, every, np.tile(scripts, (count, 1))))
-        asked += map(np.unique, temperatures)
-        rows = [x.reshape(len(x), -1).view(np.uint8) for x in jax.tree.leaves(states)]
-        _, first = np.unique(np.concatenate(rows, 1), axis=0, return_index=True)
-        states = jax.tree.map(lambda x, first=first: x[first], states)
-    ends = getattr(jax.jit(jax.vmap(method.finish))(states), "temperature", None)
-    return asked, np.zeros(0, np.float32) if ends is None else np.unique(ends)
+        questions += map(np.unique, temperatures)
+        states = _distinct(states)
+    finished = jax.jit(jax.vmap(method.finish))(states)
+    ends = getattr(finished, "temperature", np.zeros(0, np.float32))
+    return questions, np.unique(ends)
+
+
+def _scripts(rounds: range) -> np.ndarray:
+    """Returns all sequences of answers in some rounds, float32 [4^rounds, rounds].
+
+    An answer has either sign, and is smaller or larger than all answers of the rounds before.
+    """
+    answers = []
+    for k in rounds:
+        small, large = 10.0 ** -(3 + k), 10.0 ** (3 + k)
+        answers.append([-small, -large, small, large])
+    return np.asarray(list(itertools.product(*answers)), np.float32)
+
+
+def _distinct(states: Any) -> Any:
+    """Returns the states [n, ...] without repetitions. States are compared byte by byte."""
+    leaves = jax.tree.leaves(states)
+    state_bytes = [leaf.reshape(len(leaf), -1).view(np.uint8) for leaf in leaves]
+    _, first = np.unique(np.concatenate(state_bytes, 1), axis=0, return_index=True)
+    return jax.tree.map(lambda leaf: leaf[first], states)
 
 
 class Order(NamedTuple):
@@ -113,17 +126,22 @@ class Order(NamedTuple):
         """Returns independent random orders. Raises ValueError if a setting leaves no record for
         the test split.
         """
-        ends = sorted({n for s in settings for n in (s.samples, s.sources * s.samples)})
-        if ends[-1] >= records:
+        first_source = {setting.samples for setting in settings}
+        all_sources = {setting.sources * setting.samples for setting in settings}
+        ends = sorted(first_source | all_sources)
+        longest = ends[-1]
+        if longest >= records:
             raise ValueError(
-                f"sources x samples must be below {records}, the number of records, got {ends[-1]}."
+                f"sources x samples must be below {records}, the number of records, got {longest}."
             )
+        # This is not `jaxdp.data.order.shuffled`: one generator serves all trials, and results on
+        # record have its draws.
         generator = np.random.Generator(np.random.Philox(seed))
-        rows = np.stack([generator.permutation(records)[: ends[-1]] for _ in range(trials)]).astype(
-            np.int32
-        )
+        orders = [generator.permutation(records)[:longest] for _ in range(trials)]
+        rows = np.stack(orders).astype(np.int32)
         rank = np.full((trials, records), records, np.int32)
-        np.put_along_axis(rank, rows, np.arange(ends[-1], dtype=np.int32)[None], 1)
+        places = np.arange(longest, dtype=np.int32)
+        np.put_along_axis(rank, rows, places[None], 1)
         return cls(jax.device_put(rows), jax.device_put(rank), tuple(ends))
 
 
@@ -144,20 +162,23 @@ class Sums(NamedTuple):
     @classmethod
     def of(cls, summand: Any, records: Records, temperatures: np.ndarray, order: Order) -> "Sums":
         """Returns the sums of `summand(records, temperature) -> [N, s]`."""
-        at = jax.device_put(np.asarray(temperatures, np.float32))
-        return cls(at, *_sums(summand, records, at, order.rows, order.ends))
+        points = jax.device_put(np.asarray(temperatures, np.float32))
+        beginnings, everyone = _sums(summand, records, points, order.rows, order.ends)
+        return cls(points, beginnings, everyone)
 
     def of_first(self, count: int, order: Order) -> "Sums":
         """Returns the sums over the first `count` records of each trial, without the axis P."""
-        return self._replace(beginnings=self.beginnings[:, order.ends.index(count)])
+        beginning = order.ends.index(count)
+        return self._replace(beginnings=self.beginnings[:, beginning])
 
     def at(self, temperature: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the sums [s] of a trial and beginning, the sums [s] of all records, and whether T
         is in the table.
         """
         nearest = jnp.argmin(jnp.abs(self.temperatures - temperature))
-        there = jnp.abs(self.temperatures[nearest] / temperature - 1) < 1e-4
-        return self.beginnings[nearest], self.everyone[nearest], there
+        # Programs that compute the same temperature may round it differently.
+        is_known = jnp.abs(self.temperatures[nearest] / temperature - 1) < 1e-4
+        return self.beginnings[nearest], self.everyone[nearest], is_known
 
 
 _ONE_TRIAL = Sums(None, 0, None)  # type: ignore[arg-type]  # axes for jax.vmap
@@ -169,14 +190,13 @@ def _sums(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sums over beginnings and over everyone, with one trial's rows in memory."""
     table = jax.vmap(summand, in_axes=(None, 0), out_axes=1)(records, temperatures)
-    part = np.repeat(np.arange(len(ends)), np.diff([0, *ends]))
+    segment = np.repeat(np.arange(len(ends)), np.diff([0, *ends]))
 
-    def one(order: jax.Array) -> jax.Array:
-        return jnp.cumsum(
-            jax.ops.segment_sum(table[order], part, len(ends), indices_are_sorted=True), 0
-        )
+    def beginnings(order: jax.Array) -> jax.Array:
+        sums = jax.ops.segment_sum(table[order], segment, len(ends), indices_are_sorted=True)
+        return jnp.cumsum(sums, 0)
 
-    return jax.lax.map(one, rows), table.sum(0)
+    return jax.lax.map(beginnings, rows), table.sum(0)
 
 
 def _fit_at(records: Records, temperature: jax.Array) -> jax.Array:
@@ -184,16 +204,16 @@ def _fit_at(records: Records, temperature: jax.Array) -> jax.Array:
     float32 [N, 16].
     """
     p = confidence(records.logits, temperature)
-    bins, gap = equal_width_bin(p, _ECE_BINS), records.correct.astype(jnp.float32) - p
-    return jnp.concatenate(
-        [jax.nn.one_hot(bins, _ECE_BINS) * gap[:, None], (gap * gap)[:, None]], 1
-    )
+    bins = jax.nn.one_hot(equal_width_bin(p, _ECE_BINS), _ECE_BINS)
+    gap = (records.correct.astype(jnp.float32) - p)[:, None]
+    return jnp.concatenate([bins * gap, gap * gap], 1)
 
 
 def _outcome(fit: jax.Array, tested: int) -> Outcome:
     """Returns the scores from the sums [trials, 16] over test splits of `tested` records."""
     sums = np.asarray(fit)
-    return Outcome(np.abs(sums[:, :-1]).sum(1) / tested, sums[:, -1] / tested)
+    bins, squares = sums[:, :-1], sums[:, -1]
+    return Outcome(ece=np.abs(bins).sum(1) / tested, brier=squares / tested)
 
 
 # --- Methods over all settings ------------------------------------------------------------------
@@ -223,36 +243,44 @@ def simulate(
     Returns:
       One outcome per setting.
     """
-    asked, ends = reach(method)
-    answers = [Sums.of(_Asked(method, k), records, at, order) for k, at in enumerate(asked)]
+    questions, ends = reach(method)
+    answers = [
+        Sums.of(_Asked(method, k), records, temperatures, order)
+        for k, temperatures in enumerate(questions)
+    ]
     fits = Sums.of(_fit_at, records, ends, order) if ends.size else None
     shape = (len(order.rows), method.rounds, answers[0].everyone.shape[1])
+    num_classes = records.logits.shape[1]
     outcomes = []
     bar = progress_bar(settings, label=type(method).__name__, unit="setting")
     for index, (sources, samples, epsilon) in enumerate(bar):
-        drawn, variance, used = jnp.zeros(shape), 0.0, sources * samples
+        used = sources * samples
+        scale = None
         if key is not None:
             scale = noise_scale(
-                method, epsilon=epsilon, adjacency=adjacency, num_classes=records.logits.shape[1]
+                method, epsilon=epsilon, adjacency=adjacency, num_classes=num_classes
             )
-            if scale is not None:
-                drawn = noise_of_sources(jax.random.fold_in(key, index), shape, sources, scale)
-                variance = scale.variance * sources
-        heard = samples if key is None else used
-        found = _play(
-            method, tuple(sums.of_first(heard, order) for sums in answers), drawn, variance
-        )
-        if fits is not None:
-            fit = _rest(fits.of_first(used, order), found.temperature)
+        if key is None or scale is None:  # no privacy has no scale
+            drawn, variance = jnp.zeros(shape), 0.0
         else:
-            fit = _curve_fits(method, found, records, order.rank >= used)
+            drawn = noise_of_sources(jax.random.fold_in(key, index), shape, sources, scale)
+            variance = scale.variance * sources
+        # Without a key the first source recalibrates for itself.
+        heard = samples if key is None else used
+        sums = tuple(of_round.of_first(heard, order) for of_round in answers)
+        parameters = _play(method, sums, drawn, variance)
+        if fits is not None:
+            fit = _rest(fits.of_first(used, order), parameters.temperature)
+        else:
+            fit = _curve_fits(method, parameters, records, order.rank >= used)
         outcomes.append(_outcome(fit, len(records.labels) - used))
     return outcomes
 
 
 def unchanged(records: Records, order: Order, settings: Sequence[Setting]) -> list[Outcome]:
     """Returns the outcomes without recalibration."""
-    fits, outcomes = Sums.of(_fit_at, records, np.ones(1), order), []
+    fits = Sums.of(_fit_at, records, np.ones(1), order)
+    outcomes = []
     for setting in settings:
         used = setting.sources * setting.samples
         fit = _rest(fits.of_first(used, order), jnp.ones(len(order.rows)))
@@ -282,9 +310,11 @@ def noise_of_sources(
     """
 
     def five(i: jax.Array, total: jax.Array) -> jax.Array:
+        # 1 - uniform is in (0, 1], whose logarithm is finite.
         uniform = 1 - jax.random.uniform(jax.random.fold_in(key, i), (5, 2, *shape))
-        there = (5 * i + jnp.arange(5) < sources).reshape(5, *[1] * (1 + len(shape)))
-        plus, minus = -jnp.log(jnp.where(there, uniform, 1.0).prod(0))
+        exists = 5 * i + jnp.arange(5) < sources
+        exists = jnp.expand_dims(exists, tuple(range(1, uniform.ndim)))
+        plus, minus = -jnp.log(jnp.where(exists, uniform, 1.0).prod(0))
         return total + plus - minus
 
     rounds = (sources + 4) // 5
@@ -297,22 +327,26 @@ def _play(
 ) -> Any:
     """Plays the conversations of all trials."""
 
-    def one(answers: tuple[Sums, ...], drawn: jax.Array) -> Any:
-        tabulated = []
+    def conversation(answers: tuple[Sums, ...], drawn: jax.Array) -> Any:
+        known = []
 
         def ask(k: int, temperature: jax.Array) -> jax.Array:
-            exact, _, there = answers[k].at(temperature)
-            tabulated.append(there)
+            exact, _, is_known = answers[k].at(temperature)
+            known.append(is_known)
             return exact + drawn[k]
 
-        found = play(method, ask, variance)
+        parameters = play(method, ask, variance)
         # If a method asks for a temperature that `reach` did not find, its results become NaN.
-        known = jnp.stack(tabulated).all()
-        return jax.tree.map(
-            lambda x: jnp.where(known, x, jnp.nan) if x.dtype == jnp.float32 else x, found
-        )
+        all_known = jnp.stack(known).all()
 
-    return jax.vmap(one, in_axes=(tuple(_ONE_TRIAL for _ in answers), 0))(answers, drawn)
+        def or_nan(leaf: jax.Array) -> jax.Array:
+            is_result = leaf.dtype == jnp.float32
+            return jnp.where(all_known, leaf, jnp.nan) if is_result else leaf
+
+        return jax.tree.map(or_nan, parameters)
+
+    of_trials = tuple(_ONE_TRIAL for _ in answers)
+    return jax.vmap(conversation, in_axes=(of_trials, 0))(answers, drawn)
 
 
 @jax.jit
@@ -321,26 +355,26 @@ def _rest(fits: Sums, temperatures: jax.Array) -> jax.Array:
     [trials].
     """
 
-    def one(fits: Sums, temperature: jax.Array) -> jax.Array:
-        beginning, everyone, there = fits.at(temperature)
-        return jnp.where(there, everyone - beginning, jnp.nan)
+    def rest(fits: Sums, temperature: jax.Array) -> jax.Array:
+        beginning, everyone, is_known = fits.at(temperature)
+        return jnp.where(is_known, everyone - beginning, jnp.nan)
 
-    return jax.vmap(one, in_axes=(_ONE_TRIAL, 0))(fits, temperatures)
+    return jax.vmap(rest, in_axes=(_ONE_TRIAL, 0))(fits, temperatures)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _curve_fits(method: Any, found: Any, records: Records, tested: jax.Array) -> jax.Array:
+def _curve_fits(method: Any, parameters: Any, records: Records, tested: jax.Array) -> jax.Array:
     """Returns the fits [trials, 16] on the test splits. The confidences are a curve over a
     score.
     """
-    score, right = method.score(records.logits), records.correct.astype(jnp.float32)
+    score = method.score(records.logits)
+    right = records.correct.astype(jnp.float32)
 
-    def one(trial: tuple[Any, jax.Array]) -> jax.Array:
+    def fit(trial: tuple[Any, jax.Array]) -> jax.Array:
         parameters, tested = trial
         p = method.curve(parameters, score)
         gap = (right - p) * tested.astype(jnp.float32)
-        return jnp.append(
-            jax.ops.segment_sum(gap, equal_width_bin(p, _ECE_BINS), _ECE_BINS), gap @ gap
-        )
+        bins = jax.ops.segment_sum(gap, equal_width_bin(p, _ECE_BINS), _ECE_BINS)
+        return jnp.append(bins, gap @ gap)
 
-    return jax.lax.map(one, (found, tested))
+    return jax.lax.map(fit, (parameters, tested))

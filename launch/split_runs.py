@@ -20,7 +20,8 @@ from jaxdp.data.selection import at_most, everything, turned
 from jaxdp.models import Pretrained
 from jaxdp.privacy import Account
 from jaxdp.release import Till, stream
-from jaxdp.split import baselines, copies
+from jaxdp.split import baselines
+from jaxdp.split.copies import plan_copies
 from jaxdp.transforms import noise
 
 from . import data, frontend_attacks, models
@@ -28,6 +29,7 @@ from . import representation_attacks as attacks
 from . import split_costs as costs
 from .measure import measure
 
+_BATCH = 256  # of representations whose logits are computed together
 ServerVariant = Literal["full", "without Hilbert", "F_0 only", "untuned"]
 
 
@@ -53,12 +55,10 @@ class Variant(NamedTuple):
 
 
 # Names in configs, and names in `launch.split_costs`.
-SA, SA_ONCE, SA_CLEAN, PRIVATE = (
-    "Split Adaptation",
-    "SA, noise once",
-    "SA without noise",
-    "SA, private",
-)
+SA = "Split Adaptation"
+SA_ONCE = "SA, noise once"
+SA_CLEAN = "SA without noise"
+PRIVATE = "SA, private"
 BASELINES = {
     "Linear probing": "lp",
     "Fine-tuning": "ft",
@@ -74,8 +74,11 @@ STOLEN: Mapping[str, Any] = {
     "Quantised frontend, all of it tuned": frontend_attacks.tune_quantized_frontend,
     "Auxiliary backend": None,
 }
-PUBLISHED, ONCE, CLEAN = Variant(), Variant(order="once"), Variant(laplace=0.0, alpha=0.0)
-# Table 4. The paper's names of the rows on tuning seem swapped. It lacks the last five rows.
+PUBLISHED = Variant()
+ONCE = Variant(order="once")
+CLEAN = Variant(laplace=0.0, alpha=0.0)
+# Table 4. The paper seems to have swapped the names of its two rows about tuning. The last five
+# rows are not in the paper.
 ABLATIONS = {
     SA: PUBLISHED,
     "without Hilbert augmentation": Variant(server="without Hilbert"),
@@ -159,27 +162,14 @@ class _Sets:
             for name in ("client", "server", "tuning", "client_test")
             if sets[name].name
         }
-        client_spec = specs["client"]
-        check_sets_apart(client_spec, *(spec for spec in specs.values() if spec != client_spec))
+        others = [spec for name, spec in specs.items() if name != "client"]
+        check_sets_apart(specs["client"], *others)
+        prepare = network.preprocessing.prepare
         images = {
-            name: models.resize(network, open_spec(spec, prepare=network.preprocessing.prepare))
+            name: models.resize(network, open_spec(spec, prepare=prepare))
             for name, spec in specs.items()
         }
-        server, pretraining = images["server"], None
-        if server.num_classes != config.model.num_classes:
-            raise ValueError(
-                f"config.model.num_classes must be {server.num_classes}, the classes of "
-                f"config.data.server, got {config.model.num_classes}."
-            )
-        if not config.model.checkpoint:
-            share = sets.pretrain_fraction
-            if not 0 < share < 1:
-                raise ValueError(
-                    "config.data.pretrain_fraction must be in (0, 1) without a checkpoint, got "
-                    f"{share}."
-                )
-            pretraining, server = server.split((share, 1 - share), seed=seed)
-
+        pretraining, server = _divided(images["server"], config)
         if "client_test" in images:
             pool, test = images["client"], images["client_test"]
         else:
@@ -198,6 +188,24 @@ class _Sets:
         some = [at_most(half, sets.tuning.images, seed=seed) for half in halves]
         tuning = Task(*(turned(half, sets.tuning.rotate) for half in some))
         return cls(pretraining, at_most(server, sets.server_images, seed=seed), client, tuning)
+
+
+def _divided(server: Examples, config: Any) -> tuple[Examples | None, Examples]:
+    """Returns the server's images on which the backbone is trained here, and its others."""
+    if server.num_classes != config.model.num_classes:
+        raise ValueError(
+            f"config.model.num_classes must be {server.num_classes}, the classes of "
+            f"config.data.server, got {config.model.num_classes}."
+        )
+    if config.model.checkpoint:
+        return None, server
+    share = config.data.pretrain_fraction
+    if not 0 < share < 1:
+        raise ValueError(
+            f"config.data.pretrain_fraction must be in (0, 1) without a checkpoint, got {share}."
+        )
+    pretraining, others = server.split((share, 1 - share), seed=config.data.split_seed)
+    return pretraining, others
 
 
 class Bench:
@@ -334,12 +342,15 @@ class Bench:
 
         All variants take the same number of steps for any number of copies.
         """
-        labels, (x, params) = client.few["label"], self._noisily(variant, client)
+        labels = client.few["label"]
+        x, params = self._noisily(variant, client)
         steps = self.config.adaptation.epochs * self._batches(labels, self.config.client.copies)
-        right = self._adapted(variant, client, self._copies(variant, client, x), labels, steps)
-        x = self._represent(everything(client.task.test)["image"], variant, params)
-        noisy = x + noise.laplace(stream(client.secret, "test images"), x, self._scale(variant))
-        return {"accuracy": right(x), "noisy": right(noisy)}
+        copies = self._copies(variant, client, x)
+        accuracy = self._adapted(variant, client, copies, labels, steps)
+        test = self._represent(everything(client.task.test)["image"], variant, params)
+        key = stream(client.secret, "test images")
+        noisy = test + noise.laplace(key, test, self._scale(variant))
+        return {"accuracy": accuracy(test), "noisy": accuracy(noisy)}
 
     def _noisily(self, variant: Variant, client: Client) -> tuple[jax.Array, Any]:
         """Returns representations of a client's images, exact but for its noisy frontend, and its
@@ -350,9 +361,8 @@ class Bench:
         return self._represent(client.few["image"], variant, params), params
 
     def _copies(self, variant: Variant, client: Client, x: jax.Array) -> split.Copies:
-        make = (
-            split.augment_then_noise if variant.order == "published" else split.noise_then_augment
-        )
+        published = variant.order == "published"
+        make = split.augment_then_noise if published else split.noise_then_augment
         return make(client.key("copies"), x, **self._copying(variant))
 
     def _model_noise(self, variant: Variant) -> dict[str, Any]:
@@ -366,11 +376,9 @@ class Bench:
         representations.
         """
         options = self.config.client
-        unit = (
-            1.0
-            if options.laplace_unit == "representation"
-            else float(jnp.std(self._representations))
-        )
+        unit = 1.0
+        if options.laplace_unit != "representation":
+            unit = float(jnp.std(self._representations))
         return variant.laplace * options.laplace * unit
 
     def _copying(self, variant: Variant) -> dict[str, Any]:
@@ -389,7 +397,7 @@ class Bench:
         self,
         variant: Variant,
         client: Client,
-        made: split.Copies,
+        copies: split.Copies,
         labels: Any,
         steps: int,
         label_noise: Any = None,
@@ -401,19 +409,20 @@ class Bench:
             jax.random.key(client.seed),
             self.backbone,
             self.server(variant.server)[1],
-            made,
+            copies,
             labels,
             num_classes=client.task.pool.num_classes,
             label_noise=label_noise,
             learning_rate=client.rate,
-            epochs=max(1, round(steps / self._batches(labels, made.copies))),
+            epochs=max(1, round(steps / self._batches(labels, copies.copies))),
             batch_size=self.config.adaptation.batch_size,
         )
-        right = read_column(client.task.test, "label")
+        test_labels = read_column(client.task.test, "label")
 
         def accuracy(x: jax.Array) -> float:
-            parts = [adapted.logits(x[i : i + 256]) for i in range(0, len(x), 256)]
-            return float(models.judged(np.concatenate(parts), right).mean())
+            starts = range(0, len(x), _BATCH)
+            logits = [adapted.logits(x[start : start + _BATCH]) for start in starts]
+            return float(models.judged(np.concatenate(logits), test_labels).mean())
 
         return accuracy
 
@@ -431,12 +440,14 @@ class Bench:
         self, epsilon: float, dimensions: int
     ) -> tuple[split.Projection, split.PrivateRelease]:
         projection, clip_norm = self._projection(dimensions)
-        classes, terms = (
-            self.num_classes,
-            {k: self.config.private[k] for k in ("delta", "label_share")},
+        release = split.PrivateRelease.calibrated(
+            epsilon=epsilon,
+            delta=self.config.private.delta,
+            clip_norm=clip_norm,
+            num_classes=self.num_classes,
+            label_share=self.config.private.label_share,
         )
-        how = {"epsilon": epsilon, "clip_norm": clip_norm, "num_classes": classes, **terms}
-        return projection, split.PrivateRelease.calibrated(**how)
+        return projection, release
 
     def private(
         self, account: Account, client: Client, *, epsilon: float, dimensions: int
@@ -454,17 +465,17 @@ class Bench:
             projection=projection,
             seed=client.secret,
         )
+        # The released features have their noise already.
         variant = Variant(laplace=0.0, patches=float(options.copies > 0))
-        copying, key = (
-            {**self._copying(variant), "copies": options.copies},
-            jax.random.key(client.seed),
-        )
-        made = split.augment_then_noise(key, split.lift(projection, released.features), **copying)
+        copying = {**self._copying(variant), "copies": options.copies}
+        lifted = split.lift(projection, released.features)
+        copies = split.augment_then_noise(jax.random.key(client.seed), lifted, **copying)
         matrix = split.label_noise_matrix(client.task.pool.num_classes, release.label_epsilon)
-        right = self._adapted(variant, client, made, released.labels, options.steps, matrix)
+        accuracy = self._adapted(variant, client, copies, released.labels, options.steps, matrix)
         # The backend was adapted in the subspace of the projection only.
-        test = split.project(projection, self._represent(everything(client.task.test)["image"]))
-        return {"accuracy": right(split.lift(projection, test)), "epsilon": account.epsilon()}
+        test = self._represent(everything(client.task.test)["image"])
+        projected = split.lift(projection, split.project(projection, test))
+        return {"accuracy": accuracy(projected), "epsilon": account.epsilon()}
 
     # --- Attacks ---------------------------------------------------------------------------------
 
@@ -490,13 +501,13 @@ class Bench:
         x, params = self._noisily(variant, client)
         copying, alpha = self._copying(variant), self._model_noise(variant)
         if account is not None:
-            what = copies.plan_copies(account, representations=x, **copying, label=SA)
+            what = plan_copies(account, representations=x, **copying, label=SA)
             with Till(seed=client.secret) as till:
                 uploads = till.release(what)
         else:
-            made = self._copies(variant, client, x)
+            upload = self._copies(variant, client, x)
             once = variant.order == "once"
-            uploads = np.asarray(made.representations)[None] if once else made.materialized()
+            uploads = np.asarray(upload.representations)[None] if once else upload.materialized()
         attackers = attacks.standard_attackers(
             self._extract(variant.server),
             shipped=self.server(variant.server)[0].params,
@@ -507,13 +518,10 @@ class Bench:
         )
         if any(name in names for name in FORA):
             attackers |= self._fora(client, uploads, attackers)
+        known = [name for name in names if name in attackers]
         if len(uploads) == 1:  # one copy has no median
-            attackers = {
-                name: found for name, found in attackers.items() if "aggregating" not in name
-            }
-        return self._attack(
-            client, uploads, {name: attackers[name] for name in names if name in attackers}
-        )
+            known = [name for name in known if "aggregating" not in name]
+        return self._attack(client, uploads, {name: attackers[name] for name in known})
 
     def _fora(
         self, client: Client, uploads: np.ndarray, attackers: Mapping[str, attacks.Attacker]
@@ -521,7 +529,8 @@ class Bench:
         """Returns the attackers of FORA. Their frontend is not quantised, because rounding has no
         gradient.
         """
-        options, (known, shipped) = self.config.attack, attackers["noise-aware"]
+        options = self.config.attack
+        known, shipped = attackers["noise-aware"]
         simulation = attacks.Simulation(self.backbone.front, release=known.release)
         front = attacks.align(
             jax.random.key(client.seed),
@@ -532,11 +541,11 @@ class Bench:
             steps=options.fora_steps,
             batch_size=options.batch_size,
         )
-        copies = {name: attackers[like].simulation.copies for name, like in FORA.items()}
-        return {
-            name: attacks.Attacker(dataclasses.replace(simulation, copies=n), front)
-            for name, n in copies.items()
-        }
+        aligned = {}
+        for name, like in FORA.items():
+            copies = attackers[like].simulation.copies
+            aligned[name] = attacks.Attacker(dataclasses.replace(simulation, copies=copies), front)
+        return aligned
 
     def reconstruct_private(
         self, client: Client, *, epsilon: float, dimensions: int
@@ -589,25 +598,26 @@ class Bench:
         """
         config, classes = self.config, self.num_classes
         epochs = self._epochs(method) if method in BASELINES else config.adaptation.epochs
-        found = costs.cost(
+        images = config.ablation.shots * classes
+        counted = costs.cost(
             COSTS[method],
             self.backbone,
-            images=config.ablation.shots * classes,
+            images=images,
             num_classes=classes,
             epochs=epochs,
             batch_size=config.baselines.batch_size,
             copies=config.client.copies,
             directions=config.private.dimensions[0],
         )
-        measured = measure(found.programs, config.ablation.shots * classes, timed=True)
+        measured = measure(counted.programs, images, timed=True)
         return {
             "epochs": epochs,
-            "parameters": found.parameters,
+            "parameters": counted.parameters,
             "peak memory, MB": measured.peak_bytes / 1e6,
             "seconds": measured.seconds,
-            "GFLOP": found.total_flops / 1e9,
-            "download, MB": found.download / 1e6,
-            "upload, MB": found.upload / 1e6,
+            "GFLOP": counted.total_flops / 1e9,
+            "download, MB": counted.download / 1e6,
+            "upload, MB": counted.upload / 1e6,
         }
 
 
