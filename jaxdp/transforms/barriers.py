@@ -36,11 +36,11 @@ def materialised(x: jax.Array, zero: jax.Array) -> jax.Array:
       zero: A result of `zero_after`.
     """
 
-    def has_turn(state: Any) -> jax.Array:
+    def has_turn(state: tuple[jax.Array, jax.Array]) -> jax.Array:
         turns, _ = state
         return turns > 0
 
-    def turn(state: Any) -> Any:
+    def turn(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         turns, x = state
         return turns - 1, -x
 

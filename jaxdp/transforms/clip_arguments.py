@@ -161,6 +161,7 @@ _MODELS = {
 }
 
 
+# Every leaf of every call is asked, so the answers are kept by class.
 @functools.cache
 def _model_kind(cls: type[Any]) -> tuple[str, str] | None:
     """Returns (name, remedy) for the class of a model. Flax and Haiku need not be installed."""
@@ -173,6 +174,7 @@ def _model_kind(cls: type[Any]) -> tuple[str, str] | None:
 
 def check_params(params: Any) -> None:
     """Raises TypeError if params is or contains a model of Flax or Haiku, not its parameters."""
+    # A model may be a pytree itself, so it is looked for before its leaves are.
     nodes = jax.tree.leaves(params, is_leaf=lambda node: _model_kind(node.__class__) is not None)
     for node in nodes:
         kind = _model_kind(node.__class__)

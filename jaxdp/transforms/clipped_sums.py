@@ -302,11 +302,11 @@ def _cleared_in_place(
     XLA would copy all arrays that the branches of a conditional read.
     """
 
-    def is_needed(state: Any) -> jax.Array:
+    def is_needed(state: tuple[jax.Array, Any]) -> jax.Array:
         needed, _ = state
         return needed
 
-    def clear(state: Any) -> Any:
+    def clear(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         needed, xs = state
         return needed & False, [sites.rows_kept(x, keep) for x in xs]
 

@@ -453,6 +453,7 @@ def _formed(
     finite = jnp.ones(0, bool)
     if len(batched.unmasked):
         grads, finite = _formed_grads(f.engine, batched)
+    # NaN times 0 is NaN, so rows are replaced and not multiplied.
     grads = [sites.rows_kept(g, batched.unmasked & finite) for g in grads]
     nonfinite = (batched.unmasked & ~finite).sum(dtype=jnp.int32)
     return PerExampleGrads(tree.tree(grads), nonfinite)

@@ -17,6 +17,7 @@ XLA reads the variable once, when JAX first compiles. Options that a caller give
 import os
 import pathlib
 
+# XLA honours NaN and infinities, unless fast math is on and one of the others is off.
 _FAST = "xla_cpu_enable_fast_math"
 _HONORED = ("xla_cpu_fast_math_honor_nans", "xla_cpu_fast_math_honor_infs")
 
@@ -42,7 +43,7 @@ def _options(text: str) -> dict[str, bool]:
         file = pathlib.Path(text.strip())
         text = file.read_text() if file.is_file() else ""
     without_quotes = text.replace("'", " ").replace('"', " ")
-    options = {}
+    options = {}  # a later option replaces an earlier one
     for word in without_quotes.split():
         name, _, value = word.lstrip("-").partition("=")
         options[name] = value.lower() in ("", "true", "1")

@@ -149,6 +149,7 @@ class Component:
         has_kernel = alone and tapped[0].forms_by_convolution
         method = applied(choose(all_sites, self.size, has_kernel), weights)
         self._tapped = [one.settled(method, alone=alone) for one in tapped]
+        # What is kept is a sum of the terms of one example already.
         if method != "keep":
             self._tapped = [one.with_distinct_rows() for one in self._tapped]
         if method == "factors":
@@ -327,10 +328,10 @@ def can_factor(component: list[sites.Site]) -> bool:
         return False
     if len(component) == 1:
         return True
-    # Gram matrices of two sites need factors that cover the same axes of the leaf, swapped or not.
-    first_axes = _axes(component[0])
     if not all(_has_plain_factors(site) for site in component):
         return False
+    # Gram matrices of two sites need factors that cover the same axes of the leaf, swapped or not.
+    first_axes = _axes(component[0])
     return all(_axes(site) in (first_axes, first_axes[::-1]) for site in component)
 
 

@@ -111,6 +111,7 @@ def by_bookkeeping(
     # Gradients are taken with respect to the taps and never to the leaves, which needs no B x P
     # memory.
     losses, aux, met = _tap_gradients(program, plan, leaves, jax.tree.leaves(batch))
+    # J^T adds up gradients in float32 or wider, whatever the dtype of the leaves.
     wide = [x.astype(sites.wide_dtype(x)) for x in leaves]
     weights = plan.weights_program(wide)
     components = []
@@ -185,6 +186,7 @@ class _ComponentSums:
         self._columns: dict[int, jax.Array] = {}
         self._large: list[Component] = []
         for component in components:
+            # What is not kept reads records and cotangents, which have no columns.
             if component.kept is None or component.size > _SMALL:
                 self._large.append(component)
                 continue

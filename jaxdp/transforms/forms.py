@@ -90,7 +90,7 @@ def for_platform(function: Form, *args: Any) -> Any:
         return traced
 
     others = {name: form(name) for name in PLATFORMS if name != own}
-    return by_platform(*args, default=form(own), **others)
+    return by_platform(*args, default=form(own), kernels=None, **others)
 
 
 _form = Primitive("jaxdp_form")

@@ -109,6 +109,7 @@ def _by_bookkeeping(
         choice = choose_method(component, leaf_size, may_keep)
         method = applied(choice, jaxprs.restricted(weights, numbers))
         options, ordinary = method_costs(component, leaf_size, may_keep)
+        # A "keep" in place of a "drop" has no entry of its own if it takes too much memory.
         cost = options.get(method, options["drop"])
         work = max(1.0, cost / max(ordinary, 1.0))
         rules = tuple(sorted({_RULE_NAMES[type(site.rule)] for site in component}))

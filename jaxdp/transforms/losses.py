@@ -248,7 +248,7 @@ def _primitive(
     def differentiated(primals: Any, tangents: Any) -> Any:
         return jax.jvp(function, primals, tuple(map(ad.instantiate_zeros, tangents)))
 
-    primitive.def_impl(jax.jit(function))
+    primitive.def_impl(jax.jit(function))  # a call outside of `jax.jit` is one program
     primitive.def_abstract_eval(shape)
     batching.primitive_batchers[primitive] = batched
     ad.primitive_jvps[primitive] = differentiated
@@ -343,6 +343,7 @@ def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _at_least_float32(logits: jax.Array) -> jax.Array:
+    # bfloat16 has fewer than three decimal digits.
     logits = jnp.asarray(logits)
     return logits if logits.dtype == jnp.float64 else logits.astype(jnp.float32)
 

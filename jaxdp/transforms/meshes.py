@@ -145,8 +145,12 @@ class Layout:
           size: The number of examples of the whole batch.
         """
 
+        # No process needs the rows of the others.
         def whole(x: np.ndarray) -> jax.Array:
-            return jax.make_array_from_process_local_data(self.rows, x, (size, *x.shape[1:]))
+            array: jax.Array = jax.make_array_from_process_local_data(
+                self.rows, x, (size, *x.shape[1:])
+            )
+            return array
 
         return jax.tree.map(whole, jax.device_get(tree))
 
@@ -241,6 +245,7 @@ def put(
         return jax.random.wrap_key_data(x, impl=jax.random.key_impl(before))
 
     words = jax.tree.map(sent, tree)
+    # A copy shares no memory with the caller's arrays, which a donation of the result would delete.
     placed = jax.device_put(words, shardings, may_alias=False if copy else None)
     return jax.tree.map(received, placed, tree)
 
@@ -250,6 +255,7 @@ def rounded_up(
 ) -> tuple[int, ...]:
     """Returns the sizes of batches, descending, as multiples of the number of their devices."""
     count = data_devices(mesh, data_axes)
+    # Two sizes may have one multiple.
     multiples = {-(-size // count) * count for size in sizes}
     return tuple(sorted(multiples, reverse=True))
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.transforms.clip_arguments import is_array
 from jaxdp.transforms.clipping import (
     ClippedGrad,
     Engine,
@@ -66,6 +67,7 @@ class ModelCheck:
 
     def explain(self) -> str:
         """Returns a table of rule, method and cost of every leaf."""
+        rows: list[tuple[str, ...]]
         rows = [("leaf", "shape", "dtype", "rule", "method", "work", "memory")]
         rows += map(_row, self.leaves)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -212,10 +214,6 @@ def _is_floating(leaf: Any) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", object), jnp.floating)
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
 _PASS_KEY = (
     "Pass stochastic=True to jaxdp.check and jaxdp.finetune, or key= in every call of clipped_grad."
 )
@@ -305,7 +303,7 @@ def _check_leaves(params: Any) -> list[Finding]:
     """Returns the findings that follow from the leaves of params alone."""
     findings = []
     for path, leaf in paths_of(params):
-        if not _is_array(leaf):
+        if not is_array(leaf):
             findings.append(_about_no_array(path, leaf))
         elif finding := _about_dtype(path, leaf):
             findings.append(finding)
@@ -520,7 +518,7 @@ def _moved(leaf: Any, seed: int) -> Any:
 def _split(params: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Returns the arrays of params, and a function that puts others in their place."""
     leaves, structure = jax.tree.flatten(params)
-    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
     def rebuild(arrays: list[Any]) -> Any:
         rebuilt = list(leaves)

@@ -595,6 +595,7 @@ def _scaled(x: _Data, factor: _Constant, *, name: str) -> _Data:
     is_temperature = factor.parameter is not None and not factor.parameter.own
     if not factor.leaves or is_temperature:
         return _Data(x.facts, last=last, centred=x.centred)
+    # A scale multiplies. What divides by parameters is another layer.
     if factor.parameter is None or name == "div":
         return _Data(last=last)
     facts = {}

@@ -143,6 +143,7 @@ def automatic(
 
     def call(*args: Any) -> Any:
         meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args)]
+        # Without an Explicit axis nothing is to be done, and the function is traced as it is.
         mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
         if mesh is None:
             return function(*args)

@@ -16,6 +16,7 @@ def _value(x: Any, tap: Any) -> Any:
     return x
 
 
+# Nothing is added: the value is that of x, and only the derivative below knows the tap.
 _tap = jex.Primitive("jaxdp_tap")
 _tap.def_impl(_value)
 _tap.def_abstract_eval(_value)
@@ -33,6 +34,7 @@ def _tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
     x_tangent, tap_tangent = tangents
     if isinstance(tap_tangent, ad.Zero):
         return x, x_tangent
+    # The tap varies over the mesh axes of the leaves, and x over those of the data too.
     tap_tangent = shards.vary(tap_tangent.reshape(x.shape), shards.varying_axes(x))
     if isinstance(x_tangent, ad.Zero):
         return x, tap_tangent
@@ -40,4 +42,5 @@ def _tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 ad.primitive_jvps[_tap] = _tangents
+# Nothing reads a tap, so the result is batched as x is.
 batching.primitive_batchers[_tap] = lambda args, axes: (args[0], axes[0])

@@ -14,6 +14,7 @@ import pytest
 from jaxdp.transforms import clipped_sums, clipping
 from jaxdp.transforms.components import can_factor
 from jaxdp.transforms.method_costs import choose_method
+from tests.transforms import small_net
 
 # Many small programs are compiled once each: LLVM's expensive passes would be most of the time.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -184,3 +185,9 @@ def oracle() -> types.SimpleNamespace:
         every_method=every_method,
         compiler_options=compiler_options,
     )
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    """Returns the reference of `small_net.batch_of(5)`."""
+    return micro_batches_of_one(small_net.loss, small_net.PARAMS, small_net.batch_of(5))

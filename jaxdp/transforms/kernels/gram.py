@@ -212,7 +212,7 @@ class _Operand(NamedTuple):
     on_lanes: bool
 
     @property
-    def count(self) -> int:
+    def n_parts(self) -> int:
         """The number of steps that read a part."""
         return -(-self.features // self.part)
 
@@ -239,8 +239,8 @@ def _sums(
             step: jax.Array,
         ) -> tuple[Any, ...]:
             # An operand of fewer parts stays at its last one, which is then not read again.
-            last = operand.count - 1
-            part = jnp.minimum(step, last) if operand.count < parts.steps else step
+            last = operand.n_parts - 1
+            part = jnp.minimum(step, last) if operand.n_parts < parts.steps else step
             return (i, part, 0) if operand.on_lanes else (i, 0, part)
 
         shape = (positions, operand.part)
@@ -287,25 +287,25 @@ def _kernel(
 
     step = pl.program_id(1)
     examples = range(u.shape[0])
-    steps = max(operand.count for operand in operands)
+    steps = max(operand.n_parts for operand in operands)
 
     def add(x: Any, grams: Any, operand: _Operand) -> None:
         axis = 0 if operand.on_lanes else 1
         for e in examples:
             part = x[e].astype(jnp.bfloat16)
             length = part.shape[axis]
-            if length * operand.count > operand.features:  # the last part goes beyond the array
+            if length * operand.n_parts > operand.features:  # the last part goes beyond the array
                 place = lax.broadcasted_iota(jnp.int32, part.shape, axis) + step * length
                 part = jnp.where(place < operand.features, part, 0)
-            alone = operand.count == 1
+            alone = operand.n_parts == 1
             _add_gram(part, grams.at[e], operand.on_lanes, first=step == 0, alone=alone)
 
     for x, grams, operand in zip((u, w), (grams_u, grams_w), operands, strict=True):
         its = functools.partial(add, x, grams, operand)
-        if operand.count == steps:
+        if operand.n_parts == steps:
             its()
         else:
-            pl.when(step < operand.count)(its)
+            pl.when(step < operand.n_parts)(its)
 
     @pl.when(step == steps - 1)
     def _() -> None:
