@@ -1,9 +1,10 @@
-"""Private answers to queries: planning, paid and randomised answers, and a student trained on the
-answers.
+"""Private answers to queries: their price, the answers, and a student trained on them.
 
     bounds = jaxdp.prediction.train_with_bounds(loss_fn, params, data, ...)
     account = ledger.account("my data")
-    answers = private_predict(bounds, apply_fn, queries, account=account, total=(10.0, 1e-5), workdir="answers")
+    answers = private_predict(
+        bounds, apply_fn, queries, account=account, total=(10.0, 1e-5), workdir="answers"
+    )
 
 The model, its certificates and its stable distances are private. Only noisy answers are returned. A
 repeated query is answered and charged again, unless the workdir keeps the answers. A student that
@@ -51,29 +52,31 @@ _STEPS: Mapping[tuple[str, str], int] = {
 def query_epsilon(
     epsilon: float, delta: float, queries: int, *, adjacency: Adjacency = "add_remove"
 ) -> float:
-    """Returns the largest epsilon per query with which `queries` pure answers cost at most
-    (epsilon, delta) together.
+    """Returns the largest epsilon per query for a total of (epsilon, delta).
 
-    It is computed from the privacy loss distribution of the worst pure pair, and is never below
-    epsilon / queries. (10, 1e-5) buys 100 queries of 0.204 or 1000 of 0.063. The paper's
-    zero-concentrated DP buys 0.176 and 0.056.
+    With it `queries` pure answers cost at most (epsilon, delta) together. It is computed from the
+    privacy loss distribution of the worst pure pair, and is never below epsilon / queries. (10,
+    1e-5) buys 100 queries of 0.204 or 1000 of 0.063. The paper's zero-concentrated DP buys 0.176
+    and 0.056.
 
     `queries` is fixed in advance. Pure events cost the same under each adjacency of the data set.
     Raises ValueError unless epsilon is finite and > 0, delta in [0, 1) and queries >= 1.
     """
-    queries, even = whole("queries", queries), positive("epsilon", epsilon) / queries
+    queries = whole("queries", queries)
+    even_share = positive("epsilon", epsilon) / queries
     if not 0 <= delta < 1:
         raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
     if queries == 1 or delta == 0:
-        return even
+        return even_share
+    # By advanced composition about sqrt(queries) even shares, so the search starts near its end.
+    largest = even_share * math.sqrt(queries)
 
-    # In units of the even share, so that the search starts near its end.
-    def plan(divisor: float) -> DpEvent:
-        return SelfComposedDpEvent(PureDpEvent(even * math.sqrt(queries) / divisor), queries)
+    def event_of(divisor: float) -> DpEvent:
+        return SelfComposedDpEvent(PureDpEvent(largest / divisor), queries)
 
-    with counting(plan, label="epsilon of a query", unit="trial") as tried:
-        divisor = calibrate_noise(tried, epsilon=epsilon, delta=delta, adjacency=adjacency)
-    return max(even, even * math.sqrt(queries) / divisor)
+    with counting(event_of, label="epsilon of a query", unit="trial") as counted:
+        divisor = calibrate_noise(counted, epsilon=epsilon, delta=delta, adjacency=adjacency)
+    return max(even_share, largest / divisor)
 
 
 def event(
@@ -89,7 +92,8 @@ def event(
     `ConfidentGNMax.event` returns the charge of `pate_predict`.
     """
     row = _mechanism(mechanism, "labels", "values")
-    return SelfComposedDpEvent(row.event(_each(epsilon, total, whole("count", count))), int(count))
+    epsilon_each = _epsilon_each(epsilon, total, whole("count", count))
+    return SelfComposedDpEvent(row.event(epsilon_each), int(count))
 
 
 def _mechanism(name: str, *kinds: str) -> Mechanism:
@@ -99,7 +103,7 @@ def _mechanism(name: str, *kinds: str) -> Mechanism:
     return METHODS[name]
 
 
-def _each(epsilon: float | None, total: tuple[float, float] | None, count: int) -> float:
+def _epsilon_each(epsilon: float | None, total: tuple[float, float] | None, count: int) -> float:
     if (epsilon is None) == (total is None):
         raise ValueError(
             f"Give either epsilon (of each answer) or total=(epsilon, delta), got {epsilon=}, "
@@ -111,6 +115,8 @@ def _each(epsilon: float | None, total: tuple[float, float] | None, count: int) 
 # --- Answers ------------------------------------------------------------------------------------
 
 
+# Ten arguments, none of which decides another: what is asked of which model (3), who pays how much
+# (3), by which mechanism (2), and where the answers are kept (2).
 def private_predict(
     bounds: Any,
     apply_fn: ApplyFn,
@@ -173,64 +179,78 @@ def private_predict(
         trained on this data set, members have disjoint parts, and no hyperparameter was chosen by
         looking at the data.
     """
-    row, members = (
-        _mechanism(mechanism, "labels"),
-        [bounds] if hasattr(bounds, "params") else list(bounds),
-    )
+    row = _mechanism(mechanism, "labels")
+    members = [bounds] if hasattr(bounds, "params") else list(bounds)
     steps = _certified_steps(members, account, fixed_parts=fixed_parts)
     count, outputs = check_queries(apply_fn, members[0].params, queries, may_be_empty=True)
-    classes, vote = max(outputs, 2), row.vote if len(members) > 1 else None
-    if classes > 2 and row.binary and vote is None:
-        fitting = sorted(
-            name for name, other in METHODS.items() if other.kind == "labels" and not other.binary
-        )
-        raise ValueError(
-            f"mechanism={mechanism!r} answers two classes, not {classes}. Use one of {fitting}."
-        )
+    classes = max(outputs, 2)
+    noisy_vote = row.vote if len(members) > 1 else None
+    if row.binary and noisy_vote is None:
+        _check_two_classes(mechanism, classes)
     if count == 0:
         return np.zeros(0, np.int32)
-    each = _each(epsilon, total, count)
+    epsilon_each = _epsilon_each(epsilon, total, count)
 
     def compute(secret: bytes) -> dict[str, np.ndarray]:
         key = stream(secret, "private prediction")
-        if row.certified:
-            certificates = [certify(member, apply_fn, queries) for member in members]
-            votes = np.stack([np.asarray(certificate.label) for certificate in certificates])
-            away = np.stack([np.asarray(certificate.distance) for certificate in certificates])
-        else:
-            votes = np.stack([_labels(apply_fn, member.params, queries) for member in members])
-            away = np.zeros_like(votes)
-        if vote is not None:
-            return {
-                "answers": vote(
-                    key, votes, epsilon=each, num_classes=classes, changed_members=steps
-                )
-            }
-        winner, distance = votes[0], away[0]
+        options = {"epsilon": epsilon_each, "num_classes": classes}
+        votes, distances = _votes(members, apply_fn, queries, certified=row.certified)
+        if noisy_vote is not None:
+            return {"answers": noisy_vote(key, votes, changed_members=steps, **options)}
         if len(members) > 1:
-            winner, distance = ensembles.vote(votes, away, num_classes=classes)
-        return {
-            "answers": row.answer(key, winner, distance // steps, epsilon=each, num_classes=classes)
-        }
+            label, distance = ensembles.vote(votes, distances, num_classes=classes)
+        else:
+            label, distance = votes[0], distances[0]
+        # A neighbouring data set is `steps` certified steps away, which change k by as much.
+        return {"answers": row.answer(key, label, distance // steps, **options)}
+
+    def facts() -> list[Any]:
+        models = [_facts(member) for member in members]
+        return [models, queries, epsilon_each, mechanism, steps, classes]
 
     what = Release(
         label="private prediction",
-        charges=[(account, SelfComposedDpEvent(row.event(each), count))],
-        facts=lambda: [
-            [_facts(member) for member in members],
-            queries,
-            each,
-            mechanism,
-            steps,
-            classes,
-        ],
+        charges=[(account, SelfComposedDpEvent(row.event(epsilon_each), count))],
+        facts=facts,
         programs=lambda: _programs(apply_fn, members, queries, certified=row.certified),
         compute=compute,
     )
+    return _release_once(what, workdir, seed)
+
+
+def _check_two_classes(mechanism: str, classes: int) -> None:
+    if classes == 2:
+        return
+    fitting = sorted(
+        name for name, row in METHODS.items() if row.kind == "labels" and not row.binary
+    )
+    raise ValueError(
+        f"mechanism={mechanism!r} answers two classes, not {classes}. Use one of {fitting}."
+    )
+
+
+def _votes(
+    members: Sequence[Any], apply_fn: ApplyFn, queries: Any, *, certified: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the labels and distances of every member, [T, Q] each. Without certificates all 0."""
+    if not certified:
+        labels = np.stack([_labels(apply_fn, member.params, queries) for member in members])
+        return labels, np.zeros_like(labels)
+    certificates = [certify(member, apply_fn, queries) for member in members]
+    labels = np.stack([np.asarray(certificate.label) for certificate in certificates])
+    distances = np.stack([np.asarray(certificate.distance) for certificate in certificates])
+    return labels, distances
+
+
+def _release_once(
+    what: Release, workdir: str | os.PathLike[str] | None, seed: bytes | None
+) -> np.ndarray:
     with Till(workdir, seed=seed) as till:
-        return till.once(what)["answers"]
+        answers: np.ndarray = till.once(what)["answers"]
+        return answers
 
 
+# Ten arguments, as in `private_predict`.
 def private_values(
     bounds: Any,
     apply_fn: ApplyFn,
@@ -244,8 +264,7 @@ def private_values(
     workdir: str | os.PathLike[str] | None = None,
     seed: bytes | None = None,
 ) -> np.ndarray:
-    """Answers queries of a regression model with noisy values, after spending for all of them on
-    the ledger.
+    """Answers queries of a regression model with noisy values, after spending on the ledger.
 
     Args:
         bounds: A result of `train_with_bounds` (one model).
@@ -266,39 +285,38 @@ def private_values(
     """
     if not hasattr(bounds, "params"):
         raise ValueError("bounds must be of one model. No mechanism answers values of an ensemble.")
-    row, ends = _mechanism(mechanism, "values"), check_range(output_range)
+    row = _mechanism(mechanism, "values")
+    ends = check_range(output_range)
     steps = _certified_steps([bounds], account, fixed_parts=False)
     count, outputs = check_queries(apply_fn, bounds.params, queries, may_be_empty=True)
     if outputs != 1:
         raise ValueError(f"apply_fn must return one value of a query, got {outputs}.")
     if count == 0:
         return np.zeros(0, np.float32)
-    each = _each(epsilon, total, count)
+    epsilon_each = _epsilon_each(epsilon, total, count)
 
     def compute(secret: bytes) -> dict[str, np.ndarray]:
         key = stream(secret, "private regression")
-        values, boxes = np.asarray(_logits(apply_fn, bounds.params, queries)).reshape(count), []
-        if row.certified:
-            logits = certify(bounds, apply_fn, queries).logits
-            lower, upper = (
-                np.asarray(end).reshape(-1, count) for end in (logits.lower, logits.upper)
-            )
-            values = np.clip(
-                values, lower[0], upper[0]
-            )  # rounding may put values outside of their bounds
-            rows = [i for i, k in enumerate(bounds.ks) if k > 0][steps - 1 :: steps]
-            boxes = [lower[rows], upper[rows]]
-        return {"answers": row.answer(key, values, *boxes, epsilon=each, output_range=ends)}
+        options = {"epsilon": epsilon_each, "output_range": ends}
+        values = np.asarray(_logits(apply_fn, bounds.params, queries)).reshape(count)
+        if not row.certified:
+            return {"answers": row.answer(key, values, **options)}
+        logits = certify(bounds, apply_fn, queries).logits
+        lower = np.asarray(logits.lower).reshape(-1, count)
+        upper = np.asarray(logits.upper).reshape(-1, count)
+        values = np.clip(values, lower[0], upper[0])  # rounding may put them outside
+        # Box j of the mechanism is certified at j neighbours, which are j * steps distances.
+        rows = [i for i, k in enumerate(bounds.ks) if k > 0][steps - 1 :: steps]
+        return {"answers": row.answer(key, values, lower[rows], upper[rows], **options)}
 
     what = Release(
         label="private regression",
-        charges=[(account, SelfComposedDpEvent(row.event(each), count))],
-        facts=lambda: [_facts(bounds), queries, each, mechanism, steps, list(ends)],
+        charges=[(account, SelfComposedDpEvent(row.event(epsilon_each), count))],
+        facts=lambda: [_facts(bounds), queries, epsilon_each, mechanism, steps, list(ends)],
         programs=lambda: _programs(apply_fn, [bounds], queries, certified=row.certified),
         compute=compute,
     )
-    with Till(workdir, seed=seed) as till:
-        return till.once(what)["answers"]
+    return _release_once(what, workdir, seed)
 
 
 def pate_predict(
@@ -312,8 +330,9 @@ def pate_predict(
     workdir: str | os.PathLike[str] | None = None,
     seed: bytes | None = None,
 ) -> np.ndarray:
-    """Answers the queries on which an ensemble agrees (PATE's Confident-GNMax), after spending for
-    all of them.
+    """Answers the queries on which an ensemble agrees, by PATE's Confident-GNMax.
+
+    It spends for all of them first.
 
     Args:
         members: The parameters of models trained in any way on disjoint parts
@@ -336,9 +355,8 @@ def pate_predict(
     """
     if not members:
         raise ValueError("members is empty. Give the parameters of at least one model.")
-    if (
-        type(mechanism) is not ensembles.ConfidentGNMax
-    ):  # the token of the release would miss the code of a subclass
+    # The token of the release would miss the code of a subclass.
+    if type(mechanism) is not ensembles.ConfidentGNMax:
         raise TypeError(f"mechanism must be a ConfidentGNMax, got {type(mechanism).__name__}.")
     count, outputs = check_queries(apply_fn, members[0], queries, may_be_empty=True)
     if count == 0:
@@ -348,9 +366,8 @@ def pate_predict(
     def compute(secret: bytes) -> dict[str, np.ndarray]:
         votes = np.stack([_labels(apply_fn, params, queries) for params in members])
         key = stream(secret, "PATE")
-        return {
-            "answers": mechanism.answer(key, votes, num_classes=classes, max_answers=max_answers)
-        }
+        answers = mechanism.answer(key, votes, num_classes=classes, max_answers=max_answers)
+        return {"answers": answers}
 
     what = Release(
         label="PATE",
@@ -361,8 +378,10 @@ def pate_predict(
         ],
         compute=compute,
     )
-    with Till(workdir, seed=seed) as till:
-        return till.once(what)["answers"]
+    return _release_once(what, workdir, seed)
+
+
+# --- What determines the bits of answers --------------------------------------------------------
 
 
 def _facts(bounds: Any) -> list[Any]:
@@ -375,18 +394,16 @@ def _programs(
 ) -> list[str]:
     """Returns the texts of a release's programs, with one text for each kind of member."""
     kinds = _kinds(members)
-    found = [program(_logits, apply_fn, member.params, queries) for member in kinds]
+    texts = [program(_logits, apply_fn, member.params, queries) for member in kinds]
     if certified:
         leaves, structure = jax.tree.flatten(queries)
         shapes = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-        found += [program(_certificates, apply_fn, structure, shapes, member) for member in kinds]
-    return found
+        texts += [program(_certificates, apply_fn, structure, shapes, member) for member in kinds]
+    return texts
 
 
 def _kinds(members: Sequence[Any]) -> list[Any]:
-    """Returns one member for each structure, shapes and static fields. Members of one kind share a
-    program.
-    """
+    """Returns one member for each structure, shapes and static fields, which share a program."""
     return list({str(jax.tree.map(jax.typeof, member)): member for member in members}.values())
 
 
@@ -398,31 +415,38 @@ def _logits(apply_fn: ApplyFn, params: Any, queries: Any) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _certificates(apply_fn: ApplyFn, structure: Any, shapes: Any, member: Any) -> Any:
-    """Returns certificates of constant queries. Only the text of this program is used. The real
-    queries are facts.
+    """Returns certificates of constant queries.
+
+    Only the text of this program is used. The real queries are facts.
     """
-    return certify(member, apply_fn, structure.unflatten([np.zeros(*shape) for shape in shapes]))
+    queries = structure.unflatten([np.zeros(*shape) for shape in shapes])
+    return certify(member, apply_fn, queries)
 
 
 def _labels(apply_fn: ApplyFn, params: Any, queries: Any) -> np.ndarray:
-    """Returns the labels int64 [Q] by the rule of `certify`: the largest of C logits, or whether
-    one logit is > 0.
-    """
+    """Returns the labels int64 [Q] by the rule of `certify`."""
     logits = np.asarray(_logits(apply_fn, params, queries))
     logits = logits.reshape(len(logits), -1)
-    return logits.argmax(axis=1) if logits.shape[1] > 1 else (logits[:, 0] > 0).astype(np.int64)
+    if logits.shape[1] == 1:
+        return (logits[:, 0] > 0).astype(np.int64)
+    return logits.argmax(axis=1)
+
+
+# --- Which data sets the bounds cover -----------------------------------------------------------
 
 
 def _certified_steps(members: Sequence[Any], account: Account, *, fixed_parts: bool) -> int:
-    """Returns the number of certified steps to a neighbouring data set. Refuses bounds for another
-    relation.
+    """Returns the number of certified steps to a neighbouring data set.
+
+    Raises ValueError for bounds of another relation.
     """
     if not members:
         raise ValueError("bounds is empty. Give at least one model.")
     threats = {member.threat for member in members}
     if len(threats) > 1:
         raise ValueError(f"bounds must all be certified for one threat, got {sorted(threats)}.")
-    (threat,), registered = threats, account.adjacency
+    (threat,) = threats
+    registered = account.adjacency
     if (threat, registered) not in _STEPS:
         fitting = sorted(adjacency for known, adjacency in _STEPS if known == threat)
         raise ValueError(
@@ -443,9 +467,8 @@ def _certified_steps(members: Sequence[Any], account: Account, *, fixed_parts: b
     if len(members) > 1 and threat != "add_remove" and not fixed_parts:
         raise ValueError(
             f"an ensemble with bounds for threat={threat!r} does not cover a replaced record that "
-            "changes its part."
-            " Train with threat='add_remove', or pass fixed_parts=True if a lasting identity "
-            "assigns the parts."
+            "changes its part. Train with threat='add_remove', or pass fixed_parts=True if a "
+            "lasting identity assigns the parts."
         )
     return _STEPS[threat, registered]
 
@@ -462,9 +485,8 @@ def answered(queries: Any, answers: Any) -> tuple[Any, np.ndarray]:
     """
     answers = np.asarray(answers)
     rows = np.flatnonzero(answers >= 0)
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[rows], queries), answers[rows].astype(
-        np.int32
-    )
+    examples = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], queries)
+    return examples, answers[rows].astype(np.int32)
 
 
 def train_student(
@@ -479,7 +501,8 @@ def train_student(
 ) -> Any:
     """Trains a student model on private answers, by the public training `fit_public`.
 
-        student = train_student(loss_fn, params, answered(queries, answers), optimizer=optax.adam(1e-3), ...)
+        examples = answered(queries, answers)
+        student = train_student(loss_fn, params, examples, optimizer=optax.adam(1e-3), ...)
 
     The student is post-processing and costs nothing beyond the answers, if `params`, the queries
     and all settings are public or private releases. Raises ValueError for no examples, or leaves of

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -10,29 +10,30 @@ import numpy as np
 
 
 def positive(name: str, value: Any, meaning: str = "") -> float:
-    """Returns `value` as a float. Raises ValueError unless it is finite and > 0. The error says
-    `meaning`.
-    """
+    """Returns `value` as a float. Raises ValueError, with `meaning`, unless finite and > 0."""
     if value is None or np.ndim(value) or not 0 < value < math.inf:
-        raise ValueError(
-            f"{name} must be finite and > 0, got {value!r}.{meaning and f' It is {meaning}.'}"
-        )
+        explanation = f" It is {meaning}." if meaning else ""
+        raise ValueError(f"{name} must be finite and > 0, got {value!r}.{explanation}")
     return float(value)
 
 
 def whole(name: str, value: Any) -> int:
     """Returns `value` as an int. Raises ValueError unless it is an integer >= 1."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+    if not _is_integer(value) or value < 1:
         raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
     return int(value)
 
 
+def _is_integer(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def distances(ks: int | Sequence[int]) -> tuple[int, ...]:
     """Returns the distances to certify: all of 0..ks for an int."""
-    if isinstance(ks, int | np.integer) and not isinstance(ks, bool):
-        ks = range(ks + 1) if ks >= 0 else [ks]
+    if _is_integer(ks) and ks >= 0:
+        ks = range(ks + 1)
     values = [*ks] if isinstance(ks, Iterable) else [ks]
-    if not all(isinstance(k, int | np.integer) and not isinstance(k, bool) for k in values):
+    if not all(map(_is_integer, values)):
         raise TypeError(f"ks={values} must be integers.")
     if not values or min(values) < 0:
         raise ValueError(f"ks={values} must hold at least one distance, and none below 0.")
@@ -42,9 +43,7 @@ def distances(ks: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def count_rows(tree: Any, name: str) -> int:
-    """Returns n of a pytree of arrays [n, ...]. Raises ValueError if it has no leaves or they
-    differ in length.
-    """
+    """Returns n of a pytree of arrays [n, ...]. Raises ValueError for lengths that differ."""
     lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in jax.tree.leaves(tree)}
     if len(lengths) != 1 or -1 in lengths:
         raise ValueError(
@@ -55,17 +54,13 @@ def count_rows(tree: Any, name: str) -> int:
 
 
 def check_data(data: Any, name: str, *, may_be_empty: bool = False) -> int:
-    """Returns the number of records. Raises ValueError if a value is not finite or records are
-    missing.
-    """
+    """Returns the number of records. Raises ValueError for none, or a value that is not finite."""
     n = count_rows(data, name)
     if n == 0 and not may_be_empty:
         raise ValueError(f"{name} has no records.")
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
-        if (
-            jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-            and not np.isfinite(np.asarray(leaf)).all()
-        ):
+        is_floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        if is_floating and not np.isfinite(np.asarray(leaf)).all():
             where = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
             raise ValueError(
                 f"{name} leaf {where} has NaN or infinite entries. Impute or drop these records "
@@ -82,16 +77,14 @@ def one_of(data: Any) -> Any:
 def check_queries(
     apply_fn: Callable[[Any, Any], Any], params: Any, queries: Any, *, may_be_empty: bool = False
 ) -> tuple[int, int]:
-    """Returns the number of queries and the number of logits of each. Raises ValueError for other
-    shapes.
-    """
+    """Returns the number of queries, and of the logits of each. Raises ValueError for others."""
     count = check_data(queries, "queries", may_be_empty=may_be_empty)
     out = jax.eval_shape(apply_fn, params, one_of(queries))
     shape = getattr(out, "shape", None)
     if shape is None or len(shape) > 1 or shape == (0,):
+        shapes = jax.tree.map(lambda x: x.shape, out)
         raise ValueError(
-            "apply_fn must return the logits [] or [C] of ONE query, got "
-            f"{jax.tree.map(lambda x: x.shape, out)}."
+            f"apply_fn must return the logits [] or [C] of ONE query, got {shapes}."
             " For a model of batches pass lambda params, x: model(params, x[None])[0]."
         )
     return count, shape[0] if shape else 1

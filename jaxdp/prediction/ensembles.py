@@ -1,5 +1,4 @@
-"""Ensembles of models trained on disjoint parts of the data: partition, certified vote, and two
-baselines.
+"""Ensembles of models trained on disjoint parts: partition, certified vote, and two baselines.
 
 One record is in the data of one member. So a neighbouring data set changes the data of one member
 by one record, and only that member's label and calibrated distance can change. Either its label
@@ -17,7 +16,7 @@ public identity (`ids`).
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ from jaxdp.privacy.events import ComposedDpEvent, DpEvent, GaussianDpEvent, Self
 from jaxdp.report import counting
 from jaxdp.transforms import noise
 
+# The cost of a change that no member can make. Its sums over members fit an int64.
 _UNREACHABLE = 2**40
 
 
@@ -71,24 +71,38 @@ def partition_by_hash(
         raise ValueError("salt must be 1 to 64 public bytes, for example b'my experiment v1'.")
     count = count_rows(records, "records")
     if ids is None:
-        arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(records)]
-        kinds = [(_kind(array), array.shape[1:]) for array in arrays]
-        layout = repr((str(jax.tree.structure(records)), kinds))
-        contents = (b"".join(_row_bytes(array[i]) for array in arrays) for i in range(count))
+        layout, contents = _contents(records, count)
     else:
-        identities = identifiers(ids, "ids")
-        if len(identities) != count:
-            raise ValueError(
-                f"ids must hold one identity for each record, got {len(identities)} for {count}."
-            )
-        layout, contents = "identity", (f"str:{identity}".encode() for identity in identities)
-    seen = hashlib.blake2b(layout.encode(), key=salt, digest_size=16)
-    result = np.empty(count, np.int32)
+        layout = "identity"
+        contents = _identities(ids, count)
+    keyed = hashlib.blake2b(layout.encode(), key=salt, digest_size=16)
+    part_of_record = np.empty(count, np.int32)
     for i, content in enumerate(contents):
-        digest = seen.copy()
+        digest = keyed.copy()
         digest.update(content)
-        result[i] = int.from_bytes(digest.digest(), "little") % parts
-    return result
+        part_of_record[i] = int.from_bytes(digest.digest(), "little") % parts
+    return part_of_record
+
+
+def _contents(records: Any, count: int) -> tuple[str, Iterable[bytes]]:
+    """Returns the layout of the records as text, and the bytes of each record."""
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(records)]
+    kinds = [(_kind(array), array.shape[1:]) for array in arrays]
+    layout = repr((str(jax.tree.structure(records)), kinds))
+
+    def bytes_of(record: int) -> bytes:
+        return b"".join(_row_bytes(array[record]) for array in arrays)
+
+    return layout, map(bytes_of, range(count))
+
+
+def _identities(ids: Sequence[int | str], count: int) -> list[bytes]:
+    identities = identifiers(ids, "ids")
+    if len(identities) != count:
+        raise ValueError(
+            f"ids must hold one identity for each record, got {len(identities)} for {count}."
+        )
+    return [f"str:{identity}".encode() for identity in identities]
 
 
 def _kind(array: np.ndarray) -> str:
@@ -102,23 +116,27 @@ def _kind(array: np.ndarray) -> str:
 
 
 def _row_bytes(row: Any) -> bytes:
-    """Returns the bytes of one row of a leaf, without the zeros that pad a text to the longest of
-    the leaf.
+    """Returns the bytes of one row of a leaf.
+
+    NumPy pads texts with zeros to the longest one of the leaf. A record's bytes must not depend on
+    the others, so they are of the text without zeros.
     """
-    return repr(row.tolist()).encode() if row.dtype.kind in "US" else row.tobytes()
+    if row.dtype.kind in "US":
+        return repr(row.tolist()).encode()
+    content: bytes = row.tobytes()
+    return content
 
 
 # --- The certified vote -------------------------------------------------------------------------
 
 
 def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the majority label of every query and its calibrated distance: int32 [Q] each. Ties
-    have distance 0.
+    """Returns the majority label of every query and its calibrated distance: int32 [Q] each.
 
-    The distance is one less than the number of records that have to change before some class c has
-    as many votes as the winner w. A changed label of a member costs k + 1 changes. A member that
-    leaves w for c closes the gap n_w - n_c by two. A member that leaves another class for c closes
-    it by one. So
+    Ties have distance 0. The distance is one less than the number of records that have to change
+    before some class c has as many votes as the winner w. A changed label of a member costs k + 1
+    changes. A member that leaves w for c closes the gap n_w - n_c by two. A member that leaves
+    another class for c closes it by one. So
 
         K = max(0, min over c != w, a, b with 2 a + b >= n_w - n_c of A(a) + B_c(b) - 1).
 
@@ -150,25 +168,28 @@ def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, 
         winner, or a tie, it lies in U_w and is one step away. So K = 0, and by symmetry K = 0 there
         too.
     """
-    votes, costs = _check_votes(labels, distances, num_classes)
-    costs = costs + 1
+    votes, away = _check_votes(labels, distances, num_classes)
+    costs = away + 1  # of a changed label
     counts = _counts(votes, num_classes)
     winner = counts.argmax(axis=1)
-    leaving = _cheapest(costs, votes == winner)
-    best = np.full(winner.shape, _UNREACHABLE)
+    leaving = _cheapest(costs, votes == winner)  # A(a)
+    least = np.full(winner.shape, _UNREACHABLE)
     for rival in range(num_classes):
-        joining = _cheapest(costs, (votes != winner) & (votes != rival))
+        joining = _cheapest(costs, (votes != winner) & (votes != rival))  # B_c(b)
         gap = counts.max(axis=1) - counts[:, rival]
-        for left in range(math.ceil(len(votes) / 2) + 1):
-            joined = np.maximum(gap - 2 * left, 0)
-            cost = leaving[left] + np.take_along_axis(joining, joined[None], axis=0)[0]
-            best = np.minimum(best, np.where(winner == rival, _UNREACHABLE, cost))
-    return winner.astype(np.int32), np.clip(best - 1, 0, np.iinfo(np.int32).max).astype(np.int32)
+        # The gap is at most T, and each member that leaves w for c closes it by two.
+        for a in range(math.ceil(len(votes) / 2) + 1):
+            b = np.maximum(gap - 2 * a, 0)
+            cost = leaving[a] + np.take_along_axis(joining, b[None], axis=0)[0]
+            least = np.minimum(least, np.where(winner == rival, _UNREACHABLE, cost))
+    distance = np.clip(least - 1, 0, np.iinfo(np.int32).max)
+    return winner.astype(np.int32), distance.astype(np.int32)
 
 
 def _cheapest(costs: np.ndarray, allowed: np.ndarray) -> np.ndarray:
-    """Returns [T + 1, Q]: row a is the sum of the a smallest allowed costs, `_UNREACHABLE` or more
-    if fewer exist.
+    """Returns [T + 1, Q]: row a is the sum of the a smallest allowed costs.
+
+    It is `_UNREACHABLE` or more if fewer than a exist.
     """
     ordered = np.sort(np.where(allowed, costs, _UNREACHABLE), axis=0)
     return np.vstack([np.zeros_like(ordered[:1]), np.cumsum(ordered, axis=0)])
@@ -198,9 +219,10 @@ def _check_votes(labels: Any, distances: Any, num_classes: int) -> tuple[np.ndar
 
 
 def _vote_counts(labels: Any, num_classes: int) -> np.ndarray:
-    return _counts(
-        _check_votes(labels, np.zeros(np.shape(labels), np.int64), num_classes)[0], num_classes
-    )
+    """Checks labels [T, Q] and returns the votes of each class, [Q, C]."""
+    distances = np.zeros(np.shape(labels), np.int64)
+    votes, _ = _check_votes(labels, distances, num_classes)
+    return _counts(votes, num_classes)
 
 
 # --- Baselines ----------------------------------------------------------------------------------
@@ -209,12 +231,11 @@ def _vote_counts(labels: Any, num_classes: int) -> np.ndarray:
 def laplace_vote(
     key: jax.Array, labels: Any, *, epsilon: float, num_classes: int, changed_members: int = 1
 ) -> np.ndarray:
-    """Answers the class with most votes after Laplace noise of scale 2 changed_members / epsilon on
-    every count.
+    """Answers the class with most votes after Laplace noise on every count.
 
-    Other arguments, result and errors are as in `ConfidentGNMax.answer`. `changed_members` is the
-    number of members that a neighbouring data set may change. It is 1, or 2 if a replaced record
-    may change its part.
+    The scale of the noise is 2 changed_members / epsilon. Other arguments, result and errors are as
+    in `ConfidentGNMax.answer`. `changed_members` is the number of members that a neighbouring data
+    set may change. It is 1, or 2 if a replaced record may change its part.
 
     Formal guarantees:
         Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, up to the floating-point limits in
@@ -224,8 +245,8 @@ def laplace_vote(
     scale = 2 * changed_members / positive("epsilon", epsilon)
     if changed_members not in (1, 2):
         raise ValueError(f"changed_members must be 1 or 2, got {changed_members!r}.")
-    counts = _vote_counts(labels, num_classes)
-    return _noisy(noise.laplace, key, counts, scale).argmax(axis=1).astype(np.int32)
+    noisy_counts = _noisy(noise.laplace, key, _vote_counts(labels, num_classes), scale)
+    return noisy_counts.argmax(axis=1).astype(np.int32)
 
 
 def _noisy(
@@ -237,11 +258,11 @@ def _noisy(
 
 @dataclasses.dataclass(frozen=True)
 class ConfidentGNMax:
-    """PATE's Confident-GNMax (Papernot et al. 2018, arXiv 1802.08908, Algorithm 1), with
-    data-independent accounting.
+    """PATE's Confident-GNMax (Papernot et al. 2018, arXiv 1802.08908, Algorithm 1).
 
-    A query is answered if the largest vote count plus N(0, sigma_threshold^2) reaches `threshold`.
-    The answer is the class whose count plus N(0, sigma_votes^2) is largest.
+    Its accounting does not depend on the data. A query is answered if the largest vote count plus
+    N(0, sigma_threshold^2) reaches `threshold`. The answer is the class whose count plus N(0,
+    sigma_votes^2) is largest.
 
     Attributes:
         threshold: Finite. 0.6 to 0.8 of the number of members is usual.
@@ -279,10 +300,10 @@ class ConfidentGNMax:
         adjacency: Adjacency = "add_remove",
         ratio: float = 3.0,
     ) -> "ConfidentGNMax":
-        """Returns the mechanism of least noise that costs at most (epsilon, delta), with the
-        `ratio` of both sigmas.
+        """Returns the mechanism of least noise that costs at most (epsilon, delta).
 
-        sigma_threshold = ratio sigma_votes. Raises ValueError for an argument out of range, or if no noise suffices.
+        It has sigma_threshold = ratio sigma_votes. Raises ValueError for an argument out of range,
+        or if no noise suffices.
         """
         ratio = positive("ratio", ratio)
 
@@ -296,24 +317,20 @@ class ConfidentGNMax:
         return cls(threshold, ratio * sigma_votes, sigma_votes)
 
     def event(self, queries: int, *, max_answers: int) -> DpEvent:
-        """Returns the cost of `queries` queries if at most `max_answers`, in [1, queries], are
-        answered.
-        """
+        """Returns the cost of `queries` queries of which at most `max_answers` are answered."""
         if not 1 <= max_answers <= queries:
             raise ValueError(f"max_answers={max_answers} must lie in [1, queries={queries}].")
-        checks = SelfComposedDpEvent(GaussianDpEvent(self.sigma_threshold), queries)
+        check = GaussianDpEvent(self.sigma_threshold)
+        # A changed vote moves two counts by one each.
+        answer = GaussianDpEvent(self.sigma_votes / math.sqrt(2))
         return ComposedDpEvent(
-            [
-                checks,
-                SelfComposedDpEvent(GaussianDpEvent(self.sigma_votes / math.sqrt(2)), max_answers),
-            ]
+            [SelfComposedDpEvent(check, queries), SelfComposedDpEvent(answer, max_answers)]
         )
 
     def answer(
         self, key: jax.Array, labels: Any, *, num_classes: int, max_answers: int
     ) -> np.ndarray:
-        """Answers the first `max_answers` queries that pass the noisy threshold: int32 [Q], -1 for
-        no answer.
+        """Answers the first `max_answers` queries that pass the noisy threshold.
 
         Args:
             key: A typed noise key, used for this call only.
@@ -321,16 +338,17 @@ class ConfidentGNMax:
             num_classes: C >= 2.
             max_answers: In [1, Q].
 
+        Returns:
+            int32 [Q], -1 for no answer.
+
         Raises:
             TypeError, ValueError: An argument is out of range or has another shape.
         """
         counts = _vote_counts(labels, num_classes)
         self.event(len(counts), max_answers=max_answers)  # checks max_answers
         key_threshold, key_votes = jax.random.split(key)
-        passed = (
-            _noisy(noise.gaussian, key_threshold, counts.max(axis=1), self.sigma_threshold)
-            >= self.threshold
-        )
-        answered = passed & (np.cumsum(passed) <= max_answers)
-        noisy = _noisy(noise.gaussian, key_votes, counts, self.sigma_votes)
-        return np.where(answered, noisy.argmax(axis=1), -1).astype(np.int32)
+        largest = _noisy(noise.gaussian, key_threshold, counts.max(axis=1), self.sigma_threshold)
+        passed = largest >= self.threshold
+        is_answered = passed & (np.cumsum(passed) <= max_answers)
+        noisy_counts = _noisy(noise.gaussian, key_votes, counts, self.sigma_votes)
+        return np.where(is_answered, noisy_counts.argmax(axis=1), -1).astype(np.int32)

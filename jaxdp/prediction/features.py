@@ -13,8 +13,9 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class FeatureMap:
-    """The map x -> radius * u / |u| with u = (x - mean) matrix. It comes from PUBLIC vectors and
-    maps single records.
+    """The map x -> radius * u / |u| with u = (x - mean) matrix.
+
+    It comes from PUBLIC vectors and maps single records.
 
     Attributes:
       mean: float64 [d].
@@ -36,8 +37,7 @@ class FeatureMap:
         radius: float = 1.0,
         weights: np.ndarray | None = None,
     ) -> "FeatureMap":
-        """Centres on the mean of `public` and projects on its principal axes, each divided by
-        std**whiten.
+        """Centres on the mean of `public` and projects on its principal axes over std**whiten.
 
         Args:
           public: [m, d], public vectors that resemble the private ones.
@@ -56,29 +56,34 @@ class FeatureMap:
             raise ValueError(
                 f"public must hold at least two vectors [m, d], got shape {public.shape}."
             )
-        share = (
-            np.full(len(public), 1 / len(public)) if weights is None else weights / np.sum(weights)
-        )
-        mean = share @ public
-        centred = public - mean
-        if len(public) > public.shape[1]:
-            variances, axes = np.linalg.eigh((centred * share[:, None]).T @ centred)
-            deviations, axes = np.sqrt(np.maximum(variances[::-1], 0)), axes[:, ::-1]
+        if weights is None:
+            shares = np.full(len(public), 1 / len(public))
         else:
-            _, deviations, rows = np.linalg.svd(
-                centred * np.sqrt(share)[:, None], full_matrices=False
-            )
-            axes = rows.T
+            shares = weights / np.sum(weights)
+        mean = shares @ public
+        deviations, axes = _principal_axes(public - mean, shares)
         available = int(np.sum(deviations > 1e-6 * deviations[0]))
         if dimensions > available:
             raise ValueError(
                 f"dimensions={dimensions} exceeds the {available} that the public vectors span."
             )
-        kept = dimensions or available
-        return cls(mean, axes[:, :kept] / deviations[:kept] ** whiten, radius)
+        leading = dimensions or available
+        return cls(mean, axes[:, :leading] / deviations[:leading] ** whiten, radius)
 
     def __call__(self, vectors: np.ndarray) -> np.ndarray:
         """Maps [n, d] to float32 [n, r]. A vector equal to the mean becomes zero."""
         mapped = (np.asarray(vectors, np.float64) - self.mean) @ self.matrix
         lengths = np.linalg.norm(mapped, axis=1, keepdims=True)
         return (self.radius * mapped / np.where(lengths > 0, lengths, 1.0)).astype(np.float32)
+
+
+def _principal_axes(centred: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns standard deviations, the largest first, and their axes as columns."""
+    vectors, dimensions = centred.shape
+    if vectors <= dimensions:  # then the covariance would have more entries than the vectors
+        weighted = centred * np.sqrt(shares)[:, None]
+        _, deviations, rows = np.linalg.svd(weighted, full_matrices=False)
+        return deviations, rows.T
+    variances, axes = np.linalg.eigh((centred * shares[:, None]).T @ centred)
+    deviations = np.sqrt(np.maximum(variances[::-1], 0))  # rounding may make them negative
+    return deviations, axes[:, ::-1]

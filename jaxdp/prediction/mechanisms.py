@@ -1,5 +1,4 @@
-"""Mechanisms that answer queries of a model: randomised labels and noisy values, calibrated to
-stability.
+"""Mechanisms that answer queries of a model, with noise that is calibrated to stability.
 
 A certificate (`jaxdp.prediction.certify`) gives every query a label and a *calibrated distance* k.
 This integer changes by at most one between neighbouring data sets, and is 0 for both if their
@@ -7,18 +6,18 @@ labels differ. All label mechanisms here are one family: they keep the label wit
 p(k) and otherwise answer one of the other labels, uniformly. Adding noise to a label in {0, 1} and
 rounding at 1/2 is the member with p(k) = P(noise > 1/2).
 
-=====================  ==================================================================  =============
-label mechanism        flip probability p(k)                                               guarantee
-=====================  ==================================================================  =============
-randomised_response    the smallest possible p(k), `flip_probability`                      epsilon
-smooth_cauchy          Cauchy noise of scale exp(-epsilon k) / (2 sinh(epsilon / 2))       epsilon
-  "smooth"             Cauchy noise of scale exp(-beta k) / (epsilon - beta)               epsilon
-  "paper"              Cauchy noise of scale 6 exp(-epsilon k / 6) / epsilon               epsilon
-(smooth Laplace)       Laplace noise of scale exp(-beta k) / epsilon                       epsilon, delta
-  "paper"              Laplace noise of scale 2 exp(-beta k) / epsilon                     epsilon, delta
-global_laplace         Laplace noise of scale 1 / epsilon, for every k                     epsilon
-global_response        p(0) of randomised_response, for every k                            epsilon
-=====================  ==================================================================  =============
+===================  =======================================================  ==============
+label mechanism      flip probability p(k)                                    guarantee
+===================  =======================================================  ==============
+randomised_response  the smallest possible p(k), `flip_probability`           epsilon
+smooth_cauchy        Cauchy, scale exp(-epsilon k) / (2 sinh(epsilon / 2))    epsilon
+  "smooth"           Cauchy, scale exp(-beta k) / (epsilon - beta)            epsilon
+  "paper"            Cauchy, scale 6 exp(-epsilon k / 6) / epsilon            epsilon
+(smooth Laplace)     Laplace, scale exp(-beta k) / epsilon                    epsilon, delta
+  "paper"            Laplace, scale 2 exp(-beta k) / epsilon                  epsilon, delta
+global_laplace       Laplace, scale 1 / epsilon, for every k                  epsilon
+global_response      p(0) of randomised_response, for every k                 epsilon
+===================  =======================================================  ==============
 
 The ledger has no event for (epsilon, delta)-DP answers, so `flip_probability_smooth_laplace` is for
 comparison only.
@@ -29,7 +28,7 @@ p(0)) (C - 1) <= E p(0) (and p(0) <= (C - 1) E (1 - p(0)), which any mechanism b
 guess satisfies). Neighbours with the same label have distances k and k + 1 or equal distances. With
 p non-increasing, the two densities are within a factor E iff
 
-    p(k) <= E p(k + 1)   and   1 - p(k + 1) <= E (1 - p(k)).                                                        (*)
+    p(k) <= E p(k + 1)   and   1 - p(k + 1) <= E (1 - p(k)).                            (*)
 
 Each bound on p(k + 1) rises with p(k), so the smallest p that satisfies all three is found
 greedily. It is `flip_probability`. So no epsilon-DP member of the family is more accurate than
@@ -38,7 +37,7 @@ randomised response.
 **Proof for Cauchy noise.** For Cauchy laws of centres x, x' and scales s, s' the largest log ratio
 of the densities is
 
-    arcosh(1 + ((x - x')^2 + (s - s')^2) / (2 s s')),                                                               (**)
+    arcosh(1 + ((x - x')^2 + (s - s')^2) / (2 s s')),                                  (**)
 
 the hyperbolic distance of (x, s) and (x', s') in the upper half-plane. (Shift and scale to x' = 0,
 s' = 1. The ratio s (1 + z^2) / ((z - x)^2 + s^2) touches its maximum r where a quadratic in z has a
@@ -81,7 +80,7 @@ from jaxdp.transforms import noise
 CauchyCalibration = Literal["stable", "smooth", "paper"]
 LaplaceCalibration = Literal["stable", "paper"]
 
-_BITS = 64
+_BITS = 64  # of the draw for each label
 _LARGEST_CLASSES = 2**20
 
 
@@ -92,7 +91,8 @@ def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> 
     """Returns p(k) of randomised response, the smallest that pure DP allows. The module's text has
     the proof.
 
-        p(0) = (C - 1) / (e^epsilon + C - 1),   p(k + 1) = max(e^-epsilon p(k), 1 - e^epsilon (1 - p(k)))
+        p(0) = (C - 1) / (e^epsilon + C - 1)
+        p(k + 1) = max(e^-epsilon p(k), 1 - e^epsilon (1 - p(k)))
 
     For two classes p(k) = e^(-epsilon k) / (1 + e^epsilon). With many classes 1 - p(k) first grows
     by e^epsilon per step, until p(k) <= e^epsilon / (1 + e^epsilon). Then p(k) shrinks by e^epsilon
@@ -102,17 +102,17 @@ def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> 
     Returns float64 of that shape, 0 where it underflows (below about e^-745). Raises ValueError for
     an argument out of range.
     """
-    epsilon, classes = positive("epsilon", epsilon), _check_classes(num_classes)
+    epsilon = positive("epsilon", epsilon)
+    classes = _check_classes(num_classes)
     k = _check_distances(distance).astype(np.float64)
     log_others = math.log(classes - 1)
-    log_total = float(np.logaddexp(epsilon, log_others))
+    log_total = float(np.logaddexp(epsilon, log_others))  # of e^epsilon + C - 1
     # The first distance at which p <= e^epsilon / (1 + e^epsilon).
     turn = max(0, math.ceil((log_total - float(np.logaddexp(0.0, epsilon))) / epsilon) - 1)
-    at_turn = (
-        math.exp(log_others - log_total)
-        if turn == 0
-        else -math.expm1((turn + 1) * epsilon - log_total)
-    )
+    if turn == 0:
+        at_turn = math.exp(log_others - log_total)
+    else:
+        at_turn = -math.expm1((turn + 1) * epsilon - log_total)
     with np.errstate(under="ignore"):
         before = -np.expm1(np.minimum((k + 1) * epsilon - log_total, 0.0))
         after = at_turn * np.exp(-epsilon * np.maximum(k - turn, 0.0))
@@ -133,23 +133,17 @@ def needed_distance(epsilon: float, *, flip: float = 1e-3, num_classes: int = 2)
     """
     if not 0 < flip < 1:
         raise ValueError(f"flip must be in (0, 1), got {flip!r}.")
-    k = 1
-    while flip_probability(k, epsilon=epsilon, num_classes=num_classes) > flip:
-        k *= 2
-    return int(
-        np.argmax(
-            flip_probability(np.arange(k + 1), epsilon=epsilon, num_classes=num_classes) <= flip
-        )
-    )
+    flips = functools.partial(flip_probability, epsilon=epsilon, num_classes=num_classes)
+    largest = 1
+    while flips(largest) > flip:
+        largest *= 2
+    return int(np.argmax(flips(np.arange(largest + 1)) <= flip))
 
 
 def flip_probability_global_laplace(distance: Any, *, epsilon: float) -> np.ndarray:
-    """Returns P(|noise| > 1/2) / 2 for Laplace noise of scale 1 / epsilon. Otherwise as
-    `flip_probability`.
-    """
-    return np.full(
-        _check_distances(distance).shape, math.exp(-positive("epsilon", epsilon) / 2) / 2
-    )
+    """Returns P(noise > 1/2) for Laplace noise of scale 1 / epsilon. Else as `flip_probability`."""
+    shape = _check_distances(distance).shape
+    return np.full(shape, math.exp(-positive("epsilon", epsilon) / 2) / 2)
 
 
 def flip_probability_cauchy(
@@ -166,22 +160,23 @@ def flip_probability_cauchy(
     smallest scale at the distance k. The default epsilon / 2 is the best at k = 2 / epsilon.
     Otherwise as `flip_probability`.
     """
-    epsilon, k = positive("epsilon", epsilon), _check_distances(distance)
+    epsilon = positive("epsilon", epsilon)
+    k = _check_distances(distance)
     if calibration not in ("stable", "smooth", "paper"):
         raise ValueError(f"calibration must be 'stable', 'smooth' or 'paper', got {calibration!r}.")
     if beta is not None and (calibration != "smooth" or not 0 < beta < epsilon):
         raise ValueError(
             f"beta={beta!r} needs calibration='smooth' and must lie in (0, epsilon={epsilon:g})."
         )
-    beta = epsilon / 2 if beta is None else beta
-    rate, twice_scale = {
-        "stable": (
-            epsilon,
-            2 * math.exp(-epsilon / 2) / -math.expm1(-epsilon),
-        ),  # 1 / sinh(epsilon / 2)
-        "smooth": (beta, 2 / (epsilon - beta)),
-        "paper": (epsilon / 6, 12 / epsilon),
-    }[calibration]
+    if calibration == "stable":
+        rate = epsilon
+        twice_scale = 2 * math.exp(-epsilon / 2) / -math.expm1(-epsilon)  # 1 / sinh(epsilon / 2)
+    elif calibration == "smooth":
+        rate = epsilon / 2 if beta is None else beta
+        twice_scale = 2 / (epsilon - rate)
+    else:
+        rate = epsilon / 6
+        twice_scale = 12 / epsilon
     with np.errstate(under="ignore"):
         return np.arctan(twice_scale * np.exp(-rate * k)) / math.pi
 
@@ -195,11 +190,14 @@ def flip_probability_smooth_laplace(
     s(k) = 2 exp(-b k) / epsilon with b = epsilon / (2 log(2 / delta)). "paper" is refused if
     epsilon is so large that this b does not give delta. Otherwise as `flip_probability`.
     """
-    k, rate, inverse_scale = _check_distances(distance), dilation_rate(epsilon, delta), epsilon
+    k = _check_distances(distance)
+    rate = dilation_rate(epsilon, delta)
+    inverse_scale = epsilon
     if calibration not in ("stable", "paper"):
         raise ValueError(f"calibration must be 'stable' or 'paper', got {calibration!r}.")
     if calibration == "paper":
-        rate, inverse_scale = epsilon / (2 * math.log(2 / delta)), epsilon / 2
+        rate = epsilon / (2 * math.log(2 / delta))
+        inverse_scale = epsilon / 2
         if _log_dilation_delta(rate, epsilon) > math.log(delta):
             raise ValueError(
                 f"epsilon={epsilon:g} is too large for the paper's constants to give "
@@ -210,30 +208,29 @@ def flip_probability_smooth_laplace(
 
 
 def dilation_rate(epsilon: float, delta: float) -> float:
-    """Returns the largest b <= epsilon for which changing a Laplace scale by exp(+-b) is (epsilon,
-    delta)-DP.
+    """Returns the largest b <= epsilon by which exp(+-b) may change the scale of Laplace noise.
 
-    It solves (1 - exp(-b)) exp(-(epsilon + b) / (exp(b) - 1)) = delta. The left side rises in b,
-    and the result is on the side where delta holds. Raises ValueError for an argument out of range.
+    The change is then (epsilon, delta)-DP. b solves (1 - exp(-b)) exp(-(epsilon + b) / (exp(b) -
+    1)) = delta. The left side rises in b, and the result is on the side where delta holds. Raises
+    ValueError for an argument out of range.
     """
     epsilon = positive("epsilon", epsilon)
     if not 0 < delta < 1:
         raise ValueError(f"delta must be in (0, 1), got {delta!r}.")
     if _log_dilation_delta(epsilon, epsilon) <= math.log(delta):
         return epsilon
-    low = min(epsilon, 1.0) / (
-        4 * math.log(2 / delta) + 4
-    )  # the exponent at low is below -3 log(2 / delta)
-    root = optimize.brentq(
-        lambda b: _log_dilation_delta(b, epsilon) - math.log(delta), low, epsilon, rtol=1e-13
-    )
-    return root * (1 - 1e-12)
+    # The exponent at the start is below -3 log(2 / delta).
+    start = min(epsilon, 1.0) / (4 * math.log(2 / delta) + 4)
+
+    def excess(b: float) -> float:
+        return _log_dilation_delta(b, epsilon) - math.log(delta)
+
+    root = optimize.brentq(excess, start, epsilon, rtol=1e-13)
+    return root * (1 - 1e-12)  # the side where delta holds
 
 
 def _log_dilation_delta(rate: float, epsilon: float) -> float:
-    """Returns the log of the delta of changing a Laplace scale by exp(+-rate) at `epsilon` >=
-    rate.
-    """
+    """Returns log delta of changing a Laplace scale by exp(+-rate), at `epsilon` >= rate."""
     rate = min(rate, 700.0)  # larger rates do not change the value
     return math.log(-math.expm1(-rate)) - (epsilon + rate) / math.expm1(rate)
 
@@ -244,8 +241,7 @@ def _log_dilation_delta(rate: float, epsilon: float) -> float:
 def randomised_response(
     key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int
 ) -> np.ndarray:
-    """Answers labels by randomised response with the flip probability of their distance. Returns
-    int32 [Q].
+    """Answers labels by randomised response with the flip probability of their distance.
 
     Args:
         key: A typed noise key, used for this call only (`jaxdp.release.stream`).
@@ -253,6 +249,9 @@ def randomised_response(
         distances: int [Q] >= 0, calibrated (see the module's text).
         epsilon: The epsilon of each answer, finite and > 0.
         num_classes: C >= 2, a public declaration.
+
+    Returns:
+        int32 [Q].
 
     Raises:
         TypeError: The key is an old-style key.
@@ -292,25 +291,21 @@ def smooth_cauchy(
 def global_laplace(
     key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int = 2
 ) -> np.ndarray:
-    """Answers labels in {0, 1} by rounding label + Laplace(1 / epsilon) at 1/2. Needs no
-    certificate.
+    """Answers labels in {0, 1} by rounding label + Laplace(1 / epsilon) at 1/2.
 
-    It works as `randomised_response` with `num_classes` 2, but does not use the distances. Answers
-    are (epsilon, 0)-DP for every model and every neighbouring relation.
+    It needs no certificate. It works as `randomised_response` with `num_classes` 2, but does not
+    use the distances. Answers are (epsilon, 0)-DP for every model and every neighbouring relation.
     """
     _check_binary("global_laplace", num_classes)
     flips = functools.partial(flip_probability_global_laplace, epsilon=epsilon)
-    return _answer(
-        key, labels, np.zeros(np.shape(labels), np.int64), flips, epsilon=epsilon, num_classes=2
-    )
+    nowhere = np.zeros(np.shape(labels), np.int64)
+    return _answer(key, labels, nowhere, flips, epsilon=epsilon, num_classes=2)
 
 
 def global_response(
     key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int
 ) -> np.ndarray:
-    """Answers labels by k-ary randomised response. Needs no certificate, as `global_laplace`, for
-    any `num_classes`.
-    """
+    """Answers labels of any `num_classes` by k-ary randomised response. Needs no certificate."""
     nowhere = np.zeros(np.shape(labels), np.int64)
     return randomised_response(key, labels, nowhere, epsilon=epsilon, num_classes=num_classes)
 
@@ -324,67 +319,73 @@ def _answer(
     epsilon: float,
     num_classes: int,
 ) -> np.ndarray:
-    """Answers labels by the smallest exactly epsilon-DP thresholds that are at least `flips` (None:
-    at least zero).
+    """Answers labels by the smallest exactly epsilon-DP thresholds that are at least `flips`.
+
+    With None for `flips` they are the smallest of all.
     """
-    epsilon, classes, k = (
-        positive("epsilon", epsilon),
-        _check_classes(num_classes),
-        _check_distances(distances),
-    )
+    epsilon = positive("epsilon", epsilon)
+    classes = _check_classes(num_classes)
+    k = _check_distances(distances)
     labels = _check_labels(labels, classes, k.shape)
     last = int(k.max(initial=0))
-    wanted = None if flips is None else flips(np.arange(last + 1)).tolist()
-    table = exact_thresholds(wanted, last, epsilon=epsilon, num_classes=classes)
-    return _sample(key, labels, np.array(table, np.uint64)[np.minimum(k, len(table) - 1)], classes)
+    floor = None if flips is None else flips(np.arange(last + 1)).tolist()
+    table = exact_thresholds(floor, last, epsilon=epsilon, num_classes=classes)
+    thresholds = np.array(table, np.uint64)[np.minimum(k, len(table) - 1)]
+    return _sample(key, labels, thresholds, classes)
 
 
 def exact_thresholds(
-    wanted: Sequence[float] | None, last: int, *, epsilon: float, num_classes: int
+    floor: Sequence[float] | None, last: int, *, epsilon: float, num_classes: int
 ) -> list[int]:
-    """Returns integers r(0) >= r(1) >= ...: each of the C - 1 other labels is answered with
-    probability r(k) / 2**64.
+    """Returns integers r(0) >= r(1) >= ... for the distances k.
 
-    They are the smallest integers that are at least `wanted[k] * 2**64 / (C - 1)` (`wanted` does
-    not increase) and satisfy, with own = 2**64 - (C - 1) r and a rational number E, 1 < E <
-    exp(epsilon), exactly
+    Each of the C - 1 other labels is answered with probability r(k) / 2**64. They are the smallest
+    integers that are at least `floor[k] * 2**64 / (C - 1)` (`floor` does not increase) and satisfy
+    exactly, with own = 2**64 - (C - 1) r and a rational number E, 1 < E < exp(epsilon),
 
         own(0) <= E r(0),   r(0) <= E own(0),   r(k) <= E r(k + 1),   own(k + 1) <= E own(k).
 
     The list ends at distance `last`, or earlier if all later r are 1.
     """
-    unit, others = 1 << _BITS, num_classes - 1
+    unit = 1 << _BITS
+    others = num_classes - 1
     # exp has an error of at most one ulp (2**-52). A factor above 2**80 changes no threshold.
     factor = fractions.Fraction(math.exp(min(epsilon, 55.0))) * (1 - fractions.Fraction(1, 1 << 50))
-    numerator, denominator = factor.numerator, factor.denominator
+    numerator = factor.numerator
+    denominator = factor.denominator
 
     def at_least(k: int) -> int:
-        return 0 if wanted is None else -(-math.ceil(math.ldexp(wanted[k], _BITS)) // others)
+        if floor is None:
+            return 0
+        return _divided_up(math.ceil(math.ldexp(floor[k], _BITS)), others)
 
-    rare = max(at_least(0), -(-unit * denominator // (numerator + others * denominator)))
+    rare = max(at_least(0), _divided_up(unit * denominator, numerator + others * denominator))
     own = unit - others * rare
     if factor <= 1 or rare * denominator > own * numerator:
         raise ValueError(
             f"epsilon={epsilon:g} is too small for {num_classes} classes and 64 random bits."
         )
     table = [rare]
-    while len(table) <= last and not (rare == 1 and wanted is None):
-        by_others = -(-rare * denominator // numerator)
-        by_own = -((numerator * own - unit * denominator) // (others * denominator))
-        rare = min(
-            rare, max(by_others, by_own, at_least(len(table)))
-        )  # rounding may make `wanted` rise by an ulp
+    while len(table) <= last and not (rare == 1 and floor is None):
+        by_others = _divided_up(rare * denominator, numerator)  # r(k) <= E r(k + 1)
+        # own(k + 1) <= E own(k)
+        by_own = _divided_up(unit * denominator - numerator * own, others * denominator)
+        # Rounding may make `floor` rise by an ulp.
+        rare = min(rare, max(by_others, by_own, at_least(len(table))))
         own = unit - others * rare
         table.append(rare)
     return table
 
 
+def _divided_up(a: int, b: int) -> int:
+    """Returns a / b, rounded up."""
+    return -(-a // b)
+
+
 def _sample(
     key: jax.Array, labels: np.ndarray, thresholds: np.ndarray, num_classes: int
 ) -> np.ndarray:
-    """Answers each of the other labels with probability threshold / 2**64, from 64 fresh bits per
-    label.
-    """
+    """Answers each of the other labels with probability threshold / 2**64."""
     noise.check_key(key)
     words = np.asarray(jax.random.bits(key, (2, *labels.shape), jnp.uint32)).astype(np.uint64)
     return flip_labels(words[0] << np.uint64(32) | words[1], labels, thresholds, num_classes)
@@ -393,8 +394,9 @@ def _sample(
 def flip_labels(
     draws: np.ndarray, labels: np.ndarray, thresholds: np.ndarray, num_classes: int
 ) -> np.ndarray:
-    """Maps uniform 64-bit numbers to labels. Each other label gets `threshold` numbers, the rest
-    keep the label.
+    """Maps uniform 64-bit numbers to labels.
+
+    Each other label gets `threshold` numbers. The rest keep the label.
     """
     # The numbers below (C - 1) r form C - 1 runs of r, one for each other label.
     runs = draws // np.maximum(thresholds, np.uint64(1))
@@ -409,8 +411,7 @@ def flip_labels(
 def smooth_sensitivity(
     values: Any, lower: Any, upper: Any, *, beta: float, output_range: tuple[float, float]
 ) -> np.ndarray:
-    """Returns a beta-smooth upper bound on the move of values between neighbours: float64 [Q] in
-    (0, high - low].
+    """Returns a beta-smooth upper bound on the move of values between neighbours.
 
     Let box_0 = {value}, and box_j the interval for data at distance j, or the whole range beyond
     the last row. Everything is clipped to `output_range`. Then
@@ -424,6 +425,9 @@ def smooth_sensitivity(
         beta: > 0, fixed without looking at data.
         output_range: (low, high), a public declaration.
 
+    Returns:
+        float64 [Q] in (0, high - low].
+
     Raises:
         ValueError: An argument is out of range or has another shape.
 
@@ -435,26 +439,25 @@ def smooth_sensitivity(
         g_j(D) <= exp(beta) exp(-beta (j + 1)) g_{j+1}(D') <= exp(beta) S(D'). Beyond the last row
         both g are high - low.
     """
-    beta, (low, high) = positive("beta", beta), check_range(output_range)
+    beta = positive("beta", beta)
+    low, high = check_range(output_range)
     values = _clip(values, (low + high) / 2, low, high)
-    lower, upper = _clip(lower, low, low, high), _clip(upper, high, low, high)
-    if (
-        values.ndim != 1
-        or lower.ndim != 2
-        or lower.shape != upper.shape
-        or lower.shape[1:] != values.shape
-    ):
+    lower = _clip(lower, low, low, high)
+    upper = _clip(upper, high, low, high)
+    is_matrix = lower.ndim == 2 and lower.shape == upper.shape
+    if values.ndim != 1 or not is_matrix or lower.shape[1:] != values.shape:
         raise ValueError(
             f"values must be [Q] and lower, upper [J, Q], got {values.shape}, {lower.shape} and "
             f"{upper.shape}."
         )
-    ends = np.full_like(values, low), np.full_like(values, high)
-    lows, highs = (
-        np.vstack([values, lower, ends[0], ends[0]]),
-        np.vstack([values, upper, ends[1], ends[1]]),
-    )
-    gaps = np.maximum(highs[1:] - lows[:-1], highs[:-1] - lows[1:])
-    return np.max(np.exp(-beta * np.arange(len(gaps)))[:, None] * gaps, axis=0)
+    # Beyond the last row the box is the whole range: box_{J + 1} and box_{J + 2}.
+    lowest = np.full_like(values, low)
+    highest = np.full_like(values, high)
+    lows = np.vstack([values, lower, lowest, lowest])
+    highs = np.vstack([values, upper, highest, highest])
+    gaps = np.maximum(highs[1:] - lows[:-1], highs[:-1] - lows[1:])  # g_j
+    decay = np.exp(-beta * np.arange(len(gaps)))
+    return np.max(decay[:, None] * gaps, axis=0)
 
 
 def cauchy_values(
@@ -467,14 +470,16 @@ def cauchy_values(
     output_range: tuple[float, float],
     beta: float | None = None,
 ) -> np.ndarray:
-    """Answers real values with Cauchy noise scaled to their smooth sensitivity, as float32 [Q] in
-    `output_range`.
+    """Answers real values with Cauchy noise scaled to their smooth sensitivity.
 
     Args:
         key: A typed noise key, used for this call only.
         values, lower, upper, output_range: As in `smooth_sensitivity`.
         epsilon: The epsilon of each answer, finite and > 0.
         beta: In (0, epsilon), fixed without looking at data. None for `default_beta`.
+
+    Returns:
+        float32 [Q] in `output_range`.
 
     Raises:
         TypeError, ValueError: An argument is out of range or has another shape.
@@ -493,9 +498,8 @@ def cauchy_values(
     if not 0 < beta < epsilon:
         raise ValueError(f"beta={beta!r} must lie in (0, epsilon={epsilon:g}).")
     sensitivity = smooth_sensitivity(values, lower, upper, beta=beta, output_range=output_range)
-    return _add_noise(
-        noise.cauchy, key, values, cauchy_multiplier(epsilon, beta) * sensitivity, output_range
-    )
+    scale = cauchy_multiplier(epsilon, beta) * sensitivity
+    return _add_noise(noise.cauchy, key, values, scale, output_range)
 
 
 def default_beta(epsilon: float) -> float:
@@ -512,9 +516,10 @@ def default_beta(epsilon: float) -> float:
 
 def cauchy_multiplier(epsilon: float, beta: float) -> float:
     """Returns the scale of the noise of `cauchy_values` for a smooth sensitivity of 1."""
-    # More than 50 would overflow and does not lower the noise. The two factors of cosh a - cosh b
-    # are exact near a = b.
-    beta, epsilon = min(beta, 49.9), min(epsilon, 50.0)
+    # More than 50 would overflow and does not lower the noise.
+    epsilon = min(epsilon, 50.0)
+    beta = min(beta, 49.9)
+    # cosh a - cosh b = 2 sinh((a + b) / 2) sinh((a - b) / 2), which is exact near a = b.
     same = 2 * math.sinh(epsilon / 2) ** 2
     scaled = 2 * math.exp(beta) * math.sinh((epsilon + beta) / 2) * math.sinh((epsilon - beta) / 2)
     return 1 / math.sqrt(2 * min(same, scaled))
@@ -540,9 +545,8 @@ def _add_noise(
     output_range: tuple[float, float],
 ) -> np.ndarray:
     low, high = check_range(output_range)
-    standard = np.asarray(
-        draw(key, jax.ShapeDtypeStruct(scale.shape, jnp.float32), 1.0), np.float64
-    )
+    like = jax.ShapeDtypeStruct(scale.shape, jnp.float32)
+    standard = np.asarray(draw(key, like, 1.0), np.float64)
     noisy = _clip(values, (low + high) / 2, low, high) + scale * standard
     return np.clip(noisy, low, high).astype(np.float32)
 
@@ -594,9 +598,7 @@ def _check_labels(labels: Any, num_classes: int, shape: tuple[int, ...]) -> np.n
 
 
 def check_range(output_range: tuple[float, float]) -> tuple[float, float]:
-    """Returns a declared (low, high) as floats. Raises ValueError unless it is finite and low <
-    high.
-    """
+    """Returns a declared (low, high) as floats. Raises ValueError unless finite and low < high."""
     low, high = (float(end) for end in output_range)
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(

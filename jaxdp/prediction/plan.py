@@ -1,5 +1,6 @@
-"""The checks and the plan of `train_with_bounds`: settings, the records of each batch, shapes of
-the sums.
+"""The plan of `train_with_bounds`: options, shapes of the sums, and what makes bounds sound.
+
+Everything is checked here, before any computation.
 """
 
 import dataclasses
@@ -13,19 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxdp.prediction.batches import cut_batch, rows_of_batches, runs_without_repeats
 from jaxdp.prediction.checks import check_data, one_of, positive, whole
-from jaxdp.prediction.ensembles import partition_by_hash
 from jaxdp.prediction.sums import BLOCK, Grid, public_rows
 
 Threat = Literal["add_remove", "replace_one", "replace_per_batch"]
 Trainable = Callable[[str, Any], bool]
 
-# Gradients of more than _LARGE parameters are summed 8 records at a time, because XLA unrolls and
-# vectorises that on a processor. It is six times faster than 12 at a time. Smaller gradients gain
-# from fewer, longer fragments.
-_LARGE, _UNROLLED, _FRAGMENT = 2**14, 8, 128
-# The salt of the hash that assigns batches. It must be the same for every data set.
-_SALT = b"jaxdp batches"
+# Primitives of a loss that is stochastic.
 _RANDOM = {
     "random_bits",
     "random_seed",
@@ -36,12 +32,43 @@ _RANDOM = {
 }
 
 
+# --- Options ------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Training:
-    """The options of `train_with_bounds`, which explains them.
+    """The options of `train_with_bounds`. They are checked before records exist.
 
-    A training is checked before records exist. Call `train_with_bounds(..., ks=ks,
-    **vars(training))` to use it.
+    Use `train_with_bounds(..., ks=ks, training=training)`.
+
+    Attributes:
+      clip: The bound of each coordinate of each record's gradient, which is clamped to [-clip,
+        clip].
+      learning_rate, lr_decay, lr_min, momentum, nesterov, weight_decay: Options of the optimizer,
+        see the equations of `train_with_bounds`.
+      batch_size: The public divisor of sums, except under "replace_per_batch". Choose about the
+        number of records in a batch. Under "add_remove" do not compute it from their private
+        number.
+      epochs: The number of passes over the data.
+      threat: The changes of the data set that the bounds cover. One change is one step of distance.
+        "add_remove": records are added or removed, and each shifts a sum by at most `clip` (T4).
+        "replace_one": records are replaced, and batches keep their size.
+        "replace_per_batch": k records are replaced in EVERY batch, and sums are divided by the
+        number of records in the batch (Theorem 4.6). With product="rump" it is the published
+        algorithm.
+      batches: The public number of batches per epoch. The batch of a record is the same in every
+        epoch and does not depend on other records. Under "add_remove" it is a hash of the record's
+        contents, that is, of its row in every leaf of `data`. Equal records share a batch. A leaf
+        with a stable id spreads them, and `loss_fn` may ignore it. Where records are replaced, the
+        batch is the position modulo `batches`. None means 1 under "add_remove", because the number
+        of records is private. Under "replace_one" it means round(n / batch_size), at least 1. Under
+        "replace_per_batch" it means consecutive full batches, as published.
+      order: int [steps, batch], the rows of records of each step, -1 for none. It replaces
+        `batches` and `epochs`. It is refused under "add_remove": rows are positions, and a record
+        that leaves changes the positions of others.
+      product: "tight" or "rump", see `jaxdp.interval`.
+      trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel". Other leaves
+        are frozen, and values that depend on them alone are computed once per batch.
 
     Raises:
       ValueError: A field is out of range, or two fields contradict each other.
@@ -69,27 +96,37 @@ class Training:
         positive("learning_rate", self.learning_rate)
         whole("batch_size", self.batch_size)
         whole("epochs", self.epochs)
-        if self.threat not in get_args(Threat):
-            raise ValueError(
-                f"threat must be one of {', '.join(map(repr, get_args(Threat)))}, got "
-                f"{self.threat!r}."
-            )
+        if self.batches is not None:
+            whole("batches", self.batches)
+        self._check_names()
+        self._check_order()
+        self._check_optimizer()
+
+    def _check_names(self) -> None:
+        threats = get_args(Threat)
+        if self.threat not in threats:
+            names = ", ".join(map(repr, threats))
+            raise ValueError(f"threat must be one of {names}, got {self.threat!r}.")
         if self.product not in ("tight", "rump"):
             raise ValueError(f"product must be 'tight' or 'rump', got {self.product!r}.")
-        if self.batches is not None and whole("batches", self.batches) and self.order is not None:
+
+    def _check_order(self) -> None:
+        if self.order is None:
+            return
+        if self.batches is not None:
             raise ValueError(
                 f"batches={self.batches} and order exclude each other, because order assigns "
-                "records to batches."
-                " Give one of them."
+                "records to batches. Give one of them."
             )
-        if self.order is not None and self.threat == "add_remove":
+        if self.threat == "add_remove":
             raise ValueError(
                 f"order must be None under threat='add_remove', got {type(self.order).__name__}. "
-                "It names records by"
-                " their positions, and a record that leaves moves all later ones to other "
-                "batches. Use batches=2 or"
-                " more, which assigns each record by its own contents, or threat='replace_one'."
+                "It names records by their positions, and a record that leaves moves all later "
+                "ones to other batches. Use batches=2 or more, which assigns each record by its "
+                "own contents, or threat='replace_one'."
             )
+
+    def _check_optimizer(self) -> None:
         for name in ("weight_decay", "lr_decay", "lr_min"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and >= 0, got {getattr(self, name)!r}.")
@@ -97,6 +134,9 @@ class Training:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}.")
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov=True needs momentum > 0.")
+
+
+# --- The plan -----------------------------------------------------------------------------------
 
 
 class Layout(NamedTuple):
@@ -107,20 +147,33 @@ class Layout(NamedTuple):
 
     def join(self, moving: Sequence[Any], frozen: Sequence[Any]) -> Any:
         """Returns the pytree of trained and frozen leaves."""
-        parts = {True: iter(moving), False: iter(frozen)}
-        return jax.tree.unflatten(self.structure, [next(parts[moves]) for moves in self.trainable])
+        trained, others = iter(moving), iter(frozen)
+        leaves = [next(trained) if flag else next(others) for flag in self.trainable]
+        return jax.tree.unflatten(self.structure, leaves)
 
     def split(self, tree: Any) -> tuple[list[Any], list[Any]]:
         """Returns trained and frozen leaves."""
         pairs = list(zip(self.trainable, jax.tree.leaves(tree), strict=True))
-        return [leaf for moves, leaf in pairs if moves], [
-            leaf for moves, leaf in pairs if not moves
-        ]
+        trained = [leaf for flag, leaf in pairs if flag]
+        frozen = [leaf for flag, leaf in pairs if not flag]
+        return trained, frozen
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The static part of a run. Equal plans share one compiled program."""
+    """The static part of a run. Equal plans share one compiled program.
+
+    Attributes:
+      ks: The distances.
+      grid: The grid on which clipped gradients are summed.
+      threat, product, momentum, nesterov, weight_decay: As in `Training`.
+      layout: The trained and the frozen leaves.
+      blocks: The cut of a batch: outer blocks, fragments in each, records in a fragment.
+      groups: The lengths of runs of steps in which no record occurs twice, which share a budget.
+      shared_budget: Whether the batches of a group share a budget (T8).
+      mesh: The devices that share the distances.
+      data_axes: The axes of the mesh along which they are divided.
+    """
 
     ks: tuple[int, ...]
     grid: Grid
@@ -130,15 +183,28 @@ class Plan:
     nesterov: bool
     weight_decay: float
     layout: Layout
-    blocks: tuple[
-        int, int, int
-    ]  # of a batch: outer blocks, fragments in each, records in a fragment
-    groups: tuple[
-        int, ...
-    ]  # lengths of runs of steps in which no record occurs twice, which share a budget
+    blocks: tuple[int, int, int]
+    groups: tuple[int, ...]
     shared_budget: bool
-    mesh: Mesh | None = None  # whose devices share the distances
+    mesh: Mesh | None = None
     data_axes: tuple[str, ...] = ()
+
+
+class Arrays(NamedTuple):
+    """The arrays of a run.
+
+    Attributes:
+      moving, frozen: The trained and the frozen leaves.
+      data: The records, with unused rows at the end.
+      order: [steps, places], the rows of the records of each batch, -1 for none.
+      rates: [steps], the learning rates.
+    """
+
+    moving: list[jax.Array]
+    frozen: list[jax.Array]
+    data: Any
+    order: np.ndarray
+    rates: jax.Array
 
 
 def make_plan(
@@ -147,50 +213,37 @@ def make_plan(
     data: Any,
     ks: tuple[int, ...],
     training: Training,
-) -> tuple[Plan, tuple[Any, ...]]:
-    """Checks settings, parameters and records together. Returns the plan, and the arguments of the
-    program.
-    """
+) -> tuple[Plan, Arrays]:
+    """Checks options, parameters and records together."""
     if ks[-1] > training.batch_size:
         raise ValueError(
             f"ks reaches {ks[-1]}, more than batch_size={training.batch_size}. No batch has so "
             "many records to change."
         )
-    n = check_data(data, "data", may_be_empty=training.threat == "add_remove")
-    rows = (
-        _default_order(data, n, training)
-        if training.order is None
-        else _check_order(training.order, n)
-    )
-    rates = np.maximum(
-        training.learning_rate / (1 + training.lr_decay * np.arange(len(rows))), training.lr_min
-    )
+    is_add_remove = training.threat == "add_remove"
+    records = check_data(data, "data", may_be_empty=is_add_remove)
+    rows = rows_of_batches(data, records, training)
+    rates = training.learning_rate / (1 + training.lr_decay * np.arange(len(rows)))
+    rates = np.maximum(rates, training.lr_min)
     _check_influence(rates, training)
     layout = Layout(jax.tree.structure(params), _check_leaves(params, training.trainable))
     _check_loss(loss_fn, params, data)
     moving, frozen = jax.device_put(layout.split(params))  # compiles nothing, unlike jnp.asarray
     moving = [x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32) for x in moving]
     dtype = jnp.result_type(*moving)
-    add_remove = training.threat == "add_remove"
-    grid = Grid.of(dtype, float(training.clip), int(training.batch_size), clipped=add_remove)
+    # A sum under "add_remove" is clipped, because an error would tell the number of records.
+    grid = Grid.of(dtype, float(training.clip), int(training.batch_size), clipped=is_add_remove)
     _check_sizes(rows, ks[-1], training.threat, grid.most)
 
     blocks = cut_batch(rows.shape[1], sum(x.size for x in moving))
-    padded = np.full((len(rows), math.prod(blocks)), -1, np.int32)
-    padded[:, : rows.shape[1]] = rows
-    # An epoch of the default order may start with a batch that is empty here but not in a
-    # neighbour.
-    epoch = len(rows) // training.epochs
-    groups = (epoch,) * training.epochs if training.order is None else _groups(rows)
-    decayed = (
-        training.momentum and training.weight_decay
-    )  # then the ends of a box do not evolve separately (T8)
-    shared = max(groups) > 1 and training.threat != "replace_per_batch" and not decayed
-    if shared and not add_remove and padded.shape[1] > public_rows(training.batch_size):
+    order = np.full((len(rows), math.prod(blocks)), -1, np.int32)
+    order[:, : rows.shape[1]] = rows
+    groups = _groups(rows, training)
+    shared_budget = _shares_budget(groups, training)
+    if shared_budget and not is_add_remove and order.shape[1] > public_rows(training.batch_size):
         raise ValueError(
             f"a batch has {rows.shape[1]} records, far more than the public "
-            f"batch_size={training.batch_size}."
-            " Raise batch_size, or use more batches."
+            f"batch_size={training.batch_size}. Raise batch_size, or use more batches."
         )
     plan = Plan(
         ks=ks,
@@ -203,184 +256,113 @@ def make_plan(
         layout=layout,
         blocks=blocks,
         groups=groups,
-        shared_budget=shared,
+        shared_budget=shared_budget,
     )
-    return plan, (
-        moving,
-        frozen,
-        jax.tree.map(_whole_blocks, data),
-        padded,
-        jax.device_put(rates.astype(dtype)),
-    )
+    padded = jax.tree.map(_whole_blocks, data)
+    return plan, Arrays(moving, frozen, padded, order, jax.device_put(rates.astype(dtype)))
+
+
+def _groups(rows: np.ndarray, training: Training) -> tuple[int, ...]:
+    """Returns the lengths of the groups of batches that may share a budget."""
+    if training.order is not None:
+        return runs_without_repeats(rows)
+    # An epoch may start with a batch that is empty here but not in a neighbour. So the groups are
+    # not found by looking at the records.
+    return (len(rows) // training.epochs,) * training.epochs
+
+
+def _shares_budget(groups: tuple[int, ...], training: Training) -> bool:
+    # With momentum and weight decay the ends of a box do not evolve separately (T8).
+    decayed = training.momentum > 0 and training.weight_decay > 0
+    return max(groups) > 1 and training.threat != "replace_per_batch" and not decayed
 
 
 def _whole_blocks(x: Any) -> jax.Array:
-    """Adds unused rows, so that data sets of similar size, and an empty one, share one compiled
-    program.
+    """Adds unused rows up to a multiple of `BLOCK`, at least one block.
+
+    So data sets of similar size, and an empty one, share one compiled program.
     """
     pad = jnp.pad if isinstance(x, jax.Array) else np.pad
-    return jax.device_put(
-        pad(x, [(0, -len(x) % BLOCK if len(x) else BLOCK)] + [(0, 0)] * (np.ndim(x) - 1))
-    )
+    unused = -len(x) % BLOCK if len(x) else BLOCK
+    return jax.device_put(pad(x, [(0, unused)] + [(0, 0)] * (np.ndim(x) - 1)))
 
 
-def cut_batch(batch: int, parameters: int) -> tuple[int, int, int]:
-    """Returns the cut of a batch: (outer blocks, fragments in each, records in a fragment).
-
-    All blocks of all batches have one size. A matrix product of another shape would sum in another
-    order, and a record's bounds would depend on the number of other records.
-    """
-    fragment = _UNROLLED if parameters > _LARGE else _FRAGMENT
-    return math.ceil(batch / BLOCK), BLOCK // fragment, fragment
+# --- Checks: sizes, optimizer, parameters, loss -------------------------------------------------
 
 
-def _check_sizes(rows: np.ndarray, most_changed: int, threat: Threat, most: int) -> None:
-    """Refuses batches that a total has no room for. Ignores the records under "add_remove", where
-    `sums` clips.
-    """
+def _check_sizes(rows: np.ndarray, most_changed: int, threat: Threat, room: int) -> None:
+    """Refuses batches that an exact sum has no room for."""
     if threat == "add_remove":
-        if most_changed > most // 2:
+        # The number of records is private. A sum of too many is clipped instead.
+        if most_changed > room // 2:
             raise ValueError(
-                f"ks reaches {most_changed}, but exact sums have room for {most // 2} changes. "
+                f"ks reaches {most_changed}, but exact sums have room for {room // 2} changes. "
                 "Lower ks."
             )
         return
-    most = most // 2 if threat == "replace_one" else most  # a replacement is twice as large
-    if rows.shape[1] + most_changed > most:
+    if threat == "replace_one":
+        room //= 2  # a replacement is twice as large
+    if rows.shape[1] + most_changed > room:
         raise ValueError(
-            f"a batch of {rows.shape[1]} records and {most_changed} changes exceed the {most} "
-            "that exact sums have room"
-            " for. Use several batches, or float64 parameters."
+            f"a batch of {rows.shape[1]} records and {most_changed} changes exceed the {room} that "
+            "exact sums have room for. Use several batches, or float64 parameters."
         )
-    if most_changed > (least := (rows >= 0).sum(axis=1).min()):
+    least = (rows >= 0).sum(axis=1).min()
+    if most_changed > least:
         raise ValueError(
             f"ks reaches {most_changed}, but a batch has {least} records. Lower ks or use fewer "
             "batches."
         )
 
 
-# --- Which records are in which batch -----------------------------------------------------------
-
-
-def _default_order(data: Any, n: int, training: Training) -> np.ndarray:
-    """Returns rows [steps, batch]. Under "add_remove" the number of batches never depends on the
-    records.
-    """
-    batches, threat = training.batches, training.threat
-    if threat == "replace_per_batch" and batches is None:
-        size = min(training.batch_size, n)
-        return np.tile(np.arange(n - n % size).reshape(-1, size), (training.epochs, 1))
-    if batches is None:
-        batches = 1 if threat == "add_remove" else max(1, round(n / training.batch_size))
-    if threat != "add_remove" and batches > n:
-        raise ValueError(
-            f"batches={batches} must be at most {n}, the number of records. No batch may be empty."
-        )
-    if (
-        threat == "add_remove" and batches > 1
-    ):  # positions shift when a record leaves, its content does not
-        part = partition_by_hash(data, batches, salt=_SALT)
-    else:  # a replacement keeps its position
-        part = np.arange(n) % batches
-    members = [np.flatnonzero(part == i) for i in range(batches)]
-    rows = np.full((batches, max(1, *map(len, members))), -1)
-    for row, member in zip(rows, members, strict=True):
-        row[: len(member)] = member
-    return np.tile(rows, (training.epochs, 1))
-
-
-def _check_order(order: np.ndarray, n: int) -> np.ndarray:
-    """Checks rows [steps, batch] of a data set of n records. n is public, because records are
-    replaced.
-    """
-    rows = np.asarray(order)
-    if rows.ndim != 2 or rows.size == 0:
-        raise ValueError(f"order must have shape [steps, batch], got {list(rows.shape)}.")
-    if not np.issubdtype(rows.dtype, np.integer):
-        raise TypeError(f"order must be integers, got {rows.dtype}.")
-    rows = rows.astype(np.int64)
-    if rows.min() < -1 or rows.max() >= n:
-        raise ValueError(
-            f"order must hold rows in [0, {n}) of the data, or -1 for none. Some entries are "
-            "outside."
-        )
-    if (rows < 0).all(axis=1).any():
-        raise ValueError("order has a batch without records.")
-    for batch in rows:
-        members = batch[batch >= 0]
-        if len(np.unique(members)) != len(members):
-            raise ValueError(
-                "order has a record twice in one batch. Its influence on the sum would be twice "
-                "the clip."
-            )
-    return rows
-
-
-def _groups(rows: np.ndarray) -> tuple[int, ...]:
-    """Returns the lengths of the longest runs of batches in which no record occurs twice (T8)."""
-    lengths: list[int] = []
-    seen: set[int] = set()
-    for batch in rows:
-        members = {*batch[batch >= 0].tolist()}
-        if not lengths or seen & members:
-            lengths.append(0)
-            seen = set()
-        lengths[-1] += 1
-        seen |= members
-    return tuple(lengths)
-
-
-# --- Optimizer, parameters and loss -------------------------------------------------------------
-
-
 def _check_influence(rates: np.ndarray, training: Training) -> None:
-    """Checks that no gradient's influence on the result changes sign. Then ends of the box evolve
-    separately (T10).
+    """Refuses options by which a gradient's influence on the result changes sign (T10).
+
+    If none does, the ends of the box evolve separately.
     """
     if training.weight_decay == 0:
         return
     steps = len(rates)
     # Column s is the response of theta to a unit gradient at step s, the last one to a unit change
     # of theta itself.
-    theta, velocity = np.zeros(steps + 1), np.zeros(steps + 1)
+    theta = np.zeros(steps + 1)
     theta[-1] = 1
+    velocity = np.zeros(steps + 1)
     for t, rate in enumerate(rates):
         gradient = training.weight_decay * theta
         gradient[t] -= 1
         velocity = training.momentum * velocity + gradient
-        theta = theta - rate * (
-            gradient + training.momentum * velocity if training.nesterov else velocity
-        )
+        step = gradient + training.momentum * velocity if training.nesterov else velocity
+        theta = theta - rate * step
         if (theta < 0).any():
             raise ValueError(
                 f"weight_decay={training.weight_decay} with momentum={training.momentum} and a "
-                "learning rate of"
-                f" {rate:g} makes the influence of a gradient change sign by step {t}. Bounds of "
-                "the ends would be"
-                " unsound. Lower one of the three."
+                f"learning rate of {rate:g} makes the influence of a gradient change sign by step "
+                f"{t}. Bounds of the ends would be unsound. Lower one of the three."
             )
 
 
 def _check_leaves(params: Any, trainable: Trainable | None) -> tuple[bool, ...]:
-    paths = jax.tree_util.tree_leaves_with_path(params)
+    """Returns whether each leaf is trained."""
+    # A list, because two leaves may have one path: {"a/b": x, "a": {"b": y}}.
     leaves = [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in paths
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     ]
-    flags = tuple(bool(trainable is None or trainable(name, leaf)) for name, leaf in leaves)
+    flags = [trainable is None or bool(trainable(name, leaf)) for name, leaf in leaves]
     if not any(flags):
         names = [name for name, _ in leaves[:3]]
         raise ValueError(
             f"trainable selects no leaf of params. It is called with paths such as {names}."
         )
     for (name, leaf), flag in zip(leaves, flags, strict=True):
-        floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-        if flag and not floating:
-            raise TypeError(
-                f"params leaf {name} is {jnp.result_type(leaf)}. Train floating-point leaves only."
-            )
-        if floating and not np.isfinite(np.asarray(leaf)).all():
+        dtype = jnp.result_type(leaf)
+        is_floating = jnp.issubdtype(dtype, jnp.floating)
+        if flag and not is_floating:
+            raise TypeError(f"params leaf {name} is {dtype}. Train floating-point leaves only.")
+        if is_floating and not np.isfinite(np.asarray(leaf)).all():
             raise ValueError(f"params leaf {name} has NaN or infinite entries.")
-    return flags
+    return tuple(flags)
 
 
 def _check_loss(loss_fn: Callable[[Any, Any], jax.Array], params: Any, data: Any) -> None:
@@ -389,14 +371,14 @@ def _check_loss(loss_fn: Callable[[Any, Any], jax.Array], params: Any, data: Any
     if shapes != () or not jnp.issubdtype(out.dtype, jnp.floating):
         raise ValueError(
             f"loss_fn must return one floating-point number for ONE example, got shapes {shapes}. "
-            "It gets a row of the"
-            " data without the leading axis. Add that axis with x[None] if a model needs it."
+            "It gets a row of the data without the leading axis. Add that axis with x[None] if a "
+            "model needs it."
         )
-    if random := _primitives(closed.jaxpr) & _RANDOM:
+    random = _primitives(closed.jaxpr) & _RANDOM
+    if random:
         raise ValueError(
             f"loss_fn is stochastic (it uses {', '.join(sorted(random))}). Two runs would differ "
-            "without any change of"
-            " the data. Turn off dropout and augmentation."
+            "without any change of the data. Turn off dropout and augmentation."
         )
 
 

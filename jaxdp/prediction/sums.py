@@ -1,7 +1,7 @@
-"""Exact sums of clipped gradients: outward-rounded integers, whose sums do not depend on order or
-machine (T7).
+"""Exact sums of clipped gradients (T7).
 
-A total is a pair of integers (high, low) with the value high 2**10 + low, where 0 <= low < 2**10.
+Gradients are rounded outward to integers. Sums of integers do not depend on order or machine. A
+total is a pair of integers (high, low) with the value high 2**10 + low, where 0 <= low < 2**10.
 """
 
 import math
@@ -23,52 +23,69 @@ Total = tuple[jax.Array, jax.Array]
 
 
 class Grid(NamedTuple):
-    """The integer grid of clipped gradients: multiples of `unit`, a power of two, so that no
-    product is rounded.
+    """The integer grid of clipped gradients.
+
+    It has the multiples of `unit`, a power of two, so that no product is rounded.
+
+    Attributes:
+      clip: The bound of a coordinate of a gradient.
+      divisor: The divisor of a sum, in a mean.
+      clipped: Whether a sum is clipped to the largest sum of min(`public_rows`, `most`) records.
+      dtype: The dtype of gradients.
+      ints: The dtype of integers.
+      unit: The distance of two points of the grid.
+      one: `clip` in units, rounded up.
+      magic: Adding it rounds to a unit in the last bit of the mantissa.
+      most: A total has room for so many records, and for half as many changes.
     """
 
     clip: float
-    divisor: int  # of a sum, in a mean
-    clipped: (
-        bool  # whether a sum is clipped to the largest sum of min(`public_rows`, `most`) records
-    )
+    divisor: int
+    clipped: bool
     dtype: Any
     ints: Any
     unit: float
-    one: int  # clip in units, rounded up
-    magic: float  # adding it rounds to a unit in the last bit of the mantissa
-    most: int  # a total has room for so many records, and for half as many changes
+    one: int
+    magic: float
+    most: int
 
     @classmethod
     def of(cls, dtype: Any, clip: float, divisor: int, *, clipped: bool = False) -> "Grid":
         """Returns the grid for gradients of a dtype."""
-        double = jnp.dtype(dtype) == jnp.float64
-        kind, ints, bits, most = (
-            (np.float64, np.int64, 46, 2**26) if double else (np.float32, np.int32, 21, 2**19)
+        is_double = jnp.dtype(dtype) == jnp.float64
+        floats = np.float64 if is_double else np.float32
+        clip_bits = 46 if is_double else 21  # clip is from 2^(clip_bits - 1) to 2^clip_bits units
+        unit = 2.0 ** (math.frexp(clip)[1] - clip_bits)
+        return cls(
+            clip=clip,
+            divisor=divisor,
+            clipped=clipped,
+            dtype=floats,
+            ints=np.int64 if is_double else np.int32,
+            unit=unit,
+            one=math.ceil(clip / unit),
+            magic=1.5 * 2 ** np.finfo(floats).nmant * unit,
+            most=2**26 if is_double else 2**19,
         )
-        unit = 2.0 ** (math.frexp(clip)[1] - bits)  # clip is from 2^(bits - 1) to 2^bits units
-        magic = 1.5 * 2 ** np.finfo(kind).nmant * unit
-        return cls(clip, divisor, clipped, kind, ints, unit, math.ceil(clip / unit), magic, most)
 
     def bits(self, x: jax.Array, *, nearest: bool = False) -> jax.Array:
-        """Clips and rounds to the grid, to nearest or down by 0.5 to 1.5 units. Returns integers
-        plus `bias`.
+        """Clips and rounds to the grid, to nearest or down by 0.5 to 1.5 units.
+
+        Returns integers plus `bias`.
         """
-        x, end = x.astype(self.dtype), self.one * self.unit
+        x = x.astype(self.dtype)
         if nearest:
             x = jnp.clip(jnp.where(jnp.isnan(x), 0, x), -self.clip, self.clip)
-        else:  # a NaN becomes the least possible gradient
-            x = jnp.where(x > -end, x, -end)
+        else:
+            end = self.one * self.unit
+            x = jnp.where(x > -end, x, -end)  # a NaN becomes the least possible gradient
             x = jnp.where(x < end, x, end)
         return lax.bitcast_convert_type(x + self.magic, self.ints)
 
     def bias(self, *, nearest: bool = False) -> jax.Array:
-        """Returns the `bits` of zero, plus one unit if rounded down, because `bits` rounds to
-        nearest.
-        """
-        return lax.bitcast_convert_type(jnp.asarray(self.magic, self.dtype), self.ints) + (
-            not nearest
-        )
+        """Returns the `bits` of zero, plus the unit by which rounding down lowers a sum."""
+        zero = lax.bitcast_convert_type(jnp.asarray(self.magic, self.dtype), self.ints)
+        return zero + (not nearest)  # `bits` itself rounds to nearest
 
     @property
     def charge(self) -> int:
@@ -83,7 +100,9 @@ class Grid(NamedTuple):
         """Returns the total over the divisor as a float, rounded down or to nearest."""
         high, low = (part.astype(self.dtype) for part in total)
         scale = self.unit * 2**SHIFT / self.divisor
-        return (high + low / 2**SHIFT) * scale if nearest else outward(high * scale, -1, 3)
+        if nearest:
+            return (high + low / 2**SHIFT) * scale
+        return outward(high * scale, -1, 3)  # `low` is not negative, so a lower end may drop it
 
 
 def carry(high: jax.Array, low: jax.Array, shift: int = SHIFT) -> Total:
@@ -93,12 +112,15 @@ def carry(high: jax.Array, low: jax.Array, shift: int = SHIFT) -> Total:
 
 def add_units(total: Total, count: Any, units: Any) -> Total:
     """Adds `count`, of either sign, times a number of units."""
-    return carry(total[0] + count * (units >> SHIFT), total[1] + count * (units & (2**SHIFT - 1)))
+    high = total[0] + count * (units >> SHIFT)
+    low = total[1] + count * (units & (2**SHIFT - 1))
+    return carry(high, low)
 
 
 def public_rows(batch_size: int) -> int:
-    """Returns the public number of records that a batch has room for. It bounds the rounding of
-    every batch's sum.
+    """Returns the public number of records that a batch has room for.
+
+    It bounds the rounding of every batch's sum.
     """
     return math.ceil(4 * batch_size / BLOCK) * BLOCK
 
@@ -111,34 +133,40 @@ def add_up(
     factors: Callable[[Any], Any],
     summands: Callable[[Any], list[jax.Array]],
 ) -> list[Total]:
-    """Adds up integers over a batch in blocks [outer, records, ...]. Memory does not grow with the
-    batch.
+    """Adds up integers over a batch in blocks. Memory does not grow with the batch.
 
-    `factors` is evaluated for one block at a time, `summands` for one fragment that fits a cache.
-    `cut` is (outer blocks, fragments in each, records in a fragment). The sums have the shapes of
-    `like`.
+    Args:
+      grid: The grid of the integers.
+      cut: (outer blocks, fragments in each, records in a fragment).
+      like: Arrays with the shapes of the sums.
+      blocks: A pytree of arrays [outer, records, ...].
+      factors: A function of one block, evaluated for one block at a time.
+      summands: A function of one fragment of the factors, which fits a cache. It returns integers.
     """
     zeros = [jnp.zeros(x.shape, grid.ints) for x in like]
 
     def fragments(block: Any) -> Any:
         return jax.tree.map(lambda x: x.reshape(*cut[1:], *x.shape[1:]), factors(block))
 
-    def add(sums: Any, fragment: Any) -> tuple[Any, None]:
+    def add_fragment(sums: Any, fragment: Any) -> tuple[Any, None]:
         return [a + b for a, b in zip(sums, summands(fragment), strict=True)], None
 
-    def outer(totals: Any, block: Any) -> tuple[Any, None]:
-        sums, _ = lax.scan(add, zeros, fragments(block))
+    def add_block(totals: Any, block: Any) -> tuple[Any, None]:
+        sums, _ = lax.scan(add_fragment, zeros, fragments(block))
         pairs = zip(totals, sums, strict=True)
-        return [
-            carry(high, low + s, 2 * SHIFT) for (high, low), s in pairs
-        ], None  # has room for any batch
+        # A lower part of 2 SHIFT bits has room for any batch.
+        return [carry(high, low + s, 2 * SHIFT) for (high, low), s in pairs], None
 
-    def narrow(high: jax.Array, low: jax.Array) -> Total:
-        if grid.clipped:
-            end = min(public_rows(grid.divisor), grid.most) * grid.one >> 2 * SHIFT
-            low = jnp.where((high < -end) | (high >= end), 0, low)
-            high = jnp.clip(high, -end, end)
-        return carry(high << SHIFT, low)
+    totals, _ = lax.scan(add_block, [(z, z) for z in zeros], blocks)
+    return [_narrow(grid, total) for total in totals]
 
-    totals, _ = lax.scan(outer, [(z, z) for z in zeros], blocks)
-    return [narrow(high, low) for high, low in totals]
+
+def _narrow(grid: Grid, total: Total) -> Total:
+    """Returns a total with a lower part of SHIFT bits, from one of 2 SHIFT bits."""
+    high, low = total
+    if grid.clipped:
+        # In units of the upper part. An error instead would tell the number of records.
+        end = min(public_rows(grid.divisor), grid.most) * grid.one >> 2 * SHIFT
+        low = jnp.where((high < -end) | (high >= end), 0, low)
+        high = jnp.clip(high, -end, end)
+    return carry(high << SHIFT, low)

@@ -214,7 +214,7 @@ def _producer(atom: Any, producers: Producers, name: str | None = None) -> Any:
 def _same(x: Any, y: Any) -> bool:
     """Returns whether two operands are one variable, or equal literals."""
     if isinstance(x, jex.Literal) and isinstance(y, jex.Literal):
-        return bool(np.all(x.val == y.val))  # type: ignore[attr-defined]
+        return bool(np.all(x.val == y.val))
     return x is y
 
 

@@ -645,7 +645,7 @@ def test_the_batches_of_all_others_stay_whichever_record_leaves(arrays, monkeypa
     x[[3, 11]], y[[3, 11]] = x[6], y[6]  # three equal records
     how = {"batches": 3, "batch_size": 10, "epochs": 2}
     if twin:
-        monkeypatch.setattr(plan, "partition_by_hash", by_position)
+        monkeypatch.setattr("jaxdp.prediction.batches.partition_by_hash", by_position)
     whole = members(*arrays((x, y), **how))
     assert len(whole) == 6 and sum(batch.total() for batch in whole) == 2 * 17
     apart = [
@@ -680,7 +680,7 @@ def test_every_removed_record_stays_within_the_bounds(monkeypatch, twin):
     """The last weight of a batch decides where the next one goes, so a moved record shows."""
     case = dataclasses.replace(SMALL, epochs=1, clip=1.0, learning_rate=5.0, n=12)
     if twin:
-        monkeypatch.setattr(plan, "partition_by_hash", by_position)
+        monkeypatch.setattr("jaxdp.prediction.batches.partition_by_hash", by_position)
     outsiders = 0
     for seed in range(2):
         params, x, y, _ = case.problem(seed)
@@ -794,7 +794,8 @@ def test_budget_when_batches_are_empty(monkeypatch):
     """Added records may sit in the empty first batch of every epoch."""
     empty = np.array([[-1, -1, -1], [0, 1, 2], [3, 4, 5]] * 2)
     monkeypatch.setattr(
-        plan, "partition_by_hash", lambda *args, **kwargs: np.array([1, 1, 1, 2, 2, 2])
+        "jaxdp.prediction.batches.partition_by_hash",
+        lambda *args, **kwargs: np.array([1, 1, 1, 2, 2, 2]),
     )
     case = dataclasses.replace(SMALL, learning_rate=0.02, lr_decay=1.0, n=6)
     params, x, y, _ = case.problem()
@@ -1101,6 +1102,24 @@ def test_settings_are_checked_before_there_are_records(no_work):
         Training(**settings, momentum=1.5)
     with pytest.raises(AssertionError, match="work was done"):
         attempt(**vars(Training(**settings, threat="replace_one")))
+
+
+def test_options_are_keywords_or_one_training(no_work):
+    rng = np.random.default_rng(0)
+    args = bce, network(rng, (2, 1)), records(rng, 8, (2, 1), "bce")
+    settings = {"clip": 0.1, "learning_rate": 0.1, "batch_size": 8, "epochs": 1}
+    training = Training(**settings, threat="replace_one", momentum=0.5)
+    for options in ({"training": training}, vars(training)):
+        with pytest.raises(AssertionError, match="work was done"):
+            train_with_bounds(*args, ks=2, **options)
+    by_object, by_keywords = no_work
+    jax.tree.map(np.testing.assert_array_equal, by_object, by_keywords)
+    with pytest.raises(TypeError, match=r"training and clip, epochs exclude each other"):
+        train_with_bounds(*args, ks=2, training=training, epochs=2, clip=0.2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'clips'"):
+        train_with_bounds(*args, ks=2, **settings, clips=1.0)
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'epochs'"):
+        train_with_bounds(*args, ks=2, clip=0.1, learning_rate=0.1, batch_size=8)
 
 
 def test_bad_data_loss_and_parameters(no_work):

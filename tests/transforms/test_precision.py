@@ -50,7 +50,7 @@ PROGRAM = """
 import tests.low_precision
 import jax, jax.numpy as jnp, numpy as np
 import jaxdp
-from jaxdp.prediction import agt
+from jaxdp.prediction import descent
 
 rng = np.random.default_rng(0)
 data = rng.normal(size=(40, 6)).astype(np.float32), (rng.random(40) < 0.5).astype(np.float32)
@@ -71,7 +71,7 @@ def inside():
 assert inside()
 # The broken twin trains in the default precision.
 jax.clear_caches()
-agt.in_full_precision = lambda function: function
+descent.in_full_precision = lambda function: function
 assert not inside()
 """
 

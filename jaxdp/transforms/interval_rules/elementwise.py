@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -239,9 +240,9 @@ def _mul(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 
 @register_rule("polynomial")
-def _polynomial(eqn: Equation, x: Operand, *coefficients: Operand) -> Operand:
+def _polynomial(eqn: Equation, x: Operand, *coefficients: Operand) -> Any:
     """Bounds c_0 + x (c_1 + x (c_2 + ...))."""
-    total = coefficients[-1]
+    total: Any = coefficients[-1]
     for coefficient in reversed(coefficients[:-1]):
         total = _add(eqn, _mul(eqn, total, x), coefficient)
     return total

@@ -1,0 +1,318 @@
+"""The set of descent directions of a batch: bounds of the mean clipped gradient.
+
+1. `Gradients` bounds every record's gradient over a box of parameters (lines 6 and 7 of Algorithm 1
+   of arXiv:2406.13433).
+2. `DESCENT` has, for each threat, bounds of the mean when up to k records change, by Theorem 4.6
+   or by T4 of docs/design/prediction.md.
+
+The code computes lower ends only. An upper end is the negative of the lower end of negated
+gradients.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdp.prediction.checks import one_of
+from jaxdp.prediction.plan import Plan, Threat
+from jaxdp.prediction.sums import SHIFT, Total, add_units, add_up, carry
+from jaxdp.transforms.boxes import slack, unchecked
+from jaxdp.transforms.intervals import stage
+from jaxdp.transforms.precision import in_full_precision
+
+# Halvings of the interval that contains the threshold of the largest entries (T6).
+_HALVINGS = 8
+
+Leaves = list[jax.Array]
+LeafBounds = tuple[Leaves, Leaves]  # lower and upper ends of leaves
+Descent = Callable[[jax.Array], LeafBounds]  # bounds of the mean gradient when k records change
+
+
+# --- Gradients and their bounds -----------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """A batch in blocks [outer, records, ...]. A place without a record has weight 0.
+
+    Attributes:
+      records: The examples, and their weights.
+      fixed: The values that do not depend on the box of parameters, and the weights.
+      size: The number of records.
+    """
+
+    records: Any
+    fixed: Any
+    size: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """The gradients of single records, their bounds over a box, and sums of both over a batch.
+
+    Attributes:
+      plan: The static part of the run.
+      gradient: `gradient(moving, record) -> leaves`.
+      stages: The bounds in three stages: the part without the box (frozen layers), the part with
+        it, and the final outer products.
+    """
+
+    plan: Plan
+    gradient: Callable[[Leaves, Any], Leaves]
+    stages: Sequence[Callable[..., Any]]
+
+    @classmethod
+    def of(cls, loss_fn: Any, plan: Plan, moving: Leaves, frozen: Leaves, data: Any) -> "Gradients":
+        """Returns the gradients of `loss_fn` with respect to the trained leaves."""
+
+        def gradient(moving: Leaves, record: Any) -> Leaves:
+            example, weight = record
+
+            def loss(moving: Leaves) -> jax.Array:
+                value = loss_fn(plan.layout.join(moving, frozen), example)
+                return value * weight.astype(value.dtype)
+
+            return jax.grad(loss)(moving)
+
+        record = one_of(data), jax.ShapeDtypeStruct((), plan.grid.dtype)
+        stages = stage(gradient, moving, record, product=plan.product)
+        # The boxes contain training in the precision of its dtype, and a TPU multiplies in bfloat16
+        # by default.
+        return cls(plan, in_full_precision(gradient), stages)
+
+    def batch(self, data: Any, rows: jax.Array) -> Batch:
+        """Returns the records of `rows`, -1 for none."""
+        rows = rows.reshape(self.plan.blocks[0], -1)
+        weights = (rows >= 0).astype(self.plan.grid.dtype)
+        examples = jax.tree.map(lambda x: x[jnp.maximum(rows, 0)], data)
+        records = examples, weights
+        fixed = lax.map(jax.vmap(self.stages[0]), records)
+        return Batch(records, (fixed, weights), jnp.sum(weights))
+
+    def mean(self, params: Leaves, batch: Batch) -> Leaves:
+        """Returns the mean clipped gradient, D of `train_with_bounds`."""
+        grid = self.plan.grid
+
+        def summands(records: Any) -> Leaves:
+            grads = jax.vmap(lambda record: self.gradient(params, record))(records)
+            return [grid.sum(grid.bits(g, nearest=True), nearest=True) for g in grads]
+
+        totals = add_up(grid, self.plan.blocks, params, batch.records, lambda x: x, summands)
+        grads = [grid.mean(total, nearest=True) for total in totals]
+        if self.plan.threat == "replace_per_batch":
+            # Here a mean is over the records of the batch, as published.
+            return [g * (grid.divisor / batch.size) for g in grads]
+        return grads
+
+    def factors(self, box: LeafBounds, fixed: Any) -> Any:
+        """Computes lines 6 and 7 of Algorithm 1 up to outer products, for a block of records."""
+        boxes = [unchecked(low, high) for low, high in zip(*box, strict=True)]
+        values, weights = fixed
+        return jax.vmap(lambda one: self.stages[1](boxes, one))(values), weights
+
+    def bounds(self, factors: Any) -> Leaves:
+        """Returns lower bounds of each record's gradient, then of its negative.
+
+        The leaves are [records, ...].
+        """
+        ends = jax.vmap(self.stages[2])(factors[0])
+        return [low for low, _ in ends] + [-high for _, high in ends]
+
+    def bits(self, factors: Any) -> Leaves:
+        """Returns `bounds`, clipped and rounded down to the grid."""
+        grid, weights = self.plan.grid, factors[1]
+        # A place without a record adds neither a unit of rounding nor the NaN of 0 * inf.
+        return [
+            jnp.where(_per_record(weights, x) > 0, grid.bits(x), grid.bias())
+            for x in self.bounds(factors)
+        ]
+
+    def total(
+        self, box: LeafBounds, batch: Batch, summands: Callable[[Any], Leaves], copies: int = 1
+    ) -> list[Total]:
+        """Returns sums over the batch of `summands(factors)`, which has `copies` of all ends."""
+        like = [*box[0], *box[1]] * copies
+        factors = functools.partial(self.factors, box)
+        return add_up(self.plan.grid, self.plan.blocks, like, batch.fixed, factors, summands)
+
+
+def _per_record(weights: jax.Array, x: jax.Array) -> jax.Array:
+    """Reshapes weights [records] so that they broadcast to x [records, ...]."""
+    return weights.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _from_lower_ends(lows: Leaves) -> LeafBounds:
+    """Returns bounds, from lower ends of the leaves and then of their negatives."""
+    half = len(lows) // 2
+    return lows[:half], [-low for low in lows[half:]]
+
+
+# --- Records are added or removed (T4) ----------------------------------------------------------
+
+
+def _add_remove(gradients: Gradients, batch: Batch, box: LeafBounds) -> Descent:
+    """Returns D_L = (sum d_L - k clip) / batch_size.
+
+    The divisor is constant. So a record that comes or goes moves the sum by at most clip. Theorem
+    4.6 as published does not cover it. Its bound for two gradients of -clip and k = 1 is -2 clip,
+    but a third one makes the sum -3 clip.
+    """
+    grid = gradients.plan.grid
+
+    def summands(factors: Any) -> Leaves:
+        return [grid.sum(bits) for bits in gradients.bits(factors)]
+
+    totals = gradients.total(box, batch, summands)
+
+    def descent(k: jax.Array) -> LeafBounds:
+        return _from_lower_ends([grid.mean(add_units(total, -k, grid.charge)) for total in totals])
+
+    return descent
+
+
+# --- Records are replaced (Theorem 4.6 without sorting, T6) -------------------------------------
+
+
+class _Point(NamedTuple):
+    """A threshold tau, and the sum of the excesses max(d - tau, 0) over it."""
+
+    tau: jax.Array
+    excess: Total
+
+
+def _replace_one(gradients: Gradients, batch: Batch, box: LeafBounds) -> Descent:
+    """Returns D_L = (sum of the b - k smallest d_L - k clip) / batch_size (Theorem 4.6).
+
+    The k largest sum to min_tau k tau + sum max(d - tau, 0). Any tau gives a bound. The function is
+    convex, so bisection finds its minimum over a fixed grid of tau. A grid that followed the
+    entries would not be isotonic.
+    """
+    grid = gradients.plan.grid
+    charge = gradients.plan.grid.charge
+    places = math.prod(gradients.plan.blocks)
+    absent = places - batch.size.astype(grid.ints)
+    sums = gradients.total(box, batch, lambda f: _add_records(grid, _entries(gradients, f)))
+    # A place without a record has the least entry, which is taken off again.
+    sums = [add_units(total, absent, charge) for total in sums]
+
+    def descent(k: jax.Array) -> LeafBounds:
+        # At one end of the search all entries exceed tau, at the other end none does.
+        left = [
+            _Point(0 * total[0] - charge, add_units(total, places - absent, charge))
+            for total in sums
+        ]
+        right = [_Point(-p.tau, jax.tree.map(lambda x: 0 * x, p.excess)) for p in left]
+        halve = functools.partial(_halve, gradients, batch, box, k)
+        left, right = lax.fori_loop(0, _HALVINGS, halve, (left, right))
+        lows = []
+        for total, a, b in zip(sums, left, right, strict=True):
+            at_left = add_units(a.excess, k, a.tau)
+            at_right = add_units(b.excess, k, b.tau)
+            rest = _minus(total, _smaller(at_left, at_right))  # without the k largest
+            lows.append(grid.mean(add_units(rest, -k, charge)))
+        return _from_lower_ends(lows)
+
+    return descent
+
+
+def _entries(gradients: Gradients, factors: Any) -> Leaves:
+    """Returns the integers of which the k largest leave."""
+    grid = gradients.plan.grid
+    weights = factors[1]
+    return [
+        jnp.where(_per_record(weights, x) > 0, x - grid.bias(), -grid.charge)
+        for x in gradients.bits(factors)
+    ]
+
+
+def _add_records(grid: Any, xs: Leaves) -> Leaves:
+    return [jnp.sum(x, axis=0, dtype=grid.ints) for x in xs]
+
+
+def _halve(
+    gradients: Gradients,
+    batch: Batch,
+    box: LeafBounds,
+    k: jax.Array,
+    _: Any,
+    ends: tuple[list[_Point], list[_Point]],
+) -> tuple[list[_Point], list[_Point]]:
+    """Keeps the half of each search interval that contains the minimum over tau."""
+    grid = gradients.plan.grid
+    left, right = ends
+    taus = [(a.tau + b.tau) >> 1 for a, b in zip(left, right, strict=True)]
+
+    def excesses_and_counts(factors: Any) -> Leaves:
+        entries = _entries(gradients, factors)
+        gaps = [e - tau[None] for e, tau in zip(entries, taus, strict=True)]
+        excesses = _add_records(grid, [jnp.maximum(g, 0) for g in gaps])
+        return excesses + _add_records(grid, [(g > 0).astype(grid.ints) for g in gaps])
+
+    totals = gradients.total(box, batch, excesses_and_counts, copies=2)
+    middle = [_Point(*pair) for pair in zip(taus, totals[: len(taus)], strict=True)]
+    # If at most k entries exceed tau, the minimum is not above it.
+    is_rising = [(high << SHIFT) + low <= k for high, low in totals[len(taus) :]]
+    next_left = [_choose(*x) for x in zip(is_rising, left, middle, strict=True)]
+    next_right = [_choose(*x) for x in zip(is_rising, middle, right, strict=True)]
+    return next_left, next_right
+
+
+def _smaller(a: Total, b: Total) -> Total:
+    is_smaller = (a[0] < b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+    smaller: Total = _choose(is_smaller, a, b)
+    return smaller
+
+
+def _minus(a: Total, b: Total) -> Total:
+    return carry(a[0] - b[0], a[1] - b[1])
+
+
+def _choose(condition: jax.Array, yes: Any, no: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+# --- Records of every batch are replaced (Theorem 4.6 as published) -----------------------------
+
+
+def _replace_per_batch(gradients: Gradients, batch: Batch, box: LeafBounds) -> Descent:
+    """Returns the bounds of Theorem 4.6, by sorting.
+
+    D_L = (SEMin_{b-k} d_L - k clip) / b,   D_U = (SEMax_{b-k} d_U + k clip) / b
+    """
+    plan = gradients.plan
+    clip, most = plan.grid.clip, plan.ks[-1]
+    fixed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch.fixed)
+    weights = fixed[1]
+    is_record = weights[None] > 0
+    places = weights.size
+
+    def descent(k: jax.Array) -> LeafBounds:
+        error = slack(plan.grid.dtype, places + most + 8) * clip * (1 + 2 * k / batch.size)
+
+        def smallest_mean(x: jax.Array) -> jax.Array:
+            # A NaN may be any gradient, so its lower bound is -clip.
+            clipped = jnp.clip(jnp.where(jnp.isnan(x), -clip, x), -clip, clip)
+            columns = clipped.reshape(places, -1).T
+            total = jnp.sum(jnp.where(is_record, columns, 0), axis=1)
+            largest = lax.top_k(jnp.where(is_record, columns, -jnp.inf), most)[0]
+            # Column j is the sum of the j largest, which leave.
+            leaving = jnp.pad(jnp.cumsum(largest, axis=1), ((0, 0), (1, 0)))
+            mean = (total - jnp.take(leaving, k, axis=1) - k * clip) / batch.size - error
+            return mean.reshape(x.shape[1:])
+
+        lows = gradients.bounds(gradients.factors(box, fixed))
+        return _from_lower_ends([smallest_mean(x) for x in lows])
+
+    return descent
+
+
+DESCENT: dict[Threat, Callable[[Gradients, Batch, LeafBounds], Descent]] = {
+    "add_remove": _add_remove,
+    "replace_one": _replace_one,
+    "replace_per_batch": _replace_per_batch,
+}
