@@ -568,7 +568,7 @@ def _median(copies: jax.Array) -> jax.Array:
 
 
 def _measure(images: np.ndarray, references: np.ndarray, perceptual: bool) -> Reconstruction:
-    similarity = {
+    similarity: dict[str, np.ndarray] = {
         window: np.asarray(ssim(images, references, window=window))
         for window in fitting_windows(references.shape[1])
     }

@@ -138,7 +138,7 @@ def _weights(present: Any, absent: Any, variances: np.ndarray) -> list[np.ndarra
         weights.append((one - other) / variance)
     sizes = [np.abs(leaf).max(initial=0) for leaf in weights]
     largest = max(sizes, default=0) or 1.0
-    return [np.float32(leaf / largest) for leaf in weights]
+    return [(leaf / largest).astype(np.float32) for leaf in weights]
 
 
 def audit_sampling(

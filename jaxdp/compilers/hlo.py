@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 COLLECTIVES = (
@@ -217,7 +217,7 @@ class Program:
         """
         loops: dict[str, Loop] = {}
 
-        def weight(steps: list[Step]) -> float:
+        def weight(steps: Iterable[Step]) -> float:
             return sum(step.times * weigh(step.instruction) for step in steps)
 
         def walk(

@@ -124,7 +124,7 @@ def _epsilon_panel(axes: "Axes", epsilon: Sequence[tuple[int, float]], budget: f
     steps = [step for step, _ in epsilon]
     axes.fill_between(steps, values, color=_BLUE, alpha=0.12, linewidth=0)
     if not any(map(math.isfinite, values)):
-        place = {"transform": axes.transAxes, "ha": "center", "va": "center"}
+        place: dict[str, Any] = {"transform": axes.transAxes, "ha": "center", "va": "center"}
         axes.text(0.5, 0.5, "no finite ε holds for this run", color=_GREY, fontsize=_FONT, **place)
     top = max(filter(math.isfinite, (*values, budget)), default=1.0)
     axes.set_ylim(0, 1.12 * top if top > 0 else 1.0)

@@ -84,7 +84,8 @@ def hilbert_augment(
     transformed = jnp.abs(half) if mode == "figure" else 2 * half.imag
     amplitude = jnp.abs(jnp.fft.rfft2(pixels, axes=(1, 2)))
     phase = _phase(jnp.fft.rfft2(transformed, axes=(1, 2)), amplitude)
-    exchanged = jnp.fft.irfft2(amplitude * phase, s=pixels.shape[1:3], axes=(1, 2))
+    sides = pixels.shape[1:3]
+    exchanged = jnp.fft.irfft2(amplitude * phase, s=sides, axes=(1, 2))
     if output == "abs":
         exchanged = jnp.abs(exchanged)
     if clip is not None:

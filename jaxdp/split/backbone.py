@@ -164,8 +164,9 @@ def two_thirds(model: Any) -> int:
     These are 16 of 24 in ViT-L, 8 of 12 in DeiT-B, and stages 1-3 of Swin-L.
     """
     if hasattr(model, "depths"):
+        *before, last = model.depths
         # A Swin of one stage has no stages before the last.
-        return sum(model.depths[:-1]) or round(2 * model.depths[0] / 3)
+        return sum(before) or round(2 * last / 3)
     return round(2 * model.num_blocks / 3)
 
 

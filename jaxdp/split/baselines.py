@@ -193,10 +193,14 @@ def offsite_tuning(
     last = Blocks(backbone, len(blocks) - ends, None)
     adapters = _modules_of([*blocks[:ends], *blocks[-ends:]])
     absent = _modules_of([blocks[k] for k in dropped])
+
+    def trained(path: str) -> bool:
+        return is_head(path) or _top(path) in adapters
+
     return recipe_for(
         params,
         (first, *emulator, last),
-        lambda path: is_head(path) or _top(path) in adapters,
+        trained,
         client=lambda path: _top(path) not in absent,
         evaluation=(Blocks(backbone, 0, None),),
     )
@@ -396,8 +400,8 @@ def _describe_blocks(backbone: Backbone) -> tuple[_Block, ...]:
         key, images = jax.random.key(0), jnp.zeros(backbone.images.shape)
         x, embedding = backbone.model.init_with_output(key, images, 0, 0)
         for k in range(backbone.model.num_blocks):
-            # The first block embeds the images too.
-            y, variables = backbone.model.init_with_output(key, x if k else images, k, k + 1)
+            inputs = x if k else images  # the first block embeds the images too
+            y, variables = backbone.model.init_with_output(key, inputs, k, k + 1)
             modules = frozenset(variables["params"]) - frozenset(embedding["params"])
             blocks.append(_Block(modules, y.shape == x.shape))
             x = y

@@ -76,10 +76,10 @@ class Copies:
         It makes one number of all images at a time.
         """
         images = jnp.arange(len(self.representations), dtype=jnp.int32)
-        copies = [
-            np.asarray(_batch(self, images, jnp.full_like(images, number)))
-            for number in range(1 + self.copies)
-        ]
+        copies = []
+        for number in range(1 + self.copies):
+            numbers = jnp.full_like(images, number)
+            copies.append(np.asarray(_batch(self, images, numbers)))
         return np.stack(copies)
 
 
@@ -93,7 +93,8 @@ _batch = jax.jit(Copies.batch)
 
 def index_of_copies(images: int, each: int) -> tuple[jax.Array, jax.Array]:
     """Returns image and number of every copy, int32 [images * each] both."""
-    image, number = jnp.divmod(jnp.arange(images * each, dtype=jnp.int32), each)
+    copy = jnp.arange(images * each, dtype=jnp.int32)
+    image, number = jnp.divmod(copy, each)
     return image, number
 
 

@@ -302,10 +302,11 @@ def _describe_model(model: Any) -> dict[str, Any]:
             "dtype=None."
         )
     attributes = {name: getattr(model, name) for name in _defaults(type(model))}
-    activation = next((name for name, f in _ACTIVATIONS.items() if f is model.activation), None)
-    if activation is None:
+    known = [name for name, function in _ACTIVATIONS.items() if function is model.activation]
+    if not known:
         raise ValueError(f"model.activation must be one of {', '.join(_ACTIVATIONS)} to be sent.")
-    return {"class": name, "attributes": {**attributes, "activation": activation}}
+    attributes["activation"] = known[0]
+    return {"class": name, "attributes": attributes}
 
 
 def _read_model(described: Any, limits: Limits) -> Any:
@@ -379,7 +380,9 @@ def _read_preprocessing(fields: Any) -> Preprocessing:
 
 
 def _is_numbers(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(type(n) in (int, float) for n in value)
+    if not isinstance(value, list | tuple):
+        return False
+    return all(type(number) in (int, float) for number in value)
 
 
 # --- The upload ---------------------------------------------------------------------------------

@@ -103,7 +103,8 @@ class ScaleSearch:
     def candidates(self) -> np.ndarray:
         """The fractions, float32 [count]."""
         low, high, count = self.fractions
-        return low + (high - low) / count * np.arange(count, dtype=np.float32)
+        step = (high - low) / count
+        return low + step * np.arange(count, dtype=np.float32)
 
     def weights(self, gradient: jax.Array) -> jax.Array:
         """Returns the weights of the errors of a site's output."""
@@ -192,7 +193,8 @@ class QuantizedFrontend:
 def _dequantized(
     codes: Mapping[str, jax.Array], units: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    return {path: dequantize(q, _per_output(units[path], q)) for path, q in codes.items()}
+    scales = {path: _per_output(units[path], q) for path, q in codes.items()}
+    return {path: dequantize(q, scales[path]) for path, q in codes.items()}
 
 
 jax.tree_util.register_dataclass(
@@ -247,10 +249,10 @@ def quantized_front(
             return next_fun(*args, **kwargs)
         # A linear map has one argument, and its weight is already quantised.
         scales_of_operands = (scales.first[path], scales.second[path])
-        rounded = [
-            _round(x, _spread(scale, sites[path], x), bits)
-            for x, scale in zip(args, scales_of_operands, strict=False)
-        ]
+        rounded = []
+        for x, scale in zip(args, scales_of_operands, strict=False):
+            spread = _spread(scale, sites[path], x)
+            rounded.append(_round(x, spread, bits))
         return next_fun(*rounded, **kwargs)
 
     with nn.intercept_methods(operands_quantised):
@@ -370,7 +372,8 @@ def _joined(
 ) -> tuple[dict[str, Observation], dict[str, jax.Array]]:
     """Returns what all batches observed, and the largest |gradient|, by site."""
     sites: dict[str, Observation] = jax.tree.map(lambda *x: jnp.concatenate(x), *observed)
-    return sites, {path: jnp.max(jnp.abs(site.gradient)) for path, site in sites.items()}
+    sizes = {path: jnp.abs(site.gradient) for path, site in sites.items()}
+    return sites, {path: jnp.max(size) for path, size in sizes.items()}
 
 
 def _check_gradients(largest: Mapping[str, float]) -> None:
@@ -435,18 +438,18 @@ def _search(
         left = a if images else rounded(a, state.first * base_a)
         second = best(lambda c: _multiply(site, left, rounded(b, c * base_b)))
         if images:
-            return _Turn(state.first, second, state.count + 1, jnp.array(False))
+            return _Turn(state.first, second, state.turns + 1, jnp.array(False))
         right = rounded(b, second * base_b)
         first = best(lambda c: _multiply(site, rounded(a, c * base_a), right))
-        return _Turn(first, second, state.count + 1, jnp.any(first != state.first))
+        return _Turn(first, second, state.turns + 1, jnp.any(first != state.first))
 
     def goes_on(state: _Turn) -> jax.Array:
-        return (state.count < rounds) & state.changed
+        return (state.turns < rounds) & state.changed
 
     start = _Turn(
         first=jnp.ones_like(base_a),
         second=jnp.ones_like(base_b),
-        count=jnp.array(0),
+        turns=jnp.array(0),
         changed=jnp.array(True),
     )
     end = jax.lax.while_loop(goes_on, turn, start)
@@ -454,11 +457,11 @@ def _search(
 
 
 class _Turn(NamedTuple):
-    """The fractions of both operands after `count` turns, and whether the last one changed any."""
+    """The fractions of both operands after some turns, and whether the last one changed any."""
 
     first: jax.Array
     second: jax.Array
-    count: jax.Array
+    turns: jax.Array
     changed: jax.Array
 
 
@@ -469,7 +472,8 @@ def _search_output(bits: int, y: jax.Array, g: jax.Array, candidates: jax.Array)
     g = _in_units(g)
 
     def score(candidate: jax.Array) -> jax.Array:
-        return jnp.mean((g * (_round(y, candidate * base, bits) - y)) ** 2)
+        error = _round(y, candidate * base, bits) - y
+        return jnp.mean((g * error) ** 2)
 
     scores = jax.lax.map(score, candidates)
     return candidates[jnp.argmin(scores)] * base
@@ -511,7 +515,8 @@ def _grouped(
     They are those of a head, of a channel of the embedding, or all.
     """
     if site.kind == "product":
-        by_head = x.reshape(-1, site.heads, x.shape[1] * x.shape[2])
+        _, rows, columns = x.shape
+        by_head = x.reshape(-1, site.heads, rows * columns)
         return reduce(by_head, axis=(0, 2))
     if site.kind == "embed" and per_channel:
         return reduce(x, axis=tuple(range(x.ndim - 1)))

@@ -336,7 +336,8 @@ def adapt_by_client(
                     "infinite entries."
                 )
             # Rows that fill up the last batch weigh 0.
-            cotangent = answer.astype(np.float32) * (weights / weights.sum())[:, None]
+            shares = weights / weights.sum()
+            cotangent = answer.astype(np.float32) * shares[:, None]
             tuned, state = _pull_back(
                 backbone, tuned, state, batch, cotangent, options.learning_rate
             )

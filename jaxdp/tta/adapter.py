@@ -364,7 +364,7 @@ class Adapter:
 
     def whole(self, parts: tuple[Any, ...], key: jax.Array) -> AdaptState:
         """Returns the state of these parts."""
-        state = AdaptState(*parts, _typed(key))
+        state = AdaptState._make((*parts, _typed(key)))
         return self._whole(self._placed(state, self.constants))
 
     def _source_state(self, step: jax.Array, key: jax.Array) -> AdaptState:
