@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from jaxdp import finetune
 from jaxdp.data import DataSpec, Examples
@@ -28,6 +27,7 @@ from jaxdp.models.robustness import robust_accuracy
 from jaxdp.report import plot_panels, plot_points
 
 from . import data, frame, models, plans, pretrain, results, trainers
+from .config_dict import ConfigDict
 
 Params = Any
 

@@ -106,7 +106,7 @@ def _lines(config: Any) -> dict[str, list[str]]:
 
 def _bundled_texts(config: Any) -> dict[str, list[str]]:
     """Returns long lines of the descriptions of scikit-learn's data sets."""
-    folder = importlib.resources.files("sklearn.datasets.descr")
+    folder = importlib.resources.files(optional("sklearn.datasets.descr", "bundled"))
     pages = [page for page in folder.iterdir() if page.name.endswith(".rst")]
     lines = []
     for page in sorted(pages, key=lambda page: page.name):

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from jaxdp.data.selection import few_shots, smallest_class
 from jaxdp.files import optional, read_npz, write_durably
@@ -21,6 +20,7 @@ from jaxdp.privacy import Ledger
 from jaxdp.report import format_table, plot_curves, plot_images, plot_panels
 
 from . import data, frame, results, split_runs
+from .config_dict import ConfigDict
 from .split_runs import PRIVATE, SA, SA_CLEAN, SA_ONCE, Bench, Client, Task
 
 Result = Mapping[str, Any]

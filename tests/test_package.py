@@ -332,3 +332,52 @@ def test_lint_is_clean(command):
         [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+# What the extras launch, report, bundled, images and plots bring.
+EXTRAS = {"ml_collections", "jinja2", "tqdm", "sklearn", "PIL", "matplotlib"}
+BASE = """
+import importlib.abc, importlib.util, sys
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in EXTRAS:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+found = importlib.util.find_spec  # looks at sys.meta_path too
+importlib.util.find_spec = lambda name, package=None: (
+    None if name.partition(".")[0] in EXTRAS else found(name, package)
+)
+import jax, jax.numpy as jnp, jaxdp, numpy
+for name in jaxdp.__all__:
+    getattr(jaxdp, name)
+out = jaxdp.clipped_grad(jnp.vdot, clip_norm=1.0)(jnp.zeros(3), 5 * jnp.eye(3))
+assert abs(float(out.grads.sum()) - 3) < 1e-5
+list(jaxdp.report.progress_bar(range(3), label="steps", unit="step"))
+from launch import command
+from jaxdp.data.images import resize
+asked = {
+    "bundled": lambda: jaxdp.data.bundled("digits"),
+    "report": lambda: jaxdp.report.render_page("page.html.jinja"),
+    "images": lambda: resize(numpy.zeros((4, 4, 1), numpy.uint8), (2, 2)),
+    "launch": lambda: __import__("launch.frame.launcher"),
+}
+for extra, ask in asked.items():
+    try:
+        ask()
+    except ImportError as error:
+        assert f"[{extra}]" in str(error), (extra, error)
+    else:
+        raise AssertionError(extra)
+"""
+
+
+def test_the_base_install_is_small():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert len(project["dependencies"]) <= 13
+
+
+@pytest.mark.slow
+def test_the_base_install_works_and_an_extra_is_named_where_it_is_missing(run_in_subprocess):
+    run_in_subprocess(f"EXTRAS = {EXTRAS}\n{BASE}")

@@ -74,7 +74,7 @@ def test_the_base_install_is_small_beside_what_jax_installs():
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     jax, base = needed("jax"), needed(*(Requirement(one).name for one in project["dependencies"]))
-    assert 100 < megabytes(one for name, one in base.items() if name not in jax) < 400
+    assert 100 < megabytes(one for name, one in base.items() if name not in jax) < 200
 
 
 EVERYTHING = """

@@ -4,6 +4,7 @@ import numpy as np
 
 from jaxdp.data.arrays import from_arrays
 from jaxdp.data.sources import Examples
+from jaxdp.files import optional
 
 # Public ranges (low, high) of the mean, standard error and worst value of each measurement in
 # breast_cancer, from its documentation, rounded outwards.
@@ -46,16 +47,14 @@ def bundled(name: str) -> Examples:
 
 
 def _digits() -> Examples:
-    from sklearn import datasets
-
+    datasets = optional("sklearn.datasets", "bundled")
     digits = datasets.load_digits()
     image = digits.images / 16
     return from_arrays(image=image, label=digits.target, num_classes=10, name="digits")
 
 
 def _breast_cancer() -> Examples:
-    from sklearn import datasets
-
+    datasets = optional("sklearn.datasets", "bundled")
     table = datasets.load_breast_cancer()
     ranges = np.array(list(_BREAST_CANCER_RANGES.values()), np.float64)  # [measurement, kind, 2]
     # The columns have all means, then all standard errors, then all worst values.

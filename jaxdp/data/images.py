@@ -9,6 +9,7 @@ from jaxdp.data.pictures import like, scaled
 from jaxdp.data.protocol import check_source
 from jaxdp.data.sources import Examples
 from jaxdp.data.storage import ExampleReader
+from jaxdp.files import optional
 
 _CHUNK_ROWS = 1024
 
@@ -70,14 +71,13 @@ def resize(
 
     The filter averages over the area of a new pixel when the image shrinks.
     """
-    from PIL import Image
-
     if image.shape[:2] == shape:
         return image
-    resample = Image.Resampling[interpolation.upper()]
+    pillow = optional("PIL.Image", "images")
+    resample = pillow.Resampling[interpolation.upper()]
 
     def resized(channel: np.ndarray) -> np.ndarray:
-        picture = Image.fromarray(np.ascontiguousarray(channel))
+        picture = pillow.fromarray(np.ascontiguousarray(channel))
         return np.asarray(picture.resize(shape[::-1], resample))
 
     channels = [resized(channel) for channel in np.moveaxis(image, -1, 0)]

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.files import Limits, check_image, shown, understood
+from jaxdp.files import Limits, check_image, optional, shown, understood
 
 PixelRange = tuple[float, float]
 _GREY = ("1", "L", "LA", "La")
@@ -72,15 +72,15 @@ def decode(data: bytes, what: str, *, pixel_range: PixelRange | None = None) -> 
       ValueError: The file is damaged, has several images, or pixels of 32 bits without a
           pixel_range.
     """
-    from PIL import Image, ImageOps
-
-    with understood(what, _AGAIN), Image.open(io.BytesIO(data)) as file:
+    pillow = optional("PIL.Image", "images")
+    pillow_ops = optional("PIL.ImageOps", "images")
+    with understood(what, _AGAIN), pillow.open(io.BytesIO(data)) as file:
         file_format = file.format
         frames = getattr(file, "n_frames", 1)
         if file_format == "MPO":  # a photograph and its preview
             frames = 1
         file.load()
-        image = ImageOps.exif_transpose(file)
+        image = pillow_ops.exif_transpose(file)
         # Pillow scales PGM to 16 bits. Its older versions have the mode I for PNG of 16 bits too.
         is_16_bits = image.mode in _WIDE or (image.mode == "I" and file_format in ("PPM", "PNG"))
         is_unbounded = not is_16_bits and image.mode in ("I", "F")

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxdp.files.extras import optional
 from jaxdp.files.text import parse_json, shown
 
 AGAIN = "Restore it from a copy, or delete it. The same command then makes it again."
@@ -247,9 +248,8 @@ def check_image(
       limits: The limits on its pixels.
       remedy: A sentence for the error of a damaged file.
     """
-    from PIL import Image
-
-    with understood(what, remedy), Image.open(io.BytesIO(data)) as image:
+    pillow = optional("PIL.Image", "images")
+    with understood(what, remedy), pillow.open(io.BytesIO(data)) as image:
         width, height = image.size
     limits.check("pixels", height * width, what)
     # What is not declared has any size.

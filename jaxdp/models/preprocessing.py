@@ -13,6 +13,8 @@ from jaxdp.data.images import resize
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+# Pillow's numbers of its filters, which Hugging Face's files hold, and their names.
+FILTERS = {0: "nearest", 4: "box", 2: "bilinear", 5: "hamming", 3: "bicubic", 1: "lanczos"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,8 +40,6 @@ class Preprocessing:
     interpolation: str = "bicubic"
 
     def __post_init__(self) -> None:
-        from PIL.Image import Resampling
-
         for field in ("mean", "std"):
             object.__setattr__(self, field, tuple(float(value) for value in getattr(self, field)))
         if len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
@@ -50,10 +50,10 @@ class Preprocessing:
             raise ValueError(
                 f"size must be in [1, resize], got size={self.size}, resize={self.resize}."
             )
-        filters = [member.name.lower() for member in Resampling]
-        if self.interpolation not in filters:
+        if self.interpolation not in FILTERS.values():
             raise ValueError(
-                f"interpolation must be one of {', '.join(filters)}, got {self.interpolation!r}."
+                f"interpolation must be one of {', '.join(FILTERS.values())}, got "
+                f"{self.interpolation!r}."
             )
 
     def prepare(self, images: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
@@ -162,8 +162,6 @@ def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
       ValueError: The images are not resized, divided by 255 and normalised.
       KeyError: An entry is missing.
     """
-    from PIL.Image import Resampling
-
     for step in ("do_resize", "do_rescale", "do_normalize"):
         if not config.get(step, True):
             raise ValueError(
@@ -186,7 +184,7 @@ def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
         mean=config["image_mean"],
         std=config["image_std"],
         resize=target,
-        interpolation=Resampling(resample).name.lower(),
+        interpolation=FILTERS[resample],
     )
 
 

@@ -17,6 +17,8 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxdp.files import optional
+
 _FOLDER = pathlib.Path(__file__).parent / "pages"
 
 
@@ -48,8 +50,7 @@ def render_page(template: str | os.PathLike[str], /, **facts: Any) -> bytes:
 @functools.cache
 def _templates(folder: pathlib.Path) -> Any:
     """Returns the environment of the templates in a folder, which compiles each once."""
-    import jinja2
-
+    jinja2 = optional("jinja2", "report")
     pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, _FOLDER]),
         autoescape=True,

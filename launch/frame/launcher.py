@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
 
 from jaxdp import compilers
 
+from ..config_dict import config_flags
 from ..study import Study
 from . import guide, running
 from .program import start

@@ -15,12 +15,11 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-
 from jaxdp.privacy import BudgetExceeded, ComposedDpEvent, DpEvent, Hold, Ledger
 from jaxdp.release import alone
 
 from .. import frame, plans
+from ..config_dict import ConfigDict
 from ..settings import check_numbers
 from . import cache, document, parts
 from .stage import Accounts, Done, Job, Stage
