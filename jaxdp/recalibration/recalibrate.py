@@ -100,17 +100,18 @@ class Recalibration:
         Other methods raise AttributeError.
         """
         if not isinstance(self.method, HistogramBinning):
-            raise self._lacks("confidences of bins")
+            raise AttributeError(f"{self._contents}, no confidences of bins.")
         return self.parameters
 
     @property
     def _found(self) -> FoundTemperature:
         if not isinstance(self.parameters, FoundTemperature):
-            raise self._lacks("temperature")
+            raise AttributeError(f"{self._contents}, no temperature.")
         return self.parameters
 
-    def _lacks(self, name: str) -> AttributeError:
-        return AttributeError(f"{type(self.method).__name__} has {self.parameters!r}, no {name}.")
+    @property
+    def _contents(self) -> str:
+        return f"{type(self.method).__name__} has {self.parameters!r}"
 
 
 def recalibrate(

@@ -402,6 +402,7 @@ class _Loop:
             release.check_history(self.till.notes(), self.account.ledger)
         for note in self.till.notes():
             number = note["batch"]
+            token = note["token"]
             # A batch that was released again has a note for each time, and enters one sum.
             if number != last:
                 last = number
@@ -411,7 +412,7 @@ class _Loop:
             if self.account is not None:
                 units = _units_of(note["records"])
                 payment = BatchPayment(self.account, units, self.entering, self.run)
-                with payment.reserve(label="charged again on resuming", token=note["token"]):
+                with payment.reserve(label="charged again on resuming", token=token):
                     entered = payment.entered
         if last < len(self.rows):
             self.entering = self._next(entered, self.step)
