@@ -125,13 +125,25 @@ class LeafPlan(NamedTuple):
     bytes: int
 
 
+class _Rows(NamedTuple):
+    """The arrays [B, ...] that a weighted sum reads.
+
+    Attributes:
+      read: Arrays whose rows must be finite. None stands for an array in `left_out`.
+      left_out: Arrays of which the sum leaves out the rows of the factor 0, whatever they hold.
+    """
+
+    read: Any
+    left_out: Any = None
+
+
 class _PerExample(NamedTuple):
     """The result of one engine's pass over a batch, before the clip factors are known."""
 
     losses: jax.Array
     aux: Any
     squared_norms: jax.Array
-    rows: Any  # the arrays [B, ...] that the weighted sum reads
+    rows: _Rows
     weighted_sum: Callable[[Any, jax.Array], list[jax.Array]]  # (rows, factors [B]) -> sum per leaf
     grads: list[jax.Array] | None  # [B, ...] per leaf, if all were formed
 
@@ -838,7 +850,9 @@ def _chunk_sum(
     if forms.platform() != "tpu":  # where sums leave out rows of the factor 0
         # XLA would compute the factors again for each of their readers, if they did not pass the
         # loop too.
-        rows, factors = _without_rows((rows, factors), keep, ~finite.all())
+        needed = ~finite.all()
+        read, factors = _without_rows((rows.read, factors), keep, needed)
+        rows = rows._replace(read=read)
     sums = result.weighted_sum(rows, factors)
     losses = jnp.where(unmasked, result.losses, 0)
     hidden = (jnp.where(unmasked, norms, 0), losses, result.aux, keep)
@@ -918,12 +932,21 @@ def _kept_in_place_jvp(primals: Any, tangents: Any) -> Any:
     return _kept_in_place(*primals), [sites.rows_kept(x, primals[1]) for x in tangents[0]]
 
 
+# Platforms where a sum of kept gradients leaves out those of the factor 0.
+_FUSED_SUMS = ("cuda", "tpu")
+
+
+def _contract_read(rows: _Rows, factors: jax.Array) -> list[jax.Array]:
+    return _contract_rows(rows.read, factors)
+
+
 def _contract_rows(xs: list[jax.Array], factors: jax.Array) -> list[jax.Array]:
     """Computes sum_b factors_b x_b for every array [B, ...]."""
 
     # On CPU one contraction is many times faster than a product and a sum over the batch axis.
     def contract(x: jax.Array) -> jax.Array:
-        x = sites.rows_kept(x, factors != 0) if forms.platform() == "tpu" else x
+        # On accelerators this is part of the kernel that multiplies.
+        x = sites.rows_kept(x, factors != 0) if forms.platform() in _FUSED_SUMS else x
         return lax.dot_general(
             factors.astype(x.dtype), x, (((0,), (0,)), ((), ())), precision=sites.PRECISION
         )
@@ -1025,7 +1048,7 @@ def _vmap(program: _Program, consts: list[Any], moving: list[Any], batch: Any) -
 
     (losses, aux), grads = _batched_gradient(value, moving, jax.tree.leaves(batch))
     grads = [sites.settled(g).astype(sites.wide_dtype(g)) for g in grads]
-    return _PerExample(losses, aux, _sum_of_squares(grads), grads, _contract_rows, grads)
+    return _PerExample(losses, aux, _sum_of_squares(grads), _Rows(grads), _contract_read, grads)
 
 
 def _planned(program: _Program, consts: list[Any], moving: list[Any]) -> walker.Plan:
@@ -1084,14 +1107,14 @@ def _bookkeeping(
             for i, x in enumerate(wide)
         ]
 
-    def weighted_sum(rows: Any, factors: jax.Array) -> list[jax.Array]:
-        packed, others = rows
+    def weighted_sum(rows: _Rows, factors: jax.Array) -> list[jax.Array]:
+        packed, read = rows.read
         (total,) = _contract_rows([packed], factors)
         cuts = itertools.accumulate(g.shape[1] for g in columns.values())
         parts = zip(columns, jnp.split(total, list(cuts)), strict=False)
         values = {i: part.reshape(wide[i].shape).astype(wide[i].dtype) for i, part in parts}
-        for c, its in zip(large, others, strict=True):
-            values |= c.weighted_sum(its, factors)
+        for c, its_read, left_out in zip(large, read, rows.left_out, strict=True):
+            values |= c.weighted_sum(_Rows(its_read, left_out), factors)
         return by_leaf(values)
 
     kept = [c.kept for c in components if c.kept is not None]
@@ -1101,7 +1124,7 @@ def _bookkeeping(
         losses,
         program.with_aux(aux),
         squared,
-        (packed, [c.rows for c in large]),
+        _Rows((packed, [c.rows.read for c in large]), [c.rows.left_out for c in large]),
         weighted_sum,
         grads,
     )
@@ -1197,23 +1220,30 @@ class _Component:
         ]
 
     @property
-    def rows(self) -> Any:
-        """The arrays [B, ...] that the weighted sum reads: gradients that are kept, or records and
-        cotangents.
-        """
-        return (
-            [(r, g) for _, r, g in self._columns] if self.kept is None else list(self.kept.values())
-        )
-
-    def weighted_sum(self, rows: Any, factors: jax.Array) -> dict[int, jax.Array]:
+    def rows(self) -> _Rows:
+        """The arrays that the weighted sum reads: kept gradients, or records and cotangents."""
         if self.kept is not None:
-            sums = _contract_rows(rows, factors)
-        else:
-            dvs = []
-            for (site, _, _), (record, g) in zip(self._columns, rows, strict=True):
-                dvs.append(site.contract(record, g, factors))
-            sums = self._pull(dvs)
-        return dict(zip(self._members, sums, strict=True))
+            grads = list(self.kept.values())
+            return _Rows(None, grads) if forms.platform() in _FUSED_SUMS else _Rows(grads)
+        read = []
+        left_out = []
+        for site, record, g in self._columns:
+            without_record, without_cotangent = site.leaves_out
+            read.append((None if without_record else record, None if without_cotangent else g))
+            left_out.append((record if without_record else None, g if without_cotangent else None))
+        return _Rows(read, left_out)
+
+    def weighted_sum(self, rows: _Rows, factors: jax.Array) -> dict[int, jax.Array]:
+        if self.kept is not None:
+            grads = rows.left_out if rows.read is None else rows.read
+            return dict(zip(self._members, _contract_rows(grads, factors), strict=True))
+        dvs = []
+        for (site, _, _), read, left_out in zip(
+            self._columns, rows.read, rows.left_out, strict=True
+        ):
+            record, g = (b if a is None else a for a, b in zip(read, left_out, strict=True))
+            dvs.append(site.contract(record, g, factors))
+        return dict(zip(self._members, self._pull(dvs), strict=True))
 
 
 def _pull_back(
