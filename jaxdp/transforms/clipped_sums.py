@@ -227,7 +227,8 @@ def _chunk_sums(options: SumOptions, program: Program, inputs: SumInputs) -> Cli
     # On a TPU the sums themselves leave out the rows of the factor 0.
     if forms.platform() != "tpu":
         # The factors pass the loop too. Otherwise XLA computes them again for each reader.
-        rows, factors = _without_rows((rows, factors), contributes, ~finite.all())
+        read, factors = _without_rows((rows.read, factors), contributes, ~finite.all())
+        rows = rows._replace(read=read)
     sums = result.weighted_sum(rows, factors)
     losses = jnp.where(unmasked, result.losses, 0)
     norms = jnp.where(unmasked, norms, 0)

@@ -27,6 +27,22 @@ from jaxdp.transforms import forms, jaxprs, rounding, sites, walker
 Choice = Callable[[list[sites.Site], int, bool], str]
 
 
+# Platforms where a sum of kept gradients leaves out those of the factor 0.
+_FUSED_SUMS = ("cuda", "tpu")
+
+
+class Rows(NamedTuple):
+    """The arrays [B, ...] that a weighted sum reads.
+
+    Attributes:
+      read: Arrays whose rows must be finite. None stands for an array in `left_out`.
+      left_out: Arrays of which the sum leaves out the rows of the factor 0, whatever they hold.
+    """
+
+    read: Any
+    left_out: Any = None
+
+
 class TappedSite(NamedTuple):
     """A site with what a pass over a batch found there.
 
@@ -202,15 +218,24 @@ class Component:
         return oriented
 
     @property
-    def rows(self) -> Any:
+    def rows(self) -> Rows:
         """The arrays [B, ...] that the sum reads: kept gradients, or records and cotangents."""
         if self.kept is not None:
-            return list(self.kept.values())
-        return [(one.record, one.cotangent) for one in self._tapped]
+            grads = list(self.kept.values())
+            return Rows(None, grads) if forms.platform() in _FUSED_SUMS else Rows(grads)
+        read = []
+        left_out = []
+        for one in self._tapped:
+            without_record, without_cotangent = one.site.leaves_out
+            record = (None, one.record) if without_record else (one.record, None)
+            cotangent = (None, one.cotangent) if without_cotangent else (one.cotangent, None)
+            read.append((record[0], cotangent[0]))
+            left_out.append((record[1], cotangent[1]))
+        return Rows(read, left_out)
 
     def weighted_sum(
         self,
-        rows: Any,
+        rows: Rows,
         factors: jax.Array,
     ) -> dict[int, jax.Array]:
         """Returns the sum of gradients times factors [B], by leaf.
@@ -220,10 +245,13 @@ class Component:
           factors: [B].
         """
         if self.kept is not None:
-            sums = contract_rows(rows, factors)
+            grads = rows.left_out if rows.read is None else rows.read
+            sums = contract_rows(grads, factors)
         else:
             of_weights = []
-            for one, (record, cotangent) in zip(self._tapped, rows, strict=True):
+            for one, read, left_out in zip(self._tapped, rows.read, rows.left_out, strict=True):
+                record = left_out[0] if read[0] is None else read[0]
+                cotangent = left_out[1] if read[1] is None else read[1]
                 of_weights.append(one.site.contract(record, cotangent, factors))
             sums = self._pull(of_weights)
         return dict(zip(self._members, sums, strict=True))
@@ -236,7 +264,7 @@ def contract_rows(
     """Computes sum_b factors_b x_b for every array [B, ...]."""
 
     def contract(x: jax.Array) -> jax.Array:
-        if forms.platform() == "tpu":
+        if forms.platform() in _FUSED_SUMS:
             # XLA zeroes the rows where the product reads them. Elsewhere the caller has done so.
             x = sites.rows_kept(x, factors != 0)
         # On a CPU one contraction is 5 to 40 times faster than a product and a sum over the batch.

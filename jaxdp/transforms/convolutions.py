@@ -18,7 +18,7 @@ from jax import lax
 from jaxdp.transforms import forms, opaque, shards
 from jaxdp.transforms.kernels import cells
 from jaxdp.transforms.products import contracted, outer_sum, settled_precision, wide, wide_dtype
-from jaxdp.transforms.weight_rules import Factor, Rule, entries_along, transposed_back
+from jaxdp.transforms.weight_rules import Factors, Rule, entries_along, transposed_back
 
 # Patches of a convolution of few channels are formed up to this many entries.
 _PATCH_ROWS = 64
@@ -29,6 +29,9 @@ _FEW_ENTRIES = 8
 # On a CPU, patches of whole examples are formed by parts of about this many bytes, which stay in
 # the cache.
 _PART = 2**22
+
+# On a GPU one operation joins the slices of windows of up to this many entries.
+_MOST_SLICES = 64
 
 # XLA on CPU fills vectors with the last dimension of a product. So many features fill them.
 _FULL_VECTORS = 32
@@ -106,12 +109,21 @@ class Conv(Rule):
         """
         if self.groups == 1 and self.window == self.strides:  # patches do not overlap
             return 0
+        # On a GPU each loop or part would read the record and the cotangent again. With loops a
+        # clipped WRN-16-4 moved 58.6 GB, and now moves half, by the estimate for an H100.
+        if self._one_product:
+            return 0
         if self.groups > 1 or self.channels >= _FEW_ENTRIES:
             return len(self.window)
         for looped in range(len(self.window)):
             if self._part_rows(looped) <= _PATCH_ROWS:
                 return looped
         return len(self.window)
+
+    @property
+    def _one_product(self) -> bool:
+        """Whether each example has one product for all kernel positions."""
+        return self.groups == 1 and forms.platform() == "cuda"
 
     def _part_rows(self, looped: int) -> int:
         """Returns the number of rows of a part of u, where `looped` dimensions are in parts."""
@@ -132,9 +144,10 @@ class Conv(Rule):
     def record(self, operands: Sequence[Any]) -> Any:
         return operands[0]
 
-    def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
+    def factors(self, record: Any, g: jax.Array) -> Factors:
         x = self._channels_last(record, self._looped)
-        return tuple(self._patch(x, offset) for offset in self._offsets), self._cotangent(g)
+        parts = tuple(self._patch(x, offset) for offset in self._offsets)
+        return parts, self._cotangent(g)
 
     @property
     def _offsets(self) -> list[tuple[int, ...]]:
@@ -149,11 +162,31 @@ class Conv(Rule):
         batch, feature, *spatial = self.numbers.lhs_spec
         x = record.transpose((batch, *spatial, feature))
         padding = zip(self.padding, self.data_dilation, strict=True)
-        interior = [(low, high, dilation - 1) for (low, high), dilation in padding]
-        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *interior, (0, 0, 0)])
+        spatial_padding = [(low, high, dilation - 1) for (low, high), dilation in padding]
+        none = (0, 0, 0)
+        x = lax.pad(x, jnp.zeros((), x.dtype), [none, *spatial_padding, none])
+        if joined == 0 and self._joins_at_once:
+            return self._patches(x)
         for d in reversed(range(joined, len(self.window))):
             x = self._patches_along(x, d)
         return x
+
+    @property
+    def _joins_at_once(self) -> bool:
+        """Whether one operation joins the patches of all dimensions, so none is written twice."""
+        overlap = self.window != self.strides
+        return self._one_product and overlap and math.prod(self.window) <= _MOST_SLICES
+
+    def _patches(self, x: jax.Array) -> jax.Array:
+        """Returns all patches of padded data, [M, *positions, window and channels]."""
+        slices = []
+        for offset in itertools.product(*map(range, self.window)):
+            start = [i * dilation for i, dilation in zip(offset, self.kernel_dilation, strict=True)]
+            end = [first + self._span(d) for d, first in enumerate(start)]
+            limits = (len(x), *end, x.shape[-1])
+            steps = (1, *self.strides, 1)
+            slices.append(lax.slice(x, (0, *start, 0), limits, steps))
+        return jnp.concatenate(slices, axis=-1)
 
     def _patches_along(self, x: jax.Array, d: int) -> jax.Array:
         """Moves the kernel positions of dimension d into the channels, in front of the old ones."""
@@ -174,12 +207,13 @@ class Conv(Rule):
         return self.kernel_dilation[d] == 1 and self.window[d] % self.strides[d] == 0
 
     def _folded(self, x: jax.Array, d: int) -> jax.Array:
-        """Moves the entries of each stride of dimension d into the channels, before the old ones."""
+        """Moves the entries of each stride of dimension d into the channels, in front."""
         axis = 1 + d
         stride = self.strides[d]
         used = self._span(d) + self.window[d] - 1
         x = lax.slice_in_dim(x, 0, used, axis=axis)
-        x = x.reshape(*x.shape[:axis], used // stride, stride, *x.shape[axis + 1 :])
+        before, behind = x.shape[:axis], x.shape[axis + 1 :]
+        x = x.reshape(*before, used // stride, stride, *behind)
         x = jnp.moveaxis(x, axis + 1, -2)
         return x.reshape(*x.shape[:-2], -1)
 
@@ -193,12 +227,12 @@ class Conv(Rule):
         `offset` is the position along the looped dimensions. It may be traced.
         """
         # Convolutions that extract patches are many times slower.
-        looped = range(len(offset))
-        rest = x.shape[1 + len(offset) :]
-        start = [offset[d] * self.kernel_dilation[d] for d in looped]
-        spans = [self._span(d) for d in looped]
-        met = lax.dynamic_slice(x, (0, *start, *(0 for _ in rest)), (len(x), *spans, *rest))
-        steps = [1, *(self.strides[d] for d in looped), *(1 for _ in rest)]
+        looped = len(offset)
+        rest = x.shape[1 + looped :]
+        start = [offset[d] * self.kernel_dilation[d] for d in range(looped)]
+        spans = [self._span(d) for d in range(looped)]
+        met = lax.dynamic_slice(x, (0, *start, *[0] * len(rest)), (len(x), *spans, *rest))
+        steps = [1, *self.strides[:looped], *[1] * len(rest)]
         return self._split(lax.slice(met, [0] * x.ndim, met.shape, steps))
 
     def _split(self, x: jax.Array) -> jax.Array:
@@ -220,7 +254,8 @@ class Conv(Rule):
 
         def at(offset: Any) -> jax.Array:  # [blocks, groups, in, out] or [blocks, groups, out, in]
             u = jax.vmap(jax.vmap(lambda x: self._patch(x, offset)))(x)
-            return jax.vmap(outer_sum)(w, u) if self._wide_part else jax.vmap(outer_sum)(u, w)
+            pair = (w, u) if self._wide_part else (u, w)
+            return jax.vmap(outer_sum)(*pair)
 
         if self._looped:
             # The loop over kernel positions takes less memory and time than joining the patches of
@@ -244,7 +279,7 @@ class Conv(Rule):
 
         XLA on CPU multiplies faster if the longer one comes last.
         """
-        return self._part_rows(self._looped) > self.cols
+        return not self._one_product and self._part_rows(self._looped) > self.cols
 
     def weight_grad_by_primitive(self, record: Any, g: jax.Array) -> jax.Array:
         """Computes `weight_grad` by the transpose of the primitive.
@@ -277,7 +312,65 @@ class Conv(Rule):
         """Computes dV of M examples."""
         if self._has_rows_of_patches and g.size and forms.platform() == "cpu":
             return self._grads_from_rows_of_patches(record, g)
+        if self._one_product and self._splits_window:
+            return self._grads_by_split_windows(record, g)
         return super().weight_grads(record, g)
+
+    # --- Gradients of examples on a GPU ---
+
+    @property
+    def _splits_window(self) -> bool:
+        """Whether shifted cotangents take less memory than patches of the first dimension.
+
+        Where gradients are larger than patches, their order matters more. That of patches is the
+        order of the weight.
+        """
+        if len(self.window) == 1 or self.window[0] == 1 or self.strides[0] != 1:
+            return False
+        if self.positions == 0:
+            return False
+        patches = self.positions * self.rows
+        rows_per_position = self._part_rows(1) + self.window[0] * self.cols
+        split = self.positions // self.out_window[0] * self._met_rows * rows_per_position
+        return split < patches and self.rows * self.cols <= patches
+
+    @property
+    def _met_rows(self) -> int:
+        """The number of entries of the first dimension that some kernel position meets."""
+        return self.out_window[0] + (self.window[0] - 1) * self.kernel_dilation[0]
+
+    def _grads_by_split_windows(self, record: Any, g: jax.Array) -> jax.Array:
+        """Computes dV of M examples by one product of patches along all but the first dimension.
+
+        For two dimensions dV[i, j] = sum_{h,w} x[h + i, w + j] g[h, w], which is the sum of
+        x[h, w + j] g[h - i, w]. So j is part of the rows, and i is part of the columns.
+        """
+        x = jax.vmap(jax.vmap(lambda x: self._channels_last(x, 1)))(record)
+        x = lax.slice_in_dim(x, 0, self._met_rows, axis=3)
+        cotangents = jax.vmap(jax.vmap(self._shifted_cotangents))(g)
+        # A product that joined slices by itself would need more memory than a core has.
+        x, cotangents = lax.optimization_barrier((x, cotangents))
+        u, w = (y.reshape(len(y), -1, y.shape[-1]) for y in (x, cotangents))
+        grads = contracted(u, w, [1], [0])
+        first, *others = self.window
+        grads = grads.reshape(len(grads), *others, self.channels, first, self.cols)
+        return jax.vmap(self._as_weight)(jnp.moveaxis(grads, -2, 1))
+
+    def _shifted_cotangents(self, g: jax.Array) -> jax.Array:
+        """Returns cotangents [batch, rows that are met, *other dimensions, positions * features].
+
+        Those for the first kernel position i are shifted by i rows.
+        """
+        batch, feature, *spatial = self.numbers.out_spec
+        g = g.transpose((batch, *spatial, feature))
+        rows = self._met_rows - self.out_window[0]
+        shifted = []
+        for i in range(self.window[0]):
+            shift = i * self.kernel_dilation[0]
+            padding = [(0, 0, 0)] * g.ndim
+            padding[1] = (shift, rows - shift, 0)
+            shifted.append(lax.pad(g, jnp.zeros((), g.dtype), padding))
+        return jnp.concatenate(shifted, axis=-1)
 
     # --- Gradients of examples on a CPU ---
     #
@@ -337,7 +430,8 @@ class Conv(Rule):
 
         shape = (self.rows, self.cols) if self._cotangent_last else (self.cols, self.rows)
         zeros = jnp.full((examples, *shape), zero.astype(wide_dtype(x, w)))
-        grads = lax.fori_loop(0, number, turn, shards.vary(zeros, shards.varying_axes(x, w)))
+        zeros = shards.vary(zeros, shards.varying_axes(x, w))
+        grads = lax.fori_loop(0, number, turn, zeros)
         window = (*self.window, self.channels)
         if self._cotangent_last:
             grads = grads.reshape(examples, *window, self.cols)
@@ -373,7 +467,8 @@ class Conv(Rule):
         """
         joined, fold = self._joined, self._fold
         window = [self.window[d] // fold for d in range(joined)]
-        counts = [size, *lengths[:2], *self.out_window[:joined], *lengths[2 + joined :], *window]
+        positions = [*self.out_window[:joined], *lengths[2 + joined :]]
+        counts = [size, *lengths[:2], *positions, *window]
         # How far apart entries are along size, repeats, batch and *spatial.
         pitches = [math.prod(lengths[d:]) for d in range(len(lengths) + 1)]
         along_positions = [pitches[3 + d] * self.strides[d] // fold for d in range(joined)]
@@ -404,7 +499,9 @@ class Conv(Rule):
 
         def channels_last(x: jax.Array, spec: Sequence[int]) -> jax.Array:
             batch, feature, *spatial = spec
-            x = x.transpose((0, *(1 + d for d in (batch, *spatial, feature))))
+            order = [1 + d for d in (batch, *spatial, feature)]
+            x = x.transpose((0, *order))
             return x.reshape(len(x), *x.shape[2:])
 
-        return channels_last(record, self.numbers.lhs_spec), channels_last(g, self.numbers.out_spec)
+        x = channels_last(record, self.numbers.lhs_spec)
+        return x, channels_last(g, self.numbers.out_spec)

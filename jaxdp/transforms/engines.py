@@ -15,6 +15,7 @@ from jaxdp.transforms import jaxprs, shards, sites, walker
 from jaxdp.transforms.components import (
     Choice,
     Component,
+    Rows,
     TappedSite,
     connected,
     contract_rows,
@@ -36,7 +37,7 @@ class EngineResult(NamedTuple):
       losses: [B].
       aux: The auxiliary output, [B, ...].
       squared_norms: [B]. The squared norms of the per-example gradients.
-      rows: The arrays [B, ...] that `weighted_sum` reads, a pytree.
+      rows: The arrays [B, ...] that `weighted_sum` reads.
       weighted_sum: (rows, factors [B]) -> the sum of gradients times factors, for each leaf.
       grads: The per-example gradients [B, ...] for each leaf, or None if not all were formed.
     """
@@ -44,8 +45,8 @@ class EngineResult(NamedTuple):
     losses: jax.Array
     aux: Any
     squared_norms: jax.Array
-    rows: Any
-    weighted_sum: Callable[[Any, jax.Array], list[jax.Array]]
+    rows: Rows
+    weighted_sum: Callable[[Rows, jax.Array], list[jax.Array]]
     grads: list[jax.Array] | None
 
     @property
@@ -73,7 +74,12 @@ def by_vmap(
     (losses, aux), grads = batched_gradient(loss, leaves, jax.tree.leaves(batch))
     # XLA may keep more digits of a bfloat16 gradient for its norm than for the sum.
     grads = [sites.settled(g).astype(sites.wide_dtype(g)) for g in grads]
-    return EngineResult(losses, aux, sum_of_squares(grads), grads, contract_rows, grads)
+    squared_norms = sum_of_squares(grads)
+
+    def weighted_sum(rows: Rows, factors: jax.Array) -> list[jax.Array]:
+        return contract_rows(rows.read, factors)
+
+    return EngineResult(losses, aux, squared_norms, Rows(grads), weighted_sum, grads)
 
 
 def tap_plan(
@@ -197,19 +203,21 @@ class _ComponentSums:
         norms = [sum_of_squares([side_by_side])]
         norms += [component.squared_norms for component in self._large]
         self.squared_norms = total(norms, dtype)
-        self.rows = (side_by_side, [component.rows for component in self._large])
+        rows = [component.rows for component in self._large]
+        read = [own.read for own in rows]
+        self.rows = Rows((side_by_side, read), [own.left_out for own in rows])
 
     def weighted_sum(
         self,
-        rows: Any,
+        rows: Rows,
         factors: jax.Array,
     ) -> list[jax.Array]:
         """Returns the sum of gradients times factors, for each leaf."""
-        side_by_side, large_rows = rows
+        side_by_side, large_read = rows.read
         (small_sums,) = contract_rows([side_by_side], factors)
         sums = self._cut(small_sums)
-        for component, own_rows in zip(self._large, large_rows, strict=True):
-            sums |= component.weighted_sum(own_rows, factors)
+        for component, read, left_out in zip(self._large, large_read, rows.left_out, strict=True):
+            sums |= component.weighted_sum(Rows(read, left_out), factors)
         return self._for_each_leaf(sums)
 
     def _cut(self, small_sums: jax.Array) -> dict[int, jax.Array]:

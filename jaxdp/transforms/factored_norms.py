@@ -2,7 +2,7 @@
 
 For one example with dV = sum_t u_t w_t^T
 
-    ||dV||^2 = sum_{t,t'} <u_t, u_t'> <w_t, w_t'>                                          (Gram form)
+    ||dV||^2 = sum_{t,t'} <u_t, u_t'> <w_t, w_t'>                                    (Gram form)
 
 Goodfellow (2015, arXiv:1510.01799) has it for one position and Li et al. (2022, arXiv:2110.05679)
 for sequences. Equal rows of a table are added up instead. `jaxdp.transforms.rounding` has the
@@ -79,8 +79,10 @@ def squared_norms(pairs: Sequence[Pair], lanes: dense.Lanes = (False, False)) ->
         apart = apart + (length_u * length_w).sum(2)
         lengths_u = lengths_u + length_u.sum((1, 2))
         lengths_w = lengths_w + length_w.sum((1, 2))
+    # A square that is flushed counts at its upper bound, times the lengths of the other factor.
     flushed = rounding.FLUSHED * (rows * jnp.square(lengths_w) + cols * jnp.square(lengths_u))
-    error = rounding.of_sum(_terms(pairs), kind) * rounding.root(jnp.square(apart).sum(1))
+    largest = rounding.root(jnp.square(apart).sum(1))
+    error = rounding.of_sum(_terms(pairs), kind) * largest
     return rounding.covered(total, spread, error) + flushed
 
 
@@ -88,8 +90,10 @@ def _squared_norms_of_one_position(pair: Pair) -> jax.Array:
     """Computes the squared norms [B] of outer products, |u|^2 |w|^2."""
     rows, cols = _sizes([pair])
     parts, w = pair
+    # A square that is flushed to zero counts at its upper bound.
     square_u = sum(square(part).sum((2, 3)) for part in parts) + rows * rounding.FLUSHED
-    return (square_u * (square(w).sum((2, 3)) + cols * rounding.FLUSHED)).sum(1)
+    square_w = square(w).sum((2, 3)) + cols * rounding.FLUSHED
+    return (square_u * square_w).sum(1)
 
 
 def _sizes(pairs: Sequence[Pair]) -> tuple[int, int]:
@@ -119,11 +123,13 @@ def inner_products(x: Factor, y: Factor, precision: lax.Precision | None = None)
     The factors are settled, unless a precision is given.
     """
     if isinstance(x, OneHot) and isinstance(y, OneHot):
-        same = (x.index[..., :, None] == y.index[..., None, :]) & (x.index >= 0)[..., :, None]
+        own = x.index[..., :, None]
+        same = (own == y.index[..., None, :]) & (own >= 0)
         return same.astype(jnp.float32)
     if isinstance(x, OneHot):
         return inner_products(y, x).swapaxes(-1, -2)
     if isinstance(y, OneHot):
+        # A row of zeros picks an entry behind the last one, which is zero.
         columns = jnp.where(y.index < 0, x.shape[-1], y.index)[..., None, :]
         picked = jnp.take_along_axis(x, columns, axis=-1, mode="fill", fill_value=0)
         return wide(picked)
@@ -177,11 +183,13 @@ def _squared_norms_of_rows(pairs: Sequence[Pair]) -> jax.Array:
     index, w = _all_rows(pairs)
     looked_up = (index >= 0).sum((1, 2)).astype(w.dtype)
     flushed = rounding.FLUSHED * w.shape[-1] * looked_up
-    if len(pairs) == 1 and (pairs[0][0][0].distinct or w.shape[2] == 1):
+    (first, *_), _ = pairs[0]
+    if len(pairs) == 1 and (first.distinct or w.shape[2] == 1):
         return square(w).sum((1, 2, 3)) + flushed
     _, total = sums_of_equal_rows(index, w)
     apart = rounding.root(square(w).sum(-1)).sum(2)
-    error = rounding.of_sum(_terms(pairs), w.dtype) * rounding.root(jnp.square(apart).sum(1))
+    largest = rounding.root(jnp.square(apart).sum(1))
+    error = rounding.of_sum(_terms(pairs), w.dtype) * largest
     squares = square(total).sum((1, 2, 3))
     return rounding.covered(squares, jnp.zeros_like(squares), error) + flushed
 
@@ -223,7 +231,7 @@ def sums_of_equal_rows(index: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def gram_rows(positions: int) -> int:
-    """Returns the number of rows of the blocks of Gram matrices, which divides that of positions."""
+    """Returns the number of rows of blocks of Gram matrices, which divides that of positions."""
     most = _GRAM_ROWS_TPU if forms.platform() == "tpu" else _GRAM_ROWS
     sizes = range(most, most // 2, -1)
     return next((size for size in sizes if positions % size == 0), positions)
@@ -275,6 +283,7 @@ def _gram_norm_by_xla(pair: Pair, kind: Any) -> dense.Norm:
         return _gram_sums(_grams(x, y, kind), lengths_x, lengths_y, counts)
 
     places = list(itertools.combinations_with_replacement(range(positions // size), 2))
+    # A block beside the diagonal stands for two.
     twice = jnp.array([1 if i == j else 2 for i, j in places], kind)[:, None]
     # A loop on an accelerator copies what it reads and writes.
     if forms.platform() != "cpu" and len(places) <= _UNROLLED:
@@ -292,11 +301,12 @@ def _grams(x: Pair, y: Pair, kind: Any) -> tuple[jax.Array, jax.Array]:
     factors = (*parts_x, w_x, *parts_y, w_y)
     # The sums of rows of a lookup are not settled.
     precision = PRECISION if any(isinstance(f, OneHot) for f in factors) else None
-    products = [
-        inner_products(p, q, precision).astype(kind) for p, q in zip(parts_x, parts_y, strict=True)
-    ]
-    gram_u = functools.reduce(jnp.add, products)
-    return gram_u, inner_products(w_x, w_y, precision).astype(kind)
+
+    def gram(p: Factor, q: Factor) -> jax.Array:
+        return inner_products(p, q, precision).astype(kind)
+
+    of_parts = [gram(p, q) for p, q in zip(parts_x, parts_y, strict=True)]
+    return functools.reduce(jnp.add, of_parts), gram(w_x, w_y)
 
 
 def _gram_sums(
@@ -313,11 +323,12 @@ def _gram_sums(
       counts: r_u, r_w and r_T.
     """
     gram_u, gram_w = grams
-    square_u, square_w = (a[..., :, None] * b[..., None, :] for a, b in zip(x, y, strict=True))
+    # By Cauchy and Schwarz, at least the absolute terms of an inner product.
+    most_u, most_w = (a[..., :, None] * b[..., None, :] for a, b in zip(x, y, strict=True))
     products = gram_u * gram_w
     abs_u, abs_w = jnp.abs(gram_u), jnp.abs(gram_w)
     r_u, r_w, r_t = (rounding.eps(gram_u.dtype) * count for count in counts)
-    spread = r_u * square_u * abs_w + r_w * square_w * abs_u + r_t * abs_u * abs_w
+    spread = r_u * most_u * abs_w + r_w * most_w * abs_u + r_t * abs_u * abs_w
     return products.sum((1, 2, 3)), spread.sum((1, 2, 3))
 
 
@@ -357,5 +368,7 @@ def _terms(pairs: Sequence[Pair]) -> int:
 
 def _counts(x: Pair, y: Pair) -> tuple[int, int, int]:
     """Returns r_u, r_w and r_T of `rounding` for two pairs."""
+    parts_x, w_x = x
+    parts_y, w_y = y
     entries = rounding.additions(_positions(x) * _positions(y))
-    return _additions(x[0], y[0]), _additions([x[1]], [y[1]]), entries
+    return _additions(parts_x, parts_y), _additions([w_x], [w_y]), entries

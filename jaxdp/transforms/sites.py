@@ -30,13 +30,24 @@ from jaxdp.transforms.factored_norms import (
 )
 from jaxdp.transforms.kernels import convolution
 from jaxdp.transforms.products import PRECISION, multiplied_bits, settled, wide, wide_dtype
-from jaxdp.transforms.weight_rules import Dot, Factor, Lookup, OneHot, OnWeight, Pair, Rows, Rule
+from jaxdp.transforms.weight_rules import (
+    Dot,
+    Factor,
+    Factors,
+    Lookup,
+    OneHot,
+    OnWeight,
+    Pair,
+    Rows,
+    Rule,
+)
 
 __all__ = [
     "PRECISION",
     "Conv",
     "Dot",
     "Factor",
+    "Factors",
     "Lookup",
     "OnWeight",
     "OneHot",
@@ -103,7 +114,12 @@ def _exact_parts(x: jax.Array, rule: Rule, record: Any) -> list[jax.Array]:
 
 def rows_kept(x: jax.Array, keep: jax.Array) -> jax.Array:
     """Sets the rows of examples that are not kept to zero, since 0 * NaN is NaN."""
-    return jnp.where(keep.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+    return jnp.where(_along_batch(keep, x.ndim), x, 0)
+
+
+def _along_batch(x: jax.Array, ndim: int) -> jax.Array:
+    """Reshapes [B] to [B, 1, ..., 1] of `ndim` dimensions."""
+    return x.reshape(-1, *(1,) * (ndim - 1))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,7 +155,8 @@ class Site:
         a TPU.
         """
         loops = len(self.lengths)
-        return jnp.zeros((*self.tap.shape[:loops], 1, *self.tap.shape[loops:]), self.tap.dtype)
+        shape = self.tap.shape
+        return jnp.zeros((*shape[:loops], 1, *shape[loops:]), self.tap.dtype)
 
     @property
     def _sliced_loops(self) -> tuple[int, ...]:
@@ -181,12 +198,12 @@ class Site:
         lead = grad.shape[: grad.ndim - len(weight) - 1]
         return grad.reshape(*lead, *self._sliced_loops, *weight)
 
-    def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
+    def factors(self, record: Any, g: jax.Array) -> Factors:
         """Returns factors of every example, with loops in S and T.
 
         They are parts [B, S, T, rows_k] and w [B, S, T, cols].
         """
-        record, g = self._by_slice((record, g))
+        record, g = self._by_slice(self._multiplied(record, g))
         parts, w = jax.vmap(jax.vmap(jax.vmap(self.rule.factors)))(record, g)
 
         def merge(x: jax.Array) -> jax.Array:
@@ -194,7 +211,7 @@ class Site:
             b, slices, repeats, s, t, *rest = x.shape
             return x.swapaxes(2, 3).reshape(b, slices * s, repeats * t, *rest)
 
-        merged: tuple[tuple[Factor, ...], jax.Array] = jax.tree.map(merge, (parts, w))
+        merged: Factors = jax.tree.map(merge, (parts, w))
         return merged
 
     def without_cancellation(self, record: Any, g: jax.Array) -> jax.Array:
@@ -235,6 +252,29 @@ class Site:
             norm = ""
         return norm, total
 
+    @property
+    def settles_itself(self) -> bool:
+        """Whether factors, gradients and sums settle the record and the cotangent themselves.
+
+        On a GPU it is part of the kernels that form patches or scale cotangents.
+        """
+        return isinstance(self.rule, Conv) and forms.platform() == "cuda"
+
+    @property
+    def leaves_out(self) -> tuple[bool, bool]:
+        """Whether sums leave out rows of the factor 0 of the record, and of the cotangent.
+
+        A GPU does so where it writes what is multiplied: scaled cotangents, and what
+        `settles_itself`.
+        """
+        if forms.platform() == "tpu":  # where a product reads the rows
+            return True, True
+        return self.settles_itself, forms.platform() == "cuda"
+
+    def _multiplied(self, record: Any, g: jax.Array) -> Any:
+        """Returns the record and the cotangent as they are multiplied."""
+        return settled_at(self.rule, record, g) if self.settles_itself else (record, g)
+
     def settled(self, method: str, record: Any, g: jax.Array, *, alone: bool) -> Any:
         """Returns the record and the cotangent as the norm and the sum read them.
 
@@ -245,6 +285,9 @@ class Site:
         norm, total = self.kernels(method, record, g) if alone else ("", "")
         if norm == total == "convolution":
             return record, g
+        if self.settles_itself:
+            # The norm and the sum settle the same bits, where XLA does not compute them twice.
+            return lax.optimization_barrier((record, g))
         return settled_at(self.rule, record, g, by_kernels=bool(norm and total))
 
     # --- Sums ---
@@ -254,7 +297,8 @@ class Site:
 
         Args:
           record, g: [B, *loops, ...].
-          factors: [B]. On a TPU an example of the factor 0 contributes 0, whatever it holds.
+          factors: [B]. An example of the factor 0 contributes 0, whatever its rows in `leaves_out`
+            hold.
         """
         _, kernel = self.kernels("", record, g)
         if not kernel:
@@ -283,10 +327,14 @@ class Site:
         return self.rule.as_weight(grad)
 
     def _contract(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
-        if forms.platform() == "tpu":  # XLA computes this where a product reads the rows
-            record, g = jax.tree.map(lambda x: rows_kept(x, factors != 0), (record, g))
+        record, g = self._multiplied(record, g)
+        without_record, without_cotangent = self.leaves_out
+        if without_record:
+            record = jax.tree.map(lambda x: rows_kept(x, factors != 0), record)
+        if without_cotangent:
+            g = rows_kept(g, factors != 0)
         kind = wide_dtype(g)
-        g = g.astype(kind) * factors.astype(kind).reshape(-1, *(1,) * (g.ndim - 1))
+        g = g.astype(kind) * _along_batch(factors.astype(kind), g.ndim)
         record, g = self._by_slice((record, g))
 
         def together(x: jax.Array) -> jax.Array:
@@ -307,7 +355,7 @@ class Site:
 
     def per_example(self, record: Any, g: jax.Array) -> jax.Array:
         """Computes dV of every example, [B, *sliced loops, *weight]."""
-        record, g = self._by_slice((record, g))
+        record, g = self._by_slice(self._multiplied(record, g))
 
         def merged(x: jax.Array) -> jax.Array:
             """Reshapes [B, slices, ...] to [B * slices, ...]."""
@@ -381,4 +429,6 @@ def summed_rows(site: Site, record: Any, g: jax.Array) -> tuple[Site, Any, jax.A
         site, rule=rows, lengths=loops, sliced=(True,) * len(loops), tap=tap
     )
     lead = (len(g), *loops)
-    return summed, index.reshape(*lead, *index.shape[2:]), total.reshape(*lead, *total.shape[2:])
+    index = index.reshape(*lead, *index.shape[2:])
+    total = total.reshape(*lead, *total.shape[2:])
+    return summed, index, total

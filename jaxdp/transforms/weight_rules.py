@@ -33,6 +33,7 @@ class OneHot:
 
 Factor = Any  # jax.Array or OneHot
 Pair = tuple[tuple[Factor, ...], Factor]  # parts of u, and w
+Factors = tuple[tuple[Factor, ...], jax.Array]  # the same, where w is an array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class Rule:
         """Returns what the backward pass needs of the operands."""
         raise NotImplementedError
 
-    def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
+    def factors(self, record: Any, g: jax.Array) -> Factors:
         """Returns (parts of u, w).
 
         Parts are [S, T, rows_k], and their inner products add up. w is [S, T, cols].
@@ -86,7 +87,7 @@ class Rule:
         raise NotImplementedError
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
-        """Computes dV in float32 or wider, summed over the leading axis [N, ...] of record and g."""
+        """Computes dV in float32 or wider, summed over the leading axis N of record and g."""
         raise NotImplementedError
 
     def weight_grads(self, record: Any, g: jax.Array) -> jax.Array:
@@ -165,7 +166,7 @@ class Dot(Rule):
     def record(self, operands: Sequence[Any]) -> Any:
         return operands[1 - self.weight_operand]
 
-    def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
+    def factors(self, record: Any, g: jax.Array) -> Factors:
         u = record.transpose(self.data_order).reshape(self.groups, self.positions, self.rows)
         w = g.transpose(self.out_order).reshape(self.groups, self.positions, self.cols)
         return (u,), w
@@ -213,7 +214,9 @@ class Lookup(Rule):
         if not rows or entries_along(weight, rows) > jnp.iinfo(jnp.int32).max:
             return None
         present = [d for d in range(len(weight)) if d not in missing]
-        place = dict(zip(present, numbers.offset_dims if numbers else out_dims, strict=True))
+        offsets = numbers.offset_dims if numbers else out_dims
+        place = dict(zip(present, offsets, strict=True))
+        in_window = [place[d] for d in (*rows, *columns) if d in place]
         return cls(
             weight_shape=weight,
             positions=entries_along(out_shape, windows) * entries_along(sizes, rows),
@@ -222,7 +225,7 @@ class Lookup(Rule):
             row_dims=rows,
             col_dims=columns,
             sizes=sizes,
-            out_order=(*windows, *(place[d] for d in (*rows, *columns) if d in place)),
+            out_order=(*windows, *in_window),
             clip=numbers is None or eqn.params["mode"] == lax.GatherScatterMode.CLIP,
             numbers=numbers,
         )
@@ -241,8 +244,9 @@ class Lookup(Rule):
         places: dict[int, Any] = {}
         for d, start in starts.items():
             # The last start, and the -1 below, may not fit the dtype of the index.
-            last = min(self.weight_shape[d] - self.sizes[d], int(jnp.iinfo(start.dtype).max))
-            place = jnp.clip(start, 0, last)
+            last = self.weight_shape[d] - self.sizes[d]
+            most = int(jnp.iinfo(start.dtype).max)
+            place = jnp.clip(start, 0, min(last, most))
             inside &= start == place
             places[d] = place.astype(jnp.int32)
         if self.numbers is not None:
@@ -263,7 +267,7 @@ class Lookup(Rule):
             row = row + _repeated(places[d], shape) if d in places else row
         return (row if self.clip else jnp.where(inside, row, -1)).reshape(-1)
 
-    def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
+    def factors(self, record: Any, g: jax.Array) -> Factors:
         u = OneHot(record.reshape(1, -1))
         return (u,), g.transpose(self.out_order).reshape(1, -1, self.cols)
 
@@ -283,7 +287,7 @@ class Rows(Rule):
     The record is an index [T], and g is [T, cols].
     """
 
-    def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
+    def factors(self, record: Any, g: jax.Array) -> Factors:
         return (OneHot(record[None], distinct=True),), g[None]
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
@@ -296,7 +300,8 @@ def _table_grad(rule: Rule, record: Any, g: jax.Array) -> jax.Array:
     # A negative index would wrap around, so it moves out of range, where it is dropped.
     index = jnp.where(u.index < 0, rule.rows, u.index).reshape(-1)
     rows = w.reshape(-1, rule.cols)
-    grad = jnp.zeros((rule.rows, rule.cols), w.dtype).at[index].add(rows, mode="drop")
+    table = jnp.zeros((rule.rows, rule.cols), w.dtype)
+    grad = table.at[index].add(rows, mode="drop")
     order = (*rule.row_dims, *rule.col_dims)
     return transposed_back(grad.reshape([rule.weight_shape[d] for d in order]), order)
 
@@ -310,8 +315,9 @@ class OnWeight(Rule):
     def record(self, operands: Sequence[Any]) -> Any:
         return ()
 
-    def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
-        return (jnp.ones((1, 1, 1), g.dtype),), g.reshape(1, 1, -1)
+    def factors(self, record: Any, g: jax.Array) -> Factors:
+        one = jnp.ones((1, 1, 1), g.dtype)
+        return (one,), g.reshape(1, 1, -1)
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
         return wide(g).sum(0)

@@ -32,11 +32,14 @@ ROWS = 16
 # Bytes of a matrix of products.
 PRODUCT_BYTES = 2**22
 
-Pairs = tuple[tuple[int, int], ...]
-
-
 # What a kernel of norms returns for an example: the squared norm, M and E.
 RESULTS = 3
+# A cost that is never the lower one.
+_NEVER = 2**62
+
+Pairs = tuple[tuple[int, int], ...]
+# A and B of one phase of columns.
+Stacks = tuple[jax.Array, jax.Array]
 
 
 class Geometry(NamedTuple):
@@ -88,17 +91,18 @@ class Plan:
         """Returns the plan of data [B, H, W, C] and cotangents [B, OH, OW, K]."""
         _, *size, channels = x.shape
         _, *out_size, outputs = g.shape
-        strides = geometry.strides
-        cells = [max(-(-n // s), out) for n, s, out in zip(size, strides, out_size, strict=True)]
-        rows, columns = (_met(geometry, d) for d in range(2))
-        return cls((cells[0], cells[1]), rows, columns, channels, outputs)
+        grid = []
+        for entries, stride, positions in zip(size, geometry.strides, out_size, strict=True):
+            grid.append(max(_ceil(entries, stride), positions))
+        height, width = grid
+        return cls((height, width), _met(geometry, 0), _met(geometry, 1), channels, outputs)
 
     @property
     def phases(self) -> tuple[list[int], list[int]]:
         """The phases of rows and of columns that the kernel meets."""
-        return sorted({phase for _, phase in self.rows}), sorted(
-            {phase for _, phase in self.columns}
-        )
+        of_rows = {phase for _, phase in self.rows}
+        of_columns = {phase for _, phase in self.columns}
+        return sorted(of_rows), sorted(of_columns)
 
     @property
     def cells(self) -> int:
@@ -123,12 +127,14 @@ class Plan:
     def heights(self) -> tuple[int, int]:
         """The rows of an example in the kernel: phases and channels of x, channels of g."""
         channels, outputs = self.filled
-        return len(self.phases[0]) * len(self.phases[1]) * channels, outputs
+        row_phases, column_phases = self.phases
+        return len(row_phases) * len(column_phases) * channels, outputs
 
     @functools.cached_property
     def sides(self) -> int:
-        """The number of examples that share the lanes, where products of cells are cheaper than the
-        gradient.
+        """The number of examples that share the lanes.
+
+        They do where products of cells are cheaper than the gradient.
         """
         return LANES // _slot(self.cells) if self.by_cells else 1
 
@@ -144,8 +150,9 @@ class Plan:
 
     @functools.cached_property
     def by_cells(self) -> bool:
-        """Whether products of cells are cheaper than the gradient, as where examples share the
-        lanes.
+        """Whether products of cells are cheaper than the gradient.
+
+        They are where two examples share the lanes.
         """
         return 2 * self.cells <= LANES or self._passes_by_cells < self._passes_of_gradient
 
@@ -158,35 +165,40 @@ class Plan:
     def sizes(self) -> list[tuple[int, int]]:
         """The rows of A and of B for each phase of columns."""
         channels, outputs = self.filled
-        return [
-            (len(self.rows) * channels, len(self.columns_of(q)) * outputs) for q in self.phases[1]
-        ]
+        rows = len(self.rows) * channels
+        return [(rows, len(self.columns_of(phase)) * outputs) for phase in self.phases[1]]
 
     @property
     def _passes_of_gradient(self) -> int:
-        lanes = up(self.cells, LANES)
-        return sum(rows * _tiles(cols) * _tiles(lanes) for rows, cols in self.sizes)
+        lane_tiles = _ceil(self.cells, LANES)
+        return sum(rows * _ceil(cols, LANES) * lane_tiles for rows, cols in self.sizes)
 
     @property
     def _passes_by_cells(self) -> int:
         lanes = up(self.cells, LANES)
-        sides = LANES // _slot(self.cells)
-        products = sum(_tiles(rows) + _tiles(cols) for rows, cols in self.sizes)
         if 4 * lanes * lanes > PRODUCT_BYTES:
-            return 2**62
-        return lanes * _tiles(lanes) * products // sides
+            return _NEVER
+        sides = LANES // _slot(self.cells)
+        # A^T A contracts the rows of A, and B^T B those of B.
+        row_tiles = sum(_ceil(rows, LANES) + _ceil(cols, LANES) for rows, cols in self.sizes)
+        return lanes * _ceil(lanes, LANES) * row_tiles // sides
 
     @property
     def stored(self) -> int:
         """The bytes that the kernel keeps of one block row, its moved copies and its products."""
         moved = sum(rows + cols for rows, cols in self.sizes) * self.lanes * 2
-        sizes = [self.lanes**2] if self.by_cells else [rows * cols for rows, cols in self.sizes]
-        return 2 * moved + 3 * 4 * max(sizes)
+        if self.by_cells:
+            product = self.lanes**2
+        else:
+            product = max(rows * cols for rows, cols in self.sizes)
+        return 2 * moved + 3 * 4 * product
 
     @property
     def unrolled(self) -> int:
         """The number of examples whose products the compiler interleaves."""
-        return 4 if self.passes <= 1024 else 2 if self.passes <= 4096 else 1
+        if self.passes <= 1024:
+            return 4
+        return 2 if self.passes <= 4096 else 1
 
 
 def _met(geometry: Geometry, d: int) -> Pairs:
@@ -198,11 +210,12 @@ def _met(geometry: Geometry, d: int) -> Pairs:
 
 def up(n: int, multiple: int) -> int:
     """Returns the least multiple that is at least n."""
-    return -(-n // multiple) * multiple
+    return _ceil(n, multiple) * multiple
 
 
-def _tiles(n: int) -> int:
-    return -(-n // LANES)
+def _ceil(n: int, size: int) -> int:
+    """Returns n / size, rounded up."""
+    return -(-n // size)
 
 
 def _slot(cells: int) -> int:
@@ -212,10 +225,10 @@ def _slot(cells: int) -> int:
 
 def on_grid(plan: Plan, strides: tuple[int, ...], y: jax.Array) -> jax.Array:
     """Returns y [B, ...] with zeros behind it, so that it fills the cells of the grid."""
-    behind = [
-        (0, cells * s - n) for cells, s, n in zip(plan.grid, strides, y.shape[1:3], strict=True)
-    ]
-    return jnp.pad(y, [(0, 0), *behind, (0, 0)])
+    (height, width), (down, across) = plan.grid, strides
+    rows_behind = height * down - y.shape[1]
+    columns_behind = width * across - y.shape[2]
+    return jnp.pad(y, [(0, 0), (0, rows_behind), (0, columns_behind), (0, 0)])
 
 
 def each(example: Callable[[Any], None], size: int, unrolled: int) -> None:
@@ -248,18 +261,21 @@ def packed(low: jax.Array, high: jax.Array) -> jax.Array:
     return (low >> 16) | high
 
 
-def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[tuple[jax.Array, jax.Array]]]:
-    """Returns a function of the words of data and cotangents that returns A and B for each phase of
-    columns.
+def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[Stacks]]:
+    """Returns a function that stacks the words of data and cotangents.
+
+    It returns A and B for each phase of columns.
     """
     lane = lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1)
     cell = lax.rem(lane, jnp.int32(plan.slot))
     height, width = plan.grid
-    row, column = lax.div(cell, jnp.int32(width)), lax.rem(cell, jnp.int32(width))
+    row = lax.div(cell, jnp.int32(width))
+    column = lax.rem(cell, jnp.int32(width))
 
     def moved(words: jax.Array, by: int, inside: jax.Array) -> jax.Array:
-        """Returns the bfloat16 numbers that are `by` cells behind, and zero where these are not
-        `inside`.
+        """Returns the bfloat16 numbers that are `by` cells behind.
+
+        Numbers from places that are not `inside` are zero.
         """
         from jax.experimental.pallas import tpu as pltpu
 
@@ -272,24 +288,25 @@ def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[tuple[jax.Array
         # Behind the last cell lie those of another example, or none.
         return (place + away >= 0) & (place + away < size) & (cell < plan.cells)
 
-    def stacks(data: jax.Array, cotangents: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    def stacks(data: jax.Array, cotangents: jax.Array) -> list[Stacks]:
         beside = {b: moved(cotangents, -b, within(column, -b, width)) for b in plan.moves}
         pairs = []
         for number, phase in enumerate(plan.phases[1]):
-            below = [
-                moved(_phase(plan, data, p, number), a * width, within(row, a, height))
-                for a, p in plan.rows
-            ]
-            others = [beside[b] for b in plan.columns_of(phase)]
-            pairs.append((jnp.concatenate(below, 0), jnp.concatenate(others, 0)))
+            below = []
+            for away, row_phase in plan.rows:
+                words = _phase(plan, data, row_phase, number)
+                below.append(moved(words, away * width, within(row, away, height)))
+            of_columns = [beside[away] for away in plan.columns_of(phase)]
+            pairs.append((jnp.concatenate(below, 0), jnp.concatenate(of_columns, 0)))
         return pairs
 
     return stacks
 
 
 def norm_of(plan: Plan) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
-    """Returns a function of the words of data and cotangents that returns partial sums [1, 128] of
-    `RESULTS`.
+    """Returns a function of the words of data and cotangents.
+
+    It returns partial sums [1, 128] of `RESULTS`.
     """
     stacks = _stacks(plan)
 
@@ -302,22 +319,34 @@ def norm_of(plan: Plan) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
 
 def _sums(plan: Plan, a: jax.Array, b: jax.Array) -> list[jax.Array]:
     """Returns partial sums of the squared norm of a b^T, of M and of E."""
-    product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
-    if not plan.by_cells:
-        gradient = product(a, b, (((1,), (1,)), ((), ())))
-        squares = _folded(gradient * gradient)
-        apart = _folded(_length(a) * _length(b))
-        return [squares, apart, jnp.zeros_like(apart)]
-    over_rows = (((0,), (0,)), ((), ()))
+    return _sums_by_cells(plan, a, b) if plan.by_cells else _sums_of_gradient(a, b)
+
+
+def _sums_of_gradient(a: jax.Array, b: jax.Array) -> list[jax.Array]:
+    gradient = _product(a, b, over=1)
+    squares = _folded(gradient * gradient)
+    apart = _folded(_length(a) * _length(b))
+    return [squares, apart, jnp.zeros_like(apart)]
+
+
+def _product(a: jax.Array, b: jax.Array, over: int) -> jax.Array:
+    """Contracts one dimension of two arrays in float32."""
+    contracted = (((over,), (over,)), ((), ()))
+    return lax.dot_general(a, b, contracted, preferred_element_type=jnp.float32)
+
+
+def _sums_by_cells(plan: Plan, a: jax.Array, b: jax.Array) -> list[jax.Array]:
     # Not products with zeros: another example may hold NaN.
     own = _same((plan.lanes, plan.lanes), plan.slot)
-    data, cotangents = (jnp.where(own, product(y, y, over_rows), 0.0) for y in (a, b))
+    data, cotangents = (jnp.where(own, _product(y, y, over=0), 0.0) for y in (a, b))
     squares = _folded(data * cotangents)
+
     diagonal = _same((plan.lanes, plan.lanes), 1)
     square_a, square_b = (
         jnp.sum(jnp.where(diagonal, y, 0.0), 0, keepdims=True) for y in (data, cotangents)
     )
     apart = _folded(jnp.sqrt(square_a) * jnp.sqrt(square_b))
+
     # With a_t a_s at most (a_t^2 + a_s^2) / 2, E is a sum over columns, since the products are
     # symmetric.
     data, cotangents = jnp.abs(data), jnp.abs(cotangents)
@@ -348,33 +377,32 @@ def _same(shape: tuple[int, ...], slot: int) -> jax.Array:
 
 
 def weighted_of(plan: Plan) -> Callable[..., list[jax.Array]]:
-    """Returns a function of words and factors that returns the weighted A B^T for each phase of
-    columns.
+    """Returns a function of the words of data and cotangents, and of factors.
+
+    The factors are those of the examples that share the lanes. It returns the weighted A B^T for
+    each phase of columns.
     """
     stacks = _stacks(plan)
-    side_of_lane = lax.div(
-        lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1), jnp.int32(plan.slot)
-    )
-    over_lanes = (((1,), (1,)), ((), ()))
+    lane = lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1)
+    side_of_lane = lax.div(lane, jnp.int32(plan.slot))
+
+    def of_side(words: jax.Array, side: int) -> jax.Array:
+        """Returns the words of one of the examples that share the lanes, and zeros."""
+        return jnp.where(side_of_lane == side, words, jnp.uint32(0))
 
     def weighted(
         data: jax.Array, cotangents: jax.Array, factors: list[jax.Array]
     ) -> list[jax.Array]:
-        sums = None
+        sums: list[jax.Array] = []
         for side, factor in enumerate(factors):
-            own = [
-                jnp.where(side_of_lane == side, words, jnp.uint32(0))
-                for words in (data, cotangents)
-            ]
-            pairs = stacks(*(own if plan.sides > 1 else (data, cotangents)))
-            products = [
-                lax.dot_general(a, b, over_lanes, preferred_element_type=jnp.float32)
-                for a, b in pairs
-            ]
+            own = (data, cotangents)
+            if plan.sides > 1:
+                own = (of_side(data, side), of_side(cotangents, side))
+            products = [_product(a, b, over=1) for a, b in stacks(*own)]
             # An example without weight may hold NaN.
             terms = [jnp.where(factor == 0, 0.0, factor * product) for product in products]
-            sums = terms if sums is None else [a + b for a, b in zip(sums, terms, strict=True)]
-        return sums or []
+            sums = [a + b for a, b in zip(sums, terms, strict=True)] if sums else terms
+        return sums
 
     return weighted
 
@@ -390,7 +418,8 @@ def _phase(plan: Plan, words: jax.Array, row_phase: int, column: int) -> jax.Arr
 def _folded(squares: jax.Array) -> jax.Array:
     """Returns sums [1, 128] of the columns of an array."""
     sums = jnp.sum(squares, 0, keepdims=True)
-    n = sums.shape[1]
-    sums = jnp.pad(sums, ((0, 0), (0, up(n, LANES) - n)))
-    pieces = [sums[:, first : first + LANES] for first in range(0, sums.shape[1], LANES)]
+    columns = sums.shape[1]
+    filled = up(columns, LANES)
+    sums = jnp.pad(sums, ((0, 0), (0, filled - columns)))
+    pieces = [sums[:, first : first + LANES] for first in range(0, filled, LANES)]
     return functools.reduce(jnp.add, pieces)

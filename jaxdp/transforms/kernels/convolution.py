@@ -6,6 +6,7 @@ the memory of the chip, and writes one row of 128 partial sums.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -32,9 +33,11 @@ def suits(x: Any, g: Any, geometry: cells.Geometry) -> bool:
     """
     if len(geometry.window) != 2 or not math.prod((*x.shape[1:], *g.shape[1:])):
         return False
-    if {jnp.dtype(x.dtype), jnp.dtype(g.dtype)} - {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
+    served = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
+    if not {jnp.dtype(x.dtype), jnp.dtype(g.dtype)} <= served:
         return False
     plan = cells.Plan.of(geometry, x, g)
+    # Two blocks of bfloat16: one arrives while the other is computed.
     blocks = 2 * 2 * sum(plan.heights) * plan.lanes
     return plan.passes <= PASSES and plan.stored + blocks <= lanes.KERNEL_BYTES // 4
 
@@ -42,8 +45,7 @@ def suits(x: Any, g: Any, geometry: cells.Geometry) -> bool:
 def norms_and_bounds(
     x: jax.Array, g: jax.Array, geometry: cells.Geometry
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the squared norm of each example's gradient of a convolution's kernel, and M and E of
-    it, float32 [B].
+    """Returns squared norms of per-example gradients of a kernel, and their M and E, float32 [B].
 
     M and E are those of `jaxdp.transforms.rounding`.
 
@@ -63,9 +65,9 @@ def norms_and_bounds(
     Formal guarantees:
       Up to the rounding of M and E themselves, M is at least the norm of the gradient of |x| and
       |g|, so (T + 8) eps M bounds the rounding of a gradient of T positions. The squared norm of
-      the gradient of rounded entries differs
-      from the first result by at most E and the rounding of a sum of squares. E is 0 where the kernel forms the
-      gradient, whose entries are rounded as M tells.
+      the gradient of rounded entries differs from the first result by at most E and the rounding of
+      a sum of squares. E is 0 where the kernel forms the gradient, whose entries are rounded as M
+      tells.
     """
     axes = shards.varying_axes(x, g)
     squares, apart, spread = _mapped_norms(geometry, shards.vary(x, axes), shards.vary(g, axes))
@@ -103,8 +105,9 @@ def _norms(geometry: cells.Geometry, x: jax.Array, g: jax.Array) -> jax.Array:
 
 
 def sums_suit(x: Any, g: Any, geometry: cells.Geometry) -> bool:
-    """Returns whether `weighted_sum` serves arrays of these shapes and types: those whose batch is
-    on the lanes.
+    """Returns whether `weighted_sum` serves arrays of these shapes and types.
+
+    It serves those whose batch is on the lanes.
     """
     if not x.shape[0] or not suits(x, g, geometry):
         return False
@@ -116,8 +119,7 @@ def sums_suit(x: Any, g: Any, geometry: cells.Geometry) -> bool:
 def weighted_sum(
     x: jax.Array, g: jax.Array, factors: jax.Array, geometry: cells.Geometry
 ) -> jax.Array:
-    """Returns the weighted sum of the examples' gradients of a convolution's kernel, float32
-    [*window, C, K].
+    """Returns the weighted sum of per-example gradients of a kernel, float32 [*window, C, K].
 
     The gradient of an example is that of `norms_and_bounds`, as are the other arguments. Its factor
     multiplies it in float32. An example whose factor is 0 adds 0, whatever it holds.
@@ -141,14 +143,15 @@ def weighted_sum(
 def _sum(geometry: cells.Geometry, x: jax.Array, g: jax.Array, factors: jax.Array) -> jax.Array:
     plan = cells.Plan.of(geometry, x, g)
     channels, outputs = plan.filled
-    parts = []
+    by_phase = []
     for total in lanes.weighted_sums(plan, geometry.strides, x, g, factors):
-        part = total.reshape(len(plan.rows), channels, -1, outputs)
-        parts.append(part[:, : plan.channels, :, : plan.outputs].swapaxes(1, 2))
-    # Columns of one phase are together.
+        columns = total.reshape(len(plan.rows), channels, -1, outputs)
+        columns = columns[:, : plan.channels, :, : plan.outputs]
+        by_phase.append(columns.swapaxes(1, 2))
+    # Columns of one phase are together. They go back to their places in the kernel.
     phases = [phase for _, phase in plan.columns]
     order = sorted(range(len(phases)), key=phases.__getitem__)
-    return jnp.concatenate(parts, 1)[:, jnp.argsort(jnp.array(order))]
+    return jnp.concatenate(by_phase, 1)[:, jnp.argsort(jnp.array(order))]
 
 
 def _norms_of_blocks(
@@ -161,17 +164,17 @@ def _norms_of_blocks(
     batch = len(x)
     data = _on_lanes(plan, _phases(plan, strides, x))
     cotangents = _on_lanes(plan, cells.on_grid(plan, (1, 1), g))
-    groups, height, places = data.shape
-    width = cotangents.shape[1]
-    size = max(1, min(groups, BLOCK_BYTES // (2 * (height + width) * places)))
+    groups, data_rows, lane_count = data.shape
+    cotangent_rows = cotangents.shape[1]
+    group_bytes = 2 * (data_rows + cotangent_rows) * lane_count
+    size = max(1, min(groups, BLOCK_BYTES // group_bytes))
 
     def kernel(data: jax.Array, cotangents: jax.Array, sums: jax.Array) -> None:
         norm = cells.norm_of(plan)
 
         def example(i: jax.Array) -> None:
-            for row, values in enumerate(
-                norm(cells.words_of(data[i]), cells.words_of(cotangents[i]))
-            ):
+            results = norm(cells.words_of(data[i]), cells.words_of(cotangents[i]))
+            for row, values in enumerate(results):
                 sums[i, row : row + 1] = values
 
         cells.each(example, size, plan.unrolled)
@@ -180,8 +183,8 @@ def _norms_of_blocks(
         kernel,
         grid=(-(-groups // size),),
         in_specs=[
-            pl.BlockSpec((size, height, places), lambda step: (step, 0, 0)),
-            pl.BlockSpec((size, width, places), lambda step: (step, 0, 0)),
+            pl.BlockSpec((size, data_rows, lane_count), lambda step: (step, 0, 0)),
+            pl.BlockSpec((size, cotangent_rows, lane_count), lambda step: (step, 0, 0)),
         ],
         # The middle axis makes a block of any number of examples whole in the last two.
         out_specs=pl.BlockSpec((size, cells.RESULTS, cells.LANES), lambda step: (step, 0, 0)),
@@ -197,22 +200,24 @@ def _phases(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array) -> jax.Arr
     batch, channels = len(x), x.shape[-1]
     (height, width), (down, across) = plan.grid, strides
     parts = cells.on_grid(plan, strides, x).reshape(batch, height, down, width, across, channels)
-    met = [parts[:, :, p, :, q] for p in plan.phases[0] for q in plan.phases[1]]
-    return jnp.stack(met, 1)
+    by_phase = [parts[:, :, p, :, q] for p, q in itertools.product(*plan.phases)]
+    return jnp.stack(by_phase, 1)
 
 
 def _on_lanes(plan: cells.Plan, y: jax.Array) -> jax.Array:
-    """Returns y [B, (phases,) rows, columns, channels] as bfloat16 [groups, phases * channels,
-    lanes].
+    """Returns bfloat16 [groups, phases * channels, lanes].
+
+    Args:
+      plan: Of the convolution.
+      y: [B, (phases,) rows, columns, channels].
     """
-    batch, channels, sides = len(y), y.shape[-1], plan.sides
+    batch = len(y)
+    channels = y.shape[-1]
+    sides = plan.sides
     y = y.astype(jnp.bfloat16).reshape(batch, -1, plan.cells, channels).swapaxes(2, 3)
-    whole = (
-        cells.up(batch, sides) - batch,
-        0,
-        cells.up(channels, cells.ROWS) - channels,
-        plan.slot - plan.cells,
-    )
-    y = jnp.pad(y, [(0, n) for n in whole])
+    examples_missing = cells.up(batch, sides) - batch
+    channels_missing = cells.up(channels, cells.ROWS) - channels
+    cells_missing = plan.slot - plan.cells
+    y = jnp.pad(y, [(0, examples_missing), (0, 0), (0, channels_missing), (0, cells_missing)])
     y = y.reshape(len(y) // sides, sides, -1, plan.slot).swapaxes(1, 2)
     return y.reshape(len(y), -1, plan.lanes)

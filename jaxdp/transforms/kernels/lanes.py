@@ -26,15 +26,18 @@ LIMIT_BYTES = KERNEL_BYTES + 2**24
 
 def batch_on_lanes(plan: cells.Plan, batch: int) -> bool:
     """Returns whether the kernel transposes blocks of 128 examples and 128 cells by itself."""
-    cells_fit = (
-        plan.slot == plan.cells
-        if plan.sides > 1
-        else plan.cells % cells.LANES == 0 and cells.LANES % plan.grid[1] == 0
-    )
-    phases_fit = all(phases == list(range(len(phases))) for phases in plan.phases)
-    if batch % (cells.LANES * plan.sides) or not cells_fit or not phases_fit:
+    if plan.sides > 1:
+        cells_fit = plan.slot == plan.cells
+    else:
+        whole_rows = cells.LANES % plan.grid[1] == 0
+        cells_fit = whole_rows and plan.cells % cells.LANES == 0
+    if not cells_fit or batch % (cells.LANES * plan.sides):
         return False
-    stored = sum(mover.stored for mover in _Mover.both(plan, [jnp.dtype(jnp.float32)] * 2))
+    # A part holds whole cells, so the kernel must meet their first phases.
+    if any(phases != list(range(len(phases))) for phases in plan.phases):
+        return False
+    widest = jnp.dtype(jnp.float32)
+    stored = sum(mover.stored for mover in _Mover.both(plan, [widest, widest]))
     return stored + plan.stored <= KERNEL_BYTES
 
 
@@ -57,7 +60,9 @@ class _Blocks:
 
     @property
     def memory(self) -> list[Any]:
-        return [space for mover in self.movers for space in mover.memory]
+        """The memory of both movers, one after the other."""
+        data, cotangents = self.movers
+        return [*data.memory, *cotangents.memory]
 
     def walk(
         self, sources: Sequence[Any], memory: Sequence[Any], compute: Callable[..., None]
@@ -66,12 +71,13 @@ class _Blocks:
 
         Args:
           sources: The references to `arrays`.
-          memory: Those to `memory`.
+          memory: The references to `memory`.
           compute: `words(i)` are the words of data and cotangents of example i of the block.
         """
         from jax.experimental import pallas as pl
 
-        memories = [_Memory(*memory[:4]), _Memory(*memory[4:])]
+        fields = len(_Memory._fields)
+        memories = [_Memory(*memory[:fields]), _Memory(*memory[fields:])]
         own = list(zip(self.movers, sources, memories, strict=True))
 
         def start(block: Any) -> None:
@@ -122,29 +128,27 @@ def norms(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array
         blocks.walk((data, cotangents), parts, compute)
 
     everywhere = pl.BlockSpec(memory_space=pl.ANY)
+    of_block = (cells.RESULTS, cells.LANES, cells.LANES)  # results, examples, partial sums
+    written = pltpu.SemaphoreType.DMA(())
     sums = pl.pallas_call(
         kernel,
         in_specs=[everywhere, everywhere],
         out_specs=everywhere,
-        out_shape=shards.shape_like(
-            x, (blocks.number, cells.RESULTS, cells.LANES, cells.LANES), jnp.float32
-        ),
-        scratch_shapes=[
-            *blocks.memory,
-            pltpu.VMEM((cells.RESULTS, cells.LANES, cells.LANES), jnp.float32),
-            pltpu.SemaphoreType.DMA(()),
-        ],
+        out_shape=shards.shape_like(x, (blocks.number, *of_block), jnp.float32),
+        scratch_shapes=[*blocks.memory, pltpu.VMEM(of_block, jnp.float32), written],
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=LIMIT_BYTES),
     )(*blocks.arrays)
-    by_example = jnp.sum(sums.reshape(blocks.number, cells.RESULTS, cells.LANES, plan.sides, -1), 4)
+    sums = sums.reshape(blocks.number, cells.RESULTS, cells.LANES, plan.sides, -1)
+    by_example = jnp.sum(sums, 4)
     return by_example.transpose(1, 0, 3, 2).reshape(cells.RESULTS, -1)
 
 
 def weighted_sums(
     plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array, factors: jax.Array
 ) -> list[jax.Array]:
-    """Returns sums of factors times A B^T for each phase of columns, where the batch is on the
-    lanes.
+    """Returns sums of factors times A B^T for each phase of columns.
+
+    The batch is on the lanes.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -153,7 +157,8 @@ def weighted_sums(
     sizes = plan.sizes
 
     def kernel(factors: Any, data: Any, cotangents: Any, *memory: Any) -> None:
-        results, parts = memory[: len(sizes)], memory[len(sizes) :]
+        results = memory[: len(sizes)]
+        parts = memory[len(sizes) :]
         for result in results:
             result[...] = jnp.zeros_like(result)
         weighted = cells.weighted_of(plan)
@@ -163,10 +168,11 @@ def weighted_sums(
                 return [factors[block * plan.sides + side, i] for side in range(plan.sides)]
 
             def several(turn: jax.Array, carry: int) -> int:
-                numbers = [turn * plan.unrolled + k for k in range(plan.unrolled)]
-                terms = [weighted(*words(i), factors_of(i)) for i in numbers]
-                for result, own in zip(results, zip(*terms, strict=True), strict=True):
-                    result[...] += functools.reduce(jnp.add, own)
+                examples = [turn * plan.unrolled + k for k in range(plan.unrolled)]
+                terms = [weighted(*words(i), factors_of(i)) for i in examples]
+                by_phase = zip(*terms, strict=True)
+                for result, of_examples in zip(results, by_phase, strict=True):
+                    result[...] += functools.reduce(jnp.add, of_examples)
                 return carry
 
             lax.fori_loop(0, cells.LANES // plan.unrolled, several, 0)
@@ -174,6 +180,7 @@ def weighted_sums(
         blocks.walk((data, cotangents), parts, compute)
 
     everywhere = pl.BlockSpec(memory_space=pl.ANY)
+    by_block = factors.astype(jnp.float32).reshape(-1, cells.LANES)
     sums: list[jax.Array] = pl.pallas_call(
         kernel,
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), everywhere, everywhere],
@@ -181,7 +188,7 @@ def weighted_sums(
         out_shape=[shards.shape_like(x, size, jnp.float32) for size in sizes],
         scratch_shapes=blocks.memory,
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=LIMIT_BYTES),
-    )(factors.astype(jnp.float32).reshape(-1, cells.LANES), *blocks.arrays)
+    )(by_block, *blocks.arrays)
     return sums
 
 
@@ -189,7 +196,9 @@ def _cells_first(plan: cells.Plan, strides: tuple[int, ...], y: jax.Array) -> ja
     """Returns y [B, ...] as [rows, row phases, columns, column phases, channels, B]."""
     (height, width), (down, across) = plan.grid, strides
     y = cells.on_grid(plan, strides, y).transpose(1, 2, 3, 0)
-    y = jnp.pad(y, [(0, 0), (0, 0), (0, cells.up(y.shape[2], cells.ROWS) - y.shape[2]), (0, 0)])
+    channels = y.shape[2]
+    missing = cells.up(channels, cells.ROWS) - channels
+    y = jnp.pad(y, [(0, 0), (0, 0), (0, missing), (0, 0)])
     return y.reshape(height, down, width, across, *y.shape[2:])
 
 
@@ -250,6 +259,7 @@ class _Mover:
 
     @property
     def tiles(self) -> int:
+        """The number of parts into which the cells are cut."""
         return self.plan.lanes // cells.LANES
 
     @property
@@ -259,13 +269,15 @@ class _Mover:
 
     @property
     def parts(self) -> int:
+        """The number of parts of a block."""
         return self.tiles * math.prod(self.met) * (self.channels // self.chunk)
 
     @property
     def stored(self) -> int:
         """The bytes of its memory."""
-        rows = self.space + self.tiles * self.pitch
-        return cells.LANES * cells.LANES * (2 * int(self.dtype.itemsize) * self.chunk + 4 * rows)
+        word_rows = self.space + self.tiles * self.pitch
+        two_parts = 2 * int(self.dtype.itemsize) * self.chunk
+        return cells.LANES * cells.LANES * (two_parts + 4 * word_rows)
 
     @property
     def memory(self) -> list[Any]:
@@ -283,29 +295,27 @@ class _Mover:
     def _place(self, part: Any) -> tuple[Any, Any, Any, Any]:
         """Returns (tile, row phase, column phase, chunk) of a part."""
         chunks = self.channels // self.chunk
+        row_phases, column_phases = self.met
         rest, chunk = lax.div(part, chunks), lax.rem(part, chunks)
-        rest, across = lax.div(rest, self.met[1]), lax.rem(rest, self.met[1])
-        return lax.div(rest, self.met[0]), lax.rem(rest, self.met[0]), across, chunk
+        rest, across = lax.div(rest, column_phases), lax.rem(rest, column_phases)
+        return lax.div(rest, row_phases), lax.rem(rest, row_phases), across, chunk
 
     def _copies(self, source: Any, memory: _Memory, block: Any, part: Any) -> Iterator[Any]:
+        """Yields the copies that bring a part, one for each example that shares the lanes."""
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import tpu as pltpu
 
         tile, down, across, chunk = self._place(jnp.int32(part))
         half = lax.rem(jnp.int32(part), 2)
         channels = pl.ds(pl.multiple_of(chunk * self.chunk, self.chunk), self.chunk)
+        rows = pl.ds(tile * self.rows, self.rows)
         for side in range(self.plan.sides):
             first = pl.multiple_of((block * self.plan.sides + side) * cells.LANES, cells.LANES)
+            examples = pl.ds(first, cells.LANES)
+            own_rows = pl.ds(side * self.rows, self.rows)
             yield pltpu.make_async_copy(
-                source.at[
-                    pl.ds(tile * self.rows, self.rows),
-                    down,
-                    :,
-                    across,
-                    channels,
-                    pl.ds(first, cells.LANES),
-                ],
-                memory.parts.at[half, pl.ds(side * self.rows, self.rows)],
+                source.at[rows, down, :, across, channels, examples],
+                memory.parts.at[half, own_rows],
                 memory.arrived.at[half],
             )
 
@@ -315,8 +325,9 @@ class _Mover:
             copy.start()
 
     def transpose(self, source: Any, memory: _Memory, block: Any) -> None:
-        """Keeps all parts of a block, with cells on the lanes. The first part was started
-        before.
+        """Keeps all parts of a block, with cells on the lanes.
+
+        The copy of the first part was started before.
         """
         from jax.experimental import pallas as pl
 
@@ -337,18 +348,19 @@ class _Mover:
         """Writes the words of a part, each of two channels of a cell, with space between cells."""
         from jax.experimental import pallas as pl
 
-        width, size = self.plan.grid[1], self.chunk // 2
+        width = self.plan.grid[1]
+        size = self.chunk // 2  # words of a cell
         flat = memory.parts.reshape(2 * cells.LANES * self.chunk, cells.LANES)
 
         def row(i: jax.Array) -> None:
-            first = half * cells.LANES + i * width
+            first = (half * cells.LANES + i * width) * self.chunk
             if self.dtype.itemsize == 2:
-                words = cells.words_of(
-                    memory.parts[half, i].reshape(width * self.chunk, cells.LANES)
-                )
+                entries = memory.parts[half, i].reshape(width * self.chunk, cells.LANES)
+                words = cells.words_of(entries)
             else:
-                rows = [pl.ds(first * self.chunk + k, width * size, stride=2) for k in range(2)]
-                words = cells.packed(*(flat[of_channel, :] for of_channel in rows))
+                even = flat[pl.ds(first, width * size, stride=2), :]
+                odd = flat[pl.ds(first + 1, width * size, stride=2), :]
+                words = cells.packed(even, odd)
             own = pl.ds(i * width, width)
             memory.words[own, pl.ds(0, size), :] = words.reshape(width, size, cells.LANES)
 

@@ -1,0 +1,184 @@
+"""Clipped gradients of convolutions in the forms of a GPU, run by JAX on a CPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxdp
+from jaxdp.transforms import convolutions, forms, sites
+
+B = 4
+CLIP = 0.5
+LAST = ("NHWC", "HWIO", "NHWC")
+
+# Name: (shape of an example, of the kernel, settings of the convolution).
+GEOMETRIES = {
+    "split windows": ((9, 7, 4), (3, 3, 4, 4), {"window_strides": (1, 1), "padding": "SAME"}),
+    "split, dilated": (
+        (9, 8, 3),
+        (3, 2, 3, 2),
+        {"window_strides": (1, 2), "padding": "SAME", "rhs_dilation": (2, 1)},
+    ),
+    "gradients of many entries": (
+        (4, 3, 8),
+        (3, 3, 8, 8),
+        {"window_strides": (1, 1), "padding": "SAME"},
+    ),
+    "strides": ((9, 8, 3), (3, 3, 3, 5), {"window_strides": (2, 3), "padding": "VALID"}),
+    "dilated data": (
+        (5, 4, 3),
+        (3, 2, 3, 4),
+        {"window_strides": (1, 1), "padding": ((2, 1), (0, 1)), "lhs_dilation": (2, 1)},
+    ),
+    "negative padding": (
+        (9, 7, 2),
+        (2, 3, 2, 2),
+        {"window_strides": (1, 1), "padding": ((-1, 1), (1, -1))},
+    ),
+    "groups": (
+        (6, 5, 4),
+        (3, 3, 2, 6),
+        {"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 2},
+    ),
+    "patches that do not overlap": (
+        (6, 4, 3),
+        (2, 2, 3, 4),
+        {"window_strides": (2, 2), "padding": "VALID"},
+    ),
+}
+SPLIT = ("split windows", "split, dilated", "negative padding")
+
+
+def standardised(kernel):
+    """Centres a kernel, so that the gradient of a leaf is another one than that of the kernel."""
+    return kernel - kernel.mean((0, 1, 2), keepdims=True)
+
+
+def problem(geometry, dtype=jnp.float32):
+    """Returns (loss, params, batch) of a convolution, and of the same one of a centred kernel."""
+    shape, kernel, settings = GEOMETRIES[geometry]
+
+    def loss(params, x):
+        total = jnp.zeros((), x.dtype)
+        for name, change in (("plain", lambda k: k), ("centred", standardised)):
+            out = jax.lax.conv_general_dilated(
+                x[None], change(params[name]), dimension_numbers=LAST, **settings
+            )
+            total += jnp.square(jnp.tanh(out)).sum()
+        return total
+
+    rng = np.random.default_rng(0)
+    params = {name: 0.3 * rng.normal(size=kernel) for name in ("plain", "centred")}
+    batch = rng.normal(size=(B, *shape))
+    params, batch = jax.tree.map(lambda x: jnp.asarray(x, dtype), (params, batch))
+    return loss, params, batch
+
+
+def gradients(loss, params, batch):
+    """Returns the gradient of each example in float64, as rows."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(np.float64(x)), (params, batch))
+        grads = jax.vmap(jax.grad(loss), (None, 0))(*wide)
+    rows = [np.float64(g).reshape(len(batch), -1) for g in jax.tree.leaves(grads)]
+    return np.concatenate(rows, 1)
+
+
+def flat(tree):
+    return np.concatenate([np.float64(x).ravel() for x in jax.tree.leaves(tree)])
+
+
+def on_a_gpu(loss, params, batch, mask=None, **options):
+    """Returns the clipped sum by the forms of a GPU. The CPU multiplies all bits of float32."""
+    clipped = jaxdp.clipped_grad(loss, clip_norm=CLIP, **options)
+    with forms.traced_for("cuda"), jax.default_matmul_precision("highest"):
+        return clipped(params, batch, mask=mask)
+
+
+def clipped_sum(exact):
+    norms = np.linalg.norm(exact, axis=1)
+    return norms, (exact * np.minimum(1, CLIP / norms)[:, None]).sum(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["auto", "bookkeeping"])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_clipped_sums_and_norms(geometry, engine):
+    """An example that is NaN, and one that is masked, contribute nothing."""
+    loss, params, batch = problem(geometry)
+    batch = batch.at[1].set(jnp.nan)
+    result = on_a_gpu(loss, params, batch, mask=jnp.arange(B) != 2, engine=engine)
+    counted = np.array([0, 3])
+    norms, expected = clipped_sum(gradients(loss, params, batch[counted]))
+    np.testing.assert_allclose(result.norms[counted], norms, rtol=1e-4)
+    np.testing.assert_allclose(flat(result.grads), expected, atol=1e-5)
+    assert result.nonfinite == 1
+
+
+@pytest.mark.slow
+def test_bfloat16():
+    loss, params, batch = problem("split windows", jnp.bfloat16)
+    result = on_a_gpu(loss, params, batch)
+    norms, expected = clipped_sum(gradients(loss, params, batch))
+    np.testing.assert_allclose(result.norms, norms, rtol=0.03)
+    assert np.linalg.norm(flat(result.grads) - expected) < 0.03 * np.linalg.norm(expected)
+    for i in range(B):  # the norm is that of the gradient in the sum
+        alone = on_a_gpu(loss, params, batch, mask=jnp.arange(B) == i)
+        assert np.linalg.norm(flat(alone.grads)) <= CLIP * (1 + 2.0**-8)
+
+
+@pytest.mark.slow
+def test_factors_in_tf32():
+    """The norm and the sum have the same factors, so the bound holds to more digits than TF32."""
+    loss, params, batch = problem("split windows")
+    with forms.traced_for("cuda"):
+        clipped = jaxdp.clipped_grad(loss, clip_norm=CLIP)
+        grads = [clipped(params, batch, mask=jnp.arange(B) == i).grads for i in range(B)]
+    for alone in grads:
+        np.testing.assert_allclose(np.linalg.norm(flat(alone)), CLIP, rtol=1e-4)
+
+
+def test_an_empty_batch():
+    loss, params, batch = problem("split windows")
+    result = on_a_gpu(loss, params, batch[:0])
+    assert not flat(result.grads).any() and result.norms.shape == (0,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_the_windows_that_are_split(geometry):
+    loss, params, batch = problem(geometry)
+    split = []
+    grads = convolutions.Conv._grads_by_split_windows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            convolutions.Conv,
+            "_grads_by_split_windows",
+            lambda *args: split.append(True) or grads(*args),
+        )
+        on_a_gpu(loss, params, batch)
+    assert bool(split) == (geometry in SPLIT)
+
+
+TWINS = {
+    "no row is left out": (sites, "rows_kept", lambda x, keep: x),
+    "cotangents are not shifted": (
+        convolutions.Conv,
+        "_shifted_cotangents",
+        lambda rule, g: jnp.concatenate([jnp.pad(g, ((0, 0), (0, 2), (0, 0), (0, 0)))] * 3, -1),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_broken_form_is_caught(twin, monkeypatch):
+    loss, params, batch = problem("split windows")
+    batch = batch.at[1].set(jnp.nan)
+    good = on_a_gpu(loss, params, batch)
+    owner, name, broken = TWINS[twin]
+    monkeypatch.setattr(owner, name, broken)
+    bad = on_a_gpu(functools.partial(loss), params, batch)
+    assert not np.allclose(flat(good.grads), flat(bad.grads), atol=1e-3)
