@@ -39,7 +39,7 @@ from typing import Any
 from jaxdp.files import shown, shown_lines
 from jaxdp.privacy import Account, Ledger
 from jaxdp.privacy.planning import facts, left_after, plan_training
-from jaxdp.privacy.readout import aligned
+from jaxdp.privacy.report_text import aligned
 
 from . import catalogue, ledger_commands, studies
 

@@ -16,8 +16,10 @@ from typing import Any
 from jaxdp.files import shown
 from jaxdp.privacy import BudgetExceeded, Ledger
 from jaxdp.privacy.events import describe, parse
-from jaxdp.privacy.readout import aligned, finite, local
+from jaxdp.privacy.report_text import aligned
+from jaxdp.privacy.reports import finite
 from jaxdp.privacy.store import accept
+from jaxdp.privacy.times import local
 
 _VERDICTS = {
     True: "the budget allows it",

@@ -19,7 +19,7 @@ from jaxdp.data import Examples, Groups
 from jaxdp.privacy import DpEvent, Ledger
 from jaxdp.privacy.events import compose, composition, describe, from_json
 from jaxdp.privacy.planning import facts, left_after
-from jaxdp.privacy.readout import aligned
+from jaxdp.privacy.report_text import aligned
 from jaxdp.release import notes
 
 Rows = Sequence[tuple[str, str]]

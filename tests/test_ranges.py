@@ -12,7 +12,7 @@ import pytest
 import jaxdp
 from jaxdp import data, finetune, pretrain, split
 from jaxdp.release import Till
-from jaxdp.transforms import compiler, lengths, noise
+from jaxdp.transforms import compiler, exact_scaling, noise
 from tests import ranges
 
 # All options of XLA's CPU backend that loosen its arithmetic, but still know NaN and infinity.
@@ -116,7 +116,7 @@ def test_an_accuracy_whose_noise_float32_loses_is_not_paid(multiplier):
 
 @pytest.mark.slow
 def test_units_and_powers_give_the_row_back():
-    units, powers = lengths.in_units(ranges.ROWS, 1)
+    units, powers = exact_scaling.in_units(ranges.ROWS, 1)
     rows = np.where(np.abs(ranges.ROWS) < 2.0**-126, 0, np.float64(ranges.ROWS))
     normal = ranges.FINITE & (np.abs(rows).max(1) > 0)
     largest = np.abs(units)[normal].max(1)
@@ -125,7 +125,7 @@ def test_units_and_powers_give_the_row_back():
     exact = (np.float64(units) * 2.0 ** np.float64(powers))[normal]
     error = np.abs(exact - rows[normal]) / np.abs(rows[normal]).max(1, keepdims=True)
     assert error.max() <= 2.0**-126
-    assert (np.asarray(lengths.finite(ranges.ROWS)) == np.isfinite(ranges.ROWS)).all()
+    assert (np.asarray(exact_scaling.finite(ranges.ROWS)) == np.isfinite(ranges.ROWS)).all()
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_a_power_of_two_is_exact_and_ends_at_zero_and_infinity():
         with np.errstate(over="ignore"):
             expected = exact.astype(np.float32)
         np.testing.assert_array_equal(
-            lengths.times_power(jnp.asarray(values), jnp.int32(power)), expected
+            exact_scaling.times_power(jnp.asarray(values), jnp.int32(power)), expected
         )
 
 

@@ -14,8 +14,8 @@ from jaxdp.data import Records, Source, check_batch
 from jaxdp.data.physical import RowBytes
 from jaxdp.finetune.query import moving_params
 from jaxdp.finetune.step import StepFunctions, TrainState
+from jaxdp.transforms.jaxprs import forward_bytes
 from jaxdp.transforms.meshes import Layout
-from jaxdp.transforms.walker import forward_bytes
 
 # How many batches, and of how many bytes, are read ahead.
 MOST_AHEAD = 16

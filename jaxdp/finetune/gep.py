@@ -44,7 +44,7 @@ from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
 from jaxdp.transforms import forms
 from jaxdp.transforms.clip_rules import clip_factors
 from jaxdp.transforms.clipping import ClippedGrad, paths_of
-from jaxdp.transforms.lengths import in_units
+from jaxdp.transforms.exact_scaling import in_units
 
 _PUBLIC_KEY = 0  # The random start of the power iteration is public.
 _ANCHORS_AT_ONCE = 256  # in a physical batch, where the caller gives no physical batch size

@@ -31,7 +31,7 @@ from jaxdp.finetune.programs import Programs
 from jaxdp.finetune.step import TrainState
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import Account
-from jaxdp.privacy.cautions import warn_if_weak
+from jaxdp.privacy.privacy_warnings import warn_if_weak
 from jaxdp.release import Checkpoints, Hosts, Release, Till, digest, stream
 from jaxdp.report import Callback, MetricsWriter, progress_bar
 from jaxdp.transforms.noise import PrivatizeState

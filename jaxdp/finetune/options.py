@@ -8,7 +8,7 @@ import jax
 from jaxdp.data import PoissonSampler
 from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency, Method
-from jaxdp.privacy.cautions import warn_if_weak
+from jaxdp.privacy.privacy_warnings import warn_if_weak
 from jaxdp.report import counting
 from jaxdp.transforms.clipping import Engine
 from jaxdp.transforms.meshes import ParamSharding

@@ -21,7 +21,7 @@ import optax
 
 from jaxdp.data import Records
 from jaxdp.finetune.query import Query, is_floating, moving_params
-from jaxdp.transforms.lengths import tree_in_units
+from jaxdp.transforms.exact_scaling import tree_in_units
 from jaxdp.transforms.meshes import Layout, platform_of
 from jaxdp.transforms.noise import CPU_OPTIONS, Privatizer, PrivatizeState
 

@@ -35,7 +35,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdp.data.storage import on_device
-from jaxdp.transforms.lengths import times_power, tree_in_units
+from jaxdp.transforms.exact_scaling import times_power, tree_in_units
 from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, data_devices
 
 Ball = Literal["global", "per_tensor"]

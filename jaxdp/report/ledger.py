@@ -14,7 +14,8 @@ from typing import Any
 
 from jaxdp.files import write_durably
 from jaxdp.privacy import Ledger, LedgerDamaged
-from jaxdp.privacy.readout import grouped, local
+from jaxdp.privacy.report_text import grouped
+from jaxdp.privacy.times import local
 from jaxdp.report.html import Chart, render_page
 from jaxdp.report.verdicts import verdict
 from jaxdp.version import __version__

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.split.checks import one_of
-from jaxdp.transforms.lengths import in_units
+from jaxdp.transforms.exact_scaling import in_units
 from jaxdp.transforms.noise import check_key
 
 

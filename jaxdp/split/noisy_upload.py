@@ -37,7 +37,7 @@ from jaxdp.data.labels import check_labels, check_range
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import counting
 from jaxdp.split.checks import not_negative, one_of
-from jaxdp.transforms import lengths, noise
+from jaxdp.transforms import exact_scaling, noise
 from jaxdp.transforms.compiler import check_options
 
 Mechanism = Literal["gaussian", "laplace"]
@@ -140,7 +140,7 @@ def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -
     Formal guarantees:
       The norm of every row of float32 values is at most C in real arithmetic, whatever their size.
       A row with a NaN or an infinity becomes zero. Squares neither overflow nor vanish, because a
-      row is first divided by a power of two (`jaxdp.transforms.lengths`). In any order of summation
+      row is first divided by a power of two (`jaxdp.transforms.exact_scaling`). In any order of summation
       a sum of k numbers has a relative error of at most k 2**-24. The other operations add a few
       2**-24. The margin is twice the error of the sum. The rest of it exceeds the rounding of the
       scale of later noise.
@@ -168,9 +168,9 @@ def _below(clip_norm: float, k: int) -> float:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _clip(x: jax.Array, bound: Any, order: int) -> jax.Array:
-    finite = lengths.finite(x).all(1, keepdims=True)
+    finite = exact_scaling.finite(x).all(1, keepdims=True)
     x = jnp.where(finite, x, 0)
-    units, powers = lengths.in_units(x, 1)
+    units, powers = exact_scaling.in_units(x, 1)
     # In units of the largest entry, squares cannot overflow. That entry is now in [1, 2), so
     # dividing by it is safe.
     largest = jnp.maximum(jnp.abs(units).max(1, keepdims=True), 1)
@@ -179,7 +179,7 @@ def _clip(x: jax.Array, bound: Any, order: int) -> jax.Array:
         norm = jnp.sqrt(jnp.square(unit).sum(1, keepdims=True))
     else:
         norm = jnp.abs(unit).sum(1, keepdims=True)
-    length = lengths.times_power(norm * largest, powers)
+    length = exact_scaling.times_power(norm * largest, powers)
     # Rows that are too long have norm >= 0.8. In the others the floor avoids 0 / 0.
     return jnp.where(length > bound, unit * (bound / jnp.maximum(norm, 0.5)), x)
 

@@ -20,7 +20,7 @@ from jaxdp.models.vit import Product
 from jaxdp.split.backbone import Backbone, Params
 from jaxdp.split.checks import at_least, check_labels, one_of
 from jaxdp.transforms import losses
-from jaxdp.transforms.lengths import in_units
+from jaxdp.transforms.exact_scaling import in_units
 
 # softmax - onehot is rounded to 6e-8. Below this, gradients of logits are round-off. The same bound
 # holds for a site's gradients relative to the largest ones.

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdp.transforms import forms, opaque, shards
+from jaxdp.transforms import barriers, forms, shards
 from jaxdp.transforms.kernels import cells
 from jaxdp.transforms.products import contracted, outer_sum, settled_precision, wide, wide_dtype
 from jaxdp.transforms.weight_rules import Factors, Rule, entries_along, transposed_back
@@ -402,7 +402,7 @@ class Conv(Rule):
 
     def _grads_from_rows_of_patches(self, record: Any, g: jax.Array) -> jax.Array:
         """Computes dV of M examples. It forms all patches of a few examples at a time."""
-        zero = opaque.zero(g)
+        zero = barriers.zero_after(g)
         x = self._rows_of_data(record, zero)
         lengths = x.shape[1:-1]
         w = jax.vmap(jax.vmap(self._cotangent))(g).reshape(len(x), -1, self.cols)
@@ -423,7 +423,7 @@ class Conv(Rule):
                 (1, self._row_entries),
                 mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
             )
-            u = opaque.formed(patches, zero).reshape(size, positions, self.rows)
+            u = barriers.materialised(patches, zero).reshape(size, positions, self.rows)
             cotangents = lax.dynamic_slice_in_dim(w, start, size)
             pair = (u, cotangents) if self._cotangent_last else (cotangents, u)
             return lax.dynamic_update_slice_in_dim(grads, contracted(*pair, [1], [0]), start, 0)
@@ -448,9 +448,9 @@ class Conv(Rule):
         record = record + zero.astype(record.dtype)
         x = jax.vmap(jax.vmap(lambda x: self._channels_last(x, self._joined)))(record)
         if self._joined < len(self.window):
-            x = opaque.formed(x, zero)
+            x = barriers.materialised(x, zero)
         if self._fold > 1:
-            x = opaque.formed(jax.vmap(jax.vmap(lambda x: self._folded(x, 0)))(x), zero)
+            x = barriers.materialised(jax.vmap(jax.vmap(lambda x: self._folded(x, 0)))(x), zero)
         return x
 
     @property

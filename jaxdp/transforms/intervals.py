@@ -32,7 +32,7 @@ from jaxdp.transforms.boxes import (
     widen,
 )
 from jaxdp.transforms.interval_patterns import JAX_FOLDER, Producers, rewrite
-from jaxdp.transforms.walker import bind_equation
+from jaxdp.transforms.jaxprs import bind_equation
 
 __all__ = [
     "Interval",

@@ -71,7 +71,7 @@ def moves(attack: Attack) -> float:
     form.
     """
 
-    def count(source: Examples) -> Any:
+    def count(source: Any) -> Any:
         right = auditing.count_correct(attack.predict, None, source)
         return np.clip(right, 0, COUNT)
 

@@ -112,7 +112,7 @@ def _trained(job: Job, featurise: _Featurise) -> prediction.Bounds:
     units = job.data.units
     records: Any = columns
     if isinstance(units, Groups):
-        owned = dataclasses.replace(units, source=from_arrays(**columns))
+        owned = dataclasses.replace(units, source=from_arrays(x=columns["x"], y=columns["y"]))
         records = owned.gather(np.arange(len(units)))
     return _bounds(job.config.predict, len(units), job.data.private.num_classes, records)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxdp
-from jaxdp.transforms import clipping, opaque, rounding
+from jaxdp.transforms import barriers, clipping, rounding
 from tests.transforms.small_net import (
     PARAMS,
     Smooth,
@@ -469,7 +469,7 @@ def test_a_convolutional_net_takes_the_memory_of_a_plain_gradient(
         jax.grad(lambda kernels, batch: jax.vmap(functools.partial(loss, kernels))(batch).sum())
     )
     assert clipped() < 1.3 * plain
-    monkeypatch.setattr(opaque, "zero", lambda _: jnp.uint32(0))
+    monkeypatch.setattr(barriers, "zero_after", lambda _: jnp.uint32(0))
     assert clipped() > 1.5 * plain
 
 

@@ -17,7 +17,7 @@ from jaxdp.transforms.boxes import (
     upper,
 )
 from jaxdp.transforms.interval_rules.endpoints import NoRuleError, hull_of_cases
-from jaxdp.transforms.walker import called_program, scan_starts
+from jaxdp.transforms.jaxprs import called_program, scan_starts
 
 _CALLS = {
     "jit",

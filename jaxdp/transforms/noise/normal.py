@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdp.transforms import chacha, forms, normals, opaque
+from jaxdp.transforms import barriers, chacha, forms, normals
 from jaxdp.transforms.kernels import normals as kernel
 from jaxdp.transforms.noise.words import cipher_key
 
@@ -121,7 +121,7 @@ def in_one_turn(cipher_key: jax.Array, draw: Callable[[jax.Array], Any]) -> Any:
     XLA-CPU removes barriers before it fuses. It cannot know that the loop has one turn, and that
     `draw` is constant.
     """
-    zero = opaque.zero(cipher_key)  # varies over the same mesh axes as the key
+    zero = barriers.zero_after(cipher_key)  # varies over the same mesh axes as the key
     shapes = jax.eval_shape(draw, jax.ShapeDtypeStruct((), jnp.uint32))
     start = jax.tree.map(lambda x: jnp.full(x.shape, zero.astype(x.dtype)), shapes)
     return lax.fori_loop(jnp.uint32(0), zero + 1, lambda turn, _: draw(turn), start)
