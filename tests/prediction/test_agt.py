@@ -41,7 +41,7 @@ def _load(name):
 published, retraining = _load("reference_agt"), _load("retraining")
 
 
-# ------------------------------------------------------------------------------------------------------- problems
+# --- problems -----------------------------------------------------------------------------------
 
 
 def logits(params, x):
@@ -241,7 +241,7 @@ def solved(name, seed):
     return problem, CASES[name].bounds(*problem)
 
 
-# --------------------------------------------------------------------------------------------------------- parity
+# --- parity -------------------------------------------------------------------------------------
 
 PARITY = {
     "one layer": (
@@ -402,7 +402,7 @@ def test_gradients_are_quantised_outward():
         assert np.asarray(grid.bits(jnp.full(1, jnp.nan)), np.int64)[0] - bias <= -grid.one
 
 
-# ---------------------------------------------------------------------------------------------------- containment
+# --- containment --------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -491,7 +491,7 @@ def test_weight_decay_that_takes_almost_everything(momentum):
         assert_nested(bounds)
 
 
-# ------------------------------------------------------------------------------------------------ stable distance
+# --- stable distance ----------------------------------------------------------------------------
 
 
 def neighbours(name, seed):
@@ -809,7 +809,7 @@ def test_budget_when_batches_are_empty(monkeypatch):
         assert outside(theta, row(bounds.lower, 2), row(bounds.upper, 2)) == 0
 
 
-# ------------------------------------------------------------------------------------------------------- certify
+# --- certify ------------------------------------------------------------------------------------
 
 
 def hand_made(lower, upper, ks):
@@ -954,7 +954,7 @@ def test_certify_refuses():
         certify(bounds.params, lambda params, x: params[0], x)
 
 
-# ------------------------------------------------------------------------------------------------------ bad input
+# --- bad input ----------------------------------------------------------------------------------
 
 
 def _stochastic(params, example):
@@ -1161,7 +1161,7 @@ def test_messages_hold_no_private_values():
     assert "1234" not in str(error.value)
 
 
-# ---------------------------------------------------------------------------------------- frozen leaves, programs
+# --- frozen leaves, programs --------------------------------------------------------------------
 
 
 def convolved(kernel, image):
@@ -1229,7 +1229,7 @@ def test_one_program():
     assert seen
 
 
-# --------------------------------------------------------------------------------------------------------- meshes
+# --- meshes -------------------------------------------------------------------------------------
 
 
 def mesh_of(count):
@@ -1279,7 +1279,7 @@ def test_a_device_computes_its_lines_only(monkeypatch):
     assert 2 in counts and 15 not in counts
 
 
-# --------------------------------------------------------------------------------------------------------- models
+# --- models -------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -1339,7 +1339,7 @@ def test_ten_classes():
     assert (distance >= 1).mean() > 0.6 and distance.mean() > 2
 
 
-# ------------------------------------------------------------------------------------------------ owners of records
+# --- owners of records --------------------------------------------------------------------------
 
 
 def retrained(x, y, rows, present, users, *, clip, learning_rate, divisor, epochs):

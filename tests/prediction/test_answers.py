@@ -123,7 +123,7 @@ def account(ledger=None):
     return (ledger or ledger_for()).account("data")
 
 
-# ---------------------------------------------------------------------------------------------------- planning
+# --- planning -----------------------------------------------------------------------------------
 
 
 def paper_query_epsilon(epsilon, delta, queries):
@@ -170,7 +170,7 @@ def test_planning_refuses(arguments, match):
         prediction.query_epsilon(*arguments)
 
 
-# ----------------------------------------------------------------------------------------------------- answers
+# --- answers ------------------------------------------------------------------------------------
 
 
 def test_every_query_is_charged_once(certified):
@@ -330,7 +330,7 @@ def test_no_queries_cost_nothing(certified):
     assert answers.shape == (0,) and answers.dtype == np.int32 and ledger.events("data") == {}
 
 
-# --------------------------------------------------------------------------------------------------- adjacency
+# --- adjacency ----------------------------------------------------------------------------------
 
 
 def observed_distance(monkeypatch, bounds, registered, **arguments):
@@ -438,7 +438,7 @@ def test_unknown_data_sets_and_ragged_queries_are_refused():
         )
 
 
-# ------------------------------------------------------------------------------------------------------ values
+# --- values -------------------------------------------------------------------------------------
 
 
 def test_bounds_without_distance_zero_are_refused_before_spending():
@@ -584,7 +584,7 @@ def test_a_mechanism_from_outside_is_one_row(certified, monkeypatch):
     )
 
 
-# -------------------------------------------------------------------------------------------------------- PATE
+# --- PATE ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -623,7 +623,7 @@ def test_pate_charges_its_plan_and_answers_where_members_agree():
     assert len(seen) == len(members)
 
 
-# ----------------------------------------------------------------------------------------------- what a crash leaves
+# --- what a crash leaves ------------------------------------------------------------------------
 
 
 class PowerCut(Exception):
@@ -818,13 +818,17 @@ def answers(*args, **kwargs):
 
 METHODS["randomised_response"] = Mechanism("labels", answers)
 rng = np.random.default_rng(0)
-data = {"x": rng.normal(size=(40, 2)).astype(np.float32), "y": rng.integers(0, 2, 40).astype(np.float32)}
+features = rng.normal(size=(40, 2)).astype(np.float32)
+data = {"x": features, "y": rng.integers(0, 2, 40).astype(np.float32)}
 logit = lambda params, x: x @ params["w"]
 loss = lambda params, one: jaxdp.losses.sigmoid_cross_entropy(logit(params, one["x"]), one["y"])
 settings = {"ks": 3, "clip": 0.2, "learning_rate": 1.0, "batch_size": 40, "epochs": 1}
 bounds = train_with_bounds(loss, {"w": jnp.zeros(2)}, data, **settings)
 with jaxdp.Ledger(path) as ledger:
-    given = private_predict(bounds, logit, data["x"], epsilon=0.25, account=ledger.account("data"), workdir=workdir)
+    account = ledger.account("data")
+    given = private_predict(
+        bounds, logit, data["x"], epsilon=0.25, account=account, workdir=workdir
+    )
 print("".join(map(str, given)))
 """
 
@@ -847,7 +851,7 @@ def test_a_kill_between_payment_and_answers_costs_nothing(tmp_path):
         assert ledger.report()["datasets"][0]["open"] == []
 
 
-# ----------------------------------------------------------------------------------------------------- student
+# --- student ------------------------------------------------------------------------------------
 
 
 def test_only_answered_queries_become_examples():
@@ -905,7 +909,7 @@ def test_a_student_needs_examples():
         )
 
 
-# ---------------------------------------------------------------------------------------------- real certificates
+# --- real certificates --------------------------------------------------------------------------
 
 
 def logit(params, query):

@@ -78,7 +78,7 @@ def exact_table(name, epsilon, num_classes, last):
     return table + [1] * (last + 1 - len(table))
 
 
-# ------------------------------------------------------------------------------------------ flip probabilities
+# --- flip probabilities -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_classes", CLASSES)
@@ -190,7 +190,7 @@ def test_laplace_flips_are_the_tail_of_the_noise(calibration):
     )
 
 
-# ------------------------------------------------------------------------------------------------ privacy loss
+# --- privacy loss -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_classes", CLASSES)
@@ -330,7 +330,7 @@ def test_the_papers_laplace_constants_are_checked():
         mechanisms.flip_probability_smooth_laplace([0], epsilon=100.0, **at)
 
 
-# ---------------------------------------------------------------------------------------------------- sampling
+# --- sampling -----------------------------------------------------------------------------------
 
 
 def test_a_flip_uses_exactly_its_share_of_the_64_bit_numbers():
@@ -434,7 +434,7 @@ def test_same_key_same_answers_other_key_other_answers():
     )
 
 
-# ------------------------------------------------------------------------------------------------------ values
+# --- values -------------------------------------------------------------------------------------
 
 
 def worlds(rng, nodes):
@@ -555,7 +555,7 @@ def test_default_beta_is_free_or_useful():
             assert beta == pytest.approx(max(0.8 * epsilon, free))
 
 
-# ------------------------------------------------------------------------------------------ events and refusals
+# --- events and refusals ------------------------------------------------------------------------
 
 
 def test_events():
