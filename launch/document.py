@@ -237,10 +237,9 @@ def _spends(names: str, group: Sequence[Mapping[str, Any]]) -> Iterator[list[str
 
 def _labels(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns the first and the last label of some spends: "epoch 1 … epoch 9"."""
-    labels = []
+    labels: list[str] = []
     for row in rows:
-        labels += [row["first_label"], row["last_label"]]
-    labels = list(filter(None, labels))
+        labels += filter(None, (row["first_label"], row["last_label"]))
     return " … ".join(dict.fromkeys((labels[0], labels[-1]))) if labels else ""
 
 
