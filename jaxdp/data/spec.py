@@ -162,9 +162,7 @@ def open_parts(
 # --- Formats ------------------------------------------------------------------------------------
 
 
-@functools.cache  # A set is read once for all of its parts. Sources do not change.
-def _whole_bundled(name: str) -> Examples:
-    return bundled(name)
+_whole_bundled = functools.cache(bundled)  # one object serves all parts: sources do not change
 
 
 def _open_bundled(spec: DataSpec, prepare: Prepare | None) -> Examples:
