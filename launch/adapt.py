@@ -449,8 +449,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
             cell |= {"noise_multiplier": sigma, **_costs(sigma, mine, config)}
         cells.append(cell)
     for row in tuning:
-        name = {"method": row["method"], "setting": row["setting"]}
-        tried += [name | candidate for candidate in row["tried"]]
+        tried += [_name(row) | candidate for candidate in row["tried"]]
     return {
         "cells": cells,
         "seeds": config.protocol.seeds,
@@ -604,7 +603,7 @@ def _draw_streams(result: Mapping[str, Any], work: frame.Work, about: str) -> No
     """
     *cells, source = result["cells"]
     names = list(source["per_corruption"])
-    ticks = {k: name.replace("_", " ") for k, name in enumerate(names)}
+    ticks: dict[float, str] = {k: name.replace("_", " ") for k, name in enumerate(names)}
 
     def curves(shown: Sequence[frame.Row], less: Mapping[str, float]) -> Curves:
         points = Curves()

@@ -108,7 +108,7 @@ def _bundled_texts(config: Any) -> dict[str, list[str]]:
     """Returns long lines of the descriptions of scikit-learn's data sets."""
     folder = importlib.resources.files("sklearn.datasets.descr")
     pages = [page for page in folder.iterdir() if page.name.endswith(".rst")]
-    lines = []
+    lines = list[str]()
     for page in sorted(pages, key=lambda page: page.name):
         lines += map(str.strip, page.read_text(encoding="utf-8").splitlines())
     records = [line for line in lines if len(line) >= _SHORTEST]

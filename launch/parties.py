@@ -152,7 +152,7 @@ class _Conversation:
         )
         ready = self.ask(pack("adapted", fields={"upload": name}, arrays={}))
         queries = messages.unpack_queries(ready, shipment, limits=self.limits)
-        logits = np.zeros((0, upload.num_classes))
+        logits: Any = np.zeros((0, upload.num_classes))
         if len(queries):
             logits = in_batches(adapted.logits, queries, _BATCH)
         arrays = {"logits": np.asarray(logits, np.float32)}
