@@ -36,6 +36,7 @@ from . import data, frame, models, plans, results
 # How a method is run: as published, with its gradients clipped, or with noise for a target epsilon.
 ORIGINAL, CLIPPED = "original", "clipped"
 SOURCE = "no adaptation"
+_FISHER_BATCH = 64  # of the papers' fisher_strength
 
 
 class Cell(NamedTuple):
@@ -61,16 +62,14 @@ class _Task:
 
     def __init__(self, config: Any, root: pathlib.Path):
         self.config, self.root = config, root
-        at: Any = {name: config.privacy[name] for name in ("delta", "adjacency")}
-        budgets = progress_bar(config.privacy.budgets, label="noise", unit="budget")
-        noise = [calibrate_noise(GaussianDpEvent, epsilon=budget, **at) for budget in budgets]
-        self.noise = dict(zip(settings(config)[2:], noise, strict=True))
+        self.noise = _noise_of_settings(config)
         self._network = models.network(config.model)
         found = data.parts(
             config.data, "public", "test", "tuning", prepare=self._network.preprocessing.prepare
         )
         self.public, test, tuning = found["public"], found.get("test"), found.get("tuning")
         streams, images = config.protocol.seeds // config.protocol.sources, config.data.images
+        # Shuffled streams differ in the order of their domains and share the photographs.
         used = images if config.protocol.domain_order == "shuffled" else streams * images
         self._domains = data.domains(config.data, config.data.corruptions)
         self._mine = self._photographs(test, self._domains, np.arange(used))
@@ -81,7 +80,8 @@ class _Task:
             held_out,
         )
         self._counted: dict[tta.Method, tta.Method] = {}
-        self.source, self.method = functools.cache(self._source), functools.cache(self._method)
+        self.source = functools.cache(self._source)
+        self.method = functools.cache(self._method)
         print(
             f"{streams} streams of {len(self._mine)} domains with {images} photographs each. "
             f"Hyper-parameters are chosen on {', '.join(self.tuning)} of other photographs.",
@@ -119,16 +119,14 @@ class _Task:
         kind = tta.METHODS[base]
         takes = inspect.signature(kind).parameters
         if number and "fisher" not in takes:
-            return self.method(
-                name, 0
-            )  # one object for all source models, so that its step is compiled once
+            # One object serves all source models, so that its step is compiled once.
+            return self.method(name, 0)
         if "num_classes" in takes:
             options["num_classes"] = classes
         if "fisher" in takes:
-            starts = range(
-                0, self.config.fisher_images, 64
-            )  # the papers' fisher_strength is for batches of 64
-            images = [self.public.gather(np.arange(k, k + 64))["image"] for k in starts]
+            starts = range(0, self.config.fisher_images, _FISHER_BATCH)
+            rows = [np.arange(start, start + _FISHER_BATCH) for start in starts]
+            images = [self.public.gather(batch)["image"] for batch in rows]
             options["fisher"] = tta.fisher(self.apply_fn, self.source(number).params, images)
         method = kind(**options)
         return tta.COME(method, classes) if come else method
@@ -136,22 +134,27 @@ class _Task:
     def adapter(self, cell: Cell, choice: Mapping[str, float]) -> tta.Adapter:
         """Returns the adapter of a cell with these hyper-parameters."""
         number = cell.seed % self.config.protocol.sources
-        counting = cell.setting in (ORIGINAL, CLIPPED)
-        method: Any = self.method(
-            "Tent" if cell.method == SOURCE else cell.method, number, counting
-        )
+        name = "Tent" if cell.method == SOURCE else cell.method  # at a rate of 0 any method will do
         accumulate = 1
-        if cell.setting == CLIPPED:
-            method = tta.clipped(method, choice["clip_norm"])
-        elif not counting:
-            noise, filters = self.noise[cell.setting], dict(self.config.privacy.filters)
+        method: Any
+        if cell.setting == ORIGINAL:
+            method = self.method(name, number, True)
+        elif cell.setting == CLIPPED:
+            method = tta.clipped(self.method(name, number, True), choice["clip_norm"])
+        else:
             method = tta.private(
-                method, clip_norm=choice["clip_norm"], noise_multiplier=noise, **filters
+                self.method(name, number, False),
+                clip_norm=choice["clip_norm"],
+                noise_multiplier=self.noise[cell.setting],
+                **dict(self.config.privacy.filters),
             )
             accumulate = self.config.protocol.accumulate
-        optimizer = _sgd(choice["learning_rate"])
         return tta.Adapter(
-            self.apply_fn, self.source(number).params, method, optimizer, accumulate=accumulate
+            self.apply_fn,
+            self.source(number).params,
+            method,
+            _sgd(choice["learning_rate"]),
+            accumulate=accumulate,
         )
 
     def stream(self, seed: int) -> tta.Stream:
@@ -159,19 +162,23 @@ class _Task:
         stream.
         """
         protocol, number = self.config.protocol, seed // self.config.protocol.sources
-        how = {name: protocol[name] for name in ("batch_size", "order", "reset", "remainder")}
+        names = list(self._mine)
         if protocol.domain_order == "shuffled":
-            names = list(self._mine)
             order = shuffled(len(names), seed=number)
-            mine = {names[k]: self._mine[names[k]] for k in order}
+            domains = {names[k]: self._mine[names[k]] for k in order}
         else:
-            n = self.config.data.images
-            mine = {
-                name: source.take(np.arange(number * n, (number + 1) * n))
-                for name, source in self._mine.items()
-            }
-        units = {name: self._units(name, len(source)) for name, source in mine.items()}
-        return tta.Stream(mine, seed=number, units=units, **how)
+            first = number * self.config.data.images
+            rows = np.arange(first, first + self.config.data.images)
+            domains = {name: self._mine[name].take(rows) for name in names}
+        return tta.Stream(
+            domains,
+            seed=number,
+            units={name: self._units(name, len(source)) for name, source in domains.items()},
+            batch_size=protocol.batch_size,
+            order=protocol.order,
+            reset=protocol.reset,
+            remainder=protocol.remainder,
+        )
 
     def _units(self, name: str, count: int) -> Sequence[Any]:
         """Returns the photograph behind each record of a domain.
@@ -208,6 +215,20 @@ class _Task:
                 )
             photographs[name] = data.in_memory(images.take(rows))
         return photographs
+
+
+def _noise_of_settings(config: Any) -> dict[str, float]:
+    """Returns the noise multiplier of each private setting."""
+    multipliers = {}
+    budgets = progress_bar(config.privacy.budgets, label="noise", unit="budget")
+    for setting, budget in zip(settings(config)[2:], budgets, strict=True):
+        multipliers[setting] = calibrate_noise(
+            GaussianDpEvent,
+            epsilon=budget,
+            delta=config.privacy.delta,
+            adjacency=config.privacy.adjacency,
+        )
+    return multipliers
 
 
 def _counting(method: tta.Method) -> tta.Method:
@@ -296,12 +317,13 @@ def _cells(config: Any) -> Iterator[Cell]:
             f"{config.protocol.sources}."
         )
     frame.known("methods", frame.some("methods", config.methods), _names())
-    pairs = list(itertools.product(config.methods, settings(config)))
-    yield from (Cell("tuning", *pair, 0) for pair in pairs)
-    yield from (
-        Cell("runs", *pair, seed) for seed in range(config.protocol.seeds) for pair in pairs
-    )
-    yield from (Cell("runs", SOURCE, ORIGINAL, seed) for seed in range(config.protocol.seeds))
+    seeds = range(config.protocol.seeds)
+    for method, setting in itertools.product(config.methods, settings(config)):
+        yield Cell("tuning", method, setting, 0)
+    for seed, method, setting in itertools.product(seeds, config.methods, settings(config)):
+        yield Cell("runs", method, setting, seed)
+    for seed in seeds:
+        yield Cell("runs", SOURCE, ORIGINAL, seed)
 
 
 def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
@@ -309,31 +331,37 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     if cell.part == "tuning":
         return _choose(cell, config, task)
     if cell.method == SOURCE:  # a rate of 0 changes nothing
-        served = tta.serve(
-            task.adapter(cell, {"learning_rate": 0.0}), task.stream(cell.seed), account=None
-        )
+        unchanged = task.adapter(cell, {"learning_rate": 0.0})
+        served = tta.serve(unchanged, task.stream(cell.seed), account=None)
         return {"visits": 0, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
     adapter = task.adapter(cell, work.row(Cell("tuning", cell.method, cell.setting, 0))["chosen"])
     # Every run has its own data set. All runs together would cost much more, as the summary says.
     label = f"{cell.method}, {cell.setting}"
-    terms = {name: config.privacy[name] for name in ("adjacency", "unit", "delta")} | {
-        "records": config.data.images
-    }
-    ledger = work.root / "ledger.sqlite"
-    with frame.account(ledger, f"{label}, stream {cell.seed}", label=label, **terms) as account:
-        paid = tta.StreamAccount(
-            account, event=getattr(adapter.method, "event", NonPrivateDpEvent())
-        )
+    with frame.account(
+        work.root / "ledger.sqlite",
+        f"{label}, stream {cell.seed}",
+        label=label,
+        records=config.data.images,
+        **_terms(config),
+    ) as account:
+        event = getattr(adapter.method, "event", NonPrivateDpEvent())
+        paid = tta.StreamAccount(account, event=event)
         scratch = work.folder(cell) / "scratch"
         served = tta.serve(adapter, task.stream(cell.seed), account=paid, workdir=scratch)
-    found = {"visits": paid.worst, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
-    return found | _diagnostics(served)
+    row = {"visits": paid.worst, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
+    return row | _diagnostics(served)
+
+
+def _terms(config: Any) -> dict[str, Any]:
+    """Returns the terms of a stream in the ledger."""
+    return {name: config.privacy[name] for name in ("adjacency", "unit", "delta")}
 
 
 def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
     """Returns hyper-parameters from the config, or the best ones on the held-out corruptions."""
-    if given := config.hyper_parameters.get(cell.method, {}).get(cell.setting):
-        return {"chosen": dict(given), "tried": []}
+    declared = config.hyper_parameters.get(cell.method, {}).get(cell.setting)
+    if declared:
+        return {"chosen": dict(declared), "tried": []}
     if cell.setting == ORIGINAL:
         candidates = [{"learning_rate": rate} for rate in config.tuning.learning_rates]
     else:
@@ -343,8 +371,10 @@ def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
         candidates = [
             {"learning_rate": length / norm, "clip_norm": norm} for length, norm in lengths
         ]
-    how = {name: config.protocol[name] for name in ("batch_size", "reset")}
-    stream, tried = tta.Stream(task.tuning, seed=0, **how), []
+    stream = tta.Stream(
+        task.tuning, seed=0, batch_size=config.protocol.batch_size, reset=config.protocol.reset
+    )
+    tried = []
     for candidate in candidates:
         served = tta.serve(task.adapter(cell, candidate), stream, account=None)
         tried.append({**candidate, "accuracy": _mean(served.accuracy), **_diagnostics(served)})
@@ -356,12 +386,12 @@ def _diagnostics(served: tta.Served) -> dict[str, float]:
     """Returns the mean length of an update and the share of images that took part, both since the
     last reset.
     """
-    made: Any = served.state.opt_state
-    found = {"length": float(made["length"] / jnp.maximum(made["steps"], 1))}
+    optimizer: Any = served.state.opt_state
+    row = {"length": float(optimizer["length"] / jnp.maximum(optimizer["steps"], 1))}
     if served.state.memory:
         taken, seen = np.asarray(served.state.memory[1])
-        found["taken"] = float(taken / max(seen, 1))
-    return found
+        row["taken"] = float(taken / max(seen, 1))
+    return row
 
 
 def _mean(accuracy: Mapping[str, float]) -> float:
@@ -370,7 +400,7 @@ def _mean(accuracy: Mapping[str, float]) -> float:
 
 
 def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
-    task, terms = opened(), {name: config.privacy[name] for name in ("adjacency", "unit", "delta")}
+    task = opened()
     streams = f"{len(config.methods)} methods x {config.protocol.seeds} streams"
     for setting in settings(config):
         noise = task.noise.get(setting, 0.0)
@@ -380,7 +410,7 @@ def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
             f"{setting}, {streams}",
             "each stream",
             tta.event(release, task.stream(0), accumulate=accumulate),
-            terms,
+            _terms(config),
             rows=[("noise multiplier", f"{noise:.6g}")],
             runs=len(config.methods) * config.protocol.seeds,
         )
@@ -391,59 +421,61 @@ def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     """Returns means and standard deviations over the seeds, per method, setting and corruption."""
-    config, privacy, cells = work.config, work.config.privacy, []
-    tuning, runs = (results.select(rows, part=part) for part in ("tuning", "runs"))
+    config, cells, tried = work.config, [], []
+    tuning, runs = results.select(rows, part="tuning"), results.select(rows, part="runs")
     chosen = {(row["method"], row["setting"]): row["chosen"] for row in tuning}
-
-    def over(mine: list[frame.Row], other: list[frame.Row]) -> list[float]:
-        """Returns mean and standard error of the difference to what was run on the same streams."""
-        at = {row["seed"]: row["mean"] for row in other}
-        return list(
-            crossed(
-                {row["seed"]: row["mean"] - at[row["seed"]] for row in mine},
-                config.protocol.sources,
-            )
-        )
-
     for method, setting in dict.fromkeys((row["method"], row["setting"]) for row in runs):
         mine = results.select(runs, method=method, setting=setting)
         mean, deviation, _ = results.over_seeds(mine, "mean")
+        original = results.select(runs, method=method, setting=ORIGINAL)
         cell = {
             "method": method,
             "setting": setting,
             **chosen.get((method, setting), {}),
             "mean": mean,
             "std": deviation,
-            "over_source": over(mine, results.select(runs, method=SOURCE)),
-            "over_original": over(mine, results.select(runs, method=method, setting=ORIGINAL)),
-            **{
-                name: results.moments(row[name] for row in mine).mean
-                for name in ("length", "taken")
-                if all(name in row for row in mine)
-            },
-            "per_corruption": {
-                name: results.moments(row["accuracy"][name] for row in mine).mean
-                for name in mine[0]["accuracy"]
-            },
+            "over_source": _over(mine, results.select(runs, method=SOURCE), config),
+            "over_original": _over(mine, original, config),
         }
-        if sigma := work.shared.noise.get(setting):
-            at: Any = {name: privacy[name] for name in ("delta", "adjacency")}
-            visits = max(row["visits"] for row in mine)
-            paid = tta.epsilons(GaussianDpEvent(sigma), visits=visits, **at)
-            costs = {"epsilon_sample": paid.sample, "epsilon_unit": paid.unit, "visits": visits}
-            cell |= {"noise_multiplier": sigma, **costs}
+        for name in ("length", "taken"):
+            if all(name in row for row in mine):
+                cell[name] = results.moments(row[name] for row in mine).mean
+        cell["per_corruption"] = {
+            name: results.moments(row["accuracy"][name] for row in mine).mean
+            for name in mine[0]["accuracy"]
+        }
+        sigma = work.shared.noise.get(setting)
+        if sigma:
+            cell |= {"noise_multiplier": sigma, **_costs(sigma, mine, config)}
         cells.append(cell)
+    for row in tuning:
+        tried += [_name(row) | candidate for candidate in row["tried"]]
     return {
         "cells": cells,
         "seeds": config.protocol.seeds,
         "images": config.data.images,
-        **{name: privacy[name] for name in ("delta", "adjacency", "unit")},
-        "tried": [
-            {"method": r["method"], "setting": r["setting"], **tried}
-            for r in tuning
-            for tried in r["tried"]
-        ],
+        **{name: config.privacy[name] for name in ("delta", "adjacency", "unit")},
+        "tried": tried,
     }
+
+
+def _over(mine: Sequence[frame.Row], other: Sequence[frame.Row], config: Any) -> list[float]:
+    """Returns mean and standard error of the difference to what was run on the same streams."""
+    others = {row["seed"]: row["mean"] for row in other}
+    differences = {row["seed"]: row["mean"] - others[row["seed"]] for row in mine}
+    return list(crossed(differences, config.protocol.sources))
+
+
+def _costs(sigma: float, mine: Sequence[frame.Row], config: Any) -> dict[str, Any]:
+    """Returns what runs at a noise multiplier cost a photograph at most."""
+    visits = max(row["visits"] for row in mine)
+    paid = tta.epsilons(
+        GaussianDpEvent(sigma),
+        visits=visits,
+        delta=config.privacy.delta,
+        adjacency=config.privacy.adjacency,
+    )
+    return {"epsilon_sample": paid.sample, "epsilon_unit": paid.unit, "visits": visits}
 
 
 def crossed(values: Mapping[int, float], sources: int) -> tuple[float, float]:
@@ -459,22 +491,23 @@ def crossed(values: Mapping[int, float], sources: int) -> tuple[float, float]:
       The mean, and the root of the sum of the squared standard errors of the means per source model
       and per stream. This counts the variation of single runs twice, so it is rather too large.
     """
+    by_source: dict[int, list[float]] = {}
+    by_stream: dict[int, list[float]] = {}
+    for seed, value in values.items():
+        by_source.setdefault(seed % sources, []).append(value)
+        by_stream.setdefault(seed // sources, []).append(value)
     errors = []
-    for level in (lambda seed: seed % sources, lambda seed: seed // sources):
-        groups: dict[int, list[float]] = {}
-        for seed, value in values.items():
-            groups.setdefault(level(seed), []).append(value)
+    for groups in (by_source, by_stream):
         if len(groups) > 1:
-            errors.append(
-                results.moments(results.moments(group).mean for group in groups.values()).error
-            )
+            means = [results.moments(group).mean for group in groups.values()]
+            errors.append(results.moments(means).error)
     return results.moments(values.values()).mean, math.hypot(*errors) if errors else math.nan
 
 
 def _accuracies(cells: Sequence[frame.Row]) -> list[dict[str, str]]:
     """Returns a line per method with a column per setting."""
     return results.pivot(
-        cells, "method", "setting", lambda c: results.percent(c[0]["mean"], c[0]["std"])
+        cells, "method", "setting", lambda found: results.percent(found[0]["mean"], found[0]["std"])
     )
 
 
@@ -482,138 +515,183 @@ def _private(cells: Sequence[frame.Row]) -> list[frame.Row]:
     """Returns the cells of the first method that have an epsilon. Other methods have the same
     epsilons.
     """
-    return [c for c in cells if c["method"] == cells[0]["method"] and "visits" in c]
+    first = results.select(cells, method=cells[0]["method"])
+    return [cell for cell in first if "visits" in cell]
 
 
 def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
     *cells, source = result["cells"]
-    named = [({"method": c["method"], "setting": c["setting"]}, c) for c in cells]
-    changed = [c for c in cells if c["setting"] != ORIGINAL]
-
-    def differences(over: str, shown: Sequence[frame.Row]) -> list[dict[str, str]]:
-        return results.pivot(
-            shown, "method", "setting", lambda c: results.percent(*c[0][over], sign="+")
-        )
-
+    changed = [cell for cell in cells if cell["setting"] != ORIGINAL]
     return {
         "Accuracy in percent over all corruptions, mean ± standard deviation of "
-        f"{result['seeds']} streams": (_accuracies([source, *cells])),
-        "Difference to no adaptation on the same streams ± standard error": differences(
+        f"{result['seeds']} streams": _accuracies([source, *cells]),
+        "Difference to no adaptation on the same streams ± standard error": _differences(
             "over_source", cells
         ),
-        "Difference to the original method on the same streams ± standard error": (
-            differences("over_original", changed)
+        "Difference to the original method on the same streams ± standard error": _differences(
+            "over_original", changed
         ),
         "Diagnostics, functions of the records: mean length of an update, and percent of images "
-        "that took part": [
-            name
-            | {
-                "length": c["length"],
-                "took part": results.percent(c["taken"]) if "taken" in c else None,
-            }
-            for name, c in named
-        ],
+        "that took part": [_name(cell) | _step_length(cell) for cell in cells],
         f"What it costs at delta = {result['delta']:g}, {result['adjacency']}": [
-            {
-                "setting": c["setting"],
-                "noise multiplier": c["noise_multiplier"],
-                "epsilon of a sample": c["epsilon_sample"],
-                f"epsilon of a {result['unit']}": c["epsilon_unit"],
-                "visits": c["visits"],
-            }
-            for c in _private(cells)
+            _cost(cell, result["unit"]) for cell in _private(cells)
         ],
         "Accuracy in percent per corruption": [
-            name | {k: results.percent(value) for k, value in c["per_corruption"].items()}
-            for name, c in [*named, ({"method": SOURCE, "setting": ORIGINAL}, source)]
+            _name(cell) | _per_corruption(cell) for cell in [*cells, source]
         ],
         "Hyper-parameters": [
-            name | {"learning rate": c["learning_rate"], "clip norm": c.get("clip_norm")}
-            for name, c in named
+            _name(cell)
+            | {"learning rate": cell["learning_rate"], "clip norm": cell.get("clip_norm")}
+            for cell in cells
         ],
     }
+
+
+def _name(cell: frame.Row) -> dict[str, Any]:
+    return {"method": cell["method"], "setting": cell["setting"]}
+
+
+def _differences(over: str, cells: Sequence[frame.Row]) -> list[dict[str, str]]:
+    return results.pivot(
+        cells, "method", "setting", lambda found: results.percent(*found[0][over], sign="+")
+    )
+
+
+def _step_length(cell: frame.Row) -> dict[str, Any]:
+    taken = results.percent(cell["taken"]) if "taken" in cell else None
+    return {"length": cell["length"], "took part": taken}
+
+
+def _cost(cell: frame.Row, unit: str) -> dict[str, Any]:
+    return {
+        "setting": cell["setting"],
+        "noise multiplier": cell["noise_multiplier"],
+        "epsilon of a sample": cell["epsilon_sample"],
+        f"epsilon of a {unit}": cell["epsilon_unit"],
+        "visits": cell["visits"],
+    }
+
+
+def _per_corruption(cell: frame.Row) -> dict[str, str]:
+    return {name: results.percent(value) for name, value in cell["per_corruption"].items()}
+
+
+Curves = dict[str, list[tuple[float, float]]]
 
 
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     """Draws the figures. Writes methods.txt, which describes the private form of each method."""
-    config, root = work.config, work.root
-    *cells, source = result["cells"]
-    step, texts = {"learning_rate": 1.0, "clip_norm": 1.0}, []
+    config = work.config
+    any_choice = {"learning_rate": 1.0, "clip_norm": 1.0}
+    texts = []
     for name in config.methods:
-        private = work.shared.adapter(Cell("runs", name, settings(config)[-1], 0), step)
-        texts.append(f"{name}: {private.method.describe()}\n")
-    write_durably(root / "methods.txt", "\n".join(texts).encode())
-    names = list(enumerate(source["per_corruption"]))
-    about = f"{len(names)} corruptions, {result['seeds']} streams of {result['images']} photographs"
-    over_stream: Any = {
-        "subtitle": about,
-        "xlabel": "",
-        "xticks": {k: name.replace("_", " ") for k, name in names},
-    }
+        cell = Cell("runs", name, settings(config)[-1], 0)
+        method: Any = work.shared.adapter(cell, any_choice).method
+        texts.append(f"{name}: {method.describe()}\n")
+    write_durably(work.root / "methods.txt", "\n".join(texts).encode())
+    corruptions = len(result["cells"][-1]["per_corruption"])
+    streams = f"{result['seeds']} streams of {result['images']} photographs"
+    about = f"{corruptions} corruptions, {streams}"
+    _draw_streams(result, work, about)
+    _draw_epsilons(result, work, about)
+    _draw_stability(result, work)
 
-    def curves(
-        shown: Sequence[frame.Row], less: Mapping[str, float]
-    ) -> dict[str, list[tuple[float, float]]]:
-        return {
-            c["method"]: [(k, c["per_corruption"][n] - less.get(n, 0.0)) for k, n in names]
-            for c in shown
-        }
 
-    for setting in settings(config):
-        mine, file = results.select(cells, setting=setting), f"{frame.file_name(setting)}.png"
-        title, ylabel = f"Accuracy over the stream, {setting}", "accuracy on the corruption"
-        shown = curves([*mine, source], {})
-        plot_curves(root / f"stream_{file}", shown, title=title, ylabel=ylabel, **over_stream)
-        title, ylabel = (
-            f"What adaptation gains over the stream, {setting}",
-            f"{ylabel} less that of the source model",
-        )
-        shown, zero = curves(mine, source["per_corruption"]), {SOURCE: 0.0}
+def _draw_streams(result: Mapping[str, Any], work: frame.Work, about: str) -> None:
+    """Draws the accuracy over the stream in each setting, and its difference to the source
+    model.
+    """
+    *cells, source = result["cells"]
+    names = list(source["per_corruption"])
+    ticks: dict[float, str] = {k: name.replace("_", " ") for k, name in enumerate(names)}
+
+    def curves(shown: Sequence[frame.Row], less: Mapping[str, float]) -> Curves:
+        points = Curves()
+        for cell in shown:
+            gains = [cell["per_corruption"][name] - less.get(name, 0.0) for name in names]
+            points[cell["method"]] = list(enumerate(gains))
+        return points
+
+    for setting in settings(work.config):
+        mine = results.select(cells, setting=setting)
+        file = f"{frame.file_name(setting)}.png"
         plot_curves(
-            root / f"gain_{file}", shown, title=title, ylabel=ylabel, references=zero, **over_stream
+            work.root / f"stream_{file}",
+            curves([*mine, source], {}),
+            title=f"Accuracy over the stream, {setting}",
+            subtitle=about,
+            xlabel="",
+            xticks=ticks,
+            ylabel="accuracy on the corruption",
         )
-    on_log: Any = {"ylabel": "mean accuracy over the stream", "xscale": "log"}
-    if noisy := sorted((c for c in cells if "visits" in c), key=lambda c: c["epsilon_sample"]):
         plot_curves(
-            root / "by_epsilon.png",
-            {
-                m: [(c["epsilon_sample"], c["mean"]) for c in noisy if c["method"] == m]
-                for m in config.methods
-            },
-            title="Accuracy under corruption against ε of a sample",
-            subtitle=f"{about}, δ = {result['delta']:g}",
-            xlabel="ε of one visit (log scale)",
-            xticks={c["epsilon_sample"]: c["setting"].removeprefix("epsilon ") for c in noisy},
-            references={SOURCE: source["mean"]},
-            **on_log,
+            work.root / f"gain_{file}",
+            curves(mine, source["per_corruption"]),
+            title=f"What adaptation gains over the stream, {setting}",
+            subtitle=about,
+            xlabel="",
+            xticks=ticks,
+            ylabel="accuracy on the corruption less that of the source model",
+            references={SOURCE: 0.0},
         )
+
+
+def _draw_epsilons(result: Mapping[str, Any], work: frame.Work, about: str) -> None:
+    *cells, source = result["cells"]
+    private = [cell for cell in cells if "visits" in cell]
+    if not private:
+        return
+    curves = {name: list[tuple[float, float]]() for name in work.config.methods}
+    ticks = {}
+    for cell in sorted(private, key=lambda cell: cell["epsilon_sample"]):
+        epsilon = cell["epsilon_sample"]
+        curves[cell["method"]].append((epsilon, cell["mean"]))
+        ticks[epsilon] = cell["setting"].removeprefix("epsilon ")
+    plot_curves(
+        work.root / "by_epsilon.png",
+        curves,
+        title="Accuracy under corruption against ε of a sample",
+        subtitle=f"{about}, δ = {result['delta']:g}",
+        xlabel="ε of one visit (log scale)",
+        xticks=ticks,
+        references={SOURCE: source["mean"]},
+        ylabel=_MEAN_ACCURACY,
+        xscale="log",
+    )
+
+
+def _draw_stability(result: Mapping[str, Any], work: frame.Work) -> None:
+    """Draws the accuracy of each tried learning rate against the length of its updates."""
     moved = [row for row in result["tried"] if row["length"] > 0]
     for method in dict.fromkeys(row["method"] for row in moved):
-        lengths: dict[str, list[tuple[float, float]]] = {}
+        curves = Curves()
         for row in results.select(moved, method=method):
-            lengths.setdefault(row["setting"], []).append((row["length"], row["accuracy"]))
+            curves.setdefault(row["setting"], []).append((row["length"], row["accuracy"]))
         plot_curves(
-            root / f"stability_{method}.png",
-            {setting: sorted(points) for setting, points in lengths.items()},
+            work.root / f"stability_{method}.png",
+            {setting: sorted(points) for setting, points in curves.items()},
             title=f"{method}: accuracy against the length of an update",
             subtitle="held-out corruptions, one point per learning rate",
             xlabel="mean L2 norm of an update (log scale)",
-            **on_log,
+            ylabel=_MEAN_ACCURACY,
+            xscale="log",
         )
+
+
+_MEAN_ACCURACY = "mean accuracy over the stream"
 
 
 def _summary(result: Mapping[str, Any]) -> str:
     at = f"at delta = {result['delta']:g}, {result['adjacency']}"
     costs = [
-        f"{c['setting']}: epsilon = {c['epsilon_sample']:.4g} for a sample, "
-        f"{c['epsilon_unit']:.4g} for a "
-        f"{result['unit']} (seen {c['visits']} times), {at}.\n"
-        for c in _private(result["cells"])
+        f"{cell['setting']}: epsilon = {cell['epsilon_sample']:.4g} for a sample, "
+        f"{cell['epsilon_unit']:.4g} for a {result['unit']} (seen {cell['visits']} times), {at}.\n"
+        for cell in _private(result["cells"])
     ]
     return (
-        f"{format_table(_accuracies(result['cells']))}\n\n{''.join(costs)}Each epsilon is of one "
-        "run alone. These runs "
-        "shared streams and labels. Publish all of them, as here, for public benchmarks only."
+        f"{format_table(_accuracies(result['cells']))}\n\n{''.join(costs)}"
+        "Each epsilon is of one run alone. These runs shared streams and labels. Publish all of "
+        "them, as here, for public benchmarks only."
     )
 
 

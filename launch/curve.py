@@ -64,14 +64,11 @@ def _cells(config: Any) -> Iterator[Point]:
 def _run(cell: Point, work: frame.Work) -> dict[str, Any]:
     task, trainer = work.shared.task, work.shared.trainer(cell.epsilon)
     private, folder = _private(work.config, cell.epsilon), work.folder(cell)
-    terms = task.terms(private)
     start = models.fresh(task.network, work.config.init_seed)
-    with (
-        frame.account(
-            folder / "ledger.sqlite", task.private.name, label=private.method, **terms
-        ) as account,
-        frame.watching(work.config, folder) as writers,
-    ):
+    ledger = frame.account(
+        folder / "ledger.sqlite", task.private.name, label=private.method, **task.terms(private)
+    )
+    with ledger as account, frame.watching(work.config, folder) as writers:
         params, cost = trainers.fit(
             trainer, start, task.units, private, account, folder / "scratch", writers
         )
@@ -86,9 +83,10 @@ def _run(cell: Point, work: frame.Work) -> dict[str, Any]:
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     points = []
     for epsilon in work.config.curve.epsilons:
-        found = results.moments(row["accuracy"] for row in results.select(rows, epsilon=epsilon))
-        deviation = found.deviation if work.config.curve.runs > 1 else None
-        points.append({"epsilon": epsilon, "accuracy": found.mean, "deviation": deviation})
+        runs = results.select(rows, epsilon=epsilon)
+        moments = results.moments(row["accuracy"] for row in runs)
+        deviation = moments.deviation if work.config.curve.runs > 1 else None
+        points.append({"epsilon": epsilon, "accuracy": moments.mean, "deviation": deviation})
     task = work.shared.task
     return {
         "dataset": task.private.name,
@@ -157,7 +155,8 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
 
 def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
     task, trainer = opened()
-    start, (_, units) = models.fresh(task.network, config.init_seed), task.blank()
+    start = models.fresh(task.network, config.init_seed)
+    _, units = task.blank()
     for epsilon in config.curve.epsilons:
         private = _private(config, epsilon)
         yield plans.training(

@@ -36,7 +36,7 @@ from jaxdp.data import tfds as prepared
 from jaxdp.data.apart import check_records_apart
 from jaxdp.data.selection import everything, held, load_pixels
 from jaxdp.data.shifts import CLEAN, STRENGTHS, Shift, shifted
-from jaxdp.data.spec import Prepare, format_of, medmnist_arrays, open_parts
+from jaxdp.data.spec import Prepare, format_of, medmnist_arrays, open_parts, whole_bundled
 from jaxdp.files import Limits, optional, read_npz
 from jaxdp.report import progress_bar
 
@@ -236,7 +236,7 @@ def _bundled_places(config: Any, parts: Mapping[str, Any]) -> dict[str, dict[str
     """Returns the fields of a spec with the rows of each part, one part after the other."""
     if not parts:
         raise ValueError(f"config.data.parts must name a part of {config.name!r}, got none.")
-    records = len(data.open(DataSpec(source="bundled", name=config.name, where="config.data")))
+    records = len(whole_bundled(config.name, where="config.data"))
     shares = [_share(role, part, records) for role, part in parts.items()]
     if sum(shares) > 1 + 1e-9:
         raise ValueError(

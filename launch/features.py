@@ -24,6 +24,7 @@ import optax
 
 from jaxdp.data import Examples, bundled, from_arrays, read_column
 from jaxdp.data.selection import everything, image_shape
+from jaxdp.data.spec import open_parts
 from jaxdp.models import Preprocessing, Pretrained, load_params
 from jaxdp.prediction.features import FeatureMap
 
@@ -108,28 +109,24 @@ def embeddings(config: Any) -> Opened:
     of the same kind, without labels.
     """
     keys = ("train_features", "train_labels", "test_features", "test_labels", "public_features")
-    found = data.arrays(config, "path", keys, "embeddings of texts")
+    arrays = data.arrays(config, "path", keys, "embeddings of texts")
 
     def compute(_: pathlib.Path) -> Task:
-        project = FeatureMap.from_public(found["public_features"], **config.features)
-        parts = []
-        for part in ("train", "test"):
-            features, label = (
-                project(found[f"{part}_features"]),
-                found[f"{part}_labels"].reshape(-1),
-            )
-            name = f"{config.name}/{part}"
-            parts.append(
-                from_arrays(
-                    features=features, label=label, num_classes=config.num_classes, name=name
-                )
-            )
-        origin = (
-            f"embeddings of {pathlib.Path(config.path).name}, centred and scaled on its public ones"
-        )
-        return Task(parts[0], parts[1], origin)
+        project = FeatureMap.from_public(arrays["public_features"], **config.features)
 
-    return Opened(len(found["test_features"]), config.num_classes, compute)
+        def records(part: str) -> Examples:
+            return from_arrays(
+                features=project(arrays[f"{part}_features"]),
+                label=arrays[f"{part}_labels"].reshape(-1),
+                num_classes=config.num_classes,
+                name=f"{config.name}/{part}",
+            )
+
+        file = pathlib.Path(config.path).name
+        origin = f"embeddings of {file}, centred and scaled on its public ones"
+        return Task(records("train"), records("test"), origin)
+
+    return Opened(len(arrays["test_features"]), config.num_classes, compute)
 
 
 # --- Images -------------------------------------------------------------------------------------
@@ -165,50 +162,54 @@ def images(config: Any) -> Opened:
     renumbered in this order. `keep` is the share of each class to keep. () keeps everything in
     both.
     """
-    found = _read(config)
-    public, private, test = (
-        _some_classes(found[role], config) for role in ("public", "private", "test")
-    )
+    try:
+        sources = open_parts(data.specs(config, *_ROLES), images=True)
+    except FileNotFoundError:
+        sources = _without_upstream(config)
+    public = _some_classes(sources["public"], config)
+    private = _some_classes(sources["private"], config)
+    test = _some_classes(sources["test"], config)
+    upstream = sources.get("upstream")
 
     def compute(network: pathlib.Path) -> Task:
         params, origin = None, "pixels"
-        if upstream := found.get("upstream"):
+        if upstream is not None:
             params = _pretrained(config.network, upstream, network)
             origin = f"activations of two convolutions trained on {upstream.name}"
         project = FeatureMap.from_public(_vectors(params, public), **config.features)
-        parts = []
-        for name, source in (("train", private), ("test", test)):
-            features, label = project(_vectors(params, source)), read_column(source, "label")
-            name = f"{config.name}/{name}" if config.source == "bundled" else source.name
-            parts.append(
-                from_arrays(
-                    features=features, label=label, num_classes=source.num_classes, name=name
-                )
+
+        def records(source: Examples, part: str) -> Examples:
+            bundled = config.source == "bundled"
+            return from_arrays(
+                features=project(_vectors(params, source)),
+                label=read_column(source, "label"),
+                num_classes=source.num_classes,
+                name=f"{config.name}/{part}" if bundled else source.name,
             )
+
         origin += f", centred and scaled on {len(public)} public images without their labels"
-        return Task(parts[0], parts[1], origin, params)
+        return Task(records(private, "train"), records(test, "test"), origin, params)
 
     return Opened(len(test), private.num_classes, compute)
 
 
-def _read(config: Any) -> dict[str, Examples]:
-    """Returns the images of each role. The bundled digits train the network if its own images are
-    missing.
+_ROLES = ("upstream", "public", "private", "test")
+
+
+def _without_upstream(config: Any) -> dict[str, Examples]:
+    """Returns the images of each role, with the bundled digits to train the network.
+
+    Raises:
+      FileNotFoundError: The images of another role are missing too, or no network is trained.
     """
-    roles = ("upstream", "public", "private", "test")
-    try:
-        return data.parts(config, *roles, images=True)
-    except FileNotFoundError:
-        if not config.parts.get("upstream"):
-            raise
-        others = copy.deepcopy(config)
-        others.parts.upstream = ""
-        found = data.parts(others, *roles, images=True)  # raises if one of them is missing
-        print(
-            f"{config.parts.upstream} is missing. The frozen network is trained on the bundled "
-            "digits instead."
-        )
-        return found | {"upstream": bundled("digits")}
+    others = copy.deepcopy(config)
+    others.parts.upstream = ""
+    sources = open_parts(data.specs(others, *_ROLES), images=True)
+    print(
+        f"{config.parts.upstream} is missing. The frozen network is trained on the bundled "
+        "digits instead."
+    )
+    return sources | {"upstream": bundled("digits")}
 
 
 def _some_classes(source: Examples, config: Any) -> Examples:
@@ -225,12 +226,12 @@ def _some_classes(source: Examples, config: Any) -> Examples:
             f"config.data.keep must have a share for each of {len(config.classes)} classes, or be "
             "()."
         )
-    columns, stay = everything(chosen), []
+    columns, rows = everything(chosen), []
     for row, (image, label) in enumerate(zip(columns["image"], columns["label"], strict=True)):
         digest = hashlib.blake2b(image.tobytes(), digest_size=8).digest()
         if int.from_bytes(digest, "little") < config.keep[label] * 2**64:
-            stay.append(row)
-    return chosen.take(np.array(stay, np.int64))
+            rows.append(row)
+    return chosen.take(np.array(rows, np.int64))
 
 
 def _network(source: Examples, num_classes: int) -> Pretrained:
@@ -270,18 +271,8 @@ def _vectors(params: Mapping[str, Any] | None, source: Examples) -> np.ndarray:
 # word is one token.
 _TOKEN = re.compile(r"n't\b|\w+?(?=n't\b)|'\w+|\w+(?:[-.]\w+)*|``|''|\.\.\.|[^\w\s]")
 _NEGATIONS = {
-    "not",
-    "n't",
-    "no",
-    "never",
-    "nor",
-    "neither",
-    "nothing",
-    "without",
-    "hardly",
-    "lacks",
-    "lack",
-    "lacking",
+    *("not", "n't", "no", "never", "nor", "neither", "nothing", "without"),
+    *("hardly", "lacks", "lack", "lacking"),
 }
 _CLAUSE_ENDS = set(".,;:!?")
 
@@ -301,15 +292,12 @@ def text(config: Any) -> Opened:
         config, "word_vectors", keys, "public word vectors"
     ).values()
     specs = data.specs(config, "private", "test", source="tfds")
-    found = {role: data.texts(specs[role], config.field) for role in ("private", "test")}
+    texts_of = {role: data.texts(specs[role], config.field) for role in ("private", "test")}
 
     def compute(_: pathlib.Path) -> Task:
         frequency = counts.astype(np.float64) / counts.sum()
         table = vectors.astype(np.float64) * (config.weight / (config.weight + frequency))[:, None]
-        index = {
-            word.decode() if isinstance(word, bytes) else str(word): i
-            for i, word in enumerate(words)
-        }
+        index = {_text(word): row for row, word in enumerate(words)}
         project = FeatureMap.from_public(table, weights=frequency, **config.features)
 
         def mean(sentence: str) -> np.ndarray:
@@ -318,16 +306,27 @@ def text(config: Any) -> Opened:
             known = [sign * table[index[token]] for token, sign in signed if token in index]
             return np.mean(known, axis=0) if known else project.mean
 
-        parts = []
-        for role, (texts, label) in found.items():
-            features = project(np.stack([mean(sentence) for sentence in texts]))
-            parts.append(
-                from_arrays(features=features, label=label, num_classes=2, name=specs[role].title)
+        def records(role: str) -> Examples:
+            texts, label = texts_of[role]
+            return from_arrays(
+                features=project(np.stack([mean(sentence) for sentence in texts])),
+                label=label,
+                num_classes=2,
+                name=specs[role].title,
             )
-        origin = f"weighted mean of {len(words)} public word vectors, centred and scaled under public word counts"
-        return Task(parts[0], parts[1], origin)
 
-    return Opened(len(found["test"][1]), 2, compute)
+        origin = (
+            f"weighted mean of {len(words)} public word vectors, centred and scaled under public "
+            "word counts"
+        )
+        return Task(records("private"), records("test"), origin)
+
+    _, test_labels = texts_of["test"]
+    return Opened(len(test_labels), 2, compute)
+
+
+def _text(word: Any) -> str:
+    return word.decode() if isinstance(word, bytes) else str(word)
 
 
 def tokenize(sentence: str) -> list[str]:
@@ -342,7 +341,11 @@ def signs(tokens: Sequence[str], negation: int) -> list[float]:
     signs, left = [], 0
     for token in tokens:
         signs.append(-1.0 if left > 0 else 1.0)
-        left = negation if token in _NEGATIONS else 0 if token in _CLAUSE_ENDS else left - 1
+        left -= 1
+        if token in _NEGATIONS:
+            left = negation
+        elif token in _CLAUSE_ENDS:
+            left = 0
     return signs
 
 

@@ -62,42 +62,51 @@ def _cells(config: Any) -> Iterator[Model]:
 
 
 def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
-    config, (task, trainer), root, hosts = work.config, work.shared, work.root, work.hosts
-    start = fresh = models.fresh(task.network, config.init_seed)
-    if cell.model != "no_pretraining" and (backbone := _backbone(config, task, work)) is not None:
-        start = merge_pretrained(
-            fresh, backbone, exclude=("head",) if config.pretrain.new_head else ()
-        )
-    judge = functools.partial(finetune.accuracy, task.network.apply_fn)
-
-    def without_privacy() -> dict[str, Any]:
-        params = models.train(
-            task.network,
-            start,
-            task.private,
-            config.no_privacy,
-            seed=config.init_seed,
-            augment=augmentation(task.spec),
-            optimizer=functools.partial(models.adam_on, chosen=task.chosen),
-            label="no privacy",
-        )
-        return {"accuracy": judge(params, task.test)}
-
+    config, task = work.config, work.shared.task
+    start = models.fresh(task.network, config.init_seed)
+    backbone = None
+    if cell.model != "no_pretraining":
+        backbone = _backbone(config, task, work)
+    if backbone is not None:
+        exclude = ("head",) if config.pretrain.new_head else ()
+        start = merge_pretrained(start, backbone, exclude=exclude)
     if cell.model == "no_privacy":
-        return hosts.first(without_privacy)
-    private = config.private
-    label, terms, folder = (
-        cell.model.replace("_", " "),
-        task.terms(private),
-        work.folder(cell),
+        return work.hosts.first(lambda: _without_privacy(config, task, start))
+    return _private(cell, work, start)
+
+
+def _without_privacy(config: Any, task: tasks.Task, start: Params) -> dict[str, Any]:
+    params = models.train(
+        task.network,
+        start,
+        task.private,
+        config.no_privacy,
+        seed=config.init_seed,
+        augment=augmentation(task.spec),
+        optimizer=functools.partial(models.adam_on, chosen=task.chosen),
+        label="no privacy",
     )
+    return {"accuracy": finetune.accuracy(task.network.apply_fn, params, task.test)}
+
+
+def _private(cell: Model, work: frame.Work, start: Params) -> dict[str, Any]:
+    """Trains a private model. Process 0 alone has the account and writes files."""
+    config, private, root, hosts = work.config, work.config.private, work.root, work.hosts
+    task, trainer = work.shared
+    folder = work.folder(cell)
+    judge = functools.partial(finetune.accuracy, task.network.apply_fn)
     with contextlib.ExitStack() as opened:
-        account: Any = None  # Process 0 alone has it.
+        account: Any = None
         writers: list[Callback] = []
 
         def open_files() -> None:
             nonlocal account
-            ledger = frame.account(root / _ledger(cell), task.private.name, label=label, **terms)
+            ledger = frame.account(
+                root / _ledger(cell),
+                task.private.name,
+                label=cell.model.replace("_", " "),
+                **task.terms(private),
+            )
             account = opened.enter_context(ledger)
             writers.extend(opened.enter_context(frame.watching(config, folder)))
 
@@ -119,9 +128,8 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         def judged() -> dict[str, Any]:
             if cell.model == "private":
                 save_params(root / "params.safetensors", task.serving(params))
-            changes = results.changes(
-                *(models.right(task.network, model, task.test) for model in (start, params))
-            )
+            before = models.right(task.network, start, task.test)
+            changes = results.changes(before, models.right(task.network, params, task.test))
             return {
                 **changes,
                 "accuracy": changes["after"],
@@ -158,20 +166,21 @@ def _backbone(config: Any, task: tasks.Task, work: frame.Work) -> Params | None:
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     private, *references = rows
+    task, trainer = work.shared
     names = {file: name for name, file in REFERENCES.items()}
     return {
         "private": private["accuracy"],
         **{name: private[name] for name in ("before", "after", "gained", "lost")},
-        "tested": len(work.shared.task.test),
+        "tested": len(task.test),
         "curves": trainers.curves(work.folder(Model("private"))),
         **{names[row["model"]]: row["accuracy"] for row in references},
         "epsilon": private["epsilon"],
         "delta": work.config.private.delta,
         "method": work.config.private.method,
-        "noise_multiplier": float(work.shared.trainer.privatizer.event_at(0).noise_multiplier),
+        "noise_multiplier": float(trainer.privatizer.event_at(0).noise_multiplier),
         "steps": work.config.private.steps,
-        **work.shared.task.spec.terms,
-        "dataset": work.shared.task.private.name,
+        **task.spec.terms,
+        "dataset": task.private.name,
     }
 
 
@@ -191,17 +200,13 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
 def _summary(result: Mapping[str, Any]) -> str:
     spent = f"{result['epsilon']:.3f}"
     rows = [{"model": "private", "test accuracy": result["private"], "epsilon": spent}]
-    paid = {"no privacy": "inf", "no pre-training": spent}
-    rows += [
-        {"model": n, "test accuracy": result[n], "epsilon": e}
-        for n, e in paid.items()
-        if n in result
-    ]
-    text = format_table(rows)
-    text += (
-        f"\n\nThe ledger recomputes epsilon = {spent} at delta = {result['delta']:g} for "
-        f"{result['dataset']}"
-        f" ({_CHANGES[result['adjacency']]} one {result['unit']})."
+    for name, epsilon in (("no privacy", "inf"), ("no pre-training", spent)):
+        if name in result:
+            rows.append({"model": name, "test accuracy": result[name], "epsilon": epsilon})
+    change = f"{_CHANGES[result['adjacency']]} one {result['unit']}"
+    text = (
+        f"{format_table(rows)}\n\nThe ledger recomputes epsilon = {spent} at delta = "
+        f"{result['delta']:g} for {result['dataset']} ({change})."
     )
     if len(rows) > 1:
         text += (
@@ -213,14 +218,12 @@ def _summary(result: Mapping[str, Any]) -> str:
 
 
 def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
-    (task, trainer), private = opened(), config.private
+    task, trainer = opened()
+    private = config.private
     loss, start = models.loss(task.network), models.fresh(task.network, config.init_seed)
     records, units = task.blank()
-    how: dict[str, Any] = {"steps": private.steps, "every": private.checkpoint_every}
-    how["terms"] = task.terms(private)
-    if task.public is not None and not (
-        config.pretrain.weights or models.has_backbone(config.model)
-    ):
+    given = config.pretrain.weights or models.has_backbone(config.model)
+    if task.public is not None and not given:
         yield plans.public_training(
             "public pre-training", loss, start, task.public, config.pretrain
         )
@@ -230,8 +233,17 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
                 "reference without privacy", loss, start, records, config.no_privacy
             )
             continue
-        how |= {"ledger": str(_ledger(cell)), "folder": f"cells/{cell.model}"}
-        yield plans.training(cell.model.replace("_", " "), trainer, units, start, **how)
+        yield plans.training(
+            cell.model.replace("_", " "),
+            trainer,
+            units,
+            start,
+            steps=private.steps,
+            every=private.checkpoint_every,
+            terms=task.terms(private),
+            ledger=str(_ledger(cell)),
+            folder=f"cells/{cell.model}",
+        )
 
 
 def _ledger(cell: Model) -> pathlib.Path:
@@ -278,7 +290,11 @@ def experiment(
     """Runs the experiment, or the table or curve of them. The devices of a mesh share the batches
     of an experiment.
     """
-    study = dpadapter.STUDY if "grids" in config else curve.STUDY if "curve" in config else STUDY
+    study = STUDY
+    if "grids" in config:
+        study = dpadapter.STUDY
+    elif "curve" in config:
+        study = curve.STUDY
     if mesh is None:
         return frame.run(study, config, workdir, dry_run=dry_run, target=target)
     if study is not STUDY:

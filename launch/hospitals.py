@@ -45,14 +45,10 @@ def _agreed(config: Any) -> tuple[Any, dict[str, Any], str]:
     check_numbers(config)
     method = recalibrate.method("method", config.method)
     how = {"epsilon": config.epsilon, "adjacency": config.adjacency}
-    recalibration.noise_scale(
-        method, num_classes=config.num_classes, **how
-    )  # raises if there is none
-    return (
-        method,
-        how,
-        f"{method!r}, epsilon={config.epsilon!r}, {config.adjacency}, {config.num_classes} classes",
-    )
+    # Raises if the method has no noise scale.
+    recalibration.noise_scale(method, num_classes=config.num_classes, **how)
+    terms = f"epsilon={config.epsilon!r}, {config.adjacency}, {config.num_classes} classes"
+    return method, how, f"{method!r}, {terms}"
 
 
 # --- The calibrator -----------------------------------------------------------------------------
@@ -84,21 +80,20 @@ def run_server(
             question = pack(
                 "question", fields={"round": k, "terms": terms}, arrays={"temperature": temperature}
             )
-            told = hospitals.ask(dict.fromkeys(asked, question), timeout=timeout)
-            if len(told) < fewest:
-                lost = ", ".join(map(shown, sorted(set(asked) - set(told))))
+            answers = hospitals.ask(dict.fromkeys(asked, question), timeout=timeout)
+            if len(answers) < fewest:
+                lost = ", ".join(map(shown, sorted(set(asked) - set(answers))))
                 raise TimeoutError(
                     f"{lost} gave no answer to round {k} within {timeout:g} seconds, or refused, "
                     "as its own output says. Start again as before, when they are back. Answered "
                     "rounds are repeated and not paid again."
                 )
-            asked[:] = sorted(told)
-            return [_sum(told[name], name, k) for name in asked]
+            asked[:] = sorted(answers)
+            return [_sum(answers[name], name, k) for name in asked]
 
         with frame.bind("recalibrate server", config, root):
-            first = ask(
-                0, method.question(0, method.init(0.0))
-            )  # it depends on no noise and no answer
+            # The first question depends on no noise and no answer.
+            first = ask(0, method.question(0, method.init(0.0)))
 
             def total(k: int, temperature: jax.Array) -> jax.Array:
                 answers = first if k == 0 else ask(k, temperature)
@@ -123,10 +118,10 @@ def run_server(
 
 
 def _sum(data: bytes, name: str, k: int) -> np.ndarray:
-    found = unpack(data, "answer", fields=["round"], limits=_LIMITS, name=f"the answer of {name}")
-    answer = found.arrays.get("answer", np.zeros(0))
-    answered = found.fields["round"]
-    if type(answered) is not int or answered != k or answer.dtype != np.float32 or answer.ndim != 1:
+    package = unpack(data, "answer", fields=["round"], limits=_LIMITS, name=f"the answer of {name}")
+    answer, number = package.arrays.get("answer", np.zeros(0)), package.fields["round"]
+    is_round = type(number) is int and number == k
+    if not is_round or answer.dtype != np.float32 or answer.ndim != 1:
         raise ValueError(
             f"the answer of {shown(name)} must be a float32 vector for round {k}. Use the same "
             "release of jaxdp."
@@ -219,11 +214,8 @@ class Hospital(contextlib.AbstractContextManager["Hospital"]):
             self._talk = self._opened.enter_context(
                 self._party.begin(self._method, workdir=self._workdir / "conversation", **self._how)
             )
-        return pack(
-            "answer",
-            fields={"round": k},
-            arrays={"answer": self._talk.answer(temperature, round=k)},
-        )
+        answer = self._talk.answer(temperature, round=k)
+        return pack("answer", fields={"round": k}, arrays={"answer": answer})
 
     def __exit__(self, *error: object) -> None:
         self._opened.close()
@@ -252,13 +244,11 @@ def charges(config: Any, *, ledger_path: _Path | None) -> list[plans.Item]:
         "epsilon": config.epsilon,
         "delta": 0.0,
     }
-    what, event = f"{method.rounds} answers to the calibrator", recalibration.event(how["epsilon"])
-    return [
-        plans.Item(
-            what,
-            config.client.dataset,
-            event,
-            terms,
-            ledger=os.fspath(ledger_path or "ledger.sqlite"),
-        )
-    ]
+    charge = plans.Item(
+        f"{method.rounds} answers to the calibrator",
+        config.client.dataset,
+        recalibration.event(how["epsilon"]),
+        terms,
+        ledger=os.fspath(ledger_path or "ledger.sqlite"),
+    )
+    return [charge]

@@ -73,9 +73,13 @@ def network(config: Any, num_classes: int | None = None, *, new_head: bool = Fal
         model = create(config.name, num_classes=classes, **dict(config.options))
         preprocessing = Preprocessing(**config.preprocessing) if config.preprocessing else None
     if config.get("checkpoint", ""):
-        naming = config.get("naming", "auto")
-        found = {"naming": naming, "preprocessing": preprocessing, "new_head": new_head}
-        return load_checkpoint(config.checkpoint, model=model, **found)
+        return load_checkpoint(
+            config.checkpoint,
+            model=model,
+            naming=config.get("naming", "auto"),
+            preprocessing=preprocessing,
+            new_head=new_head,
+        )
     if preprocessing is None and not isinstance(model, LanguageModel):
         raise ValueError(
             "config.model.preprocessing must be given to train a source model, for example a size "
@@ -137,9 +141,8 @@ def fresh(network: Pretrained, seed: int) -> Params:
     """Returns the parameters of the network's checkpoint, or initial ones if it has none."""
     if network.params:
         return network.params
-    return jax.jit(network.model.init)(jax.random.key(seed), blank_inputs(network.preprocessing))[
-        "params"
-    ]
+    inputs = blank_inputs(network.preprocessing)
+    return jax.jit(network.model.init)(jax.random.key(seed), inputs)["params"]
 
 
 def loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:
@@ -162,9 +165,8 @@ def logits(
     network: Pretrained, params: Params, source: Examples, *, batch_size: int = 500
 ) -> np.ndarray:
     """Returns the logits of all images of a source, float32 [n, C]."""
-    return outputs(
-        functools.partial(_logits, network, params), source, batch_size=batch_size, label="logits"
-    )
+    of_images = functools.partial(_logits, network, params)
+    return outputs(of_images, source, batch_size=batch_size, label="logits")
 
 
 @functools.partial(jax.jit, static_argnums=0)  # sources of one size share a program
@@ -183,9 +185,10 @@ def judged(logits: np.ndarray, labels: Any) -> np.ndarray:
     """Returns whether each public record is answered rightly, bool [n]. It warns of logits that are
     not finite.
     """
-    found = judge(logits, np.asarray(labels))
-    warn_if_not_finite(int((~found.finite).sum()), len(found.finite), stacklevel=4)
-    return np.asarray(found.correct)
+    verdict = judge(logits, np.asarray(labels))
+    not_finite = int((~verdict.finite).sum())
+    warn_if_not_finite(not_finite, len(verdict.finite), stacklevel=4)
+    return np.asarray(verdict.correct)
 
 
 def outputs(
@@ -194,15 +197,17 @@ def outputs(
     """Returns what a compiled function, inputs [B, ...] -> [B, ...], makes of all records of a
     source, [n, ...].
     """
-    rows, mask = data.pad_to_physical(np.arange(len(source)), min(batch_size, len(source)))
-    parts = progress_bar(rows, label=label, unit="batch")
-    found: Any = None  # filled part by part, because features of many images take gigabytes
-    for at, (part, kept) in enumerate(zip(parts, mask, strict=True)):
-        output = np.asarray(function(inputs_of(source.gather(part))))
-        if found is None:
-            found = np.empty((len(source), *output.shape[1:]), output.dtype)
-        found[at * len(part) :][: kept.sum()] = output[kept]
-    return found
+    batches, masks = data.pad_to_physical(np.arange(len(source)), min(batch_size, len(source)))
+    bar = progress_bar(batches, label=label, unit="batch")
+    filled: Any = None  # filled batch by batch, because features of many images take gigabytes
+    start = 0
+    for rows, mask in zip(bar, masks, strict=True):
+        output = np.asarray(function(inputs_of(source.gather(rows))))[mask]
+        if filled is None:
+            filled = np.empty((len(source), *output.shape[1:]), output.dtype)
+        filled[start : start + len(output)] = output
+        start += len(output)
+    return filled
 
 
 def train(
@@ -247,11 +252,11 @@ def adam_on(
     if chosen is None:
         return optax.adam(rate)
 
+    def is_chosen(path: Any, leaf: Any) -> bool:
+        return chosen(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+
     def labels(params: Params) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: chosen(jax.tree_util.keystr(path, simple=True, separator="/"), leaf),
-            params,
-        )
+        return jax.tree_util.tree_map_with_path(is_chosen, params)
 
     return optax.partition({True: optax.adam(rate), False: optax.set_to_zero()}, labels)
 
@@ -281,9 +286,8 @@ def trained(
         with locked(path.with_name(f"{path.name}.lock"), wait=True):
             if not path.exists():
                 start = fresh(network, seed)
-                save_params(
-                    path, train(network, start, images(), how, seed=seed, label=label, **options)
-                )
+                params = train(network, start, images(), how, seed=seed, label=label, **options)
+                save_params(path, params)
     return dataclasses.replace(network, params=load_params(path))
 
 
@@ -304,6 +308,10 @@ def source_model(
     `network(config.model)`, if the caller has it.
     """
     padding = config.train.crop_padding
+
+    def augment(key: jax.Array, example: Any) -> Any:
+        return {**example, "image": data.augment(key, example["image"], padding=padding)}
+
     return trained(
         untrained or network(config.model),
         images,
@@ -311,9 +319,7 @@ def source_model(
         root / f"{name}.safetensors",
         seed=config.train.init_seed + number,
         optimizer=optax.adamw,
-        augment=(lambda key, x: {**x, "image": data.augment(key, x["image"], padding=padding)})
-        if padding
-        else None,
+        augment=augment if padding else None,
     )
 
 
@@ -338,15 +344,14 @@ class Dense:
     def init(self) -> Params:
         """Returns initial parameters."""
         outputs = 1 if self.num_classes == 2 else self.num_classes
+        widths = [self.inputs, *self.hidden, outputs]
         key, params = jax.random.key(self.init_seed), {}
-        for layer, (rows, columns) in enumerate(
-            itertools.pairwise([self.inputs, *self.hidden, outputs])
-        ):
+        for layer, (rows, columns) in enumerate(itertools.pairwise(widths)):
             scale = 0.0 if layer == len(self.hidden) else math.sqrt(2 / rows)
-            kernel = scale * jax.random.normal(jax.random.fold_in(key, layer), (rows, columns))
-            params[f"dense_{layer}"] = {"kernel": kernel} | (
-                {"bias": jnp.zeros(columns)} if self.bias else {}
-            )
+            normal = jax.random.normal(jax.random.fold_in(key, layer), (rows, columns))
+            params[f"dense_{layer}"] = {"kernel": scale * normal}
+            if self.bias:
+                params[f"dense_{layer}"]["bias"] = jnp.zeros(columns)
         return params
 
     def logits(self, params: Params, x: jax.Array) -> jax.Array:
@@ -361,10 +366,10 @@ class Dense:
 
     def loss(self, params: Params, example: Mapping[str, jax.Array]) -> jax.Array:
         """Returns the cross entropy of one example {"features", "label"}."""
-        loss = (
-            losses.sigmoid_cross_entropy if self.num_classes == 2 else losses.softmax_cross_entropy
-        )
-        return loss(self.logits(params, example["features"]), example["label"])
+        logits = self.logits(params, example["features"])
+        if self.num_classes == 2:
+            return losses.sigmoid_cross_entropy(logits, example["label"])
+        return losses.softmax_cross_entropy(logits, example["label"])
 
     @functools.cached_property
     def _batched(self) -> Callable[[Params, Any], jax.Array]:

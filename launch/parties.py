@@ -57,6 +57,7 @@ from .settings import check_numbers
 
 DATASET, QUERIES = "client/images", "client/queries"
 _MOST = 1000  # images by which the projection is fitted
+_BATCH = 256  # queries that are answered together
 _Path = str | os.PathLike[str]
 _Images = dict[str, Any]  # image and label
 
@@ -91,71 +92,95 @@ def run_server(
                 "folder, or --keys a folder that was made with one --party."
             )
         model = models.network(config.model)
-        backbone = split.Backbone(
-            model.model, model.preprocessing, config.cut or split.two_thirds(model.model)
-        )
+        cut = config.cut or split.two_thirds(model.model)
+        backbone = split.Backbone(model.model, model.preprocessing, cut)
         messages.check_augmentation(backbone, copies=config.copies, n_patches=config.n_patches)
         bound.enter_context(frame.bind("split server", config, root))
         if not (root / "frontend").exists():
             _make_frontend(config, backbone, root)
-        sent = read_package(root / "frontend")
-        shipment = messages.unpack_frontend(sent)
-
-        def ask(question: bytes) -> bytes:
-            (one,) = client.names
-            if one not in (found := client.ask({one: question}, timeout=timeout)):
-                raise TimeoutError(
-                    f"{shown(one)} gave no answer within {timeout:g} seconds, or refused, as its "
-                    "own output says. Start both again as before. They keep what they sent and "
-                    "pay nothing twice."
-                )
-            return found[one]
-
-        told = ask(sent)
-        upload, name = (
-            messages.unpack_upload(told, shipment, limits=limits),
-            hashlib.sha256(told).hexdigest(),
-        )
-        kept = root / f"adapted-{name}.safetensors"
-
-        def gradients(logits: np.ndarray, images: np.ndarray) -> np.ndarray:
-            told = ask(
-                pack("logits", fields={"upload": name}, arrays={"logits": logits, "images": images})
-            )
-            arrays = unpack(told, "gradients", limits=limits, name="the package 'gradients'").arrays
-            messages.check_arrays(arrays, {"gradients": (logits.shape, np.float32)})
-            return arrays["gradients"]
-
-        if not kept.exists():
-            back = load_params(root / "backend.safetensors")
-            save_params(kept, _adapted(config, shipment, back, upload, gradients))
-        backbone = dataclasses.replace(
-            backbone, model=backbone.model.clone(num_classes=upload.num_classes)
-        )
-        adapted = split.Adapted(backbone, load_params(kept))
-        asked = ask(pack("adapted", fields={"upload": name}, arrays={}))
-        queries = messages.unpack_queries(asked, shipment, limits=limits)
-        logits = (
-            in_batches(adapted.logits, queries, 256)
-            if len(queries)
-            else np.zeros((0, upload.num_classes))
-        )
-        ask(
-            pack(
-                "answers",
-                fields={"upload": name},
-                arrays={"logits": np.asarray(logits, np.float32)},
-            )
-        )
-        mode = messages.mode_of(upload)
-        result = {"mode": mode, "bytes": len(told), "queries": len(queries)}
+        conversation = _Conversation(config, root, client, timeout, limits)
+        result = conversation.result(backbone)
         write_json(root / "result.json", result)
-        labels = "" if mode == "private" else " except the loss gradients, which reveal the labels"
+        private = result["mode"] == "private"
+        labels = "" if private else " except the loss gradients, which reveal the labels"
         print(
-            f"server: The client uploaded {result['bytes']:,} bytes ({mode}). {len(queries)} "
-            f"queries were answered. The server read no other private data{labels}."
+            f"server: The client uploaded {result['bytes']:,} bytes ({result['mode']}). "
+            f"{result['queries']} queries were answered. The server read no other private "
+            f"data{labels}."
         )
         return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Conversation:
+    """The server's questions to a client. All that they need is in its workdir.
+
+    Attributes:
+      config, root, client, timeout, limits: The arguments of `run_server`.
+    """
+
+    config: Any
+    root: pathlib.Path
+    client: links.Parties
+    timeout: float
+    limits: Limits | None
+
+    def ask(self, question: bytes) -> bytes:
+        """Returns the client's answer. Raises TimeoutError if none comes."""
+        (name,) = self.client.names
+        answers = self.client.ask({name: question}, timeout=self.timeout)
+        if name not in answers:
+            raise TimeoutError(
+                f"{shown(name)} gave no answer within {self.timeout:g} seconds, or refused, as its "
+                "own output says. Start both again as before. They keep what they sent and pay "
+                "nothing twice."
+            )
+        return answers[name]
+
+    def result(self, backbone: split.Backbone) -> dict[str, Any]:
+        """Sends the frontend, adapts the backend to the upload, and answers the queries."""
+        frontend = read_package(self.root / "frontend")
+        shipment = messages.unpack_frontend(frontend)
+        package = self.ask(frontend)
+        upload = messages.unpack_upload(package, shipment, limits=self.limits)
+        name = hashlib.sha256(package).hexdigest()
+        adapted = split.Adapted(
+            dataclasses.replace(
+                backbone, model=backbone.model.clone(num_classes=upload.num_classes)
+            ),
+            self._adapted(shipment, upload, name),
+        )
+        ready = self.ask(pack("adapted", fields={"upload": name}, arrays={}))
+        queries = messages.unpack_queries(ready, shipment, limits=self.limits)
+        logits: Any = np.zeros((0, upload.num_classes))
+        if len(queries):
+            logits = in_batches(adapted.logits, queries, _BATCH)
+        arrays = {"logits": np.asarray(logits, np.float32)}
+        self.ask(pack("answers", fields={"upload": name}, arrays=arrays))
+        mode = messages.mode_of(upload)
+        return {"mode": mode, "bytes": len(package), "queries": len(queries)}
+
+    def _adapted(self, shipment: messages.Shipment, upload: Any, name: str) -> Any:
+        """Returns the backend that was adapted to an upload. It is made once."""
+        path = self.root / f"adapted-{name}.safetensors"
+
+        def gradients(logits: np.ndarray, images: np.ndarray) -> np.ndarray:
+            question = pack(
+                "logits", fields={"upload": name}, arrays={"logits": logits, "images": images}
+            )
+            answer = unpack(
+                self.ask(question),
+                "gradients",
+                limits=self.limits,
+                name="the package 'gradients'",
+            )
+            messages.check_arrays(answer.arrays, {"gradients": (logits.shape, np.float32)})
+            return answer.arrays["gradients"]
+
+        if not path.exists():
+            back = load_params(self.root / "backend.safetensors")
+            save_params(path, _adapted(self.config, shipment, back, upload, gradients))
+        return load_params(path)
 
 
 def _make_frontend(config: Any, backbone: split.Backbone, root: pathlib.Path) -> None:
@@ -192,22 +217,19 @@ def _make_frontend(config: Any, backbone: split.Backbone, root: pathlib.Path) ->
 def _adapted(
     config: Any, shipment: Any, back: Any, upload: Any, ask: messages.Gradients
 ) -> dict[str, Any]:
-    copies_key, key = jax.random.split(
-        stream(config.seed.to_bytes(16, "little"), "adapt", impl="threefry2x32")
-    )
+    secret = stream(config.seed.to_bytes(16, "little"), "adapt", impl="threefry2x32")
+    copies_key, key = jax.random.split(secret)
     options: dict[str, Any] = {"num_classes": upload.num_classes, **config.adaptation}
     backbone, copying = shipment.backbone, _copying(shipment)
     if isinstance(upload, messages.Uploaded):
         return adapt_by_client(key, backbone, back, jax.device_put(upload), ask, **options).back
     private = isinstance(upload, messages.Private)
-    x = (
-        split.lift(shipment.projection, upload.released.features)
-        if private
-        else jnp.asarray(upload.representations)
-    )
-    copies = split.augment_then_noise(
-        copies_key, x, laplace_scale=0.0, **copying
-    )  # the noise is there already
+    if private:
+        x = split.lift(shipment.projection, upload.released.features)
+    else:
+        x = jnp.asarray(upload.representations)
+    # The upload has its noise already.
+    copies = split.augment_then_noise(copies_key, x, laplace_scale=0.0, **copying)
     if not private:
         return adapt_by_client(key, backbone, back, copies, ask, **options).back
     matrix = jnp.asarray(split.label_noise_matrix(upload.num_classes, upload.release.label_epsilon))
@@ -216,11 +238,10 @@ def _adapted(
 
 
 def _copying(shipment: messages.Shipment) -> dict[str, Any]:
-    prefix_tokens = shipment.backbone.prefix_tokens
     return {
         "copies": shipment.copies,
         "n_patches": shipment.n_patches,
-        "prefix_tokens": prefix_tokens,
+        "prefix_tokens": shipment.backbone.prefix_tokens,
     }
 
 
@@ -338,12 +359,10 @@ class _Client:
         shipment = self._shipment = messages.unpack_frontend(question, limits=self.limits)
         few, test = self._images
         _check_client(config, shipment, few, test)
-        _check_same_images(
-            {**few, **{f"test_{name}": array for name, array in test.items()}}, root / "images.json"
-        )
-        missing = [
-            name for name in ("upload", "queries")[: 1 + self._asks] if not (root / name).exists()
-        ]
+        named_test = {f"test_{name}": array for name, array in test.items()}
+        _check_same_images({**few, **named_test}, root / "images.json")
+        packages = ("upload", "queries") if self._asks else ("upload",)
+        missing = [name for name in packages if not (root / name).exists()]
         if "queries" in missing and (root / "result.json").exists():
             raise ValueError(
                 f"the run in {shown(root)} has ended without queries, and the secret that "
@@ -351,20 +370,11 @@ class _Client:
                 "from the start. The new run pays for its own upload."
             )
         self.bound.enter_context(frame.bind("split client", config, root))
-        common = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
-        unproven: dict[str, Any] = common | {"allow_unproven": True}
-        # What a private upload costs is the budget of the images.
-        terms: dict[str, Any] = (
-            common | {"epsilon": config.epsilon} if config.mode == "private" else unproven
-        )
-        images = frame.own_account(self.ledger, DATASET, records=len(few["image"]), **terms)
-        asked = {"records": len(test["image"]), **unproven}
-        others = [frame.own_account(self.ledger, QUERIES, **asked)] if self._asks else []
-        self.till.settle([images, *others])
+        images, queries = self._accounts(len(few["image"]), len(test["image"]))
+        self.till.settle([images] if queries is None else [images, queries])
         if missing:
-            noisy = split.perturb_params(
-                self.till.stream("frontend"), shipment.frontend.params, alpha=config.alpha
-            )
+            secret = self.till.stream("frontend")
+            noisy = split.perturb_params(secret, shipment.frontend.params, alpha=config.alpha)
             extract = functools.partial(
                 split.represent, shipment.backbone, shipment.frontend, noisy
             )
@@ -375,14 +385,29 @@ class _Client:
             write_package(kept, question)
             self.till.release(upload)
         if "queries" in missing:
-            x, scale = extract(test["image"]), config.query_laplace_scale
-            what = plan_noisy(
-                *others, representations=x, laplace_scale=scale, label="split adaptation, queries"
+            assert queries is not None  # they are missing only where they are sent
+            release = plan_noisy(
+                queries,
+                representations=extract(test["image"]),
+                laplace_scale=config.query_laplace_scale,
+                label="split adaptation, queries",
             )
-            self.till.release(
-                dataclasses.replace(what, keep=functools.partial(self._keep_queries, shipment))
-            )
+            keep = functools.partial(self._keep_queries, shipment)
+            self.till.release(dataclasses.replace(release, keep=keep))
         return read_package(root / "upload")
+
+    def _accounts(self, images: int, queries: int) -> tuple[Account, Account | None]:
+        """Returns the accounts of the images and of the queries, None if there are none."""
+        config = self.config
+        common = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
+        unproven: dict[str, Any] = common | {"allow_unproven": True}
+        terms = unproven
+        if config.mode == "private":  # the budget of the images is what their upload costs
+            terms = common | {"epsilon": config.epsilon}
+        account = frame.own_account(self.ledger, DATASET, records=images, **terms)
+        if not self._asks:
+            return account, None
+        return account, frame.own_account(self.ledger, QUERIES, records=queries, **unproven)
 
     def _keep_queries(self, shipment: messages.Shipment, made: Any) -> None:
         write_package(self.root / "queries", messages.pack_queries(made, shipment))
@@ -394,8 +419,8 @@ class _Client:
                 "labels."
             )
         gradients = messages.loss_gradients(self._images[0]["label"], self.config.num_classes)
-        found = gradients(package.arrays["logits"], package.arrays["images"])
-        return pack("gradients", fields={}, arrays={"gradients": found})
+        answer = gradients(package.arrays["logits"], package.arrays["images"])
+        return pack("gradients", fields={}, arrays={"gradients": answer})
 
     def _adapted(self, package: Package) -> bytes:
         if self._asks:
@@ -406,15 +431,15 @@ class _Client:
 
     def _answers(self, package: Package) -> bytes:
         """Ends the run."""
-        config, root, (_, test), accuracy = self.config, self.root, self._images, None
+        config, root, accuracy = self.config, self.root, None
+        _, test = self._images
         asked = len(test["image"]) if self._asks else 0
         messages.check_arrays(package.arrays, {"logits": ((asked, config.num_classes), np.float32)})
         if asked:
             logits = package.arrays["logits"]
             write_durably(root / "predictions.npy", lambda file: np.save(file, predicted(logits)))
-            accuracy = (
-                float(judge(logits, test["label"]).correct.mean()) if "label" in test else None
-            )
+            if "label" in test:
+                accuracy = float(judge(logits, test["label"]).correct.mean())
         epsilon = self.ledger.account(DATASET).epsilon(delta=config.delta)
         self.result = {
             "mode": config.mode,
@@ -457,7 +482,7 @@ def _upload(
     """Returns the release of the upload in the config's mode. `folder` keeps the upload as it is
     sent.
     """
-    given: dict[str, Any] = {"representations": x, "label": f"split adaptation, {config.mode}"}
+    label = f"split adaptation, {config.mode}"
     make: Any = messages.MODES[config.mode]
 
     def send(upload: Any) -> None:
@@ -467,19 +492,23 @@ def _upload(
         assert shipment.projection is not None  # `_check_client` has checked
         release, projection = _private_release(config, shipment.clip_norm), shipment.projection
         private = plan_release(
-            account, release=release, labels=labels, projection=projection, **given
+            account,
+            release=release,
+            representations=x,
+            labels=labels,
+            projection=projection,
+            label=label,
         )
         return dataclasses.replace(private, keep=lambda made: send(make(Released(**made), release)))
     if not np.isfinite(x).all():
         raise ValueError(
             "representations must be finite, but some are NaN or infinite. Leave those images out."
         )
-    given["laplace_scale"] = config.laplace_scale
-    if config.mode == "noise_once":
-        what: Any = plan_noisy(account, **given)
-    else:
-        what = plan_copies(account, **given, **_copying(shipment))
-    return dataclasses.replace(what, keep=lambda made: send(make(made, config.num_classes)))
+    plan: Any = plan_noisy
+    if config.mode != "noise_once":
+        plan = functools.partial(plan_copies, **_copying(shipment))
+    noisy = plan(account, representations=x, laplace_scale=config.laplace_scale, label=label)
+    return dataclasses.replace(noisy, keep=lambda made: send(make(made, config.num_classes)))
 
 
 def _private_release(config: Any, clip_norm: float | None) -> split.PrivateRelease:
@@ -495,16 +524,15 @@ def client_charges(
     nothing of it.
     """
     private, ledger = config.mode == "private", os.fspath(ledger_path or "ledger.sqlite")
-    terms = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
-    unproven = terms | {"allow_unproven": True}
-    event = (
-        _private_release(config, 1.0).event
-        if private
-        else split.published_event(config.laplace_scale)
-    )
-    mine = terms | {"epsilon": config.epsilon} if private else unproven
-    charges = [plans.Item(f"the upload, {config.mode}", DATASET, event, mine, ledger=ledger)]
-    if not private if queries is None else queries:
+    common = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
+    unproven = common | {"allow_unproven": True}
+    if private:
+        event, terms = _private_release(config, 1.0).event, common | {"epsilon": config.epsilon}
+    else:
+        event, terms = split.published_event(config.laplace_scale), unproven
+    charges = [plans.Item(f"the upload, {config.mode}", DATASET, event, terms, ledger=ledger)]
+    has_queries = not private if queries is None else queries
+    if has_queries:
         event = split.published_event(config.query_laplace_scale)
         charges.append(plans.Item("the queries", QUERIES, event, unproven, ledger=ledger))
     return charges
@@ -538,16 +566,18 @@ def _client_images(
     exist.
     """
     if config.images:
-        optional, remedy = (
-            ("test_image", "test_label"),
-            "Make it again with the arrays 'image' and 'label'.",
-        )
         arrays = read_npz(
-            config.images, ["image", "label"], optional=optional, remedy=remedy, limits=limits
+            config.images,
+            ["image", "label"],
+            optional=("test_image", "test_label"),
+            remedy="Make it again with the arrays 'image' and 'label'.",
+            limits=limits,
         )
         few = {"image": preprocessing.prepare(arrays["image"]), "label": arrays["label"]}
         test = {"image": preprocessing.prepare(arrays.get("test_image", few["image"][:0]))}
-        return few, test | ({"label": arrays["test_label"]} if "test_label" in arrays else {})
+        if "test_label" in arrays:
+            test["label"] = arrays["test_label"]
+        return few, test
     images = _read(config.data, preprocessing)
     pool, test_images = images.split((0.5, 0.5), seed=config.data_seed)
     return few_shots(pool, config.shots, seed=None), everything(test_images)

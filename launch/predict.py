@@ -14,6 +14,7 @@ workdir holds:
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -54,11 +55,12 @@ def _cells(config: Any) -> Iterator[Cell]:
         raise ValueError(f"config.mechanisms must have some of {', '.join(MECHANISMS)}.")
     yield RELEASED
     if config.references:
-        many = f"{config.ensemble.members} models"
-        yield from (
-            Cell(pool, MECHANISMS[name]) for pool in (SINGLE, many) for name in config.mechanisms
-        )
-        yield from (Cell(many, PATE), Cell(DP_SGD, "any number"), EXACT)
+        ensemble = f"{config.ensemble.members} models"
+        for pool, name in itertools.product((SINGLE, ensemble), config.mechanisms):
+            yield Cell(pool, MECHANISMS[name])
+        yield Cell(ensemble, PATE)
+        yield Cell(DP_SGD, "any number")
+        yield EXACT
 
 
 def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
@@ -66,17 +68,11 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     if cell == RELEASED:
         return _release(work)
     if cell == EXACT:
-        return {
-            "per_query": [],
-            "student": [],
-            "expected": bench.model.accuracy(bench.single[0].params, bench.test),
-        }
+        accuracy = bench.model.accuracy(bench.single[0].params, bench.test)
+        return {"per_query": [], "student": [], "expected": accuracy}
+    reference = _dp_sgd if cell.teacher == DP_SGD else _answers
     with _account(work, "references") as account:
-        return (
-            _dp_sgd(cell, work, account)
-            if cell.teacher == DP_SGD
-            else _answers(cell, work, account)
-        )
+        return reference(cell, work, account)
 
 
 def _account(work: frame.Work, folder: str = "", **terms: Any) -> AbstractContextManager[Account]:
@@ -88,20 +84,22 @@ def _account(work: frame.Work, folder: str = "", **terms: Any) -> AbstractContex
 def _release(work: frame.Work) -> dict[str, Any]:
     """Releases the answers, and trains the student on them."""
     bench, rows = work.shared, work.shared.asked(0)
-    if bench.task.network is not None:
-        save_params(
-            work.root / "network.safetensors", bench.task.network
-        )  # before anything is certified for it
+    if bench.task.network is not None:  # kept before anything is certified for it
+        save_params(work.root / "network.safetensors", bench.task.network)
 
     def ask() -> dict[str, np.ndarray]:
-        queries, folder = bench.test["features"][rows], work.folder(RELEASED) / "scratch"
-        how = {"account": account, "epsilon": bench.epsilon, "workdir": folder}
-        given = prediction.private_predict(bench.single[0], bench.model.logits, queries, **how)
-        return {"rows": rows, "answers": given}
+        answers = prediction.private_predict(
+            bench.single[0],
+            bench.model.logits,
+            bench.test["features"][rows],
+            account=account,
+            epsilon=bench.epsilon,
+            workdir=work.folder(RELEASED) / "scratch",
+        )
+        return {"rows": rows, "answers": answers}
 
-    with _account(
-        work, label="answers", epsilon=bench.plan.epsilon, delta=bench.plan.delta
-    ) as account:
+    ledger = _account(work, label="answers", epsilon=bench.plan.epsilon, delta=bench.plan.delta)
+    with ledger as account:
         answers = work.arrays("answers.npz", ask)["answers"]
         spent = account.epsilon(delta=bench.plan.delta)
     student, accuracy = bench.student(rows, answers)
@@ -118,16 +116,13 @@ def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
     fresh noise.
     """
     config, bench, truth = work.config, work.shared, work.shared.test["label"]
-    asked = [bench.asked(1 + repetition) for repetition in range(config.repetitions)]
+    queries = [bench.asked(1 + repetition) for repetition in range(config.repetitions)]
     answer, event = _mechanism(cell, bench)
 
     def compute(secret: bytes) -> dict[str, Any]:
         key = stream(secret, "repetitions")
-        return {
-            "answers": np.stack(
-                [answer(jax.random.fold_in(key, k), rows) for k, rows in enumerate(asked)]
-            )
-        }
+        answers = [answer(jax.random.fold_in(key, k), rows) for k, rows in enumerate(queries)]
+        return {"answers": np.stack(answers)}
 
     # The answers depend on these facts and on the code of this library only.
     facts = [
@@ -144,22 +139,21 @@ def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
     )
     with Till(work.folder(cell) / "scratch") as till:
         answers = till.once(what)["answers"]
-    found: dict[str, Any] = {"per_query": [], "student": [], "answered": []}
-    for repetition in progress_bar(
-        range(config.repetitions), label=cell.answers, unit="repetition"
-    ):
-        rows, given = asked[repetition], answers[repetition]
-        there = given >= 0
-        found["answered"].append(int(there.sum()))
-        if there.any():
-            found["per_query"].append(float(np.mean(given[there] == truth[rows[there]])))
+    scores: dict[str, Any] = {"per_query": [], "student": [], "answered": []}
+    repetitions = range(config.repetitions)
+    for repetition in progress_bar(repetitions, label=cell.answers, unit="repetition"):
+        rows, labels = queries[repetition], answers[repetition]
+        answered = labels >= 0  # PATE leaves queries unanswered
+        scores["answered"].append(int(answered.sum()))
+        if answered.any():
+            right = labels[answered] == truth[rows[answered]]
+            scores["per_query"].append(float(np.mean(right)))
             if repetition < config.student.repetitions:
-                found["student"].append(bench.student(rows, given)[1])
+                scores["student"].append(bench.student(rows, labels)[1])
     if cell.answers != PATE:
-        found["expected"] = bench.pools[cell.teacher].expected_accuracy(
-            cell.answers, bench.epsilon, truth
-        )
-    return found
+        pool = bench.pools[cell.teacher]
+        scores["expected"] = pool.expected_accuracy(cell.answers, bench.epsilon, truth)
+    return scores
 
 
 def _mechanism(
@@ -170,10 +164,14 @@ def _mechanism(
     if cell.answers != PATE:
         return functools.partial(pool.answer, cell.answers, bench.epsilon), event
     assert pool.votes is not None
-    pate, votes, limit = _pate(bench.config), pool.votes, bench.plan.queries
-    return lambda key, rows: pate.answer(
-        key, votes[:, rows], num_classes=bench.classes, max_answers=limit
-    ), event
+    pate, votes = _pate(bench.config), pool.votes
+
+    def answer(key: jax.Array, rows: np.ndarray) -> np.ndarray:
+        return pate.answer(
+            key, votes[:, rows], num_classes=bench.classes, max_answers=bench.plan.queries
+        )
+
+    return answer, event
 
 
 def _event(cell: Cell, config: Any) -> DpEvent:
@@ -188,17 +186,16 @@ def _event(cell: Cell, config: Any) -> DpEvent:
 
 
 def _pate(config: Any) -> prediction.ConfidentGNMax:
-    how = dict(config.pate)
-    how["threshold"] *= config.ensemble.members  # the config has a share
+    options = dict(config.pate)
+    options["threshold"] *= config.ensemble.members  # the config has a share
     return prediction.ConfidentGNMax.calibrated(
-        **how, max_answers=config.prediction.queries, **config.prediction
+        **options, max_answers=config.prediction.queries, **config.prediction
     )
 
 
 def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
-    check(
-        config, features.read(config.data)
-    )  # a run computes features before it charges, a plan does not
+    # A run computes features before it charges. A plan only opens the data.
+    check(config, features.read(config.data))
     terms = data.terms(config.data) | {
         "records": config.training.records,
         "delta": config.prediction.delta,
@@ -268,124 +265,122 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     }
     if references:
         with _account(work, "references") as account:
-            result |= {
-                "rows": references,
-                "references_epsilon": account.epsilon(delta=bench.plan.delta),
-            }
+            spent = account.epsilon(delta=bench.plan.delta)
+        result |= {"rows": references, "references_epsilon": spent}
     return result
 
 
+Curves = dict[str, list[tuple[float, float]]]
+
+
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
-    if "rows" not in result:
-        return
-    bench, plan, each, dataset = (
-        work.shared,
-        work.shared.plan,
-        result["epsilon_per_query"],
-        result["dataset"],
-    )
-    pools, truth, total = (
-        bench.pools,
-        bench.test["label"],
-        f"({plan.epsilon:g}, {_power(plan.delta)})",
+    if "rows" in result:
+        _draw_certified(result, work)
+        _draw_accuracies(result, work)
+        _draw_flips(result, work)
+
+
+def _draw_certified(result: Mapping[str, Any], work: frame.Work) -> None:
+    tested = len(work.shared.test["label"])
+    curves = Curves()
+    for name, pool in work.shared.pools.items():
+        distances = range(work.config.certificate.max_distance + 1)
+        curves[name] = [(k, float(np.mean(pool.distance >= k))) for k in distances]
+    plot_curves(
+        work.root / "certified.png",
+        curves,
+        title=f"{result['dataset']}: certified answers",
+        subtitle=f"{tested} test inputs. Evaluation only, not private.",
+        xlabel="records added or removed, k",
+        ylabel="Share of test inputs whose answer k changed records cannot alter",
     )
 
-    def draw(
-        file: str, curves: Any, heads: tuple[str, str], labels: tuple[str, str], **options: Any
-    ) -> None:
-        options |= dict(zip(("title", "subtitle", "xlabel", "ylabel"), heads + labels, strict=True))
-        plot_curves(work.root / file, curves, **options)
 
-    def accuracies(epsilons: Mapping[float, float]) -> dict[str, list[tuple[float, float]]]:
+def _draw_accuracies(result: Mapping[str, Any], work: frame.Work) -> None:
+    """Draws the accuracy of an answer over epsilon, and over the number of queries."""
+    bench, plan = work.shared, work.shared.plan
+    mechanisms_shown = [MECHANISMS[name] for name in reversed(work.config.mechanisms)]
+
+    def curves(epsilons: Mapping[float, float]) -> Curves:
         """Returns curves over the keys. Each key stands for an epsilon."""
-        ways = [MECHANISMS[name] for name in reversed(work.config.mechanisms)]
-        return {
-            f"{name}, {_SHORT[way]}": [
-                (x, pool.expected_accuracy(way, e, truth)) for x, e in epsilons.items()
+        points = Curves()
+        for (name, pool), mechanism in itertools.product(bench.pools.items(), mechanisms_shown):
+            points[f"{name}, {_SHORT[mechanism]}"] = [
+                (x, pool.expected_accuracy(mechanism, epsilon, bench.test["label"]))
+                for x, epsilon in epsilons.items()
             ]
-            for name, pool in pools.items()
-            for way in ways
-        }
+        return points
 
-    shown = range(work.config.certificate.max_distance + 1)
-    draw(
-        "certified.png",
-        {
-            name: [(k, float(np.mean(pool.distance >= k))) for k in shown]
-            for name, pool in pools.items()
-        },
-        (
-            f"{dataset}: certified answers",
-            f"{len(truth)} test inputs. Evaluation only, not private.",
-        ),
-        (
-            "records added or removed, k",
-            "Share of test inputs whose answer k changed records cannot alter",
-        ),
-    )
     dp_sgd, exact = (row["expected"] for row in result["rows"][-2:])
-    lines = {f"without noise  {100 * exact:.1f}%": exact}
-    draw(
-        "accuracy_by_epsilon.png",
-        accuracies({float(e): float(e) for e in np.logspace(-2, 1, 31)}),
-        (
-            f"{dataset}: accuracy over ε",
-            "Pure ε of each answer. Expectation over the noise. Evaluation only, not private.",
-        ),
-        ("ε per query", "Accuracy of an answer"),
+    without_noise = {f"without noise  {100 * exact:.1f}%": exact}
+    plot_curves(
+        work.root / "accuracy_by_epsilon.png",
+        curves({float(epsilon): float(epsilon) for epsilon in np.logspace(-2, 1, 31)}),
+        title=f"{result['dataset']}: accuracy over ε",
+        subtitle="Pure ε of each answer. Expectation over the noise. Evaluation only, not private.",
+        xlabel="ε per query",
+        ylabel="Accuracy of an answer",
         xscale="log",
-        references=lines,
+        references=without_noise,
     )
-    numbers = sorted({int(q) for q in np.logspace(0, 4, 13).round()} | {plan.queries})
-    draw(
-        "accuracy_by_queries.png",
-        accuracies({q: prediction.query_epsilon(plan.epsilon, plan.delta, q) for q in numbers}),
-        (
-            f"{dataset}: accuracy over the number of queries",
-            f"All answers together {total}-DP. Evaluation only, not private.",
-        ),
-        ("number of queries", "Accuracy of an answer"),
+    numbers = {int(number) for number in np.logspace(0, 4, 13).round()}
+    queries = sorted(numbers | {plan.queries})
+    plot_curves(
+        work.root / "accuracy_by_queries.png",
+        curves({q: prediction.query_epsilon(plan.epsilon, plan.delta, q) for q in queries}),
+        title=f"{result['dataset']}: accuracy over the number of queries",
+        subtitle=f"All answers together {_total(plan)}-DP. Evaluation only, not private.",
+        xlabel="number of queries",
+        ylabel="Accuracy of an answer",
         xscale="log",
-        references={f"DP-SGD  {100 * dp_sgd:.1f}%": dp_sgd} | lines,
+        references={f"DP-SGD  {100 * dp_sgd:.1f}%": dp_sgd} | without_noise,
     )
+
+
+def _total(plan: Any) -> str:
+    return f"({plan.epsilon:g}, {_power(plan.delta)})"
+
+
+def _draw_flips(result: Mapping[str, Any], work: frame.Work) -> None:
+    """Draws the probability of another answer than the model's, over the calibrated distance."""
+    classes, plan, epsilon = work.shared.classes, work.shared.plan, result["epsilon_per_query"]
     distance = np.arange(101)
-    flips = {OURS: flip_probability(OURS, distance, each, bench.classes)}
-    if bench.classes == 2:
+    flips = {OURS: flip_probability(OURS, distance, epsilon, classes)}
+    if classes == 2:
         delta = plan.delta / plan.queries
-        flips |= {
-            "Cauchy, stability": mechanisms.flip_probability_cauchy(distance, epsilon=each),
-            "Laplace, stability, δ > 0": mechanisms.flip_probability_smooth_laplace(
-                distance, epsilon=each, delta=delta
-            ),
-            "Cauchy, paper": flip_probability(SMOOTH, distance, each, 2),
-        }
-    flips[GLOBAL] = flip_probability(GLOBAL, distance, each, bench.classes)
-    queries = f"ε = {each:.3f} per query: {plan.queries} queries at {total}"
-    draw(
-        "flips.png",
-        {
-            name: [(k, float(share)) for k, share in enumerate(shares)]
-            for name, shares in flips.items()
-        },
-        ("How often an answer differs from the model's", f"{bench.classes} classes, {queries}"),
-        ("calibrated distance k'", "Flip probability"),
+        flips["Cauchy, stability"] = mechanisms.flip_probability_cauchy(distance, epsilon=epsilon)
+        flips["Laplace, stability, δ > 0"] = mechanisms.flip_probability_smooth_laplace(
+            distance, epsilon=epsilon, delta=delta
+        )
+        flips["Cauchy, paper"] = flip_probability(SMOOTH, distance, epsilon, 2)
+    flips[GLOBAL] = flip_probability(GLOBAL, distance, epsilon, classes)
+    queries = f"ε = {epsilon:.3f} per query: {plan.queries} queries at {_total(plan)}"
+    plot_curves(
+        work.root / "flips.png",
+        {name: list(enumerate(map(float, shares))) for name, shares in flips.items()},
+        title="How often an answer differs from the model's",
+        subtitle=f"{classes} classes, {queries}",
+        xlabel="calibrated distance k'",
+        ylabel="Flip probability",
     )
 
 
 def _table(result: Mapping[str, Any]) -> list[dict[str, str]]:
-    return [
-        {
-            "teacher": row["teacher"],
-            "mechanism": row["answers"],
-            "per query": _percent(row["per_query"]),
-            "all inputs": _percent([row["expected"]] if "expected" in row else []),
-            "student": _percent(row["student"]),
-            "answered": f"{np.mean(row['answered']):.0f}/{result['queries']}"
-            if "answered" in row
-            else "all",
-        }
-        for row in result["rows"]
-    ]
+    return [_line(row, result["queries"]) for row in result["rows"]]
+
+
+def _line(row: Mapping[str, Any], queries: int) -> dict[str, str]:
+    answered = "all"
+    if "answered" in row:
+        answered = f"{np.mean(row['answered']):.0f}/{queries}"
+    return {
+        "teacher": row["teacher"],
+        "mechanism": row["answers"],
+        "per query": _percent(row["per_query"]),
+        "all inputs": _percent([row["expected"]] if "expected" in row else []),
+        "student": _percent(row["student"]),
+        "answered": answered,
+    }
 
 
 def _summary(result: Mapping[str, Any]) -> str:

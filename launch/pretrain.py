@@ -65,21 +65,24 @@ def _open(config: Any, root: pathlib.Path) -> _Task:
 
 
 def _trainer(config: Any, network: Pretrained) -> pretrain.SharpnessTrainer:
-    name, how, loss = config.method.name, config.train, models.loss(network)
+    name, train, loss = config.method.name, config.train, models.loss(network)
     frame.known("method.name", [name], pretrain.METHODS)
+    drops = {int(share * train.steps): 0.1 for share in train.drops}
     schedules = {
-        "cosine": optax.cosine_decay_schedule(how.learning_rate, max(how.steps, 1)),
-        "steps": optax.piecewise_constant_schedule(
-            how.learning_rate, {int(part * how.steps): 0.1 for part in how.drops}
-        ),
+        "cosine": optax.cosine_decay_schedule(train.learning_rate, max(train.steps, 1)),
+        "steps": optax.piecewise_constant_schedule(train.learning_rate, drops),
     }
-    frame.known("train.schedule", [how.schedule], schedules)
+    frame.known("train.schedule", [train.schedule], schedules)
     devices = np.array(jax.devices()[: config.ascent.devices])
+
+    def batch_loss(params: Any, batch: Any) -> jax.Array:
+        return jax.vmap(loss, in_axes=(None, 0))(params, batch).mean()
+
     return pretrain.METHODS[name](
-        lambda params, batch: jax.vmap(loss, in_axes=(None, 0))(params, batch).mean(),
+        batch_loss,
         optax.chain(
-            optax.add_decayed_weights(how.weight_decay),
-            optax.sgd(schedules[how.schedule], momentum=how.momentum or None),
+            optax.add_decayed_weights(train.weight_decay),
+            optax.sgd(schedules[train.schedule], momentum=train.momentum or None),
         ),
         microbatch_size=config.ascent.microbatch_size or None,
         mesh=jax.sharding.Mesh(devices, ("data",)) if len(devices) > 1 else None,
@@ -106,12 +109,14 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     predict, batches = task.network.apply_fn, task.batches
     judge = functools.partial(pretrain.robust_accuracy, predict)
     folder = work.folder(cell)
+    schedule = dict(vars(batches))
+    del schedule["num_examples"]  # `fit` counts the examples itself
     with frame.watching(config, folder) as writers:
         state = pretrain.fit(
             task.trainer,
             models.fresh(task.network, config.seed),
             task.train,
-            **{name: value for name, value in vars(batches).items() if name != "num_examples"},
+            **schedule,
             augment=augmentation(task.spec),
             evaluate=lambda state: {
                 "accuracy": float(judge(state.params, task.test, std=0.0, draws=1)[0])
@@ -123,42 +128,52 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             label=cell.method,
         )
     save_params(work.root / "params.safetensors", state.params)
-    how, params = config.robustness, state.params
-    noisy = functools.partial(judge, params, task.test, draws=how.draws, seed=config.seed)
-    images = task.test.gather(np.arange(min(how.inputs, len(task.test))))["image"]
-    rho = pretrain.parameter_robustness(predict, params, images, draws=how.draws, seed=config.seed)
-    lengths = [row["perturbation_norm"] for row in read_metrics(folder / "metrics.jsonl")]
-    tenth = max(len(lengths) // 10, 1)
+    options, params = config.robustness, state.params
+    robust = {}
+    for kind, stds in (("absolute", options.std), ("relative", options.relative_std)):
+        draws = judge(
+            params,
+            task.test,
+            std=stds,
+            relative=kind == "relative",
+            draws=options.draws,
+            seed=config.seed,
+        )
+        robust[kind] = {"std": list(stds), "draws": draws.tolist()}
+    images = task.test.gather(np.arange(min(options.inputs, len(task.test))))["image"]
+    rho = pretrain.parameter_robustness(
+        predict, params, images, draws=options.draws, seed=config.seed
+    )
     return {
         "accuracy": float(judge(params, task.test, std=0.0, draws=1)[0]),
-        "robust_accuracy": {
-            kind: {
-                "std": list(stds),
-                "draws": noisy(std=stds, relative=kind == "relative").tolist(),
-            }
-            for kind, stds in (("absolute", how.std), ("relative", how.relative_std))
-        },
+        "robust_accuracy": robust,
         "rho": rho._asdict(),
-        # Means over the first and the last tenth of the steps show whether the ball of radius gamma
-        # was reached.
-        "perturbation_norm": {
-            "first": float(np.mean(lengths[:tenth])),
-            "last": float(np.mean(lengths[-tenth:])),
-        },
+        "perturbation_norm": _perturbation_norm(folder),
     }
 
 
+def _perturbation_norm(folder: pathlib.Path) -> dict[str, float]:
+    """Returns the mean length of the perturbation over the first and the last tenth of the steps.
+
+    They show whether the ball of radius gamma was reached.
+    """
+    lengths = [row["perturbation_norm"] for row in read_metrics(folder / "metrics.jsonl")]
+    tenth = max(len(lengths) // 10, 1)
+    return {"first": float(np.mean(lengths[:tenth])), "last": float(np.mean(lengths[-tenth:]))}
+
+
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
-    sources = {"train": work.shared.train, "test": work.shared.test}
     provenance = {
-        **{
-            k: {"name": s.name, "fingerprint": s.fingerprint, "examples": len(s)}
-            for k, s in sources.items()
-        },
+        "train": _origin(work.shared.train),
+        "test": _origin(work.shared.test),
         "config": json.loads(work.config.to_json()),
         "versions": frame.versions(),
     }
     return {**rows[0], "provenance": provenance}
+
+
+def _origin(source: Examples) -> dict[str, Any]:
+    return {"name": source.name, "fingerprint": source.fingerprint, "examples": len(source)}
 
 
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
@@ -167,23 +182,20 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
         ("absolute", "Noise on every parameter", "standard deviation"),
         ("relative", "Noise relative to each tensor", "standard deviation / root mean square"),
     ):
-        found = result["robust_accuracy"][kind]
-        draws = np.array(found["draws"])
-        curves = {"mean": draws.mean(1), "worst draw": draws.min(1)}
-        panels[title] = (
-            xlabel,
-            {
-                name: [(0.0, result["accuracy"]), *zip(found["std"], values.tolist(), strict=True)]
-                for name, values in curves.items()
-            },
-        )
-    where = result["provenance"]
+        sweep = result["robust_accuracy"][kind]
+        draws = np.array(sweep["draws"])
+        curves = {}
+        for name, values in (("mean", draws.mean(1)), ("worst draw", draws.min(1))):
+            points = zip(sweep["std"], values.tolist(), strict=True)
+            curves[name] = [(0.0, result["accuracy"]), *points]
+        panels[title] = (xlabel, curves)
+    origin = result["provenance"]
     plot_panels(
         work.root / "robustness.png",
         panels,
-        title=f"{result['method']} on {where['train']['name']}: {100 * result['accuracy']:.1f}% "
+        title=f"{result['method']} on {origin['train']['name']}: {100 * result['accuracy']:.1f}% "
         "accuracy",
-        subtitle=f"Accuracy on {where['test']['name']} after Gaussian noise on the parameters, "
+        subtitle=f"Accuracy on {origin['test']['name']} after Gaussian noise on the parameters, "
         f"{draws.shape[1]} draws",
         ylabel="robust accuracy",
         percent=True,
@@ -192,22 +204,16 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
 
 def _summary(result: Mapping[str, Any]) -> str:
     rows = [{"noise": "none", "accuracy": result["accuracy"]}]
-    for kind, found in result["robust_accuracy"].items():
-        for std, draws in zip(found["std"], found["draws"], strict=True):
-            name = f"std {std:g}" + (" of each tensor" if kind == "relative" else "")
-            rows.append(
-                {
-                    "noise": name,
-                    "accuracy": float(np.mean(draws)),
-                    "sd over draws": float(np.std(draws)),
-                }
-            )
+    for kind, sweep in result["robust_accuracy"].items():
+        of = " of each tensor" if kind == "relative" else ""
+        for std, draws in zip(sweep["std"], sweep["draws"], strict=True):
+            mean, deviation = float(np.mean(draws)), float(np.std(draws))
+            rows.append({"noise": f"std {std:g}{of}", "accuracy": mean, "sd over draws": deviation})
     rho, length = result["rho"], result["perturbation_norm"]
     return (
         f"{result['method']} on {result['provenance']['train']['name']}\n\n{format_table(rows)}\n\n"
         f"rho: at least {rho['local']:.4g} (worst direction), {rho['random']:.4g} (random "
-        "directions). "
-        f"||Delta||: {length['first']:.4g} in the first steps, {length['last']:.4g} in the last."
+        f"directions). ||Delta||: {length['first']:.4g} in the first steps, {length['last']:.4g} in the last."
     )
 
 

@@ -23,11 +23,9 @@ from . import features, models
 Examples = Mapping[str, np.ndarray]
 
 SINGLE = "single model"
-OURS, SMOOTH, GLOBAL = (
-    "randomised response (ours)",
-    "smooth sensitivity (paper)",
-    "global sensitivity",
-)
+OURS = "randomised response (ours)"
+SMOOTH = "smooth sensitivity (paper)"
+GLOBAL = "global sensitivity"
 MECHANISMS = {"global": GLOBAL, "smooth": SMOOTH, "ours": OURS}  # by their names in a config
 
 
@@ -52,12 +50,13 @@ class Pool:
         """Returns private answers about some of the inputs. `mechanism` is a value of
         `MECHANISMS`.
         """
-        how: dict[str, Any] = {"epsilon": epsilon, "num_classes": self.num_classes}
+        terms: dict[str, Any] = {"epsilon": epsilon, "num_classes": self.num_classes}
         if mechanism == GLOBAL and self.votes is not None:
-            return ensembles.laplace_vote(key, self.votes[:, rows], **how)
+            return ensembles.laplace_vote(key, self.votes[:, rows], **terms)
+        # A rounded noisy label answers two classes only.
         global_name = "global_laplace" if self.num_classes == 2 else "global_response"
         name = {OURS: "randomised_response", SMOOTH: "paper_cauchy", GLOBAL: global_name}[mechanism]
-        return prediction.METHODS[name].answer(key, self.label[rows], self.distance[rows], **how)
+        return prediction.METHODS[name].answer(key, self.label[rows], self.distance[rows], **terms)
 
     def expected_accuracy(self, mechanism: str, epsilon: float, truth: np.ndarray) -> float:
         """Returns the mean accuracy of an answer over noise and test inputs. It is not private, for
@@ -67,15 +66,14 @@ class Pool:
         if mechanism == GLOBAL and self.votes is not None:
             # Several classes have no closed form. The same draws for every epsilon make a smooth
             # curve.
-            counts = np.stack(
-                [np.sum(self.votes == label, axis=0) for label in range(self.num_classes)], axis=1
-            )
+            labels = range(self.num_classes)
+            counts = np.stack([np.sum(self.votes == label, axis=0) for label in labels], axis=1)
             standard = np.random.default_rng(0).laplace(size=(50, *counts.shape))
-            return float(np.mean((counts + 2 / epsilon * standard).argmax(axis=2) == truth))
+            answers = (counts + 2 / epsilon * standard).argmax(axis=2)
+            return float(np.mean(answers == truth))
         flip = flip_probability(mechanism, self.distance, epsilon, self.num_classes)
-        return float(
-            np.mean(np.where(self.label == truth, 1 - flip, flip / (self.num_classes - 1)))
-        )
+        right = np.where(self.label == truth, 1 - flip, flip / (self.num_classes - 1))
+        return float(np.mean(right))
 
 
 def flip_probability(
@@ -94,11 +92,8 @@ def flip_probability(
 
 def check(config: Any, opened: features.Opened) -> None:
     """Raises ValueError if a config does not fit its data."""
-    queries, records, batch = (
-        config.prediction.queries,
-        config.training.records,
-        config.dp_sgd.batch_size,
-    )
+    queries, records = config.prediction.queries, config.training.records
+    batch = config.dp_sgd.batch_size
     if not 1 <= queries < opened.inputs:
         raise ValueError(
             f"config.prediction.queries={queries} must lie in [1, {opened.inputs}), the number of "
@@ -150,12 +145,12 @@ class Bench:
         Distances go up to the largest of the config. `divisor` is public and replaces the number of
         examples, which is private. All examples are one batch.
         """
-        model, how = self.model, dict(self.config.training) | {"batch_size": divisor}
-        del how["records"]
+        model, training = self.model, dict(self.config.training) | {"batch_size": divisor}
+        del training["records"]
         ks = min(self.config.certificate.max_distance, divisor)
-        bounds = prediction.train_with_bounds(model.loss, model.init(), examples, ks=ks, **how)
-        found = prediction.certify(bounds, model.logits, self.test["features"])
-        return bounds, np.asarray(found.label), np.asarray(found.distance)
+        bounds = prediction.train_with_bounds(model.loss, model.init(), examples, ks=ks, **training)
+        certificates = prediction.certify(bounds, model.logits, self.test["features"])
+        return bounds, np.asarray(certificates.label), np.asarray(certificates.distance)
 
     @functools.cached_property
     def single(self) -> tuple[prediction.Bounds, np.ndarray, np.ndarray]:
@@ -170,21 +165,21 @@ class Bench:
         count, salt = self.config.ensemble.members, self.config.ensemble.salt.encode()
         part = prediction.partition_by_hash(self.train, count, salt=salt)
         divisor = self.config.training.records // count  # public, unlike the size of a part
-        members = progress_bar(range(count), label="ensemble", unit="model")
-        found = [
-            self.certified(_take(self.train, np.flatnonzero(part == k)), divisor)[1:]
-            for k in members
-        ]
-        votes, distances = map(np.stack, zip(*found, strict=True))
+        labels, distances_of = [], []
+        for member in progress_bar(range(count), label="ensemble", unit="model"):
+            mine = _take(self.train, np.flatnonzero(part == member))
+            _, label, distance = self.certified(mine, divisor)
+            labels.append(label)
+            distances_of.append(distance)
+        votes, distances = np.stack(labels), np.stack(distances_of)
         ensemble = prediction.vote(votes, distances, num_classes=self.classes)
         single = Pool(*self.single[1:], self.classes)
         return {SINGLE: single, f"{count} models": Pool(*ensemble, self.classes, votes)}
 
     def asked(self, number: int) -> np.ndarray:
         """Returns a public choice of test inputs, sorted int64 [queries]."""
-        return np.sort(
-            choose(len(self.task.test), self.plan.queries, seed=self.config.query_seed + number)
-        )
+        seed = self.config.query_seed + number
+        return np.sort(choose(len(self.task.test), self.plan.queries, seed=seed))
 
     def student(self, rows: np.ndarray, answers: np.ndarray) -> tuple[Any, float]:
         """Returns parameters that learn from answers, and their accuracy on the other inputs."""

@@ -164,16 +164,19 @@ def open_parts(
 # --- Formats ------------------------------------------------------------------------------------
 
 
-@functools.cache  # A set is read once for all of its parts. Sources do not change.
-def _whole_bundled(name: str) -> Examples:
-    return bundled(name)
+_bundled = functools.cache(bundled)  # one object serves all parts: sources do not change
+
+
+def whole_bundled(name: str, *, where: str = "spec") -> Examples:
+    """Returns a whole bundled set. An error names the field name of `where`."""
+    try:
+        return _bundled(name)
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from error  # "name must be one of ..."
 
 
 def _open_bundled(spec: DataSpec, prepare: Prepare | None) -> Examples:
-    try:
-        whole = _whole_bundled(spec.name)
-    except ValueError as error:
-        raise ValueError(f"{spec.where}.{error}") from error  # "name must be one of ..."
+    whole = whole_bundled(spec.name, where=spec.where)
     if spec.rows is None:
         return whole
     first, last = spec.rows
