@@ -128,3 +128,27 @@ def test_the_package_says_that_it_is_typed():
     """tests/test_wheel.py looks for the file in the wheel."""
     assert (ROOT / "jaxdp" / "py.typed").exists()
     assert "Typing :: Typed" in PYPROJECT["project"]["classifiers"]
+
+
+# On PyPI another project is called jaxdp, and its import name is the same.
+BY_NAME = re.compile(r"pip install (?:-\w+ )*[\"']?jaxdp(?:\[|[\"'`]|\s|$)", re.MULTILINE)
+
+
+def test_nobody_is_told_to_install_another_project():
+    files = [
+        path
+        for folder in ("jaxdp", "launch", "configs", "benchmarks", "docs")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".md", ".ipynb", ".jinja")
+    ]
+    files += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    assert len(files) > 300
+    assert not [path.name for path in files if BY_NAME.search(path.read_text())]
+
+
+@pytest.mark.parametrize(
+    "advice", ['pip install "jaxdp[flower]"', "pip install -U jaxdp", "`pip install jaxdp`"]
+)
+def test_the_check_of_advice_can_fail(advice):
+    assert BY_NAME.search(advice)
+    assert not BY_NAME.search('pip install ".[flower]", pip install jaxdp-*.whl')

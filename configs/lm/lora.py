@@ -8,7 +8,7 @@ r"""DP LoRA fine-tuning of a public language model that is read from safetensors
 FOLDER is a public model as its publisher distributes it. What follows the colon is its name in
 `jaxdp.models.create`: "gpt2" (the default), "gpt2_medium", "smollm2_135m" or "tinyllama_1b". TEXTS
 is a folder with private.txt and test.txt, one text per line. The tokenizer needs `pip install
-"jaxdp[text]"`.
+".[text]"`.
 
 The factors of the four dense layers of attention are trained, in bfloat16 compute, and everything
 else is public. The saved model has W + A B in the place of W.

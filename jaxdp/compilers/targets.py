@@ -26,7 +26,7 @@ CAVEAT = "the compiler's estimate, not a time"
 TOP = 10  # operations that are listed
 # The module that compiles for a platform.
 COMPILERS = {"tpu": "libtpu", "cuda": "jax_cuda12_plugin"}
-INSTALL = 'pip install "jaxdp[compilers]"'
+INSTALL = 'pip install ".[compilers]"'
 _H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024

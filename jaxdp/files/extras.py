@@ -1,4 +1,7 @@
-"""Optional packages, which are imported on use."""
+"""Optional packages, which are imported on use.
+
+An error never advises to install `jaxdp` by its name: on PyPI another project has this name.
+"""
 
 import importlib
 from typing import Any
@@ -14,5 +17,6 @@ def optional(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f'{module} is needed here ({error}): pip install "jaxdp[{extra}]".'
+            f'{module} is needed here ({error}): pip install ".[{extra}]" in a checkout of jaxdp, '
+            f"or its wheel with [{extra}] behind the name of the file."
         ) from error

@@ -121,7 +121,7 @@ def test_what_is_wrong_is_said(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(
         ImportError,
-        match=r"is not installed, .* the extra compilers: pip install \"jaxdp\[compilers\]",
+        match=r"is not installed, .* the extra compilers: pip install \"\.\[compilers\]",
     ):
         compilers.estimate("h100", jnp.sin, 1.0)
 

@@ -287,7 +287,7 @@ def test_images_of_hugging_face(hf):
 
 def test_a_missing_library_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r'pip install "jaxdp\[hf\]"'):
+    with pytest.raises(ImportError, match=r'pip install "\.\[hf\]"'):
         from_hf(str(tmp_path))
 
 

