@@ -1,6 +1,6 @@
 r"""Times a clipped gradient against the plain gradient of the same model in one run, and its memory.
 
-    python -m benchmarks.bench_clipping --models mlp,cnn,resnet20,vit --rounds 15 \
+    python -m benchmarks run clipping --models mlp,cnn,resnet20,vit --rounds 15 \
         --output .bench/clipping.json
 
 Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios
@@ -9,6 +9,7 @@ step beyond its arguments (temporaries and outputs). "trace" includes the loweri
 "compile" includes "trace". "cpu" is processor time of all threads, which a busy machine distorts
 less than wall time. The peer is `jax_privacy.clipping.clipped_grad`."""
 
+import argparse
 import functools
 import re
 import time
@@ -183,36 +184,17 @@ def memory_table(found: Mapping[str, Any], sequential: Mapping[str, Any]) -> str
     return format_table(rows, style="markdown")
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output=".bench/clipping.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--engines", default="auto,bookkeeping,vmap,jax_privacy")
     parser.add_argument("--rounds", type=int, default=15)
-    flags = parser.parse_args()
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     keep_freed_memory()
-    report: dict[str, Any] = {
-        **timing.machine(),
-        "rounds": flags.rounds,
-        "cases": {},
-    }
+    columns = ("wall_ms", "wall_ratio", "cpu_ratio", "memory_ratio", "compile_s")
+    cases = {}
     for case in flags.models.split(","):
-        report["cases"][case] = rows = run_case(case, flags.engines.split(","), flags.rounds)
-        table = [
-            {
-                "step": name,
-                **{
-                    k: row[k]
-                    for k in ("wall_ms", "wall_ratio", "cpu_ratio", "memory_ratio", "compile_s")
-                },
-            }
-            for name, row in rows.items()
-        ]
-        print(
-            f"\n{case}, batch of {CASES[case][3]}\n{jaxdp.report.format_table(table, digits=3)}",
-            flush=True,
-        )
-    timing.write(report, flags.output)
-
-
-if __name__ == "__main__":
-    main()
+        cases[case] = run_case(case, flags.engines.split(","), flags.rounds)
+        timing.show(f"{case}, batch of {CASES[case][3]}", cases[case], columns)
+    return {"rounds": flags.rounds, "cases": cases}

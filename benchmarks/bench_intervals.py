@@ -1,7 +1,7 @@
 """Bounds forty programs of JAX and optax over a box by `jaxdp.interval`, and compares with sampled
 values.
 
-    python -m benchmarks.bench_intervals
+    python -m benchmarks run intervals
     python -m benchmarks.evidence results/intervals.md
 
 Every program is a function of six numbers, and every box reaches 1e-4 or 0.1 to both sides of one
@@ -9,6 +9,7 @@ point. "Width" is the largest width of a result, "sampled" the largest distance 
 at points of the box. A sound bound cannot be narrower. The samples are computed in float64. The
 second command writes the tables of the page."""
 
+import argparse
 import math
 import pathlib
 from collections.abc import Callable
@@ -21,7 +22,6 @@ import optax
 from jax import lax
 
 import jaxdp
-from jaxdp.files import write_json
 from jaxdp.report import format_table
 from jaxdp.transforms import losses
 from jaxdp.transforms.intervals import UnsupportedPrimitive
@@ -137,7 +137,7 @@ def flat(x: Any) -> np.ndarray:
     return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(x)])
 
 
-def measure(program: Callable[[jax.Array], Any], radius: float) -> dict[str, Any]:
+def widths(program: Callable[[jax.Array], Any], radius: float) -> dict[str, Any]:
     """Returns the widths of one program over one box, and whether all samples lie inside."""
     box = jaxdp.Interval(POINT - np.float32(radius), POINT + np.float32(radius))
     try:
@@ -191,13 +191,9 @@ def _number(x: float | None) -> str:
     return "infinite" if x is None else f"{x:.2g}"
 
 
-def main() -> None:
-    report: dict[str, Any] = {"jax": jax.__version__, "optax": optax.__version__, "programs": {}}
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    programs = {}
     for name, program in PROGRAMS.items():
-        report["programs"][name] = {str(radius): measure(program, radius) for radius in RADII}
-        print(name, report["programs"][name], flush=True)
-    write_json(RESULTS, report)
-
-
-if __name__ == "__main__":
-    main()
+        programs[name] = {str(radius): widths(program, radius) for radius in RADII}
+        print(name, programs[name], flush=True)
+    return {"optax": optax.__version__, "programs": programs}

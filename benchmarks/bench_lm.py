@@ -1,7 +1,7 @@
 """Measures private steps of language models: full training and LoRA, against plain steps,
 jax_privacy and Opacus.
 
-    python -m benchmarks.bench_lm --rounds 9 --peers
+    python -m benchmarks run lm --rounds 9 --peers
 
 "counted" is GPT-2 small with its tied vocabulary of 50257 tokens, at several lengths:
 floating-point operations of a clipped gradient over those of a plain one, counted on the programs,
@@ -11,6 +11,8 @@ a step with clipped gradients, "private" has noise too. jax_privacy runs in the 
 (with --peers, if it is installed) has the untied model of `benchmarks.torch_steps` at length 128.
 Its ratios are over a plain step in PyTorch."""
 
+import argparse
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -155,43 +157,42 @@ def timed(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
     return rows
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output=".bench/lm.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--peers", action="store_true")
-    flags = parser.parse_args()
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     keep_freed_memory()
     missing = timing.missing("jax_privacy", "torch", "opacus") if flags.peers else []
-    report: dict[str, Any] = {
-        **timing.machine(),
-        "rounds": flags.rounds,
-        "not installed": missing,
-        "counted": [],
-    }
-    for mode in MODES:
-        for remat in (False, True):
-            for length in LENGTHS:
-                model = models.create("gpt2", num_classes=VOCABULARY, remat=remat)
-                row = {"mode": mode, "remat": remat, "length": length, "batch": BATCH}
-                report["counted"].append(row | counted(model, mode, length, BATCH))
-    print(format_table(report["counted"], digits=3), flush=True)
-    report["cases"] = {}
+    torch = flags.peers and not {"torch", "opacus"} & set(missing)
+    counts_by_length = counted_rows()
+    print(format_table(counts_by_length, digits=3), flush=True)
+    cases = {}
     model = models.create("gpt2", num_classes=bench_steps.VOCABULARY, **SMALL)
     for mode in MODES:
         calls = steps(model, mode, SMALL["positions"], TIMED_BATCH, flags.peers)
-        if mode == "full" and flags.peers and not {"torch", "opacus"} & set(missing):
+        if mode == "full" and torch:
             from benchmarks import torch_steps
 
             calls |= torch_steps.steps("lm", TIMED_BATCH, CLIP, 1.0)
-        rows = report["cases"][mode] = timed(calls, flags.rounds)
+        cases[mode] = rows = timed(calls, flags.rounds)
         noise = rows["private"]["cpu_over_plain"] - rows["clipped"]["cpu_over_plain"]
         rows["private"]["noise_cpu_over_plain"] = noise
-        print(
-            f"\n{mode}\n{format_table([{'step': name, **row} for name, row in rows.items()], digits=3)}",
-            flush=True,
-        )
-    timing.write(report, flags.output)
+        timing.show(mode, rows)
+    return {
+        "rounds": flags.rounds,
+        "not installed": missing,
+        "counted": counts_by_length,
+        "cases": cases,
+    }
 
 
-if __name__ == "__main__":
-    main()
+def counted_rows() -> list[dict[str, Any]]:
+    """Returns the counts of GPT-2 small in every mode, with and without remat, by length."""
+    rows = []
+    for mode, remat, length in itertools.product(MODES, (False, True), LENGTHS):
+        model = models.create("gpt2", num_classes=VOCABULARY, remat=remat)
+        row = {"mode": mode, "remat": remat, "length": length, "batch": BATCH}
+        rows.append(row | counted(model, mode, length, BATCH))
+    return rows

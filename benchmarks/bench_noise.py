@@ -1,11 +1,12 @@
 """Times Gaussian noise beside other generators, and `privatize` as a share of a private step.
 
-    python -m benchmarks.bench_noise [--size 1048576] [--rounds 9]
+    python -m benchmarks run noise [--size 1048576] [--rounds 9]
 
 The design before ChaCha is here as "rbg, two normals". `jaxdp.transforms.noise.CPU_OPTIONS` are
 those of `fit`. NumPy and PyTorch draw on the host. Processor time counts all threads, so a value of
 one core and of two cores are compared fairly."""
 
+import argparse
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -51,25 +52,6 @@ def old_noise(key: jax.Array, tree: Any) -> Any:
 
     leaves, treedef = jax.tree.flatten(tree)
     return jax.tree.unflatten(treedef, [leaf(i, x) for i, x in enumerate(leaves)])
-
-
-def main() -> None:
-    parser = timing.arguments(__doc__, output=".bench/noise.json")
-    parser.add_argument("--size", type=int, default=2**20, help="values of the vector")
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
-    report = {
-        "machine": timing.machine(),
-        "vector": vector(options.size, options.rounds),
-        "steps": {name: step(name, options.rounds) for name in MODELS},
-    }
-    for part in (report["vector"], *report["steps"].values()):
-        for name, row in part.items():
-            print(
-                name,
-                row if isinstance(row, (int, float)) else {k: round(v, 3) for k, v in row.items()},
-            )
-    timing.write(report, options.output)
 
 
 def compiled(
@@ -224,5 +206,17 @@ def tables(found: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-if __name__ == "__main__":
-    main()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", type=int, default=2**20, help="values of the vector")
+    parser.add_argument("--rounds", type=int, default=9)
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    report = {
+        "vector": vector(flags.size, flags.rounds),
+        "steps": {name: step(name, flags.rounds) for name in MODELS},
+    }
+    for part in (report["vector"], *report["steps"].values()):
+        for name, row in part.items():
+            print(name, row)
+    return report

@@ -1,7 +1,7 @@
 """Times certifying 20 distances against one training run with per-record clipped gradients, and the
 memory.
 
-    python -m benchmarks.bench_prediction --rounds 7 --output .bench/prediction.json
+    python -m benchmarks run prediction --rounds 7 --output .bench/prediction.json
 
 Two baselines train the same model with the same clipped gradients. "vmap" is the obvious program:
 `jax.vmap(jax.grad(loss))`, clip, sum. "streamed" adds up one record after the other in a scan,
@@ -16,9 +16,6 @@ distances. Its time for all is five times their sum. Install the package abstrac
 for this."""
 
 import argparse
-import json
-import pathlib
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -29,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import jaxdp
+from benchmarks import timing
 from jaxdp.memory import keep_freed_memory
 from jaxdp.prediction import agt, checks, plan, train_with_bounds
 from jaxdp.transforms import losses
@@ -252,54 +249,31 @@ def reference_seconds(case: Case, params: Any, data: Any) -> float:
     return total * KS / len(REFERENCE_KS)
 
 
-def main() -> None:
-    keep_freed_memory()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = "; ".join(CASES)
     parser.add_argument(
-        "--cases",
-        default="",
-        help=f"parts of names, separated by semicolons, of {'; '.join(CASES)}",
+        "--cases", default="", help=f"parts of names, separated by semicolons, of {names}"
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--replace", action="store_true")
     parser.add_argument("--reference", action="store_true")
-    parser.add_argument("--output", default=".bench/prediction.json")
-    flags = parser.parse_args()
-    report: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "platform": platform.platform(),
-        "jax": jax.__version__,
-        "jaxdp": jaxdp.__version__,
-        "rounds": flags.rounds,
-        "ks": KS,
-        "cases": {},
-    }
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    keep_freed_memory()
+    columns = (
+        "wall_ms",
+        "wall_over_streamed",
+        "wall_over_vmap",
+        "cpu_s",
+        "memory_mb",
+        "first_call_s",
+    )
+    cases = {}
     for name, case in CASES.items():
         if not any(part in name for part in flags.cases.split(";")):
             continue
-        report["cases"][name] = rows = run_case(
-            case, flags.rounds, replace=flags.replace, reference=flags.reference
-        )
-        columns = (
-            "wall_ms",
-            "wall_over_streamed",
-            "wall_over_vmap",
-            "cpu_s",
-            "memory_mb",
-            "first_call_s",
-        )
-        table = [{"run": run, **{c: row.get(c) for c in columns}} for run, row in rows.items()]
-        print(
-            f"\n{name}, batch of {case.records}\n{jaxdp.report.format_table(table, digits=3)}",
-            flush=True,
-        )
-    output = pathlib.Path(flags.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"\nWritten to {output}")
-
-
-if __name__ == "__main__":
-    main()
+        rows = run_case(case, flags.rounds, replace=flags.replace, reference=flags.reference)
+        cases[name] = rows
+        timing.show(f"{name}, batch of {case.records}", rows, columns)
+    return {"rounds": flags.rounds, "ks": KS, "cases": cases}

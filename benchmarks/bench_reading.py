@@ -1,6 +1,6 @@
 """Measures how long a step waits for its examples, with and without reading ahead.
 
-    python -m benchmarks.bench_reading --output benchmarks/results/reading_cpu.json
+    python -m benchmarks run reading --output benchmarks/results/reading_cpu.json
 
 A source either opens a file for each example, or sleeps for a part of a step, as one does that
 waits for a network. "ahead" takes the batches of `PrivateTrainer.batches`, as `fit` does. "inline"
@@ -8,6 +8,7 @@ reads a batch when its step is due. The wait of a step is the wall time until it
 device. "exchange" is what two processes of this machine take to tell each other that both have
 read."""
 
+import argparse
 import contextlib
 import json
 import pathlib
@@ -23,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import bench_growth, timing
+from benchmarks import bench_growth
 from jaxdp.release import Hosts
 from jaxdp.report import format_table
 
@@ -124,7 +125,7 @@ def exchange() -> float:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{found.getsockname()[1]}"
-    command = [sys.executable, "-m", "benchmarks.bench_reading", "--exchange", address]
+    command = [sys.executable, "-m", "benchmarks", "run", "reading", "--exchange", address]
     started = [
         subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)
     ]
@@ -146,44 +147,32 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output=".bench/reading.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exchange",
         nargs=2,
         help="an address and the number of this process: measure the exchange",
     )
-    flags = parser.parse_args()
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any] | None:
     if flags.exchange:
-        print(json.dumps(exchanged(flags.exchange[0], int(flags.exchange[1]))))
-        return
+        address, process = flags.exchange
+        print(json.dumps(exchanged(address, int(process))))
+        return None
     trainer, params, source, _ = bench_growth.training(UNITS, BATCH, 1)
     rows = [{"reading": "arrays in memory", **measured(trainer, params, source)}]
     alone = rows[0]["inline"]["step_ms"] - rows[0]["inline"]["wait_ms"]
     for share in SHARES:
         seconds = share * alone / 1e3
         slow = Slow(source, lambda indices, seconds=seconds: time.sleep(seconds))  # type: ignore[misc]
-        rows.append(
-            {
-                "reading": f"a delay of {share:g} of a step's own time",
-                **measured(trainer, params, slow),
-            }
-        )
+        reading = f"a delay of {share:g} of a step's own time"
+        rows.append({"reading": reading, **measured(trainer, params, slow)})
     with on_disk(source) as slow:
         rows.append({"reading": f"{BATCH} files", **measured(trainer, params, slow)})
-    print(
-        format_table(
-            [{"reading": row["reading"], **row["inline"], **row["ahead"]} for row in rows], digits=4
-        )
-    )
-    took = exchange()
-    print(f"An exchange between two processes takes {took:.2g} ms.")
-    timing.write(
-        timing.machine() | {"steps": ROUNDS * STEPS, "rows": rows, "exchange_ms": took},
-        flags.output,
-    )
+    steps = [{"reading": row["reading"], **row["inline"], **row["ahead"]} for row in rows]
+    print(format_table(steps, digits=4))
+    exchange_ms = exchange()
+    print(f"An exchange between two processes takes {exchange_ms:.2g} ms.")
     print(markdown(rows))
-
-
-if __name__ == "__main__":
-    main()
+    return {"steps": ROUNDS * STEPS, "rows": rows, "exchange_ms": exchange_ms}

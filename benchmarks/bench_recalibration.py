@@ -1,7 +1,7 @@
 """Times simulated recalibrations per second: `launch.simulation` beside a plain NumPy loop over
 trials.
 
-    python -m benchmarks.bench_recalibration --output .bench/recalibration.json
+    python -m benchmarks run recalibration --output .bench/recalibration.json
 
 The sweep is one shift of the paper's CIFAR-10 sweep: 10,000 labelled logits of 10 classes
 (synthetic, over-confident), three factors of 10 settings, six methods. The NumPy loop follows the
@@ -11,6 +11,7 @@ the ECE of the test split. It runs on a sample of the trials, between runs of ou
 are means over settings and medians over shifts after the first, which compiles. The whole sweep is
 `--shifts 15`."""
 
+import argparse
 import math
 import resource
 import time
@@ -22,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxdp
-from benchmarks import timing
 from jaxdp.memory import keep_freed_memory
 from jaxdp.recalibration import AccT, Bracket, EceT, HistogramBinning, NllT, Records
 from launch.simulation import Order, Setting, simulate, unchanged
@@ -147,9 +147,7 @@ def ours(name: str, records: Records, order: Order, key: jax.Array) -> np.ndarra
     return np.stack([outcome.ece for outcome in outcomes])
 
 
-def main() -> None:
-    keep_freed_memory()
-    parser = timing.arguments(__doc__, output=".bench/recalibration.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trials", type=int, default=500)
     parser.add_argument(
         "--sample", type=int, default=2, help="trials per setting and method of the plain loop"
@@ -157,12 +155,42 @@ def main() -> None:
     parser.add_argument(
         "--shifts", type=int, default=3, help="ours runs this many, after one that compiles"
     )
-    flags = parser.parse_args()
+
+
+class Sweep:
+    """Seconds per trial and mean ECEs of a method, of ours and of the NumPy loop."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+        self.means: dict[str, list[float]] = {side: [] for side in SIDES}
+
+    def add(self, side: str, seconds: float, eces: Any) -> None:
+        self.seconds[side].append(seconds / np.size(eces))
+        self.means[side].append(float(np.mean(eces)))
+
+    def median(self, side: str) -> float:
+        return float(np.median(self.seconds[side]))
+
+    def row(self) -> dict[str, float]:
+        ratios = np.divide(self.seconds["numpy"], self.seconds["ours"])
+        return {
+            "ours, us per trial": 1e6 * self.median("ours"),
+            "NumPy, us per trial": 1e6 * self.median("numpy"),
+            "ratio": float(np.median(ratios)),
+            "mean ECE, ours": float(np.mean(self.means["ours"])),
+            "mean ECE, numpy": float(np.mean(self.means["numpy"])),
+        }
+
+
+SIDES = ("ours", "numpy")
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    keep_freed_memory()
     order = Order.draw(0, records=RECORDS, trials=flags.trials, settings=SETTINGS)
     rng = np.random.default_rng(0)
-    seconds: dict[str, dict[str, list[float]]] = {name: {"ours": [], "numpy": []} for name in NAMES}
-    first, all_shifts = 0.0, 0.0
-    means: dict[str, dict[str, list[float]]] = {name: {"ours": [], "numpy": []} for name in NAMES}
+    sweeps = {name: Sweep() for name in NAMES}
+    first_shift = all_shifts = 0.0
     for shift in range(flags.shifts + 1):
         logits, labels = logits_of(shift)
         records = Records(jnp.asarray(logits), jnp.asarray(labels))
@@ -170,59 +198,38 @@ def main() -> None:
             start = time.perf_counter()
             eces = ours(name, records, order, jax.random.key(shift))
             elapsed = time.perf_counter() - start
-            all_shifts += elapsed if shift < flags.shifts else 0.0
-            if shift == 0:
-                first += elapsed
+            if shift < flags.shifts:
+                all_shifts += elapsed
+            if shift == 0:  # it compiles
+                first_shift += elapsed
                 continue
-            seconds[name]["ours"].append(elapsed / eces.size)
+            sweeps[name].add("ours", elapsed, eces)
             start = time.perf_counter()
-            plain = [
-                numpy_trial(name, logits, labels, s, rng)
-                for s in SETTINGS
-                for _ in range(flags.sample)
-            ]
-            seconds[name]["numpy"].append((time.perf_counter() - start) / len(plain))
-            means[name]["ours"].append(float(eces.mean()))
-            means[name]["numpy"].append(float(np.mean(plain)))
-    rows = []
-    for name in NAMES:
-        fast, slow = (float(np.median(seconds[name][side])) for side in ("ours", "numpy"))
-        ratio = float(np.median(np.divide(seconds[name]["numpy"], seconds[name]["ours"])))
-        row = {
-            "method": name,
-            "ours, us per trial": 1e6 * fast,
-            "NumPy, us per trial": 1e6 * slow,
-            "ratio": ratio,
-        }
-        rows.append(
-            row
-            | {f"mean ECE, {side}": float(np.mean(means[name][side])) for side in ("ours", "numpy")}
-        )
-    total = {
-        side: sum(float(np.median(seconds[name][side])) for name in NAMES)
-        for side in ("ours", "numpy")
-    }
-    report: dict[str, Any] = {
-        "jax": jax.__version__,
-        "jaxdp": jaxdp.__version__,
-        "device": jax.devices()[0].device_kind,
-        **vars(flags),
-        "methods": rows,
-        "ratio of all methods, compiled": total["numpy"] / total["ours"],
-        "ratio of all methods, with compilation": total["numpy"]
-        * len(SETTINGS)
-        * flags.trials
-        * flags.shifts
-        / all_shifts,
-        "first shift, with compilation, seconds": first,
+            plain = numpy_trials(name, logits, labels, flags.sample, rng)
+            sweeps[name].add("numpy", time.perf_counter() - start, plain)
+    rows = [{"method": name} | sweep.row() for name, sweep in sweeps.items()]
+    ours_total = sum(sweep.median("ours") for sweep in sweeps.values())
+    numpy_total = sum(sweep.median("numpy") for sweep in sweeps.values())
+    trials = len(SETTINGS) * flags.trials * flags.shifts
+    summary = {
+        "ratio of all methods, compiled": numpy_total / ours_total,
+        "ratio of all methods, with compilation": numpy_total * trials / all_shifts,
+        "first shift, with compilation, seconds": first_shift,
         "as many shifts, with compilation, seconds": all_shifts,
         "peak memory, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     print(jaxdp.report.format_table(rows, digits=3))
-    for name in list(report)[-5:]:
-        print(f"{name}: {report[name]:.4g}")
-    timing.write(report, flags.output)
+    for name, value in summary.items():
+        print(f"{name}: {value:.4g}")
+    return vars(flags) | {"methods": rows} | summary
 
 
-if __name__ == "__main__":
-    main()
+def numpy_trials(
+    name: str, logits: np.ndarray, labels: np.ndarray, sample: int, rng: np.random.Generator
+) -> list[float]:
+    """Returns the ECE of a sample of trials of every setting."""
+    eces = []
+    for setting in SETTINGS:
+        for _ in range(sample):
+            eces.append(numpy_trial(name, logits, labels, setting, rng))
+    return eces

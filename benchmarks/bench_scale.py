@@ -1,7 +1,7 @@
 """Counts the work of one device in a private step that is divided over many, beside that of a plain
 step.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.bench_scale
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks run scale
 
 Nothing is run. XLA compiles and divides the steps for devices that the processor pretends to be.
 "plain" is an ordinary step with the same shardings. "private" is the sum of the programs of a
@@ -9,6 +9,7 @@ trainer's step: the clipped sum of one physical batch, and noise with the update
 batch, "fsdp" also all parameters. "noise" compares two ways to the noise of parameters that all
 devices have: each draws all of it, or each draws a part and gathers the others."""
 
+import argparse
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import bench_steps, timing
+from benchmarks import bench_steps
 from jaxdp import finetune, models
 from jaxdp.compilers import hlo
 from jaxdp.data import PoissonSampler
@@ -206,19 +207,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    flags = timing.arguments(__doc__, output=".bench/scale.json").parse_args()
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     rows = [row for name, case in cases().items() for row in rows_of(name, case)]
-    print(
-        format_table(
-            [{name: x for name, x in row.items() if name != "kinds"} for row in rows], digits=4
-        )
-    )
+    counts = [{name: x for name, x in row.items() if name != "kinds"} for row in rows]
+    print(format_table(counts, digits=4))
     noise = [row for name in NOISE for row in noise_rows(name, cases()[name])]
     print(format_table(noise, digits=4))
-    timing.write(timing.machine() | {"steps": rows, "noise": noise}, flags.output)
     print(markdown(rows))
-
-
-if __name__ == "__main__":
-    main()
+    return {"steps": rows, "noise": noise}

@@ -1,6 +1,6 @@
 """Times the whole private step against the plain step: sample, read, clip, noise and update.
 
-    python -m benchmarks.bench_steps --cases mlp,cnn,resnet20,vit,lm --rounds 15 --peers
+    python -m benchmarks run steps --cases mlp,cnn,resnet20,vit,lm --rounds 15 --peers
 
 "private" is a step as `fit` takes it, with the sizes of physical batches that the library chooses.
 Its batches vary in size, as Poisson sampling demands, and its ratios compare sums over all rounds.
@@ -14,6 +14,7 @@ With --peers, jax_privacy clips, adds noise and updates on a batch of the expect
 so with hooks, ghost clipping and functorch. Its ratios are over a plain step in PyTorch. Neither
 samples here. Install torch and opacus for this. A step of more than ten seconds is timed once."""
 
+import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -360,39 +361,27 @@ def table(found: Mapping[str, Any]) -> str:
     return format_table(rows, style="markdown")
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output=".bench/steps.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default=",".join(cases()))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--peers", action="store_true")
-    flags = parser.parse_args()
-    missing = timing.missing("torch", "opacus") if flags.peers else []
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    torch, note = timing.peers(flags.peers, "torch", "opacus")
     keep_freed_memory()
-    report: dict[str, Any] = {
-        **timing.machine(),
-        "rounds": flags.rounds,
-        "peers": f"not installed: {', '.join(missing)}" if missing else flags.peers,
-        "cases": {},
-    }
+    columns = (
+        "wall_ms",
+        "cpu_ms",
+        "over_plain",
+        "cpu_over_plain",
+        "over_best_opacus",
+        "first_s",
+        "ready_s",
+    )
+    report: dict[str, Any] = {"rounds": flags.rounds, "peers": note, "cases": {}}
     for name in flags.cases.split(","):
-        rows = measured(name, flags.rounds, flags.peers, flags.peers and not missing)
+        rows = measured(name, flags.rounds, flags.peers, torch)
         report["cases"][name] = rows
-        columns = (
-            "wall_ms",
-            "cpu_ms",
-            "over_plain",
-            "cpu_over_plain",
-            "over_best_opacus",
-            "first_s",
-            "ready_s",
-        )
-        table = [{"step": step, **{c: row.get(c) for c in columns}} for step, row in rows.items()]
-        print(
-            f"\n{name}, batch {cases()[name].batch_size}\n{format_table(table, digits=3)}",
-            flush=True,
-        )
-    timing.write(report, flags.output)
-
-
-if __name__ == "__main__":
-    main()
+        timing.show(f"{name}, batch {cases()[name].batch_size}", rows, columns)
+    return report

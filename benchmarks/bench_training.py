@@ -1,7 +1,7 @@
 r"""Times sharpness-aware pre-training against plain training, and the DP-SGD family against DP-SGD,
 in one run.
 
-    python -m benchmarks.bench_training --models cnn,resnet20 --rounds 5 --peers \
+    python -m benchmarks run training --models cnn,resnet20 --rounds 5 --peers \
         --output .bench/training.json
 
 Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios
@@ -22,6 +22,7 @@ With --peers, optax's SAM runs beside ours. On the CNN the same steps run in PyT
 and adaptive clipping, and GEP as Yu et al. 2021 describe it, by `torch.func`. Install torch and
 opacus for this."""
 
+import argparse
 import functools
 import itertools
 from collections.abc import Callable, Mapping
@@ -390,52 +391,31 @@ def tables(found: Mapping[str, Any]) -> dict[str, str]:
     return made
 
 
-def main() -> None:
-    keep_freed_memory()
-    parser = timing.arguments(__doc__, output=".bench/training.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default="cnn,resnet20", help=f"of {', '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", action="store_true")
-    flags = parser.parse_args()
-    missing = timing.missing("torch", "opacus") if flags.peers else []
-    report: dict[str, Any] = {
-        **timing.machine(),
-        "rounds": flags.rounds,
-        "peers": f"not installed: {', '.join(missing)}" if missing else flags.peers,
-        "cases": {},
-    }
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    keep_freed_memory()
+    torch, note = timing.peers(flags.peers, "torch", "opacus")
+    cases = {}
     for name in flags.models.split(","):
         case = CASES[name]
         problem = problem_of(case)
         steps = pretraining_steps(case, problem, peers=flags.peers)
         rows = timed(steps, flags.rounds, add_rare_ascents, lambda _: {"plain": "plain"})
-        show(
-            report,
-            f"{name}, pre-training, m2={UPDATE}",
-            rows,
-            ("limit", "over_plain", "cpu_over_plain"),
-        )
+        cases[f"{name}, pre-training, m2={UPDATE}"] = rows
+        columns = ("wall_ms", "limit", "over_plain", "cpu_over_plain", "memory_mb")
+        timing.show(f"{name}, pre-training, m2={UPDATE}", rows, columns)
         steps = finetuning_steps(case, problem)
-        if flags.peers and not missing and case.model == "cnn":
+        if torch and case.model == "cnn":
             steps |= torch_steps(case)
-        rows = timed(
-            steps, flags.rounds, functools.partial(add_basis, batch_size=case.batch_size), bases
-        )
-        columns = ("limit", "over_plain", "over_dp_sgd", "cpu_over_plain", "cpu_over_dp_sgd")
-        show(report, f"{name}, fine-tuning, B={case.batch_size}", rows, columns)
-    timing.write(report, flags.output)
-
-
-def show(
-    report: dict[str, Any], title: str, rows: dict[str, Any], columns: tuple[str, ...]
-) -> None:
-    report["cases"][title] = rows
-    table = [
-        {"step": step, **{c: row.get(c) for c in ("wall_ms", *columns, "memory_mb")}}
-        for step, row in rows.items()
-    ]
-    print(f"\n{title}\n{format_table(table, digits=3)}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        with_basis = functools.partial(add_basis, batch_size=case.batch_size)
+        rows = timed(steps, flags.rounds, with_basis, bases)
+        cases[f"{name}, fine-tuning, B={case.batch_size}"] = rows
+        ratios = ("over_plain", "over_dp_sgd", "cpu_over_plain", "cpu_over_dp_sgd")
+        columns = ("wall_ms", "limit", *ratios, "memory_mb")
+        timing.show(f"{name}, fine-tuning, B={case.batch_size}", rows, columns)
+    return {"rounds": flags.rounds, "peers": note, "cases": cases}

@@ -36,9 +36,9 @@ from benchmarks import (
     evidence_tta,
     finetune_methods,
     membership,
-    run,
     split_costs,
     split_private,
+    suites,
 )
 from jaxdp.report import format_table
 from launch import results
@@ -167,9 +167,9 @@ EVIDENCE = [
     Evidence("results/intervals.md", ("intervals.json",), bench_intervals.tables),
     Evidence(
         "results/speed.md",
-        tuple(job.path("cpu").name for job in run.SUITES["cpu"]),
-        lambda *found: {"suite": run.markdown(run.rows_of("cpu", found))},
-        {"speed.png": lambda *found: run.draw(run.rows_of("cpu", found[:-1]), found[-1])},
+        tuple(job.path("cpu").name for job in suites.SUITES["cpu"]),
+        lambda *found: {"suite": suites.markdown(suites.rows_of("cpu", found))},
+        {"speed.png": lambda *found: suites.draw(suites.rows_of("cpu", found[:-1]), found[-1])},
     ),
     Evidence(
         "results/speed.md",

@@ -1,7 +1,7 @@
 """The claims of Wicker et al. 2025 on small data: certificates, mechanisms, students, DP-SGD, PATE,
 ensembles.
 
-    python -m benchmarks.evidence_agt --data_dir DIR --word_vectors FILE.npz
+    python -m benchmarks run evidence_agt --data_dir DIR --word_vectors FILE.npz
     python -m benchmarks.evidence results/agt.md
 
 A draw is a set of private records: new points for Blobs, a new division of the digits, and a random
@@ -13,7 +13,6 @@ private labels without payment: for public benchmark data only."""
 import argparse
 import functools
 import importlib
-import json
 import math
 import pathlib
 import tempfile
@@ -23,10 +22,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks import timing
 from jaxdp import finetune, prediction
 from jaxdp.data import from_arrays
 from jaxdp.data.selection import choose
-from jaxdp.files import write_json
 from jaxdp.report import format_table, plot_panels
 from launch import frame, results
 from launch.predict import dp_sgd
@@ -98,7 +97,7 @@ def pool(bench: Bench, size: int) -> Pool:
     return Pool(*prediction.vote(votes, distances, num_classes=bench.classes), bench.classes, votes)
 
 
-def measure(bench: Bench, draw: int, trainer: Any, pate: Any) -> dict[str, Any]:
+def draw_row(bench: Bench, draw: int, trainer: Any, pate: Any) -> dict[str, Any]:
     """Returns the scores of one draw."""
     truth, epsilons = bench.test["label"], {q: epsilon_of(q) for q in QUERIES}
     ways = {way: how for way, how in WAYS.items() if bench.classes == 2 or way != "smooth"}
@@ -273,29 +272,6 @@ def draw(report: Any, path: pathlib.Path) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data_dir", default="")
-    parser.add_argument("--word_vectors", default="")
-    parser.add_argument("--draws", type=int, default=10)
-    parser.add_argument(
-        "--only", default="", help=f"parts of names, separated by semicolons, of {'; '.join(DATA)}"
-    )
-    options = parser.parse_args()
-    report = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"data": {}}
-    frame.keep_compiled()
-    for name in (*DATA, "classes"):
-        if any(part in name for part in options.only.split(";")):
-            with tempfile.TemporaryDirectory() as folder:
-                if name == "classes":
-                    report["classes"] = classes(options, pathlib.Path(folder))
-                else:
-                    report["data"][name] = one(name, options, pathlib.Path(folder))
-            write_json(RESULTS, rounded(report))
-
-
 def one(name: str, options: argparse.Namespace, root: pathlib.Path) -> dict[str, Any]:
     """Returns the scores of all draws of a data set."""
     trainer, rows = None, []
@@ -307,7 +283,7 @@ def one(name: str, options: argparse.Namespace, root: pathlib.Path) -> dict[str,
             pate = prediction.ConfidentGNMax.calibrated(
                 **how, **BUDGET, queries=ASKED, max_answers=ASKED
             )
-        rows.append(measure(bench, draw, trainer, pate))
+        rows.append(draw_row(bench, draw, trainer, pate))
         print(name, draw, flush=True)
     return {
         "records": bench.config.training.records,
@@ -316,5 +292,25 @@ def one(name: str, options: argparse.Namespace, root: pathlib.Path) -> dict[str,
     }
 
 
-if __name__ == "__main__":
-    main()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data_dir", default="")
+    parser.add_argument("--word_vectors", default="")
+    parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument(
+        "--only", default="", help=f"parts of names, separated by semicolons, of {'; '.join(DATA)}"
+    )
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    report = {"data": {}} | timing.earlier(flags.output)
+    frame.keep_compiled()
+    for name in (*DATA, "classes"):
+        if not any(part in name for part in flags.only.split(";")):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            if name == "classes":
+                report["classes"] = classes(flags, pathlib.Path(folder))
+            else:
+                report["data"][name] = one(name, flags, pathlib.Path(folder))
+        timing.write(rounded(report), flags.output)  # a later data set may fail
+    return rounded(report)

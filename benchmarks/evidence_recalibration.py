@@ -7,7 +7,7 @@ further comparisons.
         --workdir W/resnet56 ...
     python -m launch.recalibrate --config configs/recalibration/cifar10.py:cifar100 \
         --workdir W/cifar100 ...
-    python -m benchmarks.evidence_recalibration --workdirs W/resnet20,W/resnet56,W/cifar100
+    python -m benchmarks run evidence_recalibration --workdirs W/resnet20,W/resnet56,W/cifar100
     python -m benchmarks.evidence results/recalibration.md
 
 The docstring of the config has the whole commands. The further comparisons are at the centre (50
@@ -25,8 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import timing
 from jaxdp import recalibration
-from jaxdp.files import read_npz, write_json
+from jaxdp.files import read_npz
 from jaxdp.recalibration import (
     AccBisection,
     AccT,
@@ -326,17 +327,12 @@ def draw(network: str, report: Any, _: Any, path: pathlib.Path) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workdirs", required=True, help="finished workdirs, separated by commas")
-    options = parser.parse_args()
-    report = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    for folder in map(pathlib.Path, options.workdirs.split(",")):
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    report = timing.earlier(flags.output)
+    for folder in map(pathlib.Path, flags.workdirs.split(",")):
         report[folder.name] = summary(folder)
-    write_json(RESULTS, report)
-
-
-if __name__ == "__main__":
-    main()
+    return report

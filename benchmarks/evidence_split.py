@@ -2,7 +2,7 @@
 of CIFAR-100.
 
     python -m launch.split --config configs/split/cifar100.py --workdir W --config.attack.lpips ...
-    python -m benchmarks.evidence_split --workdir W
+    python -m benchmarks run evidence_split --workdir W
     python -m benchmarks.evidence results/split_adaptation.md
 
 The docstring of the config has the whole first command. The second one keeps the rows of the
@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from configs.split import cifar100
-from jaxdp.files import write_json
 from jaxdp.report import format_table, plot_panels
 from launch import results
 from launch.split_runs import ABLATIONS, BASELINES, SA, SA_ONCE, STOLEN
@@ -41,24 +40,6 @@ STRONGEST = {
     "noise-aware": "one copy",
     "aggregating": f"median of {1 + CONFIG.client.copies} copies",
 }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--workdir", required=True, type=pathlib.Path, help="a finished workdir")
-    workdir = parser.parse_args().workdir
-    if not (workdir / "result.json").exists():
-        raise SystemExit(
-            f"--workdir must be finished, but {workdir} has no result.json. Run launch.split to "
-            "its end."
-        )
-    rows = [
-        json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(workdir.glob("cells/**/row.json"))
-    ]
-    write_json(RESULTS, {"rows": [_rounded(row) for row in rows if row["part"] != "costs"]})
 
 
 def _rounded(value: Any) -> Any:
@@ -274,5 +255,20 @@ def earlier_tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[s
     return earlier | {"paper: accuracy": format_table(paper["table 1"], style="markdown")}
 
 
-if __name__ == "__main__":
-    main()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workdir", required=True, type=pathlib.Path, help="a finished workdir")
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    workdir = flags.workdir
+    if not (workdir / "result.json").exists():
+        raise SystemExit(
+            f"--workdir must be finished, but {workdir} has no result.json. Run launch.split to "
+            "its end."
+        )
+    rows = []
+    for path in sorted(workdir.glob("cells/**/row.json")):
+        row = json.loads(path.read_text(encoding="utf-8"))
+        if row["part"] != "costs":
+            rows.append(_rounded(row))
+    return {"rows": rows}

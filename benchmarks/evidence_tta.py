@@ -1,9 +1,9 @@
 r"""The claims of arXiv:2606.01908 on USPS and CIFAR-10 under shift: clipping, conversion cost, and
 budgets.
 
-    python -m benchmarks.evidence_tta \
+    python -m benchmarks run evidence_tta \
         --data_dir DIR [--study continual] [--workdir workdir/evidence_tta]
-    python -m benchmarks.evidence_tta --data_dir DIR --study cifar10 --study cifar10_episodic \
+    python -m benchmarks run evidence_tta --data_dir DIR --study cifar10 --study cifar10_episodic \
         --checkpoint resnet20_cifar10.npz
     python -m benchmarks.evidence results/tta.md
 
@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import timing
 from configs.tta import cifar10, usps_shift
-from jaxdp.files import write_json
 from jaxdp.models import save_params
 from jaxdp.models.layers import GroupNorm
 from jaxdp.report import format_table, plot_curves
@@ -49,27 +49,6 @@ STUDIES = {
     "cifar10": lambda: cifar10.get_config("group_norm"),
     "cifar10_episodic": lambda: cifar10.get_config("group_norm_episodic"),
 }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data_dir", default="")
-    parser.add_argument("--workdir", default="workdir/evidence_tta")
-    parser.add_argument(
-        "--study", action="append", choices=STUDIES, help="the default is those of USPS"
-    )
-    parser.add_argument(
-        "--checkpoint", default="", help="the published ResNet-20 of the studies of CIFAR-10"
-    )
-    options = parser.parse_args()
-    for study in options.study or ("continual", "episodic"):
-        found = run(
-            study, options.data_dir, pathlib.Path(options.workdir) / study, options.checkpoint
-        )
-        earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        write_json(RESULTS, earlier | {study: found})
 
 
 def run(study: str, data_dir: str, root: pathlib.Path, checkpoint: str = "") -> dict[str, Any]:
@@ -249,5 +228,21 @@ def draw(found: Any, path: pathlib.Path) -> None:
     )
 
 
-if __name__ == "__main__":
-    main()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data_dir", default="")
+    parser.add_argument("--workdir", default="workdir/evidence_tta")
+    parser.add_argument(
+        "--study", action="append", choices=STUDIES, help="the default is those of USPS"
+    )
+    parser.add_argument(
+        "--checkpoint", default="", help="the published ResNet-20 of the studies of CIFAR-10"
+    )
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    report = timing.earlier(flags.output)
+    for study in flags.study or ("continual", "episodic"):
+        workdir = pathlib.Path(flags.workdir) / study
+        report[study] = run(study, flags.data_dir, workdir, flags.checkpoint)
+        timing.write(report, flags.output)  # a later study may fail
+    return report

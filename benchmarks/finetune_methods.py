@@ -1,7 +1,7 @@
 """Methods of private training on the features of a public network, each against DP-SGD on the same
 private images.
 
-    python -m benchmarks.finetune_methods --checkpoint FILE --data_dir DIR
+    python -m benchmarks run finetune_methods --checkpoint FILE --data_dir DIR
 
 The data and the network are those of `configs/finetune/cifar10_squeezenet.py`. Each of five
 disjoint sets of 2000 training images of CIFAR-10 is a private set. Learning rates are chosen on
@@ -21,10 +21,8 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import timing
 from jaxdp import data, finetune, models
 from jaxdp.data import PoissonSampler, from_arrays
-from jaxdp.files import write_json
 from launch import results
 
 FOLDS, RECORDS, STEPS, CLIP, DELTA = 5, 2000, 30, 0.15, 1e-5
@@ -32,9 +30,8 @@ EPSILONS = (1.0, 4.0)
 RATES = (16.0, 32.0, 64.0, 128.0)
 
 
-def arguments(doc: str | None, *, output: str) -> argparse.ArgumentParser:
-    """Returns a parser with what `features` asks for."""
-    parser = timing.arguments(doc, output=output)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `features` reads."""
     parser.add_argument("--checkpoint", help="SqueezeNet 1.0, arrays of the Caffe model")
     parser.add_argument("--data_dir", help="prepared TFDS data of cifar10 and CIFAR-100")
     parser.add_argument(
@@ -43,7 +40,6 @@ def arguments(doc: str | None, *, output: str) -> argparse.ArgumentParser:
         help="the name of CIFAR-100 or of a part of it in data_dir",
     )
     parser.add_argument("--features", default="features.npz", help="a file that keeps the features")
-    return parser
 
 
 def features(options: Any) -> dict[str, np.ndarray]:
@@ -230,31 +226,26 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    options = arguments(__doc__, output="benchmarks/results/finetune_methods.json").parse_args()
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     began = time.process_time()
-    found = features(options)
-    mapping = models.Features.from_public(found["public"], dimensions=256, whiten=0.5)
+    arrays = features(flags)
+    mapping = models.Features.from_public(arrays["public"], dimensions=256, whiten=0.5)
     anchors = {
-        "views": mapping(found["public"][:256])[:, None],
+        "views": mapping(arrays["public"][:256])[:, None],
         "label": np.random.default_rng(0).integers(10, size=256, dtype=np.int32),
     }
-    trainers = {
-        (variant, epsilon): trainer(variant, epsilon, anchors)
-        for variant in VARIANTS
-        for epsilon in EPSILONS
-    }
-    tuned = chosen_rates(found, mapping, trainers)
-    rows = compared(found, mapping, trainers, tuned)
-    about = {
+    trainers = {}
+    for variant in VARIANTS:
+        for epsilon in EPSILONS:
+            trainers[variant, epsilon] = trainer(variant, epsilon, anchors)
+    rates = chosen_rates(arrays, mapping, trainers)
+    rows = compared(arrays, mapping, trainers, rates)
+    print(table(rows))
+    return {
         "cpu_seconds": round(time.process_time() - began),
         "records": RECORDS,
         "steps": STEPS,
         "clip_norm": CLIP,
+        "tuned_on_cifar100": rates,
+        "rows": rows,
     }
-    write_json(pathlib.Path(options.output), {**about, "tuned_on_cifar100": tuned, "rows": rows})
-    print(table(rows))
-
-
-if __name__ == "__main__":
-    main()

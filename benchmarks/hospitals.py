@@ -1,7 +1,7 @@
 """Times private recalibration with many hospitals, in Flower's simulation engine, which needs Ray.
 
     pip install "flwr[simulation]>=1.41,<1.42"
-    RAY_worker_niceness=0 python -m benchmarks.hospitals --hospitals 50 --cores 2
+    RAY_worker_niceness=0 python -m benchmarks run hospitals --hospitals 50 --cores 2
 
 Without the variable, Ray gives its workers a low priority, and other work on the machine holds them
 up. Every hospital is the `launch.hospitals.Hospital` of a real run, with its own records, workdir
@@ -10,6 +10,7 @@ all of them. `--in_process` does without Flower and Ray. The output has the seco
 of all processes together (on Linux), which a busy machine distorts less, and the bytes of packages
 per party."""
 
+import argparse
 import contextlib
 import os
 import pathlib
@@ -21,9 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import timing
 from configs.recalibration.hospitals import get_config
-from jaxdp.files import optional, write_json
+from jaxdp.files import optional
 from jaxdp.privacy import Ledger
 from launch import flower, hospitals, links
 
@@ -156,34 +156,29 @@ def simulated(folder: pathlib.Path, count: int, cores: int) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output="benchmarks/results/hospitals.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hospitals", type=int, default=50)
     parser.add_argument("--cores", type=int, default=2, help="of the simulation engine")
     parser.add_argument("--in_process", action="store_true", help="without Flower and Ray")
-    options = parser.parse_args()
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        write_records(folder, options.hospitals)
-        if options.in_process:
+        write_records(folder, flags.hospitals)
+        if flags.in_process:
             with contextlib.ExitStack() as opened:
-                found = calibrate(InProcess(folder, options.hospitals, opened), folder)
+                report = calibrate(InProcess(folder, flags.hospitals, opened), folder)
         else:
-            found = simulated(folder, options.hospitals, options.cores) | {"cores": options.cores}
-            took = [
-                float(line)
-                for path in folder.glob("*/seconds")
-                for line in path.read_text().split()
-            ]
-            found |= {
-                "cpu_seconds_per_answer": {
-                    "median": round(float(np.median(took)), 3),
-                    "all": round(sum(took), 1),
-                }
-            }
-    write_json(pathlib.Path(options.output), found)
-    print(found)
+            report = simulated(folder, flags.hospitals, flags.cores)
+            report |= {"cores": flags.cores, "cpu_seconds_per_answer": answer_seconds(folder)}
+    print(report)
+    return report
 
 
-if __name__ == "__main__":
-    main()
+def answer_seconds(folder: pathlib.Path) -> dict[str, float]:
+    """Returns the CPU-seconds of an answer in the median, and of all answers."""
+    seconds = []
+    for path in folder.glob("*/seconds"):
+        seconds += [float(line) for line in path.read_text().split()]
+    return {"median": round(float(np.median(seconds)), 3), "all": round(sum(seconds), 1)}

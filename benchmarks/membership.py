@@ -1,13 +1,14 @@
 """The utility of every private stage beside the success of attacks on membership, on the digits of
 scikit-learn.
 
-    python -m benchmarks.membership
+    python -m benchmarks run membership
 
 Fine-tuning is attacked through its final model only, by LiRA (Carlini et al. 2022,
 arXiv:2112.03570) with shadow models and with wrongly labelled records as canaries. The other stages
 are attacked by their canary audits. `python -m benchmarks.evidence results/membership.md` writes
 the tables and the picture of the page."""
 
+import argparse
 import dataclasses
 import functools
 import math
@@ -23,14 +24,12 @@ import optax
 from scipy import special, stats
 
 import jaxdp
-from benchmarks import timing
 from jaxdp import audit, finetune, prediction, recalibration, split, tta
 from jaxdp.audit.prediction import audit_answers
 from jaxdp.audit.recalibration import audit_source
 from jaxdp.audit.split import audit_upload
 from jaxdp.audit.tta import audit_stream
 from jaxdp.data import PoissonSampler, from_arrays
-from jaxdp.files import write_json
 from jaxdp.privacy import GaussianDpEvent, calibrate_noise
 from jaxdp.report import plot_curves
 
@@ -582,8 +581,7 @@ STAGES = {
 }
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output="benchmarks/results/membership.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", type=int, default=256, help="shadow models per setting")
     parser.add_argument(
         "--trials",
@@ -592,19 +590,13 @@ def main() -> None:
         help="trials of either kind of an audit, more for cheap ones",
     )
     parser.add_argument("--only", choices=STAGES, action="append", help="stages, by default all")
-    options = parser.parse_args()
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     rows, seconds = [], {}
-    for name in options.only or STAGES:
+    for name in flags.only or STAGES:
         began = time.process_time()
-        rows += STAGES[name](options)
+        rows += STAGES[name](flags)
         seconds[name] = round(time.process_time() - began)
         print(table(rows), seconds, sep="\n", flush=True)
-    output = pathlib.Path(options.output)
-    write_json(
-        output,
-        {"models": options.models, "trials": options.trials, "cpu_seconds": seconds, "rows": rows},
-    )
-
-
-if __name__ == "__main__":
-    main()
+    return {"models": flags.models, "trials": flags.trials, "cpu_seconds": seconds, "rows": rows}

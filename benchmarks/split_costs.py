@@ -1,15 +1,13 @@
 """The client's costs of Table 2 of Split Adaptation, counted from shapes: ViT-L/16, CIFAR-100, five
 images per class.
 
-python -m benchmarks.split_costs
+python -m benchmarks run split_costs
 """
 
-import pathlib
+import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import timing
-from jaxdp.files import write_json
 from jaxdp.models import Preprocessing, create
 from jaxdp.split.backbone import Backbone
 from launch.split_costs import cost
@@ -55,20 +53,15 @@ def table(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    options = timing.arguments(__doc__, output="benchmarks/results/split_costs.json").parse_args()
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     model = create("vit_l16", num_classes=1000)
-    backbone = Backbone(model, Preprocessing(size=224, mean=(0.5,) * 3, std=(0.5,) * 3), 16)
-    found = {}
+    preprocessing = Preprocessing(size=224, mean=(0.5,) * 3, std=(0.5,) * 3)
+    backbone = Backbone(model, preprocessing, 16)
+    fields = ("parameters", "parameter_bytes", "total_flops", "upload", "download")
+    methods = {}
     for method in NAMES:
-        counted = cost(
-            method, backbone, images=500, num_classes=100, epochs=50 if method == "ot" else 100
-        )
-        names = ("parameters", "parameter_bytes", "total_flops", "upload", "download")
-        found[method] = {name: getattr(counted, name) for name in names}
-    write_json(pathlib.Path(options.output), {"images": 500, "num_classes": 100, "methods": found})
-    print(table({"methods": found}))
-
-
-if __name__ == "__main__":
-    main()
+        epochs = 50 if method == "ot" else 100
+        counted = cost(method, backbone, images=500, num_classes=100, epochs=epochs)
+        methods[method] = {field: getattr(counted, field) for field in fields}
+    print(table({"methods": methods}))
+    return {"images": 500, "num_classes": 100, "methods": methods}

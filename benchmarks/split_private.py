@@ -1,6 +1,6 @@
 """What a client with few images can release under a real epsilon: accuracy for n images per class.
 
-    python -m benchmarks.split_private --checkpoint FILE --data_dir DIR
+    python -m benchmarks run split_private --checkpoint FILE --data_dir DIR
 
 The client has features of a public SqueezeNet for n images of each of the ten classes of CIFAR-10.
 CIFAR-100 is public, without labels. Every way is (epsilon, delta)-DP for replacing one image with
@@ -14,6 +14,7 @@ its label. The numbers n are public.
 The server predicts by the nearest class mean. `python -m benchmarks.evidence
 results/split_adaptation.md` writes the table and the picture of the page."""
 
+import argparse
 import functools
 import math
 import pathlib
@@ -24,9 +25,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.finetune_methods import arguments, features
+from benchmarks import finetune_methods
 from jaxdp import split
-from jaxdp.files import write_json
 from jaxdp.models import Features
 from jaxdp.privacy import GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.report import plot_curves
@@ -195,14 +195,12 @@ def draw(found: Mapping[str, Any], path: pathlib.Path, count: int = 50) -> None:
     )
 
 
-def main() -> None:
-    options = arguments(__doc__, output="benchmarks/results/split_private.json").parse_args()
+add_arguments = finetune_methods.add_arguments  # the features are the same
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     began = time.process_time()
-    rows = run(features(options))
+    rows = run(finetune_methods.features(flags))
     seconds = round(time.process_time() - began)
-    write_json(pathlib.Path(options.output), {"cpu_seconds": seconds, "rows": rows})
     print(table({"rows": rows}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"cpu_seconds": seconds, "rows": rows}

@@ -1,9 +1,9 @@
 """Runs all benchmarks of a suite one after the other, and writes one table and one picture of their
 ratios.
 
-    python -m benchmarks.run --suite cpu               # hours
-    python -m benchmarks.run --suite cpu --only steps,noise
-    python -m benchmarks.run --suite cpu --table       # only the table, from the committed results
+    python -m benchmarks suite cpu                     # hours
+    python -m benchmarks suite cpu --only steps,noise
+    python -m benchmarks suite cpu --table       # only the table, from the committed results
 
 Every benchmark writes `benchmarks/results/<name>_<suite>.json`. `python -m benchmarks.evidence
 results/speed.md` puts the table and the picture of the suite cpu into the page. Peers that are not
@@ -15,7 +15,7 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxdp.report import format_table
@@ -123,7 +123,7 @@ def _noise(report: Any) -> Iterator[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A benchmark of a suite: `python -m benchmarks.bench_<name> <flags>`, and the rows of its
+    """A benchmark of a suite: `python -m benchmarks run <name> <flags>`, and the rows of its
     report."""
 
     name: str
@@ -231,28 +231,21 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
+def main(given: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--suite", choices=SUITES, default="cpu")
+    parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--only", default="", help="names of benchmarks, with commas")
     parser.add_argument("--table", action="store_true", help="run nothing")
-    options = parser.parse_args()
-    chosen = (
-        options.only.split(",") if options.only else [job.name for job in SUITES[options.suite]]
-    )
-    if unknown := set(chosen) - {job.name for job in SUITES[options.suite]}:
-        parser.error(
-            f"--only has {sorted(unknown)}, not of {[job.name for job in SUITES[options.suite]]}."
-        )
-    for job in SUITES[options.suite]:
-        if job.name in chosen and not options.table:
-            command = [sys.executable, "-m", f"benchmarks.bench_{job.name}", *job.flags.split()]
-            subprocess.run([*command, "--output", str(job.path(options.suite))], check=True)
-    rows = rows_of(options.suite, reports(options.suite))
-    print(format_table(rows, digits=3))
-
-
-if __name__ == "__main__":
-    main()
+    flags = parser.parse_args(given)
+    jobs = {job.name: job for job in SUITES[flags.suite]}
+    names = flags.only.split(",") if flags.only else list(jobs)
+    if unknown := sorted(set(names) - set(jobs)):
+        parser.error(f"--only has {unknown}, not of {list(jobs)}.")
+    for name, job in jobs.items():
+        if name in names and not flags.table:
+            # A process of its own, so that no benchmark finds the caches of another one.
+            command = [sys.executable, "-m", "benchmarks", "run", name, *job.flags.split()]
+            subprocess.run([*command, "--output", str(job.path(flags.suite))], check=True)
+    print(format_table(rows_of(flags.suite, reports(flags.suite)), digits=3))
