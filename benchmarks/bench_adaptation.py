@@ -216,17 +216,19 @@ def run_case(
     wall, cpu = timing.interleaved({name: step.call for name, step in steps.items()}, rounds)
     rows = {name: dict(step.row) for name, step in steps.items()}
     for name, row in rows.items():
-        row["wall_ms"], row["cpu_ms"] = timing.median_ms(wall[name]), timing.median_ms(cpu[name])
-        ours = "memory_mb" in row
-        plain, forward = (
-            (f"{name.split()[0]} plain", "forward") if ours else ("torch plain", "torch forward")
-        )
-        for base, column in ((plain, "plain"), (forward, "forward")):
+        row["wall_ms"] = timing.median_ms(wall[name])
+        row["cpu_ms"] = timing.median_ms(cpu[name])
+        ours = "memory_mb" in row  # the peers' memory is not known
+        bases = {"plain": "torch plain", "forward": "torch forward"}
+        if ours:
+            method = name.split()[0]
+            bases = {"plain": f"{method} plain", "forward": "forward"}
+        for column, base in bases.items():
             if base in steps:
                 row[f"over_{column}"] = timing.median_ratio(wall[name], wall[base])
                 row[f"cpu_over_{column}"] = timing.median_ratio(cpu[name], cpu[base])
-        if ours and plain in steps:
-            row["memory_over_plain"] = row["memory_mb"] / rows[plain]["memory_mb"]
+        if ours and bases["plain"] in steps:
+            row["memory_over_plain"] = row["memory_mb"] / rows[bases["plain"]]["memory_mb"]
     return rows
 
 

@@ -117,9 +117,9 @@ def stable_distances(case: Case, seed: int) -> dict[str, float]:
             product=product,
             **assigned,
         )
-        found = certify(bounds, network, queries, product=product)
-        row[name] = float(np.mean(found.distance))
-        row["accuracy"] = float(np.mean(np.asarray(found.label) == truth))
+        certified = certify(bounds, network, queries, product=product)
+        row[name] = float(np.mean(certified.distance))
+        row["accuracy"] = float(np.mean(np.asarray(certified.label) == truth))
     return row
 
 
@@ -155,9 +155,9 @@ def table(report: Mapping[str, Any]) -> str:
     seeds."""
     rows = []
     for name, runs in report["cases"].items():
-        found = {rule: results.moments(run[rule] for run in runs) for rule, *_ in RULES}
-        cells = {rule: f"{one.mean:.1f} ({one.error:.1f})" for rule, one in found.items()}
-        gain = f"{found['add_remove'].mean / found['published'].mean:.1f}"
+        moments_of = {rule: results.moments(run[rule] for run in runs) for rule, *_ in RULES}
+        cells = {rule: f"{one.mean:.1f} ({one.error:.1f})" for rule, one in moments_of.items()}
+        gain = f"{moments_of['add_remove'].mean / moments_of['published'].mean:.1f}"
         heads = ("network", "published", "records replaced", "records added or removed", "gain")
         rows.append(dict(zip(heads, (name, *cells.values(), gain), strict=True)))
     return jaxdp.report.format_table(rows, style="markdown")

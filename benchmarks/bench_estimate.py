@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import bench_scale
+from benchmarks import bench_scale, timing
 from jaxdp import finetune
 from jaxdp.compilers import hlo
 from jaxdp.data import PoissonSampler
@@ -117,31 +117,27 @@ def at(layers: int, one: hlo.Count, two: hlo.Count) -> hlo.Count:
 
 def markdown(report: dict[str, Any]) -> str:
     """Returns the estimate as tables of a page."""
-    lines = ["| one chip, one step | plain | private | private / plain |", "|---|---|---|---|"]
     plain, private = report["steps"]
+    rows = []
     for label, key, unit in (
         ("TFLOP", "flops", 1e12),
         ("GB sent", "sent_bytes", 1e9),
         ("collectives", "collectives", 1),
         ("GB read and written, at most", "memory_bytes", 1e9),
     ):
-        values = plain[key] / unit, private[key] / unit
-        lines.append(
-            f"| {label} | {values[0]:,.4g} | {values[1]:,.4g} | {values[1] / values[0]:.3f} |"
-        )
+        rows.append(_cells(label, plain[key] / unit, private[key] / unit, ",.4g"))
     for chip in CHIPS:
         for label, key in (("compute", "flops"), ("send", "sent")):
-            a, b = plain[chip][key], private[chip][key]
-            lines.append(
-                f"| s to {label} at the peak of {chip} | {a:.3g} | {b:.3g} | {b / a:.3f} |"
-            )
+            title = f"s to {label} at the peak of {chip}"
+            rows.append(_cells(title, plain[chip][key], private[chip][key], ".3g"))
     held = {name: row["held_bytes"] / 1e9 for name, row in report["programs"].items()}
-    plain_held, private_held = held["plain gradient"], held["clipped sum"]
-    lines.append(
-        f"| GB held by XLA | {plain_held:.3g} | {private_held:.3g} | "
-        f"{private_held / plain_held:.3f} |"
-    )
-    return "\n".join(lines)
+    rows.append(_cells("GB held by XLA", held["plain gradient"], held["clipped sum"], ".3g"))
+    header = ["one chip, one step", "plain", "private", "private / plain"]
+    return timing.page_table(header, rows)
+
+
+def _cells(label: str, plain: float, private: float, form: str) -> list[str]:
+    return [label, format(plain, form), format(private, form), f"{private / plain:.3f}"]
 
 
 def measure(flags: argparse.Namespace) -> dict[str, Any]:

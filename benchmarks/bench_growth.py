@@ -106,9 +106,9 @@ def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict
     def private() -> None:
         jax.block_until_ready(trainer.update(state, trainer.sums(state, source, rows)))
 
-    found = timed(private)
+    row = timed(private)
     counts = [hlo.count(program) for program in programs]
-    found |= {
+    row |= {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "flops": sum(count.flops for count in counts),
         "sent_bytes": sum(count.moved for count in counts),
@@ -130,8 +130,8 @@ def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict
                 updated(params, opt_state, jax.device_put(source.gather(rows)))
             )
         )
-        found["plain_cpu_s"] = plain["cpu_s"]
-    return found
+        row["plain_cpu_s"] = plain["cpu_s"]
+    return row
 
 
 def steps_point(steps: int) -> dict[str, float]:
@@ -199,8 +199,8 @@ def measured(axis: str, value: int) -> dict[str, float]:
         text=True,
         check=True,
     )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    point: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return point
 
 
 def draw(report: dict[str, Any], path: str) -> None:

@@ -76,7 +76,7 @@ def distinct(make, count: int) -> dict[str, float]:
                 took.append(time.perf_counter() - began)
             began = time.perf_counter()
             ledger.epsilon("data")
-            asked = time.perf_counter() - began
+            epsilon_s = time.perf_counter() - began
         began = time.perf_counter()
         with Ledger(path):
             opened = time.perf_counter() - began
@@ -87,7 +87,7 @@ def distinct(make, count: int) -> dict[str, float]:
         "last spends, ms": last,
         "worst of the last, ms": 1e3 * max(took[-part:]),
         "ratio": last / first,
-        "epsilon(), s": asked,
+        "epsilon(), s": epsilon_s,
         "opening and verifying, s": opened,
     }
 

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import bench_steps, counts, timing
+from benchmarks import bench_steps, counts, problems, timing
 from jaxdp import models
 from jaxdp.memory import keep_freed_memory
 from jaxdp.report import format_table
@@ -37,20 +37,22 @@ def problem(model: Any, mode: str, params: Any = None) -> tuple[Any, Callable[..
     """Returns (parameters, loss of one row of tokens, `trainable`). Without parameters they are
     shapes."""
 
-    def made(params: Any) -> models.Pretrained:
+    def network_of(params: Any) -> models.Pretrained:
         network = models.Pretrained(model, params, None)
         return models.with_lora(network, rank=RANK, seed=0) if mode == "lora" else network
 
     shapes = jax.eval_shape(
         lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     )
-    apply_fn = made(shapes).apply_fn  # reads no value
+    apply_fn = network_of(shapes).apply_fn  # reads no value
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         return jaxdp.losses.next_token(apply_fn(params, tokens[None, :-1])[0], tokens[1:])
 
     params = (
-        jax.eval_shape(lambda p: made(p).params, shapes) if params is None else made(params).params
+        jax.eval_shape(lambda p: network_of(p).params, shapes)
+        if params is None
+        else network_of(params).params
     )
     return params, loss, models.trainable("lora", params) if mode == "lora" else None
 
@@ -113,13 +115,7 @@ def steps(
             updates, state = optimizer.update(grads, state, trained(params))
             return {**params, **optax.apply_updates(trained(params), updates)}, state
 
-        now = [params, optimizer.init(trained(params))]
-
-        def step() -> Any:
-            now[:] = updated(*now)
-            return now
-
-        return step
+        return problems.stateful(updated, params, optimizer.init(trained(params)))
 
     def trained(params: Any) -> Any:
         return {"lora": params["lora"]} if mode == "lora" else params
@@ -128,7 +124,7 @@ def steps(
         return {name: grads[name] for name in trained(params)}
 
     sgd = optax.sgd(0.01)
-    found = {
+    calls = {
         "plain": step_of(
             sgd, lambda p, t: {"lora": gradient(p, t)} if mode == "lora" else gradient(p, t)
         ),
@@ -136,14 +132,13 @@ def steps(
         "private": step_of(optax.chain(private, sgd), lambda p, t: only(clipped(p, t).grads)),
     }
     if peers and not timing.missing("jax_privacy"):
-        from jax_privacy import clipping
 
-        whole = lambda moving, params, tokens: loss({**params, **moving}, tokens)  # noqa: E731
-        theirs = clipping.clipped_grad(
-            whole, l2_clip_norm=CLIP, batch_argnums=(2,), keep_batch_dim=False
-        )
-        found["jax_privacy clipped"] = step_of(sgd, lambda p, t: theirs(trained(p), p, t))
-    return found
+        def loss_of_trained(moving: Any, params: Any, tokens: jax.Array) -> jax.Array:
+            return loss({**params, **moving}, tokens)
+
+        peer = problems.jax_privacy_grad(loss_of_trained, CLIP, (2,))
+        calls["jax_privacy clipped"] = step_of(sgd, lambda p, t: peer(trained(p), p, t))
+    return calls
 
 
 def timed(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:

@@ -18,17 +18,17 @@ from tests import foreign_programs
 
 def work(entry: foreign_programs.Entry) -> dict[str, counts.Count]:
     """Returns the cost of the plain and of the clipped gradient of a program at its large size."""
-    made = entry.build(*entry.large)
+    problem = entry.build(*entry.large)
     params, batch = (
-        foreign_programs.abstract(made.params),
-        foreign_programs.abstract(made.example, (entry.batch,)),
+        foreign_programs.abstract(problem.params),
+        foreign_programs.abstract(problem.example, (entry.batch,)),
     )
-    loss = made.plain or made.loss
+    loss = problem.plain or problem.loss
 
     def total(params: Any, batch: Any) -> jax.Array:
         return jax.vmap(loss, (None, 0))(params, batch).sum()
 
-    clipped = jaxdp.clipped_grad(made.loss, clip_norm=1.0)
+    clipped = jaxdp.clipped_grad(problem.loss, clip_norm=1.0)
     with (
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),

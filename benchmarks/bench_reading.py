@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import bench_growth
+from benchmarks import bench_growth, timing
 from jaxdp.release import Hosts
 from jaxdp.report import format_table
 
@@ -79,7 +79,7 @@ def inline(trainer: Any, state: Any, source: Any) -> Iterator[Any]:
 def timed(trainer: Any, params: Any, source: Any, *, ahead: bool) -> list[tuple[float, float]]:
     """Returns the seconds of each step's wait for the batch, and of the whole step, without the
     first two steps."""
-    state, found = trainer.init(params), []
+    state, seconds = trainer.init(params), []
     reading = (
         trainer.batches(state, source, STEPS)
         if ahead
@@ -92,19 +92,19 @@ def timed(trainer: Any, params: Any, source: Any, *, ahead: bool) -> list[tuple[
             wait = time.perf_counter() - start
             state, row = trainer.step(state, source, batch, meanwhile=lambda: None)
             jax.block_until_ready(row)
-            found.append((wait, time.perf_counter() - start))
-    return found[2:]
+            seconds.append((wait, time.perf_counter() - start))
+    return seconds[2:]
 
 
 def measured(trainer: Any, params: Any, source: Any) -> dict[str, Any]:
     """Returns medians of milliseconds "inline" and "ahead", of rounds that take turns."""
-    found: dict[str, list[tuple[float, float]]] = {"inline": [], "ahead": []}
+    pairs_of: dict[str, list[tuple[float, float]]] = {"inline": [], "ahead": []}
     for _ in range(ROUNDS):
-        for name, pairs in found.items():
+        for name, pairs in pairs_of.items():
             pairs += timed(trainer, params, source, ahead=name == "ahead")
     middle = {
         name: [1e3 * statistics.median(times) for times in zip(*pairs, strict=True)]
-        for name, pairs in found.items()
+        for name, pairs in pairs_of.items()
     }
     return {name: {"wait_ms": wait, "step_ms": step} for name, (wait, step) in middle.items()}
 
@@ -122,9 +122,9 @@ def exchanged(address: str, process: int) -> float:
 
 def exchange() -> float:
     """Returns what `exchanged` returns in the first of two new processes."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{found.getsockname()[1]}"
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{server.getsockname()[1]}"
     command = [sys.executable, "-m", "benchmarks", "run", "reading", "--exchange", address]
     started = [
         subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)
@@ -135,16 +135,13 @@ def exchange() -> float:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Returns the rows as a table of a page."""
-    lines = [
-        "| reading a batch | ms of a step, inline | ahead | ms of it that the device waits, "
-        "inline | ahead |",
-        "|---|---|---|---|---|",
-    ]
+    waits = "ms of it that the device waits, inline"
+    header = ["reading a batch", "ms of a step, inline", "ahead", waits, "ahead"]
+    lines = []
     for row in rows:
-        both = [row["inline"], row["ahead"]]
-        cells = [f"{found[key]:.0f}" for key in ("step_ms", "wait_ms") for found in both]
-        lines.append(f"| {row['reading']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        times = [row[way][key] for key in ("step_ms", "wait_ms") for way in ("inline", "ahead")]
+        lines.append([row["reading"], *(f"{ms:.0f}" for ms in times)])
+    return timing.page_table(header, lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -87,50 +87,88 @@ def numpy_golden(
 def numpy_trial(
     name: str, logits: np.ndarray, labels: np.ndarray, setting: Setting, rng: np.random.Generator
 ) -> float:
+    """Returns the ECE of the test split after one recalibration."""
     order = rng.permutation(len(labels))
     used = setting.sources * setting.samples
-    mine, test = order[: setting.samples if name == "one source" else used], order[used:]
-    sources = 0 if name == "one source" else setting.sources
-    own, right = logits[mine], (logits[mine].argmax(1) == labels[mine]).astype(float)
-    iterations = 5
-
-    def noise(size: int, sensitivity: float) -> np.ndarray:
-        return rng.laplace(scale=sensitivity / setting.epsilon, size=(sources, size)).sum(0)
-
-    def acc(t: float) -> float:
-        return abs(float((right - numpy_confidence(own, t)).sum() + noise(1, iterations + 1)[0]))
-
-    def nll(t: float) -> float:
-        scaled = own / t
-        top = scaled.max(1)
-        losses = (
-            np.log(np.exp(scaled - top[:, None]).sum(1))
-            + top
-            - scaled[np.arange(len(own)), labels[mine]]
-        )
-        return float(np.clip(losses, 0, 10).sum() + noise(1, 10.0 * (iterations + 1))[0])
-
-    def ece(t: float) -> float:
-        p = numpy_confidence(own, t)
-        return float(np.abs(numpy_bins(p, right - p) + noise(BINS, iterations + 1)).sum())
-
+    test = order[used:]
+    calibration = order[:used]
+    sources = setting.sources
+    if name == "one source":
+        calibration = order[: setting.samples]
+        sources = 0  # a source alone adds no noise
+    trial = NumpyTrial(logits[calibration], labels[calibration], sources, setting.epsilon, rng)
     if name == "histogram binning":
-        p = numpy_confidence(own, 1.0)
-        counts = noise(2 * BINS, 2.0)
-        hits, total = (
-            numpy_bins(p, right) + counts[:BINS],
-            numpy_bins(p, np.ones(len(p))) + counts[BINS:],
-        )
-        middle = (np.arange(BINS) + 0.5) / BINS
-        values = np.where(total > 0, np.clip(hits / np.where(total > 0, total, 1), 0, 1), middle)
-        index = np.minimum((numpy_confidence(logits[test], 1.0) * BINS).astype(int), BINS - 1)
-        confidence = values[index]
+        confidence = trial.binned(numpy_confidence(logits[test], 1.0))
     else:
-        objectives = {"one source": nll, "Acc-T": acc, "NLL-T": nll, "ECE-T": ece}
-        t = 1.0 if name == "none" else numpy_golden(objectives[name], 0.5, 3.0, iterations)
-        confidence = numpy_confidence(logits[test], t)
+        temperature = 1.0
+        if name != "none":
+            objectives = {
+                "one source": trial.nll,
+                "Acc-T": trial.acc,
+                "NLL-T": trial.nll,
+                "ECE-T": trial.ece,
+            }
+            temperature = numpy_golden(objectives[name], 0.5, 3.0, ITERATIONS)
+        confidence = numpy_confidence(logits[test], temperature)
     correct = logits[test].argmax(1) == labels[test]
     return float(np.abs(numpy_bins(confidence, correct - confidence)).sum() / len(test))
+
+
+ITERATIONS = 5  # of the search, which asks once more than that
+
+
+class NumpyTrial:
+    """The noisy objectives of the calibration records of one trial."""
+
+    def __init__(
+        self,
+        logits: np.ndarray,
+        labels: np.ndarray,
+        sources: int,
+        epsilon: float,
+        rng: np.random.Generator,
+    ):
+        self.logits = logits
+        self.labels = labels
+        self.right = (logits.argmax(1) == labels).astype(float)
+        self.sources = sources
+        self.epsilon = epsilon
+        self.rng = rng
+
+    def noise(self, size: int, sensitivity: float) -> np.ndarray:
+        """Returns the sum of the Laplace noise of all sources."""
+        scale = sensitivity / self.epsilon
+        return self.rng.laplace(scale=scale, size=(self.sources, size)).sum(0)
+
+    def acc(self, temperature: float) -> float:
+        gap = (self.right - numpy_confidence(self.logits, temperature)).sum()
+        return abs(float(gap + self.noise(1, ITERATIONS + 1)[0]))
+
+    def nll(self, temperature: float) -> float:
+        scaled = self.logits / temperature
+        top = scaled.max(1)
+        normaliser = np.log(np.exp(scaled - top[:, None]).sum(1)) + top
+        losses = normaliser - scaled[np.arange(len(scaled)), self.labels]
+        noise = self.noise(1, 10.0 * (ITERATIONS + 1))[0]  # each loss is clipped to 10
+        return float(np.clip(losses, 0, 10).sum() + noise)
+
+    def ece(self, temperature: float) -> float:
+        confidence = numpy_confidence(self.logits, temperature)
+        gaps = numpy_bins(confidence, self.right - confidence)
+        return float(np.abs(gaps + self.noise(BINS, ITERATIONS + 1)).sum())
+
+    def binned(self, test_confidence: np.ndarray) -> np.ndarray:
+        """Returns the noisy accuracy of the bin of each test record."""
+        confidence = numpy_confidence(self.logits, 1.0)
+        noise = self.noise(2 * BINS, 2.0)
+        hits = numpy_bins(confidence, self.right) + noise[:BINS]
+        total = numpy_bins(confidence, np.ones(len(confidence))) + noise[BINS:]
+        middle = (np.arange(BINS) + 0.5) / BINS
+        filled = total > 0
+        accuracy = np.clip(hits / np.where(filled, total, 1), 0, 1)
+        values = np.where(filled, accuracy, middle)
+        index = np.minimum((test_confidence * BINS).astype(int), BINS - 1)
+        return values[index]
 
 
 # --- Side by side -------------------------------------------------------------------------------

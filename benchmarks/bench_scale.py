@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import bench_steps
+from benchmarks import bench_steps, timing
 from jaxdp import finetune, models
 from jaxdp.compilers import hlo
 from jaxdp.data import PoissonSampler
@@ -163,13 +163,13 @@ def noise_rows(name: str, case: bench_steps.Case) -> Iterator[dict[str, Any]]:
         draw = jax.jit(
             functools.partial(gaussian, std=1.0, shardings=lie), out_shardings=everywhere
         )
-        found = hlo.count(draw.lower(stream(bytes(16), "benchmark"), sums).compile())
+        counted = hlo.count(draw.lower(stream(bytes(16), "benchmark"), sums).compile())
         yield {
             "network": name,
             "way": way,
-            "flops": found.flops / size,
-            "sent_bytes": found.moved / size,
-            "collectives": found.messages,
+            "flops": counted.flops / size,
+            "sent_bytes": counted.moved / size,
+            "collectives": counted.messages,
         }
 
 
@@ -185,26 +185,22 @@ def held_bytes(compiled: Any) -> int:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Returns the counts as a table of a page."""
-    found = {
-        (row["network"], row["layout"], row["step"]): row
-        for row in rows
-        if row["devices"] == DEVICES
-    }
-    lines = [
-        "| network | divided | collectives, plain | private | MB sent, plain | private | work, "
-        "plain | private |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for network, layout in dict.fromkeys((network, layout) for network, layout, _ in found):
-        pair = [found[network, layout, step] for step in ("plain", "private")]
-        cells = [
-            *(f"{row['collectives']:.0f}" for row in pair),
-            *(f"{row['sent_bytes'] / 1e6:.3g}" for row in pair),
-            *(f"1/{1 / row['share']:.1f}" for row in pair),
-        ]
-        what = {"data": "batch", "fsdp": "batch and parameters"}[layout]
-        lines.append(f"| {network} | {what} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    by_step = {}
+    for row in rows:
+        if row["devices"] == DEVICES:
+            by_step[row["network"], row["layout"], row["step"]] = row
+    divided = {"data": "batch", "fsdp": "batch and parameters"}
+    header = ["network", "divided", "collectives, plain", "private"]
+    header += ["MB sent, plain", "private", "work, plain", "private"]
+    lines = []
+    for network, layout in dict.fromkeys((network, layout) for network, layout, _ in by_step):
+        pair = [by_step[network, layout, step] for step in ("plain", "private")]
+        line = [network, divided[layout]]
+        line += [f"{row['collectives']:.0f}" for row in pair]
+        line += [f"{row['sent_bytes'] / 1e6:.3g}" for row in pair]
+        line += [f"1/{1 / row['share']:.1f}" for row in pair]
+        lines.append(line)
+    return timing.page_table(header, lines)
 
 
 def measure(flags: argparse.Namespace) -> dict[str, Any]:

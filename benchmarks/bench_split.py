@@ -95,7 +95,7 @@ def loop(
     evaluations."""
     front, _ = backbone.divide(params)
     outputs, _ = observe(backbone, "", jnp.zeros(()), params, images, labels)
-    found = {}
+    scales_of = {}
     for path, (args, y) in outputs.items():
         _, g = observe(backbone, path, jnp.zeros_like(y), params, images, labels)
         g = g / jnp.max(jnp.abs(g))
@@ -118,8 +118,8 @@ def loop(
                     scales[which] = candidate * tops[which]
                     values.append(float(score(a, b, y, g, *scales)))
                 scales[which] = CANDIDATES[int(np.argmin(values))] * tops[which]
-        found[path] = (float(scales[0]), float(scales[1]))
-    return found
+        scales_of[path] = (float(scales[0]), float(scales[1]))
+    return scales_of
 
 
 @jax.jit

@@ -68,26 +68,26 @@ def started(case: str, cache: pathlib.Path, workdir: pathlib.Path) -> dict[str, 
 
 def measured(case: str, rounds: int) -> dict[str, float]:
     """Returns medians over rounds of a cold run and a warm one."""
-    found: dict[str, list[float]] = {"import": [], "cold": [], "warm": [], "ratio": []}
+    seconds: dict[str, list[float]] = {"import": [], "cold": [], "warm": [], "ratio": []}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             places = pathlib.Path(folder)
             cold, warm = (
                 started(case, places / "cache", places / name) for name in ("cold", "warm")
             )
-        found["import"] += [cold["import"]] if "import" in cold else []
-        found["cold"].append(cold["end"])
-        found["warm"].append(warm["end"])
-        found["ratio"].append(warm["end"] / cold["end"])
-    return {name: statistics.median(values) for name, values in found.items() if values}
+        seconds["import"] += [cold["import"]] if "import" in cold else []
+        seconds["cold"].append(cold["end"])
+        seconds["warm"].append(warm["end"])
+        seconds["ratio"].append(warm["end"] / cold["end"])
+    return {name: statistics.median(values) for name, values in seconds.items() if values}
 
 
-def markdown(found: Mapping[str, Any]) -> str:
+def markdown(report: Mapping[str, Any]) -> str:
     """Returns the cases of a report as a table."""
     columns = ("import", "cold", "warm", "ratio")
     rows = [
         {"process": case, **{name: f"{row[name]:.3g}" if name in row else None for name in columns}}
-        for case, row in found["cases"].items()
+        for case, row in report["cases"].items()
     ]
     return format_table(rows, style="markdown")
 

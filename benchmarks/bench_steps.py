@@ -31,7 +31,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import timing
+from benchmarks import problems, timing
 from jaxdp import finetune, models
 from jaxdp.data import PoissonSampler, from_arrays
 from jaxdp.data.physical import FIRST_STEPS
@@ -91,14 +91,7 @@ class Case:
 
 
 def cases() -> dict[str, Case]:
-    vit = {
-        "patch_size": 4,
-        "width": 192,
-        "depth": 6,
-        "num_heads": 3,
-        "mlp_width": 768,
-        "pool": "mean",
-    }
+    vit = problems.VIT
     return {
         "mlp": Case(models.create("mlp", num_classes=CLASSES, hidden=(512, 512)), (28, 28, 1), 256),
         "cnn": Case(Digits(), (28, 28, 1), 256),
@@ -153,10 +146,10 @@ def typical(trainer: Any, state: Any, source: Any, steps: Sequence[int]) -> Any:
     expected = means(np.random.default_rng(0).binomial(RECORDS, mean / RECORDS, 10_000))
     for number in range(1000 if steps else 0):
         key = noise.stream(number.to_bytes(16, "big"), "benchmark")
-        found = state._replace(noise=state.noise._replace(key=key))
-        rows = [len(trainer.drawn(found._replace(step=np.int32(step)))) for step in steps]
+        candidate = state._replace(noise=state.noise._replace(key=key))
+        rows = [len(trainer.drawn(candidate._replace(step=np.int32(step)))) for step in steps]
         if np.abs(means(rows) / expected - 1).max() < 0.01:
-            return found
+            return candidate
     return state
 
 
@@ -171,10 +164,8 @@ def our_steps(
     source, size = source_of(case), case.batch_size
     example = jax.tree.map(lambda x: x[:1], source.gather(np.arange(1)))
     inputs = example["tokens"][:, :-1] if case.tokens else example["x"]
-    params, optimizer = (
-        jax.jit(case.network.init)(jax.random.key(0), inputs),
-        optax.sgd(0.01, momentum=0.9),
-    )
+    params = jax.jit(case.network.init)(jax.random.key(0), inputs)
+    optimizer = optax.sgd(0.01, momentum=0.9)
     options: dict[str, Any] = {
         "sampler": PoissonSampler(len(source), size / len(source)),
         "clip_norm": CLIP,
@@ -204,13 +195,10 @@ def our_steps(
         return optax.apply_updates(params, updates), state
 
     def plain() -> Callable[[], Any]:
-        now, batches = [params, optimizer.init(params)], running.enter_context(ahead())
-
-        def step() -> Any:
-            now[:] = updated(*now, next(batches))
-            return now
-
-        return step
+        batches = running.enter_context(ahead())
+        return problems.stateful(
+            lambda *state: updated(*state, next(batches)), params, optimizer.init(params)
+        )
 
     def empty() -> Callable[[], Any]:
         trainer = finetune.dp_sgd(loss, optimizer, **options)
@@ -241,10 +229,8 @@ def our_steps(
 
         return step
 
-    clipped, batch = (
-        jax.jit(lambda p, b: jaxdp.clipped_grad(loss, clip_norm=CLIP)(p, b).grads),
-        read(),
-    )
+    clipped = jax.jit(lambda p, b: jaxdp.clipped_grad(loss, clip_norm=CLIP)(p, b).grads)
+    batch = read()
     steps = {
         "plain": plain(),
         "clipped": lambda: clipped(params, batch),
@@ -261,51 +247,51 @@ def our_steps(
 def jax_privacy_step(
     loss: Any, params: Any, optimizer: Any, batches: Iterator[Any], size: int
 ) -> Callable[[], Any]:
-    from jax_privacy import clipping, noise_addition
+    from jax_privacy import noise_addition
 
-    clipped = clipping.clipped_grad(
-        loss, l2_clip_norm=CLIP, batch_argnums=(1,), keep_batch_dim=False
-    )
+    clipped = problems.jax_privacy_grad(loss, CLIP, (1,))
     privatizer = noise_addition.gaussian_privatizer(stddev=NOISE * CLIP, prng_key=jax.random.key(2))
 
     @jax.jit
     def updated(params: Any, state: Any, noise: Any, batch: Any) -> Any:
         noisy, noise = privatizer.update(clipped(params, batch), noise)
-        updates, state = optimizer.update(jax.tree.map(lambda x: x / size, noisy), state, params)
+        mean = jax.tree.map(lambda x: x / size, noisy)
+        updates, state = optimizer.update(mean, state, params)
         return optax.apply_updates(params, updates), state, noise
 
-    now = [params, optimizer.init(params), privatizer.init(params)]
-
-    def step() -> Any:
-        now[:] = updated(*now, next(batches))
-        return now
-
-    return step
+    return problems.stateful(
+        lambda *state: updated(*state, next(batches)),
+        params,
+        optimizer.init(params),
+        privatizer.init(params),
+    )
 
 
 def first_of(steps: dict[str, Callable[[], Any]]) -> tuple[dict[str, float], float]:
     """Returns the seconds of one call of every step, and of the private steps until all its
     programs are in use."""
-    found, ready = {}, 0.0
+    first, ready = {}, 0.0
     for name, step in steps.items():
         started = time.perf_counter()
         jax.block_until_ready(step())
-        found[name] = time.perf_counter() - started
+        first[name] = time.perf_counter() - started
         if name == "private":
             for _ in range(FIRST_STEPS):
                 jax.block_until_ready(step())
             ready = time.perf_counter() - started
-    return found, ready
+    return first, ready
 
 
 def row_of(name: str, base: str, wall: timing.Seconds, cpu: timing.Seconds) -> dict[str, Any]:
     ratios = [a / b for a, b in zip(wall[name], wall[base], strict=True)]
+    # Private batches vary in size, so that only sums over all rounds compare.
+    over_plain = float(np.median(ratios))
+    if name == "private":
+        over_plain = sum(wall[name]) / sum(wall[base])
     return {
         "wall_ms": timing.median_ms(wall[name]),
         "cpu_ms": timing.median_ms(cpu[name]),
-        "over_plain": sum(wall[name]) / sum(wall[base])
-        if name == "private"
-        else float(np.median(ratios)),
+        "over_plain": over_plain,
         "cpu_over_plain": sum(cpu[name]) / sum(cpu[base]),
         "spread": [float(x) for x in np.quantile(ratios, (0.25, 0.75))],
     }
@@ -343,10 +329,10 @@ def measured(name: str, rounds: int, peers: bool, torch: bool) -> dict[str, dict
     return rows
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(report: Mapping[str, Any]) -> str:
     """Returns the steps of a report with their aims, in Markdown."""
     rows = []
-    for name, steps in found["cases"].items():
+    for name, steps in report["cases"].items():
         (what, over_plain, over_opacus, first), step = AIMS[name], steps["private"]
         row = {"": what, "private, ms": f"{step['wall_ms']:.3g}"}
         row["over plain (aim)"] = f"{step['over_plain']:.2f} ({over_plain})"

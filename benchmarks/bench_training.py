@@ -34,12 +34,11 @@ import numpy as np
 import optax
 import optax.contrib
 
-from benchmarks import timing
+from benchmarks import problems, timing
 from jaxdp import finetune, models, pretrain
 from jaxdp.data import PoissonSampler
 from jaxdp.memory import keep_freed_memory
 from jaxdp.report import format_table
-from jaxdp.transforms import losses
 
 
 class Case(NamedTuple):
@@ -84,16 +83,11 @@ def problem_of(case: Case) -> Problem:
     model = models.create(case.model, num_classes=CLASSES, **case.options)
     params = jax.jit(model.init)(jax.random.key(1), images_of(case, 1)[0])["params"]
 
-    def loss(params: Any, example: Any) -> jax.Array:
-        return losses.softmax_cross_entropy(
-            model.apply({"params": params}, example[0][None])[0], example[1]
-        )
-
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         logits = model.apply({"params": params}, batch[0])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
-    return Problem(loss, mean_loss, params)
+    return Problem(problems.classifier_loss(model), mean_loss, params)
 
 
 def whole_step(loss: Callable[..., jax.Array], optimizer: Any, params: Any, batch: Any) -> Step:
@@ -154,8 +148,8 @@ def add_rare_ascents(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seco
         name = f"DPAdapter, m1={size}, every {EVERY}"
         rows[name] = {"limit": 1 + size / UPDATE / EVERY}
         for times in seconds:
-            parts = zip(times[f"DPAdapter, m1={size}"], times["no ascent"], strict=True)
-            times[name] = [(ascent + (EVERY - 1) * rest) / EVERY for ascent, rest in parts]
+            pairs = zip(times[f"DPAdapter, m1={size}"], times["no ascent"], strict=True)
+            times[name] = [(ascent + (EVERY - 1) * rest) / EVERY for ascent, rest in pairs]
 
 
 # --- Fine-tuning --------------------------------------------------------------------------------
@@ -223,8 +217,8 @@ def add_basis(
         name = f"GEP, new basis every {every}"
         rows[name] = {"limit": 1 + ANCHORS / every / batch_size}
         for times in seconds:
-            parts = zip(times["GEP"], times["GEP basis"], strict=True)
-            times[name] = [step + basis / every for step, basis in parts]
+            pairs = zip(times["GEP"], times["GEP basis"], strict=True)
+            times[name] = [step + basis / every for step, basis in pairs]
 
 
 # --- PyTorch ------------------------------------------------------------------------------------
@@ -309,10 +303,10 @@ def torch_steps(case: Case) -> dict[str, Step]:
             torch.linalg.qr(a.T @ (a @ start))[0] for a, start in zip(anchors, starts, strict=True)
         ]
 
-    def noisy_mean(parts: list[Any], clip_norm: float) -> list[Any]:
-        norms = torch.stack([part.norm(dim=1) for part in parts]).norm(dim=0)
+    def noisy_mean(groups_of_gradients: list[Any], clip_norm: float) -> list[Any]:
+        norms = torch.stack([part.norm(dim=1) for part in groups_of_gradients]).norm(dim=0)
         factors = (clip_norm / (norms + 1e-6)).clamp(max=1.0)
-        sums = [factors @ part for part in parts]
+        sums = [factors @ part for part in groups_of_gradients]
         scale = 2**0.5 * NOISE * clip_norm  # both are released from one sample
         return [(total + scale * torch.randn_like(total)) / size for total in sums]
 
@@ -367,12 +361,12 @@ def bases(name: str) -> dict[str, str]:
     return {"plain": "plain", "dp_sgd": "DP-SGD"}
 
 
-def tables(found: Mapping[str, Any]) -> dict[str, str]:
+def tables(report: Mapping[str, Any]) -> dict[str, str]:
     """Returns the tables of a page. A step without a limit of its own repeats no gradient."""
-    chosen = {"pre-training": "over_plain", "fine-tuning": "over_dp_sgd"}
-    made = {}
-    for kind, ratio in chosen.items():
-        cases = {title: rows for title, rows in found["cases"].items() if kind in title}
+    ratio_of = {"pre-training": "over_plain", "fine-tuning": "over_dp_sgd"}
+    markdown = {}
+    for kind, ratio in ratio_of.items():
+        cases = {title: rows for title, rows in report["cases"].items() if kind in title}
         steps = [
             step
             for step in next(iter(cases.values()))
@@ -387,8 +381,8 @@ def tables(found: Mapping[str, Any]) -> dict[str, str]:
                     f" ({limit:.3g})" if limit else ""
                 )
             rows.append(row)
-        made[kind] = format_table(rows, style="markdown")
-    return made
+        markdown[kind] = format_table(rows, style="markdown")
+    return markdown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

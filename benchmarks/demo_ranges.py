@@ -13,6 +13,7 @@ import pathlib
 import tempfile
 from typing import Any
 
+from benchmarks import timing
 from configs.lifecycle_digits import get_config
 from launch.lifecycle import life
 
@@ -23,14 +24,13 @@ def span(ends: list[float], percent: bool) -> str:
     return (low if low == high else f"{low} to {high}") + (" %" if percent else "")
 
 
-def table(found: Any) -> str:
+def table(report: Any) -> str:
     """Returns the table of docs/howto/whole_life.md."""
-    rows = [
-        f"| {name} | {span(ends, not name.endswith('ECE'))} |"
-        for name, ends in found["ranges"].items()
-    ]
-    head = f"| result | range over {found['runs']} runs |"
-    return "\n".join([head, "|---|---|", *rows])
+    rows = []
+    for name, ends in report["ranges"].items():
+        percent = not name.endswith("ECE")
+        rows.append([name, span(ends, percent)])
+    return timing.page_table(["result", f"range over {report['runs']} runs"], rows)
 
 
 def one() -> dict[str, float]:

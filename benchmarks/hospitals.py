@@ -50,26 +50,26 @@ def answer(folder: pathlib.Path, number: int, question: bytes) -> bytes:
     """Opens a hospital and answers a question. A file gets the CPU-seconds that this took."""
     began = time.process_time()
     with hospital(folder, number) as one:
-        found = one.answer(question)
+        sent = one.answer(question)
     with open(folder / f"hospital-{number}" / "seconds", "a") as file:
         file.write(f"{time.process_time() - began}\n")
-    return found
+    return sent
 
 
 def cpu_seconds() -> float:
     """Returns the CPU-seconds of this process and of all processes below it, also of those that
     were waited for."""
-    ticks, parents = dict[str, int](), dict[str, str]()
+    ticks: dict[str, int] = {}
+    parents: dict[str, str] = {}
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended
             fields = path.read_text().rpartition(")")[2].split()  # man 5 proc, from the third field
-            parents[path.parent.name], ticks[path.parent.name] = (
-                fields[1],
-                sum(map(int, fields[11:15])),
-            )
+            process = path.parent.name
+            parents[process] = fields[1]
+            ticks[process] = sum(map(int, fields[11:15]))
     mine = {str(os.getpid())}
-    while more := {name for name, parent in parents.items() if parent in mine} - mine:
-        mine |= more
+    while children := {name for name, parent in parents.items() if parent in mine} - mine:
+        mine |= children
     return sum(ticks[name] for name in mine) / os.sysconf("SC_CLK_TCK")
 
 
@@ -77,8 +77,10 @@ class InProcess:
     """The hospitals of a folder as parties."""
 
     def __init__(self, folder: pathlib.Path, count: int, opened: contextlib.ExitStack):
-        found = {f"hospital-{i}": opened.enter_context(hospital(folder, i)) for i in range(count)}
-        self._hospitals, self.names = found, tuple(found)
+        opened_hospitals = {
+            f"hospital-{i}": opened.enter_context(hospital(folder, i)) for i in range(count)
+        }
+        self._hospitals, self.names = opened_hospitals, tuple(opened_hospitals)
 
     def ask(self, questions: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes]:
         return {name: self._hospitals[name].answer(asked) for name, asked in questions.items()}
@@ -93,33 +95,36 @@ class Counted:
 
     def ask(self, questions: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes]:
         began = time.monotonic()
-        found = self._parties.ask(questions, timeout=timeout)
+        answers = self._parties.ask(questions, timeout=timeout)
         self.seconds.append(time.monotonic() - began)
         self.sent += sum(map(len, questions.values()))
-        self.received += sum(map(len, found.values()))
-        return found
+        self.received += sum(map(len, answers.values()))
+        return answers
 
 
 def calibrate(parties: links.Parties, folder: pathlib.Path) -> dict[str, Any]:
     """Returns the figures of one recalibration with these parties."""
-    counted, began, cpu = Counted(parties), time.monotonic(), cpu_seconds()
+    counted = Counted(parties)
+    began = time.monotonic()
+    cpu_began = cpu_seconds()
+    config = get_config()
     with contextlib.redirect_stdout(sys.stderr):
-        found = hospitals.run_server(get_config(), folder / "calibrator", counted, timeout=TIMEOUT)
+        result = hospitals.run_server(config, folder / "calibrator", counted, timeout=TIMEOUT)
     count = len(parties.names)
     epsilons = []
-    for name in (f"hospital-{i}" for i in range(count)):
-        with Ledger(folder / name / "ledger.sqlite", read_only=True) as ledger:
+    for number in range(count):
+        with Ledger(folder / f"hospital-{number}" / "ledger.sqlite", read_only=True) as ledger:
             epsilons.append(ledger.epsilon("records"))
     return {
         "hospitals": count,
         "questions": len(counted.seconds),
         "seconds": round(time.monotonic() - began, 1),
-        "cpu_seconds": round(cpu_seconds() - cpu, 1),
+        "cpu_seconds": round(cpu_seconds() - cpu_began, 1),
         "seconds_per_question": [round(seconds, 2) for seconds in counted.seconds],
         "bytes_to_a_hospital": round(counted.sent / count),
         "bytes_from_a_hospital": round(counted.received / count),
         "epsilon": sorted(set(epsilons)),
-        "temperature": round(float(found.temperature), 4),
+        "temperature": round(float(result.temperature), 4),
     }
 
 
@@ -134,7 +139,7 @@ def simulated(folder: pathlib.Path, count: int, cores: int) -> dict[str, Any]:
     os.environ["PYTHONPATH"] = str(
         pathlib.Path(__file__).resolve().parents[1]
     )  # for the processes of Ray
-    server, found = serverapp.ServerApp(), dict[str, Any]()
+    server, report = serverapp.ServerApp(), dict[str, Any]()
 
     def find(grid: Any) -> dict[str, int]:
         return {f"hospital-{i}": node for i, node in enumerate(sorted(grid.get_node_ids()))}
@@ -143,7 +148,7 @@ def simulated(folder: pathlib.Path, count: int, cores: int) -> dict[str, Any]:
     def main(grid: Any, context: Any) -> None:
         while len(names := tuple(find(grid))) < count:
             time.sleep(0.1)
-        found.update(calibrate(flower.Nodes(grid, find, names), folder))
+        report.update(calibrate(flower.Nodes(grid, find, names), folder))
 
     client = flower.client_app(
         lambda question, node: answer(folder, int(node["partition-id"]), question)
@@ -153,7 +158,7 @@ def simulated(folder: pathlib.Path, count: int, cores: int) -> dict[str, Any]:
         "init_args": {"num_cpus": cores},
     }
     simulation.run_simulation(server, client, count, backend_config=resources)
-    return found
+    return report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

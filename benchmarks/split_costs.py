@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks import timing
 from jaxdp.models import Preprocessing, create
 from jaxdp.split.backbone import Backbone
 from launch.split_costs import cost
@@ -33,24 +34,24 @@ NAMES = {
 }
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(report: Mapping[str, Any]) -> str:
     """Returns the table of docs/results/split_adaptation.md."""
-    lines = [
-        "| method | paper: MB, minutes | client's parameters, MB | PFLOP | upload, MB | download, "
-        "MB |"
-    ]
-    lines.append("|---|---|---|---|---|---|")
-    for method, row in found["methods"].items():
+    header = ["method", "paper: MB, minutes", "client's parameters, MB", "PFLOP"]
+    header += ["upload, MB", "download, MB"]
+    lines = []
+    for method, row in report["methods"].items():
         paper = "{}, {}".format(*PAPER[method]) if method in PAPER else ""
-        sizes = [
-            row["parameter_bytes"] / 1e6,
-            row["total_flops"] / 1e15,
-            row["upload"] / 1e6,
-            row["download"] / 1e6,
-        ]
-        numbers = [f"{sizes[0]:,.0f}", f"{sizes[1]:.2g}", *(f"{size:,.1f}" for size in sizes[2:])]
-        lines.append("| " + " | ".join([NAMES[method], paper, *numbers]) + " |")
-    return "\n".join(lines)
+        lines.append(
+            [
+                NAMES[method],
+                paper,
+                f"{row['parameter_bytes'] / 1e6:,.0f}",
+                f"{row['total_flops'] / 1e15:.2g}",
+                f"{row['upload'] / 1e6:,.1f}",
+                f"{row['download'] / 1e6:,.1f}",
+            ]
+        )
+    return timing.page_table(header, lines)
 
 
 def measure(flags: argparse.Namespace) -> dict[str, Any]:

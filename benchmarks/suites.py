@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from benchmarks import timing
 from jaxdp.report import format_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -171,54 +172,35 @@ def rows_of(suite: str, reports: Iterable[Any]) -> list[Row]:
 
 def markdown(rows: list[Row]) -> str:
     """Returns the rows as a table of a page."""
-    lines = [
-        "| benchmark | work | step | over | ratio of times | ms |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
-        cells = [row["benchmark"], row["work"], row["step"], row["over"], f"{row['ratio']:.3g}"]
-        lines.append(
-            f"| {' | '.join([*cells, '' if row['ms'] is None else format(row['ms'], '.3g')])} |"
-        )
-    return "\n".join(lines)
+        milliseconds = "" if row["ms"] is None else f"{row['ms']:.3g}"
+        names = [row["benchmark"], row["work"], row["step"], row["over"]]
+        lines.append([*names, f"{row['ratio']:.3g}", milliseconds])
+    header = ["benchmark", "work", "step", "over", "ratio of times", "ms"]
+    return timing.page_table(header, lines)
 
 
 def draw(rows: list[Row], path: pathlib.Path) -> None:
     """Draws the ratios of whole steps as bars."""
     from matplotlib.figure import Figure
 
-    works = list(dict.fromkeys(row["work"] for row in rows if row["benchmark"] == "steps"))
+    steps = [row for row in rows if row["benchmark"] == "steps"]
+    works = list(dict.fromkeys(row["work"] for row in steps))
     figure = Figure(figsize=(8, 0.8 + 0.9 * len(works)), layout="constrained")
     axes = figure.subplots()
-    bars = {("clipped", "plain"): "clipped / plain", ("private", "plain"): "private / plain"}
-    bars |= {
-        ("jax_privacy", "plain"): "jax_privacy / plain",
-        ("private", "best"): "private / best Opacus mode",
-    }
-    for offset, ((step, base), label) in enumerate(bars.items()):
+    for series, (step, base) in enumerate(_BARS):
         for place, work in enumerate(works):
-            mine = [
-                row
-                for row in rows
-                if (row["benchmark"], row["work"], row["step"]) == ("steps", work, step)
-            ]
-            if base == "best":
-                ratio = max((row["ratio"] for row in mine if row["over"] != "plain"), default=None)
-            else:
-                ratio = next((row["ratio"] for row in mine if row["over"] == base), None)
+            ratio = _bar(steps, work, step, base)
             if ratio is None:
                 continue
-            y = place + 0.2 * offset
-            axes.barh(
-                y, min(ratio, 4), 0.18, color=f"C{offset}", label=label if not place else None
-            )
-            axes.text(
-                min(ratio, 4) + 0.03,
-                y,
-                f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}",
-                va="center",
-                fontsize=8,
-            )
+            y = place + 0.2 * series
+            label = f"{step} / {'best Opacus mode' if base == 'best' else base}"
+            shown = label if place == 0 else None  # one entry of the legend for a series
+            width = min(ratio, 4)
+            axes.barh(y, width, 0.18, color=f"C{series}", label=shown)
+            text = f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}"
+            axes.text(width + 0.03, y, text, va="center", fontsize=8)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks([place + 0.3 for place in range(len(works))], works)
     axes.set(
@@ -229,6 +211,17 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     axes.invert_yaxis()
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=4)
     figure.savefig(path, dpi=110)
+
+
+_BARS = [("clipped", "plain"), ("private", "plain"), ("jax_privacy", "plain"), ("private", "best")]
+
+
+def _bar(steps: list[Row], work: str, step: str, base: str) -> float | None:
+    """Returns the ratio of a bar. The largest one is over the best mode of the peer."""
+    rows = [row for row in steps if row["work"] == work and row["step"] == step]
+    if base == "best":
+        return max((row["ratio"] for row in rows if row["over"] != "plain"), default=None)
+    return next((row["ratio"] for row in rows if row["over"] == base), None)
 
 
 def main(given: Sequence[str]) -> None:
