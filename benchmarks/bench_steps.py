@@ -136,12 +136,12 @@ def typical(trainer: Any, state: Any, source: Any, steps: Sequence[int]) -> Any:
     expected. A few batches of 16 examples are often a tenth off, and so would be the time."""
     sizes, mean = trainer.physical(state, source), trainer.sampler.expected_batch_size
 
+    def cost(batch_size: int) -> float:
+        counts = sizes.counts(batch_size)
+        return sum(count * (size + sizes.overhead) for size, count in counts.items())
+
     def means(rows: Any) -> np.ndarray:
-        costs = [
-            sum(count * (size + sizes.overhead) for size, count in sizes.counts(int(n)).items())
-            for n in rows
-        ]
-        return np.array([np.mean(rows), np.mean(costs)])
+        return np.array([np.mean(rows), np.mean([cost(int(n)) for n in rows])])
 
     expected = means(np.random.default_rng(0).binomial(RECORDS, mean / RECORDS, 10_000))
     for number in range(1000 if steps else 0):
@@ -151,6 +151,21 @@ def typical(trainer: Any, state: Any, source: Any, steps: Sequence[int]) -> Any:
         if np.abs(means(rows) / expected - 1).max() < 0.01:
             return candidate
     return state
+
+
+@contextlib.contextmanager
+def read_ahead(read: Callable[[], Any]) -> Iterator[Iterator[Any]]:
+    """Yields batches that a thread reads during the steps before."""
+    with concurrent.futures.ThreadPoolExecutor(1) as reader:
+
+        def batches() -> Iterator[Any]:
+            coming = collections.deque[Any]()
+            while True:
+                if len(coming) < 2:  # as many at once as `fit` reads of small batches
+                    coming.extend(reader.submit(read) for _ in range(MOST_AHEAD))
+                yield coming.popleft().result()
+
+        yield batches()
 
 
 def our_steps(
@@ -176,26 +191,13 @@ def our_steps(
     def read() -> Any:
         return jax.device_put(source.gather(generator.choice(len(source), size, replace=False)))
 
-    @contextlib.contextmanager
-    def ahead() -> Iterator[Iterator[Any]]:
-        with concurrent.futures.ThreadPoolExecutor(1) as reader:
-
-            def batches() -> Iterator[Any]:
-                coming = collections.deque[Any]()
-                while True:
-                    if len(coming) < 2:  # as many at once as `fit` reads of small batches
-                        coming.extend(reader.submit(read) for _ in range(MOST_AHEAD))
-                    yield coming.popleft().result()
-
-            yield batches()
-
     @jax.jit
     def updated(params: Any, state: Any, batch: Any) -> Any:
         updates, state = optimizer.update(jax.grad(mean_loss)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
     def plain() -> Callable[[], Any]:
-        batches = running.enter_context(ahead())
+        batches = running.enter_context(read_ahead(read))
         return problems.stateful(
             lambda *state: updated(*state, next(batches)), params, optimizer.init(params)
         )
@@ -238,9 +240,8 @@ def our_steps(
         "private": private(),
     }
     if peers:
-        steps["jax_privacy"] = jax_privacy_step(
-            loss, params, optimizer, running.enter_context(ahead()), size
-        )
+        batches_ahead = running.enter_context(read_ahead(read))
+        steps["jax_privacy"] = jax_privacy_step(loss, params, optimizer, batches_ahead, size)
     return steps
 
 
@@ -333,17 +334,22 @@ def table(report: Mapping[str, Any]) -> str:
     """Returns the steps of a report with their aims, in Markdown."""
     rows = []
     for name, steps in report["cases"].items():
-        (what, over_plain, over_opacus, first), step = AIMS[name], steps["private"]
-        row = {"": what, "private, ms": f"{step['wall_ms']:.3g}"}
-        row["over plain (aim)"] = f"{step['over_plain']:.2f} ({over_plain})"
-        row |= {
-            f"{part} alone": f"{steps[part]['over_plain']:.2f}" for part in ("clipped", "noise")
-        }
-        best = step.get("over_best_opacus")
-        row["over Opacus' best mode (aim)"] = (
-            f"{best:.2f} ({over_opacus})" if best else "not measured"
+        title, over_plain, over_opacus, first_s = AIMS[name]
+        private = steps["private"]
+        best = private.get("over_best_opacus")
+        rows.append(
+            {
+                "": title,
+                "private, ms": f"{private['wall_ms']:.3g}",
+                "over plain (aim)": f"{private['over_plain']:.2f} ({over_plain})",
+                "clipped alone": f"{steps['clipped']['over_plain']:.2f}",
+                "noise alone": f"{steps['noise']['over_plain']:.2f}",
+                "over Opacus' best mode (aim)": (
+                    f"{best:.2f} ({over_opacus})" if best else "not measured"
+                ),
+                "first step, s (aim)": f"{private['first_s']:.1f} ({first_s})",
+            }
         )
-        rows.append(row | {"first step, s (aim)": f"{step['first_s']:.1f} ({first})"})
     return format_table(rows, style="markdown")
 
 

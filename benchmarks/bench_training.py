@@ -363,23 +363,19 @@ def bases(name: str) -> dict[str, str]:
 
 def tables(report: Mapping[str, Any]) -> dict[str, str]:
     """Returns the tables of a page. A step without a limit of its own repeats no gradient."""
-    ratio_of = {"pre-training": "over_plain", "fine-tuning": "over_dp_sgd"}
     markdown = {}
-    for kind, ratio in ratio_of.items():
+    for kind, ratio in (("pre-training", "over_plain"), ("fine-tuning", "over_dp_sgd")):
         cases = {title: rows for title, rows in report["cases"].items() if kind in title}
-        steps = [
-            step
-            for step in next(iter(cases.values()))
-            if step.startswith(("DPAdapter", "SAM", "optax", "Adp", "DP-SAT", "GEP"))
-        ]
         rows = []
-        for step in steps:
+        for step in next(iter(cases.values())):
+            if not step.startswith(("DPAdapter", "SAM", "optax", "Adp", "DP-SAT", "GEP")):
+                continue
             row = {kind: step}
-            for title, measured in cases.items():
-                limit = measured[step].get("limit")
-                row[title.replace(f", {kind}", "")] = f"{measured[step][ratio]:.2f}" + (
-                    f" ({limit:.3g})" if limit else ""
-                )
+            for title, steps in cases.items():
+                limit = steps[step].get("limit")
+                in_parentheses = f" ({limit:.3g})" if limit else ""
+                column = title.replace(f", {kind}", "")
+                row[column] = f"{steps[step][ratio]:.2f}{in_parentheses}"
             rows.append(row)
         markdown[kind] = format_table(rows, style="markdown")
     return markdown
