@@ -53,7 +53,8 @@ format: $(VENV)/.test
 
 bench: $(VENV)/.run
 	@set -e; for script in benchmarks/bench_*.py; do \
-		echo "== $$script"; $(BIN)/python -m benchmarks.$$(basename $$script .py); \
+		name=$$(basename $$script .py); \
+		echo "== $$name"; $(BIN)/python -m benchmarks run $${name#bench_}; \
 	done
 
 # Hours: kills of every launcher, and damaged ledgers and files by the thousand.

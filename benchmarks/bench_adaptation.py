@@ -1,7 +1,7 @@
 r"""Times a private adaptation step against the method's plain step and a forward pass, and its
 memory.
 
-    python -m benchmarks.bench_adaptation --shapes vit_ti16,vit_b16 --rounds 5 --peers \
+    python -m benchmarks run adaptation --shapes vit_ti16,vit_b16 --rounds 5 --peers \
         --output .bench/adaptation.json
 
 Per shape and batch size, "forward" predicts only, "plain" is the published method, "private" its
@@ -21,6 +21,7 @@ With --till, the benchmark reports what `tta.serve` adds to the steps of such a 
 batch: without an account, with one in memory, with a ledger in a file, and with a workdir, whose
 time includes forcing its files to the disk."""
 
+import argparse
 import functools
 import math
 import tempfile
@@ -215,17 +216,19 @@ def run_case(
     wall, cpu = timing.interleaved({name: step.call for name, step in steps.items()}, rounds)
     rows = {name: dict(step.row) for name, step in steps.items()}
     for name, row in rows.items():
-        row["wall_ms"], row["cpu_ms"] = timing.median_ms(wall[name]), timing.median_ms(cpu[name])
-        ours = "memory_mb" in row
-        plain, forward = (
-            (f"{name.split()[0]} plain", "forward") if ours else ("torch plain", "torch forward")
-        )
-        for base, column in ((plain, "plain"), (forward, "forward")):
+        row["wall_ms"] = timing.median_ms(wall[name])
+        row["cpu_ms"] = timing.median_ms(cpu[name])
+        ours = "memory_mb" in row  # the peers' memory is not known
+        bases = {"plain": "torch plain", "forward": "torch forward"}
+        if ours:
+            method = name.split()[0]
+            bases = {"plain": f"{method} plain", "forward": "forward"}
+        for column, base in bases.items():
             if base in steps:
                 row[f"over_{column}"] = timing.median_ratio(wall[name], wall[base])
                 row[f"cpu_over_{column}"] = timing.median_ratio(cpu[name], cpu[base])
-        if ours and plain in steps:
-            row["memory_over_plain"] = row["memory_mb"] / rows[plain]["memory_mb"]
+        if ours and bases["plain"] in steps:
+            row["memory_over_plain"] = row["memory_mb"] / rows[bases["plain"]]["memory_mb"]
     return rows
 
 
@@ -317,9 +320,7 @@ def till_case(batch_size: int, batches: int, rounds: int) -> dict[str, float]:
     }  # the first compiles
 
 
-def main() -> None:
-    keep_freed_memory()
-    parser = timing.arguments(__doc__, output=".bench/adaptation.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", default="vit_tiny32,vit_ti16", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--batch-sizes", default="8,64")
     parser.add_argument("--methods", default="tent", help=f"of {', '.join(METHODS)}")
@@ -327,49 +328,35 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--till", action="store_true")
-    flags = parser.parse_args()
-    missing = timing.missing("torch", "timm", "opacus") if flags.peers else []
-    report: dict[str, Any] = {
-        **timing.machine(),
-        "rounds": flags.rounds,
-        "peers": f"not installed: {', '.join(missing)}" if missing else flags.peers,
-        "cases": {},
-    }
-    if missing:
-        print(f"Peers are left out, {report['peers']}.")
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    keep_freed_memory()
+    peers, note = timing.peers(flags.peers, "torch", "timm", "opacus")
+    methods = flags.methods.split(",")
+    report: dict[str, Any] = {"rounds": flags.rounds, "peers": note, "cases": {}}
     for name in filter(None, flags.shapes.split(",")):
         for size in map(int, flags.batch_sizes.split(",")):
-            peers = flags.peers and not missing
-            rows = run_case(SHAPES[name], size, flags.methods.split(","), flags.rounds, peers=peers)
+            rows = run_case(SHAPES[name], size, methods, flags.rounds, peers=peers)
             report["cases"][f"{name}, B={size}"] = rows
-            columns = (
-                "wall_ms",
-                "over_plain",
-                "over_forward",
-                "cpu_over_plain",
-                "memory_mb",
-                "memory_over_plain",
-            )
-            table = [
-                {"step": step, **{c: row.get(c) for c in columns}} for step, row in rows.items()
-            ]
-            print(
-                f"\n{name}, batch of {size}\n{jaxdp.report.format_table(table, digits=3)}",
-                flush=True,
-            )
+            timing.show(f"{name}, batch of {size}", rows, COLUMNS)
     if flags.stream:
         report["stream"] = result = stream_case(64)
-        print(
-            f"\n{result['images']} images in {result['batches']} batches: "
-            f"{result['compilations']} compilation, "
-            f"{result['wall_s']:.1f} s"
-        )
+        batches = f"{result['images']} images in {result['batches']} batches"
+        compilations = f"{result['compilations']} compilation"
+        print(f"\n{batches}: {compilations}, {result['wall_s']:.1f} s")
     if flags.till:
-        report["till"] = times = till_case(8, 200, flags.rounds)
-        table = [{"served": name, "ms per batch": ms} for name, ms in times.items()]
-        print(f"\n{jaxdp.report.format_table(table, digits=3)}")
-    timing.write(report, flags.output)
+        report["till"] = till_case(8, 200, flags.rounds)
+        rows = {name: {"ms per batch": ms} for name, ms in report["till"].items()}
+        timing.show("served", rows)
+    return report
 
 
-if __name__ == "__main__":
-    main()
+COLUMNS = (
+    "wall_ms",
+    "over_plain",
+    "over_forward",
+    "cpu_over_plain",
+    "memory_mb",
+    "memory_over_plain",
+)

@@ -1,7 +1,7 @@
 """Reports how far certificates reach: the mean stable distance per rule, and the flip probability
 at a distance.
 
-    python -m benchmarks.bench_certificates --seeds 3 --output .bench/certificates.json
+    python -m benchmarks run certificates --seeds 3 --output .bench/certificates.json
 
 "published" is Abstract Gradient Training as published (threat="replace_per_batch", product="rump"),
 with k replacements in every batch. "replace" has k replacements in the whole data set, and
@@ -10,15 +10,14 @@ random, and for "add_remove" they follow from a hash of each record. The second 
 probability of a wrong answer at a distance, for every mechanism."""
 
 import argparse
-import json
-import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 import jaxdp
+from benchmarks import timing
 from jaxdp.memory import keep_freed_memory
 from jaxdp.prediction import certify, mechanisms, query_epsilon, train_with_bounds
 from jaxdp.transforms import losses
@@ -92,7 +91,7 @@ def problem(case: Case, seed: int) -> tuple[Any, Any, np.ndarray, np.ndarray]:
     return params, {"x": x, "y": labels}, queries, truth
 
 
-def measure(case: Case, seed: int) -> dict[str, float]:
+def stable_distances(case: Case, seed: int) -> dict[str, float]:
     params, data, queries, truth = problem(case, seed)
     rng = np.random.default_rng(seed + 1000)
     batches = case.records // case.batch
@@ -118,9 +117,9 @@ def measure(case: Case, seed: int) -> dict[str, float]:
             product=product,
             **assigned,
         )
-        found = certify(bounds, network, queries, product=product)
-        row[name] = float(np.mean(found.distance))
-        row["accuracy"] = float(np.mean(np.asarray(found.label) == truth))
+        certified = certify(bounds, network, queries, product=product)
+        row[name] = float(np.mean(certified.distance))
+        row["accuracy"] = float(np.mean(np.asarray(certified.label) == truth))
     return row
 
 
@@ -156,48 +155,35 @@ def table(report: Mapping[str, Any]) -> str:
     seeds."""
     rows = []
     for name, runs in report["cases"].items():
-        found = {rule: results.moments(run[rule] for run in runs) for rule, *_ in RULES}
-        cells = {rule: f"{one.mean:.1f} ({one.error:.1f})" for rule, one in found.items()}
-        gain = f"{found['add_remove'].mean / found['published'].mean:.1f}"
+        moments_of = {rule: results.moments(run[rule] for run in runs) for rule, *_ in RULES}
+        cells = {rule: f"{one.mean:.1f} ({one.error:.1f})" for rule, one in moments_of.items()}
+        gain = f"{moments_of['add_remove'].mean / moments_of['published'].mean:.1f}"
         heads = ("network", "published", "records replaced", "records added or removed", "gain")
         rows.append(dict(zip(heads, (name, *cells.values(), gain), strict=True)))
     return jaxdp.report.format_table(rows, style="markdown")
 
 
-def main() -> None:
-    keep_freed_memory()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", default=".bench/certificates.json")
-    flags = parser.parse_args()
-    report: dict[str, Any] = {
-        "jax": jax.__version__,
-        "jaxdp": jaxdp.__version__,
-        "seeds": flags.seeds,
-        "cases": {},
-    }
-    rows = []
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    keep_freed_memory()
+    cases, means = {}, {}
     for name, case in CASES.items():
-        runs = [measure(case, seed) for seed in range(flags.seeds)]
-        report["cases"][name] = runs
-        mean = {column: float(np.mean([run[column] for run in runs])) for column in runs[0]}
-        gain = {
-            f"{rule} / published": mean[rule] / mean["published"]
-            for rule in ("replace", "add_remove")
-        }
-        rows.append({"case": name, **mean, **gain})
-    print(f"mean stable distance over 200 queries and {flags.seeds} seeds, largest k {KS}\n")
-    print(jaxdp.report.format_table(rows, digits=3))
-    report["flips"] = flips()
+        cases[name] = [stable_distances(case, seed) for seed in range(flags.seeds)]
+        means[name] = mean_with_gains(cases[name])
+    flip_rows = flips()
+    queries = f"mean stable distance over 200 queries and {flags.seeds} seeds"
+    timing.show(f"{queries}, largest k {KS}", means)
     print("\nprobability of flipping a label, 100 queries at (10, 1e-5)\n")
-    print(jaxdp.report.format_table(report["flips"], digits=3))
-    output = pathlib.Path(flags.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"\nWritten to {output}")
+    print(jaxdp.report.format_table(flip_rows, digits=3))
+    return {"seeds": flags.seeds, "cases": cases, "flips": flip_rows}
 
 
-if __name__ == "__main__":
-    main()
+def mean_with_gains(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the mean distance of every rule, and its gain over the published one."""
+    mean = {rule: float(np.mean([run[rule] for run in runs])) for rule in runs[0]}
+    for rule in ("replace", "add_remove"):
+        mean[f"{rule} / published"] = mean[rule] / mean["published"]
+    return mean

@@ -1,6 +1,6 @@
 r"""Times a clipped gradient against the plain gradient of the same model in one run, and its memory.
 
-    python -m benchmarks.bench_clipping --models mlp,cnn,resnet20,vit --rounds 15 \
+    python -m benchmarks run clipping --models mlp,cnn,resnet20,vit --rounds 15 \
         --output .bench/clipping.json
 
 Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios
@@ -9,6 +9,7 @@ step beyond its arguments (temporaries and outputs). "trace" includes the loweri
 "compile" includes "trace". "cpu" is processor time of all threads, which a busy machine distorts
 less than wall time. The peer is `jax_privacy.clipping.clipped_grad`."""
 
+import argparse
 import functools
 import re
 import time
@@ -21,11 +22,11 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import bench_steps, timing
+from benchmarks import bench_steps, problems, timing
 from jaxdp import models
 from jaxdp.memory import keep_freed_memory
 from jaxdp.report import format_table
-from jaxdp.transforms import losses, noise
+from jaxdp.transforms import noise
 
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int]] = {
     "mlp": ("mlp", {"hidden": (512, 512)}, (28, 28, 1), 256),
@@ -33,14 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int]] = {
     "resnet20": ("resnet20", {}, (32, 32, 3), 64),
     "vit": (
         "vit_tiny",
-        {
-            "patch_size": 4,
-            "width": 192,
-            "depth": 6,
-            "num_heads": 3,
-            "mlp_width": 768,
-            "pool": "mean",
-        },
+        problems.VIT,
         (32, 32, 3),
         32,
     ),
@@ -63,9 +57,7 @@ def steps_of(
     labels = jnp.arange(batch_size) % 10
     params = model.init(jax.random.key(1), images[:1])["params"]
 
-    def loss(params: Any, example: Any) -> jax.Array:
-        image, label = example
-        return losses.softmax_cross_entropy(model.apply({"params": params}, image[None])[0], label)
+    loss = problems.classifier_loss(model)
 
     def total(params: Any, batch: Any) -> jax.Array:
         logits = model.apply({"params": params}, batch[0])
@@ -74,14 +66,7 @@ def steps_of(
     steps: dict[str, Callable[..., Any]] = {"plain": jax.grad(total)}
     for engine in engines:
         if engine == "jax_privacy":
-            from jax_privacy import clipping
-
-            peer = clipping.clipped_grad(
-                lambda p, x, y: loss(p, (x, y)),
-                l2_clip_norm=1.0,
-                batch_argnums=(1, 2),
-                keep_batch_dim=False,
-            )
+            peer = problems.jax_privacy_grad(lambda p, x, y: loss(p, (x, y)), 1.0, (1, 2))
             steps[engine] = lambda p, b, peer=peer: peer(p, *b)
         else:
             own = jaxdp.clipped_grad(loss, clip_norm=1.0, engine=engine)
@@ -129,10 +114,10 @@ def run_case(case: str, engines: list[str], rounds: int) -> dict[str, Any]:
     return rows
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(report: Mapping[str, Any]) -> str:
     """Returns the ratios to the plain gradient as a table of a page."""
     rows = []
-    for case, row in found["cases"].items():
+    for case, row in report["cases"].items():
         for name, key in (
             ("time", "wall_ratio"),
             ("processor time", "cpu_ratio"),
@@ -154,11 +139,11 @@ def table(found: Mapping[str, Any]) -> str:
     return format_table(rows, style="markdown")
 
 
-def compile_table(found: Mapping[str, Any]) -> str:
+def compile_table(report: Mapping[str, Any]) -> str:
     """Returns what there is to compile for the plain gradient and for the engine "auto", as a table
     of a page."""
     rows = []
-    for case, row in found["cases"].items():
+    for case, row in report["cases"].items():
         values: dict[str, str] = {}
         for step in ("plain", "auto"):
             one = row[step]
@@ -169,50 +154,31 @@ def compile_table(found: Mapping[str, Any]) -> str:
     return format_table(rows, style="markdown")
 
 
-def memory_table(found: Mapping[str, Any], sequential: Mapping[str, Any]) -> str:
+def memory_table(report: Mapping[str, Any], sequential: Mapping[str, Any]) -> str:
     """Returns the megabytes of the gradients without and with XLA's flag as a table of a page."""
     rows = []
-    for case, row in found["cases"].items():
+    for case, row in report["cases"].items():
         both = {"": row, ", in sequence": sequential["cases"][case]}
         values = {
-            f"{step}{how}": f"{run[step]['memory_mb']:.3g}"
-            for how, run in both.items()
+            f"{step}{title}": f"{run[step]['memory_mb']:.3g}"
+            for title, run in both.items()
             for step in ("plain", "auto")
         }
         rows.append({"MB": TITLES[case], **values})
     return format_table(rows, style="markdown")
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output=".bench/clipping.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--engines", default="auto,bookkeeping,vmap,jax_privacy")
     parser.add_argument("--rounds", type=int, default=15)
-    flags = parser.parse_args()
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     keep_freed_memory()
-    report: dict[str, Any] = {
-        **timing.machine(),
-        "rounds": flags.rounds,
-        "cases": {},
-    }
+    columns = ("wall_ms", "wall_ratio", "cpu_ratio", "memory_ratio", "compile_s")
+    cases = {}
     for case in flags.models.split(","):
-        report["cases"][case] = rows = run_case(case, flags.engines.split(","), flags.rounds)
-        table = [
-            {
-                "step": name,
-                **{
-                    k: row[k]
-                    for k in ("wall_ms", "wall_ratio", "cpu_ratio", "memory_ratio", "compile_s")
-                },
-            }
-            for name, row in rows.items()
-        ]
-        print(
-            f"\n{case}, batch of {CASES[case][3]}\n{jaxdp.report.format_table(table, digits=3)}",
-            flush=True,
-        )
-    timing.write(report, flags.output)
-
-
-if __name__ == "__main__":
-    main()
+        cases[case] = run_case(case, flags.engines.split(","), flags.rounds)
+        timing.show(f"{case}, batch of {CASES[case][3]}", cases[case], columns)
+    return {"rounds": flags.rounds, "cases": cases}

@@ -1,13 +1,15 @@
 """Estimates a private step of a transformer with a billion parameters on 256 accelerators, on
 paper.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=256 python -m benchmarks.bench_estimate
+    XLA_FLAGS=--xla_force_host_platform_device_count=256 python -m benchmarks run estimate
 
 Nothing is run. Models of the full width with one, two and three layers are compiled and divided for
 256 devices that the processor pretends to be. All counts are linear in the number of layers: two
 models give the line, and the third checks it. Times are counts over the peak rates that the makers
 state, so no step is faster than these."""
 
+import argparse
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -115,101 +117,92 @@ def at(layers: int, one: hlo.Count, two: hlo.Count) -> hlo.Count:
 
 def markdown(report: dict[str, Any]) -> str:
     """Returns the estimate as tables of a page."""
-    lines = ["| one chip, one step | plain | private | private / plain |", "|---|---|---|---|"]
     plain, private = report["steps"]
+    rows = []
     for label, key, unit in (
         ("TFLOP", "flops", 1e12),
         ("GB sent", "sent_bytes", 1e9),
         ("collectives", "collectives", 1),
         ("GB read and written, at most", "memory_bytes", 1e9),
     ):
-        values = plain[key] / unit, private[key] / unit
-        lines.append(
-            f"| {label} | {values[0]:,.4g} | {values[1]:,.4g} | {values[1] / values[0]:.3f} |"
-        )
+        rows.append(_cells(label, plain[key] / unit, private[key] / unit, ",.4g"))
     for chip in CHIPS:
         for label, key in (("compute", "flops"), ("send", "sent")):
-            a, b = plain[chip][key], private[chip][key]
-            lines.append(
-                f"| s to {label} at the peak of {chip} | {a:.3g} | {b:.3g} | {b / a:.3f} |"
-            )
+            title = f"s to {label} at the peak of {chip}"
+            rows.append(_cells(title, plain[chip][key], private[chip][key], ".3g"))
     held = {name: row["held_bytes"] / 1e9 for name, row in report["programs"].items()}
-    plain_held, private_held = held["plain gradient"], held["clipped sum"]
-    lines.append(
-        f"| GB held by XLA | {plain_held:.3g} | {private_held:.3g} | "
-        f"{private_held / plain_held:.3f} |"
-    )
-    return "\n".join(lines)
+    rows.append(_cells("GB held by XLA", held["plain gradient"], held["clipped sum"], ".3g"))
+    header = ["one chip, one step", "plain", "private", "private / plain"]
+    return timing.page_table(header, rows)
 
 
-def main() -> None:
-    flags = timing.arguments(__doc__, output=".bench/estimate.json").parse_args()
-    (few, one, little), (more, two, much), (_, three, _) = (
-        counts_of(layers) for layers in (1, 2, 3)
-    )
-    size, passes = few + (LAYERS - 1) * (more - few), EXAMPLES["step"] // EXAMPLES["physical"]
+def _cells(label: str, plain: float, private: float, form: str) -> list[str]:
+    return [label, format(plain, form), format(private, form), f"{private / plain:.3f}"]
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    few, one, little = counts_of(1)
+    more, two, much = counts_of(2)
+    _, three, _ = counts_of(3)
+    passes = EXAMPLES["step"] // EXAMPLES["physical"]
     full = {name: at(LAYERS, one[name], two[name]) for name in one}
-    line = {name: at(3, one[name], two[name]) for name in one}
-    parts = {
-        "plain": ("plain gradient", "plain update"),
-        "private": ("clipped sum", "noise and update"),
-    }
-    rows = []
-    for step, (gradient, update) in parts.items():
-        count = full[update].plus(full[gradient], passes)
-        row = {
-            "step": step,
+    rows = [
+        step_row("plain", full["plain gradient"], full["plain update"], passes),
+        step_row("private", full["clipped sum"], full["noise and update"], passes),
+    ]
+    counts = [{name: x for name, x in row.items() if not isinstance(x, dict)} for row in rows]
+    print(format_table(counts, digits=4))
+    programs = {}
+    for name, count in full.items():
+        programs[name] = {
             "flops": count.flops,
             "memory_bytes": count.bytes,
             "sent_bytes": count.moved,
+            "held_bytes": little[name] + (LAYERS - 1) * (much[name] - little[name]),
+            "kinds": count.collectives,
         }
-        row |= {"collectives": count.messages, "kinds": count.collectives}
-        for chip, (flops, memory, network) in CHIPS.items():
-            row[chip] = {
-                "flops": count.flops / flops,
-                "memory": count.bytes / memory,
-                "sent": count.moved / network,
-            }
-        rows.append(row)
-    print(
-        format_table(
-            [{name: x for name, x in row.items() if not isinstance(x, dict)} for row in rows],
-            digits=4,
-        )
-    )
-    off = {name: abs(line[name].flops / three[name].flops - 1) for name in one}
-    off_sent = {
-        name: abs(line[name].moved / max(three[name].moved, 1) - 1)
-        for name in one
-        if three[name].moved > 1e6
-    }
+    sizes = {"layers": LAYERS, "width": WIDTH, "vocabulary": VOCABULARY, "length": LENGTH}
     report = {
-        "parameters": size,
+        "parameters": few + (LAYERS - 1) * (more - few),
         "devices": DEVICES,
-        "sizes": {
-            "layers": LAYERS,
-            "width": WIDTH,
-            "vocabulary": VOCABULARY,
-            "length": LENGTH,
-            **EXAMPLES,
-        },
+        "sizes": sizes | EXAMPLES,
         "passes": passes,
-        "line_off": {"flops": off, "sent": off_sent},
-        "programs": {
-            name: {
-                "flops": c.flops,
-                "memory_bytes": c.bytes,
-                "sent_bytes": c.moved,
-                "held_bytes": little[name] + (LAYERS - 1) * (much[name] - little[name]),
-                "kinds": c.collectives,
-            }
-            for name, c in full.items()
-        },
+        "line_off": line_errors(one, two, three),
+        "programs": programs,
         "steps": rows,
     }
-    timing.write(timing.machine() | report, flags.output)
     print(markdown(report))
+    return report
 
 
-if __name__ == "__main__":
-    main()
+def step_row(step: str, gradient: hlo.Count, update: hlo.Count, passes: int) -> dict[str, Any]:
+    """Returns the counts of a step of several passes, and its least seconds on each chip."""
+    count = update.plus(gradient, passes)
+    row = {
+        "step": step,
+        "flops": count.flops,
+        "memory_bytes": count.bytes,
+        "sent_bytes": count.moved,
+        "collectives": count.messages,
+        "kinds": count.collectives,
+    }
+    for chip, (flops, memory, network) in CHIPS.items():
+        row[chip] = {
+            "flops": count.flops / flops,
+            "memory": count.bytes / memory,
+            "sent": count.moved / network,
+        }
+    return row
+
+
+def line_errors(
+    one: Mapping[str, hlo.Count], two: Mapping[str, hlo.Count], three: Mapping[str, hlo.Count]
+) -> dict[str, dict[str, float]]:
+    """Returns how far the line through one and two layers is off at three layers."""
+    flops, sent = {}, {}
+    for name, counted in three.items():
+        line = at(3, one[name], two[name])
+        flops[name] = abs(line.flops / counted.flops - 1)
+        if counted.moved > 1e6:
+            sent[name] = abs(line.moved / counted.moved - 1)
+    return {"flops": flops, "sent": sent}

@@ -1,7 +1,7 @@
 r"""Measures how time and memory of private training grow with batch, parameters, devices, steps and
 ledger rows.
 
-    python -m benchmarks.bench_growth --output benchmarks/results/growth_cpu.json \
+    python -m benchmarks run growth --output benchmarks/results/growth_cpu.json \
         --picture docs/design/growth.png
 
 Every point is a process of its own, because memory that one point used would count for the next.
@@ -9,6 +9,7 @@ Time is processor time, the median of the rounds, because other programs may use
 is the most memory that the process held. "held" is what XLA allocates for the arguments, results
 and temporary arrays of the largest program."""
 
+import argparse
 import itertools
 import json
 import os
@@ -21,8 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
-
-from benchmarks import timing
 
 ROUNDS, DEVICES = 11, (1, 2, 4, 8)
 POINTS = {
@@ -107,9 +106,9 @@ def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict
     def private() -> None:
         jax.block_until_ready(trainer.update(state, trainer.sums(state, source, rows)))
 
-    found = timed(private)
+    row = timed(private)
     counts = [hlo.count(program) for program in programs]
-    found |= {
+    row |= {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "flops": sum(count.flops for count in counts),
         "sent_bytes": sum(count.moved for count in counts),
@@ -131,8 +130,8 @@ def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict
                 updated(params, opt_state, jax.device_put(source.gather(rows)))
             )
         )
-        found["plain_cpu_s"] = plain["cpu_s"]
-    return found
+        row["plain_cpu_s"] = plain["cpu_s"]
+    return row
 
 
 def steps_point(steps: int) -> dict[str, float]:
@@ -192,7 +191,7 @@ MEASURES: dict[str, Callable[[int], dict[str, float]]] = {
 def measured(axis: str, value: int) -> dict[str, float]:
     """Measures a point in a process of its own."""
     flags = f"--xla_force_host_platform_device_count={value}" if axis == "devices" else ""
-    command = [sys.executable, "-m", "benchmarks.bench_growth", "--point", axis, str(value)]
+    command = [sys.executable, "-m", "benchmarks", "run", "growth", "--point", axis, str(value)]
     done = subprocess.run(
         command,
         env=os.environ | {"XLA_FLAGS": flags},
@@ -200,8 +199,8 @@ def measured(axis: str, value: int) -> dict[str, float]:
         text=True,
         check=True,
     )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    point: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return point
 
 
 def draw(report: dict[str, Any], path: str) -> None:
@@ -269,28 +268,22 @@ def draw(report: dict[str, Any], path: str) -> None:
     figure.savefig(path, dpi=90)
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output=".bench/growth.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--picture", default=".bench/growth.png")
     parser.add_argument("--point", nargs=2, help="an axis and a value: measure this point here")
-    flags = parser.parse_args()
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any] | None:
     if flags.point:
-        found = MEASURES[flags.point[0]](int(flags.point[1]))
+        axis, value = flags.point
+        point = MEASURES[axis](int(value))
         # Linux counts in units of 1024 bytes.
-        print(
-            json.dumps(
-                found | {"rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6}
-            )
-        )
-        return
-    axes = {
-        axis: [{"value": value} | measured(axis, value) for value in values]
-        for axis, values in POINTS.items()
-    }
-    report = timing.machine() | {"rounds": ROUNDS, "axes": axes}
-    timing.write(report, flags.output)
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps(point | {"rss_mb": held / 1e6}))
+        return None
+    axes = {}
+    for axis, values in POINTS.items():
+        axes[axis] = [{"value": value} | measured(axis, value) for value in values]
+    report = {"rounds": ROUNDS, "axes": axes}
     draw(report, flags.picture)
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,7 +1,7 @@
 """Bounds forty programs of JAX and optax over a box by `jaxdp.interval`, and compares with sampled
 values.
 
-    python -m benchmarks.bench_intervals
+    python -m benchmarks run intervals
     python -m benchmarks.evidence results/intervals.md
 
 Every program is a function of six numbers, and every box reaches 1e-4 or 0.1 to both sides of one
@@ -9,6 +9,7 @@ point. "Width" is the largest width of a result, "sampled" the largest distance 
 at points of the box. A sound bound cannot be narrower. The samples are computed in float64. The
 second command writes the tables of the page."""
 
+import argparse
 import math
 import pathlib
 from collections.abc import Callable
@@ -21,7 +22,6 @@ import optax
 from jax import lax
 
 import jaxdp
-from jaxdp.files import write_json
 from jaxdp.report import format_table
 from jaxdp.transforms import losses
 from jaxdp.transforms.intervals import UnsupportedPrimitive
@@ -137,26 +137,17 @@ def flat(x: Any) -> np.ndarray:
     return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(x)])
 
 
-def measure(program: Callable[[jax.Array], Any], radius: float) -> dict[str, Any]:
+def widths(program: Callable[[jax.Array], Any], radius: float) -> dict[str, Any]:
     """Returns the widths of one program over one box, and whether all samples lie inside."""
     box = jaxdp.Interval(POINT - np.float32(radius), POINT + np.float32(radius))
     try:
-        found = jax.jit(jaxdp.interval(program))(box)
+        bounds = jax.jit(jaxdp.interval(program))(box)
     except UnsupportedPrimitive as error:
         return {"refused": str(error).split(" It arises")[0]}
-    intervals = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, jaxdp.Interval))
-    lower, upper = flat([x.lower for x in intervals]), flat([x.upper for x in intervals])
-    rng, (low, high) = (
-        np.random.default_rng(1),
-        (np.asarray(end, np.float64) for end in (box.lower, box.upper)),
-    )
-    where = rng.random((SAMPLES, POINT.size))
-    where[: SAMPLES // 2] = where[: SAMPLES // 2] > 0.5  # half of the points are corners
-    with jax.enable_x64(True):
-        values = jax.device_get(jax.jit(jax.vmap(program))(low + where * (high - low)))
-    values = np.concatenate(
-        [np.asarray(x, np.float64).reshape(SAMPLES, -1) for x in jax.tree.leaves(values)], 1
-    )
+    intervals = jax.tree.leaves(bounds, is_leaf=lambda x: isinstance(x, jaxdp.Interval))
+    lower = flat([x.lower for x in intervals])
+    upper = flat([x.upper for x in intervals])
+    values = sampled(program, box)
     width = float(np.max(upper - lower))
     return {
         "width": width if math.isfinite(width) else None,
@@ -165,21 +156,34 @@ def measure(program: Callable[[jax.Array], Any], radius: float) -> dict[str, Any
     }
 
 
+def sampled(program: Callable[[jax.Array], Any], box: jaxdp.Interval) -> np.ndarray:
+    """Returns the values of a program at points of a box, in float64, a row for each point."""
+    low = np.asarray(box.lower, np.float64)
+    high = np.asarray(box.upper, np.float64)
+    shares = np.random.default_rng(1).random((SAMPLES, POINT.size))
+    corners = SAMPLES // 2  # a monotone program has its extremes there
+    shares[:corners] = shares[:corners] > 0.5
+    points = low + shares * (high - low)
+    with jax.enable_x64(True):
+        values = jax.device_get(jax.jit(jax.vmap(program))(points))
+    columns = [np.asarray(x, np.float64).reshape(SAMPLES, -1) for x in jax.tree.leaves(values)]
+    return np.concatenate(columns, 1)
+
+
 def tables(report: Any) -> dict[str, str]:
     """Returns the tables of docs/results/intervals.md."""
     rows, refused = [], []
-    for name, found in report["programs"].items():
-        if any("refused" in one for one in found.values()):
-            refused.append({"program": name, **next(iter(found.values()))})
+    for name, by_radius in report["programs"].items():
+        results = [by_radius[str(radius)] for radius in RADII]
+        if any("refused" in result for result in results):
+            refused.append({"program": name} | results[0])
             continue
         row = {"program": name}
-        for radius in RADII:
-            one = found[str(radius)]
-            row |= {
-                f"width, {radius:g}": _number(one["width"]),
-                f"sampled, {radius:g}": _number(one["sampled"]),
-            }
-        row["sound"] = "yes" if all(one["sound"] for one in found.values()) else "no"
+        for radius, result in zip(RADII, results, strict=True):
+            row[f"width, {radius:g}"] = _number(result["width"])
+            row[f"sampled, {radius:g}"] = _number(result["sampled"])
+        sound = all(result["sound"] for result in results)
+        row["sound"] = "yes" if sound else "no"
         rows.append(row)
     return {
         "bounded": format_table(rows, style="markdown"),
@@ -191,13 +195,9 @@ def _number(x: float | None) -> str:
     return "infinite" if x is None else f"{x:.2g}"
 
 
-def main() -> None:
-    report: dict[str, Any] = {"jax": jax.__version__, "optax": optax.__version__, "programs": {}}
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    programs = {}
     for name, program in PROGRAMS.items():
-        report["programs"][name] = {str(radius): measure(program, radius) for radius in RADII}
-        print(name, report["programs"][name], flush=True)
-    write_json(RESULTS, report)
-
-
-if __name__ == "__main__":
-    main()
+        programs[name] = {str(radius): widths(program, radius) for radius in RADII}
+        print(name, programs[name], flush=True)
+    return {"optax": optax.__version__, "programs": programs}

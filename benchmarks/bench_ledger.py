@@ -1,18 +1,19 @@
 """Times the ledger: writers in parallel, spends of very many different events, questions, and
 opening a large file.
 
-    python -m benchmarks.bench_ledger [--distinct 100000] [--seconds 3]
+    python -m benchmarks run ledger [--distinct 100000] [--seconds 3]
 
 There is no peer, because other accountants keep no file. The ratios compare parts of one run: 8
 writers with 1, the last spends with the first ones, and the best served writer with the worst."""
 
+import argparse
 import os
 import pathlib
 import statistics
 import tempfile
 import time
+from typing import Any
 
-from benchmarks import timing
 from jaxdp.privacy import (
     ComposedDpEvent,
     GaussianDpEvent,
@@ -21,27 +22,6 @@ from jaxdp.privacy import (
     PureDpEvent,
     epsilon,
 )
-
-
-def main() -> None:
-    parser = timing.arguments(__doc__, output=".bench/ledger.json")
-    parser.add_argument(
-        "--distinct", type=int, default=100_000, help="different events of one account"
-    )
-    parser.add_argument("--seconds", type=float, default=3.0, help="duration of the writers")
-    options = parser.parse_args()
-    found = {f"{count} writers": writers(count, options.seconds) for count in (1, 8)}
-    found[f"{options.distinct} different Gaussians"] = distinct(
-        lambda i: GaussianDpEvent(1e4 + 0.01 * i), options.distinct
-    )
-    few = options.distinct // 10  # composing the PLD of more leaves would take minutes
-    found[f"{few} different pure events"] = distinct(
-        lambda i: PureDpEvent(1e-7 * (1 + 1e-4 * i)), few
-    )
-    found["100 different sampled Gaussians"] = sampled(100)
-    for name, row in found.items():
-        print(name, *(f"{key} {value:.4g}" for key, value in row.items()), sep=", ")
-    timing.write({"machine": timing.machine(), "ledger": found}, options.output)
 
 
 def writers(count: int, seconds: float) -> dict[str, float]:
@@ -96,7 +76,7 @@ def distinct(make, count: int) -> dict[str, float]:
                 took.append(time.perf_counter() - began)
             began = time.perf_counter()
             ledger.epsilon("data")
-            asked = time.perf_counter() - began
+            epsilon_s = time.perf_counter() - began
         began = time.perf_counter()
         with Ledger(path):
             opened = time.perf_counter() - began
@@ -107,7 +87,7 @@ def distinct(make, count: int) -> dict[str, float]:
         "last spends, ms": last,
         "worst of the last, ms": 1e3 * max(took[-part:]),
         "ratio": last / first,
-        "epsilon(), s": asked,
+        "epsilon(), s": epsilon_s,
         "opening and verifying, s": opened,
     }
 
@@ -126,5 +106,24 @@ def sampled(count: int) -> dict[str, float]:
     return {"epsilon(), s": took[0], "of one more, s": took[1]}
 
 
-if __name__ == "__main__":
-    main()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--distinct", type=int, default=100_000, help="different events of one account"
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of the writers")
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    few = flags.distinct // 10  # composing the PLD of more leaves would take minutes
+    rows = {
+        "1 writers": writers(1, flags.seconds),
+        "8 writers": writers(8, flags.seconds),
+        f"{flags.distinct} different Gaussians": distinct(
+            lambda i: GaussianDpEvent(1e4 + 0.01 * i), flags.distinct
+        ),
+        f"{few} different pure events": distinct(lambda i: PureDpEvent(1e-7 * (1 + 1e-4 * i)), few),
+        "100 different sampled Gaussians": sampled(100),
+    }
+    for name, row in rows.items():
+        print(name, *(f"{key} {value:.4g}" for key, value in row.items()), sep=", ")
+    return {"ledger": rows}

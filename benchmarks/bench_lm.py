@@ -1,7 +1,7 @@
 """Measures private steps of language models: full training and LoRA, against plain steps,
 jax_privacy and Opacus.
 
-    python -m benchmarks.bench_lm --rounds 9 --peers
+    python -m benchmarks run lm --rounds 9 --peers
 
 "counted" is GPT-2 small with its tied vocabulary of 50257 tokens, at several lengths:
 floating-point operations of a clipped gradient over those of a plain one, counted on the programs,
@@ -11,6 +11,8 @@ a step with clipped gradients, "private" has noise too. jax_privacy runs in the 
 (with --peers, if it is installed) has the untied model of `benchmarks.torch_steps` at length 128.
 Its ratios are over a plain step in PyTorch."""
 
+import argparse
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +22,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import bench_steps, counts, timing
+from benchmarks import bench_steps, counts, problems, timing
 from jaxdp import models
 from jaxdp.memory import keep_freed_memory
 from jaxdp.report import format_table
@@ -35,20 +37,22 @@ def problem(model: Any, mode: str, params: Any = None) -> tuple[Any, Callable[..
     """Returns (parameters, loss of one row of tokens, `trainable`). Without parameters they are
     shapes."""
 
-    def made(params: Any) -> models.Pretrained:
+    def network_of(params: Any) -> models.Pretrained:
         network = models.Pretrained(model, params, None)
         return models.with_lora(network, rank=RANK, seed=0) if mode == "lora" else network
 
     shapes = jax.eval_shape(
         lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     )
-    apply_fn = made(shapes).apply_fn  # reads no value
+    apply_fn = network_of(shapes).apply_fn  # reads no value
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         return jaxdp.losses.next_token(apply_fn(params, tokens[None, :-1])[0], tokens[1:])
 
     params = (
-        jax.eval_shape(lambda p: made(p).params, shapes) if params is None else made(params).params
+        jax.eval_shape(lambda p: network_of(p).params, shapes)
+        if params is None
+        else network_of(params).params
     )
     return params, loss, models.trainable("lora", params) if mode == "lora" else None
 
@@ -111,13 +115,7 @@ def steps(
             updates, state = optimizer.update(grads, state, trained(params))
             return {**params, **optax.apply_updates(trained(params), updates)}, state
 
-        now = [params, optimizer.init(trained(params))]
-
-        def step() -> Any:
-            now[:] = updated(*now)
-            return now
-
-        return step
+        return problems.stateful(updated, params, optimizer.init(trained(params)))
 
     def trained(params: Any) -> Any:
         return {"lora": params["lora"]} if mode == "lora" else params
@@ -126,7 +124,7 @@ def steps(
         return {name: grads[name] for name in trained(params)}
 
     sgd = optax.sgd(0.01)
-    found = {
+    calls = {
         "plain": step_of(
             sgd, lambda p, t: {"lora": gradient(p, t)} if mode == "lora" else gradient(p, t)
         ),
@@ -134,14 +132,13 @@ def steps(
         "private": step_of(optax.chain(private, sgd), lambda p, t: only(clipped(p, t).grads)),
     }
     if peers and not timing.missing("jax_privacy"):
-        from jax_privacy import clipping
 
-        whole = lambda moving, params, tokens: loss({**params, **moving}, tokens)  # noqa: E731
-        theirs = clipping.clipped_grad(
-            whole, l2_clip_norm=CLIP, batch_argnums=(2,), keep_batch_dim=False
-        )
-        found["jax_privacy clipped"] = step_of(sgd, lambda p, t: theirs(trained(p), p, t))
-    return found
+        def loss_of_trained(moving: Any, params: Any, tokens: jax.Array) -> jax.Array:
+            return loss({**params, **moving}, tokens)
+
+        peer = problems.jax_privacy_grad(loss_of_trained, CLIP, (2,))
+        calls["jax_privacy clipped"] = step_of(sgd, lambda p, t: peer(trained(p), p, t))
+    return calls
 
 
 def timed(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
@@ -155,43 +152,42 @@ def timed(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
     return rows
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output=".bench/lm.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--peers", action="store_true")
-    flags = parser.parse_args()
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     keep_freed_memory()
     missing = timing.missing("jax_privacy", "torch", "opacus") if flags.peers else []
-    report: dict[str, Any] = {
-        **timing.machine(),
-        "rounds": flags.rounds,
-        "not installed": missing,
-        "counted": [],
-    }
-    for mode in MODES:
-        for remat in (False, True):
-            for length in LENGTHS:
-                model = models.create("gpt2", num_classes=VOCABULARY, remat=remat)
-                row = {"mode": mode, "remat": remat, "length": length, "batch": BATCH}
-                report["counted"].append(row | counted(model, mode, length, BATCH))
-    print(format_table(report["counted"], digits=3), flush=True)
-    report["cases"] = {}
+    torch = flags.peers and not {"torch", "opacus"} & set(missing)
+    counts_by_length = counted_rows()
+    print(format_table(counts_by_length, digits=3), flush=True)
+    cases = {}
     model = models.create("gpt2", num_classes=bench_steps.VOCABULARY, **SMALL)
     for mode in MODES:
         calls = steps(model, mode, SMALL["positions"], TIMED_BATCH, flags.peers)
-        if mode == "full" and flags.peers and not {"torch", "opacus"} & set(missing):
+        if mode == "full" and torch:
             from benchmarks import torch_steps
 
             calls |= torch_steps.steps("lm", TIMED_BATCH, CLIP, 1.0)
-        rows = report["cases"][mode] = timed(calls, flags.rounds)
+        cases[mode] = rows = timed(calls, flags.rounds)
         noise = rows["private"]["cpu_over_plain"] - rows["clipped"]["cpu_over_plain"]
         rows["private"]["noise_cpu_over_plain"] = noise
-        print(
-            f"\n{mode}\n{format_table([{'step': name, **row} for name, row in rows.items()], digits=3)}",
-            flush=True,
-        )
-    timing.write(report, flags.output)
+        timing.show(mode, rows)
+    return {
+        "rounds": flags.rounds,
+        "not installed": missing,
+        "counted": counts_by_length,
+        "cases": cases,
+    }
 
 
-if __name__ == "__main__":
-    main()
+def counted_rows() -> list[dict[str, Any]]:
+    """Returns the counts of GPT-2 small in every mode, with and without remat, by length."""
+    rows = []
+    for mode, remat, length in itertools.product(MODES, (False, True), LENGTHS):
+        model = models.create("gpt2", num_classes=VOCABULARY, remat=remat)
+        row = {"mode": mode, "remat": remat, "length": length, "batch": BATCH}
+        rows.append(row | counted(model, mode, length, BATCH))
+    return rows

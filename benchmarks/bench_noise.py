@@ -1,11 +1,12 @@
 """Times Gaussian noise beside other generators, and `privatize` as a share of a private step.
 
-    python -m benchmarks.bench_noise [--size 1048576] [--rounds 9]
+    python -m benchmarks run noise [--size 1048576] [--rounds 9]
 
 The design before ChaCha is here as "rbg, two normals". `jaxdp.transforms.noise.CPU_OPTIONS` are
 those of `fit`. NumPy and PyTorch draw on the host. Processor time counts all threads, so a value of
 one core and of two cores are compared fairly."""
 
+import argparse
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -16,24 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxdp
-from benchmarks import timing
+from benchmarks import problems, timing
 from jaxdp import models
 from jaxdp.report import format_table
-from jaxdp.transforms import losses, noise
+from jaxdp.transforms import noise
 
 SEED = bytes(16)
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "resnet20": ("resnet20", {}, 64),
     "vit": (
         "vit_tiny",
-        {
-            "patch_size": 4,
-            "width": 192,
-            "depth": 6,
-            "num_heads": 3,
-            "mlp_width": 768,
-            "pool": "mean",
-        },
+        problems.VIT,
         32,
     ),
 }  # name, options, batch size
@@ -53,25 +47,6 @@ def old_noise(key: jax.Array, tree: Any) -> Any:
     return jax.tree.unflatten(treedef, [leaf(i, x) for i, x in enumerate(leaves)])
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output=".bench/noise.json")
-    parser.add_argument("--size", type=int, default=2**20, help="values of the vector")
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
-    report = {
-        "machine": timing.machine(),
-        "vector": vector(options.size, options.rounds),
-        "steps": {name: step(name, options.rounds) for name in MODELS},
-    }
-    for part in (report["vector"], *report["steps"].values()):
-        for name, row in part.items():
-            print(
-                name,
-                row if isinstance(row, (int, float)) else {k: round(v, 3) for k, v in row.items()},
-            )
-    timing.write(report, options.output)
-
-
 def compiled(
     function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None
 ) -> tuple[Callable[[], Any], float]:
@@ -83,15 +58,15 @@ def compiled(
 
 def rows(calls: dict[str, Callable[[], Any]], size: int, rounds: int, base: str) -> dict[str, Any]:
     wall, cpu = timing.interleaved(calls, rounds)
-    return {
-        name: {
+    table = {}
+    for name in calls:
+        table[name] = {
             "wall_ns_per_value": timing.median_ms(wall[name]) * 1e6 / size,
             "cpu_ns_per_value": timing.median_ms(cpu[name]) * 1e6 / size,
             "least_cpu_ns_per_value": min(cpu[name]) * 1e9 / size,
             f"cpu_over_{base}": timing.median_ratio(cpu[name], cpu[base]),
         }
-        for name in calls
-    }
+    return table
 
 
 def vector(size: int, rounds: int) -> dict[str, Any]:
@@ -126,56 +101,44 @@ def step(name: str, rounds: int) -> dict[str, Any]:
     images = jax.random.uniform(jax.random.key(0), (batch_size, 32, 32, 3))
     labels = jnp.arange(batch_size) % 10
     params = jax.jit(model.init)(jax.random.key(1), images[:1])["params"]
-    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    grad_fn = jaxdp.clipped_grad(problems.classifier_loss(model), clip_norm=1.0)
+    gradient, _ = compiled(lambda params: grad_fn(params, (images, labels)).grads, params)
+    grads = gradient()
+    calls, compile_s = {"gradient": gradient}, {}
 
-    def loss(params: Any, example: Any) -> jax.Array:
-        return losses.softmax_cross_entropy(
-            model.apply({"params": params}, example[0][None])[0], example[1]
+    def add_privatize(name: str, multiplier: float, compiler_options: Any) -> None:
+        key = noise.stream(SEED, "noise")
+        privatizer = noise.privatize(
+            grad_fn, noise_multiplier=multiplier, divisor=batch_size, key=key
+        )
+        calls[name], compile_s[name] = compiled(
+            lambda grads, state: privatizer.update(grads, state)[0],
+            grads,
+            privatizer.init(params),
+            options=compiler_options,
         )
 
-    grad_fn = jaxdp.clipped_grad(loss, clip_norm=1.0)
-
-    def privatizer(multiplier: float, key: jax.Array) -> Any:
-        return noise.privatize(grad_fn, noise_multiplier=multiplier, divisor=batch_size, key=key)
-
-    def old(grads: Any, key: jax.Array) -> Any:
+    def before(grads: Any, key: jax.Array) -> Any:
         return jax.tree.map(lambda x, z: (x + z) / batch_size, grads, old_noise(key, grads))
 
-    gradient, _ = compiled(lambda params: grad_fn(params, (images, labels)).grads, params)
-    grads, key = gradient(), noise.stream(SEED, "noise")
-    noisy, quiet = privatizer(1.0, key), privatizer(0.0, key)
-    private, compile_s = compiled(
-        lambda grads, state: noisy.update(grads, state)[0],
-        grads,
-        noisy.init(params),
-        options=noise.CPU_OPTIONS,
-    )
-    plain, plain_compile_s = compiled(
-        lambda grads, state: quiet.update(grads, state)[0], grads, quiet.init(params)
-    )
-    before, old_compile_s = compiled(old, grads, jax.random.key(0, impl="rbg"))
-    wall, cpu = timing.interleaved(
-        {"gradient": gradient, "privatize": private, "without noise": plain, "before": before},
-        rounds,
-    )
+    add_privatize("privatize", 1.0, noise.CPU_OPTIONS)
+    add_privatize("without noise", 0.0, None)
+    old_key = jax.random.key(0, impl="rbg")
+    calls["before"], compile_s["before"] = compiled(before, grads, old_key)
+    wall, cpu = timing.interleaved(calls, rounds)
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    per_value, share = {}, {}
+    for part in ("privatize", "before"):
+        steps = [a + b for a, b in zip(cpu["gradient"], cpu[part], strict=True)]
+        per_value[part] = timing.median_ms(cpu[part]) * 1e6 / size
+        share[part] = timing.median_ratio(cpu[part], steps)
     return {
         "parameters": size,
         "leaves": len(jax.tree.leaves(params)),
-        "compile_cpu_s": {
-            "privatize": compile_s,
-            "without noise": plain_compile_s,
-            "before": old_compile_s,
-        },
-        "cpu_ns_per_value": {
-            part: timing.median_ms(cpu[part]) * 1e6 / size for part in ("privatize", "before")
-        },
-        "cpu_share_of_step": {
-            part: timing.median_ratio(
-                cpu[part], [a + b for a, b in zip(cpu["gradient"], cpu[part], strict=True)]
-            )
-            for part in ("privatize", "before")
-        },
-        "wall_ms": {part: timing.median_ms(wall[part]) for part in wall},
+        "compile_cpu_s": compile_s,
+        "cpu_ns_per_value": per_value,
+        "cpu_share_of_step": share,
+        "wall_ms": {part: timing.median_ms(seconds) for part, seconds in wall.items()},
     }
 
 
@@ -190,39 +153,50 @@ NAMES = {
 }
 
 
-def tables(found: Mapping[str, Any]) -> dict[str, str]:
+def tables(report: Mapping[str, Any]) -> dict[str, str]:
     """Returns the tables of a page."""
-    vector = [
-        {
-            "a vector of 2^20 values": NAMES[name],
-            "processor ns per value": f"{row['cpu_ns_per_value']:.1f}",
-            "ns per value": f"{row['wall_ns_per_value']:.1f}",
-            "processor time over jaxdp": f"{row['cpu_over_chacha12']:.2g}",
-        }
-        for name, row in found["vector"].items()
-    ]
-    parts: dict[str, Callable[[Any, str], str]] = {
-        "share of clipped gradient and noise (before)": lambda row, part: (
-            f"{100 * row['cpu_share_of_step'][part]:.1f} %"
-        ),
-        "processor ns per value (before)": lambda row, part: f"{row['cpu_ns_per_value'][part]:.1f}",
-        "seconds to compile `privatize` (before)": lambda row, part: (
-            f"{row['compile_cpu_s'][part]:.1f}"
-        ),
-    }
-    of_models = [
-        {"noise of a model's gradient": title}
-        | {
-            f"{name}, batch {MODELS[name][2]}": f"{show(row, 'privatize')} ({show(row, 'before')})"
-            for name, row in found["steps"].items()
-        }
-        for title, show in parts.items()
-    ]
+    generators = []
+    for name, row in report["vector"].items():
+        generators.append(
+            {
+                "a vector of 2^20 values": NAMES[name],
+                "processor ns per value": f"{row['cpu_ns_per_value']:.1f}",
+                "ns per value": f"{row['wall_ns_per_value']:.1f}",
+                "processor time over jaxdp": f"{row['cpu_over_chacha12']:.2g}",
+            }
+        )
+    share = {"noise of a model's gradient": "share of clipped gradient and noise (before)"}
+    time_of_value = {"noise of a model's gradient": "processor ns per value (before)"}
+    compiling = {"noise of a model's gradient": "seconds to compile `privatize` (before)"}
+    for name, row in report["steps"].items():
+        column = f"{name}, batch {MODELS[name][2]}"
+        shares = {part: 100 * value for part, value in row["cpu_share_of_step"].items()}
+        share[column] = _and_before(shares, " %")
+        time_of_value[column] = _and_before(row["cpu_ns_per_value"])
+        compiling[column] = _and_before(row["compile_cpu_s"])
+    models_rows = [share, time_of_value, compiling]
     return {
-        name: format_table(rows, style="markdown")
-        for name, rows in (("noise", vector), ("noise of models", of_models))
+        "noise": format_table(generators, style="markdown"),
+        "noise of models": format_table(models_rows, style="markdown"),
     }
 
 
-if __name__ == "__main__":
-    main()
+def _and_before(values: Mapping[str, float], unit: str = "") -> str:
+    """Returns the value of `privatize`, and that of the design before in parentheses."""
+    return f"{values['privatize']:.1f}{unit} ({values['before']:.1f}{unit})"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", type=int, default=2**20, help="values of the vector")
+    parser.add_argument("--rounds", type=int, default=9)
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    report = {
+        "vector": vector(flags.size, flags.rounds),
+        "steps": {name: step(name, flags.rounds) for name in MODELS},
+    }
+    for part in (report["vector"], *report["steps"].values()):
+        for name, row in part.items():
+            print(name, row)
+    return report

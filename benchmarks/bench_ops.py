@@ -1,6 +1,6 @@
 """Times the operations of our models in several exact forms, beside Flax and PyTorch.
 
-    python -m benchmarks.bench_ops --rounds 15 --output benchmarks/results/ops_cpu.json
+    python -m benchmarks run ops --rounds 15 --output benchmarks/results/ops_cpu.json
 
 "forward" is the operation, and "backward" the operation with the gradients of its weights and
 inputs. "ours" is the form in `jaxdp.models`. All forms of an operation are compiled first and timed
@@ -252,23 +252,15 @@ def measured(operation: Operation, rounds: int, torch: bool) -> list[dict[str, A
     return rows
 
 
-def main() -> None:
-    parser: argparse.ArgumentParser = timing.arguments(__doc__, output=".bench/ops.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=15)
-    flags = parser.parse_args()
-    missing = timing.missing("torch", "opacus")
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    torch = not timing.missing("torch", "opacus")
     keep_freed_memory()
-    report: dict[str, Any] = {
-        **timing.machine(),
-        "rounds": flags.rounds,
-        "peers": not missing,
-        "operations": {},
-    }
+    rows = {}
     for name, operation in operations().items():
-        report["operations"][name] = rows = measured(operation, flags.rounds, not missing)
-        print(f"\n{name}\n{format_table(rows, digits=3)}", flush=True)
-    timing.write(report, flags.output)
-
-
-if __name__ == "__main__":
-    main()
+        rows[name] = measured(operation, flags.rounds, torch)
+        print(f"\n{name}\n{format_table(rows[name], digits=3)}", flush=True)
+    return {"rounds": flags.rounds, "peers": torch, "operations": rows}

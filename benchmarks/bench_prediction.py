@@ -1,7 +1,7 @@
 """Times certifying 20 distances against one training run with per-record clipped gradients, and the
 memory.
 
-    python -m benchmarks.bench_prediction --rounds 7 --output .bench/prediction.json
+    python -m benchmarks run prediction --rounds 7 --output .bench/prediction.json
 
 Two baselines train the same model with the same clipped gradients. "vmap" is the obvious program:
 `jax.vmap(jax.grad(loss))`, clip, sum. "streamed" adds up one record after the other in a scan,
@@ -16,9 +16,7 @@ distances. Its time for all is five times their sum. Install the package abstrac
 for this."""
 
 import argparse
-import json
-import pathlib
-import platform
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -29,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import jaxdp
+from benchmarks import timing
 from jaxdp.memory import keep_freed_memory
 from jaxdp.prediction import agt, checks, plan, train_with_bounds
 from jaxdp.transforms import losses
@@ -133,9 +131,15 @@ def baselines(case: Case, params: Any) -> dict[str, Callable[..., Any]]:
     return {"vmap": steps(at_once), "streamed": steps(streamed)}
 
 
+VARIANTS = {
+    "bounds": (KS, "add_remove"),
+    "one k": ((1,), "add_remove"),
+    "replace": (KS, "replace_one"),
+}
+
+
 def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict[str, Any]:
     params, data = problem(case)
-    on_device = jax.tree.map(jnp.asarray, (params["dense"], data))
     settings: dict[str, Any] = {
         "clip": case.clip,
         "learning_rate": case.learning_rate,
@@ -144,53 +148,66 @@ def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict
         "epochs": case.steps,
         "trainable": trained,
     }
-    calls: dict[str, Callable[[], Any]] = {
-        name: lambda f=f: f(*on_device) for name, f in baselines(case, params).items()
-    }
-    variants = [
-        ("bounds", KS, "add_remove"),
-        ("one k", (1,), "add_remove"),
-        ("replace", KS, "replace_one"),
-    ][: 2 + replace]
-    for name, ks, threat in variants:
-        given = {**settings, "ks": ks, "threat": threat}
-        calls[name] = lambda given=given: train_with_bounds(loss, params, data, **given).lower[
-            "dense"
-        ]
+    on_device = jax.tree.map(jnp.asarray, (params["dense"], data))
+    calls: dict[str, Callable[[], Any]] = {}
+    trainings = baselines(case, params)
+    for name, train in trainings.items():
+        calls[name] = functools.partial(train, *on_device)
+
+    def bounds(ks: Any, threat: str) -> Any:
+        result = train_with_bounds(loss, params, data, ks=ks, threat=threat, **settings)
+        return result.lower["dense"]
+
+    variants = [name for name in VARIANTS if name != "replace" or replace]
+    for name in variants:
+        calls[name] = functools.partial(bounds, *VARIANTS[name])
     rows: dict[str, Any] = {}
     for name, call in calls.items():
         start = time.perf_counter()
         jax.block_until_ready(call())
         rows[name] = {"first_call_s": time.perf_counter() - start}
-    for name, f in baselines(case, params).items():
-        rows[name]["memory_mb"] = allocated(f.lower(*on_device))
-    for name, ks, threat in variants:
-        static, arrays = plan_of(params, data, settings, ks, threat)
-        moving, frozen, records, order, rates = arrays
-        state = agt._State(moving, [], None)
-        for _ in range(2):  # the batches after the first one have as many boxes as distances
-            lowered = agt._batch_step.lower(
-                loss, static, frozen, records, state, order[0], rates[0], None
-            )
-            state = lowered.out_info
-        rows[name]["memory_mb"] = allocated(lowered)
-    wall: dict[str, list[float]] = {name: [] for name in calls}
-    cpu: dict[str, list[float]] = {name: [] for name in calls}
+    # Lowering fills the caches of tracing, so it comes after the first calls.
+    for name, train in trainings.items():
+        rows[name]["memory_mb"] = timing.allocated_mb(train.lower(*on_device).compile())
+    for name in variants:
+        rows[name]["memory_mb"] = step_memory(params, data, settings, *VARIANTS[name])
+    wall, cpu = timed(calls, rounds)
+    if reference:
+        rows["reference"] = {"cpu_s": reference_seconds(case, params, data)}
+    for name in calls:
+        rows[name]["wall_ms"] = timing.median_ms(wall[name])
+        rows[name]["cpu_s"] = statistics.median(cpu[name])
+        for base in ("streamed", "vmap"):
+            rows[name][f"wall_over_{base}"] = timing.median_ratio(wall[name], wall[base])
+    return rows
+
+
+def timed(
+    calls: dict[str, Callable[[], Any]], rounds: int
+) -> tuple[timing.Seconds, timing.Seconds]:
+    """Returns wall and processor seconds. A call is a whole training, so none goes untimed."""
+    wall: timing.Seconds = {name: [] for name in calls}
+    cpu: timing.Seconds = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             start, start_cpu = time.perf_counter(), time.process_time()
             jax.block_until_ready(call())
             wall[name].append(time.perf_counter() - start)
             cpu[name].append(time.process_time() - start_cpu)
-    if reference:
-        rows["reference"] = {"cpu_s": reference_seconds(case, params, data)}
-    for name, times in wall.items():
-        rows[name]["wall_ms"] = 1e3 * statistics.median(times)
-        rows[name]["cpu_s"] = statistics.median(cpu[name])
-        for base in ("streamed", "vmap"):
-            ratios = (a / b for a, b in zip(times, wall[base], strict=True))
-            rows[name][f"wall_over_{base}"] = statistics.median(ratios)
-    return rows
+    return wall, cpu
+
+
+def step_memory(params: Any, data: Any, settings: dict[str, Any], ks: Any, threat: str) -> float:
+    """Returns the megabytes of a later step. It has as many boxes as distances, the first has not."""
+    static, arrays = plan_of(params, data, settings, ks, threat)
+    moving, frozen, records, order, rates = arrays
+    state = agt._State(moving, [], None)
+    for _ in range(2):
+        lowered = agt._batch_step.lower(
+            loss, static, frozen, records, state, order[0], rates[0], None
+        )
+        state = lowered.out_info
+    return timing.allocated_mb(lowered.compile())
 
 
 def plan_of(
@@ -199,11 +216,6 @@ def plan_of(
     return plan.make_plan(
         loss, params, data, checks.distances(ks), plan.Training(threat=threat, **settings)
     )
-
-
-def allocated(lowered: Any) -> float:
-    memory = lowered.compile().memory_analysis()
-    return (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 1e6
 
 
 def reference_seconds(case: Case, params: Any, data: Any) -> float:
@@ -252,54 +264,31 @@ def reference_seconds(case: Case, params: Any, data: Any) -> float:
     return total * KS / len(REFERENCE_KS)
 
 
-def main() -> None:
-    keep_freed_memory()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = "; ".join(CASES)
     parser.add_argument(
-        "--cases",
-        default="",
-        help=f"parts of names, separated by semicolons, of {'; '.join(CASES)}",
+        "--cases", default="", help=f"parts of names, separated by semicolons, of {names}"
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--replace", action="store_true")
     parser.add_argument("--reference", action="store_true")
-    parser.add_argument("--output", default=".bench/prediction.json")
-    flags = parser.parse_args()
-    report: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "platform": platform.platform(),
-        "jax": jax.__version__,
-        "jaxdp": jaxdp.__version__,
-        "rounds": flags.rounds,
-        "ks": KS,
-        "cases": {},
-    }
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    keep_freed_memory()
+    columns = (
+        "wall_ms",
+        "wall_over_streamed",
+        "wall_over_vmap",
+        "cpu_s",
+        "memory_mb",
+        "first_call_s",
+    )
+    cases = {}
     for name, case in CASES.items():
         if not any(part in name for part in flags.cases.split(";")):
             continue
-        report["cases"][name] = rows = run_case(
-            case, flags.rounds, replace=flags.replace, reference=flags.reference
-        )
-        columns = (
-            "wall_ms",
-            "wall_over_streamed",
-            "wall_over_vmap",
-            "cpu_s",
-            "memory_mb",
-            "first_call_s",
-        )
-        table = [{"run": run, **{c: row.get(c) for c in columns}} for run, row in rows.items()]
-        print(
-            f"\n{name}, batch of {case.records}\n{jaxdp.report.format_table(table, digits=3)}",
-            flush=True,
-        )
-    output = pathlib.Path(flags.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"\nWritten to {output}")
-
-
-if __name__ == "__main__":
-    main()
+        rows = run_case(case, flags.rounds, replace=flags.replace, reference=flags.reference)
+        cases[name] = rows
+        timing.show(f"{name}, batch of {case.records}", rows, columns)
+    return {"rounds": flags.rounds, "ks": KS, "cases": cases}

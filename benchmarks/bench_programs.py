@@ -1,29 +1,34 @@
 """Counts operations and bytes of clipped gradients over plain gradients, for programs that other
 libraries write.
 
-    python -m benchmarks.bench_programs --output benchmarks/results/programs.json
+    python -m benchmarks run programs --output benchmarks/results/programs.json
 
 Nothing is compiled or run. The counts depend on JAX's release and on the backend, not on the
 machine."""
 
+import argparse
 from typing import Any
 
 import jax
 
 import jaxdp
-from benchmarks import counts, programs, timing
+from benchmarks import counts
+from tests import foreign_programs
 
 
-def work(entry: programs.Entry) -> dict[str, counts.Count]:
+def work(entry: foreign_programs.Entry) -> dict[str, counts.Count]:
     """Returns the cost of the plain and of the clipped gradient of a program at its large size."""
-    made = entry.build(*entry.large)
-    params, batch = programs.abstract(made.params), programs.abstract(made.example, (entry.batch,))
-    loss = made.plain or made.loss
+    problem = entry.build(*entry.large)
+    params, batch = (
+        foreign_programs.abstract(problem.params),
+        foreign_programs.abstract(problem.example, (entry.batch,)),
+    )
+    loss = problem.plain or problem.loss
 
     def total(params: Any, batch: Any) -> jax.Array:
         return jax.vmap(loss, (None, 0))(params, batch).sum()
 
-    clipped = jaxdp.clipped_grad(made.loss, clip_norm=1.0)
+    clipped = jaxdp.clipped_grad(problem.loss, clip_norm=1.0)
     with (
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
@@ -34,13 +39,12 @@ def work(entry: programs.Entry) -> dict[str, counts.Count]:
         }
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output=".bench/programs.json")
-    flags = parser.parse_args()
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     rows = []
-    for name, entry in programs.PROGRAMS.items():
-        found = work(entry)
-        plain, clipped = found["plain"], found["clipped"]
+    for name, entry in foreign_programs.PROGRAMS.items():
+        counted = work(entry)
+        plain = counted["plain"]
+        clipped = counted["clipped"]
         rows.append(
             {
                 "program": name,
@@ -53,10 +57,4 @@ def main() -> None:
             }
         )
     print(jaxdp.report.format_table(rows, digits=3))
-    timing.write(
-        {"jax": jax.__version__, "backend": jax.default_backend(), "programs": rows}, flags.output
-    )
-
-
-if __name__ == "__main__":
-    main()
+    return {"backend": jax.default_backend(), "programs": rows}

@@ -1,6 +1,6 @@
 """Measures how long a step waits for its examples, with and without reading ahead.
 
-    python -m benchmarks.bench_reading --output benchmarks/results/reading_cpu.json
+    python -m benchmarks run reading --output benchmarks/results/reading_cpu.json
 
 A source either opens a file for each example, or sleeps for a part of a step, as one does that
 waits for a network. "ahead" takes the batches of `PrivateTrainer.batches`, as `fit` does. "inline"
@@ -8,6 +8,7 @@ reads a batch when its step is due. The wait of a step is the wall time until it
 device. "exchange" is what two processes of this machine take to tell each other that both have
 read."""
 
+import argparse
 import contextlib
 import json
 import pathlib
@@ -78,7 +79,7 @@ def inline(trainer: Any, state: Any, source: Any) -> Iterator[Any]:
 def timed(trainer: Any, params: Any, source: Any, *, ahead: bool) -> list[tuple[float, float]]:
     """Returns the seconds of each step's wait for the batch, and of the whole step, without the
     first two steps."""
-    state, found = trainer.init(params), []
+    state, seconds = trainer.init(params), []
     reading = (
         trainer.batches(state, source, STEPS)
         if ahead
@@ -91,19 +92,19 @@ def timed(trainer: Any, params: Any, source: Any, *, ahead: bool) -> list[tuple[
             wait = time.perf_counter() - start
             state, row = trainer.step(state, source, batch, meanwhile=lambda: None)
             jax.block_until_ready(row)
-            found.append((wait, time.perf_counter() - start))
-    return found[2:]
+            seconds.append((wait, time.perf_counter() - start))
+    return seconds[2:]
 
 
 def measured(trainer: Any, params: Any, source: Any) -> dict[str, Any]:
     """Returns medians of milliseconds "inline" and "ahead", of rounds that take turns."""
-    found: dict[str, list[tuple[float, float]]] = {"inline": [], "ahead": []}
+    pairs_of: dict[str, list[tuple[float, float]]] = {"inline": [], "ahead": []}
     for _ in range(ROUNDS):
-        for name, pairs in found.items():
+        for name, pairs in pairs_of.items():
             pairs += timed(trainer, params, source, ahead=name == "ahead")
     middle = {
         name: [1e3 * statistics.median(times) for times in zip(*pairs, strict=True)]
-        for name, pairs in found.items()
+        for name, pairs in pairs_of.items()
     }
     return {name: {"wait_ms": wait, "step_ms": step} for name, (wait, step) in middle.items()}
 
@@ -121,10 +122,10 @@ def exchanged(address: str, process: int) -> float:
 
 def exchange() -> float:
     """Returns what `exchanged` returns in the first of two new processes."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{found.getsockname()[1]}"
-    command = [sys.executable, "-m", "benchmarks.bench_reading", "--exchange", address]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    command = [sys.executable, "-m", "benchmarks", "run", "reading", "--exchange", address]
     started = [
         subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)
     ]
@@ -134,56 +135,41 @@ def exchange() -> float:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Returns the rows as a table of a page."""
-    lines = [
-        "| reading a batch | ms of a step, inline | ahead | ms of it that the device waits, "
-        "inline | ahead |",
-        "|---|---|---|---|---|",
-    ]
+    waits = "ms of it that the device waits, inline"
+    header = ["reading a batch", "ms of a step, inline", "ahead", waits, "ahead"]
+    lines = []
     for row in rows:
-        both = [row["inline"], row["ahead"]]
-        cells = [f"{found[key]:.0f}" for key in ("step_ms", "wait_ms") for found in both]
-        lines.append(f"| {row['reading']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        times = [row[way][key] for key in ("step_ms", "wait_ms") for way in ("inline", "ahead")]
+        lines.append([row["reading"], *(f"{ms:.0f}" for ms in times)])
+    return timing.page_table(header, lines)
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output=".bench/reading.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exchange",
         nargs=2,
         help="an address and the number of this process: measure the exchange",
     )
-    flags = parser.parse_args()
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any] | None:
     if flags.exchange:
-        print(json.dumps(exchanged(flags.exchange[0], int(flags.exchange[1]))))
-        return
+        address, process = flags.exchange
+        print(json.dumps(exchanged(address, int(process))))
+        return None
     trainer, params, source, _ = bench_growth.training(UNITS, BATCH, 1)
     rows = [{"reading": "arrays in memory", **measured(trainer, params, source)}]
     alone = rows[0]["inline"]["step_ms"] - rows[0]["inline"]["wait_ms"]
     for share in SHARES:
         seconds = share * alone / 1e3
         slow = Slow(source, lambda indices, seconds=seconds: time.sleep(seconds))  # type: ignore[misc]
-        rows.append(
-            {
-                "reading": f"a delay of {share:g} of a step's own time",
-                **measured(trainer, params, slow),
-            }
-        )
+        reading = f"a delay of {share:g} of a step's own time"
+        rows.append({"reading": reading, **measured(trainer, params, slow)})
     with on_disk(source) as slow:
         rows.append({"reading": f"{BATCH} files", **measured(trainer, params, slow)})
-    print(
-        format_table(
-            [{"reading": row["reading"], **row["inline"], **row["ahead"]} for row in rows], digits=4
-        )
-    )
-    took = exchange()
-    print(f"An exchange between two processes takes {took:.2g} ms.")
-    timing.write(
-        timing.machine() | {"steps": ROUNDS * STEPS, "rows": rows, "exchange_ms": took},
-        flags.output,
-    )
+    steps = [{"reading": row["reading"], **row["inline"], **row["ahead"]} for row in rows]
+    print(format_table(steps, digits=4))
+    exchange_ms = exchange()
+    print(f"An exchange between two processes takes {exchange_ms:.2g} ms.")
     print(markdown(rows))
-
-
-if __name__ == "__main__":
-    main()
+    return {"steps": ROUNDS * STEPS, "rows": rows, "exchange_ms": exchange_ms}

@@ -1,7 +1,7 @@
 """Times simulated recalibrations per second: `launch.simulation` beside a plain NumPy loop over
 trials.
 
-    python -m benchmarks.bench_recalibration --output .bench/recalibration.json
+    python -m benchmarks run recalibration --output .bench/recalibration.json
 
 The sweep is one shift of the paper's CIFAR-10 sweep: 10,000 labelled logits of 10 classes
 (synthetic, over-confident), three factors of 10 settings, six methods. The NumPy loop follows the
@@ -11,6 +11,7 @@ the ECE of the test split. It runs on a sample of the trials, between runs of ou
 are means over settings and medians over shifts after the first, which compiles. The whole sweep is
 `--shifts 15`."""
 
+import argparse
 import math
 import resource
 import time
@@ -22,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxdp
-from benchmarks import timing
 from jaxdp.memory import keep_freed_memory
 from jaxdp.recalibration import AccT, Bracket, EceT, HistogramBinning, NllT, Records
 from launch.simulation import Order, Setting, simulate, unchanged
@@ -87,50 +87,88 @@ def numpy_golden(
 def numpy_trial(
     name: str, logits: np.ndarray, labels: np.ndarray, setting: Setting, rng: np.random.Generator
 ) -> float:
+    """Returns the ECE of the test split after one recalibration."""
     order = rng.permutation(len(labels))
     used = setting.sources * setting.samples
-    mine, test = order[: setting.samples if name == "one source" else used], order[used:]
-    sources = 0 if name == "one source" else setting.sources
-    own, right = logits[mine], (logits[mine].argmax(1) == labels[mine]).astype(float)
-    iterations = 5
-
-    def noise(size: int, sensitivity: float) -> np.ndarray:
-        return rng.laplace(scale=sensitivity / setting.epsilon, size=(sources, size)).sum(0)
-
-    def acc(t: float) -> float:
-        return abs(float((right - numpy_confidence(own, t)).sum() + noise(1, iterations + 1)[0]))
-
-    def nll(t: float) -> float:
-        scaled = own / t
-        top = scaled.max(1)
-        losses = (
-            np.log(np.exp(scaled - top[:, None]).sum(1))
-            + top
-            - scaled[np.arange(len(own)), labels[mine]]
-        )
-        return float(np.clip(losses, 0, 10).sum() + noise(1, 10.0 * (iterations + 1))[0])
-
-    def ece(t: float) -> float:
-        p = numpy_confidence(own, t)
-        return float(np.abs(numpy_bins(p, right - p) + noise(BINS, iterations + 1)).sum())
-
+    test = order[used:]
+    calibration = order[:used]
+    sources = setting.sources
+    if name == "one source":
+        calibration = order[: setting.samples]
+        sources = 0  # a source alone adds no noise
+    trial = NumpyTrial(logits[calibration], labels[calibration], sources, setting.epsilon, rng)
     if name == "histogram binning":
-        p = numpy_confidence(own, 1.0)
-        counts = noise(2 * BINS, 2.0)
-        hits, total = (
-            numpy_bins(p, right) + counts[:BINS],
-            numpy_bins(p, np.ones(len(p))) + counts[BINS:],
-        )
-        middle = (np.arange(BINS) + 0.5) / BINS
-        values = np.where(total > 0, np.clip(hits / np.where(total > 0, total, 1), 0, 1), middle)
-        index = np.minimum((numpy_confidence(logits[test], 1.0) * BINS).astype(int), BINS - 1)
-        confidence = values[index]
+        confidence = trial.binned(numpy_confidence(logits[test], 1.0))
     else:
-        objectives = {"one source": nll, "Acc-T": acc, "NLL-T": nll, "ECE-T": ece}
-        t = 1.0 if name == "none" else numpy_golden(objectives[name], 0.5, 3.0, iterations)
-        confidence = numpy_confidence(logits[test], t)
+        temperature = 1.0
+        if name != "none":
+            objectives = {
+                "one source": trial.nll,
+                "Acc-T": trial.acc,
+                "NLL-T": trial.nll,
+                "ECE-T": trial.ece,
+            }
+            temperature = numpy_golden(objectives[name], 0.5, 3.0, ITERATIONS)
+        confidence = numpy_confidence(logits[test], temperature)
     correct = logits[test].argmax(1) == labels[test]
     return float(np.abs(numpy_bins(confidence, correct - confidence)).sum() / len(test))
+
+
+ITERATIONS = 5  # of the search, which asks once more than that
+
+
+class NumpyTrial:
+    """The noisy objectives of the calibration records of one trial."""
+
+    def __init__(
+        self,
+        logits: np.ndarray,
+        labels: np.ndarray,
+        sources: int,
+        epsilon: float,
+        rng: np.random.Generator,
+    ):
+        self.logits = logits
+        self.labels = labels
+        self.right = (logits.argmax(1) == labels).astype(float)
+        self.sources = sources
+        self.epsilon = epsilon
+        self.rng = rng
+
+    def noise(self, size: int, sensitivity: float) -> np.ndarray:
+        """Returns the sum of the Laplace noise of all sources."""
+        scale = sensitivity / self.epsilon
+        return self.rng.laplace(scale=scale, size=(self.sources, size)).sum(0)
+
+    def acc(self, temperature: float) -> float:
+        gap = (self.right - numpy_confidence(self.logits, temperature)).sum()
+        return abs(float(gap + self.noise(1, ITERATIONS + 1)[0]))
+
+    def nll(self, temperature: float) -> float:
+        scaled = self.logits / temperature
+        top = scaled.max(1)
+        normaliser = np.log(np.exp(scaled - top[:, None]).sum(1)) + top
+        losses = normaliser - scaled[np.arange(len(scaled)), self.labels]
+        noise = self.noise(1, 10.0 * (ITERATIONS + 1))[0]  # each loss is clipped to 10
+        return float(np.clip(losses, 0, 10).sum() + noise)
+
+    def ece(self, temperature: float) -> float:
+        confidence = numpy_confidence(self.logits, temperature)
+        gaps = numpy_bins(confidence, self.right - confidence)
+        return float(np.abs(gaps + self.noise(BINS, ITERATIONS + 1)).sum())
+
+    def binned(self, test_confidence: np.ndarray) -> np.ndarray:
+        """Returns the noisy accuracy of the bin of each test record."""
+        confidence = numpy_confidence(self.logits, 1.0)
+        noise = self.noise(2 * BINS, 2.0)
+        hits = numpy_bins(confidence, self.right) + noise[:BINS]
+        total = numpy_bins(confidence, np.ones(len(confidence))) + noise[BINS:]
+        middle = (np.arange(BINS) + 0.5) / BINS
+        filled = total > 0
+        accuracy = np.clip(hits / np.where(filled, total, 1), 0, 1)
+        values = np.where(filled, accuracy, middle)
+        index = np.minimum((test_confidence * BINS).astype(int), BINS - 1)
+        return values[index]
 
 
 # --- Side by side -------------------------------------------------------------------------------
@@ -147,9 +185,7 @@ def ours(name: str, records: Records, order: Order, key: jax.Array) -> np.ndarra
     return np.stack([outcome.ece for outcome in outcomes])
 
 
-def main() -> None:
-    keep_freed_memory()
-    parser = timing.arguments(__doc__, output=".bench/recalibration.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trials", type=int, default=500)
     parser.add_argument(
         "--sample", type=int, default=2, help="trials per setting and method of the plain loop"
@@ -157,12 +193,42 @@ def main() -> None:
     parser.add_argument(
         "--shifts", type=int, default=3, help="ours runs this many, after one that compiles"
     )
-    flags = parser.parse_args()
+
+
+class Sweep:
+    """Seconds per trial and mean ECEs of a method, of ours and of the NumPy loop."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+        self.means: dict[str, list[float]] = {side: [] for side in SIDES}
+
+    def add(self, side: str, seconds: float, eces: Any) -> None:
+        self.seconds[side].append(seconds / np.size(eces))
+        self.means[side].append(float(np.mean(eces)))
+
+    def median(self, side: str) -> float:
+        return float(np.median(self.seconds[side]))
+
+    def row(self) -> dict[str, float]:
+        ratios = np.divide(self.seconds["numpy"], self.seconds["ours"])
+        return {
+            "ours, us per trial": 1e6 * self.median("ours"),
+            "NumPy, us per trial": 1e6 * self.median("numpy"),
+            "ratio": float(np.median(ratios)),
+            "mean ECE, ours": float(np.mean(self.means["ours"])),
+            "mean ECE, numpy": float(np.mean(self.means["numpy"])),
+        }
+
+
+SIDES = ("ours", "numpy")
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    keep_freed_memory()
     order = Order.draw(0, records=RECORDS, trials=flags.trials, settings=SETTINGS)
     rng = np.random.default_rng(0)
-    seconds: dict[str, dict[str, list[float]]] = {name: {"ours": [], "numpy": []} for name in NAMES}
-    first, all_shifts = 0.0, 0.0
-    means: dict[str, dict[str, list[float]]] = {name: {"ours": [], "numpy": []} for name in NAMES}
+    sweeps = {name: Sweep() for name in NAMES}
+    first_shift = all_shifts = 0.0
     for shift in range(flags.shifts + 1):
         logits, labels = logits_of(shift)
         records = Records(jnp.asarray(logits), jnp.asarray(labels))
@@ -170,59 +236,38 @@ def main() -> None:
             start = time.perf_counter()
             eces = ours(name, records, order, jax.random.key(shift))
             elapsed = time.perf_counter() - start
-            all_shifts += elapsed if shift < flags.shifts else 0.0
-            if shift == 0:
-                first += elapsed
+            if shift < flags.shifts:
+                all_shifts += elapsed
+            if shift == 0:  # it compiles
+                first_shift += elapsed
                 continue
-            seconds[name]["ours"].append(elapsed / eces.size)
+            sweeps[name].add("ours", elapsed, eces)
             start = time.perf_counter()
-            plain = [
-                numpy_trial(name, logits, labels, s, rng)
-                for s in SETTINGS
-                for _ in range(flags.sample)
-            ]
-            seconds[name]["numpy"].append((time.perf_counter() - start) / len(plain))
-            means[name]["ours"].append(float(eces.mean()))
-            means[name]["numpy"].append(float(np.mean(plain)))
-    rows = []
-    for name in NAMES:
-        fast, slow = (float(np.median(seconds[name][side])) for side in ("ours", "numpy"))
-        ratio = float(np.median(np.divide(seconds[name]["numpy"], seconds[name]["ours"])))
-        row = {
-            "method": name,
-            "ours, us per trial": 1e6 * fast,
-            "NumPy, us per trial": 1e6 * slow,
-            "ratio": ratio,
-        }
-        rows.append(
-            row
-            | {f"mean ECE, {side}": float(np.mean(means[name][side])) for side in ("ours", "numpy")}
-        )
-    total = {
-        side: sum(float(np.median(seconds[name][side])) for name in NAMES)
-        for side in ("ours", "numpy")
-    }
-    report: dict[str, Any] = {
-        "jax": jax.__version__,
-        "jaxdp": jaxdp.__version__,
-        "device": jax.devices()[0].device_kind,
-        **vars(flags),
-        "methods": rows,
-        "ratio of all methods, compiled": total["numpy"] / total["ours"],
-        "ratio of all methods, with compilation": total["numpy"]
-        * len(SETTINGS)
-        * flags.trials
-        * flags.shifts
-        / all_shifts,
-        "first shift, with compilation, seconds": first,
+            plain = numpy_trials(name, logits, labels, flags.sample, rng)
+            sweeps[name].add("numpy", time.perf_counter() - start, plain)
+    rows = [{"method": name} | sweep.row() for name, sweep in sweeps.items()]
+    ours_total = sum(sweep.median("ours") for sweep in sweeps.values())
+    numpy_total = sum(sweep.median("numpy") for sweep in sweeps.values())
+    trials = len(SETTINGS) * flags.trials * flags.shifts
+    summary = {
+        "ratio of all methods, compiled": numpy_total / ours_total,
+        "ratio of all methods, with compilation": numpy_total * trials / all_shifts,
+        "first shift, with compilation, seconds": first_shift,
         "as many shifts, with compilation, seconds": all_shifts,
         "peak memory, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     print(jaxdp.report.format_table(rows, digits=3))
-    for name in list(report)[-5:]:
-        print(f"{name}: {report[name]:.4g}")
-    timing.write(report, flags.output)
+    for name, value in summary.items():
+        print(f"{name}: {value:.4g}")
+    return vars(flags) | {"methods": rows} | summary
 
 
-if __name__ == "__main__":
-    main()
+def numpy_trials(
+    name: str, logits: np.ndarray, labels: np.ndarray, sample: int, rng: np.random.Generator
+) -> list[float]:
+    """Returns the ECE of a sample of trials of every setting."""
+    eces = []
+    for setting in SETTINGS:
+        for _ in range(sample):
+            eces.append(numpy_trial(name, logits, labels, setting, rng))
+    return eces

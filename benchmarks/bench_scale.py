@@ -1,7 +1,7 @@
 """Counts the work of one device in a private step that is divided over many, beside that of a plain
 step.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.bench_scale
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks run scale
 
 Nothing is run. XLA compiles and divides the steps for devices that the processor pretends to be.
 "plain" is an ordinary step with the same shardings. "private" is the sum of the programs of a
@@ -9,6 +9,7 @@ trainer's step: the clipped sum of one physical batch, and noise with the update
 batch, "fsdp" also all parameters. "noise" compares two ways to the noise of parameters that all
 devices have: each draws all of it, or each draws a part and gathers the others."""
 
+import argparse
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -162,13 +163,13 @@ def noise_rows(name: str, case: bench_steps.Case) -> Iterator[dict[str, Any]]:
         draw = jax.jit(
             functools.partial(gaussian, std=1.0, shardings=lie), out_shardings=everywhere
         )
-        found = hlo.count(draw.lower(stream(bytes(16), "benchmark"), sums).compile())
+        counted = hlo.count(draw.lower(stream(bytes(16), "benchmark"), sums).compile())
         yield {
             "network": name,
             "way": way,
-            "flops": found.flops / size,
-            "sent_bytes": found.moved / size,
-            "collectives": found.messages,
+            "flops": counted.flops / size,
+            "sent_bytes": counted.moved / size,
+            "collectives": counted.messages,
         }
 
 
@@ -184,41 +185,29 @@ def held_bytes(compiled: Any) -> int:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Returns the counts as a table of a page."""
-    found = {
-        (row["network"], row["layout"], row["step"]): row
-        for row in rows
-        if row["devices"] == DEVICES
-    }
-    lines = [
-        "| network | divided | collectives, plain | private | MB sent, plain | private | work, "
-        "plain | private |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for network, layout in dict.fromkeys((network, layout) for network, layout, _ in found):
-        pair = [found[network, layout, step] for step in ("plain", "private")]
-        cells = [
-            *(f"{row['collectives']:.0f}" for row in pair),
-            *(f"{row['sent_bytes'] / 1e6:.3g}" for row in pair),
-            *(f"1/{1 / row['share']:.1f}" for row in pair),
-        ]
-        what = {"data": "batch", "fsdp": "batch and parameters"}[layout]
-        lines.append(f"| {network} | {what} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    by_step = {}
+    for row in rows:
+        if row["devices"] == DEVICES:
+            by_step[row["network"], row["layout"], row["step"]] = row
+    divided = {"data": "batch", "fsdp": "batch and parameters"}
+    header = ["network", "divided", "collectives, plain", "private"]
+    header += ["MB sent, plain", "private", "work, plain", "private"]
+    lines = []
+    for network, layout in dict.fromkeys((network, layout) for network, layout, _ in by_step):
+        pair = [by_step[network, layout, step] for step in ("plain", "private")]
+        line = [network, divided[layout]]
+        line += [f"{row['collectives']:.0f}" for row in pair]
+        line += [f"{row['sent_bytes'] / 1e6:.3g}" for row in pair]
+        line += [f"1/{1 / row['share']:.1f}" for row in pair]
+        lines.append(line)
+    return timing.page_table(header, lines)
 
 
-def main() -> None:
-    flags = timing.arguments(__doc__, output=".bench/scale.json").parse_args()
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     rows = [row for name, case in cases().items() for row in rows_of(name, case)]
-    print(
-        format_table(
-            [{name: x for name, x in row.items() if name != "kinds"} for row in rows], digits=4
-        )
-    )
+    counts = [{name: x for name, x in row.items() if name != "kinds"} for row in rows]
+    print(format_table(counts, digits=4))
     noise = [row for name in NOISE for row in noise_rows(name, cases()[name])]
     print(format_table(noise, digits=4))
-    timing.write(timing.machine() | {"steps": rows, "noise": noise}, flags.output)
     print(markdown(rows))
-
-
-if __name__ == "__main__":
-    main()
+    return {"steps": rows, "noise": noise}

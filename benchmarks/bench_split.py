@@ -1,16 +1,16 @@
 """Times Split Adaptation: the scale search of a ViT-S frontend, and augmented copies made batch by
 batch.
 
-    python -m benchmarks.bench_split --output .bench/split.json
+    python -m benchmarks run split --output .bench/split.json
 
 Search: `search_scales` on the first block of a ViT-S/16 (9 sites), beside a loop that does the same
 work as usual post-training quantisation of ViTs. The loop has a backward pass for every site and
 tries one candidate after another in three rounds. With `--frontend`, also `search_scales` alone on
 all 8 blocks of the frontend (65 sites). Copies: one pass in batches over the 65 copies of 500
-images, made on demand. Beside it, a pass over the same copies
-from an array that holds them all (fewer images if they do not fit), and the memory of both.
-"""
+images, made on demand. Beside it, a pass over the same copies from an array that holds them all
+(fewer images if they do not fit), and the memory of both."""
 
+import argparse
 import functools
 import time
 from collections.abc import Callable
@@ -95,7 +95,7 @@ def loop(
     evaluations."""
     front, _ = backbone.divide(params)
     outputs, _ = observe(backbone, "", jnp.zeros(()), params, images, labels)
-    found = {}
+    scales_of = {}
     for path, (args, y) in outputs.items():
         _, g = observe(backbone, path, jnp.zeros_like(y), params, images, labels)
         g = g / jnp.max(jnp.abs(g))
@@ -118,8 +118,8 @@ def loop(
                     scales[which] = candidate * tops[which]
                     values.append(float(score(a, b, y, g, *scales)))
                 scales[which] = CANDIDATES[int(np.argmin(values))] * tops[which]
-        found[path] = (float(scales[0]), float(scales[1]))
-    return found
+        scales_of[path] = (float(scales[0]), float(scales[1]))
+    return scales_of
 
 
 @jax.jit
@@ -181,51 +181,52 @@ def passes(
     return calls, (x.nbytes + copies.neighbors.nbytes) / 1e6 + timing.allocated_mb(compiled), whole
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output="benchmarks/results/split_cpu.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--frontend", action="store_true", help="search all 8 blocks as well: minutes"
     )
-    options = parser.parse_args()
-    report: dict[str, Any] = {"machine": timing.machine(), "rounds": options.rounds}
 
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    search = search_row(flags.rounds)
+    print(f"search, 1 block: {search}")
+    if flags.frontend:
+        start = time.perf_counter()
+        jax.block_until_ready(search_scales(*vit_s(8)))
+        search["frontend_seconds"] = time.perf_counter() - start
+        print(f"search, 8 blocks with compilation: {search['frontend_seconds']:.0f} s")
+    copies = [copies_row(500, 65, 96, flags.rounds), copies_row(500, 197, 384, flags.rounds)]
+    print(*copies, sep="\n")
+    return {"rounds": flags.rounds, "search": search, "copies": copies}
+
+
+def search_row(rounds: int) -> dict[str, Any]:
+    """Times the scale search of one block against the usual loop."""
     block = vit_s(1)
     calls = {"search_scales": lambda: search_scales(*block), "loop": lambda: loop(*block)}
-    wall, cpu = timing.interleaved(calls, options.rounds)
-    report["search"] = {
+    wall, cpu = timing.interleaved(calls, rounds)
+    return {
         "wall_seconds": {name: float(np.median(seconds)) for name, seconds in wall.items()},
         "wall_ratio": timing.median_ratio(wall["search_scales"], wall["loop"]),
         "cpu_ratio": timing.median_ratio(cpu["search_scales"], cpu["loop"]),
     }
-    print(f"search, 1 block: {report['search']}")
-    if options.frontend:
-        start = time.perf_counter()
-        jax.block_until_ready(search_scales(*vit_s(8)))
-        report["search"]["frontend_seconds"] = time.perf_counter() - start
-        print(f"search, 8 blocks with compilation: {report['search']['frontend_seconds']:.0f} s")
-
-    report["copies"] = []
-    for images, tokens, width in ((500, 65, 96), (500, 197, 384)):
-        calls, lazy_mb, whole_mb = passes(images, tokens, width, 64)
-        wall, _ = timing.interleaved(calls, options.rounds)
-        row = {
-            "images": images,
-            "tokens": tokens,
-            "width": width,
-            "lazy_mb": lazy_mb,
-            "all_copies_mb": whole_mb,
-        }
-        row |= {
-            f"{name}_ms_per_batch": timing.median_ms(s) / (images * 65 // 64)
-            for name, s in wall.items()
-        }
-        if "array" in wall:
-            row["ratio"] = timing.median_ratio(wall["lazy"], wall["array"])
-        report["copies"].append(row)
-        print(row)
-    timing.write(report, options.output)
 
 
-if __name__ == "__main__":
-    main()
+def copies_row(images: int, tokens: int, width: int, rounds: int) -> dict[str, Any]:
+    """Times one pass over augmented copies, made on demand and from an array."""
+    calls, lazy_mb, whole_mb = passes(images, tokens, width, 64)
+    wall, _ = timing.interleaved(calls, rounds)
+    row = {
+        "images": images,
+        "tokens": tokens,
+        "width": width,
+        "lazy_mb": lazy_mb,
+        "all_copies_mb": whole_mb,
+    }
+    batches = images * 65 // 64
+    for name, seconds in wall.items():
+        row[f"{name}_ms_per_batch"] = timing.median_ms(seconds) / batches
+    if "array" in wall:
+        row["ratio"] = timing.median_ratio(wall["lazy"], wall["array"])
+    return row

@@ -1,7 +1,7 @@
 """Times what a user waits for before the first result: a first private step, and the demo, with and
 without a cache.
 
-    python -m benchmarks.bench_start --cases mlp,cnn,resnet20,vit,lm,demo --rounds 3
+    python -m benchmarks run start --cases mlp,cnn,resnet20,vit,lm,demo --rounds 3
 
 A run is a new process. "cold" begins with an empty folder of compiled programs, "warm" with that of
 the cold run, as the second run of a launcher does. The time is that from the start of the process
@@ -9,6 +9,7 @@ to the end of the first private step of a case of `benchmarks.bench_steps`, whos
 makes. "import" ends before the first computation. "demo" is `make demo` as a whole, so it has the
 computation of all stages in both runs."""
 
+import argparse
 import os
 import pathlib
 import statistics
@@ -19,7 +20,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import timing
 from jaxdp.report import format_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -68,41 +68,38 @@ def started(case: str, cache: pathlib.Path, workdir: pathlib.Path) -> dict[str, 
 
 def measured(case: str, rounds: int) -> dict[str, float]:
     """Returns medians over rounds of a cold run and a warm one."""
-    found: dict[str, list[float]] = {"import": [], "cold": [], "warm": [], "ratio": []}
+    seconds: dict[str, list[float]] = {"import": [], "cold": [], "warm": [], "ratio": []}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             places = pathlib.Path(folder)
             cold, warm = (
                 started(case, places / "cache", places / name) for name in ("cold", "warm")
             )
-        found["import"] += [cold["import"]] if "import" in cold else []
-        found["cold"].append(cold["end"])
-        found["warm"].append(warm["end"])
-        found["ratio"].append(warm["end"] / cold["end"])
-    return {name: statistics.median(values) for name, values in found.items() if values}
+        seconds["import"] += [cold["import"]] if "import" in cold else []
+        seconds["cold"].append(cold["end"])
+        seconds["warm"].append(warm["end"])
+        seconds["ratio"].append(warm["end"] / cold["end"])
+    return {name: statistics.median(values) for name, values in seconds.items() if values}
 
 
-def markdown(found: Mapping[str, Any]) -> str:
+def markdown(report: Mapping[str, Any]) -> str:
     """Returns the cases of a report as a table."""
     columns = ("import", "cold", "warm", "ratio")
     rows = [
         {"process": case, **{name: f"{row[name]:.3g}" if name in row else None for name in columns}}
-        for case, row in found["cases"].items()
+        for case, row in report["cases"].items()
     ]
     return format_table(rows, style="markdown")
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output=".bench/start.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default="mlp,cnn,resnet20,vit,lm,demo")
     parser.add_argument("--rounds", type=int, default=3)
-    flags = parser.parse_args()
-    report: dict[str, Any] = {**timing.machine(), "rounds": flags.rounds, "cases": {}}
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    cases = {}
     for case in flags.cases.split(","):
-        report["cases"][case] = row = measured(case, flags.rounds)
-        print(case, {name: round(value, 2) for name, value in row.items()}, flush=True)
-    timing.write(report, flags.output)
-
-
-if __name__ == "__main__":
-    main()
+        cases[case] = measured(case, flags.rounds)
+        print(case, {name: round(value, 2) for name, value in cases[case].items()}, flush=True)
+    return {"rounds": flags.rounds, "cases": cases}

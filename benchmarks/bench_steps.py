@@ -1,6 +1,6 @@
 """Times the whole private step against the plain step: sample, read, clip, noise and update.
 
-    python -m benchmarks.bench_steps --cases mlp,cnn,resnet20,vit,lm --rounds 15 --peers
+    python -m benchmarks run steps --cases mlp,cnn,resnet20,vit,lm --rounds 15 --peers
 
 "private" is a step as `fit` takes it, with the sizes of physical batches that the library chooses.
 Its batches vary in size, as Poisson sampling demands, and its ratios compare sums over all rounds.
@@ -14,6 +14,7 @@ With --peers, jax_privacy clips, adds noise and updates on a batch of the expect
 so with hooks, ghost clipping and functorch. Its ratios are over a plain step in PyTorch. Neither
 samples here. Install torch and opacus for this. A step of more than ten seconds is timed once."""
 
+import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -30,7 +31,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import timing
+from benchmarks import problems, timing
 from jaxdp import finetune, models
 from jaxdp.data import PoissonSampler, from_arrays
 from jaxdp.data.physical import FIRST_STEPS
@@ -90,14 +91,7 @@ class Case:
 
 
 def cases() -> dict[str, Case]:
-    vit = {
-        "patch_size": 4,
-        "width": 192,
-        "depth": 6,
-        "num_heads": 3,
-        "mlp_width": 768,
-        "pool": "mean",
-    }
+    vit = problems.VIT
     return {
         "mlp": Case(models.create("mlp", num_classes=CLASSES, hidden=(512, 512)), (28, 28, 1), 256),
         "cnn": Case(Digits(), (28, 28, 1), 256),
@@ -142,21 +136,36 @@ def typical(trainer: Any, state: Any, source: Any, steps: Sequence[int]) -> Any:
     expected. A few batches of 16 examples are often a tenth off, and so would be the time."""
     sizes, mean = trainer.physical(state, source), trainer.sampler.expected_batch_size
 
+    def cost(batch_size: int) -> float:
+        counts = sizes.counts(batch_size)
+        return sum(count * (size + sizes.overhead) for size, count in counts.items())
+
     def means(rows: Any) -> np.ndarray:
-        costs = [
-            sum(count * (size + sizes.overhead) for size, count in sizes.counts(int(n)).items())
-            for n in rows
-        ]
-        return np.array([np.mean(rows), np.mean(costs)])
+        return np.array([np.mean(rows), np.mean([cost(int(n)) for n in rows])])
 
     expected = means(np.random.default_rng(0).binomial(RECORDS, mean / RECORDS, 10_000))
     for number in range(1000 if steps else 0):
         key = noise.stream(number.to_bytes(16, "big"), "benchmark")
-        found = state._replace(noise=state.noise._replace(key=key))
-        rows = [len(trainer.drawn(found._replace(step=np.int32(step)))) for step in steps]
+        candidate = state._replace(noise=state.noise._replace(key=key))
+        rows = [len(trainer.drawn(candidate._replace(step=np.int32(step)))) for step in steps]
         if np.abs(means(rows) / expected - 1).max() < 0.01:
-            return found
+            return candidate
     return state
+
+
+@contextlib.contextmanager
+def read_ahead(read: Callable[[], Any]) -> Iterator[Iterator[Any]]:
+    """Yields batches that a thread reads during the steps before."""
+    with concurrent.futures.ThreadPoolExecutor(1) as reader:
+
+        def batches() -> Iterator[Any]:
+            coming = collections.deque[Any]()
+            while True:
+                if len(coming) < 2:  # as many at once as `fit` reads of small batches
+                    coming.extend(reader.submit(read) for _ in range(MOST_AHEAD))
+                yield coming.popleft().result()
+
+        yield batches()
 
 
 def our_steps(
@@ -170,10 +179,8 @@ def our_steps(
     source, size = source_of(case), case.batch_size
     example = jax.tree.map(lambda x: x[:1], source.gather(np.arange(1)))
     inputs = example["tokens"][:, :-1] if case.tokens else example["x"]
-    params, optimizer = (
-        jax.jit(case.network.init)(jax.random.key(0), inputs),
-        optax.sgd(0.01, momentum=0.9),
-    )
+    params = jax.jit(case.network.init)(jax.random.key(0), inputs)
+    optimizer = optax.sgd(0.01, momentum=0.9)
     options: dict[str, Any] = {
         "sampler": PoissonSampler(len(source), size / len(source)),
         "clip_norm": CLIP,
@@ -184,32 +191,16 @@ def our_steps(
     def read() -> Any:
         return jax.device_put(source.gather(generator.choice(len(source), size, replace=False)))
 
-    @contextlib.contextmanager
-    def ahead() -> Iterator[Iterator[Any]]:
-        with concurrent.futures.ThreadPoolExecutor(1) as reader:
-
-            def batches() -> Iterator[Any]:
-                coming = collections.deque[Any]()
-                while True:
-                    if len(coming) < 2:  # as many at once as `fit` reads of small batches
-                        coming.extend(reader.submit(read) for _ in range(MOST_AHEAD))
-                    yield coming.popleft().result()
-
-            yield batches()
-
     @jax.jit
     def updated(params: Any, state: Any, batch: Any) -> Any:
         updates, state = optimizer.update(jax.grad(mean_loss)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
     def plain() -> Callable[[], Any]:
-        now, batches = [params, optimizer.init(params)], running.enter_context(ahead())
-
-        def step() -> Any:
-            now[:] = updated(*now, next(batches))
-            return now
-
-        return step
+        batches = running.enter_context(read_ahead(read))
+        return problems.stateful(
+            lambda *state: updated(*state, next(batches)), params, optimizer.init(params)
+        )
 
     def empty() -> Callable[[], Any]:
         trainer = finetune.dp_sgd(loss, optimizer, **options)
@@ -240,10 +231,8 @@ def our_steps(
 
         return step
 
-    clipped, batch = (
-        jax.jit(lambda p, b: jaxdp.clipped_grad(loss, clip_norm=CLIP)(p, b).grads),
-        read(),
-    )
+    clipped = jax.jit(lambda p, b: jaxdp.clipped_grad(loss, clip_norm=CLIP)(p, b).grads)
+    batch = read()
     steps = {
         "plain": plain(),
         "clipped": lambda: clipped(params, batch),
@@ -251,60 +240,59 @@ def our_steps(
         "private": private(),
     }
     if peers:
-        steps["jax_privacy"] = jax_privacy_step(
-            loss, params, optimizer, running.enter_context(ahead()), size
-        )
+        batches_ahead = running.enter_context(read_ahead(read))
+        steps["jax_privacy"] = jax_privacy_step(loss, params, optimizer, batches_ahead, size)
     return steps
 
 
 def jax_privacy_step(
     loss: Any, params: Any, optimizer: Any, batches: Iterator[Any], size: int
 ) -> Callable[[], Any]:
-    from jax_privacy import clipping, noise_addition
+    from jax_privacy import noise_addition
 
-    clipped = clipping.clipped_grad(
-        loss, l2_clip_norm=CLIP, batch_argnums=(1,), keep_batch_dim=False
-    )
+    clipped = problems.jax_privacy_grad(loss, CLIP, (1,))
     privatizer = noise_addition.gaussian_privatizer(stddev=NOISE * CLIP, prng_key=jax.random.key(2))
 
     @jax.jit
     def updated(params: Any, state: Any, noise: Any, batch: Any) -> Any:
         noisy, noise = privatizer.update(clipped(params, batch), noise)
-        updates, state = optimizer.update(jax.tree.map(lambda x: x / size, noisy), state, params)
+        mean = jax.tree.map(lambda x: x / size, noisy)
+        updates, state = optimizer.update(mean, state, params)
         return optax.apply_updates(params, updates), state, noise
 
-    now = [params, optimizer.init(params), privatizer.init(params)]
-
-    def step() -> Any:
-        now[:] = updated(*now, next(batches))
-        return now
-
-    return step
+    return problems.stateful(
+        lambda *state: updated(*state, next(batches)),
+        params,
+        optimizer.init(params),
+        privatizer.init(params),
+    )
 
 
 def first_of(steps: dict[str, Callable[[], Any]]) -> tuple[dict[str, float], float]:
     """Returns the seconds of one call of every step, and of the private steps until all its
     programs are in use."""
-    found, ready = {}, 0.0
+    first, ready = {}, 0.0
     for name, step in steps.items():
         started = time.perf_counter()
         jax.block_until_ready(step())
-        found[name] = time.perf_counter() - started
+        first[name] = time.perf_counter() - started
         if name == "private":
             for _ in range(FIRST_STEPS):
                 jax.block_until_ready(step())
             ready = time.perf_counter() - started
-    return found, ready
+    return first, ready
 
 
 def row_of(name: str, base: str, wall: timing.Seconds, cpu: timing.Seconds) -> dict[str, Any]:
     ratios = [a / b for a, b in zip(wall[name], wall[base], strict=True)]
+    # Private batches vary in size, so that only sums over all rounds compare.
+    over_plain = float(np.median(ratios))
+    if name == "private":
+        over_plain = sum(wall[name]) / sum(wall[base])
     return {
         "wall_ms": timing.median_ms(wall[name]),
         "cpu_ms": timing.median_ms(cpu[name]),
-        "over_plain": sum(wall[name]) / sum(wall[base])
-        if name == "private"
-        else float(np.median(ratios)),
+        "over_plain": over_plain,
         "cpu_over_plain": sum(cpu[name]) / sum(cpu[base]),
         "spread": [float(x) for x in np.quantile(ratios, (0.25, 0.75))],
     }
@@ -342,57 +330,50 @@ def measured(name: str, rounds: int, peers: bool, torch: bool) -> dict[str, dict
     return rows
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(report: Mapping[str, Any]) -> str:
     """Returns the steps of a report with their aims, in Markdown."""
     rows = []
-    for name, steps in found["cases"].items():
-        (what, over_plain, over_opacus, first), step = AIMS[name], steps["private"]
-        row = {"": what, "private, ms": f"{step['wall_ms']:.3g}"}
-        row["over plain (aim)"] = f"{step['over_plain']:.2f} ({over_plain})"
-        row |= {
-            f"{part} alone": f"{steps[part]['over_plain']:.2f}" for part in ("clipped", "noise")
-        }
-        best = step.get("over_best_opacus")
-        row["over Opacus' best mode (aim)"] = (
-            f"{best:.2f} ({over_opacus})" if best else "not measured"
+    for name, steps in report["cases"].items():
+        title, over_plain, over_opacus, first_s = AIMS[name]
+        private = steps["private"]
+        best = private.get("over_best_opacus")
+        rows.append(
+            {
+                "": title,
+                "private, ms": f"{private['wall_ms']:.3g}",
+                "over plain (aim)": f"{private['over_plain']:.2f} ({over_plain})",
+                "clipped alone": f"{steps['clipped']['over_plain']:.2f}",
+                "noise alone": f"{steps['noise']['over_plain']:.2f}",
+                "over Opacus' best mode (aim)": (
+                    f"{best:.2f} ({over_opacus})" if best else "not measured"
+                ),
+                "first step, s (aim)": f"{private['first_s']:.1f} ({first_s})",
+            }
         )
-        rows.append(row | {"first step, s (aim)": f"{step['first_s']:.1f} ({first})"})
     return format_table(rows, style="markdown")
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output=".bench/steps.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default=",".join(cases()))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--peers", action="store_true")
-    flags = parser.parse_args()
-    missing = timing.missing("torch", "opacus") if flags.peers else []
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    torch, note = timing.peers(flags.peers, "torch", "opacus")
     keep_freed_memory()
-    report: dict[str, Any] = {
-        **timing.machine(),
-        "rounds": flags.rounds,
-        "peers": f"not installed: {', '.join(missing)}" if missing else flags.peers,
-        "cases": {},
-    }
+    columns = (
+        "wall_ms",
+        "cpu_ms",
+        "over_plain",
+        "cpu_over_plain",
+        "over_best_opacus",
+        "first_s",
+        "ready_s",
+    )
+    report: dict[str, Any] = {"rounds": flags.rounds, "peers": note, "cases": {}}
     for name in flags.cases.split(","):
-        rows = measured(name, flags.rounds, flags.peers, flags.peers and not missing)
+        rows = measured(name, flags.rounds, flags.peers, torch)
         report["cases"][name] = rows
-        columns = (
-            "wall_ms",
-            "cpu_ms",
-            "over_plain",
-            "cpu_over_plain",
-            "over_best_opacus",
-            "first_s",
-            "ready_s",
-        )
-        table = [{"step": step, **{c: row.get(c) for c in columns}} for step, row in rows.items()]
-        print(
-            f"\n{name}, batch {cases()[name].batch_size}\n{format_table(table, digits=3)}",
-            flush=True,
-        )
-    timing.write(report, flags.output)
-
-
-if __name__ == "__main__":
-    main()
+        timing.show(f"{name}, batch {cases()[name].batch_size}", rows, columns)
+    return report

@@ -1,7 +1,7 @@
 r"""Times sharpness-aware pre-training against plain training, and the DP-SGD family against DP-SGD,
 in one run.
 
-    python -m benchmarks.bench_training --models cnn,resnet20 --rounds 5 --peers \
+    python -m benchmarks run training --models cnn,resnet20 --rounds 5 --peers \
         --output .bench/training.json
 
 Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios
@@ -22,6 +22,7 @@ With --peers, optax's SAM runs beside ours. On the CNN the same steps run in PyT
 and adaptive clipping, and GEP as Yu et al. 2021 describe it, by `torch.func`. Install torch and
 opacus for this."""
 
+import argparse
 import functools
 import itertools
 from collections.abc import Callable, Mapping
@@ -33,12 +34,11 @@ import numpy as np
 import optax
 import optax.contrib
 
-from benchmarks import timing
+from benchmarks import problems, timing
 from jaxdp import finetune, models, pretrain
 from jaxdp.data import PoissonSampler
 from jaxdp.memory import keep_freed_memory
 from jaxdp.report import format_table
-from jaxdp.transforms import losses
 
 
 class Case(NamedTuple):
@@ -83,16 +83,11 @@ def problem_of(case: Case) -> Problem:
     model = models.create(case.model, num_classes=CLASSES, **case.options)
     params = jax.jit(model.init)(jax.random.key(1), images_of(case, 1)[0])["params"]
 
-    def loss(params: Any, example: Any) -> jax.Array:
-        return losses.softmax_cross_entropy(
-            model.apply({"params": params}, example[0][None])[0], example[1]
-        )
-
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         logits = model.apply({"params": params}, batch[0])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
-    return Problem(loss, mean_loss, params)
+    return Problem(problems.classifier_loss(model), mean_loss, params)
 
 
 def whole_step(loss: Callable[..., jax.Array], optimizer: Any, params: Any, batch: Any) -> Step:
@@ -153,8 +148,8 @@ def add_rare_ascents(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seco
         name = f"DPAdapter, m1={size}, every {EVERY}"
         rows[name] = {"limit": 1 + size / UPDATE / EVERY}
         for times in seconds:
-            parts = zip(times[f"DPAdapter, m1={size}"], times["no ascent"], strict=True)
-            times[name] = [(ascent + (EVERY - 1) * rest) / EVERY for ascent, rest in parts]
+            pairs = zip(times[f"DPAdapter, m1={size}"], times["no ascent"], strict=True)
+            times[name] = [(ascent + (EVERY - 1) * rest) / EVERY for ascent, rest in pairs]
 
 
 # --- Fine-tuning --------------------------------------------------------------------------------
@@ -222,8 +217,8 @@ def add_basis(
         name = f"GEP, new basis every {every}"
         rows[name] = {"limit": 1 + ANCHORS / every / batch_size}
         for times in seconds:
-            parts = zip(times["GEP"], times["GEP basis"], strict=True)
-            times[name] = [step + basis / every for step, basis in parts]
+            pairs = zip(times["GEP"], times["GEP basis"], strict=True)
+            times[name] = [step + basis / every for step, basis in pairs]
 
 
 # --- PyTorch ------------------------------------------------------------------------------------
@@ -308,10 +303,10 @@ def torch_steps(case: Case) -> dict[str, Step]:
             torch.linalg.qr(a.T @ (a @ start))[0] for a, start in zip(anchors, starts, strict=True)
         ]
 
-    def noisy_mean(parts: list[Any], clip_norm: float) -> list[Any]:
-        norms = torch.stack([part.norm(dim=1) for part in parts]).norm(dim=0)
+    def noisy_mean(groups_of_gradients: list[Any], clip_norm: float) -> list[Any]:
+        norms = torch.stack([part.norm(dim=1) for part in groups_of_gradients]).norm(dim=0)
         factors = (clip_norm / (norms + 1e-6)).clamp(max=1.0)
-        sums = [factors @ part for part in parts]
+        sums = [factors @ part for part in groups_of_gradients]
         scale = 2**0.5 * NOISE * clip_norm  # both are released from one sample
         return [(total + scale * torch.randn_like(total)) / size for total in sums]
 
@@ -366,76 +361,51 @@ def bases(name: str) -> dict[str, str]:
     return {"plain": "plain", "dp_sgd": "DP-SGD"}
 
 
-def tables(found: Mapping[str, Any]) -> dict[str, str]:
+def tables(report: Mapping[str, Any]) -> dict[str, str]:
     """Returns the tables of a page. A step without a limit of its own repeats no gradient."""
-    chosen = {"pre-training": "over_plain", "fine-tuning": "over_dp_sgd"}
-    made = {}
-    for kind, ratio in chosen.items():
-        cases = {title: rows for title, rows in found["cases"].items() if kind in title}
-        steps = [
-            step
-            for step in next(iter(cases.values()))
-            if step.startswith(("DPAdapter", "SAM", "optax", "Adp", "DP-SAT", "GEP"))
-        ]
+    markdown = {}
+    for kind, ratio in (("pre-training", "over_plain"), ("fine-tuning", "over_dp_sgd")):
+        cases = {title: rows for title, rows in report["cases"].items() if kind in title}
         rows = []
-        for step in steps:
+        for step in next(iter(cases.values())):
+            if not step.startswith(("DPAdapter", "SAM", "optax", "Adp", "DP-SAT", "GEP")):
+                continue
             row = {kind: step}
-            for title, measured in cases.items():
-                limit = measured[step].get("limit")
-                row[title.replace(f", {kind}", "")] = f"{measured[step][ratio]:.2f}" + (
-                    f" ({limit:.3g})" if limit else ""
-                )
+            for title, steps in cases.items():
+                limit = steps[step].get("limit")
+                in_parentheses = f" ({limit:.3g})" if limit else ""
+                column = title.replace(f", {kind}", "")
+                row[column] = f"{steps[step][ratio]:.2f}{in_parentheses}"
             rows.append(row)
-        made[kind] = format_table(rows, style="markdown")
-    return made
+        markdown[kind] = format_table(rows, style="markdown")
+    return markdown
 
 
-def main() -> None:
-    keep_freed_memory()
-    parser = timing.arguments(__doc__, output=".bench/training.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default="cnn,resnet20", help=f"of {', '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", action="store_true")
-    flags = parser.parse_args()
-    missing = timing.missing("torch", "opacus") if flags.peers else []
-    report: dict[str, Any] = {
-        **timing.machine(),
-        "rounds": flags.rounds,
-        "peers": f"not installed: {', '.join(missing)}" if missing else flags.peers,
-        "cases": {},
-    }
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    keep_freed_memory()
+    torch, note = timing.peers(flags.peers, "torch", "opacus")
+    cases = {}
     for name in flags.models.split(","):
         case = CASES[name]
         problem = problem_of(case)
         steps = pretraining_steps(case, problem, peers=flags.peers)
         rows = timed(steps, flags.rounds, add_rare_ascents, lambda _: {"plain": "plain"})
-        show(
-            report,
-            f"{name}, pre-training, m2={UPDATE}",
-            rows,
-            ("limit", "over_plain", "cpu_over_plain"),
-        )
+        cases[f"{name}, pre-training, m2={UPDATE}"] = rows
+        columns = ("wall_ms", "limit", "over_plain", "cpu_over_plain", "memory_mb")
+        timing.show(f"{name}, pre-training, m2={UPDATE}", rows, columns)
         steps = finetuning_steps(case, problem)
-        if flags.peers and not missing and case.model == "cnn":
+        if torch and case.model == "cnn":
             steps |= torch_steps(case)
-        rows = timed(
-            steps, flags.rounds, functools.partial(add_basis, batch_size=case.batch_size), bases
-        )
-        columns = ("limit", "over_plain", "over_dp_sgd", "cpu_over_plain", "cpu_over_dp_sgd")
-        show(report, f"{name}, fine-tuning, B={case.batch_size}", rows, columns)
-    timing.write(report, flags.output)
-
-
-def show(
-    report: dict[str, Any], title: str, rows: dict[str, Any], columns: tuple[str, ...]
-) -> None:
-    report["cases"][title] = rows
-    table = [
-        {"step": step, **{c: row.get(c) for c in ("wall_ms", *columns, "memory_mb")}}
-        for step, row in rows.items()
-    ]
-    print(f"\n{title}\n{format_table(table, digits=3)}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        with_basis = functools.partial(add_basis, batch_size=case.batch_size)
+        rows = timed(steps, flags.rounds, with_basis, bases)
+        cases[f"{name}, fine-tuning, B={case.batch_size}"] = rows
+        ratios = ("over_plain", "over_dp_sgd", "cpu_over_plain", "cpu_over_dp_sgd")
+        columns = ("wall_ms", "limit", *ratios, "memory_mb")
+        timing.show(f"{name}, fine-tuning, B={case.batch_size}", rows, columns)
+    return {"rounds": flags.rounds, "peers": note, "cases": cases}

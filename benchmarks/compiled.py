@@ -20,7 +20,6 @@ With --device, a report of `benchmarks.device`, times of the same steps stand be
 and the correlation of their ranks says how far to trust the estimates."""
 
 import argparse
-import functools
 import json
 import os
 import pathlib
@@ -218,9 +217,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     flags = arguments(given)
     if flags.step:
-        row = compiled(
-            flags.target, flags.cases, flags.step, flags.tiny, os.path.dirname(flags.output)
-        )
+        folder = os.path.dirname(flags.output)
+        row = compiled(flags.target, flags.cases, flags.step, flags.tiny, folder)
         pathlib.Path(flags.output).write_text(json.dumps(row))
         return row
     target = targets.TARGETS[flags.target]
@@ -242,41 +240,43 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     if path.exists():
         before = json.loads(path.read_text())
         report |= {"cases": before["cases"], "note": flags.note or before["note"]}
-    chosen = [
-        name
-        for name in compiled_cases.cases(flags.tiny)
-        if any(p in name for p in flags.cases.split(";"))
-    ]
-    if not chosen:
+    compile_cases(flags, report)
+    rows = table(report) or [{"": "nothing was compiled"}]
+    print(f"\n{flags.target}: {targets.CAVEAT}\n{format_table(rows)}\n\nWritten to {path}")
+    if flags.device:
+        estimates = {case: with_ratios(steps) for case, steps in report["cases"].items()}
+        print(f"\n{trust.text(flags.device, estimates)}")
+    return report
+
+
+def compile_cases(flags: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Compiles the programs that the report has not, and writes it after each one."""
+    path = pathlib.Path(flags.output)
+    cases = compiled_cases.cases(flags.tiny)
+    names = [name for name in cases if any(part in name for part in flags.cases.split(";"))]
+    if not names:
         raise SystemExit(
             f"--cases={flags.cases} names none of: {'; '.join(compiled_cases.cases())}"
         )
-    run = functools.partial(in_process, flags.target, tiny=flags.tiny, seconds=60 * flags.minutes)
-    for case in chosen:
+    seconds = 60 * flags.minutes
+    for case in names:
         rows = report["cases"].setdefault(case, {})
-        for step in compiled_cases.cases(flags.tiny)[case]():
+        for step in cases[case]():
             if flags.steps and step not in flags.steps.split(","):
                 continue
             if step in rows and "error" not in rows[step] and not flags.again:
                 continue
-            rows[step] = run(case, step)
-            said = (
-                rows[step].get("error")
-                or f"{rows[step]['total']:.4g}, {rows[step]['compile_s']:.0f} s"
-            )
-            print(f"{case}, {step}: {said}", flush=True)
+            row = in_process(flags.target, case, step, tiny=flags.tiny, seconds=seconds)
+            rows[step] = row
+            result = row.get("error")
+            if result is None:
+                result = f"{row['total']:.4g}, {row['compile_s']:.0f} s"
+            print(f"{case}, {step}: {result}", flush=True)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(report, indent=1) + "\n")
         for step in ("clipped", "private"):
             if step in rows and "error" not in rows[step]:
                 print(f"\n{case}, {step}: {targets.CAVEAT}\n{format_table(costliest(rows[step]))}")
-    rows = table(report) or [{"": "nothing was compiled"}]
-    print(f"\n{flags.target}: {targets.CAVEAT}\n{format_table(rows)}\n\nWritten to {path}")
-    if flags.device:
-        print(
-            f"\n{trust.text(flags.device, {case: with_ratios(steps) for case, steps in report['cases'].items()})}"
-        )
-    return report
 
 
 if __name__ == "__main__":

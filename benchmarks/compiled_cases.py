@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import optax
 
 import jaxdp
-from benchmarks import bench_adaptation, bench_lm, bench_prediction, bench_steps
+from benchmarks import bench_adaptation, bench_lm, bench_prediction, bench_steps, problems
 from jaxdp import models, recalibration, tta
 from jaxdp.prediction import agt
 from jaxdp.recalibration import protocol
 from jaxdp.transforms import chacha, noise
-from jaxdp.tta import adapter
+from jaxdp.tta.step import compiled_step
 
 CLIP, NOISE = 1.0, 1.0
 Shape = jax.ShapeDtypeStruct
@@ -58,40 +58,41 @@ def training(loss: Any, params: Any, batch: Any, moving: tuple[str, ...], microb
       moving: The names of the parameters that are trained.
       microbatch: The number of examples whose gradients jax_privacy holds at once.
     """
-    part = {name: params[name] for name in moving}
+    trained = {name: params[name] for name in moving}
     trainable = None if len(moving) == len(params) else models.trainable("lora", params)
-    grad = jaxdp.clipped_grad(loss, clip_norm=CLIP, trainable=trainable)
-    examples = len(jax.tree.leaves(batch)[0].shape) and jax.tree.leaves(batch)[0].shape[0]
+    clipped_grad = jaxdp.clipped_grad(loss, clip_norm=CLIP, trainable=trainable)
+    shape = jax.tree.leaves(batch)[0].shape
+    examples = shape[0] if shape else 0
     sgd = optax.sgd(0.01, momentum=0.9)
 
-    def whole(moved: Any, params: Any, example: Any) -> jax.Array:
+    def trained_of(params: Any) -> Any:
+        return {name: params[name] for name in moving}
+
+    def loss_of_trained(moved: Any, params: Any, example: Any) -> jax.Array:
         return loss({**params, **moved}, example)
 
     def plain(params: Any, batch: Any) -> Any:
         def total(moved: Any) -> jax.Array:
-            return jax.vmap(lambda example: whole(moved, params, example))(batch).sum()
+            losses = jax.vmap(lambda example: loss_of_trained(moved, params, example))(batch)
+            return losses.sum()
 
-        return jax.grad(total)({name: params[name] for name in moving})
+        return jax.grad(total)(trained_of(params))
 
     def clipped(params: Any, batch: Any) -> Any:
-        grads = grad(params, batch).grads
-        return {name: grads[name] for name in moving}
+        return trained_of(clipped_grad(params, batch).grads)
 
-    def theirs() -> Program:
-        from jax_privacy import clipping
+    def jax_privacy() -> Program:
+        grads = problems.jax_privacy_grad(loss_of_trained, CLIP, (2,), microbatch)
+        return Program(lambda p, b: grads(trained_of(p), p, b), (params, batch))
 
-        how = {"l2_clip_norm": CLIP, "batch_argnums": (2,), "microbatch_size": microbatch}
-        function = clipping.clipped_grad(whole, keep_batch_dim=False, **how)
-        return Program(
-            lambda p, b: function({name: p[name] for name in moving}, p, b), (params, batch)
-        )
-
-    found = {
+    steps: dict[str, Callable[[], Program]] = {
         "plain": lambda: Program(plain, (params, batch)),
         "clipped": lambda: Program(clipped, (params, batch)),
-        **updates(part, sgd, examples),
+        **updates(trained, sgd, examples),
     }
-    return found | ({"jax_privacy": theirs} if importlib.util.find_spec("jax_privacy") else {})
+    if importlib.util.find_spec("jax_privacy"):
+        steps["jax_privacy"] = jax_privacy
+    return steps
 
 
 def updates(params: Any, optimizer: Any, divisor: int) -> Steps:
@@ -115,16 +116,17 @@ def updates(params: Any, optimizer: Any, divisor: int) -> Steps:
     }
 
 
+def params_of(model: Any, shape: tuple[int, ...]) -> Any:
+    """Returns the abstract parameters of a classifier of images."""
+    one_image = Shape((1, *shape), jnp.float32)
+    return jax.eval_shape(model.init, jax.random.key(0), one_image)["params"]
+
+
 def images(model: Any, batch: int, shape: tuple[int, ...], microbatch: int) -> Steps:
     """Returns the steps of a classifier of images."""
-    params = jax.eval_shape(model.init, jax.random.key(0), Shape((1, *shape), jnp.float32))[
-        "params"
-    ]
+    params = params_of(model, shape)
 
-    def loss(params: Any, example: Any) -> jax.Array:
-        logits = model.apply({"params": params}, example["x"][None])[0]
-        return jaxdp.losses.softmax_cross_entropy(logits, example["label"])
-
+    loss = problems.named_classifier_loss(model)
     data = {"x": Shape((batch, *shape), jnp.float32), "label": Shape((batch,), jnp.int32)}
     return training(loss, params, data, tuple(params), microbatch)
 
@@ -151,25 +153,26 @@ def adaptation_of(
 ) -> Program:
     """Returns one step of a method of test-time adaptation."""
     pictures = Shape((batch, side, side, 3), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), Shape((1, side, side, 3), jnp.float32))[
-        "params"
-    ]
-    chosen = tta.private(method, clip_norm=CLIP, noise_multiplier=0.6186) if private else method
-    static = []
+    params = params_of(model, (side, side, 3))
+    if private:
+        method = tta.private(method, clip_norm=CLIP, noise_multiplier=0.6186)
+    static = []  # the adapter's program, which is no array that `eval_shape` could return
 
     def apply_fn(params: Any, images: jax.Array) -> jax.Array:
         return model.apply({"params": params}, images)
 
     def start(params: Any, words: jax.Array) -> Any:
-        made = tta.Adapter(apply_fn, params, chosen, optax.sgd(1e-3, momentum=0.9))
-        static.append(made._program)
-        return made.constants, made._moving(made.init(key_of(words)))._replace(key=words)
+        optimizer = optax.sgd(1e-3, momentum=0.9)
+        adapting = tta.Adapter(apply_fn, params, method, optimizer)
+        static.append(adapting._program)
+        state = adapting._moving(adapting.init(key_of(words)))
+        return adapting.constants, state._replace(key=words)
 
     constants, state = jax.eval_shape(start, params, KEY)
 
     def step(constants: Any, state: Any, images: jax.Array, mask: jax.Array) -> Any:
         key = key_of(state.key)
-        state, logits = adapter._step(
+        state, logits = compiled_step(
             static[0], batch, constants, state._replace(key=key), images, mask, key
         )
         return state._replace(key=()), logits
@@ -188,18 +191,17 @@ def certificates(sizes: tuple[int, ...], records: int, ks: int) -> Steps:
     settings |= {"trainable": bench_prediction.trained}
 
     def bounds(steps_before: int) -> Program:
-        found, arrays = bench_prediction.plan_of(params, data, settings, ks, "add_remove")
+        plan, arrays = bench_prediction.plan_of(params, data, settings, ks, "add_remove")
         moving, frozen, rows, order, rates = arrays
         state = agt._State(moving, [], None)
 
         def step(frozen: Any, rows: Any, state: Any, order: Any, rate: Any) -> Any:
             return agt._batch_step(
-                bench_prediction.loss, found, frozen, rows, state, order, rate, None
+                bench_prediction.loss, plan, frozen, rows, state, order, rate, None
             )
 
-        for _ in range(
-            steps_before
-        ):  # the batches after the first one have as many boxes as distances
+        # The batches after the first one have as many boxes as distances.
+        for _ in range(steps_before):
             state = jax.eval_shape(step, frozen, rows, state, order[0], rates[0])
         return Program(step, (frozen, rows, state, order[0], rates[0]))
 
@@ -254,45 +256,60 @@ TINY_TEXT = {
 }
 
 
-def cases(tiny: bool = False) -> dict[str, Callable[[], Steps]]:
-    """Returns the cases by name, at tiny shapes to check the programs."""
+class Sizes:
+    """Builds cases at their own sizes, or at tiny ones to check the programs."""
+
+    def __init__(self, tiny: bool):
+        self.tiny = tiny
 
     def classifier(
-        name: str, batch: int, microbatch: int, side: int = 32, classes: int = 10, **attributes: Any
+        self,
+        name: str,
+        batch: int,
+        microbatch: int,
+        side: int = 32,
+        classes: int = 10,
+        **attributes: Any,
     ) -> Callable[[], Steps]:
-        if tiny:
-            batch, microbatch, side, classes = (
-                2,
-                1,
-                32 if name.startswith(("vit", "resnet50")) else 8,
-                4,
-            )
+        if self.tiny:
+            batch, microbatch, classes = 2, 1, 4
+            # Patches of a ViT and the strides of a ResNet-50 need a side of 32.
+            side = 32 if name.startswith(("vit", "resnet50")) else 8
             attributes |= TINY_VIT if name.startswith("vit") else {}
-        return lambda: images(
-            models.create(name, num_classes=classes, **attributes),
-            batch,
-            (side, side, 3),
-            microbatch,
-        )
 
-    def digits(model: Callable[[], nn.Module], batch: int) -> Callable[[], Steps]:
-        return lambda: images(model(), 2 if tiny else batch, (28, 28, 1), 1 if tiny else 64)
+        def build() -> Steps:
+            model = models.create(name, num_classes=classes, **attributes)
+            return images(model, batch, (side, side, 3), microbatch)
+
+        return build
+
+    def digits(self, model: Callable[[], nn.Module], batch: int) -> Callable[[], Steps]:
+        microbatch = 64
+        if self.tiny:
+            batch, microbatch = 2, 1
+        return lambda: images(model(), batch, (28, 28, 1), microbatch)
 
     def language(
-        name: str, mode: str, batch: int, length: int, microbatch: int, **attributes: Any
-    ) -> Any:
-        if tiny:
-            sizes = TINY_TEXT | ({"kv_heads": 1} if name != "gpt2" else {})
-            return lambda: texts(name, mode, 2, 8, 1, **BF16, **sizes)
+        self,
+        name: str,
+        mode: str,
+        batch: int,
+        length: int,
+        microbatch: int,
+        **attributes: Any,
+    ) -> Callable[[], Steps]:
+        if self.tiny:
+            batch, length, microbatch = 2, 8, 1
+            attributes = TINY_TEXT | ({"kv_heads": 1} if name != "gpt2" else {})
         return lambda: texts(name, mode, batch, length, microbatch, **BF16, **attributes)
 
-    def adapted(name: str, method: str, batch: int, **attributes: Any) -> Callable[[], Steps]:
-        side, classes = (32, 4) if tiny else (224, 1000)
-        if tiny:
-            batch, attributes = (
-                2,
-                TINY_VIT if name.startswith("vit") else {"widths": (8,) * 4, "depths": (1,) * 4},
-            )
+    def adapted(self, name: str, method: str, batch: int) -> Callable[[], Steps]:
+        side, classes = 224, 1000
+        attributes: dict[str, Any] = {}
+        if self.tiny:
+            batch, side, classes = 2, 32, 4
+            tiny_convnext = {"widths": (8,) * 4, "depths": (1,) * 4}
+            attributes = TINY_VIT if name.startswith("vit") else tiny_convnext
 
         def build() -> Steps:
             model = models.create(name, num_classes=classes, **attributes)
@@ -300,41 +317,54 @@ def cases(tiny: bool = False) -> dict[str, Callable[[], Steps]]:
 
         return build
 
+    def noise(self, draw: Callable[..., Any], size: int) -> Callable[[], Steps]:
+        return lambda: drawn(draw, 64 if self.tiny else size)
+
+    def certificates(self) -> Callable[[], Steps]:
+        if self.tiny:
+            return lambda: certificates((4, 3, 2), 24, 20)
+        return lambda: certificates((784, 128, 10), 1000, 20)
+
+
+def cases(tiny: bool = False) -> dict[str, Callable[[], Steps]]:
+    """Returns the cases by name, at tiny shapes to check the programs."""
+    of = Sizes(tiny)
     mlp = functools.partial(models.create, "mlp", num_classes=10, hidden=(512, 512))
     gpt2 = {"num_classes": bench_lm.VOCABULARY}
-    found = {
-        "noise of 86 M values": lambda: drawn(noise.gaussian, 64 if tiny else VIT_B16_VALUES),
-        "Laplace noise of 170 k values": lambda: drawn(noise.laplace, 64 if tiny else 170_000),
-        "MLP, 256": digits(mlp, 256),
-        "CNN, 256": digits(bench_steps.Digits, 256),
-        "small ViT, float32, 64 of 32 x 32": classifier("vit_tiny", 64, 16),
-        "ResNet-8, float32, 256": classifier("resnet20", 256, 64, depth=8),
-        "ResNet-20, float32, 256": classifier("resnet20", 256, 64),
-        "ResNet-20, bfloat16, 256": classifier("resnet20", 256, 64, **BF16),
-        "WRN-16-4, float32, 256": classifier("wrn_16_4", 256, 64),
-        "WRN-16-4, bfloat16, 256": classifier("wrn_16_4", 256, 64, **BF16),
-        "ResNet-50-GN, float32, 64": classifier("resnet50", 64, 16, 224, 1000, norm="group"),
-        "ResNet-50-GN, bfloat16, 64": classifier(
+    small_llama = {"num_classes": 49_152}
+    llama = {"num_classes": 32_000}
+    records = 8 if tiny else 2500
+    every = {
+        "noise of 86 M values": of.noise(noise.gaussian, VIT_B16_VALUES),
+        "Laplace noise of 170 k values": of.noise(noise.laplace, 170_000),
+        "MLP, 256": of.digits(mlp, 256),
+        "CNN, 256": of.digits(bench_steps.Digits, 256),
+        "small ViT, float32, 64 of 32 x 32": of.classifier("vit_tiny", 64, 16),
+        "ResNet-8, float32, 256": of.classifier("resnet20", 256, 64, depth=8),
+        "ResNet-20, float32, 256": of.classifier("resnet20", 256, 64),
+        "ResNet-20, bfloat16, 256": of.classifier("resnet20", 256, 64, **BF16),
+        "WRN-16-4, float32, 256": of.classifier("wrn_16_4", 256, 64),
+        "WRN-16-4, bfloat16, 256": of.classifier("wrn_16_4", 256, 64, **BF16),
+        "ResNet-50-GN, float32, 64": of.classifier("resnet50", 64, 16, 224, 1000, norm="group"),
+        "ResNet-50-GN, bfloat16, 64": of.classifier(
             "resnet50", 64, 16, 224, 1000, norm="group", **BF16
         ),
-        "ViT-B/16, bfloat16, 64": classifier("vit_b16", 64, 16, 224, 1000, **BF16),
-        "ViT-B/16, bfloat16, 256": classifier("vit_b16", 256, 16, 224, 1000, **BF16),
-        "GPT-2 small, LoRA, bfloat16, 8 x 512": language("gpt2", "lora", 8, 512, 4, **gpt2),
-        "GPT-2 small, LoRA, bfloat16, 4 x 1024": language("gpt2", "lora", 4, 1024, 2, **gpt2),
-        "GPT-2 small, full, bfloat16, 8 x 512": language("gpt2", "full", 8, 512, 4, **gpt2),
-        "GPT-2 small, full, bfloat16, 4 x 1024": language("gpt2", "full", 4, 1024, 2, **gpt2),
-        "Llama-like 135 M, LoRA, bfloat16, 8 x 512": language(
-            "smollm_135m", "lora", 8, 512, 4, num_classes=49_152
+        "ViT-B/16, bfloat16, 64": of.classifier("vit_b16", 64, 16, 224, 1000, **BF16),
+        "ViT-B/16, bfloat16, 256": of.classifier("vit_b16", 256, 16, 224, 1000, **BF16),
+        "GPT-2 small, LoRA, bfloat16, 8 x 512": of.language("gpt2", "lora", 8, 512, 4, **gpt2),
+        "GPT-2 small, LoRA, bfloat16, 4 x 1024": of.language("gpt2", "lora", 4, 1024, 2, **gpt2),
+        "GPT-2 small, full, bfloat16, 8 x 512": of.language("gpt2", "full", 8, 512, 4, **gpt2),
+        "GPT-2 small, full, bfloat16, 4 x 1024": of.language("gpt2", "full", 4, 1024, 2, **gpt2),
+        "Llama-like 135 M, LoRA, bfloat16, 8 x 512": of.language(
+            "smollm_135m", "lora", 8, 512, 4, **small_llama
         ),
-        "Llama-like 1.1 B, LoRA, bfloat16, 4 x 512": language(
-            "tinyllama_1b", "lora", 4, 512, 2, num_classes=32_000
+        "Llama-like 1.1 B, LoRA, bfloat16, 4 x 512": of.language(
+            "tinyllama_1b", "lora", 4, 512, 2, **llama
         ),
-        "certificates of 20 distances": lambda: certificates(
-            (4, 3, 2) if tiny else (784, 128, 10), 24 if tiny else 1000, 20
-        ),
-        "a round of Acc-T": lambda: recalibrated(recalibration.AccT(), 8 if tiny else 2500, 10),
+        "certificates of 20 distances": of.certificates(),
+        "a round of Acc-T": lambda: recalibrated(recalibration.AccT(), records, 10),
     }
     for name, model, batch in (("ViT-B/16", "vit_b16", 64), ("ConvNeXt-T", "convnext_tiny", 64)):
         for method in ("tent", "sar", "eata", "deyo"):
-            found[f"{method} on {name}, float32, {batch}"] = adapted(model, method, batch)
-    return found
+            every[f"{method} on {name}, float32, {batch}"] = of.adapted(model, method, batch)
+    return every

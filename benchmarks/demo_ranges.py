@@ -1,10 +1,11 @@
 """Runs the demo several times, and keeps the range of each result. The noise of every run is new.
 
-    python -m benchmarks.demo_ranges [--runs 5]
+    python -m benchmarks run demo_ranges [--runs 5]
 
 The documentation states these ranges, and `tests/test_demo_ranges.py` compares them. `python -m
 benchmarks.evidence howto/whole_life.md` writes the table."""
 
+import argparse
 import contextlib
 import io
 import json
@@ -14,19 +15,7 @@ from typing import Any
 
 from benchmarks import timing
 from configs.lifecycle_digits import get_config
-from jaxdp.files import write_json
 from launch.lifecycle import life
-
-
-def main() -> None:
-    parser = timing.arguments(__doc__, output="benchmarks/results/demo_ranges.json")
-    parser.add_argument("--runs", type=int, default=5)
-    options = parser.parse_args()
-    runs = [one() for _ in range(options.runs)]
-    ranges = {name: [f(run[name] for run in runs) for f in (min, max)] for name in runs[0]}
-    found = {"runs": options.runs, "test_images": get_config().data.parts.test, "ranges": ranges}
-    write_json(pathlib.Path(options.output), found)
-    print(table(found))
 
 
 def span(ends: list[float], percent: bool) -> str:
@@ -35,14 +24,13 @@ def span(ends: list[float], percent: bool) -> str:
     return (low if low == high else f"{low} to {high}") + (" %" if percent else "")
 
 
-def table(found: Any) -> str:
+def table(report: Any) -> str:
     """Returns the table of docs/howto/whole_life.md."""
-    rows = [
-        f"| {name} | {span(ends, not name.endswith('ECE'))} |"
-        for name, ends in found["ranges"].items()
-    ]
-    head = f"| result | range over {found['runs']} runs |"
-    return "\n".join([head, "|---|---|", *rows])
+    rows = []
+    for name, ends in report["ranges"].items():
+        percent = not name.endswith("ECE")
+        rows.append([name, span(ends, percent)])
+    return timing.page_table(["result", f"range over {report['runs']} runs"], rows)
 
 
 def one() -> dict[str, float]:
@@ -67,5 +55,16 @@ def one() -> dict[str, float]:
         }
 
 
-if __name__ == "__main__":
-    main()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", type=int, default=5)
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    runs = [one() for _ in range(flags.runs)]
+    ranges = {}
+    for name in runs[0]:
+        results = [run[name] for run in runs]
+        ranges[name] = [min(results), max(results)]
+    report = {"runs": flags.runs, "test_images": get_config().data.parts.test, "ranges": ranges}
+    print(table(report))
+    return report

@@ -17,6 +17,7 @@ arguments. For torch it is the peak. The programs of a case in JAX are compiled 
 Every case has its share of --minutes. A step that fails or finds no time left has an "error" in the
 report, and the others go on. The report is written after every case."""
 
+import argparse
 import os
 
 os.environ.setdefault(
@@ -37,7 +38,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import bench_adaptation, bench_lm, bench_prediction, counts, timing
+from benchmarks import bench_adaptation, bench_lm, bench_prediction, counts, problems, timing
 from jaxdp import models
 from jaxdp.report import format_table
 
@@ -92,10 +93,9 @@ class Training(NamedTuple):
             return {name: grads[name] for name in self.moving}
 
         def theirs() -> Work:
-            from jax_privacy import clipping, noise_addition
+            from jax_privacy import noise_addition
 
-            how = {"l2_clip_norm": CLIP, "batch_argnums": (2,), "microbatch_size": self.microbatch}
-            grad = clipping.clipped_grad(self._whole, keep_batch_dim=False, **how)
+            grad = problems.jax_privacy_grad(self._whole, CLIP, (2,), self.microbatch)
             noise = noise_addition.gaussian_privatizer(
                 stddev=NOISE * CLIP, prng_key=jax.random.key(1)
             )
@@ -178,11 +178,7 @@ def image_training(
     batch = {"x": jnp.asarray(images), "label": jnp.arange(physical) % classes}
     params = random_params(model, batch["x"][:1])
 
-    def loss(params: Any, example: Any) -> jax.Array:
-        return jaxdp.losses.softmax_cross_entropy(
-            model.apply({"params": params}, example["x"][None])[0], example["label"]
-        )
-
+    loss = problems.named_classifier_loss(model)
     return Training(loss, params, batch, count, tuple(params), microbatch)
 
 
@@ -350,10 +346,10 @@ def certificates(tiny: bool, rounds: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def markdown(found: Mapping[str, Any]) -> str:
+def markdown(report: Mapping[str, Any]) -> str:
     """Returns the steps of all cases of a report as a table of a page."""
     rows = []
-    for case, row in found["cases"].items():
+    for case, row in report["cases"].items():
         for step, of in row["steps"].items():
             if "error" not in of:
                 ratios = {
@@ -367,6 +363,43 @@ def markdown(found: Mapping[str, Any]) -> str:
     return format_table(rows, style="markdown")
 
 
+COLUMNS = ("ms", "over_plain", "over_private", "memory_mb", "memory_over_plain", "mfu", "error")
+
+
+def jobs_of(flags: argparse.Namespace) -> dict[str, Callable[[float], dict[str, Any]]]:
+    """Returns the measurements of the cases by name, each a function of its deadline."""
+
+    def trained(name: str, build: Callable[[], Training], deadline: float) -> dict[str, Any]:
+        case = build()
+        flops = case.flops()
+        sizes = {
+            "examples": case.examples,
+            "physical": case.examples // case.count,
+            "plain_tflop": flops / 1e12,
+        }
+        peers = torch_steps_of(name, case, flags.tiny)
+        return sizes | measured(case.steps(), deadline, flags.rounds, flops, peers)
+
+    def adapted(deadline: float) -> dict[str, Any]:
+        shape, size = bench_adaptation.SHAPES["vit_b16"], 64
+        if flags.tiny:
+            shape, size = bench_adaptation.Shape("vit_tiny", 8, 3), 2
+        return {"examples": size} | measured(adaptation(shape, size), deadline, flags.rounds)
+
+    def certified(_: float) -> dict[str, Any]:
+        return {"steps": certificates(flags.tiny, min(flags.rounds, 3))}
+
+    every: dict[str, Callable[[float], dict[str, Any]]] = {}
+    for name, build in cases(flags.tiny).items():
+        every[name] = functools.partial(trained, name, build)
+    every["Tent, base ViT"] = adapted
+    every["certificates of 20 distances"] = certified
+    jobs = {}
+    for part in flags.cases.split(","):
+        jobs |= {name: job for name, job in every.items() if part in name}
+    return jobs
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = timing.arguments(__doc__, output=".bench/device.json")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to check the programs")
@@ -377,63 +410,26 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=10)
     flags = parser.parse_args(arguments)
     end = time.perf_counter() + 60 * flags.minutes
-    shape = (
-        bench_adaptation.Shape("vit_tiny", 8, 3)
-        if flags.tiny
-        else bench_adaptation.SHAPES["vit_b16"]
-    )
-
-    def trained(name: str, build: Callable[[], Training], deadline: float) -> dict[str, Any]:
-        case = build()
-        found = {
-            "examples": case.examples,
-            "physical": case.examples // case.count,
-            "plain_tflop": case.flops() / 1e12,
-        }
-        peers = torch_steps_of(name, case, flags.tiny)
-        return found | measured(case.steps(), deadline, flags.rounds, case.flops(), peers)
-
-    def adapted(deadline: float) -> dict[str, Any]:
-        size = 2 if flags.tiny else 64
-        return {"examples": size} | measured(adaptation(shape, size), deadline, flags.rounds)
-
-    jobs: dict[str, Callable[[float], dict[str, Any]]] = {
-        name: functools.partial(trained, name, build) for name, build in cases(flags.tiny).items()
-    }
-    jobs["Tent, base ViT"] = adapted
-    jobs["certificates of 20 distances"] = lambda deadline: {
-        "steps": certificates(flags.tiny, min(flags.rounds, 3))
-    }
-    jobs = {
-        name: job for part in flags.cases.split(",") for name, job in jobs.items() if part in name
-    }
-    report: dict[str, Any] = {**timing.machine(), "tiny": flags.tiny}
-    report |= {
+    jobs = jobs_of(flags)
+    report: dict[str, Any] = {
+        **timing.machine(),
+        "tiny": flags.tiny,
         "not installed": timing.missing("jax_privacy", "torch", "opacus", "fastDP"),
         "cases": {},
     }
-    for left, (name, job) in zip(range(len(jobs), 0, -1), jobs.items(), strict=True):
+    for number, (name, job) in enumerate(jobs.items()):
         started = time.perf_counter()
+        share = (end - started) / (len(jobs) - number)
         try:
-            row = job(started + (end - started) / left)
+            row = job(started + share)
         except Exception as error:  # a model that does not fit: the other cases go on
             row = {"error": f"{type(error).__name__}: {error}"[:300], "steps": {}}
         report["cases"][name] = row | {"seconds": time.perf_counter() - started}
         gc.collect()
-        columns = (
-            "ms",
-            "over_plain",
-            "over_private",
-            "memory_mb",
-            "memory_over_plain",
-            "mfu",
-            "error",
-        )
-        table = [
-            {"step": step, **{c: found.get(c) for c in columns}}
-            for step, found in row["steps"].items()
-        ]
-        print(f"\n{name}\n{format_table(table, digits=3) if table else row['error']}", flush=True)
+        if row["steps"]:
+            timing.show(name, row["steps"], COLUMNS)
+        else:
+            print(f"\n{name}\n{row['error']}", flush=True)
         timing.write(report, flags.output)
     return report
 

@@ -36,9 +36,10 @@ from benchmarks import (
     evidence_tta,
     finetune_methods,
     membership,
-    run,
     split_costs,
     split_private,
+    suites,
+    timing,
 )
 from jaxdp.report import format_table
 from launch import results
@@ -63,19 +64,19 @@ def curve(found: Mapping[str, Any]) -> str:
     epsilons = sorted(
         {point["epsilon"] for one in found["runs"].values() for point in one["points"]}
     )
-    lines = [
-        f"| private images | runs |{''.join(f' epsilon {e:g} |' for e in epsilons)} no privacy |"
-    ]
-    lines.append("|---|---|" + "---|" * (len(epsilons) + 1))
-    for name, one in found["runs"].items():
-        at = {
-            point["epsilon"]: results.percent(point["accuracy"], point["deviation"])
-            for point in one["points"]
-        }
-        plain = "" if one["without_privacy"] is None else results.percent(one["without_privacy"])
-        cells = [f"{one['records']} of {name.removesuffix('_full')}", str(one["runs"])]
-        lines.append("| " + " | ".join([*cells, *(at.get(e, "") for e in epsilons), plain]) + " |")
-    return "\n".join(lines)
+    header = ["private images", "runs", *(f"epsilon {e:g}" for e in epsilons), "no privacy"]
+    lines = []
+    for name, run in found["runs"].items():
+        accuracies = {}
+        for point in run["points"]:
+            accuracy = results.percent(point["accuracy"], point["deviation"])
+            accuracies[point["epsilon"]] = accuracy
+        plain = run["without_privacy"]
+        cells = [f"{run['records']} of {name.removesuffix('_full')}", str(run["runs"])]
+        cells += [accuracies.get(epsilon, "") for epsilon in epsilons]
+        cells.append("" if plain is None else results.percent(plain))
+        lines.append(cells)
+    return timing.page_table(header, lines)
 
 
 EVIDENCE = [
@@ -167,9 +168,9 @@ EVIDENCE = [
     Evidence("results/intervals.md", ("intervals.json",), bench_intervals.tables),
     Evidence(
         "results/speed.md",
-        tuple(job.path("cpu").name for job in run.SUITES["cpu"]),
-        lambda *found: {"suite": run.markdown(run.rows_of("cpu", found))},
-        {"speed.png": lambda *found: run.draw(run.rows_of("cpu", found[:-1]), found[-1])},
+        tuple(job.path("cpu").name for job in suites.SUITES["cpu"]),
+        lambda *found: {"suite": suites.markdown(suites.rows_of("cpu", found))},
+        {"speed.png": lambda *found: suites.draw(suites.rows_of("cpu", found[:-1]), found[-1])},
     ),
     Evidence(
         "results/speed.md",

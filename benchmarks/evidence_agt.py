@@ -1,7 +1,7 @@
 """The claims of Wicker et al. 2025 on small data: certificates, mechanisms, students, DP-SGD, PATE,
 ensembles.
 
-    python -m benchmarks.evidence_agt --data_dir DIR --word_vectors FILE.npz
+    python -m benchmarks run evidence_agt --data_dir DIR --word_vectors FILE.npz
     python -m benchmarks.evidence results/agt.md
 
 A draw is a set of private records: new points for Blobs, a new division of the digits, and a random
@@ -13,8 +13,9 @@ private labels without payment: for public benchmark data only."""
 import argparse
 import functools
 import importlib
-import json
+import itertools
 import math
+import operator
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,10 +24,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks import timing
 from jaxdp import finetune, prediction
 from jaxdp.data import from_arrays
 from jaxdp.data.selection import choose
-from jaxdp.files import write_json
 from jaxdp.report import format_table, plot_panels
 from launch import frame, results
 from launch.predict import dp_sgd
@@ -98,33 +99,38 @@ def pool(bench: Bench, size: int) -> Pool:
     return Pool(*prediction.vote(votes, distances, num_classes=bench.classes), bench.classes, votes)
 
 
-def measure(bench: Bench, draw: int, trainer: Any, pate: Any) -> dict[str, Any]:
+def draw_row(bench: Bench, draw: int, trainer: Any, pate: Any) -> dict[str, Any]:
     """Returns the scores of one draw."""
-    truth, epsilons = bench.test["label"], {q: epsilon_of(q) for q in QUERIES}
-    ways = {way: how for way, how in WAYS.items() if bench.classes == 2 or way != "smooth"}
-    found: dict[str, Any] = {"accuracy": {}, "distance": {}, "certified": {}, "student": {}}
+    truth = bench.test["label"]
+    mechanisms = {w: m for w, m in WAYS.items() if bench.classes == 2 or w != "smooth"}
+    needed = prediction.needed_distance(epsilon_of(ASKED))
+    row: dict[str, Any] = {"accuracy": {}, "distance": {}, "certified": {}, "student": {}}
     pools = {size: pool(bench, size) for size in SIZES}
-    for size, one in pools.items():
-        found["distance"][size] = float(one.distance.mean())
-        found["certified"][size] = float(
-            np.mean(one.distance >= prediction.needed_distance(epsilons[ASKED]))
-        )
-        found["accuracy"][size] = {
-            way: {q: one.expected_accuracy(how, epsilon, truth) for q, epsilon in epsilons.items()}
-            for way, how in ways.items()
-        }
-    found["without noise"] = float(np.mean(pools[1].label == truth))
-    rows, key = bench.asked(draw), jax.random.key(draw, impl="threefry2x32")
-    for way, how in ways.items():
-        answers = pools[1].answer(how, epsilons[ASKED], jax.random.fold_in(key, len(way)), rows)
-        found["student"][way] = bench.student(rows, answers)[1]
+    for size, certified in pools.items():
+        row["distance"][size] = float(certified.distance.mean())
+        row["certified"][size] = float(np.mean(certified.distance >= needed))
+        row["accuracy"][size] = {}
+        for way, mechanism in mechanisms.items():
+            accuracies = {}
+            for queries in QUERIES:
+                epsilon = epsilon_of(queries)
+                accuracies[queries] = certified.expected_accuracy(mechanism, epsilon, truth)
+            row["accuracy"][size][way] = accuracies
+    row["without noise"] = float(np.mean(pools[1].label == truth))
+    rows = bench.asked(draw)
+    key = jax.random.key(draw, impl="threefry2x32")
+    for way, mechanism in mechanisms.items():
+        way_key = jax.random.fold_in(key, len(way))
+        answers = pools[1].answer(mechanism, epsilon_of(ASKED), way_key, rows)
+        row["student"][way] = bench.student(rows, answers)[1]
     votes = pools[25].votes[:, rows]
     answers = pate.answer(key, votes, num_classes=bench.classes, max_answers=ASKED)
-    there = answers >= 0
-    found["PATE"] = float(np.mean(answers[there] == truth[rows[there]])) if there.any() else None
-    found["PATE answered"] = float(there.mean())
-    found["DP-SGD"] = private_training(bench, trainer)
-    return found
+    answered = answers >= 0
+    right = answers[answered] == truth[rows[answered]]
+    row["PATE"] = float(np.mean(right)) if answered.any() else None
+    row["PATE answered"] = float(answered.mean())
+    row["DP-SGD"] = private_training(bench, trainer)
+    return row
 
 
 def private_training(bench: Bench, trainer: Any) -> float:
@@ -189,51 +195,53 @@ def rounded(found: Any) -> Any:
 def tables(report: Any) -> dict[str, str]:
     """Returns the tables of docs/results/agt.md: percent, with standard errors over draws in
     parentheses."""
-    each = {name: found["draws"] for name, found in report["data"].items()}
+    draws_of = {name: data["draws"] for name, data in report["data"].items()}
 
-    def row(name: str, value: Callable[[Any], float | None]) -> dict[str, str]:
-        cells = {data: [value(draw) for draw in rows] for data, rows in each.items()}
-        return {"": name} | {data: share(x) for data, x in cells.items()}
+    def row(title: str, score: Callable[[Any], float | None]) -> dict[str, str]:
+        cells = {"": title}
+        for data, draws in draws_of.items():
+            cells[data] = share([score(draw) for draw in draws])
+        return cells
 
-    def way(name: str, size: int = 1, queries: int = ASKED) -> Callable[[Any], float | None]:
-        return lambda draw: draw["accuracy"][str(size)].get(name, {}).get(str(queries))
+    mechanisms = [row(way, functools.partial(_accuracy, way)) for way in WAYS]
+    for way in WAYS:
+        title = f"student of {way} answers"
+        mechanisms.append(row(title, lambda draw, way=way: draw["student"].get(way)))
+    for name in ("PATE", "PATE answered", "DP-SGD", "without noise"):
+        mechanisms.append(row(name, operator.itemgetter(name)))
+    sizes = []
+    for way, size in itertools.product(WAYS, SIZES):
+        sizes.append(row(f"{way}, T = {size}", functools.partial(_accuracy, way, size=size)))
+    for size in SIZES:
+        certified = lambda draw, size=size: draw["certified"][str(size)]  # noqa: E731
+        sizes.append(row(f"certified, T = {size}", certified))
+    sweep = []
+    for way, queries in itertools.product(WAYS, (1, 10, 100, 1000, 10_000, 100_000)):
+        gain = functools.partial(_over_dp_sgd, way, queries=queries)
+        sweep.append(row(f"{way}, Q = {queries}", gain))
+    by_classes = []
+    for scores in report["classes"]:
+        mean, _, error = results.moments(scores["distance"])
+        cells = {"classes": str(scores["classes"]), "mean distance": results.number(mean, error)}
+        cells |= {name: share(scores[name]) for name in ("stable", "global", "without noise")}
+        by_classes.append(cells)
+    return {
+        "mechanisms": format_table(mechanisms, style="markdown"),
+        "sizes": format_table(sizes, style="markdown"),
+        "queries": format_table(sweep, style="markdown"),
+        "classes": format_table(by_classes, style="markdown"),
+    }
 
-    def above(name: str, queries: int) -> Callable[[Any], float | None]:
-        def difference(draw: Any) -> float | None:
-            answer = way(name, queries=queries)(draw)
-            return None if answer is None else answer - draw["DP-SGD"]
 
-        return difference
+def _accuracy(way: str, draw: Any, *, size: int = 1, queries: int = ASKED) -> float | None:
+    """Returns the accuracy of a mechanism in a draw, None if it does not apply."""
+    accuracy: float | None = draw["accuracy"][str(size)].get(way, {}).get(str(queries))
+    return accuracy
 
-    mechanisms = [row(name, way(name)) for name in WAYS]
-    mechanisms += [
-        row(f"student of {name} answers", lambda d, name=name: d["student"].get(name))
-        for name in WAYS
-    ]
-    mechanisms += [
-        row(name, lambda d, name=name: d[name])
-        for name in ("PATE", "PATE answered", "DP-SGD", "without noise")
-    ]
-    sizes = [row(f"{name}, T = {size}", way(name, size)) for name in WAYS for size in SIZES]
-    sizes += [
-        row(f"certified, T = {size}", lambda d, size=size: d["certified"][str(size)])
-        for size in SIZES
-    ]
-    sweep = [
-        row(f"{name}, Q = {q}", above(name, q))
-        for name in WAYS
-        for q in (1, 10, 100, 1000, 10_000, 100_000)
-    ]
-    classes = [
-        {
-            "classes": str(found["classes"]),
-            "mean distance": results.number(*results.moments(found["distance"])[::2]),
-            **{name: share(found[name]) for name in ("stable", "global", "without noise")},
-        }
-        for found in report["classes"]
-    ]
-    found = {"mechanisms": mechanisms, "sizes": sizes, "queries": sweep, "classes": classes}
-    return {title: format_table(rows, style="markdown") for title, rows in found.items()}
+
+def _over_dp_sgd(way: str, draw: Any, *, queries: int) -> float | None:
+    accuracy = _accuracy(way, draw, queries=queries)
+    return None if accuracy is None else accuracy - draw["DP-SGD"]
 
 
 def share(values: list[float | None]) -> str:
@@ -248,19 +256,13 @@ def share(values: list[float | None]) -> str:
 def draw(report: Any, path: pathlib.Path) -> None:
     """Draws the picture of docs/results/agt.md."""
     panels: dict[str, Any] = {}
-    for name, found in report["data"].items():
-        rows, ways = (
-            found["draws"],
-            [way for way in WAYS if way in found["draws"][0]["accuracy"]["1"]],
-        )
-        curves = {
-            way: [
-                (math.log10(q), float(np.mean([r["accuracy"]["1"][way][str(q)] for r in rows])))
-                for q in QUERIES
-            ]
-            for way in ways
-        }
-        private = float(np.mean([r["DP-SGD"] for r in rows]))
+    for name, data in report["data"].items():
+        rows = data["draws"]
+        private = float(np.mean([row["DP-SGD"] for row in rows]))
+        curves = {}
+        for way in WAYS:
+            if way in rows[0]["accuracy"]["1"]:
+                curves[way] = [(math.log10(q), _mean_accuracy(rows, way, q)) for q in QUERIES]
         curves["DP-SGD"] = [(math.log10(q), private) for q in QUERIES]
         panels[name] = ("queries, power of ten", curves)
     plot_panels(
@@ -273,27 +275,8 @@ def draw(report: Any, path: pathlib.Path) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data_dir", default="")
-    parser.add_argument("--word_vectors", default="")
-    parser.add_argument("--draws", type=int, default=10)
-    parser.add_argument(
-        "--only", default="", help=f"parts of names, separated by semicolons, of {'; '.join(DATA)}"
-    )
-    options = parser.parse_args()
-    report = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"data": {}}
-    frame.keep_compiled()
-    for name in (*DATA, "classes"):
-        if any(part in name for part in options.only.split(";")):
-            with tempfile.TemporaryDirectory() as folder:
-                if name == "classes":
-                    report["classes"] = classes(options, pathlib.Path(folder))
-                else:
-                    report["data"][name] = one(name, options, pathlib.Path(folder))
-            write_json(RESULTS, rounded(report))
+def _mean_accuracy(rows: list[Any], way: str, queries: int) -> float:
+    return float(np.mean([row["accuracy"]["1"][way][str(queries)] for row in rows]))
 
 
 def one(name: str, options: argparse.Namespace, root: pathlib.Path) -> dict[str, Any]:
@@ -307,7 +290,7 @@ def one(name: str, options: argparse.Namespace, root: pathlib.Path) -> dict[str,
             pate = prediction.ConfidentGNMax.calibrated(
                 **how, **BUDGET, queries=ASKED, max_answers=ASKED
             )
-        rows.append(measure(bench, draw, trainer, pate))
+        rows.append(draw_row(bench, draw, trainer, pate))
         print(name, draw, flush=True)
     return {
         "records": bench.config.training.records,
@@ -316,5 +299,25 @@ def one(name: str, options: argparse.Namespace, root: pathlib.Path) -> dict[str,
     }
 
 
-if __name__ == "__main__":
-    main()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data_dir", default="")
+    parser.add_argument("--word_vectors", default="")
+    parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument(
+        "--only", default="", help=f"parts of names, separated by semicolons, of {'; '.join(DATA)}"
+    )
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    report = {"data": {}} | timing.earlier(flags.output)
+    frame.keep_compiled()
+    for name in (*DATA, "classes"):
+        if not any(part in name for part in flags.only.split(";")):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            if name == "classes":
+                report["classes"] = classes(flags, pathlib.Path(folder))
+            else:
+                report["data"][name] = one(name, flags, pathlib.Path(folder))
+        timing.write(rounded(report), flags.output)  # a later data set may fail
+    return rounded(report)

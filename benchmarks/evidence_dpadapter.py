@@ -13,15 +13,15 @@ from jaxdp.report import format_table
 DIFFERENCE = r"(.+): ([+-]\d+\.\d+) \(standard error (\d+\.\d+)\), higher in (.+)"
 
 
-def tables(found: Mapping[str, Any]) -> dict[str, str]:
+def tables(report: Mapping[str, Any]) -> dict[str, str]:
     """Returns the tables of the run on USPS."""
-    grids, means = found["grids"], {row["upstream"]: row for row in found["upstream_means"]}
-    made = {}
+    grids, means = report["grids"], {row["upstream"]: row for row in report["upstream_means"]}
+    markdown = {}
     for name in ("order", "order_4"):
-        made[name] = _markdown(_without_method(grids[name]["table"]))
-        made[f"{name}: differences"] = _markdown(map(_difference, grids[name]["differences"]))
-    made["transfer"] = _markdown(_without_method(grids["order"]["robust_accuracy"]))
-    made["upstreams"] = _markdown(
+        markdown[name] = _markdown(_without_method(grids[name]["table"]))
+        markdown[f"{name}: differences"] = _markdown(map(_difference, grids[name]["differences"]))
+    markdown["transfer"] = _markdown(_without_method(grids["order"]["robust_accuracy"]))
+    markdown["upstreams"] = _markdown(
         {
             "upstream": name,
             "accuracy": f"{means[name]['accuracy']:.3f}",
@@ -36,17 +36,17 @@ def tables(found: Mapping[str, Any]) -> dict[str, str]:
     for row in grids["tuning"]["table"]:
         at = row["method"].replace("DP-SGD at", "rate")
         rates.setdefault(row["upstream"], {"upstream": row["upstream"]})[at] = row["average ε=1"]
-    made["rates"] = _markdown(rates.values())
+    markdown["rates"] = _markdown(rates.values())
     for name in ("gamma_1", "gamma_4", "amp", "batches"):
         rows = []
         for row in _without_method(grids[name]["table"]):
             of = means[row["upstream"]]
             two = {"upstream accuracy": of["accuracy"], "robust": of["robust_accuracy"]}
             rows.append(row | {key: f"{value:.3f}" for key, value in two.items()})
-        made[name] = _markdown(rows)
-    made["family"] = _markdown(grids["family"]["table"])
-    made["family: differences"] = _markdown(map(_difference, grids["family"]["differences"]))
-    return made
+        markdown[name] = _markdown(rows)
+    markdown["family"] = _markdown(grids["family"]["table"])
+    markdown["family: differences"] = _markdown(map(_difference, grids["family"]["differences"]))
+    return markdown
 
 
 def earlier_tables(ours: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]:
@@ -74,5 +74,5 @@ def _difference(text: str) -> dict[str, str]:
 
 
 def _markdown(rows: Iterable[Mapping[str, Any]]) -> str:
-    found: Sequence[Mapping[str, Any]] = list(rows)
-    return format_table(found, style="markdown")
+    lines: Sequence[Mapping[str, Any]] = list(rows)
+    return format_table(lines, style="markdown")

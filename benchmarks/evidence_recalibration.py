@@ -7,7 +7,7 @@ further comparisons.
         --workdir W/resnet56 ...
     python -m launch.recalibrate --config configs/recalibration/cifar10.py:cifar100 \
         --workdir W/cifar100 ...
-    python -m benchmarks.evidence_recalibration --workdirs W/resnet20,W/resnet56,W/cifar100
+    python -m benchmarks run evidence_recalibration --workdirs W/resnet20,W/resnet56,W/cifar100
     python -m benchmarks.evidence results/recalibration.md
 
 The docstring of the config has the whole commands. The further comparisons are at the centre (50
@@ -19,14 +19,16 @@ import argparse
 import dataclasses
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import timing
 from jaxdp import recalibration
-from jaxdp.files import read_npz, write_json
+from jaxdp.files import read_npz
 from jaxdp.recalibration import (
     AccBisection,
     AccT,
@@ -185,92 +187,98 @@ def _floats(scores: Any) -> dict[str, float]:
 
 def summary(folder: pathlib.Path) -> dict[str, Any]:
     """Returns what the page needs of a finished workdir."""
-    found = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    shifts = [shift for shift in found["cells"] if shift != "clean"]
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    shifts = [shift for shift in result["cells"] if shift != "clean"]
+    factors = ("sources", "samples", "epsilon")
     methods = {}
-    for name in (cost["method"] for cost in found["costs"]):
-        cells = [found["cells"][shift][name] for shift in shifts]
-
-        def over(part: str, score: str = "ece", cells: Any = cells) -> list[list[float]]:
-            return [[round(x, 5) for x in cell[part][score]] for cell in cells]  # [shift][setting]
-
-        methods[name] = {
-            part: over(part) for part in ("sources", "samples", "epsilon", "centre", "no privacy")
-        }
-        methods[name]["brier"] = over("centre", "brier")
-    accuracy = found["accuracy"]
+    for cost in result["costs"]:
+        name = cost["method"]
+        cells = [result["cells"][shift][name] for shift in shifts]
+        scores = {part: _rounded(cells, part, "ece") for part in (*factors, "centre", "no privacy")}
+        methods[name] = scores | {"brier": _rounded(cells, "centre", "brier")}
+    accuracy = result["accuracy"]
     return {
-        "images": found["images"],
-        "trials": found["trials"],
+        "images": result["images"],
+        "trials": result["trials"],
         "shifts": len(shifts),
         "clean": accuracy["clean"],
         "shifted": float(np.mean([accuracy[shift] for shift in shifts])),
-        "settings": {
-            part: points
-            for part, points in found["settings"].items()
-            if part in ("sources", "samples", "epsilon")
-        },
+        "settings": {part: p for part, p in result["settings"].items() if part in factors},
         "methods": methods,
         "further": further(folder),
     }
 
 
+def _rounded(cells: list[Any], part: str, score: str) -> list[list[float]]:
+    """Returns a score as [shift][setting], with five decimals, which keeps the file small."""
+    rows = []
+    for cell in cells:
+        rows.append([round(value, 5) for value in cell[part][score]])
+    return rows
+
+
 def tables(report: Any, earlier: Any) -> dict[str, str]:
     """Returns the tables of docs/results/recalibration.md."""
-    public = {network: found for network, found in report.items() if network != "cifar100"}
-    rows, second, third = [], [], []
-    for name in next(iter(report.values()))["methods"]:
-        scores = {
-            network: _scores(name, found["methods"][name]) for network, found in public.items()
-        }
-        rows.append(
-            {
-                "method": name,
-                **{f"{n}, {score}": x for n, row in scores.items() for score, x in row.items()},
-            }
-        )
-    ways = ("none", "Acc-T wide", "Acc-T bisection", "logistic binning", "beta binning")
-    for name in (*ways, "vector scaling", "vector scaling, no privacy"):
-        row = {"method": name}
-        for network, found in public.items():
-            for score in ("ece", "classwise", "adaptive"):
-                if (
-                    score in found["further"][0][name]
-                ):  # a binning has a confidence in the first class only
-                    row[f"{network}, {score}"] = _error(
-                        _by_shift(found["further"], lambda r, n=name, s=score: r[n][s])
-                    )
-        second.append(row)
-    for name in ("beta binning", "vector scaling", "Acc-T bisection"):
-        row = {"method, less logistic binning": name}
-        for network, found in public.items():
-            gaps = _by_shift(
-                found["further"], lambda r, n=name: r[n]["ece"] - r["logistic binning"]["ece"]
-            )
-            row[network] = _error(gaps)
-        third.append(row)
-    heads = ("method", "all", "centre", "Brier")
-    fourth = [dict(zip(heads, (name, *row), strict=True)) for name, row in earlier["rows"].items()]
-    networks = [
-        {"network": network, **{key: one[key] for key in ("images", "trials", "shifts")}}
-        | {key: results.percent(one[key]) for key in ("clean", "shifted")}
-        for network, one in report.items()
-    ]
-    hundred = [
-        {"method": name, **_scores(name, one)}
-        for name, one in report["cifar100"]["methods"].items()
-    ]
-    found = {
+    networks = []
+    for network, run in report.items():
+        row = {"network": network} | {key: run[key] for key in ("images", "trials", "shifts")}
+        row |= {key: results.percent(run[key]) for key in ("clean", "shifted")}
+        networks.append(row)
+    hundred = []
+    for name, scores in report["cifar100"]["methods"].items():
+        hundred.append({"method": name} | _scores(name, scores))
+    before = []
+    for name, row in earlier["rows"].items():
+        before.append(dict(zip(("method", "all", "centre", "Brier"), (name, *row), strict=True)))
+    public = {network: run for network, run in report.items() if network != "cifar100"}
+    rows = {
         "networks": networks,
-        "methods": rows,
-        "class-wise": second,
-        "differences": third,
+        "methods": _method_rows(public),
+        "class-wise": _class_wise_rows(public),
+        "differences": _difference_rows(public),
         "cifar100": hundred,
+        "b": before,
     }
-    return {
-        title: format_table(rows, style="markdown")
-        for title, rows in {**found, "b": fourth}.items()
-    }
+    return {title: format_table(lines, style="markdown") for title, lines in rows.items()}
+
+
+def _method_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for name in next(iter(runs.values()))["methods"]:
+        row = {"method": name}
+        for network, run in runs.items():
+            scores = _scores(name, run["methods"][name])
+            row |= {f"{network}, {score}": value for score, value in scores.items()}
+        rows.append(row)
+    return rows
+
+
+def _class_wise_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    methods = ("none", "Acc-T wide", "Acc-T bisection", "logistic binning", "beta binning")
+    rows = []
+    for name in (*methods, "vector scaling", "vector scaling, no privacy"):
+        row = {"method": name}
+        for network, run in runs.items():
+            for score in ("ece", "classwise", "adaptive"):
+                # A binning has a confidence in the first class only.
+                if score not in run["further"][0][name]:
+                    continue
+                errors = _by_shift(run["further"], lambda r, n=name, s=score: r[n][s])
+                row[f"{network}, {score}"] = _error(errors)
+        rows.append(row)
+    return rows
+
+
+def _difference_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    base = "logistic binning"
+    rows = []
+    for name in ("beta binning", "vector scaling", "Acc-T bisection"):
+        row = {f"method, less {base}": name}
+        for network, run in runs.items():
+            gaps = _by_shift(run["further"], lambda r, n=name: r[n]["ece"] - r[base]["ece"])
+            row[network] = _error(gaps)
+        rows.append(row)
+    return rows
 
 
 def _scores(name: str, one: Any) -> dict[str, str]:
@@ -326,17 +334,12 @@ def draw(network: str, report: Any, _: Any, path: pathlib.Path) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workdirs", required=True, help="finished workdirs, separated by commas")
-    options = parser.parse_args()
-    report = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    for folder in map(pathlib.Path, options.workdirs.split(",")):
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    report = timing.earlier(flags.output)
+    for folder in map(pathlib.Path, flags.workdirs.split(",")):
         report[folder.name] = summary(folder)
-    write_json(RESULTS, report)
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -2,7 +2,7 @@
 of CIFAR-100.
 
     python -m launch.split --config configs/split/cifar100.py --workdir W --config.attack.lpips ...
-    python -m benchmarks.evidence_split --workdir W
+    python -m benchmarks run evidence_split --workdir W
     python -m benchmarks.evidence results/split_adaptation.md
 
 The docstring of the config has the whole first command. The second one keeps the rows of the
@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from configs.split import cifar100
-from jaxdp.files import write_json
 from jaxdp.report import format_table, plot_panels
 from launch import results
 from launch.split_runs import ABLATIONS, BASELINES, SA, SA_ONCE, STOLEN
@@ -35,30 +34,13 @@ PAPER_UPLOADS = {  # of Tables 5 and 6
     "SA without Laplace noise": ("table 6, SSIM, PSNR, LPIPS", "no Laplace noise"),
     "SA without model noise": ("table 6, SSIM, PSNR, LPIPS", "no noise on the model"),
 }
+Rows = Sequence[Mapping[str, Any]]
 CONFIG = cifar100.get_config()
 SHOTS = CONFIG.ablation.shots  # of all tables but the first two
 STRONGEST = {
     "noise-aware": "one copy",
     "aggregating": f"median of {1 + CONFIG.client.copies} copies",
 }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--workdir", required=True, type=pathlib.Path, help="a finished workdir")
-    workdir = parser.parse_args().workdir
-    if not (workdir / "result.json").exists():
-        raise SystemExit(
-            f"--workdir must be finished, but {workdir} has no result.json. Run launch.split to "
-            "its end."
-        )
-    rows = [
-        json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(workdir.glob("cells/**/row.json"))
-    ]
-    write_json(RESULTS, {"rows": [_rounded(row) for row in rows if row["part"] != "costs"]})
 
 
 def _rounded(value: Any) -> Any:
@@ -74,104 +56,138 @@ def tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]
     """Returns the tables of the run, beside the paper's numbers."""
     rows = found["rows"]
     runs = results.select(rows, part="runs", laplace=1.0)
-    shots = sorted({row["shots"] for row in runs})
-    theirs = {row["method"]: row["5 shots"] for row in paper["table 1"]}
-    methods = [name for name in (*BASELINES, SA) if results.select(runs, method=name)]
-    ablations = [name for name in ABLATIONS if results.select(runs, method=name)]
-    ablated, reference = paper["table 4, 5 shots"], float(theirs[SA].split()[0])
-    made: dict[str, list[dict[str, Any]]] = {
-        "accuracy": [
-            {"method": name}
-            | {f"{k} shots": _mean(results.select(runs, method=name, shots=k)) for k in shots}
-            for name in methods
-        ],
-        "differences": [
-            {"Split Adaptation less": name}
-            | {f"{k} shots": _gain(runs, name, k) for k in shots}
-            | {"paper, 5 shots": f"{reference - float(theirs[name].split()[0]):+.2f}"}
-            for name in methods
-            if name != SA
-        ],
-        "ablations": [
-            {
-                "variant": name,
-                "accuracy": _mean(results.select(runs, method=name, shots=SHOTS)),
-                "Split Adaptation less this": _gain(runs, name, SHOTS) if name != SA else None,
-                "paper": f"{ablated[SA] - ablated[PAPER_ROWS[name]]:+.2f}"
-                if name in PAPER_ROWS
-                else None,
-            }
-            for name in ablations
-        ],
-        "rates": [
-            {"method": name}
-            | {f"rate {row['rate']:g}": results.percent(row["accuracy"]) for row in tried}
-            for name in dict.fromkeys(row["method"] for row in results.select(rows, part="tuning"))
-            for tried in [
-                sorted(
-                    results.select(rows, part="tuning", method=name), key=lambda row: row["rate"]
-                )
-            ]
-        ],
-        "stealing": [
-            {
-                "model": name,
-                "accuracy": _mean(results.select(runs, method=name, shots=SHOTS)),
-                "paper": known,
-            }
-            for name, known in (
-                (name, _shown(paper["table 3"].get(name))) for name in (*STOLEN, SA)
-            )
-            if results.select(runs, method=name)
-        ],
-        "reconstruction": [
-            {
-                "upload": row["upload"],
-                "attacker": name,
-                "PSNR, dB": _score(scores["psnr"]),
-                "SSIM (11)": _score(scores["ssim_gaussian11"]),
-                "LPIPS": _score(scores["lpips"]),
-                "paper: PSNR, SSIM, LPIPS": _published(paper, row["upload"])
-                if name == "noise-aware"
-                else None,
-            }
-            for row in _uploads(rows)
-            for name, scores in row["attackers"].items()
-        ],
-        "noise": [
-            {"scale b": f"{scale:g}"}
-            | {name: _mean(_noisy(rows, name, scale)) for name in (SA, SA_ONCE)}
-            | {f"PSNR, {STRONGEST[name]}": _score(attack[name]["psnr"]) for name in STRONGEST}
-            for scale, attack in _attacks(rows).items()
-        ],
+    rows_of: dict[str, list[dict[str, Any]]] = {
+        "accuracy": _accuracy_rows(runs),
+        "differences": _difference_rows(runs, paper),
+        "ablations": _ablation_rows(runs, paper),
+        "rates": _rate_rows(results.select(rows, part="tuning")),
+        "stealing": _stealing_rows(runs, paper),
+        "reconstruction": _reconstruction_rows(rows, paper),
+        "noise": _noise_rows(rows),
         "patches": _swept(rows, "patches", "share of replaced patches"),
         "copies": _swept(rows, "copies", "copies"),
-        "private mode": [
-            {"epsilon": f"{level:g}", "images of a class": str(k), "accuracy": _mean(mine)}
-            for (level, k), mine in _private(rows).items()
-        ],
+        "private mode": _private_rows(rows),
     }
-    return {name: format_table(lines, style="markdown") for name, lines in made.items() if lines}
+    return {name: format_table(lines, style="markdown") for name, lines in rows_of.items() if lines}
+
+
+def _with_runs(names: Iterable[str], runs: Rows) -> list[str]:
+    return [name for name in names if results.select(runs, method=name)]
+
+
+def _shots(runs: Rows) -> list[int]:
+    return sorted({row["shots"] for row in runs})
+
+
+def _accuracy_rows(runs: Rows) -> list[dict[str, Any]]:
+    lines = []
+    for method in _with_runs((*BASELINES, SA), runs):
+        line = {"method": method}
+        for shots in _shots(runs):
+            line[f"{shots} shots"] = _mean(results.select(runs, method=method, shots=shots))
+        lines.append(line)
+    return lines
+
+
+def _difference_rows(runs: Rows, paper: Mapping[str, Any]) -> list[dict[str, Any]]:
+    published = {row["method"]: float(row["5 shots"].split()[0]) for row in paper["table 1"]}
+    lines = []
+    for method in _with_runs(BASELINES, runs):
+        line = {"Split Adaptation less": method}
+        for shots in _shots(runs):
+            line[f"{shots} shots"] = _gain(runs, method, shots)
+        line["paper, 5 shots"] = f"{published[SA] - published[method]:+.2f}"
+        lines.append(line)
+    return lines
+
+
+def _ablation_rows(runs: Rows, paper: Mapping[str, Any]) -> list[dict[str, Any]]:
+    published = paper["table 4, 5 shots"]
+    lines = []
+    for variant in _with_runs(ABLATIONS, runs):
+        line = {
+            "variant": variant,
+            "accuracy": _mean(results.select(runs, method=variant, shots=SHOTS)),
+            "Split Adaptation less this": None,
+            "paper": None,
+        }
+        if variant != SA:
+            line["Split Adaptation less this"] = _gain(runs, variant, SHOTS)
+        if variant in PAPER_ROWS:
+            line["paper"] = f"{published[SA] - published[PAPER_ROWS[variant]]:+.2f}"
+        lines.append(line)
+    return lines
+
+
+def _rate_rows(tuning: Rows) -> list[dict[str, Any]]:
+    lines: dict[str, dict[str, Any]] = {}
+    for row in sorted(tuning, key=lambda row: row["rate"]):
+        line = lines.setdefault(row["method"], {"method": row["method"]})
+        line[f"rate {row['rate']:g}"] = results.percent(row["accuracy"])
+    return [lines[method] for method in dict.fromkeys(row["method"] for row in tuning)]
+
+
+def _stealing_rows(runs: Rows, paper: Mapping[str, Any]) -> list[dict[str, Any]]:
+    lines = []
+    for model in _with_runs((*STOLEN, SA), runs):
+        accuracy = _mean(results.select(runs, method=model, shots=SHOTS))
+        published = _shown(paper["table 3"].get(model))
+        lines.append({"model": model, "accuracy": accuracy, "paper": published})
+    return lines
+
+
+def _reconstruction_rows(rows: Rows, paper: Mapping[str, Any]) -> list[dict[str, Any]]:
+    lines = []
+    for row in _uploads(rows):
+        for attacker, scores in row["attackers"].items():
+            # The paper's numbers stand beside one attacker only.
+            published = _published(paper, row["upload"]) if attacker == "noise-aware" else None
+            lines.append(
+                {
+                    "upload": row["upload"],
+                    "attacker": attacker,
+                    "PSNR, dB": _score(scores["psnr"]),
+                    "SSIM (11)": _score(scores["ssim_gaussian11"]),
+                    "LPIPS": _score(scores["lpips"]),
+                    "paper: PSNR, SSIM, LPIPS": published,
+                }
+            )
+    return lines
+
+
+def _noise_rows(rows: Rows) -> list[dict[str, Any]]:
+    lines = []
+    for scale, attackers in _attacks(rows).items():
+        line = {"scale b": f"{scale:g}"}
+        for method in (SA, SA_ONCE):
+            line[method] = _mean(_noisy(rows, method, scale))
+        for attacker, title in STRONGEST.items():
+            line[f"PSNR, {title}"] = _score(attackers[attacker]["psnr"])
+        lines.append(line)
+    return lines
+
+
+def _private_rows(rows: Rows) -> list[dict[str, Any]]:
+    lines = []
+    for (epsilon, shots), runs in _private(rows).items():
+        line = {"epsilon": f"{epsilon:g}", "images of a class": str(shots)}
+        lines.append(line | {"accuracy": _mean(runs)})
+    return lines
 
 
 def draw(found: Mapping[str, Any], _: Any, path: pathlib.Path) -> None:
     """Draws Figure 4: accuracy against what two attackers reconstruct, a point for each scale of
     the noise."""
     rows = found["rows"]
-    accuracy = {scale: results.over_seeds(_noisy(rows, SA, scale)).mean for scale in _attacks(rows)}
-    panels = {
-        title: (
-            title,
-            {
-                STRONGEST[name]: [
-                    (attack[name][score]["mean"], accuracy[k])
-                    for k, attack in _attacks(rows).items()
-                ]
-                for name in reversed(STRONGEST)
-            },
-        )
-        for score, title in (("psnr", "PSNR in dB"), ("ssim_gaussian11", "SSIM"))
-    }
+    attacks = _attacks(rows)
+    accuracy = {scale: results.over_seeds(_noisy(rows, SA, scale)).mean for scale in attacks}
+    panels = {}
+    for score, title in (("psnr", "PSNR in dB"), ("ssim_gaussian11", "SSIM")):
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for attacker in reversed(STRONGEST):
+            curve = [(a[attacker][score]["mean"], accuracy[scale]) for scale, a in attacks.items()]
+            curves[STRONGEST[attacker]] = curve
+        panels[title] = (title, curves)
     plot_panels(
         path,
         panels,
@@ -183,7 +199,7 @@ def draw(found: Mapping[str, Any], _: Any, path: pathlib.Path) -> None:
     )
 
 
-def _uploads(rows: Sequence[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+def _uploads(rows: Rows) -> Iterable[Mapping[str, Any]]:
     named = {row["upload"]: row for row in results.select(rows, part="attacks")}
     yield from (
         named[name]
@@ -194,12 +210,12 @@ def _uploads(rows: Sequence[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
         yield {**row, "upload": f"private mode, epsilon {row['level']:g}"}
 
 
-def _attacks(rows: Sequence[Mapping[str, Any]]) -> dict[float, Any]:
+def _attacks(rows: Rows) -> dict[float, Any]:
     found = {row["level"]: row["attackers"] for row in results.select(rows, part="attacks_noise")}
     return dict(sorted(found.items()))
 
 
-def _noisy(rows: Sequence[Mapping[str, Any]], method: str, scale: float) -> list[Mapping[str, Any]]:
+def _noisy(rows: Rows, method: str, scale: float) -> list[Mapping[str, Any]]:
     """Returns the runs with noise of this scale."""
     runs = results.select(
         rows,
@@ -211,7 +227,7 @@ def _noisy(rows: Sequence[Mapping[str, Any]], method: str, scale: float) -> list
     return [row for row in runs if abs(row["laplace"] * CONFIG.client.laplace / scale - 1) < 1e-3]
 
 
-def _swept(rows: Sequence[Mapping[str, Any]], part: str, title: str) -> list[dict[str, Any]]:
+def _swept(rows: Rows, part: str, title: str) -> list[dict[str, Any]]:
     found = results.select(rows, part=part)
     values = sorted({row["value"] for row in found})
     return [
@@ -220,7 +236,7 @@ def _swept(rows: Sequence[Mapping[str, Any]], part: str, title: str) -> list[dic
     ]
 
 
-def _private(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[float, int], list[Mapping[str, Any]]]:
+def _private(rows: Rows) -> dict[tuple[float, int], list[Mapping[str, Any]]]:
     found: dict[tuple[float, int], list[Mapping[str, Any]]] = {}
     for row in sorted(results.select(rows, part="private"), key=lambda row: row["epsilon"]):
         found.setdefault((round(row["epsilon"], 2), row["shots"]), []).append(row)
@@ -243,7 +259,7 @@ def _score(moments: Mapping[str, float]) -> str:
     return f"{moments['mean']:.3g} ({moments['error']:.2g})"
 
 
-def _gain(runs: Sequence[Mapping[str, Any]], method: str, shots: int) -> str:
+def _gain(runs: Rows, method: str, shots: int) -> str:
     """Returns what Split Adaptation has more on the same draws."""
     ours = {row["seed"]: row["accuracy"] for row in results.select(runs, method=SA, shots=shots)}
     mine = results.select(runs, method=method, shots=shots)
@@ -252,7 +268,7 @@ def _gain(runs: Sequence[Mapping[str, Any]], method: str, shots: int) -> str:
     )
 
 
-def _mean(rows: Sequence[Mapping[str, Any]]) -> str:
+def _mean(rows: Rows) -> str:
     return _percent([row["accuracy"] for row in rows])
 
 
@@ -274,5 +290,20 @@ def earlier_tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[s
     return earlier | {"paper: accuracy": format_table(paper["table 1"], style="markdown")}
 
 
-if __name__ == "__main__":
-    main()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workdir", required=True, type=pathlib.Path, help="a finished workdir")
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    workdir = flags.workdir
+    if not (workdir / "result.json").exists():
+        raise SystemExit(
+            f"--workdir must be finished, but {workdir} has no result.json. Run launch.split to "
+            "its end."
+        )
+    rows = []
+    for path in sorted(workdir.glob("cells/**/row.json")):
+        row = json.loads(path.read_text(encoding="utf-8"))
+        if row["part"] != "costs":
+            rows.append(_rounded(row))
+    return {"rows": rows}

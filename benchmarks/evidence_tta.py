@@ -1,9 +1,9 @@
 r"""The claims of arXiv:2606.01908 on USPS and CIFAR-10 under shift: clipping, conversion cost, and
 budgets.
 
-    python -m benchmarks.evidence_tta \
+    python -m benchmarks run evidence_tta \
         --data_dir DIR [--study continual] [--workdir workdir/evidence_tta]
-    python -m benchmarks.evidence_tta --data_dir DIR --study cifar10 --study cifar10_episodic \
+    python -m benchmarks run evidence_tta --data_dir DIR --study cifar10 --study cifar10_episodic \
         --checkpoint resnet20_cifar10.npz
     python -m benchmarks.evidence results/tta.md
 
@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import timing
 from configs.tta import cifar10, usps_shift
-from jaxdp.files import write_json
 from jaxdp.models import save_params
 from jaxdp.models.layers import GroupNorm
 from jaxdp.report import format_table, plot_curves
@@ -49,27 +49,6 @@ STUDIES = {
     "cifar10": lambda: cifar10.get_config("group_norm"),
     "cifar10_episodic": lambda: cifar10.get_config("group_norm_episodic"),
 }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data_dir", default="")
-    parser.add_argument("--workdir", default="workdir/evidence_tta")
-    parser.add_argument(
-        "--study", action="append", choices=STUDIES, help="the default is those of USPS"
-    )
-    parser.add_argument(
-        "--checkpoint", default="", help="the published ResNet-20 of the studies of CIFAR-10"
-    )
-    options = parser.parse_args()
-    for study in options.study or ("continual", "episodic"):
-        found = run(
-            study, options.data_dir, pathlib.Path(options.workdir) / study, options.checkpoint
-        )
-        earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        write_json(RESULTS, earlier | {study: found})
 
 
 def run(study: str, data_dir: str, root: pathlib.Path, checkpoint: str = "") -> dict[str, Any]:
@@ -166,40 +145,42 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
 # --- The page -----------------------------------------------------------------------------------
 
 
-def tables(found: Any) -> dict[str, str]:
+def tables(report: Any) -> dict[str, str]:
     """Returns the tables of the page in Markdown, by the name in their comment."""
-    made = {}
-    for protocol in (name for name in STUDIES if name in found):
-        *cells, source = found[protocol]["cells"]
+    markdown = {}
+    for protocol in (name for name in STUDIES if name in report):
+        *cells, source = report[protocol]["cells"]
         changed = [cell for cell in cells if cell["setting"] != adapt.ORIGINAL]
-        runs = found[protocol]["streams"] * found[protocol]["source models"]
-        made[f"{protocol}: accuracy"] = _pivot([*cells, source], lambda c: f"{100 * c['mean']:.1f}")
+        runs = report[protocol]["streams"] * report[protocol]["source models"]
+        markdown[f"{protocol}: accuracy"] = _pivot(
+            [*cells, source], lambda c: f"{100 * c['mean']:.1f}"
+        )
         five = [
             {"method": "mean of the five", "setting": setting, "over_source": gain}
-            for setting, gain in found[protocol]["mean gain of the methods"].items()
+            for setting, gain in report[protocol]["mean gain of the methods"].items()
         ]
-        made[f"{protocol}: gain"] = _pivot(
+        markdown[f"{protocol}: gain"] = _pivot(
             [*cells, *five], lambda c: results.percent(*c["over_source"], sign="+")
         )
-        made[f"{protocol}: change"] = _pivot(
+        markdown[f"{protocol}: change"] = _pivot(
             changed,
             lambda c, n=runs: (
                 f"{results.percent(*c['over_original'], sign='+')} ({c['higher']} of {n})"
             ),
         )
-        made[f"{protocol}: length"] = _pivot(cells, lambda c: f"{c['length']:.3f}")
-        made[f"{protocol}: taken"] = _pivot(
+        markdown[f"{protocol}: length"] = _pivot(cells, lambda c: f"{c['length']:.3f}")
+        markdown[f"{protocol}: taken"] = _pivot(
             [cell for cell in cells if "taken" in cell], lambda c: f"{100 * c['taken']:.0f}"
         )
-        if "clean" in found[protocol]:
-            right = {"clean test images": found[protocol]["clean"], "the stream": source["mean"]}
+        if "clean" in report[protocol]:
+            right = {"clean test images": report[protocol]["clean"], "the stream": source["mean"]}
             shown = {
                 "source right on": "percent",
                 **{where: f"{100 * share:.1f}" for where, share in right.items()},
             }
-            made[f"{protocol}: source"] = format_table([shown], style="markdown")
-        made[f"{protocol}: by length"] = _by_length(found[protocol]["tried"])
-    return made
+            markdown[f"{protocol}: source"] = format_table([shown], style="markdown")
+        markdown[f"{protocol}: by length"] = _by_length(report[protocol]["tried"])
+    return markdown
 
 
 def _pivot(cells: Sequence[Any], text: Any) -> str:
@@ -223,9 +204,9 @@ def _by_length(tried: Sequence[Any]) -> str:
     return format_table(rows, style="markdown")
 
 
-def draw(found: Any, path: pathlib.Path) -> None:
+def draw(report: Any, path: pathlib.Path) -> None:
     """Draws what each private form gains over no adaptation, by epsilon."""
-    *cells, source = found["continual"]["cells"]
+    *cells, source = report["continual"]["cells"]
     noisy = [
         (float(c["setting"].removeprefix("epsilon ")), c)
         for c in cells
@@ -239,8 +220,8 @@ def draw(found: Any, path: pathlib.Path) -> None:
         path,
         curves,
         title="Accuracy under shift by ε of a sample, USPS, continual",
-        subtitle=f"{found['continual']['streams']} streams of 5 domains, "
-        f"{found['continual']['source models']} sources",
+        subtitle=f"{report['continual']['streams']} streams of 5 domains, "
+        f"{report['continual']['source models']} sources",
         xlabel="ε of one visit (log scale)",
         ylabel="mean accuracy over the stream",
         xscale="log",
@@ -249,5 +230,21 @@ def draw(found: Any, path: pathlib.Path) -> None:
     )
 
 
-if __name__ == "__main__":
-    main()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data_dir", default="")
+    parser.add_argument("--workdir", default="workdir/evidence_tta")
+    parser.add_argument(
+        "--study", action="append", choices=STUDIES, help="the default is those of USPS"
+    )
+    parser.add_argument(
+        "--checkpoint", default="", help="the published ResNet-20 of the studies of CIFAR-10"
+    )
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    report = timing.earlier(flags.output)
+    for study in flags.study or ("continual", "episodic"):
+        workdir = pathlib.Path(flags.workdir) / study
+        report[study] = run(study, flags.data_dir, workdir, flags.checkpoint)
+        timing.write(report, flags.output)  # a later study may fail
+    return report

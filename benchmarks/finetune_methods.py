@@ -1,7 +1,7 @@
 """Methods of private training on the features of a public network, each against DP-SGD on the same
 private images.
 
-    python -m benchmarks.finetune_methods --checkpoint FILE --data_dir DIR
+    python -m benchmarks run finetune_methods --checkpoint FILE --data_dir DIR
 
 The data and the network are those of `configs/finetune/cifar10_squeezenet.py`. Each of five
 disjoint sets of 2000 training images of CIFAR-10 is a private set. Learning rates are chosen on
@@ -24,7 +24,6 @@ import jaxdp
 from benchmarks import timing
 from jaxdp import data, finetune, models
 from jaxdp.data import PoissonSampler, from_arrays
-from jaxdp.files import write_json
 from launch import results
 
 FOLDS, RECORDS, STEPS, CLIP, DELTA = 5, 2000, 30, 0.15, 1e-5
@@ -32,9 +31,8 @@ EPSILONS = (1.0, 4.0)
 RATES = (16.0, 32.0, 64.0, 128.0)
 
 
-def arguments(doc: str | None, *, output: str) -> argparse.ArgumentParser:
-    """Returns a parser with what `features` asks for."""
-    parser = timing.arguments(doc, output=output)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `features` reads."""
     parser.add_argument("--checkpoint", help="SqueezeNet 1.0, arrays of the Caffe model")
     parser.add_argument("--data_dir", help="prepared TFDS data of cifar10 and CIFAR-100")
     parser.add_argument(
@@ -43,15 +41,14 @@ def arguments(doc: str | None, *, output: str) -> argparse.ArgumentParser:
         help="the name of CIFAR-100 or of a part of it in data_dir",
     )
     parser.add_argument("--features", default="features.npz", help="a file that keeps the features")
-    return parser
 
 
 def features(options: Any) -> dict[str, np.ndarray]:
     """Returns features and labels of all parts. They are kept in a file, because a network computes
     them."""
-    kept = pathlib.Path(options.features)
-    if kept.exists():
-        with np.load(kept) as file:
+    file_of_features = pathlib.Path(options.features)
+    if file_of_features.exists():
+        with np.load(file_of_features) as file:
             return dict(file)
     import tensorflow_datasets as tfds
 
@@ -64,7 +61,7 @@ def features(options: Any) -> dict[str, np.ndarray]:
     )
     compute = jax.jit(functools.partial(models.head_inputs, public))
     mirrored = jax.jit(lambda images: models.head_inputs(public, images[:, :, ::-1]))
-    found = {}
+    arrays = {}
     for role, name, split, count, views in (
         ("public", options.cifar100, "train", 8000, {"": compute}),
         ("public_test", options.cifar100, "test", 2000, {"": compute}),
@@ -74,16 +71,16 @@ def features(options: Any) -> dict[str, np.ndarray]:
         source = data.resize_images(data.from_tfds(name, split, data_dir=options.data_dir), 96, 3)
         batches = [source.gather(np.arange(i, i + 100)) for i in range(0, count, 100)]
         for view, function in views.items():
-            found[role + view] = np.concatenate(
+            arrays[role + view] = np.concatenate(
                 [np.asarray(function(jnp.asarray(b["image"]))) for b in batches]
             )
         label = "label" if name == "cifar10" else "coarse_label"
         records = tfds.data_source(name, split=split, data_dir=options.data_dir).__getitems__(
             list(range(count))
         )
-        found[f"{role}_label"] = np.array([record[label] for record in records])
-    np.savez(kept, **found)
-    return found
+        arrays[f"{role}_label"] = np.array([record[label] for record in records])
+    np.savez(file_of_features, **arrays)
+    return arrays
 
 
 def loss(params: Any, record: Any) -> jax.Array:
@@ -149,16 +146,16 @@ VARIANTS = ("DP-SGD", "EMA", "two views", "AdpAlloc", "AdpClip", "DP-SAT", "GEP"
 
 
 def chosen_rates(
-    found: Mapping[str, np.ndarray], mapping: models.Features, trainers: Mapping[Any, Any]
+    arrays: Mapping[str, np.ndarray], mapping: models.Features, trainers: Mapping[Any, Any]
 ) -> dict[str, dict[str, float]]:
     """Returns accuracies by "variant, epsilon" and learning rate, on ten coarse classes of
     CIFAR-100.
 
     Each rate has two runs.
     """
-    label, held = found["public_label"], found["public_test_label"]
-    x, y = mapping(found["public"][label < 10])[:RECORDS, None], label[label < 10][:RECORDS]
-    test = mapping(found["public_test"][held < 10]), held[held < 10]
+    label, held = arrays["public_label"], arrays["public_test_label"]
+    x, y = mapping(arrays["public"][label < 10])[:RECORDS, None], label[label < 10][:RECORDS]
+    test = mapping(arrays["public_test"][held < 10]), held[held < 10]
     table: dict[str, dict[str, float]] = {}
     for variant in VARIANTS:
         if variant == "two views":  # the same gradient's length and noise as DP-SGD
@@ -176,16 +173,16 @@ def chosen_rates(
 
 
 def compared(
-    found: Mapping[str, np.ndarray],
+    arrays: Mapping[str, np.ndarray],
     mapping: models.Features,
     trainers: Mapping[Any, Any],
     tuned: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Returns the accuracy of every variant, epsilon and private set."""
     private, mirror, images = (
-        mapping(found[name]) for name in ("private", "private_mirror", "test")
+        mapping(arrays[name]) for name in ("private", "private_mirror", "test")
     )
-    test, rows = (images, found["test_label"]), []
+    test, rows = (images, arrays["test_label"]), []
     for epsilon in EPSILONS:
         for variant in VARIANTS:
             rates = tuned[f"{'DP-SGD' if variant == 'two views' else variant}, {epsilon:g}"]
@@ -193,15 +190,15 @@ def compared(
             for fold in range(FOLDS):
                 here = slice(fold * RECORDS, (fold + 1) * RECORDS)
                 views = [private[here], mirror[here]] if variant == "two views" else [private[here]]
-                x, y = np.stack(views, axis=1), found["private_label"][here]
-                got = accuracy(trainers[variant, epsilon], rate, x, y, test)
+                x, y = np.stack(views, axis=1), arrays["private_label"][here]
+                right = accuracy(trainers[variant, epsilon], rate, x, y, test)
                 rows.append(
                     {
                         "variant": variant,
                         "epsilon": epsilon,
                         "seed": fold,
                         "rate": rate,
-                        "accuracy": got,
+                        "accuracy": right,
                     }
                 )
             print(variant, epsilon, rate, [row["accuracy"] for row in rows[-FOLDS:]], flush=True)
@@ -210,51 +207,50 @@ def compared(
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns the table of docs/results/public_checkpoint.md."""
-    heads = [f"epsilon {e:g} | less DP-SGD" for e in EPSILONS]
-    lines = [f"| method | {' | '.join(heads)} |", "|---" * (1 + 2 * len(heads)) + "|"]
+    header = ["method"]
+    for epsilon in EPSILONS:
+        header += [f"epsilon {epsilon:g}", "less DP-SGD"]
+    lines = []
     for variant in VARIANTS:
         cells = [variant]
         for epsilon in EPSILONS:
-            here = results.select(rows, epsilon=epsilon)
-            mean, _, error = results.moments(
-                row["accuracy"] for row in results.select(here, variant=variant)
-            )
-            cells.append(f"{100 * mean:.1f} ({100 * error:.1f})")
-            if variant == "DP-SGD":
-                cells.append("")
-                continue
-            how: dict[str, Any] = {"coordinates": ("variant", "epsilon", "seed")}
-            gap = results.paired_difference(here, "variant", "DP-SGD", variant, **how)
-            cells.append(f"{100 * gap.mean:+.1f} ({100 * gap.error:.1f})")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            cells += _cells(results.select(rows, epsilon=epsilon), variant)
+        lines.append(cells)
+    return timing.page_table(header, lines)
 
 
-def main() -> None:
-    options = arguments(__doc__, output="benchmarks/results/finetune_methods.json").parse_args()
+def _cells(rows: Sequence[Mapping[str, Any]], variant: str) -> tuple[str, str]:
+    """Returns the accuracy of a variant, and its gain over DP-SGD on the same images."""
+    accuracies = [row["accuracy"] for row in results.select(rows, variant=variant)]
+    mean, _, error = results.moments(accuracies)
+    accuracy = f"{100 * mean:.1f} ({100 * error:.1f})"
+    if variant == "DP-SGD":
+        return accuracy, ""
+    coordinates = ("variant", "epsilon", "seed")
+    gap = results.paired_difference(rows, "variant", "DP-SGD", variant, coordinates=coordinates)
+    return accuracy, f"{100 * gap.mean:+.1f} ({100 * gap.error:.1f})"
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     began = time.process_time()
-    found = features(options)
-    mapping = models.Features.from_public(found["public"], dimensions=256, whiten=0.5)
+    arrays = features(flags)
+    mapping = models.Features.from_public(arrays["public"], dimensions=256, whiten=0.5)
     anchors = {
-        "views": mapping(found["public"][:256])[:, None],
+        "views": mapping(arrays["public"][:256])[:, None],
         "label": np.random.default_rng(0).integers(10, size=256, dtype=np.int32),
     }
-    trainers = {
-        (variant, epsilon): trainer(variant, epsilon, anchors)
-        for variant in VARIANTS
-        for epsilon in EPSILONS
-    }
-    tuned = chosen_rates(found, mapping, trainers)
-    rows = compared(found, mapping, trainers, tuned)
-    about = {
+    trainers = {}
+    for variant in VARIANTS:
+        for epsilon in EPSILONS:
+            trainers[variant, epsilon] = trainer(variant, epsilon, anchors)
+    rates = chosen_rates(arrays, mapping, trainers)
+    rows = compared(arrays, mapping, trainers, rates)
+    print(table(rows))
+    return {
         "cpu_seconds": round(time.process_time() - began),
         "records": RECORDS,
         "steps": STEPS,
         "clip_norm": CLIP,
+        "tuned_on_cifar100": rates,
+        "rows": rows,
     }
-    write_json(pathlib.Path(options.output), {**about, "tuned_on_cifar100": tuned, "rows": rows})
-    print(table(rows))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Times private recalibration with many hospitals, in Flower's simulation engine, which needs Ray.
 
     pip install "flwr[simulation]>=1.41,<1.42"
-    RAY_worker_niceness=0 python -m benchmarks.hospitals --hospitals 50 --cores 2
+    RAY_worker_niceness=0 python -m benchmarks run hospitals --hospitals 50 --cores 2
 
 Without the variable, Ray gives its workers a low priority, and other work on the machine holds them
 up. Every hospital is the `launch.hospitals.Hospital` of a real run, with its own records, workdir
@@ -10,6 +10,7 @@ all of them. `--in_process` does without Flower and Ray. The output has the seco
 of all processes together (on Linux), which a busy machine distorts less, and the bytes of packages
 per party."""
 
+import argparse
 import contextlib
 import os
 import pathlib
@@ -21,9 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import timing
 from configs.recalibration.hospitals import get_config
-from jaxdp.files import optional, write_json
+from jaxdp.files import optional
 from jaxdp.privacy import Ledger
 from launch import flower, hospitals, links
 
@@ -50,26 +50,26 @@ def answer(folder: pathlib.Path, number: int, question: bytes) -> bytes:
     """Opens a hospital and answers a question. A file gets the CPU-seconds that this took."""
     began = time.process_time()
     with hospital(folder, number) as one:
-        found = one.answer(question)
+        sent = one.answer(question)
     with open(folder / f"hospital-{number}" / "seconds", "a") as file:
         file.write(f"{time.process_time() - began}\n")
-    return found
+    return sent
 
 
 def cpu_seconds() -> float:
     """Returns the CPU-seconds of this process and of all processes below it, also of those that
     were waited for."""
-    ticks, parents = dict[str, int](), dict[str, str]()
+    ticks: dict[str, int] = {}
+    parents: dict[str, str] = {}
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended
             fields = path.read_text().rpartition(")")[2].split()  # man 5 proc, from the third field
-            parents[path.parent.name], ticks[path.parent.name] = (
-                fields[1],
-                sum(map(int, fields[11:15])),
-            )
+            process = path.parent.name
+            parents[process] = fields[1]
+            ticks[process] = sum(map(int, fields[11:15]))
     mine = {str(os.getpid())}
-    while more := {name for name, parent in parents.items() if parent in mine} - mine:
-        mine |= more
+    while children := {name for name, parent in parents.items() if parent in mine} - mine:
+        mine |= children
     return sum(ticks[name] for name in mine) / os.sysconf("SC_CLK_TCK")
 
 
@@ -77,8 +77,10 @@ class InProcess:
     """The hospitals of a folder as parties."""
 
     def __init__(self, folder: pathlib.Path, count: int, opened: contextlib.ExitStack):
-        found = {f"hospital-{i}": opened.enter_context(hospital(folder, i)) for i in range(count)}
-        self._hospitals, self.names = found, tuple(found)
+        opened_hospitals = {
+            f"hospital-{i}": opened.enter_context(hospital(folder, i)) for i in range(count)
+        }
+        self._hospitals, self.names = opened_hospitals, tuple(opened_hospitals)
 
     def ask(self, questions: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes]:
         return {name: self._hospitals[name].answer(asked) for name, asked in questions.items()}
@@ -93,33 +95,36 @@ class Counted:
 
     def ask(self, questions: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes]:
         began = time.monotonic()
-        found = self._parties.ask(questions, timeout=timeout)
+        answers = self._parties.ask(questions, timeout=timeout)
         self.seconds.append(time.monotonic() - began)
         self.sent += sum(map(len, questions.values()))
-        self.received += sum(map(len, found.values()))
-        return found
+        self.received += sum(map(len, answers.values()))
+        return answers
 
 
 def calibrate(parties: links.Parties, folder: pathlib.Path) -> dict[str, Any]:
     """Returns the figures of one recalibration with these parties."""
-    counted, began, cpu = Counted(parties), time.monotonic(), cpu_seconds()
+    counted = Counted(parties)
+    began = time.monotonic()
+    cpu_began = cpu_seconds()
+    config = get_config()
     with contextlib.redirect_stdout(sys.stderr):
-        found = hospitals.run_server(get_config(), folder / "calibrator", counted, timeout=TIMEOUT)
+        result = hospitals.run_server(config, folder / "calibrator", counted, timeout=TIMEOUT)
     count = len(parties.names)
     epsilons = []
-    for name in (f"hospital-{i}" for i in range(count)):
-        with Ledger(folder / name / "ledger.sqlite", read_only=True) as ledger:
+    for number in range(count):
+        with Ledger(folder / f"hospital-{number}" / "ledger.sqlite", read_only=True) as ledger:
             epsilons.append(ledger.epsilon("records"))
     return {
         "hospitals": count,
         "questions": len(counted.seconds),
         "seconds": round(time.monotonic() - began, 1),
-        "cpu_seconds": round(cpu_seconds() - cpu, 1),
+        "cpu_seconds": round(cpu_seconds() - cpu_began, 1),
         "seconds_per_question": [round(seconds, 2) for seconds in counted.seconds],
         "bytes_to_a_hospital": round(counted.sent / count),
         "bytes_from_a_hospital": round(counted.received / count),
         "epsilon": sorted(set(epsilons)),
-        "temperature": round(float(found.temperature), 4),
+        "temperature": round(float(result.temperature), 4),
     }
 
 
@@ -134,7 +139,7 @@ def simulated(folder: pathlib.Path, count: int, cores: int) -> dict[str, Any]:
     os.environ["PYTHONPATH"] = str(
         pathlib.Path(__file__).resolve().parents[1]
     )  # for the processes of Ray
-    server, found = serverapp.ServerApp(), dict[str, Any]()
+    server, report = serverapp.ServerApp(), dict[str, Any]()
 
     def find(grid: Any) -> dict[str, int]:
         return {f"hospital-{i}": node for i, node in enumerate(sorted(grid.get_node_ids()))}
@@ -143,7 +148,7 @@ def simulated(folder: pathlib.Path, count: int, cores: int) -> dict[str, Any]:
     def main(grid: Any, context: Any) -> None:
         while len(names := tuple(find(grid))) < count:
             time.sleep(0.1)
-        found.update(calibrate(flower.Nodes(grid, find, names), folder))
+        report.update(calibrate(flower.Nodes(grid, find, names), folder))
 
     client = flower.client_app(
         lambda question, node: answer(folder, int(node["partition-id"]), question)
@@ -153,37 +158,32 @@ def simulated(folder: pathlib.Path, count: int, cores: int) -> dict[str, Any]:
         "init_args": {"num_cpus": cores},
     }
     simulation.run_simulation(server, client, count, backend_config=resources)
-    return found
+    return report
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output="benchmarks/results/hospitals.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hospitals", type=int, default=50)
     parser.add_argument("--cores", type=int, default=2, help="of the simulation engine")
     parser.add_argument("--in_process", action="store_true", help="without Flower and Ray")
-    options = parser.parse_args()
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        write_records(folder, options.hospitals)
-        if options.in_process:
+        write_records(folder, flags.hospitals)
+        if flags.in_process:
             with contextlib.ExitStack() as opened:
-                found = calibrate(InProcess(folder, options.hospitals, opened), folder)
+                report = calibrate(InProcess(folder, flags.hospitals, opened), folder)
         else:
-            found = simulated(folder, options.hospitals, options.cores) | {"cores": options.cores}
-            took = [
-                float(line)
-                for path in folder.glob("*/seconds")
-                for line in path.read_text().split()
-            ]
-            found |= {
-                "cpu_seconds_per_answer": {
-                    "median": round(float(np.median(took)), 3),
-                    "all": round(sum(took), 1),
-                }
-            }
-    write_json(pathlib.Path(options.output), found)
-    print(found)
+            report = simulated(folder, flags.hospitals, flags.cores)
+            report |= {"cores": flags.cores, "cpu_seconds_per_answer": answer_seconds(folder)}
+    print(report)
+    return report
 
 
-if __name__ == "__main__":
-    main()
+def answer_seconds(folder: pathlib.Path) -> dict[str, float]:
+    """Returns the CPU-seconds of an answer in the median, and of all answers."""
+    seconds = []
+    for path in folder.glob("*/seconds"):
+        seconds += [float(line) for line in path.read_text().split()]
+    return {"median": round(float(np.median(seconds)), 3), "all": round(sum(seconds), 1)}

@@ -1,15 +1,17 @@
 """The utility of every private stage beside the success of attacks on membership, on the digits of
 scikit-learn.
 
-    python -m benchmarks.membership
+    python -m benchmarks run membership
 
 Fine-tuning is attacked through its final model only, by LiRA (Carlini et al. 2022,
 arXiv:2112.03570) with shadow models and with wrongly labelled records as canaries. The other stages
 are attacked by their canary audits. `python -m benchmarks.evidence results/membership.md` writes
 the tables and the picture of the page."""
 
+import argparse
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 import time
@@ -30,7 +32,6 @@ from jaxdp.audit.recalibration import audit_source
 from jaxdp.audit.split import audit_upload
 from jaxdp.audit.tta import audit_stream
 from jaxdp.data import PoissonSampler, from_arrays
-from jaxdp.files import write_json
 from jaxdp.privacy import GaussianDpEvent, calibrate_noise
 from jaxdp.report import plot_curves
 
@@ -47,7 +48,7 @@ def digits() -> tuple[Any, Any]:
 
 
 def row(
-    stage: str, epsilon: float, metric: str, utility: float, found: Any, **more: Any
+    stage: str, epsilon: float, metric: str, utility: float, result: Any, **more: Any
 ) -> dict[str, Any]:
     """Returns a row of the table: a claim, what it is worth, and what an attack proves about it."""
     return {
@@ -56,7 +57,7 @@ def row(
         "metric": metric,
         "utility": utility,
         **{
-            name: getattr(found, name)
+            name: getattr(result, name)
             for name in ("lower", "ceiling", "verdict", "trials", "upper")
         },
         **more,
@@ -122,7 +123,7 @@ def shadows(
     present = np.random.default_rng(2).random((models, RECORDS)) < 0.5
     start = {"w": jnp.zeros((task.features.shape[1], 10))}
     if sigma == 0:
-        found = [{"w": w} for w in np.asarray(memorised(task, present))]
+        trained = [{"w": w} for w in np.asarray(memorised(task, present))]
     else:
         trainer = finetune.dp_sgd(
             loss,
@@ -132,14 +133,14 @@ def shadows(
             noise_multiplier=sigma * CLIP / clip,
             physical_batch_size=RECORDS,
         )
-        found = []
+        trained = []
         for here in present:
             state, source = trainer.init(start), task.without(here)
             for _ in range(STEPS):
                 state, _ = trainer.step(state, source)
-            found.append(jax.device_get(state.params))
-    scores = np.stack([task.logits(params) for params in found])
-    return present, scores, float(np.mean([task.accuracy(params) for params in found]))
+            trained.append(jax.device_get(state.params))
+    scores = np.stack([task.logits(params) for params in trained])
+    return present, scores, float(np.mean([task.accuracy(params) for params in trained]))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -180,8 +181,8 @@ def success(present: np.ndarray, ratio: np.ndarray) -> dict[str, float]:
     """Returns the AUC, and the share of members that are found at 1 % false positives."""
     inside, outside = ratio[present], np.sort(ratio[~present])
     ranks = np.searchsorted(outside, inside, "left") + np.searchsorted(outside, inside, "right")
-    found = float(np.mean(inside > np.quantile(outside, 0.99)))
-    return {"auc": float(ranks.mean() / 2 / len(outside)), "tpr_at_1": found}
+    share_found = float(np.mean(inside > np.quantile(outside, 0.99)))
+    return {"auc": float(ranks.mean() / 2 / len(outside)), "tpr_at_1": share_found}
 
 
 def proved(present: np.ndarray, scores: np.ndarray, upper: float) -> Any:
@@ -218,7 +219,7 @@ def fine_tuning(models: int) -> list[dict[str, Any]]:
                 epsilon=epsilon,
                 delta=DELTA,
             )
-        found, measured, accuracy = attacked(epsilon, epsilon, sigma, CLIP if sigma else FAR)
+        result, measured, accuracy = attacked(epsilon, epsilon, sigma, CLIP if sigma else FAR)
         twin: dict[str, Any] = {}
         if sigma:
             broken, seen, _ = attacked(epsilon, epsilon, sigma, FAR * CLIP)
@@ -229,7 +230,7 @@ def fine_tuning(models: int) -> list[dict[str, Any]]:
                 "twin_lira": seen,
             }
         rows.append(
-            row("fine-tuning, DP-SGD", epsilon, "accuracy", accuracy, found, lira=measured, **twin)
+            row("fine-tuning, DP-SGD", epsilon, "accuracy", accuracy, result, lira=measured, **twin)
         )
     return rows
 
@@ -237,9 +238,9 @@ def fine_tuning(models: int) -> list[dict[str, Any]]:
 # --- The other stages ---------------------------------------------------------------------------
 
 
-def twin(name: str, found: Any, upper: float) -> dict[str, Any]:
+def twin(name: str, result: Any, upper: float) -> dict[str, Any]:
     """Returns the columns of a broken twin, under the claim of the honest mechanism."""
-    broken = dataclasses.replace(found, upper=upper)
+    broken = dataclasses.replace(result, upper=upper)
     return {"twin": name, "twin_lower": broken.lower, "twin_verdict": broken.verdict}
 
 
@@ -258,10 +259,10 @@ def calibration(trials: int) -> list[dict[str, Any]]:
             ledger = jaxdp.Ledger.in_memory()
             ledger.register("site", adjacency="add_remove", unit="record")
             party = recalibration.Party(shown[mine], labels[mine], account=ledger.account("site"))
-            found = recalibration.acc_t(
+            recalibrated = recalibration.acc_t(
                 [party], epsilon=epsilon, search="bisection", bracket=(0.5, 16.0)
             )
-            errors.append(float(recalibration.ece(found.apply(shown[test]), right)))
+            errors.append(float(recalibration.ece(recalibrated.apply(shown[test]), right)))
         if epsilon == math.inf:
             rows.append({"stage": "recalibration, Acc-T", "epsilon": epsilon, "metric": "ECE"})
             rows[-1] |= {"utility": float(np.mean(errors))}
@@ -328,7 +329,7 @@ def answers(trials: int) -> list[dict[str, Any]]:
 
         ledger = jaxdp.Ledger.in_memory()
         ledger.register("digits", adjacency="add_remove", unit="record")
-        got = prediction.private_predict(
+        predicted = prediction.private_predict(
             model, apply_fn, x[test], epsilon=each, account=ledger.account("digits")
         )
         how: dict[str, Any] = {"trials": trials, "confidence": CONFIDENCE}
@@ -339,7 +340,7 @@ def answers(trials: int) -> list[dict[str, Any]]:
         broken = attack(
             functools.partial(ask, spent=4 * each), prediction.event(1, epsilon=4 * each)
         )
-        utility = float(np.mean(got == binary[test]))
+        utility = float(np.mean(predicted == binary[test]))
         more = twin("a quarter of the noise", broken, honest.upper)
         rows.append(row("private prediction", each, "accuracy", utility, honest, **more))
     return rows
@@ -365,8 +366,8 @@ def uploads(trials: int) -> list[dict[str, Any]]:
             epsilon=epsilon, delta=DELTA, clip_norm=clip, num_classes=10
         )
         sent = release.release(_key(1), x[private], labels=labels[private], projection=projection)
-        got, said = np.asarray(sent.features), np.asarray(sent.labels)
-        means = np.stack([got[said == c].mean(0) for c in range(10)])
+        sent_features, released_labels = np.asarray(sent.features), np.asarray(sent.labels)
+        means = np.stack([sent_features[released_labels == c].mean(0) for c in range(10)])
         near = np.square(coordinates[test][:, None] - means).sum(-1).argmin(1)
         utility = float(np.mean(near == labels[test]))
         if epsilon == math.inf:
@@ -507,54 +508,44 @@ def _number(value: Any) -> str:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns the table of docs/results/membership.md with a row per stage and epsilon."""
-    lines = [
-        "| stage | epsilon | utility | proved | ceiling | verdict | broken twin, proved |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for found in rows:
-        utility = (
-            f"{100 * found['utility']:.1f} %"
-            if found["metric"] == "accuracy"
-            else f"ECE {found['utility']:.3f}"
-        )
-        cells = [found["stage"], _number(found["epsilon"]), utility]
-        cells += [_number(found.get("lower")), _number(found.get("ceiling"))]
-        cells += [found.get("verdict", "") if found["epsilon"] < math.inf else ""]
-        cells += [
-            f"{found['twin']}: {found['twin_lower']:.3g}, {found['twin_verdict']}"
-            if "twin" in found
-            else ""
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    header = ["stage", "epsilon", "utility", "proved", "ceiling", "verdict", "broken twin, proved"]
+    lines = []
+    for row in rows:
+        utility = f"ECE {row['utility']:.3f}"
+        if row["metric"] == "accuracy":
+            utility = f"{100 * row['utility']:.1f} %"
+        verdict = row.get("verdict", "") if row["epsilon"] < math.inf else ""
+        twin = ""
+        if "twin" in row:
+            twin = f"{row['twin']}: {row['twin_lower']:.3g}, {row['twin_verdict']}"
+        bounds = [_number(row.get("lower")), _number(row.get("ceiling"))]
+        lines.append([row["stage"], _number(row["epsilon"]), utility, *bounds, verdict, twin])
+    return timing.page_table(header, lines)
 
 
 def lira_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns the table of LiRA of docs/results/membership.md."""
-    lines = [
-        "| epsilon | accuracy | AUC | found at 1 % | AUC, canaries | found at 1 %, canaries |",
-        "|---|---|---|---|---|---|",
-    ]
-
-    def line(name: str, accuracy: str, seen: Mapping[str, Any]) -> str:
-        cells = [
-            f"{seen[who][what]:.3f}" for who in ("all", "canaries") for what in ("auc", "tpr_at_1")
-        ]
-        return "| " + " | ".join([name, accuracy, *cells]) + " |"
-
-    for found in rows:
-        if "lira" in found:
-            lines.append(
-                line(_number(found["epsilon"]), f"{100 * found['utility']:.1f} %", found["lira"])
-            )
-        if "twin_lira" in found:
-            lines.append(line(f"{found['epsilon']:g} sold, no clipping", "", found["twin_lira"]))
-    return "\n".join(lines)
+    header = ["epsilon", "accuracy", "AUC", "found at 1 %"]
+    header += ["AUC, canaries", "found at 1 %, canaries"]
+    lines = []
+    for row in rows:
+        if "lira" in row:
+            accuracy = f"{100 * row['utility']:.1f} %"
+            lines.append([_number(row["epsilon"]), accuracy, *_success_cells(row["lira"])])
+        if "twin_lira" in row:
+            title = f"{row['epsilon']:g} sold, no clipping"
+            lines.append([title, "", *_success_cells(row["twin_lira"])])
+    return timing.page_table(header, lines)
 
 
-def draw(found: Mapping[str, Any], path: pathlib.Path) -> None:
+def _success_cells(attack: Mapping[str, Any]) -> list[str]:
+    pairs = itertools.product(("all", "canaries"), ("auc", "tpr_at_1"))
+    return [f"{attack[records][measure]:.3f}" for records, measure in pairs]
+
+
+def draw(report: Mapping[str, Any], path: pathlib.Path) -> None:
     """Draws which share of the claim of the attacked release each attack proves."""
-    attacked = [row for row in found["rows"] if row["epsilon"] < math.inf]
+    attacked = [row for row in report["rows"] if row["epsilon"] < math.inf]
     curves = {
         stage: sorted(
             (row["upper"], row["lower"] / row["upper"]) for row in attacked if row["stage"] == stage
@@ -582,8 +573,7 @@ STAGES = {
 }
 
 
-def main() -> None:
-    parser = timing.arguments(__doc__, output="benchmarks/results/membership.json")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", type=int, default=256, help="shadow models per setting")
     parser.add_argument(
         "--trials",
@@ -592,19 +582,13 @@ def main() -> None:
         help="trials of either kind of an audit, more for cheap ones",
     )
     parser.add_argument("--only", choices=STAGES, action="append", help="stages, by default all")
-    options = parser.parse_args()
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     rows, seconds = [], {}
-    for name in options.only or STAGES:
+    for name in flags.only or STAGES:
         began = time.process_time()
-        rows += STAGES[name](options)
+        rows += STAGES[name](flags)
         seconds[name] = round(time.process_time() - began)
         print(table(rows), seconds, sep="\n", flush=True)
-    output = pathlib.Path(options.output)
-    write_json(
-        output,
-        {"models": options.models, "trials": options.trials, "cpu_seconds": seconds, "rows": rows},
-    )
-
-
-if __name__ == "__main__":
-    main()
+    return {"models": flags.models, "trials": flags.trials, "cpu_seconds": seconds, "rows": rows}

@@ -1,13 +1,14 @@
 """Runs DP-SGD across silos under the SecAgg+ of Flower, in its simulation engine, which needs Ray.
 
     pip install "flwr[simulation]>=1.41,<1.42"
-    python -m benchmarks.secure_aggregation
+    python -m benchmarks run secure_aggregation
 
 Silos, steps and ledgers are those of docs/howto/dp_sgd_across_silos.md, with three silos. Each silo
 keeps what it would have sent, and the server keeps all answers. So the secure average is compared
 with the plain one, and the parameters of every silo are searched for in the answers. In the last
 run one silo leaves when it is asked for its masked parameters."""
 
+import argparse
 import contextlib
 import os
 import pathlib
@@ -20,8 +21,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import timing
-from jaxdp.files import optional, write_json
+from jaxdp.files import optional
 
 SILOS, ROUNDS, STEPS, TARGET = 3, 2, 15, {"epsilon": 3.0, "delta": 1e-4}
 # Without a maximal weight there is no secure aggregation: the search for parameters must find them
@@ -215,18 +215,11 @@ def simulated(
     }
 
 
-def main() -> None:
-    options = timing.arguments(
-        __doc__, output="benchmarks/results/secure_aggregation.json"
-    ).parse_args()
-    found = []
-    for run in RUNS:
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    runs = []
+    for options in RUNS:
         with tempfile.TemporaryDirectory() as name:
-            found.append(simulated(pathlib.Path(name), **run))
-    report = {"silos": SILOS, "rounds": ROUNDS, "steps": STEPS, **TARGET, "runs": found}
-    write_json(pathlib.Path(options.output), report)
+            runs.append(simulated(pathlib.Path(name), **options))
+    report = {"silos": SILOS, "rounds": ROUNDS, "steps": STEPS, **TARGET, "runs": runs}
     print(report)
-
-
-if __name__ == "__main__":
-    main()
+    return report

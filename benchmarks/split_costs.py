@@ -1,15 +1,14 @@
 """The client's costs of Table 2 of Split Adaptation, counted from shapes: ViT-L/16, CIFAR-100, five
 images per class.
 
-python -m benchmarks.split_costs
+python -m benchmarks run split_costs
 """
 
-import pathlib
+import argparse
 from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import timing
-from jaxdp.files import write_json
 from jaxdp.models import Preprocessing, create
 from jaxdp.split.backbone import Backbone
 from launch.split_costs import cost
@@ -35,40 +34,35 @@ NAMES = {
 }
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(report: Mapping[str, Any]) -> str:
     """Returns the table of docs/results/split_adaptation.md."""
-    lines = [
-        "| method | paper: MB, minutes | client's parameters, MB | PFLOP | upload, MB | download, "
-        "MB |"
-    ]
-    lines.append("|---|---|---|---|---|---|")
-    for method, row in found["methods"].items():
+    header = ["method", "paper: MB, minutes", "client's parameters, MB", "PFLOP"]
+    header += ["upload, MB", "download, MB"]
+    lines = []
+    for method, row in report["methods"].items():
         paper = "{}, {}".format(*PAPER[method]) if method in PAPER else ""
-        sizes = [
-            row["parameter_bytes"] / 1e6,
-            row["total_flops"] / 1e15,
-            row["upload"] / 1e6,
-            row["download"] / 1e6,
-        ]
-        numbers = [f"{sizes[0]:,.0f}", f"{sizes[1]:.2g}", *(f"{size:,.1f}" for size in sizes[2:])]
-        lines.append("| " + " | ".join([NAMES[method], paper, *numbers]) + " |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    options = timing.arguments(__doc__, output="benchmarks/results/split_costs.json").parse_args()
-    model = create("vit_l16", num_classes=1000)
-    backbone = Backbone(model, Preprocessing(size=224, mean=(0.5,) * 3, std=(0.5,) * 3), 16)
-    found = {}
-    for method in NAMES:
-        counted = cost(
-            method, backbone, images=500, num_classes=100, epochs=50 if method == "ot" else 100
+        lines.append(
+            [
+                NAMES[method],
+                paper,
+                f"{row['parameter_bytes'] / 1e6:,.0f}",
+                f"{row['total_flops'] / 1e15:.2g}",
+                f"{row['upload'] / 1e6:,.1f}",
+                f"{row['download'] / 1e6:,.1f}",
+            ]
         )
-        names = ("parameters", "parameter_bytes", "total_flops", "upload", "download")
-        found[method] = {name: getattr(counted, name) for name in names}
-    write_json(pathlib.Path(options.output), {"images": 500, "num_classes": 100, "methods": found})
-    print(table({"methods": found}))
+    return timing.page_table(header, lines)
 
 
-if __name__ == "__main__":
-    main()
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    model = create("vit_l16", num_classes=1000)
+    preprocessing = Preprocessing(size=224, mean=(0.5,) * 3, std=(0.5,) * 3)
+    backbone = Backbone(model, preprocessing, 16)
+    fields = ("parameters", "parameter_bytes", "total_flops", "upload", "download")
+    methods = {}
+    for method in NAMES:
+        epochs = 50 if method == "ot" else 100
+        counted = cost(method, backbone, images=500, num_classes=100, epochs=epochs)
+        methods[method] = {field: getattr(counted, field) for field in fields}
+    print(table({"methods": methods}))
+    return {"images": 500, "num_classes": 100, "methods": methods}

@@ -1,6 +1,6 @@
 """What a client with few images can release under a real epsilon: accuracy for n images per class.
 
-    python -m benchmarks.split_private --checkpoint FILE --data_dir DIR
+    python -m benchmarks run split_private --checkpoint FILE --data_dir DIR
 
 The client has features of a public SqueezeNet for n images of each of the ten classes of CIFAR-10.
 CIFAR-100 is public, without labels. Every way is (epsilon, delta)-DP for replacing one image with
@@ -14,7 +14,9 @@ its label. The numbers n are public.
 The server predicts by the nearest class mean. `python -m benchmarks.evidence
 results/split_adaptation.md` writes the table and the picture of the page."""
 
+import argparse
 import functools
+import itertools
 import math
 import pathlib
 import time
@@ -24,9 +26,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.finetune_methods import arguments, features
+from benchmarks import finetune_methods, timing
 from jaxdp import split
-from jaxdp.files import write_json
 from jaxdp.models import Features
 from jaxdp.privacy import GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.report import plot_curves
@@ -60,9 +61,17 @@ def clipped(x: np.ndarray, norm: float) -> np.ndarray:
 
 def class_means(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Returns the mean of each class. A class without rows has a mean that is never nearest."""
-    return np.stack(
-        [x[y == c].mean(0) if (y == c).any() else np.full(x.shape[1], 1e6) for c in range(CLASSES)]
-    )
+    never_nearest = np.full((CLASSES, x.shape[1]), 1e6)
+    return means_of(x, y, never_nearest)
+
+
+def means_of(x: np.ndarray, group: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
+    """Returns the mean of each group of rows, or its row of `otherwise` without rows."""
+    means = []
+    for number, empty in enumerate(otherwise):
+        rows = x[group == number]
+        means.append(rows.mean(0) if len(rows) else empty)
+    return np.stack(means)
 
 
 class Server:
@@ -74,13 +83,8 @@ class Server:
         self.clip = float(np.median(np.linalg.norm(self.public, axis=1)))
         self.centres = self.public[:CENTRES]
         for _ in range(20):  # Lloyd's algorithm
-            at = nearest(self.public, self.centres)
-            self.centres = np.stack(
-                [
-                    self.public[at == k].mean(0) if (at == k).any() else c
-                    for k, c in enumerate(self.centres)
-                ]
-            )
+            cluster = nearest(self.public, self.centres)
+            self.centres = means_of(self.public, cluster, self.centres)
 
     def images(
         self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator
@@ -88,9 +92,9 @@ class Server:
         release = split.PrivateRelease.calibrated(
             epsilon=epsilon, delta=DELTA, clip_norm=self.clip, num_classes=CLASSES
         )
-        same = split.Projection(
-            np.zeros((1, DIMENSIONS), np.float32), np.eye(DIMENSIONS, dtype=np.float32)
-        )
+        # The coordinates are on public directions already.
+        zero = np.zeros((1, DIMENSIONS), np.float32)
+        same = split.Projection(zero, np.eye(DIMENSIONS, dtype=np.float32))
         key = jax.random.key(int(random.integers(2**31)), impl="threefry2x32")
         sent = release.release(key, x[:, None], labels=y, projection=same)
         return class_means(np.asarray(sent.features), np.asarray(sent.labels))
@@ -126,50 +130,45 @@ class Server:
         return class_means(queries, noisy.argmax(1))
 
 
-def run(found: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+def run(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
     """Returns the accuracy of every way, epsilon, number of images per class and draw of them."""
-    server, rows = Server(found["public"]), []
-    private, test = server.map(found["private"]), server.map(found["test"])
-    label, test_label = found["private_label"], found["test_label"]
+    server = Server(arrays["public"])
+    private = server.map(arrays["private"])
+    test = server.map(arrays["test"])
+    label = arrays["private_label"]
+    rows = []
     for draw in range(DRAWS):
         random = np.random.default_rng(draw)
         for count in PER_CLASS:
-            chosen = np.concatenate(
-                [random.permutation(np.flatnonzero(label == c))[:count] for c in range(CLASSES)]
-            )
-            x, y = private[chosen], label[chosen]
-            for way in WAYS:
-                for epsilon in EPSILONS:
-                    means = getattr(server, way)(x, y, epsilon, random)
-                    got = float(np.mean(nearest(test, means) == test_label))
-                    rows.append(
-                        {
-                            "way": way,
-                            "epsilon": epsilon,
-                            "per_class": count,
-                            "seed": draw,
-                            "accuracy": got,
-                        }
-                    )
+            few = _few_shots(label, count, random)
+            for way, epsilon in itertools.product(WAYS, EPSILONS):
+                means = getattr(server, way)(private[few], label[few], epsilon, random)
+                accuracy = float(np.mean(nearest(test, means) == arrays["test_label"]))
+                row = {"way": way, "epsilon": epsilon, "per_class": count}
+                rows.append(row | {"seed": draw, "accuracy": accuracy})
     return rows
 
 
-def table(found: Mapping[str, Any]) -> str:
+def _few_shots(label: np.ndarray, count: int, random: np.random.Generator) -> np.ndarray:
+    """Returns the rows of `count` random images of each class."""
+    rows = []
+    for c in range(CLASSES):
+        rows.append(random.permutation(np.flatnonzero(label == c))[:count])
+    return np.concatenate(rows)
+
+
+def table(report: Mapping[str, Any]) -> str:
     """Returns the table of docs/results/split_adaptation.md."""
     names = ["no privacy" if e == math.inf else f"epsilon {e:g}" for e in EPSILONS]
-    lines = [
-        f"| images per class | release | {' | '.join(names)} |",
-        "|---" * (2 + len(names)) + "|",
-    ]
-    for count in PER_CLASS:
-        for way in WAYS:
-            cells = [str(count), way]
-            for epsilon in EPSILONS:
-                here = results.select(found["rows"], way=way, per_class=count, epsilon=epsilon)
-                mean, _, error = results.moments(row["accuracy"] for row in here)
-                cells.append(f"{100 * mean:.1f} ({100 * error:.1f})")
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    lines = []
+    for count, way in itertools.product(PER_CLASS, WAYS):
+        cells = [str(count), way]
+        for epsilon in EPSILONS:
+            rows = results.select(report["rows"], way=way, per_class=count, epsilon=epsilon)
+            mean, _, error = results.moments(row["accuracy"] for row in rows)
+            cells.append(f"{100 * mean:.1f} ({100 * error:.1f})")
+        lines.append(cells)
+    return timing.page_table(["images per class", "release", *names], lines)
 
 
 def draw(found: Mapping[str, Any], path: pathlib.Path, count: int = 50) -> None:
@@ -195,14 +194,12 @@ def draw(found: Mapping[str, Any], path: pathlib.Path, count: int = 50) -> None:
     )
 
 
-def main() -> None:
-    options = arguments(__doc__, output="benchmarks/results/split_private.json").parse_args()
+add_arguments = finetune_methods.add_arguments  # the features are the same
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
     began = time.process_time()
-    rows = run(features(options))
+    rows = run(finetune_methods.features(flags))
     seconds = round(time.process_time() - began)
-    write_json(pathlib.Path(options.output), {"cpu_seconds": seconds, "rows": rows})
     print(table({"rows": rows}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"cpu_seconds": seconds, "rows": rows}

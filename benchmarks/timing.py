@@ -1,27 +1,30 @@
 """Shared parts of the benchmarks: timing side by side, XLA's allocations, and the report."""
 
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 import jaxdp
+from benchmarks.registry import Benchmark
+from jaxdp.report import format_table
 
 Seconds = dict[str, list[float]]
 
 
 def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int) -> tuple[Seconds, Seconds]:
-    """Returns wall and processor seconds of every call in every round, each after an untimed call
-    of it.
+    """Returns wall and processor seconds of every call in every round.
 
-    Processor time counts all threads. A busy machine distorts it less than wall time.
+    An untimed call comes before each timed one. Processor time counts all threads. A busy machine
+    distorts it less than wall time.
     """
     wall: Seconds = {name: [] for name in calls}
     cpu: Seconds = {name: [] for name in calls}
@@ -45,17 +48,42 @@ def median_ms(seconds: Sequence[float]) -> float:
 
 
 def allocated_mb(compiled: Any) -> float:
-    """Returns what XLA allocates for a compiled function beyond its arguments: temporaries and
-    outputs."""
+    """Returns the megabytes that XLA allocates for temporaries and outputs."""
     memory = compiled.memory_analysis()
     return (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 1e6
 
 
 def missing(*modules: str) -> list[str]:
     """Returns the modules that are not installed."""
-    import importlib.util
-
     return [name for name in modules if importlib.util.find_spec(name) is None]
+
+
+def peers(requested: bool, *modules: str) -> tuple[bool, bool | str]:
+    """Returns whether the peers run, and the entry of the report about them."""
+    absent = missing(*modules) if requested else []
+    if not absent:
+        return requested, requested
+    reason = f"not installed: {', '.join(absent)}"
+    print(f"Peers are left out, {reason}.")
+    return False, reason
+
+
+def show(
+    title: str, rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str] | None = None
+) -> None:
+    """Prints a line for each step of a case."""
+    table = []
+    for step, row in rows.items():
+        names = row if columns is None else columns
+        table.append({"step": step} | {name: row.get(name) for name in names})
+    print(f"\n{title}\n{format_table(table, digits=3)}", flush=True)
+
+
+def page_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table of a page from cells that are text already."""
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines)
 
 
 def arguments(doc: str | None, *, output: str) -> argparse.ArgumentParser:
@@ -76,6 +104,37 @@ def machine() -> dict[str, Any]:
         "jaxdp": jaxdp.__version__,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
+
+
+def run(benchmark: Benchmark, given: Sequence[str]) -> None:
+    """Measures as the flags say, and writes the report."""
+    module = benchmark.load()
+    parser = parser_of(benchmark)
+    flags = parser.parse_args(given)
+    report = module.measure(flags)
+    if report is None:  # a process that measures one point for another one
+        return
+    if benchmark.with_machine:
+        report = machine() | report
+    write(report, flags.output)
+
+
+def parser_of(benchmark: Benchmark) -> argparse.ArgumentParser:
+    """Returns the parser of a benchmark's flags."""
+    module = benchmark.load()
+    parser = arguments(module.__doc__, output=benchmark.output)
+    if hasattr(module, "add_arguments"):
+        module.add_arguments(parser)
+    return parser
+
+
+def earlier(path: str) -> dict[str, Any]:
+    """Returns the report that the file already has. Studies are added to it one by one."""
+    file = pathlib.Path(path)
+    if not file.exists():
+        return {}
+    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return report
 
 
 def write(report: dict[str, Any], path: str) -> None:

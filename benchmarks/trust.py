@@ -74,13 +74,15 @@ def pairs(times: Mapping[str, Any], estimates: Mapping[str, Mapping[str, Row]]) 
         steps = estimates[case.name]
         bases: Row = {}
         for step, names in STEPS.items():
-            found = next((steps[other] for other in names if "total" in steps.get(other, {})), None)
+            estimate = next(
+                (steps[other] for other in names if "total" in steps.get(other, {})), None
+            )
             timed = measured["steps"].get(step, {})
-            if found is None or "ms" not in timed:
+            if estimate is None or "ms" not in timed:
                 continue
             row = {"case": case.name, "step": step}
             row["ms"] = timed["ms"] / measured["examples"]
-            row["estimate"] = found["total"] / case.examples
+            row["estimate"] = estimate["total"] / case.examples
             bases = row if step == "plain" else bases
             if bases and step != "plain":
                 row["ms over plain"] = row["ms"] / bases["ms"]

@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
-from benchmarks import device, hospitals, run
+from benchmarks import __main__ as runner
+from benchmarks import device, hospitals, suites, timing
+from benchmarks.registry import BENCHMARKS, COMMANDS
 
 # The gate as `python -m` runs it, for each of several arguments. One process imports JAX for all of
 # them.
@@ -33,7 +35,9 @@ def gates():
     dropped = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     command = [sys.executable, "-c", GATES, json.dumps([[], ["vmap"]])]
-    result = subprocess.run(command, env=environment, cwd=run.ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        command, env=environment, cwd=suites.ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     *printed, ended = result.stdout.splitlines()
     return printed, json.loads(ended)
@@ -51,10 +55,12 @@ def test_the_gate_notices_per_example_gradients(gates):
     assert re.fullmatch(r"dense clipped takes \d+.\d+ times its base, above 1\.6\.", str(status))
 
 
-@pytest.mark.parametrize("suite", run.SUITES)
+@pytest.mark.parametrize("suite", suites.SUITES)
 def test_every_benchmark_of_a_suite_has_rows_in_the_table(suite):
-    results = {job.name: job.path(suite) for job in run.SUITES[suite] if job.path(suite).exists()}
-    rows = run.rows_of(suite, run.reports(suite))
+    results = {
+        job.name: job.path(suite) for job in suites.SUITES[suite] if job.path(suite).exists()
+    }
+    rows = suites.rows_of(suite, suites.reports(suite))
     for name, path in results.items():
         mine = [row for row in rows if row["benchmark"] == name]
         assert mine, name
@@ -114,8 +120,8 @@ def test_the_cases_of_a_device_are_those_of_its_page():
 @pytest.mark.slow
 def test_fifty_hospitals_exchange_what_the_page_states(tmp_path):
     """Without Flower's engine, which needs Ray."""
-    page = (run.ROOT / "docs" / "design" / "network.md").read_text()
-    stated = json.loads((run.RESULTS / "hospitals.json").read_text())
+    page = (suites.ROOT / "docs" / "design" / "network.md").read_text()
+    stated = json.loads((suites.RESULTS / "hospitals.json").read_text())
     hospitals.write_records(tmp_path, 50)
     with contextlib.ExitStack() as opened:
         found = hospitals.calibrate(hospitals.InProcess(tmp_path, 50, opened), tmp_path)
@@ -132,3 +138,52 @@ def test_fifty_hospitals_exchange_what_the_page_states(tmp_path):
         for name in ("bytes_to_a_hospital", "bytes_from_a_hospital", "seconds", "cpu_seconds")
     ):
         assert f"| {value:,} |" in page, value
+
+
+def named_commands():
+    """The benchmarks that pages, configs and docstrings run, with the flags on the same line."""
+    files = [*suites.ROOT.glob("docs/**/*.md"), *suites.ROOT.glob("configs/**/*.py")]
+    files += suites.ROOT.glob("benchmarks/*.py")
+    for path in files:
+        for line in re.findall(r"python -m benchmarks (run [^`|\n]*)", path.read_text()):
+            yield path.relative_to(suites.ROOT).as_posix(), line
+
+
+def test_the_table_has_every_benchmark_and_each_has_one_form(capsys):
+    runner.main([])
+    listed = capsys.readouterr().out
+    scripts = {path.stem for path in suites.ROOT.glob("benchmarks/bench_*.py")}
+    modules = {benchmark.module for benchmark in BENCHMARKS.values()}
+    assert scripts <= modules
+    assert all(BENCHMARKS[script.removeprefix("bench_")].module == script for script in scripts)
+    for name, benchmark in BENCHMARKS.items():
+        assert re.search(rf"^  {name} +{re.escape(benchmark.measures)}", listed, re.MULTILINE)
+        assert callable(benchmark.load().measure), name
+        assert timing.parser_of(benchmark).get_default("output") == benchmark.output
+    assert all(command in listed for command in COMMANDS)
+
+
+def test_commands_name_a_benchmark_and_flags_that_it_has():
+    commands = list(named_commands())
+    assert len(commands) > 30
+    for page, line in commands:
+        name, *words = line.split()[1:]
+        if name.startswith(("NAME", "<name>")):
+            continue
+        assert name in BENCHMARKS, (page, line)
+        parser = timing.parser_of(BENCHMARKS[name])
+        flags = [word for word in words if word.startswith("--")]
+        unknown = [flag for flag in flags if flag not in parser.format_help()]
+        assert not unknown, (page, line)
+
+
+def test_a_benchmark_runs_by_its_name_and_an_unknown_one_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("benchmarks.bench_noise.MODELS", ())
+    output = tmp_path / "noise.json"
+    runner.main(["run", "noise", "--size", "16", "--rounds", "1", "--output", str(output)])
+    report = json.loads(output.read_text())
+    assert {"device", "jax", "jaxdp", "vector", "steps"} <= set(report)
+    with pytest.raises(SystemExit, match=r"unknown benchmark 'nose'\. Choose one of: steps, "):
+        runner.main(["run", "nose"])
+    with pytest.raises(SystemExit, match="usage: python -m benchmarks"):
+        runner.main(["steps"])

@@ -15,12 +15,13 @@ import optax
 import pytest
 
 import jaxdp
-from benchmarks import compiled, compiled_cases, device, programs, trust
+from benchmarks import compiled, compiled_cases, device, trust
 from jaxdp import models, pretrain, recalibration, tta
 from jaxdp.compilers import hlo
 from jaxdp.compilers import targets as compiled_targets
 from jaxdp.split import copies
 from jaxdp.transforms import chacha, noise
+from tests import foreign_programs
 from tests.finetune import test_methods as finetuning
 
 needs_libtpu = pytest.mark.skipif(
@@ -467,7 +468,7 @@ def stage_programs():
         }
         for step in steps.get(case, ("private",)):
             found[f"{case}, {step}"] = lambda made=made, step=step: made()[step]()[:2]
-    for name in programs.PROGRAMS:
+    for name in foreign_programs.PROGRAMS:
         found[f"clipping {name}"] = functools.partial(clipped_program, name)
     for name in finetuning.METHODS:
         found[f"finetune {name}"] = functools.partial(finetune_programs, name)
@@ -501,9 +502,9 @@ def interval_program():
 
 
 def clipped_program(name):
-    entry = programs.PROGRAMS[name]
+    entry = foreign_programs.PROGRAMS[name]
     made = entry.build(*entry.small)
-    is_array = lambda x: isinstance(x, programs.Array)  # noqa: E731
+    is_array = lambda x: isinstance(x, foreign_programs.Array)  # noqa: E731
     params = jax.tree.map(lambda a: a.abstract, made.params, is_leaf=is_array)
     batch = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct((3, *a.shape), a.abstract.dtype),

@@ -9,9 +9,9 @@ not.
     python -m launch.adapt --config configs/tta/cifar10.py:resnet20 \
         --workdir workdir/tta_cifar10_resnet20 \
         --config.data.data_dir=... --config.model.checkpoint=resnet20_cifar10.npz
-    python -m benchmarks.evidence_tta --study cifar10 --data_dir ... \
+    python -m benchmarks run evidence_tta --study cifar10 --data_dir ... \
         --checkpoint resnet20_cifar10.npz
-    python -m benchmarks.evidence_tta --study cifar10_episodic --data_dir ... \
+    python -m benchmarks run evidence_tta --study cifar10_episodic --data_dir ... \
         --checkpoint resnet20_cifar10.npz
 
 The first trains its source model, a ViT of width 64 and 4 blocks, on CIFAR-10's training images.

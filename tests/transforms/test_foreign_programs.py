@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from benchmarks import bench_programs, programs
+from benchmarks import bench_programs
 from jaxdp.transforms import clipped_sums, clipping, method_costs, sites
+from tests import foreign_programs
 
 BATCH = 3
 
@@ -34,13 +35,13 @@ def over_budget(entry: Any) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", programs.PROGRAMS)
+@pytest.mark.parametrize("name", foreign_programs.PROGRAMS)
 def test_large_programs_are_within_budget_and_small_ones_equal_vmap(
     name: str, oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gives the weights of the small program, in float64, the treatment that those of the large
     program get."""
-    entry, chosen, choose = programs.PROGRAMS[name], list[str](), method_costs.choose_method
+    entry, chosen, choose = foreign_programs.PROGRAMS[name], list[str](), method_costs.choose_method
 
     def noted(*args: Any) -> str:
         chosen.append(choose(*args))
@@ -56,7 +57,10 @@ def test_large_programs_are_within_budget_and_small_ones_equal_vmap(
         jax.numpy_rank_promotion("allow"),
     ):
         made = entry.build(*entry.small)
-        params, batch = programs.drawn(made.params, 0), programs.drawn(made.example, 1, (BATCH,))
+        params, batch = (
+            foreign_programs.drawn(made.params, 0),
+            foreign_programs.drawn(made.example, 1, (BATCH,)),
+        )
 
         def run(params: Any, batch: Any) -> Any:
             expected = reference(made.plain or made.loss, params, batch, 0.1)
@@ -96,7 +100,9 @@ READS: dict[str, Any] = {
 def test_reads_of_any_part_of_a_weight(oracle: Any) -> None:
     def loss(p: Any, e: Any) -> Any:
         x, i = e
-        return sum(programs.energy(jnp.sin(read(p[name], i)) * x) for name, read in READS.items())
+        return sum(
+            foreign_programs.energy(jnp.sin(read(p[name], i)) * x) for name, read in READS.items()
+        )
 
     with (
         jax.enable_x64(True),
@@ -137,7 +143,7 @@ def test_ragged_dot_inside_of_other_programs(engine: Any, oracle: Any) -> None:
     def loss(p: Any, x: Any) -> Any:
         block = jax.checkpoint(lambda w, x: jnp.sin(lax.ragged_dot(x, w, sizes)))
         x = lax.scan(lambda h, w: (block(w, h), None), x, p["stack"])[0]
-        return programs.energy(
+        return foreign_programs.energy(
             lax.cond(x[0, 0] > 0, lambda: lax.ragged_dot(x, p["w"], sizes), lambda: 2 * x)
         )
 
@@ -145,7 +151,7 @@ def test_ragged_dot_inside_of_other_programs(engine: Any, oracle: Any) -> None:
         group = jnp.array([0, 0, 2])
         for w in p["stack"]:
             x = jnp.sin(jnp.einsum("td,tdf->tf", x, w[group]))
-        return programs.energy(
+        return foreign_programs.energy(
             jnp.where(x[0, 0] > 0, jnp.einsum("td,tdf->tf", x, p["w"][group]), 2 * x)
         )
 
@@ -184,4 +190,4 @@ def test_the_budget_notices_a_missing_rule(
     rule: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rule, "of", lambda *args: None)
-    assert over_budget(programs.PROGRAMS[name])
+    assert over_budget(foreign_programs.PROGRAMS[name])

@@ -1,9 +1,9 @@
 """Runs all benchmarks of a suite one after the other, and writes one table and one picture of their
 ratios.
 
-    python -m benchmarks.run --suite cpu               # hours
-    python -m benchmarks.run --suite cpu --only steps,noise
-    python -m benchmarks.run --suite cpu --table       # only the table, from the committed results
+    python -m benchmarks suite cpu                     # hours
+    python -m benchmarks suite cpu --only steps,noise
+    python -m benchmarks suite cpu --table       # only the table, from the committed results
 
 Every benchmark writes `benchmarks/results/<name>_<suite>.json`. `python -m benchmarks.evidence
 results/speed.md` puts the table and the picture of the suite cpu into the page. Peers that are not
@@ -15,9 +15,10 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from benchmarks import timing
 from jaxdp.report import format_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -123,7 +124,7 @@ def _noise(report: Any) -> Iterator[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A benchmark of a suite: `python -m benchmarks.bench_<name> <flags>`, and the rows of its
+    """A benchmark of a suite: `python -m benchmarks run <name> <flags>`, and the rows of its
     report."""
 
     name: str
@@ -171,54 +172,35 @@ def rows_of(suite: str, reports: Iterable[Any]) -> list[Row]:
 
 def markdown(rows: list[Row]) -> str:
     """Returns the rows as a table of a page."""
-    lines = [
-        "| benchmark | work | step | over | ratio of times | ms |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
-        cells = [row["benchmark"], row["work"], row["step"], row["over"], f"{row['ratio']:.3g}"]
-        lines.append(
-            f"| {' | '.join([*cells, '' if row['ms'] is None else format(row['ms'], '.3g')])} |"
-        )
-    return "\n".join(lines)
+        milliseconds = "" if row["ms"] is None else f"{row['ms']:.3g}"
+        names = [row["benchmark"], row["work"], row["step"], row["over"]]
+        lines.append([*names, f"{row['ratio']:.3g}", milliseconds])
+    header = ["benchmark", "work", "step", "over", "ratio of times", "ms"]
+    return timing.page_table(header, lines)
 
 
 def draw(rows: list[Row], path: pathlib.Path) -> None:
     """Draws the ratios of whole steps as bars."""
     from matplotlib.figure import Figure
 
-    works = list(dict.fromkeys(row["work"] for row in rows if row["benchmark"] == "steps"))
+    steps = [row for row in rows if row["benchmark"] == "steps"]
+    works = list(dict.fromkeys(row["work"] for row in steps))
     figure = Figure(figsize=(8, 0.8 + 0.9 * len(works)), layout="constrained")
     axes = figure.subplots()
-    bars = {("clipped", "plain"): "clipped / plain", ("private", "plain"): "private / plain"}
-    bars |= {
-        ("jax_privacy", "plain"): "jax_privacy / plain",
-        ("private", "best"): "private / best Opacus mode",
-    }
-    for offset, ((step, base), label) in enumerate(bars.items()):
+    for series, (step, base) in enumerate(_BARS):
         for place, work in enumerate(works):
-            mine = [
-                row
-                for row in rows
-                if (row["benchmark"], row["work"], row["step"]) == ("steps", work, step)
-            ]
-            if base == "best":
-                ratio = max((row["ratio"] for row in mine if row["over"] != "plain"), default=None)
-            else:
-                ratio = next((row["ratio"] for row in mine if row["over"] == base), None)
+            ratio = _bar(steps, work, step, base)
             if ratio is None:
                 continue
-            y = place + 0.2 * offset
-            axes.barh(
-                y, min(ratio, 4), 0.18, color=f"C{offset}", label=label if not place else None
-            )
-            axes.text(
-                min(ratio, 4) + 0.03,
-                y,
-                f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}",
-                va="center",
-                fontsize=8,
-            )
+            y = place + 0.2 * series
+            label = f"{step} / {'best Opacus mode' if base == 'best' else base}"
+            shown = label if place == 0 else None  # one entry of the legend for a series
+            width = min(ratio, 4)
+            axes.barh(y, width, 0.18, color=f"C{series}", label=shown)
+            text = f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}"
+            axes.text(width + 0.03, y, text, va="center", fontsize=8)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks([place + 0.3 for place in range(len(works))], works)
     axes.set(
@@ -231,28 +213,32 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
+_BARS = [("clipped", "plain"), ("private", "plain"), ("jax_privacy", "plain"), ("private", "best")]
+
+
+def _bar(steps: list[Row], work: str, step: str, base: str) -> float | None:
+    """Returns the ratio of a bar. The largest one is over the best mode of the peer."""
+    rows = [row for row in steps if row["work"] == work and row["step"] == step]
+    if base == "best":
+        return max((row["ratio"] for row in rows if row["over"] != "plain"), default=None)
+    return next((row["ratio"] for row in rows if row["over"] == base), None)
+
+
+def main(given: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--suite", choices=SUITES, default="cpu")
+    parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--only", default="", help="names of benchmarks, with commas")
     parser.add_argument("--table", action="store_true", help="run nothing")
-    options = parser.parse_args()
-    chosen = (
-        options.only.split(",") if options.only else [job.name for job in SUITES[options.suite]]
-    )
-    if unknown := set(chosen) - {job.name for job in SUITES[options.suite]}:
-        parser.error(
-            f"--only has {sorted(unknown)}, not of {[job.name for job in SUITES[options.suite]]}."
-        )
-    for job in SUITES[options.suite]:
-        if job.name in chosen and not options.table:
-            command = [sys.executable, "-m", f"benchmarks.bench_{job.name}", *job.flags.split()]
-            subprocess.run([*command, "--output", str(job.path(options.suite))], check=True)
-    rows = rows_of(options.suite, reports(options.suite))
-    print(format_table(rows, digits=3))
-
-
-if __name__ == "__main__":
-    main()
+    flags = parser.parse_args(given)
+    jobs = {job.name: job for job in SUITES[flags.suite]}
+    names = flags.only.split(",") if flags.only else list(jobs)
+    if unknown := sorted(set(names) - set(jobs)):
+        parser.error(f"--only has {unknown}, not of {list(jobs)}.")
+    for name, job in jobs.items():
+        if name in names and not flags.table:
+            # A process of its own, so that no benchmark finds the caches of another one.
+            command = [sys.executable, "-m", "benchmarks", "run", name, *job.flags.split()]
+            subprocess.run([*command, "--output", str(job.path(flags.suite))], check=True)
+    print(format_table(rows_of(flags.suite, reports(flags.suite)), digits=3))
