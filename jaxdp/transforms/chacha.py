@@ -76,7 +76,10 @@ def block(key: jax.Array, inputs: Sequence[Any]) -> jax.Array:
     return block
 
 
-def unrolled_block(key: jax.Array | list[jax.Array], inputs: Sequence[Any]) -> list[jax.Array]:
+def unrolled_block(
+    key: jax.Array | list[jax.Array],
+    inputs: Sequence[Any],
+) -> list[jax.Array]:
     """Returns the 16 words of `block` as expressions in `inputs` of any shape.
 
     XLA fuses them into what reads them.
@@ -110,7 +113,12 @@ def _double_round(rows: Any, roll: Callable[..., Any]) -> Any:
     return a, roll(b, 1), roll(c, 2), roll(d, 3)
 
 
-def _quarter_round(a: Any, b: Any, c: Any, d: Any) -> tuple[Any, Any, Any, Any]:
+def _quarter_round(
+    a: Any,
+    b: Any,
+    c: Any,
+    d: Any,
+) -> tuple[Any, Any, Any, Any]:
     for rotation_of_d, rotation_of_b in ((16, 12), (8, 7)):
         a = a + b
         d = _rotate_left(d ^ a, rotation_of_d)
@@ -146,7 +154,11 @@ def _fold_in(key: jax.Array, data: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
+def _random_bits(
+    key: jax.Array,
+    bit_width: int,
+    shape: tuple[int, ...],
+) -> jax.Array:
     if bit_width == 64:
         halves: jax.Array = _random_bits(key, 32, (2, *shape)).astype("uint64")
         return halves[0] << 32 | halves[1]

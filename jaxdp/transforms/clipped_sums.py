@@ -79,7 +79,11 @@ class ClippedSums(NamedTuple):
     nonfinite: jax.Array
 
 
-def _sums_of(options: SumOptions, program: Program, inputs: SumInputs) -> ClippedSums:
+def _sums_of(
+    options: SumOptions,
+    program: Program,
+    inputs: SumInputs,
+) -> ClippedSums:
     """Computes clipped sums in the forms of the platform that the program is compiled for."""
     on_platform = functools.partial(_sums_on_platform, options, program)
     sums: ClippedSums = forms.for_platform(on_platform, inputs)
@@ -145,7 +149,11 @@ def _zero_tangent(x: jax.Array) -> Any:
 # --- Chunks ---
 
 
-def _sums_on_platform(options: SumOptions, program: Program, inputs: SumInputs) -> ClippedSums:
+def _sums_on_platform(
+    options: SumOptions,
+    program: Program,
+    inputs: SumInputs,
+) -> ClippedSums:
     def sums(batch: Any, unmasked: jax.Array) -> ClippedSums:
         chunk = inputs._replace(batch=batch, unmasked=unmasked)
         return _chunk_sums(options, program, chunk)
@@ -212,7 +220,11 @@ def _in_chunks(
     return ClippedSums(leaves, jax.tree.map(in_rows, by_chunk), nonfinite)
 
 
-def _chunk_sums(options: SumOptions, program: Program, inputs: SumInputs) -> ClippedSums:
+def _chunk_sums(
+    options: SumOptions,
+    program: Program,
+    inputs: SumInputs,
+) -> ClippedSums:
     """Computes the clipped sums of examples that are in memory together."""
     unmasked = inputs.unmasked
     if len(unmasked) == 0:

@@ -276,7 +276,9 @@ def contract_rows(
 
 
 def _pull_back(
-    weights: jex.ClosedJaxpr, leaves: list[Any], members: list[int]
+    weights: jex.ClosedJaxpr,
+    leaves: list[Any],
+    members: list[int],
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
     """Returns J^T, the map from gradients of weights to gradients of leaves.
 

@@ -494,7 +494,11 @@ class Conv(Rule):
             return False
         return bool(record.shape[1 + self.numbers.lhs_spec[0]] == 1)
 
-    def pictures(self, record: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def pictures(
+        self,
+        record: jax.Array,
+        g: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns x [B, H, W, C] and the cotangents [B, OH, OW, K]."""
 
         def channels_last(x: jax.Array, spec: Sequence[int]) -> jax.Array:

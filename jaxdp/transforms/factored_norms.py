@@ -43,7 +43,10 @@ _UNROLLED = 10
 Lengths = tuple[jax.Array, jax.Array]  # of u and w, [B, S, T] each
 
 
-def squared_norms(pairs: Sequence[Pair], lanes: dense.Lanes = (False, False)) -> jax.Array:
+def squared_norms(
+    pairs: Sequence[Pair],
+    lanes: dense.Lanes = (False, False),
+) -> jax.Array:
     """Computes ||sum_j sum_t u_jt w_jt^T||^2 [B] from the factors of the sites of one weight.
 
     Args:
@@ -117,7 +120,11 @@ def lost_in_parts() -> int:
 # --- Inner products ---
 
 
-def inner_products(x: Factor, y: Factor, precision: lax.Precision | None = None) -> jax.Array:
+def inner_products(
+    x: Factor,
+    y: Factor,
+    precision: lax.Precision | None = None,
+) -> jax.Array:
     """Computes the inner products [B, S, T, T'] of all rows.
 
     The factors are settled, unless a precision is given.
@@ -142,7 +149,10 @@ def inner_products(x: Factor, y: Factor, precision: lax.Precision | None = None)
         u, w = (lax.dynamic_slice_in_dim(z, start, size, axis=-1) for z in (x, y))
         return contracted(u, w, [3], [0, 1], precision)
 
-    def add(total: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+    def add(
+        total: jax.Array,
+        start: jax.Array,
+    ) -> tuple[jax.Array, None]:
         return total + product(start, _BLOCK), None
 
     first = product(terms - rest, rest) if rest else jnp.zeros_like(product(0, _BLOCK))
@@ -205,7 +215,10 @@ def _all_rows(pairs: Sequence[Pair]) -> tuple[jax.Array, jax.Array]:
     return index, jnp.where((index >= 0)[..., None], w, 0)
 
 
-def sums_of_equal_rows(index: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sums_of_equal_rows(
+    index: jax.Array,
+    w: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """Adds up the rows w [B, S, T, cols] of equal index [B, S, T].
 
     Returns distinct indices and the sums of their rows, in the same shapes. Places without a row
@@ -215,7 +228,10 @@ def sums_of_equal_rows(index: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.A
     if w.shape[2] <= 1:
         return index, w
 
-    def of_one(index: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of_one(
+        index: jax.Array,
+        w: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
         order = jnp.argsort(index)
         ranked = index[order]
         is_new = jnp.concatenate([jnp.zeros(1, bool), ranked[1:] != ranked[:-1]])
@@ -237,7 +253,11 @@ def gram_rows(positions: int) -> int:
     return next((size for size in sizes if positions % size == 0), positions)
 
 
-def _gram_norm(pair: Pair, kind: Any, lanes: dense.Lanes) -> dense.Norm:
+def _gram_norm(
+    pair: Pair,
+    kind: Any,
+    lanes: dense.Lanes,
+) -> dense.Norm:
     """Returns ||sum_t u_t w_t^T||^2 and E of it, [B] each, and the lengths of u and w."""
     if not dense.has_gram_norm(*pair):
         return _gram_norm_by_xla(pair, kind)
@@ -294,7 +314,11 @@ def _gram_norm_by_xla(pair: Pair, kind: Any) -> dense.Norm:
     return total, spread, lengths
 
 
-def _grams(x: Pair, y: Pair, kind: Any) -> tuple[jax.Array, jax.Array]:
+def _grams(
+    x: Pair,
+    y: Pair,
+    kind: Any,
+) -> tuple[jax.Array, jax.Array]:
     """Returns the inner products <u_t, u'_t'> and <w_t, w'_t'> [B, S, T, T'] of two pairs."""
     parts_x, w_x = x
     parts_y, w_y = y

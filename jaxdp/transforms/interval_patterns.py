@@ -201,7 +201,11 @@ def _shift(x: Any, producers: Producers) -> tuple[Any, Any] | None:
 # --- Variables and their producers --------------------------------------------------------------
 
 
-def _producer(atom: Any, producers: Producers, name: str | None = None) -> Any:
+def _producer(
+    atom: Any,
+    producers: Producers,
+    name: str | None = None,
+) -> Any:
     """Returns the equation that computes a variable, if its primitive has this name. Else None."""
     if atom is None or isinstance(atom, jex.Literal):
         return None
@@ -218,7 +222,11 @@ def _same(x: Any, y: Any) -> bool:
     return x is y
 
 
-def _source(atom: Any, producers: Producers, passes: Callable[[Any], bool]) -> Any:
+def _source(
+    atom: Any,
+    producers: Producers,
+    passes: Callable[[Any], bool],
+) -> Any:
     """Returns the value behind equations of one operand that `passes` accepts."""
     while (eqn := _producer(atom, producers)) is not None and passes(eqn):
         atom = eqn.invars[0]

@@ -54,7 +54,11 @@ class UnsupportedPrimitive(NotImplementedError):
     """The error for a primitive without an interval rule, or without one for these operands."""
 
 
-def interval(fun: Callable[..., Any], *, product: str = "tight") -> Callable[..., Any]:
+def interval(
+    fun: Callable[..., Any],
+    *,
+    product: str = "tight",
+) -> Callable[..., Any]:
     """Transforms `fun` into a function over intervals.
 
         box = jaxdp.Interval(lower, upper)
@@ -170,7 +174,11 @@ def _for_user(x: Operand) -> Interval:
 
 
 def stage(
-    fun: Callable[[Any, Any], Any], moving: Any, fixed: Any, *, product: str = "tight"
+    fun: Callable[[Any, Any], Any],
+    moving: Any,
+    fixed: Any,
+    *,
+    product: str = "tight",
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Splits bounds of `fun(moving, fixed)` into three stages, for callers that stream.
 
@@ -208,7 +216,12 @@ class _Stages:
     them, in `signs` and `outer_products`, which a stage fills while it is traced.
     """
 
-    def __init__(self, closed: Any, moving: int, product: str) -> None:
+    def __init__(
+        self,
+        closed: Any,
+        moving: int,
+        product: str,
+    ) -> None:
         jaxpr = closed.jaxpr
         self.jaxpr = jaxpr
         self.product = product
@@ -240,7 +253,12 @@ class _Stages:
                 early.append(eqn)
         return early, late
 
-    def _needed(self, eqns: Sequence[Any], results: Sequence[Any], known: set[Any]) -> list[Any]:
+    def _needed(
+        self,
+        eqns: Sequence[Any],
+        results: Sequence[Any],
+        known: set[Any],
+    ) -> list[Any]:
         """Returns the variables that `eqns` and `results` take from earlier stages."""
         atoms: list[Any] = []
         own = known | set(self.constants)
@@ -341,7 +359,11 @@ def _live(jaxpr: Any) -> list[Any]:
     return live[::-1]
 
 
-def _evaluate(closed: Any, operands: Sequence[Operand], product: str) -> list[Operand]:
+def _evaluate(
+    closed: Any,
+    operands: Sequence[Operand],
+    product: str,
+) -> list[Operand]:
     """Interprets a closed jaxpr without the equations that no result needs."""
     jaxpr = closed.jaxpr
     values: Values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -353,7 +375,11 @@ def _evaluate(closed: Any, operands: Sequence[Operand], product: str) -> list[Op
 
 
 def _run(
-    jaxpr: Any, eqns: Sequence[Any], values: Values, producers: Producers, product: str
+    jaxpr: Any,
+    eqns: Sequence[Any],
+    values: Values,
+    producers: Producers,
+    product: str,
 ) -> None:
     """Interprets equations and adds their results to `values`."""
     for eqn in eqns:
@@ -388,7 +414,12 @@ def _is_exact(eqn: Any) -> bool:
     return not has_body and not any(is_float(v.aval) for v in eqn.outvars)
 
 
-def _equation(jaxpr: Any, eqn: Any, product: str, name: str | None = None) -> Equation:
+def _equation(
+    jaxpr: Any,
+    eqn: Any,
+    product: str,
+    name: str | None = None,
+) -> Equation:
     return Equation(
         name=name or eqn.primitive.name,
         params=eqn.params,
@@ -399,7 +430,11 @@ def _equation(jaxpr: Any, eqn: Any, product: str, name: str | None = None) -> Eq
     )
 
 
-def _apply_rule(equation: Equation, eqn: Any, operands: Sequence[Any]) -> list[Operand]:
+def _apply_rule(
+    equation: Equation,
+    eqn: Any,
+    operands: Sequence[Any],
+) -> list[Operand]:
     name = equation.name
     if name not in RULES:
         problem = f"There is no interval rule for the primitive {name!r}."

@@ -200,7 +200,11 @@ def check(
 
 
 def _plan(
-    f: ClippedGrad, params: Any, batch: Any, key: Any, group_size: int | None
+    f: ClippedGrad,
+    params: Any,
+    batch: Any,
+    key: Any,
+    group_size: int | None,
 ) -> list[LeafPlan]:
     """Returns the plan of examples, or of groups of equal examples."""
     if group_size is not None:
@@ -363,7 +367,11 @@ def _per_example(
 ) -> Callable[..., Any]:
     """Returns the loss of one example from a loss that is written for batches."""
 
-    def loss(params: Any, example: Any, **keys: Any) -> Any:
+    def loss(
+        params: Any,
+        example: Any,
+        **keys: Any,
+    ) -> Any:
         batch_of_one = jax.tree.map(lambda x: x[None], example)
         result = loss_fn(params, batch_of_one, **keys)
         if has_aux:

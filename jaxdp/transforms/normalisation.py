@@ -319,7 +319,10 @@ class _Walk:
         return [_Data() for _ in shapes]
 
     def _loop(
-        self, body: jex.ClosedJaxpr, parts: Sequence[list[_Value]], shapes: Any
+        self,
+        body: jex.ClosedJaxpr,
+        parts: Sequence[list[_Value]],
+        shapes: Any,
     ) -> list[_Value]:
         """Follows one iteration of a loop with (constants, carry, scanned arrays)."""
         constants, carry, scanned = parts
@@ -525,7 +528,11 @@ def _contracted(
     return _Data(last=factor.leaves)
 
 
-def _product(a: _Data, b: _Data, sign: int) -> _Data:
+def _product(
+    a: _Data,
+    b: _Data,
+    sign: int,
+) -> _Data:
     """Returns a b, or a / b with sign -1."""
     facts: dict[object, _Fact] = {}
     for origin, one, other in _shared(a, b):
@@ -577,7 +584,12 @@ def _leaf_of(parameter: _Parameter | None) -> int | None:
     return None if parameter is None else parameter.leaf
 
 
-def _scaled(x: _Data, factor: _Constant, *, name: str) -> _Data:
+def _scaled(
+    x: _Data,
+    factor: _Constant,
+    *,
+    name: str,
+) -> _Data:
     """Returns x times a value without data ("mul"), or x divided by it ("div")."""
     last = x.last | factor.leaves
     stored = factor.stored

@@ -22,7 +22,10 @@ _TERMS = {4: 10, 8: 20}
 
 
 @functools.partial(jax.jit, static_argnums=1)  # traced once, and inlined by XLA
-def pair(words: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
+def pair(
+    words: Sequence[jax.Array],
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
     """Returns two independent standard normals.
 
     Args:
@@ -44,7 +47,11 @@ def pair(words: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
     return x, y
 
 
-def minus_log(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
+def minus_log(
+    high: jax.Array,
+    low: jax.Array,
+    dtype: Any,
+) -> jax.Array:
     """Returns -log(u) of a uniform u of 64 bits, precise to a float also where u is almost 1."""
     is_below_half = high >> 31 == 0
     # u itself, or 1 - u, which has all its digits where u is almost 1.
@@ -56,7 +63,11 @@ def minus_log(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(is_below_half, log, corrected)
 
 
-def uniform(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
+def uniform(
+    high: jax.Array,
+    low: jax.Array,
+    dtype: Any,
+) -> jax.Array:
     """Maps 64 bits to (0, 1] with the full relative precision of a float near zero."""
     # The half keeps 0 out, whose logarithm is infinite.
     return high.astype(dtype) * 2.0**-32 + (low.astype(dtype) + 0.5) * 2.0**-64

@@ -71,7 +71,13 @@ __all__ = [
 FormedNorm = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def settled_at(rule: Rule, record: Any, g: Any, *, by_kernels: bool = False) -> Any:
+def settled_at(
+    rule: Rule,
+    record: Any,
+    g: Any,
+    *,
+    by_kernels: bool = False,
+) -> Any:
     """Rounds the record and the cotangent of a site to what is multiplied there.
 
     A plain step rounds factors of float32 where the platform multiplies fewer bits. Here they are
@@ -93,7 +99,11 @@ def settled_at(rule: Rule, record: Any, g: Any, *, by_kernels: bool = False) -> 
     return jax.tree.map(rounded, (record, g))
 
 
-def _exact_parts(x: jax.Array, rule: Rule, record: Any) -> list[jax.Array]:
+def _exact_parts(
+    x: jax.Array,
+    rule: Rule,
+    record: Any,
+) -> list[jax.Array]:
     """Returns arrays that add up to `x`. The device multiplies each with `record` exactly.
 
     `x` is a cotangent times a factor in float32. Two parts have 16 of its 24 bits in bfloat16, and
@@ -223,7 +233,12 @@ class Site:
 
     # --- The choice of kernels ---
 
-    def kernels(self, method: str, record: Any, g: jax.Array) -> tuple[str, str]:
+    def kernels(
+        self,
+        method: str,
+        record: Any,
+        g: jax.Array,
+    ) -> tuple[str, str]:
         """Returns which kernels compute the norm and the sum of its own weight on a TPU.
 
         They are "dense", "convolution", or "" for products of XLA. Kernels of convolutions round by
@@ -275,7 +290,14 @@ class Site:
         """Returns the record and the cotangent as they are multiplied."""
         return settled_at(self.rule, record, g) if self.settles_itself else (record, g)
 
-    def settled(self, method: str, record: Any, g: jax.Array, *, alone: bool) -> Any:
+    def settled(
+        self,
+        method: str,
+        record: Any,
+        g: jax.Array,
+        *,
+        alone: bool,
+    ) -> Any:
         """Returns the record and the cotangent as the norm and the sum read them.
 
         Args:
@@ -292,7 +314,12 @@ class Site:
 
     # --- Sums ---
 
-    def contract(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+    def contract(
+        self,
+        record: Any,
+        g: jax.Array,
+        factors: jax.Array,
+    ) -> jax.Array:
         """Computes sum_b factors_b dV_b, [*sliced loops, *weight].
 
         Args:
@@ -304,7 +331,11 @@ class Site:
         if not kernel:
             return self._contract(record, g, factors)
 
-        def by_xla(record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+        def by_xla(
+            record: Any,
+            g: jax.Array,
+            factors: jax.Array,
+        ) -> jax.Array:
             record, g = settled_at(self.rule, record, g)
             return self._contract(record, g, factors)
 
@@ -314,19 +345,34 @@ class Site:
         )
         return grad
 
-    def _contract_dense(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+    def _contract_dense(
+        self,
+        record: Any,
+        g: jax.Array,
+        factors: jax.Array,
+    ) -> jax.Array:
         (u,), w = self.factors(record, g)
         grads = dense.weighted_sum(u, w, factors, self.rule.lanes)
         by_slice = grads.reshape(self.slices, self.rule.groups, *grads.shape[1:])
         return self._loops_in_front(jax.vmap(self.rule.as_weight)(by_slice))
 
-    def _contract_pictures(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+    def _contract_pictures(
+        self,
+        record: Any,
+        g: jax.Array,
+        factors: jax.Array,
+    ) -> jax.Array:
         assert isinstance(self.rule, Conv)
         pictures, cotangents = self.rule.pictures(record, g)
         grad = convolution.weighted_sum(pictures, cotangents, factors, self.rule.geometry)
         return self.rule.as_weight(grad)
 
-    def _contract(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+    def _contract(
+        self,
+        record: Any,
+        g: jax.Array,
+        factors: jax.Array,
+    ) -> jax.Array:
         record, g = self._multiplied(record, g)
         without_record, without_cotangent = self.leaves_out
         if without_record:
@@ -406,7 +452,11 @@ def _vmap_or_squeeze(
     return mapped
 
 
-def summed_rows(site: Site, record: Any, g: jax.Array) -> tuple[Site, Any, jax.Array]:
+def summed_rows(
+    site: Site,
+    record: Any,
+    g: jax.Array,
+) -> tuple[Site, Any, jax.Array]:
     """Adds up equal rows of a lookup, in each example apart.
 
     Returns a site of the rule `Rows`, its record and its cotangent. They have at most one term for

@@ -156,7 +156,10 @@ class Plan:
         return outputs, records
 
     def _evaluate(
-        self, step: _Step, operands: list[Any], pending: Iterator[Any]
+        self,
+        step: _Step,
+        operands: list[Any],
+        pending: Iterator[Any],
     ) -> tuple[list[Any], list[Any]]:
         """Returns the results of a step, and the records of the sites inside of it."""
         if step.inner is not None:
@@ -286,7 +289,10 @@ def _bind_wide(
 
 
 def _forward_inner(
-    step: _Step, inner: Plan, operands: list[Any], taps: list[Any]
+    step: _Step,
+    inner: Plan,
+    operands: list[Any],
+    taps: list[Any],
 ) -> tuple[list[Any], list[Any]]:
     """Evaluates the body of a step with taps. Returns (results, records)."""
     if step.kind == "call":

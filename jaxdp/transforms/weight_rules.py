@@ -294,7 +294,11 @@ class Rows(Rule):
         return _table_grad(self, record, g)
 
 
-def _table_grad(rule: Rule, record: Any, g: jax.Array) -> jax.Array:
+def _table_grad(
+    rule: Rule,
+    record: Any,
+    g: jax.Array,
+) -> jax.Array:
     """Computes dV of a rule whose u are rows of an identity matrix."""
     (u,), w = jax.vmap(rule.factors)(record, wide(g))
     # A negative index would wrap around, so it moves out of range, where it is dropped.

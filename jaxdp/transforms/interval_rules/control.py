@@ -129,7 +129,11 @@ def _while(eqn: Equation, *operands: Operand) -> list[Operand]:
 
 
 @register_rule("cond")
-def _cond(eqn: Equation, index: Operand, *operands: Operand) -> list[Operand]:
+def _cond(
+    eqn: Equation,
+    index: Operand,
+    *operands: Operand,
+) -> list[Operand]:
     branches = eqn.params["branches"]
     if isinstance(index, Interval):
         results = [eqn.evaluate(branch, operands) for branch in branches]

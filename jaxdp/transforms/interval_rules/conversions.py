@@ -57,7 +57,11 @@ def _fits(x: Operand, target: Any) -> bool:
     return source == jnp.bool_ or source.itemsize * 8 <= to.nmant
 
 
-def _rounded_ends(source: Any, low: jax.Array, high: jax.Array) -> Ends:
+def _rounded_ends(
+    source: Any,
+    low: jax.Array,
+    high: jax.Array,
+) -> Ends:
     """Rounds converted ends outward. Ends that are small integers have no error and stay."""
     below, above = widen(low, high)
     if not jnp.issubdtype(source, jnp.integer):
@@ -78,7 +82,11 @@ def _rounded_ends(source: Any, low: jax.Array, high: jax.Array) -> Ends:
     return below, above
 
 
-def _to_integer(x: Interval, low: jax.Array, high: jax.Array) -> Box:
+def _to_integer(
+    x: Interval,
+    low: jax.Array,
+    high: jax.Array,
+) -> Box:
     """Converts endpoints to integers or booleans.
 
     Where a value does not fit, the result is the whole range, because overflow wraps.

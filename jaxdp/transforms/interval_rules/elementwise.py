@@ -138,7 +138,11 @@ def _exp_neg_sq(eqn: Equation, x: Operand) -> Operand:
 
 
 @register_rule("pow")
-def _pow(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _pow(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     is_known = is_nonnegative(x)
     base = x if is_known else absolute(x)
     corners = [eqn.bind(lower(base), end(y))[0] for end in (lower, upper)]
@@ -153,7 +157,11 @@ def _pow(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 
 @register_rule("logaddexp", "logaddexp2")
-def _logaddexp(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _logaddexp(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     """Bounds log(exp(x) + exp(y)), which rises with x and with y."""
     ends = eqn.ends(x, y)
     # It is max(x, y) plus a logarithm. The two may cancel, so the error scales with the maximum.
@@ -162,7 +170,11 @@ def _logaddexp(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 
 @register_rule("exp_share", "exp2_share")
-def _exp_share(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _exp_share(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     """Bounds exp(x) / (exp(x) + exp(y)) = sigmoid(x - y), or the same with powers of two."""
     low, high = rounded(lower(x) - upper(y), upper(x) - lower(y))
     if eqn.name == "exp2_share":
@@ -199,7 +211,11 @@ def _sine(eqn: Equation, x: Operand) -> Operand:
 
 
 @register_rule("add", "add_any")
-def _add(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _add(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     ends = rounded(lower(x) + lower(y), upper(x) + upper(y))
     result = Box(*ends, nonnegative=is_nonnegative(x) and is_nonnegative(y))
     for logits, bias in ((x, y), (y, x)):
@@ -212,7 +228,10 @@ def _add(eqn: Equation, x: Operand, y: Operand) -> Operand:
     return result
 
 
-def _shifted(differences: Callable[[], jax.Array], bias: Operand) -> jax.Array:
+def _shifted(
+    differences: Callable[[], jax.Array],
+    bias: Operand,
+) -> jax.Array:
     """Returns upper bounds of (z + b)_j - (z + b)_c."""
     step = upper(bias)[..., :, None] - lower(bias)[..., None, :]
     total = differences() + outward(step, 1)
@@ -220,7 +239,11 @@ def _shifted(differences: Callable[[], jax.Array], bias: Operand) -> jax.Array:
 
 
 @register_rule("sub")
-def _sub(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _sub(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     return Box(*rounded(lower(x) - upper(y), upper(x) - lower(y)))
 
 
@@ -228,7 +251,11 @@ def _sub(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 
 @register_rule("mul")
-def _mul(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _mul(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     ends = rounded(*corner_products(x, y))
     result = Box(*ends, nonnegative=is_nonnegative(x) and is_nonnegative(y))
     for vector, factor in ((x, y), (y, x)):
@@ -240,7 +267,11 @@ def _mul(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 
 @register_rule("polynomial")
-def _polynomial(eqn: Equation, x: Operand, *coefficients: Operand) -> Any:
+def _polynomial(
+    eqn: Equation,
+    x: Operand,
+    *coefficients: Operand,
+) -> Any:
     """Bounds c_0 + x (c_1 + x (c_2 + ...))."""
     total: Any = coefficients[-1]
     for coefficient in reversed(coefficients[:-1]):
@@ -249,14 +280,22 @@ def _polynomial(eqn: Equation, x: Operand, *coefficients: Operand) -> Any:
 
 
 @register_rule("x_plus_xy")
-def _x_plus_xy(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _x_plus_xy(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     """Bounds x (1 + y), which is never wider than x + x y."""
     factor = Box(*widen(1 + lower(y), 1 + upper(y)), nonnegative=is_nonnegative(y))
     return Box(*widen(*corner_products(x, factor)))
 
 
 @register_rule("div")
-def _div(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _div(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     if not is_float(y):
         raise NoRuleError(_NO_INTEGER_DIVISION)
     if isinstance(y, Interval):
@@ -281,7 +320,11 @@ def _reciprocal(x: Operand) -> Box:
 
 
 @register_rule("rem")
-def _rem(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _rem(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     """Bounds the rest of a division, which has the sign of x and is smaller than x and than y."""
     if not is_float(x):
         raise NoRuleError(_NO_INTEGER_DIVISION)

@@ -101,7 +101,13 @@ def rounded(low: jax.Array, high: jax.Array) -> Ends:
     return widen(low, high) if is_float(low) else (low, high)
 
 
-def narrow(eqn: Equation, low: jax.Array, high: jax.Array, *, nonnegative: bool = False) -> Box:
+def narrow(
+    eqn: Equation,
+    low: jax.Array,
+    high: jax.Array,
+    *,
+    nonnegative: bool = False,
+) -> Box:
     """Converts a result computed in float32 to the equation's dtype and rounds it outward."""
     dtype = eqn.outputs[0].dtype
     if low.dtype != dtype:
@@ -109,10 +115,18 @@ def narrow(eqn: Equation, low: jax.Array, high: jax.Array, *, nonnegative: bool 
     return Box(*without_overflow(low, high), nonnegative=nonnegative)
 
 
-def around(ends: Ends, scales: Ends, roundings: float) -> Box:
+def around(
+    ends: Ends,
+    scales: Ends,
+    roundings: float,
+) -> Box:
     """Moves each end outward by the error of roundings of 1 + |scale|. An infinite end stays."""
 
-    def moved_end(end: jax.Array, scale: jax.Array, sign: int) -> jax.Array:
+    def moved_end(
+        end: jax.Array,
+        scale: jax.Array,
+        sign: int,
+    ) -> jax.Array:
         is_finite = jnp.isfinite(end)
         error = sign * slack(end.dtype, roundings) * (1 + jnp.abs(scale))
         return jnp.where(is_finite, end + error, end)

@@ -99,7 +99,11 @@ EXACT = {
 }
 
 
-def at_both_ends(eqn: Equation, *operands: Operand, nonnegative: bool) -> list[Box]:
+def at_both_ends(
+    eqn: Equation,
+    *operands: Operand,
+    nonnegative: bool,
+) -> list[Box]:
     """Evaluates a monotone primitive at all lower and at all upper endpoints."""
     lows = eqn.bind(*map(lower, operands))
     highs = eqn.bind(*map(upper, operands))
@@ -121,7 +125,11 @@ def _move(eqn: Equation, *operands: Operand) -> list[Box]:
     return results
 
 
-def _keeps_last_axis(eqn: Equation, x: Box, result: Box) -> bool:
+def _keeps_last_axis(
+    eqn: Equation,
+    x: Box,
+    result: Box,
+) -> bool:
     """Returns whether facts about the last axis of x hold for the last axis of the result."""
     if eqn.name in _SAME_SHAPE:
         return True
@@ -175,7 +183,11 @@ def _abs(eqn: Equation, x: Operand) -> Operand:
 
 
 @register_rule("xor")
-def _xor(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _xor(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     _check_boolean(x)
     unknown = (lower(x) != upper(x)) | (lower(y) != upper(y))
     value = lower(x) ^ lower(y)
@@ -187,7 +199,11 @@ def _xor(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 
 @register_rule("gt", "ge", "lt", "le")
-def _order(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _order(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     if eqn.name in ("lt", "le"):
         x, y = y, x
     if eqn.name in ("gt", "lt"):
@@ -196,7 +212,11 @@ def _order(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 
 @register_rule("eq", "ne")
-def _equality(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _equality(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     certain = (lower(x) == upper(y)) & (upper(x) == lower(y))
     possible = ~((upper(x) < lower(y)) | (lower(x) > upper(y)))
     if eqn.name == "eq":

@@ -37,7 +37,11 @@ from jaxdp.transforms.interval_rules.exact import at_both_ends
 
 
 @register_rule("gather", "dynamic_slice")
-def _read_at(eqn: Equation, x: Operand, *positions: Operand) -> list[Box]:
+def _read_at(
+    eqn: Equation,
+    x: Operand,
+    *positions: Operand,
+) -> list[Box]:
     check_positions(positions)
     return at_both_ends(eqn, x, *positions, nonnegative=is_nonnegative(x))
 
@@ -50,7 +54,12 @@ def _write_at(eqn: Equation, *operands: Operand) -> list[Box]:
 
 
 @register_rule("scatter-add")
-def _scatter_add(eqn: Equation, x: Operand, indices: Operand, updates: Operand) -> Operand:
+def _scatter_add(
+    eqn: Equation,
+    x: Operand,
+    indices: Operand,
+    updates: Operand,
+) -> Operand:
     check_positions([indices])
     if not is_float(x):
         return Box(*eqn.ends(x, indices, updates))
@@ -64,7 +73,11 @@ def _scatter_add(eqn: Equation, x: Operand, indices: Operand, updates: Operand) 
 
 
 @register_rule("select_n")
-def _select(eqn: Equation, predicate: Operand, *cases: Operand) -> list[Box]:
+def _select(
+    eqn: Equation,
+    predicate: Operand,
+    *cases: Operand,
+) -> list[Box]:
     if isinstance(predicate, Interval):
         return [hull_of_cases(predicate, cases)]
     return at_both_ends(eqn, predicate, *cases, nonnegative=all(map(is_nonnegative, cases)))
@@ -87,7 +100,10 @@ def _argmax(eqn: Equation, x: Operand) -> Operand:
     return Box(first.astype(dtype), last.astype(dtype))
 
 
-def _first_and_last(flags: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+def _first_and_last(
+    flags: jax.Array,
+    axis: int,
+) -> tuple[jax.Array, jax.Array]:
     """Returns the indices of the first and of the last True along an axis."""
     first = jnp.argmax(flags, axis)
     last = flags.shape[axis] - 1 - jnp.argmax(jnp.flip(flags, axis), axis)
@@ -101,7 +117,11 @@ def _may_stand(x: Operand, places: Any) -> jax.Array:
     the first one, and the places 1 and 2 allow the two others.
     """
 
-    def count_below(side: str, entries: jax.Array, bounds: jax.Array) -> jax.Array:
+    def count_below(
+        side: str,
+        entries: jax.Array,
+        bounds: jax.Array,
+    ) -> jax.Array:
         """Returns how many entries of a row are below each bound (side "left"), or at most it."""
         rows = jnp.sort(entries)
         size = entries.shape[-1]

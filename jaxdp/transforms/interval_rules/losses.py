@@ -34,7 +34,11 @@ from jaxdp.transforms.interval_rules.softmax import pairwise_gaps, probabilities
 
 
 @register_rule("softmax_cross_entropy_gradient")
-def _softmax_gradient(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
+def _softmax_gradient(
+    eqn: Equation,
+    logits: Operand,
+    weights: Operand,
+) -> Operand:
     """Bounds (sum_k y_k) softmax(z) - y by differences of logits and the simplex (T2, T3)."""
     low, high = probabilities(pairwise_gaps(logits, eqn.product))
     if eqn.product == "tight":
@@ -53,7 +57,11 @@ def _softmax_gradient(eqn: Equation, logits: Operand, weights: Operand) -> Opera
 
 
 @register_rule("softmax_cross_entropy")
-def _softmax_value(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
+def _softmax_value(
+    eqn: Equation,
+    logits: Operand,
+    weights: Operand,
+) -> Operand:
     """Bounds sum_k y_k log sum_j exp(z_j - z_k)."""
     gaps = pairwise_gaps(logits, eqn.product)
     low = log_sum_exp(-gaps, axis=-1)
@@ -77,7 +85,11 @@ def _softmax_value(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
 
 
 @register_rule("sigmoid_cross_entropy_gradient")
-def _sigmoid_gradient(eqn: Equation, logits: Operand, label: Operand) -> Operand:
+def _sigmoid_gradient(
+    eqn: Equation,
+    logits: Operand,
+    label: Operand,
+) -> Operand:
     """Bounds sigmoid(z) - y."""
     low, high = widen(*both(jax.nn.sigmoid, logits), 16)
     below = jnp.maximum(low, 0) - upper(label)
@@ -86,7 +98,11 @@ def _sigmoid_gradient(eqn: Equation, logits: Operand, label: Operand) -> Operand
 
 
 @register_rule("sigmoid_cross_entropy")
-def _sigmoid_value(eqn: Equation, logits: Operand, label: Operand) -> Operand:
+def _sigmoid_value(
+    eqn: Equation,
+    logits: Operand,
+    label: Operand,
+) -> Operand:
     """Bounds log(1 + exp(z)) - y z, which is convex in z with its minimum where sigmoid(z) = y."""
     low, high = lower(logits), upper(logits)
 
@@ -114,7 +130,11 @@ def _sigmoid_value(eqn: Equation, logits: Operand, label: Operand) -> Operand:
 
 
 @register_rule("binary_hinge", "binary_hinge_gradient")
-def _binary_hinge(eqn: Equation, logits: Operand, sign: Operand) -> Operand:
+def _binary_hinge(
+    eqn: Equation,
+    logits: Operand,
+    sign: Operand,
+) -> Operand:
     """Bounds max(0, 1 - s z) or -s [1 - s z > 0]."""
     low, high = widen(*corner_products(sign, logits))
     low, high = widen(1 - high, 1 - low)
@@ -127,7 +147,11 @@ def _binary_hinge(eqn: Equation, logits: Operand, sign: Operand) -> Operand:
 
 
 @register_rule("multiclass_hinge", "multiclass_hinge_gradient")
-def _multiclass_hinge(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
+def _multiclass_hinge(
+    eqn: Equation,
+    logits: Operand,
+    weights: Operand,
+) -> Operand:
     """Bounds max(0, 1 + max_{k != y} z_k - z_y) or (e_j - e_y) [loss > 0]."""
     if isinstance(weights, Interval):
         raise NoRuleError("It does not support a label that depends on an interval.")
@@ -151,7 +175,10 @@ def _multiclass_hinge(eqn: Equation, logits: Operand, weights: Operand) -> Opera
 
 
 def _multiclass_hinge_gradient(
-    gaps: jax.Array, is_label: jax.Array, low: jax.Array, high: jax.Array
+    gaps: jax.Array,
+    is_label: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
 ) -> Box:
     """Bounds (e_j - e_y) [loss > 0], where j is the rival: the largest class besides y."""
     certain = (low > 0)[..., None]

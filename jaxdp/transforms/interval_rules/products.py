@@ -57,7 +57,13 @@ Dims = Any  # ((a_contract, b_contract), (a_batch, b_batch)) of lax.dot_general
 # --- Any bilinear operation (T1) ----------------------------------------------------------------
 
 
-def bilinear_bounds(product: str, multiply: Multiply, a: Operand, b: Operand, terms: int) -> Ends:
+def bilinear_bounds(
+    product: str,
+    multiply: Multiply,
+    a: Operand,
+    b: Operand,
+    terms: int,
+) -> Ends:
     """Bounds sums of `terms` products by a few evaluations at endpoints (T1).
 
     The bounds are exact if a factor has a known sign or is a point. Otherwise a = a+ - a-, and both
@@ -83,7 +89,12 @@ def _swapped(multiply: Multiply) -> Multiply:
     return lambda x, y: multiply(y, x)
 
 
-def _product_of_points(multiply: Multiply, a: jax.Array, b: jax.Array, terms: int) -> Ends:
+def _product_of_points(
+    multiply: Multiply,
+    a: jax.Array,
+    b: jax.Array,
+    terms: int,
+) -> Ends:
     """Bounds the rounding, which alone is uncertain."""
     value = multiply(a, b)
     magnitudes = multiply(jnp.abs(a), jnp.abs(b))
@@ -92,7 +103,11 @@ def _product_of_points(multiply: Multiply, a: jax.Array, b: jax.Array, terms: in
 
 
 def _point_times_interval(
-    multiply: Multiply, a: jax.Array, b: Interval, *, a_is_nonnegative: bool
+    multiply: Multiply,
+    a: jax.Array,
+    b: Interval,
+    *,
+    a_is_nonnegative: bool,
 ) -> Ends:
     positive = jnp.maximum(a, 0)
     negative = jnp.maximum(-a, 0)
@@ -123,7 +138,12 @@ def _interval_times_interval(
     return low, high
 
 
-def _midpoint_radius(multiply: Multiply, a: Operand, b: Operand, terms: int) -> Ends:
+def _midpoint_radius(
+    multiply: Multiply,
+    a: Operand,
+    b: Operand,
+    terms: int,
+) -> Ends:
     """Bounds |a b - a_m b_m| <= |a_m| b_r + a_r (|b_m| + b_r) (Rump 1999)."""
     b_mid = (lower(b) + upper(b)) / 2
     b_radius = jnp.maximum(upper(b) - b_mid, b_mid - lower(b))
@@ -141,7 +161,13 @@ def _midpoint_radius(multiply: Multiply, a: Operand, b: Operand, terms: int) -> 
     return mid - radius, mid + radius
 
 
-def _product_result(eqn: Equation, ends: Ends, terms: int, *, nonnegative: bool) -> Box:
+def _product_result(
+    eqn: Equation,
+    ends: Ends,
+    terms: int,
+    *,
+    nonnegative: bool,
+) -> Box:
     """Adds the underflow of up to eight sums of products to the ends."""
     underflow = (8 * terms + 8) * tiny(ends[0].dtype)
     return narrow(eqn, ends[0] - underflow, ends[1] + underflow, nonnegative=nonnegative)
@@ -161,7 +187,11 @@ _GEOMETRY = (
 
 
 @register_rule("conv_general_dilated")
-def _conv(eqn: Equation, a: Operand, b: Operand) -> Operand:
+def _conv(
+    eqn: Equation,
+    a: Operand,
+    b: Operand,
+) -> Operand:
     geometry = {name: eqn.params[name] for name in _GEOMETRY}
     kernel_axes = eqn.params["dimension_numbers"].rhs_spec[1:]  # all but the output channels
     terms = math.prod(b.shape[axis] for axis in kernel_axes)
@@ -179,7 +209,11 @@ def _conv(eqn: Equation, a: Operand, b: Operand) -> Operand:
 
 
 @register_rule("dot_general")
-def _dot_general(eqn: Equation, a: Operand, b: Operand) -> Operand:
+def _dot_general(
+    eqn: Equation,
+    a: Operand,
+    b: Operand,
+) -> Operand:
     a, b = at_least_float32(a), at_least_float32(b)
     dims = eqn.params["dimension_numbers"]
     (a_contract, _), (a_batch, _) = dims
@@ -205,7 +239,12 @@ def _signs_are_unknown(a: Operand, b: Operand) -> bool:
     return not known and isinstance(a, Interval) and isinstance(b, Interval)
 
 
-def _general_product(eqn: Equation, a: Operand, b: Operand, terms: int) -> Box:
+def _general_product(
+    eqn: Equation,
+    a: Operand,
+    b: Operand,
+    terms: int,
+) -> Box:
     roundings, multiply = dot_product(eqn.params["dimension_numbers"], terms)
     ends = bilinear_bounds(eqn.product, multiply, a, b, roundings)
     nonnegative = is_nonnegative(a) and is_nonnegative(b)
@@ -252,7 +291,11 @@ def dot_product(dims: Dims, terms: int) -> tuple[int, Multiply]:
 # --- Short sums ---------------------------------------------------------------------------------
 
 
-def _short_sum(a: Operand, b: Operand, dims: Dims) -> Ends:
+def _short_sum(
+    a: Operand,
+    b: Operand,
+    dims: Dims,
+) -> Ends:
     """Bounds a short sum of exact products."""
     (a_contract, b_contract), _ = dims
     a = axes_last(a, a_contract)
@@ -273,13 +316,21 @@ def _entry(x: Operand, i: int) -> Operand:
     return moved(lambda v: v[..., i], x)
 
 
-def _all_products(x: Operand, y: Operand, shared: int = 0) -> Ends:
+def _all_products(
+    x: Operand,
+    y: Operand,
+    shared: int = 0,
+) -> Ends:
     """Pairs every entry of x with every entry of y, except along the last `shared` axes.
 
     x [3, 7] and y [5, 7] with one shared axis give [3, 5, 7].
     """
 
-    def with_axes(v: Operand, count: int, behind: int) -> Operand:
+    def with_axes(
+        v: Operand,
+        count: int,
+        behind: int,
+    ) -> Operand:
         """Inserts `count` axes of length 1 before the last `behind` axes."""
         place = len(v.shape) - behind
         shape = (*v.shape[:place], *(1,) * count, *v.shape[place:])
@@ -301,7 +352,9 @@ def is_outer(eqn: Any) -> bool:
 
 
 def outer_parts(
-    eqn: Equation, a: Operand, b: Operand
+    eqn: Equation,
+    a: Operand,
+    b: Operand,
 ) -> tuple[list[jax.Array], Callable[..., Box]]:
     """Splits the rule of an outer product into arrays and a function of these arrays.
 
@@ -345,7 +398,10 @@ def _ends_or_parts(x: Operand) -> list[jax.Array]:
     return [jnp.maximum(x, 0), jnp.minimum(x, 0)]
 
 
-def _product_of_parts(ends: Sequence[jax.Array], parts: Sequence[jax.Array]) -> Ends:
+def _product_of_parts(
+    ends: Sequence[jax.Array],
+    parts: Sequence[jax.Array],
+) -> Ends:
     """Multiplies an interval with a point that is given as its positive and negative part."""
     low, high = ends
     positive, negative = parts
@@ -356,7 +412,13 @@ def _product_of_parts(ends: Sequence[jax.Array], parts: Sequence[jax.Array]) -> 
 # --- Facts: entries that sum to zero (T3), differences of logits (T2) ---------------------------
 
 
-def use_zero_sum(eqn: Equation, result: Box, a: Operand, b: Operand, dims: Dims) -> None:
+def use_zero_sum(
+    eqn: Equation,
+    result: Box,
+    a: Operand,
+    b: Operand,
+    dims: Dims,
+) -> None:
     """Tightens sum_j d_j w_j by sum_j d_j (w_j - w_c) if the entries d_j sum to zero (T3).
 
     Both sums are equal for every c. All c are tried and the bounds intersected. A c that is chosen
@@ -404,7 +466,12 @@ def _minus_entry(rows: Operand, c: int) -> Box:
     return Box(jnp.where(itself, 0, below), jnp.where(itself, 0, above))
 
 
-def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
+def _note_differences(
+    result: Box,
+    a: Operand,
+    b: Operand,
+    dims: Dims,
+) -> None:
     """Stores how to bound z_j - z_c = sum_n h_n (w_nj - w_nc), for a result z = h w (T2)."""
     (a_contract, b_contract), _ = dims
     if len(a_contract) != 1 or len(a.shape) + len(b.shape) - 2 != result.ndim:

@@ -97,7 +97,11 @@ def _cumprod(eqn: Equation, x: Operand) -> Operand:
 
 
 @register_rule("select_and_scatter_add")
-def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Operand:
+def _select_and_scatter_add(
+    eqn: Equation,
+    source: Operand,
+    x: Operand,
+) -> Operand:
     """Bounds the derivative of max pooling, given the cotangents `source` of the windows.
 
     A cotangent may go to any entry that can be the largest of its window. All windows are treated
@@ -141,7 +145,10 @@ def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Opera
 
 
 def _entries_at(
-    x: jax.Array, place: tuple[int, ...], windows: Sequence[int], strides: Sequence[int]
+    x: jax.Array,
+    place: tuple[int, ...],
+    windows: Sequence[int],
+    strides: Sequence[int],
 ) -> jax.Array:
     """Returns the entry at one place of every window."""
     limits = [
@@ -152,7 +159,10 @@ def _entries_at(
 
 
 def _spread_of(
-    place: tuple[int, ...], windows: Sequence[int], strides: Sequence[int], shape: Sequence[int]
+    place: tuple[int, ...],
+    windows: Sequence[int],
+    strides: Sequence[int],
+    shape: Sequence[int],
 ) -> list[tuple[int, int, int]]:
     """Returns the padding that puts one value per window at a place of the windows of an array."""
     axes = zip(place, windows, strides, shape, strict=True)

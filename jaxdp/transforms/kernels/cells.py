@@ -87,7 +87,12 @@ class Plan:
     outputs: int
 
     @classmethod
-    def of(cls, geometry: Geometry, x: Any, g: Any) -> "Plan":
+    def of(
+        cls,
+        geometry: Geometry,
+        x: Any,
+        g: Any,
+    ) -> "Plan":
         """Returns the plan of data [B, H, W, C] and cotangents [B, OH, OW, K]."""
         _, *size, channels = x.shape
         _, *out_size, outputs = g.shape
@@ -223,7 +228,11 @@ def _slot(cells: int) -> int:
     return min(LANES, max(8, 1 << (cells - 1).bit_length()))
 
 
-def on_grid(plan: Plan, strides: tuple[int, ...], y: jax.Array) -> jax.Array:
+def on_grid(
+    plan: Plan,
+    strides: tuple[int, ...],
+    y: jax.Array,
+) -> jax.Array:
     """Returns y [B, ...] with zeros behind it, so that it fills the cells of the grid."""
     (height, width), (down, across) = plan.grid, strides
     rows_behind = height * down - y.shape[1]
@@ -231,7 +240,11 @@ def on_grid(plan: Plan, strides: tuple[int, ...], y: jax.Array) -> jax.Array:
     return jnp.pad(y, [(0, 0), (0, rows_behind), (0, columns_behind), (0, 0)])
 
 
-def each(example: Callable[[Any], None], size: int, unrolled: int) -> None:
+def each(
+    example: Callable[[Any], None],
+    size: int,
+    unrolled: int,
+) -> None:
     """Calls `example` for each number below `size`, several in one turn of a loop."""
     several = math.gcd(size, unrolled)
 
@@ -272,7 +285,11 @@ def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[Stacks]]:
     row = lax.div(cell, jnp.int32(width))
     column = lax.rem(cell, jnp.int32(width))
 
-    def moved(words: jax.Array, by: int, inside: jax.Array) -> jax.Array:
+    def moved(
+        words: jax.Array,
+        by: int,
+        inside: jax.Array,
+    ) -> jax.Array:
         """Returns the bfloat16 numbers that are `by` cells behind.
 
         Numbers from places that are not `inside` are zero.
@@ -284,7 +301,11 @@ def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[Stacks]]:
         numbers: jax.Array = pltpu.bitcast(words, jnp.bfloat16)
         return numbers
 
-    def within(place: jax.Array, away: int, size: int) -> jax.Array:
+    def within(
+        place: jax.Array,
+        away: int,
+        size: int,
+    ) -> jax.Array:
         # Behind the last cell lie those of another example, or none.
         return (place + away >= 0) & (place + away < size) & (cell < plan.cells)
 
@@ -317,7 +338,11 @@ def norm_of(plan: Plan) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
     return norm
 
 
-def _sums(plan: Plan, a: jax.Array, b: jax.Array) -> list[jax.Array]:
+def _sums(
+    plan: Plan,
+    a: jax.Array,
+    b: jax.Array,
+) -> list[jax.Array]:
     """Returns partial sums of the squared norm of a b^T, of M and of E."""
     return _sums_by_cells(plan, a, b) if plan.by_cells else _sums_of_gradient(a, b)
 
@@ -329,13 +354,21 @@ def _sums_of_gradient(a: jax.Array, b: jax.Array) -> list[jax.Array]:
     return [squares, apart, jnp.zeros_like(apart)]
 
 
-def _product(a: jax.Array, b: jax.Array, over: int) -> jax.Array:
+def _product(
+    a: jax.Array,
+    b: jax.Array,
+    over: int,
+) -> jax.Array:
     """Contracts one dimension of two arrays in float32."""
     contracted = (((over,), (over,)), ((), ()))
     return lax.dot_general(a, b, contracted, preferred_element_type=jnp.float32)
 
 
-def _sums_by_cells(plan: Plan, a: jax.Array, b: jax.Array) -> list[jax.Array]:
+def _sums_by_cells(
+    plan: Plan,
+    a: jax.Array,
+    b: jax.Array,
+) -> list[jax.Array]:
     # Not products with zeros: another example may hold NaN.
     own = _same((plan.lanes, plan.lanes), plan.slot)
     data, cotangents = (jnp.where(own, _product(y, y, over=0), 0.0) for y in (a, b))
@@ -391,7 +424,9 @@ def weighted_of(plan: Plan) -> Callable[..., list[jax.Array]]:
         return jnp.where(side_of_lane == side, words, jnp.uint32(0))
 
     def weighted(
-        data: jax.Array, cotangents: jax.Array, factors: list[jax.Array]
+        data: jax.Array,
+        cotangents: jax.Array,
+        factors: list[jax.Array],
     ) -> list[jax.Array]:
         sums: list[jax.Array] = []
         for side, factor in enumerate(factors):
@@ -407,7 +442,12 @@ def weighted_of(plan: Plan) -> Callable[..., list[jax.Array]]:
     return weighted
 
 
-def _phase(plan: Plan, words: jax.Array, row_phase: int, column: int) -> jax.Array:
+def _phase(
+    plan: Plan,
+    words: jax.Array,
+    row_phase: int,
+    column: int,
+) -> jax.Array:
     """Returns the words of the channels of one phase."""
     rows, columns = plan.phases
     size = plan.filled[0] // 2

@@ -25,7 +25,11 @@ BLOCK_BYTES = 2**20
 PASSES = 2**15
 
 
-def suits(x: Any, g: Any, geometry: cells.Geometry) -> bool:
+def suits(
+    x: Any,
+    g: Any,
+    geometry: cells.Geometry,
+) -> bool:
     """Returns whether `norms_and_bounds` serves arrays of these shapes and types.
 
     It refuses kernels that are not of two dimensions, empty arrays, other types than bfloat16 and
@@ -74,12 +78,19 @@ def norms_and_bounds(
     return squares, apart, spread
 
 
-def _mapped_norms(geometry: cells.Geometry, x: jax.Array, g: jax.Array) -> jax.Array:
+def _mapped_norms(
+    geometry: cells.Geometry,
+    x: jax.Array,
+    g: jax.Array,
+) -> jax.Array:
     norms = custom_vmap(functools.partial(_norms, geometry))
 
     @norms.def_vmap
     def mapped(
-        size: int, batched: Sequence[bool], x: jax.Array, g: jax.Array
+        size: int,
+        batched: Sequence[bool],
+        x: jax.Array,
+        g: jax.Array,
     ) -> tuple[jax.Array, bool]:
         x, g = (y.reshape(-1, *y.shape[2:]) for y in _all_mapped(size, batched, (x, g)))
         results = _mapped_norms(geometry, x, g)
@@ -89,13 +100,21 @@ def _mapped_norms(geometry: cells.Geometry, x: jax.Array, g: jax.Array) -> jax.A
     return result
 
 
-def _all_mapped(size: int, batched: Sequence[bool], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def _all_mapped(
+    size: int,
+    batched: Sequence[bool],
+    arrays: Sequence[jax.Array],
+) -> list[jax.Array]:
     """Returns arrays that all have the mapped axis in front."""
     pairs = zip(arrays, batched, strict=True)
     return [y if own else jnp.broadcast_to(y, (size, *y.shape)) for y, own in pairs]
 
 
-def _norms(geometry: cells.Geometry, x: jax.Array, g: jax.Array) -> jax.Array:
+def _norms(
+    geometry: cells.Geometry,
+    x: jax.Array,
+    g: jax.Array,
+) -> jax.Array:
     """Returns squared norms, M and E, [3, B]."""
     if not len(x):
         return jnp.broadcast_to(jnp.sum(x.astype(jnp.float32), (1, 2, 3)), (cells.RESULTS, 0))
@@ -104,7 +123,11 @@ def _norms(geometry: cells.Geometry, x: jax.Array, g: jax.Array) -> jax.Array:
     return norms(plan, geometry.strides, x, g)
 
 
-def sums_suit(x: Any, g: Any, geometry: cells.Geometry) -> bool:
+def sums_suit(
+    x: Any,
+    g: Any,
+    geometry: cells.Geometry,
+) -> bool:
     """Returns whether `weighted_sum` serves arrays of these shapes and types.
 
     It serves those whose batch is on the lanes.
@@ -117,7 +140,10 @@ def sums_suit(x: Any, g: Any, geometry: cells.Geometry) -> bool:
 
 
 def weighted_sum(
-    x: jax.Array, g: jax.Array, factors: jax.Array, geometry: cells.Geometry
+    x: jax.Array,
+    g: jax.Array,
+    factors: jax.Array,
+    geometry: cells.Geometry,
 ) -> jax.Array:
     """Returns the weighted sum of per-example gradients of a kernel, float32 [*window, C, K].
 
@@ -133,14 +159,23 @@ def weighted_sum(
     total = custom_vmap(functools.partial(_sum, geometry))
 
     @total.def_vmap
-    def mapped(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+    def mapped(
+        size: int,
+        batched: Sequence[bool],
+        *arrays: jax.Array,
+    ) -> tuple[jax.Array, bool]:
         return lax.map(lambda own: total(*own), _all_mapped(size, batched, arrays)), True
 
     result: jax.Array = total(*(shards.vary(y, axes) for y in (x, g, factors)))
     return result
 
 
-def _sum(geometry: cells.Geometry, x: jax.Array, g: jax.Array, factors: jax.Array) -> jax.Array:
+def _sum(
+    geometry: cells.Geometry,
+    x: jax.Array,
+    g: jax.Array,
+    factors: jax.Array,
+) -> jax.Array:
     plan = cells.Plan.of(geometry, x, g)
     channels, outputs = plan.filled
     by_phase = []
@@ -155,7 +190,10 @@ def _sum(geometry: cells.Geometry, x: jax.Array, g: jax.Array, factors: jax.Arra
 
 
 def _norms_of_blocks(
-    plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array
+    plan: cells.Plan,
+    strides: tuple[int, ...],
+    x: jax.Array,
+    g: jax.Array,
 ) -> jax.Array:
     """Returns the squared norms, M and E of examples whose cells XLA brings onto the lanes."""
     from jax.experimental import pallas as pl
@@ -169,7 +207,11 @@ def _norms_of_blocks(
     group_bytes = 2 * (data_rows + cotangent_rows) * lane_count
     size = max(1, min(groups, BLOCK_BYTES // group_bytes))
 
-    def kernel(data: jax.Array, cotangents: jax.Array, sums: jax.Array) -> None:
+    def kernel(
+        data: jax.Array,
+        cotangents: jax.Array,
+        sums: jax.Array,
+    ) -> None:
         norm = cells.norm_of(plan)
 
         def example(i: jax.Array) -> None:
@@ -195,7 +237,11 @@ def _norms_of_blocks(
     return by_example.swapaxes(0, 1).reshape(cells.RESULTS, -1)[:, :batch]
 
 
-def _phases(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array) -> jax.Array:
+def _phases(
+    plan: cells.Plan,
+    strides: tuple[int, ...],
+    x: jax.Array,
+) -> jax.Array:
     """Returns data [B, phases, rows, columns, C] of the phases that the kernel meets."""
     batch, channels = len(x), x.shape[-1]
     (height, width), (down, across) = plan.grid, strides

@@ -74,7 +74,11 @@ def _blocks(
     return min(fitting, key=lambda one: one.cycles, default=_NO_BLOCKS)
 
 
-def _vmem(positions: int, blocks: _Blocks, itemsize: int) -> float:
+def _vmem(
+    positions: int,
+    blocks: _Blocks,
+    itemsize: int,
+) -> float:
     """Returns the bytes that a step holds on the chip."""
     entries = tiles.padded(positions) * (blocks.rows + blocks.cols)
     read = entries * (2 * itemsize + 4)  # two buffers, and what is multiplied
@@ -139,7 +143,11 @@ def _sums(u: jax.Array, w: jax.Array) -> jax.Array:
     return sums
 
 
-def _kernel(u: Any, w: Any, sums: Any) -> None:
+def _kernel(
+    u: Any,
+    w: Any,
+    sums: Any,
+) -> None:
     from jax.experimental import pallas as pl
 
     @pl.when((pl.program_id(1) == 0) & (pl.program_id(2) == 0))

@@ -92,7 +92,11 @@ _NO_PARTS = _Parts(0, 0, 0)
 
 
 @functools.cache
-def _parts(positions: int, rows: int, cols: int) -> _Parts:
+def _parts(
+    positions: int,
+    rows: int,
+    cols: int,
+) -> _Parts:
     """Returns the parts of the fewest steps, or `_NO_PARTS` if every program would be too large."""
     most = _STEP * tiles.PRODUCTS_PER_CYCLE / _multiplied(positions)
     fitting = []
@@ -126,7 +130,11 @@ def _additions(size: int, length: int) -> int:
 
 
 @functools.cache
-def _examples(positions: int, rows: int, cols: int) -> int:
+def _examples(
+    positions: int,
+    rows: int,
+    cols: int,
+) -> int:
     """Returns how many examples one step has. Small ones share a step."""
     if _parts(positions, rows, cols).steps != 1:
         return 1
@@ -289,7 +297,11 @@ def _kernel(
     examples = range(u.shape[0])
     steps = max(operand.n_parts for operand in operands)
 
-    def add(x: Any, grams: Any, operand: _Operand) -> None:
+    def add(
+        x: Any,
+        grams: Any,
+        operand: _Operand,
+    ) -> None:
         axis = 0 if operand.on_lanes else 1
         for e in examples:
             part = x[e].astype(jnp.bfloat16)
@@ -334,7 +346,11 @@ def _add_gram(
         gram[:end, start:end] = product
 
 
-def _add_entries(gram_u: Any, gram_w: Any, sums: Any) -> None:
+def _add_entries(
+    gram_u: Any,
+    gram_w: Any,
+    sums: Any,
+) -> None:
     """Writes the sums over the rows of U * W, U * U and W * W."""
 
     def over_rows(

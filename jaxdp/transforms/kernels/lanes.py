@@ -53,7 +53,13 @@ def _odd_tiles(rows: int) -> int:
 class _Blocks:
     """Walks over blocks of 128 examples, or of 128 for each that shares the lanes."""
 
-    def __init__(self, plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array):
+    def __init__(
+        self,
+        plan: cells.Plan,
+        strides: tuple[int, ...],
+        x: jax.Array,
+        g: jax.Array,
+    ):
         self.number = len(x) // (cells.LANES * plan.sides)
         self.arrays = [_cells_first(plan, strides, x), _cells_first(plan, (1, 1), g)]
         self.movers = _Mover.both(plan, [x.dtype, g.dtype])
@@ -65,7 +71,10 @@ class _Blocks:
         return [*data.memory, *cotangents.memory]
 
     def walk(
-        self, sources: Sequence[Any], memory: Sequence[Any], compute: Callable[..., None]
+        self,
+        sources: Sequence[Any],
+        memory: Sequence[Any],
+        compute: Callable[..., None],
     ) -> None:
         """Calls `compute(block, words)` for each block.
 
@@ -104,18 +113,31 @@ class _Blocks:
         lax.fori_loop(0, self.number, turn, 0)
 
 
-def norms(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array) -> jax.Array:
+def norms(
+    plan: cells.Plan,
+    strides: tuple[int, ...],
+    x: jax.Array,
+    g: jax.Array,
+) -> jax.Array:
     """Returns the squared norms, M and E, [3, B], where the batch is on the lanes."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     blocks = _Blocks(plan, strides, x, g)
 
-    def kernel(data: Any, cotangents: Any, result: Any, *memory: Any) -> None:
+    def kernel(
+        data: Any,
+        cotangents: Any,
+        result: Any,
+        *memory: Any,
+    ) -> None:
         *parts, sums, written = memory
         norm = cells.norm_of(plan)
 
-        def compute(block: jax.Array, words: Callable[[jax.Array], list[jax.Array]]) -> None:
+        def compute(
+            block: jax.Array,
+            words: Callable[[jax.Array], list[jax.Array]],
+        ) -> None:
             def example(i: jax.Array) -> None:
                 for row, values in enumerate(norm(*words(i))):
                     sums[row, pl.ds(i, 1), :] = values
@@ -144,7 +166,11 @@ def norms(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array
 
 
 def weighted_sums(
-    plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array, factors: jax.Array
+    plan: cells.Plan,
+    strides: tuple[int, ...],
+    x: jax.Array,
+    g: jax.Array,
+    factors: jax.Array,
 ) -> list[jax.Array]:
     """Returns sums of factors times A B^T for each phase of columns.
 
@@ -156,14 +182,22 @@ def weighted_sums(
     blocks = _Blocks(plan, strides, x, g)
     sizes = plan.sizes
 
-    def kernel(factors: Any, data: Any, cotangents: Any, *memory: Any) -> None:
+    def kernel(
+        factors: Any,
+        data: Any,
+        cotangents: Any,
+        *memory: Any,
+    ) -> None:
         results = memory[: len(sizes)]
         parts = memory[len(sizes) :]
         for result in results:
             result[...] = jnp.zeros_like(result)
         weighted = cells.weighted_of(plan)
 
-        def compute(block: jax.Array, words: Callable[[jax.Array], list[jax.Array]]) -> None:
+        def compute(
+            block: jax.Array,
+            words: Callable[[jax.Array], list[jax.Array]],
+        ) -> None:
             def factors_of(i: jax.Array) -> list[jax.Array]:
                 return [factors[block * plan.sides + side, i] for side in range(plan.sides)]
 
@@ -192,7 +226,11 @@ def weighted_sums(
     return sums
 
 
-def _cells_first(plan: cells.Plan, strides: tuple[int, ...], y: jax.Array) -> jax.Array:
+def _cells_first(
+    plan: cells.Plan,
+    strides: tuple[int, ...],
+    y: jax.Array,
+) -> jax.Array:
     """Returns y [B, ...] as [rows, row phases, columns, column phases, channels, B]."""
     (height, width), (down, across) = plan.grid, strides
     y = cells.on_grid(plan, strides, y).transpose(1, 2, 3, 0)
@@ -235,7 +273,11 @@ class _Mover:
     dtype: Any
 
     @classmethod
-    def both(cls, plan: cells.Plan, dtypes: Sequence[Any]) -> tuple["_Mover", "_Mover"]:
+    def both(
+        cls,
+        plan: cells.Plan,
+        dtypes: Sequence[Any],
+    ) -> tuple["_Mover", "_Mover"]:
         """Returns those of the data and of the cotangents."""
         rows, columns = plan.phases
         channels, outputs = plan.filled
@@ -300,7 +342,13 @@ class _Mover:
         rest, across = lax.div(rest, column_phases), lax.rem(rest, column_phases)
         return lax.div(rest, row_phases), lax.rem(rest, row_phases), across, chunk
 
-    def _copies(self, source: Any, memory: _Memory, block: Any, part: Any) -> Iterator[Any]:
+    def _copies(
+        self,
+        source: Any,
+        memory: _Memory,
+        block: Any,
+        part: Any,
+    ) -> Iterator[Any]:
         """Yields the copies that bring a part, one for each example that shares the lanes."""
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import tpu as pltpu
@@ -319,12 +367,23 @@ class _Mover:
                 memory.arrived.at[half],
             )
 
-    def start(self, source: Any, memory: _Memory, block: Any, part: Any) -> None:
+    def start(
+        self,
+        source: Any,
+        memory: _Memory,
+        block: Any,
+        part: Any,
+    ) -> None:
         """Starts to bring a part into its half of the memory."""
         for copy in self._copies(source, memory, block, part):
             copy.start()
 
-    def transpose(self, source: Any, memory: _Memory, block: Any) -> None:
+    def transpose(
+        self,
+        source: Any,
+        memory: _Memory,
+        block: Any,
+    ) -> None:
         """Keeps all parts of a block, with cells on the lanes.
 
         The copy of the first part was started before.

@@ -26,7 +26,11 @@ VALUES_PER_STEP = TURNS * ROWS * VALUES * LANES
 XLA_ROWS = 1024
 
 
-def standard_normals(cipher_key: jax.Array, number: jax.Array, size: int) -> jax.Array:
+def standard_normals(
+    cipher_key: jax.Array,
+    number: jax.Array,
+    size: int,
+) -> jax.Array:
     """Returns at least `size` float32 normals by a kernel, in the order of `jaxdp.transforms.noise`.
 
     Args:
@@ -71,7 +75,11 @@ def _kernel(inputs: jax.Array, values: jax.Array) -> None:
     lax.fori_loop(0, TURNS, turn, 0)
 
 
-def standard_normals_by_xla(cipher_key: jax.Array, number: jax.Array, size: int) -> jax.Array:
+def standard_normals_by_xla(
+    cipher_key: jax.Array,
+    number: jax.Array,
+    size: int,
+) -> jax.Array:
     """Returns what `standard_normals` returns where XLA divides the program among devices.
 
     It takes several times as long, because XLA computes the cipher once for each tile.

@@ -42,7 +42,11 @@ def parts(size: int, most: int = 2048) -> list[int]:
     return lengths
 
 
-def serves(rows: int, cols: int, dtype: Any) -> bool:
+def serves(
+    rows: int,
+    cols: int,
+    dtype: Any,
+) -> bool:
     """Returns whether the kernels multiply a dtype, and layers of so many rows and columns."""
     return jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32) and min(rows, cols) >= _LEAST
 
@@ -83,7 +87,11 @@ def varied(*arrays: jax.Array) -> list[jax.Array]:
     return [shards.vary(x, axes) for x in arrays]
 
 
-def compiler_params(vmem: float, parallel: int, sequential: int) -> Any:
+def compiler_params(
+    vmem: float,
+    parallel: int,
+    sequential: int,
+) -> Any:
     """Returns the parameters of a kernel that holds `vmem` bytes of blocks on the chip.
 
     Args:

@@ -55,7 +55,11 @@ class _Blocks(NamedTuple):
 _NO_BLOCKS = _Blocks(0, 0, 0, 0, math.inf)
 
 
-def cycles(positions: int, rows: int, cols: int) -> float:
+def cycles(
+    positions: int,
+    rows: int,
+    cols: int,
+) -> float:
     """Returns the estimated cycles of one example, whose positions are padded to 128 or more."""
     return _blocks(positions, rows, cols).cycles
 
@@ -78,7 +82,11 @@ def suits(
 
 
 @functools.cache
-def _blocks(positions: int, rows: int, cols: int) -> _Blocks:
+def _blocks(
+    positions: int,
+    rows: int,
+    cols: int,
+) -> _Blocks:
     """Returns the blocks of the least cost, or `_NO_BLOCKS` if none fits."""
     length = _positions_at_once(positions)
     if length == 0:
