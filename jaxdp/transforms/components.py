@@ -333,7 +333,8 @@ def _only_moves(weights: jex.ClosedJaxpr) -> bool:
         return False
     variables = list(weights.jaxpr.outvars)
     for eqn in eqns:
-        operand, result = eqn.invars[0].aval, eqn.outvars[0].aval
+        operand = eqn.invars[0].aval
+        result = eqn.outvars[0].aval
         if result.size > operand.size:  # the transpose of a broadcast sums
             return False
         variables += eqn.outvars

@@ -212,7 +212,8 @@ class Conv(Rule):
         stride = self.strides[d]
         used = self._span(d) + self.window[d] - 1
         x = lax.slice_in_dim(x, 0, used, axis=axis)
-        before, behind = x.shape[:axis], x.shape[axis + 1 :]
+        before = x.shape[:axis]
+        behind = x.shape[axis + 1 :]
         x = x.reshape(*before, used // stride, stride, *behind)
         x = jnp.moveaxis(x, axis + 1, -2)
         return x.reshape(*x.shape[:-2], -1)
@@ -286,7 +287,8 @@ class Conv(Rule):
 
         It is one convolution for the whole batch.
         """
-        record, g = wide(record), wide(g)
+        record = wide(record)
+        g = wide(g)
 
         def apply(x: jax.Array, kernel: jax.Array) -> jax.Array:
             return lax.conv_general_dilated(
@@ -465,7 +467,8 @@ class Conv(Rule):
         result is in the order of positions and, within each, of kernel positions along the
         dimensions before `joined`.
         """
-        joined, fold = self._joined, self._fold
+        joined = self._joined
+        fold = self._fold
         window = [self.window[d] // fold for d in range(joined)]
         positions = [*self.out_window[:joined], *lengths[2 + joined :]]
         counts = [size, *lengths[:2], *positions, *window]

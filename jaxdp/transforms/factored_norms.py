@@ -35,7 +35,8 @@ _BLOCK = 2048
 
 # Gram matrices of more positions are computed by blocks of at most this many rows. A TPU would copy
 # the rows of each block.
-_GRAM_ROWS, _GRAM_ROWS_TPU = 256, 1024
+_GRAM_ROWS = 256
+_GRAM_ROWS_TPU = 1024
 
 # Gram matrices of at most this many blocks are computed without a loop on a GPU.
 _UNROLLED = 10
@@ -70,13 +71,15 @@ def squared_norms(
     lengths: list[Lengths] = []
     for pair in pairs:
         norm, own_spread, own_lengths = _gram_norm(pair, kind, lanes)
-        total, spread = total + norm, spread + own_spread
+        total = total + norm
+        spread = spread + own_spread
         # The gradients of two sites have a product too, which counts twice.
         for other, other_lengths in zip(pairs, lengths, strict=False):
             grams = _grams(pair, other, kind)
             counts = _counts(pair, other)
             product, its_spread = _gram_sums(grams, own_lengths, other_lengths, counts)
-            total, spread = total + 2 * product, spread + 2 * its_spread
+            total = total + 2 * product
+            spread = spread + 2 * its_spread
         lengths.append(own_lengths)
         length_u, length_w = own_lengths
         apart = apart + (length_u * length_w).sum(2)
@@ -350,7 +353,8 @@ def _gram_sums(
     # By Cauchy and Schwarz, at least the absolute terms of an inner product.
     most_u, most_w = (a[..., :, None] * b[..., None, :] for a, b in zip(x, y, strict=True))
     products = gram_u * gram_w
-    abs_u, abs_w = jnp.abs(gram_u), jnp.abs(gram_w)
+    abs_u = jnp.abs(gram_u)
+    abs_w = jnp.abs(gram_w)
     r_u, r_w, r_t = (rounding.eps(gram_u.dtype) * count for count in counts)
     spread = r_u * most_u * abs_w + r_w * most_w * abs_u + r_t * abs_u * abs_w
     return products.sum((1, 2, 3)), spread.sum((1, 2, 3))

@@ -242,7 +242,8 @@ def _adds_axes(eqn: Any) -> bool:
 
 def _repeats_last_axis(eqn: Any) -> bool:
     """Returns whether an equation adds or repeats trailing axes, with the others in place."""
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    before = eqn.invars[0].aval.shape
+    after = eqn.outvars[0].aval.shape
     if eqn.primitive.name == "broadcast_in_dim":
         if eqn.params["broadcast_dimensions"] != tuple(range(len(before))):
             return False

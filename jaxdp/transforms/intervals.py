@@ -244,7 +244,8 @@ class _Stages:
     def _split_by_dependence(self, eqns: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns the equations that do not depend on intervals, and those that do."""
         dependent = set(self.moving)
-        early, late = [], []
+        early = []
+        late = []
         for eqn in eqns:
             if any(v in dependent for v in _variables(eqn.invars)):
                 late.append(eqn)
@@ -294,7 +295,8 @@ class _Stages:
         leaves = jax.tree.leaves(moving, is_leaf=_is_interval)
         values.update(zip(self.moving, leaves, strict=True))
         self._run(self.body, values)
-        factors, multiply = [], []
+        factors = []
+        multiply = []
         for eqn in self.outer:
             equation = _equation(self.jaxpr, eqn, self.product)
             operands = [_read(values, atom) for atom in eqn.invars]

@@ -412,9 +412,11 @@ def _stored(
         return None
     first, second = operands
     if first.stored is not None and second.stored is None:
-        root, other = first, second
+        root = first
+        other = second
     elif second.stored is not None and first.stored is None:
-        root, other = second, first
+        root = second
+        other = first
     else:
         return None
     stored = root.stored

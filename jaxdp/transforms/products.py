@@ -101,7 +101,8 @@ def contracted(
     """
     kind = wide_dtype(x, y)
     if x.dtype != y.dtype:
-        x, y = x.astype(kind), y.astype(kind)
+        x = x.astype(kind)
+        y = y.astype(kind)
     return lax.dot_general(
         x,
         y,

@@ -114,7 +114,8 @@ def _exact_parts(
     dtype: Any = jnp.float32
     bits = multiplied_bits()
     if isinstance(rule, Dot) and record.dtype == jnp.bfloat16 and products.multiplies_bfloat16():
-        bits, dtype = products.BFLOAT16_BITS, jnp.bfloat16
+        bits = products.BFLOAT16_BITS
+        dtype = jnp.bfloat16
     if bits is None:
         return [x]
     first = lax.reduce_precision(x, products.EXPONENT_BITS, bits)

@@ -128,7 +128,8 @@ class Dot(Rule):
 
     @classmethod
     def of(cls, eqn: Any, weight_operand: int) -> "Dot":
-        w, x = weight_operand, 1 - weight_operand
+        w = weight_operand
+        x = 1 - weight_operand
         contracted, batch = eqn.params["dimension_numbers"]
         shapes = [tuple(v.aval.shape) for v in eqn.invars]
         free = []

@@ -63,7 +63,8 @@ def _monotone(
     """
 
     def rule(eqn: Equation, x: Operand) -> Operand:
-        low, high = lower(x), upper(x)
+        low = lower(x)
+        high = upper(x)
         if inputs:
             low, high = widen(low, high, inputs)
         if falls:
@@ -72,7 +73,8 @@ def _monotone(
             # Points outside of the domain have no value that a bound could contain.
             low = jnp.maximum(low, start)
             high = jnp.maximum(high, start)
-        low, high = eqn.bind(low)[0], eqn.bind(high)[0]
+        low = eqn.bind(low)[0]
+        high = eqn.bind(high)[0]
         low, high = widen(low, high, 2 * ulps)
         return Box(jnp.maximum(low, below), jnp.minimum(high, above), nonnegative=below >= 0)
 
@@ -304,14 +306,16 @@ def _div(
         y_is_nonnegative = inverse.nonnegative
     else:
         quotients = lower(x) / y, upper(x) / y
-        low, high = least(quotients), most(quotients)
+        low = least(quotients)
+        high = most(quotients)
         y_is_nonnegative = is_nonnegative(y)
     return Box(*widen(low, high, 2), nonnegative=is_nonnegative(x) and y_is_nonnegative)
 
 
 def _reciprocal(x: Operand) -> Box:
     """Bounds 1 / x. The result is (-inf, inf) if x may be zero."""
-    low, high = lower(x), upper(x)
+    low = lower(x)
+    high = upper(x)
     if is_nonnegative(x):
         return Box(*widen(1 / high, 1 / low, 2), nonnegative=True)
     may_be_zero = ~((low > 0) | (high < 0))
@@ -328,7 +332,8 @@ def _rem(
     """Bounds the rest of a division, which has the sign of x and is smaller than x and than y."""
     if not is_float(x):
         raise NoRuleError(_NO_INTEGER_DIVISION)
-    low, high = lower(x), upper(x)
+    low = lower(x)
+    high = upper(x)
     largest_y = magnitude(y)
     smallest_y = lower(absolute(y)) if isinstance(y, Interval) else largest_y
     # The rest of a division by zero, or of infinity, is NaN.

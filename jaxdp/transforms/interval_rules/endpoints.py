@@ -85,7 +85,8 @@ def absolute(x: Operand) -> Box:
 
 def without_nan(x: Operand) -> Operand:
     """Replaces NaN endpoints, where nothing is known, by infinite endpoints."""
-    low, high = lower(x), upper(x)
+    low = lower(x)
+    high = upper(x)
     if not is_float(low):
         return x
     low = jnp.where(jnp.isnan(low), -jnp.inf, low)
@@ -152,12 +153,14 @@ def corner_products(x: Operand, y: Operand) -> Ends:
     if not isinstance(x, Interval) or is_nonnegative(y):
         x, y = y, x
     if not isinstance(y, Interval):
-        low, high = lower(x) * y, upper(x) * y
+        low = lower(x) * y
+        high = upper(x) * y
         if is_nonnegative(y):
             return low, high
         return jnp.minimum(low, high), jnp.maximum(low, high)
     if is_nonnegative(x):
-        x_low, x_high = lower(x), upper(x)
+        x_low = lower(x)
+        x_high = upper(x)
         low = least([lower(y) * x_low, lower(y) * x_high])
         high = most([upper(y) * x_low, upper(y) * x_high])
         return low, high

@@ -239,7 +239,8 @@ def _equality_to_itself(eqn: Equation, x: Operand) -> Operand:
 
 @register_rule("is_finite")
 def _is_finite(eqn: Equation, x: Operand) -> Operand:
-    low, high = lower(x), upper(x)
+    low = lower(x)
+    high = upper(x)
     certain = jnp.isfinite(low) & jnp.isfinite(high)
     # No point is finite if the box is {inf} or {-inf}.
     return Box(certain, ~((low == jnp.inf) | (high == -jnp.inf)))

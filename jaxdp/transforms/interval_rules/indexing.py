@@ -91,9 +91,11 @@ def _argmax(eqn: Equation, x: Operand) -> Operand:
     """Bounds the index by the first and the last entry that can be the largest."""
     (axis,) = eqn.params["axes"]
     if eqn.name == "argmax":
-        low, high = lower(x), upper(x)
+        low = lower(x)
+        high = upper(x)
     else:
-        low, high = -upper(x), -lower(x)
+        low = -upper(x)
+        high = -lower(x)
     may_win = ~(high < jnp.max(low, axis, keepdims=True))
     first, last = _first_and_last(may_win, axis)
     dtype = eqn.outputs[0].dtype

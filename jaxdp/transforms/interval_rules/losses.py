@@ -77,7 +77,8 @@ def _softmax_value(
     error = slack(low.dtype, low.shape[-1] + 2)
     low = low - error * jnp.abs(low)
     high = high + error * jnp.abs(high)
-    low, high = jnp.sum(low, axis=-1), jnp.sum(high, axis=-1)
+    low = jnp.sum(low, axis=-1)
+    high = jnp.sum(high, axis=-1)
     return Box(*widen(low, high))
 
 
@@ -104,7 +105,8 @@ def _sigmoid_value(
     label: Operand,
 ) -> Operand:
     """Bounds log(1 + exp(z)) - y z, which is convex in z with its minimum where sigmoid(z) = y."""
-    low, high = lower(logits), upper(logits)
+    low = lower(logits)
+    high = upper(logits)
 
     def value(z: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.maximum(z, 0) - y * z + jnp.log1p(jnp.exp(-jnp.abs(z)))
@@ -113,7 +115,8 @@ def _sigmoid_value(
     labels = [lower(label)]
     if upper(label) is not lower(label):
         labels.append(upper(label))
-    tops, bottoms = [], []
+    tops = []
+    bottoms = []
     for y in labels:
         at_ends = [value(low, y), value(high, y)]
         log_odds = jnp.log(jnp.clip(y, 0, 1)) - jnp.log1p(-jnp.clip(y, 0, 1))

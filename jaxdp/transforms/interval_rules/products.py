@@ -200,7 +200,8 @@ def _conv(
         return lax.conv_general_dilated(x, y, **geometry, precision=lax.Precision.HIGHEST)
 
     nonnegative = is_nonnegative(a) and is_nonnegative(b)
-    a, b = at_least_float32(a), at_least_float32(b)
+    a = at_least_float32(a)
+    b = at_least_float32(b)
     ends = bilinear_bounds(eqn.product, multiply, a, b, terms)
     return _product_result(eqn, ends, terms, nonnegative=nonnegative)
 
@@ -214,7 +215,8 @@ def _dot_general(
     a: Operand,
     b: Operand,
 ) -> Operand:
-    a, b = at_least_float32(a), at_least_float32(b)
+    a = at_least_float32(a)
+    b = at_least_float32(b)
     dims = eqn.params["dimension_numbers"]
     (a_contract, _), (a_batch, _) = dims
     terms = math.prod(a.shape[axis] for axis in a_contract)
@@ -273,7 +275,8 @@ def dot_product(dims: Dims, terms: int) -> tuple[int, Multiply]:
         return x.reshape(*x.shape[:-1], blocks, size)
 
     def blocked(x: jax.Array, y: jax.Array) -> jax.Array:
-        x, y = cut(x, a_contract[0]), cut(y, b_contract[0])
+        x = cut(x, a_contract[0])
+        y = cut(y, b_contract[0])
         contracted = (x.ndim - 1,), (y.ndim - 1,)
         block_axes = (x.ndim - 2,), (y.ndim - 2,)
         block_sums = lax.dot_general(
@@ -362,7 +365,8 @@ def outer_parts(
     computing them again for every entry.
     """
     (a_contract, b_contract), _ = eqn.params["dimension_numbers"]
-    a, b = at_least_float32(a), at_least_float32(b)
+    a = at_least_float32(a)
+    b = at_least_float32(b)
     if a_contract:
         a = _entry(axes_last(a, a_contract), 0)
         b = _entry(axes_last(b, b_contract), 0)
@@ -373,7 +377,8 @@ def outer_parts(
         b = inflate(b, 2, keep_sign=True)
     a_is_point = not isinstance(a, Interval)
     b_is_point = not isinstance(b, Interval)
-    a_sign, b_sign = is_nonnegative(a), is_nonnegative(b)
+    a_sign = is_nonnegative(a)
+    b_sign = is_nonnegative(b)
 
     def multiply(*arrays: jax.Array) -> Box:
         y_axes = (1,) * arrays[2].ndim
@@ -427,7 +432,8 @@ def use_zero_sum(
     (a_contract, b_contract), _ = dims
     if len(a_contract) != 1:
         return
-    a_axis, b_axis = a_contract[0], b_contract[0]
+    a_axis = a_contract[0]
+    b_axis = b_contract[0]
     if _sums_to_zero(a, a_axis):
         rows = axes_last(b, [b_axis])
     elif _sums_to_zero(b, b_axis):
@@ -476,11 +482,13 @@ def _note_differences(
     (a_contract, b_contract), _ = dims
     if len(a_contract) != 1 or len(a.shape) + len(b.shape) - 2 != result.ndim:
         return
-    hidden, weights = a, b
+    hidden = a
+    weights = b
     hidden_axis = a_contract[0]
     weights_axis = b_contract[0]
     if len(b.shape) == 1 and len(a.shape) == 2:  # w^T h
-        hidden, weights = b, a
+        hidden = b
+        weights = a
         hidden_axis, weights_axis = weights_axis, hidden_axis
     if len(weights.shape) != 2 or not 1 < weights.shape[1 - weights_axis] <= PAIRWISE:
         return

@@ -62,7 +62,8 @@ def _reduce_prod(eqn: Equation, x: Operand) -> Operand:
     _check_float(x)
     nonnegative = is_nonnegative(x)
     factors = axes_last(at_least_float32(x), eqn.params["axes"])
-    low, high = lower(factors), upper(factors)
+    low = lower(factors)
+    high = upper(factors)
     while (half := low.shape[-1] // 2) > 0:
         first = Box(low[..., :half], high[..., :half], nonnegative=nonnegative)
         second = slice(half, 2 * half)
@@ -118,7 +119,8 @@ def _select_and_scatter_add(
     )
     low_entries = [_entries_at(lows, place, windows, strides) for place in places]
     high_entries = [_entries_at(highs, place, windows, strides) for place in places]
-    low, high = jnp.zeros_like(lows), jnp.zeros_like(lows)
+    low = jnp.zeros_like(lows)
+    high = jnp.zeros_like(lows)
     cotangents = inflate(source, len(places) + 1)
     nothing = jnp.full_like(low_entries[0], -jnp.inf)
     for i, place in enumerate(places):

@@ -37,7 +37,8 @@ PAIRWISE = 32
 
 def pairwise_gaps(logits: Operand, product: str = "tight") -> jax.Array:
     """Computes upper bounds [..., j, c] of z_j - z_c, for logits z [..., K]."""
-    high, low = upper(logits), lower(logits)
+    high = upper(logits)
+    low = lower(logits)
     gaps = high[..., :, None] - low[..., None, :]
     # The difference of two logits of -inf (probability zero) is unknown. A NaN stays NaN.
     unknown = jnp.isnan(gaps) & ~jnp.isnan(high)[..., :, None] & ~jnp.isnan(low)[..., None, :]

@@ -382,7 +382,8 @@ def _sums_by_cells(
 
     # With a_t a_s at most (a_t^2 + a_s^2) / 2, E is a sum over columns, since the products are
     # symmetric.
-    data, cotangents = jnp.abs(data), jnp.abs(cotangents)
+    data = jnp.abs(data)
+    cotangents = jnp.abs(cotangents)
     sum_a, sum_b = (jnp.sum(y, 0, keepdims=True) for y in (data, cotangents))
     # A unit adds the rows of a product one after the other. The sum of all entries is one over
     # rows, then lanes.

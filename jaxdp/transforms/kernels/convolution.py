@@ -243,7 +243,8 @@ def _phases(
     x: jax.Array,
 ) -> jax.Array:
     """Returns data [B, phases, rows, columns, C] of the phases that the kernel meets."""
-    batch, channels = len(x), x.shape[-1]
+    batch = len(x)
+    channels = x.shape[-1]
     (height, width), (down, across) = plan.grid, strides
     parts = cells.on_grid(plan, strides, x).reshape(batch, height, down, width, across, channels)
     by_phase = [parts[:, :, p, :, q] for p, q in itertools.product(*plan.phases)]

@@ -358,7 +358,8 @@ def _add_entries(
         end: int,
         columns: slice,
     ) -> list[jax.Array]:
-        x, y = gram_u[begin:end, columns], gram_w[begin:end, columns]
+        x = gram_u[begin:end, columns]
+        y = gram_w[begin:end, columns]
         return [product.sum(0, keepdims=True) for product in (x * y, x * x, y * y)]
 
     totals = [jnp.zeros((1, tiles.LANES), jnp.float32) for _ in range(3)]

@@ -338,7 +338,8 @@ class _Mover:
         """Returns (tile, row phase, column phase, chunk) of a part."""
         chunks = self.channels // self.chunk
         row_phases, column_phases = self.met
-        rest, chunk = lax.div(part, chunks), lax.rem(part, chunks)
+        rest = lax.div(part, chunks)
+        chunk = lax.rem(part, chunks)
         rest, across = lax.div(rest, column_phases), lax.rem(rest, column_phases)
         return lax.div(rest, row_phases), lax.rem(rest, row_phases), across, chunk
 

@@ -13,7 +13,8 @@ from jax import lax
 
 from jaxdp.transforms import shards
 
-SUBLANES, LANES = 8, 128
+SUBLANES = 8
+LANES = 128
 # Rows of bfloat16 that one instruction multiplies.
 PACKED = 16
 PRODUCTS_PER_CYCLE = 4 * LANES * LANES
