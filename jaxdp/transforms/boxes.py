@@ -222,6 +222,11 @@ def is_nonnegative(x: Operand) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.unsignedinteger) or x.dtype == jnp.bool_)
 
 
+def are_nonnegative(*operands: Operand) -> bool:
+    """Returns whether all operands are known to be >= 0."""
+    return all(map(is_nonnegative, operands))
+
+
 def is_float(x: Any) -> bool:
     """Returns whether an operand has a floating-point dtype."""
     return bool(jnp.issubdtype(x.dtype, jnp.floating))

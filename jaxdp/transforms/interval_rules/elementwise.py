@@ -15,6 +15,7 @@ from jaxdp.transforms.boxes import (
     Equation,
     Interval,
     Operand,
+    are_nonnegative,
     both,
     is_float,
     is_nonnegative,
@@ -27,6 +28,7 @@ from jaxdp.transforms.boxes import (
     widen,
 )
 from jaxdp.transforms.interval_rules.endpoints import (
+    Ends,
     NoRuleError,
     absolute,
     around,
@@ -76,7 +78,9 @@ def _monotone(
         low = eqn.bind(low)[0]
         high = eqn.bind(high)[0]
         low, high = widen(low, high, 2 * ulps)
-        return Box(jnp.maximum(low, below), jnp.minimum(high, above), nonnegative=below >= 0)
+        low = jnp.maximum(low, below)
+        high = jnp.minimum(high, above)
+        return Box(low, high, nonnegative=below >= 0)
 
     return rule
 
@@ -117,8 +121,13 @@ def _integer_pow(eqn: Equation, x: Operand) -> Operand:
 
 
 def _power(x: Operand, exponent: int) -> Box:
-    base = x if exponent % 2 else absolute(x)  # even powers fall on the left of zero
-    low, high = both(lambda v: lax.integer_pow(v, exponent), base)
+    is_odd = exponent % 2 == 1
+    base = x if is_odd else absolute(x)  # even powers fall on the left of zero
+
+    def power(v: jax.Array) -> jax.Array:
+        return lax.integer_pow(v, exponent)
+
+    low, high = both(power, base)
     if is_float(low):
         low, high = widen(low, high, 2 * exponent)
     return Box(low, high, nonnegative=is_nonnegative(base))
@@ -135,8 +144,11 @@ def _one_minus_square(eqn: Equation, x: Operand) -> Operand:
 def _exp_neg_sq(eqn: Equation, x: Operand) -> Operand:
     """Bounds exp(-x^2)."""
     square = _power(x, 2)
-    low, high = widen(jnp.exp(-square.upper), jnp.exp(-square.lower), 16)
-    return Box(jnp.maximum(low, 0), high, nonnegative=True)
+    low = jnp.exp(-square.upper)
+    high = jnp.exp(-square.lower)
+    low, high = widen(low, high, 16)
+    low = jnp.maximum(low, 0)
+    return Box(low, high, nonnegative=True)
 
 
 @register_rule("pow")
@@ -149,7 +161,9 @@ def _pow(
     base = x if is_known else absolute(x)
     corners = [eqn.bind(lower(base), end(y))[0] for end in (lower, upper)]
     corners += [eqn.bind(upper(base), end(y))[0] for end in (lower, upper)]
-    low, high = widen(least(corners), most(corners), 32)
+    low = least(corners)
+    high = most(corners)
+    low, high = widen(low, high, 32)
     if not is_known:  # the power of a negative base has either sign, or is NaN
         low = jnp.where(lower(x) >= 0, low, -high)
     return Box(low, high, nonnegative=is_known)
@@ -167,8 +181,9 @@ def _logaddexp(
     """Bounds log(exp(x) + exp(y)), which rises with x and with y."""
     ends = eqn.ends(x, y)
     # It is max(x, y) plus a logarithm. The two may cancel, so the error scales with the maximum.
-    scales = jnp.maximum(lower(x), lower(y)), jnp.maximum(upper(x), upper(y))
-    return around(ends, scales, 24)
+    scale_low = jnp.maximum(lower(x), lower(y))
+    scale_high = jnp.maximum(upper(x), upper(y))
+    return around(ends, (scale_low, scale_high), 24)
 
 
 @register_rule("exp_share", "exp2_share")
@@ -178,11 +193,17 @@ def _exp_share(
     y: Operand,
 ) -> Operand:
     """Bounds exp(x) / (exp(x) + exp(y)) = sigmoid(x - y), or the same with powers of two."""
-    low, high = rounded(lower(x) - upper(y), upper(x) - lower(y))
+    low, high = _difference(x, y)
     if eqn.name == "exp2_share":
-        low, high = widen(low * math.log(2), high * math.log(2), 2)
-    low, high = widen(jax.nn.sigmoid(low), jax.nn.sigmoid(high), 16)
-    return Box(jnp.maximum(low, 0), jnp.minimum(high, 1), nonnegative=True)
+        low = low * math.log(2)
+        high = high * math.log(2)
+        low, high = widen(low, high, 2)
+    low = jax.nn.sigmoid(low)
+    high = jax.nn.sigmoid(high)
+    low, high = widen(low, high, 16)
+    low = jnp.maximum(low, 0)
+    high = jnp.minimum(high, 1)
+    return Box(low, high, nonnegative=True)
 
 
 # --- Trigonometry -------------------------------------------------------------------------------
@@ -198,14 +219,21 @@ def _sine(eqn: Equation, x: Operand) -> Operand:
         """Returns whether some phase + 2 pi n lies between the ends."""
         # The margin covers the rounding of this test.
         margin = 8 * slack(low.dtype, 4) * jnp.maximum(1, magnitude(x))
-        first = jnp.ceil((low - phase - margin) / turn) * turn + phase
+        first_turn = jnp.ceil((low - phase - margin) / turn)
+        first = first_turn * turn + phase
         return first <= high + margin
 
     ends = eqn.ends(x)
-    bottom, top = widen(least(ends), most(ends), 16)
+    bottom = least(ends)
+    top = most(ends)
+    bottom, top = widen(bottom, top, 16)
     error = slack(low.dtype, 16) * jnp.maximum(1, magnitude(x))  # of reducing a large argument
-    bottom = jnp.where(reaches(top_phase + math.pi), -1, jnp.maximum(bottom - error, -1))
-    top = jnp.where(reaches(top_phase), 1, jnp.minimum(top + error, 1))
+    has_trough = reaches(top_phase + math.pi)
+    bottom = jnp.maximum(bottom - error, -1)
+    bottom = jnp.where(has_trough, -1, bottom)
+    has_crest = reaches(top_phase)
+    top = jnp.minimum(top + error, 1)
+    top = jnp.where(has_crest, 1, top)
     return Box(bottom, top)
 
 
@@ -218,8 +246,10 @@ def _add(
     x: Operand,
     y: Operand,
 ) -> Operand:
-    ends = rounded(lower(x) + lower(y), upper(x) + upper(y))
-    result = Box(*ends, nonnegative=is_nonnegative(x) and is_nonnegative(y))
+    low = lower(x) + lower(y)
+    high = upper(x) + upper(y)
+    low, high = rounded(low, high)
+    result = Box(low, high, nonnegative=are_nonnegative(x, y))
     for logits, bias in ((x, y), (y, x)):
         if not isinstance(logits, Box) or logits.differences is None:
             continue
@@ -246,7 +276,15 @@ def _sub(
     x: Operand,
     y: Operand,
 ) -> Operand:
-    return Box(*rounded(lower(x) - upper(y), upper(x) - lower(y)))
+    low, high = _difference(x, y)
+    return Box(low, high)
+
+
+def _difference(x: Operand, y: Operand) -> Ends:
+    """Bounds x - y."""
+    low = lower(x) - upper(y)
+    high = upper(x) - lower(y)
+    return rounded(low, high)
 
 
 # --- Products and quotients ---------------------------------------------------------------------
@@ -258,8 +296,9 @@ def _mul(
     x: Operand,
     y: Operand,
 ) -> Operand:
-    ends = rounded(*corner_products(x, y))
-    result = Box(*ends, nonnegative=is_nonnegative(x) and is_nonnegative(y))
+    low, high = corner_products(x, y)
+    low, high = rounded(low, high)
+    result = Box(low, high, nonnegative=are_nonnegative(x, y))
     for vector, factor in ((x, y), (y, x)):
         # If all entries have the same factor, their sum stays zero.
         is_scalar = np.shape(lower(factor))[-1:] in ((), (1,))
@@ -277,7 +316,8 @@ def _polynomial(
     """Bounds c_0 + x (c_1 + x (c_2 + ...))."""
     total: Any = coefficients[-1]
     for coefficient in reversed(coefficients[:-1]):
-        total = _add(eqn, _mul(eqn, total, x), coefficient)
+        product = _mul(eqn, total, x)
+        total = _add(eqn, product, coefficient)
     return total
 
 
@@ -288,8 +328,13 @@ def _x_plus_xy(
     y: Operand,
 ) -> Operand:
     """Bounds x (1 + y), which is never wider than x + x y."""
-    factor = Box(*widen(1 + lower(y), 1 + upper(y)), nonnegative=is_nonnegative(y))
-    return Box(*widen(*corner_products(x, factor)))
+    low = 1 + lower(y)
+    high = 1 + upper(y)
+    low, high = widen(low, high)
+    factor = Box(low, high, nonnegative=is_nonnegative(y))
+    low, high = corner_products(x, factor)
+    low, high = widen(low, high)
+    return Box(low, high)
 
 
 @register_rule("div")
@@ -309,7 +354,8 @@ def _div(
         low = least(quotients)
         high = most(quotients)
         y_is_nonnegative = is_nonnegative(y)
-    return Box(*widen(low, high, 2), nonnegative=is_nonnegative(x) and y_is_nonnegative)
+    low, high = widen(low, high, 2)
+    return Box(low, high, nonnegative=is_nonnegative(x) and y_is_nonnegative)
 
 
 def _reciprocal(x: Operand) -> Box:
@@ -317,10 +363,14 @@ def _reciprocal(x: Operand) -> Box:
     low = lower(x)
     high = upper(x)
     if is_nonnegative(x):
-        return Box(*widen(1 / high, 1 / low, 2), nonnegative=True)
-    may_be_zero = ~((low > 0) | (high < 0))
+        below, above = widen(1 / high, 1 / low, 2)
+        return Box(below, above, nonnegative=True)
+    is_nonzero = (low > 0) | (high < 0)
+    may_be_zero = ~is_nonzero
     below, above = widen(1 / high, 1 / low, 2)
-    return Box(jnp.where(may_be_zero, -jnp.inf, below), jnp.where(may_be_zero, jnp.inf, above))
+    below = jnp.where(may_be_zero, -jnp.inf, below)
+    above = jnp.where(may_be_zero, jnp.inf, above)
+    return Box(below, above)
 
 
 @register_rule("rem")
@@ -347,8 +397,11 @@ def _rem(
         # than |y| apart, and their rests keep the order.
         rests = eqn.ends(x, y)
         has_one_sign = (low >= 0) | (high <= 0)
-        is_short = (high - low) * (1 + 4 * slack(low.dtype, 1)) < largest_y
+        rounding = 1 + 4 * slack(low.dtype, 1)
+        is_short = (high - low) * rounding < largest_y
         is_monotone |= has_one_sign & is_short & (rests[0] <= rests[1])
     below = jnp.where(is_monotone, rests[0], below)
     above = jnp.where(is_monotone, rests[1], above)
-    return Box(jnp.where(is_known, below, -jnp.inf), jnp.where(is_known, above, jnp.inf))
+    below = jnp.where(is_known, below, -jnp.inf)
+    above = jnp.where(is_known, above, jnp.inf)
+    return Box(below, above)

@@ -11,6 +11,7 @@ from jaxdp.transforms.boxes import (
     Box,
     Equation,
     Operand,
+    are_nonnegative,
     is_float,
     is_nonnegative,
     lower,
@@ -118,7 +119,7 @@ def at_both_ends(
 
 @register_rule(*_MOVES)
 def _move(eqn: Equation, *operands: Operand) -> list[Box]:
-    results = at_both_ends(eqn, *operands, nonnegative=all(map(is_nonnegative, operands)))
+    results = at_both_ends(eqn, *operands, nonnegative=are_nonnegative(*operands))
     x = operands[0]
     if isinstance(x, Box) and len(results) == 1 and _keeps_last_axis(eqn, x, results[0]):
         _pass_facts(x, results[0])
@@ -149,7 +150,7 @@ def _pass_facts(x: Box, result: Box) -> None:
 
 @register_rule(*_MONOTONE)
 def _monotone(eqn: Equation, *operands: Operand) -> list[Box]:
-    return at_both_ends(eqn, *operands, nonnegative=all(map(is_nonnegative, operands)))
+    return at_both_ends(eqn, *operands, nonnegative=are_nonnegative(*operands))
 
 
 @register_rule("max")
@@ -207,8 +208,12 @@ def _order(
     if eqn.name in ("lt", "le"):
         x, y = y, x
     if eqn.name in ("gt", "lt"):
-        return Box(lower(x) > upper(y), ~(upper(x) <= lower(y)))
-    return Box(lower(x) >= upper(y), ~(upper(x) < lower(y)))
+        certain = lower(x) > upper(y)
+        possible = ~(upper(x) <= lower(y))
+    else:
+        certain = lower(x) >= upper(y)
+        possible = ~(upper(x) < lower(y))
+    return Box(certain, possible)
 
 
 @register_rule("eq", "ne")
@@ -218,7 +223,8 @@ def _equality(
     y: Operand,
 ) -> Operand:
     certain = (lower(x) == upper(y)) & (upper(x) == lower(y))
-    possible = ~((upper(x) < lower(y)) | (lower(x) > upper(y)))
+    is_different = (upper(x) < lower(y)) | (lower(x) > upper(y))
+    possible = ~is_different
     if eqn.name == "eq":
         return Box(certain, possible)
     return Box(~possible, ~certain)

@@ -43,16 +43,25 @@ def _softmax_gradient(
     low, high = probabilities(pairwise_gaps(logits, eqn.product))
     if eqn.product == "tight":
         # p_c = 1 - the others, whose bounds may be tighter.
-        below, above = widen(1 - sum_of_others(high), 1 - sum_of_others(low), 2)
+        below = 1 - sum_of_others(high)
+        above = 1 - sum_of_others(low)
+        below, above = widen(below, above, 2)
         error = slack(low.dtype, low.shape[-1] + 4)
         above = above + error  # the others sum to at most 1 at any point
         below = below - error * jnp.maximum(1, sum_of_others(high))
         low = jnp.maximum(low, below)
         high = jnp.minimum(high, above)
     weights_inflated = inflate(weights, low.shape[-1])
-    total = Box(*both(lambda v: jnp.sum(v, axis=-1, keepdims=True), weights_inflated))
-    low, high = widen(*corner_products(Box(low, high, nonnegative=True), total))
-    low, high = widen(low - upper(weights), high - lower(weights))
+
+    def total_of(v: jax.Array) -> jax.Array:
+        return jnp.sum(v, axis=-1, keepdims=True)
+
+    total = Box(*both(total_of, weights_inflated))
+    shares = Box(low, high, nonnegative=True)
+    low, high = widen(*corner_products(shares, total))
+    low = low - upper(weights)
+    high = high - lower(weights)
+    low, high = widen(low, high)
     return Box(low, high, zero_sum=True)
 
 
@@ -69,7 +78,8 @@ def _softmax_value(
     error = slack(low.dtype, gaps.shape[-1] + 24)
     low = low - error * (1 + jnp.abs(low))
     high = high + error * (1 + jnp.abs(high))
-    low, high = widen(*corner_products(weights, Box(low, high, nonnegative=True)))
+    loss_by_class = Box(low, high, nonnegative=True)
+    low, high = widen(*corner_products(weights, loss_by_class))
     # A class without weight adds nothing even if its loss is unbounded.
     absent = (lower(weights) == 0) & (upper(weights) == 0)
     low = jnp.where(absent, 0, low)
@@ -79,7 +89,8 @@ def _softmax_value(
     high = high + error * jnp.abs(high)
     low = jnp.sum(low, axis=-1)
     high = jnp.sum(high, axis=-1)
-    return Box(*widen(low, high))
+    low, high = widen(low, high)
+    return Box(low, high)
 
 
 # --- Sigmoid cross-entropy ----------------------------------------------------------------------
@@ -92,10 +103,12 @@ def _sigmoid_gradient(
     label: Operand,
 ) -> Operand:
     """Bounds sigmoid(z) - y."""
-    low, high = widen(*both(jax.nn.sigmoid, logits), 16)
+    low, high = both(jax.nn.sigmoid, logits)
+    low, high = widen(low, high, 16)
     below = jnp.maximum(low, 0) - upper(label)
     above = jnp.minimum(high, 1) - lower(label)
-    return Box(*widen(below, above))
+    below, above = widen(below, above)
+    return Box(below, above)
 
 
 @register_rule("sigmoid_cross_entropy")
@@ -109,7 +122,8 @@ def _sigmoid_value(
     high = upper(logits)
 
     def value(z: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.maximum(z, 0) - y * z + jnp.log1p(jnp.exp(-jnp.abs(z)))
+        linear = jnp.maximum(z, 0) - y * z
+        return linear + jnp.log1p(jnp.exp(-jnp.abs(z)))
 
     # The loss is linear in y, so its ends are at ends of y.
     labels = [lower(label)]
@@ -119,14 +133,19 @@ def _sigmoid_value(
     bottoms = []
     for y in labels:
         at_ends = [value(low, y), value(high, y)]
-        log_odds = jnp.log(jnp.clip(y, 0, 1)) - jnp.log1p(-jnp.clip(y, 0, 1))
+        log_of_label = jnp.log(jnp.clip(y, 0, 1))
+        log_odds = log_of_label - jnp.log1p(-jnp.clip(y, 0, 1))
         turning_point = jnp.clip(log_odds, low, high)
         tops += at_ends
         # An error in the turning point changes the value by the square of the error, far below the
         # slack.
-        bottoms.append(least([*at_ends, value(turning_point, y)]))
-    error = slack(low.dtype, 32) * (1 + magnitude(logits) * jnp.maximum(1, magnitude(label)))
-    return Box(least(bottoms) - error, most(tops) + error)
+        at_turn = value(turning_point, y)
+        bottoms.append(least([*at_ends, at_turn]))
+    scale = 1 + magnitude(logits) * jnp.maximum(1, magnitude(label))
+    error = slack(low.dtype, 32) * scale
+    low = least(bottoms) - error
+    high = most(tops) + error
+    return Box(low, high)
 
 
 # --- Hinge --------------------------------------------------------------------------------------
@@ -142,11 +161,19 @@ def _binary_hinge(
     low, high = widen(*corner_products(sign, logits))
     low, high = widen(1 - high, 1 - low)
     if eqn.name == "binary_hinge":
-        return Box(jnp.maximum(low, 0), jnp.maximum(high, 0), nonnegative=True)
+        return _positive_part(low, high)
     certain = (low > 0).astype(low.dtype)
     possible = (~(high <= 0)).astype(low.dtype)
-    low, high = corner_products(Box(certain, possible, nonnegative=True), sign)
+    is_positive = Box(certain, possible, nonnegative=True)
+    low, high = corner_products(is_positive, sign)
     return Box(-high, -low)
+
+
+def _positive_part(low: jax.Array, high: jax.Array) -> Box:
+    """Bounds max(0, x)."""
+    low = jnp.maximum(low, 0)
+    high = jnp.maximum(high, 0)
+    return Box(low, high, nonnegative=True)
 
 
 @register_rule("multiclass_hinge", "multiclass_hinge_gradient")
@@ -162,8 +189,10 @@ def _multiclass_hinge(
     is_label = jax.nn.one_hot(label, weights.shape[-1], dtype=jnp.bool_)
     gaps = pairwise_gaps(logits, eqn.product)
     # Bounds of z_k - z_y for every class k.
-    above = jnp.take_along_axis(gaps, label[..., None, None], axis=-1)[..., 0]
-    below = -jnp.take_along_axis(gaps, label[..., None, None], axis=-2)[..., 0, :]
+    column_of_label = jnp.take_along_axis(gaps, label[..., None, None], axis=-1)
+    above = column_of_label[..., 0]
+    row_of_label = jnp.take_along_axis(gaps, label[..., None, None], axis=-2)
+    below = -row_of_label[..., 0, :]
     above = jnp.where(is_label, -jnp.inf, above)
     below = jnp.where(is_label, -jnp.inf, below)
     has_nan = jnp.isnan(weights).any(axis=-1)
@@ -173,7 +202,7 @@ def _multiclass_hinge(
     low = jnp.where(has_nan, jnp.nan, low)
     high = jnp.where(has_nan, jnp.nan, high)
     if eqn.name == "multiclass_hinge":
-        return Box(jnp.maximum(low, 0), jnp.maximum(high, 0), nonnegative=True)
+        return _positive_part(low, high)
     return _multiclass_hinge_gradient(gaps, is_label, low, high)
 
 
@@ -184,14 +213,19 @@ def _multiclass_hinge_gradient(
     high: jax.Array,
 ) -> Box:
     """Bounds (e_j - e_y) [loss > 0], where j is the rival: the largest class besides y."""
-    certain = (low > 0)[..., None]
-    possible = ~(high <= 0)[..., None]
+    is_certain = (low > 0)[..., None]
+    is_possible = ~(high <= 0)[..., None]
     # Entry [k, j]: whether z_k < z_j for certain, for another class j than the label.
     gaps = jnp.where(is_label[..., :, None], jnp.inf, gaps)
     is_beaten = (gaps < 0) & ~is_label[..., None, :]
     may_rival = ~jnp.any(is_beaten, axis=-1) & ~is_label
-    is_only_rival = may_rival & (jnp.sum(may_rival, axis=-1, keepdims=True) == 1)
+    rivals = jnp.sum(may_rival, axis=-1, keepdims=True)
+    is_only_rival = may_rival & (rivals == 1)
     dtype = low.dtype
-    low = jnp.where(is_label, -possible.astype(dtype), (is_only_rival & certain).astype(dtype))
-    high = jnp.where(is_label, -certain.astype(dtype), (may_rival & possible).astype(dtype))
+    of_label = -is_possible.astype(dtype)
+    of_rival = (is_only_rival & is_certain).astype(dtype)
+    low = jnp.where(is_label, of_label, of_rival)
+    of_label = -is_certain.astype(dtype)
+    of_rival = (may_rival & is_possible).astype(dtype)
+    high = jnp.where(is_label, of_label, of_rival)
     return Box(low, high, zero_sum=True)
