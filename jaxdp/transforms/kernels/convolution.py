@@ -35,7 +35,8 @@ def suits(
     It refuses kernels that are not of two dimensions, empty arrays, other types than bfloat16 and
     float32, and images that do not fit into the memory of a chip.
     """
-    if len(geometry.window) != 2 or not math.prod((*x.shape[1:], *g.shape[1:])):
+    entries = math.prod(x.shape[1:]) * math.prod(g.shape[1:])
+    if len(geometry.window) != 2 or not entries:
         return False
     served = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
     if not {jnp.dtype(x.dtype), jnp.dtype(g.dtype)} <= served:
@@ -43,7 +44,8 @@ def suits(
     plan = cells.Plan.of(geometry, x, g)
     # Two blocks of bfloat16: one arrives while the other is computed.
     blocks = 2 * 2 * sum(plan.heights) * plan.lanes
-    return plan.passes <= PASSES and plan.stored + blocks <= lanes.KERNEL_BYTES // 4
+    stored = plan.stored + blocks
+    return plan.passes <= PASSES and stored <= lanes.KERNEL_BYTES // 4
 
 
 def norms_and_bounds(
@@ -74,7 +76,9 @@ def norms_and_bounds(
       tells.
     """
     axes = shards.varying_axes(x, g)
-    squares, apart, spread = _mapped_norms(geometry, shards.vary(x, axes), shards.vary(g, axes))
+    x = shards.vary(x, axes)
+    g = shards.vary(g, axes)
+    squares, apart, spread = _mapped_norms(geometry, x, g)
     return squares, apart, spread
 
 
@@ -92,9 +96,12 @@ def _mapped_norms(
         x: jax.Array,
         g: jax.Array,
     ) -> tuple[jax.Array, bool]:
-        x, g = (y.reshape(-1, *y.shape[2:]) for y in _all_mapped(size, batched, (x, g)))
+        x, g = _all_mapped(size, batched, (x, g))
+        x = x.reshape(-1, *x.shape[2:])
+        g = g.reshape(-1, *g.shape[2:])
         results = _mapped_norms(geometry, x, g)
-        return results.reshape(len(results), size, -1).swapaxes(0, 1), True
+        by_map = results.reshape(len(results), size, -1)
+        return by_map.swapaxes(0, 1), True
 
     result: jax.Array = norms(x, g)
     return result
@@ -117,7 +124,8 @@ def _norms(
 ) -> jax.Array:
     """Returns squared norms, M and E, [3, B]."""
     if not len(x):
-        return jnp.broadcast_to(jnp.sum(x.astype(jnp.float32), (1, 2, 3)), (cells.RESULTS, 0))
+        nothing = jnp.sum(x.astype(jnp.float32), (1, 2, 3))
+        return jnp.broadcast_to(nothing, (cells.RESULTS, 0))
     plan = cells.Plan.of(geometry, x, g)
     norms = lanes.norms if lanes.batch_on_lanes(plan, len(x)) else _norms_of_blocks
     return norms(plan, geometry.strides, x, g)
@@ -186,7 +194,9 @@ def _sum(
     # Columns of one phase are together. They go back to their places in the kernel.
     phases = [phase for _, phase in plan.columns]
     order = sorted(range(len(phases)), key=phases.__getitem__)
-    return jnp.concatenate(by_phase, 1)[:, jnp.argsort(jnp.array(order))]
+    columns = jnp.concatenate(by_phase, 1)
+    places = jnp.argsort(jnp.array(order))
+    return columns[:, places]
 
 
 def _norms_of_blocks(
@@ -221,20 +231,27 @@ def _norms_of_blocks(
 
         cells.each(example, size, plan.unrolled)
 
+    def block_of(rows: int, lane_count: int) -> Any:
+        return pl.BlockSpec((size, rows, lane_count), lambda step: (step, 0, 0))
+
+    steps = -(-groups // size)
+    sums_shape = (groups, cells.RESULTS, cells.LANES)
     sums = pl.pallas_call(
         kernel,
-        grid=(-(-groups // size),),
+        grid=(steps,),
         in_specs=[
-            pl.BlockSpec((size, data_rows, lane_count), lambda step: (step, 0, 0)),
-            pl.BlockSpec((size, cotangent_rows, lane_count), lambda step: (step, 0, 0)),
+            block_of(data_rows, lane_count),
+            block_of(cotangent_rows, lane_count),
         ],
         # The middle axis makes a block of any number of examples whole in the last two.
-        out_specs=pl.BlockSpec((size, cells.RESULTS, cells.LANES), lambda step: (step, 0, 0)),
-        out_shape=shards.shape_like(data, (groups, cells.RESULTS, cells.LANES), jnp.float32),
+        out_specs=block_of(cells.RESULTS, cells.LANES),
+        out_shape=shards.shape_like(data, sums_shape, jnp.float32),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=lanes.LIMIT_BYTES),
     )(data, cotangents)
-    by_example = jnp.sum(sums.reshape(groups, cells.RESULTS, plan.sides, -1), 3)
-    return by_example.swapaxes(0, 1).reshape(cells.RESULTS, -1)[:, :batch]
+    by_side = sums.reshape(groups, cells.RESULTS, plan.sides, -1)
+    by_group = jnp.sum(by_side, 3).swapaxes(0, 1)
+    by_example = by_group.reshape(cells.RESULTS, -1)
+    return by_example[:, :batch]
 
 
 def _phases(
@@ -245,9 +262,11 @@ def _phases(
     """Returns data [B, phases, rows, columns, C] of the phases that the kernel meets."""
     batch = len(x)
     channels = x.shape[-1]
-    (height, width), (down, across) = plan.grid, strides
-    parts = cells.on_grid(plan, strides, x).reshape(batch, height, down, width, across, channels)
-    by_phase = [parts[:, :, p, :, q] for p, q in itertools.product(*plan.phases)]
+    height, width = plan.grid
+    down, across = strides
+    x = cells.on_grid(plan, strides, x)
+    x = x.reshape(batch, height, down, width, across, channels)
+    by_phase = [x[:, :, p, :, q] for p, q in itertools.product(*plan.phases)]
     return jnp.stack(by_phase, 1)
 
 
@@ -261,10 +280,13 @@ def _on_lanes(plan: cells.Plan, y: jax.Array) -> jax.Array:
     batch = len(y)
     channels = y.shape[-1]
     sides = plan.sides
-    y = y.astype(jnp.bfloat16).reshape(batch, -1, plan.cells, channels).swapaxes(2, 3)
+    y = y.astype(jnp.bfloat16)
+    y = y.reshape(batch, -1, plan.cells, channels).swapaxes(2, 3)
     examples_missing = cells.up(batch, sides) - batch
     channels_missing = cells.up(channels, cells.ROWS) - channels
     cells_missing = plan.slot - plan.cells
-    y = jnp.pad(y, [(0, examples_missing), (0, 0), (0, channels_missing), (0, cells_missing)])
-    y = y.reshape(len(y) // sides, sides, -1, plan.slot).swapaxes(1, 2)
+    missing = [examples_missing, 0, channels_missing, cells_missing]
+    y = jnp.pad(y, [(0, behind) for behind in missing])
+    groups = len(y) // sides
+    y = y.reshape(groups, sides, -1, plan.slot).swapaxes(1, 2)
     return y.reshape(len(y), -1, plan.lanes)

@@ -37,7 +37,8 @@ def batch_on_lanes(plan: cells.Plan, batch: int) -> bool:
     if any(phases != list(range(len(phases))) for phases in plan.phases):
         return False
     widest = jnp.dtype(jnp.float32)
-    stored = sum(mover.stored for mover in _Mover.both(plan, [widest, widest]))
+    movers = _Mover.both(plan, [widest, widest])
+    stored = sum(mover.stored for mover in movers)
     return stored + plan.stored <= KERNEL_BYTES
 
 
@@ -90,15 +91,15 @@ class _Blocks:
         own = list(zip(self.movers, sources, memories, strict=True))
 
         def start(block: Any) -> None:
-            for mover, source, parts in own:
-                mover.start(source, parts, block, 0)
+            for mover, source, own_memory in own:
+                mover.start(source, own_memory, block, 0)
 
         def words(i: jax.Array) -> list[jax.Array]:
-            return [mover.words(parts.kept, i) for mover, _, parts in own]
+            return [mover.words(own_memory.kept, i) for mover, _, own_memory in own]
 
         def turn(block: jax.Array, carry: int) -> int:
-            for mover, source, parts in own:
-                mover.transpose(source, parts, block)
+            for mover, source, own_memory in own:
+                mover.transpose(source, own_memory, block)
 
             # The first part of the next block arrives while products are computed.
             @pl.when(block < self.number - 1)
@@ -131,7 +132,7 @@ def norms(
         result: Any,
         *memory: Any,
     ) -> None:
-        *parts, sums, written = memory
+        *memories, sums, written = memory
         norm = cells.norm_of(plan)
 
         def compute(
@@ -147,7 +148,7 @@ def norms(
             copy.start()
             copy.wait()
 
-        blocks.walk((data, cotangents), parts, compute)
+        blocks.walk((data, cotangents), memories, compute)
 
     everywhere = pl.BlockSpec(memory_space=pl.ANY)
     of_block = (cells.RESULTS, cells.LANES, cells.LANES)  # results, examples, partial sums
@@ -189,7 +190,7 @@ def weighted_sums(
         *memory: Any,
     ) -> None:
         results = memory[: len(sizes)]
-        parts = memory[len(sizes) :]
+        memories = memory[len(sizes) :]
         for result in results:
             result[...] = jnp.zeros_like(result)
         weighted = cells.weighted_of(plan)
@@ -211,7 +212,7 @@ def weighted_sums(
 
             lax.fori_loop(0, cells.LANES // plan.unrolled, several, 0)
 
-        blocks.walk((data, cotangents), parts, compute)
+        blocks.walk((data, cotangents), memories, compute)
 
     everywhere = pl.BlockSpec(memory_space=pl.ANY)
     by_block = factors.astype(jnp.float32).reshape(-1, cells.LANES)
@@ -232,8 +233,10 @@ def _cells_first(
     y: jax.Array,
 ) -> jax.Array:
     """Returns y [B, ...] as [rows, row phases, columns, column phases, channels, B]."""
-    (height, width), (down, across) = plan.grid, strides
-    y = cells.on_grid(plan, strides, y).transpose(1, 2, 3, 0)
+    height, width = plan.grid
+    down, across = strides
+    y = cells.on_grid(plan, strides, y)
+    y = y.transpose(1, 2, 3, 0)
     channels = y.shape[2]
     missing = cells.up(channels, cells.ROWS) - channels
     y = jnp.pad(y, [(0, 0), (0, 0), (0, missing), (0, 0)])
@@ -326,11 +329,15 @@ class _Mover:
         """The fields of `_Memory`."""
         from jax.experimental.pallas import tpu as pltpu
 
-        part = (2, self.plan.sides * self.rows, self.plan.grid[1], self.chunk, cells.LANES)
+        rows = self.plan.sides * self.rows
+        width = self.plan.grid[1]
+        part = (2, rows, width, self.chunk, cells.LANES)
+        words = (cells.LANES, self.space, cells.LANES)
+        block = (self.tiles, cells.LANES * self.pitch, cells.LANES)
         return [
             pltpu.VMEM(part, self.dtype),
-            pltpu.VMEM((cells.LANES, self.space, cells.LANES), jnp.uint32),
-            pltpu.VMEM((self.tiles, cells.LANES * self.pitch, cells.LANES), jnp.uint32),
+            pltpu.VMEM(words, jnp.uint32),
+            pltpu.VMEM(block, jnp.uint32),
             pltpu.SemaphoreType.DMA((2,)),
         ]
 
@@ -340,8 +347,11 @@ class _Mover:
         row_phases, column_phases = self.met
         rest = lax.div(part, chunks)
         chunk = lax.rem(part, chunks)
-        rest, across = lax.div(rest, column_phases), lax.rem(rest, column_phases)
-        return lax.div(rest, row_phases), lax.rem(rest, row_phases), across, chunk
+        rows = lax.div(rest, column_phases)
+        across = lax.rem(rest, column_phases)
+        tile = lax.div(rows, row_phases)
+        down = lax.rem(rows, row_phases)
+        return tile, down, across, chunk
 
     def _copies(
         self,
@@ -356,10 +366,12 @@ class _Mover:
 
         tile, down, across, chunk = self._place(jnp.int32(part))
         half = lax.rem(jnp.int32(part), 2)
-        channels = pl.ds(pl.multiple_of(chunk * self.chunk, self.chunk), self.chunk)
+        first_channel = pl.multiple_of(chunk * self.chunk, self.chunk)
+        channels = pl.ds(first_channel, self.chunk)
         rows = pl.ds(tile * self.rows, self.rows)
         for side in range(self.plan.sides):
-            first = pl.multiple_of((block * self.plan.sides + side) * cells.LANES, cells.LANES)
+            group = block * self.plan.sides + side
+            first = pl.multiple_of(group * cells.LANES, cells.LANES)
             examples = pl.ds(first, cells.LANES)
             own_rows = pl.ds(side * self.rows, self.rows)
             yield pltpu.make_async_copy(
@@ -422,7 +434,8 @@ class _Mover:
                 odd = flat[pl.ds(first + 1, width * size, stride=2), :]
                 words = cells.packed(even, odd)
             own = pl.ds(i * width, width)
-            memory.words[own, pl.ds(0, size), :] = words.reshape(width, size, cells.LANES)
+            by_cell = words.reshape(width, size, cells.LANES)
+            memory.words[own, pl.ds(0, size), :] = by_cell
 
         cells.each(row, self.plan.sides * self.rows, 2)
 
@@ -436,7 +449,9 @@ class _Mover:
 
         def pair(i: jax.Array) -> None:
             of_cells = words[pl.ds(i, cells.LANES, stride=self.space), :]
-            memory.kept[tile, pl.ds(first + i, cells.LANES, stride=self.pitch), :] = of_cells.T
+            transposed = of_cells.T
+            own = pl.ds(first + i, cells.LANES, stride=self.pitch)
+            memory.kept[tile, own, :] = transposed
 
         # Three units transpose at the same time.
         cells.each(pair, self.chunk // 2, 8)
