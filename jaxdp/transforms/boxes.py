@@ -121,7 +121,8 @@ def _outward(value: Any, direction: int) -> jax.Array:
     exact = np.asarray(value, np.float64)
     is_inward = rounded > exact if direction < 0 else rounded < exact
     outermost = np.asarray(direction * np.inf, array.dtype)
-    return jnp.asarray(np.where(is_inward, np.nextafter(converted, outermost), converted))
+    moved_out = np.nextafter(converted, outermost)
+    return jnp.asarray(np.where(is_inward, moved_out, converted))
 
 
 def _check_endpoints(lower: jax.Array, upper: jax.Array) -> None:
@@ -306,8 +307,12 @@ def inflate(
     """
     size = magnitude(x)
     # The second term covers an underflow of the first.
-    reach = slack(x.dtype, roundings) * size + jnp.minimum(size, tiny(x.dtype))
-    return Box(lower(x) - reach, upper(x) + reach, nonnegative=keep_sign and is_nonnegative(x))
+    reach = slack(x.dtype, roundings) * size
+    reach = reach + jnp.minimum(size, tiny(x.dtype))
+    low = lower(x) - reach
+    high = upper(x) + reach
+    nonnegative = keep_sign and is_nonnegative(x)
+    return Box(low, high, nonnegative=nonnegative)
 
 
 def at_least_float32(x: Operand) -> Operand:

@@ -44,13 +44,16 @@ def _call(eqn: Equation, *operands: Operand) -> list[Operand]:
 
 def _without_facts(xs: Sequence[Operand]) -> list[Any]:
     """Replaces boxes by pytrees without facts, which loops can carry."""
-    return [unchecked(x.lower, x.upper) if isinstance(x, Interval) else x for x in xs]
+    return _as_kinds(xs, _kinds(xs))
 
 
 def _as_kinds(xs: Sequence[Operand], is_interval: Sequence[bool]) -> list[Any]:
     """As `_without_facts`, with points as intervals where `is_interval` says so."""
-    pairs = zip(xs, is_interval, strict=True)
-    return [unchecked(lower(x), upper(x)) if flag else x for x, flag in pairs]
+    results: list[Any] = []
+    for x, flag in zip(xs, is_interval, strict=True):
+        result = unchecked(lower(x), upper(x)) if flag else x
+        results.append(result)
+    return results
 
 
 def _kinds(xs: Sequence[Any]) -> list[bool]:
@@ -88,7 +91,11 @@ def _scan(eqn: Equation, *operands: Operand) -> list[Operand]:
     constants = operands[:carry_start]
     init = operands[carry_start:x_start]
     xs = _without_facts(operands[x_start:])
-    like_x = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), xs)
+
+    def zeros_like_one(x: jax.Array) -> jax.Array:
+        return jnp.zeros(x.shape[1:], x.dtype)
+
+    like_x = jax.tree.map(zeros_like_one, xs)
 
     def first_step(state: list[Operand]) -> list[Operand]:
         return eqn.evaluate(body, [*constants, *state, *like_x])

@@ -159,8 +159,16 @@ def _pow(
 ) -> Operand:
     is_known = is_nonnegative(x)
     base = x if is_known else absolute(x)
-    corners = [eqn.bind(lower(base), end(y))[0] for end in (lower, upper)]
-    corners += [eqn.bind(upper(base), end(y))[0] for end in (lower, upper)]
+
+    def power(base_end: jax.Array, exponent: jax.Array) -> jax.Array:
+        return eqn.bind(base_end, exponent)[0]
+
+    corners = [
+        power(lower(base), lower(y)),
+        power(lower(base), upper(y)),
+        power(upper(base), lower(y)),
+        power(upper(base), upper(y)),
+    ]
     low = least(corners)
     high = most(corners)
     low, high = widen(low, high, 32)

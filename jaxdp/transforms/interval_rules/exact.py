@@ -108,10 +108,11 @@ def at_both_ends(
     """Evaluates a monotone primitive at all lower and at all upper endpoints."""
     lows = eqn.bind(*map(lower, operands))
     highs = eqn.bind(*map(upper, operands))
-    return [
-        Box(low, high, nonnegative=nonnegative and is_float(low))
-        for low, high in zip(lows, highs, strict=True)
-    ]
+    results = []
+    for low, high in zip(lows, highs, strict=True):
+        has_sign = nonnegative and is_float(low)
+        results.append(Box(low, high, nonnegative=has_sign))
+    return results
 
 
 # --- Movement and monotone selections -----------------------------------------------------------
@@ -134,7 +135,9 @@ def _keeps_last_axis(
     """Returns whether facts about the last axis of x hold for the last axis of the result."""
     if eqn.name in _SAME_SHAPE:
         return True
-    if eqn.name not in _KEEP_LAST_AXIS or x.ndim == 0 or x.shape[-1] == 1:
+    if eqn.name not in _KEEP_LAST_AXIS:
+        return False
+    if x.ndim == 0 or x.shape[-1] == 1:
         return False
     keeps_all_entries = math.prod(x.shape) == math.prod(result.shape)
     return keeps_all_entries and x.shape[-1:] == result.shape[-1:]
@@ -190,7 +193,9 @@ def _xor(
     y: Operand,
 ) -> Operand:
     _check_boolean(x)
-    unknown = (lower(x) != upper(x)) | (lower(y) != upper(y))
+    x_is_unknown = lower(x) != upper(x)
+    y_is_unknown = lower(y) != upper(y)
+    unknown = x_is_unknown | y_is_unknown
     value = lower(x) ^ lower(y)
     return Box(value & ~unknown, value | unknown)
 
@@ -249,4 +254,5 @@ def _is_finite(eqn: Equation, x: Operand) -> Operand:
     high = upper(x)
     certain = jnp.isfinite(low) & jnp.isfinite(high)
     # No point is finite if the box is {inf} or {-inf}.
-    return Box(certain, ~((low == jnp.inf) | (high == -jnp.inf)))
+    is_infinite = (low == jnp.inf) | (high == -jnp.inf)
+    return Box(certain, ~is_infinite)

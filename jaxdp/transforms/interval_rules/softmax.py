@@ -68,7 +68,9 @@ def certain_argmax(logits: Operand, product: str = "tight") -> jax.Array:
     gaps = pairwise_gaps(logits, product)
     is_diagonal = np.eye(gaps.shape[-1], dtype=bool)
     wins = jnp.all((gaps < 0) | is_diagonal, axis=0)
-    return jnp.where(jnp.any(wins), jnp.argmax(wins), -1).astype(jnp.int32)
+    is_certain = jnp.any(wins)
+    winner = jnp.argmax(wins)
+    return jnp.where(is_certain, winner, -1).astype(jnp.int32)
 
 
 def probabilities(gaps: jax.Array) -> Ends:
@@ -160,5 +162,8 @@ def _cumlogsumexp(eqn: Equation, x: Operand) -> Operand:
     def largest(v: jax.Array) -> jax.Array:
         return lax.cummax(v, axis=axis, reverse=eqn.params["reverse"])
 
-    result = around(eqn.ends(x), both(largest, x), 16 * x.shape[axis] + 24)
+    roundings = 16 * x.shape[axis] + 24
+    ends = eqn.ends(x)
+    scales = both(largest, x)
+    result = around(ends, scales, roundings)
     return narrow(eqn, result.lower, result.upper)
