@@ -37,7 +37,8 @@ def parts(size: int, most: int = 2048) -> list[int]:
 
     They are multiples of 128, and the whole axis.
     """
-    lengths = [n for n in range(LANES, min(size, most) + 1, LANES) if size % n == 0]
+    multiples = range(LANES, min(size, most) + 1, LANES)
+    lengths = [length for length in multiples if size % length == 0]
     if size <= most and size not in lengths:
         lengths.append(size)
     return lengths
@@ -49,7 +50,8 @@ def serves(
     dtype: Any,
 ) -> bool:
     """Returns whether the kernels multiply a dtype, and layers of so many rows and columns."""
-    return jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32) and min(rows, cols) >= _LEAST
+    is_served = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32)
+    return is_served and min(rows, cols) >= _LEAST
 
 
 def fits(vmem: float) -> bool:
