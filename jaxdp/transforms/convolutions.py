@@ -184,11 +184,13 @@ class Conv(Rule):
         """Returns all patches of padded data, [M, *positions, window and channels]."""
         slices = []
         for offset in itertools.product(*map(range, self.window)):
-            start = [i * dilation for i, dilation in zip(offset, self.kernel_dilation, strict=True)]
+            pairs = zip(offset, self.kernel_dilation, strict=True)
+            start = [i * dilation for i, dilation in pairs]
             end = [first + self._span(d) for d, first in enumerate(start)]
             limits = (len(x), *end, x.shape[-1])
             steps = (1, *self.strides, 1)
-            slices.append(lax.slice(x, (0, *start, 0), limits, steps))
+            patch = lax.slice(x, (0, *start, 0), limits, steps)
+            slices.append(patch)
         return jnp.concatenate(slices, axis=-1)
 
     def _patches_along(self, x: jax.Array, d: int) -> jax.Array:
@@ -201,8 +203,11 @@ class Conv(Rule):
             positions //= stride
             stride = 1
             span = self.out_window[d]
-        starts = (i * self.kernel_dilation[d] for i in range(positions))
-        slices = [lax.slice_in_dim(x, start, start + span, stride, 1 + d) for start in starts]
+        slices = []
+        for i in range(positions):
+            start = i * self.kernel_dilation[d]
+            entries = lax.slice_in_dim(x, start, start + span, stride, 1 + d)
+            slices.append(entries)
         return jnp.concatenate(slices, axis=-1)
 
     def _folds(self, d: int) -> bool:
@@ -285,7 +290,8 @@ class Conv(Rule):
         rest = self.window[self._looped :]
         if self._wide_part:
             grad = grad.reshape(*looped, self.groups, self.cols, *rest, -1)
-            grad = jnp.moveaxis(grad, (len(looped), len(looped) + 1), (-2, -1))
+            axis = len(looped)
+            grad = jnp.moveaxis(grad, (axis, axis + 1), (-2, -1))
         else:
             grad = grad.reshape(*looped, self.groups, *rest, -1, self.cols)
             grad = jnp.moveaxis(grad, len(looped), -2)
@@ -362,7 +368,8 @@ class Conv(Rule):
     @property
     def _met_rows(self) -> int:
         """The number of entries of the first dimension that some kernel position meets."""
-        return self.out_window[0] + (self.window[0] - 1) * self.kernel_dilation[0]
+        last = (self.window[0] - 1) * self.kernel_dilation[0]
+        return last + self.out_window[0]
 
     def _grads_by_split_windows(self, record: Any, g: jax.Array) -> jax.Array:
         """Computes dV of M examples by one product of patches along all but the first dimension.
@@ -465,7 +472,8 @@ class Conv(Rule):
             return lax.dynamic_update_slice_in_dim(grads, of_turn, start, 0)
 
         shape = (self.rows, self.cols) if self._cotangent_last else (self.cols, self.rows)
-        zeros = jnp.full((examples, *shape), zero.astype(wide_dtype(x, w)))
+        wide_zero = zero.astype(wide_dtype(x, w))
+        zeros = jnp.full((examples, *shape), wide_zero)
         zeros = shards.vary(zeros, shards.varying_axes(x, w))
         grads = lax.fori_loop(0, number, turn, zeros)
         window = (*self.window, self.channels)
@@ -517,9 +525,10 @@ class Conv(Rule):
         counts = [size, *lengths[:2], *positions, *window]
         # How far apart entries are along size, repeats, batch and *spatial.
         pitches = [math.prod(lengths[d:]) for d in range(len(lengths) + 1)]
-        along_positions = [pitches[3 + d] * self.strides[d] // fold for d in range(joined)]
-        along_kernel = [pitches[3 + d] * self.kernel_dilation[d] for d in range(joined)]
-        steps = [*pitches[:3], *along_positions, *pitches[3 + joined :], *along_kernel]
+        spatial = pitches[3:]
+        along_positions = [spatial[d] * self.strides[d] // fold for d in range(joined)]
+        along_kernel = [spatial[d] * self.kernel_dilation[d] for d in range(joined)]
+        steps = [*pitches[:3], *along_positions, *spatial[joined:], *along_kernel]
         rows = jnp.zeros(counts, jnp.int32)
         for d, step in enumerate(steps):
             rows += step * lax.broadcasted_iota(jnp.int32, counts, d)

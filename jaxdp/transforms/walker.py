@@ -462,7 +462,8 @@ class _Walk:
             self.sites.append(self._site(eqn.invars[weight], rule, tap_on=result))
             return _Step("meet", eqn, weights=weights)
         # A weight that occurs twice has one tap, at its first place.
-        first = tuple(i for i in weights if eqn.invars[i] not in eqn.invars[:i])
+        operands = eqn.invars
+        first = tuple(i for i in weights if operands[i] not in operands[:i])
         self.sites += [self.site_on_weight(eqn.invars[i]) for i in first]
         return _Step("tap", eqn, weights=first)
 
@@ -525,10 +526,16 @@ def _enter_loop(value: Value, *, is_slice: bool) -> Value:
 
 
 def _outputs_without_data(
-    eqn: jex.JaxprEqn, values: Sequence[Value], n_loops: int
+    eqn: jex.JaxprEqn,
+    values: Sequence[Value],
+    n_loops: int,
 ) -> tuple[Value, ...]:
     """Returns what is known about the outputs of an equation without data."""
-    sliced = tuple(any(v.sliced[depth] for v in values) for depth in range(n_loops))
+
+    def is_sliced(depth: int) -> bool:
+        return any(value.sliced[depth] for value in values)
+
+    sliced = tuple(map(is_sliced, range(n_loops)))
     leaves = frozenset[int]().union(*(v.leaves for v in values))
     constant = Value(data=False, sliced=sliced)
     # No gradient flows through a stopped gradient, or through integers and keys.
