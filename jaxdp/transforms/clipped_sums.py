@@ -207,7 +207,8 @@ def _in_chunks(
 
     def chunk_at(number: Any) -> tuple[Any, jax.Array]:
         def column(x: jax.Array) -> jax.Array:
-            return lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
+            row: jax.Array = lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
+            return row
 
         examples, present, valid = jax.tree.map(column, columns)
         return examples, present & valid

@@ -98,8 +98,8 @@ def _squared_norms_of_one_position(pair: Pair) -> jax.Array:
     rows, cols = _sizes([pair])
     parts, w = pair
     # A square that is flushed to zero counts at its upper bound.
-    square_u = sum(square(part).sum((2, 3)) for part in parts)
-    square_u = square_u + rows * rounding.FLUSHED
+    squares_of_parts = sum(square(part).sum((2, 3)) for part in parts)
+    square_u = squares_of_parts + rows * rounding.FLUSHED
     square_w = square(w).sum((2, 3))
     square_w = square_w + cols * rounding.FLUSHED
     return (square_u * square_w).sum(1)

@@ -372,7 +372,7 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 def _producers(eqns: Sequence[Any]) -> Producers:
     """Returns the equation that computes each variable."""
-    producers: Producers = {}
+    producers: dict[Any, Any] = {}
     for eqn in eqns:
         for variable in eqn.outvars:
             producers[variable] = eqn
@@ -475,8 +475,9 @@ def _apply_rule(
     except interval_rules.NoRuleError as error:
         problem = f"The interval rule of {name!r} does not apply. {error}"
         raise UnsupportedPrimitive(_message(eqn, problem)) from None
-    is_one_result = isinstance(result, Interval | jax.Array | np.ndarray)
-    return [result] if is_one_result else list(result)
+    if isinstance(result, Interval | jax.Array | np.ndarray):
+        return [result]
+    return list(result)
 
 
 def _message(eqn: Any, problem: str) -> str:
